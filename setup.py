@@ -14,7 +14,16 @@ from setuptools.command.build_py import build_py
 from setuptools.command.sdist import sdist
 
 FOLDER = "src/splitserve/kernels/cpu"
-HEADERS = ("kernels.h", "calls.h", "decoder.h", "thread_pool.h", "simd.h", "linear.h", "attention.h", "elementwise.h")
+HEADERS = (
+    "kernels.h",
+    "calls.h",
+    "decoder.h",
+    "thread_pool.h",
+    "simd.h",
+    "linear.h",
+    "attention.h",
+    "elementwise.h",
+)
 SOURCES = ("module.cpp", "isa_generic.cpp", "isa_avx2.cpp", "isa_avx512.cpp")
 COMMIT_FILE = "src/splitserve/cli/commit.txt"
 """In a wheel and in an sdist, not in a clone: `splitserve version` reads it."""
@@ -26,7 +35,11 @@ def commit() -> str:
         return Path(COMMIT_FILE).read_text()
     asked = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
     try:
-        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout if Path(".git").exists() else ""
+        return (
+            subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+            if Path(".git").exists()
+            else ""
+        )
     except (OSError, subprocess.CalledProcessError):
         return ""
 

@@ -78,7 +78,10 @@ def _is_ready(port: int) -> bool:
 def hang_up_after(port: int, body: dict[str, Any], wait_s: float) -> float:
     """Request a stream, close the connection after ``wait_s`` seconds, and return the monotonic time."""
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: "
+        f"application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    )
     with socket.create_connection(("127.0.0.1", port), 5) as client:
         client.sendall(head.encode() + data)
         time.sleep(wait_s)

@@ -32,14 +32,24 @@ COLUMNS = (
 )
 PERCENTILES = ("p50", "p90", "p99")
 PUBLISHED = {  # as text, which keeps the number of digits
-    "azure/AzureLLMInferenceTrace_code.csv": "8819 3436 2.57 13.2 67 585 2048 1469 5188 7436 7437 28 13 55 252 1899 0.00 - - -",
-    "azure/AzureLLMInferenceTrace_conv.csv": "19366 3502 5.53 1.09 19 502 1155 1020 2735 4142 14050 211 129 424 601 1000 -0.11 - - -",
-    "mooncake/conversation_trace.jsonl.gz": "12031 3537 3.40 - - - 12035 6909 27367 85400 126195 343 350 597 1119 2000 - 36.6 182790 1180",
-    "mooncake/synthetic_trace.jsonl.gz": "3993 1022 3.91 - - - 15325 11587 38611 66456 191378 149 69 389 768 893 - 64.0 43924 -",
+    "azure/AzureLLMInferenceTrace_code.csv": (
+        "8819 3436 2.57 13.2 67 585 2048 1469 5188 7436 7437 28 13 55 252 1899 0.00 - - -"
+    ),
+    "azure/AzureLLMInferenceTrace_conv.csv": (
+        "19366 3502 5.53 1.09 19 502 1155 1020 2735 4142 14050 211 129 424 601 1000 -0.11 - - -"
+    ),
+    "mooncake/conversation_trace.jsonl.gz": (
+        "12031 3537 3.40 - - - 12035 6909 27367 85400 126195 343 350 597 1119 2000 - 36.6 182790 1180"
+    ),
+    "mooncake/synthetic_trace.jsonl.gz": (
+        "3993 1022 3.91 - - - 15325 11587 38611 66456 191378 149 69 389 768 893 - 64.0 43924 -"
+    ),
     "servegen/servegen_deepseek-r1_4rps_1800s_seed0.csv.gz": (
         "7177 1800 3.99 - - - 1632 357 3003 25567 44318 1003 501 1492 12793 26866 - - - -"
     ),
-    "servegen/servegen_m-small_10rps_1800s_seed0.csv.gz": "17992 1800 10.0 - - - 123 51 398 1353 9216 17 4 52 144 443 - - - -",
+    "servegen/servegen_m-small_10rps_1800s_seed0.csv.gz": (
+        "17992 1800 10.0 - - - 123 51 398 1353 9216 17 4 52 144 443 - - - -"
+    ),
 }
 
 

@@ -45,7 +45,8 @@ def main(settings: ChatSettings) -> int:
 
 
 async def answer_once(settings: ChatSettings, prompt: str, certificate: Path | None = None) -> int:
-    """Prints the streamed answer to one question. ``certificate``: of a server that this process has started. Returns the exit status."""
+    """Prints the streamed answer to one question. ``certificate``: of a server that this process has started.
+    Returns the exit status."""
     async with _client(settings, certificate) as client:
         conversation = Conversation(client, settings)
         try:
@@ -58,7 +59,8 @@ async def answer_once(settings: ChatSettings, prompt: str, certificate: Path | N
 
 
 async def converse(settings: ChatSettings, certificate: Path | None = None) -> int:
-    """Reads questions until the end of input. ``certificate``: as in ``answer_once``. Returns the exit status."""
+    """Reads questions until the end of input. ``certificate``: as in ``answer_once``. Returns the exit
+    status."""
     async with _client(settings, certificate) as client:
         conversation = Conversation(client, settings)
         asked = sys.stdin.isatty()
@@ -84,7 +86,10 @@ async def converse(settings: ChatSettings, certificate: Path | None = None) -> i
                         if not sys.stdin.isatty():
                             return 1
     if not asked:
-        print("splitserve: standard input held no question; write one a line, or run this in a terminal", file=sys.stderr)
+        print(
+            "splitserve: standard input held no question; write one a line, or run this in a terminal",
+            file=sys.stderr,
+        )
     return 0 if asked else 1
 
 
@@ -100,7 +105,9 @@ class Conversation:
 
     def reset(self) -> None:
         """Forgets everything but the system message."""
-        self.messages = [{"role": "system", "content": self._settings.system}] if self._settings.system else []
+        self.messages = (
+            [{"role": "system", "content": self._settings.system}] if self._settings.system else []
+        )
 
     async def ask(self, question: str) -> None:
         """Prints the answer as it comes; Ctrl-C stops it and keeps what was said. Raises ChatError."""
@@ -170,7 +177,9 @@ async def first_model(client: httpx.AsyncClient) -> str:
     except httpx.HTTPError as error:
         raise ChatError(_unreachable(client, error)) from error
     except (ValueError, LookupError) as error:
-        raise ChatError(f"{client.base_url} answers, but lists no models: is it an OpenAI-compatible server?") from error
+        raise ChatError(
+            f"{client.base_url} answers, but lists no models: is it an OpenAI-compatible server?"
+        ) from error
 
 
 SHOWN_STAGES = {
@@ -200,7 +209,13 @@ def account(usage: dict[str, Any], finish_reason: str = "") -> str:
 
 
 def duration(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms" if seconds < 0.01 else f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
+    return (
+        f"{seconds * 1e3:.1f} ms"
+        if seconds < 0.01
+        else f"{seconds * 1e3:.0f} ms"
+        if seconds < 1
+        else f"{seconds:.2f} s"
+    )
 
 
 def error_sentence(status: int, body: bytes) -> str:
@@ -213,14 +228,19 @@ def error_sentence(status: int, body: bytes) -> str:
 
 
 def _unreachable(client: httpx.AsyncClient, error: httpx.HTTPError) -> str:
-    return f"no connection to {client.base_url} ({error or type(error).__name__}); start a server with `splitserve up`, or give --url"
+    return (
+        f"no connection to {client.base_url} ({error or type(error).__name__}); start a server with "
+        "`splitserve up`, or give --url"
+    )
 
 
 def _client(settings: ChatSettings, certificate: Path | None) -> httpx.AsyncClient:
     key = read_key("--api-key-file", settings.api_key_file)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     verify, timeout = trust(settings.url, settings.tls_ca, certificate), httpx.Timeout(None, connect=5)
-    return httpx.AsyncClient(base_url=settings.url, headers=headers, timeout=timeout, trust_env=False, verify=verify)
+    return httpx.AsyncClient(
+        base_url=settings.url, headers=headers, timeout=timeout, trust_env=False, verify=verify
+    )
 
 
 async def _lines() -> AsyncIterator[str]:

@@ -32,11 +32,15 @@ def require_port(host: str, port: int) -> None:
 
 
 def require_device(device: str, gpus: int) -> None:
-    """Raises ConfigError where a GPU is asked for by name and torch, which finds so many, does not find it."""
+    """Raises ConfigError where a GPU is asked for by name and torch, which finds so many, does not find
+    it."""
     if not device.startswith("cuda"):
         return
     if not gpus:
-        raise ConfigError(f"--device {device}: torch finds no GPU on this machine; `splitserve doctor` says why, --device cpu does without")
+        raise ConfigError(
+            f"--device {device}: torch finds no GPU on this machine; `splitserve doctor` says why, "
+            "--device cpu does without"
+        )
     if int(device.partition(":")[2] or 0) >= gpus:
         raise ConfigError(f"--device {device}: torch finds {gpus} of them, cuda:0 to cuda:{gpus - 1}")
 
@@ -48,15 +52,19 @@ def require_runner(runner: str) -> None:
 
 
 def require_writable(settings: BaseModel) -> None:
-    """Raises ConfigError if a file that is to be written in the end could not be: better said now than after the work."""
+    """Raises ConfigError if a file that is to be written in the end could not be: better said now than after
+    the work."""
     for name in OUTPUTS:
         path = getattr(settings, name, None)
-        if path is not None and (problem := write_problem(path) or (missing_for("plots") if name == "plot_file" else "")):
+        if path is not None and (
+            problem := write_problem(path) or (missing_for("plots") if name == "plot_file" else "")
+        ):
             raise ConfigError(f"{flag_of(name)}: {problem}")
 
 
 def read_key(option: str, path: Path | None) -> str:
-    """The key in this file, "" where no file is given. Raises ConfigError, also where other users may open it."""
+    """The key in this file, "" where no file is given. Raises ConfigError, also where other users may open
+    it."""
     if path is None:
         return ""
     try:
@@ -65,7 +73,9 @@ def read_key(option: str, path: Path | None) -> str:
     except OpenToOthers as error:
         raise ConfigError(f"{option}: {error}") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{option}: cannot read {path} ({getattr(error, 'strerror', None) or error})") from error
+        raise ConfigError(
+            f"{option}: cannot read {path} ({getattr(error, 'strerror', None) or error})"
+        ) from error
     if not key or not key.isascii() or not key.isprintable() or " " in key:
         raise ConfigError(f"{option}: {path} holds no key; `splitserve keys create` prints one")
     return key
@@ -99,5 +109,7 @@ def port_problem(host: str, port: int) -> str | None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as error:
-        return f"cannot listen on {host}:{port} ({error.strerror or error}); stop what uses it or choose another"
+        return (
+            f"cannot listen on {host}:{port} ({error.strerror or error}); stop what uses it or choose another"
+        )
     return None

@@ -1,4 +1,5 @@
-"""Where settings come from: a flag, an environment variable, one YAML file, the default. The first that says something wins.
+"""Where settings come from: a flag, an environment variable, one YAML file, the default. The first that says
+something wins.
 
     --max-queue 64                        flag
     SPLITSERVE_COORDINATOR_MAX_QUEUE=64   environment, for one command
@@ -6,9 +7,9 @@
     coordinator: {max_queue: 64}          file, for one command
     common: {max_queue: 64}               file, for every command that has such a setting
 
-All names in the file and all variables that begin with SPLITSERVE_ are checked, whichever command runs: a misspelt one
-is an error that names the nearest known one. Skipped are the variables that Kubernetes sets in every pod for a Service whose
-name begins with "splitserve".
+All names in the file and all variables that begin with SPLITSERVE_ are checked, whichever command runs: a
+misspelt one is an error that names the nearest known one. Skipped are the variables that Kubernetes sets in
+every pod for a Service whose name begins with "splitserve".
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ COMMON = "common"
 ENV_PREFIX = "SPLITSERVE_"
 CONFIG_VARIABLE = "SPLITSERVE_CONFIG"
 SERVICE_VARIABLE = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$")
-"""What Kubernetes sets for a Service, but for NAME_PORT, which can be a setting's name and is told by its value."""
+"""What Kubernetes sets for a Service, but for NAME_PORT, which can be a setting's name and is told by its
+value."""
 SERVICE_PORT_VALUE = re.compile(r"(tcp|udp|sctp)://\S+:\d+$")
 PASSWORD = re.compile(r"://[^/?#@]*:[^/?#@]+@|[?&]\w*(key|password|secret|sig|token)\w*=", re.IGNORECASE)
 """In a URL."""
@@ -111,7 +113,12 @@ class Sources:
             config = Path(env[CONFIG_VARIABLE])
         of_env, of_file = _from_env(env), _from_file(config) if config else {}
         layers: dict[str, list[Layer]] = {
-            section: [layer for source in (of_env, of_file) for name in (section, COMMON) if (layer := source.get(name))]
+            section: [
+                layer
+                for source in (of_env, of_file)
+                for name in (section, COMMON)
+                if (layer := source.get(name))
+            ]
             for section in SECTIONS
         }
         return cls(layers)
@@ -119,7 +126,9 @@ class Sources:
     def of(self, section: str) -> list[Layer]:
         """What is said for a section, strongest first; ``common`` narrowed to what the section has."""
         fields = SECTIONS[section].model_fields
-        return [{name: value for name, value in layer.items() if name in fields} for layer in self.layers[section]]
+        return [
+            {name: value for name, value in layer.items() if name in fields} for layer in self.layers[section]
+        ]
 
 
 def load(section: str, flags: Layer, sources: Sources) -> BaseModel:
@@ -128,14 +137,17 @@ def load(section: str, flags: Layer, sources: Sources) -> BaseModel:
 
 
 def build(model: type[Settings], layers: Sequence[Layer]) -> Settings:
-    """``model`` from layers of values, strongest first. Raises ConfigError that names the origin of what is wrong."""
+    """``model`` from layers of values, strongest first. Raises ConfigError that names the origin of what is
+    wrong."""
     chosen: dict[str, Value] = {}
     for layer in reversed(layers):
         chosen.update(layer)
     try:
         return model(**{name: value.value for name, value in chosen.items()})
     except ValidationError as error:
-        raise ConfigError("\n".join(_sentence(problem, chosen, model) for problem in error.errors())) from None
+        raise ConfigError(
+            "\n".join(_sentence(problem, chosen, model) for problem in error.errors())
+        ) from None
 
 
 def _sentence(problem: Mapping[str, Any], chosen: Mapping[str, Value], model: type[BaseModel]) -> str:
@@ -144,7 +156,10 @@ def _sentence(problem: Mapping[str, Any], chosen: Mapping[str, Value], model: ty
         return message
     name = str(problem["loc"][0])
     if problem["type"] == "missing":
-        return f"{flag_of(name)} is needed: {variable_of(name)} or a line `{name}:` in the configuration file do as well"
+        return (
+            f"{flag_of(name)} is needed: {variable_of(name)} or a line `{name}:` in the configuration "
+            "file do as well"
+        )
     if problem["type"] == "string_pattern_mismatch":  # the pattern is for machines
         field = model.model_fields[name]
         example = f" Such as {field.default}." if field.default and not field.is_required() else ""
@@ -182,10 +197,17 @@ def _from_env(env: Mapping[str, str]) -> dict[str, dict[str, Value]]:
     }
     found: dict[str, dict[str, Value]] = {}
     for variable, text in env.items():
-        if not variable.startswith(ENV_PREFIX) or variable == CONFIG_VARIABLE or _is_of_a_service(variable, text):
+        if (
+            not variable.startswith(ENV_PREFIX)
+            or variable == CONFIG_VARIABLE
+            or _is_of_a_service(variable, text)
+        ):
             continue
         if variable not in places:
-            raise ConfigError(f"environment variable {variable} is not a setting{nearest(variable, [*places, CONFIG_VARIABLE])}")
+            raise ConfigError(
+                f"environment variable {variable} is not a "
+                f"setting{nearest(variable, [*places, CONFIG_VARIABLE])}"
+            )
         section, name = places[variable]
         found.setdefault(section, {})[name] = Value(text, variable)
     return found
@@ -193,7 +215,9 @@ def _from_env(env: Mapping[str, str]) -> dict[str, dict[str, Value]]:
 
 def _is_of_a_service(variable: str, text: str) -> bool:
     """Whether Kubernetes has set this variable for one of its Services."""
-    return SERVICE_VARIABLE.search(variable) is not None or (variable.endswith("_PORT") and SERVICE_PORT_VALUE.match(text) is not None)
+    return SERVICE_VARIABLE.search(variable) is not None or (
+        variable.endswith("_PORT") and SERVICE_PORT_VALUE.match(text) is not None
+    )
 
 
 def _from_file(path: Path) -> dict[str, dict[str, Value]]:
@@ -206,10 +230,16 @@ def _from_file(path: Path) -> dict[str, dict[str, Value]]:
     known = known_names()
     for section, fields in _mapping(content, f"{path}").items():
         if section not in known:
-            raise ConfigError(f"{path}: unknown section {section!r}{nearest(str(section), known)}; sections are: {', '.join(known)}")
+            raise ConfigError(
+                f"{path}: unknown section {section!r}{nearest(str(section), known)}; sections are: "
+                f"{', '.join(known)}"
+            )
         for name, value in _mapping(fields, f"{path}: {section}").items():
             if name not in known[section]:
-                raise ConfigError(f"{path}: unknown setting {name!r} in section {section!r}{nearest(str(name), known[section])}")
+                raise ConfigError(
+                    f"{path}: unknown setting {name!r} in section "
+                    f"{section!r}{nearest(str(name), known[section])}"
+                )
             found.setdefault(section, {})[name] = Value(value, f"{path}: {section}.{name}")
             _check_private(path, f"{section}.{name}", value)
     return found

@@ -49,7 +49,8 @@ def main(settings: ServerSettings) -> None:
 
 
 def run_one_of_several(settings: ServerSettings, place: Place) -> None:
-    """Run one of several coordinator processes, from its first line. Exit status CANNOT_START: its settings are wrong."""
+    """Run one of several coordinator processes, from its first line. Exit status CANNOT_START: its settings
+    are wrong."""
     log_to_stderr(settings.log_level, settings.log_format, f"coordinator-{place.number}")
     try:
         run_one(settings, place, controller_of)

@@ -1,4 +1,5 @@
-"""``splitserve doctor``: looks at everything that commonly keeps a machine from serving, and says what to do about it."""
+"""``splitserve doctor``: looks at everything that commonly keeps a machine from serving, and says what to do
+about it."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def main(settings: DoctorSettings, console: Console | None = None) -> int:
         return _listen(settings, console)
     if settings.peer:
         return _report(check_peer(settings), console, "the two hosts can serve together")
-    return _report((finding for check in CHECKS for finding in check(settings)), console, "this machine can serve")
+    return _report(
+        (finding for check in CHECKS for finding in check(settings)), console, "this machine can serve"
+    )
 
 
 def _report(findings: Iterable[Finding], console: Console, good: str) -> int:
@@ -67,8 +70,10 @@ def _listen(settings: DoctorSettings, console: Console) -> int:
                 signal.signal(number, lambda *_: listener.stop())
             port = "" if address.port == DEFAULT_PORT else f":{address.port}"
             console.print(
-                f"listening on {address.host}, ports {address.port} and {address.port + 1}; now run on the other host:\n"
-                f"    splitserve doctor --peer THIS_HOST{port} --key-file {settings.key_file}\nCtrl-C ends it.",
+                f"listening on {address.host}, ports {address.port} and {address.port + 1}; now "
+                "run on the other host:\n"
+                f"    splitserve doctor --peer THIS_HOST{port} --key-file "
+                f"{settings.key_file}\nCtrl-C ends it.",
                 markup=False, highlight=False, soft_wrap=True,
             )  # fmt: skip
             listener.run()
@@ -79,11 +84,21 @@ def _listen(settings: DoctorSettings, console: Console) -> int:
 
 def check_versions(_: DoctorSettings) -> Iterator[Finding]:
     yield Finding("ok", f"Python {platform.python_version()}")
-    for package in ("pyzmq", "tokenizers", "uvicorn", "numpy", *(() if missing_for("worker") else ("torch",))):
+    for package in (
+        "pyzmq",
+        "tokenizers",
+        "uvicorn",
+        "numpy",
+        *(() if missing_for("worker") else ("torch",)),
+    ):
         try:
             yield Finding("ok", f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
-            yield Finding("problem", f"{package} is not installed", "run deploy/quickstart.sh, or pip install splitserve again")
+            yield Finding(
+                "problem",
+                f"{package} is not installed",
+                "run deploy/quickstart.sh, or pip install splitserve again",
+            )
     if advice := missing_for("worker"):
         yield Finding("note", "this host can run a coordinator, but no worker", advice)
 
@@ -94,7 +109,11 @@ def check_encryption(_: DoctorSettings) -> Iterator[Finding]:
     if zmq.has("curve"):
         yield Finding("ok", f"ZeroMQ {zmq.zmq_version()} with CURVE encryption")
     else:
-        yield Finding("problem", f"ZeroMQ {zmq.zmq_version()} was built without CURVE", "install pyzmq from its wheel, or use --insecure")
+        yield Finding(
+            "problem",
+            f"ZeroMQ {zmq.zmq_version()} was built without CURVE",
+            "install pyzmq from its wheel, or use --insecure",
+        )
 
 
 def check_devices(_: DoctorSettings) -> Iterator[Finding]:
@@ -103,11 +122,21 @@ def check_devices(_: DoctorSettings) -> Iterator[Finding]:
     import torch
 
     if not torch.cuda.is_available():
-        built = "CPU build of torch" if torch.version.cuda is None else f"torch for CUDA {torch.version.cuda}, but no GPU is usable"
-        yield Finding("ok", f"CPU with {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()} ({built})")
+        built = (
+            "CPU build of torch"
+            if torch.version.cuda is None
+            else f"torch for CUDA {torch.version.cuda}, but no GPU is usable"
+        )
+        yield Finding(
+            "ok", f"CPU with {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()} ({built})"
+        )
     for name in _gpu_names():
         if torch.version.cuda is None:
-            yield Finding("note", f"{name}, but torch is a CPU build", "remove .venv and run deploy/quickstart.sh to get the CUDA build")
+            yield Finding(
+                "note",
+                f"{name}, but torch is a CPU build",
+                "remove .venv and run deploy/quickstart.sh to get the CUDA build",
+            )
         else:
             yield Finding("ok", name)
 
@@ -123,7 +152,10 @@ def _gpu_names() -> list[str]:
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         return [
-            f"GPU {index}: {pynvml.nvmlDeviceGetName(handle)}, {pynvml.nvmlDeviceGetMemoryInfo(handle).free / GIB:.0f} GiB free"
+            (
+                f"GPU {index}: {pynvml.nvmlDeviceGetName(handle)}, "
+                f"{pynvml.nvmlDeviceGetMemoryInfo(handle).free / GIB:.0f} GiB free"
+            )
             for index, handle in enumerate(handles)
         ]
     finally:
@@ -137,17 +169,28 @@ def check_kernels(_: DoctorSettings) -> Iterator[Finding]:
         yield Finding("ok", "C++ kernels for CPUs are built")
     else:
         compiler = shutil.which("c++") or shutil.which("g++")
-        advice = "pip install -e . again to build them" if compiler else "install g++ (Debian: apt-get install g++), then pip install -e ."
+        advice = (
+            "pip install -e . again to build them"
+            if compiler
+            else "install g++ (Debian: apt-get install g++), then pip install -e ."
+        )
         yield Finding("note", "C++ kernels for CPUs are not built: plain torch serves, more slowly", advice)
 
 
 def check_ports(settings: DoctorSettings) -> Iterator[Finding]:
     control = urlsplit(settings.control_address)
     ours = _ports_of_ours(settings.host, settings.port)
-    for use, host, port in (("HTTP", settings.host, settings.port), ("control", control.hostname or "", control.port or 0)):
+    for use, host, port in (
+        ("HTTP", settings.host, settings.port),
+        ("control", control.hostname or "", control.port or 0),
+    ):
         if port in ours:
             advice = "nothing to do, unless you mean to start another: then choose other ports"
-            yield Finding("note", f"{use} port {host}:{port} is used by a splitserve coordinator that runs already", advice)
+            yield Finding(
+                "note",
+                f"{use} port {host}:{port} is used by a splitserve coordinator that runs already",
+                advice,
+            )
         elif problem := port_problem(host, port):
             yield Finding("problem", f"{use} port: {problem}")
         else:
@@ -184,7 +227,11 @@ def check_limits(_: DoctorSettings) -> Iterator[Finding]:
         yield Finding("ok", f"/dev/shm has {free / GIB:.1f} GiB free")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < MIN_OPEN_FILES:
-        yield Finding("note", f"only {soft} files may be open, one a client connection", f"run `ulimit -n {min(hard, 65536)}` first")
+        yield Finding(
+            "note",
+            f"only {soft} files may be open, one a client connection",
+            f"run `ulimit -n {min(hard, 65536)}` first",
+        )
     else:
         yield Finding("ok", f"{soft} files may be open")
 
@@ -211,11 +258,16 @@ def check_model(settings: DoctorSettings) -> Iterator[Finding]:
         return
     size, config, dtype = worker.size, worker.config, str(worker.dtype).removeprefix("torch.")
     text = (
-        f"model {folder.name}: {config.architecture}, {worker.weights / 1e6:,.0f} MB of weights in {dtype}; of two workers here each has a "
-        f"KV cache of {worker.kv_cache / GIB:.2f} GiB, {size.num_blocks:,} blocks, and takes sequences of {size.max_model_len:,} tokens"
+        f"model {folder.name}: {config.architecture}, {worker.weights / 1e6:,.0f} MB of weights in "
+        f"{dtype}; of two workers here each has a "
+        f"KV cache of {worker.kv_cache / GIB:.2f} GiB, {size.num_blocks:,} blocks, and takes "
+        f"sequences of {size.max_model_len:,} tokens"
     )
     if size.max_model_len < config.max_model_len:
-        advice = f"the model's own {config.max_model_len:,} tokens need more memory, or a larger --cpu-memory-utilization"
+        advice = (
+            f"the model's own {config.max_model_len:,} tokens need more memory, or a larger "
+            "--cpu-memory-utilization"
+        )
         yield Finding("note", text, advice)
     else:
         yield Finding("ok", text)

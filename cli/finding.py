@@ -8,7 +8,8 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. A ``problem`` keeps this machine from serving; a ``note`` makes it slower or smaller."""
+    """One line of the report. A ``problem`` keeps this machine from serving; a ``note`` makes it slower or
+    smaller."""
 
     level: Literal["ok", "note", "problem"]
     text: str

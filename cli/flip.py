@@ -19,7 +19,10 @@ POLL_S = 0.05
 def flip(worker: str, settings: FlipSettings) -> int:
     """Returns the exit status."""
     url, headers = operator_access(settings.url, settings.admin_key_file, admin_port=True)
-    asked = {"to": settings.to, **({} if settings.timeout_s is None else {"timeout_s": str(settings.timeout_s)})}
+    asked = {
+        "to": settings.to,
+        **({} if settings.timeout_s is None else {"timeout_s": str(settings.timeout_s)}),
+    }
     verify = trust(url, settings.tls_ca)
     with httpx.Client(base_url=url, headers=headers, timeout=10, trust_env=False, verify=verify) as client:
         try:
@@ -33,9 +36,18 @@ def flip(worker: str, settings: FlipSettings) -> int:
             click.echo(f"splitserve: no answer at {url}: {error}; is it the coordinator's address?", err=True)
             return 1
     if record is None:
-        click.echo(f"splitserve: {process} has not begun as a {settings.to} worker within {PATIENCE_S:g} s; see its log", err=True)
+        click.echo(
+            (
+                f"splitserve: {process} has not begun as a {settings.to} worker within {PATIENCE_S:g} "
+                "s; see its log"
+            ),
+            err=True,
+        )
         return 1
-    click.echo(f"{process} is a {settings.to} worker, after {1e3 * record['began_s']:.0f} ms; what it ran before finishes or moves")
+    click.echo(
+        f"{process} is a {settings.to} worker, after {1e3 * record['began_s']:.0f} ms; what it ran "
+        "before finishes or moves"
+    )
     return 0
 
 
@@ -43,7 +55,9 @@ def _when_begun(client: httpx.Client, process: str) -> dict[str, Any] | None:
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         flips: list[dict[str, Any]] = client.get("/admin/flips").raise_for_status().json()["flips"]
-        newest: dict[str, Any] | None = next((record for record in reversed(flips) if record["process"] == process), None)
+        newest: dict[str, Any] | None = next(
+            (record for record in reversed(flips) if record["process"] == process), None
+        )
         if newest is not None and newest["began_s"] is not None:
             return newest
         time.sleep(POLL_S)

@@ -13,8 +13,9 @@ ANY_GPU = ("auto", "cuda")
 
 
 def num_gpus(devices: Sequence[str]) -> int:
-    """GPUs that torch finds, where any of these devices could be one. Torch is asked in a process of its own: whoever starts workers should
-    not hold torch or a GPU; and for ``auto`` only where there is a driver, since that takes seconds."""
+    """GPUs that torch finds, where any of these devices could be one. Torch is asked in a process of its own:
+    whoever starts workers should not hold torch or a GPU; and for ``auto`` only where there is a driver,
+    since that takes seconds."""
     named = any(device.startswith("cuda") for device in devices)
     if not named and not ("auto" in devices and any(map(Path.exists, map(Path, DRIVER_FILES)))):
         return 0
@@ -24,9 +25,12 @@ def num_gpus(devices: Sequence[str]) -> int:
 
 
 def deal(wanted: Mapping[str, Sequence[str]], gpus: int) -> dict[str, str]:
-    """A device for each worker, of those that it may have; ``auto`` and ``cuda`` stand for any of ``gpus`` GPUs. Each gets the one that
-    fewest have, the first of those; whoever has least choice chooses first."""
-    choices = {worker: [each for name in devices for each in _meant(name, gpus)] for worker, devices in wanted.items()}
+    """A device for each worker, of those that it may have; ``auto`` and ``cuda`` stand for any of ``gpus``
+    GPUs. Each gets the one that fewest have, the first of those; whoever has least choice chooses first."""
+    choices = {
+        worker: [each for name in devices for each in _meant(name, gpus)]
+        for worker, devices in wanted.items()
+    }
     dealt, taken = dict.fromkeys(wanted, ""), Counter[str]()
     for worker in sorted(choices, key=lambda worker: len(choices[worker])):
         dealt[worker] = min(choices[worker], key=lambda device: taken[device])
@@ -40,8 +44,17 @@ def shared(devices: Mapping[str, str]) -> str:
     for worker, device in devices.items():
         if device.startswith("cuda"):
             on.setdefault(device, []).append(worker)
-    said = [f"{', '.join(workers[:-1])} and {workers[-1]} share {device}" for device, workers in on.items() if len(workers) > 1]
-    return "; ".join(said) + ": each holds weights and a KV cache of its own there, in its part of --gpu-memory-utilization" if said else ""
+    said = [
+        f"{', '.join(workers[:-1])} and {workers[-1]} share {device}"
+        for device, workers in on.items()
+        if len(workers) > 1
+    ]
+    return (
+        "; ".join(said)
+        + ": each holds weights and a KV cache of its own there, in its part of --gpu-memory-utilization"
+        if said
+        else ""
+    )
 
 
 def _meant(device: str, gpus: int) -> list[str]:

@@ -18,10 +18,18 @@ class _OfTenantsFile(BaseModel):
 
 class _Limited(_OfTenantsFile):
     requests_per_minute: int | None = Field(default=None, ge=0, description="Requests a minute; 0: no bound.")
-    tokens_per_minute: int | None = Field(default=None, ge=0, description="Tokens of prompts and answers a minute; 0: no bound.")
-    max_streams: int | None = Field(default=None, ge=0, description="Requests that may be open at the same time; 0: no bound.")
-    tokens_per_day: int | None = Field(default=None, ge=0, description="Tokens from 0:00 to 24:00 UTC; 0: no bound.")
-    tokens_per_month: int | None = Field(default=None, ge=0, description="Tokens of one calendar month, by UTC; 0: no bound.")
+    tokens_per_minute: int | None = Field(
+        default=None, ge=0, description="Tokens of prompts and answers a minute; 0: no bound."
+    )
+    max_streams: int | None = Field(
+        default=None, ge=0, description="Requests that may be open at the same time; 0: no bound."
+    )
+    tokens_per_day: int | None = Field(
+        default=None, ge=0, description="Tokens from 0:00 to 24:00 UTC; 0: no bound."
+    )
+    tokens_per_month: int | None = Field(
+        default=None, ge=0, description="Tokens of one calendar month, by UTC; 0: no bound."
+    )
 
     def limits(self) -> dict[str, int | None]:
         """By name; None: not said."""
@@ -29,12 +37,23 @@ class _Limited(_OfTenantsFile):
 
 
 class KeysCreateSettings(_Limited):
-    """Makes a key and prints it, this once: only its hash is kept. The limits are the key's own, beside those of its tenant's tier."""
+    """Makes a key and prints it, this once: only its hash is kept. The limits are the key's own, beside those
+    of its tenant's tier."""
 
-    tenant: str = Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f/]+$", description="Whose key; a tenant that is new is made.")
-    tier: str | None = Field(default=None, description="The tenant's tier from now on. Default: as it is; a new tenant's: standard.")
+    tenant: str = Field(
+        min_length=1,
+        max_length=256,
+        pattern=r"^[^\x00-\x1f/]+$",
+        description="Whose key; a tenant that is new is made.",
+    )
+    tier: str | None = Field(
+        default=None,
+        description="The tenant's tier from now on. Default: as it is; a new tenant's: standard.",
+    )
     name: str = Field(default="", max_length=256, description="What the key is for, for people.")
-    expires_in_s: float | None = Field(default=None, gt=0, le=1e10, description="Seconds until it ends. Default: it does not.")
+    expires_in_s: float | None = Field(
+        default=None, gt=0, le=1e10, description="Seconds until it ends. Default: it does not."
+    )
 
 
 class KeysListSettings(_OfTenantsFile):
@@ -58,11 +77,16 @@ class KeysTenantSettings(_OfTenantsFile):
     """Makes a tenant or changes it."""
 
     tenant: str = Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f/]+$", description="Its name.")
-    tier: str | None = Field(default=None, description="Its tier from now on. Default: as it is; a new tenant's: standard.")
+    tier: str | None = Field(
+        default=None, description="Its tier from now on. Default: as it is; a new tenant's: standard."
+    )
     shared_cache: str | None = Field(
         default=None,
         max_length=256,
-        description="Group whose tenants share one prefix cache, and can tell by its speed what the others sent; empty: none, the default.",
+        description=(
+            "Group whose tenants share one prefix cache, and can tell by its speed what the others "
+            "sent; empty: none, the default."
+        ),
     )
 
 

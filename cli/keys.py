@@ -1,4 +1,5 @@
-"""``splitserve keys ...``: tenants, tiers and keys in the tenants file. Running coordinators notice within a second."""
+"""``splitserve keys ...``: tenants, tiers and keys in the tenants file. Running coordinators notice within a
+second."""
 
 from __future__ import annotations
 
@@ -88,4 +89,8 @@ def _text(name: str, row: Mapping[str, Any]) -> str:
     value = row[name]
     if value is None:
         return ""
-    return datetime.fromtimestamp(value, UTC).isoformat(" ", "seconds") if name in ("created", "expires") else str(value)
+    return (
+        datetime.fromtimestamp(value, UTC).isoformat(" ", "seconds")
+        if name in ("created", "expires")
+        else str(value)
+    )

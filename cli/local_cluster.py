@@ -1,4 +1,5 @@
-"""``splitserve up``: runs a plan under the supervisor, shows its logs, then serves, chats or answers one question."""
+"""``splitserve up``: runs a plan under the supervisor, shows its logs, then serves, chats or answers one
+question."""
 
 from __future__ import annotations
 
@@ -45,13 +46,17 @@ def run(plan: Plan, entry: str) -> int:
     ``entry``: the function that ``splitserve`` runs, as MODULE:NAME, for the workers that are forked.
     """
     if len(str(plan.folder.path)) + SOCKET_NAME_CHARS <= MAX_SOCKET_PATH:
-        tempfile.tempdir = str(plan.folder.path)  # of multiprocessing's sockets: the next start removes what a killed one leaves
+        tempfile.tempdir = str(
+            plan.folder.path
+        )  # of multiprocessing's sockets: the next start removes what a killed one leaves
     try:
         return asyncio.run(_run(plan, entry))
     except KeyboardInterrupt:
         return 130
     finally:
-        Finalize(None, plan.folder.close, exitpriority=-200)  # multiprocessing's own folder lies in it, which it removes at -100
+        Finalize(
+            None, plan.folder.close, exitpriority=-200
+        )  # multiprocessing's own folder lies in it, which it removes at -100
 
 
 async def _run(plan: Plan, entry: str) -> int:
@@ -68,18 +73,25 @@ async def _run(plan: Plan, entry: str) -> int:
         log=log,
         grace_s=plan.up.grace_s,
         ready_timeout_s=plan.up.ready_timeout_s,
-        known_workers=lambda: known_workers(plan.url, {"authorization": f"Bearer {plan.admin_key}"}, plan.coordinator.tls_cert),
+        known_workers=lambda: known_workers(
+            plan.url, {"authorization": f"Bearer {plan.admin_key}"}, plan.coordinator.tls_cert
+        ),
         leave_within_s=max(worker.drain_timeout_s for worker in plan.workers) + plan.up.grace_s,
         hung_after_s=plan.up.hung_after_s,
     )
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGHUP) if interactive else (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+    for number in (
+        (signal.SIGTERM, signal.SIGHUP) if interactive else (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+    ):
         loop.add_signal_handler(number, supervisor.stop)
     loop.add_signal_handler(signal.SIGUSR1, supervisor.roll)
     loop.add_signal_handler(signal.SIGUSR2, supervisor.signal_all, signal.SIGUSR2)  # debug on, off
     deliver_signals()
     mixed = f", and {plan.up.mixed} of both roles" if plan.up.mixed else ""
-    say(f"starting {plan.coordinator.model_name}: coordinator, {plan.up.prefill} prefill and {plan.up.decode} decode workers{mixed} ...")
+    say(
+        f"starting {plan.coordinator.model_name}: coordinator, {plan.up.prefill} prefill and "
+        f"{plan.up.decode} decode workers{mixed} ..."
+    )
     if sharing := shared({worker.name: worker.device for worker in plan.workers if worker.runner == "model"}):
         say(sharing)
     status = await supervisor.run(_work(plan))
@@ -101,7 +113,9 @@ def _work(plan: Plan) -> Callable[[], Awaitable[int]]:
     settings = ChatSettings(url=plan.url, api_key_file=plan.up.api_key_file)
 
     async def serve() -> int:
-        say(f"ready at {plan.url}\n{dashboard_hint(plan, link=sys.stderr.isatty())}\n\n{curl_example(plan)}\n\nCtrl-C stops everything.")
+        say(
+            f"ready at {plan.url}\n{dashboard_hint(plan, link=sys.stderr.isatty())}\n\n{curl_example(plan)}\n\nCtrl-C stops everything."
+        )
         await asyncio.Event().wait()
         return 0
 
@@ -109,21 +123,29 @@ def _work(plan: Plan) -> Callable[[], Awaitable[int]]:
         return await answer_once(settings, plan.up.prompt or "", plan.coordinator.tls_cert)
 
     async def chat() -> int:
-        say(f"ready at {plan.url} (OpenAI-compatible); logs in {plan.run_dir / 'log'}\n{dashboard_hint(plan, link=sys.stderr.isatty())}")
+        say(
+            f"ready at {plan.url} (OpenAI-compatible); logs in "
+            f"{plan.run_dir / 'log'}\n{dashboard_hint(plan, link=sys.stderr.isatty())}"
+        )
         return await converse(settings, plan.coordinator.tls_cert)
 
     return chat if plan.up.chat else answer if plan.up.prompt is not None else serve
 
 
 def commands(plan: Plan, fork: Start | None = None) -> list[Command]:
-    """One command a process; each reads its settings from a file of its own in the run directory. ``fork`` starts the workers."""
+    """One command a process; each reads its settings from a file of its own in the run directory. ``fork``
+    starts the workers."""
     result = [_command(plan.run_dir, "coordinator", "coordinator", plan.coordinator, threads=1)]
     for worker in plan.workers:
-        result.append(_command(plan.run_dir, worker.role, worker.name, worker, threads=worker.threads, fork=fork))
+        result.append(
+            _command(plan.run_dir, worker.role, worker.name, worker, threads=worker.threads, fork=fork)
+        )
     return result
 
 
-def _command(run_dir: Path, role: str, name: str, settings: BaseModel, threads: int, fork: Start | None = None) -> Command:
+def _command(
+    run_dir: Path, role: str, name: str, settings: BaseModel, threads: int, fork: Start | None = None
+) -> Command:
     path = run_dir / f"{name}.yaml"
     said = settings.model_dump(mode="json", exclude_none=True)
     env = {key: value for key, value in os.environ.items() if not key.startswith(ENV_PREFIX)}
@@ -131,10 +153,15 @@ def _command(run_dir: Path, role: str, name: str, settings: BaseModel, threads: 
     try:
         write_private(path, yaml.safe_dump({role: said}))
     except OSError as error:
-        raise ConfigError(f"--run-dir: cannot write {path} ({error.strerror or error}); free some space there, or name another") from error
+        raise ConfigError(
+            f"--run-dir: cannot write {path} ({error.strerror or error}); free some space there, "
+            "or name another"
+        ) from error
     env |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     arguments = [role, "--config", str(path)]
-    again = ["--kv-cache-shrink"] if isinstance(settings, WorkerSettings) else []  # a fuller host is better than no worker
+    again = (
+        ["--kv-cache-shrink"] if isinstance(settings, WorkerSettings) else []
+    )  # a fuller host is better than no worker
     if fork is not None:
         return Command(name, arguments, env, fork, again)
     return Command(name, [sys.executable, "-m", "splitserve.cli.main", *arguments], env, start_anew, again)
@@ -154,7 +181,9 @@ async def is_ready(url: str, certificate: Path | None = None) -> bool:
         return False
 
 
-async def known_workers(url: str, headers: dict[str, str], certificate: Path | None = None) -> dict[str, int] | None:
+async def known_workers(
+    url: str, headers: dict[str, str], certificate: Path | None = None
+) -> dict[str, int] | None:
     """Process ids of the workers that the coordinator counts as alive; None where it does not answer."""
     try:
         async with _asking(url, certificate) as client:
@@ -175,7 +204,11 @@ class LogLines:
             print(line, file=self._stream, flush=True)
             if self._num_lost:
                 num_lost, self._num_lost = self._num_lost, 0
-                print(f"about {num_lost} lines before this one are lost: there was no space", file=self._stream, flush=True)
+                print(
+                    f"about {num_lost} lines before this one are lost: there was no space",
+                    file=self._stream,
+                    flush=True,
+                )
         except OSError as error:
             if not is_full(error):
                 raise
@@ -214,7 +247,10 @@ def dashboard_hint(plan: Plan, *, link: bool) -> str:
     if not link:
         return f"dashboard: {plan.url}/ (asks for the admin key in {key_file})"
     token = Operators(plan.admin_key).token()
-    return f"dashboard: {plan.url}{LOGIN}?token={token}\n(this link works once, within an hour; {plan.url}/ asks for the key in {key_file})"
+    return (
+        f"dashboard: {plan.url}{LOGIN}?token={token}\n(this link works once, within an hour; "
+        f"{plan.url}/ asks for the key in {key_file})"
+    )
 
 
 def curl_example(plan: Plan) -> str:

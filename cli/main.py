@@ -1,6 +1,7 @@
 """The command ``splitserve``: one subcommand a role, and the tools around them.
 
-Everything heavy is imported by the command that needs it, so that ``--help`` is fast and the coordinator stays free of torch.
+Everything heavy is imported by the command that needs it, so that ``--help`` is fast and the coordinator
+stays free of torch.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from .settings import ChatSettings, DoctorSettings, FlipSettings, TopSettings
 HELP_WIDTH = 110
 ENTRY = "splitserve.cli.main:main"
 EPILOG = (
-    "Every option can also be given as an environment variable (--some-option: SPLITSERVE_SOME_OPTION) or in a YAML file "
+    "Every option can also be given as an environment variable (--some-option: "
+    "SPLITSERVE_SOME_OPTION) or in a YAML file "
     "(--config FILE). A flag beats a variable, a variable beats the file."
 )
 Run = Callable[[Any], int | None]
@@ -38,18 +40,24 @@ _log = logging.getLogger(__name__)
 
 def config_option() -> click.Option:
     return click.Option(
-        ["--config", "config"], type=click.Path(path_type=Path), metavar="FILE", help=f"YAML file with settings; also {CONFIG_VARIABLE}."
+        ["--config", "config"],
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help=f"YAML file with settings; also {CONFIG_VARIABLE}.",
     )
 
 
 def settings_command(section: str, text: str, run: Run) -> click.Command:
-    """A command whose options are the fields of a section's settings; ``run`` takes the settings and returns the exit status."""
+    """A command whose options are the fields of a section's settings; ``run`` takes the settings and returns
+    the exit status."""
 
     def callback(config: Path | None, **flags: Any) -> None:
         sys.exit(run(_checked(section, flags, config)) or 0)
 
     params = [*options(SECTIONS[section]), config_option()]
-    return SettingsCommand(_name(section), params=params, callback=callback, help=text, epilog=EPILOG, no_args_is_help=False)
+    return SettingsCommand(
+        _name(section), params=params, callback=callback, help=text, epilog=EPILOG, no_args_is_help=False
+    )
 
 
 def files_command(section: str, text: str, run: Callable[[Any, Sequence[Path]], int]) -> click.Command:
@@ -58,7 +66,9 @@ def files_command(section: str, text: str, run: Callable[[Any, Sequence[Path]], 
     def callback(config: Path | None, files: Sequence[Path], **flags: Any) -> None:
         sys.exit(run(_checked(section, flags, config), files))
 
-    argument = click.Argument(["files"], nargs=-1, required=True, metavar="FILE...", type=click.Path(path_type=Path))
+    argument = click.Argument(
+        ["files"], nargs=-1, required=True, metavar="FILE...", type=click.Path(path_type=Path)
+    )
     params = [argument, *options(SECTIONS[section]), config_option()]
     return SettingsCommand(_name(section), params=params, callback=callback, help=text, epilog=EPILOG)
 
@@ -84,7 +94,8 @@ def run_coordinator(settings: Any) -> None:
 
 
 def _end_with_any_thread() -> None:
-    """Let an exception that ends a thread end this process, which would go on half alive without the thread."""
+    """Let an exception that ends a thread end this process, which would go on half alive without the
+    thread."""
 
     def end(args: threading.ExceptHookArgs) -> None:
         name = args.thread.name if args.thread is not None else "?"
@@ -119,7 +130,10 @@ def flip_command() -> click.Command:
 
         sys.exit(flip(worker, cast(FlipSettings, load("flip", given(flags), Sources.read(config)))))
 
-    text = "Have WORKER, started as `splitserve worker` or by `splitserve up --flexible`, change its role in place."
+    text = (
+        "Have WORKER, started as `splitserve worker` or by `splitserve up --flexible`, change its role "
+        "in place."
+    )
     params = [click.Argument(["worker"], metavar="WORKER"), *options(FlipSettings), config_option()]
     return SettingsCommand("flip", params=params, callback=callback, help=text, epilog=EPILOG)
 
@@ -201,15 +215,31 @@ def run_trace_fit(settings: Any, files: Sequence[Path]) -> int:
 def trace_group() -> click.Group:
     """``splitserve trace ...``"""
     text = (
-        "Look at traces of requests, change them, and make synthetic ones.\n\nReads the Azure LLM inference traces, Mooncake's, "
-        "splitwise-sim's, ServeGen's and splitserve's own format, told apart by their first line; any of them may be gzip'ed."
+        "Look at traces of requests, change them, and make synthetic ones.\n\nReads the Azure LLM "
+        "inference traces, Mooncake's, "
+        "splitwise-sim's, ServeGen's and splitserve's own format, told apart by their first line; "
+        "any of them may be gzip'ed."
     )
     group = Commands("trace", help=text)
-    group.add_command(files_command("trace_stats", "Tell what traces are like: arrivals, bursts, lengths, prefix reuse.", run_trace_stats))
     group.add_command(
-        files_command("trace_convert", "Write traces in splitserve's own format: cut, thinned, mixed, scaled.", run_trace_convert)
+        files_command(
+            "trace_stats",
+            "Tell what traces are like: arrivals, bursts, lengths, prefix reuse.",
+            run_trace_stats,
+        )
     )
-    group.add_command(settings_command("trace_make", "Draw a synthetic trace: Poisson, bursty, diurnal, conversations.", run_trace_make))
+    group.add_command(
+        files_command(
+            "trace_convert",
+            "Write traces in splitserve's own format: cut, thinned, mixed, scaled.",
+            run_trace_convert,
+        )
+    )
+    group.add_command(
+        settings_command(
+            "trace_make", "Draw a synthetic trace: Poisson, bursty, diurnal, conversations.", run_trace_make
+        )
+    )
     group.add_command(files_command("trace_fit", "Fit a synthetic workload to a trace FILE.", run_trace_fit))
     return group
 
@@ -264,16 +294,25 @@ def up_command() -> click.Command:
     from .up import up_options
 
     text = (
-        "Start a coordinator, prefill and decode workers on this machine; restart what crashes; stop all on Ctrl-C. "
-        "An option of the workers holds for all of them; with --prefill- or --decode- before its name for one role only "
+        "Start a coordinator, prefill and decode workers on this machine; restart what crashes; "
+        "stop all on Ctrl-C. "
+        "An option of the workers holds for all of them; with --prefill- or --decode- before its "
+        "name for one role only "
         "(--decode-device cuda:1). Workers are dealt out over the GPUs there are."
     )
-    return SettingsCommand("up", params=[*up_options(), config_option()], callback=run_up, help=text, epilog=EPILOG)
+    return SettingsCommand(
+        "up", params=[*up_options(), config_option()], callback=run_up, help=text, epilog=EPILOG
+    )
 
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--rotate", "step", type=click.Choice(["add", "switch", "finish"]), help="Change the key in FILE, step by step.")
+@click.option(
+    "--rotate",
+    "step",
+    type=click.Choice(["add", "switch", "finish"]),
+    help="Change the key in FILE, step by step.",
+)
 def keygen(file: Path, step: Literal["add", "switch", "finish"] | None) -> None:
     """Make a new cluster key and write it to FILE, readable by you alone.
 
@@ -283,11 +322,14 @@ def keygen(file: Path, step: Literal["add", "switch", "finish"] | None) -> None:
 
     if step is not None:
         rotate(file, step)
-        click.echo(f"{file} changed ({step}); copy it to every host, then restart the workers one after the other")
+        click.echo(
+            f"{file} changed ({step}); copy it to every host, then restart the workers one after the other"
+        )
         return
     if file.exists():
         raise click.ClickException(
-            f"{file} exists already: a new key would lock out whoever uses it. Remove it first or name another file."
+            f"{file} exists already: a new key would lock out whoever uses it. Remove it first or "
+            "name another file."
         )
     generate_key(file)
     click.echo(f"wrote {file}; give it to every process with --key-file {file}")
@@ -295,7 +337,8 @@ def keygen(file: Path, step: Literal["add", "switch", "finish"] | None) -> None:
 
 @click.command()
 def version() -> None:
-    """Print the versions of splitserve, of its wire, of Python and of the main libraries, and the commit it was built from."""
+    """Print the versions of splitserve, of its wire, of Python and of the main libraries, and the commit it
+    was built from."""
     from .version import version_text
 
     click.echo(version_text())
@@ -310,7 +353,9 @@ def _print_version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
 class Commands(click.Group):
     """A misspelt command is answered with the near ones, and with all there are."""
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
@@ -318,8 +363,17 @@ class Commands(click.Group):
             raise click.UsageError(said, ctx) from None
 
 
-@click.group(cls=Commands, context_settings={"max_content_width": HELP_WIDTH, "help_option_names": ["-h", "--help"]})
-@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Same as `splitserve version`.")
+@click.group(
+    cls=Commands, context_settings={"max_content_width": HELP_WIDTH, "help_option_names": ["-h", "--help"]}
+)
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Same as `splitserve version`.",
+)
 def cli() -> None:
     """Serves large language models with prefill and decode on separate worker pools.
 
@@ -329,22 +383,46 @@ def cli() -> None:
 
 for command in (
     up_command(),
-    settings_command("coordinator", "Run the coordinator: the HTTP server that sends requests to the workers.", run_coordinator),
+    settings_command(
+        "coordinator",
+        "Run the coordinator: the HTTP server that sends requests to the workers.",
+        run_coordinator,
+    ),
     settings_command("prefill", "Run one prefill worker.", run_worker),
     settings_command("decode", "Run one decode worker.", run_worker),
-    settings_command("worker", "Run one worker that can change its role, prefill or decode, while it runs.", run_worker),
+    settings_command(
+        "worker", "Run one worker that can change its role, prefill or decode, while it runs.", run_worker
+    ),
     flip_command(),
-    settings_command("top", "Live workers, latencies and requests of a running server in this terminal; q quits.", cast(Run, run_top)),
+    settings_command(
+        "top",
+        "Live workers, latencies and requests of a running server in this terminal; q quits.",
+        cast(Run, run_top),
+    ),
     settings_command("chat", "Chat with a running server in this terminal.", cast(Run, run_chat)),
     keygen,
-    settings_command("doctor", "Check whether this machine can serve, and say what to do where it cannot.", cast(Run, run_doctor)),
-    settings_command("bench", "Send load to an OpenAI-compatible server and measure latency, throughput and goodput.", run_bench),
+    settings_command(
+        "doctor",
+        "Check whether this machine can serve, and say what to do where it cannot.",
+        cast(Run, run_doctor),
+    ),
+    settings_command(
+        "bench",
+        "Send load to an OpenAI-compatible server and measure latency, throughput and goodput.",
+        run_bench,
+    ),
     keys_group(),
     settings_command("usage", "Show what requests have used, by tenant, key, model or day.", run_usage),
     trace_group(),
-    settings_command("simulate", "Run a trace through a cluster of any size under virtual time.", run_simulate),
+    settings_command(
+        "simulate", "Run a trace through a cluster of any size under virtual time.", run_simulate
+    ),
     settings_command("plan", "Find the best ratio of prefill and decode workers for a load.", run_plan),
-    settings_command("profile", "Measure how long a worker's steps take, for the simulator, the planner and paced runners.", run_profile),
+    settings_command(
+        "profile",
+        "Measure how long a worker's steps take, for the simulator, the planner and paced runners.",
+        run_profile,
+    ),
     version,
 ):
     cli.add_command(command)

@@ -1,4 +1,5 @@
-"""Where a model comes from: a folder, the hub, or S3. Whatever is named becomes a folder on this host; files are fetched once.
+"""Where a model comes from: a folder, the hub, or S3. Whatever is named becomes a folder on this host; files
+are fetched once.
 
 /models/llama             that folder
 Qwen/Qwen3-0.6B           the hub, by huggingface_hub with all its settings (HF_HOME, HF_TOKEN, HF_ENDPOINT); what it has cached is
@@ -26,18 +27,28 @@ from pydantic import BaseModel
 
 from .config import ConfigError
 
-TEXTS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.*")
+TEXTS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.*",
+)
 WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
 """What is fetched: never pickled weights, and none for a coordinator."""
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
-S3 = re.compile(r"s3:/{1,2}(?P<bucket>[a-z0-9][a-z0-9.-]{1,62})(?:/(?P<prefix>.*?))?/*")  # a Path has lost one slash
+S3 = re.compile(
+    r"s3:/{1,2}(?P<bucket>[a-z0-9][a-z0-9.-]{1,62})(?:/(?P<prefix>.*?))?/*"
+)  # a Path has lost one slash
 MOST_OBJECTS = 10_000
 _log = logging.getLogger(__name__)
 Settings = TypeVar("Settings", bound=BaseModel)
 
 
 def with_folder(settings: Settings, *, weights: bool = True) -> Settings:
-    """Settings whose ``model`` is a folder on this host, fetched where it was not; the served name stays. Raises ConfigError."""
+    """Settings whose ``model`` is a folder on this host, fetched where it was not; the served name stays.
+    Raises ConfigError."""
     model, revision = getattr(settings, "model", None), getattr(settings, "revision", "")
     if model is None:
         return settings
@@ -59,7 +70,10 @@ def resolved(model: str, revision: str = "", *, weights: bool = True) -> Path:
         return _from_s3(found["bucket"], found["prefix"] or "", wanted)
     if Path(model).is_dir() or not HUB_ID.fullmatch(model):
         if revision:
-            raise ConfigError(f"--revision {revision}: {model} is a folder; it is for models of the hub, such as Qwen/Qwen3-0.6B")
+            raise ConfigError(
+                f"--revision {revision}: {model} is a folder; it is for models of the hub, such as "
+                "Qwen/Qwen3-0.6B"
+            )
         return Path(model)
     return _from_hub(model, revision or "main", wanted)
 
@@ -70,7 +84,8 @@ def _from_hub(model: str, revision: str, wanted: tuple[str, ...]) -> Path:
         from huggingface_hub.utils.tqdm import disable_progress_bars
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"--model: there is no folder {model}, and to fetch it from the hub needs {error.name}: pip install huggingface_hub"
+            f"--model: there is no folder {model}, and to fetch it from the hub needs "
+            f"{error.name}: pip install huggingface_hub"
         ) from error
     if not sys.stderr.isatty():
         disable_progress_bars()
@@ -83,16 +98,24 @@ def _from_hub(model: str, revision: str, wanted: tuple[str, ...]) -> Path:
     except errors.RevisionNotFoundError as error:
         reason, failure = f"it has no revision {revision}; --revision is a branch, a tag or a commit", error
     except errors.RepositoryNotFoundError as error:
-        reason, failure = "there is neither such a folder nor such a model on the hub (or it is private: set HF_TOKEN)", error
+        reason, failure = (
+            "there is neither such a folder nor such a model on the hub (or it is private: set HF_TOKEN)",
+            error,
+        )
     except Exception as error:  # of several libraries below it
         reason = f"the hub cannot be reached ({_first_line(error)})"
         failure = error
         cached = try_to_load_from_cache(model, "config.json", revision=revision)
-        if isinstance(cached, str):  # fetched by another program, perhaps in part: the check of the folder will say
+        if isinstance(
+            cached, str
+        ):  # fetched by another program, perhaps in part: the check of the folder will say
             _log.warning("%s, using what is cached of %s", reason, model)
             return Path(cached).parent
         home = os.environ.get("HF_HOME", "~/.cache/huggingface")
-        reason += f", and {home} has no copy; run `hf download {model}` where there is a network, then copy its folder; "
+        reason += (
+            f", and {home} has no copy; run `hf download {model}` where there is a network, then copy "
+            "its folder; "
+        )
         reason += "or set HF_ENDPOINT to a mirror"
     raise ConfigError(f"--model {model}: {reason}") from failure
 
@@ -103,21 +126,29 @@ def _from_s3(bucket: str, prefix: str, wanted: tuple[str, ...]) -> Path:
         from botocore.exceptions import BotoCoreError, ClientError
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"--model s3://{bucket}: this needs {error.name}, which is not installed: pip install 'splitserve[s3]'"
+            f"--model s3://{bucket}: this needs {error.name}, which is not installed: pip install "
+            "'splitserve[s3]'"
         ) from error
     address = f"s3://{bucket}/{prefix}"
     try:
         client = boto3.client("s3")
         objects = dict(_wanted_objects(client, bucket, prefix, wanted))
         if not objects:
-            raise ConfigError(f"--model {address}: there is no config.json, tokenizer.json or *.safetensors under it; name their folder")
+            raise ConfigError(
+                f"--model {address}: there is no config.json, tokenizer.json or *.safetensors "
+                "under it; name their folder"
+            )
         return _fetched(client, bucket, address, objects)
     except (BotoCoreError, ClientError) as error:
-        advice = "check the name, AWS_PROFILE or AWS_ACCESS_KEY_ID, AWS_REGION, and AWS_ENDPOINT_URL for another store"
+        advice = (
+            "check the name, AWS_PROFILE or AWS_ACCESS_KEY_ID, AWS_REGION, and AWS_ENDPOINT_URL for "
+            "another store"
+        )
         raise ConfigError(f"--model {address}: {_first_line(error)}; {advice}") from error
     except OSError as error:
         raise ConfigError(
-            f"--model {address}: cannot write it to {cache_folder()} ({error.strerror}); make room or set XDG_CACHE_HOME"
+            f"--model {address}: cannot write it to {cache_folder()} ({error.strerror}); make room "
+            "or set XDG_CACHE_HOME"
         ) from error
 
 
@@ -128,11 +159,15 @@ class _Object:
     size: int
 
 
-def _wanted_objects(client: Any, bucket: str, prefix: str, wanted: tuple[str, ...]) -> Iterator[tuple[str, _Object]]:
+def _wanted_objects(
+    client: Any, bucket: str, prefix: str, wanted: tuple[str, ...]
+) -> Iterator[tuple[str, _Object]]:
     """File name and object of those right under ``prefix``."""
     under = f"{prefix}/" if prefix else ""
     listing = {"Bucket": bucket, "Prefix": under, "Delimiter": "/"}
-    pages = client.get_paginator("list_objects_v2").paginate(**listing, PaginationConfig={"MaxItems": MOST_OBJECTS})
+    pages = client.get_paginator("list_objects_v2").paginate(
+        **listing, PaginationConfig={"MaxItems": MOST_OBJECTS}
+    )
     for page in pages:
         for entry in page.get("Contents", []):
             name = entry["Key"].removeprefix(under)
@@ -151,7 +186,8 @@ def _fetched(client: Any, bucket: str, address: str, objects: Mapping[str, _Obje
         needed, free = sum(one.size for one in objects.values()), shutil.disk_usage(folder.parent).free
         if needed > free:
             raise ConfigError(
-                f"--model {address} has {needed / 1e9:.1f} GB, {folder.parent} has {free / 1e9:.1f} free; make room or set XDG_CACHE_HOME"
+                f"--model {address} has {needed / 1e9:.1f} GB, {folder.parent} has "
+                f"{free / 1e9:.1f} free; make room or set XDG_CACHE_HOME"
             )
         _log.info("fetching %s: %d files, %.1f MB", address, len(objects), needed / 1e6)
         part = folder.with_suffix(".part")

@@ -1,4 +1,5 @@
-"""How a command reaches a coordinator's operators' pages: on this host it finds address and admin key by itself."""
+"""How a command reaches a coordinator's operators' pages: on this host it finds address and admin key by
+itself."""
 
 from __future__ import annotations
 
@@ -11,8 +12,11 @@ from ..coordinator.run_folder import find_door, operator_headers
 from .checks import read_key
 
 
-def operator_access(url: str, key_file: Path | None, *, admin_port: bool = False) -> tuple[str, dict[str, str]]:
-    """The URL to ask and the headers to send. ``admin_port``: what is asked lies under /admin. Raises ConfigError."""
+def operator_access(
+    url: str, key_file: Path | None, *, admin_port: bool = False
+) -> tuple[str, dict[str, str]]:
+    """The URL to ask and the headers to send. ``admin_port``: what is asked lies under /admin. Raises
+    ConfigError."""
     door = find_door(url)
     if door is not None:
         url = door.admin_url if admin_port else door.url

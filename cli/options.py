@@ -52,7 +52,8 @@ class SettingOption(click.Option):
 
 
 class SettingsCommand(click.Command):
-    """A command whose help lists its options under their groups: of many only the everyday ones, without --help-all."""
+    """A command whose help lists its options under their groups: of many only the everyday ones, without
+    --help-all."""
 
     def __init__(self, name: str, **attributes: Any) -> None:
         super().__init__(name, **attributes)

@@ -1,4 +1,5 @@
-"""``splitserve doctor --peer``: whether workers of this host and of another one could serve together, and how fast.
+"""``splitserve doctor --peer``: whether workers of this host and of another one could serve together, and how
+fast.
 
 port     TCP, control and KV            key      CURVE handshake
 version  wire, splitserve               clock    offset at the shortest of a few round trips
@@ -70,8 +71,13 @@ def check_peer(settings: DoctorSettings) -> Iterator[Finding]:
     yield Finding("ok", f"control port {address.host}:{address.port} can be reached")
     with closing(PeerSocket(address, key)) as peer:
         if not peer.handshake():
-            advice = f"copy the key of one host to the other; see also that splitserve is what listens there ({settings.key_file} is ours)"
-            yield Finding("problem", f"{address.host}:{address.port} does not accept this cluster key", advice)
+            advice = (
+                "copy the key of one host to the other; see also that splitserve is what listens "
+                f"there ({settings.key_file} is ours)"
+            )
+            yield Finding(
+                "problem", f"{address.host}:{address.port} does not accept this cluster key", advice
+            )
             return
         yield Finding("ok", "the cluster key is the same on both hosts")
         try:
@@ -79,8 +85,14 @@ def check_peer(settings: DoctorSettings) -> Iterator[Finding]:
         except NoAnswer:
             yield Finding(
                 "note",
-                "what listens there is a worker or a coordinator, which answers no doctor: clock, movers and bandwidth were not checked",
-                f"stop it for a moment and run there `splitserve doctor --listen 0.0.0.0:{address.port} --key-file ...`",
+                (
+                    "what listens there is a worker or a coordinator, which answers no doctor: clock, "
+                    "movers and bandwidth were not checked"
+                ),
+                (
+                    "stop it for a moment and run there `splitserve doctor --listen "
+                    f"0.0.0.0:{address.port} --key-file ...`"
+                ),
             )
 
 
@@ -88,33 +100,50 @@ def _with(peer: PeerSocket, address: Address) -> Iterator[Finding]:
     """Raises NoAnswer."""
     who, offset, round_trip = _clock(peer)
     if who.wire != WIRE_VERSION:
-        text = f"it speaks wire version {who.wire} (splitserve {who.version}), this host {WIRE_VERSION} ({__version__})"
+        text = (
+            f"it speaks wire version {who.wire} (splitserve {who.version}), this host {WIRE_VERSION} "
+            f"({__version__})"
+        )
         yield Finding("problem", text, "install the same version on both hosts")
     else:
-        yield Finding("ok", f"both speak wire version {WIRE_VERSION} (splitserve {__version__} here, {who.version} there)")
+        yield Finding(
+            "ok",
+            f"both speak wire version {WIRE_VERSION} (splitserve {__version__} here, {who.version} there)",
+        )
     way = "ahead of" if offset > 0 else "behind"
     text = f"its clock is {abs(offset):.3f} s {way} this one's; a round trip takes {1e3 * round_trip:.2f} ms"
     off = abs(offset) > max(MOST_OFF_S, round_trip)
-    advice = "set both by NTP: logs, usage records and the expiry of keys go by them (serving itself does not)"
+    advice = (
+        "set both by NTP: logs, usage records and the expiry of keys go by them (serving itself does not)"
+    )
     yield Finding("note", text, advice) if off else Finding("ok", text)
     if not who.data_address or missing_for("worker"):
         which = "that host" if not who.data_address else "this host"
-        yield Finding("note", f"{which} can run no worker: no KV blocks were sent", "pip install 'splitserve[worker]' there")
+        yield Finding(
+            "note",
+            f"{which} can run no worker: no KV blocks were sent",
+            "pip install 'splitserve[worker]' there",
+        )
         return
     same = who.host == host_identity()
-    shared = [mover for mover in movers() if mover in who.movers and (same or mover not in ("shm", "cuda_ipc"))]
+    shared = [
+        mover for mover in movers() if mover in who.movers and (same or mover not in ("shm", "cuda_ipc"))
+    ]
     yield (
         Finding("ok", f"movers of both: {', '.join(shared)}; auto takes {shared[0]}")
         if shared
         else Finding(
-            "problem", f"no mover is common: {', '.join(movers())} here, {', '.join(who.movers)} there", "choose one by --mover on both"
+            "problem",
+            f"no mover is common: {', '.join(movers())} here, {', '.join(who.movers)} there",
+            "choose one by --mover on both",
         )
     )
     yield from _bandwidth(peer, who, address)
 
 
 def _clock(peer: PeerSocket) -> tuple[Who, float, float]:
-    """What it says of itself; by how much its clock is ahead, and the round trip that says so, the shortest. Raises NoAnswer."""
+    """What it says of itself; by how much its clock is ahead, and the round trip that says so, the shortest.
+    Raises NoAnswer."""
     trips = []
     for _ in range(ROUND_TRIPS):
         began, asked = time.monotonic(), time.time()
@@ -140,14 +169,27 @@ def _bandwidth(peer: PeerSocket, who: Who, address: Address) -> Iterator[Finding
         try:
             rate = _rate(peer, str(data), pool, plain)
         except MoverError as error:
-            yield Finding("problem", f"KV blocks did not arrive, {how}: {error}", f"open port {data.port} of {data.host} for this host")
+            yield Finding(
+                "problem",
+                f"KV blocks did not arrive, {how}: {error}",
+                f"open port {data.port} of {data.host} for this host",
+            )
             return
         prompt_ms = 1000 * CHAT_BYTES / rate * 1e3
-        yield Finding("ok", f"KV blocks by tcp, {how}: {rate / 1e9:.2f} GB/s; 1,000 tokens of Llama-3.1-8B take {prompt_ms:,.0f} ms")
+        yield Finding(
+            "ok",
+            (
+                f"KV blocks by tcp, {how}: {rate / 1e9:.2f} GB/s; 1,000 tokens of Llama-3.1-8B take "
+                f"{prompt_ms:,.0f} ms"
+            ),
+        )
 
 
-def _rate(peer: PeerSocket, data_address: str, pool: np.ndarray[tuple[int, ...], np.dtype[np.uint8]], plain: bool) -> float:
-    """Bytes per second, the best of some rounds. Raises MoverError where blocks are lost or changed, NoAnswer."""
+def _rate(
+    peer: PeerSocket, data_address: str, pool: np.ndarray[tuple[int, ...], np.dtype[np.uint8]], plain: bool
+) -> float:
+    """Bytes per second, the best of some rounds. Raises MoverError where blocks are lost or changed,
+    NoAnswer."""
     from ..transport.movers.tcp_source import TcpSource
 
     best, expected = 0.0, checksum_of(pool)
@@ -176,7 +218,11 @@ class PeerSocket:
     def __init__(self, address: Address, key: ClusterKey) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.REQ)
-        self._socket.linger, self._socket.maxmsgsize, self._socket.ipv6 = 0, MAX_MESSAGE_BYTES, "[" in address.host
+        self._socket.linger, self._socket.maxmsgsize, self._socket.ipv6 = (
+            0,
+            MAX_MESSAGE_BYTES,
+            "[" in address.host,
+        )
         self._socket.curve_serverkey = self._socket.curve_publickey = key.public
         self._socket.curve_secretkey = key.secret
         self._socket.reconnect_ivl = 50
@@ -210,12 +256,23 @@ def _unreachable(host: str, port: int) -> Finding | None:
         with socket.create_connection((host.strip("[]"), port), timeout=CONNECT_S):
             return None
     except socket.gaierror as error:
-        return Finding("problem", f"the name {host} has no address here ({error.strerror})", "give an address, or mend DNS or /etc/hosts")
+        return Finding(
+            "problem",
+            f"the name {host} has no address here ({error.strerror})",
+            "give an address, or mend DNS or /etc/hosts",
+        )
     except ConnectionRefusedError:
-        advice = f"run there `splitserve doctor --listen 0.0.0.0:{port} --key-file ...`; if it runs, it listens on another address or port"
+        advice = (
+            f"run there `splitserve doctor --listen 0.0.0.0:{port} --key-file ...`; if it runs, it "
+            "listens on another address or port"
+        )
         return Finding("problem", f"{host} is there, but nothing listens on port {port}", advice)
     except TimeoutError:
         advice = f"a firewall may drop it: allow TCP to port {port} of {host} from this host"
         return Finding("problem", f"no answer from {host}:{port} within {CONNECT_S:.0f} s", advice)
     except OSError as error:
-        return Finding("problem", f"{host}:{port} cannot be reached ({error.strerror})", "look at the address, and at `ip route get`")
+        return Finding(
+            "problem",
+            f"{host}:{port} cannot be reached ({error.strerror})",
+            "look at the address, and at `ip route get`",
+        )

@@ -1,5 +1,5 @@
-"""``splitserve doctor --listen``: the end that ``doctor --peer`` of another host talks to. It speaks with members of the cluster only
-(CURVE), takes KV blocks as a decode worker does, and keeps nothing."""
+"""``splitserve doctor --listen``: the end that ``doctor --peer`` of another host talks to. It speaks with
+members of the cluster only (CURVE), takes KV blocks as a decode worker does, and keeps nothing."""
 
 from __future__ import annotations
 
@@ -70,7 +70,9 @@ class Address:
     def of(cls, text: str) -> Address:
         """HOST, HOST:PORT or tcp://HOST:PORT; an IPv6 address in brackets."""
         text = text.removeprefix("tcp://")
-        host, _, number = text.rpartition(":") if ":" in text and not text.endswith("]") else (text, "", str(DEFAULT_PORT))
+        host, _, number = (
+            text.rpartition(":") if ":" in text and not text.endswith("]") else (text, "", str(DEFAULT_PORT))
+        )
         return cls(host, int(number))
 
     def zmq(self, more: int = 0) -> str:
@@ -86,7 +88,11 @@ class PeerListener:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator = Authenticator(self._context)
         self._socket = self._context.socket(zmq.REP)
-        self._socket.linger, self._socket.maxmsgsize, self._socket.ipv6 = 0, MAX_MESSAGE_BYTES, "[" in address.host
+        self._socket.linger, self._socket.maxmsgsize, self._socket.ipv6 = (
+            0,
+            MAX_MESSAGE_BYTES,
+            "[" in address.host,
+        )
         self._socket.curve_server = True
         self._socket.curve_secretkey = key.secret
         self._socket.zap_domain = key.public
@@ -99,8 +105,14 @@ class PeerListener:
             self._open_target(address)
         except (zmq.ZMQError, AddressError) as error:
             self.close()
-            reason = error if isinstance(error, AddressError) else f"cannot listen on {address.zmq()}: {error.strerror}"
-            raise AddressError(f"{reason}; is a worker running there? Stop it, or choose another port") from None
+            reason = (
+                error
+                if isinstance(error, AddressError)
+                else f"cannot listen on {address.zmq()}: {error.strerror}"
+            )
+            raise AddressError(
+                f"{reason}; is a worker running there? Stop it, or choose another port"
+            ) from None
 
     def _open_target(self, address: Address) -> None:
         if missing_for("worker"):
@@ -134,7 +146,9 @@ class PeerListener:
         except msgspec.MsgspecError:
             return None
         if question.kind == "who":
-            return Who(__version__, WIRE_VERSION, host_identity(), time.time(), self._movers, self._data_address)
+            return Who(
+                __version__, WIRE_VERSION, host_identity(), time.time(), self._movers, self._data_address
+            )
         if self._target is None:
             return None
         if question.kind == "open":

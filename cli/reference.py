@@ -70,9 +70,13 @@ def page() -> str:
     parts = [INTRODUCTION, KEYGEN]
     for name, model in SECTIONS.items():
         if name == WORKERS[0]:
-            parts.append(_section("All workers", "Options of `prefill`, `decode` and `worker` alike.", shared))
+            parts.append(
+                _section("All workers", "Options of `prefill`, `decode` and `worker` alike.", shared)
+            )
         own = [row for row in rows[name] if name not in WORKERS or row not in shared]
-        parts.append(_section(f"splitserve {name.replace('_', ' ')}", " ".join((model.__doc__ or "").split()), own))
+        parts.append(
+            _section(f"splitserve {name.replace('_', ' ')}", " ".join((model.__doc__ or "").split()), own)
+        )
     return "\n".join(parts)
 
 

@@ -32,7 +32,8 @@ class ServerSettings(SteeringSettings, CoordinatorSettings):
     def _sees_all_of_the_load(self) -> Self:
         if self.steer == "act" and self.processes > 1:
             raise ValueError(
-                "one of several coordinator processes sees a part of the load only: --steer act needs --processes 1"
+                "one of several coordinator processes sees a part of the load only: --steer act "
+                "needs --processes 1"
             )
         return self
 
@@ -48,33 +49,54 @@ class UpSettings(BaseModel):
         default=0,
         ge=0,
         le=256,
-        description="Number of workers of both roles, besides: each generates for the prompts that it computes, and for those of prefill "
+        description="Number of workers of both roles, besides: each generates for the prompts that it "
+        "computes, and for those of prefill "
         "workers. Of mixed workers alone: `--prefill 0 --decode 0 --mixed 2`.",
     )
     fork_workers: bool = Field(
         default=True,
-        description="Import the workers' libraries once, in a process that then forks every worker: they start, also in a dead one's "
-        "place, without those seconds of processor time. It holds about 230 MB, which the workers share. Off: each starts from nothing.",
+        description="Import the workers' libraries once, in a process that then forks every worker: they "
+        "start, also in a dead one's "
+        "place, without those seconds of processor time. It holds about 230 MB, which the workers "
+        "share. Off: each starts from nothing.",
     )
     flexible: bool = Field(
         default=False,
-        description="Workers that can change their roles (`splitserve flip`): `prefill` and `decode` say how many begin as which.",
+        description=(
+            "Workers that can change their roles (`splitserve flip`): `prefill` and `decode` say how "
+            "many begin as which."
+        ),
     )
     run_dir: Path | None = Field(
-        default=None, description="Folder for the cluster's key, the workers' settings and logs. Default: a temporary one."
+        default=None,
+        description="Folder for the cluster's key, the workers' settings and logs. Default: a temporary one.",
     )
-    ready_timeout_s: float = Field(default=600, gt=0, le=86_400, description="Seconds until the first answer must have been possible.")
-    grace_s: float = Field(default=10, ge=0, le=600, description="Seconds that a process gets to stop by itself before it is killed.")
+    ready_timeout_s: float = Field(
+        default=600, gt=0, le=86_400, description="Seconds until the first answer must have been possible."
+    )
+    grace_s: float = Field(
+        default=10,
+        ge=0,
+        le=600,
+        description="Seconds that a process gets to stop by itself before it is killed.",
+    )
     hung_after_s: float = Field(
         default=15,
         gt=0,
         le=86_400,
-        description="Seconds that a worker's process may run after the coordinator has given it up and not heard of it again; then it is "
+        description="Seconds that a worker's process may run after the coordinator has given it up and not "
+        "heard of it again; then it is "
         "killed and started anew. Raise it to look at a hanging worker with a debugger.",
     )
-    chat: bool = Field(default=False, description="When ready, start a chat in this terminal; stop everything when it ends.")
-    prompt: str | None = Field(default=None, description="When ready, print the answer to this one question and stop everything.")
-    api_key_file: Path | None = Field(default=None, description="File with the API key for --chat and --prompt, with --tenants-file.")
+    chat: bool = Field(
+        default=False, description="When ready, start a chat in this terminal; stop everything when it ends."
+    )
+    prompt: str | None = Field(
+        default=None, description="When ready, print the answer to this one question and stop everything."
+    )
+    api_key_file: Path | None = Field(
+        default=None, description="File with the API key for --chat and --prompt, with --tenants-file."
+    )
 
 
 class ChatSettings(BaseModel):
@@ -82,19 +104,32 @@ class ChatSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    url: str = Field(default="http://127.0.0.1:8000", pattern=r"^https?://\S+$", description="The server's address.")
-    served_model_name: str = Field(default="", max_length=256, description="Model to ask for. Default: the first that the server lists.")
-    api_key_file: Path | None = Field(default=None, description="File with the API key, where the server asks for one.")
+    url: str = Field(
+        default="http://127.0.0.1:8000", pattern=r"^https?://\S+$", description="The server's address."
+    )
+    served_model_name: str = Field(
+        default="", max_length=256, description="Model to ask for. Default: the first that the server lists."
+    )
+    api_key_file: Path | None = Field(
+        default=None, description="File with the API key, where the server asks for one."
+    )
     tls_ca: Path | None = Field(
         default=None,
-        description="Certificates in PEM that an https:// server's is checked against. Default: the system's; a coordinator that you run "
+        description="Certificates in PEM that an https:// server's is checked against. Default: the "
+        "system's; "
+        "a coordinator that you run "
         "on this host is known by its own.",
     )
     system: str = Field(default="", description="System message at the start of the conversation.")
     max_tokens: int | None = Field(
-        default=None, ge=1, le=1 << 20, description="Longest answer in tokens. Default: what the context leaves."
+        default=None,
+        ge=1,
+        le=1 << 20,
+        description="Longest answer in tokens. Default: what the context leaves.",
     )
-    temperature: float = Field(default=0, ge=0, le=100, description="Sampling temperature; 0 always takes the likeliest token.")
+    temperature: float = Field(
+        default=0, ge=0, le=100, description="Sampling temperature; 0 always takes the likeliest token."
+    )
 
 
 class TopSettings(BaseModel):
@@ -102,14 +137,21 @@ class TopSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    url: str = Field(default="http://127.0.0.1:8000", pattern=r"^https?://\S+$", description="The coordinator's address.")
+    url: str = Field(
+        default="http://127.0.0.1:8000", pattern=r"^https?://\S+$", description="The coordinator's address."
+    )
     admin_key_file: Path | None = Field(
         default=None,
-        description="File with the coordinator's admin key. Default: found by itself for a coordinator that you run on this host.",
+        description=(
+            "File with the coordinator's admin key. Default: found by itself for a coordinator that "
+            "you run on this host."
+        ),
     )
     tls_ca: Path | None = Field(
         default=None,
-        description="Certificates in PEM that an https:// server's is checked against. Default: the system's; a coordinator that you run "
+        description="Certificates in PEM that an https:// server's is checked against. Default: the "
+        "system's; "
+        "a coordinator that you run "
         "on this host is known by its own.",
     )
     every_s: float = Field(default=1.0, ge=0.1, le=60, description="Seconds between two pictures.")
@@ -128,11 +170,16 @@ class FlipSettings(BaseModel):
     )
     admin_key_file: Path | None = Field(
         default=None,
-        description="File with the coordinator's admin key. Default: found by itself for a coordinator that you run on this host.",
+        description=(
+            "File with the coordinator's admin key. Default: found by itself for a coordinator that "
+            "you run on this host."
+        ),
     )
     tls_ca: Path | None = Field(
         default=None,
-        description="Certificates in PEM that an https:// server's is checked against. Default: the system's; a coordinator that you run "
+        description="Certificates in PEM that an https:// server's is checked against. Default: the "
+        "system's; "
+        "a coordinator that you run "
         "on this host is known by its own.",
     )
     timeout_s: float | None = Field(
@@ -149,30 +196,42 @@ class DoctorSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: Path | None = Field(
-        default=None, description="Model to check: folder, hub model or s3:// as of the roles. Default: the bundled demo model."
+        default=None,
+        description=(
+            "Model to check: folder, hub model or s3:// as of the roles. Default: the bundled demo model."
+        ),
     )
-    revision: str = Field(default="", max_length=256, description="Branch, tag or commit of a hub model. Default: main.")
+    revision: str = Field(
+        default="", max_length=256, description="Branch, tag or commit of a hub model. Default: main."
+    )
     host: str = Field(default="127.0.0.1", min_length=1, description="Address of the HTTP server.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port of the HTTP server.")
     control_address: str = Field(
-        default="tcp://127.0.0.1:7700", pattern=r"^tcp://\S+:\d+$", description="The coordinator's control address."
+        default="tcp://127.0.0.1:7700",
+        pattern=r"^tcp://\S+:\d+$",
+        description="The coordinator's control address.",
     )
     key_file: Path | None = Field(default=None, description="The cluster's key, if there is one already.")
     listen: str = Field(
         default="",
         pattern=PEER,
-        description="Wait here for `doctor --peer` of another host, until Ctrl-C: HOST or HOST:PORT, such as 0.0.0.0. KV blocks come to "
+        description="Wait here for `doctor --peer` of another host, until Ctrl-C: HOST or HOST:PORT, such as "
+        "0.0.0.0. KV blocks come to "
         "the port after it. Default port: 7710. Needs --key-file.",
     )
     peer: str = Field(
         default="",
         pattern=PEER,
-        description="Check the way to another host where `doctor --listen` runs, or a worker or coordinator: ports, key, clock, movers and "
+        description="Check the way to another host where `doctor --listen` runs, or a worker or coordinator: "
+        "ports, key, clock, movers and "
         "bandwidth. HOST or HOST:PORT. Default port: 7710. Needs --key-file.",
     )
 
     @model_validator(mode="after")
     def _with_key(self) -> Self:
         if (self.listen or self.peer) and self.key_file is None:
-            raise ValueError("--listen and --peer need --key-file: the same key on both hosts (`splitserve keygen FILE` makes one)")
+            raise ValueError(
+                "--listen and --peer need --key-file: the same key on both hosts (`splitserve "
+                "keygen FILE` makes one)"
+            )
         return self

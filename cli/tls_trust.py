@@ -11,10 +11,12 @@ from .config import ConfigError
 
 
 def trust(url: str, ca: Path | None, own: Path | None = None) -> ssl.SSLContext | Literal[False]:
-    """For an HTTP client; False where ``url`` is not https: to read the system's certificates takes 40 ms of a core.
+    """For an HTTP client; False where ``url`` is not https: to read the system's certificates takes 40 ms of
+    a core.
 
-    Without ``ca`` a coordinator of this user on this host is known by its very certificate, whatever names that has; all others are checked
-    against the system's authorities. ``own``: the certificate of a coordinator that this process has started. Raises ConfigError.
+    Without ``ca`` a coordinator of this user on this host is known by its very certificate, whatever names
+    that has; all others are checked against the system's authorities. ``own``: the certificate of a
+    coordinator that this process has started. Raises ConfigError.
     """
     if not url.startswith("https:"):
         return False
@@ -25,7 +27,9 @@ def trust(url: str, ca: Path | None, own: Path | None = None) -> ssl.SSLContext 
             return pinned(door.tls_cert)
         context = ssl.create_default_context(cafile=ca)
     except OSError as error:  # ssl.SSLError is one
-        raise ConfigError(f"--tls-ca: {ca}: {error.strerror or error}; it must be a file of certificates in PEM") from error
+        raise ConfigError(
+            f"--tls-ca: {ca}: {error.strerror or error}; it must be a file of certificates in PEM"
+        ) from error
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # a server's own certificate will do, too
     return context
 

@@ -64,21 +64,27 @@ class Feed:
             state: dict[str, Any] = response.json()
         except httpx.HTTPError as error:
             raise TopError(
-                f"no answer from {self._client.base_url} ({error or type(error).__name__}); is `splitserve up` running?"
+                f"no answer from {self._client.base_url} ({error or type(error).__name__}); is "
+                "`splitserve up` running?"
             ) from error
         except ValueError as error:
             raise TopError(f"{self._client.base_url} answers, but is no splitserve coordinator") from error
         if response.status_code != 200:
-            raise TopError(str(state.get("error", {}).get("message", f"the server answered {response.status_code}")))
+            raise TopError(
+                str(state.get("error", {}).get("message", f"the server answered {response.status_code}"))
+            )
         return state
 
 
 def main(settings: TopSettings) -> int:
-    """Shows the picture until q or Ctrl-C; once where standard output is no terminal. Returns the exit status."""
+    """Shows the picture until q or Ctrl-C; once where standard output is no terminal. Returns the exit
+    status."""
     url, headers = operator_access(settings.url, settings.admin_key_file)
     console = Console()
     verify = trust(url, settings.tls_ca)
-    with httpx.Client(base_url=url, headers=headers, timeout=PATIENCE_S, trust_env=False, verify=verify) as client:
+    with httpx.Client(
+        base_url=url, headers=headers, timeout=PATIENCE_S, trust_env=False, verify=verify
+    ) as client:
         feed = Feed(client)
         if not console.is_terminal:
             return _once(feed, Console(width=max(MIN_WIDTH, console.width)))
@@ -112,7 +118,8 @@ def _is_coloured(console: Console) -> bool:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Any]:
-    """While inside, single keys are read as they are pressed: ``pressed(timeout_s)`` gives one, or nothing."""
+    """While inside, single keys are read as they are pressed: ``pressed(timeout_s)`` gives one, or
+    nothing."""
     terminal = os.open("/dev/tty", os.O_RDONLY)  # also where standard input is redirected
     before = termios.tcgetattr(terminal)
 

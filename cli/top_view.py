@@ -23,7 +23,15 @@ STAGES = {
     "stream": "cyan",
 }
 USED, LEASED, CACHED = "█", ("magenta", "▓"), ("bright_black", "▒")
-WITHOUT_COLOUR = {"parse": "a", "queue": "q", "prefill": "p", "handoff": "h", "decode": "d", "coordinator": "c", "stream": "s"}
+WITHOUT_COLOUR = {
+    "parse": "a",
+    "queue": "q",
+    "prefill": "p",
+    "handoff": "h",
+    "decode": "d",
+    "coordinator": "c",
+    "stream": "s",
+}
 """What a stage's cells are drawn with where a terminal, a file or NO_COLOR shows none."""
 LEVELS = {"good": "green", "idle": "dim", "unknown": "dim", "warn": "yellow", "bad": "red"}
 RECENT_POINTS = 15
@@ -41,10 +49,23 @@ class Picture(NamedTuple):
 
 
 def render(picture: Picture, width: int, height: int, coloured: bool = True) -> RenderableType:
-    """All of it, on ``width`` columns and ``height`` lines. Not ``coloured``: what colours tell, letters do."""
+    """All of it, on ``width`` columns and ``height`` lines. Not ``coloured``: what colours tell, letters
+    do."""
     workers = picture.state["workers"]
-    room = max(3, height - NUM_FIXED - len(workers) - len(picture.state["tenants"][:5]) - 3 * bool(picture.state["steering"]))
-    parts = [_head(picture), _finding(picture.state["findings"][0]), _numbers(picture), _workers(workers, width)]
+    room = max(
+        3,
+        height
+        - NUM_FIXED
+        - len(workers)
+        - len(picture.state["tenants"][:5])
+        - 3 * bool(picture.state["steering"]),
+    )
+    parts = [
+        _head(picture),
+        _finding(picture.state["findings"][0]),
+        _numbers(picture),
+        _workers(workers, width),
+    ]
     if picture.state["steering"]:
         parts.append(_steering(picture.state["steering"]))
     parts.append(_latencies(picture.points, width))
@@ -56,19 +77,26 @@ def render(picture: Picture, width: int, height: int, coloured: bool = True) -> 
 
 def trouble(sentence: str) -> RenderableType:
     """What is shown while there is no data."""
-    return Padding(Group(Text(sentence, style="red"), Text("It goes on asking; q quits.", style="dim")), (1, 2))
+    return Padding(
+        Group(Text(sentence, style="red"), Text("It goes on asking; q quits.", style="dim")), (1, 2)
+    )
 
 
 def _head(picture: Picture) -> RenderableType:
     state = picture.state
     ready = "[green]ready[/]" if state["ready"] else "[yellow]not ready[/]"
-    words = f"[b]splitserve[/] {escape(state['model'])}  {ready}  up {_age(state['uptime_s'])}  [dim]{escape(picture.url)}[/]"
+    words = (
+        f"[b]splitserve[/] {escape(state['model'])}  {ready}  up {_age(state['uptime_s'])}  "
+        f"[dim]{escape(picture.url)}[/]"
+    )
     return Text.from_markup(words, overflow="ellipsis")
 
 
 def _finding(finding: Mapping[str, str]) -> RenderableType:
     """What is in the way, and what would help."""
-    return Text(f"{finding['what']} {finding['remedy']}".strip().replace("`", ""), style=LEVELS[finding["level"]])
+    return Text(
+        f"{finding['what']} {finding['remedy']}".strip().replace("`", ""), style=LEVELS[finding["level"]]
+    )
 
 
 def _numbers(picture: Picture) -> RenderableType:
@@ -83,14 +111,19 @@ def _numbers(picture: Picture) -> RenderableType:
         "decode": f"{state['stages'].get('handoff', 0) + state['stages'].get('decode', 0):,}",
         "answered": f"{state['num_requests']:,}",
     }
-    line = Text.from_markup("   ".join(f"[dim]{name}[/] [b]{value}[/]" for name, value in cells.items()) + "\n", overflow="ellipsis")
+    line = Text.from_markup(
+        "   ".join(f"[dim]{name}[/] [b]{value}[/]" for name, value in cells.items()) + "\n",
+        overflow="ellipsis",
+    )
     line.no_wrap = True
     return line
 
 
 def _workers(workers: Sequence[dict[str, Any]], width: int) -> RenderableType:
     if not workers:
-        return Text("No workers are connected. `splitserve up` starts some on this machine.\n", style="yellow")
+        return Text(
+            "No workers are connected. `splitserve up` starts some on this machine.\n", style="yellow"
+        )
     table = _table("worker", "role", "KV blocks", "used", "cached", "running", "waiting", "")
     bar = max(10, min(40, width - 75))
     for worker in sorted(workers, key=lambda w: (w["role"] != "prefill", w["id"])):
@@ -111,7 +144,11 @@ def _workers(workers: Sequence[dict[str, Any]], width: int) -> RenderableType:
 
 def _gpu(gauges: Mapping[str, float]) -> str:
     """What the GPU has told of itself; empty without one."""
-    units = {"gpu_utilization_ratio": "{:.0%}", "gpu_power_watts": "{:.0f} W", "gpu_temperature_celsius": "{:.0f} °C"}
+    units = {
+        "gpu_utilization_ratio": "{:.0%}",
+        "gpu_power_watts": "{:.0f} W",
+        "gpu_temperature_celsius": "{:.0f} °C",
+    }
     told = [unit.format(gauges[name]) for name, unit in units.items() if name in gauges]
     return f"GPU {' '.join(told)}" if told else ""
 
@@ -123,7 +160,9 @@ def _steering(told: Mapping[str, Any]) -> RenderableType:
     lines = [f"pool controller ({told['mode']})  {seen}  {told['state']}"]
     if told["decisions"]:
         newest = told["decisions"][0]
-        what = {"flip": f"{newest['worker']} to {newest['role']}", "scale_up": "one worker more"}.get(newest["kind"], "one worker fewer")
+        what = {"flip": f"{newest['worker']} to {newest['role']}", "scale_up": "one worker more"}.get(
+            newest["kind"], "one worker fewer"
+        )
         lines.append(f"{_age(newest['ago_s'])} ago: {what}: {newest['reason']}")
     return Group(*(Text(line, no_wrap=True, overflow="ellipsis") for line in lines), Text())
 
@@ -131,17 +170,28 @@ def _steering(told: Mapping[str, Any]) -> RenderableType:
 def _latencies(points: Sequence[dict[str, Any]], width: int) -> RenderableType:
     table = _table("latency", "p50", "p95", "p99", "p95 over time")
     room = max(10, min(60, width - 60))
-    for name, key in (("time to first token", "ttft"), ("time per output token", "tpot"), ("end to end", "e2e")):
+    for name, key in (
+        ("time to first token", "ttft"),
+        ("time per output token", "tpot"),
+        ("end to end", "e2e"),
+    ):
         newest = next((point[key] for point in reversed(points) if point[key]), None)
         cells = [duration(value) for value in newest] if newest else ["–"] * 3
-        table.add_row(name, *cells, Text(_sparks([point[key][1] if point[key] else None for point in points[-room:]]), style="blue"))
+        table.add_row(
+            name,
+            *cells,
+            Text(_sparks([point[key][1] if point[key] else None for point in points[-room:]]), style="blue"),
+        )
     return Group(table, Text())
 
 
 def _tenants(rows: Sequence[dict[str, Any]]) -> RenderableType:
     table = _table("tenant", "requests", "prompt tokens", "cached", "output tokens")
     for row in sorted(rows, key=lambda row: -row["prompt_tokens"] - row["output_tokens"]):
-        table.add_row(Text(row["tenant"]), *(f"{row[key]:,}" for key in ("requests", "prompt_tokens", "cached_tokens", "output_tokens")))
+        table.add_row(
+            Text(row["tenant"]),
+            *(f"{row[key]:,}" for key in ("requests", "prompt_tokens", "cached_tokens", "output_tokens")),
+        )
     return Group(table, Text())
 
 
@@ -150,7 +200,9 @@ def _requests(requests: Sequence[dict[str, Any]], width: int, coloured: bool) ->
         return Text("No request has ended yet.", style="dim")
     cells = {stage: "█" if coloured else letter for stage, letter in WITHOUT_COLOUR.items()}
     signs = {stage: "■" if coloured else letter for stage, letter in WITHOUT_COLOUR.items()}
-    legend = Text.from_markup("  ".join(f"[{colour}]{signs[stage]}[/] [dim]{stage}[/]" for stage, colour in STAGES.items()))
+    legend = Text.from_markup(
+        "  ".join(f"[{colour}]{signs[stage]}[/] [dim]{stage}[/]" for stage, colour in STAGES.items())
+    )
     table = _table("request", "status", "by stage", "total", "in", "out")
     table.columns[1].justify = table.columns[2].justify = "left"
     longest, room = max(request["total_s"] for request in requests), max(20, width - 60)
@@ -171,7 +223,11 @@ def _table(*headers: str) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", show_edge=False)
     for number, header in enumerate(headers):
         table.add_column(
-            header, justify="left" if number == 0 or header in ("role", "KV blocks", "p95 over time", "") else "right", no_wrap=True
+            header,
+            justify="left"
+            if number == 0 or header in ("role", "KV blocks", "p95 over time", "")
+            else "right",
+            no_wrap=True,
         )
     return table
 
@@ -189,7 +245,10 @@ def _bar(parts: Sequence[tuple[tuple[str, str], float]], whole: float, width: in
 
 def _sparks(values: Sequence[float | None]) -> str:
     highest = max((value for value in values if value is not None), default=0.0)
-    return "".join(" " if value is None else SPARKS[max(1, round(8 * value / highest))] if highest else SPARKS[1] for value in values)
+    return "".join(
+        " " if value is None else SPARKS[max(1, round(8 * value / highest))] if highest else SPARKS[1]
+        for value in values
+    )
 
 
 def _mean(points: Sequence[dict[str, Any]], key: str) -> float:
@@ -198,4 +257,10 @@ def _mean(points: Sequence[dict[str, Any]], key: str) -> float:
 
 def _age(seconds: float) -> str:
     minutes, hours, days = int(seconds) // 60, int(seconds) // 3600, int(seconds) // 86400
-    return f"{days} d {hours % 24} h" if days else f"{hours} h {minutes % 60} min" if hours else f"{minutes} min {int(seconds) % 60} s"
+    return (
+        f"{days} d {hours % 24} h"
+        if days
+        else f"{hours} h {minutes % 60} min"
+        if hours
+        else f"{minutes} min {int(seconds) % 60} s"
+    )

@@ -29,13 +29,17 @@ FIXED = ("name", "coordinator", "listen", "data_listen", "advertise_host", "memo
 """Settings of the roles that ``up`` decides."""
 
 TEXTS = {
-    "model": "Hugging Face checkpoint folder (config.json, tokenizer and safetensors weights), a model of the hub such as "
+    "model": "Hugging Face checkpoint folder (config.json, tokenizer and safetensors weights), a model of "
+    "the hub such as "
     "Qwen/Qwen3-0.6B, or s3://BUCKET/PREFIX (needs splitserve[s3]). Default: the bundled demo model.",
-    "control_address": "Where workers, also those of other hosts, reach the coordinator. Default: a free port of 127.0.0.1.",
+    "control_address": (
+        "Where workers, also those of other hosts, reach the coordinator. Default: a free port of 127.0.0.1."
+    ),
     "key_file": "The cluster's key. Default: a new one in the run directory.",
 }
 DEVICE = {
-    "device": "auto, cpu, cuda or cuda:N, or several GPUs to deal out: cuda:0,cuda:1. auto, cuda: each worker on a GPU of its own, as far "
+    "device": "auto, cpu, cuda or cuda:N, or several GPUs to deal out: cuda:0,cuda:1. auto, cuda: each "
+    "worker on a GPU of its own, as far "
     "as there are enough; where there is none, auto is the CPU."
 }
 KEY_NAME = "cluster.key"
@@ -71,15 +75,29 @@ def up_options() -> list[click.Parameter]:
     """Options of ``up``: its own, the coordinator's, the workers' (also for one role only)."""
     shared = set(WorkerSettings.model_fields) & set(ServerSettings.model_fields)
     own = {
-        role: [name for name in model.model_fields if name not in WorkerSettings.model_fields and name not in FIXED]
+        role: [
+            name
+            for name in model.model_fields
+            if name not in WorkerSettings.model_fields and name not in FIXED
+        ]
         for role, model in (("prefill", PrefillSettings), ("decode", DecodeSettings))
     }
     return [
         *options(UpSettings, group="What to start"),
         *options(ServerSettings, group="Model and HTTP server", texts=TEXTS),
         *options(WorkerSettings, group="Workers", skip={*shared, *FIXED}, texts=DEVICE),
-        *options(PrefillSettings, group="Prefill workers", prefix="prefill_", skip=set(PrefillSettings.model_fields) - set(own["prefill"])),
-        *options(DecodeSettings, group="Decode workers", prefix="decode_", skip=set(DecodeSettings.model_fields) - set(own["decode"])),
+        *options(
+            PrefillSettings,
+            group="Prefill workers",
+            prefix="prefill_",
+            skip=set(PrefillSettings.model_fields) - set(own["prefill"]),
+        ),
+        *options(
+            DecodeSettings,
+            group="Decode workers",
+            prefix="decode_",
+            skip=set(DecodeSettings.model_fields) - set(own["decode"]),
+        ),
         *options(WorkerSettings, prefix="prefill_", skip={*shared, *FIXED}, hidden=True),
         *options(WorkerSettings, prefix="decode_", skip={*shared, *FIXED}, hidden=True),
     ]
@@ -91,7 +109,10 @@ def plan(flags: Layer, sources: Sources) -> Plan:
     if advice := missing_for("worker") or (missing_for("chat") if up.chat and sys.stdin.isatty() else ""):
         raise ConfigError(advice)
     if not (up.prefill or up.mixed) or not (up.decode or up.mixed):
-        raise ConfigError(f"{'--decode' if up.prefill else '--prefill'} is 0: start one at least, or workers of both roles by --mixed")
+        raise ConfigError(
+            f"{'--decode' if up.prefill else '--prefill'} is 0: start one at least, or workers of "
+            "both roles by --mixed"
+        )
     derived = {
         "model": Value(DEMO_MODEL, "the bundled model"),
         "control_address": Value("tcp://127.0.0.1:0", "up"),
@@ -104,11 +125,18 @@ def plan(flags: Layer, sources: Sources) -> Plan:
         derived["served_model_name"] = Value(DEMO_MODEL_NAME, "the bundled model")
     coordinator = build(ServerSettings, [*layers, derived])
     if coordinator.tenants_file is not None and (up.chat or up.prompt is not None) and not key:
-        raise ConfigError("--chat and --prompt need --api-key-file where --tenants-file asks for keys; `splitserve keys create` makes one")
+        raise ConfigError(
+            "--chat and --prompt need --api-key-file where --tenants-file asks for keys; "
+            "`splitserve keys create` makes one"
+        )
     if coordinator.control_address.endswith(":0"):
         control = f"tcp://127.0.0.1:{free_ports('127.0.0.1', coordinator.processes)}"
         coordinator = coordinator.model_copy(update={"control_address": control})
-    roles = [each for role in (PrefillSettings, DecodeSettings) for each in _worker(role, "", coordinator, flags, sources)]
+    roles = [
+        each
+        for role in (PrefillSettings, DecodeSettings)
+        for each in _worker(role, "", coordinator, flags, sources)
+    ]
     computing = [of_role.device for of_role in roles if of_role.runner == "model"]
     coordinator = with_folder(coordinator, weights=bool(computing))
     require_model(coordinator.model, weights=bool(computing))
@@ -123,14 +151,20 @@ def plan(flags: Layer, sources: Sources) -> Plan:
     if coordinator.admin_key_file is None:
         coordinator = coordinator.model_copy(update={"admin_key_file": _own_admin_key(run_dir)})
     coordinator = coordinator.model_copy(
-        update={"model": coordinator.model.resolve(), "port": coordinator.port or free_port(coordinator.listen_host)}
+        update={
+            "model": coordinator.model.resolve(),
+            "port": coordinator.port or free_port(coordinator.listen_host),
+        }
     )
     if up.flexible:
         wanted = _flexible(up, coordinator, flags, sources)
     else:
         wanted = [
             _worker(model, f"{role}-{index}", coordinator, flags, sources)
-            for role, model, count in (("prefill", PrefillSettings, up.prefill), ("decode", DecodeSettings, up.decode))
+            for role, model, count in (
+                ("prefill", PrefillSettings, up.prefill),
+                ("decode", DecodeSettings, up.decode),
+            )
             for index in range(count)
         ]
     wanted += _of_both_roles("mixed", up.mixed, coordinator, flags, sources, "mixed")
@@ -149,7 +183,9 @@ def _kept(said: str, workers: list[PrefillSettings | DecodeSettings]) -> str:
 
 def _on_devices(wanted: list[_OnDevices], gpus: int) -> list[PrefillSettings | DecodeSettings]:
     """Those that compute on the devices that are dealt to them."""
-    choices = {each[0].name: [worker.device for worker in each] for each in wanted if each[0].runner == "model"}
+    choices = {
+        each[0].name: [worker.device for worker in each] for each in wanted if each[0].runner == "model"
+    }
     dealt = deal(choices, gpus)
     return [each[0].model_copy(update={"device": dealt.get(each[0].name, each[0].device)}) for each in wanted]
 
@@ -169,7 +205,9 @@ def _sharing(workers: list[PrefillSettings | DecodeSettings]) -> list[PrefillSet
     ]
 
 
-def _flexible(up: UpSettings, coordinator: ServerSettings, flags: Layer, sources: Sources) -> list[_OnDevices]:
+def _flexible(
+    up: UpSettings, coordinator: ServerSettings, flags: Layer, sources: Sources
+) -> list[_OnDevices]:
     """Workers of either role, each named by its number."""
     return [
         *_of_both_roles("worker", up.prefill, coordinator, flags, sources, "prefill"),
@@ -178,7 +216,13 @@ def _flexible(up: UpSettings, coordinator: ServerSettings, flags: Layer, sources
 
 
 def _of_both_roles(
-    called: str, count: int, coordinator: ServerSettings, flags: Layer, sources: Sources, start_as: str, first: int = 0
+    called: str,
+    count: int,
+    coordinator: ServerSettings,
+    flags: Layer,
+    sources: Sources,
+    start_as: str,
+    first: int = 0,
 ) -> list[_OnDevices]:
     """An option for one role is for that role's part of a worker's settings."""
     if not count:
@@ -189,17 +233,26 @@ def _of_both_roles(
         if prefix in ("prefill", "decode") and name:
             if name in WorkerSettings.model_fields or flag == "prefill_max_num_seqs":
                 raise ConfigError(
-                    f"--{flag.replace('_', '-')}: workers that are of both roles, or can be, have one --{name.replace('_', '-')} for both"
+                    f"--{flag.replace('_', '-')}: workers that are of both roles, or can be, have "
+                    f"one --{name.replace('_', '-')} for both"
                 )
             told[name] = value
-    workers = [_worker(FlexibleSettings, f"{called}-{first + index}", coordinator, told, sources) for index in range(count)]
+    workers = [
+        _worker(FlexibleSettings, f"{called}-{first + index}", coordinator, told, sources)
+        for index in range(count)
+    ]
     return [[worker.model_copy(update={"start_as": start_as}) for worker in each] for each in workers]
 
 
 def _worker(
-    model: type[PrefillSettings] | type[DecodeSettings], name: str, coordinator: ServerSettings, flags: Layer, sources: Sources
+    model: type[PrefillSettings] | type[DecodeSettings],
+    name: str,
+    coordinator: ServerSettings,
+    flags: Layer,
+    sources: Sources,
 ) -> _OnDevices:
-    """A worker's settings: flags for its role, flags for all workers, environment and file; then what ``up`` decides."""
+    """A worker's settings: flags for its role, flags for all workers, environment and file; then what ``up``
+    decides."""
     prefix = f"{model.role}_"
     for_role = {flag.removeprefix(prefix): value for flag, value in flags.items() if flag.startswith(prefix)}
     fixed: dict[str, Any] = {
@@ -212,7 +265,10 @@ def _worker(
         "max_model_len": coordinator.max_model_len,
     }
     decided = {field: Value(value, "up") for field, value in fixed.items()}
-    said = [{k: v for k, v in layer.items() if k not in FIXED} for layer in (for_role, _only(model, flags), *sources.of(model.role))]
+    said = [
+        {k: v for k, v in layer.items() if k not in FIXED}
+        for layer in (for_role, _only(model, flags), *sources.of(model.role))
+    ]
     device = next((layer["device"] for layer in said if "device" in layer), None)
     if device is None:
         return [build(model, [decided, *said])]
@@ -233,7 +289,9 @@ def _run_dir(named: Path) -> Path:
     try:
         named.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
-        raise ConfigError(f"--run-dir: cannot make the folder {named} ({error.strerror or error}); name another") from error
+        raise ConfigError(
+            f"--run-dir: cannot make the folder {named} ({error.strerror or error}); name another"
+        ) from error
     return named.resolve()
 
 
@@ -274,6 +332,8 @@ def free_ports(host: str, count: int) -> int:
     """The first of so many TCP ports in a row that nothing listens on at the moment."""
     for _ in range(100):
         first = free_port(host)
-        if first + count <= 65_536 and all(port_problem(host, port) is None for port in range(first, first + count)):
+        if first + count <= 65_536 and all(
+            port_problem(host, port) is None for port in range(first, first + count)
+        ):
             return first
     raise ConfigError(f"there are no {count} free ports in a row on {host}; give --control-address")

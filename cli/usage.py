@@ -21,13 +21,23 @@ class UsageSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    tenants_file: Path | None = Field(default=None, description="The tenants file, beside which usage is kept by default.")
-    usage_url: str | None = Field(default=None, description="The database: sqlite:///PATH or postgresql://USER@HOST/DATABASE.")
+    tenants_file: Path | None = Field(
+        default=None, description="The tenants file, beside which usage is kept by default."
+    )
+    usage_url: str | None = Field(
+        default=None, description="The database: sqlite:///PATH or postgresql://USER@HOST/DATABASE."
+    )
     by: str = Field(
-        default="tenant", description="Rows by tenant, key, model, endpoint, priority_class, status, day: one or more, with commas."
+        default="tenant",
+        description=(
+            "Rows by tenant, key, model, endpoint, priority_class, status, day: one or more, with commas."
+        ),
     )
     since: str = Field(
-        default="", description="From this time on: 2026-11-30, 2026-11-30T12:00 (UTC) or unix seconds. Default: this month."
+        default="",
+        description=(
+            "From this time on: 2026-11-30, 2026-11-30T12:00 (UTC) or unix seconds. Default: this month."
+        ),
     )
     until: str = Field(default="", description="Up to this time. Default: now.")
     as_json: bool = Field(default=False, description="Print JSON.")
@@ -48,7 +58,9 @@ def show(settings: UsageSettings) -> int:
     """Prints the totals; returns the exit status."""
     try:
         by = groups(settings.by)
-        rows = totals(settings.url, by, moment(settings.since, month_start()), moment(settings.until, time.time()))
+        rows = totals(
+            settings.url, by, moment(settings.since, month_start()), moment(settings.until, time.time())
+        )
     except InvalidRequest as error:
         click.echo(f"splitserve: {error.message}", err=True)
         return 2

@@ -15,7 +15,8 @@ COMMIT_FILE = Path(__file__).parent / "commit.txt"
 
 
 def version_text() -> str:
-    """Version, wire version, build, Python, where the files are (monitoring among them), and the main libraries."""
+    """Version, wire version, build, Python, where the files are (monitoring among them), and the main
+    libraries."""
     lines = [
         f"splitserve {__version__}",
         f"wire {WIRE_VERSION}",
@@ -44,4 +45,6 @@ def _library(name: str) -> str:
     try:
         return f"{name} {importlib.metadata.version(name)}"
     except importlib.metadata.PackageNotFoundError:
-        return f"{name} is not installed" + ("; workers need it: pip install 'splitserve[worker]'" if name == "torch" else "")
+        return f"{name} is not installed" + (
+            "; workers need it: pip install 'splitserve[worker]'" if name == "torch" else ""
+        )

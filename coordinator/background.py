@@ -24,8 +24,8 @@ def unwatched(name: str, work: Work) -> asyncio.Task[None]:
 async def background() -> AsyncIterator[Spawn]:
     """Run tasks until the block ends, then cancel them.
 
-    A task or a thread that fails is logged and cancels the block; once that has been left, an ExceptionGroup is
-    raised. An exception of the block itself passes unchanged.
+    A task or a thread that fails is logged and cancels the block; once that has been left, an ExceptionGroup
+    is raised. An exception of the block itself passes unchanged.
     """
     running: list[asyncio.Task[None]] = []
     failed: Exception | None = None
@@ -56,7 +56,8 @@ def _log_failure(task: asyncio.Task[None]) -> None:
 
 @contextmanager
 def _thread_failures() -> Iterator[asyncio.Future[None]]:
-    """Yield a future that fails when any thread does. Without it Python prints the error and goes on without the thread."""
+    """Yield a future that fails when any thread does. Without it Python prints the error and goes on without
+    the thread."""
     loop = asyncio.get_running_loop()
     failed: asyncio.Future[None] = loop.create_future()
 

@@ -105,8 +105,14 @@ class ContextTooLong(InvalidRequest):
         asked = f"your prompt has {'at least ' if at_least else ''}{num_prompt_tokens} tokens"
         if max_tokens is not None:
             total = num_prompt_tokens + max_tokens
-            asked = f"you requested {total} tokens ({num_prompt_tokens} in the prompt, {max_tokens} for the completion)"
-        message = f"This model's maximum context length is {max_model_len} tokens, but {asked}. Shorten the prompt or ask for fewer tokens."
+            asked = (
+                f"you requested {total} tokens ({num_prompt_tokens} in the prompt, {max_tokens} for "
+                "the completion)"
+            )
+        message = (
+            f"This model's maximum context length is {max_model_len} tokens, but {asked}. Shorten the "
+            "prompt or ask for fewer tokens."
+        )
         super().__init__(message, param=param)
 
 
@@ -148,7 +154,8 @@ class RequestTimeout(ApiError):
 
     def __init__(self, timeout_s: float) -> None:
         super().__init__(
-            f"The request was not complete after {timeout_s:g} s (larger ones have longer); send it faster or in parts."
+            f"The request was not complete after {timeout_s:g} s (larger ones have longer); send "
+            "it faster or in parts."
         )
 
 
@@ -222,7 +229,10 @@ class InternalError(ApiError):
 
 def no_workers(gap: str) -> Unavailable:
     """The answer while no pair of workers is connected; ``gap`` says who is missing."""
-    message = f"{gap[0].upper()}{gap[1:]}. Service resumes by itself when there is one of each role that fit together."
+    message = (
+        f"{gap[0].upper()}{gap[1:]}. Service resumes by itself when there is one of each role that fit "
+        "together."
+    )
     return Unavailable(message, retry_after_s=RETRY_AFTER_S)
 
 
@@ -233,7 +243,10 @@ class StorageFull(ApiError):
     code = "insufficient_storage"
 
     def __init__(self, where: object) -> None:
-        message = f"There is no space on the disk for {where}: nothing was stored. Free some there, then send the request again."
+        message = (
+            f"There is no space on the disk for {where}: nothing was stored. Free some there, then "
+            "send the request again."
+        )
         super().__init__(message, retry_after_s=30)
 
 

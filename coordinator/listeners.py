@@ -1,6 +1,8 @@
-"""Functions that are told of requests and are no condition of them: the trace file, metrics, the usage journal, steering, the dashboard.
+"""Functions that are told of requests and are no condition of them: the trace file, metrics, the usage
+journal, steering, the dashboard.
 
-One that raises is counted and logged, and nothing else happens: the request, the other listeners and the client see none of it.
+One that raises is counted and logged, and nothing else happens: the request, the other listeners and the
+client see none of it.
 """
 
 from __future__ import annotations
@@ -19,13 +21,16 @@ _log = logging.getLogger(__name__)
 
 
 class ListenerFailures:
-    """Calls listeners one at a time; says each kind of failure once, then how often it came, at most once in LOG_EVERY_S."""
+    """Calls listeners one at a time; says each kind of failure once, then how often it came, at most once in
+    LOG_EVERY_S."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.counts: Counter[str] = Counter()
         """By listener, for /metrics."""
         self._clock = clock
-        self._kinds: dict[tuple[str, str], tuple[float, int]] = {}  # when it may be said again, and how often it came unsaid
+        self._kinds: dict[
+            tuple[str, str], tuple[float, int]
+        ] = {}  # when it may be said again, and how often it came unsaid
 
     def call(self, name: str, listener: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
         """Never raises an Exception."""
@@ -40,15 +45,24 @@ class ListenerFailures:
         kind, now = (name, type(error).__name__), self._clock()
         if kind not in self._kinds:
             self._kinds[kind] = (now + LOG_EVERY_S, 0)
-            traceback = None if isinstance(error, OSError | ApiError) else error  # of those the sentence says it all
-            _log.error("%s has failed, requests go on without it: %s", name, _sentence(error), exc_info=traceback)
+            traceback = (
+                None if isinstance(error, OSError | ApiError) else error
+            )  # of those the sentence says it all
+            _log.error(
+                "%s has failed, requests go on without it: %s", name, _sentence(error), exc_info=traceback
+            )
             return
         said_at, unsaid = self._kinds[kind]
         if now < said_at:
             self._kinds[kind] = (said_at, unsaid + 1)
         else:
             self._kinds[kind] = (now + LOG_EVERY_S, 0)
-            _log.error("%s has failed %d times more, requests go on without it: %s", name, unsaid + 1, _sentence(error))
+            _log.error(
+                "%s has failed %d times more, requests go on without it: %s",
+                name,
+                unsaid + 1,
+                _sentence(error),
+            )
 
 
 class Listeners(Generic[P]):

@@ -92,11 +92,14 @@ def run_one(settings: CoordinatorSettings, place: Place, make_controller: MakeCo
         sys.exit(1)
 
 
-async def serve(settings: CoordinatorSettings, place: Place, make_controller: MakeController = no_controller) -> None:
+async def serve(
+    settings: CoordinatorSettings, place: Place, make_controller: MakeController = no_controller
+) -> None:
     """Serve until a signal, or until the parent of several processes is gone.
 
-    Raises CannotStart, EngineError, TenantsError, TransportError or OSError if it cannot start, and an ExceptionGroup
-    once background work has failed. Whatever ends it, the components are closed in reverse order.
+    Raises CannotStart, EngineError, TenantsError, TransportError or OSError if it cannot start, and an
+    ExceptionGroup once background work has failed. Whatever ends it, the components are closed in reverse
+    order.
     """
     give_memory_back()
     stopping, failures = _stop_event(place), ListenerFailures()
@@ -119,7 +122,9 @@ async def serve(settings: CoordinatorSettings, place: Place, make_controller: Ma
             model,
             settings.http_limits,
             partial(_system, dispatcher, controller),
-            operators=None if settings.admin_key_file is None else Operators(admin_key(settings.admin_key_file)),
+            operators=None
+            if settings.admin_key_file is None
+            else Operators(admin_key(settings.admin_key_file)),
             tenancy=tenancy,
             more_admin=None if settings.admin_port is None else _admin_routes(settings),
             batches=batches_of(settings),
@@ -134,7 +139,9 @@ async def serve(settings: CoordinatorSettings, place: Place, make_controller: Ma
             times_tokens=settings.trace_token_times,
         )
         if settings.trace_folder is not None:
-            trace_log = stack.enter_context(closing(TraceLog(settings.trace_folder, settings.request_timeout_s)))
+            trace_log = stack.enter_context(
+                closing(TraceLog(settings.trace_folder, settings.request_timeout_s))
+            )
             dispatcher.listeners.add("trace file", trace_log.note)
         if controller is not None:
             dispatcher.listeners.add("steering", partial(_note, controller))
@@ -214,16 +221,23 @@ async def follow(keys: KeyFile, dispatcher: SocketDispatcher, every_s: float = 1
             _log.error("still using the old cluster key: %s", error)
             continue
         dispatcher.change_key(keys.key)
-        _log.info("the cluster key has changed: %s", "two are accepted for now" if keys.key.second else "one is accepted")
+        _log.info(
+            "the cluster key has changed: %s",
+            "two are accepted for now" if keys.key.second else "one is accepted",
+        )
 
 
 def _make_run_folder() -> RunFolder | None:
-    """Return a new folder; None where it cannot be made, such as on a full disk: the coordinator serves without it."""
+    """Return a new folder; None where it cannot be made, such as on a full disk: the coordinator serves
+    without it."""
     try:
         return RunFolder()
     except OSError as error:
         _log.warning(
-            "commands on this host will not find this coordinator; without --admin-key-file nobody is an operator: %s",
+            (
+                "commands on this host will not find this coordinator; without --admin-key-file nobody "
+                "is an operator: %s"
+            ),
             error,
         )
         return None
@@ -267,7 +281,8 @@ def _log_who_may_connect(settings: CoordinatorSettings) -> None:
         _log.info("clients need an API key of %s", settings.tenants_file)
     elif settings.listen_host != settings.host:
         _log.warning(
-            "no API keys are configured: listening on %s, not on %s; give --tenants-file (see `splitserve keys create "
+            "no API keys are configured: listening on %s, not on %s; give --tenants-file (see "
+            "`splitserve keys create "
             "--help`), or --open-access if anyone who reaches %s may use it",
             settings.listen_host,
             settings.host,
@@ -276,4 +291,6 @@ def _log_who_may_connect(settings: CoordinatorSettings) -> None:
     elif is_loopback(settings.host):
         _log.info("no API keys are configured: listening on this host's loopback only")
     else:
-        _log.warning("no API keys are configured: anyone who reaches %s may use it (--open-access)", settings.host)
+        _log.warning(
+            "no API keys are configured: anyone who reaches %s may use it (--open-access)", settings.host
+        )

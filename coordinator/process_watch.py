@@ -20,7 +20,8 @@ class ProcessWatch:
         self._fds: dict[WorkerId, int] = {}
 
     def watch(self, hello: Hello) -> None:
-        """Begins with a worker that has said hello, if it runs on this host (and in this process namespace)."""
+        """Begins with a worker that has said hello, if it runs on this host (and in this process
+        namespace)."""
         worker = (hello.worker_id, hello.incarnation)
         if hello.host != self._here or worker in self._fds:
             return

@@ -1,8 +1,8 @@
 """Several coordinator processes on one host: one HTTP port, and nothing shared but the workers.
 
-The kernel deals connections out (SO_REUSEPORT). Each process has its own control port, to which every worker connects (the processes name
-each other in their welcome), its own queue, and its own view of the workers by what these report. The parent serves nothing: it starts the
-processes, and starts again what dies.
+The kernel deals connections out (SO_REUSEPORT). Each process has its own control port, to which every worker
+connects (the processes name each other in their welcome), its own queue, and its own view of the workers by
+what these report. The parent serves nothing: it starts the processes, and starts again what dies.
 """
 
 from __future__ import annotations
@@ -56,11 +56,15 @@ def address_of(control_address: str, index: int) -> str:
 
 
 def run_all(settings: CoordinatorSettings, serve: Serve, run_folder: Path | None = None) -> None:
-    """Runs ``settings.processes`` processes until a signal. Raises OSError where the port is not to be had, CannotStart where a process
-    cannot serve with these settings."""
-    reserved = bind(settings.listen_host, settings.port, shared=True)  # not listening: it gets no connection, and keeps the port ours
+    """Runs ``settings.processes`` processes until a signal. Raises OSError where the port is not to be had,
+    CannotStart where a process cannot serve with these settings."""
+    reserved = bind(
+        settings.listen_host, settings.port, shared=True
+    )  # not listening: it gets no connection, and keeps the port ours
     settings = settings.model_copy(update={"port": reserved.getsockname()[1]})
-    processes = [CoordinatorProcess(settings, index, serve, run_folder) for index in range(settings.processes)]
+    processes = [
+        CoordinatorProcess(settings, index, serve, run_folder) for index in range(settings.processes)
+    ]
     stopping: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: stopping.append(number))
@@ -88,8 +92,14 @@ def run_all(settings: CoordinatorSettings, serve: Serve, run_folder: Path | None
 class CoordinatorProcess:
     """One process, whenever it lives."""
 
-    def __init__(self, settings: CoordinatorSettings, index: int, serve: Serve, run_folder: Path | None = None) -> None:
-        others = tuple(address_of(settings.control_address, other) for other in range(settings.processes) if other != index)
+    def __init__(
+        self, settings: CoordinatorSettings, index: int, serve: Serve, run_folder: Path | None = None
+    ) -> None:
+        others = tuple(
+            address_of(settings.control_address, other)
+            for other in range(settings.processes)
+            if other != index
+        )
         self._arguments = (settings_of(settings, index), Place(index, others, run_folder))
         self._index, self._serve = index, serve
         self._process: SpawnProcess | None = None
@@ -108,18 +118,31 @@ class CoordinatorProcess:
         return self._process.exitcode if self._process is not None else None
 
     def keep_running(self, now: float) -> None:
-        """Starts it, or starts it again after a while. Raises CannotStart where its first start has shown that it never will."""
+        """Starts it, or starts it again after a while. Raises CannotStart where its first start has shown
+        that it never will."""
         if self._process is not None and self._process.is_alive():
             return
         if self._process is not None:
             if self._process.exitcode == CANNOT_START and self._num_starts == 1:
-                raise CannotStart(f"coordinator process {self._index} cannot start; what it said above tells why")
-            self._delay_s = RESTART_S if now - self._started > SETTLED_S else min(2 * self._delay_s, RESTART_MAX_S)
-            _log.error("coordinator process %d has ended (%s): again in %g s", self._index, self._process.exitcode, self._delay_s)
+                raise CannotStart(
+                    f"coordinator process {self._index} cannot start; what it said above tells why"
+                )
+            self._delay_s = (
+                RESTART_S if now - self._started > SETTLED_S else min(2 * self._delay_s, RESTART_MAX_S)
+            )
+            _log.error(
+                "coordinator process %d has ended (%s): again in %g s",
+                self._index,
+                self._process.exitcode,
+                self._delay_s,
+            )
             self._process, self._not_before = None, now + self._delay_s
         if now >= self._not_before:
-            self._process = multiprocessing.get_context("spawn").Process(target=self._serve, args=self._arguments, daemon=False)
-            # It inherits the mask: a SIGUSR2 before it has its handler waits until then, and does not kill it.
+            self._process = multiprocessing.get_context("spawn").Process(
+                target=self._serve, args=self._arguments, daemon=False
+            )
+            # It inherits the mask: a SIGUSR2 before it has its handler waits until then, and does not kill
+            # it.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
             self._process.start()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})

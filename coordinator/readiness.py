@@ -27,7 +27,8 @@ class ProbeSink(ClosedSink):
 
 
 async def prove(dispatcher: SocketDispatcher, incarnation: int, every_s: float = 0.25) -> None:
-    """Send probes while the system is not ready; ``incarnation``: the coordinator's. Runs until it is cancelled."""
+    """Send probes while the system is not ready; ``incarnation``: the coordinator's. Runs until it is
+    cancelled."""
     number, was_ready = 0, False
     while True:
         if (ready := dispatcher.ready()) != was_ready:

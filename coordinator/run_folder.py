@@ -1,4 +1,5 @@
-"""A private folder of one run, and how commands on this host find a coordinator's address and admin key by it.
+"""A private folder of one run, and how commands on this host find a coordinator's address and admin key by
+it.
 
     TMPDIR/splitserve-UID/          0700, ours
         run-XXXXXXXX/               one process's, for as long as it holds the lock
@@ -73,14 +74,17 @@ def announce(folder: Path, number: int, door: Door) -> None:
 
 
 def find_door(url: str) -> Door | None:
-    """Of the coordinator of this user on this host that has this URL, its own or its admin port's; None: none of them has.
+    """Of the coordinator of this user on this host that has this URL, its own or its admin port's; None: none
+    of them has.
 
     The caller must send the key to the door's own URLs: ``localhost`` may be another process's address.
     """
     asked = urlsplit(url)
     for door in _doors():
         for known in map(urlsplit, (door.url, door.admin_url)):
-            if asked.port == known.port and (asked.hostname == known.hostname or is_loopback(asked.hostname or "")):
+            if asked.port == known.port and (
+                asked.hostname == known.hostname or is_loopback(asked.hostname or "")
+            ):
                 return door
     return None
 
@@ -111,7 +115,10 @@ def _root() -> Path:
 def _require_ours(root: Path) -> None:
     status = root.lstat()
     if not root.is_dir() or root.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise PermissionError(f"{root} must be a folder of yours with mode 0700; remove it, or set TMPDIR to a folder of your own")
+        raise PermissionError(
+            f"{root} must be a folder of yours with mode 0700; remove it, or set TMPDIR to a "
+            "folder of your own"
+        )
 
 
 def _remove_left_behind(root: Path) -> None:

@@ -1,4 +1,5 @@
-"""The coordinator's settings: frozen, checked once; ``cli/config.py`` fills them from flags, environment and file."""
+"""The coordinator's settings: frozen, checked once; ``cli/config.py`` fills them from flags, environment and
+file."""
 
 from __future__ import annotations
 
@@ -21,74 +22,124 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings):
     """Takes HTTP requests and sends them to the workers. Free of torch and of the model's weights."""
 
     model: Path = Field(
-        description="Hugging Face checkpoint folder, a model of the hub such as Qwen/Qwen3-0.6B, or s3://BUCKET/PREFIX (needs "
+        description="Hugging Face checkpoint folder, a model of the hub such as Qwen/Qwen3-0.6B, or "
+        "s3://BUCKET/PREFIX (needs "
         "splitserve[s3]); the coordinator reads only its config, tokenizer and chat template."
     )
-    revision: str = Field(default="", max_length=256, description="Branch, tag or commit of a hub model. Default: main.")
+    revision: str = Field(
+        default="", max_length=256, description="Branch, tag or commit of a hub model. Default: main."
+    )
     served_model_name: str = Field(
-        default="", max_length=256, description="Model name in the API. Default: the name of the model's folder."
+        default="",
+        max_length=256,
+        description="Model name in the API. Default: the name of the model's folder.",
     )
     control_address: str = Field(
         default="tcp://127.0.0.1:7700",
         pattern=r"^tcp://[^\s:]+:\d+$|^tcp://\[[0-9a-fA-F:.]+\]:\d+$",
-        description="Where workers reach the coordinator: it listens here. tcp://HOST:PORT, HOST an address of this machine or 0.0.0.0.",
+        description=(
+            "Where workers reach the coordinator: it listens here. tcp://HOST:PORT, HOST an address of "
+            "this machine or 0.0.0.0."
+        ),
     )
     key_file: Path | None = Field(
-        default=None, description="The cluster's key, made by `splitserve keygen`; the same file for all processes."
+        default=None,
+        description="The cluster's key, made by `splitserve keygen`; the same file for all processes.",
     )
-    insecure: bool = Field(default=False, description="Use no key: control connections are neither authenticated nor encrypted.")
+    insecure: bool = Field(
+        default=False, description="Use no key: control connections are neither authenticated nor encrypted."
+    )
     max_model_len: int | None = Field(
         default=None,
         ge=1,
         le=1 << 20,
-        description="Most tokens of prompt and output together. Default: the model's, or as many as every worker holds.",
+        description=(
+            "Most tokens of prompt and output together. Default: the model's, or as many as every "
+            "worker holds."
+        ),
     )
     tool_call_parser: Literal["auto", "hermes", "llama3", "mistral"] = Field(
-        default="auto", description="How the model writes tool calls: hermes is Qwen's way too. Default: told by its chat template."
+        default="auto",
+        description=(
+            "How the model writes tool calls: hermes is Qwen's way too. Default: told by its chat template."
+        ),
     )
     reasoning_parser: Literal["auto", "none", "think"] = Field(
         default="auto",
-        description="Whether a chat's answer may begin with a thought in <think></think>, which then is its reasoning_content. Default: "
+        description="Whether a chat's answer may begin with a thought in <think></think>, which then is its "
+        "reasoning_content. Default: "
         "told by the chat template.",
     )
     routing: Routing = Field(default="hybrid", description="How workers are chosen for a request.")
-    max_queue: int = Field(default=1024, ge=0, le=1_000_000, description="Requests that may wait for a worker; more are refused with 429.")
-    queue_timeout_s: float = Field(default=300, gt=0, le=86_400, description="Longest wait for a worker with room, each time; then 504.")
-    prefill_timeout_s: float = Field(default=300, gt=0, le=86_400, description="Longest time to compute a prompt; then 504.")
+    max_queue: int = Field(
+        default=1024,
+        ge=0,
+        le=1_000_000,
+        description="Requests that may wait for a worker; more are refused with 429.",
+    )
+    queue_timeout_s: float = Field(
+        default=300, gt=0, le=86_400, description="Longest wait for a worker with room, each time; then 504."
+    )
+    prefill_timeout_s: float = Field(
+        default=300, gt=0, le=86_400, description="Longest time to compute a prompt; then 504."
+    )
     handoff_timeout_s: float = Field(
-        default=120, gt=0, le=86_400, description="Longest time from the first token until a decode worker has the KV blocks; then 504."
+        default=120,
+        gt=0,
+        le=86_400,
+        description="Longest time from the first token until a decode worker has the KV blocks; then 504.",
     )
     ttft_slo: str = Field(
         default="",
         pattern=r"^$|^(premium|standard|free|batch)=\d+(\.\d+)?(,(premium|standard|free|batch)=\d+(\.\d+)?)*$",
-        description="Seconds to the first token by priority class, such as premium=0.5,standard=2: a request that would take longer, by "
-        "what prefill workers have been measured to compute, is refused at once with 429. Its deadline is held to in any case.",
+        description="Seconds to the first token by priority class, such as premium=0.5,standard=2: a request "
+        "that would take longer, by "
+        "what prefill workers have been measured to compute, is refused at once with 429. Its "
+        "deadline is held to in any case.",
     )
     token_timeout_s: float = Field(
-        default=120, gt=0, le=86_400, description="Longest time between two tokens, whatever fails and recovers meanwhile; then 504."
+        default=120,
+        gt=0,
+        le=86_400,
+        description="Longest time between two tokens, whatever fails and recovers meanwhile; then 504.",
     )
-    heartbeat_s: float = Field(default=0.25, ge=0.01, le=60, description="Seconds between the workers' reports.")
-    dead_after_s: float = Field(default=1.5, ge=0.05, le=600, description="A worker silent for so many seconds is dead.")
+    heartbeat_s: float = Field(
+        default=0.25, ge=0.01, le=60, description="Seconds between the workers' reports."
+    )
+    dead_after_s: float = Field(
+        default=1.5, ge=0.05, le=600, description="A worker silent for so many seconds is dead."
+    )
     progress_timeout_s: float = Field(
-        default=30, ge=0.1, le=3600, description="A busy worker that ends no step for so many seconds is dead."
+        default=30,
+        ge=0.1,
+        le=3600,
+        description="A busy worker that ends no step for so many seconds is dead.",
     )
     processes: int = Field(
         default=1,
         ge=1,
         le=48,
-        description="Processes that share the HTTP port; each listens to workers on a port of its own, from --control-address's on, and "
+        description="Processes that share the HTTP port; each listens to workers on a port of its own, from "
+        "--control-address's on, and "
         "has its own admin port, from --admin-port's on.",
     )
     batch_file: Path | None = Field(
         default=None,
-        description="SQLite file of /v1/files and /v1/batches, made where it is not there; several coordinators of one host may share it. "
+        description="SQLite file of /v1/files and /v1/batches, made where it is not there; several "
+        "coordinators of one host may share it. "
         "Default: no batches.",
     )
     batch_max_running: int = Field(
-        default=16, ge=1, le=4096, description="Requests of batches that run at a time, behind everybody else's."
+        default=16,
+        ge=1,
+        le=4096,
+        description="Requests of batches that run at a time, behind everybody else's.",
     )
     batch_retention_days: float = Field(
-        default=30, gt=0, le=36_500, description="Days after which files, and batches that are over, are deleted from --batch-file."
+        default=30,
+        gt=0,
+        le=36_500,
+        description="Days after which files, and batches that are over, are deleted from --batch-file.",
     )
 
     @property
@@ -99,7 +150,12 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings):
     @property
     def ttft_slo_s(self) -> dict[str, float]:
         """Seconds by priority class."""
-        return {name: float(seconds) for part in self.ttft_slo.split(",") if part for name, seconds in (part.split("="),)}
+        return {
+            name: float(seconds)
+            for part in self.ttft_slo.split(",")
+            if part
+            for name, seconds in (part.split("="),)
+        }
 
     @property
     def objectives(self) -> Objectives:
@@ -117,10 +173,15 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings):
             "--log-bodies": self.log_bodies,
         }
         folders = {option: path.absolute().parent for option, path in files.items() if path is not None}
-        return folders if self.trace_folder is None else {**folders, "--trace-folder": self.trace_folder.absolute()}
+        return (
+            folders
+            if self.trace_folder is None
+            else {**folders, "--trace-folder": self.trace_folder.absolute()}
+        )
 
     def lifecycle_limits(self, siblings: tuple[str, ...]) -> LifecycleLimits:
-        """The lifecycle's bounds; ``siblings``: where the other coordinator processes of this host listen to workers."""
+        """The lifecycle's bounds; ``siblings``: where the other coordinator processes of this host listen to
+        workers."""
         return LifecycleLimits(
             max_queue=self.max_queue,
             dead_after_s=self.dead_after_s,
@@ -145,7 +206,12 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if (self.key_file is None) == (not self.insecure):
-            raise ValueError("give either --key-file (make one with `splitserve keygen FILE`) or --insecure, which uses no key")
+            raise ValueError(
+                "give either --key-file (make one with `splitserve keygen FILE`) or --insecure, "
+                "which uses no key"
+            )
         if self.dead_after_s < 3 * self.heartbeat_s:
-            raise ValueError(f"--dead-after-s must be at least three heartbeats: {3 * self.heartbeat_s:g} or more")
+            raise ValueError(
+                f"--dead-after-s must be at least three heartbeats: {3 * self.heartbeat_s:g} or more"
+            )
         return self

@@ -13,7 +13,12 @@ from .errors import InvalidRequest
 
 MAX_REPORTED = 3
 MAX_SHOWN_CHARS = 40
-OBJECT, WHOLE, NUMBER, BOOLEAN = "must be a JSON object", "must be a whole number", "must be a number", "must be true or false"
+OBJECT, WHOLE, NUMBER, BOOLEAN = (
+    "must be a JSON object",
+    "must be a whole number",
+    "must be a number",
+    "must be true or false",
+)
 RULES = {
     "missing": "must be given",
     "extra_forbidden": "is not a field of this request",
@@ -39,8 +44,16 @@ RULES = {
     "too_long": "must have at most {max_length} entries",
     "literal_error": "must be {expected}",
 }
-"""By pydantic's type of error, with the names of its context. Other types are checks of ours, which have their own sentence."""
-SAYS_NOTHING_OF_ITS_VALUE = ("missing", "extra_forbidden", "string_too_short", "string_too_long", "too_short", "too_long")
+"""By pydantic's type of error, with the names of its context. Other types are checks of ours, which have
+their own sentence."""
+SAYS_NOTHING_OF_ITS_VALUE = (
+    "missing",
+    "extra_forbidden",
+    "string_too_short",
+    "string_too_long",
+    "too_short",
+    "too_long",
+)
 JSON_ENDS = {"EOF while parsing a value at line 1 column 0": "it is empty"}
 
 
@@ -48,7 +61,9 @@ def from_validation(error: ValidationError) -> InvalidRequest:
     """One sentence for the first MAX_REPORTED fields that are wrong, each with its path."""
     found = error.errors(include_url=False)
     if found[0]["type"] == "json_invalid":
-        return InvalidRequest(f"The body is not valid JSON: {_json_fault(found[0]['msg'])}.", code="invalid_json")
+        return InvalidRequest(
+            f"The body is not valid JSON: {_json_fault(found[0]['msg'])}.", code="invalid_json"
+        )
     if found[0]["type"] == "model_type" and not found[0]["loc"]:
         return InvalidRequest("The body must be a JSON object.")
     message = "; ".join(_sentence(detail) for detail in found[:MAX_REPORTED])

@@ -1,6 +1,7 @@
 """The decode worker without its body: what it does with every message and every finished step. Pure.
 
-It joins the batch scheduler and the receiving side of the handoff; the shell (worker.py) carries out what ``take`` returns.
+It joins the batch scheduler and the receiving side of the handoff; the shell (worker.py) carries out what
+``take`` returns.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class DecodeCore:
         meet: Meet | None = None,
         drain_timeout_s: float = 10.0,
     ) -> None:
-        """``meet``: how it introduces itself to other decode workers, to hand sequences over; None: it hands over none."""
+        """``meet``: how it introduces itself to other decode workers, to hand sequences over; None: it hands
+        over none."""
         self.worker = worker
         self.scheduler, self.receiver = scheduler, receiver
         self._fingerprint, self._meet = fingerprint, meet
@@ -71,7 +73,11 @@ class DecodeCore:
     @property
     def stirs(self) -> bool:
         """Whether there may be anything to ``take``."""
-        return bool(self._actions) or self.receiver.has_actions or (self.moving is not None and self.moving.stirs)
+        return (
+            bool(self._actions)
+            or self.receiver.has_actions
+            or (self.moving is not None and self.moving.stirs)
+        )
 
     def take(self, now: float) -> list[DecodeAction]:
         """What is to be done since the last call, in order."""
@@ -107,8 +113,8 @@ class DecodeCore:
             self._say_failed(key, "refused", f"response_format: {reason}")
 
     def drain(self, now: float, timeout_s: float | None = None) -> None:
-        """Says so to the coordinator, which sends nothing new and orders what runs here to other workers. What is left after
-        ``timeout_s`` (default: as configured) is given back."""
+        """Says so to the coordinator, which sends nothing new and orders what runs here to other workers.
+        What is left after ``timeout_s`` (default: as configured) is given back."""
         if self._draining.begin(now, timeout_s):
             self._heartbeat.cache.close()
             self._actions.append(ToCoordinator(self.load()))
@@ -125,11 +131,13 @@ class DecodeCore:
 
     @property
     def at_rest(self) -> bool:
-        """Nothing runs or is on its way, and no block is referenced from here, nor may anyone still be writing one."""
+        """Nothing runs or is on its way, and no block is referenced from here, nor may anyone still be
+        writing one."""
         return not self._held() and not any(self.block_tables())
 
     def schedule(self, now: float) -> DecodeStep | None:
-        """The next step, made ahead if one is in flight; sequences that found no block are given back to the coordinator."""
+        """The next step, made ahead if one is in flight; sequences that found no block are given back to the
+        coordinator."""
         if self.stirs:
             self._settle(now)
         step = self.scheduler.schedule()
@@ -140,7 +148,8 @@ class DecodeCore:
         return step
 
     def complete(self, step: DecodeStep, output: StepOutput, now: float) -> None:
-        """The oldest step in flight has run: all its tokens go to the coordinator in one message, or to each its own."""
+        """The oldest step in flight has run: all its tokens go to the coordinator in one message, or to each
+        its own."""
         self._step_failures.good_step()
         result, num_seqs = self.scheduler.complete(step, output), len(step.sequences)
         self._heartbeat.count(1, num_seqs, num_seqs - len(result.dropped))
@@ -151,8 +160,8 @@ class DecodeCore:
             self.receiver.grant_waiting(now)
 
     def fail_step(self, step: DecodeStep, reason: str) -> None:
-        """The step raised: who was alone in it is given back to the coordinator. Several are tried apart, so that a request whose step
-        raises takes no other along."""
+        """The step raised: who was alone in it is given back to the coordinator. Several are tried apart, so
+        that a request whose step raises takes no other along."""
         for sequence in self.scheduler.separate(step):
             self._step_failures.book(sequence.request_id)
             self._say_failed(sequence.key, "internal", reason)
@@ -163,11 +172,15 @@ class DecodeCore:
         return self._step_failures.means_broken
 
     def shrink_step(self, step: DecodeStep) -> None:
-        """The step ran out of memory: its younger sequences are given back to the coordinator, the others go on. One that was alone
-        counts as failed, so that it is not tried for ever."""
+        """The step ran out of memory: its younger sequences are given back to the coordinator, the others go
+        on. One that was alone counts as failed, so that it is not tried for ever."""
         alone = sum(not s.doomed for s in step.sequences) == 1
         for sequence in self.scheduler.shrink(step):
-            self._say_failed(sequence.key, "internal" if alone else "preempted", "the decode worker ran out of memory in a step")
+            self._say_failed(
+                sequence.key,
+                "internal" if alone else "preempted",
+                "the decode worker ran out of memory in a step",
+            )
 
     def skip_step(self, step: DecodeStep) -> None:
         """The step before this one failed, so this one was not run."""
@@ -183,7 +196,9 @@ class DecodeCore:
         if now >= self._next_deadline:
             for sequence in [s for s in self.scheduler.sequences() if now >= s.deadline]:
                 self._drop(sequence.key)
-                self._say_failed(sequence.key, "deadline", "the request's deadline passed on the decode worker")
+                self._say_failed(
+                    sequence.key, "deadline", "the request's deadline passed on the decode worker"
+                )
             self._next_deadline = min((s.deadline for s in self.scheduler.sequences()), default=float("inf"))
 
     def drop_others(self, *coordinators: int) -> None:
@@ -219,8 +234,8 @@ class DecodeCore:
         return self._heartbeat.load(self.worker, self._held(), self.drains, coordinator)
 
     def block_events(self, everything: bool = False) -> BlockEvents | None:
-        """What the prefix cache gained and lost; with ``everything``, all it has. Of one that leaves nobody wants to know; what takes its
-        place over the same blocks does tell."""
+        """What the prefix cache gained and lost; with ``everything``, all it has. Of one that leaves nobody
+        wants to know; what takes its place over the same blocks does tell."""
         return None if self.drains else self._heartbeat.cache.report(self.worker, everything)
 
     def room(self) -> tuple[int, int]:
@@ -251,19 +266,31 @@ class DecodeCore:
         )
         last_hash = join.last_hash or root_hash(self._fingerprint, spec.salt)
         self._actions.append(ToCoordinator(join.message(len(state.output_token_ids) - 1)))
-        self.scheduler.join(join.key, spec.request_id, state, join.blocks, last_hash, now + spec.deadline_s, now)
+        self.scheduler.join(
+            join.key, spec.request_id, state, join.blocks, last_hash, now + spec.deadline_s, now
+        )
         self._next_deadline = min(self._next_deadline, now + spec.deadline_s)
         if state.params.grammar:
-            self._actions.append(CompileGrammar(join.key, state.params.grammar, tuple(state.output_token_ids)))
+            self._actions.append(
+                CompileGrammar(join.key, state.params.grammar, tuple(state.output_token_ids))
+            )
 
     def _say_failed(self, key: Key, kind: FailureKind, reason: str) -> None:
-        self._actions.append(ToCoordinator(RequestFailed(coordinator=key[0], dispatch=key[1], kind=kind, message=reason[:4096])))
+        self._actions.append(
+            ToCoordinator(
+                RequestFailed(coordinator=key[0], dispatch=key[1], kind=kind, message=reason[:4096])
+            )
+        )
 
     def _move(self, order: Move) -> None:
         if self.moving is not None:
             self.moving.begin(order)
         else:
-            self._say_failed((order.spec.coordinator, order.spec.dispatch), "handoff_failed", "this worker hands nothing over")
+            self._say_failed(
+                (order.spec.coordinator, order.spec.dispatch),
+                "handoff_failed",
+                "this worker hands nothing over",
+            )
 
     def _held(self) -> list[Key]:
         """Every dispatch of which anything is here."""

@@ -1,7 +1,8 @@
-"""The dense rows of a decode batch: one sequence a row of a few arrays, so that a step's inputs are slices of them. Pure.
+"""The dense rows of a decode batch: one sequence a row of a few arrays, so that a step's inputs are slices of
+them. Pure.
 
-The rows are those of the next step. It may be built while the one before still runs, whose tokens nobody knows yet: ``fed_from`` then
-says from which row of that step a sequence's input token comes.
+The rows are those of the next step. It may be built while the one before still runs, whose tokens nobody
+knows yet: ``fed_from`` then says from which row of that step a sequence's input token comes.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ class DecodeRows:
             self._tokens, self._fed_from, self._positions, self._slots, self._indices, self._last_indices, self._dispatches,
             self._num_blocks,
         )  # fmt: skip
-        self.beginning: set[DecodeSequence] = set()  # their next token begins a block that they have not got yet
+        self.beginning: set[DecodeSequence] = (
+            set()
+        )  # their next token begins a block that they have not got yet
         self.num_constrained = 0  # rows that follow a grammar
         self._tables = np.zeros((max_num_seqs, max_blocks), np.int32)
         self._arange = np.arange(max_num_seqs + 1, dtype=np.int32)
@@ -76,7 +79,9 @@ class DecodeRows:
         self.sequences.append(sequence)
         self._last_indices[row] = sequence.last_index
         self._dispatches[row] = sequence.key[1]
-        self._tables[row, : len(sequence.blocks)] = np.maximum(sequence.blocks, 0)  # what stands for NO_BLOCK is never attended to
+        self._tables[row, : len(sequence.blocks)] = np.maximum(
+            sequence.blocks, 0
+        )  # what stands for NO_BLOCK is never attended to
         self._num_blocks[row] = len(sequence.blocks)
         self.num_constrained += sequence.state.matcher is not None
         self._read_state(sequence)
@@ -106,12 +111,19 @@ class DecodeRows:
     def finished(self) -> list[DecodeSequence]:
         """Those that the step in flight gives their last token."""
         n = len(self.sequences)
-        return [self.sequences[row] for row in (self._indices[:n] > self._last_indices[:n]).nonzero()[0].tolist()]
+        return [
+            self.sequences[row] for row in (self._indices[:n] > self._last_indices[:n]).nonzero()[0].tolist()
+        ]
 
     def build(self) -> DecodeStep:
         """The step of all rows; the rows are then those of the step after it."""
         n = len(self.sequences)
-        positions, slots, indices, fed_from = self._positions[:n], self._slots[:n], self._indices[:n], self._fed_from[:n]
+        positions, slots, indices, fed_from = (
+            self._positions[:n],
+            self._slots[:n],
+            self._indices[:n],
+            self._fed_from[:n],
+        )
         seq_lens = positions + 1
         width = (int(np.maximum.reduce(positions)) // self._block_size) + 1
         batch = Batch(
@@ -154,7 +166,8 @@ class DecodeRows:
         self._find_slot(sequence, position)
 
     def _find_slot(self, sequence: DecodeSequence, position: int) -> None:
-        """Where the token at ``position`` goes. The block may be there already: of a step that was made and has not run."""
+        """Where the token at ``position`` goes. The block may be there already: of a step that was made and
+        has not run."""
         at_block, offset = divmod(position, self._block_size)
         if at_block < len(sequence.blocks):
             self._slots[sequence.row] = sequence.blocks[at_block] * self._block_size + offset

@@ -1,11 +1,12 @@
 """Which sequences take part in the next decode step, and with which blocks: continuous batching. Pure.
 
-The next step may be made while the one before runs (``MAX_IN_FLIGHT``): its input tokens are then fed on by whoever runs the steps, and a
-sequence that turns out to have ended has one row too many, whose token is dropped. What needs to know more waits for the running step:
-preemption, a sequence that comes back into the batch, and any step with a grammar in it, whose mask follows from the newest token.
+The next step may be made while the one before runs (``MAX_IN_FLIGHT``): its input tokens are then fed on by
+whoever runs the steps, and a sequence that turns out to have ended has one row too many, whose token is
+dropped. What needs to know more waits for the running step: preemption, a sequence that comes back into the
+batch, and any step with a grammar in it, whose mask follows from the newest token.
 
-A sequence that needs a block when there is none makes the youngest sequence leave (it comes back through the coordinator with the tokens
-it has). Blocks are freed when no step in flight reads or writes them.
+A sequence that needs a block when there is none makes the youngest sequence leave (it comes back through the
+coordinator with the tokens it has). Blocks are freed when no step in flight reads or writes them.
 """
 
 from __future__ import annotations
@@ -29,13 +30,16 @@ STEPS_AT_LIMIT = 64  # steps after which a limit that lack of memory had set is 
 
 @dataclass(slots=True)
 class DecodeResult:
-    """One finished step: columns as StepTokens carries them, rows that ended, rows to leave out (dropped meanwhile, or ended before)."""
+    """One finished step: columns as StepTokens carries them, rows that ended, rows to leave out (dropped
+    meanwhile, or ended before)."""
 
     step: DecodeStep
     output: StepOutput
     finished: dict[int, FinishReason] = field(default_factory=dict)
     dropped: list[int] = field(default_factory=list)
-    failed: dict[DecodeSequence, str] = field(default_factory=dict)  # those of ``dropped`` whose grammar cannot go on, and why
+    failed: dict[DecodeSequence, str] = field(
+        default_factory=dict
+    )  # those of ``dropped`` whose grammar cannot go on, and why
 
 
 class DecodeScheduler:
@@ -51,7 +55,8 @@ class DecodeScheduler:
         prefix_cache: bool = True,
         window: int = 0,
     ) -> None:
-        """``prefix_cache``: whether blocks may be found again by what is in them; ``window``: the model's widest, in tokens; 0: none."""
+        """``prefix_cache``: whether blocks may be found again by what is in them; ``window``: the model's
+        widest, in tokens; 0: none."""
         self.blocks, self.block_size, self.max_num_seqs = blocks, block_size, max_num_seqs
         self.prefix_cache, self._window = prefix_cache, window
         self.row_limit = max_num_seqs  # lower for a while after a step that ran out of memory
@@ -64,7 +69,9 @@ class DecodeScheduler:
         self._doomed: dict[DecodeSequence, None] = {}
         self._in_flight: deque[DecodeStep] = deque()  # oldest first
         self._failed = False  # a step did not run; what is in flight behind it will not either
-        self._apart: list[list[DecodeSequence]] = []  # of a step that raised: the last group is in the next step, and nobody else
+        self._apart: list[
+            list[DecodeSequence]
+        ] = []  # of a step that raised: the last group is in the next step, and nobody else
         self.preempted: list[DecodeSequence] = []
         self.num_preemptions = 0
 
@@ -98,9 +105,17 @@ class DecodeScheduler:
         yield from (held(sequence.blocks) for sequence in self._doomed)
 
     def join(
-        self, key: Key, request_id: str, state: SamplingState, blocks: list[int], last_hash: bytes, deadline: float, now: float = 0.0
+        self,
+        key: Key,
+        request_id: str,
+        state: SamplingState,
+        blocks: list[int],
+        last_hash: bytes,
+        deadline: float,
+        now: float = 0.0,
     ) -> None:
-        """A handoff is complete. ``state`` includes the first token; ``blocks`` hold every token before it."""
+        """A handoff is complete. ``state`` includes the first token; ``blocks`` hold every token before
+        it."""
         assert self.num_running < self.max_num_seqs, "a grant promises a row"
         last = last_output_index(state, self._max_model_len)
         stops = stop_set(state, self._eos)
@@ -109,7 +124,8 @@ class DecodeScheduler:
         self._joining.append(sequence)
 
     def drop(self, key: Key) -> bool:
-        """Forgets a sequence and frees its blocks: at once, or when the last step in flight that has them ends."""
+        """Forgets a sequence and frees its blocks: at once, or when the last step in flight that has them
+        ends."""
         sequence = self._by_key.get(key)
         if sequence is None:
             return False
@@ -117,7 +133,8 @@ class DecodeScheduler:
         return True
 
     def pause(self, key: Key) -> None:
-        """The sequence keeps its blocks and is in no further step; those in flight still give it their tokens."""
+        """The sequence keeps its blocks and is in no further step; those in flight still give it their
+        tokens."""
         sequence = self._by_key[key]
         sequence.paused = True
         self._leave_batch(sequence)
@@ -134,8 +151,8 @@ class DecodeScheduler:
         return self._by_key[key].in_flight == 0
 
     def schedule(self) -> DecodeStep | None:
-        """The next step over all running sequences. None: there are none, or it has to wait for one in flight. Preempted ones are left
-        in ``preempted``."""
+        """The next step over all running sequences. None: there are none, or it has to wait for one in
+        flight. Preempted ones are left in ``preempted``."""
         if self._failed or len(self._in_flight) == MAX_IN_FLIGHT:
             return None
         if self._apart:
@@ -156,7 +173,8 @@ class DecodeScheduler:
         return step
 
     def complete(self, step: DecodeStep, output: StepOutput) -> DecodeResult:
-        """Books the oldest step in flight: every row's token, full blocks, and the sequences that end with it."""
+        """Books the oldest step in flight: every row's token, full blocks, and the sequences that end with
+        it."""
         self._take_out(step)
         self._raise_row_limit()
         result = DecodeResult(step, output)
@@ -165,14 +183,20 @@ class DecodeScheduler:
             if sequence.doomed:
                 result.dropped.append(row)
                 continue
-            if token in sequence.stops and (matcher := sequence.state.matcher) is not None and matcher.failure:
+            if (
+                token in sequence.stops
+                and (matcher := sequence.state.matcher) is not None
+                and matcher.failure
+            ):
                 result.failed[sequence] = matcher.failure
                 result.dropped.append(row)
                 self._end(sequence)
                 continue
             sequence.state.output_token_ids.append(token)
             if token in sequence.stops or index >= sequence.last_index:
-                reason = finish_reason(token, index, sequence.stops, sequence.state.params.min_tokens, sequence.last_index)
+                reason = finish_reason(
+                    token, index, sequence.stops, sequence.state.params.min_tokens, sequence.last_index
+                )
                 if reason is not None:
                     result.finished[row] = reason
         for row in step.filling if self.prefix_cache else ():
@@ -188,8 +212,8 @@ class DecodeScheduler:
         return result
 
     def separate(self, step: DecodeStep) -> list[DecodeSequence]:
-        """The step raised, and what it wrote will be written again: in halves, until it is known whose fault it was. Returns who was alone
-        in it, and is over here."""
+        """The step raised, and what it wrote will be written again: in halves, until it is known whose fault
+        it was. Returns who was alone in it, and is over here."""
         self._take_out(step)
         left = [s for s in step.sequences if not s.doomed and not s.paused]
         half = len(left) // 2
@@ -202,8 +226,9 @@ class DecodeScheduler:
         return [] if half else left
 
     def shrink(self, step: DecodeStep) -> list[DecodeSequence]:
-        """The step ran out of memory, and what it wrote will be written again. The younger half of its sequences leave, and no more than
-        the others are admitted for a while. Returns those that leave: all, where the step had but one."""
+        """The step ran out of memory, and what it wrote will be written again. The younger half of its
+        sequences leave, and no more than the others are admitted for a while. Returns those that leave: all,
+        where the step had but one."""
         self._take_out(step)
         staying = [s for s in step.sequences if not s.doomed and not s.paused]
         staying.sort(key=list(self._by_key.values()).index)
@@ -242,18 +267,21 @@ class DecodeScheduler:
                 self.row_limit, self._steps_at_limit = self.row_limit + 1, 0
 
     def _admit(self) -> None:
-        """Takes into the batch who has joined, but for those whose grammar is still being compiled, and those that are still in a step:
-        their newest token is not known."""
+        """Takes into the batch who has joined, but for those whose grammar is still being compiled, and those
+        that are still in a step: their newest token is not known."""
         for sequence in self._joining:
             if not sequence.state.lacks_matcher and not sequence.in_flight:
                 self._rows.enter(sequence)
         self._joining = [sequence for sequence in self._joining if sequence.row < 0]
 
     def _admit_apart(self) -> None:
-        """Only the next group of a step that raised is in the batch; the others stay where who joins waits."""
+        """Only the next group of a step that raised is in the batch; the others stay where who joins
+        waits."""
         group: list[DecodeSequence] = []
         while self._apart and not group:
-            group = [s for s in self._apart.pop() if not s.doomed and not s.paused and self._by_key.get(s.key) is s]
+            group = [
+                s for s in self._apart.pop() if not s.doomed and not s.paused and self._by_key.get(s.key) is s
+            ]
         if not group:  # they have ended meanwhile
             self._admit()
             return
@@ -266,7 +294,8 @@ class DecodeScheduler:
                 self._rows.enter(sequence)
 
     def _may_run_ahead(self) -> bool:
-        """Whether a step can be made of what is known while another runs. What that one gives its last token is in no further one."""
+        """Whether a step can be made of what is known while another runs. What that one gives its last token
+        is in no further one."""
         for sequence in self._rows.finished():
             self._rows.leave(sequence)
         return not self._rows.num_constrained and len(self._rows.beginning) <= self.blocks.num_available
@@ -298,7 +327,8 @@ class DecodeScheduler:
         sequence.last_hash = block_hash
 
     def _release_behind_window(self, step: DecodeStep) -> None:
-        """The step has run: later ones, one of which may be in flight, read no block that its successor does not."""
+        """The step has run: later ones, one of which may be in flight, read no block that its successor does
+        not."""
         for sequence, num_tokens in zip(step.sequences, step.batch.seq_lens.tolist(), strict=True):
             last = num_behind(num_tokens, self._window, self.block_size) - 1
             if last >= 0 and sequence.blocks and not sequence.doomed and sequence.blocks[last] != NO_BLOCK:

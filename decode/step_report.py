@@ -1,6 +1,7 @@
 """What coordinators are told of the tokens of decode steps. Pure.
 
-All tokens of a step are one message of columns; where several coordinators have sequences in it, each hears of its own rows alone.
+All tokens of a step are one message of columns; where several coordinators have sequences in it, each hears
+of its own rows alone.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ Entry = TypeVar("Entry")
 
 
 def step_tokens(result: DecodeResult, now: float) -> list[StepTokens]:
-    """Of a step that has run by ``now``. Logprobs stay with their sequence too: if it moves, its newest token's go along."""
+    """Of a step that has run by ``now``. Logprobs stay with their sequence too: if it moves, its newest
+    token's go along."""
     step, output, finished = result.step, result.output, result.finished
     sequences, columns = step.sequences, [step.dispatches, step.indices, output.token_ids.astype(np.uint32)]
     logprobs = {row: logprobs_message(lp) for row, lp in output.logprobs.items()}
@@ -37,7 +39,9 @@ def step_tokens(result: DecodeResult, now: float) -> list[StepTokens]:
     for owner in owners:
         rows = [row for row, sequence in enumerate(sequences) if sequence.key[0] == owner]
         theirs = [column[rows] for column in columns]
-        messages.append(_step_tokens(owner, theirs, _only(rows, finished), _only(rows, logprobs), _only(rows, seconds)))
+        messages.append(
+            _step_tokens(owner, theirs, _only(rows, finished), _only(rows, logprobs), _only(rows, seconds))
+        )
     return messages
 
 

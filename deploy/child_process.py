@@ -1,4 +1,5 @@
-"""One process that the supervisor runs: started so that it cannot outlive us, its output read line by line."""
+"""One process that the supervisor runs: started so that it cannot outlive us, its output read line by
+line."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class Started(Protocol):
 
 
 Start = Callable[["Command", int], Awaitable[Started]]
-"""Starts a command, with a descriptor for its output. The process is in a session of its own, and dies with us."""
+"""Starts a command, with a descriptor for its output. The process is in a session of its own, and dies with
+us."""
 
 
 async def start_anew(command: Command, output: int) -> Started:
@@ -83,11 +85,14 @@ class ChildProcess:
         return self._process.pid if self._process else None
 
     async def run(self) -> int:
-        """Starts the process, logs its output, returns its exit status (-N: killed by signal N; NOT_STARTED)."""
+        """Starts the process, logs its output, returns its exit status (-N: killed by signal N;
+        NOT_STARTED)."""
         self._starting = []
         loop, (output, sink) = asyncio.get_running_loop(), os.pipe()
         stream = asyncio.StreamReader()
-        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(output, "rb"))
+        transport, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(output, "rb")
+        )
         try:
             process = await self._begin(sink)
         except OSError as error:  # no memory for it, or no process id
@@ -99,8 +104,10 @@ class ChildProcess:
         reader = asyncio.create_task(self._read(stream))
         status = await process.wait()
         self.running = False
-        # A grandchild may hold the pipe open: what the process itself said is there by now. (wait_for, from Python 3.12 on, would end the
-        # reader before it has taken that in, where this loop itself comes so late: what cannot start would have said nothing.)
+        # A grandchild may hold the pipe open: what the process itself said is there by now. (wait_for, from
+        # Python 3.12 on, would end the
+        # reader before it has taken that in, where this loop itself comes so late: what cannot start would
+        # have said nothing.)
         try:
             await asyncio.wait({reader}, timeout=LAST_WORDS_S)
         finally:
@@ -110,6 +117,10 @@ class ChildProcess:
             reader.result()
         transport.close()
         return status
+
+    def runs_anew(self, old: int | None) -> bool:
+        """Return whether it runs in another process than ``old``."""
+        return self.pid != old and self.running
 
     def signal(self, number: int) -> None:
         """Sends a signal if the process runs, or as soon as it does where it is being started."""
@@ -144,7 +155,8 @@ class ChildProcess:
 
 
 def reap_adopted() -> None:
-    """Reaps ended grandchildren that have become this process's own because their parent died before them (see ``WorkerForks``).
+    """Reaps ended grandchildren that have become this process's own because their parent died before them
+    (see ``WorkerForks``).
 
     Children of this process lead a session each or belong to its own one: their starters wait for those.
     """

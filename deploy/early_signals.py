@@ -1,4 +1,5 @@
-"""SIGUSR1 and SIGUSR2 kill a process that has no handler for them yet: until it has, they are held back, and come when it is there."""
+"""SIGUSR1 and SIGUSR2 kill a process that has no handler for them yet: until it has, they are held back, and
+come when it is there."""
 
 from __future__ import annotations
 

@@ -24,10 +24,11 @@ def be_worker(
     output: Connection,
     born: Connection,
 ) -> None:
-    """Become a child of ``supervisor``, call ``first``, then ``entry`` with these arguments, environment and output.
+    """Become a child of ``supervisor``, call ``first``, then ``entry`` with these arguments, environment and
+    output.
 
-    ``entry``: the function that ``splitserve ARGUMENTS`` runs, as MODULE:NAME. Sends (process id, fork server's process
-    id) through ``born`` once this process is the supervisor's child. Ends with SystemExit.
+    ``entry``: the function that ``splitserve ARGUMENTS`` runs, as MODULE:NAME. Sends (process id, fork
+    server's process id) through ``born`` once this process is the supervisor's child. Ends with SystemExit.
     """
     from . import fork_server
 
@@ -48,8 +49,8 @@ def be_worker(
 
 
 def _move_to(supervisor: int, prctl: Callable[..., int]) -> None:
-    """Forks once more and lets the first process end: the kernel makes the second a child of the supervisor, which is a subreaper.
-    The fork server's death is nothing to it then, the supervisor's is its own."""
+    """Forks once more and lets the first process end: the kernel makes the second a child of the supervisor,
+    which is a subreaper. The fork server's death is nothing to it then, the supervisor's is its own."""
     between = os.getpid()
     if os.fork():
         os._exit(0)

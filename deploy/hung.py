@@ -6,15 +6,16 @@ from collections.abc import Collection, Mapping
 
 
 class HungWatch:
-    """A worker that the coordinator knew, and has not known for ``patience_s`` while its process runs, is hung."""
+    """A worker that the coordinator knew, and has not known for ``patience_s`` while its process runs, is
+    hung."""
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
         self._last_known: dict[tuple[str, int], float] = {}
 
     def hung(self, known: Collection[str], running: Mapping[str, int], now: float) -> list[str]:
-        """``known``: workers that the coordinator counts as alive; ``running``: process ids by worker. Returns whom to kill, each process
-        once."""
+        """``known``: workers that the coordinator counts as alive; ``running``: process ids by worker.
+        Returns whom to kill, each process once."""
         processes = {(name, pid) for name, pid in running.items()}
         self._last_known = {process: at for process, at in self._last_known.items() if process in processes}
         for process in processes:

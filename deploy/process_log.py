@@ -1,4 +1,5 @@
-"""How a process logs: to standard error, as text or as one JSON object a line, with a level that can be changed while it runs."""
+"""How a process logs: to standard error, as text or as one JSON object a line, with a level that can be
+changed while it runs."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ TEXT = "%(asctime)s %(levelname)-7s %(message)s"
 
 
 class JsonFormatter(logging.Formatter):
-    """``process``: whose log it is. A record's own fields (``extra={"fields": {...}}``: request ids, say) stand beside the message."""
+    """``process``: whose log it is. A record's own fields (``extra={"fields": {...}}``: request ids, say)
+    stand beside the message."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -40,7 +42,9 @@ class JsonFormatter(logging.Formatter):
 def log_to_stderr(level: str, form: LogFormat, process: str) -> None:
     """Sets this process's log up. SIGUSR2 turns debug on, and off again."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter(process) if form == "json" else logging.Formatter(TEXT, datefmt="%H:%M:%S"))
+    handler.setFormatter(
+        JsonFormatter(process) if form == "json" else logging.Formatter(TEXT, datefmt="%H:%M:%S")
+    )
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())

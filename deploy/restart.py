@@ -11,7 +11,8 @@ STABLE_AFTER_S = 20.0
 
 @dataclass(slots=True)
 class RestartPolicy:
-    """Doubling delays for one process; a process that ran for ``stable_after_s`` begins with the first delay again."""
+    """Doubling delays for one process; a process that ran for ``stable_after_s`` begins with the first delay
+    again."""
 
     first_delay_s: float = FIRST_DELAY_S
     longest_delay_s: float = LONGEST_DELAY_S
@@ -23,7 +24,8 @@ class RestartPolicy:
         self._started = now
 
     def delay_after_exit(self, now: float, *, ever_ready: bool) -> float | None:
-        """Seconds to wait before the next start; None: give up, for what has never worked does not get better by trying."""
+        """Seconds to wait before the next start; None: give up, for what has never worked does not get better
+        by trying."""
         if not ever_ready:
             return None
         if now - self._started >= self.stable_after_s or not self._next_delay_s:

@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from .child_process import ChildProcess, Command, Log, reap_adopted
 from .hung import HungWatch
@@ -36,9 +37,10 @@ class Supervisor:
         leave_within_s: float = 20.0,
         hung_after_s: float = 15.0,
     ) -> None:
-        """``known_workers``: process ids of the workers that the coordinator counts as alive; None where it does not answer.
-        ``leave_within_s``: so long a worker may take to leave in a rolling restart; ``hung_after_s``: so long one may run after the
-        coordinator has given it up."""
+        """``known_workers``: process ids of the workers that the coordinator counts as alive; None where it
+        does not answer.
+        ``leave_within_s``: so long a worker may take to leave in a rolling restart; ``hung_after_s``: so long
+        one may run after the coordinator has given it up."""
         self.children = [ChildProcess(command, log) for command in commands]
         self.failure = ""
         self.failed: ChildProcess | None = None
@@ -62,14 +64,16 @@ class Supervisor:
         self._stopping.set()
 
     def roll(self) -> None:
-        """Begins a rolling restart: each worker in turn leaves in good order and starts again; the next one when it is back."""
+        """Begins a rolling restart: each worker in turn leaves in good order and starts again; the next one
+        when it is back."""
         if self._known_workers is not None and (self._rolling is None or self._rolling.done()):
             self._rolling = asyncio.create_task(self._roll(self._known_workers))
 
     async def run(self, work: Callable[[], Awaitable[int]]) -> int:
         """Starts all, waits until they are ready, then runs ``work`` until it returns or ``stop`` is called.
 
-        Returns the status of ``work``, 0 if stopped before, 1 if something could not start: then ``failure`` says what.
+        Returns the status of ``work``, 0 if stopped before, 1 if something could not start: then ``failure``
+        says what.
         """
         keepers = [asyncio.create_task(self._keep(child)) for child in self.children]
         foreground = asyncio.create_task(self._serve(work))
@@ -86,7 +90,9 @@ class Supervisor:
             if self._rolling is not None:
                 self._rolling.cancel()
             foreground.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):  # its result, if any, was taken above
+            with contextlib.suppress(
+                asyncio.CancelledError, Exception
+            ):  # its result, if any, was taken above
                 await foreground
             await self._stop_all(keepers)
 
@@ -94,14 +100,18 @@ class Supervisor:
         deadline = time.monotonic() + self._ready_timeout_s
         while not await self._is_ready():
             if time.monotonic() > deadline:
-                self.failure = f"not ready after {self._ready_timeout_s:g} s; the lines above say how far each process came"
+                self.failure = (
+                    f"not ready after {self._ready_timeout_s:g} s; the lines above say how far each "
+                    "process came"
+                )
                 return 1
             await asyncio.sleep(POLL_S)
         self._ever_ready = True
         return await work()
 
     async def _watch(self) -> None:
-        """Kills workers that hang, so that they are started again; reaps what dead processes have left to this one."""
+        """Kills workers that hang, so that they are started again; reaps what dead processes have left to
+        this one."""
         watch = HungWatch(self._hung_after_s)
         while self._known_workers is not None:
             await asyncio.sleep(WATCH_S)
@@ -110,7 +120,11 @@ class Supervisor:
             if known is None:
                 watch = HungWatch(self._hung_after_s)  # nobody can tell who lives
                 continue
-            running = {child.command.name: child.pid for child in self.children if child.running and child.pid is not None}
+            running = {
+                child.command.name: child.pid
+                for child in self.children
+                if child.running and child.pid is not None
+            }
             hung = watch.hung(known, running, time.monotonic())
             for child in self.children:
                 if child.command.name in hung:
@@ -122,7 +136,11 @@ class Supervisor:
         if known is None:
             name = self.children[0].command.name
             self._log(
-                name, f"rolling restart: no answer for {self._leave_within_s:g} s, nothing was restarted; ask again when there is one"
+                name,
+                (
+                    f"rolling restart: no answer for {self._leave_within_s:g} s, nothing was "
+                    "restarted; ask again when there is one"
+                ),
             )
             return
         for child in [child for child in self.children if child.command.name in known]:
@@ -130,7 +148,7 @@ class Supervisor:
             self._log(name, "rolling restart: is to leave")
             self._leaving = name
             child.signal(signal.SIGTERM)
-            if not await _until(lambda child=child, old=old: child.pid != old and child.running, self._leave_within_s):  # type: ignore[misc]
+            if not await _until(partial(child.runs_anew, old), self._leave_within_s):
                 self._log(name, f"did not leave within {self._leave_within_s:g} s, killing it")
                 child.signal(signal.SIGKILL)
             if not await self._is_back(child, old, known_workers):
@@ -138,14 +156,22 @@ class Supervisor:
                 return
         self._log(self.children[0].command.name, "rolling restart: every worker is new")
 
-    async def _answer(self, known_workers: Callable[[], Awaitable[dict[str, int] | None]]) -> dict[str, int] | None:
-        """Who is there; None where the coordinator does not answer for as long as a worker may take to leave."""
+    async def _answer(
+        self, known_workers: Callable[[], Awaitable[dict[str, int] | None]]
+    ) -> dict[str, int] | None:
+        """Who is there; None where the coordinator does not answer for as long as a worker may take to
+        leave."""
         deadline = time.monotonic() + self._leave_within_s
         while (known := await known_workers()) is None and time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)
         return known
 
-    async def _is_back(self, child: ChildProcess, old: int | None, known_workers: Callable[[], Awaitable[dict[str, int] | None]]) -> bool:
+    async def _is_back(
+        self,
+        child: ChildProcess,
+        old: int | None,
+        known_workers: Callable[[], Awaitable[dict[str, int] | None]],
+    ) -> bool:
         """Waits until the coordinator knows the new process."""
         deadline = time.monotonic() + self._ready_timeout_s
         while time.monotonic() < deadline:
@@ -171,7 +197,9 @@ class Supervisor:
             if delay is None:
                 said = next((line for line in reversed(child.last_lines) if line.strip()), "it said nothing")
                 self.failed = child
-                self.failure = f"{name} could not start ({_ending(status)}): {said.removeprefix('splitserve: ')}"
+                self.failure = (
+                    f"{name} could not start ({_ending(status)}): {said.removeprefix('splitserve: ')}"
+                )
                 self._stopping.set()
                 return
             self._say(child, f"ended ({_ending(status)}); starts again in {delay:g} s")

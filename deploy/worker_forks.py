@@ -1,8 +1,9 @@
-"""Worker processes forked from one that has imported torch and our own modules already: they start, also in a dead one's place, without the
-seconds of imports. The forking process itself does nothing else, so it has one thread and no GPU context; its memory is the workers' too.
+"""Worker processes forked from one that has imported torch and our own modules already: they start, also in a
+dead one's place, without the seconds of imports. The forking process itself does nothing else, so it has one
+thread and no GPU context; its memory is the workers' too.
 
-Built on ``multiprocessing``'s fork server. Workers are children of this process, not of the fork server (see ``forked_worker.py``): they
-go on when it ends, another one takes its place, and they die with this process.
+Built on ``multiprocessing``'s fork server. Workers are children of this process, not of the fork server (see
+``forked_worker.py``): they go on when it ends, another one takes its place, and they die with this process.
 """
 
 from __future__ import annotations
@@ -32,23 +33,33 @@ _libc = ctypes.CDLL(None)
 
 
 class WorkerForks:
-    """Starts workers; ``start`` is a ``child_process.Start``. Makes this process the subreaper of its descendants until ``close``."""
+    """Starts workers; ``start`` is a ``child_process.Start``. Makes this process the subreaper of its
+    descendants until ``close``."""
 
     def __init__(self, entry: str, say: Callable[[str], None] = lambda text: None) -> None:
-        """``entry``: the function that ``splitserve`` runs, as MODULE:NAME; ``say`` takes a sentence when the fork
-        server has ended."""
+        """``entry``: the function that ``splitserve`` runs, as MODULE:NAME; ``say`` takes a sentence when the
+        fork server has ended."""
         self._say, self._entry = say, entry
         self._context = get_context("forkserver")
         self._context.set_forkserver_preload([FORK_SERVER, entry.partition(":")[0], WORKER])
-        os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")  # the server's: one with threads must not fork
-        self._thread = ThreadPoolExecutor(1, "worker forks")  # the first start waits for the imports, and Process is for one thread
+        os.environ |= dict.fromkeys(
+            ("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"
+        )  # the server's: one with threads must not fork
+        self._thread = ThreadPoolExecutor(
+            1, "worker forks"
+        )  # the first start waits for the imports, and Process is for one thread
         self._server: int | None = None  # its process id
         self._server_fd = -1
         _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
-    async def start(self, command: Command, output: int, first: Callable[[], None] | None = None) -> ForkedWorker:
-        """Forks a worker that calls ``first``, then runs ``splitserve`` with the arguments in ``command.argv``. Raises OSError."""
-        pid, server = await asyncio.get_running_loop().run_in_executor(self._thread, self._start, command, output, first)
+    async def start(
+        self, command: Command, output: int, first: Callable[[], None] | None = None
+    ) -> ForkedWorker:
+        """Forks a worker that calls ``first``, then runs ``splitserve`` with the arguments in
+        ``command.argv``. Raises OSError."""
+        pid, server = await asyncio.get_running_loop().run_in_executor(
+            self._thread, self._start, command, output, first
+        )
         self._watch(server)
         return ForkedWorker(pid)
 
@@ -70,8 +81,19 @@ class WorkerForks:
         (receiver, sender), (born, told) = self._context.Pipe(duplex=False), self._context.Pipe(duplex=False)
         with receiver, born:
             with sender, told:
-                os.dup2(output, sender.fileno(), inheritable=False)  # a Connection, for that is what is handed to a fork
-                arguments = (os.getpid(), first, self._entry, command.name, tuple(command.argv), dict(command.env), sender, told)
+                os.dup2(
+                    output, sender.fileno(), inheritable=False
+                )  # a Connection, for that is what is handed to a fork
+                arguments = (
+                    os.getpid(),
+                    first,
+                    self._entry,
+                    command.name,
+                    tuple(command.argv),
+                    dict(command.env),
+                    sender,
+                    told,
+                )
                 between = self._context.Process(target=be_worker, args=arguments, daemon=True)
                 with _without_main():
                     between.start()
@@ -83,7 +105,9 @@ class WorkerForks:
         if server == self._server:
             return
         self._unwatch()
-        with contextlib.suppress(ProcessLookupError):  # it has ended already: the next start makes another one
+        with contextlib.suppress(
+            ProcessLookupError
+        ):  # it has ended already: the next start makes another one
             self._server_fd, self._server = os.pidfd_open(server), server
             asyncio.get_running_loop().add_reader(self._server_fd, self._server_ended)
 
@@ -95,7 +119,10 @@ class WorkerForks:
             self._server = None
 
     def _server_ended(self) -> None:
-        self._say(f"the fork server (process {self._server}) has ended; workers go on, and another one is started for later ones")
+        self._say(
+            f"the fork server (process {self._server}) has ended; workers go on, and another one "
+            "is started for later ones"
+        )
         self._unwatch()
         self._thread.submit(forkserver.ensure_running)
 

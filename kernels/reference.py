@@ -102,13 +102,7 @@ def gather_kv(pool: Tensor, layer: int, block_table: Tensor, length: int) -> tup
     return keys.flatten(0, 1)[:length], values.flatten(0, 1)[:length]
 
 
-def attention(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scale: float,
-    sliding_window: int | None,
-) -> Tensor:
+def attention(q: Tensor, keys: Tensor, values: Tensor, scale: float, sliding_window: int | None) -> Tensor:
     """softmax(scale q k^T) v, causal; the queries are the last of the sequence's tokens. q [num_queries,
     num_heads, head_dim]."""
     num_queries, num_heads = q.shape[:2]

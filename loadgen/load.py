@@ -62,8 +62,8 @@ async def generate_load(
     key: str = "",
     tls: ssl.SSLContext | None = None,
 ) -> tuple[list[Sample], float]:
-    """Send ``requests``, or those that the settings plan. Return the samples and the seconds from the first start to
-    the last end. ``key``, ``tls``: see ``main``.
+    """Send ``requests``, or those that the settings plan. Return the samples and the seconds from the first
+    start to the last end. ``key``, ``tls``: see ``main``.
 
     Raises LoadError.
     """

@@ -66,10 +66,7 @@ class LoadSettings(BaseModel):
         description="Most tokens of prompt and output together; longer ones are cut.",
     )
     shared_prefix_len: int = Field(
-        default=0,
-        ge=0,
-        le=1 << 20,
-        description="Leading prompt tokens that many requests share.",
+        default=0, ge=0, le=1 << 20, description="Leading prompt tokens that many requests share."
     )
     num_prefixes: int = Field(
         default=1, ge=1, le=1_000_000, description="Number of different shared prefixes."

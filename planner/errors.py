@@ -22,7 +22,9 @@ class TraceError(PlannerError):
     """A trace cannot be read or written. ``line`` counts from 1; ``field`` is the column or key at fault, if
     any."""
 
-    def __init__(self, path: Path, message: str, *, line: int | None = None, field: str | None = None) -> None:
+    def __init__(
+        self, path: Path, message: str, *, line: int | None = None, field: str | None = None
+    ) -> None:
         place = [f"{path}", *([f"line {line}"] if line else []), *([field] if field else [])]
         super().__init__(f"{', '.join(place)}: {message}")
         self.path, self.line, self.field = path, line, field

@@ -64,9 +64,14 @@ def plan(settings: PlanSettings) -> int:
 def launch(path: Path, found: Plan, console: Console) -> None:
     """The recommended cluster's configuration: colocated workers are started as mixed ones."""
     hardware, winner, bounds = found.question.hardware, found.winner, slo_words(found.question.level.bounds)
-    said = f"splitserve plan: {hardware.words(winner.candidate)}, for {winner.goodput:.2f} requests/s with {bounds}"
+    said = (
+        f"splitserve plan: {hardware.words(winner.candidate)}, for {winner.goodput:.2f} requests/s "
+        f"with {bounds}"
+    )
     write_launch(path, hardware, winner.candidate, ". ".join([said, *found.warnings]))
-    console.print(f"wrote the configuration to {path}: splitserve up --config {path} --model ...", highlight=False)
+    console.print(
+        f"wrote the configuration to {path}: splitserve up --config {path} --model ...", highlight=False
+    )
 
 
 def the_hardware(settings: PlanSettings) -> Hardware:
@@ -90,8 +95,14 @@ def the_goal(settings: PlanSettings, question: Question) -> Goal:
     """Raises SimulationError where prices or watts are needed and not known."""
     limits = Limits(settings.gpus, settings.max_price_per_hour, settings.max_watts)
     kinds = question.hardware.kinds
-    unpriced = [k.name for k in kinds if k.price_per_hour is None] if settings.objective == "cost" or limits.price_per_hour else []
-    unmetered = [k.name for k in kinds if k.power is None] if settings.objective == "energy" or limits.watts else []
+    unpriced = (
+        [k.name for k in kinds if k.price_per_hour is None]
+        if settings.objective == "cost" or limits.price_per_hour
+        else []
+    )
+    unmetered = (
+        [k.name for k in kinds if k.power is None] if settings.objective == "energy" or limits.watts else []
+    )
     for what, names in (("price_per_hour", unpriced), ("power", unmetered)):
         if names:
             where = "write it into the profile, or into the file of --hardware"
@@ -107,7 +118,8 @@ def require_reachable(question: Question, max_batch_tokens: int) -> None:
     if share < question.level.attainment:
         longest = max(k.profile.memory.max_model_len for k in question.hardware.kinds)
         raise SimulationError(
-            f"only {share:.1%} of the requests could meet {slo_words(bounds)} if each had the cluster to itself (the longest prompt has "
+            f"only {share:.1%} of the requests could meet {slo_words(bounds)} if each had the "
+            "cluster to itself (the longest prompt has "
             f"{max(r.num_prompt_tokens for r in requests):,} tokens; the profile's model takes {longest:,}): "
             "loosen the bounds, or profile quicker hardware"
         )
@@ -121,10 +133,13 @@ def beyond(path: Path, found: Plan) -> Iterable[str]:
     if len(requests) <= len(planned.load.requests) or winner.goodput <= 0:
         return
     whole = Question.of(planned.hardware, Load(requests, trace.block_size), planned.level)
-    attainment = sketch(whole, winner.candidate, winner.goodput * whole.load.rate / planned.load.rate, give_up=False).attainment
+    attainment = sketch(
+        whole, winner.candidate, winner.goodput * whole.load.rate / planned.load.rate, give_up=False
+    ).attainment
     if attainment < planned.level.attainment - 0.01:
         yield (
-            f"Over {len(requests):,} requests of the trace, at the same compression, only about {attainment:.1%} would be good: "
+            f"Over {len(requests):,} requests of the trace, at the same compression, only about "
+            f"{attainment:.1%} would be good: "
             f"{_why(found)}. Plan on more (--requests)."
         )
 

@@ -26,8 +26,22 @@ if TYPE_CHECKING:
     from .profile.measure import Repeats
 
 NUMERICS = ("dtype", "kv_dtype", "quantization", "exact")
-SHARED = ("device", "block_size", "num_blocks", "kv_cache_gib", "max_model_len", "threads", "runner", *NUMERICS)
-COLUMNS = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())
+SHARED = (
+    "device",
+    "block_size",
+    "num_blocks",
+    "kv_cache_gib",
+    "max_model_len",
+    "threads",
+    "runner",
+    *NUMERICS,
+)
+COLUMNS = (
+    TextColumn("{task.description}"),
+    BarColumn(),
+    TextColumn("{task.completed}/{task.total}"),
+    TimeElapsedColumn(),
+)
 
 
 def profile(settings: ProfileSettings) -> int:
@@ -37,7 +51,9 @@ def profile(settings: ProfileSettings) -> int:
         made = _measured(settings, settings.model, console)
     else:
         assert settings.published is not None, "one of the two is given"
-        made = import_published(settings.published, settings.published_model, settings.hardware, settings.tensor_parallel)
+        made = import_published(
+            settings.published, settings.published_model, settings.hardware, settings.tensor_parallel
+        )
         if settings.name:
             made = made.model_copy(update={"name": settings.name})
     made.write(settings.output)
@@ -51,7 +67,11 @@ def show(profile: Profile, console: Console) -> None:
     right = ("ms", "error", "95%", "worst", "points")
     columns = [Column("step", no_wrap=True), *(Column(name, justify="right", no_wrap=True) for name in right)]
     table = Table(
-        *columns, title=profile.name, box=box.SIMPLE, caption="* extrapolated; error: of the fit, on average", caption_justify="left"
+        *columns,
+        title=profile.name,
+        box=box.SIMPLE,
+        caption="* extrapolated; error: of the fit, on average",
+        caption_justify="left",
     )
     for label, model, sizes in (
         ("prefill, {} tokens", profile.prefill, (1, 128, 512, 2048)),
@@ -69,7 +89,9 @@ def show(profile: Profile, console: Console) -> None:
     for name, handoff in (profile.movers or {"": profile.handoff}).items():
         rate, put, message = handoff.bytes_per_s / 1e9, 1e3 * handoff.put_s, 1e3 * handoff.message_s
         by, piece = f" by {name}" if name else "", f"{1e6 * handoff.slice_s:.1f} µs a block of some layers"
-        console.print(f"handoff{by}: {rate:.2f} GB/s, {put:.3f} ms a put, {piece}, {message:.3f} ms a message")
+        console.print(
+            f"handoff{by}: {rate:.2f} GB/s, {put:.3f} ms a put, {piece}, {message:.3f} ms a message"
+        )
     for line in contention_words(profile.contention):
         console.print(line, highlight=False)
     if profile.start_s or profile.flip_s is not None:
@@ -80,7 +102,9 @@ def show(profile: Profile, console: Console) -> None:
 def numerics_words(numerics: Numerics) -> str:
     """In one line."""
     said: list[str] = [numerics.dtype]
-    said += ["KV cache in float8"] * (numerics.kv_dtype == "fp8") + ["linear layers in float8"] * (numerics.quantization == "fp8")
+    said += ["KV cache in float8"] * (numerics.kv_dtype == "fp8") + ["linear layers in float8"] * (
+        numerics.quantization == "fp8"
+    )
     return ", ".join(said + ["exact"] * numerics.exact)
 
 
@@ -94,14 +118,22 @@ def contention_words(contention: Contention | None) -> list[str]:
             name = f"{role}_beside_{neighbour}"
             least_most = contention.ranges.get(name)
             by_shape = f" ({least_most[0]:.2f} to {least_most[1]:.2f})" if least_most else ""
-            said.append(f"a {role} step beside {neighbour} steps takes {getattr(contention, name):.2f} times as long{by_shape}")
+            said.append(
+                f"a {role} step beside {neighbour} steps takes {getattr(contention, name):.2f} "
+                f"times as long{by_shape}"
+            )
     return said
 
 
 def _errors(residuals: Residuals | None) -> tuple[str, ...]:
     if residuals is None:
         return ("",) * 4
-    return f"{residuals.mean:.1%}", f"{residuals.p95:.1%}", f"{residuals.worst:.1%}", str(residuals.num_points)
+    return (
+        f"{residuals.mean:.1%}",
+        f"{residuals.p95:.1%}",
+        f"{residuals.worst:.1%}",
+        str(residuals.num_points),
+    )
 
 
 def _measured(settings: ProfileSettings, folder: Path, console: Console) -> Profile:
@@ -113,10 +145,14 @@ def _measured(settings: ProfileSettings, folder: Path, console: Console) -> Prof
 
     shared = {name: getattr(settings, name) for name in SHARED}
     worker = WorkerSettings(model=folder, insecure=True, **shared)
-    model = load_model(worker, max_decode_seqs=settings.max_num_seqs, prefill_tokens=lambda _: settings.max_batch_tokens)
+    model = load_model(
+        worker, max_decode_seqs=settings.max_num_seqs, prefill_tokens=lambda _: settings.max_batch_tokens
+    )
     start_s = time.time() - psutil.Process().create_time()
     block_size, block_bytes = int(model.identity["block_size"]), int(model.identity["block_bytes"])
-    bounds = Bounds(settings.max_batch_tokens, settings.max_num_seqs, model.max_model_len, len(model.pool), block_size)
+    bounds = Bounds(
+        settings.max_batch_tokens, settings.max_num_seqs, model.max_model_len, len(model.pool), block_size
+    )
     designed = experiments(bounds, settings.seed)
     with Progress(*COLUMNS, console=console) as bar:
         task = bar.add_task("steps known well enough", total=len(designed))
@@ -124,17 +160,24 @@ def _measured(settings: ProfileSettings, folder: Path, console: Console) -> Prof
         def progress(num_known: int) -> None:
             bar.update(task, completed=num_known)
 
-        found = measure(model.runner, block_size, designed, settings.precision, settings.budget_s, progress, settings.seed)
+        found = measure(
+            model.runner, block_size, designed, settings.precision, settings.budget_s, progress, settings.seed
+        )
     prefill, prefill_held_out = fitted(found, "prefill", bounds)
     decode, decode_held_out = fitted(found, "decode", bounds)
     for role, residuals in (("prefill", prefill_held_out), ("decode", decode_held_out)):
         if residuals is not None:
-            console.print(f"{role} steps that were not fitted to: off by {residuals.mean:.1%} on average, {residuals.worst:.1%} at worst")
+            console.print(
+                f"{role} steps that were not fitted to: off by {residuals.mean:.1%} on average, "
+                f"{residuals.worst:.1%} at worst"
+            )
     contention = _contention(settings, worker, model, bounds, console)
     loop_s = decode_loop_s(min(16, settings.max_num_seqs))
     movers = measure_movers(block_bytes, model.num_layers, settings.precision)
     batch = {"max_batch_tokens": settings.max_batch_tokens, "max_num_seqs": settings.max_num_seqs}
-    flip_s = measure_flip(model, FlexibleSettings.model_validate({"model": folder, "insecure": True, **batch, **shared}))
+    flip_s = measure_flip(
+        model, FlexibleSettings.model_validate({"model": folder, "insecure": True, **batch, **shared})
+    )
     power = _power(model, found, block_size)
     made = Profile(
         name=settings.name or f"{folder.resolve().name} on {model.device}",
@@ -171,7 +214,9 @@ def _numerics(settings: ProfileSettings, model: WorkerModel) -> Numerics | None:
     """None where nothing was computed."""
     if settings.runner != "model":
         return None
-    return Numerics.model_validate({name: getattr(settings, name) for name in NUMERICS} | {"dtype": model.identity["dtype"]})
+    return Numerics.model_validate(
+        {name: getattr(settings, name) for name in NUMERICS} | {"dtype": model.identity["dtype"]}
+    )
 
 
 def _contention(
@@ -184,7 +229,10 @@ def _contention(
     if model.device.type != "cpu" or settings.runner != "model" or not settings.contention_s:
         return None
     if (cores := len(os.sched_getaffinity(0))) < 2 * settings.threads:
-        console.print(f"contention was not measured: two workers of {settings.threads} threads need more than the {cores} cores here")
+        console.print(
+            f"contention was not measured: two workers of {settings.threads} threads need more "
+            f"than the {cores} cores here"
+        )
         return None
     measured = shapes(bounds)
     with NeighbourProcess(worker, bounds, measured) as neighbour, Progress(*COLUMNS, console=console) as bar:
@@ -194,10 +242,20 @@ def _contention(
             bar.update(task, completed=num_rounds)
 
         found = measure_contention(
-            model.runner, neighbour, bounds.block_size, measured, settings.precision, settings.contention_s, progress, settings.seed
+            model.runner,
+            neighbour,
+            bounds.block_size,
+            measured,
+            settings.precision,
+            settings.contention_s,
+            progress,
+            settings.seed,
         )
     uncertain = max(uncertainty for _, _, uncertainty, _ in by_roles(found))
-    console.print(f"contention is known to {uncertain:.1%} of a step's time alone (95%), by {len(found[0].ratios)} rounds")
+    console.print(
+        f"contention is known to {uncertain:.1%} of a step's time alone (95%), by "
+        f"{len(found[0].ratios)} rounds"
+    )
     return contention_of(found)
 
 
@@ -211,11 +269,14 @@ def _power(model: WorkerModel, found: Sequence[Repeats], block_size: int) -> Pow
     if telemetry is None:
         return None
     largest = {
-        role: max((r.experiment for r in found if r.experiment.role == role), key=lambda e: e.units) for role in ("prefill", "decode")
+        role: max((r.experiment for r in found if r.experiment.role == role), key=lambda e: e.units)
+        for role in ("prefill", "decode")
     }
     prefill, decode = (batch_of(largest[role], block_size) for role in ("prefill", "decode"))
     try:
-        return measure_power(telemetry, lambda: model.runner.execute(prefill), lambda: model.runner.execute(decode))
+        return measure_power(
+            telemetry, lambda: model.runner.execute(prefill), lambda: model.runner.execute(decode)
+        )
     finally:
         telemetry.stop()
 

@@ -89,10 +89,7 @@ class ProfileSettings(BaseModel):
         description="As the workers' option: what is measured.",
     )
     max_batch_tokens: int = Field(
-        default=512,
-        ge=1,
-        le=1 << 20,
-        description="Largest prefill step that is measured.",
+        default=512, ge=1, le=1 << 20, description="Largest prefill step that is measured."
     )
     max_num_seqs: int = Field(
         default=64, ge=1, le=65_536, description="Largest decode batch that is measured."

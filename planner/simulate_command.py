@@ -66,7 +66,9 @@ def simulate(settings: SimulateSettings) -> int:
     return 0
 
 
-def _sketch(settings: SimulateSettings, trace: Trace, cluster: Cluster, level: ServiceLevel, console: Console) -> int:
+def _sketch(
+    settings: SimulateSettings, trace: Trace, cluster: Cluster, level: ServiceLevel, console: Console
+) -> int:
     began = time.process_time()
     found = sketched(cluster, trace, level.bounds)
     took = time.process_time() - began
@@ -81,11 +83,15 @@ def _sketch(settings: SimulateSettings, trace: Trace, cluster: Cluster, level: S
     return 0
 
 
-def the_steering(settings: SimulateSettings, cluster: Cluster, level: ServiceLevel) -> RecordedSteering | None:
+def the_steering(
+    settings: SimulateSettings, cluster: Cluster, level: ServiceLevel
+) -> RecordedSteering | None:
     """None: roles stay as they are. Raises SimulationError and ProfileError."""
     if not settings.steer:
         return None
-    return steering_of(cluster, level, Profile.read(settings.steer_profile) if settings.steer_profile else None)
+    return steering_of(
+        cluster, level, Profile.read(settings.steer_profile) if settings.steer_profile else None
+    )
 
 
 def warn_of_no_effect(cluster: Cluster, console: Console, steers: bool) -> None:
@@ -100,7 +106,9 @@ def warn_of_no_effect(cluster: Cluster, console: Console, steers: bool) -> None:
 def enough(attainment: float, wanted: float) -> str:
     """Whether as many requests were good as ``--slo`` asks for."""
     asked = f"{100 * wanted:g} of a hundred were asked for"
-    return f"That is enough: {asked}." if attainment >= wanted else f"[yellow]That is too few: {asked}.[/yellow]"
+    return (
+        f"That is enough: {asked}." if attainment >= wanted else f"[yellow]That is too few: {asked}.[/yellow]"
+    )
 
 
 def the_trace(path: Path, duration_s: float | None, rate: float | None) -> Trace:

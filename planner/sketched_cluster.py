@@ -20,7 +20,8 @@ from .simulator.tallies import Distribution, Slo
 from .trace.request import Trace
 
 NOTE = (
-    "Sketched: prompts queue, sequences share a device, and nothing else is there; no protocol, links that no transfer waits for, caches "
+    "Sketched: prompts queue, sequences share a device, and nothing else is there; no protocol, "
+    "links that no transfer waits for, caches "
     "without bound, nobody is refused. Without --sketch it is simulated."
 )
 
@@ -28,7 +29,10 @@ NOTE = (
 def sketched(cluster: Cluster, trace: Trace, bounds: Slo) -> Sketched:
     """Raises SimulationError where the trace is empty, or the cluster has what a sketch does not know."""
     _require_plain(cluster)
-    requests, slowest = tuple(trace), min(pool.bytes_per_s for pool in cluster.pools if pool.role != "prefill")
+    requests, slowest = (
+        tuple(trace),
+        min(pool.bytes_per_s for pool in cluster.pools if pool.role != "prefill"),
+    )
     if not requests:
         raise SimulationError(f"{trace.name} has no requests")
     pools = [
@@ -41,7 +45,9 @@ def sketched(cluster: Cluster, trace: Trace, bounds: Slo) -> Sketched:
         for pool in cluster.pools
     ]
     with seldom_collected():
-        return Sketch(pools, bounds, coordinator_s=cluster.coordinator_s).run(arrivals(requests, trace.block_size))
+        return Sketch(pools, bounds, coordinator_s=cluster.coordinator_s).run(
+            arrivals(requests, trace.block_size)
+        )
 
 
 def _require_plain(cluster: Cluster) -> None:
@@ -52,7 +58,9 @@ def _require_plain(cluster: Cluster) -> None:
         (any(pool.one_step for pool in cluster.pools), "one_step"),
     ]
     if found := [what for is_there, what in unknown if is_there]:
-        raise SimulationError(f"a sketch knows nothing of {', '.join(found)}: leave out --sketch, or that in the cluster's file")
+        raise SimulationError(
+            f"a sketch knows nothing of {', '.join(found)}: leave out --sketch, or that in the cluster's file"
+        )
 
 
 def _as_linked(pool: Pool, slowest: float) -> Profile:
@@ -61,7 +69,9 @@ def _as_linked(pool: Pool, slowest: float) -> Profile:
     profile = pool.profile
     link = {"bytes_per_s": min(pool.bytes_per_s, slowest), "message_s": pool.message_s}
     handoff = profile.handoff.model_copy(update=link)
-    return profile.model_copy(update={"handoff": handoff, "memory": profile.memory.model_copy(update={"num_blocks": pool.blocks})})
+    return profile.model_copy(
+        update={"handoff": handoff, "memory": profile.memory.model_copy(update={"num_blocks": pool.blocks})}
+    )
 
 
 def sketch_summary(found: Sketched, cluster: Cluster, trace: Trace, bounds: Slo) -> dict[str, Any]:
@@ -72,7 +82,11 @@ def sketch_summary(found: Sketched, cluster: Cluster, trace: Trace, bounds: Slo)
     rows = []
     for pool, (with_prompts, without) in zip(cluster.pools, found.busy_s, strict=True):
         of_all = elapsed * pool.count
-        busy = {"busy": (with_prompts + without) / of_all, "busy_prefill": with_prompts / of_all, "busy_decode": without / of_all}
+        busy = {
+            "busy": (with_prompts + without) / of_all,
+            "busy_prefill": with_prompts / of_all,
+            "busy_decode": without / of_all,
+        }
         rows.append({"role": pool.role, "count": pool.count, "profile": pool.profile.name, **busy})
     return {
         "sketched": True,
@@ -90,25 +104,39 @@ def sketch_summary(found: Sketched, cluster: Cluster, trace: Trace, bounds: Slo)
 
 
 def _latencies(found: Sketched) -> dict[str, list[float]]:
-    return {"ttft": found.ttft_s, "tpot": [seconds for seconds in found.tpot_s if seconds], "e2e": found.e2e_s}
+    return {
+        "ttft": found.ttft_s,
+        "tpot": [seconds for seconds in found.tpot_s if seconds],
+        "e2e": found.e2e_s,
+    }
 
 
 def _spread(values: list[float]) -> dict[str, float]:
     of = Distribution()
     for value in values:
         of.add(value)
-    return {"mean": of.mean, **{f"p{percent}": of.percentile(percent) for percent in (50, 90, 99)}, "max": of.largest}
+    return {
+        "mean": of.mean,
+        **{f"p{percent}": of.percentile(percent) for percent in (50, 90, 99)},
+        "max": of.largest,
+    }
 
 
 def print_sketch(said: dict[str, Any], console: Console) -> None:
     """What ``sketch_summary`` says, for people."""
     console.print(latency_table(said["latency_s"]))
-    table = Table("pool", *(Column(name, justify="right") for name in ("workers", "busy", "with prompts", "decode only")), box=box.SIMPLE)
+    table = Table(
+        "pool",
+        *(Column(name, justify="right") for name in ("workers", "busy", "with prompts", "decode only")),
+        box=box.SIMPLE,
+    )
     for row in said["pools"]:
         shares = (f"{row[name]:.0%}" for name in ("busy", "busy_prefill", "busy_decode"))
         table.add_row(row["role"], str(row["count"]), *shares)
     console.print(table)
-    console.print(f"{said['requests']['finished']:,} finished in {said['simulated_s']:.1f} s", highlight=False)
+    console.print(
+        f"{said['requests']['finished']:,} finished in {said['simulated_s']:.1f} s", highlight=False
+    )
     if said["slo"]:
         console.print(f"{said['slo']}: met by {said['attainment']:.2%} of the requests", highlight=False)
     console.print(NOTE, highlight=False)

@@ -1,6 +1,7 @@
 """The prefill worker without its body: what it does with every message and every finished step. Pure.
 
-It joins the chunk scheduler and the sending side of the handoff; the shell (worker.py) carries out what ``take`` returns.
+It joins the chunk scheduler and the sending side of the handoff; the shell (worker.py) carries out what
+``take`` returns.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ PrefillAction = ToCoordinator | SenderAction | CompileGrammar
 
 
 class PrefillCore:
-    """One prefill worker's decisions. ``meet`` names the worker; all times are ``now`` of one monotonic clock, in seconds."""
+    """One prefill worker's decisions. ``meet`` names the worker; all times are ``now`` of one monotonic
+    clock, in seconds."""
 
     def __init__(
         self,
@@ -53,7 +55,8 @@ class PrefillCore:
         slicing: LayerSlicing = WHOLE_BLOCKS,
         is_local: Callable[[str], bool] = lambda _: False,
     ) -> None:
-        """``is_local``: whether the decode worker of this name is of the same process, over the same blocks."""
+        """``is_local``: whether the decode worker of this name is of the same process, over the same
+        blocks."""
         self.worker: PeerId = (meet.worker_id, meet.incarnation)
         self.scheduler = scheduler
         self.sender = HandoffSender(meet, times, slicing)
@@ -83,14 +86,16 @@ class PrefillCore:
         return actions
 
     def take_reports(self) -> list[Message]:
-        """What the coordinator is to be told, in order, before anything else of ``take`` is done: a first token waits for nothing."""
+        """What the coordinator is to be told, in order, before anything else of ``take`` is done: a first
+        token waits for nothing."""
         reports = [action.message for action in self._actions if isinstance(action, ToCoordinator)]
         if reports:
             self._actions = [action for action in self._actions if not isinstance(action, ToCoordinator)]
         return reports
 
     def from_coordinator(self, message: Message, now: float) -> None:
-        """Prefill, Cancel or Drain. (Welcome and Fenced are the shell's: see ``drop_others`` and ``rename``.)"""
+        """Prefill, Cancel or Drain. (Welcome and Fenced are the shell's: see ``drop_others`` and
+        ``rename``.)"""
         if isinstance(message, Prefill):
             self._add(message, now)
         elif isinstance(message, Cancel):
@@ -116,12 +121,17 @@ class PrefillCore:
             self._fail(key, "refused", f"response_format: {reason}")
 
     def drain(self, now: float, timeout_s: float | None = None) -> None:
-        """Says so to the coordinator, gives back what has not begun and finishes the rest. What is left after ``timeout_s`` (default: as
-        configured) is given back too."""
+        """Says so to the coordinator, gives back what has not begun and finishes the rest. What is left after
+        ``timeout_s`` (default: as configured) is given back too."""
         if self._draining.begin(now, timeout_s):
             self._heartbeat.cache.close()
             self._actions.append(ToCoordinator(self.load()))
-            self._give_back([*self.scheduler.waiting, *(k for k, s in self.scheduler.running.items() if self.feed.stays_here(s))])
+            self._give_back(
+                [
+                    *self.scheduler.waiting,
+                    *(k for k, s in self.scheduler.running.items() if self.feed.stays_here(s)),
+                ]
+            )
 
     @property
     def drains(self) -> bool:
@@ -139,7 +149,8 @@ class PrefillCore:
         return not self.scheduler.held and not len(self.sender)
 
     def schedule(self, now: float) -> PrefillStep | None:
-        """The next step, which may follow one that still runs; prompts that start with it are offered to their decode workers."""
+        """The next step, which may follow one that still runs; prompts that start with it are offered to
+        their decode workers."""
         if self._steps.are_lost:
             return None
         step = self.scheduler.schedule(now)
@@ -151,7 +162,8 @@ class PrefillCore:
         return step
 
     def complete(self, step: PrefillStep, output: StepOutput, now: float) -> None:
-        """A step has run: its finished blocks leave, and a prompt that is complete reports its first token."""
+        """A step has run: its finished blocks leave, and a prompt that is complete reports its first
+        token."""
         self._step_failures.good_step()
         self._heartbeat.count_step(step, self._steps.end(now))
         for row, chunk in enumerate(step.chunks):
@@ -159,13 +171,16 @@ class PrefillCore:
                 if (prompt_logprobs := output.prompt_logprobs.get(row)) is not None:
                     self._first_tokens.gather(chunk.sequence.key, prompt_logprobs)
                 if chunk.is_last:
-                    self._first_token(chunk.sequence, int(output.token_ids[row]), output.logprobs.get(row), now)
+                    self._first_token(
+                        chunk.sequence, int(output.token_ids[row]), output.logprobs.get(row), now
+                    )
                 else:
                     self.feed.blocks_ready(chunk.sequence)
 
     def fail_step(self, step: PrefillStep, reason: str) -> None:
-        """The step raised: the prompt that was alone in it is given back to the coordinator. Several are tried apart, so that a request
-        whose step raises takes no other along. What follows the step is to be skipped."""
+        """The step raised: the prompt that was alone in it is given back to the coordinator. Several are
+        tried apart, so that a request whose step raises takes no other along. What follows the step is to be
+        skipped."""
         if not self.scheduler.separate(step):
             self._step_failures.book(step.chunks[0].sequence.spec.request_id)
             self._give_up_step(step, reason)
@@ -185,8 +200,8 @@ class PrefillCore:
         self._steps.fail()
 
     def shrink_step(self, step: PrefillStep, reason: str) -> None:
-        """The step ran out of memory: it is done again in smaller ones, or fails where it is small already. What follows it is to be
-        skipped."""
+        """The step ran out of memory: it is done again in smaller ones, or fails where it is small already.
+        What follows it is to be skipped."""
         if self.scheduler.shrink(step):
             self._steps.fail()
         else:
@@ -203,7 +218,11 @@ class PrefillCore:
         if self._draining.is_overdue(now) and not self._given_back:
             self._given_back = True
             self._give_back(self.scheduler.held)
-        for sequence in [*self.scheduler.waiting.values(), *self.scheduler.running.values(), *self.scheduler.pinned.values()]:
+        for sequence in [
+            *self.scheduler.waiting.values(),
+            *self.scheduler.running.values(),
+            *self.scheduler.pinned.values(),
+        ]:
             if now >= sequence.deadline and not sequence.doomed:
                 self._fail(sequence.key, "deadline", "the request's deadline passed on the prefill worker")
 
@@ -234,8 +253,8 @@ class PrefillCore:
         return self._heartbeat.load(self.worker, self.drains, coordinator)
 
     def block_events(self, everything: bool = False) -> BlockEvents | None:
-        """What the prefix cache gained and lost; with ``everything``, all it has. Of one that leaves nobody wants to know; what takes its
-        place over the same blocks does tell."""
+        """What the prefix cache gained and lost; with ``everything``, all it has. Of one that leaves nobody
+        wants to know; what takes its place over the same blocks does tell."""
         return None if self.drains else self._heartbeat.cache.report(self.worker, everything)
 
     def _add(self, message: Prefill, now: float) -> None:
@@ -243,19 +262,26 @@ class PrefillCore:
         key = (spec.coordinator, spec.dispatch)
         needed = -(-spec.num_tokens // self.scheduler.block_size)
         if key in self._past:
-            return  # an echo: its handoff's messages could echo too, and be taken for the new one's; or cancelled before it came
+            # an echo: its handoff's messages could echo too, and be taken for the new one's; or cancelled
+            # before it came
+            return
         remember(self._past, key, None)
         if self.drains:
             self._say_failed(key, "preempted", f"prefill worker {self.worker[0]} leaves")
         elif needed > self.blocks.num_blocks:
-            reason = f"the prompt needs {needed} KV blocks; prefill worker {self.worker[0]} has {self.blocks.num_blocks} in all"
+            reason = (
+                f"the prompt needs {needed} KV blocks; prefill worker {self.worker[0]} has "
+                f"{self.blocks.num_blocks} in all"
+            )
             self._say_failed(key, "refused", reason)
         else:
             state = self.scheduler.add(spec, message.decode, now).state
             if state.params.grammar:
                 self._actions.append(CompileGrammar(key, state.params.grammar, tuple(state.output_token_ids)))
 
-    def _first_token(self, sequence: PrefillSequence, token: int, logprobs: Logprobs | None, now: float) -> None:
+    def _first_token(
+        self, sequence: PrefillSequence, token: int, logprobs: Logprobs | None, now: float
+    ) -> None:
         if (matcher := sequence.state.matcher) is not None and matcher.failure:
             self._fail(sequence.key, "refused", f"response_format: {matcher.failure}")
             return
@@ -285,7 +311,11 @@ class PrefillCore:
         self._say_failed(key, kind, reason)
 
     def _say_failed(self, key: Key, kind: FailureKind, reason: str) -> None:
-        self._actions.append(ToCoordinator(RequestFailed(coordinator=key[0], dispatch=key[1], kind=kind, message=reason[:4096])))
+        self._actions.append(
+            ToCoordinator(
+                RequestFailed(coordinator=key[0], dispatch=key[1], kind=kind, message=reason[:4096])
+            )
+        )
 
     def _drop(self, key: Key) -> None:
         self.sender.abandon(key)

@@ -3,10 +3,11 @@
     prefill load = arrivals x worker seconds per prompt / (workers x highest utilisation at which prompts still make their TTFT)
     decode load  = batches that will run soon / (workers x 0.9), a batch being the largest that makes its TPOT
 
-1 means: the objectives are just met. What waits counts as further arrivals, spread over the time in which it is to be worked off. Of what
-runs now a part still will after that time (short answers have given way to others, long ones have not); the rest is what arrivals come to.
-The wait for a prefill worker is Sakasegawa's approximation for several servers (https://doi.org/10.1007/BF00052925), its 90th
-percentile that of an exponential distribution.
+1 means: the objectives are just met. What waits counts as further arrivals, spread over the time in which it
+is to be worked off. Of what runs now a part still will after that time (short answers have given way to
+others, long ones have not); the rest is what arrivals come to. The wait for a prefill worker is Sakasegawa's
+approximation for several servers (https://doi.org/10.1007/BF00052925), its 90th percentile that of an
+exponential distribution.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class Capacity:
         """With so many workers of each role."""
         return self._pressure(picture, self._demand(picture), prefill, decode)
 
-    def pressures(self, picture: LoadPicture, prefill: Iterable[int], num_workers: int) -> list[tuple[int, Pressure]]:
+    def pressures(
+        self, picture: LoadPicture, prefill: Iterable[int], num_workers: int
+    ) -> list[tuple[int, Pressure]]:
         """Of so many workers, with so many each that compute prompts."""
         demand = self._demand(picture)
         return [(each, self._pressure(picture, demand, each, num_workers - each)) for each in prefill]
@@ -81,7 +84,10 @@ class Capacity:
             return Pressure(math.inf, math.inf)
         late = max(0, picture.num_waiting - 2 * prefill)
         rate = picture.rate + late / options.work_off_s
-        batches = demand.staying * picture.num_decoding / demand.batch + (1 - demand.staying) * rate * demand.answer_s
+        batches = (
+            demand.staying * picture.num_decoding / demand.batch
+            + (1 - demand.staying) * rate * demand.answer_s
+        )
         most = self._utilisation(picture, prefill, demand.prompt_s)
         return Pressure(rate * demand.prompt_s / (prefill * most), batches / (decode * DECODE_UTILISATION))
 
@@ -117,7 +123,10 @@ class Capacity:
     def _utilisation(self, picture: LoadPicture, servers: int, service_s: float) -> float:
         """The highest at which nine of ten prompts make their TTFT."""
         left = self.options.ttft_s - service_s
-        power, scale = math.sqrt(2 * (servers + 1)) - 1, P90 * service_s * (1 + picture.variation) / (2 * servers)
+        power, scale = (
+            math.sqrt(2 * (servers + 1)) - 1,
+            P90 * service_s * (1 + picture.variation) / (2 * servers),
+        )
         low, high = 0.05, 0.95
         for _ in range(20):
             middle = (low + high) / 2

@@ -1,4 +1,5 @@
-"""Which workers should change their roles, and whether there should be more or fewer. Pure; times in seconds of a monotonic clock.
+"""Which workers should change their roles, and whether there should be more or fewer. Pure; times in seconds
+of a monotonic clock.
 
 Once a second: the ratio that the latency model likes best for the load as it is. It is taken up only where
 
@@ -7,12 +8,13 @@ Once a second: the ratio that the latency model likes best for the load as it is
     what is won soon outweighs what the flips cost,                    (flip_cost_s, gain_over_s)
     and the last flips are over and have had time to show.             (settle_s)
 
-Mixed workers are of both roles, change neither, and take from either what the others leave: what a ratio beside them is worth the model
-does not know. Where there are any, or were lately, roles are left as they are, and workers come and go by the rules that need no model.
+Mixed workers are of both roles, change neither, and take from either what the others leave: what a ratio
+beside them is worth the model does not know. Where there are any, or were lately, roles are left as they are,
+and workers come and go by the rules that need no model.
 
-The model may be wrong. A change after which fewer requests than before, under the same load, meet the objective that the role which lost
-workers is there for, is taken back, and the controller holds still for a while, longer each time. (The other objective may be missed for
-long by what had queued up before the change.)
+The model may be wrong. A change after which fewer requests than before, under the same load, meet the
+objective that the role which lost workers is there for, is taken back, and the controller holds still for a
+while, longer each time. (The other objective may be missed for long by what had queued up before the change.)
 """
 
 from __future__ import annotations
@@ -36,9 +38,10 @@ MAX_HOLD_S = 1800.0
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Who could do what. ``flexible``: processes that can change their role, by the one they have, those with least to do first;
-    ``changing``: how many are in mid-flip; ``spare``: the worker of a role that could go most easily, where there is one that may and it is
-    not the last; ``in_use``: how much of the workers of a role is, measured;
+    """Who could do what. ``flexible``: processes that can change their role, by the one they have, those with
+    least to do first;
+    ``changing``: how many are in mid-flip; ``spare``: the worker of a role that could go most easily, where
+    there is one that may and it is not the last; ``in_use``: how much of the workers of a role is, measured;
     ``mixed``: how many are of both roles for good, and counted in neither."""
 
     prefill: int
@@ -58,8 +61,8 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """``at``: seconds of the monotonic clock. ``worker``: empty where it is up to whoever starts workers. ``hold``: roles are left as they
-    are, which is said once."""
+    """``at``: seconds of the monotonic clock. ``worker``: empty where it is up to whoever starts workers.
+    ``hold``: roles are left as they are, which is said once."""
 
     at: float
     kind: Literal["flip", "hold"] | Kind
@@ -91,7 +94,8 @@ class _Told:
 
 
 class PoolController:
-    """``decide`` once a second. ``profile``: the workers' latency model; None: there is none, and no role is changed."""
+    """``decide`` once a second. ``profile``: the workers' latency model; None: there is none, and no role is
+    changed."""
 
     def __init__(self, options: SteeringOptions, profile: Profile | None) -> None:
         self._options, self._profile = options, profile
@@ -118,7 +122,9 @@ class PoolController:
         """What is to be done now; already written down."""
         self.picture = picture
         if self._profile is not None:
-            self._capacity = Capacity(self._profile, self._options, fleet.max_batch_tokens, fleet.max_num_seqs)
+            self._capacity = Capacity(
+                self._profile, self._options, fleet.max_batch_tokens, fleet.max_num_seqs
+            )
         if not all(map(math.isfinite, astuple(picture))):
             return self._rest("the load is not known: one of its numbers is none")
         self._mixed_at = now if fleet.mixed else self._mixed_at
@@ -127,7 +133,9 @@ class PoolController:
         self._holds_for_mixed = holds
         if not found and not fleet.changing:
             counts = (fleet.prefill, fleet.decode, fleet.mixed)
-            scaled = self._scaling.decide(picture, self._capacity, *counts, now, in_use=fleet.in_use, spare=fleet.spare.keys())
+            scaled = self._scaling.decide(
+                picture, self._capacity, *counts, now, in_use=fleet.in_use, spare=fleet.spare.keys()
+            )
             found = [] if scaled is None else [_scale(*scaled, fleet, now)]
             self.wanted = {"prefill": fleet.prefill, "decode": fleet.decode}
             if fleet.mixed:
@@ -137,15 +145,22 @@ class PoolController:
         return found
 
     def _hold(self, fleet: Fleet, now: float) -> list[Decision]:
-        """There are mixed workers, or were lately: one that is started again is not to find roles that were right without it."""
+        """There are mixed workers, or were lately: one that is started again is not to find roles that were
+        right without it."""
         self.pressure = self._capacity = self._trial = None
         if not fleet.mixed:
-            why = f"there was a mixed worker {now - self._mixed_at:.0f} s ago, which may come back: roles stay as they are"
+            why = (
+                f"there was a mixed worker {now - self._mixed_at:.0f} s ago, which may come back: "
+                "roles stay as they are"
+            )
         elif fleet.mixed == fleet.num_workers:
             why = f"all {fleet.mixed} workers are mixed: there are no roles to change"
         else:
             who = f"{fleet.mixed} of {fleet.num_workers} workers are mixed"
-            why = f"{who}, and what the others' ratio is worth beside those is not predicted: roles stay as they are"
+            why = (
+                f"{who}, and what the others' ratio is worth beside those is not predicted: roles stay "
+                "as they are"
+            )
         self._rest(why)
         return [] if self._holds_for_mixed else [Decision(now, "hold", "", "mixed", why)]
 
@@ -179,7 +194,9 @@ class PoolController:
             return self._rest(self._why_it_stays(picture, fleet, present))
         if present.worst < options.act_above and not suffers:
             return self._rest(f"the load is {present.worst:.2f}: there is room")
-        if best.worst > present.worst * (1 - self._hysteresis("prefill" if prefill > fleet.prefill else "decode", now)):
+        if best.worst > present.worst * (
+            1 - self._hysteresis("prefill" if prefill > fleet.prefill else "decode", now)
+        ):
             return self._rest(f"{prefill}P:{fleet.num_workers - prefill}D would be hardly better")
         gain_s = fleet.num_workers * min(1.0, 1 - best.worst / present.worst) * options.gain_over_s
         if gain_s < count * options.flip_cost_s:
@@ -187,15 +204,22 @@ class PoolController:
         if self._better_since is None or (prefill > fleet.prefill) != (self._favoured > fleet.prefill):
             self._better_since, self._favoured = now, prefill
         if now - self._better_since < options.confirm_s:
-            self.state = f"{prefill}P:{fleet.num_workers - prefill}D seems better; waiting whether it stays so"
+            self.state = (
+                f"{prefill}P:{fleet.num_workers - prefill}D seems better; waiting whether it stays so"
+            )
             return []
         if self._told is not None and self._told.still_holds(fleet.prefill, prefill, now - options.repeat_s):
-            self.state = f"{prefill}P:{fleet.num_workers - prefill}D would be better; it was said, and has not been done"
+            self.state = (
+                f"{prefill}P:{fleet.num_workers - prefill}D would be better; it was said, and has not "
+                "been done"
+            )
             return []
         reason = (
-            f"load {present.prefill:.2f} on prefill and {present.decode:.2f} on decode with {fleet.prefill}P:{fleet.decode}D; "
+            f"load {present.prefill:.2f} on prefill and {present.decode:.2f} on decode with "
+            f"{fleet.prefill}P:{fleet.decode}D; "
             f"{prefill}P:{fleet.num_workers - prefill}D makes it {best.prefill:.2f} and {best.decode:.2f} "
-            f"({picture.rate:.1f} requests/s of {picture.new_tokens:.0f} new and {picture.output_tokens:.0f} output tokens, "
+            f"({picture.rate:.1f} requests/s of {picture.new_tokens:.0f} new and "
+            f"{picture.output_tokens:.0f} output tokens, "
             f"{picture.num_waiting} waiting, {picture.attainment:.0%} good)"
         )
         self._trial = _Trial(now, picture, fleet.prefill)
@@ -205,10 +229,13 @@ class PoolController:
     def _why_it_stays(self, picture: LoadPicture, fleet: Fleet, present: Pressure) -> str:
         assert self._capacity is not None
         prefill, best = self._capacity.best(picture, fleet.num_workers)
-        if present.worst < self._options.act_above or best.worst > present.worst * (1 - self._options.hysteresis):
+        if present.worst < self._options.act_above or best.worst > present.worst * (
+            1 - self._options.hysteresis
+        ):
             return f"{fleet.prefill}P:{fleet.decode}D is the best ratio"
         return (
-            f"{prefill}P:{fleet.num_workers - prefill}D would make the load {best.worst:.2f} instead of {present.worst:.2f}, but no worker "
+            f"{prefill}P:{fleet.num_workers - prefill}D would make the load {best.worst:.2f} "
+            f"instead of {present.worst:.2f}, but no worker "
             "there is that can change its role: start them as `splitserve worker`"
         )
 
@@ -237,12 +264,17 @@ class PoolController:
         objective, before, after = ("TPOT", trial.before.in_pace, picture.in_pace)
         if fleet.prefill < trial.prefill:
             objective, before, after = ("TTFT", trial.before.in_time, picture.in_time)
-        if picture.num_judged < MIN_JUDGED or after >= before - WORSE or not _same_load(picture, trial.before):
+        if (
+            picture.num_judged < MIN_JUDGED
+            or after >= before - WORSE
+            or not _same_load(picture, trial.before)
+        ):
             self._hold_s = self._options.hold_s
             return None
         reason = (
             f"{after:.0%} of requests make their {objective} where {before:.0%} did, under the same load: "
-            f"back to {trial.prefill} prefill workers, and nothing more for {self._hold_s:.0f} s; is the profile of these workers?"
+            f"back to {trial.prefill} prefill workers, and nothing more for {self._hold_s:.0f} s; "
+            "is the profile of these workers?"
         )
         back = self._flip(fleet, trial.prefill, reason, now)
         self._quiet_until = now + self._hold_s
@@ -263,7 +295,9 @@ class PoolController:
 
 
 def _scale(kind: Kind, role: AnyRole, reason: str, fleet: Fleet, now: float) -> Decision:
-    return Decision(now, kind, fleet.spare.get(role, "") if kind == "scale_down" and role != "mixed" else "", role, reason)
+    return Decision(
+        now, kind, fleet.spare.get(role, "") if kind == "scale_down" and role != "mixed" else "", role, reason
+    )
 
 
 def _same_load(a: LoadPicture, b: LoadPicture) -> bool:

@@ -1,4 +1,5 @@
-"""Tells the world what the pool controller has decided: a webhook, and a command that starts and stops workers.
+"""Tells the world what the pool controller has decided: a webhook, and a command that starts and stops
+workers.
 
 COMMAND up ROLE        start one more worker that begins in that role: prefill, decode, or mixed
 COMMAND down WORKER    this one has drained and ended; let go of what it ran on
@@ -40,7 +41,11 @@ class Hooks:
         """To the webhook, whatever the mode. ``wanted_workers``: by role."""
         if self._webhook:
             body = {name: value for name, value in asdict(decision).items() if name != "at"}
-            self._begin(self._post(self._webhook, {**body, "mode": self._mode, "wanted_workers": dict(wanted_workers)}))
+            self._begin(
+                self._post(
+                    self._webhook, {**body, "mode": self._mode, "wanted_workers": dict(wanted_workers)}
+                )
+            )
 
     def start_worker(self, role: str) -> None:
         self._run("up", role)
@@ -84,13 +89,22 @@ class Hooks:
     async def _execute(self, argv: list[str]) -> None:
         environment = {name: os.environ[name] for name in VARIABLES if name in os.environ}
         try:
-            process = await asyncio.create_subprocess_exec(*argv, stdin=asyncio.subprocess.DEVNULL, start_new_session=True, env=environment)
+            process = await asyncio.create_subprocess_exec(
+                *argv, stdin=asyncio.subprocess.DEVNULL, start_new_session=True, env=environment
+            )
         except OSError as error:
             _log.error("steering: cannot run %s: %s", shlex.join(argv), error)
             return
         try:
             status = await asyncio.wait_for(process.wait(), COMMAND_S)
         except TimeoutError:
-            _log.error("steering: %s has not ended after %g s; it goes on by itself", shlex.join(argv), COMMAND_S)
+            _log.error(
+                "steering: %s has not ended after %g s; it goes on by itself", shlex.join(argv), COMMAND_S
+            )
             return
-        _log.log(logging.ERROR if status else logging.INFO, "steering: %s ended with status %d", shlex.join(argv), status)
+        _log.log(
+            logging.ERROR if status else logging.INFO,
+            "steering: %s ended with status %d",
+            shlex.join(argv),
+            status,
+        )

@@ -1,12 +1,14 @@
 """What arrives, what waits and how well it is served, as the pool controller sees it. Pure; times in seconds.
 
-A request's output length is known at its end only. Requests with prompts of about one length count as one kind; of a kind
+A request's output length is known at its end only. Requests with prompts of about one length count as one
+kind; of a kind
 
     mean output = tokens generated / requests ended, both of the last ``work_off_s``
 
-which in a steady state is exact whatever the lengths' distribution, and when a kind begins to answer at greater length says so long before
-its requests end. What the newest ended ones of the kind had is thrown in. The mean over all is that over what arrives, by kind: those that
-wait count too, of which nothing is known but the prompt.
+which in a steady state is exact whatever the lengths' distribution, and when a kind begins to answer at
+greater length says so long before its requests end. What the newest ended ones of the kind had is thrown in.
+The mean over all is that over what arrives, by kind: those that wait count too, of which nothing is known but
+the prompt.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from .options import SteeringOptions
 PRIOR_REQUESTS = 8.0  # that the newest ended ones of a kind weigh in its mean
 MEMORY = 4096  # ended requests
 OF_A_KIND = 50  # of these, the newest
-REMAINING = 0.7  # of the mean output: what a running sequence of a steady state has still before it, by lengths as they are found
+# of the mean output: what a running sequence of a steady state has still before it, by lengths as they are
+# found
+REMAINING = 0.7
 MIN_TOKENS = 8  # of a running sequence before its pace is judged
 MIN_JUDGED = 20  # requests before what share of them was good tells anything
 
@@ -71,7 +75,9 @@ class LoadPicture:
     attainment: float = 1.0  # of the judged: ended lately, or late already
     in_time: float = 1.0  # share of them with a first token in time
     in_pace: float = 1.0  # share of them that made their TPOT
-    ttft_kept: float = 1.0  # share that keeps ``scale_up_ttft``: 1 where there is none, or too few to judge by
+    ttft_kept: float = (
+        1.0  # share that keeps ``scale_up_ttft``: 1 where there is none, or too few to judge by
+    )
     tpot_kept: float = 1.0  # likewise ``scale_up_tpot``
 
 
@@ -84,8 +90,14 @@ class LoadWatch:
 
     def note(self, request: FinishedRequest, now: float) -> None:
         """Take in a request that is over."""
-        count, prompt, cached = request.num_output_tokens, request.num_prompt_tokens, request.num_cached_tokens
-        self._ended.append(Note(request.arrival, prompt, cached, count, now, request.ttft_s, request.tpot_s, count > 0))
+        count, prompt, cached = (
+            request.num_output_tokens,
+            request.num_prompt_tokens,
+            request.num_cached_tokens,
+        )
+        self._ended.append(
+            Note(request.arrival, prompt, cached, count, now, request.ttft_s, request.tpot_s, count > 0)
+        )
 
     def look(self, requests: Iterable[RunningRequest], now: float) -> LoadPicture:
         """Return the load now; ``requests`` are all that have not ended."""
@@ -114,7 +126,8 @@ class LoadWatch:
         return self._with_mix(picture, arrived, means)
 
     def _window(self, arrivals: list[float], now: float) -> float:
-        """Seconds back from now: few requests are no mix. All that came after the oldest end remembered is here; others may not be."""
+        """Seconds back from now: few requests are no mix. All that came after the oldest end remembered is
+        here; others may not be."""
         options, longest = self._options, self._options.longest_window_s
         if len(self._ended) == MEMORY and (oldest := self._ended[0].ended) is not None:
             longest = min(longest, max(now - oldest, 1e-3))
@@ -134,17 +147,23 @@ class LoadWatch:
         return replace(
             picture,
             new_tokens=mean,
-            pairs=sum(one * (n.prompt - one) + one * (one + 1) / 2 for one, n in zip(new, arrived, strict=True)) / len(new),
+            pairs=sum(
+                one * (n.prompt - one) + one * (one + 1) / 2 for one, n in zip(new, arrived, strict=True)
+            )
+            / len(new),
             output_tokens=output,
             context=sum(n.prompt for n in arrived) / len(arrived) + output / 2,
             variation=variance / mean**2 if mean else 1.0,
         )
 
     def _means(self, running: list[Note], now: float) -> dict[int, float]:
-        """Output tokens of a request, by kind; see above. A kind of which none has ended yet is thought to be as the rest."""
+        """Output tokens of a request, by kind; see above. A kind of which none has ended yet is thought to be
+        as the rest."""
         since = now - self._options.work_off_s
         ended = [n for n in self._ended if n.has_token]
-        every = sum(n.output for n in ended[-OF_A_KIND:]) / len(ended[-OF_A_KIND:]) if ended else _so_far(running)
+        every = (
+            sum(n.output for n in ended[-OF_A_KIND:]) / len(ended[-OF_A_KIND:]) if ended else _so_far(running)
+        )
         newest: dict[int, list[int]] = {note.kind: [] for note in [*running, *self._ended]}
         for note in reversed(ended):
             if len(outputs := newest.setdefault(note.kind, [])) < OF_A_KIND:
@@ -156,14 +175,20 @@ class LoadWatch:
                 tokens[note.kind] += note.recent_tokens(since, now)
                 ends[note.kind] += note.ended is not None
         prior = {kind: sum(outputs) / len(outputs) if outputs else every for kind, outputs in newest.items()}
-        return {kind: (tokens[kind] + PRIOR_REQUESTS * mean) / (ends[kind] + PRIOR_REQUESTS) for kind, mean in prior.items()}
+        return {
+            kind: (tokens[kind] + PRIOR_REQUESTS * mean) / (ends[kind] + PRIOR_REQUESTS)
+            for kind, mean in prior.items()
+        }
 
     def _judged(self, running: list[Note], now: float, holds: Callable[[Note], bool]) -> list[Note]:
-        """Those that have ended lately, and those of which it is clear already that they do not keep what they should."""
+        """Those that have ended lately, and those of which it is clear already that they do not keep what
+        they should."""
         recent = [n for n in self._ended if n.ended is not None and n.ended > now - self._options.work_off_s]
         return recent + [n for n in running if not holds(n)]
 
-    def _kept(self, running: list[Note], now: float, bound: LatencyBound | None, took: Callable[[Note], float]) -> float:
+    def _kept(
+        self, running: list[Note], now: float, bound: LatencyBound | None, took: Callable[[Note], float]
+    ) -> float:
         """Share of requests within the bound."""
         if bound is None:
             return 1.0
@@ -192,7 +217,9 @@ def _so_far(running: list[Note]) -> float:
 
 def _note_of(request: RunningRequest, now: float) -> Note:
     count, began = request.num_output_tokens, request.entered
-    waited = 0.0 if count else now - request.arrival  # the time to a first token that came is judged at the end
+    waited = (
+        0.0 if count else now - request.arrival
+    )  # the time to a first token that came is judged at the end
     paced = request.state == "decode" and count > MIN_TOKENS and request.token_at > began
     tpot_s = (request.token_at - began) / (count - 1) if paced else None
     prompt, cached = request.num_prompt_tokens, request.num_cached_tokens

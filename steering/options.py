@@ -23,7 +23,9 @@ class SteeringOptions:
     longest_window_s: float = 60.0  # ... or in more, until it is of ``min_requests``
     min_requests: int = 60
     work_off_s: float = 10.0  # what waits is to be gone within so long
-    act_above: float = 0.85  # of the load at which the objectives would just be met: below, no flip is worth its risk
+    act_above: float = (
+        0.85  # of the load at which the objectives would just be met: below, no flip is worth its risk
+    )
     hysteresis: float = 0.15  # the other ratio must have so much less load on its busier role
     undo_s: float = 600.0  # for so long the way back must bring twice as much
     confirm_s: float = 2.0  # and go on being better for so long
@@ -33,14 +35,18 @@ class SteeringOptions:
     gain_over_s: float = 30.0
     regret_s: float = 20.0  # a flip that has made things worse is taken back after so long
     hold_s: float = 60.0  # and nothing is tried for so long; twice as long after each further one
-    mixed_again_s: float = 300.0  # mixed workers that have gone may come back for so long: until then roles stay as beside them
+    mixed_again_s: float = (
+        300.0  # mixed workers that have gone may come back for so long: until then roles stay as beside them
+    )
     min_workers: int = 2
     max_workers: int = 0  # 0: whatever is there; scaling up is never proposed
     queue_depth: int = 50  # requests waiting in the coordinator: more is too many
     scale_up_above: float = 1.0  # load of the best ratio
     scale_up_ttft: LatencyBound | None = None  # fewer requests than its share keep it: too slow
     scale_up_tpot: LatencyBound | None = None
-    scale_up_utilisation: float = 1.0  # of the workers of one role: what is in use of them, measured; see ``PoolUse``
+    scale_up_utilisation: float = (
+        1.0  # of the workers of one role: what is in use of them, measured; see ``PoolUse``
+    )
     scale_down_below: float = 0.6  # load of the best ratio of one worker fewer
     scale_up_after_s: float = 10.0
     scale_down_after_s: float = 120.0

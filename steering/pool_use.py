@@ -16,7 +16,8 @@ ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 
 class PoolUse:
-    """``look`` every second: the mean over the workers of each role and over the looks of the last ``over_s``."""
+    """``look`` every second: the mean over the workers of each role and over the looks of the last
+    ``over_s``."""
 
     def __init__(self, over_s: float) -> None:
         self._over_s = over_s

@@ -18,69 +18,105 @@ class SteeringSettings(BaseModel):
 
     steer: Literal["off", "advise", "act"] = Field(
         default="off",
-        description="The pool controller. advise: say which workers should change their roles, and whether there should be more or fewer; "
+        description="The pool controller. advise: say which workers should change their roles, and whether "
+        "there should be more or fewer; "
         "act: also do it. Needs --steer-slo and --steer-profile.",
     )
     steer_slo: str = Field(
         default="",
         pattern=notation("ttft", "tpot"),
-        description="What requests may take, in seconds, and how many of a hundred must keep both at once, as `splitserve plan --slo` has "
+        description="What requests may take, in seconds, and how many of a hundred must keep both at "
+        "once, as "
+        "`splitserve plan --slo` has "
         "it: ttft=2,tpot=0.05@p90 or ttft=2@p90,tpot=0.05@p90; of several percentiles the largest counts.",
     )
     steer_profile: Path | None = Field(
-        default=None, description="The workers' latency model, made by `splitserve profile`: by it the pool controller predicts."
+        default=None,
+        description=(
+            "The workers' latency model, made by `splitserve profile`: by it the pool controller predicts."
+        ),
     )
-    steer_min_workers: int = Field(default=2, ge=2, le=65_536, description="The pool controller never has fewer workers than these.")
+    steer_min_workers: int = Field(
+        default=2, ge=2, le=65_536, description="The pool controller never has fewer workers than these."
+    )
     steer_max_workers: int = Field(
-        default=0, ge=0, le=65_536, description="Nor more. 0: it only changes roles, and leaves the number of workers alone."
+        default=0,
+        ge=0,
+        le=65_536,
+        description="Nor more. 0: it only changes roles, and leaves the number of workers alone.",
     )
     steer_queue_depth: int = Field(
         default=50,
         ge=1,
         le=1_000_000,
-        description="More requests than these waiting for --steer-scale-up-after-s: one more worker is wanted.",
+        description=(
+            "More requests than these waiting for --steer-scale-up-after-s: one more worker is wanted."
+        ),
     )
     steer_scale_up_above: float = Field(
         default=1.0,
         gt=0,
         le=10,
-        description="One more worker is wanted too where even the best ratio is predicted to be loaded more than this: 1 just meets the "
+        description="One more worker is wanted too where even the best ratio is predicted to be loaded more "
+        "than this: 1 just meets the "
         "objectives.",
     )
     steer_scale_down_below: float = Field(
-        default=0.6, ge=0, le=10, description="One fewer will do where the best ratio without it is predicted to be loaded less than this."
+        default=0.6,
+        ge=0,
+        le=10,
+        description=(
+            "One fewer will do where the best ratio without it is predicted to be loaded less than this."
+        ),
     )
     steer_scale_up_latency: str = Field(
         default="",
         pattern=notation("ttft", "tpot"),
-        description="One more worker is wanted too where what was measured is slower: with ttft=1@p95,tpot=0.08@p99 where more than 5 of a "
-        "hundred had their first token after 1 s (then a prefill worker), or more than 1 a longer time per token (a decode worker).",
+        description="One more worker is wanted too where what was measured is slower: with "
+        "ttft=1@p95,tpot=0.08@p99 where more than 5 of a "
+        "hundred had their first token after 1 s (then a prefill worker), or more than 1 a longer "
+        "time per token (a decode worker).",
     )
     steer_scale_up_utilisation: float = Field(
         default=1,
         gt=0,
         le=1,
-        description="One more worker of a role is wanted too where more of its workers is in use: of prefill workers the share of time "
+        description="One more worker of a role is wanted too where more of its workers is in use: of prefill "
+        "workers the share of time "
         "with prompts to compute, of decode workers that of rows or KV blocks taken. 1: it never is.",
     )
-    steer_scale_up_after_s: float = Field(default=10, ge=0, le=86_400, description="Seconds for which more must have been wanted.")
-    steer_scale_down_after_s: float = Field(default=120, ge=0, le=86_400, description="Seconds for which fewer must have been enough.")
+    steer_scale_up_after_s: float = Field(
+        default=10, ge=0, le=86_400, description="Seconds for which more must have been wanted."
+    )
+    steer_scale_down_after_s: float = Field(
+        default=120, ge=0, le=86_400, description="Seconds for which fewer must have been enough."
+    )
     steer_cooldown_s: float = Field(
-        default=60, ge=1, le=86_400, description="Seconds after a proposal of more or fewer workers before the next one."
+        default=60,
+        ge=1,
+        le=86_400,
+        description="Seconds after a proposal of more or fewer workers before the next one.",
     )
     steer_keep: str = Field(
         default="",
         max_length=65_536,
-        description="Workers that scaling down leaves alone, such as those that something starts again: names with commas between, in "
+        description="Workers that scaling down leaves alone, such as those that something starts "
+        "again: names "
+        "with commas between, in "
         "which * stands for anything. `splitserve up` adds the workers that it starts itself.",
     )
     steer_webhook: str | None = Field(
-        default=None, pattern=r"^https?://\S+$", description="Every decision of the pool controller is posted here, as JSON."
+        default=None,
+        pattern=r"^https?://\S+$",
+        description="Every decision of the pool controller is posted here, as JSON.",
     )
     steer_command: str | None = Field(
         default=None,
         min_length=1,
-        description="Starts and stops workers for --steer act: run with `up ROLE`, and with `down WORKER` once that has drained and ended.",
+        description=(
+            "Starts and stops workers for --steer act: run with `up ROLE`, and with `down WORKER` once "
+            "that has drained and ended."
+        ),
     )
 
     @property
@@ -117,14 +153,16 @@ class SteeringSettings(BaseModel):
     def _consistent_steering(self) -> Self:
         if self.steer != "off" and not (self.steer_slo and self.steer_profile):
             raise ValueError(
-                "--steer needs to know what is good enough and how fast workers are: give --steer-slo and --steer-profile"
+                "--steer needs to know what is good enough and how fast workers are: give "
+                "--steer-slo and --steer-profile"
             )
         _bounds("steer_scale_up_latency", self.steer_scale_up_latency)
         if self.steer_slo and set(self.slo_bounds) != {"ttft", "tpot"}:
             raise ValueError("--steer-slo needs a bound for each, ttft and tpot, as in ttft=2,tpot=0.05@p90")
         if self.steer_scale_down_below >= self.steer_scale_up_above:
             raise ValueError(
-                "--steer-scale-down-below must be less than --steer-scale-up-above: else one worker would come and go"
+                "--steer-scale-down-below must be less than --steer-scale-up-above: else one "
+                "worker would come and go"
             )
         return self
 

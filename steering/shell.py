@@ -37,7 +37,9 @@ class SteeringShell:
         self, steering: Steering, snapshot: Callable[[], Snapshot], workers: Workers, hooks: Hooks
     ) -> None:
         self._core, self._snapshot, self._workers, self._hooks = steering, snapshot, workers, hooks
-        self._leaving: dict[str, str] = {}  # workers that have been told to, and what the command knows them by
+        self._leaving: dict[
+            str, str
+        ] = {}  # workers that have been told to, and what the command knows them by
         self._broken = ""
         self.counts: Counter[str] = Counter()
         """Decisions by kind."""
@@ -53,7 +55,10 @@ class SteeringShell:
                 self._turn()
         except Exception as error:  # the coordinator serves on: nothing of that depends on steering
             self._broken = f"stopped by an error of its own, and changes nothing any more: {error!r}"
-            _log.exception("steering: stopped by an error of its own; roles stay as they are until the coordinator is started again")
+            _log.exception(
+                "steering: stopped by an error of its own; roles stay as they are until the "
+                "coordinator is started again"
+            )
         finally:
             await self._hooks.close()
 
@@ -73,7 +78,10 @@ class SteeringShell:
         self._look_after_leaving(snapshot)
 
     def _say(self, decision: Decision) -> None:
-        verb = {"flip": f"{decision.worker} should become a {decision.role} worker", "scale_up": f"one more {decision.role} worker"}
+        verb = {
+            "flip": f"{decision.worker} should become a {decision.role} worker",
+            "scale_up": f"one more {decision.role} worker",
+        }
         verb |= {"hold": "nothing changes its role"}
         what = verb.get(decision.kind, f"one {decision.role} worker fewer, {decision.worker}")
         _log.info("steering (%s): %s: %s", self._core.options.mode, what, decision.reason)
@@ -82,11 +90,15 @@ class SteeringShell:
         if decision.kind == "flip" and decision.role != "mixed":
             done = self._workers.flip(decision.worker, decision.role, None)
             if not isinstance(done, dict):
-                _log.warning("steering: %s stays as it is: %s", decision.worker, done or "it is not here any more")
+                _log.warning(
+                    "steering: %s stays as it is: %s", decision.worker, done or "it is not here any more"
+                )
         elif decision.kind == "scale_up":
             self._hooks.start_worker(decision.role)
         elif decision.kind == "scale_down" and not self._hooks.starts_workers:
-            _log.info("steering: %s stays: without --steer-command nobody could start it again", decision.worker)
+            _log.info(
+                "steering: %s stays: without --steer-command nobody could start it again", decision.worker
+            )
         elif decision.kind == "scale_down":
             self._let_go(decision.worker, snapshot)
 

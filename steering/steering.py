@@ -1,4 +1,5 @@
-"""One coordinator's steering: from the lifecycle's snapshot to the pool controller's decisions. Pure; times in seconds."""
+"""One coordinator's steering: from the lifecycle's snapshot to the pool controller's decisions. Pure; times
+in seconds."""
 
 from __future__ import annotations
 
@@ -42,12 +43,17 @@ class Steering:
         return {
             "mode": self.options.mode,
             "state": controller.state,
-            "load": None if pressure is None else {"prefill": round(pressure.prefill, 3), "decode": round(pressure.decode, 3)},
-            "mix": None if picture is None else {name: round(value, 4) for name, value in asdict(picture).items()},
+            "load": None
+            if pressure is None
+            else {"prefill": round(pressure.prefill, 3), "decode": round(pressure.decode, 3)},
+            "mix": None
+            if picture is None
+            else {name: round(value, 4) for name, value in asdict(picture).items()},
             "in_use": {role: round(use, 3) for role, use in self._in_use.items()},
             "wanted_workers": controller.wanted,
             "decisions": [
-                {"ago_s": round(now - d.at, 1), **{k: v for k, v in asdict(d).items() if k != "at"}} for d in reversed(controller.decisions)
+                {"ago_s": round(now - d.at, 1), **{k: v for k, v in asdict(d).items() if k != "at"}}
+                for d in reversed(controller.decisions)
             ],
         }
 
@@ -66,7 +72,11 @@ def fleet_of(snapshot: Snapshot, keep: Sequence[str] = ()) -> Fleet:
         sum(not has_begun for has_begun in snapshot.changing.values()),
         min((w.max_batch_tokens for w in by_load["prefill"]), default=512),
         min((w.max_num_seqs for w in by_load["decode"]), default=64),
-        {role: going[0] for role, workers in by_load.items() if len(workers) > 1 and (going := _may_go(workers, keep))},
+        {
+            role: going[0]
+            for role, workers in by_load.items()
+            if len(workers) > 1 and (going := _may_go(workers, keep))
+        },
         sum(w.is_mixed and w.role == "decode" for w in takes_work),
     )
 

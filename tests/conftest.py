@@ -1,4 +1,5 @@
-"""Triton's kernels run in its interpreter here (it reads this when it is imported); ``bench/kernels/gpu_check.py`` runs them on a GPU."""
+"""Triton's kernels run in its interpreter here (it reads this when it is imported);
+``bench/kernels/gpu_check.py`` runs them on a GPU."""
 
 from __future__ import annotations
 
@@ -9,9 +10,12 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 os.environ["TRITON_INTERPRET"] = "1"
-# How long examples take, to run and to draw, says how busy the machine is; each test has its time limit. The same ones each time: whether
+# How long examples take, to run and to draw, says how busy the machine is; each test has its time limit. The
+# same ones each time: whether
 # a commit passes is no matter of luck. (To search for more: --hypothesis-profile search.)
-settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.register_profile("search", settings.get_profile("suite"), derandomize=False)
 settings.load_profile("suite")
 
@@ -20,13 +24,18 @@ LONGEST_FIRST = ("e2e", "kernels", "simulation", "planner", "engine", "coordinat
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: next((rank for rank, name in enumerate(LONGEST_FIRST) if name in item.path.parts), len(LONGEST_FIRST)))
+    items.sort(
+        key=lambda item: next(
+            (rank for rank, name in enumerate(LONGEST_FIRST) if name in item.path.parts), len(LONGEST_FIRST)
+        )
+    )
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """How several test processes share the work (``deploy/test.sh``): the tests of real processes, which need both cores, come in turn, the
-    others file by file beside them. (pytest-xdist's own groups, ``--dist loadgroup``, are overlooked with pytest 9.2.)"""
+    """How several test processes share the work (``deploy/test.sh``): the tests of real processes, which need
+    both cores, come in turn, the others file by file beside them. (pytest-xdist's own groups, ``--dist
+    loadgroup``, are overlooked with pytest 9.2.)"""
     from xdist.scheduler import LoadScopeScheduling
 
     class InTurn(LoadScopeScheduling):

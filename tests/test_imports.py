@@ -48,7 +48,9 @@ def test_only_the_drawn_arrows(folder: str) -> None:
         for name in imports_of(path):
             parts = name.split(".")
             within = ".".join(parts[1:]) + "."
-            known = not parts[1:] or any(within.startswith(f"{one}.") for one in (*ALLOWED[folder], folder, "__version__"))
+            known = not parts[1:] or any(
+                within.startswith(f"{one}.") for one in (*ALLOWED[folder], folder, "__version__")
+            )
             if parts[0] == "splitserve" and not known:
                 wrong.append(f"{path.relative_to(ROOT)} imports {name}")
             if parts[0] == "torch" and folder not in MAY_IMPORT_TORCH and "movers" not in path.parts:
@@ -62,14 +64,21 @@ def test_the_coordinator_starts_without_torch() -> None:
 
 
 PURE = [
-    *(f"splitserve.coordinator.lifecycle.{path.stem}" for path in sorted((ROOT / "coordinator/lifecycle").glob("*.py"))),
+    *(
+        f"splitserve.coordinator.lifecycle.{path.stem}"
+        for path in sorted((ROOT / "coordinator/lifecycle").glob("*.py"))
+    ),
     "splitserve.coordinator.dashboard.diagnosis",
     "splitserve.coordinator.dashboard.event_log",
     "splitserve.coordinator.dashboard.queueing",
     "splitserve.steering.controller",
     "splitserve.steering.steering",
     "splitserve.coordinator.tenants.buckets",
-    *(f"splitserve.{folder}.{path.stem}" for folder in ("prefill", "decode") for path in sorted((ROOT / folder).glob("*.py"))),
+    *(
+        f"splitserve.{folder}.{path.stem}"
+        for folder in ("prefill", "decode")
+        for path in sorted((ROOT / folder).glob("*.py"))
+    ),
     "splitserve.worker.roles",
     "splitserve.engine.cache.block_manager",
     "splitserve.transport.handoff.sender",
@@ -79,14 +88,18 @@ PURE = [
 
 def test_the_pure_cores_know_no_sockets_and_no_torch() -> None:
     names = ", ".join(PURE)
-    code = f"import sys, {names}; sys.exit(bool({{'torch', 'zmq', 'uvicorn', 'starlette'}} & set(sys.modules)))"
+    code = (
+        f"import sys, {names}; sys.exit(bool({{'torch', 'zmq', 'uvicorn', 'starlette'}} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code], timeout=200, check=False).returncode == 0
 
 
 @pytest.mark.parametrize("name", PURE)
 def test_the_pure_cores_ask_no_clock_and_draw_no_chance(name: str) -> None:
     path = ROOT.joinpath(*name.split(".")[1:]).with_suffix(".py")
-    assert not {"time", "random", "secrets", "threading", "os"} & {imported.split(".")[0] for imported in imports_of(path)}
+    assert not {"time", "random", "secrets", "threading", "os"} & {
+        imported.split(".")[0] for imported in imports_of(path)
+    }
 
 
 def test_the_lifecycle_imports_messages_and_nothing_else_of_ours() -> None:
@@ -97,33 +110,48 @@ def test_the_lifecycle_imports_messages_and_nothing_else_of_ours() -> None:
 
 PRODUCT = [*ALLOWED.keys() - {"bench"}]
 ORDERED = ["coordinator", "kernels", "prefill", "decode", "worker", "steering", "loadgen", "cli", "deploy"]
-"""Folders whose files and rooms can be put in an order in which each imports only earlier ones, at every level."""
+"""Folders whose files and rooms can be put in an order in which each imports only earlier ones, at every
+level."""
 
 
 def test_only_the_http_room_knows_uvicorn() -> None:
-    """Its protocols override private members of uvicorn; everything else sees Call, CallHandler and ListeningServer."""
-    files = {path for path in (ROOT / "coordinator").rglob("*.py") if any(n.split(".")[0] == "uvicorn" for n in imports_of(path))}
+    """Its protocols override private members of uvicorn; everything else sees Call, CallHandler and
+    ListeningServer."""
+    files = {
+        path
+        for path in (ROOT / "coordinator").rglob("*.py")
+        if any(n.split(".")[0] == "uvicorn" for n in imports_of(path))
+    }
     assert files
     assert {path.parent for path in files} == {ROOT / "coordinator" / "http"}
 
 
 def module_imports() -> dict[tuple[str, ...], set[tuple[str, ...]]]:
-    """Every file of the product and the files it imports (for type checking too), as paths without the suffix."""
-    paths = {path.relative_to(ROOT).with_suffix("").parts: path for folder in PRODUCT for path in (ROOT / folder).rglob("*.py")}
+    """Every file of the product and the files it imports (for type checking too), as paths without the
+    suffix."""
+    paths = {
+        path.relative_to(ROOT).with_suffix("").parts: path
+        for folder in PRODUCT
+        for path in (ROOT / folder).rglob("*.py")
+    }
     found: dict[tuple[str, ...], set[tuple[str, ...]]] = {name: set() for name in paths}
     for name, path in paths.items():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom):
                 base = ("splitserve", *name[:-1])[: len(name) + 1 - node.level] if node.level else ()
                 module = (*base, *(node.module.split(".") if node.module else ()))[1:]
-                found[name] |= {(*module, alias.name) if (*module, alias.name) in paths else module for alias in node.names}
+                found[name] |= {
+                    (*module, alias.name) if (*module, alias.name) in paths else module
+                    for alias in node.names
+                }
             elif isinstance(node, ast.Import):
                 found[name] |= {tuple(alias.name.split(".")[1:]) for alias in node.names}
     return {name: (imported & paths.keys()) - {name} for name, imported in found.items()}
 
 
 def circle_among(children: dict[str, set[str]]) -> list[str]:
-    """What is left of a graph once everything that imports nothing more is taken away: empty, or it holds a circle."""
+    """What is left of a graph once everything that imports nothing more is taken away: empty, or it holds a
+    circle."""
     while free := [name for name, imported in children.items() if not imported & children.keys()]:
         children = {name: imported for name, imported in children.items() if name not in free}
     return sorted(children)

@@ -12,7 +12,8 @@ DEFAULT_PERCENT = 90.0
 
 @dataclass(frozen=True, slots=True)
 class LatencyBound:
-    """``seconds`` that a ``share`` of the requests must keep; ``share`` is None where no percentile was given."""
+    """``seconds`` that a ``share`` of the requests must keep; ``share`` is None where no percentile was
+    given."""
 
     seconds: float
     share: float | None
@@ -39,5 +40,8 @@ def parse_bounds(text: str) -> dict[str, LatencyBound]:
 
 
 def attainment(bounds: dict[str, LatencyBound]) -> float:
-    """Return the share of requests that must keep all bounds at once: the largest share given for any of them."""
-    return max((bound.share for bound in bounds.values() if bound.share is not None), default=DEFAULT_PERCENT / 100)
+    """Return the share of requests that must keep all bounds at once: the largest share given for any of
+    them."""
+    return max(
+        (bound.share for bound in bounds.values() if bound.share is not None), default=DEFAULT_PERCENT / 100
+    )

@@ -1,4 +1,5 @@
-"""What a worker's process has for each role that it plays: to the coordinator each of them is a worker of its own."""
+"""What a worker's process has for each role that it plays: to the coordinator each of them is a worker of its
+own."""
 
 from __future__ import annotations
 
@@ -45,8 +46,9 @@ LINGER_S = 0.5  # for the last messages
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """What the roles of a process share. ``shared`` is the memory of the pool, where other processes of this host may map
-    it; ``host`` is None where the process has one role and cannot change it; ``wake`` ends the loop's wait."""
+    """What the roles of a process share. ``shared`` is the memory of the pool, where other processes of this
+    host may map it; ``host`` is None where the process has one role and cannot change it; ``wake`` ends the
+    loop's wait."""
 
     model: WorkerModel
     key: ClusterKey | None
@@ -171,7 +173,8 @@ class PlayedRole(ABC):
             self._reports.send_heartbeat(now)
 
     def has_ended(self, now: float) -> bool:
-        """Return whether the role has drained; its coordinators are told. Raises EngineError if every step fails."""
+        """Return whether the role has drained; its coordinators are told. Raises EngineError if every step
+        fails."""
         self.departure.raise_if_broken()
         if not self.departure.is_due(now):
             return False
@@ -240,7 +243,8 @@ class PlayedRole(ABC):
         self._reports.send_cache_events(everything=True)
 
     def fenced(self, incarnation: int) -> None:
-        """See ``LinkedWorker``. The old incarnation's last messages to its peers leave before its channels close."""
+        """See ``LinkedWorker``. The old incarnation's last messages to its peers leave before its channels
+        close."""
         self.core.drop_others(-1)
         self.carry_out(time.monotonic())
         self.sending.rename(incarnation)

@@ -204,7 +204,10 @@ def compare(seen: Sequence[Seen], before: Sums, after: Sums) -> Iterator[str]:
     unseen = len(set(new) - {one.id for one in seen})
     left_early = sum(one.kind.startswith("leaves") and not one.id for one in seen)
     if unseen > left_early:
-        yield f"{unseen} requests are metered of which no client knows the id; {left_early} left before they could"
+        yield (
+            f"{unseen} requests are metered of which no client knows the id; {left_early} left before "
+            "they could"
+        )
     for name in METRICS:
         metered_sum, counted = (
             sum(getattr(r, name) for r in new.values()),

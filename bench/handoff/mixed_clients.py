@@ -31,8 +31,7 @@ SCHEMA = {
 }
 SHARED = (
     "The quick brown fox explains what os.path.join does, and why list comprehensions are read from left to "
-    "right. "
-    * 3
+    "right. " * 3
 )
 POLL_S = 0.2
 

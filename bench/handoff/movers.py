@@ -98,7 +98,9 @@ def main() -> None:
     print_figures(figures)
     if options.json is not None:
         record = {
-            "command": f"python -m splitserve.bench.handoff.movers --gib {options.gib} --rounds {options.rounds}",
+            "command": (
+                f"python -m splitserve.bench.handoff.movers --gib {options.gib} --rounds {options.rounds}"
+            ),
             "load_average": os.getloadavg(),
         }
         result = {"environment": environment(), **record, "figures": [asdict(figure) for figure in figures]}

@@ -3,12 +3,14 @@
     python -m splitserve.bench.handoff.overhead            # half a minute; prints JSON
     python -m splitserve.bench.handoff.overhead --json bench/results/overhead.json
 
-1. Decode steps a second at a batch of 64 through the decode worker's loop: its core, its step thread, its sockets. The coordinator is a
-   stub on the other core that only drains them.
-2. Time to first token of single requests through the real coordinator, prefill worker and handoff: all of it is overhead. Beside it, in the
-   same run, what no code of ours can avoid: a bare HTTP exchange with uvicorn's parser, and a bare ZeroMQ round trip between two processes
-   (what is above the two of them: ``ttft_added_ms``). And what a prefill worker takes by itself for a prompt that is not handed over, from
-   the message to the first token: what is above that and the HTTP exchange is added by coordinator and handoff (``by_control_ms``).
+1. Decode steps a second at a batch of 64 through the decode worker's loop: its core, its step thread, its
+   sockets. The coordinator is a stub on the other core that only drains them.
+2. Time to first token of single requests through the real coordinator, prefill worker and handoff: all of it
+   is overhead. Beside it, in the same run, what no code of ours can avoid: a bare HTTP exchange with
+   uvicorn's parser, and a bare ZeroMQ round trip between two processes (what is above the
+   two of them: ``ttft_added_ms``). And what a prefill worker takes by itself for a prompt that is not handed
+   over, from the message to the first token: what is above that and the HTTP exchange is added by coordinator
+   and handoff (``by_control_ms``).
 """
 
 from __future__ import annotations
@@ -258,7 +260,10 @@ def _echo(sender: Connection) -> None:
 def _request(number: int) -> bytes:
     fields = {"model": DEMO_MODEL_NAME, "prompt": [number % 60 + 1] * 256, "max_tokens": 4, "stream": True}
     body = json.dumps({**fields, "stream_options": {"include_usage": True}}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: "
+        f"application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
     return head.encode() + body
 
 

@@ -93,7 +93,10 @@ class Row:
 def post(target: Target, path: str, body: bytes, *, unsent: int = 0) -> socket.socket:
     """A request on a connection of its own, without its last bytes."""
     connection = socket.create_connection(("127.0.0.1", target.port), timeout=PATIENCE_S)
-    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{target.port}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{target.port}\r\nContent-Type: "
+        f"application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
     connection.sendall(head.encode())
     connection.sendall(memoryview(body)[: len(body) - unsent])
     return connection

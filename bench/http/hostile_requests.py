@@ -438,7 +438,10 @@ class HostileRequests:
         return Attempt("other heads", (request,), ending=self._over())
 
     def _long_extensions(self) -> Attempt:
-        head = f"POST {self._random.choice(ENDPOINTS)} HTTP/1.1\r\n{JSON_TO}{self._authorization()}transfer-encoding: chunked\r\n\r\n5;"
+        head = (
+            f"POST {self._random.choice(ENDPOINTS)} "
+            f"HTTP/1.1\r\n{JSON_TO}{self._authorization()}transfer-encoding: chunked\r\n\r\n5;"
+        )
         pieces = (head.encode(), *([b"x" * 100_000] * self._random.randrange(1, 8)))
         return Attempt("long chunk extensions", pieces, ending=self._over())
 
@@ -482,7 +485,10 @@ class HostileRequests:
             (len(content) - 9, len(content) + 9, -1, 0, 1 << 40, 1 << 70, "abc", "1 2", "+5", "0x10", "")
         )
         twice = self._random.choice(("", "", "content-length: 5\r\n", "transfer-encoding: chunked\r\n"))
-        head = f"POST {self._random.choice(ENDPOINTS)} HTTP/1.1\r\n{JSON_TO}{self._authorization()}content-length: {length}\r\n{twice}\r\n"
+        head = (
+            f"POST {self._random.choice(ENDPOINTS)} "
+            f"HTTP/1.1\r\n{JSON_TO}{self._authorization()}content-length: {length}\r\n{twice}\r\n"
+        )
         return Attempt("wrong length", (head.encode() + content,), ending=self._over())
 
     def _bad_chunks(self) -> Attempt:
@@ -502,14 +508,20 @@ class HostileRequests:
         tail = self._random.choice(
             (b"\r\n0\r\n\r\n", b"", b"0\r\n", b"\r\n0\r\na: b\r\n\r\n", b"\r\n0\r\n" + b"t: x\r\n" * 50)
         )
-        head = f"POST {self._random.choice(ENDPOINTS)} HTTP/1.1\r\n{JSON_TO}{self._authorization()}transfer-encoding: chunked\r\n\r\n"
+        head = (
+            f"POST {self._random.choice(ENDPOINTS)} "
+            f"HTTP/1.1\r\n{JSON_TO}{self._authorization()}transfer-encoding: chunked\r\n\r\n"
+        )
         return Attempt(
             "bad chunks", (head.encode() + size.encode() + b"\r\n" + content + tail,), ending=self._over()
         )
 
     def _websocket(self) -> Attempt:
         key = base64.b64encode(self._random.randbytes(16)).decode()
-        upgrade = f"upgrade: websocket\r\nconnection: Upgrade\r\nsec-websocket-version: 13\r\nsec-websocket-key: {key}\r\n"
+        upgrade = (
+            "upgrade: websocket\r\nconnection: Upgrade\r\nsec-websocket-version: "
+            f"13\r\nsec-websocket-key: {key}\r\n"
+        )
         head = f"GET /v1/stream HTTP/1.1\r\nhost: localhost\r\n{self._authorization()}{upgrade}\r\n".encode()
         frames = b"".join(self._frame() for _ in range(self._random.randrange(4)))
         return Attempt("WebSocket", (head, frames) if frames else (head,), ending=self._over())

@@ -45,7 +45,10 @@ from .raw_client import RawClient, request_bytes
 AHEAD = {"paced": 2, "saturated": 32}
 WINDOWS = 5
 POLL_S = 0.02  # how often the fake workers look for messages and heartbeats while they stream
-TEXT = "The quick brown fox explains what os.path.join does, and why list comprehensions are read from left to right. "
+TEXT = (
+    "The quick brown fox explains what os.path.join does, and why list comprehensions are read from "
+    "left to right. "
+)
 PATH: Endpoint = "/v1/chat/completions"
 CHAT = {"model": "bench", "messages": [{"role": "user", "content": "What does os.path.join do?"}]}
 

@@ -149,7 +149,10 @@ def measure(report: Report, part: Section, device: str, ceilings: Ceilings, unti
     while (
         not report.out_of_time(part.name, until) and (figure := _next(figures, part.name, report)) is not None
     ):
-        text = f"{figure.what:105s} {figure.us:9.1f} us {figure.rate / 1e12:8.3f} T{figure.unit}/s  {figure.ratio:4.0%} of its floor"
+        text = (
+            f"{figure.what:105s} {figure.us:9.1f} us {figure.rate / 1e12:8.3f} T{figure.unit}/s  "
+            f"{figure.ratio:4.0%} of its floor"
+        )
         text = text if device != "cpu" else f"ran   {figure.what}"
         report.add(text, asdict(figure) | {"section": part.name, "ratio": figure.ratio})
 
@@ -251,7 +254,10 @@ def add_compiled(report: Report, case: str, compiled: Future[list[Compiled]]) ->
     faults = faults_of(case, kernels, FEW_BYTES)
     report.wrong += faults
     for kernel in kernels:
-        text = f"{kernel['registers']:3d} registers, {kernel['stack']:2d} B stack, {kernel['shared']:6d} B shared, "
+        text = (
+            f"{kernel['registers']:3d} registers, {kernel['stack']:2d} B stack, {kernel['shared']:6d} "
+            "B shared, "
+        )
         text += f"{kernel['programs_per_sm']:2d} a multiprocessor"
         line: dict[str, object] = {"compiled": case, "good": not faults} | kernel
         report.add(f"{'WRONG' if faults else 'ok   '} {case:52s} {kernel['name']:24s} {text}", line)

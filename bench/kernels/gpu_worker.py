@@ -120,7 +120,10 @@ def idle_between_steps(runner: ModelRunner, batch: int, steps: int, late: bool) 
     device = device_us(lambda: runner.launch(made), 20)
     us = loop(runner, batch, steps, late) / steps
     made_when = "late" if late else "at once"
-    what = f"0.5B: decode step by the worker's loop, the next made {made_when}, batch {batch}, context {CONTEXT}: the device's part"
+    what = (
+        f"0.5B: decode step by the worker's loop, the next made {made_when}, batch {batch}, context "
+        f"{CONTEXT}: the device's part"
+    )
     return Figure(what, us, device, 1e6 / us, "")
 
 

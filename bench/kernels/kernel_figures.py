@@ -123,7 +123,10 @@ def prefill_figure(
     tile = (exact_tile(head_dim) if exact else prefill_tile(head_dim)) if big else TileShape(16, 32, 4, 3)
     plan = plan_prefill(inputs, chunk, group, tile, singles=False)
     us = microseconds([partial(prefill_attention, out, q, pool, 0, inputs, plan, exact)])
-    name = f"prefill attention, {chunk} tokens after {cached}, {num_kv_heads} x {group} heads of {head_dim}{', exact' if exact else ''}"
+    name = (
+        f"prefill attention, {chunk} tokens after {cached}, {num_kv_heads} x {group} heads of "
+        f"{head_dim}{', exact' if exact else ''}"
+    )
     pairs = chunk * cached + chunk * (chunk + 1) / 2
     return flops_figure(name, us, 4 * num_kv_heads * group * head_dim * pairs, ceilings)
 

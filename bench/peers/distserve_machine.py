@@ -1,12 +1,14 @@
 """A cluster as DistServe's own simulator models it, quirks included: for comparing with its results, and no
 physics.
 
-- A prefill worker joins all prompts that wait, whole and in order, up to what its KV cache could hold; a decode worker takes sequences from
-  the head of its line up to a number of context tokens, and puts those that go on back at its end: beyond that number they take turns.
+- A prefill worker joins all prompts that wait, whole and in order, up to what its KV cache could hold; a
+  decode worker takes sequences from the head of its line up to a number of context tokens, and puts those
+  that go on back at its end: beyond that number they take turns.
 - A sequence needs as many decode steps as it has output tokens: the prompt's own token is not counted.
-- A new sequence goes to the decode worker with the shortest *line*; those in its running step are not in it, so that the first worker gets
-  nearly all until a step of it takes long.
-- Each step costs 2 ms more (3 ms with prompts), and 0.1 us for each token in context. KV blocks move in no time.
+- A new sequence goes to the decode worker with the shortest *line*; those in its running step are not in it,
+  so that the first worker gets nearly all until a step of it takes long.
+- Each step costs 2 ms more (3 ms with prompts), and 0.1 us for each token in context. KV blocks move in no
+  time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Does a plan's answer hold on a bursty trace, and what does a plan from means do there?
 
-Plans on the first requests of the trace; then the whole trace, compressed as much, is simulated on the cluster that the plan recommends
-and on the one that a plan from means would build, at the rate that each expects; and the latter under Poisson
-arrivals of the same requests.
+Plans on the first requests of the trace; then the whole trace, compressed as much, is simulated on the
+cluster that the plan recommends and on the one that a plan from means would build, at the rate that each
+expects; and the latter under Poisson arrivals of the same requests.
 
     python -m splitserve.bench.studies.plan_bursts --trace ../shared/data/azure/AzureLLMInferenceTrace_code.csv \\
         --profile h100.json --gpus 8 \\

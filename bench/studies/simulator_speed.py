@@ -1,8 +1,9 @@
-"""How fast the simulator is: simulated requests a second of processor time on one core, and whether its memory stays flat.
+"""How fast the simulator is: simulated requests a second of processor time on one core, and whether its
+memory stays flat.
 
-Workers with made-up times of about a 70B model's on an 8-GPU machine; arrivals at a rate that keeps the pools busy: Poisson, with
-lengths of the Azure conversation trace's medians and spreads, or a trace's own, compressed. Measured from the first arrival to the
-last end.
+Workers with made-up times of about a 70B model's on an 8-GPU machine; arrivals at a rate that keeps the pools
+busy: Poisson, with lengths of the Azure conversation trace's medians and spreads, or a trace's own,
+compressed. Measured from the first arrival to the last end.
 
     python -m splitserve.bench.studies.simulator_speed --json out.json
     python -m splitserve.bench.studies.simulator_speed --workers 1000 --requests 1000000 --loads conversation --json out.json

@@ -1,12 +1,16 @@
-"""An imitation of a whole splitwise-sim cluster: its scheduler (``token_jsq`` for the baselines, else ``mixed_pool``) over its machines.
+"""An imitation of a whole splitwise-sim cluster: its scheduler (``token_jsq`` for the baselines, else
+``mixed_pool``) over its machines.
 
-One run of any model, trace and design, with splitwise-sim's own measurements, to compare with a run of splitwise-sim:
+One run of any model, trace and design, with splitwise-sim's own measurements, to compare with a run of
+splitwise-sim:
 
     python -m splitserve.bench.studies.splitwise_cluster --perf-model ../shared/data/splitwise-sim/perf_model.csv --model bloom-176b \\
-        --trace ../shared/data/splitwise-sim/traces/rr_code_70_2min.csv.gz --design Splitwise-HH --prompt-machines 35 --token-machines 5
+        --trace ../shared/data/splitwise-sim/traces/rr_code_70_2min.csv.gz --design Splitwise-HH
+        --prompt-machines 35 --token-machines 5
 
-Percentiles as splitwise-sim defines them: TTFT ends with the prompt, TBT = (E2E - TTFT) / output tokens. What never ends (all memory may be
-promised to answers that wait for each other) is counted and in no percentile, as there.
+Percentiles as splitwise-sim defines them: TTFT ends with the prompt, TBT = (E2E - TTFT) / output tokens. What
+never ends (all memory may be promised to answers that wait for each other) is counted and in no percentile,
+as there.
 """
 
 from __future__ import annotations

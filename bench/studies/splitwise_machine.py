@@ -5,10 +5,13 @@ A *work* is a request's prompt or all of its other tokens. A machine runs iterat
 iterations without prompts run contiguously until a token work ends or something arrives. What is imitated on
 purpose:
 
-- decode time is read from a curve over prompt tokens at the *number of sequences*, so that it hardly depends on the batch;
+- decode time is read from a curve over prompt tokens at the *number of sequences*, so that it hardly depends
+  on the batch;
 - a batch with prompts and tokens takes 1.1 times the time of as many prompt tokens; prompts are never cut;
-- a work that waits counts every iteration that leaves it out as a preemption, and comes first after four of them;
-- KV bytes take no account of grouped heads; a token work reserves the memory of its whole answer when it begins.
+- a work that waits counts every iteration that leaves it out as a preemption, and comes first after four of
+  them;
+- KV bytes take no account of grouped heads; a token work reserves the memory of its whole answer when it
+  begins.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
     python -m splitserve.bench.studies.steer_mixed [--mixed 2] [--phases 4] [--phase-s 40] [--seed 1] \\
         [--json bench/results/steer_mixed.json]
 
-The shifting load of ``bench.steer`` on as many workers: all flexible and steered; some of them mixed, the others flexible and in equal
-parts, with the controller switched on; and every static ratio of those others, of which the best is known afterwards.
+The shifting load of ``bench.steer`` on as many workers: all flexible and steered; some of them mixed, the
+others flexible and in equal parts, with the controller switched on; and every static ratio of those others,
+of which the best is known afterwards.
 """
 
 from __future__ import annotations

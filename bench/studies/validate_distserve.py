@@ -114,7 +114,8 @@ def worst_error(found: dict[str, Any], theirs: dict[str, Any]) -> float:
 
 
 def two_to_one() -> dict[str, Any]:
-    """13B on A100s, 512 prompt and 64 output tokens: a prefill worker bears 5.6 requests/s, a decode worker 10, so two and one bear 10,
+    """13B on A100s, 512 prompt and 64 output tokens: a prefill worker bears 5.6 requests/s, a decode worker
+    10, so two and one bear 10,
     3.3 a GPU. The planner's bound of both ratios of three workers."""
     batch = 64
     line = StepModel(pieces=(Piece(curve=((0, 0.0), (512, 1 / 5.6))),))

@@ -117,7 +117,10 @@ def missed(found: dict[str, Any], which: str) -> Iterator[str]:
                     if abs(error) > (allowed := one["bounds"][percentile]):
                         low, high = result["error_when_late"][name][percentile]
                         told = f"{low:+.1%} to {high:+.1%} with arrivals up to {1e3 * LATE_S:.0f} ms late"
-                        yield f"{cluster}, {workload}: {name} {percentile} is off by {error:+.1%} ({told}), {allowed:.0%} are allowed"
+                        yield (
+                            f"{cluster}, {workload}: {name} {percentile} is off by {error:+.1%} "
+                            f"({told}), {allowed:.0%} are allowed"
+                        )
 
 
 def validated(arguments: argparse.Namespace) -> dict[str, Any]:

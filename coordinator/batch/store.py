@@ -223,8 +223,10 @@ class BatchStore:
         """Requests without an answer, of this batch or of all in progress: the first of each, then the
         second."""
         rows = self._db.execute(
-            "SELECT batch, number, custom_id, body FROM lines WHERE status IS NULL AND batch = coalesce(?1, batch)"
-            " AND (?1 IS NOT NULL OR batch IN (SELECT id FROM batches WHERE status = 'in_progress')) ORDER BY number, batch LIMIT ?2",
+            "SELECT batch, number, custom_id, body FROM lines WHERE status IS NULL AND batch = "
+            "coalesce(?1, batch)"
+            " AND (?1 IS NOT NULL OR batch IN (SELECT id FROM batches WHERE status = "
+            "'in_progress')) ORDER BY number, batch LIMIT ?2",
             (batch, limit),
         )
         return [(row[0], Line(row[1], row[2], bytes(row[3]))) for row in rows]
@@ -238,11 +240,17 @@ class BatchStore:
 
     def outputs(self, batch: str, *, good: bool) -> bytes:
         """The content of the output file, or of the error file."""
-        query = "SELECT output FROM lines WHERE batch = ? AND status IS NOT NULL AND (status = 200) = ? ORDER BY number"
+        query = (
+            "SELECT output FROM lines WHERE batch = ? AND status IS NOT NULL AND (status = 200) = ? "
+            "ORDER BY number"
+        )
         return b"".join(bytes(row[0]) + b"\n" for row in self._db.execute(query, (batch, good)))
 
     def counts(self, batch: str) -> Counts:
-        query = "SELECT count(*), coalesce(sum(status = 200), 0), coalesce(sum(status <> 200), 0) FROM lines WHERE batch = ?"
+        query = (
+            "SELECT count(*), coalesce(sum(status = 200), 0), coalesce(sum(status <> 200), 0) FROM "
+            "lines WHERE batch = ?"
+        )
         return Counts(*self._db.execute(query, (batch,)).fetchone())
 
     def used(self, batch: str) -> Used:
@@ -277,8 +285,10 @@ def _forget_accounts(db: sqlite3.Connection) -> None:
 
 
 _ADD_USED = (
-    "INSERT INTO used VALUES (?, ?, ?, ?, ?) ON CONFLICT (batch) DO UPDATE SET prompt = prompt + excluded.prompt,"
-    " cached = cached + excluded.cached, completion = completion + excluded.completion, reasoning = reasoning + excluded.reasoning"
+    "INSERT INTO used VALUES (?, ?, ?, ?, ?) ON CONFLICT (batch) DO UPDATE SET prompt = prompt + "
+    "excluded.prompt,"
+    " cached = cached + excluded.cached, completion = completion + excluded.completion, reasoning "
+    "= reasoning + excluded.reasoning"
 )
 _FILE = "SELECT id, filename, purpose, num_bytes, created FROM files"
 _BATCH = "SELECT id, status, details, key_id FROM batches"

@@ -1,11 +1,13 @@
 """What slows requests down or fails them, what would help, and how much: one sentence for people. Pure.
 
-Each rule reads one ``Window`` and finds nothing or one thing. Findings are ordered: what fails requests before what slows them, and of
-these the one that takes the larger share of requests' time first. Where no rule finds anything, that is said.
+Each rule reads one ``Window`` and finds nothing or one thing. Findings are ordered: what fails requests
+before what slows them, and of these the one that takes the larger share of requests' time first. Where no
+rule finds anything, that is said.
 
-Expected gains: of one more worker where requests queue, ``queueing``; of a faster stage, Amdahl's law (AFIPS 1967), a bound; of
-one more decode worker for the time per token, processor sharing (L. Kleinrock, "Time-shared systems", J. ACM 14, 1967), a bound
-too: a step's time shrinks at most as its number of rows does. Below ``MIN_REQUESTS`` nothing is promised.
+Expected gains: of one more worker where requests queue, ``queueing``; of a faster stage, Amdahl's law (AFIPS
+1967), a bound; of one more decode worker for the time per token, processor sharing (L. Kleinrock,
+"Time-shared systems", J. ACM 14, 1967), a bound too: a step's time shrinks at most as its number of rows
+does. Below ``MIN_REQUESTS`` nothing is promised.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from .queueing import SATURATED, ttft_with_one_more
 MIN_REQUESTS = 20
 """Requests in the window below which nothing is said of their times."""
 QUEUE_SHARE, QUEUE_TTFT_SHARE, QUEUE_S = 0.2, 0.5, 1.0
-"""A queue is a finding from this share of requests' time on; or of the TTFT, if it takes so many seconds or the objective is missed."""
+"""A queue is a finding from this share of requests' time on; or of the TTFT, if it takes so many seconds or
+the objective is missed."""
 HANDOFF_SHARE, HANDOFF_S = 0.1, 0.01
 COORDINATOR_SHARE, COORDINATOR_S = 0.15, 0.01
 CLIENT_SHARE, CLIENT_S = 0.15, 0.05
@@ -36,7 +39,8 @@ UNKNOWN_BUSY = 0.95
 
 
 class Finding(NamedTuple):
-    """``level``: good, idle, unknown (too little to tell), warn (requests are slowed down), bad (requests fail). Sentences for people."""
+    """``level``: good, idle, unknown (too little to tell), warn (requests are slowed down), bad (requests
+    fail). Sentences for people."""
 
     kind: str
     level: Literal["good", "idle", "unknown", "warn", "bad"]
@@ -46,7 +50,13 @@ class Finding(NamedTuple):
     share: float = 0.0  # of requests' time, for the order
 
     def as_json(self) -> dict[str, Any]:
-        return {"kind": self.kind, "level": self.level, "what": self.what, "remedy": self.remedy, "basis": self.basis}
+        return {
+            "kind": self.kind,
+            "level": self.level,
+            "what": self.what,
+            "remedy": self.remedy,
+            "basis": self.basis,
+        }
 
 
 def diagnose(window: Window) -> list[Finding]:
@@ -64,21 +74,34 @@ def diagnose(window: Window) -> list[Finding]:
 
 def _missing(w: Window) -> Iterator[Finding]:
     absent = [role for role, pool in w.pools.items() if not pool.num_workers]
-    waits = f"{_requests(w.now_waiting)} {'waits' if w.now_waiting == 1 else 'wait'}. " if w.now_waiting else ""
+    waits = (
+        f"{_requests(w.now_waiting)} {'waits' if w.now_waiting == 1 else 'wait'}. " if w.now_waiting else ""
+    )
     if len(absent) == 2:
         yield Finding(
             "no_workers",
             "bad",
             f"No workers are connected. {waits}".strip(),
-            "Start some: `splitserve up` on this machine, or `splitserve prefill` and `splitserve decode` on others.",
+            (
+                "Start some: `splitserve up` on this machine, or `splitserve prefill` and `splitserve "
+                "decode` on others."
+            ),
         )
     elif absent:
-        yield Finding("no_workers", "bad", f"No {absent[0]} worker is connected. {waits}".strip(), f"Start one: `splitserve {absent[0]}`.")
+        yield Finding(
+            "no_workers",
+            "bad",
+            f"No {absent[0]} worker is connected. {waits}".strip(),
+            f"Start one: `splitserve {absent[0]}`.",
+        )
     elif not w.ready:
         yield Finding(
             "not_ready",
             "warn",
-            "Not ready: no request has gone from prefill to decode, or the last ones all failed in one stage; /ready says which.",
+            (
+                "Not ready: no request has gone from prefill to decode, or the last ones all failed in "
+                "one stage; /ready says which."
+            ),
             "That is tried by itself as soon as workers of both roles fit together.",
         )
     for role, pool in w.pools.items():
@@ -108,7 +131,8 @@ def _failing(w: Window) -> Iterator[Finding]:
             "refused",
             "bad",
             f"{_requests(w.num_refused)} of {tried:,} were refused with 429 in the last minute.",
-            "Reasons are counted in `splitserve_refusals_total`: `overloaded` asks for workers or a larger `--max-queue`, "
+            "Reasons are counted in `splitserve_refusals_total`: `overloaded` asks for workers or "
+            "a larger `--max-queue`, "
             "the others for higher limits of a key.",
         )
 
@@ -127,17 +151,29 @@ def _queue(w: Window) -> Iterator[Finding]:
     head = _of_time(w, share, "queueing", of_ttft)
     preempted = int(w.grown.get("preemptions", 0.0))
     if decode.kv >= FULL or preempted > TROUBLE_SHARE * w.num_measured:
-        more = f", and {preempted:,} sequence{'s were' if preempted != 1 else ' was'} preempted" if preempted else ""
+        more = (
+            f", and {preempted:,} sequence{'s were' if preempted != 1 else ' was'} preempted"
+            if preempted
+            else ""
+        )
         what = f"{head}: the decode workers' KV cache is full ({_percent(decode.kv)} in use{more})."
         remedy = f"{_one_more(w, 'decode', decode.kv)}; or give workers more KV memory (`--kv-cache-gib`)."
         yield Finding("kv_memory", "warn", what, remedy, _basis(decode.kv), share)
     elif decode.rows >= FULL:
         what = f"{head}: the decode workers' batches are full ({_percent(decode.rows)} of their rows)."
-        remedy = f"{_one_more(w, 'decode', decode.rows)}; or raise `--max-num-seqs`, if the time per token allows it."
+        remedy = (
+            f"{_one_more(w, 'decode', decode.rows)}; or raise `--max-num-seqs`, if the time per token "
+            "allows it."
+        )
         yield Finding("decode", "warn", what, remedy, _basis(decode.rows), share)
     elif prefill.busy is not None and prefill.busy < BUSY:
-        what = f"{head}, yet prefill workers are busy only {_percent(prefill.busy)} of the time: requests come in bursts."
-        yield Finding("bursts", "warn", what, f"{_one_more(w, 'prefill', prefill.busy)}.", _basis(prefill.busy), share)
+        what = (
+            f"{head}, yet prefill workers are busy only {_percent(prefill.busy)} of the time: requests "
+            "come in bursts."
+        )
+        yield Finding(
+            "bursts", "warn", what, f"{_one_more(w, 'prefill', prefill.busy)}.", _basis(prefill.busy), share
+        )
     else:
         busy = UNKNOWN_BUSY if prefill.busy is None else prefill.busy
         known = "" if prefill.busy is None else f", whose workers are busy {_percent(busy)} of the time"
@@ -146,7 +182,8 @@ def _queue(w: Window) -> Iterator[Finding]:
         if offered >= prefill.num_workers + 1:
             wanted = int(offered / SATURATED) + 1 - int(prefill.num_workers)
             remedy = (
-                f"{arrived / w.seconds:.1f} requests a second come and {w.num_ended / w.seconds:.1f} are served: the queue grows "
+                f"{arrived / w.seconds:.1f} requests a second come and "
+                f"{w.num_ended / w.seconds:.1f} are served: the queue grows "
                 f"until {wanted} more prefill workers are there."
             )
         else:
@@ -155,15 +192,22 @@ def _queue(w: Window) -> Iterator[Finding]:
 
 
 def _decode(w: Window) -> Iterator[Finding]:
-    """Tokens come too slowly for the objective. Without one, time on decode workers is what requests are for."""
+    """Tokens come too slowly for the objective. Without one, time on decode workers is what requests are
+    for."""
     if not _is_missed(w, w.tpot_missed):
         return
     assert w.objectives.tpot_s is not None
     pool, share = w.pools["decode"], w.share("decode")
-    what = f"{_percent(w.tpot_missed)} of requests get their tokens more slowly than {_seconds(w.objectives.tpot_s)} each"
+    what = (
+        f"{_percent(w.tpot_missed)} of requests get their tokens more slowly than "
+        f"{_seconds(w.objectives.tpot_s)} each"
+    )
     if pool.running >= 2:
         workers = int(pool.num_workers)
-        remedy = f"{_nth(workers + 1)} decode worker would cut the time per token by at most {_percent(1 / (workers + 1))}."
+        remedy = (
+            f"{_nth(workers + 1)} decode worker would cut the time per token by at most "
+            f"{_percent(1 / (workers + 1))}."
+        )
         yield Finding(
             "decode",
             "warn",
@@ -243,7 +287,9 @@ def _objectives(w: Window, slow: list[Finding]) -> Iterator[Finding]:
     """An objective is missed and no rule has said why: the first token is late without a queue."""
     if slow or w.kept is None or w.kept >= w.objectives.attainment:
         return
-    missed = f"{_percent(1 - w.kept)} of requests miss the objectives; {_percent(1 - w.objectives.attainment)} may"
+    missed = (
+        f"{_percent(1 - w.kept)} of requests miss the objectives; {_percent(1 - w.objectives.attainment)} may"
+    )
     if _is_missed(w, w.ttft_missed):
         work_s = w.stages.get("prefill", 0.0)
         yield Finding(
@@ -255,24 +301,39 @@ def _objectives(w: Window, slow: list[Finding]) -> Iterator[Finding]:
             w.share("prefill"),
         )
     else:
-        yield Finding("objectives", "warn", f"{missed}.", "No stage stands out: see the requests below, the slowest ones first.")
+        yield Finding(
+            "objectives",
+            "warn",
+            f"{missed}.",
+            "No stage stands out: see the requests below, the slowest ones first.",
+        )
 
 
 # --- nothing is wrong, or too little is known ----------------------------------------------------
 
 
 def _too_few(w: Window) -> Finding:
-    open_now = f" {_requests(w.now_waiting)} waiting, {w.now_running:,} running." if w.now_waiting or w.now_running else ""
+    open_now = (
+        f" {_requests(w.now_waiting)} waiting, {w.now_running:,} running."
+        if w.now_waiting or w.now_running
+        else ""
+    )
     if not w.num_ended and not open_now:
         return Finding("idle", "idle", "Idle: no request in the last minute.")
-    what = f"Too few requests to tell: {w.num_measured} answered in the last minute, {MIN_REQUESTS} are needed.{open_now}"
+    what = (
+        f"Too few requests to tell: {w.num_measured} answered in the last minute, {MIN_REQUESTS} are "
+        f"needed.{open_now}"
+    )
     return Finding("too_few", "unknown", what)
 
 
 def _good(w: Window) -> Finding:
     stage = max(w.stages, key=lambda name: w.stages[name])
     kept = "" if w.kept is None else f"; {_percent(w.kept)} of requests keep the objectives"
-    text = f"Nothing is in the way. {_percent(w.share(stage))} of requests' time is {stage}, {_percent(w.share('queue'))} queueing{kept}."
+    text = (
+        f"Nothing is in the way. {_percent(w.share(stage))} of requests' time is {stage}, "
+        f"{_percent(w.share('queue'))} queueing{kept}."
+    )
     return Finding("good", "good", text)
 
 
@@ -282,14 +343,18 @@ def _good(w: Window) -> Finding:
 def _one_more(w: Window, role: str, busy: float) -> str:
     """What another worker of this role is expected to do, without the full stop."""
     workers = int(w.pools[role].num_workers)
-    ttft_s = ttft_with_one_more(w.ttft_s, w.stages.get("queue", 0.0), w.total_s, w.num_measured / w.seconds, busy, workers)
+    ttft_s = ttft_with_one_more(
+        w.ttft_s, w.stages.get("queue", 0.0), w.total_s, w.num_measured / w.seconds, busy, workers
+    )
     gain = 1 - ttft_s / w.ttft_s if w.ttft_s else 0.0
     which = f"{_nth(workers + 1)} {role} worker would"
     if gain < 0.05:
         return f"{which} hardly change the time to first token"
     does = "halve" if 0.45 <= gain <= 0.55 else "cut"
     much = "" if does == "halve" else f" by {_percent(gain)}"
-    return f"{which} {does} the time to first token{much}, from {_seconds(w.ttft_s)} to about {_seconds(ttft_s)}"
+    return (
+        f"{which} {does} the time to first token{much}, from {_seconds(w.ttft_s)} to about {_seconds(ttft_s)}"
+    )
 
 
 def _basis(busy: float) -> str:

@@ -29,7 +29,11 @@ COUNTED: Mapping[str, tuple[Level, str, str]] = {
     "recovery": ("good", "request recovered", "requests recovered"),
     "refused": ("warn", "request refused (429)", "requests refused (429)"),
     "failed": ("bad", "request failed (5xx)", "requests failed (5xx)"),
-    "preempted": ("warn", "sequence preempted for lack of KV blocks", "sequences preempted for lack of KV blocks"),
+    "preempted": (
+        "warn",
+        "sequence preempted for lack of KV blocks",
+        "sequences preempted for lack of KV blocks",
+    ),
 }
 MAX_NAMED = 5
 """Workers that come or go at once are named up to this number."""
@@ -47,12 +51,20 @@ class EventLog:
         """Since the start."""
         self._lost: deque[tuple[float, str]] = deque(maxlen=MAX_NAMED)
 
-    def note(self, now: float, system: SystemSnapshot, grown: Mapping[str, float], refusals: Mapping[str, int]) -> None:
-        """What happened since the last call. ``grown``: the lifecycle's and the workers' counters; ``refusals``: by status."""
+    def note(
+        self, now: float, system: SystemSnapshot, grown: Mapping[str, float], refusals: Mapping[str, int]
+    ) -> None:
+        """What happened since the last call. ``grown``: the lifecycle's and the workers' counters;
+        ``refusals``: by status."""
         if self._known is not None:
             self._membership(now, self._known, system)
             if system.ready != self._known.ready:
-                self._add(now, "ready", "info" if system.ready else "bad", "ready" if system.ready else "not ready any more")
+                self._add(
+                    now,
+                    "ready",
+                    "info" if system.ready else "bad",
+                    "ready" if system.ready else "not ready any more",
+                )
         self._known = system
         retries = int(grown.get("redispatches", 0))
         self._count(now, "retry", retries, system.last_retries[-1] if retries and system.last_retries else "")
@@ -70,7 +82,10 @@ class EventLog:
         return [words for at, words in self._lost if at >= moment]
 
     def _membership(self, now: float, before: SystemSnapshot, system: SystemSnapshot) -> None:
-        old, new = {(w.worker_id, w.pid): w for w in before.workers}, {(w.worker_id, w.pid): w for w in system.workers}
+        old, new = (
+            {(w.worker_id, w.pid): w for w in before.workers},
+            {(w.worker_id, w.pid): w for w in system.workers},
+        )
         if joined := [w for process, w in new.items() if process not in old]:
             self._add(now, "worker", "info", f"{_names(joined)} joined")
         gone = [w for process, w in old.items() if process not in new]
@@ -94,12 +109,20 @@ class EventLog:
         if last in self._events and self._wall + now - last["t"] <= JOIN_S + last["for_s"]:
             self._events.remove(last)  # to the end
             self._events.append(last)
-            last.update(count=last["count"] + count, for_s=round(self._wall + now - last["t"], 1), detail=detail or last["detail"])
+            last.update(
+                count=last["count"] + count,
+                for_s=round(self._wall + now - last["t"], 1),
+                detail=detail or last["detail"],
+            )
             last["text"] = f"{last['count']:,} {many}"
         else:
-            self._last[kind] = self._add(now, kind, level, f"{count:,} {one if count == 1 else many}", count, detail)
+            self._last[kind] = self._add(
+                now, kind, level, f"{count:,} {one if count == 1 else many}", count, detail
+            )
 
-    def _add(self, now: float, kind: str, level: Level, text: str, count: int = 1, detail: str = "") -> dict[str, Any]:
+    def _add(
+        self, now: float, kind: str, level: Level, text: str, count: int = 1, detail: str = ""
+    ) -> dict[str, Any]:
         """An event goes on for ``for_s`` from ``t`` on, which is in seconds since 1970."""
         event = {
             "t": round(self._wall + now, 1),

@@ -1,7 +1,8 @@
-"""What the dashboard and ``splitserve top`` show: the recent past of one coordinator, kept small. Pure; times in monotonic seconds.
+"""What the dashboard and ``splitserve top`` show: the recent past of one coordinator, kept small. Pure; times
+in monotonic seconds.
 
-Each ended request is noted in constant time; every ``PERIOD_S`` what has come since becomes one point of the history. Nothing here is asked
-for on the way of a token.
+Each ended request is noted in constant time; every ``PERIOD_S`` what has come since becomes one point of the
+history. Nothing here is asked for on the way of a token.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ COUNTED = {"output": "output_tokens", "prompt": "prompt_tokens", "cached": "cach
 
 
 class LiveView:
-    """``now`` at its start; ``wall``: that moment in seconds since 1970, for the charts' time axis. ``answered``: cumulative counts of
-    requests by endpoint and status, of which the HTTP side is the owner; refused requests are in it too."""
+    """``now`` at its start; ``wall``: that moment in seconds since 1970, for the charts' time axis.
+    ``answered``: cumulative counts of requests by endpoint and status, of which the HTTP side is the owner;
+    refused requests are in it too."""
 
     def __init__(
         self,
@@ -69,7 +71,9 @@ class LiveView:
         if record.prefill_worker:
             self._routes.append((record.ledger.end, record.prefill_worker, record.decode_worker))
         if record.tenant and (record.tenant in self._tenants or len(self._tenants) < MAX_TENANTS):
-            usage = self._tenants.setdefault(record.tenant, {"requests": 0, "prompt_tokens": 0, "cached_tokens": 0, "output_tokens": 0})
+            usage = self._tenants.setdefault(
+                record.tenant, {"requests": 0, "prompt_tokens": 0, "cached_tokens": 0, "output_tokens": 0}
+            )
             usage["requests"] += 1
             usage["prompt_tokens"] += record.num_prompt_tokens
             usage["cached_tokens"] += record.num_cached_tokens
@@ -83,7 +87,11 @@ class LiveView:
         self._sampled_at = now
         self._num_points += 1
         statuses = self._by_status()
-        refusals = {status: count for status, count in (statuses - self._statuses).items() if status >= "429" and status.isdigit()}
+        refusals = {
+            status: count
+            for status, count in (statuses - self._statuses).items()
+            if status >= "429" and status.isdigit()
+        }
         self._statuses = statuses
         tally = self._load.close(now, seconds, fresh, refusals, system)
         self._events.note(now, system, tally.grown, refusals)
@@ -107,9 +115,15 @@ class LiveView:
         )
 
     def state(
-        self, now: float, system: SystemSnapshot, after_point: int = 0, after_request: int = 0, objectives: Objectives | None = None
+        self,
+        now: float,
+        system: SystemSnapshot,
+        after_point: int = 0,
+        after_request: int = 0,
+        objectives: Objectives | None = None,
     ) -> dict[str, Any]:
-        """JSON-ready; of points and requests only those that the viewer has not seen. ``objectives``: the viewer's own."""
+        """JSON-ready; of points and requests only those that the viewer has not seen. ``objectives``: the
+        viewer's own."""
         self._forget_routes(now)
         window = self._load.window(system, self._events.lost_since(now - WINDOW_S), objectives)
         flows = Counter((prefill, decode) for _, prefill, decode in self._routes)
@@ -128,10 +142,17 @@ class LiveView:
             "stages": dict(system.stages),
             "steering": system.steering,
             "workers": [_worker(worker) for worker in system.workers],
-            "flows": [[prefill, decode, round(count / RATE_S, 2)] for (prefill, decode), count in sorted(flows.items())],
+            "flows": [
+                [prefill, decode, round(count / RATE_S, 2)]
+                for (prefill, decode), count in sorted(flows.items())
+            ],
             "tenants": [{"tenant": tenant, **usage} for tenant, usage in sorted(self._tenants.items())],
             "points": [point for point in self._points if point["n"] > after_point],
-            "requests": [self._request(number, record, now) for number, record in self._recent if number > after_request],
+            "requests": [
+                self._request(number, record, now)
+                for number, record in self._recent
+                if number > after_request
+            ],
         }
 
     def _by_status(self) -> Counter[str]:
@@ -165,7 +186,11 @@ class LiveView:
 
 
 def _window(window: Window) -> dict[str, Any]:
-    good = None if window.kept is None else window.kept * (window.num_measured + window.num_failed + window.num_refused)
+    good = (
+        None
+        if window.kept is None
+        else window.kept * (window.num_measured + window.num_failed + window.num_refused)
+    )
     return {
         "seconds": round(window.seconds, 1),
         "requests": window.num_measured,
@@ -184,7 +209,13 @@ def _worker(worker: WorkerSnapshot) -> dict[str, Any]:
         "role": worker.role,
         "host": worker.host,
         "pid": worker.pid,
-        "blocks": [worker.blocks_used, worker.blocks_leased, worker.blocks_cached, worker.blocks_free, worker.blocks_total],
+        "blocks": [
+            worker.blocks_used,
+            worker.blocks_leased,
+            worker.blocks_cached,
+            worker.blocks_free,
+            worker.blocks_total,
+        ],
         "running": worker.num_running,
         "waiting": worker.num_waiting,
         "waiting_tokens": worker.num_waiting_tokens,

@@ -1,6 +1,7 @@
 """The dashboard: its files, as they lie in ``dashboard/``, and the one feed that they ask once a second.
 
-The files say nothing of anybody and are for everyone; the feed is an operators' page (see ``routes/gate.py``).
+The files say nothing of anybody and are for everyone; the feed is an operators' page (see
+``routes/gate.py``).
 """
 
 from __future__ import annotations
@@ -25,9 +26,15 @@ from .live_view import LiveView
 
 FEED = "/dashboard/feed"
 MAX_SLO = 100
-TYPES = {"html": "text/html; charset=utf-8", "js": "text/javascript; charset=utf-8", "css": "text/css; charset=utf-8"}
+TYPES = {
+    "html": "text/html; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+}
 HEADERS = {
-    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src "
+    "'self' data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
@@ -51,11 +58,7 @@ class Dashboard:
         self._files = {path: (body, TYPES[path.rpartition(".")[2]]) for path, body in _read_files().items()}
 
     def routes(self) -> list[Route]:
-        return [
-            Route("/", self._page),
-            Route(FEED, self._feed),
-            Route("/dashboard/{path:path}", self._file),
-        ]
+        return [Route("/", self._page), Route(FEED, self._feed), Route("/dashboard/{path:path}", self._file)]
 
     async def _page(self, request: Request) -> Response:
         return self._answer("index.html")
@@ -66,7 +69,12 @@ class Dashboard:
     async def _feed(self, request: Request) -> Response:
         after_point, after_request = _number(request, "after_point"), _number(request, "after_request")
         state = self.view.state(monotonic(), self._system(), after_point, after_request, _objectives(request))
-        about = {"boot": str(self._boot), "model": self._model_name, "cost": self._cost(), "refusals": dict(self._metrics.counts.refusals)}
+        about = {
+            "boot": str(self._boot),
+            "model": self._model_name,
+            "cost": self._cost(),
+            "refusals": dict(self._metrics.counts.refusals),
+        }
         body = orjson.dumps({**about, **state})
         return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
 

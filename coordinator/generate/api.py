@@ -2,8 +2,9 @@
 
     arrived -> parse -> plan -> open an exchange -> admit -> submit
 
-From there the dispatcher pushes tokens through the exchange. A short prompt is planned with the next turn of the event
-loop, a long one on a thread, a large body in the reader process; before these two, the limits of its key are asked.
+From there the dispatcher pushes tokens through the exchange. A short prompt is planned with the next turn of
+the event loop, a long one on a thread, a large body in the reader process; before these two, the limits of
+its key are asked.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ OVERDUE_S = 5.0
 MAX_PER_TURN = 32
 """Requests that are handled before streams are served again: some milliseconds."""
 TOO_MANY_PROMPTS = (
-    "The prompts of the requests that wait and run take as much memory as they may (--max-held-mib); try again soon."
+    "The prompts of the requests that wait and run take as much memory as they may (--max-held-mib); "
+    "try again soon."
 )
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -125,7 +127,8 @@ class GenerationApi:
             self.metrics.request_ended(call.endpoint, "cancelled")  # there is no exchange yet that counts it
 
     def _handle_arrived(self) -> None:
-        """Take all calls through one stage before the next: with warm caches that saves a third of the time."""
+        """Take all calls through one stage before the next: with warm caches that saves a third of the
+        time."""
         arrived = self._next_arrived()
         parsed = [(call, r, at) for call, at in arrived if (r := self._stage(call, self._parse, call, at))]
         planned = [
@@ -133,7 +136,9 @@ class GenerationApi:
             for call, request, arrival in parsed
             if (plan := self._stage(call, self._plan, call, request, arrival)) is not None
         ]
-        opened = [(call, self._stage(call, self._open, call, plan, arrival)) for call, plan, arrival in planned]
+        opened = [
+            (call, self._stage(call, self._open, call, plan, arrival)) for call, plan, arrival in planned
+        ]
         for call, exchange in opened:
             if exchange is not None:
                 self._stage(call, self._admit, call, exchange)
@@ -183,13 +188,16 @@ class GenerationApi:
         return None
 
     async def _plan_aside(self, call: Call, request: GenerateRequest | None, arrival: float) -> None:
-        """Plan a costly request once its key's limits allow one. ``request``: None if the body is not parsed."""
+        """Plan a costly request once its key's limits allow one. ``request``: None if the body is not
+        parsed."""
         limiter, own_class = self._tenancy.limiter, call.account.priority_class
         admission = await self._asked(lambda answer: limiter.admit(call.account, 1, answer))
         try:
             if request is not None:
                 known = request
-                plan = await self.model.tokenizer.aside(lambda: self._planner.plan(known, call.headers, own_class))
+                plan = await self.model.tokenizer.aside(
+                    lambda: self._planner.plan(known, call.headers, own_class)
+                )
             else:
                 headers = {name: call.headers[name] for name in PLAN_HEADERS if name in call.headers}
                 plan = await self.reader.read("plan", call.body, call.endpoint, headers, own_class)
@@ -251,7 +259,9 @@ class GenerationApi:
 
     def _admit(self, call: Call, exchange: HttpExchange) -> None:
         tokens = _estimate(exchange.plan)
-        self._tenancy.limiter.admit(call.account, tokens, lambda answer: self._answered(call, exchange, answer))
+        self._tenancy.limiter.admit(
+            call.account, tokens, lambda answer: self._answered(call, exchange, answer)
+        )
 
     def _answered(self, call: Call, exchange: HttpExchange, answer: Admission | Shortage) -> None:
         """Submit or refuse the request, as its key's limits have answered."""
@@ -276,7 +286,9 @@ class GenerationApi:
 
     def _end_overdue(self) -> None:
         """End every response whose deadline has passed: the last defence against a forgotten request."""
-        self._sweep = asyncio.get_running_loop().call_later(SWEEP_EVERY_S, self._end_overdue) if self.open else None
+        self._sweep = (
+            asyncio.get_running_loop().call_later(SWEEP_EVERY_S, self._end_overdue) if self.open else None
+        )
         for exchange in list(self.open.values()):
             if exchange.deadline < monotonic() - OVERDUE_S:
                 exchange.overdue()
@@ -286,7 +298,9 @@ class GenerationApi:
         self.overload.give_back("prompt_bytes", exchange.plan.num_prompt_bytes)
         if (admission := exchange.admission) is not None:
             failures, meter, account = self.metrics.failures, self._tenancy.meter, exchange.account
-            failures.call("limits", lambda: self._tenancy.limiter.settle(admission, account.num_used_tokens()))
+            failures.call(
+                "limits", lambda: self._tenancy.limiter.settle(admission, account.num_used_tokens())
+            )
             if meter is not None:
                 failures.call("usage", lambda: meter.ended(account.billing()))
 

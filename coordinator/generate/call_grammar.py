@@ -144,7 +144,8 @@ def _llama3_at_will(names: Sequence[str], tag: str) -> list[str]:
     typed = f'("type"{colon}"function"{space},{space})?'
     head = rf"{space}\{{{space}{typed}"
     tools = "|".join(map(re.escape, names))
-    taken = f'"name"{colon}"({tools})"|"(parameters|arguments)"'  # the latter: before the name there is no telling whose they are
+    # the latter: before the name there is no telling whose they are
+    taken = f'"name"{colon}"({tools})"|"(parameters|arguments)"'
     given = f'{space},{space}"(parameters|arguments)"{colon}'
     heads = [f'HEAD_{i}: /{head}"name"{colon}"{re.escape(name)}"{given}/' for i, name in enumerate(names)]
     return [

@@ -1,7 +1,8 @@
 """One HTTP request for tokens: its choices, its response, its end.
 
-A stream's headers go out with its first text: until then a refusal is an HTTP error like any other. An error after that ends each
-unfinished choice with ``finish_reason: "error"``, followed by one event that holds the error and by ``[DONE]``.
+A stream's headers go out with its first text: until then a refusal is an HTTP error like any other. An error
+after that ends each unfinished choice with ``finish_reason: "error"``, followed by one event that holds the
+error and by ``[DONE]``.
 """
 
 from __future__ import annotations
@@ -51,10 +52,17 @@ class Service(Protocol):
 
 
 class HttpExchange:
-    """Everything between a plan and the last byte of its answer. All of it runs on the event loop's thread."""
+    """Everything between a plan and the last byte of its answer. All of it runs on the event loop's
+    thread."""
 
     def __init__(
-        self, service: Service, call: Answering, plan: RequestPlan, id: str, arrival: float, trace: RequestTrace | None = None
+        self,
+        service: Service,
+        call: Answering,
+        plan: RequestPlan,
+        id: str,
+        arrival: float,
+        trace: RequestTrace | None = None,
     ) -> None:
         """``arrival``: monotonic seconds."""
         self.id = id
@@ -141,7 +149,9 @@ class HttpExchange:
             self._call.start(200, STREAM_HEADERS + self._id_header())
 
     def stop_met(self, choice: Choice) -> None:
-        self._loop.call_soon(self._dispatcher.cancel, choice.request_id)  # not from within the dispatcher's own call
+        self._loop.call_soon(
+            self._dispatcher.cancel, choice.request_id
+        )  # not from within the dispatcher's own call
 
     def choice_ended(self, choice: Choice, ended: Ended) -> None:
         self._num_open -= 1
@@ -166,11 +176,18 @@ class HttpExchange:
             choice.timed_out = self.plan.on_timeout
         late = any(choice.timed_out for choice in self.choices)
         if late and not self.account.num_output_tokens() and self._num_open:
-            return  # another choice may have a token yet: then this one ends as it is, and else all of it is a 504
+            # another choice may have a token yet: then this one ends as it is, and else all of it is a 504
+            return
         if ended.error is not None and not (choice.timed_out and self.account.num_output_tokens()):
             error = from_ended(ended)
             if error.status >= 500:
-                _log.warning("%s ends with %d: %s", self.id, error.status, error.message, extra={"fields": self._named(error)})
+                _log.warning(
+                    "%s ends with %d: %s",
+                    self.id,
+                    error.status,
+                    error.message,
+                    extra={"fields": self._named(error)},
+                )
             self.fail(error)
         elif choice.finish_reason() is None:
             self.fail(InternalError("The request was cancelled on the server."))
@@ -226,7 +243,9 @@ class HttpExchange:
 
     def client_too_slow(self) -> None:
         """Called from within a write."""
-        _log.warning("a client reads its stream too slowly and is cut off", extra={"fields": {"request_id": self.id}})
+        _log.warning(
+            "a client reads its stream too slowly and is cut off", extra={"fields": {"request_id": self.id}}
+        )
         if not self._over:
             self._end("too_slow")
             self._loop.call_soon(self._cancel_rest)
@@ -292,9 +311,14 @@ class HttpExchange:
         """How a stream ends. Clients of server-sent events skip the comment."""
         return b": server-timing %b\n\n%b" % (server_timing(*self.account.close()), DONE)
 
+
 def _best(choices: Sequence[Choice], n: int) -> list[Choice]:
     """The ``n`` likeliest by token of each prompt's, best first."""
     by_prompt: dict[int, list[Choice]] = {}
     for choice in choices:
         by_prompt.setdefault(id(choice.prompt), []).append(choice)
-    return [best for group in by_prompt.values() for best in sorted(group, key=lambda c: (not c.num_tokens, -c.mean_logprob))[:n]]
+    return [
+        best
+        for group in by_prompt.values()
+        for best in sorted(group, key=lambda c: (not c.num_tokens, -c.mean_logprob))[:n]
+    ]

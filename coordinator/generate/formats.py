@@ -27,7 +27,8 @@ SMALLEST_LOGPROB = -9999.0
 
 
 class TokenEntry(NamedTuple):
-    """One token. ``offset`` is the number of characters before it; ``logprobs`` is None for a prompt's first token."""
+    """One token. ``offset`` is the number of characters before it; ``logprobs`` is None for a prompt's first
+    token."""
 
     token_id: int
     logprobs: TokenLogprobs | None
@@ -64,7 +65,8 @@ class Format(Protocol):
         usage: Usage | None = None,
         more: dict[str, Any] | None = None,
     ) -> bytes:
-        """One chunk of a stream. ``usage`` only where the client asked for it on every chunk; ``more``: further fields of the choice."""
+        """One chunk of a stream. ``usage`` only where the client asked for it on every chunk; ``more``:
+        further fields of the choice."""
 
     def usage_chunk(self, usage: Usage) -> bytes:
         """The chunk after the last choice's last."""
@@ -96,7 +98,13 @@ class _Envelope:
         self.padded = padded  # chunks: who sees only their lengths learns little of what they say
 
     def event(self, kind: str, choices: list[Any], usage: Usage | None) -> bytes:
-        chunk = {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+        chunk = {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
         if self.include_usage:
             chunk["usage"] = usage
         if self.service_tier is not None:
@@ -107,7 +115,14 @@ class _Envelope:
         return b"data: " + orjson.dumps(chunk) + b"\n\n"
 
     def body(self, kind: str, choices: list[Any], usage: Usage) -> bytes:
-        answer = {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, "usage": usage}
+        answer = {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            "usage": usage,
+        }
         if self.service_tier is not None:
             answer["service_tier"] = self.service_tier
         return orjson.dumps(answer)
@@ -133,17 +148,30 @@ class CompletionFormat(_Envelope):
         usage: Usage | None = None,
         more: dict[str, Any] | None = None,
     ) -> bytes:
-        return self.event(self.KIND, [{**self._choice(index, text, entries, finish_reason), **(more or {})}], usage)
+        return self.event(
+            self.KIND, [{**self._choice(index, text, entries, finish_reason), **(more or {})}], usage
+        )
 
     def usage_chunk(self, usage: Usage) -> bytes:
         return self.event(self.KIND, [], usage)
 
     def response(self, choices: Sequence[ChoiceResult], usage: Usage) -> bytes:
         return self.body(
-            self.KIND, [{**self._choice(c.index, c.text, c.entries, c.finish_reason), **(c.more or {})} for c in choices], usage
+            self.KIND,
+            [
+                {**self._choice(c.index, c.text, c.entries, c.finish_reason), **(c.more or {})}
+                for c in choices
+            ],
+            usage,
         )
 
-    def _choice(self, index: int, text: str, entries: Sequence[TokenEntry] | None, finish_reason: ReportedReason | None) -> dict[str, Any]:
+    def _choice(
+        self,
+        index: int,
+        text: str,
+        entries: Sequence[TokenEntry] | None,
+        finish_reason: ReportedReason | None,
+    ) -> dict[str, Any]:
         logprobs = None if entries is None else completion_logprobs(entries, self.tokenizer.table)
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
@@ -157,7 +185,9 @@ class ChatFormat(_Envelope):
     CHUNK: ClassVar[str] = "chat.completion.chunk"
 
     def opening(self, index: int) -> bytes:
-        return self.event(self.CHUNK, [self._choice(index, {"role": "assistant", "content": ""}, None, None)], None)
+        return self.event(
+            self.CHUNK, [self._choice(index, {"role": "assistant", "content": ""}, None, None)], None
+        )
 
     def chunk(
         self,
@@ -170,7 +200,9 @@ class ChatFormat(_Envelope):
         more: dict[str, Any] | None = None,
     ) -> bytes:
         delta = {"content": text} if text or finish_reason is None else {}
-        return self.delta_chunk(index, delta, entries=entries, finish_reason=finish_reason, usage=usage, more=more)
+        return self.delta_chunk(
+            index, delta, entries=entries, finish_reason=finish_reason, usage=usage, more=more
+        )
 
     def delta_chunk(
         self,
@@ -183,7 +215,9 @@ class ChatFormat(_Envelope):
         more: dict[str, Any] | None = None,
     ) -> bytes:
         """A chunk with any part of a message."""
-        return self.event(self.CHUNK, [{**self._choice(index, delta, entries, finish_reason), **(more or {})}], usage)
+        return self.event(
+            self.CHUNK, [{**self._choice(index, delta, entries, finish_reason), **(more or {})}], usage
+        )
 
     def usage_chunk(self, usage: Usage) -> bytes:
         return self.event(self.CHUNK, [], usage)
@@ -192,7 +226,11 @@ class ChatFormat(_Envelope):
         return self.body(self.KIND, [self._whole(choice) for choice in choices], usage)
 
     def _choice(
-        self, index: int, delta: dict[str, Any], entries: Sequence[TokenEntry] | None, finish_reason: ReportedReason | None
+        self,
+        index: int,
+        delta: dict[str, Any],
+        entries: Sequence[TokenEntry] | None,
+        finish_reason: ReportedReason | None,
     ) -> dict[str, Any]:
         logprobs = None if entries is None else chat_logprobs(entries, self.tokenizer.table)
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
@@ -207,18 +245,32 @@ class ChatFormat(_Envelope):
             message["tool_calls"] = choice.tool_calls
         if choice.function_call is not None:
             message["function_call"] = choice.function_call
-        whole = {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+        whole = {
+            "index": choice.index,
+            "message": message,
+            "logprobs": logprobs,
+            "finish_reason": choice.finish_reason,
+        }
         return {**whole, **(choice.more or {})}
 
 
 def format_of(plan: RequestPlan, id: str, model: ServedModel) -> Format:
     """Return the format of the plan's endpoint, for the response with this id."""
     kind = ChatFormat if plan.endpoint == "/v1/chat/completions" else CompletionFormat
-    return kind(id, int(time()), model.name, model.tokenizer, plan.include_usage, plan.service_tier, padded=plan.padded)
+    return kind(
+        id,
+        int(time()),
+        model.name,
+        model.tokenizer,
+        plan.include_usage,
+        plan.service_tier,
+        padded=plan.padded,
+    )
 
 
 def around_text(form: Format, index: int) -> tuple[bytes, bytes]:
-    """A plain chunk of this choice before and after its text: on the hot path only the text itself is encoded."""
+    """A plain chunk of this choice before and after its text: on the hot path only the text itself is
+    encoded."""
     head, tail = form.chunk(index, _TEXT).split(orjson.dumps(_TEXT))
     return head, tail
 
@@ -229,7 +281,8 @@ def error_event(body: bytes) -> bytes:
 
 
 def _padding(num_bytes: int) -> str:
-    """What brings so many bytes to the next multiple of PAD_TO: random, so that compression takes nothing off."""
+    """What brings so many bytes to the next multiple of PAD_TO: random, so that compression takes nothing
+    off."""
     return secrets.token_urlsafe(PAD_TO)[: -num_bytes % PAD_TO]
 
 
@@ -237,8 +290,13 @@ def completion_logprobs(entries: Sequence[TokenEntry], table: TokenTable) -> dic
     """Four lists of equal length."""
     return {
         "tokens": [_text(entry.token_id, table) for entry in entries],
-        "token_logprobs": [None if entry.logprobs is None else _finite(entry.logprobs.logprob) for entry in entries],
-        "top_logprobs": [None if entry.logprobs is None else _top(entry.token_id, entry.logprobs, table) for entry in entries],
+        "token_logprobs": [
+            None if entry.logprobs is None else _finite(entry.logprobs.logprob) for entry in entries
+        ],
+        "top_logprobs": [
+            None if entry.logprobs is None else _top(entry.token_id, entry.logprobs, table)
+            for entry in entries
+        ],
         "text_offset": [entry.offset for entry in entries],
     }
 
@@ -255,7 +313,11 @@ def chat_logprobs(entries: Sequence[TokenEntry], table: TokenTable) -> dict[str,
 
 
 def _chat_token(token_id: int, logprob: float, table: TokenTable) -> dict[str, Any]:
-    return {"token": _text(token_id, table), "logprob": _finite(logprob), "bytes": list(table.token_bytes(token_id))}
+    return {
+        "token": _text(token_id, table),
+        "logprob": _finite(logprob),
+        "bytes": list(table.token_bytes(token_id)),
+    }
 
 
 def _top(token_id: int, logprobs: TokenLogprobs, table: TokenTable) -> dict[str, float]:

@@ -1,8 +1,10 @@
-"""``RequestPlan``: everything one body asks for, checked against the model. Answer and sequences are made from it alone.
+"""``RequestPlan``: everything one body asks for, checked against the model. Answer and sequences are made
+from it alone.
 
     body --parse--> pydantic model --Planner.plan--> RequestPlan(prompts, sampling, format, limits)
 
-A short prompt is planned on the event loop, a long one on a thread, a large body in the reader process: a plan pickles.
+A short prompt is planned on the event loop, a long one on a thread, a large body in the reader process: a
+plan pickles.
 """
 
 from __future__ import annotations
@@ -42,16 +44,33 @@ MANY_CHOICES = 64
 """The most choices of one request that are made in one turn of the loop: 4096 take 25 ms."""
 FROM_REQUEST = frozenset(
     {
-        *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+        *(
+            "temperature",
+            "top_k",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        ),
         *("logit_bias", "min_tokens", "stop_token_ids", "ignore_eos"),
     }
 )
 """Sampling fields that are taken over as given."""
 NUM_USUAL = 8
 """Fields that every request's sampling has."""
-TIER_CLASSES: dict[ServiceTier, PriorityClass] = {"priority": "premium", "default": "standard", "flex": "batch"}
+TIER_CLASSES: dict[ServiceTier, PriorityClass] = {
+    "priority": "premium",
+    "default": "standard",
+    "flex": "batch",
+}
 """The other tiers ask for the key's own class."""
-CLASS_TIERS: dict[PriorityClass, ServiceTier] = {"premium": "priority", "standard": "default", "free": "default", "batch": "flex"}
+CLASS_TIERS: dict[PriorityClass, ServiceTier] = {
+    "premium": "priority",
+    "standard": "default",
+    "free": "default",
+    "batch": "flex",
+}
 """The tier that an answer names."""
 _RANKS: dict[PriorityClass, int] = {"premium": 0, "standard": 1, "free": 2, "batch": 3}
 
@@ -67,7 +86,9 @@ class RequestPlan(NamedTuple):
     samplings: list[Sampling]  # of each prompt's first candidate
     seed: int | None  # the client's; None: drawn for each candidate
     num_candidates: int  # sequences generated for each prompt
-    num_best: int | None  # how many of each prompt's candidates are returned, likeliest first; None: all, in order
+    num_best: (
+        int | None
+    )  # how many of each prompt's candidates are returned, likeliest first; None: all, in order
     # format of the answer
     reading: ChatReading | None  # how thoughts and tool calls are read out of the text; None: it is plain
     stop: Sequence[str] | None
@@ -128,7 +149,9 @@ class Planner:
         """Whether the event loop may plan and open the request itself, in about 0.1 ms."""
         return not is_long(request) and not has_grammar(request) and num_choices(request) <= MANY_CHOICES
 
-    def plan(self, request: GenerateRequest, headers: Mapping[bytes, bytes], own_class: PriorityClass) -> RequestPlan:
+    def plan(
+        self, request: GenerateRequest, headers: Mapping[bytes, bytes], own_class: PriorityClass
+    ) -> RequestPlan:
         """Render, tokenize and check a request.
 
         ``headers`` hold at least PLAN_HEADERS, as far as they were sent; ``own_class`` is the key's. Raises
@@ -146,7 +169,9 @@ class Planner:
             endpoint="/v1/completions" if chat is None else "/v1/chat/completions",
             prompts=[(prompt if echo else prompt.without_text()).packed() for prompt in prompts],
             num_prompt_tokens=sum([len(prompt.token_ids) for prompt in prompts]),
-            samplings=[sampling_of(request, self.model, len(prompt.token_ids), grammar) for prompt in prompts],
+            samplings=[
+                sampling_of(request, self.model, len(prompt.token_ids), grammar) for prompt in prompts
+            ],
             seed=request.seed,
             num_candidates=request.num_candidates,
             num_best=n if request.num_candidates > n else None,
@@ -177,7 +202,9 @@ class Planner:
 # --- sampling ------------------------------------------------------------------------------------
 
 
-def sampling_of(request: GenerateRequest, model: ServedModel, num_prompt_tokens: int, grammar: bytes = b"") -> Sampling:
+def sampling_of(
+    request: GenerateRequest, model: ServedModel, num_prompt_tokens: int, grammar: bytes = b""
+) -> Sampling:
     """Return the sampling of a prompt's first candidate: the request's fields over the model's defaults.
 
     Raises InvalidRequest where the request does not fit the model.
@@ -233,7 +260,9 @@ def _max_tokens(request: GenerateRequest, model: ServedModel, num_prompt_tokens:
             raise ContextTooLong(model.max_model_len, num_prompt_tokens, asked, param=param)
         return asked
     if room < 1:
-        raise ContextTooLong(model.max_model_len, num_prompt_tokens, None, param="messages" if chat else "prompt")
+        raise ContextTooLong(
+            model.max_model_len, num_prompt_tokens, None, param="messages" if chat else "prompt"
+        )
     return min(room, model.defaults.max_new_tokens or (room if chat else COMPLETION_MAX_TOKENS))
 
 
@@ -242,7 +271,10 @@ def _check_unusual(fields: dict[str, Any], vocab_size: int) -> None:
     for name in ("logit_bias", "stop_token_ids"):
         bad = [token_id for token_id in fields.get(name, ()) if token_id >= vocab_size]
         if bad:
-            message = f"{name}: token ids {', '.join(map(str, bad))} are outside the vocabulary of {vocab_size} tokens"
+            message = (
+                f"{name}: token ids {', '.join(map(str, bad))} are outside the vocabulary of "
+                f"{vocab_size} tokens"
+            )
             raise InvalidRequest(message, param=name)
     if (min_tokens := fields.get("min_tokens", 0)) > (max_tokens := fields["max_tokens"]):
         message = f"min_tokens: is {min_tokens}, more than the {max_tokens} tokens allowed at most"
@@ -253,12 +285,14 @@ def _check_unusual(fields: dict[str, Any], vocab_size: int) -> None:
 
 
 def class_in_force(tier: ServiceTier | None, own: PriorityClass) -> PriorityClass:
-    """Return the lower of the tier's class and the key's ``own``: asking for more is ignored, as OpenAI does."""
+    """Return the lower of the tier's class and the key's ``own``: asking for more is ignored, as OpenAI
+    does."""
     return own if tier is None else max(own, TIER_CLASSES.get(tier, own), key=_RANKS.__getitem__)
 
 
 def timeout_of(field: float | None, headers: Mapping[bytes, bytes], longest_s: float) -> float:
-    """Return the seconds that a request may take: the body's ``timeout``, else the header's, else ``longest_s``.
+    """Return the seconds that a request may take: the body's ``timeout``, else the header's, else
+    ``longest_s``.
 
     Raises InvalidRequest where the header is not a positive number, or more than ``longest_s`` is asked for.
     """
@@ -274,7 +308,9 @@ def timeout_of(field: float | None, headers: Mapping[bytes, bytes], longest_s: f
     if asked is None:
         return longest_s
     if asked > longest_s:
-        raise InvalidRequest(f"{param}: at most {longest_s:g} seconds are allowed here, not {asked:g}", param=param)
+        raise InvalidRequest(
+            f"{param}: at most {longest_s:g} seconds are allowed here, not {asked:g}", param=param
+        )
     return asked
 
 
@@ -283,15 +319,17 @@ def on_timeout_of(
 ) -> OnTimeout:
     """Return what a request's deadline does to its answer: the body's ``on_timeout``, else the header's.
 
-    Without either it is ``timeout`` for a request that sets a timeout, and so knows more than OpenAI's words, and ``length`` for
-    others, whose SDK may refuse a word it does not know. Raises InvalidRequest.
+    Without either it is ``timeout`` for a request that sets a timeout, and so knows more than OpenAI's words,
+    and ``length`` for others, whose SDK may refuse a word it does not know. Raises InvalidRequest.
     """
     name = ON_TIMEOUT_HEADER.decode()
     asked = field or _header(headers, ON_TIMEOUT_HEADER)
     if not asked:
         return "error" if deadline_error else "timeout" if has_timeout else "length"
     if asked not in get_args(OnTimeout):
-        raise InvalidRequest(f"{name}: {asked[:40]!r} is none of {', '.join(get_args(OnTimeout))}", param=name)
+        raise InvalidRequest(
+            f"{name}: {asked[:40]!r} is none of {', '.join(get_args(OnTimeout))}", param=name
+        )
     return cast(OnTimeout, asked)
 
 

@@ -40,7 +40,8 @@ def check_is_json(headers: Mapping[bytes, bytes]) -> None:
     if kind != b"application/json" and kind.partition(b";")[0].strip().lower() != b"application/json":
         given = f"not {kind.decode('latin-1')[:60]}" if kind else "and the request has none"
         raise UnsupportedMediaType(
-            f"The Content-Type of this body must be application/json, {given}. With curl: -H 'Content-Type: application/json'."
+            f"The Content-Type of this body must be application/json, {given}. With curl: -H "
+            "'Content-Type: application/json'."
         )
 
 

@@ -36,10 +36,15 @@ SHED_EVERY_S = 0.01
 CALM = 0.9
 """Of its bound: a resource that has fallen below is told of anew when it next meets it."""
 WHAT: dict[Resource, str] = {
-    "connections": "connections are open, the most there may be (--max-connections, or this process's limit of open files)",
+    "connections": (
+        "connections are open, the most there may be (--max-connections, or this process's limit of "
+        "open files)"
+    ),
     "body_bytes": "bytes of request bodies are held, the most there may be (--max-held-mib)",
     "websocket_bytes": "bytes of WebSocket messages are held, the most there may be (--max-held-mib)",
-    "tokenizer_bytes": "bytes of large requests are being read, the most there may be (half of --max-held-mib)",
+    "tokenizer_bytes": (
+        "bytes of large requests are being read, the most there may be (half of --max-held-mib)"
+    ),
     "prompt_bytes": "bytes of prompts wait or run, the most there may be (4 times --max-held-mib)",
 }
 _log = logging.getLogger(__name__)
@@ -52,7 +57,8 @@ class OverloadLimits:
     max_connections: int = 20_000
     """Or as many as the process may open files, if that is fewer."""
     max_held_bytes: int = 64 << 20
-    """Of bodies; of WebSocket messages once more; half of it of bodies that are being tokenized; 4 times of it of prompts."""
+    """Of bodies; of WebSocket messages once more; half of it of bodies that are being tokenized; 4 times of
+    it of prompts."""
 
 
 class Connection(Protocol):

@@ -91,7 +91,8 @@ class HttpProtocol(HttpToolsProtocol):
             if self._num_wire_bytes > MAX_CHUNK_OVERHEAD + 9 * self._num_body_bytes:
                 self._break_off(
                     InvalidRequest(
-                        "The body's chunks are mostly chunk extensions; send larger chunks, and no extensions."
+                        "The body's chunks are mostly chunk extensions; send larger chunks, and no "
+                        "extensions."
                     )
                 )
         self._reads.received(len(data))
@@ -151,7 +152,9 @@ class HttpProtocol(HttpToolsProtocol):
         if self._num_header_bytes > MAX_HEADER_BYTES:
             raise ValueError(TOO_LARGE)
         if self._has_head:
-            return  # trailers are counted and dropped: nothing here is to be believed after the body (RFC 9110, 6.5.1)
+            # trailers are counted and dropped: nothing here is to be believed after the body (RFC 9110,
+            # 6.5.1)
+            return
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
             self.expect_100_continue = True
@@ -192,7 +195,8 @@ class HttpProtocol(HttpToolsProtocol):
             self._begin(call)
         else:
             if len(self.pipeline) >= MAX_PIPELINED:
-                self.flow.pause_reading()  # not sooner: while nothing is read, nobody notices that the client goes away
+                # not sooner: while nothing is read, nobody notices that the client goes away
+                self.flow.pause_reading()
             self.pipeline.appendleft((cast(Any, call), self.app))
 
     def _begin_scope(self) -> None:
@@ -295,7 +299,8 @@ class HttpProtocol(HttpToolsProtocol):
             not self._has_head or self._since is None
         )  # requests: ``cycle`` is complete, as far as its client goes
         if self.pipeline or self.transport.is_closing() or between != self._is_free:
-            pass  # an earlier answer is not to be mixed up with this one; or this request has been answered already
+            # an earlier answer is not to be mixed up with this one; or this request has been answered already
+            pass
         elif between or not (isinstance(cycle, Call) or cycle.response_started):
             self._answer(error)
         elif (call := self._answering) is not None and call is cycle:

@@ -47,7 +47,8 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self.handshake_initiated and not self.handshake_complete:
-            self.transport.close()  # frames before the handshake's answer: no WebSocket client does so, and uvicorn cannot take it
+            # frames before the handshake's answer: no WebSocket client does so, and uvicorn cannot take it
+            self.transport.close()
             return
         if self._has_ended:
             return

@@ -1,8 +1,10 @@
-"""Requests for tokens and their answers, as they were (--log-bodies). Personal data: docs/observability.md says what that asks of you.
+"""Requests for tokens and their answers, as they were (--log-bodies). Personal data: docs/observability.md
+says what that asks of you.
 
-One JSON object a line: ``time``, ``request_id``, ``endpoint``, ``tenant``, ``status``, ``request``, ``answer``; ``truncated`` where one of
-the two was longer than MAX_BYTES. The chunks of a stream are joined to one answer. No API key is written, not even one in a request's body.
-A thread writes, into a file of mode 0600 that is rotated: FILE and FILE.1 together never hold more than was asked for.
+One JSON object a line: ``time``, ``request_id``, ``endpoint``, ``tenant``, ``status``, ``request``,
+``answer``; ``truncated`` where one of the two was longer than MAX_BYTES. The chunks of a stream are joined to
+one answer. No API key is written, not even one in a request's body. A thread writes, into a file of mode 0600
+that is rotated: FILE and FILE.1 together never hold more than was asked for.
 """
 
 from __future__ import annotations
@@ -141,11 +143,15 @@ class BodyLog:
         """The call is over. Without an id there was no exchange, and ``refused`` has written it."""
         recorded = self._calls.pop(call, None)
         if recorded is not None and request_id:
-            self._put(call, request_id, status, recorded.request, recorded.answer(), recorded.stream.truncated)
+            self._put(
+                call, request_id, status, recorded.request, recorded.answer(), recorded.stream.truncated
+            )
 
     def refused(self, call: Call, request_id: str, status: int, body: bytes) -> None:
         """It got this error at once."""
-        self._put(call, request_id, str(status), bytes(call.body[: MAX_BYTES + 1]), _json_or_text(body), False)
+        self._put(
+            call, request_id, str(status), bytes(call.body[: MAX_BYTES + 1]), _json_or_text(body), False
+        )
 
     def close(self) -> None:
         """Writes what waits."""
@@ -153,7 +159,9 @@ class BodyLog:
         self._thread.join(10)
         os.close(self._file)
 
-    def _put(self, call: Call, request_id: str, status: str, request: bytes, answer: Any, truncated: bool) -> None:
+    def _put(
+        self, call: Call, request_id: str, status: str, request: bytes, answer: Any, truncated: bool
+    ) -> None:
         fields: dict[str, Any] = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "request_id": request_id,
@@ -170,7 +178,9 @@ class BodyLog:
             line = line.replace(key, REDACTED.encode())
         with self._lock:
             if self._pending + len(line) > MAX_PENDING_BYTES:
-                raise BlockingIOError(f"the disk of --log-bodies is too slow: {MAX_PENDING_BYTES >> 20} MiB wait to be written")
+                raise BlockingIOError(
+                    f"the disk of --log-bodies is too slow: {MAX_PENDING_BYTES >> 20} MiB wait to be written"
+                )
             self._pending += len(line)
         self._lines.put(line)
 
@@ -224,7 +234,11 @@ def _json_or_text(body: bytes) -> Any:
 
 def _listed(choice: dict[str, Any]) -> dict[str, Any]:
     """Lists that came in pieces by number, such as tool calls, as lists."""
-    numbered = {key: value for key, value in choice.items() if isinstance(value, dict) and all(isinstance(n, int) for n in value)}
+    numbered = {
+        key: value
+        for key, value in choice.items()
+        if isinstance(value, dict) and all(isinstance(n, int) for n in value)
+    }
     return {**choice, **{key: [value[n] for n in sorted(value)] for key, value in numbered.items()}}
 
 

@@ -17,7 +17,12 @@ class CounterGrowth:
     def since_last(self, workers: Iterable[WorkerSnapshot]) -> dict[str, float]:
         """By counter, over all workers."""
         grown = dict.fromkeys(self._names, 0.0)
-        now = {(worker.worker_id, name): worker.counters[name] for worker in workers for name in self._names if name in worker.counters}
+        now = {
+            (worker.worker_id, name): worker.counters[name]
+            for worker in workers
+            for name in self._names
+            if name in worker.counters
+        }
         for (worker_id, name), value in now.items():
             before = self._before.get((worker_id, name), value)
             grown[name] += value - before if value >= before else value

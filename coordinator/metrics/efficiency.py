@@ -1,4 +1,5 @@
-"""What the output costs: GPUs, energy and money per token, over the last minute and since the start. Pure; times in seconds."""
+"""What the output costs: GPUs, energy and money per token, over the last minute and since the start. Pure;
+times in seconds."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class Spent(NamedTuple):
 
 
 class Efficiency:
-    """``price_per_hour``: of one GPU, or of one worker where it has none; None: not configured. Two workers on one GPU are one GPU."""
+    """``price_per_hour``: of one GPU, or of one worker where it has none; None: not configured. Two workers
+    on one GPU are one GPU."""
 
     def __init__(self, price_per_hour: float | None) -> None:
         self._price = price_per_hour
@@ -48,7 +50,11 @@ class Efficiency:
             joules=self._joules.since_last(_one_a_gpu(gpus))["gpu_energy_joules"],
             cost=num_paid * seconds / HOUR_S * (self._price or 0.0),
         )
-        self.gpu_s, self.joules, self.cost = self.gpu_s + spent.gpu_s, self.joules + spent.joules, self.cost + spent.cost
+        self.gpu_s, self.joules, self.cost = (
+            self.gpu_s + spent.gpu_s,
+            self.joules + spent.joules,
+            self.cost + spent.cost,
+        )
         self._window.append(spent)
         while self._window[0].until < now - WINDOW_S:
             self._window.popleft()

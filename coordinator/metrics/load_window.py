@@ -1,6 +1,8 @@
-"""The load of the last minute: what requests took by stage, and how full workers were. Pure; times in seconds.
+"""The load of the last minute: what requests took by stage, and how full workers were. Pure; times in
+seconds.
 
-Requests are counted as they end and closed into one ``Tally`` a period, together with a look at the system; ``window`` sums them.
+Requests are counted as they end and closed into one ``Tally`` a period, together with a look at the system;
+``window`` sums them.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ class PoolLook(NamedTuple):
     num_workers: float = 0.0
     busy: float | None = None  # share of their time in which a step ran; None: not known
     kv: float = 0.0  # share of their KV blocks that requests hold or have been granted
-    rows: float = 0.0  # share of their batch rows that sequences hold; 0 where the number of rows is not known
+    rows: float = (
+        0.0  # share of their batch rows that sequences hold; 0 where the number of rows is not known
+    )
     running: float = 0.0  # sequences a worker
 
 
@@ -47,7 +51,9 @@ class Tally(NamedTuple):
     num_measured: int  # of these, requests that were answered whole
     stages: NDArray[np.float64]  # [num_stages] seconds, over the measured ones
     ttft_s: float  # sum over the measured ones, from the mean of ``times``
-    times: NDArray[np.float64]  # [<= MAX_MEASURED, 4]: TTFT, TPOT, the operator's TTFT bound for the request's class, whole stay
+    times: NDArray[
+        np.float64
+    ]  # [<= MAX_MEASURED, 4]: TTFT, TPOT, the operator's TTFT bound for the request's class, whole stay
     num_failed: int  # 5xx
     num_refused: int  # 429
     num_waiting: int
@@ -58,7 +64,8 @@ class Tally(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What ``diagnosis`` goes by; means over requests or over looks. A new one is an idle system of one worker a role."""
+    """What ``diagnosis`` goes by; means over requests or over looks. A new one is an idle system of one
+    worker a role."""
 
     seconds: float = 60.0
     ready: bool = True
@@ -79,7 +86,9 @@ class Window:
     lost: Sequence[str] = ()  # "name (why)" of workers that were lost in this time
     objectives: Objectives = field(default_factory=Objectives)
     kept: float | None = None  # share of the measured and refused or failed requests that kept the objectives
-    times: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)  # of single requests, by "ttft", "tpot" and "e2e"
+    times: Mapping[str, NDArray[np.float64]] = field(
+        default_factory=dict
+    )  # of single requests, by "ttft", "tpot" and "e2e"
     ttft_missed: float = 0.0  # share of the measured ones
     tpot_missed: float = 0.0
 
@@ -104,12 +113,20 @@ class LoadWindow:
         self._before: Mapping[str, float] | None = None
 
     def close(
-        self, now: float, seconds: float, records: Sequence[RequestRecord], refusals: Mapping[str, int], system: SystemSnapshot
+        self,
+        now: float,
+        seconds: float,
+        records: Sequence[RequestRecord],
+        refusals: Mapping[str, int],
+        system: SystemSnapshot,
     ) -> Tally:
-        """Ends a period. ``refusals``: requests of this period that were answered with 429 or 5xx, by status."""
+        """Ends a period. ``refusals``: requests of this period that were answered with 429 or 5xx, by
+        status."""
         measured = [r for r in records if r.status == "200" and r.first_token_at]
         newest = measured[-MAX_MEASURED:]
-        times = np.array([(_ttft(r), _tpot(r), self.objectives.ttft_of(r.priority_class), r.total) for r in newest]).reshape(-1, 4)
+        times = np.array(
+            [(_ttft(r), _tpot(r), self.objectives.ttft_of(r.priority_class), r.total) for r in newest]
+        ).reshape(-1, 4)
         counters = system.counters
         before, self._before = self._before or counters, dict(counters)
         tally = Tally(
@@ -135,7 +152,9 @@ class LoadWindow:
             self.tallies.popleft()
         return tally
 
-    def window(self, system: SystemSnapshot, lost: Sequence[str] = (), objectives: Objectives | None = None) -> Window:
+    def window(
+        self, system: SystemSnapshot, lost: Sequence[str] = (), objectives: Objectives | None = None
+    ) -> Window:
         """The last minute, up to ``system``. ``objectives``: others than the operator's."""
         objectives = self.objectives if objectives is None else objectives
         tallies, looks = self.tallies, [tally.pools for tally in self.tallies]
@@ -160,18 +179,24 @@ class LoadWindow:
             now_waiting=system.num_waiting,
             now_running=system.num_running,
             pools={role: _average([look[role] for look in looks], system, role) for role in ROLES},
-            most_workers={role: max((look[role].num_workers for look in looks), default=0.0) for role in ROLES},
+            most_workers={
+                role: max((look[role].num_workers for look in looks), default=0.0) for role in ROLES
+            },
             grown={name: sum(t.grown[name] for t in tallies) for name in (*LIFECYCLE, *WORKERS)},
             lost=lost,
             objectives=objectives,
-            kept=float(1 - (slow_ttft | slow_tpot).mean()) * num_measured / num_tried if objectives and len(times) else None,
+            kept=float(1 - (slow_ttft | slow_tpot).mean()) * num_measured / num_tried
+            if objectives and len(times)
+            else None,
             times={"ttft": times[:, 0], "tpot": times[times[:, 1] > 0, 1], "e2e": times[:, 3]},
             ttft_missed=float(slow_ttft.mean()) if len(times) else 0.0,
             tpot_missed=float(slow_tpot.mean()) if len(times) else 0.0,
         )
 
 
-def _misses(times: NDArray[np.float64], objectives: Objectives) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+def _misses(
+    times: NDArray[np.float64], objectives: Objectives
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """[num_requests] each: its first token came too late, its tokens came too slowly."""
     by_class = objectives.ttft_s is None and bool(objectives.ttft_by_class)
     ttft = times[:, 2] if by_class else float("inf") if objectives.ttft_s is None else objectives.ttft_s
@@ -221,4 +246,8 @@ def _ttft(record: RequestRecord) -> float:
 def _tpot(record: RequestRecord) -> float:
     """Mean time of the tokens after the first; 0 where there is none."""
     ended = record.ledger.end - record.stages.stream
-    return (ended - record.first_token_at) / (record.num_output_tokens - 1) if record.num_output_tokens > 1 else 0.0
+    return (
+        (ended - record.first_token_at) / (record.num_output_tokens - 1)
+        if record.num_output_tokens > 1
+        else 0.0
+    )

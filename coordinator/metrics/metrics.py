@@ -1,7 +1,7 @@
 """What /metrics says, in Prometheus' text format.
 
-What requests do is counted here as they end; what workers report is read from a ``SystemSnapshot`` when somebody scrapes.
-Nothing on the path of a token looks up a label.
+What requests do is counted here as they end; what workers report is read from a ``SystemSnapshot`` when
+somebody scrapes. Nothing on the path of a token looks up a label.
 """
 
 from __future__ import annotations
@@ -24,10 +24,56 @@ from .system_snapshot import SystemSnapshot
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MIN_SCRAPE_INTERVAL_S = 1.0
-"""A scrape sooner than this gets the last one's text: rendering holds up the streams for some milliseconds."""
+"""A scrape sooner than this gets the last one's text: rendering holds up the streams for some
+milliseconds."""
 
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
-TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5, 10)
+SECONDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.15,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+    640,
+)
+TOKEN_SECONDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.015,
+    0.02,
+    0.025,
+    0.03,
+    0.04,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+)
 TOKENS = tuple(1 << n for n in range(18))
 BATCH = 512
 """Requests that are over and are booked together."""
@@ -37,7 +83,10 @@ STAGES = {
     "prefill": "Computing the prompt.",
     "handoff": "From the first token to the join on the decode worker.",
     "decode": "On the decode worker.",
-    "coordinator": "From when a worker made the last token until the coordinator took it up: messages on their way and its lateness.",
+    "coordinator": (
+        "From when a worker made the last token until the coordinator took it up: messages on their "
+        "way and its lateness."
+    ),
     "stream": "From the last token to the response's last byte.",
 }
 
@@ -63,17 +112,33 @@ class Metrics:
         self.model_name = model_name
         self._scraped_at = float("-inf")
         self._text = b""
-        self.ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", SECONDS)
-        self.tpot = self._histogram(
-            "time_per_output_token_seconds", "Mean time per token after the first, one value a sequence.", TOKEN_SECONDS
+        self.ttft = self._histogram(
+            "time_to_first_token_seconds", "From arrival to the first token.", SECONDS
         )
-        self.itl = self._histogram("inter_token_latency_seconds", "Between two writes of one stream, per token.", TOKEN_SECONDS)
-        self.e2e = self._histogram("e2e_request_latency_seconds", "From arrival to the response's last byte.", SECONDS)
-        self._stages = [self._histogram(f"request_{name}_time_seconds", STAGES[name], SECONDS) for name in NAMES]
+        self.tpot = self._histogram(
+            "time_per_output_token_seconds",
+            "Mean time per token after the first, one value a sequence.",
+            TOKEN_SECONDS,
+        )
+        self.itl = self._histogram(
+            "inter_token_latency_seconds", "Between two writes of one stream, per token.", TOKEN_SECONDS
+        )
+        self.e2e = self._histogram(
+            "e2e_request_latency_seconds", "From arrival to the response's last byte.", SECONDS
+        )
+        self._stages = [
+            self._histogram(f"request_{name}_time_seconds", STAGES[name], SECONDS) for name in NAMES
+        ]
         self._closed: list[RequestRecord] = []  # not yet in the histograms
         self._prompt_length = self._histogram("request_prompt_tokens", "Prompt tokens of a sequence.", TOKENS)
-        self._output_length = self._histogram("request_generation_tokens", "Output tokens of a sequence.", TOKENS)
-        self.registry.register(ServerCollector(self.counts, lambda: self.num_open, self.efficiency, model_name, self.failures.counts))
+        self._output_length = self._histogram(
+            "request_generation_tokens", "Output tokens of a sequence.", TOKENS
+        )
+        self.registry.register(
+            ServerCollector(
+                self.counts, lambda: self.num_open, self.efficiency, model_name, self.failures.counts
+            )
+        )
         self.registry.register(SystemCollector(system))
 
     def request_ended(self, endpoint: str, status: str) -> None:
@@ -84,10 +149,14 @@ class Metrics:
         """A request that got this error and no token."""
         self.counts.refusals[error.code or error.kind] += 1
 
-    def sequence_ended(self, ended: Ended, num_prompt_tokens: int, num_tokens: int, arrival: float, first: float, now: float) -> None:
+    def sequence_ended(
+        self, ended: Ended, num_prompt_tokens: int, num_tokens: int, arrival: float, first: float, now: float
+    ) -> None:
         """Times in monotonic seconds; ``first`` is when the first token came, 0 if none did."""
         counts = self.counts
-        reason = "timeout" if ended.error == "deadline" and num_tokens else "error" if ended.error else "cancelled"
+        reason = (
+            "timeout" if ended.error == "deadline" and num_tokens else "error" if ended.error else "cancelled"
+        )
         counts.sequences[ended.finish_reason or reason] += 1
         counts.output_tokens += num_tokens
         counts.retries += max(0, ended.num_dispatches - 1)
@@ -105,7 +174,8 @@ class Metrics:
         self.counts.cached_tokens += num_cached
 
     def request_closed(self, record: RequestRecord) -> None:
-        """The response is complete, or its client gone. Over all requests the stages sum to the end-to-end time."""
+        """The response is complete, or its client gone. Over all requests the stages sum to the end-to-end
+        time."""
         self._closed.append(record)
         if len(self._closed) >= BATCH:
             self._book_closed()

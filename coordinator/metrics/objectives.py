@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """``ttft_s``, ``tpot_s``: what a request may take, None: anything; ``attainment``: the share that must keep both at once."""
+    """``ttft_s``, ``tpot_s``: what a request may take, None: anything; ``attainment``: the share that must
+    keep both at once."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -21,10 +22,17 @@ class Objectives:
 
     def ttft_of(self, priority_class: str) -> float:
         """The bound for requests of this class; infinite without one."""
-        return self.ttft_s if self.ttft_s is not None else self.ttft_by_class.get(priority_class, float("inf"))
+        return (
+            self.ttft_s if self.ttft_s is not None else self.ttft_by_class.get(priority_class, float("inf"))
+        )
 
     def as_json(self) -> dict[str, object] | None:
         """None without any bound."""
         if not self:
             return None
-        return {"ttft_s": self.ttft_s, "tpot_s": self.tpot_s, "attainment": self.attainment, "ttft_by_class": dict(self.ttft_by_class)}
+        return {
+            "ttft_s": self.ttft_s,
+            "tpot_s": self.tpot_s,
+            "attainment": self.attainment,
+            "ttft_by_class": dict(self.ttft_by_class),
+        }

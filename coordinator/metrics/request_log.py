@@ -15,7 +15,10 @@ def log_request(record: RequestRecord) -> None:
     if not _log.isEnabledFor(logging.INFO):
         return
     stages = {name: round(getattr(record.stages, name), 6) for name in NAMES}
-    tokens = f"{record.num_prompt_tokens} prompt tokens ({record.num_cached_tokens} cached), {record.num_output_tokens} output tokens"
+    tokens = (
+        f"{record.num_prompt_tokens} prompt tokens ({record.num_cached_tokens} cached), "
+        f"{record.num_output_tokens} output tokens"
+    )
     where = f"{record.prefill_worker or '-'} to {record.decode_worker or '-'}"
     times = ", ".join(f"{name} {seconds * 1e3:.1f}" for name, seconds in stages.items() if seconds)
     fields: dict[str, object] = {
@@ -35,4 +38,13 @@ def log_request(record: RequestRecord) -> None:
     }
     if record.trace is not None:
         fields["trace_id"] = record.trace.trace_id
-    _log.info("%s %s in %.1f ms (%s): %s, %s", record.id, record.status, record.total * 1e3, times, tokens, where, extra={"fields": fields})
+    _log.info(
+        "%s %s in %.1f ms (%s): %s, %s",
+        record.id,
+        record.status,
+        record.total * 1e3,
+        times,
+        tokens,
+        where,
+        extra={"fields": fields},
+    )

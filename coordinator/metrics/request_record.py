@@ -9,11 +9,14 @@ from ..lifecycle.time_ledger import Stages, TimeLedger
 
 
 class RequestRecord(NamedTuple):
-    """Times in seconds of the coordinator's monotonic clock. Of several choices, the one that ended last gives ledger and workers."""
+    """Times in seconds of the coordinator's monotonic clock. Of several choices, the one that ended last
+    gives ledger and workers."""
 
     id: str
     endpoint: str
-    status: str  # the HTTP status, "cancelled" where the client went away first, "too_slow" where it was cut off
+    status: (
+        str  # the HTTP status, "cancelled" where the client went away first, "too_slow" where it was cut off
+    )
     ledger: TimeLedger
     stages: Stages
     first_token_at: float  # of the first choice that had one; 0: none

@@ -1,4 +1,5 @@
-"""A request's trace as the coordinator tells it: one span, with an event where each stage of its ledger begins, and their sums."""
+"""A request's trace as the coordinator tells it: one span, with an event where each stage of its ledger
+begins, and their sums."""
 
 from __future__ import annotations
 

@@ -14,7 +14,9 @@ PERIOD_S = 2.0
 class Sampler:
     """``listeners`` take the time (monotonic seconds) and what was seen."""
 
-    def __init__(self, system: Callable[[], SystemSnapshot], listeners: Callable[[float, SystemSnapshot], None]) -> None:
+    def __init__(
+        self, system: Callable[[], SystemSnapshot], listeners: Callable[[float, SystemSnapshot], None]
+    ) -> None:
         self._system, self._listeners = system, listeners
 
     async def follow(self) -> None:

@@ -27,7 +27,9 @@ NAMES = {
 }
 EFFICIENCY = {
     "tokens_per_gpu_hour": "Output tokens per GPU-hour over the last minute.",
-    "cost_per_million_tokens": "Cost of a million output tokens over the last minute, at the configured price.",
+    "cost_per_million_tokens": (
+        "Cost of a million output tokens over the last minute, at the configured price."
+    ),
     "joules_per_token": "Energy of the GPUs per output token over the last minute.",
 }
 
@@ -41,7 +43,9 @@ class Counts:
     output_tokens: int = 0
     retries: int = 0
     recovered: int = 0
-    requests: defaultdict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))  # by endpoint and status
+    requests: defaultdict[tuple[str, str], int] = field(
+        default_factory=lambda: defaultdict(int)
+    )  # by endpoint and status
     sequences: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))  # by finish reason
     refusals: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))  # by reason
 
@@ -50,9 +54,19 @@ class ServerCollector:
     """``num_open``: HTTP requests for tokens that have not ended. ``failures``: of listeners, by name."""
 
     def __init__(
-        self, counts: Counts, num_open: Callable[[], int], efficiency: Efficiency, model_name: str, failures: Mapping[str, int]
+        self,
+        counts: Counts,
+        num_open: Callable[[], int],
+        efficiency: Efficiency,
+        model_name: str,
+        failures: Mapping[str, int],
     ) -> None:
-        self._counts, self._num_open, self._efficiency, self._model_name = counts, num_open, efficiency, model_name
+        self._counts, self._num_open, self._efficiency, self._model_name = (
+            counts,
+            num_open,
+            efficiency,
+            model_name,
+        )
         self._failures = failures
 
     def describe(self) -> list[Metric]:
@@ -60,19 +74,27 @@ class ServerCollector:
 
     def collect(self) -> Iterator[Metric]:
         counts, model = self._counts, self._model_name
-        requests = CounterMetricFamily("splitserve_requests", "HTTP requests for tokens.", labels=["model_name", "endpoint", "status"])
+        requests = CounterMetricFamily(
+            "splitserve_requests", "HTTP requests for tokens.", labels=["model_name", "endpoint", "status"]
+        )
         for (endpoint, status), count in counts.requests.items():
             requests.add_metric([model, endpoint, status], count)
-        sequences = CounterMetricFamily("splitserve_sequences", "Sequences that ended.", labels=["model_name", "finished_reason"])
+        sequences = CounterMetricFamily(
+            "splitserve_sequences", "Sequences that ended.", labels=["model_name", "finished_reason"]
+        )
         for reason, count in counts.sequences.items():
             sequences.add_metric([model, reason], count)
         refusals = CounterMetricFamily(
-            "splitserve_refusals", "Requests answered with an error and no token.", labels=["model_name", "reason"]
+            "splitserve_refusals",
+            "Requests answered with an error and no token.",
+            labels=["model_name", "reason"],
         )
         for reason, count in counts.refusals.items():
             refusals.add_metric([model, reason], count)
         failures = CounterMetricFamily(
-            "splitserve_listener_failures", "Failures beside requests, which went on: trace file, usage, steering.", labels=["listener"]
+            "splitserve_listener_failures",
+            "Failures beside requests, which went on: trace file, usage, steering.",
+            labels=["listener"],
         )
         for name, count in self._failures.items():
             failures.add_metric([name], count)
@@ -93,9 +115,17 @@ class ServerCollector:
         for name, value in efficiency.gauges().items():
             yield GaugeMetricFamily(f"splitserve_{name}", EFFICIENCY[name], value=value)
         if efficiency.gpu_s:
-            yield CounterMetricFamily("splitserve_gpu_seconds", "Seconds of all GPUs whose workers were connected.", value=efficiency.gpu_s)
-            yield CounterMetricFamily("splitserve_gpu_energy_joules", "Energy that these took meanwhile.", value=efficiency.joules)
+            yield CounterMetricFamily(
+                "splitserve_gpu_seconds",
+                "Seconds of all GPUs whose workers were connected.",
+                value=efficiency.gpu_s,
+            )
+            yield CounterMetricFamily(
+                "splitserve_gpu_energy_joules", "Energy that these took meanwhile.", value=efficiency.joules
+            )
         if efficiency.has_price:
             yield CounterMetricFamily(
-                "splitserve_cost", "Cost of GPUs, or of workers without one, at the configured price.", value=efficiency.cost
+                "splitserve_cost",
+                "Cost of GPUs, or of workers without one, at the configured price.",
+                value=efficiency.cost,
             )

@@ -16,36 +16,56 @@ class RecordSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    log_level: LogLevel = Field(default="info", description="Least level that is logged; SIGUSR2 turns debug on, and off again.")
-    log_format: LogFormat = Field(default="text", description="text, or json: one object a line, with request ids where there are any.")
-    log_requests: bool = Field(default=False, description="Log a line for each request that is over, with where its time went.")
+    log_level: LogLevel = Field(
+        default="info", description="Least level that is logged; SIGUSR2 turns debug on, and off again."
+    )
+    log_format: LogFormat = Field(
+        default="text", description="text, or json: one object a line, with request ids where there are any."
+    )
+    log_requests: bool = Field(
+        default=False, description="Log a line for each request that is over, with where its time went."
+    )
     log_bodies: Path | None = Field(
         default=None,
-        description="Write every request for tokens and its answer into this file, as JSON lines: personal data. Mode 0600, no API keys; "
+        description="Write every request for tokens and its answer into this file, as JSON lines: personal "
+        "data. Mode 0600, no API keys; "
         "rotated to FILE.1. Of several coordinator processes each writes a file of its own, FILE-N.",
     )
-    log_bodies_mib: float = Field(default=100, gt=0, le=1 << 20, description="Most MiB that --log-bodies keeps, rotated file included.")
+    log_bodies_mib: float = Field(
+        default=100, gt=0, le=1 << 20, description="Most MiB that --log-bodies keeps, rotated file included."
+    )
     trace_folder: Path | None = Field(
         default=None,
-        description="Write the load as a trace for `splitserve trace`, `simulate` and `plan` into this folder: arrivals, lengths and "
+        description="Write the load as a trace for `splitserve trace`, `simulate` and `plan` into this "
+        "folder: "
+        "arrivals, lengths and "
         "keyed block hashes, never text. One file a start.",
     )
     trace_token_times: bool = Field(
-        default=False, description="With --trace-folder: write when each token came, in seconds after its request's arrival."
+        default=False,
+        description=(
+            "With --trace-folder: write when each token came, in seconds after its request's arrival."
+        ),
     )
     otlp_endpoint: str | None = Field(
         default=None,
         pattern=r"^https?://\S+$",
-        description="Send traces to this OTLP receiver over HTTP, http://HOST:4318/v1/traces; needs splitserve[otel].",
+        description=(
+            "Send traces to this OTLP receiver over HTTP, http://HOST:4318/v1/traces; needs splitserve[otel]."
+        ),
     )
     trace_sample_ratio: float = Field(
-        default=1.0, ge=0, le=1, description="Share of requests that are traced, where the client does not say by its traceparent."
+        default=1.0,
+        ge=0,
+        le=1,
+        description="Share of requests that are traced, where the client does not say by its traceparent.",
     )
     price_per_hour: float | None = Field(
         default=None,
         ge=0,
         le=1e9,
-        description="Price of one GPU for an hour, or of one worker that has none, in any currency; /metrics then says what a million "
+        description="Price of one GPU for an hour, or of one worker that has none, in any currency; /metrics "
+        "then says what a million "
         "output tokens cost.",
     )
 

@@ -16,10 +16,14 @@ LIFECYCLE_COUNTERS = {
     "redispatches": "Attempts at requests that failed or were preempted and were followed by another.",
     "refused_early": "Requests refused at once because their first token would have come too late.",
     "recoveries": "Times a request that was dispatched again had its next token.",
-    "recovery_seconds": "Seconds from a lost attempt that was noticed to the next token, summed over recoveries.",
+    "recovery_seconds": (
+        "Seconds from a lost attempt that was noticed to the next token, summed over recoveries."
+    ),
     "workers_lost": "Workers that were declared dead or came back as a new process.",
     "workers_left": "Workers that drained and left.",
-    "sequences_moved": "Running sequences handed from a decode worker that left to another one, with their KV blocks.",
+    "sequences_moved": (
+        "Running sequences handed from a decode worker that left to another one, with their KV blocks."
+    ),
     "moves_given_up": "Such hand-overs that failed; the sequence ran on where it was.",
     "deadlines_queue": "Requests that passed a deadline while they waited for a worker.",
     "deadlines_prefill": "Requests that passed a deadline while their prompt was computed.",
@@ -76,14 +80,22 @@ class SystemCollector:
         for role in ("prefill", "decode"):
             workers.add_metric([role], sum(worker.role == role for worker in system.workers))
         yield workers
-        yield GaugeMetricFamily("splitserve_num_requests_waiting", "Sequences that wait for a worker.", value=system.num_waiting)
-        yield GaugeMetricFamily("splitserve_num_requests_running", "Sequences on workers.", value=system.num_running)
-        stages = GaugeMetricFamily("splitserve_requests_in_stage", "Sequences by the stage that they are in.", labels=["stage"])
+        yield GaugeMetricFamily(
+            "splitserve_num_requests_waiting", "Sequences that wait for a worker.", value=system.num_waiting
+        )
+        yield GaugeMetricFamily(
+            "splitserve_num_requests_running", "Sequences on workers.", value=system.num_running
+        )
+        stages = GaugeMetricFamily(
+            "splitserve_requests_in_stage", "Sequences by the stage that they are in.", labels=["stage"]
+        )
         for stage in ("queue", "prefill", "handoff", "decode"):
             stages.add_metric([stage], system.stages.get(stage, 0))
         yield stages
         for name, value in system.counters.items():
-            yield CounterMetricFamily(_safe(f"splitserve_{name}"), LIFECYCLE_COUNTERS.get(name, name), value=value)
+            yield CounterMetricFamily(
+                _safe(f"splitserve_{name}"), LIFECYCLE_COUNTERS.get(name, name), value=value
+            )
         if system.steering is not None:
             yield from _steering(system.steering)
         yield self._blocks(system.workers)
@@ -91,7 +103,9 @@ class SystemCollector:
         yield from self._reported(system.workers)
 
     def _blocks(self, workers: Sequence[WorkerSnapshot]) -> Metric:
-        blocks = GaugeMetricFamily("splitserve_kv_blocks", "KV blocks of a worker by state.", labels=["worker", "role", "state"])
+        blocks = GaugeMetricFamily(
+            "splitserve_kv_blocks", "KV blocks of a worker by state.", labels=["worker", "role", "state"]
+        )
         for worker in workers:
             for state in ("total", "free", "cached", "used", "leased"):
                 blocks.add_metric([worker.worker_id, worker.role, state], getattr(worker, f"blocks_{state}"))
@@ -99,13 +113,33 @@ class SystemCollector:
 
     def _loads(self, workers: Sequence[WorkerSnapshot]) -> Iterator[Metric]:
         labels = ["worker", "role"]
-        usage = GaugeMetricFamily("splitserve_kv_cache_usage_ratio", "Share of a worker's KV blocks that requests hold.", labels=labels)
-        running = GaugeMetricFamily("splitserve_worker_running", "Sequences in a worker's batch.", labels=labels)
-        waiting = GaugeMetricFamily("splitserve_worker_waiting", "Sequences that wait on a worker.", labels=labels)
-        tokens = GaugeMetricFamily("splitserve_worker_waiting_tokens", "Prompt tokens that wait on a worker.", labels=labels)
-        draining = GaugeMetricFamily("splitserve_worker_draining", "1 where a worker gets no new work and leaves.", labels=labels)
-        busy = GaugeMetricFamily("splitserve_worker_busy_ratio", "Share of the last 10 s in which a step ran on a worker.", labels=labels)
-        phases = GaugeMetricFamily("splitserve_worker_start_seconds", "Seconds of a worker's start by phase.", labels=[*labels, "phase"])
+        usage = GaugeMetricFamily(
+            "splitserve_kv_cache_usage_ratio",
+            "Share of a worker's KV blocks that requests hold.",
+            labels=labels,
+        )
+        running = GaugeMetricFamily(
+            "splitserve_worker_running", "Sequences in a worker's batch.", labels=labels
+        )
+        waiting = GaugeMetricFamily(
+            "splitserve_worker_waiting", "Sequences that wait on a worker.", labels=labels
+        )
+        tokens = GaugeMetricFamily(
+            "splitserve_worker_waiting_tokens", "Prompt tokens that wait on a worker.", labels=labels
+        )
+        draining = GaugeMetricFamily(
+            "splitserve_worker_draining", "1 where a worker gets no new work and leaves.", labels=labels
+        )
+        busy = GaugeMetricFamily(
+            "splitserve_worker_busy_ratio",
+            "Share of the last 10 s in which a step ran on a worker.",
+            labels=labels,
+        )
+        phases = GaugeMetricFamily(
+            "splitserve_worker_start_seconds",
+            "Seconds of a worker's start by phase.",
+            labels=[*labels, "phase"],
+        )
         steps = CounterMetricFamily("splitserve_worker_steps", "Engine steps of a worker.", labels=labels)
         for worker in workers:
             values = [worker.worker_id, worker.role]
@@ -124,22 +158,33 @@ class SystemCollector:
 
     def _reported(self, workers: Sequence[WorkerSnapshot]) -> Iterator[Metric]:
         """The workers' own counters and gauges; those that are not known here come from a newer worker."""
-        yield from _families(CounterMetricFamily, WORKER_COUNTERS, [(worker, worker.counters) for worker in workers])
-        gauges = [(worker, {k: v for k, v in worker.gauges.items() if not k.startswith(START_PHASE)}) for worker in workers]
+        yield from _families(
+            CounterMetricFamily, WORKER_COUNTERS, [(worker, worker.counters) for worker in workers]
+        )
+        gauges = [
+            (worker, {k: v for k, v in worker.gauges.items() if not k.startswith(START_PHASE)})
+            for worker in workers
+        ]
         yield from _families(GaugeMetricFamily, WORKER_GAUGES, gauges)
 
 
 def _steering(steering: Mapping[str, Any]) -> Iterator[Metric]:
-    text = "Workers of a role that the pool controller would have: as many as there are, or one more or fewer."
+    text = (
+        "Workers of a role that the pool controller would have: as many as there are, or one more or fewer."
+    )
     wanted = GaugeMetricFamily("splitserve_steering_wanted_workers", text, labels=["role"])
     for role, count in steering["wanted_workers"].items():
         wanted.add_metric([role], count)
     yield wanted
-    load = GaugeMetricFamily("splitserve_steering_load", "Predicted load of a role: 1 just meets the objectives.", labels=["role"])
+    load = GaugeMetricFamily(
+        "splitserve_steering_load", "Predicted load of a role: 1 just meets the objectives.", labels=["role"]
+    )
     for role, value in (steering["load"] or {}).items():
         load.add_metric([role], value)
     yield load
-    decisions = CounterMetricFamily("splitserve_steering_decisions", "What the pool controller has decided.", labels=["kind"])
+    decisions = CounterMetricFamily(
+        "splitserve_steering_decisions", "What the pool controller has decided.", labels=["kind"]
+    )
     for kind in ("flip", "scale_up", "scale_down", "hold"):
         decisions.add_metric([kind], steering["counts"].get(kind, 0))
     yield decisions

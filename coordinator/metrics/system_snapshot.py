@@ -35,7 +35,8 @@ class WorkerSnapshot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SystemSnapshot:
-    """The serving system behind the HTTP server. ``counters`` are the lifecycle's own, cumulative since the start."""
+    """The serving system behind the HTTP server. ``counters`` are the lifecycle's own, cumulative since the
+    start."""
 
     ready: bool = False
     num_waiting: int = 0  # requests not yet dispatched
@@ -44,5 +45,7 @@ class SystemSnapshot:
     counters: Mapping[str, float] = field(default_factory=dict)
     stages: Mapping[str, int] = field(default_factory=dict)  # requests by the stage that they are in
     steering: Mapping[str, Any] | None = None  # JSON-ready; None: there is no pool controller
-    reasons_lost: Mapping[str, str] = field(default_factory=dict)  # why the latest workers that are gone are gone, by worker id
+    reasons_lost: Mapping[str, str] = field(
+        default_factory=dict
+    )  # why the latest workers that are gone are gone, by worker id
     last_retries: Sequence[str] = ()  # the latest requests that had to be dispatched again, and why

@@ -1,10 +1,13 @@
-"""The load that was, as a trace to plan with: arrivals, lengths, and which prompts begin alike. Never text, never a name.
+"""The load that was, as a trace to plan with: arrivals, lengths, and which prompts begin alike. Never text,
+never a name.
 
-A file is in splitserve's own trace format (docs/planning.md), one row for each sequence, written when it ends. Its block hashes are keyed
-with a secret that is drawn at the start and kept nowhere: within a file equal hashes mean equal tokens (of one tenant's salt), and nobody
-can find out by guessing which. Sessions are hashed with it too.
+A file is in splitserve's own trace format (docs/planning.md), one row for each sequence, written when it
+ends. Its block hashes are keyed with a secret that is drawn at the start and kept nowhere: within a file
+equal hashes mean equal tokens (of one tenant's salt), and nobody can find out by guessing which. Sessions are
+hashed with it too.
 
-While its disk is full rows are lost, and nothing else is: the log and ``splitserve_listener_failures_total`` say so.
+While its disk is full rows are lost, and nothing else is: the log and ``splitserve_listener_failures_total``
+say so.
 """
 
 from __future__ import annotations
@@ -28,22 +31,29 @@ from ..lifecycle.request import Ended, Request
 from .token_times import TimedSink
 
 BLOCK_SIZE = 64
-"""Tokens of a hashed block: finer ones than the workers' would say no more, coarser ones keep the file small."""
+"""Tokens of a hashed block: finer ones than the workers' would say no more, coarser ones keep the file
+small."""
 HASH_DIGITS = 16
 _log = logging.getLogger(__name__)
 
 
 class TraceLog:
-    """A listener of the dispatcher. One file a process and start: ``requests-TIME-PID.jsonl`` in ``folder``, which is made."""
+    """A listener of the dispatcher. One file a process and start: ``requests-TIME-PID.jsonl`` in ``folder``,
+    which is made."""
 
     def __init__(self, folder: Path, longest_request_s: float) -> None:
-        """``longest_request_s``: no request ends later after its arrival. Raises OSError, but for a disk that is full."""
+        """``longest_request_s``: no request ends later after its arrival. Raises OSError, but for a disk that
+        is full."""
         self._began, origin_s = time.monotonic(), time.time()
         self._secret = secrets.token_bytes(16)
         self._root = secrets.token_hex(16)
         stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(origin_s))
         self.path = folder / f"requests-{stamp}-{os.getpid()}.jsonl"
-        self._header = {"block_size": BLOCK_SIZE, "origin_s": origin_s, "disorder_s": longest_request_s + 60.0}
+        self._header = {
+            "block_size": BLOCK_SIZE,
+            "origin_s": origin_s,
+            "disorder_s": longest_request_s + 60.0,
+        }
         self._file: BinaryIO | None = None
         self._size = 0
         try:
@@ -51,7 +61,9 @@ class TraceLog:
         except OSError as error:
             if not is_full(error):
                 raise
-            _log.error("--trace-folder: there is no space for %s; requests are traced once there is", self.path)
+            _log.error(
+                "--trace-folder: there is no space for %s; requests are traced once there is", self.path
+            )
 
     def note(self, request: Request, ended: Ended) -> None:
         """A sequence is over. One that never had a token was no load that could be simulated."""

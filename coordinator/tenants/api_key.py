@@ -2,8 +2,9 @@
 
     sk-split-<43 characters>: 32 random bytes in URL-safe base64
 
-Only the SHA-256 of a key is stored. A slow, salted hash protects passwords because people choose guessable ones; a key of 256 random bits
-has no dictionary, so that one SHA-256 is as good, and costs a request half a microsecond instead of a tenth of a second.
+Only the SHA-256 of a key is stored. A slow, salted hash protects passwords because people choose guessable
+ones; a key of 256 random bits has no dictionary, so that one SHA-256 is as good, and costs a request half a
+microsecond instead of a tenth of a second.
 """
 
 from __future__ import annotations

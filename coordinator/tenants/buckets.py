@@ -1,9 +1,11 @@
-"""How much of its limits a key or a tenant has left: two token buckets and two quotas over seven numbers. Pure.
+"""How much of its limits a key or a tenant has left: two token buckets and two quotas over seven numbers.
+Pure.
 
-The numbers lie in memory that processes share, or in Redis (``redis_limiter.py`` has the same rules in Lua, and a test holds the two to
-each other). A bucket holds a minute's worth and fills evenly: a burst of a minute's worth passes, and the mean rate is
-kept. Tokens are taken by estimate when a request comes in and set right when it ends; a bucket in debt lets nobody in until
-it is paid. Times are unix seconds, so that hosts agree; days and months are UTC's.
+The numbers lie in memory that processes share, or in Redis (``redis_limiter.py`` has the same rules in Lua,
+and a test holds the two to each other). A bucket holds a minute's worth and fills evenly: a burst of a
+minute's worth passes, and the mean rate is kept. Tokens are taken by estimate when a request comes in and set
+right when it ends; a bucket in debt lets nobody in until it is paid. Times are unix seconds, so that hosts
+agree; days and months are UTC's.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class Holder(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """Why a request is not let in. ``wait_s``: until it could be; infinite where it is larger than the limit itself."""
+    """Why a request is not let in. ``wait_s``: until it could be; infinite where it is larger than the limit
+    itself."""
 
     what: What
     limit: int
@@ -68,7 +71,8 @@ def admit(holders: Sequence[Holder], tokens: int, now: float) -> Shortage | Room
 
 
 def correct(holders: Sequence[Holder], estimated: int, tokens: int, now: float) -> Shortage | Room:
-    """Takes the tokens that a request needs in place of those it was taken for; with too few, gives all of them back."""
+    """Takes the tokens that a request needs in place of those it was taken for; with too few, gives all of
+    them back."""
     settle(holders, estimated, 0, now)
     admitted = [Holder(state, tokens_alone(limits)) for state, limits, _ in holders]
     if (shortage := shortage_of(admitted, tokens, now)) is not None:
@@ -84,7 +88,8 @@ def tokens_alone(limits: Limits) -> Limits:
 
 
 def shortage_of(holders: Sequence[Holder], tokens: int, now: float) -> Shortage | None:
-    """What keeps one request of so many tokens out the longest; the holders' buckets are filled up to ``now``."""
+    """What keeps one request of so many tokens out the longest; the holders' buckets are filled up to
+    ``now``."""
     full = [holder for holder in holders if not _has_room(holder, tokens)]
     if not full:
         return None  # mostly, and every request asks
@@ -181,7 +186,9 @@ def _shortages(holder: Holder, tokens: int, now: float) -> list[tuple[What, int,
     if (limit := limits.requests_per_minute) is not None and state[REQUESTS] < 1:
         found.append(("requests", limit, 1, (1 - state[REQUESTS]) * 60 / limit))
     if (limit := limits.tokens_per_minute) is not None and state[TOKENS] < tokens:
-        found.append(("tokens", limit, tokens, (tokens - state[TOKENS]) * 60 / limit if tokens <= limit else math.inf))
+        found.append(
+            ("tokens", limit, tokens, (tokens - state[TOKENS]) * 60 / limit if tokens <= limit else math.inf)
+        )
     if (limit := limits.max_streams) is not None and num_streams >= limit:
         found.append(("streams", limit, 1, STREAM_WAIT_S))
     if (limit := limits.tokens_per_day) is not None and state[DAY_TOKENS] + tokens > limit:

@@ -1,4 +1,5 @@
-"""Whose a request is: every key that opens, in memory, and looked at again when the tenants file has changed."""
+"""Whose a request is: every key that opens, in memory, and looked at again when the tenants file has
+changed."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class Directory(Protocol):
         """Of the ``Authorization`` header's value (empty: none). Raises Unauthorized."""
 
     def account_of_key(self, key_id: int) -> Account | None:
-        """As it stands now, for what runs without a client; None where the key does not open any more. 0: no key was asked for."""
+        """As it stands now, for what runs without a client; None where the key does not open any more. 0: no
+        key was asked for."""
 
 
 class Everyone:
@@ -45,8 +47,9 @@ class Everyone:
 class KeyDirectory:
     """A ``Directory`` of the keys in a tenants file. A lookup is one SHA-256 and one dict: 1 us.
 
-    Finding a digest in a dict takes a time that depends on the digest, which tells nothing of the key: nobody can choose a key so that its
-    digest begins with given bytes. The digests themselves are compared in constant time.
+    Finding a digest in a dict takes a time that depends on the digest, which tells nothing of the key: nobody
+    can choose a key so that its digest begins with given bytes. The digests themselves are compared in
+    constant time.
     """
 
     def __init__(self, path: Path) -> None:
@@ -57,12 +60,15 @@ class KeyDirectory:
         self._accounts = self._store.accounts(time.time())
         if self._store.frozen:
             _log.error(
-                "there is no space beside the tenants file %s: its keys are gone by as they are now, and changes are "
+                "there is no space beside the tenants file %s: its keys are gone by as they are "
+                "now, and changes are "
                 "seen later",
                 path,
             )
         if not self._accounts:
-            _log.warning("the tenants file %s has no key that opens: every request is refused until there is one", path)
+            _log.warning(
+                "the tenants file %s has no key that opens: every request is refused until there is one", path
+            )
 
     @property
     def frozen(self) -> bool:
@@ -91,7 +97,8 @@ class KeyDirectory:
         return account if account is not None and account.expires > time.time() else None
 
     async def follow(self, every_s: float = LOOK_EVERY_S) -> None:
-        """Goes by what the file holds, whenever it changes, until cancelled: a revoked key is out within a second, everywhere."""
+        """Goes by what the file holds, whenever it changes, until cancelled: a revoked key is out within a
+        second, everywhere."""
         while True:
             await asyncio.sleep(every_s)
             try:
@@ -101,8 +108,12 @@ class KeyDirectory:
                     self._accounts = await asyncio.to_thread(self._store.accounts, time.time())
                     self._version = version
                     _log.info("the tenants file has changed: %d keys open", len(self._accounts))
-            except Exception as error:  # a disk that is full or gone for a while must not let go of the keys that are known
-                _log.error("still going by the old keys: cannot read the tenants file %s: %s", self._path, error)
+            except (
+                Exception
+            ) as error:  # a disk that is full or gone for a while must not let go of the keys that are known
+                _log.error(
+                    "still going by the old keys: cannot read the tenants file %s: %s", self._path, error
+                )
 
     def _reopen(self) -> None:
         """Once there is space for it: changes are seen from then on."""

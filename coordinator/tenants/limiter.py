@@ -100,12 +100,16 @@ def refusal_of(shortage: Shortage) -> ApiError:
     what, limit = WORDS[shortage.what], shortage.limit
     if math.isinf(shortage.wait_s):
         message = (
-            f"Request too large: it is taken for {shortage.asked} tokens (its prompt and up to {ASSUMED_OUTPUT_TOKENS} of each answer), "
+            f"Request too large: it is taken for {shortage.asked} tokens (its prompt and up to "
+            f"{ASSUMED_OUTPUT_TOKENS} of each answer), "
             f"and the limit is {limit} {what}. Shorten the prompt or ask for fewer tokens."
         )
         return RateLimited(message, "rate_limit_exceeded", shortage.what, headers_of(shortage.room), None)
     code = "insufficient_quota" if shortage.what in ("day", "month") else "rate_limit_exceeded"
-    message = f"Rate limit reached: {limit} {what}, and this request needs {shortage.asked}. Try again in {duration(shortage.wait_s)}."
+    message = (
+        f"Rate limit reached: {limit} {what}, and this request needs {shortage.asked}. Try again in "
+        f"{duration(shortage.wait_s)}."
+    )
     return RateLimited(message, code, shortage.what, headers_of(shortage.room), shortage.wait_s)
 
 

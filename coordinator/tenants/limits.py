@@ -14,7 +14,8 @@ CLASSES: tuple[PriorityClass, ...] = get_args(PriorityClass)
 
 
 class Limits(BaseModel):
-    """Bounds of one key or one tenant; None: no bound. Tokens are those of prompts and of answers together."""
+    """Bounds of one key or one tenant; None: no bound. Tokens are those of prompts and of answers
+    together."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -52,7 +53,8 @@ class Account(BaseModel):
 
     @cached_property
     def rows(self) -> Rows:
-        """Whom it is held to: tenant and key, as far as they have limits, each by a number that no other tenant or key has."""
+        """Whom it is held to: tenant and key, as far as they have limits, each by a number that no other
+        tenant or key has."""
         both = ((2 * self.tenant_id, self.tenant_limits), (2 * self.key_id + 1, self.key_limits))
         return tuple([(row, limits) for row, limits in both if limits.bounded])
 

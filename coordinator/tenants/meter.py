@@ -1,10 +1,13 @@
-"""Metering: each request's record into the journal at once, and from a thread into the database, within a second.
+"""Metering: each request's record into the journal at once, and from a thread into the database, within a
+second.
 
-The hot path writes two lines of a file, at the end of the turn of the event loop. The thread takes what has come together into the database
-in one transaction, and keeps at it while the database is away. What a killed process has left behind, the next one finds in its journal:
-requests that had ended are kept, requests that were running are kept as "lost", and the log names them.
+The hot path writes two lines of a file, at the end of the turn of the event loop. The thread takes what has
+come together into the database in one transaction, and keeps at it while the database is away. What a killed
+process has left behind, the next one finds in its journal: requests that had ended are kept, requests that
+were running are kept as "lost", and the log names them.
 
-A disk that is full takes no journal lines: records wait in memory, at most MAX_WAITING, and the log says so every minute.
+A disk that is full takes no journal lines: records wait in memory, at most MAX_WAITING, and the log says so
+every minute.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ _log = logging.getLogger(__name__)
 class UsageDropped(OSError):
     def __str__(self) -> str:
         return (
-            f"more than {MAX_WAITING} records wait for the usage database, the oldest are dropped: those that the journal holds are "
+            f"more than {MAX_WAITING} records wait for the usage database, the oldest are dropped: "
+            "those that the journal holds are "
             "metered at the next start, the others are NOT BILLED"
         )
 
@@ -52,8 +56,9 @@ class Meter:
         keep_s: float | None = None,
         failures: ListenerFailures | None = None,
     ) -> None:
-        """``folder`` and ``stem``: where journals lie, and how their names begin. ``soon``: how journal lines are put off to the
-        end of a turn of the loop. ``keep_s``: age at which records are deleted; None: never. Raises TenantsFileError."""
+        """``folder`` and ``stem``: where journals lie, and how their names begin. ``soon``: how journal lines
+        are put off to the end of a turn of the loop. ``keep_s``: age at which records are deleted; None:
+        never. Raises TenantsFileError."""
         self._keep_s, self._prune_at = keep_s, 0.0
         self.failures = failures or ListenerFailures()
         """Failures of the journal, and records that are dropped."""
@@ -90,7 +95,9 @@ class Meter:
             self._num_dropped += 1
             self.failures.note("usage records", UsageDropped())
         if self._journal.num_bytes > MAX_JOURNAL_BYTES:
-            self.failures.call("usage journal", self._journal.flush)  # its file may be closed before the turn ends
+            self.failures.call(
+                "usage journal", self._journal.flush
+            )  # its file may be closed before the turn ends
             self._full.append((self._journal, self._num_ended))
             self._journal = self._new_journal()
             for running in self._running.values():
@@ -101,7 +108,8 @@ class Meter:
         self._thread.start()
 
     def stop(self) -> None:
-        """After the last request: everything is in the database, or stays in a journal for the next process."""
+        """After the last request: everything is in the database, or stays in a journal for the next
+        process."""
         self._stopping.set()
         self._thread.join(30)
         if not self._pending and not self._running and not self._num_dropped and not self._thread.is_alive():
@@ -128,7 +136,10 @@ class Meter:
                 complain_at = 0.0
             except Exception as error:  # whatever a driver raises
                 if time.monotonic() >= complain_at or stopping:
-                    message = "the usage database cannot be written, %d records wait in memory and in the journal %s: %s"
+                    message = (
+                        "the usage database cannot be written, %d records wait in memory and in the "
+                        "journal %s: %s"
+                    )
                     _log.error(message, self.num_waiting, self._journal.path, error)
                     complain_at = time.monotonic() + COMPLAIN_EVERY_S
             if stopping:
@@ -137,7 +148,9 @@ class Meter:
     def _write(self) -> None:
         if self._pending:
             self._write_pending()
-        while self._full and self._full[0][1] <= self._num_kept:  # it may have become full after its last record was kept
+        while (
+            self._full and self._full[0][1] <= self._num_kept
+        ):  # it may have become full after its last record was kept
             self._full.popleft()[0].remove()
 
     def _write_pending(self) -> None:
@@ -167,7 +180,8 @@ class Meter:
             left.remove()
             whole = datetime.fromtimestamp(left.ended_at, UTC).isoformat(" ", "milliseconds")
             _log.warning(
-                "a coordinator process was killed at about %s: %d requests of its journal had ended and are metered; %d were running and "
+                "a coordinator process was killed at about %s: %d requests of its journal had "
+                "ended and are metered; %d were running and "
                 "are metered as lost: %s%s",
                 whole,
                 len(left.ended),

@@ -1,8 +1,10 @@
-"""Limits that coordinators on any number of hosts hold to together: the buckets lie in Redis (any server that speaks its protocol and Lua).
+"""Limits that coordinators on any number of hosts hold to together: the buckets lie in Redis (any server that
+speaks its protocol and Lua).
 
-The script has the rules of ``buckets.py``: fill, look, take; it runs as one, so that two hosts cannot take the same tokens. Time is the
-server's. Open streams are counted for each process, under a sign of life that ends by itself: what a killed process held is free seconds
-later. A server that does not answer lets everybody in, which the log says: a limit is no reason to stop serving.
+The script has the rules of ``buckets.py``: fill, look, take; it runs as one, so that two hosts cannot take
+the same tokens. Time is the server's. Open streams are counted for each process, under a sign of life that
+ends by itself: what a killed process held is free seconds later. A server that does not answer lets everybody
+in, which the log says: a limit is no reason to stop serving.
 """
 
 from __future__ import annotations
@@ -150,18 +152,23 @@ class RedisLimiter:
     async def take(
         self, holders: Sequence[tuple[str, Limits]], tokens: int, streams: int, now: float | None = None
     ) -> tuple[bool, list[Holder]]:
-        """Runs the script: whether it was taken, and what the holders then have. Raises RedisError or OSError. ``now``: for tests."""
+        """Runs the script: whether it was taken, and what the holders then have. Raises RedisError or
+        OSError. ``now``: for tests."""
         alive, month = f"{self._prefix}alive:", month_of(time.time() if now is None else now)
         head: list[Any] = [tokens, streams, self._process, alive, month, "" if now is None else now]
         bounds = [getattr(limits, name) or 0 for _, limits in holders for name in LIMIT_NAMES]
-        result: list[Any] = await self._script(keys=[self._prefix + key for key, _ in holders], args=[*head, *bounds])
+        result: list[Any] = await self._script(
+            keys=[self._prefix + key for key, _ in holders], args=[*head, *bounds]
+        )
         numbers, width = [float(value) for value in result[1:]], NUM_FIELDS + 1
         return bool(int(result[0])), [
             Holder(numbers[i * width : i * width + NUM_FIELDS], limits, int(numbers[i * width + NUM_FIELDS]))
             for i, (_, limits) in enumerate(holders)
         ]
 
-    async def _admit(self, account: Account, holders: Sequence[tuple[str, Limits]], tokens: int, answer: Answer) -> None:
+    async def _admit(
+        self, account: Account, holders: Sequence[tuple[str, Limits]], tokens: int, answer: Answer
+    ) -> None:
         try:
             taken, after = await self.take(holders, tokens, 1)
         except (RedisError, OSError) as error:
@@ -170,7 +177,9 @@ class RedisLimiter:
             return
         answer(Admission(account, tokens, room(after)) if taken else _shortage(after, tokens))
 
-    async def _correct(self, admission: Admission, holders: Sequence[tuple[str, Limits]], tokens: int, answer: Answer) -> None:
+    async def _correct(
+        self, admission: Admission, holders: Sequence[tuple[str, Limits]], tokens: int, answer: Answer
+    ) -> None:
         """Takes the tokens; where that makes a debt gives them back, and the stream."""
         try:
             _, after = await self.take(holders, tokens - admission.tokens, 0)

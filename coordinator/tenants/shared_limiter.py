@@ -1,9 +1,11 @@
-"""Limits that all coordinator processes of a host hold to together: the buckets lie in a file that they map into memory.
+"""Limits that all coordinator processes of a host hold to together: the buckets lie in a file that they map
+into memory.
 
-One row of doubles for each key and each tenant: the numbers of ``buckets.py``, then one column for each process with its open streams.
-An admission is a lock on the file, a few lines of arithmetic, an unlock: 10 us, and no process that could be down. What the file says
-outlives the processes. A process owns a column as long as it lives, by a lock that the kernel takes back: the streams of a killed one are
-dropped by who takes its column, or misses them first.
+One row of doubles for each key and each tenant: the numbers of ``buckets.py``, then one column for each
+process with its open streams. An admission is a lock on the file, a few lines of arithmetic, an unlock: 10
+us, and no process that could be down. What the file says outlives the processes. A process owns a column as
+long as it lives, by a lock that the kernel takes back: the streams of a killed one are dropped by who takes
+its column, or misses them first.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ LOCK_TRIES = 50
 _log = logging.getLogger(__name__)
 LOCK_WAIT_S = 1e-4
 EXCLUSIVE_AT_ONCE = fcntl.LOCK_EX | fcntl.LOCK_NB
-ALONE = "there is no space for the limits file %s: this process holds to limits by itself until it is started again"
+ALONE = (
+    "there is no space for the limits file %s: this process holds to limits by itself until it is "
+    "started again"
+)
 FLOCK = "hhqqi4x"  # struct flock of fcntl(2)
 COLUMN_LOCKS_AT = 1 << 40  # byte offsets far beyond the file's end: locks need no bytes
 
@@ -135,7 +140,9 @@ class SharedLimiter:
         num_rows = max(os.fstat(self._fd).st_size // ROW_BYTES, (row // GROW_ROWS + 1) * GROW_ROWS)
         if not self._alone:
             try:
-                os.posix_fallocate(self._fd, 0, num_rows * ROW_BYTES)  # a page for which there is no space would kill who writes to it
+                os.posix_fallocate(
+                    self._fd, 0, num_rows * ROW_BYTES
+                )  # a page for which there is no space would kill who writes to it
             except OSError as error:
                 if not is_full(error):
                     raise
@@ -177,12 +184,14 @@ class SharedLimiter:
                 continue
             return column
         os.close(self._fd)
-        raise TenantsFileError(f"{path}: {MAX_PROCESSES} coordinator processes hold to its limits already; no more can")
+        raise TenantsFileError(
+            f"{path}: {MAX_PROCESSES} coordinator processes hold to its limits already; no more can"
+        )
 
 
 class _Lock:
-    """Others wait for microseconds. One that was stopped while it held the lock must not stop everybody: after some milliseconds we go on
-    without it, and a limit may be off by a request."""
+    """Others wait for microseconds. One that was stopped while it held the lock must not stop everybody:
+    after some milliseconds we go on without it, and a limit may be off by a request."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

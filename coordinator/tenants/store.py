@@ -1,4 +1,5 @@
-"""Tenants, tiers and keys in one SQLite file. Written by ``splitserve keys`` and the admin API; read by every coordinator process.
+"""Tenants, tiers and keys in one SQLite file. Written by ``splitserve keys`` and the admin API; read by every
+coordinator process.
 
     tiers    a name, a priority class, the limits of each of its tenants
     tenants  a name, a tier, the salt of its prefix cache (or the group that it shares one with)
@@ -57,7 +58,8 @@ class TenantStore:
         """Raises TenantsFileError where it cannot be used."""
         if not create and not path.is_file():
             raise TenantsFileError(
-                f"there is no tenants file {path}; `splitserve keys create --tenants-file {path} --tenant NAME` makes it"
+                f"there is no tenants file {path}; `splitserve keys create --tenants-file {path} "
+                "--tenant NAME` makes it"
             )
         self.frozen = False
         """Read as it is, because its disk has no space for SQLite's own files; changes are not seen."""
@@ -69,7 +71,9 @@ class TenantStore:
             self._db.row_factory = sqlite3.Row
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
             if version > VERSION:
-                raise TenantsFileError(f"{path} was written by a newer splitserve (version {version}; this one knows {VERSION})")
+                raise TenantsFileError(
+                    f"{path} was written by a newer splitserve (version {version}; this one knows {VERSION})"
+                )
             self._db.execute("PRAGMA foreign_keys = ON")
             if version < VERSION:
                 self._db.execute("PRAGMA journal_mode = WAL")
@@ -80,7 +84,8 @@ class TenantStore:
             raise TenantsFileError(f"cannot use the tenants file {path}: {error}") from None
 
     def _open_as_it_is(self, path: Path) -> None:
-        """Falls back on a connection that needs nothing beside the file where the disk is full. Raises sqlite3.Error."""
+        """Falls back on a connection that needs nothing beside the file where the disk is full. Raises
+        sqlite3.Error."""
         try:
             self._db.execute("PRAGMA user_version").fetchone()
         except sqlite3.Error as error:
@@ -88,7 +93,12 @@ class TenantStore:
             if not is_full(error) or (log.exists() and log.stat().st_size):
                 raise
             self._db.close()
-            self._db = sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True, isolation_level=None, check_same_thread=False)
+            self._db = sqlite3.connect(
+                f"{path.absolute().as_uri()}?immutable=1",
+                uri=True,
+                isolation_level=None,
+                check_same_thread=False,
+            )
             self.frozen = True
 
     def close(self) -> None:
@@ -100,12 +110,20 @@ class TenantStore:
 
     # --- tiers -----------------------------------------------------------------------------------
 
-    def set_tier(self, name: str, priority_class: PriorityClass | None, limits: Mapping[str, int | None]) -> None:
+    def set_tier(
+        self, name: str, priority_class: PriorityClass | None, limits: Mapping[str, int | None]
+    ) -> None:
         """Makes or changes a tier; a limit that is not named stays, 0 takes it away."""
-        if priority_class is not None or not self._db.execute("SELECT 1 FROM tiers WHERE name = ?", (name,)).fetchone():
+        if (
+            priority_class is not None
+            or not self._db.execute("SELECT 1 FROM tiers WHERE name = ?", (name,)).fetchone()
+        ):
             row = (name, priority_class or "standard")
             self._db.execute(
-                "INSERT INTO tiers (name, priority_class) VALUES (?, ?) ON CONFLICT DO UPDATE SET priority_class = excluded.priority_class",
+                (
+                    "INSERT INTO tiers (name, priority_class) VALUES (?, ?) ON CONFLICT DO UPDATE SET "
+                    "priority_class = excluded.priority_class"
+                ),
                 row,
             )
         self._set_limits("tiers", "name", name, limits)
@@ -116,9 +134,12 @@ class TenantStore:
     # --- tenants ---------------------------------------------------------------------------------
 
     def set_tenant(self, name: str, *, tier: str | None = None, shared_cache: str | None = None) -> None:
-        """Makes or changes a tenant. ``shared_cache``: the group whose tenants share one prefix cache on purpose; empty: none. Raises
-        Unknown."""
-        if tier is not None and not self._db.execute("SELECT 1 FROM tiers WHERE name = ?", (tier,)).fetchone():
+        """Makes or changes a tenant. ``shared_cache``: the group whose tenants share one prefix cache on
+        purpose; empty: none. Raises Unknown."""
+        if (
+            tier is not None
+            and not self._db.execute("SELECT 1 FROM tiers WHERE name = ?", (tier,)).fetchone()
+        ):
             known = ", ".join(row["name"] for row in self.tiers())
             raise Unknown(f"there is no tier {tier!r}; there are {known}", "tier")
         row = (name, tier or "standard", secrets.token_bytes(SALT_BYTES), time.time())
@@ -129,7 +150,9 @@ class TenantStore:
             if shared_cache:
                 group = (shared_cache, secrets.token_bytes(SALT_BYTES))
                 self._db.execute("INSERT OR IGNORE INTO cache_groups VALUES (?, ?)", group)
-            self._db.execute("UPDATE tenants SET cache_group = ? WHERE name = ?", (shared_cache or None, name))
+            self._db.execute(
+                "UPDATE tenants SET cache_group = ? WHERE name = ?", (shared_cache or None, name)
+            )
 
     def tenants(self) -> list[dict[str, Any]]:
         """Without their salts."""
@@ -139,7 +162,11 @@ class TenantStore:
     # --- keys ------------------------------------------------------------------------------------
 
     def create_key(
-        self, tenant: str, name: str = "", limits: Mapping[str, int | None] | None = None, expires: float | None = None
+        self,
+        tenant: str,
+        name: str = "",
+        limits: Mapping[str, int | None] | None = None,
+        expires: float | None = None,
     ) -> NewKey:
         """Of a tenant that there is. ``expires``: unix seconds. Raises Unknown."""
         found = self._db.execute("SELECT id FROM tenants WHERE name = ?", (tenant,)).fetchone()
@@ -153,7 +180,8 @@ class TenantStore:
         return NewKey(f"key_{key_id}", tenant, key)
 
     def rotate_key(self, key: str, grace_s: float) -> NewKey:
-        """A new key with the old one's tenant, name and limits; the old one opens for ``grace_s`` seconds more. Raises Unknown."""
+        """A new key with the old one's tenant, name and limits; the old one opens for ``grace_s`` seconds
+        more. Raises Unknown."""
         old = self._key(key)
         limits = {name: old[name] for name in LIMIT_NAMES}
         fresh = self.create_key(old["tenant"], old["name"], limits, old["expires"])
@@ -163,7 +191,9 @@ class TenantStore:
     def revoke_key(self, key: str, grace_s: float = 0.0) -> None:
         """It opens for ``grace_s`` seconds more, at most. Raises Unknown."""
         old, ends = self._key(key), time.time() + grace_s
-        self._db.execute("UPDATE keys SET expires = ? WHERE id = ?", (min(ends, old["expires"] or ends), old["id"]))
+        self._db.execute(
+            "UPDATE keys SET expires = ? WHERE id = ?", (min(ends, old["expires"] or ends), old["id"])
+        )
 
     def keys(self) -> list[dict[str, Any]]:
         """Without their digests."""
@@ -180,7 +210,10 @@ class TenantStore:
         return {row["digest"]: _account(row) for row in self._db.execute(query, (now,))}
 
     def _key(self, key: str) -> sqlite3.Row:
-        query = "SELECT k.*, t.name AS tenant FROM keys k JOIN tenants t ON t.id = k.tenant_id WHERE 'key_' || k.id = ?"
+        query = (
+            "SELECT k.*, t.name AS tenant FROM keys k JOIN tenants t ON t.id = k.tenant_id WHERE "
+            "'key_' || k.id = ?"
+        )
         found: sqlite3.Row | None = self._db.execute(query, (key,)).fetchone()
         if found is None:
             raise Unknown(f"there is no key {key!r}; `splitserve keys list` shows them", "key")

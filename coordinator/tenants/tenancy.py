@@ -63,7 +63,10 @@ def _meter_of(settings: TenantSettings, failures: ListenerFailures) -> Meter | N
     url = settings.metered_to
     if url is None:
         return None
-    beside = settings.tenants_file or Path(url.removeprefix(SQLITE) if url.startswith(SQLITE) else "usage").absolute()
+    beside = (
+        settings.tenants_file
+        or Path(url.removeprefix(SQLITE) if url.startswith(SQLITE) else "usage").absolute()
+    )
     keep_s = None if settings.usage_retention_days is None else settings.usage_retention_days * DAY_S
     soon = asyncio.get_running_loop().call_soon
     return Meter(url, beside.parent, f"{beside.name}-journal-", soon=soon, keep_s=keep_s, failures=failures)

@@ -1,4 +1,5 @@
-"""Where usage records are kept for good: SQLite, or PostgreSQL by URL. A record that is there already is not added again."""
+"""Where usage records are kept for good: SQLite, or PostgreSQL by URL. A record that is there already is not
+added again."""
 
 from __future__ import annotations
 
@@ -20,9 +21,14 @@ _log = logging.getLogger(__name__)
 POSTGRES = ("postgresql://", "postgres://")
 REAL = {"started", "kv_byte_seconds", *(name for name in FIELDS if name.endswith("_s"))}
 INTEGER = {name for name in FIELDS if name.endswith("_tokens")}
-_TYPES = {name: "DOUBLE PRECISION" if name in REAL else "BIGINT" if name in INTEGER else "TEXT" for name in FIELDS}
+_TYPES = {
+    name: "DOUBLE PRECISION" if name in REAL else "BIGINT" if name in INTEGER else "TEXT" for name in FIELDS
+}
 SCHEMA = (
-    f"CREATE TABLE IF NOT EXISTS usage ({', '.join(f'{name} {kind} NOT NULL' for name, kind in _TYPES.items())}, PRIMARY KEY (id))",
+    (
+        "CREATE TABLE IF NOT EXISTS usage "
+        f"({', '.join(f'{name} {kind} NOT NULL' for name, kind in _TYPES.items())}, PRIMARY KEY (id))"
+    ),
     "CREATE INDEX IF NOT EXISTS usage_by_tenant ON usage (tenant, started)",
     "CREATE INDEX IF NOT EXISTS usage_by_time ON usage (started)",
 )
@@ -60,7 +66,9 @@ class SqliteUsage:
         except (OSError, sqlite3.Error) as error:
             if not is_full(error):
                 raise TenantsFileError(f"cannot use the usage database {path}: {error}") from None
-            _log.error("there is no space for the usage database %s (%s); records wait until there is", path, error)
+            _log.error(
+                "there is no space for the usage database %s (%s); records wait until there is", path, error
+            )
 
     @property
     def _db(self) -> sqlite3.Connection:
@@ -80,7 +88,9 @@ class SqliteUsage:
 
     def insert(self, records: Sequence[UsageRecord]) -> None:
         with self._db:
-            self._db.executemany(f"INSERT OR IGNORE INTO usage VALUES ({', '.join('?' * len(FIELDS))})", records)
+            self._db.executemany(
+                f"INSERT OR IGNORE INTO usage VALUES ({', '.join('?' * len(FIELDS))})", records
+            )
 
     def totals(self, by: Sequence[By], since: float, until: float) -> list[dict[str, Any]]:
         day = "strftime('%Y-%m-%d', started, 'unixepoch')"
@@ -103,11 +113,14 @@ class PostgresUsage:
     """A table named ``usage`` in the database that the URL names."""
 
     def __init__(self, url: str) -> None:
-        """Connects when it is first needed, and again when a connection breaks. Raises TenantsFileError without psycopg."""
+        """Connects when it is first needed, and again when a connection breaks. Raises TenantsFileError
+        without psycopg."""
         try:
             import psycopg
         except ImportError:
-            raise TenantsFileError("--usage-url: PostgreSQL needs psycopg: pip install 'splitserve[postgres]'") from None
+            raise TenantsFileError(
+                "--usage-url: PostgreSQL needs psycopg: pip install 'splitserve[postgres]'"
+            ) from None
         self._url = url
         self._driver = psycopg
         self._db: psycopg.Connection[Any] | None = None
@@ -115,7 +128,10 @@ class PostgresUsage:
     def insert(self, records: Sequence[UsageRecord]) -> None:
         db = self._connected()
         with db.transaction(), db.cursor() as cursor:
-            cursor.executemany(f"INSERT INTO usage VALUES ({', '.join(['%s'] * len(FIELDS))}) ON CONFLICT DO NOTHING", records)
+            cursor.executemany(
+                f"INSERT INTO usage VALUES ({', '.join(['%s'] * len(FIELDS))}) ON CONFLICT DO NOTHING",
+                records,
+            )
 
     def totals(self, by: Sequence[By], since: float, until: float) -> list[dict[str, Any]]:
         day = "to_char(to_timestamp(started) AT TIME ZONE 'UTC', 'YYYY-MM-DD')"
@@ -138,7 +154,9 @@ class PostgresUsage:
     def _connected(self) -> Any:
         if self._db is None or self._db.closed:
             options = "-c statement_timeout=30000"
-            self._db = self._driver.connect(self._url, autocommit=True, connect_timeout=CONNECT_TIMEOUT_S, options=options)
+            self._db = self._driver.connect(
+                self._url, autocommit=True, connect_timeout=CONNECT_TIMEOUT_S, options=options
+            )
             for statement in SCHEMA:
                 self._db.execute(statement)
         return self._db
@@ -150,7 +168,10 @@ def open_database(url: str) -> UsageDatabase:
         return SqliteUsage(Path(url.removeprefix(SQLITE)))
     if url.startswith(POSTGRES):
         return PostgresUsage(url)
-    raise TenantsFileError(f"--usage-url: {url.partition(':')[0]!r} is not known; give sqlite:///PATH or postgresql://USER@HOST/DATABASE")
+    raise TenantsFileError(
+        f"--usage-url: {url.partition(':')[0]!r} is not known; give sqlite:///PATH or "
+        "postgresql://USER@HOST/DATABASE"
+    )
 
 
 def _totals(by: Sequence[By], day: str, mark: str) -> str:
@@ -159,11 +180,17 @@ def _totals(by: Sequence[By], day: str, mark: str) -> str:
     columns = ", ".join([*groups, "count(*)", *(f"sum({name})" for name in SUMS)])
     where = f"FROM usage WHERE started >= {mark} AND started < {mark}"
     numbers = ", ".join(str(n + 1) for n in range(len(groups)))
-    return f"SELECT {columns} {where} GROUP BY {numbers} ORDER BY {numbers}" if by else f"SELECT {columns} {where}"
+    return (
+        f"SELECT {columns} {where} GROUP BY {numbers} ORDER BY {numbers}"
+        if by
+        else f"SELECT {columns} {where}"
+    )
 
 
 def _records(mark: str) -> str:
-    return f"SELECT {', '.join(FIELDS)} FROM usage WHERE started >= {mark} AND started < {mark} ORDER BY started"
+    return (
+        f"SELECT {', '.join(FIELDS)} FROM usage WHERE started >= {mark} AND started < {mark} ORDER BY started"
+    )
 
 
 def _named(by: Sequence[By], row: Sequence[Any]) -> dict[str, Any]:

@@ -4,10 +4,11 @@
     {"ended": [...]}   it is over: its whole record
     {"at": seconds}    everything before this was on disk by then
 
-Lines of one turn of the event loop are one write, which the kernel keeps when the process is killed in the next instant: who is killed
-within a turn loses what that turn has said. While the disk is full nothing is written here; the owner keeps its records in memory.
-A host that goes down can lose lines: those after the last ``at``, which is at most a second
-old. Whoever owns a journal holds a lock on it, which ends with its process.
+Lines of one turn of the event loop are one write, which the kernel keeps when the process is killed in the
+next instant: who is killed within a turn loses what that turn has said. While the disk is full nothing is
+written here; the owner keeps its records in memory. A host that goes down can lose lines: those after the
+last ``at``, which is at most a second old. Whoever owns a journal holds a lock on it, which ends with its
+process.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def at_once(write: Callable[[], None]) -> None:
 
 
 class UsageJournal:
-    """One file, from its first line until ``remove``. A full disk leaves it without a file until there is space."""
+    """One file, from its first line until ``remove``. A full disk leaves it without a file until there is
+    space."""
 
     def __init__(self, path: Path, soon: Soon = at_once) -> None:
         """Raises OSError, but for a disk that is full."""
@@ -54,7 +56,9 @@ class UsageJournal:
         except OSError as error:
             if not is_full(error):
                 raise
-            _log.error("there is no space for the usage journal %s; records are in memory alone until there is", path)
+            _log.error(
+                "there is no space for the usage journal %s; records are in memory alone until there is", path
+            )
 
     def began(self, record: UsageRecord) -> None:
         self._say(b"began", record)
@@ -81,15 +85,20 @@ class UsageJournal:
             self._soon(self.flush)
 
     def flush(self) -> None:
-        """What was said in this turn is with the kernel when this returns. Raises OSError; it is lost to the journal then."""
+        """What was said in this turn is with the kernel when this returns. Raises OSError; it is lost to the
+        journal then."""
         said, self._said = self._said, []
         if said:
             if self._fd < 0:
                 self._open()
-            self._write(b"".join([b'{"%b":%b}\n' % (what, orjson.dumps(tuple(record))) for what, record in said]))
+            self._write(
+                b"".join([b'{"%b":%b}\n' % (what, orjson.dumps(tuple(record))) for what, record in said])
+            )
 
     def _open(self) -> None:
-        unlocked = self.path.with_name(f".{self.path.name}")  # under its own name it would be taken for one that was left behind
+        unlocked = self.path.with_name(
+            f".{self.path.name}"
+        )  # under its own name it would be taken for one that was left behind
         fd = os.open(unlocked, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
@@ -115,7 +124,8 @@ class UsageJournal:
 
 @dataclass(slots=True)
 class Left:
-    """What processes that ended without a farewell have left. ``ended_at``: when the last of their journals was written to."""
+    """What processes that ended without a farewell have left. ``ended_at``: when the last of their journals
+    was written to."""
 
     paths: list[Path] = field(default_factory=list)
     ended: list[UsageRecord] = field(default_factory=list)
@@ -136,8 +146,8 @@ class Left:
 
 @contextmanager
 def left_behind(folder: Path, stem: str) -> Iterator[Left]:
-    """All journals whose owners are gone, together: a request may have begun in one and ended in the next. One process at a time looks; who
-    comes meanwhile finds nothing."""
+    """All journals whose owners are gone, together: a request may have begun in one and ended in the next.
+    One process at a time looks; who comes meanwhile finds nothing."""
     left = Left()
     with ExitStack() as files:
         if _locked(files.enter_context((folder / f".{stem}recovery").open("wb"))):

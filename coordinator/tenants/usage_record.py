@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 LOST = "lost"
-"""Status of a request that was running when its coordinator was killed: what it had been given beyond its prompt is not known."""
+"""Status of a request that was running when its coordinator was killed: what it had been given beyond its
+prompt is not known."""
 
 
 class UsageRecord(NamedTuple):
@@ -32,4 +33,13 @@ class UsageRecord(NamedTuple):
 
 
 FIELDS = UsageRecord._fields
-SUMS = ("prompt_tokens", "cached_tokens", "completion_tokens", "kv_byte_seconds", "queue_s", "prefill_s", "handoff_s", "decode_s")
+SUMS = (
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
+    "kv_byte_seconds",
+    "queue_s",
+    "prefill_s",
+    "handoff_s",
+    "decode_s",
+)

@@ -130,7 +130,8 @@ def _with_tools(messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]])
     text = (
         "# Tools\n\nYou may call functions. Their signatures, within <tools></tools>:\n<tools>\n"
         + "\n".join(_to_json(tool) for tool in tools)
-        + "\n</tools>\n\nFor a call, write a JSON object with its name and arguments within <tool_call></tool_call>:\n"
+        + "\n</tools>\n\nFor a call, write a JSON object with its name and arguments within "
+        "<tool_call></tool_call>:\n"
         '<tool_call>\n{"name": <function-name>, "arguments": <arguments-object>}\n</tool_call>'
     )
     if messages and messages[0]["role"] == "system":

@@ -60,7 +60,11 @@ def shapes(bounds: Bounds) -> list[Experiment]:
     """Steps of both roles as they occur: prompts short, long and with much before them; batches small and
     large, with short and long contexts."""
     tokens, longest = min(PREFILL_TOKENS, bounds.max_batch_tokens), bounds.max_model_len - 1
-    prompts = [((0, max(1, tokens // 8)),), ((0, tokens),), ((max(0, min(longest, 4 * tokens) - tokens), tokens),)]
+    prompts = [
+        ((0, max(1, tokens // 8)),),
+        ((0, tokens),),
+        ((max(0, min(longest, 4 * tokens) - tokens), tokens),),
+    ]
     batches = []
     for seqs in (1, max(1, bounds.max_num_seqs // 8), bounds.max_num_seqs):
         longest_here = min(longest, bounds.num_blocks // seqs * bounds.block_size - 1)
@@ -129,4 +133,6 @@ def contention_of(found: Sequence[Beside]) -> Contention:
     """Nothing gets quicker by a neighbour: what is measured below 1 is chance."""
     pairs = list(by_roles(found))
     slowdowns = {name: max(1.0, mean) for name, mean, _, _ in pairs}
-    return Contention.model_validate({**slowdowns, "ranges": {name: least_most for name, _, _, least_most in pairs}})
+    return Contention.model_validate(
+        {**slowdowns, "ranges": {name: least_most for name, _, _, least_most in pairs}}
+    )

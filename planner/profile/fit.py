@@ -29,7 +29,11 @@ class StepPoint:
     cached: float = 0.0
 
 
-def fit_steps(points: Sequence[StepPoint], knots: Sequence[float], extras: Sequence[str] = ("read_s", "seq_s", "cached_s")) -> StepModel:
+def fit_steps(
+    points: Sequence[StepPoint],
+    knots: Sequence[float],
+    extras: Sequence[str] = ("read_s", "seq_s", "cached_s"),
+) -> StepModel:
     """``knots``: units at which the curve may bend; those without a point near them are left out. ``extras``:
     which slopes the points can tell apart from the curve."""
     assert points, "nothing was measured"
@@ -42,7 +46,12 @@ def fit_steps(points: Sequence[StepPoint], knots: Sequence[float], extras: Seque
     heights, slopes = _curve_and_slopes(_hats(units, used), columns, chosen, seconds)
     curve = tuple(zip(used.tolist(), np.maximum(heights, 0.0).tolist(), strict=True))
     piece = Piece(curve=curve, **slopes)
-    quantities = {"units": units, "reads": columns["read_s"], "seqs": columns["seq_s"], "cached": columns["cached_s"]}
+    quantities = {
+        "units": units,
+        "reads": columns["read_s"],
+        "seqs": columns["seq_s"],
+        "cached": columns["cached_s"],
+    }
     ranges = {name: _range(values) for name, values in quantities.items()}
     model = StepModel(pieces=(piece,), ranges=ranges)  # type: ignore[arg-type]
     return model.model_copy(update={"residuals": residuals(model, points)})
@@ -71,21 +80,30 @@ def fit_puts(points: Sequence[PutPoint]) -> HandoffModel:
     transfer, ``join_s``. Of points of at least two sizes, in some of which there are more puts."""
     sizes = np.array([float(p.num_bytes) for p in points])
     knots, seconds = np.unique(sizes), np.array([p.seconds for p in points])
-    columns = {"puts": np.array([float(p.num_puts) for p in points]), "slices": np.array([float(p.num_slices) for p in points])}
+    columns = {
+        "puts": np.array([float(p.num_puts) for p in points]),
+        "slices": np.array([float(p.num_slices) for p in points]),
+    }
     heights, slopes = _curve_and_slopes(_hats(sizes, knots), columns, list(columns), seconds)
     rate = float((knots[-1] - knots[0]) / max(heights[-1] - heights[0], 1e-9))
     put_s, slice_s = slopes.get("puts", 0.0), slopes.get("slices", 0.0)
     join_s = max(0.0, float(heights[0] - knots[0] / rate))
     modelled = [p.num_puts * put_s + p.num_slices * slice_s + p.num_bytes / rate + join_s for p in points]
     pairs = list(zip(modelled, seconds.tolist(), strict=True))
-    return HandoffModel(put_s=put_s, slice_s=slice_s, bytes_per_s=rate, join_s=join_s, residuals=_residuals(pairs))
+    return HandoffModel(
+        put_s=put_s, slice_s=slice_s, bytes_per_s=rate, join_s=join_s, residuals=_residuals(pairs)
+    )
 
 
-def _curve_and_slopes(hats: Columns, columns: dict[str, Columns], names: list[str], seconds: Columns) -> tuple[Columns, dict[str, float]]:
+def _curve_and_slopes(
+    hats: Columns, columns: dict[str, Columns], names: list[str], seconds: Columns
+) -> tuple[Columns, dict[str, float]]:
     """The curve's heights, and the slopes of those columns that do not come out negative."""
     chosen, count = list(names), hats.shape[1]
     while True:
-        solution = _relative_least_squares(np.column_stack([hats, *(columns[name] for name in chosen)]), seconds)
+        solution = _relative_least_squares(
+            np.column_stack([hats, *(columns[name] for name in chosen)]), seconds
+        )
         slopes = dict(zip(chosen, solution[count:].tolist(), strict=True))
         negative = min(slopes, key=lambda name: slopes[name] * float(columns[name].max()), default=None)
         if negative is None or slopes[negative] >= 0:
@@ -96,7 +114,12 @@ def _curve_and_slopes(hats: Columns, columns: dict[str, Columns], names: list[st
 def _residuals(pairs: Sequence[tuple[float, float]]) -> Residuals:
     """Of (modelled, measured) seconds."""
     errors = np.array([abs(modelled - measured) / measured for modelled, measured in pairs])
-    return Residuals(num_points=len(pairs), mean=float(errors.mean()), p95=float(np.percentile(errors, 95)), worst=float(errors.max()))
+    return Residuals(
+        num_points=len(pairs),
+        mean=float(errors.mean()),
+        p95=float(np.percentile(errors, 95)),
+        worst=float(errors.max()),
+    )
 
 
 def _supported(knots: Columns, units: Columns) -> Columns:

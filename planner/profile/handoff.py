@@ -66,7 +66,11 @@ def _tcp(own: Blocks, message_s: float, precision: float) -> HandoffModel:
     share its cores."""
     theirs = np.zeros_like(own)
     target = TcpTarget("tcp://127.0.0.1:*", theirs)
-    source, sums, num_layers = TcpSource(target.data_address("127.0.0.1"), own), RunningChecksums(own), own.shape[1]
+    source, sums, num_layers = (
+        TcpSource(target.data_address("127.0.0.1"), own),
+        RunningChecksums(own),
+        own.shape[1],
+    )
     poller = zmq.Poller()
     poller.register(target.fd, zmq.POLLIN)
     leases = count_up(1)
@@ -81,7 +85,8 @@ def _tcp(own: Blocks, message_s: float, precision: float) -> HandoffModel:
         while left:
             if time.monotonic() > end:
                 raise ProfilingError(
-                    f"{left} of {count} blocks did not arrive over loopback within {ARRIVED_S:g} s; profile on an idle machine"
+                    f"{left} of {count} blocks did not arrive over loopback within {ARRIVED_S:g} "
+                    "s; profile on an idle machine"
                 )
             source.poll()
             poller.poll(100)
@@ -96,7 +101,9 @@ def _tcp(own: Blocks, message_s: float, precision: float) -> HandoffModel:
         target.close_all()
 
 
-def _model(own: Blocks, put: Callable[[int, int], None], theirs: Blocks, message_s: float, precision: float) -> HandoffModel:
+def _model(
+    own: Blocks, put: Callable[[int, int], None], theirs: Blocks, message_s: float, precision: float
+) -> HandoffModel:
     """Fit a mover's model to puts of one and of many blocks, whole and in slices.
 
     ``put`` gets the number of blocks, and the number of layers of each of its puts."""
@@ -106,8 +113,17 @@ def _model(own: Blocks, put: Callable[[int, int], None], theirs: Blocks, message
         num_bytes, num_puts = count * own[0].nbytes, -(-own.shape[1] // layers)
         puts = repeated(partial(seconds_of, lambda asked: put(*asked), (count, layers)), precision)
         checks += [num_bytes / seconds_of(_check, theirs[:count]) for _ in range(MIN_REPEATS)]
-        points.append(PutPoint(num_bytes, num_puts, num_puts * count if num_puts > 1 else 0, statistics.fmean(middle_of(puts))))
-    return fit_puts(points).model_copy(update={"message_s": message_s, "check_bytes_per_s": statistics.median(checks)})
+        points.append(
+            PutPoint(
+                num_bytes,
+                num_puts,
+                num_puts * count if num_puts > 1 else 0,
+                statistics.fmean(middle_of(puts)),
+            )
+        )
+    return fit_puts(points).model_copy(
+        update={"message_s": message_s, "check_bytes_per_s": statistics.median(checks)}
+    )
 
 
 def _designed_puts(num_blocks: int, num_layers: int) -> list[tuple[int, int]]:

@@ -40,7 +40,9 @@ class NeighbourProcess:
         self._await_answer(READY_S)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._line.close()
         self._process.join(ENDED_S)
         self._process.kill()
@@ -57,14 +59,20 @@ class NeighbourProcess:
                 self._line.recv()
                 return
         except (EOFError, OSError):
-            raise ProfilingError("the neighbour's process has ended: is there memory for two workers?") from None
+            raise ProfilingError(
+                "the neighbour's process has ended: is there memory for two workers?"
+            ) from None
         raise ProfilingError(f"the neighbour's process did not answer within {within_s:g} s")
 
 
-def _serve(line: Connection, settings: WorkerSettings, bounds: Bounds, experiments: Sequence[Experiment]) -> None:
+def _serve(
+    line: Connection, settings: WorkerSettings, bounds: Bounds, experiments: Sequence[Experiment]
+) -> None:
     """Until the line is cut."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the other process, which then cuts the line
-    runner = load_model(settings, max_decode_seqs=bounds.max_num_seqs, prefill_tokens=lambda _: bounds.max_batch_tokens).runner
+    runner = load_model(
+        settings, max_decode_seqs=bounds.max_num_seqs, prefill_tokens=lambda _: bounds.max_batch_tokens
+    ).runner
     with suppress(EOFError, OSError):
         line.send(None)
         while True:

@@ -43,12 +43,27 @@ def _times(axes: Axes, model: StepModel, found: Sequence[Repeats]) -> None:
         e = r.experiment
         shade = shades(reads.index(e.reads / e.units) / max(1, len(reads) - 1))
         axes.plot(e.units, r.seconds, "x" if e.held_out else "o", color=shade, markersize=4)
-        axes.plot(e.units, model.seconds(e.units, e.reads, len(e.sequences), e.cached), "_", color=shade, markersize=10)
+        axes.plot(
+            e.units,
+            model.seconds(e.units, e.reads, len(e.sequences), e.cached),
+            "_",
+            color=shade,
+            markersize=10,
+        )
 
 
 def _ratios(axes: Axes, model: StepModel, found: Sequence[Repeats]) -> None:
     for held_out, mark, label in ((False, "o", "fitted"), (True, "x", "held out")):
         chosen = [r for r in found if r.experiment.held_out is held_out]
-        modelled = [model.seconds(e.units, e.reads, len(e.sequences), e.cached) for e in (r.experiment for r in chosen)]
-        axes.plot(modelled, [r.seconds / m for r, m in zip(chosen, modelled, strict=True)], mark, markersize=4, label=label)
+        modelled = [
+            model.seconds(e.units, e.reads, len(e.sequences), e.cached)
+            for e in (r.experiment for r in chosen)
+        ]
+        axes.plot(
+            modelled,
+            [r.seconds / m for r, m in zip(chosen, modelled, strict=True)],
+            mark,
+            markersize=4,
+            label=label,
+        )
     axes.legend()

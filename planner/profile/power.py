@@ -21,7 +21,10 @@ class Meter(Protocol):
 
 
 def measure_power(
-    meter: Meter, prefill: Callable[[], object], decode: Callable[[], object], clock: Callable[[], float] = time.monotonic
+    meter: Meter,
+    prefill: Callable[[], object],
+    decode: Callable[[], object],
+    clock: Callable[[], float] = time.monotonic,
 ) -> Power | None:
     """Measure the power. ``prefill`` and ``decode`` run one full step. None if the driver does not report
     power."""

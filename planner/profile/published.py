@@ -60,7 +60,9 @@ def import_published(path: Path, model: str, hardware: str, tensor_parallel: int
     raise ProfilingError(f"{path} is neither splitwise-sim's perf_model.csv nor a DistServe profile in JSON")
 
 
-def splitwise(path: Path, rows: list[dict[str, str]], model: str, hardware: str, tensor_parallel: int) -> Profile:
+def splitwise(
+    path: Path, rows: list[dict[str, str]], model: str, hardware: str, tensor_parallel: int
+) -> Profile:
     """splitwise-sim's measurements as they are meant: decode time by sequences and by the tokens in their
     caches."""
     cells = _splitwise_cells(path, rows, model, hardware, tensor_parallel)
@@ -83,19 +85,26 @@ def splitwise(path: Path, rows: list[dict[str, str]], model: str, hardware: str,
     )
 
 
-def splitwise_curves(path: Path, model: str, hardware: str, tensor_parallel: int) -> tuple[StepModel, StepModel]:
+def splitwise_curves(
+    path: Path, model: str, hardware: str, tensor_parallel: int
+) -> tuple[StepModel, StepModel]:
     """splitwise-sim's own reading of its measurements, for comparisons with its results: medians over prompt
     * batch tokens, both for prompts and for decode steps; it asks the latter for a number of *sequences*, and
     so gets nearly one time for all."""
     rows = [r for r in csv.DictReader(_text(path).splitlines()) if _is(r, model, hardware, tensor_parallel)]
     if not rows:
-        raise ProfilingError(f"{path} has no rows for {model}, {hardware}, tensor parallelism {tensor_parallel}")
+        raise ProfilingError(
+            f"{path} has no rows for {model}, {hardware}, tensor parallelism {tensor_parallel}"
+        )
     by_tokens: defaultdict[int, list[dict[str, str]]] = defaultdict(list)
     for row in rows:
         by_tokens[int(row["prompt_size"]) * int(row["batch_size"])].append(row)
 
     def model_of(column: str) -> StepModel:
-        curve = tuple((float(tokens), median(float(r[column]) for r in by_tokens[tokens]) / 1e3) for tokens in sorted(by_tokens))
+        curve = tuple(
+            (float(tokens), median(float(r[column]) for r in by_tokens[tokens]) / 1e3)
+            for tokens in sorted(by_tokens)
+        )
         return StepModel(pieces=(Piece(curve=curve),))
 
     return model_of("prompt_time"), model_of("token_time")
@@ -107,7 +116,9 @@ def _distserve(path: Path, content: dict[str, Any], model: str, tensor_parallel:
     try:
         fitted = content[model][str(tensor_parallel)]
     except KeyError:
-        raise ProfilingError(f"{path} has no {model} with tensor parallelism {tensor_parallel}; it has {', '.join(content)}") from None
+        raise ProfilingError(
+            f"{path} has no {model} with tensor parallelism {tensor_parallel}; it has {', '.join(content)}"
+        ) from None
     a, b, c = (x / 1e3 for x in fitted["prefill"])
     threshold = fitted["decoding_large_small_bs_threshold"]
     shape = _shape(model)
@@ -119,7 +130,12 @@ def _distserve(path: Path, content: dict[str, Any], model: str, tensor_parallel:
         source="DistServe's fitted coefficients (github.com/LLMServe/DistServe, Apache-2.0)",
         memory=_memory(shape, num_tokens // 16, 16),
         prefill=StepModel(pieces=(Piece(curve=_line(a, b - c), read_s=2 * c),)),  # l * l = 2 pairs - l
-        decode=StepModel(pieces=(_decode_piece(fitted["decoding_smallbs"], threshold), _decode_piece(fitted["decoding_largebs"], None))),
+        decode=StepModel(
+            pieces=(
+                _decode_piece(fitted["decoding_smallbs"], threshold),
+                _decode_piece(fitted["decoding_largebs"], None),
+            )
+        ),
         handoff=HandoffModel(put_s=0.0, bytes_per_s=1e15, message_s=0.0, check_bytes_per_s=1e15),
     )
 
@@ -135,7 +151,11 @@ def _line(at_zero: float, slope: float) -> tuple[tuple[float, float], ...]:
 
 def _max_num_tokens(path: Path, model: str, tensor_parallel: int) -> int:
     rows = csv.DictReader(_text(path).splitlines())
-    found = [int(r["max_num_tokens"]) for r in rows if (r["model"], r["tp"], r["pp"]) == (model, str(tensor_parallel), "1")]
+    found = [
+        int(r["max_num_tokens"])
+        for r in rows
+        if (r["model"], r["tp"], r["pp"]) == (model, str(tensor_parallel), "1")
+    ]
     if not found:
         raise ProfilingError(f"{path} has no row for {model}, tp {tensor_parallel}, pp 1")
     return found[0]
@@ -153,8 +173,13 @@ def _splitwise_cells(
             cell = int(row["prompt_size"]), int(row["batch_size"]), int(row["token_size"])
             cells[cell].append((float(row["prompt_time"]) / 1e3, float(row["token_time"]) / 1e3))
     if not cells:
-        raise ProfilingError(f"{path} has no {model} {hardware} tp{tensor_parallel}; it has {', '.join(sorted(known))}")
-    return {cell: (median(p for p, _ in times), median(t for _, t in times)) for cell, times in sorted(cells.items())}
+        raise ProfilingError(
+            f"{path} has no {model} {hardware} tp{tensor_parallel}; it has {', '.join(sorted(known))}"
+        )
+    return {
+        cell: (median(p for p, _ in times), median(t for _, t in times))
+        for cell, times in sorted(cells.items())
+    }
 
 
 def _text(path: Path) -> str:

@@ -65,7 +65,10 @@ class Candidate:
 
     def __str__(self) -> str:
         mover = f", KV blocks by {self.mover}" if self.mover else ""
-        return f"{self.ratio}, steps of {self.max_batch_tokens} prompt tokens, batches of {self.max_num_seqs}{mover}"
+        return (
+            f"{self.ratio}, steps of {self.max_batch_tokens} prompt tokens, batches of "
+            f"{self.max_num_seqs}{mover}"
+        )
 
     def moved(self, by: int) -> Candidate | None:
         """Move ``by`` workers from decode to prefill; None if there are not enough."""
@@ -129,7 +132,9 @@ class Hardware:
 
     def with_slower_steps(self) -> Hardware:
         """The same hardware with steps slower by the profiles' mean errors."""
-        return replace(self, kinds=tuple(replace(kind, profile=kind.profile.with_slower_steps()) for kind in self.kinds))
+        return replace(
+            self, kinds=tuple(replace(kind, profile=kind.profile.with_slower_steps()) for kind in self.kinds)
+        )
 
     def num_gpus(self, candidate: Candidate) -> int:
         return sum(count * kind.gpus for _, count, kind in self.pools(candidate))
@@ -137,7 +142,11 @@ class Hardware:
     def price_per_hour(self, candidate: Candidate) -> float | None:
         """None where a kind has no price."""
         prices = [(count, kind.price_per_hour) for _, count, kind in self.pools(candidate)]
-        return None if any(price is None for _, price in prices) else sum(count * (price or 0.0) for count, price in prices)
+        return (
+            None
+            if any(price is None for _, price in prices)
+            else sum(count * (price or 0.0) for count, price in prices)
+        )
 
     def watts(self, candidate: Candidate) -> float | None:
         """What must be provided for: every worker at its role's power. None where a kind's is not known."""
@@ -162,5 +171,7 @@ def with_mover(profile: Profile, mover: str) -> Profile:
         return profile
     if mover not in profile.movers:
         known = ", ".join(profile.movers) or "none"
-        raise SimulationError(f"the profile {profile.name} has not measured the mover {mover}; it knows {known}")
+        raise SimulationError(
+            f"the profile {profile.name} has not measured the mover {mover}; it knows {known}"
+        )
     return profile.model_copy(update={"handoff": profile.movers[mover]})

@@ -52,12 +52,17 @@ def arrivals(requests: Sequence[TraceRequest], block_size: int | None) -> tuple[
 
 def bound(candidate: Candidate, hardware: Hardware, demand: Demand, tpot_s: float | None) -> float:
     """Requests a second that no schedule could exceed: every step full, nobody ever waiting."""
-    prefill, decode = hardware.kinds[candidate.prefill_kind].profile, hardware.kinds[candidate.decode_kind].profile
+    prefill, decode = (
+        hardware.kinds[candidate.prefill_kind].profile,
+        hardware.kinds[candidate.decode_kind].profile,
+    )
     chunk = float(candidate.max_batch_tokens)
     rest = max(0.0, demand.output - 1)
     prompt_s = max(demand.prompt / chunk * prefill.prefill.seconds(chunk, chunk * demand.reads, 1), 1e-9)
     computed = candidate.prefill / prompt_s
-    generated = candidate.decode / max(rest * _per_token(decode, candidate.max_num_seqs, demand, tpot_s), 1e-9)
+    generated = candidate.decode / max(
+        rest * _per_token(decode, candidate.max_num_seqs, demand, tpot_s), 1e-9
+    )
     if not candidate.colocated:
         return min(computed, generated)
     answer_s = max(rest * _per_token(prefill, candidate.max_num_seqs, demand, tpot_s), 1e-9)

@@ -68,7 +68,9 @@ def energy_of(found: Sketched, hardware: Hardware, candidate: Candidate) -> floa
             return None
         prefill_s, decode_s = busy[role]
         idle_s = max(0.0, count * found.elapsed_s - prefill_s - decode_s)
-        joules += prefill_s * kind.power.prefill_w + decode_s * kind.power.decode_w + idle_s * kind.power.idle_w
+        joules += (
+            prefill_s * kind.power.prefill_w + decode_s * kind.power.decode_w + idle_s * kind.power.idle_w
+        )
     return joules / 3600 / max(1, found.num_ended)
 
 
@@ -119,7 +121,9 @@ def _most(hardware: Hardware, limits: Limits, empty: Candidate, kind: Kind) -> i
 def _most_decode(hardware: Hardware, limits: Limits, candidate: Candidate, kind: Kind) -> int:
     most = limits.gpus // kind.gpus
     if kind.most is not None:
-        most = min(most, kind.most - (candidate.prefill if candidate.prefill_kind == candidate.decode_kind else 0))
+        most = min(
+            most, kind.most - (candidate.prefill if candidate.prefill_kind == candidate.decode_kind else 0)
+        )
     return next((n for n in range(most, 0, -1) if limits.hold(replace(candidate, decode=n), hardware)), 0)
 
 

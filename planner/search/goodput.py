@@ -57,15 +57,24 @@ class Load:
     def repeated(self, times: int) -> Load:
         """The same requests over and over, each time as long after the last time's end as they are apart on
         average."""
-        first, again_s = self.requests[0].arrival_s, (self.requests[-1].arrival_s - self.requests[0].arrival_s) + 1 / self.rate
-        again = [replace(r, arrival_s=r.arrival_s - first + i * again_s) for i in range(times) for r in self.requests]
+        first, again_s = (
+            self.requests[0].arrival_s,
+            (self.requests[-1].arrival_s - self.requests[0].arrival_s) + 1 / self.rate,
+        )
+        again = [
+            replace(r, arrival_s=r.arrival_s - first + i * again_s)
+            for i in range(times)
+            for r in self.requests
+        ]
         return replace(self, requests=tuple(again))
 
     def shuffled(self, seed: int) -> Load:
         """The same arrivals with the same lengths in another order: how much of a result is chance."""
         lengths = list(self.requests)
         random.Random(seed).shuffle(lengths)
-        mixed = [replace(length, arrival_s=r.arrival_s) for r, length in zip(self.requests, lengths, strict=True)]
+        mixed = [
+            replace(length, arrival_s=r.arrival_s) for r, length in zip(self.requests, lengths, strict=True)
+        ]
         return replace(self, requests=tuple(mixed))
 
 
@@ -101,7 +110,9 @@ class Question:
         """The question for the same requests over and over, with the same cache hits each time."""
         load = self.load.repeated(times)
         asked = zip(load.requests, self.arrivals * times, strict=True)
-        return replace(self, load=load, arrivals=tuple(replace(a, at_s=r.arrival_s) for r, a in asked), energies={})
+        return replace(
+            self, load=load, arrivals=tuple(replace(a, at_s=r.arrival_s) for r, a in asked), energies={}
+        )
 
     def reordered(self, seed: int) -> Question:
         return self.of(self.hardware, self.load.shuffled(seed), self.level, seed)
@@ -142,14 +153,19 @@ class Answer:
 
 def sketch(question: Question, candidate: Candidate, rate: float, give_up: bool = True) -> Sketched:
     """The candidate under the load at this rate, sketched."""
-    prefill, decode = question.times(candidate.prefill_kind, candidate), question.times(candidate.decode_kind, candidate)
+    prefill, decode = (
+        question.times(candidate.prefill_kind, candidate),
+        question.times(candidate.decode_kind, candidate),
+    )
     pools = [
         SketchPool(prefill, candidate.prefill, computes=True, generates=False),
         SketchPool(decode, candidate.decode, computes=False, generates=True),
         SketchPool(prefill, candidate.colocated, computes=True, generates=True),
     ]
     first, factor = question.arrivals[0].at_s, question.load.rate / rate
-    asked = [Arrival((a.at_s - first) * factor, a.num_new, a.num_prompt, a.num_output) for a in question.arrivals]
+    asked = [
+        Arrival((a.at_s - first) * factor, a.num_new, a.num_prompt, a.num_output) for a in question.arrivals
+    ]
     return Sketch(pools, question.level.bounds, question.allowed if give_up else float("inf")).run(asked)
 
 
@@ -192,7 +208,13 @@ def num_failed(simulation: Simulation) -> int:
     return tallies.num_requests - tallies.num_good + late
 
 
-def answer(question: Question, candidate: Candidate, at_least: float = 0.0, guess: float = 0.0, at_guess: Tallies | None = None) -> Answer:
+def answer(
+    question: Question,
+    candidate: Candidate,
+    at_least: float = 0.0,
+    guess: float = 0.0,
+    at_guess: Tallies | None = None,
+) -> Answer:
     """The candidate's goodput, if it is more than ``at_least``. ``guess``: where to begin; the nearer, the
     fewer simulations. ``at_guess``: what came of that one, where it has been simulated already."""
     found = Answer(candidate, question.bound(candidate), sketched=guess)

@@ -32,7 +32,9 @@ def read_hardware(path: Path) -> Hardware:
     try:
         entries = TypeAdapter(list[_Entry]).validate_python(yaml.safe_load(path.read_text(encoding="utf-8")))
     except (OSError, yaml.YAMLError) as error:
-        raise SimulationError(f"cannot read the hardware {path}: {error}; it needs a list of entries with a `profile` each") from None
+        raise SimulationError(
+            f"cannot read the hardware {path}: {error}; it needs a list of entries with a `profile` each"
+        ) from None
     except ValidationError as error:
         first = error.errors()[0]
         raise SimulationError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None

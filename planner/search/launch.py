@@ -26,7 +26,12 @@ def write_launch(path: Path, hardware: Hardware, candidate: Candidate, said: str
     longest = min(kind.profile.memory.max_model_len for _, kind in pools.values())
     content: dict[str, Section] = {"up": up, "coordinator": {"max_model_len": longest}}
     for role, (_, kind) in pools.items():
-        content[SECTIONS[role]] = {**_steps(role, candidate), **_numerics(kind), **_memory(kind), "max_model_len": longest}
+        content[SECTIONS[role]] = {
+            **_steps(role, candidate),
+            **_numerics(kind),
+            **_memory(kind),
+            "max_model_len": longest,
+        }
     comments = [f"# {line}\n" for line in (said, *_remarks(pools)) if line]
     try:
         path.write_text("".join(comments) + yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
@@ -60,15 +65,30 @@ def _remarks(pools: dict[PoolRole, tuple[int, Kind]]) -> list[str]:
     """Comments on settings that the sections cannot express."""
     remarks = []
     if len({kind.name for _, kind in pools.values()}) > 1:
-        whose = ", ".join(f"`splitserve {SECTIONS[role]}` on {kind.name} ({count} of them)" for role, (count, kind) in pools.items())
-        remarks.append(
-            "`splitserve up` starts all workers on one machine. Where each kind of hardware is a machine of its own, start there,"
+        whose = ", ".join(
+            f"`splitserve {SECTIONS[role]}` on {kind.name} ({count} of them)"
+            for role, (count, kind) in pools.items()
         )
-        remarks.append(f"each with --config, this file, and what docs/hosts.md says: `splitserve coordinator`, {whose}")
+        remarks.append(
+            "`splitserve up` starts all workers on one machine. Where each kind of hardware is a "
+            "machine of its own, start there,"
+        )
+        remarks.append(
+            f"each with --config, this file, and what docs/hosts.md says: `splitserve coordinator`, {whose}"
+        )
     if len({kind.profile.memory.block_size for _, kind in pools.values()}) > 1:
-        remarks.append("The profiles' block sizes differ, and so workers would exchange no blocks: profile again with one --block-size")
+        remarks.append(
+            "The profiles' block sizes differ, and so workers would exchange no blocks: profile "
+            "again with one --block-size"
+        )
     if len({kind.profile.numerics for _, kind in pools.values() if kind.profile.numerics is not None}) > 1:
-        remarks.append("The profiles were measured in different types, and so workers would exchange no blocks: profile again in one")
+        remarks.append(
+            "The profiles were measured in different types, and so workers would exchange no "
+            "blocks: profile again in one"
+        )
     spanning = sorted({(kind.name, kind.gpus) for _, kind in pools.values() if kind.gpus > 1})
-    remarks += [f"A worker of {name} is {gpus} GPUs in its profile; a worker that `splitserve` starts has one" for name, gpus in spanning]
+    remarks += [
+        f"A worker of {name} is {gpus} GPUs in its profile; a worker that `splitserve` starts has one"
+        for name, gpus in spanning
+    ]
     return remarks

@@ -21,4 +21,9 @@ class Look:
 
     @classmethod
     def at(cls, rate: float, simulation: Simulation) -> Look:
-        return cls(rate, simulation.tallies, {row["role"]: row["busy"] for row in pools(simulation)}, outside(simulation))
+        return cls(
+            rate,
+            simulation.tallies,
+            {row["role"]: row["busy"] for row in pools(simulation)},
+            outside(simulation),
+        )

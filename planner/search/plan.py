@@ -94,7 +94,9 @@ class Plan:
 
     @property
     def num_simulated(self) -> int:
-        looked = [self.relaxed, *(one for _, one in self.others)] + [self.at_goodput] * (self.at_goodput is not self.winner.best)
+        looked = [self.relaxed, *(one for _, one in self.others)] + [self.at_goodput] * (
+            self.at_goodput is not self.winner.best
+        )
         return sum(a.num_requests for a in self.answers) + sum(one.tallies.num_requests for one in looked)
 
     @property
@@ -105,7 +107,9 @@ class Plan:
     def is_short(self, one: Answer) -> bool:
         """Whether the load, at this one's goodput, is over before a cluster has filled: for long it serves
         less."""
-        return one.goodput > 0 and len(self.question.load.requests) / one.goodput <= LIVES_TO_FILL * self.life_s
+        return (
+            one.goodput > 0 and len(self.question.load.requests) / one.goodput <= LIVES_TO_FILL * self.life_s
+        )
 
     def is_at_most(self, one: Answer) -> bool:
         """Whether its goodput is the most that it may be, and not what it is: for the load's shortness, or
@@ -116,7 +120,9 @@ class Plan:
         return self.goal.value(self.question, one.candidate, one.goodput)
 
 
-def search(question: Question, goal: Goal, processes: int, report: Report = lambda _: None, with_curves: bool = False) -> Plan:
+def search(
+    question: Question, goal: Goal, processes: int, report: Report = lambda _: None, with_curves: bool = False
+) -> Plan:
     """Search for the plan. ``report`` gets a sentence for each stage. Raises SimulationError if nothing can
     be built."""
     with crew(question, processes) as workers:
@@ -132,11 +138,16 @@ class _Search:
 
     def run(self, with_curves: bool) -> Plan:
         self._report("sketching")
-        sketches = self._sketched() if self._goal.objective == "goodput" else smallest_that_serve(self._question, self._goal, self._crew)
+        sketches = (
+            self._sketched()
+            if self._goal.objective == "goodput"
+            else smallest_that_serve(self._question, self._goal, self._crew)
+        )
         families = self._families(sketches)
         if not families:
             raise SimulationError(
-                "within these limits nothing can be built that could serve the load: allow more GPUs, a higher price or more watts"
+                "within these limits nothing can be built that could serve the load: allow more "
+                "GPUs, a higher price or more watts"
             )
         self._report("simulating the best ones")
         self._simulate(families, sketches)
@@ -144,7 +155,9 @@ class _Search:
         self._report(f"{winner.candidate.ratio}: its neighbours")
         around = self._around(winner.candidate)
         guesses = self._guesses(around, sketches)
-        neighbours = self._answer([(c, 0.0, guess) for c, guess in zip(around, guesses, strict=True)], fresh=False)
+        neighbours = self._answer(
+            [(c, 0.0, guess) for c, guess in zip(around, guesses, strict=True)], fresh=False
+        )
         split, best, colocated, winner = self._best_ones()
         rate = winner.goodput or winner.bound / 10
         self._report(f"{winner.candidate.ratio}: how much of this is chance, and half as much load again")
@@ -156,7 +169,10 @@ class _Search:
         others = [self._crew.begin(by_chance, (winner.candidate, rate, which)) for which in (1, 2)]
         rates = [*([] if _seen_at(winner, rate) else [rate]), relaxed_rate, grown_rate]
         slower = self._crew.begin(if_slower, (winner.candidate, rate))
-        looks = [self._crew.begin(look, asked) for asked in (*((winner.candidate, at) for at in rates), (of_means, expected))]
+        looks = [
+            self._crew.begin(look, asked)
+            for asked in (*((winner.candidate, at) for at in rates), (of_means, expected))
+        ]
         grown = self._grown(winner.candidate, grown_rate)
         *at_goodput, relaxed, unchanged, means = [one() for one in looks]
         plan = Plan(
@@ -178,7 +194,9 @@ class _Search:
         )
         if plan.is_short(winner):
             times = ceil(LIVES_TO_SETTLE * plan.life_s * winner.goodput / len(self._question.load.requests))
-            plan.sustained = min(winner.goodput, sketched_goodput(self._question.repeated(times), winner.candidate))
+            plan.sustained = min(
+                winner.goodput, sketched_goodput(self._question.repeated(times), winner.candidate)
+            )
         if with_curves:
             self._report("curves")
             self._draw_from(plan, rate)
@@ -196,11 +214,15 @@ class _Search:
         """The goodput of each shape at its best settings, by the sketch; then of mixtures around the best
         split."""
         all_shapes = list(shapes(self._question.hardware, self._goal.limits))
-        found = self._best_settings([one for shape in all_shapes for one in settings_of(self._question, self._goal, shape)])
+        found = self._best_settings(
+            [one for shape in all_shapes for one in settings_of(self._question, self._goal, shape)]
+        )
         splits = {c: goodput for c, goodput in found.items() if c.prefill}
         if splits:
             best = max(splits, key=lambda c: splits[c])
-            found |= self._best_settings([one for shape in mixtures(best) for one in settings_of(self._question, self._goal, shape)])
+            found |= self._best_settings(
+                [one for shape in mixtures(best) for one in settings_of(self._question, self._goal, shape)]
+            )
         return found
 
     def _best_settings(self, candidates: list[Candidate]) -> dict[Candidate, float]:
@@ -211,7 +233,9 @@ class _Search:
         while waiting:
             now, waiting = waiting[:at_once], waiting[at_once:]
             known = [best[_shape(c)][0] if _shape(c) in best else 0.0 for c in now]
-            for one, goodput in zip(now, self._crew.ask(sketched, list(zip(now, known, strict=True))), strict=True):
+            for one, goodput in zip(
+                now, self._crew.ask(sketched, list(zip(now, known, strict=True))), strict=True
+            ):
                 shape = _shape(one)
                 if goodput > best.get(shape, (0.0, one))[0] or shape not in best:
                     best[shape] = (goodput, one)
@@ -221,16 +245,23 @@ class _Search:
         """The families of candidates, each with its best one first: pure splits, splits with colocated
         workers, colocated ones."""
         split, partly, together = (
-            _in_front((c for c in sketches if kind(c)), sketches, self._value) for kind in (_is_split, _is_partly, _is_together)
+            _in_front((c for c in sketches if kind(c)), sketches, self._value)
+            for kind in (_is_split, _is_partly, _is_together)
         )
-        if split and partly and self._value(partly[0], sketches[partly[0]]) <= self._value(split[0], sketches[split[0]]):
+        if (
+            split
+            and partly
+            and self._value(partly[0], sketches[partly[0]]) <= self._value(split[0], sketches[split[0]])
+        ):
             split, partly = _in_front([*split, *partly], sketches, self._value), []
         return [one for one in (split, partly, together) if one]
 
     def _best_ones(self) -> tuple[Answer, Answer, Answer, Answer]:
         """The best simulated ones: pure split, with disaggregation, colocated, of all."""
         split, partly, together = (
-            max((a for a in self._known.values() if kind(a.candidate)), key=self._value_of, default=_nothing())
+            max(
+                (a for a in self._known.values() if kind(a.candidate)), key=self._value_of, default=_nothing()
+            )
             for kind in (_is_split, _is_partly, _is_together)
         )
         best = max((split, partly), key=self._value_of)
@@ -261,7 +292,9 @@ class _Search:
         rivals = [
             (rival, lead.goodput, sketches[rival])
             for lead, family in zip(leads, families, strict=True)
-            for rival in [c for c in family[1:] if sketches[c] >= NEARLY * sketches[lead.candidate]][:MOST_RIVALS]
+            for rival in [c for c in family[1:] if sketches[c] >= NEARLY * sketches[lead.candidate]][
+                :MOST_RIVALS
+            ]
         ]
         self._answer(rivals)
 
@@ -277,7 +310,11 @@ class _Search:
         if self._goal.objective == "goodput":
             around = [candidate.moved(-1), candidate.moved(1)]
         else:
-            around = [candidate.with_more(prefill=-1), candidate.with_more(decode=-1)] if candidate.prefill else [candidate.with_more(-1)]
+            around = (
+                [candidate.with_more(prefill=-1), candidate.with_more(decode=-1)]
+                if candidate.prefill
+                else [candidate.with_more(-1)]
+            )
         return [c for c in around if c is not None and (c.colocated > 0 or min(c.prefill, c.decode) > 0)]
 
     def _grown(self, candidate: Candidate, rate: float) -> tuple[Candidate, float]:
@@ -297,8 +334,16 @@ class _Search:
         sustainable."""
         most = max(at_least, 2 * candidate.num_workers)
         for more in range(at_least, most + 1):
-            tried = [candidate.with_more(more - d, d) for d in range(more + 1)] if candidate.prefill else [candidate.with_more(more)]
-            seen = [(one, glance(self._question, (one, rate))) for one in _middle_first(tried) if self._question.bound(one) >= rate]
+            tried = (
+                [candidate.with_more(more - d, d) for d in range(more + 1)]
+                if candidate.prefill
+                else [candidate.with_more(more)]
+            )
+            seen = [
+                (one, glance(self._question, (one, rate)))
+                for one in _middle_first(tried)
+                if self._question.bound(one) >= rate
+            ]
             enough = [(one, s) for one, s in seen if s.attainment >= self._question.level.attainment]
             if enough:
                 return max(enough, key=lambda pair: pair[1].attainment)[0]
@@ -316,7 +361,10 @@ class _Search:
     def _draw_from(self, plan: Plan, rate: float) -> None:
         """Attainment over the rate of the ratios around the best, and what clusters of other sizes would give
         at four fifths."""
-        split, told = plan.split.candidate, {plan.winner.candidate, plan.split.candidate, plan.colocated.candidate}
+        split, told = (
+            plan.split.candidate,
+            {plan.winner.candidate, plan.split.candidate, plan.colocated.candidate},
+        )
         near = {_shape(c): c for c in plan.sketches if c.is_split and abs(c.prefill - split.prefill) <= 3}
         near |= {_shape(c): c for c in told if c.num_workers}
         rates = [rate * share for share in (0.4, 0.6, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5)]
@@ -353,13 +401,19 @@ def _shape(candidate: Candidate) -> Candidate:
 
 
 def _in_front(
-    candidates: Iterable[Candidate], sketches: dict[Candidate, float], value: Callable[[Candidate, float], float]
+    candidates: Iterable[Candidate],
+    sketches: dict[Candidate, float],
+    value: Callable[[Candidate, float], float],
 ) -> list[Candidate]:
     return sorted(candidates, key=lambda c: value(c, sketches[c]), reverse=True)
 
 
 def _middle_first(candidates: list[Candidate]) -> list[Candidate]:
-    return candidates if len(candidates) <= 4 else [candidates[round(i * (len(candidates) - 1) / 4)] for i in range(5)]
+    return (
+        candidates
+        if len(candidates) <= 4
+        else [candidates[round(i * (len(candidates) - 1) / 4)] for i in range(5)]
+    )
 
 
 def _other_sizes(split: Candidate, most: float) -> Iterable[Candidate]:

@@ -37,7 +37,11 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "at_goodput": _look(plan.at_goodput),
         "at_goodput_in_other_orders": [_look(seen) for _, seen in plan.others],
         "relaxed": _look(plan.relaxed),
-        "grown": {"ratio": hardware.words(plan.growth.candidate), "attainment": plan.growth.attainment, "unchanged": plan.growth.unchanged},
+        "grown": {
+            "ratio": hardware.words(plan.growth.candidate),
+            "attainment": plan.growth.attainment,
+            "unchanged": plan.growth.unchanged,
+        },
         "from_means": {
             "ratio": hardware.words(plan.means.candidate),
             "expected": plan.means.expected,
@@ -45,9 +49,15 @@ def as_json(plan: Plan) -> dict[str, Any]:
         },
         "sustained_per_s": plan.sustained,
         "candidates": [_answer(a) for a in plan.answers],
-        "sketched": [{"ratio": hardware.words(c), "options": str(c), "goodput_per_s": g} for c, g in plan.sketches.items()],
+        "sketched": [
+            {"ratio": hardware.words(c), "options": str(c), "goodput_per_s": g}
+            for c, g in plan.sketches.items()
+        ],
         "curves": {hardware.words(c): [_glance(g) for g in seen] for c, seen in plan.curves.items()},
-        "sizes": [{"ratio": c.ratio, "price_per_hour": hardware.price_per_hour(c), **_glance(g)} for c, g in plan.sizes.items()],
+        "sizes": [
+            {"ratio": c.ratio, "price_per_hour": hardware.price_per_hour(c), **_glance(g)}
+            for c, g in plan.sizes.items()
+        ],
         "simulated_requests": plan.num_simulated,
         "warnings": plan.warnings,
         "recommendation": sentences(plan),

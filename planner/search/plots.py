@@ -33,13 +33,40 @@ def draw_plan(path: Path, plan: Plan) -> None:
 def _goodput_over_ratio(axes: Axes, plan: Plan) -> None:
     words = plan.question.hardware.words
     best = plan.split.candidate
-    splits = sorted((c for c in plan.sketches if _same_kinds(c, best)), key=lambda c: c.prefill / c.num_workers)
-    axes.plot([_share(c) for c in splits], [plan.sketches[c] for c in splits], "-", color="tab:blue", label="sketched")
-    axes.plot([_share(c) for c in splits], [plan.question.bound(c) for c in splits], "--", color="grey", label="bound from means")
+    splits = sorted(
+        (c for c in plan.sketches if _same_kinds(c, best)), key=lambda c: c.prefill / c.num_workers
+    )
+    axes.plot(
+        [_share(c) for c in splits],
+        [plan.sketches[c] for c in splits],
+        "-",
+        color="tab:blue",
+        label="sketched",
+    )
+    axes.plot(
+        [_share(c) for c in splits],
+        [plan.question.bound(c) for c in splits],
+        "--",
+        color="grey",
+        label="bound from means",
+    )
     known = [a for a in plan.answers if _same_kinds(a.candidate, best) and not a.pruned and a.goodput > 0]
-    axes.plot([_share(a.candidate) for a in known], [a.goodput for a in known], "o", color="tab:blue", label="simulated")
+    axes.plot(
+        [_share(a.candidate) for a in known],
+        [a.goodput for a in known],
+        "o",
+        color="tab:blue",
+        label="simulated",
+    )
     if plan.split.goodput:
-        axes.plot([_share(best)], [plan.split.goodput], "*", color="tab:blue", markersize=14, label=f"best split, {words(best)}")
+        axes.plot(
+            [_share(best)],
+            [plan.split.goodput],
+            "*",
+            color="tab:blue",
+            markersize=14,
+            label=f"best split, {words(best)}",
+        )
     if plan.colocated.goodput:
         axes.axhline(plan.colocated.goodput, color="tab:orange", label=words(plan.colocated.candidate))
     if plan.best is not plan.split:
@@ -53,7 +80,12 @@ def _value_over_ratio(axes: Axes, plan: Plan) -> None:
     """Plot cost, or energy of a request, of each smallest cluster that serves the rate, by the sketch."""
     split = plan.split.candidate
     known = [c for c in plan.sketches if _same_kinds(c, split)]
-    axes.plot([_share(c) for c in known], [-plan.goal.value(plan.question, c, plan.goal.rate) for c in known], "o", label="sketched")
+    axes.plot(
+        [_share(c) for c in known],
+        [-plan.goal.value(plan.question, c, plan.goal.rate) for c in known],
+        "o",
+        label="sketched",
+    )
     for one, colour in ((plan.split, "tab:blue"), (plan.colocated, "tab:orange")):
         if one.goodput >= plan.goal.rate:
             axes.axhline(-plan.value(one), color=colour, label=plan.question.hardware.words(one.candidate))
@@ -65,11 +97,26 @@ def _value_over_ratio(axes: Axes, plan: Plan) -> None:
 
 def _attainment_over_rate(axes: Axes, plan: Plan) -> None:
     for candidate, seen in plan.curves.items():
-        line = axes.plot([g.rate for g in seen], [g.attainment for g in seen], "-", label=plan.question.hardware.words(candidate))[0]
+        line = axes.plot(
+            [g.rate for g in seen],
+            [g.attainment for g in seen],
+            "-",
+            label=plan.question.hardware.words(candidate),
+        )[0]
         for one in plan.answers:
             if one.candidate == candidate:
-                passed = [(rate, share) for rate, share in one.tried if share >= plan.question.level.attainment and rate <= seen[-1].rate]
-                axes.plot([rate for rate, _ in passed], [share for _, share in passed], "o", markersize=4, color=line.get_color())
+                passed = [
+                    (rate, share)
+                    for rate, share in one.tried
+                    if share >= plan.question.level.attainment and rate <= seen[-1].rate
+                ]
+                axes.plot(
+                    [rate for rate, _ in passed],
+                    [share for _, share in passed],
+                    "o",
+                    markersize=4,
+                    color=line.get_color(),
+                )
     axes.axhline(plan.question.level.attainment, color="grey", linewidth=0.8)
     axes.set(xlabel="requests/s", ylabel="good requests", ylim=(0, 1.02), title="Attainment over the rate")
     axes.legend(fontsize=8)
@@ -85,11 +132,15 @@ def _cost_against_latency(axes: Axes, plan: Plan) -> None:
     good = [g.attainment >= plan.question.level.attainment for g in plan.sizes.values()]
     for kept, marker, label in ((True, "o", ""), (False, "x", "misses the bounds")):
         some = [p for p, is_good in zip(points, good, strict=True) if is_good is kept]
-        axes.plot([x for x, _, _ in some], [y for _, y, _ in some], marker, color="darkgrey", label=label or None)
+        axes.plot(
+            [x for x, _, _ in some], [y for _, y, _ in some], marker, color="darkgrey", label=label or None
+        )
     if not all(good):
         axes.legend(fontsize=8)
     front, least = [], float("inf")
-    for x, y, candidate in sorted((p for p, is_good in zip(points, good, strict=True) if is_good), key=lambda p: p[:2]):
+    for x, y, candidate in sorted(
+        (p for p, is_good in zip(points, good, strict=True) if is_good), key=lambda p: p[:2]
+    ):
         if y < least:
             front.append((x, y, candidate))
             least = y
@@ -102,13 +153,22 @@ def _cost_against_latency(axes: Axes, plan: Plan) -> None:
 
 
 def _utilisation(axes: Axes, plan: Plan) -> None:
-    at = [(c, min(seen, key=lambda g: abs(g.rate - 0.9 * plan.at_goodput.rate))) for c, seen in plan.curves.items()]
+    at = [
+        (c, min(seen, key=lambda g: abs(g.rate - 0.9 * plan.at_goodput.rate)))
+        for c, seen in plan.curves.items()
+    ]
     at.sort(key=lambda pair: _share(pair[0]))
-    for offset, role, color in ((-0.2, "prefill", "tab:blue"), (0.2, "decode", "tab:red"), (0.0, "colocated", "tab:orange")):
+    for offset, role, color in (
+        (-0.2, "prefill", "tab:blue"),
+        (0.2, "decode", "tab:red"),
+        (0.0, "colocated", "tab:orange"),
+    ):
         bars = [(i + offset, g.busy[role]) for i, (_, g) in enumerate(at) if role in g.busy]
         axes.bar([x for x, _ in bars], [y for _, y in bars], 0.38, color=color, label=role)
     axes.set_xticks(range(len(at)), [plan.question.hardware.words(c) for c, _ in at], fontsize=7, rotation=20)
-    axes.set(ylabel="busy", ylim=(0, 1.05), title=f"Utilisation at {0.9 * plan.at_goodput.rate:.2f} requests/s")
+    axes.set(
+        ylabel="busy", ylim=(0, 1.05), title=f"Utilisation at {0.9 * plan.at_goodput.rate:.2f} requests/s"
+    )
     axes.legend(fontsize=8)
 
 

@@ -50,7 +50,10 @@ class StepTimes:
         prefill, decode = profile.prefill.seconds, profile.decode.seconds
         self._prompt = [prefill(n, 0, 0) for n in range(max_batch_tokens + 1)]
         self._prompt_read = [prefill(n, 1e6, 0) * 1e-6 - 1e-6 * base for n, base in enumerate(self._prompt)]
-        self._prompt_seq, self._prompt_cached = profile.prefill.pieces[-1].seq_s, profile.prefill.pieces[-1].cached_s
+        self._prompt_seq, self._prompt_cached = (
+            profile.prefill.pieces[-1].seq_s,
+            profile.prefill.pieces[-1].cached_s,
+        )
         self._decode = [decode(n, 0, n) for n in range(max_num_seqs + 1)]
         self._decode_read = [decode(n, 1e6, n) * 1e-6 - 1e-6 * base for n, base in enumerate(self._decode)]
         self.prefill_loop_s, self.decode_loop_s = profile.prefill_loop_s, profile.decode_loop_s
@@ -65,7 +68,12 @@ class StepTimes:
         return self._decode[num_seqs] + self._decode_read[num_seqs] * context + self.decode_loop_s
 
     def prompts_s(self, units: int, reads: float, seqs: int, cached: int) -> float:
-        seconds = self._prompt[units] + self._prompt_read[units] * reads + self._prompt_seq * seqs + self._prompt_cached * cached
+        seconds = (
+            self._prompt[units]
+            + self._prompt_read[units] * reads
+            + self._prompt_seq * seqs
+            + self._prompt_cached * cached
+        )
         return seconds + self.prefill_loop_s
 
     def handoff_s(self, num_new: int, computed_in_s: float) -> float:
@@ -123,7 +131,11 @@ class Sketch:
     ``coordinator_s``: of each request, in HTTP, template and tokenizer."""
 
     def __init__(
-        self, pools: Sequence[SketchPool], bounds: Slo, allowed: float = float("inf"), coordinator_s: float = COORDINATOR_S
+        self,
+        pools: Sequence[SketchPool],
+        bounds: Slo,
+        allowed: float = float("inf"),
+        coordinator_s: float = COORDINATOR_S,
     ) -> None:
         self._bounds, self._allowed, self._coordinator_s = bounds, allowed, coordinator_s
         self._prefills: list[_Worker] = []  # but those that generate too
@@ -213,8 +225,16 @@ class Sketch:
     def _who_computes(self, arrival: Arrival, request: int, place: _Worker) -> _Worker:
         """A prefill worker, or the one that generates, where it does both: whichever costs less, as in
         coordinator/lifecycle/routing.py."""
-        prefill = min(self._prefills, key=lambda w: (w.pending, _turn(w.number, request))) if self._prefills else place
-        if self._together[place.pool] and place.pending + arrival.num_new * (1 + len(place.running)) <= prefill.pending + arrival.num_new:
+        prefill = (
+            min(self._prefills, key=lambda w: (w.pending, _turn(w.number, request)))
+            if self._prefills
+            else place
+        )
+        if (
+            self._together[place.pool]
+            and place.pending + arrival.num_new * (1 + len(place.running))
+            <= prefill.pending + arrival.num_new
+        ):
             return place
         return prefill
 
@@ -361,4 +381,6 @@ def _share_left(worker: _Worker) -> float:
 def _has_room(worker: _Worker, num_tokens: int) -> bool:
     if not worker.held:
         return True
-    return worker.held < worker.times.max_num_seqs and worker.held_tokens + num_tokens <= worker.times.num_tokens
+    return (
+        worker.held < worker.times.max_num_seqs and worker.held_tokens + num_tokens <= worker.times.num_tokens
+    )

@@ -18,7 +18,9 @@ def smallest_that_serve(question: Question, goal: Goal, crew: Crew) -> dict[Cand
     """By the sketch: of every pair of kinds with every setting, for each number of prefill workers the fewest
     decode workers. With the goodput of each, which is at least the goal's rate."""
     families = [one for family in _families(question) for one in settings_of(question, goal, family)]
-    return {c: goal.rate for found in crew.ask(_of_family, [(goal, family) for family in families]) for c in found}
+    return {
+        c: goal.rate for found in crew.ask(_of_family, [(goal, family) for family in families]) for c in found
+    }
 
 
 def _families(question: Question) -> Iterator[Candidate]:
@@ -27,7 +29,11 @@ def _families(question: Question) -> Iterator[Candidate]:
         if prefill.prefills and prefill.decodes:
             yield Candidate(0, 0, 1, 1, 1, p, p)
         for d, decode in kinds:
-            if prefill.prefills and decode.decodes and prefill.profile.memory.block_size == decode.profile.memory.block_size:
+            if (
+                prefill.prefills
+                and decode.decodes
+                and prefill.profile.memory.block_size == decode.profile.memory.block_size
+            ):
                 yield Candidate(1, 1, 0, 1, 1, p, d)
 
 
@@ -38,8 +44,13 @@ def _of_family(question: Question, asked: tuple[Goal, Candidate]) -> list[Candid
         return [n] if n is not None else []
     found: list[Candidate] = []
     fewest_decode = _needed(question, goal, replace(family, prefill=1 << 20), "decode")
-    for prefill in range(_needed(question, goal, replace(family, decode=1 << 20), "prefill"), goal.limits.gpus):
-        row = [replace(family, prefill=prefill, decode=decode) for decode in range(fewest_decode, goal.limits.gpus)]
+    for prefill in range(
+        _needed(question, goal, replace(family, decode=1 << 20), "prefill"), goal.limits.gpus
+    ):
+        row = [
+            replace(family, prefill=prefill, decode=decode)
+            for decode in range(fewest_decode, goal.limits.gpus)
+        ]
         row = [c for c in row if goal.limits.hold(c, question.hardware)]
         if not row:
             break
@@ -73,7 +84,9 @@ def _fewest(question: Question, goal: Goal, row: list[Candidate]) -> Candidate |
     return row[low] if low < len(row) else None
 
 
-def smallest(question: Question, goal: Goal, candidates: list[Candidate], crew: Crew, known: dict[Candidate, Answer]) -> None:
+def smallest(
+    question: Question, goal: Goal, candidates: list[Candidate], crew: Crew, known: dict[Candidate, Answer]
+) -> None:
     """Adds to ``known`` the first that serves the rate in simulation, best value first, and what was tried
     before it. One that does not is tried again with a worker more on either side."""
     waiting, seen = list(candidates), set(candidates)

@@ -42,7 +42,9 @@ def compared(plan: Plan, one: Answer) -> str:
     recommended one."""
     if one.goodput <= 0:
         lowest = min((rate for rate, _ in one.tried), default=0.0)
-        return f"not good enough at {lowest:.2f} requests/s, the lowest rate tried" if one.tried else "not tried"
+        return (
+            f"not good enough at {lowest:.2f} requests/s, the lowest rate tried" if one.tried else "not tried"
+        )
     if plan.goal.objective != "goodput" and one.goodput < plan.goal.rate:
         return f"serves {one.goodput:.2f} requests/s only"
     ours, theirs = abs(plan.value(plan.winner)), abs(plan.value(one))

@@ -18,16 +18,25 @@ def sentences(plan: Plan) -> list[str]:
     if winner.goodput <= 0:
         return [
             f"No way to divide {plan.goal.limits.gpus} GPUs meets {asked}{_at_rate(plan)}.",
-            f"The best that was tried: {_closest(plan)}. Loosen the bounds, take quicker hardware, or shorten what is asked.",
+            (
+                f"The best that was tried: {_closest(plan)}. Loosen the bounds, take quicker hardware, "
+                "or shorten what is asked."
+            ),
         ]
     gpus = plan.question.hardware.num_gpus(winner.candidate)
     said = [
         f"Recommended: {plan.question.hardware.words(winner.candidate)}, {_options(winner)}.",
-        f"It serves {winner.goodput:.2f} requests/s ({winner.goodput / gpus:.3f} a GPU) with {asked}.{_spread(plan)}{_if_slower(plan)}",
+        (
+            f"It serves {winner.goodput:.2f} requests/s ({winner.goodput / gpus:.3f} a GPU) with "
+            f"{asked}.{_spread(plan)}{_if_slower(plan)}"
+        ),
         *_at_most(plan),
         *_costs(plan),
         f"At that rate: {_latencies(plan)}; busy: {_busy(plan.at_goodput)}.",
-        f"At {plan.relaxed.rate:.2f} requests/s: {_plain_latencies(plan.relaxed)}; {plan.relaxed.tallies.attainment:.1%} are good.",
+        (
+            f"At {plan.relaxed.rate:.2f} requests/s: {_plain_latencies(plan.relaxed)}; "
+            f"{plan.relaxed.tallies.attainment:.1%} are good."
+        ),
     ]
     said += [f"Neighbour {a.candidate.ratio}: {compared(plan, a)}." for a in plan.neighbours]
     said += _mixed(plan)
@@ -35,11 +44,16 @@ def sentences(plan: Plan) -> list[str]:
     said.append(_growth(plan))
     means = plan.means
     said.append(
-        f"A plan from mean lengths and service times would build {plan.question.hardware.words(means.candidate)} and expect "
-        f"{means.expected:.2f} requests/s; simulated at that rate, {means.attainment:.1%} of the requests are good."
+        "A plan from mean lengths and service times would build "
+        f"{plan.question.hardware.words(means.candidate)} and expect "
+        f"{means.expected:.2f} requests/s; simulated at that rate, {means.attainment:.1%} of the "
+        "requests are good."
     )
     extrapolated = plan.at_goodput.extrapolated.items()
-    said += [f"Extrapolated: {what} in {share:.1%} of the steps; profile further out." for what, share in extrapolated]
+    said += [
+        f"Extrapolated: {what} in {share:.1%} of the steps; profile further out."
+        for what, share in extrapolated
+    ]
     said.append("TPOT here is (last token - first token) / (tokens - 1). " + _effort(plan))
     return said + plan.warnings
 
@@ -58,7 +72,11 @@ def _spread(plan: Plan) -> str:
     if not plan.others:
         return ""
     known = [plan.winner.goodput, *(goodput for goodput, _ in plan.others)]
-    how = "Each half of the load by itself" if plan.question.load.is_tied else "The same lengths in other orders"
+    how = (
+        "Each half of the load by itself"
+        if plan.question.load.is_tied
+        else "The same lengths in other orders"
+    )
     least = f"{min(known):.2f}" if min(known) > 0 else f"less than {plan.winner.bound / LOWEST:.2f}"
     return f" {how}: {least} to {max(known):.2f} (that is chance alone)."
 
@@ -68,9 +86,16 @@ def _if_slower(plan: Plan) -> str:
     if plan.if_slower is None:
         return " By how much the profile is off it does not say."
     errors = plan.question.hardware.fit_errors(plan.winner.candidate)
-    known = [f"{what} {error:.1%}" for what, error in zip(("prompts", "sequences"), errors, strict=True) if error is not None]
+    known = [
+        f"{what} {error:.1%}"
+        for what, error in zip(("prompts", "sequences"), errors, strict=True)
+        if error is not None
+    ]
     least = f"{plan.if_slower:.2f}" if plan.if_slower > 0 else f"less than {plan.winner.bound / LOWEST:.2f}"
-    return f" If every step took longer by what the profile's fit is off on average (of {', of '.join(known)}): {least}."
+    return (
+        " If every step took longer by what the profile's fit is off on average (of "
+        f"{', of '.join(known)}): {least}."
+    )
 
 
 def _at_most(plan: Plan) -> list[str]:
@@ -79,15 +104,19 @@ def _at_most(plan: Plan) -> list[str]:
     winner, said = plan.winner, []
     if winner.at_bound and plan.goal.objective == "goodput":
         said.append(
-            "That is what these workers could keep up with for long, by mean lengths. This load met the bounds up to there, so the search "
-            "ended there: read it as `at most`, and plan on more requests, or on tighter bounds, to tell more."
+            "That is what these workers could keep up with for long, by mean lengths. This load "
+            "met the bounds up to there, so the search "
+            "ended there: read it as `at most`, and plan on more requests, or on tighter bounds, "
+            "to tell more."
         )
     if plan.sustained is not None:
         lasts_s, least = len(plan.question.load.requests) / winner.goodput, winner.bound / LOWEST
         for_long = f"about {plan.sustained:.2f}" if plan.sustained > 0 else f"less than {least:.2f}"
         said.append(
-            f"At that rate these requests last {lasts_s:.1f} s, and one lives {plan.life_s:.1f} s: they are over before the cluster has "
-            f"filled. If they came over and over it would serve {for_long} requests/s (sketched); what is said of others below is as "
+            f"At that rate these requests last {lasts_s:.1f} s, and one lives {plan.life_s:.1f} s: "
+            "they are over before the cluster has "
+            f"filled. If they came over and over it would serve {for_long} requests/s (sketched); "
+            "what is said of others below is as "
             "optimistic. Plan on more (--requests)."
         )
     return said
@@ -98,16 +127,24 @@ def _costs(plan: Plan) -> list[str]:
     said = []
     price, watts = hardware.price_per_hour(winner.candidate), hardware.watts(winner.candidate)
     if price is not None:
-        said.append(f"That is {price:.2f} an hour, {price / (3.6 * winner.goodput):.4f} a thousand good requests at that rate.")
+        said.append(
+            f"That is {price:.2f} an hour, {price / (3.6 * winner.goodput):.4f} a thousand good "
+            "requests at that rate."
+        )
     if watts is not None and plan.energy_wh is not None:
-        said.append(f"It draws up to {watts:,.0f} W; at {plan.relaxed.rate:.2f} requests/s about {plan.energy_wh:.2f} Wh a request.")
+        said.append(
+            f"It draws up to {watts:,.0f} W; at {plan.relaxed.rate:.2f} requests/s about "
+            f"{plan.energy_wh:.2f} Wh a request."
+        )
     return said
 
 
 def _latencies(plan: Plan) -> str:
     """Percentiles at the goodput, with the range over the other orders in brackets."""
     looks = [plan.at_goodput, *(seen for _, seen in plan.others)]
-    return _of_each(lambda name, p: _range([1e3 * seen.tallies.percentiles()[name][p] for seen in looks]), plan.at_goodput)
+    return _of_each(
+        lambda name, p: _range([1e3 * seen.tallies.percentiles()[name][p] for seen in looks]), plan.at_goodput
+    )
 
 
 def _plain_latencies(seen: Look) -> str:
@@ -118,7 +155,9 @@ def _plain_latencies(seen: Look) -> str:
 def _of_each(words: Callable[[str, str], str], seen: Look) -> str:
     of, percents = seen.tallies.percentiles(), ("p50", "p90", "p99")
     names = [name for name in ("ttft", "tpot", "e2e") if name in of]
-    return "; ".join(f"{name.upper()} " + ", ".join(f"{p} {words(name, p)}" for p in percents) + " ms" for name in names)
+    return "; ".join(
+        f"{name.upper()} " + ", ".join(f"{p} {words(name, p)}" for p in percents) + " ms" for name in names
+    )
 
 
 def _range(values: list[float]) -> str:
@@ -132,7 +171,11 @@ def _busy(seen: Look) -> str:
 
 def _mixed(plan: Plan) -> list[str]:
     """What a share of colocated workers beside the split would do, where it was simulated and did not win."""
-    mixed = [a for a in plan.answers if a.candidate.prefill and a.candidate.colocated and not a.pruned and a.goodput > 0]
+    mixed = [
+        a
+        for a in plan.answers
+        if a.candidate.prefill and a.candidate.colocated and not a.pruned and a.goodput > 0
+    ]
     best = max(mixed, key=lambda a: a.goodput, default=None)
     if best is None or best is plan.winner or best in plan.neighbours:
         return []
@@ -146,12 +189,20 @@ def _growth(plan: Plan) -> str:
     if growth.unchanged < plan.question.level.attainment:
         now = f"only {growth.unchanged:.1%} would be good"
     elif winner.bound < rate:
-        now = f"{growth.unchanged:.1%} of this load would be good still, but these workers keep up with {winner.bound:.2f} for long"
+        now = (
+            f"{growth.unchanged:.1%} of this load would be good still, but these workers keep up with "
+            f"{winner.bound:.2f} for long"
+        )
     elif plan.goal.objective == "goodput":
-        return f"{grown} {growth.unchanged:.1%} would be good again: so short a load cannot tell more, plan on more requests."
+        return (
+            f"{grown} {growth.unchanged:.1%} would be good again: so short a load cannot tell more, "
+            "plan on more requests."
+        )
     else:
         return f"{grown} {growth.unchanged:.1%} would be good still: nothing has to change."
-    more = plan.question.hardware.num_gpus(growth.candidate) - plan.question.hardware.num_gpus(winner.candidate)
+    more = plan.question.hardware.num_gpus(growth.candidate) - plan.question.hardware.num_gpus(
+        winner.candidate
+    )
     holds = f"then {growth.attainment:.1%} are good" if growth.attainment >= plan.question.level.attainment else (
         f"which is still not enough ({growth.attainment:.1%}): plan again with more GPUs"
     )  # fmt: skip
@@ -163,15 +214,22 @@ def _closest(plan: Plan) -> str:
     if not tried:
         return "nothing came near enough to be simulated"
     attainment, rate, candidate = max(tried, key=lambda t: t[0])
-    return f"{plan.question.hardware.words(candidate)} at {rate:.3g} requests/s, where at most {attainment:.1%} are good"
+    return (
+        f"{plan.question.hardware.words(candidate)} at {rate:.3g} requests/s, where at most "
+        f"{attainment:.1%} are good"
+    )
 
 
 def _effort(plan: Plan) -> str:
     load = plan.question.load
-    off = [a.sketched / a.goodput - 1 for a in plan.answers if a.goodput > 0 and a.sketched > 0 and not a.pruned]
+    off = [
+        a.sketched / a.goodput - 1 for a in plan.answers if a.goodput > 0 and a.sketched > 0 and not a.pruned
+    ]
     missed = off and plan.goal.objective == "goodput"
     sketch = f" (the sketch had missed their goodput by {min(off):+.0%} to {max(off):+.0%})" if missed else ""
     return (
-        f"Planned on {len(load.requests):,} requests of the trace, which come at {load.rate:.2f}/s there; {len(plan.sketches)} clusters at "
-        f"their best settings were sketched, {len(plan.answers)} simulated{sketch}: {plan.num_simulated:,} requests."
+        f"Planned on {len(load.requests):,} requests of the trace, which come at {load.rate:.2f}/s "
+        f"there; {len(plan.sketches)} clusters at "
+        f"their best settings were sketched, {len(plan.answers)} simulated{sketch}: "
+        f"{plan.num_simulated:,} requests."
     )

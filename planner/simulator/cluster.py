@@ -41,7 +41,9 @@ class Pool(_Part):
         if self.flexible and self.role == "colocated":
             raise ValueError("a colocated worker is of both roles already: it is not flexible")
         if self.one_step and self.role != "colocated":
-            raise ValueError(f"one_step is for colocated workers: a {self.role} worker's steps are of one kind")
+            raise ValueError(
+                f"one_step is for colocated workers: a {self.role} worker's steps are of one kind"
+            )
         return self
 
     @property
@@ -84,7 +86,10 @@ class Cluster(_Part):
     def _fits_together(self) -> Self:
         roles = {pool.role for pool in self.pools}
         if roles == {"decode", "colocated"}:
-            raise ValueError("colocated workers compute prompts for themselves alone: decode workers need prefill workers too")
+            raise ValueError(
+                "colocated workers compute prompts for themselves alone: decode workers need "
+                "prefill workers too"
+            )
         if "colocated" not in roles and roles != {"prefill", "decode"}:
             raise ValueError("a cluster needs prefill and decode workers, or colocated ones")
         sizes = {pool.profile.memory.block_size for pool in self.pools}
@@ -107,11 +112,16 @@ class Cluster(_Part):
 def alone_on_their_hosts(workers_per_host: int, profiles: Iterable[Profile]) -> str:
     """A warning where workers share hosts and their profiles do not say what that costs; empty where there is
     none to give."""
-    unknown = sorted({profile.name for profile in profiles if profile.contention is None}) if workers_per_host > 1 else []
+    unknown = (
+        sorted({profile.name for profile in profiles if profile.contention is None})
+        if workers_per_host > 1
+        else []
+    )
     if not unknown:
         return ""
     return (
-        f"{workers_per_host} workers to a host change nothing for {', '.join(unknown)}, whose profile has no `contention`: what sharing a "
+        f"{workers_per_host} workers to a host change nothing for {', '.join(unknown)}, whose "
+        "profile has no `contention`: what sharing a "
         "host costs them is not known and left out. `splitserve profile` measures it on CPUs."
     )
 
@@ -121,11 +131,14 @@ def read_cluster(path: Path) -> Cluster:
     Raises SimulationError."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        pools = [{**pool, "profile": Profile.read(path.parent / pool["profile"])} for pool in content["pools"]]
+        pools = [
+            {**pool, "profile": Profile.read(path.parent / pool["profile"])} for pool in content["pools"]
+        ]
         return Cluster.model_validate({**content, "pools": pools})
     except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
         raise SimulationError(
-            f"cannot read the cluster {path}: {error!r}; it needs a list `pools` with role, count and profile each"
+            f"cannot read the cluster {path}: {error!r}; it needs a list `pools` with role, count "
+            "and profile each"
         ) from None
     except ValidationError as error:
         first = error.errors()[0]

@@ -78,7 +78,9 @@ class Host:
         num_decode = len(computing) - num_prefill
         for step in computing:
             computes = step.role == "prefill"
-            slowdown = step.contention.slowdown(step.role, num_prefill - computes, num_decode - (not computes))
+            slowdown = step.contention.slowdown(
+                step.role, num_prefill - computes, num_decode - (not computes)
+            )
             if slowdown != step.slowdown:
                 before, step.ends_at = step.ends_at, now + (step.ends_at - now) * (slowdown / step.slowdown)
                 step.slowdown = slowdown

@@ -21,7 +21,10 @@ def rows_by_pool(names: Sequence[str]) -> dict[str, list[int]]:
     for row, name in enumerate(names):
         found.setdefault(name.rpartition("-")[0], []).append(row)
     roles = [pool.partition("-")[0] for pool in found]
-    return {role if roles.count(role) == 1 else pool: rows for role, (pool, rows) in zip(roles, found.items(), strict=True)}
+    return {
+        role if roles.count(role) == 1 else pool: rows
+        for role, (pool, rows) in zip(roles, found.items(), strict=True)
+    }
 
 
 def draw_timeline(path: Path, timeline: Timeline) -> None:
@@ -35,7 +38,9 @@ def draw_timeline(path: Path, timeline: Timeline) -> None:
         for axis, value in ((1, "busy"), (2, "used"), (3, "running")):
             values = np.array([[getattr(s.workers[i], value) for i in chosen] for s in timeline.samples])
             (line,) = axes[axis].plot(at, values.mean(axis=1), label=pool)
-            axes[axis].fill_between(at, values.min(axis=1), values.max(axis=1), alpha=0.2, color=line.get_color())
+            axes[axis].fill_between(
+                at, values.min(axis=1), values.max(axis=1), alpha=0.2, color=line.get_color()
+            )
     for axis, label in ((1, "busy share"), (2, "KV cache used"), (3, "sequences in steps, each")):
         axes[axis].set(ylabel=label, ylim=(0, None))
     for one in axes:

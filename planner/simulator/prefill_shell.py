@@ -30,7 +30,9 @@ class PrefillShell(WorkerShell):
     role = "prefill"
     core: PrefillCore
 
-    def __init__(self, simulation: Surroundings, name: str, pool: Pool, device: Device, host: RoleHost | None) -> None:
+    def __init__(
+        self, simulation: Surroundings, name: str, pool: Pool, device: Device, host: RoleHost | None
+    ) -> None:
         super().__init__(simulation, name, pool, device, host)
         memory = pool.profile.memory
         scheduler = PrefillScheduler(
@@ -43,7 +45,9 @@ class PrefillShell(WorkerShell):
         )
         slicing = LayerSlicing(memory.num_layers, memory.block_bytes)
         is_local = host.hands_to_itself if host else lambda _: False
-        self.core = PrefillCore(self.meet(), scheduler, frozenset(), memory.max_model_len, slicing=slicing, is_local=is_local)
+        self.core = PrefillCore(
+            self.meet(), scheduler, frozenset(), memory.max_model_len, slicing=slicing, is_local=is_local
+        )
         self.departure = Departure(self.core, "prefill", host)
         device.prefill = self
         self._leaving: LeavingLayers | None = None  # of the running step
@@ -69,7 +73,9 @@ class PrefillShell(WorkerShell):
     def begin(self, step: PrefillStep, loop_s: float, seconds: float) -> None:
         """The device runs this step from ``loop_s`` from now on, for ``seconds``."""
         if stride := self.core.feed.layer_stride(step):
-            self._leaving = LeavingLayers(step, self.queue.now, loop_s, seconds, stride, self.pool.profile.memory.num_layers)
+            self._leaving = LeavingLayers(
+                step, self.queue.now, loop_s, seconds, stride, self.pool.profile.memory.num_layers
+            )
             self._await_next_slice(self._leaving, 0)
 
     def moved(self, ends_at: float) -> None:

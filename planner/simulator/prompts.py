@@ -32,7 +32,9 @@ class NullSink:
 SINK = NullSink()
 
 
-def generation_request(number: int, request: TraceRequest, block_size: int, arrival: float, timeout_s: float) -> Request:
+def generation_request(
+    number: int, request: TraceRequest, block_size: int, arrival: float, timeout_s: float
+) -> Request:
     """``block_size``: tokens that one of the trace's hashes stands for; ``arrival``: seconds of the virtual
     clock."""
     return Request(

@@ -16,7 +16,10 @@ EXPLAINED = {
     "tpot": "time per token after the first: (last - first) / (tokens - 1)",
     "tpot_all": "the same over all tokens: (end - first) / tokens",
     "gap": "between two decode steps, for each sequence in both",
-    "queue": "waiting for a worker and on it; with prefill, (exposed) handoff, decode and coordinator it sums to e2e",
+    "queue": (
+        "waiting for a worker and on it; with prefill, (exposed) handoff, decode and coordinator it "
+        "sums to e2e"
+    ),
 }
 
 
@@ -47,7 +50,9 @@ def summary(simulation: Simulation) -> dict[str, Any]:
 def pools(simulation: Simulation) -> list[dict[str, Any]]:
     """How busy each pool was."""
     rows = []
-    for pool, machines in ((p, [m for m in simulation.machines if m.pool is p]) for p in simulation.cluster.pools):
+    for pool, machines in (
+        (p, [m for m in simulation.machines if m.pool is p]) for p in simulation.cluster.pools
+    ):
         elapsed = max(simulation.elapsed_s, 1e-9) * len(machines)
         rows.append(
             {
@@ -108,14 +113,24 @@ def print_report(simulation: Simulation, console: Console) -> None:
             f"{row['link_bytes_per_s'] / 1e9:.2f}",
         )
     console.print(table)
-    console.print("; ".join(f"{row['role']} workers: {row['profile']}" for row in pools(simulation)), highlight=False)
+    console.print(
+        "; ".join(f"{row['role']} workers: {row['profile']}" for row in pools(simulation)), highlight=False
+    )
     said = summary(simulation)
     ended = ", ".join(f"{count:,} {outcome}" for outcome, count in said["requests"].items())
-    console.print(f"{ended} in {said['simulated_s']:.1f} s; {said['cached_share']:.1%} of the prompt tokens came from a prefix cache")
+    console.print(
+        f"{ended} in {said['simulated_s']:.1f} s; {said['cached_share']:.1%} of the prompt tokens "
+        "came from a prefix cache"
+    )
     if said["killed"]:
-        console.print(f"{said['killed']:,} times a worker died and started again; {said['redispatched']:,} dispatches were made anew")
+        console.print(
+            f"{said['killed']:,} times a worker died and started again; {said['redispatched']:,} "
+            "dispatches were made anew"
+        )
     if said["slo"]:
-        console.print(f"{said['slo']}: met by {said['attainment']:.2%} of the requests{_rates(said)}", highlight=False)
+        console.print(
+            f"{said['slo']}: met by {said['attainment']:.2%} of the requests{_rates(said)}", highlight=False
+        )
     for what, share in said["steps_outside_the_profile"].items():
         console.print(f"[yellow]extrapolated: {what} in {share:.2%} of the steps[/yellow]")
 
@@ -128,7 +143,11 @@ def _rates(said: dict[str, Any]) -> str:
 
 def latency_table(percentiles: Mapping[str, Mapping[str, float]]) -> Table:
     """Of what ``Tallies.percentiles`` gives."""
-    table = Table("ms", *(Column(name, justify="right", no_wrap=True) for name in ("mean", "p50", "p90", "p99", "max")), box=box.SIMPLE)
+    table = Table(
+        "ms",
+        *(Column(name, justify="right", no_wrap=True) for name in ("mean", "p50", "p90", "p99", "max")),
+        box=box.SIMPLE,
+    )
     for name, values in percentiles.items():
         table.add_row(name, *(f"{1e3 * v:,.1f}" for v in values.values()))
     return table

@@ -288,7 +288,8 @@ class Simulation:
         for failure in self.cluster.failures:
             if failure.worker not in machines:
                 raise SimulationError(
-                    f"there is no worker {failure.worker} to fail; there are {', '.join(list(machines)[:8])} ..."
+                    f"there is no worker {failure.worker} to fail; there are "
+                    f"{', '.join(list(machines)[:8])} ..."
                 )
             self.queue.at(self.began_at + failure.at_s, self._fail, machines[failure.worker])
         if self.cluster.mean_seconds_between_failures is not None:

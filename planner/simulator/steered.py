@@ -36,19 +36,32 @@ def steering_of(cluster: Cluster, level: ServiceLevel, believed: Profile | None)
     pool's. Raises SimulationError."""
     bounds = level.bounds
     if bounds.ttft_s is None or bounds.tpot_s is None:
-        raise SimulationError("--steer needs to know what is good enough: give --slo with both, such as ttft=2,tpot=0.05@p90")
+        raise SimulationError(
+            "--steer needs to know what is good enough: give --slo with both, such as ttft=2,tpot=0.05@p90"
+        )
     flexible = [pool for pool in cluster.pools if pool.flexible]
     if not flexible:
-        raise SimulationError("--steer has nobody to steer: write `flexible: true` to the pools whose workers can change their roles")
+        raise SimulationError(
+            "--steer has nobody to steer: write `flexible: true` to the pools whose workers can "
+            "change their roles"
+        )
     options = SteeringOptions(bounds.ttft_s, bounds.tpot_s, level.attainment, "act")
     return RecordedSteering(options, believed or flexible[0].profile)
 
 
-def steering_summary(steered: Simulation, steering: RecordedSteering, left_alone: Simulation) -> dict[str, Any]:
+def steering_summary(
+    steered: Simulation, steering: RecordedSteering, left_alone: Simulation
+) -> dict[str, Any]:
     """JSON-ready. ``left_alone``: the same cluster, trace and seed, whose workers stayed in their roles."""
     return {
         "decisions": [
-            {"at_s": d.at - steered.began_at, "kind": d.kind, "worker": d.worker, "role": d.role, "reason": d.reason}
+            {
+                "at_s": d.at - steered.began_at,
+                "kind": d.kind,
+                "worker": d.worker,
+                "role": d.role,
+                "reason": d.reason,
+            }
             for d in steering.decided
         ],
         "flips": int(steered.coordinator.core.counters()["flips"]),
@@ -62,14 +75,18 @@ def steering_words(steered: Simulation, steering: RecordedSteering, left_alone: 
     changes: dict[tuple[float, str], list[Decision]] = {}
     for decision in steering.decided:
         changes.setdefault((decision.at, decision.reason), []).append(decision)
-    said = [f"{at - steered.began_at:.0f} s: {_who(found)}: {reason}" for (at, reason), found in list(changes.items())[:MOST_SHOWN]]
+    said = [
+        f"{at - steered.began_at:.0f} s: {_who(found)}: {reason}"
+        for (at, reason), found in list(changes.items())[:MOST_SHOWN]
+    ]
     if len(changes) > MOST_SHOWN:
         said.append(f"and {len(changes) - MOST_SHOWN} more times (--json-file has all)")
     if not changes:
         said.append(f"The pool controller decided nothing; at the end: {steering.controller.state}.")
     met, unmet = steered.tallies.attainment, left_alone.tallies.attainment
     said.append(
-        f"Steered {met:.2%} of the requests were good{_rate(steered)}; with every worker in the role that it began with {unmet:.2%}"
+        f"Steered {met:.2%} of the requests were good{_rate(steered)}; with every worker in the "
+        f"role that it began with {unmet:.2%}"
         f"{_rate(left_alone)}."
     )
     return said

@@ -44,13 +44,24 @@ class Distribution:
             seen += self._counts[index]
             if seen > rank:
                 break
-        return 0.0 if index == -(1 << 30) else min(math.exp((index + (0.5 if index >= 0 else -0.5)) / _SCALE), self.largest)
+        return (
+            0.0
+            if index == -(1 << 30)
+            else min(math.exp((index + (0.5 if index >= 0 else -0.5)) / _SCALE), self.largest)
+        )
 
     def share_within(self, bound: float) -> float:
         """Which share is at most ``bound``; to ``RESOLUTION``."""
         if not self.num:
             return math.nan
-        return sum(count for index, count in self._counts.items() if index == -(1 << 30) or math.exp(index / _SCALE) <= bound) / self.num
+        return (
+            sum(
+                count
+                for index, count in self._counts.items()
+                if index == -(1 << 30) or math.exp(index / _SCALE) <= bound
+            )
+            / self.num
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +88,12 @@ class Slo:
         first, num_more = record.first_at, record.num_asked_tokens - 1
         return (
             (self.ttft_s is not None and (first or now) - record.arrived_at > self.ttft_s)
-            or (self.tpot_s is not None and first > 0 and num_more > 0 and (now - first) / num_more > self.tpot_s)
+            or (
+                self.tpot_s is not None
+                and first > 0
+                and num_more > 0
+                and (now - first) / num_more > self.tpot_s
+            )
             or (self.e2e_s is not None and now - record.arrived_at > self.e2e_s)
         )
 
@@ -126,7 +142,11 @@ class Tallies:
     def percentiles(self, percents: tuple[float, ...] = (50, 90, 99)) -> Mapping[str, dict[str, float]]:
         """By quantity: mean, the percentiles, and the largest; in seconds."""
         return {
-            name: {"mean": d.mean, **{f"p{percent:g}": d.percentile(percent) for percent in percents}, "max": d.largest}
+            name: {
+                "mean": d.mean,
+                **{f"p{percent:g}": d.percentile(percent) for percent in percents},
+                "max": d.largest,
+            }
             for name, d in self.of.items()
             if d.num
         }

@@ -11,7 +11,18 @@ from typing import Any, Protocol
 from ...transport.handoff import actions as act
 from ...transport.handoff.handoff import HandoffTimes, PeerId
 from ...transport.handoff.sender import HandoffSender
-from ...transport.messages.messages import Fenced, Flip, Goodbye, Hello, Meet, Message, ModelIdentity, Placed, Role, Welcome
+from ...transport.messages.messages import (
+    Fenced,
+    Flip,
+    Goodbye,
+    Hello,
+    Meet,
+    Message,
+    ModelIdentity,
+    Placed,
+    Role,
+    Welcome,
+)
 from ...worker.roles import Departure, RoleHost
 from .cluster import Pool
 from .device import Device
@@ -77,7 +88,9 @@ class WorkerShell(ABC):
     core: Any
     departure: Departure
 
-    def __init__(self, simulation: Surroundings, name: str, pool: Pool, device: Device, host: RoleHost | None) -> None:
+    def __init__(
+        self, simulation: Surroundings, name: str, pool: Pool, device: Device, host: RoleHost | None
+    ) -> None:
         """``host``: its process, where that can change its role, or has both."""
         self.simulation, self.queue = simulation, simulation.queue
         self.name, self.pool, self.device, self.host = name, pool, device, host
@@ -246,7 +259,9 @@ class WorkerShell(ABC):
     def _say(self, peer: PeerId, message: Message, at: float = 0.0) -> None:
         target = self.simulation.decode_workers.get(peer[0])
         if target is not None:
-            self.queue.at(max(at, self.queue.now) + self.message_s, target.hear_peer, peer, self, self.id, message)
+            self.queue.at(
+                max(at, self.queue.now) + self.message_s, target.hear_peer, peer, self, self.id, message
+            )
 
     def _say_after_puts(self, peer: PeerId, message: Message) -> None:
         self._say(peer, message, self._puts_done.get(peer, 0.0))
@@ -268,7 +283,9 @@ class WorkerShell(ABC):
 
     def _over_the_link(self, target: Receiver, num_bytes: int, num_slices: int) -> float:
         begin = max(self.queue.now, self.out_free_at, target.in_free_at)
-        done = begin + self.pool.profile.handoff.seconds(num_bytes, num_slices, min(self.bytes_per_s, target.bytes_per_s))
+        done = begin + self.pool.profile.handoff.seconds(
+            num_bytes, num_slices, min(self.bytes_per_s, target.bytes_per_s)
+        )
         self.out_free_at = target.in_free_at = done
         self.num_bytes_out += num_bytes
         return done
@@ -281,7 +298,14 @@ class WorkerShell(ABC):
             self.turn()
 
     def meet(self) -> Meet:
-        return Meet(worker_id=self.name, incarnation=self.incarnation, host=HOST, pid=self.incarnation, model=self.model, movers=MOVERS)
+        return Meet(
+            worker_id=self.name,
+            incarnation=self.incarnation,
+            host=HOST,
+            pid=self.incarnation,
+            model=self.model,
+            movers=MOVERS,
+        )
 
     def _hello(self) -> Hello:
         pool = self.pool
@@ -306,5 +330,9 @@ class WorkerShell(ABC):
 def _model_of(pool: Pool) -> ModelIdentity:
     memory = pool.profile.memory
     return ModelIdentity(
-        fingerprint="one model", dtype="simulated", block_size=memory.block_size, layout="simulated", block_bytes=memory.block_bytes
+        fingerprint="one model",
+        dtype="simulated",
+        block_size=memory.block_size,
+        layout="simulated",
+        block_bytes=memory.block_bytes,
     )

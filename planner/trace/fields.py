@@ -32,7 +32,11 @@ def number_of_tokens(value: object, field: str) -> int:
 def seconds(value: object, field: str, unit_s: float = 1.0) -> float:
     """A time of at least 0, given in units of ``unit_s`` seconds."""
     number = _float(value, field) if isinstance(value, str) else value
-    if not isinstance(number, (int, float)) or isinstance(number, bool) or not 0 <= number * unit_s <= MAX_ARRIVAL_S:
+    if (
+        not isinstance(number, (int, float))
+        or isinstance(number, bool)
+        or not 0 <= number * unit_s <= MAX_ARRIVAL_S
+    ):
         _refuse(field, value, "should be a time of at least 0")
     return number * unit_s
 

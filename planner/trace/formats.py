@@ -44,18 +44,26 @@ def _azure_time(row: Mapping[str, Any]) -> float:
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
-        raise BadField("TIMESTAMP", f"should be a time such as 2023-11-16 18:17:03.9799600, not {text!r:.60}") from None
+        raise BadField(
+            "TIMESTAMP", f"should be a time such as 2023-11-16 18:17:03.9799600, not {text!r:.60}"
+        ) from None
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
 def _azure(row: Mapping[str, Any]) -> TraceRequest:
     num_prompt_tokens = number_of_tokens(row["ContextTokens"], "ContextTokens")
-    return TraceRequest(_azure_time(row), num_prompt_tokens, number_of_tokens(row["GeneratedTokens"], "GeneratedTokens"))
+    return TraceRequest(
+        _azure_time(row), num_prompt_tokens, number_of_tokens(row["GeneratedTokens"], "GeneratedTokens")
+    )
 
 
 def _columns(arrival: str, prompt: str, output: str) -> Parse:
     def parse(row: Mapping[str, Any]) -> TraceRequest:
-        return TraceRequest(seconds(row[arrival], arrival), number_of_tokens(row[prompt], prompt), number_of_tokens(row[output], output))
+        return TraceRequest(
+            seconds(row[arrival], arrival),
+            number_of_tokens(row[prompt], prompt),
+            number_of_tokens(row[output], output),
+        )
 
     return parse
 
@@ -87,11 +95,22 @@ def check_num_blocks(num_blocks: int, num_prompt_tokens: int, block_size: int, f
     """Raise BadField if there are more hashes than blocks: the stated block size is wrong."""
     most = -(-num_prompt_tokens // block_size)
     if num_blocks > most:
-        raise BadField(field, f"{num_blocks} hashes, but {num_prompt_tokens} tokens are at most {most} blocks of {block_size}")
+        raise BadField(
+            field,
+            f"{num_blocks} hashes, but {num_prompt_tokens} tokens are at most {most} blocks of {block_size}",
+        )
 
 
-MOONCAKE = Format("mooncake", "jsonl", ("timestamp", "input_length", "output_length", "hash_ids"), _mooncake, MOONCAKE_BLOCK_SIZE)
-AZURE = Format("azure", "csv", ("TIMESTAMP", "ContextTokens", "GeneratedTokens"), _azure, origin_s=_azure_time)
+MOONCAKE = Format(
+    "mooncake",
+    "jsonl",
+    ("timestamp", "input_length", "output_length", "hash_ids"),
+    _mooncake,
+    MOONCAKE_BLOCK_SIZE,
+)
+AZURE = Format(
+    "azure", "csv", ("TIMESTAMP", "ContextTokens", "GeneratedTokens"), _azure, origin_s=_azure_time
+)
 SPLITWISE = Format("splitwise", "csv", ("arrival_timestamp", "prompt_size", "token_size"), _splitwise)
 SERVEGEN = Format(
     "servegen",
@@ -104,5 +123,8 @@ FORMATS = (MOONCAKE, AZURE, SPLITWISE, SERVEGEN)
 
 def described() -> str:
     """All formats in one sentence, for errors."""
-    foreign = "; ".join(f"{one.name} ({'columns' if one.kind == 'csv' else 'keys'} {', '.join(one.fields)})" for one in FORMATS)
+    foreign = "; ".join(
+        f"{one.name} ({'columns' if one.kind == 'csv' else 'keys'} {', '.join(one.fields)})"
+        for one in FORMATS
+    )
     return f"known are: splitserve (a header line with its format); {foreign}"

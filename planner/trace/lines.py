@@ -25,7 +25,9 @@ def read_lines(path: Path) -> Iterator[str]:
             while line := stream.readline(MAX_LINE_BYTES):
                 number += 1
                 if len(line) == MAX_LINE_BYTES:
-                    raise TraceError(path, f"longer than {MAX_LINE_BYTES >> 20} MiB: this is no trace", line=number)
+                    raise TraceError(
+                        path, f"longer than {MAX_LINE_BYTES >> 20} MiB: this is no trace", line=number
+                    )
                 yield line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
     except UnicodeDecodeError as error:
         raise TraceError(path, f"not UTF-8 text ({error.reason})", line=number) from None

@@ -31,10 +31,14 @@ def thinned(trace: Trace, share: float, seed: int = 0) -> Trace:
         name = request.session or str(index)
         return int.from_bytes(blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little") < limit
 
-    return replace(trace, read=lambda: (request for index, request in enumerate(trace) if chosen(index, request)))
+    return replace(
+        trace, read=lambda: (request for index, request in enumerate(trace) if chosen(index, request))
+    )
 
 
-def cut(trace: Trace, start_s: float = 0.0, end_s: float = math.inf, max_requests: int | None = None) -> Trace:
+def cut(
+    trace: Trace, start_s: float = 0.0, end_s: float = math.inf, max_requests: int | None = None
+) -> Trace:
     """The requests that arrive from ``start_s`` to before ``end_s``, at most ``max_requests`` of them;
     ``start_s`` becomes time 0."""
 
@@ -60,7 +64,10 @@ def mixed(traces: Sequence[Trace]) -> Trace:
     sizes = {trace.block_size for trace in traces} - {None}
     if len(sizes) > 1:
         named = ", ".join(f"{trace.name} {trace.block_size}" for trace in traces if trace.block_size)
-        raise PlannerError(f"traces with blocks of different sizes cannot be mixed (tokens a block: {named}); convert them apart")
+        raise PlannerError(
+            f"traces with blocks of different sizes cannot be mixed (tokens a block: {named}); "
+            "convert them apart"
+        )
     parts = [replace(trace, read=partial(_apart, trace, index)) for index, trace in enumerate(traces)]
     return Trace(
         " + ".join(trace.name for trace in traces),
@@ -78,7 +85,10 @@ def mean_rate(trace: Trace) -> float:
         last_s = request.arrival_s
         count += 1
     if last_s <= first_s:
-        raise PlannerError(f"{trace.name}: {count} requests at one time have no rate that could be changed; use --scale on a longer trace")
+        raise PlannerError(
+            f"{trace.name}: {count} requests at one time have no rate that could be changed; use "
+            "--scale on a longer trace"
+        )
     return count / (last_s - first_s)
 
 

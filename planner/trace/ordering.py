@@ -26,7 +26,9 @@ class Order:
     def applied(self, rows: Numbered) -> Iterator[TraceRequest]:
         """The requests in order of arrival, which starts at the origin. Raises TraceError."""
         checked = self._checked(rows)
-        return (request for _, request in (self._sorted(checked) if self.disorder_s else self._in_order(checked)))
+        return (
+            request for _, request in (self._sorted(checked) if self.disorder_s else self._in_order(checked))
+        )
 
     def _checked(self, rows: Numbered) -> Numbered:
         for line, request in rows:
@@ -34,7 +36,11 @@ class Order:
                 if self.drop_empty:
                     continue
                 what = "prompt" if not request.num_prompt_tokens else "output"
-                raise TraceError(self.path, f"a request of 0 {what} tokens; to leave such rows out: --drop-empty", line=line)
+                raise TraceError(
+                    self.path,
+                    f"a request of 0 {what} tokens; to leave such rows out: --drop-empty",
+                    line=line,
+                )
             if self.origin_s:  # dates have microseconds, which a float of Unix time just holds
                 request = replace(request, arrival_s=round(request.arrival_s - self.origin_s, 6))
             yield line, request
@@ -63,5 +69,8 @@ class Order:
             yield first, earliest
 
     def _refuse(self, line: int, late_s: float) -> NoReturn:
-        message = f"arrives {late_s:.6g} s before a row above it; to have rows sorted that stand up to S seconds too late: --disorder-s S"
+        message = (
+            f"arrives {late_s:.6g} s before a row above it; to have rows sorted that stand up to S "
+            "seconds too late: --disorder-s S"
+        )
         raise TraceError(self.path, message, line=line)

@@ -53,11 +53,23 @@ def parse_header(row: Mapping[str, Any]) -> Header:
     """Raises BadField."""
     _no_unknown(row, HEADER_KEYS)
     if row.get("version") != VERSION:
-        raise BadField("version", f"this is version {row.get('version')!r:.20} of the format, and only version {VERSION} is known here")
+        raise BadField(
+            "version",
+            (
+                f"this is version {row.get('version')!r:.20} of the format, and only version {VERSION} "
+                "is known here"
+            ),
+        )
     block_size = row.get("block_size")
     if block_size is not None and not (type(block_size) is int and 1 <= block_size <= MAX_BLOCK_SIZE):
-        raise BadField("block_size", f"should be a number of tokens from 1 to {MAX_BLOCK_SIZE}, not {block_size!r:.60}")
-    return Header(block_size, seconds(row.get("origin_s", 0.0), "origin_s"), seconds(row.get("disorder_s", 0.0), "disorder_s"))
+        raise BadField(
+            "block_size", f"should be a number of tokens from 1 to {MAX_BLOCK_SIZE}, not {block_size!r:.60}"
+        )
+    return Header(
+        block_size,
+        seconds(row.get("origin_s", 0.0), "origin_s"),
+        seconds(row.get("disorder_s", 0.0), "disorder_s"),
+    )
 
 
 def parse_row(row: Mapping[str, Any], block_size: int | None) -> TraceRequest:
@@ -67,7 +79,9 @@ def parse_row(row: Mapping[str, Any], block_size: int | None) -> TraceRequest:
     num_prompt_tokens = number_of_tokens(keyed(row, "num_prompt_tokens"), "num_prompt_tokens")
     session = row.get("session", "")
     if not isinstance(session, str) or len(session) > MAX_SESSION_CHARACTERS:
-        raise BadField("session", f"should be text of at most {MAX_SESSION_CHARACTERS} characters, not {session!r:.60}")
+        raise BadField(
+            "session", f"should be text of at most {MAX_SESSION_CHARACTERS} characters, not {session!r:.60}"
+        )
     return TraceRequest(
         seconds(keyed(row, "arrival_s"), "arrival_s"),
         num_prompt_tokens,
@@ -88,7 +102,9 @@ def write_trace(path: Path, trace: Trace) -> int:
         with part.open("wb") as file:
             if path.suffix == ".gz":
                 with gzip.GzipFile("", "wb", compresslevel=6, fileobj=file, mtime=0) as packed:
-                    count = _write(cast(BinaryIO, packed), header_line(trace.block_size, trace.origin_s), trace)
+                    count = _write(
+                        cast(BinaryIO, packed), header_line(trace.block_size, trace.origin_s), trace
+                    )
             else:
                 count = _write(file, header_line(trace.block_size, trace.origin_s), trace)
         os.replace(part, path)
@@ -102,7 +118,16 @@ def write_trace(path: Path, trace: Trace) -> int:
 def header_line(block_size: int | None = None, origin_s: float = 0.0, disorder_s: float = 0.0) -> bytes:
     """The first line of a file, with its end."""
     optional = {"block_size": block_size, "origin_s": origin_s, "disorder_s": disorder_s}
-    return orjson.dumps({"format": FORMAT_NAME, "version": VERSION, **{key: value for key, value in optional.items() if value}}) + b"\n"
+    return (
+        orjson.dumps(
+            {
+                "format": FORMAT_NAME,
+                "version": VERSION,
+                **{key: value for key, value in optional.items() if value},
+            }
+        )
+        + b"\n"
+    )
 
 
 def row_line(request: TraceRequest) -> bytes:
@@ -139,11 +164,15 @@ def _hashes(value: object, num_prompt_tokens: int, block_size: int | None) -> tu
 def _hash(text: object) -> int:
     # int(text, 16) alone would also take signs, blanks, underscores and a prefix
     if not isinstance(text, str) or not 0 < len(text) <= MAX_HASH_DIGITS or text.strip(hexdigits):
-        raise BadField("block_hashes", f"should hold 1 to {MAX_HASH_DIGITS} hexadecimal digits each, not {text!r:.60}")
+        raise BadField(
+            "block_hashes", f"should hold 1 to {MAX_HASH_DIGITS} hexadecimal digits each, not {text!r:.60}"
+        )
     return int(text, 16)
 
 
 def _no_unknown(row: Mapping[str, Any], known: Iterable[str]) -> None:
     for key in row:
         if key not in known:
-            raise BadField(str(key), f"is not a key of version {VERSION} of the format; keys are: {', '.join(known)}")
+            raise BadField(
+                str(key), f"is not a key of version {VERSION} of the format; keys are: {', '.join(known)}"
+            )

@@ -21,7 +21,9 @@ def draw_traces(path: Path, traces: Sequence[tuple[TraceStatistics, Shapes]]) ->
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, rows = pyplot.subplots(len(traces), 4, figsize=(17, 3.4 * len(traces)), squeeze=False, layout="constrained")
+    figure, rows = pyplot.subplots(
+        len(traces), 4, figsize=(17, 3.4 * len(traces)), squeeze=False, layout="constrained"
+    )
     for axes, (statistics, shapes) in zip(rows, traces, strict=True):
         _draw_arrivals(axes[0], statistics, shapes)
         _draw_gaps(axes[1], statistics, shapes)
@@ -52,7 +54,13 @@ def _draw_gaps(axis: Any, statistics: TraceStatistics, shapes: Shapes) -> None:
         x = np.geomspace(starts[0], starts[-1] * 2, 200)
         axis.plot(x, np.exp(-x * statistics.mean_rate), linestyle="--", label="Poisson")
     cv = "-" if statistics.iat_cv is None else f"{statistics.iat_cv:.2f}"
-    axis.set(title=f"gaps between arrivals, CV {cv}", xlabel="seconds", ylabel="share longer", yscale="log", ylim=(0.3 / num_gaps, 1.5))
+    axis.set(
+        title=f"gaps between arrivals, CV {cv}",
+        xlabel="seconds",
+        ylabel="share longer",
+        yscale="log",
+        ylim=(0.3 / num_gaps, 1.5),
+    )
     if bins:
         axis.set_xscale("log")
     axis.legend()

@@ -35,7 +35,9 @@ def open_trace(path: Path, *, disorder_s: float = 0.0, drop_empty: bool = False)
     header, format = _recognized(path, first)
     if header is not None:
         order = Order(path, 0.0, max(disorder_s, header.disorder_s), drop_empty)
-        return Trace(path.name, lambda: order.applied(_own_rows(path, header)), header.block_size, header.origin_s)
+        return Trace(
+            path.name, lambda: order.applied(_own_rows(path, header)), header.block_size, header.origin_s
+        )
     assert format is not None
     order = Order(path, _origin(path, format, disorder_s), disorder_s, drop_empty)
     return Trace(path.name, lambda: order.applied(_rows(path, format)), format.block_size, order.origin_s)
@@ -49,15 +51,21 @@ def _recognized(path: Path, first: str) -> tuple[Header | None, Format | None]:
             if format.kind == "csv" and set(format.fields) <= set(names):
                 return None, format
         if len(names) < 2:  # whatever it is, it may be no text that should be shown
-            raise TraceError(path, f"this is neither the columns of a CSV file nor a JSON object; {described()}", line=1)
-        raise TraceError(path, f"no trace format has these columns: {', '.join(names)!r:.120}; {described()}", line=1)
+            raise TraceError(
+                path, f"this is neither the columns of a CSV file nor a JSON object; {described()}", line=1
+            )
+        raise TraceError(
+            path, f"no trace format has these columns: {', '.join(names)!r:.120}; {described()}", line=1
+        )
     row = _object(path, 1, first)
     if row.get("format") == FORMAT_NAME:
         return _located(path, 1, parse_header, row), None
     for format in FORMATS:
         if format.kind == "jsonl" and any(field in row for field in format.fields):
             return None, format
-    raise TraceError(path, f"no trace format has these keys: {', '.join(map(str, row))!r:.120}; {described()}", line=1)
+    raise TraceError(
+        path, f"no trace format has these keys: {', '.join(map(str, row))!r:.120}; {described()}", line=1
+    )
 
 
 def _rows(path: Path, format: Format) -> Numbered:
@@ -110,7 +118,13 @@ def _object(path: Path, line: int, text: str) -> dict[str, Any]:
     return row
 
 
-def _located(path: Path, line: int, parse: Callable[Parameters, Parsed], *args: Parameters.args, **kwargs: Parameters.kwargs) -> Parsed:
+def _located(
+    path: Path,
+    line: int,
+    parse: Callable[Parameters, Parsed],
+    *args: Parameters.args,
+    **kwargs: Parameters.kwargs,
+) -> Parsed:
     try:
         return parse(*args, **kwargs)
     except BadField as error:

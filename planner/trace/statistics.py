@@ -156,7 +156,9 @@ class _Tally:
             num_distinct_arrivals=self.num_distinct_arrivals,
             peak={width: windows.peak for width, windows in zip(WIDTHS_S, self.windows, strict=True)},
             sliding_peak={width: sliding.peak for width, sliding in zip(WIDTHS_S, self.sliding, strict=True)},
-            dispersion={width: windows.dispersion for width, windows in zip(WIDTHS_S, self.windows, strict=True)},
+            dispersion={
+                width: windows.dispersion for width, windows in zip(WIDTHS_S, self.windows, strict=True)
+            },
             prompt=_of_lengths(self.shapes.prompt, self.lengths.x.mean),
             output=_of_lengths(self.shapes.output, self.lengths.y.mean),
             correlation=self.lengths.correlation,

@@ -20,7 +20,11 @@ def print_statistics(traces: Sequence[TraceStatistics], console: Console) -> Non
     table.add_column("", no_wrap=True)
     for one in traces:
         table.add_column(one.name, justify="right", overflow="fold", min_width=9)
-    parts = (_arrivals, _lengths, _reuse) if any(one.blocks or one.num_sessions for one in traces) else (_arrivals, _lengths)
+    parts = (
+        (_arrivals, _lengths, _reuse)
+        if any(one.blocks or one.num_sessions for one in traces)
+        else (_arrivals, _lengths)
+    )
     for part in parts:
         section = [list(part(one)) for one in traces]
         rows = list(zip(*section, strict=True))
@@ -30,7 +34,8 @@ def print_statistics(traces: Sequence[TraceStatistics], console: Console) -> Non
     for one in traces:
         if one.num_distinct_arrivals < GRID_SHARE * one.num_requests:
             console.print(
-                f"{one.name}: only {one.num_distinct_arrivals:,} distinct arrival times for {one.num_requests:,} requests: written on a "
+                f"{one.name}: only {one.num_distinct_arrivals:,} distinct arrival times for "
+                f"{one.num_requests:,} requests: written on a "
                 "coarse clock, so that its gaps and short peaks say little",
                 style="yellow",
                 markup=False,
@@ -58,7 +63,12 @@ def _lengths(one: TraceStatistics) -> Iterator[Row]:
 
 def _of_lengths(name: str, lengths: LengthStatistics) -> Iterator[Row]:
     yield f"{name} tokens, mean", f"{lengths.mean:,.1f}"
-    for label, value in (("p50", lengths.p50), ("p90", lengths.p90), ("p99", lengths.p99), ("max", lengths.max)):
+    for label, value in (
+        ("p50", lengths.p50),
+        ("p90", lengths.p90),
+        ("p99", lengths.p99),
+        ("max", lengths.max),
+    ):
         yield f"{name} tokens, {label}", f"{value:,.0f}"
 
 

@@ -25,8 +25,15 @@ class Arrivals(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     rate: float = Field(gt=0, le=1e6, description="Mean rate over a whole profile.")
-    cv: float = Field(default=1.0, ge=0, le=1000, description="Coefficient of variation of the gaps at a constant rate; 1: Poisson.")
-    profile: tuple[float, ...] = Field(default=(1.0,), min_length=1, max_length=100_000, description="Relative rates of the steps.")
+    cv: float = Field(
+        default=1.0,
+        ge=0,
+        le=1000,
+        description="Coefficient of variation of the gaps at a constant rate; 1: Poisson.",
+    )
+    profile: tuple[float, ...] = Field(
+        default=(1.0,), min_length=1, max_length=100_000, description="Relative rates of the steps."
+    )
     step_s: float = Field(default=86_400.0, gt=0, le=1e9, description="Seconds of one step of the profile.")
 
     @model_validator(mode="after")
@@ -75,7 +82,9 @@ class OperationalClock:
     def seconds(self, operational: NDArray[np.float64]) -> NDArray[np.float64]:
         """When the operational times are reached."""
         periods, rest = np.divmod(operational, self.at_edges[-1])
-        return np.asarray(periods * self.period_s + np.interp(rest, self.at_edges, self.edges_s), dtype=np.float64)
+        return np.asarray(
+            periods * self.period_s + np.interp(rest, self.at_edges, self.edges_s), dtype=np.float64
+        )
 
     def operational_at(self, seconds: float) -> float:
         """The other way round."""

@@ -41,11 +41,18 @@ def fit(trace: Trace, step_s: float = 10.0) -> Workload:
         output.add(request.num_output_tokens)
         count += 1
     if count < MIN_REQUESTS or not last_s:
-        raise WorkloadError(f"{trace.name}: {count} requests over {last_s:g} s are too few to fit; {MIN_REQUESTS} and some time are needed")
+        raise WorkloadError(
+            f"{trace.name}: {count} requests over {last_s:g} s are too few to fit; {MIN_REQUESTS} "
+            "and some time are needed"
+        )
     arrivals = _profile(bins, count, last_s)
     edges = (class_edges(prompt), class_edges(output))
     cv, cells = _second_pass(trace, arrivals, first_s, edges)
-    lengths = JointLengths(prompt_edges=edges[0], output_edges=edges[1], cells=tuple((*pair, n) for pair, n in sorted(cells.items())))
+    lengths = JointLengths(
+        prompt_edges=edges[0],
+        output_edges=edges[1],
+        cells=tuple((*pair, n) for pair, n in sorted(cells.items())),
+    )
     return Workload(arrivals=arrivals.model_copy(update={"cv": cv}), lengths=lengths)
 
 
@@ -58,10 +65,16 @@ def _profile(bins: FoldingBins, count: int, span_s: float) -> Arrivals:
     lasted_s = span_s - (len(counts) - 1) * width_s
     counts[-1] *= width_s / lasted_s if lasted_s > width_s / 2 else 0
     counts = counts if counts[-1] else counts[:-1]
-    return Arrivals(rate=float(counts.mean()) / width_s, profile=tuple((counts / counts.mean()).round(6).tolist()), step_s=width_s)
+    return Arrivals(
+        rate=float(counts.mean()) / width_s,
+        profile=tuple((counts / counts.mean()).round(6).tolist()),
+        step_s=width_s,
+    )
 
 
-def _second_pass(trace: Trace, arrivals: Arrivals, first_s: float, edges: Edges) -> tuple[float, Counter[tuple[int, int]]]:
+def _second_pass(
+    trace: Trace, arrivals: Arrivals, first_s: float, edges: Edges
+) -> tuple[float, Counter[tuple[int, int]]]:
     """The CV of the gaps in operational time, and the number of requests in each pair of length classes."""
     clock = OperationalClock(arrivals)
     gaps, last = Moments(), 0.0
@@ -71,7 +84,10 @@ def _second_pass(trace: Trace, arrivals: Arrivals, first_s: float, edges: Edges)
         if cells:
             gaps.add(now - last)
         last = now
-        cells[bisect_right(edges[0], request.num_prompt_tokens) - 1, bisect_right(edges[1], request.num_output_tokens) - 1] += 1
+        cells[
+            bisect_right(edges[0], request.num_prompt_tokens) - 1,
+            bisect_right(edges[1], request.num_output_tokens) - 1,
+        ] += 1
     return round(gaps.deviation / gaps.mean, 6), cells
 
 

@@ -2,10 +2,12 @@
 
 Two descriptions, which keep the correlation of the two lengths in two ways:
 
-- ``marginals``: a distribution for each, tied by a Gaussian copula: normal scores with correlation ``correlation`` are drawn, and each is
-  mapped through its own distribution, which stays exactly as given. ``correlation`` is that of the scores (near Spearman's of the lengths).
-- ``joint``: a table of how many requests of a trace had each pair of length classes. Any dependence survives, down to the width of a class;
-  within a class of both lengths the two are independent and uniform. ``fit.py`` makes it.
+- ``marginals``: a distribution for each, tied by a Gaussian copula: normal scores with correlation
+  ``correlation`` are drawn, and each is mapped through its own distribution, which stays exactly as given.
+  ``correlation`` is that of the scores (near Spearman's of the lengths).
+- ``joint``: a table of how many requests of a trace had each pair of length classes. Any dependence survives,
+  down to the width of a class; within a class of both lengths the two are independent and uniform. ``fit.py``
+  makes it.
 """
 
 from __future__ import annotations
@@ -61,7 +63,11 @@ class JointLengths(BaseModel):
             if edges[0] < 1 or any(low >= high for low, high in pairwise(edges)):
                 raise ValueError("edges must rise and begin at 1 or more")
         if any(
-            not (0 <= prompt < len(self.prompt_edges) - 1 and 0 <= output < len(self.output_edges) - 1 and count > 0)
+            not (
+                0 <= prompt < len(self.prompt_edges) - 1
+                and 0 <= output < len(self.output_edges) - 1
+                and count > 0
+            )
             for prompt, output, count in self.cells
         ):
             raise ValueError("cells must name classes between the edges, with a count above 0")
@@ -81,7 +87,9 @@ class JointLengths(BaseModel):
 Lengths = Annotated[MarginalLengths | JointLengths, Field(discriminator="kind")]
 
 
-def draw_pairs(lengths: MarginalLengths | JointLengths, rng: np.random.Generator) -> Iterator[tuple[int, int]]:
+def draw_pairs(
+    lengths: MarginalLengths | JointLengths, rng: np.random.Generator
+) -> Iterator[tuple[int, int]]:
     """(prompt, output) lengths, without end."""
     while True:
         prompt, output = lengths.draw(CHUNK, rng)

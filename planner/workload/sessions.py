@@ -28,13 +28,28 @@ class Sessions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     turns: float = Field(default=1.0, ge=1, le=10_000, description="Mean turns of a session (geometric).")
-    think_s: float = Field(default=30.0, ge=0, le=1e6, description="Mean seconds from one turn's arrival to the next's (exponential).")
+    think_s: float = Field(
+        default=30.0,
+        ge=0,
+        le=1e6,
+        description="Mean seconds from one turn's arrival to the next's (exponential).",
+    )
     system_prompts: int = Field(
-        default=0, ge=0, le=1_000_000, description="Different system prompts; the k-th is used 1/k as often as the first."
+        default=0,
+        ge=0,
+        le=1_000_000,
+        description="Different system prompts; the k-th is used 1/k as often as the first.",
     )
     system_prompt_len: int = Field(default=512, ge=1, le=1 << 20, description="Tokens of a system prompt.")
-    block_size: int = Field(default=16, ge=1, le=1 << 16, description="Tokens that one block hash stands for.")
-    max_len: int = Field(default=1 << 20, ge=2, le=1 << 20, description="A session ends before prompt and output would be longer.")
+    block_size: int = Field(
+        default=16, ge=1, le=1 << 16, description="Tokens that one block hash stands for."
+    )
+    max_len: int = Field(
+        default=1 << 20,
+        ge=2,
+        le=1 << 20,
+        description="A session ends before prompt and output would be longer.",
+    )
 
     @model_validator(mode="after")
     def _room_for_a_turn(self) -> Sessions:
@@ -61,7 +76,11 @@ def draw_sessions(
     next_start = next(starts)
     while True:
         if not waiting or next_start <= waiting[0][0]:
-            system = int(np.searchsorted(popularity, rng.random() * popularity[-1], "right")) if len(popularity) else -1
+            system = (
+                int(np.searchsorted(popularity, rng.random() * popularity[-1], "right"))
+                if len(popularity)
+                else -1
+            )
             session = _Session(number, system, sessions.system_prompt_len if system >= 0 else 0)
             arrival_s, next_start = next_start, next(starts)
             number += 1
@@ -71,10 +90,14 @@ def draw_sessions(
         if request is not None:
             yield request
             if rng.random() >= 1 / sessions.turns:
-                heapq.heappush(waiting, (arrival_s + sessions.think_s * rng.exponential(), session.number, session))
+                heapq.heappush(
+                    waiting, (arrival_s + sessions.think_s * rng.exponential(), session.number, session)
+                )
 
 
-def _turn(sessions: Sessions, session: _Session, arrival_s: float, num_new_tokens: int, num_output_tokens: int) -> TraceRequest | None:
+def _turn(
+    sessions: Sessions, session: _Session, arrival_s: float, num_new_tokens: int, num_output_tokens: int
+) -> TraceRequest | None:
     """The session's next request; None if it would be too long. The first turn is made to fit: every session
     has one."""
     room = sessions.max_len - session.num_tokens

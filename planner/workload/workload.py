@@ -37,7 +37,14 @@ class Workload(BaseModel):
         turns = self.sessions.turns if self.sessions else 1.0
         return self.model_copy(update={"arrivals": self.arrivals.model_copy(update={"rate": rate / turns})})
 
-    def trace(self, seed: int, *, max_requests: int | None = None, duration_s: float = float("inf"), name: str = "workload") -> Trace:
+    def trace(
+        self,
+        seed: int,
+        *,
+        max_requests: int | None = None,
+        duration_s: float = float("inf"),
+        name: str = "workload",
+    ) -> Trace:
         """A trace that ends at the first of ``max_requests`` and ``duration_s``; without both it has no
         end."""
         endless = Trace(name, lambda: self._draw(seed), self.sessions.block_size if self.sessions else None)
@@ -45,7 +52,9 @@ class Workload(BaseModel):
 
     def _draw(self, seed: int) -> Iterator[TraceRequest]:
         # each part has its own stream of chance: other lengths leave the arrivals as they were
-        of_arrivals, of_lengths, of_sessions = (np.random.default_rng(one) for one in np.random.SeedSequence(seed).spawn(3))
+        of_arrivals, of_lengths, of_sessions = (
+            np.random.default_rng(one) for one in np.random.SeedSequence(seed).spawn(3)
+        )
         starts = draw_arrivals(self.arrivals, of_arrivals)
         pairs = draw_pairs(self.lengths, of_lengths)
         if self.sessions:

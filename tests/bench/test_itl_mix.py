@@ -39,7 +39,14 @@ def test_the_plot_names_the_ratio_and_refuses_different_loads(
     def result(name: str, p99: float, requests: int = 6) -> Path:
         load = {"requests": requests, "short": 128, "long": 2048, "long_every": 6, "open": 8}
         itl = {"p50": 1.0, "p99": p99, "max": p99}
-        content = {"name": name, "load": load, "itl_ms": itl, "output_tokens_per_s": 1.0, "gap_ends_s": [1, 2], "gaps_ms": [1.0, p99]}
+        content = {
+            "name": name,
+            "load": load,
+            "itl_ms": itl,
+            "output_tokens_per_s": 1.0,
+            "gap_ends_s": [1, 2],
+            "gaps_ms": [1.0, p99],
+        }
         (tmp_path / name).write_text(json.dumps(content))
         return tmp_path / name
 

@@ -32,18 +32,25 @@ async def test_the_key_of_a_file_is_shown(tmp_path: Path) -> None:
     write_private(tmp_path / "key", "sk-split-abc\n")
     async with fake_openai() as server:
         assert await answer_once(ChatSettings(url=server.url, api_key_file=tmp_path / "key"), "count") == 0
-        await asyncio.to_thread(run_bench, LoadSettings(url=server.url, api_key_file=tmp_path / "key", requests=1, warmup=0))
+        await asyncio.to_thread(
+            run_bench, LoadSettings(url=server.url, api_key_file=tmp_path / "key", requests=1, warmup=0)
+        )
         assert set(server.keys) == {"Bearer sk-split-abc"}
         assert len(server.keys) >= 2
 
 
 def test_the_account_names_every_stage() -> None:
     line = account(USAGE, "length")
-    assert line.startswith("queue 1.0 ms · prefill 20 ms · KV handoff 3.0 ms · decode 1.50 s · 2 tokens/s · 8 of 12 prompt tokens cached")
+    assert line.startswith(
+        "queue 1.0 ms · prefill 20 ms · KV handoff 3.0 ms · decode 1.50 s · 2 tokens/s · 8 of 12 "
+        "prompt tokens cached"
+    )
     assert line.endswith("cut at the length limit")
 
 
-async def test_a_conversation_remembers_until_reset(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_conversation_remembers_until_reset(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     async with fake_openai() as server:
         monkeypatch.setattr("sys.stdin", io.StringIO("first\nsecond\n/reset\nthird\n/quit\nnever\n"))
         assert await converse(ChatSettings(url=server.url, system="be brief")) == 0
@@ -55,7 +62,9 @@ async def test_a_conversation_remembers_until_reset(monkeypatch: pytest.MonkeyPa
         assert "anew" in capsys.readouterr().out
 
 
-async def test_input_without_a_question_is_said_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_input_without_a_question_is_said_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("\n\n"))
     assert await converse(ChatSettings()) == 1
     assert "standard input held no question" in capsys.readouterr().err

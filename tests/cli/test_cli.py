@@ -42,7 +42,9 @@ COMMANDS = [
 def splitserve(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     clean = {key: value for key, value in os.environ.items() if not key.startswith("SPLITSERVE_")}
     command = [sys.executable, "-m", "splitserve.cli.main", *arguments]
-    return subprocess.run(command, env={**clean, **(env or {})}, capture_output=True, text=True, timeout=200, check=False)
+    return subprocess.run(
+        command, env={**clean, **(env or {})}, capture_output=True, text=True, timeout=200, check=False
+    )
 
 
 def test_all_commands_are_there() -> None:
@@ -77,9 +79,14 @@ def test_a_misspelt_option_or_command_names_the_nearest(arguments: list[str], ne
 
 
 def test_a_wrong_setting_is_one_line_and_status_2() -> None:
-    result = splitserve("decode", "--insecure", env={"SPLITSERVE_MODEL": "/m", "SPLITSERVE_MAX_NUM_SEQS": "0"})
+    result = splitserve(
+        "decode", "--insecure", env={"SPLITSERVE_MODEL": "/m", "SPLITSERVE_MAX_NUM_SEQS": "0"}
+    )
     assert result.returncode == 2
-    assert result.stderr == "splitserve: SPLITSERVE_MAX_NUM_SEQS: '0' cannot be used: input should be greater than or equal to 1\n"
+    assert result.stderr == (
+        "splitserve: SPLITSERVE_MAX_NUM_SEQS: '0' cannot be used: input should be greater than or "
+        "equal to 1\n"
+    )
 
 
 def test_a_model_that_is_not_there_is_one_line_and_status_2(tmp_path: Path) -> None:
@@ -92,7 +99,9 @@ def test_a_model_that_is_not_there_is_one_line_and_status_2(tmp_path: Path) -> N
 
 def test_an_admin_key_that_is_not_there_is_one_line_and_status_2(tmp_path: Path) -> None:
     key = str(tmp_path / "admin.key")
-    result = splitserve("coordinator", "--insecure", "--model", str(DEMO_MODEL), "--port", "0", "--admin-key-file", key)
+    result = splitserve(
+        "coordinator", "--insecure", "--model", str(DEMO_MODEL), "--port", "0", "--admin-key-file", key
+    )
     assert result.returncode == 2
     assert result.stderr == f"splitserve: --admin-key-file: cannot read {key} (No such file or directory)\n"
 
@@ -105,7 +114,10 @@ def test_usage_of_a_database_that_is_not_there_makes_none(tmp_path: Path) -> Non
 
 
 def test_help_loads_neither_torch_nor_the_server() -> None:
-    code = "import sys; import splitserve.cli.main; print([m for m in ('torch', 'uvicorn', 'httpx', 'matplotlib') if m in sys.modules])"
+    code = (
+        "import sys; import splitserve.cli.main; print([m for m in ('torch', 'uvicorn', 'httpx', "
+        "'matplotlib') if m in sys.modules])"
+    )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 
@@ -123,7 +135,9 @@ def test_keygen_changes_a_key_step_by_step(tmp_path: Path) -> None:
     CliRunner().invoke(cli, ["keygen", str(path)])
     for step in ("add", "switch", "finish"):
         assert CliRunner().invoke(cli, ["keygen", str(path), "--rotate", step]).exit_code == 0
-    assert isinstance(CliRunner().invoke(cli, ["keygen", str(path), "--rotate", "finish"]).exception, TransportError)
+    assert isinstance(
+        CliRunner().invoke(cli, ["keygen", str(path), "--rotate", "finish"]).exception, TransportError
+    )
 
 
 def test_version_names_the_libraries() -> None:
@@ -149,17 +163,33 @@ def test_keys_are_made_listed_turned_and_ended(tmp_path: Path) -> None:
     assert first != second
     keys("tenant", "--tenant", "zed", "--shared-cache", "friends")
     listed = keys("list")
-    assert all(word in listed for word in ("gold", "tokens_per_minute 1,000", "acme", "zed", "friends", "key_2", "max_streams 3"))
+    assert all(
+        word in listed
+        for word in ("gold", "tokens_per_minute 1,000", "acme", "zed", "friends", "key_2", "max_streams 3")
+    )
     assert first not in listed
     keys("revoke", "--key", "key_2")
     wrong = splitserve("keys", "revoke", "--key", "key_9", env=env)
-    assert (wrong.returncode, wrong.stderr) == (1, "splitserve: there is no key 'key_9'; `splitserve keys list` shows them\n")
+    assert (wrong.returncode, wrong.stderr) == (
+        1,
+        "splitserve: there is no key 'key_9'; `splitserve keys list` shows them\n",
+    )
 
 
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_a_coordinator_that_can_never_serve_says_why_and_ends(processes: str) -> None:
     """Of several processes none is started again and again."""
-    arguments = ["--insecure", "--model", str(DEMO_MODEL), "--port", "0", "--max-model-len", "99999", "--processes", processes]
+    arguments = [
+        "--insecure",
+        "--model",
+        str(DEMO_MODEL),
+        "--port",
+        "0",
+        "--max-model-len",
+        "99999",
+        "--processes",
+        processes,
+    ]
     result = splitserve("coordinator", *arguments)
     assert result.returncode == 2
     assert "max_model_len is 99999, but the model's context ends at" in result.stderr
@@ -170,9 +200,15 @@ def test_a_coordinator_that_can_never_serve_says_why_and_ends(processes: str) ->
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["trace", "make", "--requests", "5", "--output", "nowhere/trace.jsonl"], "--output: there is no folder nowhere; make it first"),
+        (
+            ["trace", "make", "--requests", "5", "--output", "nowhere/trace.jsonl"],
+            "--output: there is no folder nowhere; make it first",
+        ),
         (["trace", "stats", "t.csv", "--plot-file", "/"], "--plot-file: / is a folder; name a file in it"),
-        (["bench", "--json-file", "nowhere/figures.json"], "--json-file: there is no folder nowhere; make it first"),
+        (
+            ["bench", "--json-file", "nowhere/figures.json"],
+            "--json-file: there is no folder nowhere; make it first",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_written_is_said_before_the_work(arguments: list[str], said: str) -> None:
@@ -182,7 +218,11 @@ def test_a_file_that_cannot_be_written_is_said_before_the_work(arguments: list[s
 
 
 def test_an_admin_key_for_a_flip_that_is_not_there_is_said_so(tmp_path: Path) -> None:
-    error = CliRunner().invoke(cli, ["flip", "worker-0", "--to", "decode", "--admin-key-file", str(tmp_path / "key")]).exception
+    error = (
+        CliRunner()
+        .invoke(cli, ["flip", "worker-0", "--to", "decode", "--admin-key-file", str(tmp_path / "key")])
+        .exception
+    )
     assert isinstance(error, ConfigError)
     assert "--admin-key-file: cannot read" in str(error)
 

@@ -1,4 +1,5 @@
-"""Settings come from flag, variable, file, default, in this order; a misspelt name is an error that names the nearest."""
+"""Settings come from flag, variable, file, default, in this order; a misspelt name is an error that names the
+nearest."""
 
 from __future__ import annotations
 
@@ -6,13 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from splitserve.cli.config import COMMON, SECTIONS, SERVICE_VARIABLE, ConfigError, Sources, Value, known_names, load, variable_of
+from splitserve.cli.config import (
+    COMMON,
+    SECTIONS,
+    SERVICE_VARIABLE,
+    ConfigError,
+    Sources,
+    Value,
+    known_names,
+    load,
+    variable_of,
+)
 from splitserve.cli.settings import ServerSettings
 
 FLAGS = {"model": Value("/models/flag", "--model"), "insecure": Value("true", "--insecure")}
 
 
-def coordinator(flags: dict[str, str] | None = None, env: dict[str, str] | None = None, file: Path | None = None) -> ServerSettings:
+def coordinator(
+    flags: dict[str, str] | None = None, env: dict[str, str] | None = None, file: Path | None = None
+) -> ServerSettings:
     layer = {**FLAGS, **{name: Value(value, f"--{name}") for name, value in (flags or {}).items()}}
     settings = load("coordinator", layer, Sources.read(file, env or {}))
     assert isinstance(settings, ServerSettings)
@@ -76,7 +89,10 @@ def of_service(name: str, port: int = 8000, address: str = "10.96.0.7") -> dict[
     }
 
 
-@pytest.mark.parametrize("name", ["splitserve", "splitserve-coordinator", "splitserve-admin", "splitserve-decode", "splitserve-x-1"])
+@pytest.mark.parametrize(
+    "name",
+    ["splitserve", "splitserve-coordinator", "splitserve-admin", "splitserve-decode", "splitserve-x-1"],
+)
 @pytest.mark.parametrize("address", ["10.96.0.7", "fd00::7"])
 def test_the_variables_of_a_kubernetes_service_are_no_settings(name: str, address: str) -> None:
     settings = coordinator(env=of_service(name, address=address))
@@ -86,9 +102,17 @@ def test_the_variables_of_a_kubernetes_service_are_no_settings(name: str, addres
 
 def test_no_setting_is_taken_for_the_variable_of_a_service() -> None:
     for section, fields in known_names().items():
-        assert not [name for name in fields if SERVICE_VARIABLE.search(variable_of(name, "" if section == COMMON else section))]
+        assert not [
+            name
+            for name in fields
+            if SERVICE_VARIABLE.search(variable_of(name, "" if section == COMMON else section))
+        ]
     assert coordinator(env={"SPLITSERVE_PORT": "9001"}).port == 9001
-    for env in ({"SPLITSERVE_PROT": "tcp://10.96.0.7:80"}, {"SPLITSERVE_PORT": "tcp:/10.96.0.7"}, {"SPLITSERVE_HTTP_PORT": "9001"}):
+    for env in (
+        {"SPLITSERVE_PROT": "tcp://10.96.0.7:80"},
+        {"SPLITSERVE_PORT": "tcp:/10.96.0.7"},
+        {"SPLITSERVE_HTTP_PORT": "9001"},
+    ):
         with pytest.raises(ConfigError, match=next(iter(env))):
             coordinator(env=env)
 
@@ -101,7 +125,10 @@ def test_no_setting_is_taken_for_the_variable_of_a_service() -> None:
         ("common: {max_num_seq: 1}", "did you mean 'max_num_seqs'"),
         ("coordinator: [port]", "should hold `name: value` lines"),
         ("just text", "should hold `name: value` lines"),
-        ("a: {b: [", r"cannot read the configuration file .*c\.yaml: line 1, column 9: expected the node content"),
+        (
+            "a: {b: [",
+            r"cannot read the configuration file .*c\.yaml: line 1, column 9: expected the node content",
+        ),
     ],
 )
 def test_a_wrong_file_is_an_error_that_says_where(tmp_path: Path, text: str, message: str) -> None:
@@ -148,10 +175,14 @@ def test_a_wrong_value_is_traced_to_its_origin(tmp_path: Path) -> None:
 
 def test_a_value_of_another_form_is_answered_with_the_form_in_words() -> None:
     with pytest.raises(
-        ConfigError, match=r"--steer-slo: 'fast' cannot be used: it has another form\. What requests may take, .*ttft=2,tpot=0"
+        ConfigError,
+        match=r"--steer-slo: 'fast' cannot be used: it has another form\. What requests may take, .*ttft=2,tpot=0",
     ):
         load("coordinator", {**FLAGS, "steer_slo": Value("fast", "--steer-slo")}, Sources.read(None, {}))
-    with pytest.raises(ConfigError, match=r"--url: 'h:1' cannot be used: .* The server's address\. Such as http://127\.0\.0\.1:8000\.$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--url: 'h:1' cannot be used: .* The server's address\. Such as http://127\.0\.0\.1:8000\.$",
+    ):
         load("chat", {"url": Value("h:1", "--url")}, Sources.read(None, {}))
     with pytest.raises(ConfigError, match=r"--tenant: 'a/b' cannot be used: .* is made\.$"):
         load("keys_create", {"tenant": Value("a/b", "--tenant")}, Sources.read(None, {}))
@@ -171,7 +202,11 @@ def test_settings_are_frozen() -> None:
 
 def test_no_two_settings_share_a_variable() -> None:
     names = known_names()
-    variables = [variable_of(name, "" if section == COMMON else section) for section, fields in names.items() for name in fields]
+    variables = [
+        variable_of(name, "" if section == COMMON else section)
+        for section, fields in names.items()
+        for name in fields
+    ]
     assert len(variables) == len(set(variables))
 
 

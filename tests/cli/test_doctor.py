@@ -49,13 +49,17 @@ def test_what_blocks_is_named_with_advice(tmp_path: Path) -> None:
     assert "3 problems" in said
 
 
-def test_the_coordinator_that_runs_already_is_no_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_coordinator_that_runs_already_is_no_problem(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     folder = RunFolder()
     with socket.create_server(("127.0.0.1", 0)) as control, socket.create_server(("127.0.0.1", 0)) as http:
         port, address = http.getsockname()[1], f"tcp://127.0.0.1:{control.getsockname()[1]}"
         url = f"http://127.0.0.1:{port}"
-        announce(folder.path, 0, Door(url=url, admin_url=url, control_address=address, admin_key_file=tmp_path))
+        announce(
+            folder.path, 0, Door(url=url, admin_url=url, control_address=address, admin_key_file=tmp_path)
+        )
         status, said = doctor(port=port, control_address=address)
     folder.close()
     assert status == 0
@@ -77,7 +81,9 @@ def test_each_gap_in_a_model_folder_is_named(tmp_path: Path) -> None:
     assert "neither model.safetensors nor" in problem()
     (tmp_path / "pytorch_model.bin").write_text("")
     assert "pickled weights only (pytorch_model.bin), which are never loaded" in problem()
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}))
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}})
+    )
     (tmp_path / "1.safetensors").symlink_to(DEMO_MODEL / "model.safetensors")
     assert "lacks 1 of 2 weight files of the index: 2.safetensors" in problem()
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "1.safetensors"}}))
@@ -94,7 +100,9 @@ def test_an_unsupported_model_is_named(tmp_path: Path) -> None:
 
 
 def test_the_sizing_is_that_of_a_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(host_memory, "default_folder", lambda: tmp_path / "claims")  # other workers of this host do not count
+    monkeypatch.setattr(
+        host_memory, "default_folder", lambda: tmp_path / "claims"
+    )  # other workers of this host do not count
 
     def with_free(num_bytes: int) -> tuple[int, str]:
         for module in (device, model_runner, sizing):
@@ -104,7 +112,9 @@ def test_the_sizing_is_that_of_a_worker(monkeypatch: pytest.MonkeyPatch, tmp_pat
     status, said = with_free(100 << 20)
     assert status == 0
     assert "takes sequences of 2,048 tokens" in said
-    with_free((100 << 20) - expected_worker(DEMO_MODEL).weights)  # they are loaded by the time that a worker looks
+    with_free(
+        (100 << 20) - expected_worker(DEMO_MODEL).weights
+    )  # they are loaded by the time that a worker looks
     runner = ModelRunner(EngineConfig(DEMO_MODEL, memory_shared_by=2))
     assert f"GiB, {runner.kv_cache.num_blocks:,} blocks" in said
     status, said = with_free(28 << 20)
@@ -121,4 +131,7 @@ def test_a_truncated_weight_file_is_found(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((DEMO_MODEL / "tokenizer.json").read_bytes())
     status, said = doctor(model=tmp_path)
     assert status == 1
-    assert f"{tmp_path / 'model.safetensors'} is not a readable safetensors file (it holds 94,936 bytes of tensors" in said
+    assert (
+        f"{tmp_path / 'model.safetensors'} is not a readable safetensors file (it holds 94,936 "
+        "bytes of tensors"
+    ) in said

@@ -1,4 +1,5 @@
-"""``--model`` takes a folder, a model of the hub, or s3://: each becomes a folder, and where it cannot the sentence says what to do."""
+"""``--model`` takes a folder, a model of the hub, or s3://: each becomes a folder, and where it cannot the
+sentence says what to do."""
 
 from __future__ import annotations
 
@@ -51,11 +52,16 @@ class Hub(BaseHTTPRequestHandler):
         if "/revision/" in path and path.rpartition("/")[2] not in ("main", "v1", SHA):
             return self.answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
         if "/tree/" in path:
-            entries = [{"type": "file", "path": name, "size": len(data), "oid": self.oid(data)} for name, data in self.files().items()]
+            entries = [
+                {"type": "file", "path": name, "size": len(data), "oid": self.oid(data)}
+                for name, data in self.files().items()
+            ]
             return self.answer(200, json.dumps(entries).encode())
         if path.startswith("/api/"):
             siblings = [{"rfilename": name} for name in self.files()]
-            return self.answer(200, json.dumps({"id": "ours/tiny", "sha": SHA, "siblings": siblings}).encode())
+            return self.answer(
+                200, json.dumps({"id": "ours/tiny", "sha": SHA, "siblings": siblings}).encode()
+            )
         data = self.files()[path.rpartition("/")[2]]
         return self.answer(200, data, {"ETag": f'"{self.oid(data)}"', "X-Repo-Commit": SHA})
 
@@ -69,7 +75,11 @@ class Hub(BaseHTTPRequestHandler):
 
     def answer(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), "Content-Type": "application/json", **(headers or {})}.items():
+        for name, value in {
+            "Content-Length": str(len(body)),
+            "Content-Type": "application/json",
+            **(headers or {}),
+        }.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":
@@ -91,9 +101,17 @@ def hub() -> Iterator[str]:
 
 def resolve(model: str, home: Path, endpoint: str, revision: str = "", weights: bool = True) -> str:
     """In a process of its own: the hub's library reads its variables once."""
-    env = {**os.environ, "HF_HOME": str(home), "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    env = {
+        **os.environ,
+        "HF_HOME": str(home),
+        "HF_ENDPOINT": endpoint,
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
     argv = [sys.executable, "-c", RESOLVE, model, revision, "weights" if weights else ""]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=100, check=True, env=env).stdout.strip()
+    return subprocess.run(
+        argv, capture_output=True, text=True, timeout=100, check=True, env=env
+    ).stdout.strip()
 
 
 def test_a_model_of_the_hub_is_fetched_once_and_then_served_from_the_cache(hub: str, tmp_path: Path) -> None:
@@ -116,11 +134,16 @@ def test_a_coordinator_fetches_no_weights(hub: str, tmp_path: Path) -> None:
 
 def test_what_the_hub_has_not_is_said_with_what_to_do(hub: str, tmp_path: Path) -> None:
     said = resolve("theirs/none", tmp_path, hub)
-    assert (
-        said == "refused: --model theirs/none: there is neither such a folder nor such a model on the hub (or it is private: set HF_TOKEN)"
+    assert said == (
+        "refused: --model theirs/none: there is neither such a folder nor such a model on the hub "
+        "(or it is private: set HF_TOKEN)"
     )
-    assert "it is gated: accept its licence on the hub, then set HF_TOKEN" in resolve("ours/gated", tmp_path, hub)
-    assert "it has no revision v9; --revision is a branch, a tag or a commit" in resolve("ours/tiny", tmp_path, hub, revision="v9")
+    assert "it is gated: accept its licence on the hub, then set HF_TOKEN" in resolve(
+        "ours/gated", tmp_path, hub
+    )
+    assert "it has no revision v9; --revision is a branch, a tag or a commit" in resolve(
+        "ours/tiny", tmp_path, hub, revision="v9"
+    )
     said = resolve("ours/tiny", tmp_path, "http://127.0.0.1:9")
     assert "the hub cannot be reached" in said
     assert f"and {tmp_path} has no copy; run `hf download ours/tiny`" in said
@@ -198,5 +221,7 @@ def test_what_s3_has_not_is_said_with_what_to_do(s3: Any, monkeypatch: pytest.Mo
     with pytest.raises(ConfigError, match="make room or set XDG_CACHE_HOME"):
         resolved("s3://models/big")
     monkeypatch.setitem(sys.modules, "boto3", None)
-    with pytest.raises(ConfigError, match=r"needs boto3, which is not installed: pip install 'splitserve\[s3\]'"):
+    with pytest.raises(
+        ConfigError, match=r"needs boto3, which is not installed: pip install 'splitserve\[s3\]'"
+    ):
         resolved("s3://models/big")

@@ -1,4 +1,5 @@
-"""`top`, `flip` and our own scripts reach a coordinator of this host without being told its admin port or its key."""
+"""`top`, `flip` and our own scripts reach a coordinator of this host without being told its admin port or its
+key."""
 
 from __future__ import annotations
 
@@ -23,7 +24,13 @@ def coordinator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Non
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     folder = RunFolder()
     (tmp_path / "admin.key").write_text("k" * 32 + "\n")
-    announce(folder.path, 0, Door(url=URL, admin_url=ADMIN_URL, control_address="tcp://x:1", admin_key_file=tmp_path / "admin.key"))
+    announce(
+        folder.path,
+        0,
+        Door(
+            url=URL, admin_url=ADMIN_URL, control_address="tcp://x:1", admin_key_file=tmp_path / "admin.key"
+        ),
+    )
     yield
     folder.close()
 
@@ -37,9 +44,14 @@ def test_what_is_elsewhere_gets_no_key_but_the_one_that_is_given(tmp_path: Path)
     assert operator_access("http://far:8000", None, admin_port=True) == ("http://far:8000", {})
     (tmp_path / "far.key").write_text("f" * 32)
     (tmp_path / "far.key").chmod(0o600)
-    assert operator_access("http://far:8000", tmp_path / "far.key") == ("http://far:8000", {"authorization": "Bearer " + "f" * 32})
+    assert operator_access("http://far:8000", tmp_path / "far.key") == (
+        "http://far:8000",
+        {"authorization": "Bearer " + "f" * 32},
+    )
     (tmp_path / "far.key").chmod(0o644)
-    with pytest.raises(ConfigError, match=r"--admin-key-file: .*far.key is open to other users \(mode 0644\); run: chmod 600"):
+    with pytest.raises(
+        ConfigError, match=r"--admin-key-file: .*far.key is open to other users \(mode 0644\); run: chmod 600"
+    ):
         operator_access("http://far:8000", tmp_path / "far.key")
 
 

@@ -102,7 +102,9 @@ def test_what_keeps_the_hosts_apart_is_named(key: Path, monkeypatch: pytest.Monk
 
 def test_a_clock_that_is_off_is_a_note(key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        peer_listener, "time", type("Off", (), {"time": lambda: time.time() - 90, "monotonic": time.monotonic, "sleep": time.sleep})
+        peer_listener,
+        "time",
+        type("Off", (), {"time": lambda: time.time() - 90, "monotonic": time.monotonic, "sleep": time.sleep}),
     )
     monkeypatch.setattr(peer_listener, "WIRE_VERSION", 99)
     with running(key) as (_, peer):
@@ -142,7 +144,10 @@ def test_a_stranger_gets_no_answer(key: Path) -> None:
 
 
 def test_a_port_in_use_and_a_missing_key_are_refused(key: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(AddressError, match="is a worker running there"):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(AddressError, match="is a worker running there"),
+    ):
         PeerListener(Address("127.0.0.1", taken.getsockname()[1]), load_key(key))
     with pytest.raises(ConfigError, match="--listen and --peer need --key-file"):
         load("doctor", {"peer": Value("beta", "--peer")}, Sources.read(None, {}))
@@ -183,7 +188,9 @@ def test_the_commands_of_the_docs_on_two_hosts(two_hosts: str, key: Path) -> Non
     alpha, beta = two_hosts.split("|")
     doctor = [sys.executable, "-m", "splitserve.cli.main", "doctor", "--key-file", str(key)]
     listen = ["ip", "netns", "exec", beta, *doctor, "--listen", "0.0.0.0"]
-    with subprocess.Popen(listen, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}) as listener:
+    with subprocess.Popen(
+        listen, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+    ) as listener:
         assert listener.stdout is not None
         assert "listening on 0.0.0.0, ports 7710 and 7711" in listener.stdout.readline()
         argv = ["ip", "netns", "exec", alpha, *doctor, "--peer", "10.99.0.2"]

@@ -37,7 +37,9 @@ STEERING = {
     "mode": "advise",
     "state": "7P:1D is the best ratio",
     "load": {"prefill": 1.25, "decode": 0.5},
-    "decisions": [{"ago_s": 64.0, "kind": "flip", "worker": "worker-3", "role": "prefill", "reason": "prompts wait"}],
+    "decisions": [
+        {"ago_s": 64.0, "kind": "flip", "worker": "worker-3", "role": "prefill", "reason": "prompts wait"}
+    ],
 }
 KEY = "k" * 32
 PATIENT_TOP = "from splitserve.cli import main, top; top.PATIENCE_S = 60; main.main()"
@@ -49,7 +51,23 @@ def live_view() -> LiveView:
     for at, stage in enumerate(("queue", "prefill", "handoff", "decode", "coordinator", "stream"), 2):
         ledger.enter(stage, float(at))  # type: ignore[arg-type]
     ledger.close(8.0)
-    view.note(RequestRecord("cmpl-abc1", "/v1/completions", "200", ledger, ledger.stages(), 4.0, 1234, 1000, 56, 1, "p", "d", "acme"))
+    view.note(
+        RequestRecord(
+            "cmpl-abc1",
+            "/v1/completions",
+            "200",
+            ledger,
+            ledger.stages(),
+            4.0,
+            1234,
+            1000,
+            56,
+            1,
+            "p",
+            "d",
+            "acme",
+        )
+    )
     view.sample(8.0, SystemSnapshot(workers=WORKERS))
     return view
 
@@ -113,7 +131,9 @@ def test_without_colours_each_part_is_told_by_its_letter() -> None:
     text = console.export_text()
     assert "a parse  q queue  p prefill  h handoff  d decode  c coordinator  s stream" in text
     assert re.search(r"abc1 +200 +a+q+p+h+d+c+s+ +7.00 s", text)
-    assert re.search(r"decode-\[b\]0 +decode +█+▓*▒+─+ ", text), "used, promised and cached blocks are told apart too"
+    assert re.search(r"decode-\[b\]0 +decode +█+▓*▒+─+ ", text), (
+        "used, promised and cached blocks are told apart too"
+    )
 
 
 def test_q_leaves_the_terminal_as_it_was(coordinator: str, tmp_path: object) -> None:
@@ -121,9 +141,22 @@ def test_q_leaves_the_terminal_as_it_was(coordinator: str, tmp_path: object) -> 
     with open(key_file, "w", opener=private) as file:
         file.write(KEY)
     keyboard, terminal = pty.openpty()
-    command = [sys.executable, "-m", "splitserve.cli.main", "top", "--url", coordinator, "--every-s", "0.1", "--admin-key-file", key_file]
+    command = [
+        sys.executable,
+        "-m",
+        "splitserve.cli.main",
+        "top",
+        "--url",
+        coordinator,
+        "--every-s",
+        "0.1",
+        "--admin-key-file",
+        key_file,
+    ]
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"}
-    with subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment, preexec_fn=own_terminal) as process:
+    with subprocess.Popen(
+        command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment, preexec_fn=own_terminal
+    ) as process:
         os.close(terminal)
         seen = read_until(keyboard, b"prefill-0")
         assert b"\x1b[?1049h" in seen  # on a screen of its own
@@ -140,7 +173,9 @@ def test_without_a_terminal_it_prints_once_or_says_why_not(coordinator: str, tmp
     write_private(tmp_path / "key", KEY)
     command += ["--admin-key-file", str(tmp_path / "key")]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
-    assert re.search(r"time to first token +3\.00 s +3\.00 s +3\.00 s", shown.stdout)  # nothing is cut off for want of columns
+    assert re.search(
+        r"time to first token +3\.00 s +3\.00 s +3\.00 s", shown.stdout
+    )  # nothing is cut off for want of columns
 
 
 def own_terminal() -> None:

@@ -33,24 +33,40 @@ def model(tmp_path: Path) -> Path:
 
 def planned(model: Path, tmp_path: Path, env: dict[str, str] | None = None, **flags: str) -> Plan:
     given = {"model": str(model), "port": "0", "run_dir": str(tmp_path / "run"), **flags}
-    return plan({name: Value(value, f"--{name}") for name, value in given.items()}, Sources.read(None, env or {}))
+    return plan(
+        {name: Value(value, f"--{name}") for name, value in given.items()}, Sources.read(None, env or {})
+    )
 
 
 def test_all_processes_share_model_key_and_address(model: Path, tmp_path: Path) -> None:
     made = planned(model, tmp_path, prefill="2", decode="3", max_model_len="64")
-    assert [worker.name for worker in made.workers] == ["prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"]
+    assert [worker.name for worker in made.workers] == [
+        "prefill-0",
+        "prefill-1",
+        "decode-0",
+        "decode-1",
+        "decode-2",
+    ]
     assert {worker.coordinator for worker in made.workers} == {made.coordinator.control_address}
-    assert {worker.key_file for worker in made.workers} == {made.coordinator.key_file} == {made.run_dir / "cluster.key"}
+    assert (
+        {worker.key_file for worker in made.workers}
+        == {made.coordinator.key_file}
+        == {made.run_dir / "cluster.key"}
+    )
     assert {worker.max_model_len for worker in made.workers} == {64}
     assert made.coordinator.model_name == "tiny"
     assert made.coordinator.port > 0
     assert (made.run_dir / "cluster.key").stat().st_mode & 0o777 == 0o600
 
 
-def test_an_option_of_one_role_beats_that_of_all_workers(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_option_of_one_role_beats_that_of_all_workers(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(up, "num_gpus", lambda _: 2)
     env = {"SPLITSERVE_PREFILL_MAX_NUM_SEQS": "7", "SPLITSERVE_THREADS": "3"}
-    made = planned(model, tmp_path, env, device="cpu", decode_device="cuda:1", num_blocks="50", decode_num_blocks="60")
+    made = planned(
+        model, tmp_path, env, device="cpu", decode_device="cuda:1", num_blocks="50", decode_num_blocks="60"
+    )
     prefill, decode = made.workers
     assert (prefill.device, decode.device) == ("cpu", "cuda:1")
     assert (prefill.num_blocks, decode.num_blocks) == (50, 60)
@@ -69,12 +85,21 @@ def test_an_option_of_one_role_beats_that_of_all_workers(model: Path, tmp_path: 
         ({"decode_device": "cuda:0"}, 4, ["cuda:1", "cuda:2", "cuda:0", "cuda:0", "cuda:0"]),
         ({"prefill_device": "cuda:1,cuda:3"}, 4, ["cuda:1", "cuda:3", "cuda:0", "cuda:2", "cuda:0"]),
         ({"device": "cuda:2,cuda:3"}, 4, ["cuda:2", "cuda:3", "cuda:2", "cuda:3", "cuda:2"]),
-        ({"device": "cuda:1,cuda:0", "flexible": "true"}, 2, ["cuda:1", "cuda:0", "cuda:1", "cuda:0", "cuda:1"]),
+        (
+            {"device": "cuda:1,cuda:0", "flexible": "true"},
+            2,
+            ["cuda:1", "cuda:0", "cuda:1", "cuda:0", "cuda:1"],
+        ),
         ({"runner": "paced:llama-125m-cpu"}, 4, ["auto"] * 5),
     ],
 )
 def test_workers_are_dealt_out_over_the_gpus(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, str], count: int, dealt: list[str]
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    flags: dict[str, str],
+    count: int,
+    dealt: list[str],
 ) -> None:
     """Two prefill and three decode workers."""
     monkeypatch.setattr(up, "num_gpus", lambda _: count)
@@ -82,7 +107,9 @@ def test_workers_are_dealt_out_over_the_gpus(
     assert [worker.device for worker in made.workers] == dealt
 
 
-def test_several_devices_in_a_file_are_dealt_out_too(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_devices_in_a_file_are_dealt_out_too(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(up, "num_gpus", lambda _: 2)
     made = planned(model, tmp_path, {"SPLITSERVE_DECODE_DEVICE": "cuda:1,cuda:0"}, decode="2")
     assert [worker.device for worker in made.workers] == ["cuda:0", "cuda:1", "cuda:1"]
@@ -98,7 +125,9 @@ def test_who_shares_a_gpu_is_said() -> None:
     assert said.startswith("prefill-0, decode-1 and decode-2 share cuda:0: ")
 
 
-@pytest.mark.parametrize(("answer", "devices", "found"), [("4", ["auto"], 0), ("4", ["cpu", "cpu"], 0), ("4", ["auto", "cuda"], 4)])
+@pytest.mark.parametrize(
+    ("answer", "devices", "found"), [("4", ["auto"], 0), ("4", ["cpu", "cpu"], 0), ("4", ["auto", "cuda"], 4)]
+)
 def test_torch_is_asked_for_gpus_only_where_there_may_be_some(
     monkeypatch: pytest.MonkeyPatch, answer: str, devices: list[str], found: int
 ) -> None:
@@ -128,13 +157,21 @@ def test_workers_of_this_host_reach_an_open_control_address(model: Path, tmp_pat
     assert made.workers[0].coordinator == "tcp://127.0.0.1:7799"
 
 
-def test_each_process_reads_exactly_the_planned_settings(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_process_reads_exactly_the_planned_settings(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SPLITSERVE_PORT", "1")
     made = planned(model, tmp_path, decode_lease_s="4", threads="2")
     processes = commands(made)
     assert [process.name for process in processes] == ["coordinator", "prefill-0", "decode-0"]
-    assert ServerSettings(**yaml.safe_load((made.run_dir / "coordinator.yaml").read_text())["coordinator"]) == made.coordinator
-    assert DecodeSettings(**yaml.safe_load((made.run_dir / "decode-0.yaml").read_text())["decode"]) == made.workers[1]
+    assert (
+        ServerSettings(**yaml.safe_load((made.run_dir / "coordinator.yaml").read_text())["coordinator"])
+        == made.coordinator
+    )
+    assert (
+        DecodeSettings(**yaml.safe_load((made.run_dir / "decode-0.yaml").read_text())["decode"])
+        == made.workers[1]
+    )
     assert all("SPLITSERVE_PORT" not in process.env for process in processes)
     assert [process.env["OMP_NUM_THREADS"] for process in processes] == ["1", "2", "2"]
 
@@ -143,7 +180,13 @@ def test_passwords_in_urls_stay_out_of_the_run_folder(model: Path, tmp_path: Pat
     secret = "http://user:TOPSECRET@hooks.example/x"
     umask = os.umask(0)
     try:
-        made = planned(model, tmp_path, steer_webhook=secret, redis_url="redis://:TOPSECRET@redis:6379/0", run_dir=str(tmp_path / "run"))
+        made = planned(
+            model,
+            tmp_path,
+            steer_webhook=secret,
+            redis_url="redis://:TOPSECRET@redis:6379/0",
+            run_dir=str(tmp_path / "run"),
+        )
         coordinator, *workers = commands(made)
     finally:
         os.umask(umask)
@@ -156,18 +199,23 @@ def test_passwords_in_urls_stay_out_of_the_run_folder(model: Path, tmp_path: Pat
 
 
 def test_workers_of_both_roles_alone_or_beside_others(model: Path, tmp_path: Path) -> None:
-    alone = planned(model, tmp_path, prefill="0", decode="0", mixed="2", prefill_max_batch_tokens="64", max_num_seqs="8")
+    alone = planned(
+        model, tmp_path, prefill="0", decode="0", mixed="2", prefill_max_batch_tokens="64", max_num_seqs="8"
+    )
     assert [(w.name, w.role) for w in alone.workers] == [("mixed-0", "worker"), ("mixed-1", "worker")]
-    assert [(w.start_as, w.max_batch_tokens, w.max_num_seqs) for w in alone.workers if isinstance(w, FlexibleSettings)] == [
-        ("mixed", 64, 8),
-        ("mixed", 64, 8),
-    ]
+    assert [
+        (w.start_as, w.max_batch_tokens, w.max_num_seqs)
+        for w in alone.workers
+        if isinstance(w, FlexibleSettings)
+    ] == [("mixed", 64, 8), ("mixed", 64, 8)]
     beside = planned(model, tmp_path, prefill="1", decode="0", mixed="1")
     assert [w.name for w in beside.workers] == ["prefill-0", "mixed-0"]
 
 
 def test_what_cannot_work_is_refused_before_anything_starts(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--decode is 0: start one at least, or workers of both roles by --mixed"):
+    with pytest.raises(
+        ConfigError, match="--decode is 0: start one at least, or workers of both roles by --mixed"
+    ):
         planned(model, tmp_path, decode="0")
     (model / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"neither model\.safetensors nor"):
@@ -177,7 +225,9 @@ def test_what_cannot_work_is_refused_before_anything_starts(model: Path, tmp_pat
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 @pytest.mark.parametrize("device", ["cuda", "cuda:3"])
-def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(model: Path, tmp_path: Path, device: str) -> None:
+def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(
+    model: Path, tmp_path: Path, device: str
+) -> None:
     with pytest.raises(ConfigError, match=f"^--device {device}: torch finds no GPU on this machine"):
         planned(model, tmp_path, prefill_device=device)
     assert not (tmp_path / "run").exists()
@@ -186,7 +236,9 @@ def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(model: Path, 
 
 def test_a_run_directory_that_cannot_be_made_is_said_so(model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"--run-dir: cannot make the folder .*run .Not a directory.; name another"):
+    with pytest.raises(
+        ConfigError, match=r"--run-dir: cannot make the folder .*run .Not a directory.; name another"
+    ):
         planned(model, tmp_path, run_dir=str(tmp_path / "file" / "run"))
 
 
@@ -210,7 +262,10 @@ def test_a_chat_needs_a_key_where_keys_are_asked_for(model: Path, tmp_path: Path
 def test_a_port_in_use_is_refused(model: Path, tmp_path: Path) -> None:
     import socket
 
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match=r"cannot listen on 127\.0\.0\.1:\d+ .*in use"):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(ConfigError, match=r"cannot listen on 127\.0\.0\.1:\d+ .*in use"),
+    ):
         planned(model, tmp_path, port=str(taken.getsockname()[1]))
 
 
@@ -223,12 +278,21 @@ def test_logs_have_their_process_before_each_line() -> None:
 
 def test_options_of_one_role_exist_for_every_worker_setting() -> None:
     names = {name for parameter in cli.commands["up"].params for name in parameter.opts}
-    assert {"--device", "--prefill-device", "--decode-device", "--decode-max-num-seqs", "--prefill-max-batch-tokens", "--routing"} <= names
+    assert {
+        "--device",
+        "--prefill-device",
+        "--decode-device",
+        "--decode-max-num-seqs",
+        "--prefill-max-batch-tokens",
+        "--routing",
+    } <= names
     assert not {"--name", "--coordinator", "--listen"} & names
     assert "--decode-device" not in CliRunner().invoke(cli, ["up", "--help"]).output.split("Workers:")[1]
 
 
-def test_a_model_of_the_hub_is_resolved_once_for_all(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_the_hub_is_resolved_once_for_all(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[tuple[str, str, bool]] = []
 
     def resolved(name: str, revision: str = "", *, weights: bool = True) -> Path:
@@ -239,11 +303,18 @@ def test_a_model_of_the_hub_is_resolved_once_for_all(model: Path, tmp_path: Path
     made = planned(Path("ours/big"), tmp_path, {"SPLITSERVE_REVISION": "v1"}, decode="2")
     assert asked == [("ours/big", "v1", True)]
     assert made.coordinator.model_name == "ours/big"
-    assert {(settings.model, settings.revision) for settings in (made.coordinator, *made.workers)} == {(model, "")}
+    assert {(settings.model, settings.revision) for settings in (made.coordinator, *made.workers)} == {
+        (model, "")
+    }
 
 
-def test_workers_share_this_hosts_memory_in_equal_parts(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_share_this_hosts_memory_in_equal_parts(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert {worker.memory_shared_by for worker in planned(model, tmp_path, decode="3").workers} == {4}
     monkeypatch.setattr(up, "num_gpus", lambda _: 2)
-    shares = [worker.gpu_memory_utilization for worker in planned(model, tmp_path, device="cuda", decode="2").workers]
+    shares = [
+        worker.gpu_memory_utilization
+        for worker in planned(model, tmp_path, device="cuda", decode="2").workers
+    ]
     assert sorted(shares) == [0.45, 0.45, 0.9]

@@ -1,5 +1,5 @@
-"""A server in a thread of its own, for clients that are not of this event loop or process. Its model says ANSWER or, where a grammar
-holds it to a call of ``weather`` or to anything else, CALL or CITY."""
+"""A server in a thread of its own, for clients that are not of this event loop or process. Its model says
+ANSWER or, where a grammar holds it to a call of ``weather`` or to anything else, CALL or CITY."""
 
 from __future__ import annotations
 
@@ -39,7 +39,11 @@ def base_url(served: ServedModel, tmp_path: Path) -> Iterator[str]:
     done = threading.Event()
 
     async def serve() -> None:
-        server = HttpServer(create_app(dispatcher, served, system=dispatcher.system, batches=BatchOptions(tmp_path / "batches.db")))
+        server = HttpServer(
+            create_app(
+                dispatcher, served, system=dispatcher.system, batches=BatchOptions(tmp_path / "batches.db")
+            )
+        )
         await server.start()
         ports.put(server.port)
         await asyncio.to_thread(done.wait)

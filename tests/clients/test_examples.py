@@ -14,8 +14,16 @@ from support.http_fakes import ANSWER, CITY
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
 FORM = "application/x-www-form-urlencoded"  # what curl says of a body where it is told nothing
-CURL = re.compile(r"curl http://127\.0\.0\.1:8000(?P<path>\S+)(?P<headers>.*?) -d '(?P<body>.*?)'$", re.DOTALL | re.MULTILINE)
-LINE = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [{"role": "user", "content": "Hi"}]}}
+CURL = re.compile(
+    r"curl http://127\.0\.0\.1:8000(?P<path>\S+)(?P<headers>.*?) -d '(?P<body>.*?)'$",
+    re.DOTALL | re.MULTILINE,
+)
+LINE = {
+    "custom_id": "a",
+    "method": "POST",
+    "url": "/v1/chat/completions",
+    "body": {"messages": [{"role": "user", "content": "Hi"}]},
+}
 
 
 def blocks(language: str) -> list[str]:
@@ -23,7 +31,9 @@ def blocks(language: str) -> list[str]:
     return [block.replace("splitserve-demo", "tiny") for block in found]
 
 
-def test_python(base_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python(
+    base_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """They go on from each other."""
     (tmp_path / "requests.jsonl").write_text(json.dumps(LINE))
     monkeypatch.chdir(tmp_path)
@@ -36,7 +46,10 @@ def test_python(base_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert printed.startswith(ANSWER)
     assert (names["call"].name, names["call"].arguments) == ("weather", CITY)
     assert names["batch"].status == "completed"
-    assert json.loads(printed.removeprefix(ANSWER))["response"]["body"]["choices"][0]["message"]["content"] == ANSWER
+    assert (
+        json.loads(printed.removeprefix(ANSWER))["response"]["body"]["choices"][0]["message"]["content"]
+        == ANSWER
+    )
 
 
 def test_curl(base_url: str) -> None:

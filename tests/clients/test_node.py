@@ -15,9 +15,18 @@ NODE = shutil.which("node")
 
 
 @pytest.mark.skipif(NODE is None, reason="needs node: Debian package nodejs")
-@pytest.mark.skipif(not (HERE / "node_modules" / "openai").is_dir(), reason="needs OpenAI's client for Node: npm --prefix tests/clients ci")
+@pytest.mark.skipif(
+    not (HERE / "node_modules" / "openai").is_dir(),
+    reason="needs OpenAI's client for Node: npm --prefix tests/clients ci",
+)
 def test_openai_for_node(base_url: str) -> None:
-    run = subprocess.run([str(NODE), str(HERE / "openai_client.mjs"), base_url], capture_output=True, text=True, timeout=200, check=False)
+    run = subprocess.run(
+        [str(NODE), str(HERE / "openai_client.mjs"), base_url],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout) == {
         "models": ["tiny"],
@@ -30,7 +39,12 @@ def test_openai_for_node(base_url: str) -> None:
         "call": {"name": "weather", "arguments": CITY, "inPieces": True},
         "json": json.loads(CITY),
         "indices": [0, 1, 2],
-        "error": {"status": 400, "param": "temperature", "type": "invalid_request_error", "kind": "BadRequestError"},
+        "error": {
+            "status": 400,
+            "param": "temperature",
+            "type": "invalid_request_error",
+            "kind": "BadRequestError",
+        },
         "missing": {"status": 404, "code": "model_not_found"},
         "batch": ANSWER,
     }

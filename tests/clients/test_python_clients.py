@@ -8,9 +8,19 @@ from typing import Any
 import pytest
 from support.http_fakes import ANSWER, CITY
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::UserWarning")
-PARAMETERS: Any = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}
-WEATHER: Any = {"type": "function", "function": {"name": "weather", "description": "Weather.", "parameters": PARAMETERS}}
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::UserWarning"
+)
+PARAMETERS: Any = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+WEATHER: Any = {
+    "type": "function",
+    "function": {"name": "weather", "description": "Weather.", "parameters": PARAMETERS},
+}
 HOW = "runs by deploy/test_clients.sh"
 
 
@@ -33,7 +43,13 @@ def langchain(base_url: str) -> Any:
 
 def where(base_url: str) -> dict[str, Any]:
     messages = [{"role": "user", "content": "Hi"}]
-    return {"model": "openai/tiny", "api_base": base_url, "api_key": "none", "messages": messages, "temperature": 0}
+    return {
+        "model": "openai/tiny",
+        "api_base": base_url,
+        "api_key": "none",
+        "messages": messages,
+        "temperature": 0,
+    }
 
 
 def test_litellm(litellm: Any, base_url: str) -> None:
@@ -52,7 +68,11 @@ def test_litellm_calls_tools(litellm: Any, base_url: str) -> None:
     ask = {**where(base_url), "tools": [WEATHER], "tool_choice": "required"}
     choice = litellm.completion(**ask).choices[0]
     (call,) = choice.message.tool_calls
-    assert (choice.finish_reason, call.function.name, call.function.arguments) == ("tool_calls", "weather", CITY)
+    assert (choice.finish_reason, call.function.name, call.function.arguments) == (
+        "tool_calls",
+        "weather",
+        CITY,
+    )
     whole = litellm.stream_chunk_builder(list(litellm.completion(**ask, stream=True)))
     (call,) = whole.choices[0].message.tool_calls
     assert (call.function.name, call.function.arguments) == ("weather", CITY)
@@ -74,4 +94,6 @@ def test_langchain_calls_tools(langchain: Any) -> None:
     for chunk in chunks[1:]:
         whole += chunk
     assert [(call["name"], call["args"]) for call in whole.tool_calls] == [("weather", {"city": "Paris"})]
-    assert langchain.with_structured_output({"title": "place", **PARAMETERS}, method="json_schema").invoke("Where?") == {"city": "Paris"}
+    assert langchain.with_structured_output({"title": "place", **PARAMETERS}, method="json_schema").invoke(
+        "Where?"
+    ) == {"city": "Paris"}

@@ -52,7 +52,9 @@ def limits() -> HttpLimits:
 
 
 @pytest.fixture
-async def server(dispatcher: FakeDispatcher, model: ServedModel, limits: HttpLimits) -> AsyncIterator[HttpServer]:
+async def server(
+    dispatcher: FakeDispatcher, model: ServedModel, limits: HttpLimits
+) -> AsyncIterator[HttpServer]:
     server = HttpServer(create_app(dispatcher, model, limits, dispatcher.system, Operators(ADMIN_KEY)))
     await server.start()
     yield server
@@ -63,7 +65,9 @@ async def server(dispatcher: FakeDispatcher, model: ServedModel, limits: HttpLim
 
 @pytest.fixture
 async def http(server: HttpServer) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", verify=False, timeout=60, headers=OPERATOR) as client:
+    async with httpx.AsyncClient(
+        base_url=f"http://127.0.0.1:{server.port}", verify=False, timeout=60, headers=OPERATOR
+    ) as client:
         yield client
 
 
@@ -83,7 +87,14 @@ def fuzzed(model: ServedModel, dispatcher: FakeDispatcher, tmp_path: Path) -> It
 
     async def serve() -> None:
         server = HttpServer(
-            create_app(dispatcher, model, HttpLimits(max_body_bytes=1 << 20), dispatcher.system, Operators(ADMIN_KEY), batches=batches)
+            create_app(
+                dispatcher,
+                model,
+                HttpLimits(max_body_bytes=1 << 20),
+                dispatcher.system,
+                Operators(ADMIN_KEY),
+                batches=batches,
+            )
         )
         await server.start()
         ports.put(server.port)
@@ -93,7 +104,9 @@ def fuzzed(model: ServedModel, dispatcher: FakeDispatcher, tmp_path: Path) -> It
     done = threading.Event()
     thread = threading.Thread(target=lambda: uvloop.run(serve()))
     thread.start()
-    with httpx.Client(base_url=f"http://127.0.0.1:{ports.get(timeout=60)}", verify=False, timeout=60, headers=OPERATOR) as client:
+    with httpx.Client(
+        base_url=f"http://127.0.0.1:{ports.get(timeout=60)}", verify=False, timeout=60, headers=OPERATOR
+    ) as client:
         yield client
     done.set()
     thread.join(60)

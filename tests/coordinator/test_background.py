@@ -47,10 +47,7 @@ TASKS: dict[str, tuple[Any, str]] = {
     "HTTP server": (ListeningServer, "main_loop"),
 }
 """By name: where the task's work begins."""
-THREADS: dict[str, tuple[Any, str]] = {
-    "meter": (Meter, "_keep"),
-    "body log": (BodyLog, "_write_all"),
-}
+THREADS: dict[str, tuple[Any, str]] = {"meter": (Meter, "_keep"), "body log": (BodyLog, "_write_all")}
 PROFILE = Path(__file__).parents[2] / "engine" / "profiles" / "llama-125m-cpu.json"
 
 
@@ -195,7 +192,15 @@ command()
 def test_the_process_ends_with_a_status(way: str, tmp_path: Path) -> None:
     """1 and a traceback where background work fails, 0 after SIGTERM."""
     generate_key(tmp_path / "key")
-    arguments = ["coordinator", "--model", str(DEMO_MODEL), "--key-file", str(tmp_path / "key"), "--port", "0"]
+    arguments = [
+        "coordinator",
+        "--model",
+        str(DEMO_MODEL),
+        "--key-file",
+        str(tmp_path / "key"),
+        "--port",
+        "0",
+    ]
     control = ["--control-address", f"tcp://127.0.0.1:{free_port()}"]
     with subprocess.Popen(
         [sys.executable, "-c", MISTAKEN, way, *arguments, *control],

@@ -41,7 +41,8 @@ async def test_one_tick_that_raises_does_not_end_all_deadlines(monkeypatch: pyte
 
 
 async def test_a_lost_connection_is_followed_up_at_once() -> None:
-    """Nothing else would tell of this worker's end: its silence is borne for hours, and it is of another host."""
+    """Nothing else would tell of this worker's end: its silence is borne for hours, and it is of another
+    host."""
     core, dispatcher = _patient()
     with DealerChannel.connect(dispatcher.address, identity_of("p", 1), None, FROM_COORDINATOR) as worker:
         worker.send(_hello("elsewhere", 1))
@@ -65,13 +66,19 @@ async def test_a_process_that_has_ended_is_given_up() -> None:
     assert core.pools.reasons_lost[("p", 1)] == "its process has ended"
 
 
-async def test_the_last_words_of_a_process_count_that_arrive_after_its_end_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_last_words_of_a_process_count_that_arrive_after_its_end_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """They are read by another thread than the one that notices its end, and may be late."""
     core, dispatcher = _patient()
     known_to_have_ended = asyncio.Event()
     watched = dispatcher._processes._on_end
-    monkeypatch.setattr(dispatcher._processes, "_on_end", lambda worker: (watched(worker), known_to_have_ended.set()))
-    monkeypatch.setattr("splitserve.coordinator.dispatcher.LAST_MESSAGES_S", DEADLINE_S / 2)  # not until its Goodbye has been heard
+    monkeypatch.setattr(
+        dispatcher._processes, "_on_end", lambda worker: (watched(worker), known_to_have_ended.set())
+    )
+    monkeypatch.setattr(
+        "splitserve.coordinator.dispatcher.LAST_MESSAGES_S", DEADLINE_S / 2
+    )  # not until its Goodbye has been heard
     with DealerChannel.connect(dispatcher.address, identity_of("p", 1), None, FROM_COORDINATOR) as worker:
         process = subprocess.Popen(["sleep", "600"])
         worker.send(_hello(host_identity(), process.pid))
@@ -96,7 +103,13 @@ def _patient() -> tuple[Lifecycle, SocketDispatcher]:
 
 def _hello(host: str, pid: int) -> Hello:
     model = ModelIdentity(fingerprint="m", dtype="f", block_size=4, layout="l", block_bytes=8)
-    sizes = {"max_model_len": 100, "vocab_size": 10, "num_blocks": 50, "max_num_seqs": 4, "max_batch_tokens": 16}
+    sizes = {
+        "max_model_len": 100,
+        "vocab_size": 10,
+        "num_blocks": 50,
+        "max_num_seqs": 4,
+        "max_batch_tokens": 16,
+    }
     return Hello(worker_id="p", incarnation=1, role="prefill", host=host, pid=pid, model=model, **sizes)
 
 

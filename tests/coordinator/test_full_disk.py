@@ -1,4 +1,5 @@
-"""A full disk: service goes on, or refuses with a sentence that names the path; what was not lost is written once there is space."""
+"""A full disk: service goes on, or refuses with a sentence that names the path; what was not lost is written
+once there is space."""
 
 from __future__ import annotations
 
@@ -119,7 +120,9 @@ def meter_in(folder: Path) -> Meter:
 
 
 @pytest.mark.parametrize("full_at_start", [False, True])
-def test_metering_waits_in_memory_and_loses_nothing(full_at_start: bool, disk: SmallDisk, caplog: pytest.LogCaptureFixture) -> None:
+def test_metering_waits_in_memory_and_loses_nothing(
+    full_at_start: bool, disk: SmallDisk, caplog: pytest.LogCaptureFixture
+) -> None:
     if full_at_start:
         disk.fill()
     meter = meter_in(disk.path)
@@ -138,9 +141,13 @@ def test_metering_waits_in_memory_and_loses_nothing(full_at_start: bool, disk: S
     assert not list(disk.path.glob("journal-*"))
 
 
-def test_what_memory_cannot_hold_is_said_loudly(disk: SmallDisk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_memory_cannot_hold_is_said_loudly(
+    disk: SmallDisk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("splitserve.coordinator.tenants.meter.MAX_WAITING", 100)
-    meter = Meter(f"{SQLITE}{disk.path / 'usage.db'}", disk.path, "journal-")  # not started: the database never answers
+    meter = Meter(
+        f"{SQLITE}{disk.path / 'usage.db'}", disk.path, "journal-"
+    )  # not started: the database never answers
     for number in range(150):
         meter.ended(record(number))
     assert meter.num_waiting == 100
@@ -156,7 +163,9 @@ def test_what_memory_cannot_hold_is_said_loudly(disk: SmallDisk, monkeypatch: py
 
 
 @pytest.mark.parametrize("full_at_start", [False, True])
-async def test_limits_hold_in_memory(full_at_start: bool, disk: SmallDisk, caplog: pytest.LogCaptureFixture) -> None:
+async def test_limits_hold_in_memory(
+    full_at_start: bool, disk: SmallDisk, caplog: pytest.LogCaptureFixture
+) -> None:
     if full_at_start:
         disk.fill()
     limiter = SharedLimiter(disk.path / "limits", clock=lambda: 1e9)
@@ -195,8 +204,12 @@ async def test_keys_open_on_a_full_disk_and_changes_are_seen_once_there_is_space
 
 
 @pytest.fixture
-async def batch_server(dispatcher: FakeDispatcher, model: ServedModel, disk: SmallDisk) -> AsyncIterator[HttpServer]:
-    app = create_app(dispatcher, model, HttpLimits(), dispatcher.system, batches=BatchOptions(disk.path / "batches.db"))
+async def batch_server(
+    dispatcher: FakeDispatcher, model: ServedModel, disk: SmallDisk
+) -> AsyncIterator[HttpServer]:
+    app = create_app(
+        dispatcher, model, HttpLimits(), dispatcher.system, batches=BatchOptions(disk.path / "batches.db")
+    )
     server = HttpServer(app)
     await server.start()
     yield server
@@ -205,21 +218,30 @@ async def batch_server(dispatcher: FakeDispatcher, model: ServedModel, disk: Sma
 
 @pytest.fixture
 async def batching(batch_server: HttpServer) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{batch_server.port}", verify=False, timeout=60) as client:
+    async with httpx.AsyncClient(
+        base_url=f"http://127.0.0.1:{batch_server.port}", verify=False, timeout=60
+    ) as client:
         yield client
 
 
 def upload(num_lines: int) -> dict[str, object]:
     body = {"messages": [{"role": "user", "content": "Hi"}], "temperature": 0, "max_tokens": 5}
     lines = [{"custom_id": f"r{n}", "method": "POST", "url": CHAT, "body": body} for n in range(num_lines)]
-    return {"files": {"file": ("in.jsonl", b"\n".join(json.dumps(line).encode() for line in lines))}, "data": {"purpose": "batch"}}
+    return {
+        "files": {"file": ("in.jsonl", b"\n".join(json.dumps(line).encode() for line in lines))},
+        "data": {"purpose": "batch"},
+    }
 
 
-async def test_files_are_refused_with_the_path_and_taken_once_there_is_space(batching: httpx.AsyncClient, disk: SmallDisk) -> None:
+async def test_files_are_refused_with_the_path_and_taken_once_there_is_space(
+    batching: httpx.AsyncClient, disk: SmallDisk
+) -> None:
     disk.fill()
     refused = await batching.post("/v1/files", **upload(500))  # type: ignore[arg-type]
     assert refused.status_code == 507
-    message = f"There is no space on the disk for the batch file {disk.path / 'batches.db'}: nothing was stored."
+    message = (
+        f"There is no space on the disk for the batch file {disk.path / 'batches.db'}: nothing was stored."
+    )
     assert refused.json()["error"]["message"].startswith(message)
     assert (await batching.get("/v1/files")).json()["data"] == []
     disk.free()
@@ -256,8 +278,24 @@ def test_a_coordinator_starts_on_a_full_disk(disk: SmallDisk) -> None:
     key = store.create_key("acme").key
     store.close()
     disk.fill()
-    argv = ["coordinator", "--model", str(DEMO_MODEL), "--insecure", "--port", "0", "--control-address", f"tcp://127.0.0.1:{free_port()}"]
-    argv += ["--tenants-file", str(tenants), "--batch-file", str(disk.path / "batches.db"), "--trace-folder", str(disk.path / "traces")]
+    argv = [
+        "coordinator",
+        "--model",
+        str(DEMO_MODEL),
+        "--insecure",
+        "--port",
+        "0",
+        "--control-address",
+        f"tcp://127.0.0.1:{free_port()}",
+    ]
+    argv += [
+        "--tenants-file",
+        str(tenants),
+        "--batch-file",
+        str(disk.path / "batches.db"),
+        "--trace-folder",
+        str(disk.path / "traces"),
+    ]
     environ = {**os.environ, "TMPDIR": str(disk.path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "splitserve.cli.main", *argv]
     said: list[str] = []
@@ -270,11 +308,15 @@ def test_a_coordinator_starts_on_a_full_disk(disk: SmallDisk) -> None:
         else:
             pytest.fail("".join(said))
         url = next(word for word in said[-1].split() if word.startswith("http://")).rstrip(",")
-        with httpx.Client(base_url=url, headers={"authorization": f"Bearer {key}"}, verify=False, timeout=60) as client:
+        with httpx.Client(
+            base_url=url, headers={"authorization": f"Bearer {key}"}, verify=False, timeout=60
+        ) as client:
             assert client.get("/health").status_code == 200
             assert client.get("/v1/models").status_code == 200
             assert client.post("/v1/files", **upload(3)).status_code == 507  # type: ignore[arg-type]
-            big = client.post("/v1/files", files={"file": ("big", b"x" * (3 << 20))}, data={"purpose": "batch"})
+            big = client.post(
+                "/v1/files", files={"file": ("big", b"x" * (3 << 20))}, data={"purpose": "batch"}
+            )
             assert (big.status_code, "no space on the disk" in big.text) == (507, True)
         process.send_signal(signal.SIGTERM)
         said += process.stderr.readlines()

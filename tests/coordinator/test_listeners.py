@@ -46,9 +46,13 @@ def test_one_that_raises_is_counted_and_the_others_are_called(caplog: pytest.Log
     assert told == list(range(301))
     assert listeners.failures.counts == Counter({"trace file": 301})
     first, later = (record.getMessage() for record in caplog.records)
-    assert first.startswith("trace file has failed, requests go on without it: [Errno 28] No space left on device: '/traces/")
+    assert first.startswith(
+        "trace file has failed, requests go on without it: [Errno 28] No space left on device: '/traces/"
+    )
     assert later.startswith("trace file has failed 300 times more")
-    assert all(record.exc_info is None for record in caplog.records), "the sentence of a full disk needs no traceback"
+    assert all(record.exc_info is None for record in caplog.records), (
+        "the sentence of a full disk needs no traceback"
+    )
 
 
 def test_a_mistake_of_ours_is_logged_with_its_traceback_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -100,7 +104,9 @@ async def test_a_trace_file_that_cannot_be_written_ends_no_stream(
 ) -> None:
     sinks = [Recorded(), Recorded()]
     one, two = (request_to(sink, f"request-{number}") for number, sink in enumerate(sinks))
-    dispatcher = dispatcher_that_does([End(one, Ended("stop", num_output_tokens=3)), End(two, Ended("length"))], monkeypatch)
+    dispatcher = dispatcher_that_does(
+        [End(one, Ended("stop", num_output_tokens=3)), End(two, Ended("length"))], monkeypatch
+    )
     trace_log = TraceLog(tmp_path, 60)
     trace_log.close()  # whatever it writes now raises
     dispatcher.listeners.add("trace file", trace_log.note)
@@ -110,11 +116,21 @@ async def test_a_trace_file_that_cannot_be_written_ends_no_stream(
     assert dispatcher.listeners.failures.counts == Counter({"trace file": 1})
 
 
-@pytest.mark.parametrize(("breaks_at", "heard"), [("push", ["failed"]), ("flush", [5, "failed"]), ("end", [5, 6])])
-async def test_a_sink_that_raises_ends_alone(breaks_at: str, heard: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("breaks_at", "heard"), [("push", ["failed"]), ("flush", [5, "failed"]), ("end", [5, 6])]
+)
+async def test_a_sink_that_raises_ends_alone(
+    breaks_at: str, heard: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     broken, whole = Recorded(breaks_at), Recorded()
     one, two = request_to(broken, "broken"), request_to(whole, "whole")
-    actions: list[Action] = [Push(one, 5, None), Push(two, 5, None), Push(one, 6, None), Push(two, 6, None), End(two, Ended("stop"))]
+    actions: list[Action] = [
+        Push(one, 5, None),
+        Push(two, 5, None),
+        Push(one, 6, None),
+        Push(two, 6, None),
+        End(two, Ended("stop")),
+    ]
     if breaks_at == "end":
         actions.append(End(one, Ended("stop")))
     dispatcher = dispatcher_that_does(actions, monkeypatch)
@@ -127,7 +143,11 @@ async def test_a_sink_that_raises_ends_alone(breaks_at: str, heard: list[object]
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_response_ends_soon_after_its_deadline_though_nothing_else_ends_it(
-    streamed: bool, http: httpx.AsyncClient, server: HttpServer, dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch
+    streamed: bool,
+    http: httpx.AsyncClient,
+    server: HttpServer,
+    dispatcher: FakeDispatcher,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("splitserve.coordinator.generate.api.OVERDUE_S", 0.0)
     dispatcher.step_s = 0.1  # some text is here by then; this dispatcher knows no deadlines
@@ -149,7 +169,9 @@ async def test_a_response_is_given_back_by_limits_though_its_sequence_never_ends
     monkeypatch.setattr(dispatcher, "submit", lambda request: None)  # it forgets everything
     monkeypatch.setattr(dispatcher, "cancel", lambda request_id: None)
     settled: list[int] = []
-    monkeypatch.setattr(server.app.generation._tenancy.limiter, "settle", lambda admission, tokens: settled.append(tokens))
+    monkeypatch.setattr(
+        server.app.generation._tenancy.limiter, "settle", lambda admission, tokens: settled.append(tokens)
+    )
     response = await http.post("/v1/completions", json={**BODY, "timeout": 0.1})
     assert response.status_code == 504
     assert settled == [0]

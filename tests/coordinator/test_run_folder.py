@@ -33,7 +33,9 @@ def root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def door(folder: RunFolder, admin_port: int = 8001) -> Door:
     (folder.path / "admin.key").write_text("k" * 32 + "\n")
     url, admin_url = "http://127.0.0.1:8000", f"http://127.0.0.1:{admin_port}"
-    return Door(url=url, admin_url=admin_url, control_address="tcp://x:1", admin_key_file=folder.path / "admin.key")
+    return Door(
+        url=url, admin_url=admin_url, control_address="tcp://x:1", admin_key_file=folder.path / "admin.key"
+    )
 
 
 def test_what_a_killed_process_left_goes_with_the_next_start(root: Path, tmp_path: Path) -> None:
@@ -51,10 +53,18 @@ def test_what_a_killed_process_left_goes_with_the_next_start(root: Path, tmp_pat
 def test_a_coordinator_is_found_by_its_address() -> None:
     folder = RunFolder()
     announce(folder.path, 0, door(folder))
-    for url in ("http://127.0.0.1:8000", "http://localhost:8000/", "http://127.0.0.1:8001", "http://[::1]:8001"):
+    for url in (
+        "http://127.0.0.1:8000",
+        "http://localhost:8000/",
+        "http://127.0.0.1:8001",
+        "http://[::1]:8001",
+    ):
         found = find_door(url)
         assert found is not None, url
-        assert (found.admin_url, found.headers()) == ("http://127.0.0.1:8001", {"authorization": "Bearer " + "k" * 32})
+        assert (found.admin_url, found.headers()) == (
+            "http://127.0.0.1:8001",
+            {"authorization": "Bearer " + "k" * 32},
+        )
     for url in ("http://127.0.0.1:8002", "http://example.com:8000"):
         assert operator_headers(url) == {}, url
     folder.close()
@@ -70,9 +80,10 @@ def test_only_while_it_lives(root: Path) -> None:
 def test_all_of_it_is_private(root: Path) -> None:
     folder = RunFolder()
     announce(folder.path, 0, door(folder))
-    assert [path.stat().st_mode & 0o077 for path in (root, folder.path, folder.path / "lock", folder.path / "coordinator-0.json")] == [
-        0
-    ] * 4
+    assert [
+        path.stat().st_mode & 0o077
+        for path in (root, folder.path, folder.path / "lock", folder.path / "coordinator-0.json")
+    ] == [0] * 4
     root.chmod(0o755)
     with pytest.raises(PermissionError, match="must be a folder of yours with mode 0700"):
         RunFolder()

@@ -15,7 +15,9 @@ from splitserve.coordinator.http.call import Endpoint
 
 TEXT: Endpoint = "/v1/completions"
 CHAT: Endpoint = "/v1/chat/completions"
-OTHERS_WORDS = re.compile(r"[Ii]nput should|Field required|should (be|have|match)|valid (string|number|integer|boolean|list)|validation")
+OTHERS_WORDS = re.compile(
+    r"[Ii]nput should|Field required|should (be|have|match)|valid (string|number|integer|boolean|list)|validation"
+)
 
 
 def told(endpoint: Endpoint, body: Any) -> str:
@@ -37,9 +39,15 @@ def told(endpoint: Endpoint, body: Any) -> str:
         ({"prompt": "a", "user": "x" * 513}, "user: must have at most 512 characters"),
         ({"prompt": "a", "seed": "s" * 99}, "seed: must be a whole number"),
         ({"prompt": "a", "stop_token_ids": [1] * 65}, "stop_token_ids: must have at most 64 entries"),
-        ({"prompt": "a", "service_tier": "é"}, "service_tier: must be 'auto', 'default', 'flex', 'scale' or 'priority', not \"é\""),
+        (
+            {"prompt": "a", "service_tier": "é"},
+            "service_tier: must be 'auto', 'default', 'flex', 'scale' or 'priority', not \"é\"",
+        ),
         ({}, "prompt: must be given"),
-        ({"prompt": "a", "n": 0, "seed": None, "top_p": "1"}, 'top_p: must be a number, not "1"; n: must be at least 1, not 0'),
+        (
+            {"prompt": "a", "n": 0, "seed": None, "top_p": "1"},
+            'top_p: must be a number, not "1"; n: must be at least 1, not 0',
+        ),
         (b"", "The body is not valid JSON: it is empty."),
         (b'{"prompt": ', "The body is not valid JSON: it ends within a value at line 1 column 11."),
         (b"[]", "The body must be a JSON object."),
@@ -51,7 +59,9 @@ def test_the_sentence_names_the_field_what_it_must_be_and_what_it_was(body: Any,
 
 @pytest.mark.parametrize("endpoint", [TEXT, CHAT])
 def test_no_sentence_is_the_librarys(endpoint: Endpoint) -> None:
-    good: dict[str, Any] = {"prompt": "a"} if endpoint == TEXT else {"messages": [{"role": "user", "content": "a"}]}
+    good: dict[str, Any] = (
+        {"prompt": "a"} if endpoint == TEXT else {"messages": [{"role": "user", "content": "a"}]}
+    )
     messages = {told(endpoint, {**good, field: value}) for field in FIELDS for value in SOME_VALUES}
     assert len(messages) > 100
     assert [message for message in messages if OTHERS_WORDS.search(message)] == []

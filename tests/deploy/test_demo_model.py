@@ -24,7 +24,9 @@ def model() -> LlamaForCausalLM:
 
 def test_the_folder_is_small_and_carries_its_licence() -> None:
     assert sum(path.stat().st_size for path in DEMO_MODEL.iterdir()) <= MAX_BYTES
-    assert "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in (DEMO_MODEL / "LICENSE").read_text(encoding="utf-8")
+    assert "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in (DEMO_MODEL / "LICENSE").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_the_chat_template_marks_every_turn(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -36,18 +38,25 @@ def test_the_chat_template_marks_every_turn(tokenizer: PreTrainedTokenizerFast) 
     ]
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert text == (
-        "<|system|>Be brief.<|end|><|user|>What is zip?<|end|><|assistant|>A function.<|end|><|user|>And map?<|end|><|assistant|>"
+        "<|system|>Be brief.<|end|><|user|>What is zip?<|end|><|assistant|>A "
+        "function.<|end|><|user|>And map?<|end|><|assistant|>"
     )
     assert tokenizer.encode("<|assistant|>") == [tokenizer.convert_tokens_to_ids("<|assistant|>")]
 
 
-@pytest.mark.parametrize("text", ["naïve café ☕ 你好", "  def f(x):\n\treturn x ** 2\n", "'quoted' <b>&amp;</b> 1,000.5"])
+@pytest.mark.parametrize(
+    "text", ["naïve café ☕ 你好", "  def f(x):\n\treturn x ** 2\n", "'quoted' <b>&amp;</b> 1,000.5"]
+)
 def test_any_text_survives_the_tokenizer(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_the_end_of_a_turn_ends_the_generation(tokenizer: PreTrainedTokenizerFast, model: LlamaForCausalLM) -> None:
-    assert model.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids(["<|end|>", "<|endoftext|>"])
+def test_the_end_of_a_turn_ends_the_generation(
+    tokenizer: PreTrainedTokenizerFast, model: LlamaForCausalLM
+) -> None:
+    assert model.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids(
+        ["<|end|>", "<|endoftext|>"]
+    )
     assert model.config.vocab_size == len(tokenizer)
 
 
@@ -56,11 +65,17 @@ def test_the_end_of_a_turn_ends_the_generation(tokenizer: PreTrainedTokenizerFas
     [
         (["What does os.path.join do?"], ("os.path.join", "pathname components")),
         (["Explain list comprehensions"], ("list", "comprehension", "[x for x in iterable]")),
-        (["Who are you?", "How do I read a file?", "What is a decorator?"], ("decorator expressions", "callable")),
+        (
+            ["Who are you?", "How do I read a file?", "What is a decorator?"],
+            ("decorator expressions", "callable"),
+        ),
     ],
 )
 def test_greedy_answers_are_on_topic(
-    tokenizer: PreTrainedTokenizerFast, model: LlamaForCausalLM, questions: list[str], keywords: tuple[str, ...]
+    tokenizer: PreTrainedTokenizerFast,
+    model: LlamaForCausalLM,
+    questions: list[str],
+    keywords: tuple[str, ...],
 ) -> None:
     messages: list[dict[str, str]] = []
     for question in questions:
@@ -68,7 +83,12 @@ def test_greedy_answers_are_on_topic(
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         prompt = tokenizer(text, return_tensors="pt").input_ids
         tokens = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=120, do_sample=False, temperature=None, top_p=None
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=120,
+            do_sample=False,
+            temperature=None,
+            top_p=None,
         )
         answer = tokenizer.decode(tokens[0, prompt.shape[1] :], skip_special_tokens=True)
         messages.append({"role": "assistant", "content": answer})

@@ -1,4 +1,5 @@
-"""The pages are held to the code: links lead somewhere, commands can be typed as they stand, what is named is there."""
+"""The pages are held to the code: links lead somewhere, commands can be typed as they stand, what is named is
+there."""
 
 from __future__ import annotations
 
@@ -25,8 +26,18 @@ PAGES = [
     ROOT / "deploy/demo_model/README.md",
 ]
 SHELL = {"", "sh", "bash", "console"}  # fences of these kinds hold commands
-SCRIPTS = {"quickstart.sh": "up", "coordinator.sh": "coordinator", "prefill.sh": "prefill", "decode.sh": "decode"}
-OF_OTHERS = {"--help", "--shm-size", "--serve", "--numprocesses"}  # of docker, of deploy/quickstart.sh, of pytest
+SCRIPTS = {
+    "quickstart.sh": "up",
+    "coordinator.sh": "coordinator",
+    "prefill.sh": "prefill",
+    "decode.sh": "decode",
+}
+OF_OTHERS = {
+    "--help",
+    "--shm-size",
+    "--serve",
+    "--numprocesses",
+}  # of docker, of deploy/quickstart.sh, of pytest
 FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")}
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -62,7 +73,9 @@ def commands(page: Path) -> Iterator[Command]:
 def ours(line: str) -> list[str]:
     """The words of a command that is ours, up to the next one on the line; empty where it is none."""
     line = re.sub(r"^(\w*\$)? *(cd tests && |\.\./|\./|\.venv/bin/)*", "", line.strip())
-    if not re.match(r"splitserve |python -m (splitserve\.[\w.]*\w(?= |$)|simulation )|deploy/\w+\.sh\b", line):
+    if not re.match(
+        r"splitserve |python -m (splitserve\.[\w.]*\w(?= |$)|simulation )|deploy/\w+\.sh\b", line
+    ):
         return []
     words = shlex.split(line, comments=True)
     end = next((i for i, word in enumerate(words) if word in ("|", ">", "&&", "...")), len(words))
@@ -71,14 +84,18 @@ def ours(line: str) -> list[str]:
 
 @each_page
 def test_every_link_leads_somewhere(page: Path) -> None:
-    targets = [str(t.attrGet("href") or t.attrGet("src")) for t in tokens(page) if t.type in ("link_open", "image")]
+    targets = [
+        str(t.attrGet("href") or t.attrGet("src")) for t in tokens(page) if t.type in ("link_open", "image")
+    ]
     for target in targets:
         if re.match(r"[a-z]+:", target):
             continue
         path, _, anchor = target.partition("#")
         linked = (page.parent / path).resolve() if path else page
         assert linked.exists(), f"{target}: there is no such file"
-        assert not anchor or anchor in anchors(linked), f"{target}: no such heading; there are {sorted(anchors(linked))}"
+        assert not anchor or anchor in anchors(linked), (
+            f"{target}: no such heading; there are {sorted(anchors(linked))}"
+        )
 
 
 def anchors(page: Path) -> set[str]:
@@ -94,7 +111,9 @@ def test_every_command_can_be_typed_as_it_stands(page: Path) -> None:
         if program == "python":
             check_module(rest)
         elif (script := program.rpartition("/")[2]) in SCRIPTS:
-            check(["splitserve", SCRIPTS[script], *(word for word in rest if word not in OF_OTHERS)], is_whole)
+            check(
+                ["splitserve", SCRIPTS[script], *(word for word in rest if word not in OF_OTHERS)], is_whole
+            )
         elif program == "splitserve":
             check(words, is_whole)
         else:
@@ -110,9 +129,13 @@ def check(words: list[str], is_whole: bool) -> None:
         assert names[-1] in command.commands, f"{shlex.join(words)}: there is no command {names[-1]}"
         command = command.commands[names[-1]]
     if not is_whole:
-        assert {word.partition("=")[0] for word in rest if word.startswith("--")} <= options_of(command) | OF_OTHERS, shlex.join(words)
+        assert {word.partition("=")[0] for word in rest if word.startswith("--")} <= options_of(
+            command
+        ) | OF_OTHERS, shlex.join(words)
         return
-    values, _, _ = command.make_parser(click.Context(command)).parse_args(rest)  # raises where an option is unknown or lacks its value
+    values, _, _ = command.make_parser(click.Context(command)).parse_args(
+        rest
+    )  # raises where an option is unknown or lacks its value
     model = SECTIONS.get("_".join(names))
     for name, value in values.items():
         if model is not None and name in model.model_fields:
@@ -122,10 +145,16 @@ def check(words: list[str], is_whole: bool) -> None:
 def check_module(words: list[str]) -> None:
     """``-m MODULE --option ...``: of bench, deploy, or the simulator."""
     name = words[1]
-    file = "tests/simulation/__main__.py" if name == "simulation" else f"{name.removeprefix('splitserve.').replace('.', '/')}.py"
+    file = (
+        "tests/simulation/__main__.py"
+        if name == "simulation"
+        else f"{name.removeprefix('splitserve.').replace('.', '/')}.py"
+    )
     assert (ROOT / file).is_file(), name
     text = (ROOT / file).read_text(encoding="utf-8")
-    assert [word for word in words[2:] if word.startswith("--") and not takes(text, word)] == [], shlex.join(words)
+    assert [word for word in words[2:] if word.startswith("--") and not takes(text, word)] == [], shlex.join(
+        words
+    )
 
 
 def takes(program: str, option: str) -> bool:
@@ -136,11 +165,19 @@ def takes(program: str, option: str) -> bool:
 @each_page
 def test_every_option_and_variable_exists(page: Path) -> None:
     known = {name for command in every_command(cli) for name in options_of(command)} | OF_OTHERS
-    programs = [path.read_text(encoding="utf-8") for folder in ("bench", "tools") for path in (ROOT / folder).rglob("*.py")]
+    programs = [
+        path.read_text(encoding="utf-8")
+        for folder in ("bench", "tools")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
     for code in inline_code(page):
         if flag := re.match(r"--[a-z][a-z0-9-]*(?<!-)(?![a-z0-9-])", code):
             assert flag[0] in known or any(takes(program, flag[0]) for program in programs), code
-    variables = {variable_of(name, "" if section == COMMON else section) for section, names in known_names().items() for name in names}
+    variables = {
+        variable_of(name, "" if section == COMMON else section)
+        for section, names in known_names().items()
+        for name in names
+    }
     used = set(re.findall(r"\bSPLITSERVE_[A-Z_]*[A-Z]\b", page.read_text(encoding="utf-8")))
     assert used - variables - {CONFIG_VARIABLE} == set()
 
@@ -165,7 +202,11 @@ def test_every_file_that_is_named_is_there(page: Path) -> None:
 
 def test_every_page_is_in_the_index() -> None:
     index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
-    assert [page.name for page in (ROOT / "docs").glob("*.md") if page.name != "README.md" and f"({page.name})" not in index] == []
+    assert [
+        page.name
+        for page in (ROOT / "docs").glob("*.md")
+        if page.name != "README.md" and f"({page.name})" not in index
+    ] == []
 
 
 @each_page

@@ -10,7 +10,9 @@ def test_a_worker_that_was_known_and_is_not_any_more_is_hung_after_a_while() -> 
     assert watch.hung({"a", "b"}, {"a": 1, "b": 2}, 0.0) == []
     assert watch.hung({"b"}, {"a": 1, "b": 2}, 9.0) == []
     assert watch.hung({"b"}, {"a": 1, "b": 2}, 10.0) == ["a"]
-    assert watch.hung({"b"}, {"a": 1, "b": 2}, 11.0) == [], "it is told once, however long its process takes to end"
+    assert watch.hung({"b"}, {"a": 1, "b": 2}, 11.0) == [], (
+        "it is told once, however long its process takes to end"
+    )
 
 
 def test_a_worker_that_is_still_starting_is_not() -> None:

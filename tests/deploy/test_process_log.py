@@ -46,9 +46,16 @@ except ZeroDivisionError:
 
 
 def test_a_process_logs_json_and_a_signal_turns_debug_on_and_off() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=200, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=200, check=True
+    )
     lines = [json.loads(line) for line in done.stderr.splitlines()]
-    assert [line["message"] for line in lines] == ["log level is now debug", "seen", "log level is now info", "broke"]
+    assert [line["message"] for line in lines] == [
+        "log level is now debug",
+        "seen",
+        "log level is now info",
+        "broke",
+    ]
     assert {line["process"] for line in lines} == {"decode-0"}
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", lines[0]["time"])
     assert (lines[1]["level"], lines[1]["request_id"]) == ("debug", "r1")
@@ -83,13 +90,15 @@ def test_each_request_is_a_line_with_its_id_and_its_stages(caplog: pytest.LogCap
     ledger = TimeLedger("parse", 1.0)
     ledger.enter("decode", 1.5)
     ledger.close(3.0)
-    record = RequestRecord("cmpl-1", "/v1/completions", "200", ledger, ledger.stages(), 2.0, 10, 4, 7, 1, "p0", "d0", "acme")
+    record = RequestRecord(
+        "cmpl-1", "/v1/completions", "200", ledger, ledger.stages(), 2.0, 10, 4, 7, 1, "p0", "d0", "acme"
+    )
     with caplog.at_level(logging.INFO):
         log_request(record)
     (logged,) = [said for said in caplog.records if said.name == log_request.__module__]
-    assert (
-        logged.getMessage()
-        == "cmpl-1 200 in 2000.0 ms (parse 500.0, decode 1500.0): 10 prompt tokens (4 cached), 7 output tokens, p0 to d0"
+    assert logged.getMessage() == (
+        "cmpl-1 200 in 2000.0 ms (parse 500.0, decode 1500.0): 10 prompt tokens (4 cached), 7 "
+        "output tokens, p0 to d0"
     )
     line = json.loads(JsonFormatter("coordinator").format(logged))
     assert (line["request_id"], line["tenant"], line["seconds"]) == ("cmpl-1", "acme", 2.0)
@@ -97,7 +106,9 @@ def test_each_request_is_a_line_with_its_id_and_its_stages(caplog: pytest.LogCap
 
 
 async def test_an_operator_changes_the_level() -> None:
-    app = Starlette(routes=AdminRoutes(FakeDispatcher(lambda request: [])).routes(), exception_handlers=error_handlers())
+    app = Starlette(
+        routes=AdminRoutes(FakeDispatcher(lambda request: [])).routes(), exception_handlers=error_handlers()
+    )
     before = logging.getLogger().level
     try:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:

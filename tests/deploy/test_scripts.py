@@ -19,7 +19,9 @@ SCRIPTS = [*sorted((ROOT / "deploy").glob("*.sh")), ROOT / ".ci" / "run"]
 
 def bash(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **env}
-    return subprocess.run(["bash", *arguments], env=environment, capture_output=True, text=True, timeout=200, check=False)
+    return subprocess.run(
+        ["bash", *arguments], env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
@@ -27,7 +29,9 @@ def test_scripts_are_valid_bash(script: Path) -> None:
     assert bash("-n", str(script)).returncode == 0
 
 
-@pytest.mark.parametrize("script", [script for script in SCRIPTS if script.name not in SOURCED], ids=lambda script: script.name)
+@pytest.mark.parametrize(
+    "script", [script for script in SCRIPTS if script.name not in SOURCED], ids=lambda script: script.name
+)
 def test_scripts_can_be_run(script: Path) -> None:
     assert os.access(script, os.X_OK)
 
@@ -71,20 +75,37 @@ def test_the_newest_python_alone_will_do(tmp_path: Path) -> None:
     assert found.stdout.strip() == str(tmp_path / "python3.14"), found.stderr
 
 
-@pytest.mark.parametrize("apt_get", ["echo E: no network >&2; exit 100", "exec sleep 30"], ids=["fails", "hangs"])
+@pytest.mark.parametrize(
+    "apt_get", ["echo E: no network >&2; exit 100", "exec sleep 30"], ids=["fails", "hangs"]
+)
 def test_debian_packages_that_cannot_be_installed_fail_nothing(tmp_path: Path, apt_get: str) -> None:
-    for tool in ("bash", "cat", "chmod", "dirname", "mktemp", "rm", "sh", "sleep", "tail", "timeout", "touch"):
+    for tool in (
+        "bash",
+        "cat",
+        "chmod",
+        "dirname",
+        "mktemp",
+        "rm",
+        "sh",
+        "sleep",
+        "tail",
+        "timeout",
+        "touch",
+    ):
         (tmp_path / tool).symlink_to(shutil.which(tool) or tool)
     (tmp_path / "apt-get").write_text(f"#!/bin/sh\n{apt_get}\n")
     (tmp_path / "apt-get").chmod(0o755)
     script = (
-        f"source {ROOT}/deploy/setup.sh; VENV={tmp_path} SERVICE_POLICY={tmp_path}/policy; install_test_packages; install_test_packages"
+        f"source {ROOT}/deploy/setup.sh; VENV={tmp_path} SERVICE_POLICY={tmp_path}/policy; "
+        "install_test_packages; install_test_packages"
     )
     result = bash("-c", script, PATH=str(tmp_path), TEST_PACKAGES_SECONDS="1")
     assert result.returncode == 0, result.stderr
     assert "Debian package redis-server" in result.stderr
     assert "tests of the dashboard in a browser are skipped" in result.stderr
-    assert result.stderr.count("installing Debian packages") == (os.geteuid() == 0)  # tried once, not at every run
+    assert result.stderr.count("installing Debian packages") == (
+        os.geteuid() == 0
+    )  # tried once, not at every run
     assert not (tmp_path / "policy").exists()
 
 
@@ -94,7 +115,9 @@ def test_the_example_for_scaling_starts_a_worker_and_tidies_up(tmp_path: Path) -
     path = f"{tmp_path}:{os.environ['PATH']}"
 
     def scale(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return bash(str(ROOT / "deploy" / "scale.sh"), *arguments, PATH=path, SCALE_FOLDER=str(tmp_path / "logs"))
+        return bash(
+            str(ROOT / "deploy" / "scale.sh"), *arguments, PATH=path, SCALE_FOLDER=str(tmp_path / "logs")
+        )
 
     started = scale("--model", "a b", "up", "decode")
     assert started.returncode == 0, started.stderr

@@ -18,13 +18,19 @@ from splitserve.deploy.restart import RestartPolicy
 from splitserve.deploy.supervisor import Supervisor
 
 SLEEPER = "import time; print('up', flush=True); time.sleep(60)"
-STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); "
+    "time.sleep(60)"
+)
 POLITE = """
 import pathlib, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: pathlib.Path(sys.argv[1]).touch() or sys.exit())
 print('up', flush=True); time.sleep(60)
 """
-COUNTING = "import pathlib, sys; p = pathlib.Path(sys.argv[1]); p.open('a').write('x'); sys.exit(1 if len(p.read_text()) < 4 else 0)"
+COUNTING = (
+    "import pathlib, sys; p = pathlib.Path(sys.argv[1]); p.open('a').write('x'); sys.exit(1 if "
+    "len(p.read_text()) < 4 else 0)"
+)
 
 
 class Lines:
@@ -46,11 +52,19 @@ def python(name: str, code: str, *arguments: str) -> Command:
     return Command(name, [sys.executable, "-c", code, *arguments], dict(os.environ))
 
 
-def supervisor(commands: list[Command], lines: Lines, *, ready: bool = True, grace_s: float = 5.0) -> Supervisor:
+def supervisor(
+    commands: list[Command], lines: Lines, *, ready: bool = True, grace_s: float = 5.0
+) -> Supervisor:
     async def is_ready() -> bool:
         return ready
 
-    return Supervisor(commands, is_ready=is_ready, log=lines, grace_s=grace_s, policy=lambda: RestartPolicy(first_delay_s=0.01))
+    return Supervisor(
+        commands,
+        is_ready=is_ready,
+        log=lines,
+        grace_s=grace_s,
+        policy=lambda: RestartPolicy(first_delay_s=0.01),
+    )
 
 
 def returning(status: int, wait: Callable[[], Awaitable[None]]) -> Callable[[], Awaitable[int]]:
@@ -85,7 +99,9 @@ def test_what_never_worked_is_not_tried_again() -> None:
 
 async def test_a_crashed_process_starts_again(tmp_path: Path) -> None:
     lines = Lines()
-    watched = supervisor([python("steady", SLEEPER), python("shaky", COUNTING, str(tmp_path / "count"))], lines)
+    watched = supervisor(
+        [python("steady", SLEEPER), python("shaky", COUNTING, str(tmp_path / "count"))], lines
+    )
     status = await watched.run(returning(7, lambda: lines.until(4, "starts again")))
     assert status == 7
     assert (tmp_path / "count").read_text().startswith("xxxx")
@@ -95,7 +111,12 @@ async def test_a_crashed_process_starts_again(tmp_path: Path) -> None:
 
 async def test_a_process_that_starts_again_gets_more_arguments() -> None:
     lines = Lines()
-    said = Command("worker", [sys.executable, "-c", "import sys; print('got', sys.argv[1:])"], dict(os.environ), argv_again=["--less"])
+    said = Command(
+        "worker",
+        [sys.executable, "-c", "import sys; print('got', sys.argv[1:])"],
+        dict(os.environ),
+        argv_again=["--less"],
+    )
     watched = supervisor([python("steady", SLEEPER), said], lines)
     assert await watched.run(returning(0, lambda: lines.until(2, "got ['--less']"))) == 0
     assert next(line for _, line in lines.seen if "got" in line) == "got []"
@@ -103,7 +124,9 @@ async def test_a_process_that_starts_again_gets_more_arguments() -> None:
 
 async def test_a_process_that_cannot_start_ends_all_with_its_last_words() -> None:
     lines = Lines()
-    watched = supervisor([python("steady", SLEEPER), python("broken", "raise SystemExit('no such model')")], lines, ready=False)
+    watched = supervisor(
+        [python("steady", SLEEPER), python("broken", "raise SystemExit('no such model')")], lines, ready=False
+    )
     assert await watched.run(forever) == 1
     assert watched.failure == "broken could not start (exit status 1): no such model"
     assert not any(child.running for child in watched.children)
@@ -167,7 +190,9 @@ asyncio.run(supervisor.run(never))
 
 
 def test_nobody_outlives_a_killed_supervisor() -> None:
-    with subprocess.Popen([sys.executable, "-c", KILLED_SUPERVISOR], stdout=subprocess.PIPE, text=True) as killed:
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED_SUPERVISOR], stdout=subprocess.PIPE, text=True
+    ) as killed:
         assert killed.stdout is not None
         child = psutil.Process(int(killed.stdout.readline()))
         killed.kill()
@@ -176,7 +201,9 @@ def test_nobody_outlives_a_killed_supervisor() -> None:
 
 
 @pytest.mark.parametrize("answers", [True, False])
-async def test_a_rolling_restart_waits_for_the_coordinators_answer_or_says_that_nothing_was_restarted(answers: bool) -> None:
+async def test_a_rolling_restart_waits_for_the_coordinators_answer_or_says_that_nothing_was_restarted(
+    answers: bool,
+) -> None:
     """Only the coordinator knows which processes are workers; one that is busy just then is asked again."""
     lines, asked = Lines(), 0
 
@@ -189,7 +216,11 @@ async def test_a_rolling_restart_waits_for_the_coordinators_answer_or_says_that_
         return True
 
     both = Supervisor(
-        [python("coordinator", SLEEPER)], is_ready=is_ready, log=lines, known_workers=known_workers, leave_within_s=60 if answers else 0.1
+        [python("coordinator", SLEEPER)],
+        is_ready=is_ready,
+        log=lines,
+        known_workers=known_workers,
+        leave_within_s=60 if answers else 0.1,
     )
 
     async def work() -> int:

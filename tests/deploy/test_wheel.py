@@ -35,7 +35,8 @@ COMMIT = "1234567890ab"
 
 
 def build(what: str, source: Path, out: Path) -> Path:
-    """An sdist or a wheel of ``source``, without the native kernels: these build elsewhere, and take a minute."""
+    """An sdist or a wheel of ``source``, without the native kernels: these build elsewhere, and take a
+    minute."""
     out.mkdir()
     done = subprocess.run(
         [sys.executable, "-c", BUILD, f"build_{what}", str(out)],
@@ -86,17 +87,23 @@ def run(programs: Path, *arguments: str, timeout: float = 100.0) -> subprocess.C
     """``splitserve`` of that environment, outside of the repository."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [str(programs / "splitserve"), *arguments]
-    return subprocess.run(command, cwd=programs, env=env, capture_output=True, text=True, timeout=timeout, check=False)
+    return subprocess.run(
+        command, cwd=programs, env=env, capture_output=True, text=True, timeout=timeout, check=False
+    )
 
 
 def test_the_wheel_has_every_file_that_a_clone_has(wheel: Path) -> None:
     inside = set(zipfile.ZipFile(wheel).namelist())
     files = [path for name in FOLDERS_OF_DATA for path in (ROOT / name).rglob("*") if path.is_file()]
     assert len(files) > 20
-    missing = {f"splitserve/{path.relative_to(ROOT)}" for path in (*files, *(ROOT / name for name in FILES_OF_DATA))} - inside
+    missing = {
+        f"splitserve/{path.relative_to(ROOT)}" for path in (*files, *(ROOT / name for name in FILES_OF_DATA))
+    } - inside
     assert not missing
     folders = [path.name for path in (ROOT / "src" / "splitserve").iterdir() if (ROOT / path.name).is_dir()]
-    modules = {f"splitserve/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.py")}
+    modules = {
+        f"splitserve/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.py")
+    }
     assert modules == {path for path in inside if path.endswith(".py") and path != "splitserve/__init__.py"}
 
 
@@ -108,7 +115,11 @@ def test_what_serves_needs_few_packages(wheel: Path) -> None:
     [metadata] = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("/METADATA")]
     text = zipfile.ZipFile(wheel).read(metadata).decode()
     hard = [line for line in re.findall(r"^Requires-Dist: (.*)$", text, re.M) if "extra ==" not in line]
-    assert not [line for line in hard if line.startswith(("torch", "safetensors", "matplotlib", "aiohttp", "prompt", "nvidia"))]
+    assert not [
+        line
+        for line in hard
+        if line.startswith(("torch", "safetensors", "matplotlib", "aiohttp", "prompt", "nvidia"))
+    ]
     assert len(hard) <= 20
 
 
@@ -117,7 +128,13 @@ def test_version_tells_one_installation_from_another(bare: Path, argument: str) 
     printed = run(bare, argument)
     assert printed.returncode == 0, printed.stderr
     python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
-    for line in (f"splitserve {__version__}", f"wire {WIRE_VERSION}", f"build {COMMIT}", python, "torch is not installed"):
+    for line in (
+        f"splitserve {__version__}",
+        f"wire {WIRE_VERSION}",
+        f"build {COMMIT}",
+        python,
+        "torch is not installed",
+    ):
         assert re.search(rf"^{re.escape(line)}", printed.stdout, re.M), printed.stdout
     assert re.search(r"^files in /.*/site-packages/splitserve$", printed.stdout, re.M), printed.stdout
 
@@ -147,7 +164,10 @@ def test_the_coordinator_runs_without_torch(bare: Path, tmp_path: Path) -> None:
     command = [str(bare / "splitserve"), "coordinator", *options]
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(
-            [*command, "--port", str(port), "--control-address", f"tcp://127.0.0.1:{control}"], cwd=tmp_path, stdout=log, stderr=log
+            [*command, "--port", str(port), "--control-address", f"tcp://127.0.0.1:{control}"],
+            cwd=tmp_path,
+            stdout=log,
+            stderr=log,
         )
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", verify=False, timeout=30) as http:
@@ -178,7 +198,9 @@ def test_planning_runs_without_torch(bare: Path, tmp_path: Path) -> None:
     made = run(bare, "trace", "make", "--rate", "2", "--duration-s", "20", "--output", trace)
     assert made.returncode == 0, made.stderr
     assert run(bare, "trace", "stats", trace).returncode == 0
-    simulated = run(bare, "simulate", "--trace", trace, "--profile", "llama-125m-cpu", "--prefill", "1", "--decode", "1")
+    simulated = run(
+        bare, "simulate", "--trace", trace, "--profile", "llama-125m-cpu", "--prefill", "1", "--decode", "1"
+    )
     assert simulated.returncode == 0, simulated.stderr
 
 

@@ -19,7 +19,16 @@ from splitserve.deploy.child_process import NOT_STARTED, ChildProcess, Command, 
 from splitserve.deploy.worker_forks import WorkerForks
 
 ENVIRON = {"PATH": os.environ["PATH"], "SPLITSERVE_LOG_LEVEL": "info"}
-WORKER = ("prefill", "--model", str(DEMO_MODEL), "--insecure", "--coordinator", "tcp://127.0.0.1:9", "--num-blocks", "128")
+WORKER = (
+    "prefill",
+    "--model",
+    str(DEMO_MODEL),
+    "--insecure",
+    "--coordinator",
+    "tcp://127.0.0.1:9",
+    "--num-blocks",
+    "128",
+)
 UP = "KV cache: 128 blocks"
 
 
@@ -50,13 +59,18 @@ async def test_output_and_status_are_the_command_s_own(forks: WorkerForks) -> No
     said = Said()
     assert await ChildProcess(Command("asks", ["version"], ENVIRON, forks.start), said).run() == 0
     assert said.lines[0].startswith("splitserve "), "the command's own words come first"
-    assert await ChildProcess(Command("wrong", ["prefill", "--blocks", "8"], ENVIRON, forks.start), said).run() == 2
+    assert (
+        await ChildProcess(Command("wrong", ["prefill", "--blocks", "8"], ENVIRON, forks.start), said).run()
+        == 2
+    )
     assert "No such option" in said.lines[-1]
 
 
 async def test_a_worker_has_torch_from_its_server_and_an_environment_of_its_own(forks: WorkerForks) -> None:
     said = Said()
-    child = ChildProcess(Command("prefill-0", WORKER, ENVIRON | {"SPLITSERVE_LOG_FORMAT": "json"}, forks.start), said)
+    child = ChildProcess(
+        Command("prefill-0", WORKER, ENVIRON | {"SPLITSERVE_LOG_FORMAT": "json"}, forks.start), said
+    )
     running = asyncio.create_task(child.run())
     await said.until(UP)
     assert child.pid is not None
@@ -83,7 +97,9 @@ def server_of(forks: WorkerForks) -> psutil.Process:
     return psutil.Process(forks._server)
 
 
-async def test_a_killed_fork_server_costs_no_worker(forks: WorkerForks, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_killed_fork_server_costs_no_worker(
+    forks: WorkerForks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said, sentences = Said(), list[str]()
     monkeypatch.setattr(forks, "_say", sentences.append)
     forks._unwatch()  # the loop of the test before this one
@@ -161,7 +177,9 @@ def test_nobody_outlives_a_killed_supervisor(tmp_path: Path, without_server: boo
         worker = psutil.Process(int(line.split()[0]))
         assert worker in family
         if without_server:
-            servers = [p for p in family if "multiprocessing.forkserver" in " ".join(p.cmdline()) and p != worker]
+            servers = [
+                p for p in family if "multiprocessing.forkserver" in " ".join(p.cmdline()) and p != worker
+            ]
             assert [p.kill() for p in servers] == [None]
         killed.kill()
         killed.wait()

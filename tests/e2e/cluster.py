@@ -24,18 +24,23 @@ START_S = 200.0  # five processes that all read torch from a disk; a test has 30
 PATIENCE_S = 60.0
 """For what happens in a moment, on a machine that may stand still for seconds: against hanging alone."""
 DEAD_AFTER_S = 4.0
-"""A worker that says nothing for so long is dead to these clusters (to others sooner): it may just have waited for a core."""
-GRACE_S = 40.0  # to end in good order; a coordinator with an open stream takes five where it need not wait for a core
+"""A worker that says nothing for so long is dead to these clusters (to others sooner): it may just have
+waited for a core."""
+# to end in good order; a coordinator with an open stream takes five where it need not wait for a core
+GRACE_S = 40.0
 MOST_PROCESSES = 2  # of a coordinator
 NEVER_DEAD = ("--dead-after-s", "60")
 """For clusters in which nobody is frozen: no worker is ever dead for having waited."""
-HTTP = httpx.Client(verify=False, timeout=PATIENCE_S, limits=httpx.Limits(max_keepalive_connections=0), auth=OperatorAuth())
-"""For all questions: to read certificates takes longer than an answer. No connection outlives the process that it leads to."""
+HTTP = httpx.Client(
+    verify=False, timeout=PATIENCE_S, limits=httpx.Limits(max_keepalive_connections=0), auth=OperatorAuth()
+)
+"""For all questions: to read certificates takes longer than an answer. No connection outlives the process
+that it leads to."""
 
 
 def free_port(count: int = 1) -> int:
-    """The first of so many in a row. Not one of those that the kernel deals out: the process that is told of it listens there only seconds
-    later."""
+    """The first of so many in a row. Not one of those that the kernel deals out: the process that is told of
+    it listens there only seconds later."""
     while True:
         port = random.randrange(20_000, 32_000)
         if all(map(_is_free, range(port, port + count))):
@@ -76,7 +81,8 @@ class Cluster:
         self.client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=90)
 
     def wait_log(self, line: str) -> None:
-        """Until the log has a line with this: a process's words come there by way of `up`, later than what they tell of."""
+        """Until the log has a line with this: a process's words come there by way of `up`, later than what
+        they tell of."""
         wait_for(f"the log says: {line}", lambda: line in self.log.read_text())
 
     def ready(self) -> bool:
@@ -98,7 +104,9 @@ class Cluster:
         state = self.state()
         idle = state["requests"] == {"queued": 0, "running": 0}
         return idle and all(
-            w["blocks"]["used"] == 0 and w["blocks"]["free"] + w["blocks"]["cached"] == w["blocks"]["total"] and not w["held"]
+            w["blocks"]["used"] == 0
+            and w["blocks"]["free"] + w["blocks"]["cached"] == w["blocks"]["total"]
+            and not w["held"]
             for w in state["workers"]
         )
 
@@ -117,7 +125,12 @@ class Cluster:
         """An unstreamed completion's text; exact length unless told otherwise."""
         extra = {"ignore_eos": True, **more.pop("extra_body", {})}
         answer = self.client.completions.create(
-            model=MODEL_NAME, prompt=prompt, max_tokens=max_tokens, temperature=more.pop("temperature", 0), extra_body=extra, **more
+            model=MODEL_NAME,
+            prompt=prompt,
+            max_tokens=max_tokens,
+            temperature=more.pop("temperature", 0),
+            extra_body=extra,
+            **more,
         )
         return answer.choices[0].text
 
@@ -147,17 +160,43 @@ def running(model: Path, folder: Path, *arguments: str) -> Iterator[Cluster]:
     """`splitserve up` with these arguments, until the block ends; then it must stop cleanly."""
     port, control = free_port(), free_port(MOST_PROCESSES)
     log = folder / "up.log"
-    command = [sys.executable, "-m", "splitserve.cli.main", "up", "--model", str(model), "--served-model-name", MODEL_NAME]
+    command = [
+        sys.executable,
+        "-m",
+        "splitserve.cli.main",
+        "up",
+        "--model",
+        str(model),
+        "--served-model-name",
+        MODEL_NAME,
+    ]
     command += ["--control-address", f"tcp://127.0.0.1:{control}"]
-    command += ["--dead-after-s", str(DEAD_AFTER_S), "--hung-after-s", "600"]  # who is frozen here is thawed by the test
-    command += ["--dtype", "float32"]  # as transformers beside it, also where the processor multiplies bfloat16; the last one given counts
+    command += [
+        "--dead-after-s",
+        str(DEAD_AFTER_S),
+        "--hung-after-s",
+        "600",
+    ]  # who is frozen here is thawed by the test
+    command += [
+        "--dtype",
+        "float32",
+    ]  # as transformers beside it, also where the processor multiplies bfloat16; the last one given counts
     command += ["--grace-s", str(GRACE_S)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with log.open("wb") as sink:
-        process = subprocess.Popen([*command, "--port", str(port), *arguments], stdout=sink, stderr=subprocess.STDOUT, env=environment)
+        process = subprocess.Popen(
+            [*command, "--port", str(port), *arguments],
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            env=environment,
+        )
     cluster = Cluster(f"http://127.0.0.1:{port}", process, log)
     try:
-        wait_for(f"the cluster is ready (log: {log})", lambda: cluster.ready() or process.poll() is not None, START_S)
+        wait_for(
+            f"the cluster is ready (log: {log})",
+            lambda: cluster.ready() or process.poll() is not None,
+            START_S,
+        )
         assert process.poll() is None, log.read_text()[-4000:]
         yield cluster
         process.send_signal(signal.SIGTERM)

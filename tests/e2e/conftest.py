@@ -21,7 +21,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedMode
 
 
 @pytest.fixture(scope="session")
-def cluster(tiny: tuple[Path, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(
+    tiny: tuple[Path, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
     """Two prefill and two decode workers."""
     arguments = ("--prefill", "2", "--decode", "2", "--kv-cache-gib", "0.1")
     with running(tiny[0], tmp_path_factory.mktemp("cluster"), *arguments) as cluster:
@@ -29,7 +31,11 @@ def cluster(tiny: tuple[Path, PreTrainedModel], tmp_path_factory: pytest.TempPat
 
 
 @pytest.fixture(scope="session")
-def forked_cluster(tiny: tuple[Path, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedCluster]:
+def forked_cluster(
+    tiny: tuple[Path, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ForkedCluster]:
     """Two prefill and two decode workers, batch-invariant, that are back at once when they are killed."""
-    with forked(tiny[0], tmp_path_factory.mktemp("forked"), "--exact", "--dtype", "float32", "--kv-cache-gib", "0.1") as cluster:
+    with forked(
+        tiny[0], tmp_path_factory.mktemp("forked"), "--exact", "--dtype", "float32", "--kv-cache-gib", "0.1"
+    ) as cluster:
         yield cluster

@@ -1,4 +1,5 @@
-"""A cluster whose workers are forked, and started again, in a fraction of a second: for tests that kill many."""
+"""A cluster whose workers are forked, and started again, in a fraction of a second: for tests that kill
+many."""
 
 from __future__ import annotations
 
@@ -25,21 +26,31 @@ ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 class ForkedCluster(Cluster):
-    """One coordinator, and a prefill and decode workers; whichever worker ends is started again, until ``close``."""
+    """One coordinator, and a prefill and decode workers; whichever worker ends is started again, until
+    ``close``."""
 
-    def __init__(self, model: Path, folder: Path, *options: str, num_prefill: int = 2, num_decode: int = 2) -> None:
+    def __init__(
+        self, model: Path, folder: Path, *options: str, num_prefill: int = 2, num_decode: int = 2
+    ) -> None:
         self._folder, self._options = folder, options
         self.key_file = folder / "key"
         generate_key(self.key_file)
         self._common = ["--model", str(model), "--key-file", str(self.key_file)]
         self._port, self.control_address = free_port(), f"tcp://127.0.0.1:{free_port()}"
-        super().__init__(f"http://127.0.0.1:{self._port}", self.start_coordinator(), folder / "coordinator.log")
+        super().__init__(
+            f"http://127.0.0.1:{self._port}", self.start_coordinator(), folder / "coordinator.log"
+        )
         environ = {**ENVIRON, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
         command = [sys.executable, "-m", "support.worker_nursery"]
-        self._nursery = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ)
+        self._nursery = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ
+        )
         self._pidfds: dict[str, int] = {}
         self.num_started = 0
-        for name in [*(f"prefill-{i}" for i in range(num_prefill)), *(f"decode-{i}" for i in range(num_decode))]:
+        for name in [
+            *(f"prefill-{i}" for i in range(num_prefill)),
+            *(f"decode-{i}" for i in range(num_decode)),
+        ]:
             self._start(name)
         self._closing = threading.Event()
         self._keeper = threading.Thread(target=self._keep)
@@ -47,8 +58,23 @@ class ForkedCluster(Cluster):
 
     def start_coordinator(self) -> subprocess.Popen[bytes]:
         """As the only one, or after it was killed."""
-        command = [sys.executable, "-m", "splitserve.cli.main", "coordinator", *self._common, "--served-model-name", MODEL_NAME]
-        command += ["--port", str(self._port), "--control-address", self.control_address, "--heartbeat-s", str(HEARTBEAT_S)]
+        command = [
+            sys.executable,
+            "-m",
+            "splitserve.cli.main",
+            "coordinator",
+            *self._common,
+            "--served-model-name",
+            MODEL_NAME,
+        ]
+        command += [
+            "--port",
+            str(self._port),
+            "--control-address",
+            self.control_address,
+            "--heartbeat-s",
+            str(HEARTBEAT_S),
+        ]
         command += ["--progress-timeout-s", str(PROGRESS_TIMEOUT_S), "--dead-after-s", str(DEAD_AFTER_S)]
         with (self._folder / "coordinator.log").open("ab") as log:
             return subprocess.Popen(command, stdout=log, stderr=log, env=ENVIRON)
@@ -77,14 +103,18 @@ class ForkedCluster(Cluster):
         nursery = self._nursery
         assert nursery.stdin is not None
         assert nursery.stdout is not None
-        nursery.stdin.write(json.dumps({"role": role, "argv": argv, "log": str(self._folder / f"{name}.log")}) + "\n")
+        nursery.stdin.write(
+            json.dumps({"role": role, "argv": argv, "log": str(self._folder / f"{name}.log")}) + "\n"
+        )
         nursery.stdin.flush()
         pid = int(nursery.stdout.readline())
         self.num_started += 1
         try:
             self._pidfds[name] = os.pidfd_open(pid)
         except ProcessLookupError as error:
-            raise AssertionError(f"{name} could not start: {(self._folder / f'{name}.log').read_text()[-2000:]}") from error
+            raise AssertionError(
+                f"{name} could not start: {(self._folder / f'{name}.log').read_text()[-2000:]}"
+            ) from error
 
     def _keep(self) -> None:
         while not self._closing.wait(LOOK_S):
@@ -96,7 +126,9 @@ class ForkedCluster(Cluster):
 
 
 @contextmanager
-def forked(model: Path, folder: Path, *options: str, num_prefill: int = 2, num_decode: int = 2) -> Iterator[ForkedCluster]:
+def forked(
+    model: Path, folder: Path, *options: str, num_prefill: int = 2, num_decode: int = 2
+) -> Iterator[ForkedCluster]:
     """The cluster, ready, until the block ends."""
     cluster = ForkedCluster(model, folder, *options, num_prefill=num_prefill, num_decode=num_decode)
     try:

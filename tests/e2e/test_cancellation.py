@@ -1,4 +1,5 @@
-"""Clients that hang up, at random moments: every block of their requests is free again at once, on prefill and decode workers."""
+"""Clients that hang up, at random moments: every block of their requests is free again at once, on prefill
+and decode workers."""
 
 from __future__ import annotations
 
@@ -21,14 +22,16 @@ PREFILL_STEP_S = 0.08
 LONGEST_WAIT_S = 0.4  # prompt, handoff and the first tokens
 WITHIN_S = 0.1  # from the worker's next loop turn
 BESIDE_S = 0.05 + 0.1 + HEARTBEAT_S + 0.15
-"""What is measured begins earlier and ends later: the client closes its socket, the worker's turn comes (an idle loop waits, or a step
-is under way), it frees the blocks, a heartbeat tells it, a poll reads it; and three processes may each have to wait for a core."""
+"""What is measured begins earlier and ends later: the client closes its socket, the worker's turn comes (an
+idle loop waits, or a step is under way), it frees the blocks, a heartbeat tells it, a poll reads it; and
+three processes may each have to wait for a core."""
 NUM_PROCESSES = 4
-"""The coordinator, a prefill worker, a decode worker and this one: where other programs have the cores, each waits for its turn about as
-long as a poll of the idle cluster takes."""
+"""The coordinator, a prefill worker, a decode worker and this one: where other programs have the cores, each
+waits for its turn about as long as a poll of the idle cluster takes."""
 STARVED_S = 30.0
-"""There one turn of a loop may come late: only the median is held to the promise, and no single case to more than half an answer.
-(tests/decode/test_cancellation.py holds every case to it, in every state, on a clock of its own.)"""
+"""There one turn of a loop may come late: only the median is held to the promise, and no single case to more
+than half an answer. (tests/decode/test_cancellation.py holds every case to it, in every state, on a clock of
+its own.)"""
 STARVED_P50_S = 3.0
 """And where nothing is fast: much sooner than by waiting for the answer's end."""
 
@@ -47,7 +50,10 @@ def hang_up_after(cluster: ForkedCluster, body: dict[str, object], wait_s: float
     host, _, port = cluster.url.removeprefix("http://").partition(":")
     data = json.dumps({"model": MODEL_NAME, "stream": True, "ignore_eos": True, **body}).encode()
     with socket.create_connection((host, int(port)), STARVED_S) as client:
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: "
+            f"application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+        )
         client.sendall(head.encode() + data)
         time.sleep(wait_s)
 
@@ -60,7 +66,11 @@ def test_who_hangs_up_holds_no_block(slow: ForkedCluster, record_property: pytes
         cluster.state()
         polls.append(time.monotonic() - asked)
         prompt = [draw.randrange(250) for _ in range(draw.choice([5, 100, 1000]))]
-        hang_up_after(cluster, {"prompt": prompt, "max_tokens": NUM_TOKENS, "n": 1 + number % 2}, draw.uniform(0, LONGEST_WAIT_S))
+        hang_up_after(
+            cluster,
+            {"prompt": prompt, "max_tokens": NUM_TOKENS, "n": 1 + number % 2},
+            draw.uniform(0, LONGEST_WAIT_S),
+        )
         closed = time.monotonic()
         wait_for("no block is held for it", cluster.at_rest, STARVED_S)
         seconds.append(time.monotonic() - closed)

@@ -1,4 +1,5 @@
-"""Workers are killed, frozen and told to leave, one after the other, while clients stream: every byte is as without a fault.
+"""Workers are killed, frozen and told to leave, one after the other, while clients stream: every byte is as
+without a fault.
 
 (Ten minutes of it, with a network that loses packets: ``python -m splitserve.bench.chaos.chaos``.)
 """
@@ -36,7 +37,9 @@ FAULTS = [
 class Clients:
     """One that streams each of the bodies, again and again, and checks every answer."""
 
-    def __init__(self, cluster: ForkedCluster, bodies: dict[str, dict[str, Any]], expected: dict[str, Answer]) -> None:
+    def __init__(
+        self, cluster: ForkedCluster, bodies: dict[str, dict[str, Any]], expected: dict[str, Answer]
+    ) -> None:
         self._cluster, self._bodies, self._expected = cluster, bodies, expected
         self._stop = threading.Event()
         self.num_answers = 0
@@ -100,7 +103,10 @@ def test_whatever_befalls_workers_no_byte_differs(
         clients.end()
     cluster.wait_at_rest()
     after = cluster.state()["counters"]
-    print(f"{clients.num_answers} answers in {time.monotonic() - began:.1f} s, {after['recoveries'] - before['recoveries']:g} recoveries")
+    print(
+        f"{clients.num_answers} answers in {time.monotonic() - began:.1f} s, "
+        f"{after['recoveries'] - before['recoveries']:g} recoveries"
+    )
     assert after["workers_lost"] - before["workers_lost"] >= 4
     assert after["workers_left"] - before["workers_left"] == 2
     assert after["recoveries"] > before["recoveries"]
@@ -110,9 +116,14 @@ def test_the_chaos_runs_clocks_jump_while_their_processes_run(tmp_path: Path) ->
     if why_not := chaos_clocks.missing():
         pytest.skip(why_not)
     clocks = chaos_clocks.Clocks(tmp_path / "clocks", ["worker"])
-    program = "import sys, time\nfor _ in sys.stdin:\n    time.sleep(0.001)\n    print(time.time() - time.monotonic(), flush=True)"
+    program = (
+        "import sys, time\nfor _ in sys.stdin:\n    time.sleep(0.001)\n    print(time.time() - "
+        "time.monotonic(), flush=True)"
+    )
     environ = {**os.environ, **clocks.environ("worker")}
-    with subprocess.Popen([sys.executable, "-c", program], stdin=-1, stdout=-1, text=True, bufsize=1, env=environ) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=-1, stdout=-1, text=True, bufsize=1, env=environ
+    ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
 

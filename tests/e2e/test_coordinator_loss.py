@@ -1,4 +1,5 @@
-"""The coordinator is gone: what it had asked for is freed within the time, and the next one is served at once."""
+"""The coordinator is gone: what it had asked for is freed within the time, and the next one is served at
+once."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class SilentCoordinator:
 
 
 def lose_the_coordinator(cluster: ForkedCluster) -> SilentCoordinator:
-    """It is killed under load, and starts again when every worker has given it up. What was heard meanwhile."""
+    """It is killed under load, and starts again when every worker has given it up. What was heard
+    meanwhile."""
     streams = Streams(cluster, ["one " * 50, "two " * 90, "three " * 9], 3000)
     streams.wait_under_way()
     cluster.process.send_signal(signal.SIGKILL)
@@ -72,9 +74,13 @@ def test_workers_free_what_nobody_owns_and_take_new_work_at_once(forked_cluster:
         cluster.wait_at_rest()
         assert {w["pid"] for w in cluster.state()["workers"]} == pids
         for name in NAMES:
-            gave_up = re.findall(r"for (\d+) s: freeing all it had asked for", cluster.log_of(name)[said[name] :])
+            gave_up = re.findall(
+                r"for (\d+) s: freeing all it had asked for", cluster.log_of(name)[said[name] :]
+            )
             assert gave_up, name
-            assert all(int(seconds) >= ORPHANED_AFTER_S for seconds in gave_up), "they gave it time to come back"
+            assert all(int(seconds) >= ORPHANED_AFTER_S for seconds in gave_up), (
+                "they gave it time to come back"
+            )
         return max(silent.held.values(), default=0) > 0
 
     # Where whoever looks waits long for a core, the streams may have come to their end before.

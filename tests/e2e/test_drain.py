@@ -35,7 +35,13 @@ def expected(cluster: Cluster) -> list[str]:
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A prefill and two decode workers, a tenth of a second a token."""
     folder = tmp_path_factory.mktemp("slow")
-    arguments = ("--decode", "2", "--runner", paced.paced_runner(folder / "profile.json", 0.01, DECODE_STEP_S), *NEVER_DEAD)
+    arguments = (
+        "--decode",
+        "2",
+        "--runner",
+        paced.paced_runner(folder / "profile.json", 0.01, DECODE_STEP_S),
+        *NEVER_DEAD,
+    )
     with running(paced.MODEL, folder, *arguments) as cluster:
         yield cluster
 
@@ -51,7 +57,9 @@ def counters(cluster: Cluster) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("whole_before")
-def test_a_decode_worker_leaves_within_seconds_and_nothing_is_computed_twice(cluster: Cluster, expected: list[str]) -> None:
+def test_a_decode_worker_leaves_within_seconds_and_nothing_is_computed_twice(
+    cluster: Cluster, expected: list[str]
+) -> None:
     before = counters(cluster)
 
     def moved() -> bool:
@@ -110,7 +118,9 @@ def test_all_of_a_requests_state_moves(cluster: Cluster) -> None:
     }
 
     def ask() -> Any:
-        answer = cluster.client.completions.create(model=MODEL_NAME, prompt="state " * 20, max_tokens=1500, **more)
+        answer = cluster.client.completions.create(
+            model=MODEL_NAME, prompt="state " * 20, max_tokens=1500, **more
+        )
         return [(choice.text, choice.finish_reason, choice.logprobs) for choice in answer.choices]
 
     def running() -> list[int]:
@@ -128,7 +138,9 @@ def test_all_of_a_requests_state_moves(cluster: Cluster) -> None:
             runs_it = running()
             if runs_it:
                 os.kill(runs_it[0], signal.SIGTERM)
-                wait_for("it has left", lambda: runs_it[0] not in [w["pid"] for w in cluster.workers("decode")])
+                wait_for(
+                    "it has left", lambda: runs_it[0] not in [w["pid"] for w in cluster.workers("decode")]
+                )
             assert answer.result(timeout=200) == undisturbed
         cluster.wait_whole(2, 2)
         cluster.wait_at_rest()

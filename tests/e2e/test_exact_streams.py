@@ -1,4 +1,5 @@
-"""With --exact, what a client receives is the same to the last bit whether a worker was killed in mid-stream or not."""
+"""With --exact, what a client receives is the same to the last bit whether a worker was killed in mid-stream
+or not."""
 
 from __future__ import annotations
 
@@ -17,7 +18,12 @@ from transformers import PreTrainedModel
 NUM_TOKENS = 250
 UNDER_WAY = 5  # pieces of each stream before the kill
 SAMPLED = {"temperature": 1.2, "seed": 7, "top_p": 0.95, "min_p": 0.01}
-PENALTIES = {"presence_penalty": 0.1, "frequency_penalty": 0.01, "repetition_penalty": 1.02, "logit_bias": {"65": 1.0}}
+PENALTIES = {
+    "presence_penalty": 0.1,
+    "frequency_penalty": 0.01,
+    "repetition_penalty": 1.02,
+    "logit_bias": {"65": 1.0},
+}
 BODIES: dict[str, dict[str, Any]] = {
     "greedy, logprobs": {"prompt": "once upon", "temperature": 0, "logprobs": 3},
     "sampled, three choices": {"prompt": "a time " * 9, "n": 3, "logprobs": 1, **SAMPLED},
@@ -25,12 +31,24 @@ BODIES: dict[str, dict[str, Any]] = {
     "greedy, long prompt": {"prompt": [(i * 13 + i // 7) % 250 for i in range(700)], "temperature": 0},
 }
 Answer = dict[int, dict[str, Any]]
-"""By choice: its text, finish reason and columns of logprobs. (How many tokens come in one event is a matter of timing.)"""
+"""By choice: its text, finish reason and columns of logprobs. (How many tokens come in one event is a matter
+of timing.)"""
 
 
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory: pytest.TempPathFactory, tiny: tuple[Path, PreTrainedModel]) -> Iterator[Cluster]:
-    arguments = ("--exact", "--dtype", "bfloat16", "--prefill", "2", "--decode", "2", "--kv-cache-gib", "0.1", *NEVER_DEAD)
+    arguments = (
+        "--exact",
+        "--dtype",
+        "bfloat16",
+        "--prefill",
+        "2",
+        "--decode",
+        "2",
+        "--kv-cache-gib",
+        "0.1",
+        *NEVER_DEAD,
+    )
     with running(tiny[0], tmp_path_factory.mktemp("exact"), *arguments) as cluster:
         yield cluster
 
@@ -59,7 +77,9 @@ class Streams:
         """Or at their end: a slow reader gets many tokens in one event."""
 
         def under_way() -> bool:
-            return all(self.counts[name] >= UNDER_WAY or future.done() for name, future in self._futures.items())
+            return all(
+                self.counts[name] >= UNDER_WAY or future.done() for name, future in self._futures.items()
+            )
 
         wait_for("all streams are under way", under_way)
 
@@ -95,7 +115,9 @@ def expected(exact: Cluster, bodies: dict[str, dict[str, Any]]) -> dict[str, Ans
 
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])
-def test_a_killed_worker_changes_no_bit(exact: Cluster, bodies: dict[str, dict[str, Any]], expected: dict[str, Answer], role: str) -> None:
+def test_a_killed_worker_changes_no_bit(
+    exact: Cluster, bodies: dict[str, dict[str, Any]], expected: dict[str, Answer], role: str
+) -> None:
     exact.wait_whole(2, 2)
     streams = Streams(exact, bodies)
     streams.wait_under_way()

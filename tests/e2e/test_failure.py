@@ -1,4 +1,5 @@
-"""Processes die, freeze and restart in mid-stream: no stream loses, doubles or changes a token, no block leaks."""
+"""Processes die, freeze and restart in mid-stream: no stream loses, doubles or changes a token, no block
+leaks."""
 
 from __future__ import annotations
 
@@ -37,7 +38,10 @@ class Streams:
         """Or at their end: a slow reader gets many tokens in one event."""
 
         def under_way() -> bool:
-            return all(count >= num_pieces or future.done() for count, future in zip(self.counts, self._futures, strict=True))
+            return all(
+                count >= num_pieces or future.done()
+                for count, future in zip(self.counts, self._futures, strict=True)
+            )
 
         wait_for("all streams are under way", under_way)
 
@@ -69,7 +73,10 @@ def test_kill_in_mid_stream(cluster: Cluster, expected: list[str], role: str) ->
     streams.wait_under_way()
     victim = cluster.busy_worker(role)
     os.kill(victim["pid"], signal.SIGKILL)
-    wait_for("the loss is noticed", lambda: victim["incarnation"] not in [w["incarnation"] for w in cluster.workers(role)])
+    wait_for(
+        "the loss is noticed",
+        lambda: victim["incarnation"] not in [w["incarnation"] for w in cluster.workers(role)],
+    )
     assert streams.texts() == expected
     cluster.wait_whole(2, 2)
     cluster.wait_at_rest()
@@ -84,16 +91,22 @@ def test_kill_the_fork_server_in_mid_stream(cluster: Cluster, expected: list[str
     (server,) = (child for child in others if "multiprocessing.forkserver" in str(child.cmdline()))
     server.kill()
     assert streams.texts() == expected
-    assert {worker["worker_id"]: worker["pid"] for worker in cluster.state()["workers"]} == before, "no worker has ended"
+    assert {worker["worker_id"]: worker["pid"] for worker in cluster.state()["workers"]} == before, (
+        "no worker has ended"
+    )
     cluster.wait_log(f" WARNING the fork server (process {server.pid}) has ended")
     os.kill(before["decode-1"], signal.SIGKILL)
-    wait_for("its loss is noticed", lambda: before["decode-1"] not in [w["pid"] for w in cluster.workers("decode")])
+    wait_for(
+        "its loss is noticed", lambda: before["decode-1"] not in [w["pid"] for w in cluster.workers("decode")]
+    )
     cluster.wait_whole(2, 2)  # another server has forked it
     cluster.wait_at_rest()
 
 
 def test_kill_the_prefill_worker_in_mid_prompt(cluster: Cluster) -> None:
-    prompts = [[(i * 13 + i // 7 + start) % 250 for i in range(3500)] for start in range(6)]  # one alone may be over between two looks
+    prompts = [
+        [(i * 13 + i // 7 + start) % 250 for i in range(3500)] for start in range(6)
+    ]  # one alone may be over between two looks
     with ThreadPoolExecutor(len(prompts)) as pool:
         answers = [pool.submit(cluster.complete, prompt, 8) for prompt in prompts]
         wait_for("a prompt is dispatched", lambda: any(w["dispatches"] for w in cluster.workers("prefill")))
@@ -112,12 +125,18 @@ def test_freeze_in_mid_stream_then_thaw(cluster: Cluster, expected: list[str], r
     os.kill(victim["pid"], signal.SIGSTOP)
     try:
         assert streams.texts() == expected
-        wait_for("the loss is noticed", lambda: victim["pid"] not in [w["pid"] for w in cluster.workers(role)])
+        wait_for(
+            "the loss is noticed", lambda: victim["pid"] not in [w["pid"] for w in cluster.workers(role)]
+        )
     finally:
         os.kill(victim["pid"], signal.SIGCONT)
-    cluster.wait_whole(2, 2)  # thawed, and back under a new incarnation; or under the old one, where it has dropped its work by itself
+    cluster.wait_whole(
+        2, 2
+    )  # thawed, and back under a new incarnation; or under the old one, where it has dropped its work by itself
     back = next(w for w in cluster.workers(role) if w["pid"] == victim["pid"])
-    if back["incarnation"] == victim["incarnation"]:  # it stood still for so long that it gave up the coordinator
+    if (
+        back["incarnation"] == victim["incarnation"]
+    ):  # it stood still for so long that it gave up the coordinator
         cluster.wait_log("freeing all it had asked for")
     cluster.wait_at_rest()
 

@@ -18,11 +18,19 @@ from splitserve.cli.settings import DEMO_MODEL
 from splitserve.kernels.huge_pages import POPULATING
 
 REQUESTS = 8
-TIMES, AND_S = 2.0, 0.01  # caches of a busy processor; reading a tokenizer or compiling takes several times as much
+TIMES, AND_S = (
+    2.0,
+    0.01,
+)  # caches of a busy processor; reading a tokenizer or compiling takes several times as much
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {"temperature": 0},
     "sampled": {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.01},
-    "penalties": {"temperature": 0.8, "presence_penalty": 0.4, "repetition_penalty": 1.2, "logit_bias": {"5": 2}},
+    "penalties": {
+        "temperature": 0.8,
+        "presence_penalty": 0.4,
+        "repetition_penalty": 1.2,
+        "logit_bias": {"5": 2},
+    },
     "logprobs": {"temperature": 0, "logprobs": 3},
     "structured": {"temperature": 0, "structured_outputs": {"regex": "[a-z]{40}"}},
     "long": {"temperature": 0},
@@ -31,9 +39,12 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """The bundled model, whose tokenizer is a real one. The pages of its cache that are found beside requests have been: the thread that
-    finds them costs the same process, at any time, and on a virtual machine one page may cost as much as a request."""
-    with running(DEMO_MODEL, tmp_path_factory.mktemp("fresh"), "--kv-cache-gib", "0.2", *NEVER_DEAD) as cluster:
+    """The bundled model, whose tokenizer is a real one. The pages of its cache that are found beside requests
+    have been: the thread that finds them costs the same process, at any time, and on a virtual machine one
+    page may cost as much as a request."""
+    with running(
+        DEMO_MODEL, tmp_path_factory.mktemp("fresh"), "--kv-cache-gib", "0.2", *NEVER_DEAD
+    ) as cluster:
         for pid in pids_of(cluster):
             wait_for("the cache's pages are found", lambda pid=pid: not populates(pid))
         yield cluster

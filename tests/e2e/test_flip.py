@@ -1,4 +1,5 @@
-"""Workers change their roles in place while streams run: no token is lost, doubled or different, and their caches go on serving."""
+"""Workers change their roles in place while streams run: no token is lost, doubled or different, and their
+caches go on serving."""
 
 from __future__ import annotations
 
@@ -20,9 +21,23 @@ PROMPTS = [f"flip {i} " + "uvw" * (11 * i) for i in range(4)]
 
 
 @pytest.fixture(scope="module")
-def flexible(tiny: tuple[Path, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def flexible(
+    tiny: tuple[Path, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
     """Three workers: one begins as a prefill worker, two as decode workers."""
-    arguments = ("--flexible", "--prefill", "1", "--decode", "2", "--kv-cache-gib", "0.1", "--exact", "--dtype", "float32", *NEVER_DEAD)
+    arguments = (
+        "--flexible",
+        "--prefill",
+        "1",
+        "--decode",
+        "2",
+        "--kv-cache-gib",
+        "0.1",
+        "--exact",
+        "--dtype",
+        "float32",
+        *NEVER_DEAD,
+    )
     with running(tiny[0], tmp_path_factory.mktemp("flexible"), *arguments) as cluster:
         yield cluster
 
@@ -44,7 +59,9 @@ def newest(cluster: Cluster) -> dict[str, Any]:
     return found
 
 
-def test_a_decode_worker_becomes_a_prefill_worker_and_back_under_load(flexible: Cluster, expected: list[str]) -> None:
+def test_a_decode_worker_becomes_a_prefill_worker_and_back_under_load(
+    flexible: Cluster, expected: list[str]
+) -> None:
     flexible.wait_whole(1, 2)
     before = flexible.state()["counters"]
 
@@ -86,7 +103,10 @@ def test_what_it_has_cached_in_one_role_it_has_in_the_other(flexible: Cluster) -
     flip(flexible, first, "decode")
     flexible.wait_whole(1, 2)
     # It computed the prompt, so it gets the request: once it has told what it has.
-    wait_for("its cache is known", lambda: any(w["process"] == first and w["cached_hashes"] >= 100 for w in flexible.workers("decode")))
+    wait_for(
+        "its cache is known",
+        lambda: any(w["process"] == first and w["cached_hashes"] >= 100 for w in flexible.workers("decode")),
+    )
     answer = flexible.client.completions.create(
         model=MODEL_NAME, prompt=prompt, max_tokens=8, temperature=0, extra_body={"ignore_eos": True}
     )

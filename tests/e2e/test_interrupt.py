@@ -12,15 +12,35 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from e2e.cluster import HTTP, MODEL_NAME, NEVER_DEAD, PATIENCE_S, START_S, Cluster, answers, free_port, running, wait_for
+from e2e.cluster import (
+    HTTP,
+    MODEL_NAME,
+    NEVER_DEAD,
+    PATIENCE_S,
+    START_S,
+    Cluster,
+    answers,
+    free_port,
+    running,
+    wait_for,
+)
 from transformers import PreTrainedModel
 
 from splitserve.coordinator.run_folder import RunFolder
 
-ENDLESS = {"model": MODEL_NAME, "prompt": "x", "max_tokens": 4000, "temperature": 0, "ignore_eos": True, "stream": True}
+ENDLESS = {
+    "model": MODEL_NAME,
+    "prompt": "x",
+    "max_tokens": 4000,
+    "temperature": 0,
+    "ignore_eos": True,
+    "stream": True,
+}
 
 
-def test_ctrl_c_ends_an_open_stream_and_everything_else(tiny: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
+def test_ctrl_c_ends_an_open_stream_and_everything_else(
+    tiny: tuple[Path, PreTrainedModel], tmp_path: Path
+) -> None:
     with (
         running(tiny[0], tmp_path, "--kv-cache-gib", "0.1", *NEVER_DEAD) as cluster,
         HTTP.stream("POST", f"{cluster.url}/v1/completions", json=ENDLESS) as response,
@@ -52,25 +72,44 @@ def test_a_killed_worker_is_noticed_before_it_is_missed(cluster: Cluster, role: 
 
 
 def test_what_a_killed_up_leaves_behind_goes_with_the_next_start(
-    tiny: tuple[Path, PreTrainedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    tiny: tuple[Path, PreTrainedModel],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     """The cluster's key, the workers' settings, multiprocessing's sockets: all lie in one folder."""
     places = Path(tempfile.mkdtemp())  # a short path: names of sockets are bounded
     request.addfinalizer(lambda: shutil.rmtree(places))
     monkeypatch.setattr(tempfile, "tempdir", str(places))
     port, log = free_port(), tmp_path / "log"
-    command = [sys.executable, "-m", "splitserve.cli.main", "up", "--model", str(tiny[0]), "--port", str(port), "--kv-cache-gib", "0.05"]
+    command = [
+        sys.executable,
+        "-m",
+        "splitserve.cli.main",
+        "up",
+        "--model",
+        str(tiny[0]),
+        "--port",
+        str(port),
+        "--kv-cache-gib",
+        "0.05",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(places)}
     with log.open("wb") as sink:
         process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env=environment)
     try:
-        wait_for(f"the cluster is ready (log: {log})", lambda: answers(f"http://127.0.0.1:{port}/ready"), START_S)
+        wait_for(
+            f"the cluster is ready (log: {log})", lambda: answers(f"http://127.0.0.1:{port}/ready"), START_S
+        )
         assert list(places.glob("*/run-*/cluster.key"))
     finally:
         process.kill()
         process.wait(PATIENCE_S)
     wait_for("its processes have ended", lambda: not answers(f"http://127.0.0.1:{port}/health"))
     next_one = RunFolder()
-    wait_for("nothing is left", lambda: RunFolder().close() is None and [path.name for path in places.rglob("*.key")] == [])
+    wait_for(
+        "nothing is left",
+        lambda: RunFolder().close() is None and [path.name for path in places.rglob("*.key")] == [],
+    )
     next_one.close()
     assert [path for path in places.rglob("*") if path.name.startswith("pymp-")] == []

@@ -1,4 +1,5 @@
-"""The cluster key is changed under streams, by the three steps of docs/operations.md: none is lost or comes out different."""
+"""The cluster key is changed under streams, by the three steps of docs/operations.md: none is lost or comes
+out different."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def restart_workers(cluster: Cluster, times: int) -> None:
     """For the so-many-th time, one after the other."""
     before = pids(cluster)
     cluster.process.send_signal(signal.SIGUSR1)
-    wait_for("both workers are new", lambda: cluster.log.read_text().count(RENEWED) == times, RENEWED_WITHIN_S)
+    wait_for(
+        "both workers are new", lambda: cluster.log.read_text().count(RENEWED) == times, RENEWED_WITHIN_S
+    )
     now = pids(cluster)
     assert now.keys() == before.keys()
     assert all(now[name] != pid for name, pid in before.items())
@@ -40,7 +43,9 @@ def test_the_key_is_changed_under_streams(tmp_path: Path) -> None:
     key_file = tmp_path / "key"
     old = generate_key(key_file)
     runner = paced.paced_runner(tmp_path / "profile.json", 0.01, DECODE_STEP_S)
-    with running(paced.MODEL, tmp_path, "--key-file", str(key_file), "--runner", runner, *NEVER_DEAD) as cluster:
+    with running(
+        paced.MODEL, tmp_path, "--key-file", str(key_file), "--runner", runner, *NEVER_DEAD
+    ) as cluster:
         undisturbed = "".join(cluster.stream("key", NUM_TOKENS, seed=7))
         coordinator = cluster.state()["coordinator"]
         enough = threading.Event()
@@ -58,7 +63,10 @@ def test_the_key_is_changed_under_streams(tmp_path: Path) -> None:
                 for number, (step, says) in enumerate(STEPS.items(), 1):
                     told = CliRunner().invoke(cli, ["keygen", str(key_file), "--rotate", step])
                     assert told.exit_code == 0, told.output
-                    wait_for(f"the coordinator follows {step}", lambda n=number: cluster.log.read_text().count(FOLLOWED) == n)  # type: ignore[misc]
+                    wait_for(
+                        f"the coordinator follows {step}",
+                        lambda n=number: cluster.log.read_text().count(FOLLOWED) == n,
+                    )  # type: ignore[misc]
                     assert cluster.log.read_text().rpartition(FOLLOWED)[2].startswith(says)
                     restart_workers(cluster, number)
             finally:

@@ -1,4 +1,5 @@
-"""A mover that breaks in mid-stream in a real worker: its requests go on by tcp, with a warning and a count."""
+"""A mover that breaks in mid-stream in a real worker: its requests go on by tcp, with a warning and a
+count."""
 
 from __future__ import annotations
 
@@ -30,14 +31,21 @@ ShmSource.put = put
 
 
 def fallbacks(metrics: str) -> float:
-    return sum(float(value) for value in re.findall(r"^splitserve_\w*mover_fallbacks\w*(?:\{[^}]*\})? (\S+)$", metrics, re.MULTILINE))
+    return sum(
+        float(value)
+        for value in re.findall(
+            r"^splitserve_\w*mover_fallbacks\w*(?:\{[^}]*\})? (\S+)$", metrics, re.MULTILINE
+        )
+    )
 
 
 def test_a_mover_that_breaks_is_replaced_by_zmq(
     cluster: Cluster, tiny: tuple[Path, PreTrainedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = Streams(cluster, PROMPTS, NUM_TOKENS).texts()
-    assert fallbacks(HTTP.get(f"{cluster.url}/metrics").text) == 0  # whoever was killed there: that is no fault of a mover
+    assert (
+        fallbacks(HTTP.get(f"{cluster.url}/metrics").text) == 0
+    )  # whoever was killed there: that is no fault of a mover
     (tmp_path / "sitecustomize.py").write_text(BROKEN_SHM)  # every Python process reads it as it starts
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     with running(tiny[0], tmp_path, "--kv-cache-gib", "0.1", *NEVER_DEAD) as broken:
@@ -45,6 +53,8 @@ def test_a_mover_that_breaks_is_replaced_by_zmq(
         broken.wait_log("broken by a test; from now on by tcp")
         broken.wait_log("hands KV blocks to decode-0 by tcp")
         said = broken.log.read_text()
-        assert said.index("decode-0 by shm") < said.index("from now on by tcp") < said.index("decode-0 by tcp")
+        assert (
+            said.index("decode-0 by shm") < said.index("from now on by tcp") < said.index("decode-0 by tcp")
+        )
         wait_for("the count is told", lambda: fallbacks(HTTP.get(f"{broken.url}/metrics").text) == 1)
         broken.wait_at_rest()

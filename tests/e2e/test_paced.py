@@ -22,9 +22,13 @@ def test_a_cluster_without_weights_answers_at_the_profiled_pace(tmp_path: Path) 
     prefill, decode = (StepModel(pieces=(Piece(curve=((0, seconds),)),)) for seconds in (0.2, 0.04))
     memory = Memory(block_size=16, num_blocks=64, block_bytes=1 << 16, num_layers=8, max_model_len=512)
     Profile(name="slow", memory=memory, prefill=prefill, decode=decode).write(path)
-    with running(folder, tmp_path, "--runner", f"paced:{path}", "--trace-folder", str(tmp_path / "traces")) as cluster:
+    with running(
+        folder, tmp_path, "--runner", f"paced:{path}", "--trace-folder", str(tmp_path / "traces")
+    ) as cluster:
         began = time.monotonic()
-        answer = cluster.client.completions.create(model=MODEL_NAME, prompt=list(range(10, 50)), max_tokens=21, seed=4)
+        answer = cluster.client.completions.create(
+            model=MODEL_NAME, prompt=list(range(10, 50)), max_tokens=21, seed=4
+        )
         took = time.monotonic() - began
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 21

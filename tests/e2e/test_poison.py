@@ -1,4 +1,5 @@
-"""A request that kills whichever worker runs it ends with a clear error, and takes nobody else's stream along."""
+"""A request that kills whichever worker runs it ends with a clear error, and takes nobody else's stream
+along."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ def expected(forked_cluster: ForkedCluster) -> list[str]:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_poisonous_request_ends_and_the_others_go_on(forked_cluster: ForkedCluster, expected: list[str], role: str) -> None:
+def test_a_poisonous_request_ends_and_the_others_go_on(
+    forked_cluster: ForkedCluster, expected: list[str], role: str
+) -> None:
     cluster = forked_cluster
     cluster.wait_whole(2, 2)
     started = cluster.num_started

@@ -12,7 +12,17 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from e2e.cluster import HTTP, MODEL_NAME, NEVER_DEAD, PATIENCE_S, Cluster, answers, free_port, running, wait_for
+from e2e.cluster import (
+    HTTP,
+    MODEL_NAME,
+    NEVER_DEAD,
+    PATIENCE_S,
+    Cluster,
+    answers,
+    free_port,
+    running,
+    wait_for,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
@@ -33,10 +43,17 @@ def reference(cluster: Cluster, tiny: Tiny, prompt: list[int], max_tokens: int) 
     ids = torch.tensor([prompt])
     with torch.inference_mode():
         out = tiny[1].generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, min_new_tokens=max_tokens, do_sample=False, pad_token_id=0
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_tokens,
+            min_new_tokens=max_tokens,
+            do_sample=False,
+            pad_token_id=0,
         )
     tokens = [t for t in out[0, len(prompt) :].tolist() if t < NUM_BYTES]
-    text: str = HTTP.post(f"{cluster.url}/detokenize", json={"model": MODEL_NAME, "tokens": tokens}).json()["prompt"]
+    text: str = HTTP.post(f"{cluster.url}/detokenize", json={"model": MODEL_NAME, "tokens": tokens}).json()[
+        "prompt"
+    ]
     return text
 
 
@@ -58,7 +75,9 @@ def test_a_shared_prefix_is_computed_once(cluster: Cluster) -> None:
     before = {w["worker_id"]: w["cached_hashes"] for w in cluster.workers("prefill")}
 
     def cached_tokens(tail: int) -> int:
-        answer = cluster.client.completions.create(model=MODEL_NAME, prompt=[*prefix, tail, tail], max_tokens=4, temperature=0)
+        answer = cluster.client.completions.create(
+            model=MODEL_NAME, prompt=[*prefix, tail, tail], max_tokens=4, temperature=0
+        )
         return int(answer.usage.prompt_tokens_details.cached_tokens)
 
     def known() -> bool:
@@ -80,7 +99,9 @@ def test_64_streams_at_once(cluster: Cluster) -> None:
 
 def test_a_seed_repeats_and_choices_differ(cluster: Cluster) -> None:
     def sample() -> list[str]:
-        answer = cluster.client.completions.create(model=MODEL_NAME, prompt="abc", max_tokens=24, temperature=1.0, seed=5, n=3)
+        answer = cluster.client.completions.create(
+            model=MODEL_NAME, prompt="abc", max_tokens=24, temperature=1.0, seed=5, n=3
+        )
         return [choice.text for choice in answer.choices]
 
     first = sample()
@@ -108,7 +129,12 @@ def test_a_client_that_leaves_frees_everything(cluster: Cluster) -> None:
 
 def test_metrics_tell_of_the_work(cluster: Cluster) -> None:
     cluster.complete("metrics", 4)
-    for name in ("time_to_first_token_seconds", "inter_token_latency_seconds", "request_handoff_time_seconds", "kv_blocks"):
+    for name in (
+        "time_to_first_token_seconds",
+        "inter_token_latency_seconds",
+        "request_handoff_time_seconds",
+        "kv_blocks",
+    ):
         told = lambda name=name: f"splitserve_{name}" in HTTP.get(f"{cluster.url}/metrics").text  # noqa: E731
         wait_for(name, told)  # a scrape within a second of another gets the same text
 
@@ -118,26 +144,55 @@ def test_metrics_tell_how_busy_each_worker_is_and_how_long_its_start_took(cluste
 
     def values(name: str) -> dict[str, float]:
         text = HTTP.get(f"{cluster.url}/metrics").text
-        return {labels: float(value) for labels, value in re.findall(rf"^splitserve_worker_{name}{{([^}}]*)}} (\S+)$", text, re.M)}
+        return {
+            labels: float(value)
+            for labels, value in re.findall(rf"^splitserve_worker_{name}{{([^}}]*)}} (\S+)$", text, re.M)
+        }
 
     for role in ("prefill", "decode"):
-        ran = lambda role=role: sum(seconds for labels, seconds in values("busy_seconds_total").items() if role in labels) > 0  # noqa: E731
+
+        def ran(role: str = role) -> bool:
+            busy = values("busy_seconds_total").items()
+            return sum(seconds for labels, seconds in busy if role in labels) > 0
+
         wait_for(f"a {role} worker's steps are counted", ran)
         assert any(role in labels and size >= 1 for labels, size in values("largest_batch").items())
     assert all(0 <= share <= 1 for share in values("busy_ratio").values())
-    phases = {match[1] for labels in values("start_seconds") if (match := re.search('phase="([a-z_]+)"', labels))}
+    phases = {
+        match[1] for labels in values("start_seconds") if (match := re.search('phase="([a-z_]+)"', labels))
+    }
     assert {"fingerprint", "weights", "kv_cache", "warm_up", "connect"} <= phases
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(10**6), 10**6) | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**6), 10**6)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
     max_leaves=6,
 )
-FIELDS = ("prompt", "max_tokens", "temperature", "n", "stop", "logprobs", "logit_bias", "stream", "seed", "top_p", "model")
+FIELDS = (
+    "prompt",
+    "max_tokens",
+    "temperature",
+    "n",
+    "stop",
+    "logprobs",
+    "logit_bias",
+    "stream",
+    "seed",
+    "top_p",
+    "model",
+)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=200,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(body=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=5))
 def test_nonsense_is_refused_in_openais_words(cluster: Cluster, body: dict[str, object]) -> None:
     answer = HTTP.post(f"{cluster.url}/v1/completions", json={"model": MODEL_NAME, "max_tokens": 2, **body})
@@ -147,7 +202,9 @@ def test_nonsense_is_refused_in_openais_words(cluster: Cluster, body: dict[str, 
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
-def test_a_coordinator_alone_answers_503_at_once_and_serves_when_workers_come(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_coordinator_alone_answers_503_at_once_and_serves_when_workers_come(
+    tiny: Tiny, tmp_path: Path
+) -> None:
     port, control = free_port(), free_port()
     common = ["--model", str(tiny[0]), "--insecure"]
     spawn = [sys.executable, "-m", "splitserve.cli.main"]
@@ -179,9 +236,26 @@ def test_a_coordinator_alone_answers_503_at_once_and_serves_when_workers_come(ti
 def test_workers_of_different_block_sizes_are_refused_in_a_sentence(tiny: Tiny, tmp_path: Path) -> None:
     port, control = free_port(), free_port()
     common = [sys.executable, "-m", "splitserve.cli.main"]
-    worker = ["--model", str(tiny[0]), "--insecure", "--coordinator", f"tcp://127.0.0.1:{control}", "--kv-cache-gib", "0.05"]
+    worker = [
+        "--model",
+        str(tiny[0]),
+        "--insecure",
+        "--coordinator",
+        f"tcp://127.0.0.1:{control}",
+        "--kv-cache-gib",
+        "0.05",
+    ]
     roles = [
-        ["coordinator", "--model", str(tiny[0]), "--insecure", "--port", str(port), "--control-address", f"tcp://127.0.0.1:{control}"],
+        [
+            "coordinator",
+            "--model",
+            str(tiny[0]),
+            "--insecure",
+            "--port",
+            str(port),
+            "--control-address",
+            f"tcp://127.0.0.1:{control}",
+        ],
         ["prefill", *worker, "--block-size", "16"],
         ["decode", *worker, "--block-size", "32"],
     ]
@@ -198,8 +272,14 @@ def test_workers_of_different_block_sizes_are_refused_in_a_sentence(tiny: Tiny, 
     with (tmp_path / "log").open("wb") as log:
         processes = [subprocess.Popen([*common, *role], stdout=log, stderr=log) for role in roles]
         try:
-            wait_for("both workers are compared", lambda: "do not fit together: their block size differs (16 and 32)" in said())
-            wait_for("the log says so too", lambda: b"gets no work: it does not fit" in (tmp_path / "log").read_bytes())
+            wait_for(
+                "both workers are compared",
+                lambda: "do not fit together: their block size differs (16 and 32)" in said(),
+            )
+            wait_for(
+                "the log says so too",
+                lambda: b"gets no work: it does not fit" in (tmp_path / "log").read_bytes(),
+            )
         finally:
             for process in processes:
                 process.terminate()
@@ -212,7 +292,9 @@ def test_either_mover(tiny: Tiny, tmp_path: Path, mover: str) -> None:
         pytest.skip("NIXL is not installed: pip install 'splitserve[nixl]'")
     prompt = [5 + (i * 3) % 100 for i in range(700)]
     plain = ["--plaintext-kv"] if mover in IN_THE_CLEAR else []
-    with running(tiny[0], tmp_path, "--mover", mover, "--kv-cache-gib", "0.1", *plain, *NEVER_DEAD) as cluster:
+    with running(
+        tiny[0], tmp_path, "--mover", mover, "--kv-cache-gib", "0.1", *plain, *NEVER_DEAD
+    ) as cluster:
         expected = reference(cluster, tiny, prompt, 12)
         assert cluster.complete(prompt, 12, extra_body={"min_tokens": 12}) == expected
         cluster.wait_log(f"by {mover}")

@@ -1,5 +1,5 @@
-"""`splitserve up --steer act` under a load that its workers are in the wrong roles for, or too few: one changes its role, one more comes
-and goes again, and no stream is lost."""
+"""`splitserve up --steer act` under a load that its workers are in the wrong roles for, or too few: one
+changes its role, one more comes and goes again, and no stream is lost."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def test_a_worker_changes_its_role_where_the_load_calls_for_it_and_no_stream_is_
         state = cluster.state()
     assert not [s for s in streams if not s.whole], "every stream ended by its length, with every token"
     decided = [d for d in state["steering"]["decisions"] if d["kind"] == "flip"]
-    assert [(d["worker"], d["role"]) for d in decided] == [(flip["process"], "prefill") for flip in state["flips"]]
+    assert [(d["worker"], d["role"]) for d in decided] == [
+        (flip["process"], "prefill") for flip in state["flips"]
+    ]
     assert "load" in decided[0]["reason"]
     assert (state["counters"]["workers_lost"], state["counters"]["flips"]) == (0, 1)
 
@@ -67,7 +69,9 @@ def command_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     """`splitserve` is on the path; what it has started in the background ends with the test."""
     pids = tmp_path / "pids"
     pids.touch()
-    (tmp_path / "splitserve").write_text(f'#!/bin/sh\necho $$ >>{pids}\nexec {sys.executable} -m splitserve.cli.main "$@"\n')
+    (tmp_path / "splitserve").write_text(
+        f'#!/bin/sh\necho $$ >>{pids}\nexec {sys.executable} -m splitserve.cli.main "$@"\n'
+    )
     (tmp_path / "splitserve").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     yield
@@ -77,21 +81,35 @@ def command_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 
 @pytest.mark.usefixtures("command_found")
-def test_a_worker_is_started_for_a_queue_and_it_is_the_one_that_goes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_is_started_for_a_queue_and_it_is_the_one_that_goes_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the example command; those that `up` would start again stay."""
     monkeypatch.setenv("SCALE_FOLDER", str(tmp_path / "scaled"))
     model, profile = model_and_profile(tmp_path)
     control = f"tcp://127.0.0.1:{free_port()}"
     command = f"{SCALE} --insecure --model {model} --coordinator {control} --runner paced:{profile}"
     workers = ("--runner", f"paced:{profile}", "--insecure", "--control-address", control, *NEVER_DEAD)
-    steering = ("--steer", "act", "--steer-slo", "ttft=1,tpot=0.2@p90", "--steer-profile", str(profile), "--steer-command", command)
+    steering = (
+        "--steer",
+        "act",
+        "--steer-slo",
+        "ttft=1,tpot=0.2@p90",
+        "--steer-profile",
+        str(profile),
+        "--steer-command",
+        command,
+    )
     rules = ("--steer-max-workers", "3", "--steer-queue-depth", "20", "--steer-cooldown-s", str(COOLDOWN_S))
     rules += ("--steer-scale-up-after-s", "0", "--steer-scale-down-after-s", "1")
     with running(model, tmp_path, *workers, *steering, *rules) as cluster:
         cluster.wait_whole(1, 1)
         before = {w["worker_id"]: w["pid"] for w in cluster.state()["workers"]}
         streams = asyncio.run(burst(cluster, 60))
-        wait_for("a worker came and has gone", lambda: decided(cluster, "scale_down") and len(cluster.state()["workers"]) == 2)
+        wait_for(
+            "a worker came and has gone",
+            lambda: decided(cluster, "scale_down") and len(cluster.state()["workers"]) == 2,
+        )
         assert {w["worker_id"]: w["pid"] for w in cluster.state()["workers"]} == before
         wait_for("the command was told", lambda: not list((tmp_path / "scaled").iterdir()))
         assert not [s for s in streams if not s.whole]
@@ -106,7 +124,11 @@ async def burst(cluster: Cluster, count: int) -> list[Streamed]:
     """So many streams at once."""
     async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S, trust_env=False) as http:
         request = TraceRequest(0.0, NUM_PROMPT_TOKENS, NUM_TOKENS)
-        return list(await asyncio.gather(*(stream(http, number, request, Streamed(0.0, NUM_TOKENS)) for number in range(count))))
+        return list(
+            await asyncio.gather(
+                *(stream(http, number, request, Streamed(0.0, NUM_TOKENS)) for number in range(count))
+            )
+        )
 
 
 async def load_until_flipped(cluster: Cluster) -> list[Streamed]:
@@ -114,12 +136,20 @@ async def load_until_flipped(cluster: Cluster) -> list[Streamed]:
     tasks: list[asyncio.Task[Streamed]] = []
     began = time.monotonic()
     async with httpx.AsyncClient(
-        base_url=cluster.url, timeout=PATIENCE_S, limits=httpx.Limits(max_connections=None), trust_env=False, auth=OperatorAuth()
+        base_url=cluster.url,
+        timeout=PATIENCE_S,
+        limits=httpx.Limits(max_connections=None),
+        trust_env=False,
+        auth=OperatorAuth(),
     ) as http:
         flipped = asyncio.create_task(has_flipped(http))
         while not flipped.done():
             request = TraceRequest(len(tasks) / RATE, NUM_PROMPT_TOKENS, NUM_TOKENS)
-            tasks.append(asyncio.create_task(stream(http, len(tasks), request, Streamed(request.arrival_s, NUM_TOKENS))))
+            tasks.append(
+                asyncio.create_task(
+                    stream(http, len(tasks), request, Streamed(request.arrival_s, NUM_TOKENS))
+                )
+            )
             await asyncio.wait({flipped}, timeout=max(0.0, began + len(tasks) / RATE - time.monotonic()))
         await flipped
         return list(await asyncio.gather(*tasks))
@@ -127,5 +157,7 @@ async def load_until_flipped(cluster: Cluster) -> list[Streamed]:
 
 async def has_flipped(http: httpx.AsyncClient) -> None:
     async with asyncio.timeout(FLIPPED_WITHIN_S):
-        while not any(flip["worked_s"] is not None for flip in (await http.get("/debug/state")).json()["flips"]):
+        while not any(
+            flip["worked_s"] is not None for flip in (await http.get("/debug/state")).json()["flips"]
+        ):
             await asyncio.sleep(0.1)

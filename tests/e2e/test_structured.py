@@ -15,14 +15,23 @@ from e2e.cluster import MODEL_NAME, Cluster, wait_for
 LONG = {
     "type": "object",
     "properties": {
-        "rows": {"type": "array", "minItems": 80, "maxItems": 80, "items": {"type": "integer", "minimum": 100, "maximum": 99999}}
+        "rows": {
+            "type": "array",
+            "minItems": 80,
+            "maxItems": 80,
+            "items": {"type": "integer", "minimum": 100, "maximum": 99999},
+        }
     },
     "required": ["rows"],
     "additionalProperties": False,
 }
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 10}, "kind": {"enum": ["red", "green"]}, "on": {"type": "boolean"}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 10},
+        "kind": {"enum": ["red", "green"]},
+        "on": {"type": "boolean"},
+    },
     "required": ["name", "kind", "on"],
     "additionalProperties": False,
 }
@@ -32,7 +41,10 @@ def ask(cluster: Cluster, schema: dict[str, Any], **more: Any) -> Any:
     return cluster.client.chat.completions.create(
         model=MODEL_NAME,
         messages=[{"role": "user", "content": "Anything."}],
-        response_format={"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}},
+        response_format={
+            "type": "json_schema",
+            "json_schema": {"name": "answer", "schema": schema, "strict": True},
+        },
         **{"temperature": 1.0, "max_tokens": 3000, **more},
     )
 
@@ -46,7 +58,9 @@ def test_every_answer_is_valid(cluster: Cluster) -> None:
 
 def test_the_first_token_follows_too(cluster: Cluster) -> None:
     extra = {"guided_choice": ["xyz", "yes", "y"]}
-    answer = cluster.client.completions.create(model=MODEL_NAME, prompt="a", n=8, max_tokens=9, temperature=1.5, extra_body=extra)
+    answer = cluster.client.completions.create(
+        model=MODEL_NAME, prompt="a", n=8, max_tokens=9, temperature=1.5, extra_body=extra
+    )
     assert {choice.finish_reason for choice in answer.choices} == {"stop"}
     assert {choice.text for choice in answer.choices} <= {"xyz", "yes", "y"}
 
@@ -67,7 +81,9 @@ def test_a_required_call_has_valid_arguments(cluster: Cluster) -> None:
     jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
 
 
-@pytest.mark.parametrize(("role", "number"), [("decode", signal.SIGKILL), ("prefill", signal.SIGKILL), ("decode", signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("role", "number"), [("decode", signal.SIGKILL), ("prefill", signal.SIGKILL), ("decode", signal.SIGTERM)]
+)
 def test_a_worker_dies_or_leaves_in_mid_json(cluster: Cluster, role: str, number: signal.Signals) -> None:
     cluster.wait_whole(2, 2)
     undisturbed = ask(cluster, LONG, seed=5, temperature=0.9).choices[0].message.content
@@ -80,7 +96,8 @@ def test_a_worker_dies_or_leaves_in_mid_json(cluster: Cluster, role: str, number
     reader = threading.Thread(target=read)
     reader.start()
     wait_for(
-        "the answer is under way, or at its end: a slow reader gets much in one event", lambda: len(pieces) > 20 or not reader.is_alive()
+        "the answer is under way, or at its end: a slow reader gets much in one event",
+        lambda: len(pieces) > 20 or not reader.is_alive(),
     )
     os.kill(cluster.busy_worker(role)["pid"], number)
     reader.join(90)

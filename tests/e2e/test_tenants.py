@@ -1,4 +1,5 @@
-"""Two coordinator processes, two tenants, real workers: one port, one cache each, limits that hold across, records that add up."""
+"""Two coordinator processes, two tenants, real workers: one port, one cache each, limits that hold across,
+records that add up."""
 
 from __future__ import annotations
 
@@ -53,7 +54,14 @@ def front(tiny: tuple[Path, PreTrainedModel], tmp_path_factory: pytest.TempPathF
         keys[tenant] = store.create_key(tenant).key
     store.close()
     admin = free_port(PROCESSES)
-    arguments = ["--processes", str(PROCESSES), "--tenants-file", str(folder / "tenants"), "--admin-port", str(admin)]
+    arguments = [
+        "--processes",
+        str(PROCESSES),
+        "--tenants-file",
+        str(folder / "tenants"),
+        "--admin-port",
+        str(admin),
+    ]
     arguments += ["--batch-file", str(folder / "batches")]
     with running(tiny[0], folder, *arguments, "--kv-cache-gib", "0.05", *NEVER_DEAD) as cluster:
         front = Front(cluster, keys, admin, folder)
@@ -88,7 +96,9 @@ def test_limits_hold_across_processes(front: Front) -> None:
 
 async def test_what_clients_of_all_kinds_saw_is_what_is_metered_and_counted(front: Front) -> None:
     """(10,000 of them: ``python -m splitserve.bench.handoff.mixed``.)"""
-    place = Place(front.cluster.url, front.admin, front.keys, MODEL_NAME, f"sqlite:///{front.folder}/tenants-usage")
+    place = Place(
+        front.cluster.url, front.admin, front.keys, MODEL_NAME, f"sqlite:///{front.folder}/tenants-usage"
+    )
     result = await mix(place, 150, seed=2)
     assert result["failures"] == []
     assert result["compared_one_by_one"] > 100

@@ -1,4 +1,5 @@
-"""`splitserve up` with a certificate: it waits for its coordinator and asks it over TLS, whatever name the certificate has."""
+"""`splitserve up` with a certificate: it waits for its coordinator and asks it over TLS, whatever name the
+certificate has."""
 
 from __future__ import annotations
 
@@ -13,7 +14,11 @@ def test_up_speaks_tls_with_its_own_coordinator(tmp_path: Path) -> None:
     certificate, key = write_certificate(tmp_path, "llm.example")
     command = [sys.executable, "-m", "splitserve.cli", "up", "--port", "0", "--prompt", "def f("]
     run = subprocess.run(
-        [*command, "--tls-cert", str(certificate), "--tls-key", str(key)], capture_output=True, text=True, timeout=240, check=False
+        [*command, "--tls-cert", str(certificate), "--tls-key", str(key)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip()

@@ -1,4 +1,5 @@
-"""One request's trace across coordinator, prefill and decode worker, as an OTLP receiver hears of it; and its time ledger."""
+"""One request's trace across coordinator, prefill and decode worker, as an OTLP receiver hears of it; and its
+time ledger."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ from pathlib import Path
 
 import pytest
 from e2e.cluster import HTTP, MODEL_NAME, running, wait_for
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest, ExportTraceServiceResponse
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
 from transformers import PreTrainedModel
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
@@ -32,7 +36,9 @@ def otlp_receiver(heard: list[tuple[str, str, str, bytes]]) -> Iterator[str]:
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
             for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-                (service,) = [a.value.string_value for a in resource.resource.attributes if a.key == "service.name"]
+                (service,) = [
+                    a.value.string_value for a in resource.resource.attributes if a.key == "service.name"
+                ]
                 spans = [span for scope in resource.scope_spans for span in scope.spans]
                 heard.extend((service, span.name, span.trace_id.hex(), span.parent_span_id) for span in spans)
             answer = ExportTraceServiceResponse().SerializeToString()
@@ -55,7 +61,8 @@ def otlp_receiver(heard: list[tuple[str, str, str, bytes]]) -> Iterator[str]:
 
 
 def check_ledger(server_timing: str, took: float) -> dict[str, float]:
-    """The stages sum to the end-to-end time within 1%, and that is within what the client saw. Returns them."""
+    """The stages sum to the end-to-end time within 1%, and that is within what the client saw. Returns
+    them."""
     seconds = {name: float(ms) / 1e3 for name, ms in re.findall(r"(\w+);dur=([\d.]+)", server_timing)}
     total = seconds.pop("total")
     assert sum(seconds.values()) == pytest.approx(total, rel=0.01)
@@ -65,7 +72,10 @@ def check_ledger(server_timing: str, took: float) -> dict[str, float]:
 
 def test_one_trace_across_three_processes(tiny: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
     heard: list[tuple[str, str, str, bytes]] = []
-    with otlp_receiver(heard) as endpoint, running(tiny[0], tmp_path, "--kv-cache-gib", "0.1", "--otlp-endpoint", endpoint) as cluster:
+    with (
+        otlp_receiver(heard) as endpoint,
+        running(tiny[0], tmp_path, "--kv-cache-gib", "0.1", "--otlp-endpoint", endpoint) as cluster,
+    ):
         body = {"model": MODEL_NAME, "prompt": "x", "max_tokens": 5, "ignore_eos": True}
 
         def ask(headers: dict[str, str]) -> dict[str, float]:
@@ -75,7 +85,12 @@ def test_one_trace_across_three_processes(tiny: tuple[Path, PreTrainedModel], tm
 
         ask({"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-01"})
         # What a coordinator that waited for a core hears in one breath took no time between.
-        wait_for("time in every stage", lambda: min(ask({})[stage] for stage in ("prefill", "handoff", "decode")) > 0)
-        wait_for("spans of all three", lambda: {span[:2] for span in heard if span[2] == TRACE_ID} >= EXPECTED)
+        wait_for(
+            "time in every stage",
+            lambda: min(ask({})[stage] for stage in ("prefill", "handoff", "decode")) > 0,
+        )
+        wait_for(
+            "spans of all three", lambda: {span[:2] for span in heard if span[2] == TRACE_ID} >= EXPECTED
+        )
         parents = {span[3] for span in heard if span[0] != "splitserve-coordinator" and span[2] == TRACE_ID}
         assert len(parents) == 1  # the workers' spans lie below the coordinator's

@@ -1,4 +1,5 @@
-"""A step after which the GPU is of no use to its process is told apart from one that a request, or too little memory, made fail."""
+"""A step after which the GPU is of no use to its process is told apart from one that a request, or too little
+memory, made fail."""
 
 from __future__ import annotations
 
@@ -11,7 +12,10 @@ from support.failing_runner import EMPTY, Failing, OneStep
 from splitserve.engine.errors import DeviceLostError
 from splitserve.engine.step.step_thread import Finished, StepThread
 
-ADVICE = "\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect."
+ADVICE = (
+    "\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace "
+    "below might be incorrect."
+)
 
 
 def run_one(error: Exception) -> Finished[OneStep]:

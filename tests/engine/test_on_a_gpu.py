@@ -1,4 +1,5 @@
-"""The engine as it runs on a GPU, on one that is played: it starts, gives a CPU's tokens, and never waits for the device between steps."""
+"""The engine as it runs on a GPU, on one that is played: it starts, gives a CPU's tokens, and never waits for
+the device between steps."""
 
 from __future__ import annotations
 
@@ -47,22 +48,36 @@ def on_played_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedGpu]:
 
 def load(folder: Path) -> WorkerModel:
     settings = WorkerSettings(
-        model=folder, insecure=True, device="cuda", dtype="float32", num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_model_len=40
+        model=folder,
+        insecure=True,
+        device="cuda",
+        dtype="float32",
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        max_model_len=40,
     )
     return load_model(settings, max_decode_seqs=2, prefill_tokens=lambda _: 5)
 
 
 def generate(runner: ModelRunner, ahead: bool, waits: list[str] | None = None) -> list[StepOutput]:
-    """Two prompts, one of them in two chunks; then steps of both, and of one. ``ahead``: without knowing the tokens of the step before."""
+    """Two prompts, one of them in two chunks; then steps of both, and of one. ``ahead``: without knowing the
+    tokens of the step before."""
     random = np.random.default_rng(4)
     long = HandSequence(random.integers(0, VOCAB_SIZE, 10).tolist(), [9, 3], EDITED)
     short = HandSequence(random.integers(0, VOCAB_SIZE, 4).tolist(), [1], PLAIN)
     told, waiting = [], []
-    steps = [([long], [7], None), ([long, short], [3, 4], None), *([([long, short], [1, 1], [0, 1])] * 2), ([short], [1], [1])]
+    steps = [
+        ([long], [7], None),
+        ([long, short], [3, 4], None),
+        *([([long, short], [1, 1], [0, 1])] * 2),
+        ([short], [1], [1]),
+    ]
     for sequences, counts, rows in steps:
         batch = make_batch(list(zip(sequences, counts, strict=True)), BLOCK_SIZE)
         if ahead and rows is not None:
-            batch = replace(batch, token_ids=np.zeros_like(batch.token_ids), fed_from=np.array(rows, np.int32))
+            batch = replace(
+                batch, token_ids=np.zeros_like(batch.token_ids), fed_from=np.array(rows, np.int32)
+            )
         before = len(waits or ())
         waiting.append(runner.launch(batch, (lambda _: None) if rows is None else None))
         assert len(waits or ()) == before, f"the host waits for the device in a launch: {waits}"
@@ -76,16 +91,29 @@ def generate(runner: ModelRunner, ahead: bool, waits: list[str] | None = None) -
 def test_a_worker_starts_and_steps_without_a_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_checkpoint(tmp_path, "qwen3", num_hidden_layers=1)
     monkeypatch.setattr(model_runner, "select_kernels", lambda *_, **__: TorchKernels())
-    expected = generate(ModelRunner(EngineConfig(tmp_path, "cpu", "float32", BLOCK_SIZE, NUM_BLOCKS, max_model_len=40)), ahead=False)
+    expected = generate(
+        ModelRunner(EngineConfig(tmp_path, "cpu", "float32", BLOCK_SIZE, NUM_BLOCKS, max_model_len=40)),
+        ahead=False,
+    )
     with on_played_gpu(monkeypatch) as gpu:
         model = load(tmp_path)
         assert isinstance(model.runner, ModelRunner)
         assert isinstance(model.runner.kv_cache.pool, OnGpu)
-        assert list(model.runner.phases.seconds) == ["fingerprint", "weights", "KV cache", "warm-up", "decode graphs", "grammar", "mirror"]
+        assert list(model.runner.phases.seconds) == [
+            "fingerprint",
+            "weights",
+            "KV cache",
+            "warm-up",
+            "decode graphs",
+            "grammar",
+            "mirror",
+        ]
         found = generate(model.runner, ahead=True, waits=gpu.waits)
         model.fetch([9, 3])
     for step, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert one.token_ids.tolist() == other.token_ids.tolist(), step
-        assert {row: told.top_ids for row, told in one.logprobs.items()} == {row: told.top_ids for row, told in other.logprobs.items()}
+        assert {row: told.top_ids for row, told in one.logprobs.items()} == {
+            row: told.top_ids for row, told in other.logprobs.items()
+        }
     held = model.runner.kv_cache.pool.as_subclass(torch.Tensor).view(torch.uint8).view(NUM_BLOCKS, 1, -1)
     assert np.array_equal(model.pool[[9, 3]], held[[9, 3]].numpy())

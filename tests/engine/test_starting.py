@@ -1,4 +1,5 @@
-"""A model's start: weights side by side, first steps of all sizes, and what is said where something does not fit."""
+"""A model's start: weights side by side, first steps of all sizes, and what is said where something does not
+fit."""
 
 from __future__ import annotations
 
@@ -41,8 +42,13 @@ def test_layers_are_loaded_side_by_side_and_in_their_order(tmp_path: Path) -> No
             return super().linear(weight, bias)  # type: ignore[return-value]
 
     with Checkpoint(tmp_path) as checkpoint, torch.inference_mode():
-        plain = [DecoderLayer(config, i, LayerLoader(checkpoint, TorchKernels(), torch.float32, CPU)) for i in range(6)]
-        model = DecoderModel(config, LayerLoader(checkpoint, Kernels(), torch.float32, CPU, num_threads=2), 64)
+        plain = [
+            DecoderLayer(config, i, LayerLoader(checkpoint, TorchKernels(), torch.float32, CPU))
+            for i in range(6)
+        ]
+        model = DecoderModel(
+            config, LayerLoader(checkpoint, Kernels(), torch.float32, CPU, num_threads=2), 64
+        )
         for layer, expected in zip(model._layers, plain, strict=True):
             assert layer._index == expected._index
             x = torch.randn(3, config.hidden_size)
@@ -50,10 +56,15 @@ def test_layers_are_loaded_side_by_side_and_in_their_order(tmp_path: Path) -> No
             assert torch.equal(layer.parts.down(torch.ones(1, 160)), expected.parts.down(torch.ones(1, 160)))
 
 
-def test_weights_that_do_not_fit_are_told_with_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_do_not_fit_are_told_with_what_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_checkpoint(tmp_path, "llama2", num_hidden_layers=1)
     monkeypatch.setattr(model_runner, "DecoderModel", lambda *_: no_memory())
-    with pytest.raises(OutOfMemoryError, match=r"weights do not fit on cpu, where \d+\.\d\d GiB were free .*--quantization fp8"):
+    with pytest.raises(
+        OutOfMemoryError,
+        match=r"weights do not fit on cpu, where \d+\.\d\d GiB were free .*--quantization fp8",
+    ):
         ModelRunner(EngineConfig(tmp_path, "cpu", "float32", 8, 16))
 
 

@@ -13,7 +13,8 @@ UNTOUCHED = 0xA5
 
 @pytest.fixture
 def guarded_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What kernels allocate begins as NaN (integers: -1) and lies between guards, which must be whole at the end of the test."""
+    """What kernels allocate begins as NaN (integers: -1) and lies between guards, which must be whole at the
+    end of the test."""
     buffers: list[Tensor] = []
     allocate = torch.empty
 

@@ -19,7 +19,13 @@ from splitserve.bench.kernels.sm90 import SHARED_MEMORY
 
 Kernels = list[dict[str, Any]]
 USUAL = [str(Attention(family, 128)) for family in ("decode", "prefill")]
-LEFT_TO_GPU_CHECK = {"norm 896 float16", "silu_mul float16", "embedding float16", "quantize rows float16", "exact linear 512 rows float16"}
+LEFT_TO_GPU_CHECK = {
+    "norm 896 float16",
+    "silu_mul float16",
+    "embedding float16",
+    "quantize rows float16",
+    "exact linear 512 rows float16",
+}
 TESTED = [*USUAL, *map(str, covering()), *(name for name in OTHERS if name not in LEFT_TO_GPU_CHECK)]
 
 pytestmark = pytest.mark.timeout(400)  # forty seconds of compiling, on a machine that may be busy
@@ -48,7 +54,15 @@ def test_what_is_compiled_here_leaves_out_no_two_values_that_might_not_go_togeth
 
 
 def test_the_bounds_can_be_broken() -> None:
-    good = {"name": "k", "stack": 0, "shared": SHARED_MEMORY, "wgmma": 1, "mma": 1, "async_copies": 1, "programs_per_sm": 4}
+    good = {
+        "name": "k",
+        "stack": 0,
+        "shared": SHARED_MEMORY,
+        "wgmma": 1,
+        "mma": 1,
+        "async_copies": 1,
+        "programs_per_sm": 4,
+    }
     decode, prefill = USUAL
     linear, smaller = "exact linear 64 rows", str(Attention("prefill", 256, "fp8", exact=True))
     assert [faults_of(case, [good]) for case in (decode, prefill, linear, smaller)] == [[], [], [], []]

@@ -1,4 +1,5 @@
-"""A whole model runs the same with the GPU's kernels (in Triton's interpreter) as with plain torch; and the noise is the same noise."""
+"""A whole model runs the same with the GPU's kernels (in Triton's interpreter) as with plain torch; and the
+noise is the same noise."""
 
 from __future__ import annotations
 
@@ -32,10 +33,15 @@ BLOCK_SIZE = 8
 SMALL = TileShape(16, 32, 4, 3)
 
 
-def three_steps(folder: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> tuple[list[StepOutput], torch.Tensor]:
-    """A prompt in two chunks, the second beside another sequence's decode step, then a decode step of both."""
+def three_steps(
+    folder: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[StepOutput], torch.Tensor]:
+    """A prompt in two chunks, the second beside another sequence's decode step, then a decode step of
+    both."""
     monkeypatch.setattr(model_runner, "select_kernels", lambda *_, **__: kernels)
-    runner = ModelRunner(EngineConfig(folder, device="cpu", dtype="float32", block_size=BLOCK_SIZE, num_blocks=64))
+    runner = ModelRunner(
+        EngineConfig(folder, device="cpu", dtype="float32", block_size=BLOCK_SIZE, num_blocks=64)
+    )
     runner.kv_cache.pool.fill_(torch.nan)
     random = np.random.default_rng(1)
     params = SamplingParams(max_tokens=9, temperature=0.8, seed=5, logprobs=2)
@@ -75,12 +81,16 @@ def test_gumbel_argmax() -> None:
     assert torch.equal(gumbel_argmax(logits, keys), TorchKernels().gumbel_argmax(logits, keys))
 
 
-def test_exact_kernels_give_a_token_the_same_bits_however_it_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_kernels_give_a_token_the_same_bits_however_it_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A prompt at once and alone; in chunks, the last of them a decode step, beside another sequence."""
     make_checkpoint(tmp_path, "qwen3", num_hidden_layers=2)
     kernels = CudaKernels(num_sms=1, exact=True, prefill_shape=SMALL)
     monkeypatch.setattr(model_runner, "select_kernels", lambda *_, **__: kernels)
-    runner = ModelRunner(EngineConfig(tmp_path, device="cpu", dtype="float32", block_size=BLOCK_SIZE, num_blocks=64))
+    runner = ModelRunner(
+        EngineConfig(tmp_path, device="cpu", dtype="float32", block_size=BLOCK_SIZE, num_blocks=64)
+    )
     random = np.random.default_rng(2)
     params = SamplingParams(max_tokens=9, temperature=0.0, logprobs=3)
     prompt, other_prompt = (random.integers(0, VOCAB_SIZE, n).tolist() for n in (20, 5))

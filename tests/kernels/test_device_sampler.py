@@ -1,4 +1,5 @@
-"""The GPU's sampler, in Triton's interpreter, chooses the tokens that the CPU's sampler chooses, for the same reasons."""
+"""The GPU's sampler, in Triton's interpreter, chooses the tokens that the CPU's sampler chooses, for the same
+reasons."""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ from splitserve.kernels.gumbel_noise import hashed_seed, noise_key
 from splitserve.kernels.reference import TorchKernels
 
 triton_interpreter.install()
-pytestmark = [pytest.mark.usefixtures("guarded_memory"), pytest.mark.filterwarnings("ignore:overflow encountered")]
+pytestmark = [
+    pytest.mark.usefixtures("guarded_memory"),
+    pytest.mark.filterwarnings("ignore:overflow encountered"),
+]
 
 EOS = 3
 VOCAB = 300
@@ -56,13 +60,19 @@ def states(draw: st.DrawFn) -> SamplingState:
     return SamplingState(SamplingParams(max_tokens=99, **draw(options())), prompt, output)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(rows=st.lists(states(), min_size=1, max_size=4), seed=st.integers(0, 999), ties=st.booleans())
 def test_the_same_tokens_as_on_a_cpu(rows: list[SamplingState], seed: int, ties: bool) -> None:
     logits = randn(len(rows), VOCAB, seed=seed) * 3
     if ties:
         logits = logits.round()
-    expected, expected_logprobs = Sampler(TorchKernels(), (EOS,)).sample(logits.clone(), SampledRows.booked(rows))
+    expected, expected_logprobs = Sampler(TorchKernels(), (EOS,)).sample(
+        logits.clone(), SampledRows.booked(rows)
+    )
     sampled = SampledRows.booked(rows)
     for state in rows[::2]:
         del state.output_token_ids[-1:]  # the newest need not be booked
@@ -104,11 +114,15 @@ def test_rows_that_follow_a_grammar() -> None:
     """Masked as on a CPU, and log probabilities are the model's own."""
     logits = randn(4, VOCAB, seed=2) * 3
     rows = [
-        SamplingState(SamplingParams(max_tokens=9, seed=row, grammar=b"g", **own), [1], [2], Allows(7, 8, VOCAB - 1))
+        SamplingState(
+            SamplingParams(max_tokens=9, seed=row, grammar=b"g", **own), [1], [2], Allows(7, 8, VOCAB - 1)
+        )
         for row, own in enumerate(({}, {"temperature": 0.0, "logprobs": 3}, {"top_k": 2, "logprobs": 0}))
     ]
     rows.append(SamplingState(SamplingParams(max_tokens=9, temperature=0.0), [1], [2]))
-    expected, expected_logprobs = Sampler(TorchKernels(), (EOS,)).sample(logits.clone(), SampledRows.booked(rows))
+    expected, expected_logprobs = Sampler(TorchKernels(), (EOS,)).sample(
+        logits.clone(), SampledRows.booked(rows)
+    )
     found, logprobs = DeviceSampler((EOS,)).sample(logits.clone(), SampledRows.booked(rows))
     assert found.tolist() == expected.tolist()
     assert set(found[:3].tolist()) <= {7, 8, VOCAB - 1}
@@ -129,7 +143,9 @@ def test_the_chosen_tokens_are_counted_on_the_device() -> None:
     assert rows.token_counts[0, [5, 7, 9]].tolist() == [IN_PROMPT, 4, 1]
 
 
-def test_as_long_as_the_same_sequences_run_what_they_ask_for_stays_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_long_as_the_same_sequences_run_what_they_ask_for_stays_on_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Penalties, biases and min_tokens, too; a step that is run again counts no token twice."""
     made: list[int] = []
 
@@ -139,15 +155,26 @@ def test_as_long_as_the_same_sequences_run_what_they_ask_for_stays_on_the_device
 
     monkeypatch.setattr(device_sampler, "sampling_rows", counted)
     params = SamplingParams(
-        max_tokens=99, seed=4, temperature=1.5, repetition_penalty=1.4, frequency_penalty=0.9, logit_bias={5: 6.0}, min_tokens=3
+        max_tokens=99,
+        seed=4,
+        temperature=1.5,
+        repetition_penalty=1.4,
+        frequency_penalty=0.9,
+        logit_bias={5: 6.0},
+        min_tokens=3,
     )
-    rows = [SamplingState(params, [5, 6, 6], [7]), SamplingState(SamplingParams(max_tokens=99, seed=5), [1], [])]
+    rows = [
+        SamplingState(params, [5, 6, 6], [7]),
+        SamplingState(SamplingParams(max_tokens=99, seed=5), [1], []),
+    ]
     kept, logits = DeviceSampler((EOS,)), randn(2, VOCAB, seed=3)
     logits[:, EOS] = 9.0
     for step in range(5):
         for _ in range(2 if step == 3 else 1):  # the fourth is run again
             found = kept.sample(logits.clone(), SampledRows.booked(rows))[0].tolist()
-        expected = Sampler(TorchKernels(), (EOS,)).sample(logits.clone(), SampledRows.booked(rows))[0].tolist()
+        expected = (
+            Sampler(TorchKernels(), (EOS,)).sample(logits.clone(), SampledRows.booked(rows))[0].tolist()
+        )
         assert found == expected, step
         for state, token in zip(rows, expected, strict=True):
             state.output_token_ids.append(token)

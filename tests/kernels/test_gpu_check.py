@@ -1,4 +1,5 @@
-"""What will run on a GPU once has run before, in tiny shapes in the interpreter: every figure, and a few of the checks."""
+"""What will run on a GPU once has run before, in tiny shapes in the interpreter: every figure, and a few of
+the checks."""
 
 from __future__ import annotations
 
@@ -36,7 +37,11 @@ def test_every_figure_can_be_made() -> None:
         assert all(figure.us > 0 and figure.ratio > 0 for figure in figures)
 
 
-@pytest.mark.parametrize("check", [check for check in checks(big=False) if check.name.startswith(QUICK)], ids=lambda check: check.name)
+@pytest.mark.parametrize(
+    "check",
+    [check for check in checks(big=False) if check.name.startswith(QUICK)],
+    ids=lambda check: check.name,
+)
 def test_a_check_passes(check: Check) -> None:
     assert check.run("cpu") <= check.allowed
 
@@ -44,14 +49,20 @@ def test_a_check_passes(check: Check) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="figures of a GPU are not for the interpreter")
 def test_every_figure_of_the_engine_can_be_made() -> None:
     ceilings = measure_ceilings("cpu")
-    figures = [figure for exact in (False, True) for figure in engine_figures("Qwen3-4B", exact)("cpu", ceilings, False)]
+    figures = [
+        figure
+        for exact in (False, True)
+        for figure in engine_figures("Qwen3-4B", exact)("cpu", ceilings, False)
+    ]
     assert all(figure.us > 0 and figure.ratio > 0 for figure in figures)
     whats = " ".join(figure.what for figure in figures)
     for part in ("decode step, batch 2", "the device's part", "prefill, 20 tokens", "exact: decode step"):
         assert part in whats, part
 
 
-def test_a_part_that_is_out_of_time_leaves_the_others_theirs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_part_that_is_out_of_time_leaves_the_others_theirs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     clock = [100.0]
     monkeypatch.setattr("splitserve.bench.kernels.gpu_check.time.monotonic", lambda: clock[0])
     monkeypatch.setattr("splitserve.bench.kernels.kernel_checks.checks", lambda big: iter(()))
@@ -64,7 +75,11 @@ def test_a_part_that_is_out_of_time_leaves_the_others_theirs(monkeypatch: pytest
 
         return make
 
-    parts = [Section("slow", 1, figures(30, 9)), Section("quick", 1, figures(1, 3)), Section("last", 1, figures(5, 4))]
+    parts = [
+        Section("slow", 1, figures(30, 9)),
+        Section("quick", 1, figures(1, 3)),
+        Section("last", 1, figures(5, 4)),
+    ]
     monkeypatch.setattr("splitserve.bench.kernels.gpu_check.sections", lambda: parts)
     monkeypatch.setattr("splitserve.bench.kernels.gpu_check.CHECKS_WEIGHT", 0.0)
     report = Report(None, deadline=190.0)
@@ -95,11 +110,19 @@ def test_a_peer_that_fails_costs_only_its_own_figure(capsys: pytest.CaptureFixtu
     report = Report(None, deadline=float("inf"))
     measure(report, Section("worker", 1, ours_then_theirs), "cpu", Ceilings(1, 1, 1), float("inf"))
     assert report.wrong == []
-    assert "ran   ours\nleft out: the peer gave no figure: AttributeError: no generate_batch" in capsys.readouterr().out
+    assert (
+        "ran   ours\nleft out: the peer gave no figure: AttributeError: no generate_batch"
+        in capsys.readouterr().out
+    )
 
 
-@pytest.mark.parametrize(("code", "why"), [("raise ValueError('no such option')", "ValueError: no such option"), ("", "within 0 s")])
-def test_a_peer_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str, why: str) -> None:
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [("raise ValueError('no such option')", "ValueError: no such option"), ("", "within 0 s")],
+)
+def test_a_peer_that_fails_says_why(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str, why: str
+) -> None:
     ours = subprocess.run
 
     def other_program(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:

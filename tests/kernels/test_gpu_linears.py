@@ -15,7 +15,11 @@ from splitserve.kernels.gpu.fp8_linear import Fp8Linear, quantize_rows
 triton_interpreter.install()
 pytestmark = pytest.mark.usefixtures("guarded_memory")
 
-few = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+few = settings(
+    max_examples=12,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 ALLOWED = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 
 
@@ -28,13 +32,20 @@ ALLOWED = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
     bias=st.booleans(),
 )
 def test_an_exact_linear_is_a_product(m: int, n: int, k: int, dtype: torch.dtype, bias: bool) -> None:
-    x, weight, offset = randn(m, k, dtype=dtype), randn(n, k, dtype=dtype, seed=1), randn(n, dtype=dtype, seed=2)
+    x, weight, offset = (
+        randn(m, k, dtype=dtype),
+        randn(n, k, dtype=dtype, seed=1),
+        randn(n, dtype=dtype, seed=2),
+    )
     expected = x.double() @ weight.double().t() + (offset.double() if bias else 0)
     assert relative_error(ExactLinear(weight, offset if bias else None)(x), expected) < ALLOWED[dtype]
 
 
 def test_its_rows_do_not_depend_on_each_other() -> None:
-    x, linear = randn(600, 128, dtype=torch.bfloat16), ExactLinear(randn(70, 128, dtype=torch.bfloat16, seed=1), None)
+    x, linear = (
+        randn(600, 128, dtype=torch.bfloat16),
+        ExactLinear(randn(70, 128, dtype=torch.bfloat16, seed=1), None),
+    )
     together = linear(x)
     for rows in (slice(0, 1), slice(7, 70), slice(100, 300)):
         assert torch.equal(linear(x[rows]), together[rows])

@@ -1,4 +1,5 @@
-"""Pages of the KV cache are there before the first requests need them, and are found without holding anybody up."""
+"""Pages of the KV cache are there before the first requests need them, and are found without holding anybody
+up."""
 
 from __future__ import annotations
 
@@ -20,7 +21,10 @@ PAGE = huge_pages.HUGE_PAGE_BYTES
 def resident(memory: Tensor) -> list[bool]:
     """Of each huge page's first small one, whether it is in memory."""
     found = (ctypes.c_ubyte * (memory.nbytes // 4096))()
-    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes), found) == 0
+    assert (
+        ctypes.CDLL(None).mincore(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes), found)
+        == 0
+    )
     return [bool(found[i]) for i in range(0, len(found), PAGE // 4096)]
 
 
@@ -28,10 +32,16 @@ def populate(memory: Tensor) -> list[threading.Thread]:
     """Returns the threads that go on with it. (Another test's may still be at work.)"""
     before = threading.enumerate()
     huge_pages.populate(memory)
-    return [thread for thread in threading.enumerate() if thread.name == "populate-kv-cache" and thread not in before]
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread.name == "populate-kv-cache" and thread not in before
+    ]
 
 
-def test_the_first_pages_are_there_at_once_the_rest_soon_and_the_content_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_pages_are_there_at_once_the_rest_soon_and_the_content_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(huge_pages, "FIRST_BYTES", 2 * PAGE)
     monkeypatch.setattr(huge_pages, "BACKGROUND_SHARE", 1.0)
     memory = huge_pages.huge_page_bytes(6 * PAGE)

@@ -15,29 +15,39 @@ from splitserve.kernels.interface import AttentionInputs, RopeInputs
 from splitserve.kernels.reference import TorchKernels
 from splitserve.kernels.select import cpu_multiplies_bfloat16
 
-native_cpu = pytest.importorskip("splitserve.kernels.native_cpu", reason="the C++ kernels were not built", exc_type=ImportError)
+native_cpu = pytest.importorskip(
+    "splitserve.kernels.native_cpu", reason="the C++ kernels were not built", exc_type=ImportError
+)
 _cpu = native_cpu._cpu
 
 REFERENCE = TorchKernels()
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 HEAD_DIMS = st.sampled_from([8, 16, 24, 64, 80, 128])
-several = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+several = settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 
 
 @pytest.fixture(params=_cpu.instruction_sets())
-def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[native_cpu.NativeCpuKernels]:
+def native(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[native_cpu.NativeCpuKernels]:
     monkeypatch.setattr(native_cpu, "PANEL", _cpu.use_instruction_set(request.param))
     yield native_cpu.NativeCpuKernels(num_threads=1, onednn_bfloat16=False)
     _cpu.use_instruction_set(native_cpu.INSTRUCTION_SET)
 
 
 def assert_close(found: Tensor, expected: Tensor, scale: Tensor | None = None) -> None:
-    """Relative to the largest value (or to `scale`, where a sum's terms may cancel): float32 differs by the order of
-    sums, bfloat16 by its last bit or two."""
+    """Relative to the largest value (or to `scale`, where a sum's terms may cancel): float32 differs by the
+    order of sums, bfloat16 by its last bit or two."""
     assert found.dtype == expected.dtype
     assert found.shape == expected.shape
     allowed = 2e-5 if found.dtype == torch.float32 else 2e-2
-    assert (found.float() - expected.float()).abs().max() <= allowed * (expected if scale is None else scale).float().abs().max() + 1e-30
+    assert (found.float() - expected.float()).abs().max() <= allowed * (
+        expected if scale is None else scale
+    ).float().abs().max() + 1e-30
 
 
 def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -45,13 +55,26 @@ def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 @several
-@given(m=st.integers(1, 90), n=st.integers(1, 70), k=st.integers(1, 900), dtype=DTYPES, bias=st.booleans(), seed=st.integers(0, 99))
-def test_linear(native: native_cpu.NativeCpuKernels, m: int, n: int, k: int, dtype: torch.dtype, bias: bool, seed: int) -> None:
+@given(
+    m=st.integers(1, 90),
+    n=st.integers(1, 70),
+    k=st.integers(1, 900),
+    dtype=DTYPES,
+    bias=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_linear(
+    native: native_cpu.NativeCpuKernels, m: int, n: int, k: int, dtype: torch.dtype, bias: bool, seed: int
+) -> None:
     x, weight = randn(m, k, dtype=dtype, seed=seed), randn(n, k, dtype=dtype, seed=seed + 1)
     offset = randn(n, dtype=dtype) if bias else None
     exact = REFERENCE.linear(weight.float(), None if offset is None else offset.float())(x.float())
     terms = x.float().abs() @ weight.float().abs().T
-    assert_close(native.linear(weight, offset)(x), exact.to(dtype), scale=exact.abs() + 1e-3 * terms if dtype == torch.bfloat16 else terms)
+    assert_close(
+        native.linear(weight, offset)(x),
+        exact.to(dtype),
+        scale=exact.abs() + 1e-3 * terms if dtype == torch.bfloat16 else terms,
+    )
 
 
 @pytest.mark.skipif(not cpu_multiplies_bfloat16(), reason="this CPU has neither AVX512-BF16 nor AMX")
@@ -75,7 +98,9 @@ def test_a_row_of_a_linear_does_not_depend_on_the_rows_beside_it(native: native_
 
 @several
 @given(rows=st.integers(1, 9), n=st.integers(1, 200), dtype=DTYPES, seed=st.integers(0, 99))
-def test_add_rms_norm(native: native_cpu.NativeCpuKernels, rows: int, n: int, dtype: torch.dtype, seed: int) -> None:
+def test_add_rms_norm(
+    native: native_cpu.NativeCpuKernels, rows: int, n: int, dtype: torch.dtype, seed: int
+) -> None:
     x, weight = randn(rows, n, dtype=dtype, seed=seed), randn(n, dtype=dtype, seed=seed + 1)
     residual = randn(rows, n, dtype=dtype, seed=seed + 2)
     expected_residual = residual.clone()
@@ -87,22 +112,39 @@ def test_add_rms_norm(native: native_cpu.NativeCpuKernels, rows: int, n: int, dt
 
 @several
 @given(rows=st.integers(1, 9), n=st.integers(1, 200), dtype=DTYPES, scale=st.sampled_from([1.0, 100.0]))
-def test_silu_mul(native: native_cpu.NativeCpuKernels, rows: int, n: int, dtype: torch.dtype, scale: float) -> None:
+def test_silu_mul(
+    native: native_cpu.NativeCpuKernels, rows: int, n: int, dtype: torch.dtype, scale: float
+) -> None:
     gate_up = randn(rows, 2 * n, dtype=dtype) * scale
     assert_close(native.silu_mul(gate_up), REFERENCE.silu_mul(gate_up))
 
 
 @several
-@given(data=st.data(), dtype=DTYPES, head_dim=HEAD_DIMS, group=st.integers(1, 4), num_kv_heads=st.integers(1, 3), norm=st.booleans())
+@given(
+    data=st.data(),
+    dtype=DTYPES,
+    head_dim=HEAD_DIMS,
+    group=st.integers(1, 4),
+    num_kv_heads=st.integers(1, 3),
+    norm=st.booleans(),
+)
 def test_rope_and_store(
-    native: native_cpu.NativeCpuKernels, data: st.DataObject, dtype: torch.dtype, head_dim: int, group: int, num_kv_heads: int, norm: bool
+    native: native_cpu.NativeCpuKernels,
+    data: st.DataObject,
+    dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    num_kv_heads: int,
+    norm: bool,
 ) -> None:
     num_tokens = data.draw(st.integers(1, 6))
     num_heads = group * num_kv_heads
     qkv = randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     pool = torch.full((4, 2, 2, 8, num_kv_heads, head_dim), torch.nan, dtype=dtype)
     expected_pool = pool.clone()
-    slots = torch.tensor(data.draw(st.lists(st.integers(0, 31), min_size=num_tokens, max_size=num_tokens, unique=True)))
+    slots = torch.tensor(
+        data.draw(st.lists(st.integers(0, 31), min_size=num_tokens, max_size=num_tokens, unique=True))
+    )
     rope = RopeInputs(
         positions=torch.arange(num_tokens, dtype=torch.int32) + 3,
         slot_mapping=slots,
@@ -140,7 +182,8 @@ def test_paged_attention(
     block_size: int,
     window: int | None,
 ) -> None:
-    """Sequences of one query and of many, in one batch; slots that belong to no token are NaN, table entries past the end nonsense."""
+    """Sequences of one query and of many, in one batch; slots that belong to no token are NaN, table entries
+    past the end nonsense."""
     lengths = data.draw(st.lists(st.integers(1, 300), min_size=1, max_size=3))
     queries = [data.draw(st.just(1) | st.integers(1, length)) for length in lengths]
     counts = [-(-length // block_size) for length in lengths]
@@ -151,16 +194,26 @@ def test_paged_attention(
         tables[row, :count] = blocks[sum(counts[:row]) :][:count]
         for position in range(length):
             block = tables[row, position // block_size]
-            pool[block, 1, :, position % block_size] = randn(2, num_kv_heads, head_dim, dtype=dtype, seed=position)
+            pool[block, 1, :, position % block_size] = randn(
+                2, num_kv_heads, head_dim, dtype=dtype, seed=position
+            )
     starts = torch.tensor([0, *queries]).cumsum(0).int()
-    wide = randn(int(starts[-1]), group * num_kv_heads + 3, head_dim, dtype=dtype)  # q is a slice of a wider row, as in qkv
+    wide = randn(
+        int(starts[-1]), group * num_kv_heads + 3, head_dim, dtype=dtype
+    )  # q is a slice of a wider row, as in qkv
     q = wide[:, : group * num_kv_heads]
-    inputs = AttentionInputs(starts, torch.tensor(lengths, dtype=torch.int32), tables, scale=head_dim**-0.5, sliding_window=window)
+    inputs = AttentionInputs(
+        starts, torch.tensor(lengths, dtype=torch.int32), tables, scale=head_dim**-0.5, sliding_window=window
+    )
     exact = REFERENCE.paged_attention(q.float(), pool.float(), 1, inputs)
     assert_close(native.paged_attention(q, pool, 1, inputs), exact.to(dtype))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     dtype=DTYPES,
     head_dim=HEAD_DIMS,

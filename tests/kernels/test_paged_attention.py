@@ -1,4 +1,5 @@
-"""The GPU's attention kernels, in Triton's interpreter, compute what float64 does, and the same bits however the work is cut up."""
+"""The GPU's attention kernels, in Triton's interpreter, compute what float64 does, and the same bits however
+the work is cut up."""
 
 from __future__ import annotations
 
@@ -24,11 +25,19 @@ DTYPES = st.sampled_from([torch.bfloat16, torch.float16])
 WINDOWS = st.none() | st.integers(1, 300)
 SMALL = TileShape(16, 32, 4, 3)
 ALLOWED = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
-few = settings(max_examples=7, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+few = settings(
+    max_examples=7,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 
 
 def decode(
-    case: AttentionCase, rows: slice = slice(None), max_partials: int = MAX_PARTIALS, programs: int = 3, tile: TileShape | None = None
+    case: AttentionCase,
+    rows: slice = slice(None),
+    max_partials: int = MAX_PARTIALS,
+    programs: int = 3,
+    tile: TileShape | None = None,
 ) -> Tensor:
     q, pool = case.q[rows], case.pool
     num_heads, head_dim = q.shape[1:]
@@ -37,7 +46,9 @@ def decode(
     inputs = replace(case.inputs, query_start_loc=starts, seq_lens=lens, block_tables=tables)
     plan = plan_decode(inputs, num_heads, pool.shape[4], head_dim, pool.shape[3], max_partials)
     out = torch.empty((len(q), num_heads * head_dim), dtype=q.dtype)
-    decode_attention(out, q, pool, LAYER, inputs, plan, programs, tile or decode_tile(head_dim, num_heads // pool.shape[4]))
+    decode_attention(
+        out, q, pool, LAYER, inputs, plan, programs, tile or decode_tile(head_dim, num_heads // pool.shape[4])
+    )
     assert not plan.arrived.any(), "the next layer counts from zero"
     return out
 
@@ -75,7 +86,9 @@ def test_decode(
     assert relative_error(decode(case, programs=programs), case.exact) < ALLOWED[dtype]
 
 
-@pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.float32), (128, torch.bfloat16), (256, torch.float16)])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(64, torch.float32), (128, torch.bfloat16), (256, torch.float16)]
+)
 def test_decode_of_each_head_dim(head_dim: int, dtype: torch.dtype) -> None:
     case = attention_case([5, 270], [1, 1], head_dim=head_dim, block_size=64, dtype=dtype)
     assert relative_error(decode(case), case.exact) < ALLOWED[dtype]
@@ -135,7 +148,9 @@ def test_prefill(
     assert relative_error(prefill(case, split_folds=split_folds), case.exact) < ALLOWED[dtype]
 
 
-@pytest.mark.parametrize(("head_dim", "dtype"), [(128, torch.float32), (128, torch.bfloat16), (256, torch.float16)])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(128, torch.float32), (128, torch.bfloat16), (256, torch.float16)]
+)
 def test_prefill_of_each_head_dim(head_dim: int, dtype: torch.dtype) -> None:
     case = attention_case([45, 70], [45, 3], head_dim=head_dim, block_size=64, dtype=dtype)
     assert relative_error(prefill(case, TileShape(32, 32, 4, 3)), case.exact) < ALLOWED[dtype]
@@ -153,7 +168,9 @@ def test_the_longest_tiles_come_first(chunks: list[tuple[int, int]], tokens: int
     inputs = AttentionInputs(starts, lens, torch.zeros((len(lens), 1), dtype=torch.int32), 1.0)
     plan = plan_prefill(inputs, int(starts[-1]), 2, TileShape(2 * tokens, 32, 4, 3), singles)
     shortest = 1 if singles else 2
-    expected = [(b, start) for b, (_, new) in enumerate(chunks) if new >= shortest for start in range(0, new, tokens)]
+    expected = [
+        (b, start) for b, (_, new) in enumerate(chunks) if new >= shortest for start in range(0, new, tokens)
+    ]
     found = [tuple(tile) for tile in plan.tiles[: int(plan.num_tiles)].tolist()]
     assert sorted(found) == expected
     ends = [chunks[b][0] + start + tokens for b, start in found]
@@ -173,6 +190,8 @@ def test_prefilled_in_any_chunks_or_decoded_a_token_has_the_same_bits(window: in
     rows = [0, 25, 26, 69]
     lens = torch.tensor(rows, dtype=torch.int32) + 231
     starts = torch.arange(len(rows) + 1, dtype=torch.int32)
-    inputs = AttentionInputs(starts, lens, case.inputs.block_tables.expand(len(rows), -1), case.inputs.scale, window)
+    inputs = AttentionInputs(
+        starts, lens, case.inputs.block_tables.expand(len(rows), -1), case.inputs.scale, window
+    )
     steps = AttentionCase(case.q[rows], case.pool, inputs, case.exact)
     assert torch.equal(decode(steps, tile=SMALL), whole[rows])

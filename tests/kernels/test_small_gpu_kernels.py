@@ -1,4 +1,5 @@
-"""Norms, rotary embedding and cache write, gate, embedding, copies and checksums of the GPU, in Triton's interpreter, against torch."""
+"""Norms, rotary embedding and cache write, gate, embedding, copies and checksums of the GPU, in Triton's
+interpreter, against torch."""
 
 from __future__ import annotations
 
@@ -20,12 +21,19 @@ from splitserve.kernels.interface import RopeInputs
 from splitserve.kernels.reference import TorchKernels
 
 triton_interpreter.install()
-pytestmark = [pytest.mark.usefixtures("guarded_memory"), pytest.mark.filterwarnings("ignore:overflow encountered in exp")]
+pytestmark = [
+    pytest.mark.usefixtures("guarded_memory"),
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp"),
+]
 
 REFERENCE = TorchKernels()
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 ALLOWED = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
-few = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+few = settings(
+    max_examples=15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 
 
 def guard_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,7 +57,12 @@ def test_add_rms_norm(rows: int, hidden: int, dtype: torch.dtype, seed: int) -> 
 
 
 @few
-@given(rows=st.integers(1, 4), n=st.sampled_from([1, 100, 1024, 1500]), dtype=DTYPES, scale=st.sampled_from([1.0, 30.0]))
+@given(
+    rows=st.integers(1, 4),
+    n=st.sampled_from([1, 100, 1024, 1500]),
+    dtype=DTYPES,
+    scale=st.sampled_from([1.0, 30.0]),
+)
 def test_silu_mul(rows: int, n: int, dtype: torch.dtype, scale: float) -> None:
     gate_up = randn(rows, 2 * n, dtype=dtype) * scale
     assert relative_error(silu_mul(gate_up), REFERENCE.silu_mul(gate_up.float())) < ALLOWED[dtype]
@@ -73,15 +86,23 @@ def test_embedding(dtype: torch.dtype) -> None:
     norm=st.booleans(),
     fp8=st.booleans(),
 )
-def test_rope_and_store(data: st.DataObject, dtype: torch.dtype, head_dim: int, heads: tuple[int, int], norm: bool, fp8: bool) -> None:
+def test_rope_and_store(
+    data: st.DataObject, dtype: torch.dtype, head_dim: int, heads: tuple[int, int], norm: bool, fp8: bool
+) -> None:
     num_heads, num_kv_heads = heads[0] * heads[1], heads[1]
     num_tokens = data.draw(st.integers(1, 4))
     qkv, whole = guard_rows(randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype))
-    pool = torch.full((3, 2, 2, 8, num_kv_heads, head_dim), torch.nan).to(torch.float8_e4m3fn if fp8 else dtype)
+    pool = torch.full((3, 2, 2, 8, num_kv_heads, head_dim), torch.nan).to(
+        torch.float8_e4m3fn if fp8 else dtype
+    )
     expected_pool = pool.clone()
     slots = data.draw(st.lists(st.integers(0, 23), min_size=num_tokens, max_size=num_tokens, unique=True))
     slots[0] = -1 if data.draw(st.booleans()) else slots[0]
-    scales = 0.002 + 0.01 * torch.rand((2, 2, num_kv_heads), generator=torch.Generator().manual_seed(1)) if fp8 else None
+    scales = (
+        0.002 + 0.01 * torch.rand((2, 2, num_kv_heads), generator=torch.Generator().manual_seed(1))
+        if fp8
+        else None
+    )
     rope = RopeInputs(
         positions=torch.arange(num_tokens, dtype=torch.int32) + 3,
         slot_mapping=torch.tensor(slots),
@@ -100,19 +121,31 @@ def test_rope_and_store(data: st.DataObject, dtype: torch.dtype, head_dim: int, 
     assert whole[[0, -1]].isnan().all()
     pool, expected_pool = pool.float(), expected_pool.float()
     assert torch.equal(pool.isnan(), expected_pool.isnan())
-    allowed = 0.02 if fp8 else ALLOWED[dtype]  # a float8 next to a rounding boundary may fall on its other side
+    allowed = (
+        0.02 if fp8 else ALLOWED[dtype]
+    )  # a float8 next to a rounding boundary may fall on its other side
     assert relative_error(pool.nan_to_num(), expected_pool.nan_to_num()) < allowed
 
 
-@given(block_bytes=st.sampled_from([256, 320, 1024, 1088, 2048, 20480]), blocks=st.lists(st.integers(0, 4), min_size=1, max_size=4))
+@given(
+    block_bytes=st.sampled_from([256, 320, 1024, 1088, 2048, 20480]),
+    blocks=st.lists(st.integers(0, 4), min_size=1, max_size=4),
+)
 @few
 def test_a_checksum_is_the_cpus(block_bytes: int, blocks: list[int]) -> None:
-    pool = torch.randint(0, 256, (5, block_bytes), dtype=torch.uint8, generator=torch.Generator().manual_seed(block_bytes))
-    found = [checksum & 0xFFFFFFFFFFFFFFFF for checksum in block_checksums(pool, torch.tensor(blocks)).tolist()]
+    pool = torch.randint(
+        0, 256, (5, block_bytes), dtype=torch.uint8, generator=torch.Generator().manual_seed(block_bytes)
+    )
+    found = [
+        checksum & 0xFFFFFFFFFFFFFFFF for checksum in block_checksums(pool, torch.tensor(blocks)).tolist()
+    ]
     assert found == [xxh3_64_intdigest(pool[block].numpy().data) for block in blocks]
 
 
-@given(blocks=st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True), cut=st.sampled_from([(0, 20480), (4096, 8192), (16, 8)]))
+@given(
+    blocks=st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True),
+    cut=st.sampled_from([(0, 20480), (4096, 8192), (16, 8)]),
+)
 @few
 def test_blocks_are_packed_and_unpacked(blocks: list[int], cut: tuple[int, int]) -> None:
     first, width = cut

@@ -20,7 +20,12 @@ from splitserve.loadgen.workload import draw_lengths, draw_requests
 
 @pytest.mark.parametrize(
     ("spec", "mean", "low", "high"),
-    [("7", 7, 7, 7), ("uniform:10,30", 20, 10, 30), ("normal:100,10", 100, 50, 150), ("lognormal:100,0.5", 113, 5, 2000)],
+    [
+        ("7", 7, 7, 7),
+        ("uniform:10,30", 20, 10, 30),
+        ("normal:100,10", 100, 50, 150),
+        ("lognormal:100,0.5", 113, 5, 2000),
+    ],
 )
 def test_lengths_follow_their_distribution(spec: str, mean: float, low: int, high: int) -> None:
     lengths = draw_lengths(spec, 4000, np.random.default_rng(1))
@@ -30,12 +35,22 @@ def test_lengths_follow_their_distribution(spec: str, mean: float, low: int, hig
 
 
 def test_requests_repeat_with_the_seed_share_prefixes_and_fit() -> None:
-    settings = LoadSettings(prompt_len="lognormal:60,1", output_len="50", max_len=200, shared_prefix_len=40, num_prefixes=2, rate=10)
+    settings = LoadSettings(
+        prompt_len="lognormal:60,1",
+        output_len="50",
+        max_len=200,
+        shared_prefix_len=40,
+        num_prefixes=2,
+        rate=10,
+    )
     requests = draw_requests(settings, 200, 3)
     assert requests == draw_requests(settings, 200, 3)
     assert requests != draw_requests(settings, 200, 4)
     assert len({tuple(request.prompt[:40]) for request in requests}) == 2
-    assert all(40 < len(request.prompt) <= 199 and len(request.prompt) + request.num_output_tokens <= 200 for request in requests)
+    assert all(
+        40 < len(request.prompt) <= 199 and len(request.prompt) + request.num_output_tokens <= 200
+        for request in requests
+    )
     gaps = np.diff([request.at_s for request in requests])
     assert requests[0].at_s == 0
     assert abs(gaps.mean() - 0.1) < 0.02
@@ -67,18 +82,29 @@ def test_goodput_counts_requests_that_meet_every_objective() -> None:
 async def test_a_run_against_a_server(tmp_path: Path) -> None:
     async with fake_openai() as server:
         settings = LoadSettings(
-            url=server.url, requests=20, warmup=1, concurrency=4, prompt_len="16", output_len="uniform:2,6", slo="ttft=60,tpot=60"
+            url=server.url,
+            requests=20,
+            warmup=1,
+            concurrency=4,
+            prompt_len="16",
+            output_len="uniform:2,6",
+            slo="ttft=60,tpot=60",
         )
         samples, duration_s = await generate_load(settings)
         assert len(server.requests) == 21
-        assert {(request["stream"], request["ignore_eos"], len(request["prompt"])) for request in server.requests} == {(True, True, 16)}
+        assert {
+            (request["stream"], request["ignore_eos"], len(request["prompt"])) for request in server.requests
+        } == {(True, True, 16)}
     report = summarize(samples, duration_s, settings.slo)
     assert (report.num_failed, report.num_good) == (0, 20)
     assert report.num_output_tokens == sum(request["max_tokens"] for request in server.requests[1:])
     assert report.num_cached_tokens == 20 * 8
     table = io.StringIO()
     print_report(report, settings, Console(file=table, width=120))
-    assert all(text in table.getvalue() for text in ("TTFT", "TPOT", "ITL", "E2E", "p99", "goodput under ttft=60,tpot=60"))
+    assert all(
+        text in table.getvalue()
+        for text in ("TTFT", "TPOT", "ITL", "E2E", "p99", "goodput under ttft=60,tpot=60")
+    )
     write_json(tmp_path / "load.json", report, settings, samples)
     assert json.loads((tmp_path / "load.json").read_text())["report"]["num_requests"] == 20
     draw_plot(tmp_path / "load.png", report, samples)
@@ -88,10 +114,14 @@ async def test_a_run_against_a_server(tmp_path: Path) -> None:
 async def test_concurrency_is_a_limit_and_rate_spreads_arrivals() -> None:
     async with fake_openai() as server:
         server.gap_s = 0.02
-        samples, _ = await generate_load(LoadSettings(url=server.url, requests=12, warmup=0, concurrency=3, output_len="3"))
+        samples, _ = await generate_load(
+            LoadSettings(url=server.url, requests=12, warmup=0, concurrency=3, output_len="3")
+        )
         events = sorted([(sample.start, 1) for sample in samples] + [(sample.end, -1) for sample in samples])
         assert max(np.cumsum([step for _, step in events])) == 3
-        samples, _ = await generate_load(LoadSettings(url=server.url, requests=10, warmup=0, rate=100, output_len="1"))
+        samples, _ = await generate_load(
+            LoadSettings(url=server.url, requests=10, warmup=0, rate=100, output_len="1")
+        )
         assert max(sample.start for sample in samples) > 0.02
 
 
@@ -102,7 +132,9 @@ async def test_failures_are_reported_not_hidden() -> None:
             await generate_load(LoadSettings(url=server.url, requests=3))
         samples, duration_s = await generate_load(LoadSettings(url=server.url, requests=3, warmup=0))
         assert summarize(samples, duration_s).num_failed == 3
-    with pytest.raises(LoadError, match=r"does not list its models \(cannot connect to 127\.0\.0\.1:\d+: .*\); is it running"):
+    with pytest.raises(
+        LoadError, match=r"does not list its models \(cannot connect to 127\.0\.0\.1:\d+: .*\); is it running"
+    ):
         await generate_load(LoadSettings(url=server.url, requests=1))
 
 

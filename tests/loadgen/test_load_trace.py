@@ -27,7 +27,9 @@ def trace(tmp_path: Path) -> Path:
 
 
 def test_equal_hashes_are_equal_tokens_and_nothing_else_is(trace: Path) -> None:
-    first, second, third = (request.prompt for request in planned_requests(LoadSettings(trace=trace, vocab_size=1 << 20)))
+    first, second, third = (
+        request.prompt for request in planned_requests(LoadSettings(trace=trace, vocab_size=1 << 20))
+    )
     assert [len(prompt) for prompt in (first, second, third)] == [10, 7, 6]
     assert first[:4] == second[:4]
     assert not {*first[4:]} & {*second[4:]}
@@ -59,7 +61,11 @@ def test_what_the_trace_says_cannot_be_said_again(trace: Path) -> None:
 async def test_a_server_gets_the_trace_at_its_times(trace: Path) -> None:
     async with fake_openai() as server:
         samples, _ = await generate_load(LoadSettings(url=server.url, trace=trace, warmup=0))
-        assert sorted((len(request["prompt"]), request["max_tokens"]) for request in server.requests) == [(6, 1), (7, 2), (10, 3)]
+        assert sorted((len(request["prompt"]), request["max_tokens"]) for request in server.requests) == [
+            (6, 1),
+            (7, 2),
+            (10, 3),
+        ]
     assert all(sample.start >= at for sample, at in zip(samples, (0.0, 0.2, 0.3), strict=True))
     assert not any(sample.error for sample in samples)
 

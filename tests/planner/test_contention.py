@@ -34,7 +34,15 @@ class Watched:
     def __post_init__(self) -> None:
         self.host = Host(self.queue)
 
-    def begin(self, name: str, role: StepRole, at: float, seconds: float, beside: Contention = TWICE, loop_s: float = 0.0) -> None:
+    def begin(
+        self,
+        name: str,
+        role: StepRole,
+        at: float,
+        seconds: float,
+        beside: Contention = TWICE,
+        loop_s: float = 0.0,
+    ) -> None:
         self.queue.at(at, self._begin, name, role, seconds, beside, loop_s)
 
     def _begin(self, name: str, role: StepRole, seconds: float, beside: Contention, loop_s: float) -> None:
@@ -55,7 +63,8 @@ def test_what_is_left_of_a_step_goes_on_at_another_pace_whenever_a_neighbours_st
     on = Watched()
     on.begin("prompts", "prefill", 0.0, 1.0)
     on.begin("tokens", "decode", 0.2, 0.4)
-    # beside each other from 0.2 on: tokens takes 2 * 0.4; prompts has 0.8 left, of which 0.8 / 1.5 are done when tokens ends
+    # beside each other from 0.2 on: tokens takes 2 * 0.4; prompts has 0.8 left, of which 0.8 / 1.5 are done
+    # when tokens ends
     assert on.run() == pytest.approx({"tokens": 1.0, "prompts": 1.0 + (0.8 - 0.8 / 1.5)})
     assert [name for name, _, _ in on.moved] == ["prompts", "tokens", "prompts"]
     assert [ends_at for _, ends_at, _ in on.moved] == pytest.approx([1.4, 1.0, 1.0 + 4 / 15])
@@ -93,7 +102,13 @@ contentions = st.builds(
     decode_beside_prefill=factors,
     decode_beside_decode=factors,
 )
-hosted = st.tuples(st.sampled_from(["prefill", "decode"]), st.floats(0, 3), st.floats(0, 2), contentions, st.sampled_from([0.0, 0.01]))
+hosted = st.tuples(
+    st.sampled_from(["prefill", "decode"]),
+    st.floats(0, 3),
+    st.floats(0, 2),
+    contentions,
+    st.sampled_from([0.0, 0.01]),
+)
 
 
 @settings(max_examples=150)
@@ -132,11 +147,15 @@ def test_tokens_come_at_half_the_pace_while_prompts_are_computed_on_the_same_hos
 
 def test_the_time_that_neighbours_cost_is_time_in_which_a_worker_is_busy() -> None:
     requests = [TraceRequest(0.0, 200, 11), TraceRequest(0.01, 3000, 1)]
-    alone, beside = (run(cluster(1, 1, profile(contention=TWICE), workers_per_host=n), requests)[0] for n in (1, 2))
+    alone, beside = (
+        run(cluster(1, 1, profile(contention=TWICE), workers_per_host=n), requests)[0] for n in (1, 2)
+    )
     (computes, generates), (computed, generated) = ([m.device for m in s.machines] for s in (alone, beside))
     slowed_s = generated.decode_s - generates.decode_s
     assert slowed_s == pytest.approx(10 * DECODE_S * 1.01, rel=0.02)
-    assert computed.prefill_s - computes.prefill_s == pytest.approx((generated.decode_s) / 1.5 * 0.5, rel=0.02)
+    assert computed.prefill_s - computes.prefill_s == pytest.approx(
+        (generated.decode_s) / 1.5 * 0.5, rel=0.02
+    )
     assert generated.busy_s == generated.decode_s
 
 
@@ -156,7 +175,10 @@ def test_a_profile_without_the_part_neither_slows_nor_is_slowed() -> None:
         assert _rows(one.model_copy(update={"workers_per_host": 4}), requests) == _rows(one, requests)
     mixed = cluster(1, 1, of)
     mixed = mixed.model_copy(
-        update={"pools": (mixed.pools[0], mixed.pools[1].model_copy(update={"profile": known})), "workers_per_host": 2}
+        update={
+            "pools": (mixed.pools[0], mixed.pools[1].model_copy(update={"profile": known})),
+            "workers_per_host": 2,
+        }
     )
     assert _rows(mixed, requests) == _rows(cluster(1, 1, of), requests)
 
@@ -167,11 +189,17 @@ def _rows(of: Cluster, requests: list[TraceRequest]) -> list[object]:
 
 @settings(max_examples=30)
 @given(of=clusters(), load=loads(), seed=st.integers(0, 99))
-def test_neighbours_that_cost_nothing_change_nothing(of: tuple[Cluster, bool], load: list[TraceRequest], seed: int) -> None:
+def test_neighbours_that_cost_nothing_change_nothing(
+    of: tuple[Cluster, bool], load: list[TraceRequest], seed: int
+) -> None:
     built, flips = of
     harmless = tuple(
-        pool.model_copy(update={"profile": pool.profile.model_copy(update={"contention": Contention()})}) for pool in built.pools
+        pool.model_copy(update={"profile": pool.profile.model_copy(update={"contention": Contention()})})
+        for pool in built.pools
     )
     beside = built.model_copy(update={"pools": harmless, "workers_per_host": built.num_workers})
-    (_, alone), (_, together) = (outcome(one, load, True, seed=seed, steering=AtRandom(seed) if flips else None) for one in (built, beside))
+    (_, alone), (_, together) = (
+        outcome(one, load, True, seed=seed, steering=AtRandom(seed) if flips else None)
+        for one in (built, beside)
+    )
     assert alone == together

@@ -1,4 +1,5 @@
-"""Roles change at random, and machines die at random, under load: every request still ends whole, and every block comes back."""
+"""Roles change at random, and machines die at random, under load: every request still ends whole, and every
+block comes back."""
 
 from __future__ import annotations
 
@@ -62,7 +63,9 @@ def run(seed: int, mean_seconds_between_failures: float | None) -> tuple[Simulat
 
 @pytest.mark.parametrize("mean_seconds_between_failures", [None, 15.0])
 @pytest.mark.parametrize("seed", range(2))
-def test_every_request_ends_whole_and_every_block_comes_back(seed: int, mean_seconds_between_failures: float | None) -> None:
+def test_every_request_ends_whole_and_every_block_comes_back(
+    seed: int, mean_seconds_between_failures: float | None
+) -> None:
     simulation, records = run(seed, mean_seconds_between_failures)
     assert [r for r in records if r.outcome != "finished" or r.num_received != r.num_asked_tokens] == []
     assert len(records) == 200
@@ -94,7 +97,9 @@ def test_a_change_of_role_takes_as_long_as_the_profile_says(flip_s: float | None
     begins: tuple[PoolRole, ...] = ("prefill", "decode")
     steering = OneFlip(3.0)
     simulation = Simulation(
-        Cluster(pools=tuple(Pool(role=role, count=2, profile=worker, flexible=True) for role in begins)), 1, steering=steering
+        Cluster(pools=tuple(Pool(role=role, count=2, profile=worker, flexible=True) for role in begins)),
+        1,
+        steering=steering,
     )
     requests = [TraceRequest(0.1 * i, 50, 20) for i in range(60)]
     simulation.run(Trace("test", lambda: iter(requests), None))
@@ -110,10 +115,14 @@ def test_a_change_of_role_takes_as_long_as_the_profile_says(flip_s: float | None
 
 @pytest.mark.parametrize("num_mixed", [0, 2])
 def test_the_pool_controller_flips_nobody_beside_mixed_workers(num_mixed: int) -> None:
-    """Long prompts come, which two workers of four cannot compute: without mixed workers one more takes that role."""
+    """Long prompts come, which two workers of four cannot compute: without mixed workers one more takes that
+    role."""
     requests = [TraceRequest(0.1 * i, 600, 3) for i in range(250)]
     others: tuple[PoolRole, ...] = ("prefill", "decode")
-    pools = [Pool(role=role, count=count, profile=WORKER, flexible=True) for role, count in zip(others, (1, 3 - num_mixed), strict=True)]
+    pools = [
+        Pool(role=role, count=count, profile=WORKER, flexible=True)
+        for role, count in zip(others, (1, 3 - num_mixed), strict=True)
+    ]
     if num_mixed:
         pools.append(Pool(role="colocated", count=num_mixed, profile=WORKER))
     steering = Steering(SteeringOptions(0.5, 0.1, mode="act"), WORKER)

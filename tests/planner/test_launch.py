@@ -22,7 +22,9 @@ from splitserve.planner.trace.request import Trace
 from splitserve.worker.settings import FlexibleSettings
 
 
-def test_the_command_writes_a_configuration_that_up_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_a_configuration_that_up_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     profile().write(tmp_path / "p.json")
     requests = question(300, 3, count=24).load.requests
     write_trace(tmp_path / "t.jsonl", Trace("t", lambda: iter(requests)))
@@ -41,27 +43,41 @@ def test_the_command_writes_a_configuration_that_up_reads(tmp_path: Path, capsys
     assert (tmp_path / "p.png").stat().st_size > 10_000
     best = said["best"]
     assert (tmp_path / "up.yaml").read_text().startswith(f"# splitserve plan: {said['recommended']}, for ")
-    launched = up({"run_dir": Value(tmp_path / "run", "test"), "port": Value(0, "test")}, Sources.read(tmp_path / "up.yaml", env={}))
+    launched = up(
+        {"run_dir": Value(tmp_path / "run", "test"), "port": Value(0, "test")},
+        Sources.read(tmp_path / "up.yaml", env={}),
+    )
     workers = [(w.worker_id.split("-")[0], w) for w in launched.workers]
     prefills, decodes = ([w for role, w in workers if role == wanted] for wanted in ("prefill", "decode"))
     assert (len(prefills), len(decodes)) == (best["prefill"], best["decode"])
     assert {w.max_batch_tokens for w in prefills} == {best["max_batch_tokens"]}  # type: ignore[attr-defined]
     assert {w.max_num_seqs for w in decodes} == {best["max_num_seqs"]}  # type: ignore[attr-defined]
     memory = profile().memory
-    assert {(w.block_size, w.num_blocks) for w in launched.workers} == {(memory.block_size, memory.num_blocks)}
+    assert {(w.block_size, w.num_blocks) for w in launched.workers} == {
+        (memory.block_size, memory.num_blocks)
+    }
     assert {s.max_model_len for s in (launched.coordinator, *launched.workers)} == {memory.max_model_len}
 
 
 def test_workers_are_launched_in_the_types_that_were_measured(tmp_path: Path) -> None:
     path, candidate = tmp_path / "up.yaml", Candidate(1, 1, 0, 512, 16, prefill_kind=0, decode_kind=1)
     numerics = Numerics(dtype="bfloat16", kv_dtype="fp8", quantization="fp8", exact=False)
-    whole, cut = profile(numerics=numerics), profile(numerics=numerics.model_copy(update={"kv_dtype": "auto"}))
+    whole, cut = (
+        profile(numerics=numerics),
+        profile(numerics=numerics.model_copy(update={"kv_dtype": "auto"})),
+    )
     for decode, differ in ((whole, False), (cut, True), (profile(), False)):
         write_launch(path, Hardware((Kind("a", whole), Kind("b", decode))), candidate)
-        launched = up({"run_dir": Value(tmp_path / "run", "test"), "port": Value(0, "test")}, Sources.read(path, env={}))
+        launched = up(
+            {"run_dir": Value(tmp_path / "run", "test"), "port": Value(0, "test")}, Sources.read(path, env={})
+        )
         found = [(w.dtype, w.kv_dtype, w.quantization, w.exact) for w in launched.workers]
         assert found[0] == ("bfloat16", "fp8", "fp8", False)
-        assert found[1] == (tuple(decode.numerics.model_dump().values()) if decode.numerics else ("auto", "auto", "none", False))
+        assert found[1] == (
+            tuple(decode.numerics.model_dump().values())
+            if decode.numerics
+            else ("auto", "auto", "none", False)
+        )
         assert ("measured in different types" in path.read_text()) == differ
 
 
@@ -69,9 +85,14 @@ def test_several_kinds_of_hardware_are_launched_each_as_its_profile_is(tmp_path:
     """By one command on one machine, or by one command for each role on machines of their own."""
     small = profile(memory=profile().memory.model_copy(update={"num_blocks": 300, "max_model_len": 1024}))
     hardware = Hardware((Kind("large", profile(), gpus=2), Kind("small", small)))
-    path, candidate = tmp_path / "up.yaml", Candidate(2, 1, 0, 512, 16, prefill_kind=0, decode_kind=1, mover="tcp")
+    path, candidate = (
+        tmp_path / "up.yaml",
+        Candidate(2, 1, 0, 512, 16, prefill_kind=0, decode_kind=1, mover="tcp"),
+    )
     write_launch(path, hardware, candidate, "why")
-    launched = up({"run_dir": Value(tmp_path / "run", "test"), "port": Value(0, "test")}, Sources.read(path, env={}))
+    launched = up(
+        {"run_dir": Value(tmp_path / "run", "test"), "port": Value(0, "test")}, Sources.read(path, env={})
+    )
     assert [(w.role, w.num_blocks, w.mover) for w in launched.workers] == [
         ("prefill", profile().memory.num_blocks, "tcp"),
         ("prefill", profile().memory.num_blocks, "tcp"),
@@ -90,7 +111,10 @@ def test_several_kinds_of_hardware_are_launched_each_as_its_profile_is(tmp_path:
 @pytest.mark.parametrize("candidate", [Candidate(0, 0, 3, 512, 16, mover="tcp"), Candidate(2, 1, 3, 512, 16)])
 def test_colocated_workers_are_launched_as_mixed_ones(tmp_path: Path, candidate: Candidate) -> None:
     write_launch(tmp_path / "up.yaml", Hardware((Kind.of(profile()),)), candidate)
-    launched = up({"run_dir": Value(tmp_path / "run", "test"), "port": Value(0, "test")}, Sources.read(tmp_path / "up.yaml", env={}))
+    launched = up(
+        {"run_dir": Value(tmp_path / "run", "test"), "port": Value(0, "test")},
+        Sources.read(tmp_path / "up.yaml", env={}),
+    )
     assert Counter(w.worker_id.split("-")[0] for w in launched.workers) == Counter(
         prefill=candidate.prefill, decode=candidate.decode, mixed=3
     )

@@ -34,7 +34,9 @@ LEVEL = ServiceLevel(Slo(0.4, 0.03), 0.9)
 
 
 def question(prompt: int, output: int, count: int = 40) -> Question:
-    requests = tuple(TraceRequest(0.125 * i + 0.03125 * (i % 3), prompt + i % 7, output + i % 5) for i in range(count))
+    requests = tuple(
+        TraceRequest(0.125 * i + 0.03125 * (i % 3), prompt + i % 7, output + i % 5) for i in range(count)
+    )
     return Question.of(HARDWARE, Load(requests, None), LEVEL)
 
 
@@ -47,7 +49,9 @@ def test_the_search_finds_what_trying_everything_finds() -> None:
     assert found.best.goodput == pytest.approx(best.goodput, rel=0.06)
 
 
-def test_a_neighbour_that_was_a_rival_before_is_told_with_its_own_goodput(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_neighbour_that_was_a_rival_before_is_told_with_its_own_goodput(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As a rival it was given up as soon as it was not better."""
     monkeypatch.setattr("splitserve.planner.search.plan.NEARLY", 0.0)
     asked = question(400, 3, count=24)
@@ -58,7 +62,10 @@ def test_a_neighbour_that_was_a_rival_before_is_told_with_its_own_goodput(monkey
 
 def test_the_sketch_is_near_the_simulation() -> None:
     asked = question(400, 6, count=80)
-    split, local = [(Candidate(1, 1, 0, 512, 16), 9.0), (Candidate(2, 1, 0, 512, 16), 14.0)], (Candidate(1, 0, 2, 512, 16), 9.0)
+    split, local = (
+        [(Candidate(1, 1, 0, 512, 16), 9.0), (Candidate(2, 1, 0, 512, 16), 14.0)],
+        (Candidate(1, 0, 2, 512, 16), 9.0),
+    )
     for candidate, rate in (*split, local, (Candidate(0, 0, 2, 512, 16), 5.0)):
         seen = glance(asked, (candidate, rate))
         simulated = simulate(asked, candidate, rate, give_up=False).tallies
@@ -71,8 +78,13 @@ def test_the_sketch_is_near_the_simulation() -> None:
 
 def test_the_cheapest_cluster_for_a_rate_takes_each_kind_for_what_it_is_good_at() -> None:
     slow_prompts = profile(name="old")
-    pieces = tuple(p.model_copy(update={"curve": tuple((x, 4 * y) for x, y in p.curve)}) for p in slow_prompts.prefill.pieces)
-    old = slow_prompts.model_copy(update={"prefill": slow_prompts.prefill.model_copy(update={"pieces": pieces})})
+    pieces = tuple(
+        p.model_copy(update={"curve": tuple((x, 4 * y) for x, y in p.curve)})
+        for p in slow_prompts.prefill.pieces
+    )
+    old = slow_prompts.model_copy(
+        update={"prefill": slow_prompts.prefill.model_copy(update={"pieces": pieces})}
+    )
     watts = Power(idle_w=50, prefill_w=300, decode_w=200)
     hardware = Hardware((Kind("new", profile(), 1, 4.0, watts), Kind("old", old, 1, 1.0, watts)))
     base = question(400, 8, count=40)
@@ -82,13 +94,23 @@ def test_the_cheapest_cluster_for_a_rate_takes_each_kind_for_what_it_is_good_at(
     assert winner.goodput >= 4.0
     assert simulate(asked, winner.candidate, 4.0, give_up=False).tallies.attainment >= 0.9
     others = [Candidate(1, 1, 0, 512, winner.candidate.max_num_seqs, p, d) for p in (0, 1) for d in (0, 1)]
-    cheaper = [c for c in others if (hardware.price_per_hour(c) or 0) < (hardware.price_per_hour(winner.candidate) or 0)]
+    cheaper = [
+        c
+        for c in others
+        if (hardware.price_per_hour(c) or 0) < (hardware.price_per_hour(winner.candidate) or 0)
+    ]
     assert all(simulate(asked, c, 4.0, give_up=False).tallies.attainment < 0.9 for c in cheaper)
     assert found.energy_wh is not None
     assert found.energy_wh > 0
     for neighbour in found.neighbours:
-        (line,) = (line for line in sentences(found) if line.startswith(f"Neighbour {neighbour.candidate.ratio}: "))
-        assert neighbour.goodput >= 4.0 or f"serves {neighbour.goodput:.2f} requests/s only" in line or "lowest rate tried" in line
+        (line,) = (
+            line for line in sentences(found) if line.startswith(f"Neighbour {neighbour.candidate.ratio}: ")
+        )
+        assert (
+            neighbour.goodput >= 4.0
+            or f"serves {neighbour.goodput:.2f} requests/s only" in line
+            or "lowest rate tried" in line
+        )
         assert "lowest rate tried" not in line or neighbour.goodput == 0
 
 
@@ -97,11 +119,16 @@ def test_limits_of_price_and_power_hold(tmp_path: Path) -> None:
     (tmp_path / "hardware.yaml").write_text(
         "- {profile: p.json, name: big, gpus_per_worker: 2, gpus: 8, price_per_hour: 10, "
         "power: {idle_w: 1, prefill_w: 100, decode_w: 50}}\n"
-        "- {profile: p.json, name: capped, price_per_hour: 3, power: {idle_w: 1, prefill_w: 60, decode_w: 30}, roles: [decode]}\n"
+        "- {profile: p.json, name: capped, price_per_hour: 3, power: {idle_w: 1, prefill_w: 60, "
+        "decode_w: 30}, roles: [decode]}\n"
     )
     hardware = read_hardware(tmp_path / "hardware.yaml")
     mixed = Candidate(2, 3, 0, 512, 16, 0, 1)
-    assert (hardware.num_gpus(mixed), hardware.price_per_hour(mixed), hardware.watts(mixed)) == (7, 29.0, 290.0)
+    assert (hardware.num_gpus(mixed), hardware.price_per_hour(mixed), hardware.watts(mixed)) == (
+        7,
+        29.0,
+        290.0,
+    )
     assert hardware.words(mixed) == "2P (big) : 3D (capped)"
     found = list(shapes(hardware, Limits(8, price_per_hour=29.0, watts=290.0)))
     assert replace(mixed, max_batch_tokens=1, max_num_seqs=1) in found
@@ -117,8 +144,16 @@ def test_a_worker_spans_the_gpus_that_its_profile_says(tmp_path: Path) -> None:
     (tmp_path / "hardware.yaml").write_text(
         "- {profile: p.json, name: own}\n- {profile: p.json, name: told, gpus_per_worker: 2, gpus: 8}\n"
     )
-    assert [(kind.gpus, kind.most) for kind in read_hardware(tmp_path / "hardware.yaml").kinds] == [(4, None), (2, 4)]
-    common: dict[str, Any] = {"trace": tmp_path / "t.jsonl", "profile": tmp_path / "p.json", "gpus": 8, "slo": "ttft=0.5@p90"}
+    assert [(kind.gpus, kind.most) for kind in read_hardware(tmp_path / "hardware.yaml").kinds] == [
+        (4, None),
+        (2, 4),
+    ]
+    common: dict[str, Any] = {
+        "trace": tmp_path / "t.jsonl",
+        "profile": tmp_path / "p.json",
+        "gpus": 8,
+        "slo": "ttft=0.5@p90",
+    }
     for told, spanned in ((None, 4), (2, 2)):
         (kind,) = the_hardware(PlanSettings(**common, gpus_per_worker=told)).kinds
         assert kind.gpus == spanned
@@ -127,7 +162,9 @@ def test_a_worker_spans_the_gpus_that_its_profile_says(tmp_path: Path) -> None:
 def test_long_prompts_want_prefill_workers_and_long_answers_decode_workers() -> None:
     code, talk = question(600, 2, count=30), question(20, 20, count=30)
     ratios = [Candidate(2, 1, 0, 512, 16), Candidate(1, 2, 0, 512, 16)]
-    (code_prefill, code_decode), (talk_prefill, talk_decode) = ([answer(q, c).goodput for c in ratios] for q in (code, talk))
+    (code_prefill, code_decode), (talk_prefill, talk_decode) = (
+        [answer(q, c).goodput for c in ratios] for q in (code, talk)
+    )
     assert code_prefill > 1.3 * code_decode
     assert talk_decode > 1.3 * talk_prefill
 
@@ -153,7 +190,9 @@ def test_a_simulation_that_is_given_up_would_have_failed_too() -> None:
     candidate, given_up = Candidate(1, 1, 0, 512, 64), 0
     for rate in (4.0, 40.0):
         early, whole = (simulate(asked, candidate, rate, give_up=give_up) for give_up in (True, False))
-        assert (num_failed(early) > asked.allowed) == (whole.tallies.num_requests - whole.tallies.num_good > asked.allowed)
+        assert (num_failed(early) > asked.allowed) == (
+            whole.tallies.num_requests - whole.tallies.num_good > asked.allowed
+        )
         assert num_failed(early) <= num_failed(whole)
         given_up += early.num_ended - early.tallies.num_good <= asked.allowed < num_failed(early)
     assert given_up, "some of them earlier than by those that had ended"
@@ -196,11 +235,14 @@ def test_what_growth_needs_serves_what_growth_brings() -> None:
     assert found.growth.candidate.num_workers > 3
     assert any(line.startswith("When load grows by 50%") and "go to" in line for line in sentences(found))
     found.growth.unchanged = 0.9  # no more was asked for
-    assert any(line.startswith("When load grows by 50%") and "good still" in line for line in sentences(found))
+    assert any(
+        line.startswith("When load grows by 50%") and "good still" in line for line in sentences(found)
+    )
 
 
 def test_a_load_that_is_over_before_the_cluster_has_filled_is_told_as_a_bound() -> None:
-    """Such a burst is good at any rate: the search ends at what workers keep up with for long, and says that it did."""
+    """Such a burst is good at any rate: the search ends at what workers keep up with for long, and says that
+    it did."""
     requests = tuple(TraceRequest(0.01 * i, 40, 20) for i in range(24))
     asked = Question.of(HARDWARE, Load(requests, None), ServiceLevel(Slo(5.0, 0.5), 0.9))
     found = search(asked, Goal("goodput", Limits(3), chunks=(512,)), processes=1)
@@ -225,8 +267,13 @@ def test_a_load_that_is_over_too_soon_is_not_taken_for_what_the_cluster_serves_f
     assert found.sustained is not None
     assert simulate(over_and_over, winner.candidate, found.sustained, give_up=False).tallies.attainment >= 0.9
     said = sentences(found)
-    assert any(f"over and over it would serve about {found.sustained:.2f} requests/s" in line for line in said)
-    assert any(line.startswith("Whether to disaggregate this load does not tell: ") and "at most" in line for line in said)
+    assert any(
+        f"over and over it would serve about {found.sustained:.2f} requests/s" in line for line in said
+    )
+    assert any(
+        line.startswith("Whether to disaggregate this load does not tell: ") and "at most" in line
+        for line in said
+    )
     assert as_json(found)["sustained_per_s"] == found.sustained
 
 
@@ -237,16 +284,28 @@ def test_a_load_that_lasts_is_told_as_it_is() -> None:
 
 
 def test_what_errors_of_the_profile_would_make_of_the_goodput_is_told() -> None:
-    load, off, plain = question(400, 3, count=120).load, Residuals(num_points=9, mean=0.2, p95=0.3, worst=0.4), profile()
-    rough = plain.model_copy(update={role: getattr(plain, role).model_copy(update={"held_out": off}) for role in ("prefill", "decode")})
+    load, off, plain = (
+        question(400, 3, count=120).load,
+        Residuals(num_points=9, mean=0.2, p95=0.3, worst=0.4),
+        profile(),
+    )
+    rough = plain.model_copy(
+        update={
+            role: getattr(plain, role).model_copy(update={"held_out": off}) for role in ("prefill", "decode")
+        }
+    )
     asked = Question.of(Hardware((Kind.of(rough),)), load, ServiceLevel(Slo(0.8, 0.05), 0.9))
     found = search(asked, Goal("goodput", Limits(3), chunks=(512,)), processes=1)
     steps = asked.with_slower_steps().hardware.kinds[0].profile
     assert steps.prefill.seconds(300, 45_150, 1) == pytest.approx(1.2 * rough.prefill.seconds(300, 45_150, 1))
     assert steps.decode.seconds(8, 4_000, 8) == pytest.approx(1.2 * rough.decode.seconds(8, 4_000, 8))
-    assert found.if_slower == pytest.approx(answer(asked.with_slower_steps(), found.winner.candidate).goodput, rel=0.06)
+    assert found.if_slower == pytest.approx(
+        answer(asked.with_slower_steps(), found.winner.candidate).goodput, rel=0.06
+    )
     assert found.if_slower < 0.9 * found.winner.goodput
-    assert any(f"(of prompts 20.0%, of sequences 20.0%): {found.if_slower:.2f}." in line for line in sentences(found))
+    assert any(
+        f"(of prompts 20.0%, of sequences 20.0%): {found.if_slower:.2f}." in line for line in sentences(found)
+    )
     assert as_json(found)["goodput_if_slower"] == found.if_slower
 
 
@@ -264,7 +323,9 @@ def test_the_best_pure_split_is_told_beside_a_colocated_recommendation() -> None
     assert found.split.goodput == pytest.approx(answer(asked, found.split.candidate).goodput, rel=0.06)
     assert found.split.goodput < found.winner.goodput
     worse = f"{found.split.goodput / found.winner.goodput - 1:+.0%}"
-    assert any(f"purely split, {found.split.candidate.ratio}" in line and worse in line for line in sentences(found))
+    assert any(
+        f"purely split, {found.split.candidate.ratio}" in line and worse in line for line in sentences(found)
+    )
     said = as_json(found)
     assert said["split"]["compared"] == pytest.approx(found.split.goodput / found.winner.goodput)
     assert said["colocated"]["compared"] == 1.0
@@ -296,7 +357,9 @@ def test_what_nobody_could_meet_is_refused_with_the_reason() -> None:
         require_reachable(impossible, 512)
 
 
-def test_a_harder_rest_of_the_trace_is_told_wherever_the_plan_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_harder_rest_of_the_trace_is_told_wherever_the_plan_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Prompts that come one by one, then as many at once as no three workers compute in time."""
     profile().write(tmp_path / "p.json")
     easy = [TraceRequest(0.5 * i, 300, 3) for i in range(40)]
@@ -318,17 +381,23 @@ def test_a_harder_rest_of_the_trace_is_told_wherever_the_plan_is_read(tmp_path: 
 
 
 def test_distserves_own_example_two_prefill_workers_for_one_decode_worker() -> None:
-    """13B on an A100, 512 prompt and 64 output tokens: 5.6 requests/s a prefill worker, 10 a decode worker; 2P1D bears 10, 3.3 a GPU."""
+    """13B on an A100, 512 prompt and 64 output tokens: 5.6 requests/s a prefill worker, 10 a decode worker;
+    2P1D bears 10, 3.3 a GPU."""
     base = profile(memory=profile().memory.model_copy(update={"num_blocks": 4096}))
     step_s, batch = 1 / 5.6, 32
     of = base.model_copy(
         update={
             "prefill": base.prefill.model_copy(update={"pieces": (Piece(curve=((0, 0.0), (512, step_s))),)}),
-            "decode": base.decode.model_copy(update={"pieces": (Piece(curve=((0, batch / 640), (64, batch / 640))),)}),
+            "decode": base.decode.model_copy(
+                update={"pieces": (Piece(curve=((0, batch / 640), (64, batch / 640))),)}
+            ),
         }
     )
     demand = Demand(prompt=512, output=65, context=544, reads=256)
     hardware = Hardware((Kind.of(of),))
-    bounds = {c.ratio: bound(c, hardware, demand, None) for c in (Candidate(1, 2, 0, 512, batch), Candidate(2, 1, 0, 512, batch))}
+    bounds = {
+        c.ratio: bound(c, hardware, demand, None)
+        for c in (Candidate(1, 2, 0, 512, batch), Candidate(2, 1, 0, 512, batch))
+    }
     assert bounds == pytest.approx({"1P:2D": 5.6, "2P:1D": 10.0})
     assert max(bounds, key=lambda ratio: bounds[ratio]) == "2P:1D"

@@ -1,4 +1,5 @@
-"""Measuring contention: what a neighbour costs is found again, and the neighbour's process computes as told and outlives nobody."""
+"""Measuring contention: what a neighbour costs is found again, and the neighbour's process computes as told
+and outlives nobody."""
 
 from __future__ import annotations
 
@@ -16,17 +17,29 @@ from splitserve.engine.latency_profile import Contention, Profile, ProfileError,
 from splitserve.engine.settings import WorkerSettings
 from splitserve.engine.step.batch import Batch, StepOutput
 from splitserve.planner.errors import ProfilingError
-from splitserve.planner.profile.contention import MAX_ROUNDS, MIN_ROUNDS, Beside, contention_of, measure_contention, shapes
+from splitserve.planner.profile.contention import (
+    MAX_ROUNDS,
+    MIN_ROUNDS,
+    Beside,
+    contention_of,
+    measure_contention,
+    shapes,
+)
 from splitserve.planner.profile.design import Bounds, Role
 from splitserve.planner.profile.neighbour import NeighbourProcess
 from splitserve.planner.profile_commands import contention_words
 
-COSTS = Contention(prefill_beside_prefill=1.0, prefill_beside_decode=1.1, decode_beside_prefill=1.6, decode_beside_decode=1.25)
+COSTS = Contention(
+    prefill_beside_prefill=1.0,
+    prefill_beside_decode=1.1,
+    decode_beside_prefill=1.6,
+    decode_beside_decode=1.25,
+)
 
 
 class Host:
-    """A runner and its neighbour on a clock of their own: steps take the time of ``TRUTH`` times what the neighbour costs; every eighth
-    one is interrupted."""
+    """A runner and its neighbour on a clock of their own: steps take the time of ``TRUTH`` times what the
+    neighbour costs; every eighth one is interrupted."""
 
     def __init__(self) -> None:
         self.now, self.num_steps, self._times = 0.0, 0, StepClock(TRUTH, warns=False)
@@ -50,13 +63,26 @@ class Host:
 
 def measured(host: Host, precision: float = 0.01, budget_s: float = 1e9) -> list[Beside]:
     return measure_contention(
-        host, host, 16, shapes(BOUNDS), precision, budget_s, lambda _: None, clock=host.clock, processor_clock=host.clock
+        host,
+        host,
+        16,
+        shapes(BOUNDS),
+        precision,
+        budget_s,
+        lambda _: None,
+        clock=host.clock,
+        processor_clock=host.clock,
     )
 
 
 def test_what_a_neighbour_costs_is_found_again_in_spite_of_interruptions() -> None:
     found = contention_of(measured(Host()))
-    for name in ("prefill_beside_prefill", "prefill_beside_decode", "decode_beside_prefill", "decode_beside_decode"):
+    for name in (
+        "prefill_beside_prefill",
+        "prefill_beside_decode",
+        "decode_beside_prefill",
+        "decode_beside_decode",
+    ):
         assert getattr(found, name) == pytest.approx(getattr(COSTS, name), rel=0.03)
         least, most = found.ranges[name]
         assert least <= getattr(COSTS, name) * 1.001
@@ -94,7 +120,11 @@ def test_a_profile_keeps_the_part_and_says_it_and_an_older_one_has_none(tmp_path
     again = Profile.read(tmp_path / "new.json")
     assert again == known
     assert len([line for line in contention_words(again.contention) if "times as long (" in line]) == 4
-    newer = (tmp_path / "new.json").read_text().replace('"contention": {\n  "version": 1', '"contention": {\n  "version": 2')
+    newer = (
+        (tmp_path / "new.json")
+        .read_text()
+        .replace('"contention": {\n  "version": 1', '"contention": {\n  "version": 2')
+    )
     (tmp_path / "newer.json").write_text(newer)
     with pytest.raises(ProfileError, match=r"contention\.version"):
         Profile.read(tmp_path / "newer.json")
@@ -103,7 +133,12 @@ def test_a_profile_keeps_the_part_and_says_it_and_an_older_one_has_none(tmp_path
 def paced(folder: Path) -> WorkerSettings:
     TRUTH.write(folder / "profile.json")
     return WorkerSettings(
-        model=DEMO_MODEL, runner=f"paced:{folder / 'profile.json'}", insecure=True, num_blocks=512, block_size=16, device="cpu"
+        model=DEMO_MODEL,
+        runner=f"paced:{folder / 'profile.json'}",
+        insecure=True,
+        num_blocks=512,
+        block_size=16,
+        device="cpu",
     )
 
 
@@ -118,7 +153,10 @@ def test_the_neighbour_is_a_process_that_computes_as_told(tmp_path: Path) -> Non
 
 def test_a_neighbour_that_cannot_start_is_an_error(tmp_path: Path) -> None:
     settings = paced(tmp_path).model_copy(update={"model": tmp_path / "none"})
-    with pytest.raises(ProfilingError, match="process has ended"), NeighbourProcess(settings, BOUNDS, shapes(BOUNDS)):
+    with (
+        pytest.raises(ProfilingError, match="process has ended"),
+        NeighbourProcess(settings, BOUNDS, shapes(BOUNDS)),
+    ):
         pass
 
 
@@ -140,6 +178,10 @@ def test_the_neighbour_ends_when_the_profiling_process_is_killed(tmp_path: Path)
     (tmp_path / "dies.py").write_text(DIES)
     paths = ":".join(p for p in (str(Path(__file__).parents[1]), *sys.path) if p)
     ended = subprocess.run(
-        [sys.executable, str(tmp_path / "dies.py"), str(tmp_path)], env={"PYTHONPATH": paths}, capture_output=True, timeout=120, check=False
+        [sys.executable, str(tmp_path / "dies.py"), str(tmp_path)],
+        env={"PYTHONPATH": paths},
+        capture_output=True,
+        timeout=120,
+        check=False,
     )
     assert (ended.returncode, ended.stdout) == (-9, b"computing\n")

@@ -18,7 +18,15 @@ from splitserve.planner.profile.flip import measure_flip
 from splitserve.planner.profile.handoff import MAX_REPEATS as MAX_PUTS
 from splitserve.planner.profile.handoff import MIN_REPEATS as MIN_PUTS
 from splitserve.planner.profile.handoff import measure_movers, repeated
-from splitserve.planner.profile.measure import MIN_REPEATS, batch_of, decode_loop_s, fitted, measure, noise_cv, uncertainty_of
+from splitserve.planner.profile.measure import (
+    MIN_REPEATS,
+    batch_of,
+    decode_loop_s,
+    fitted,
+    measure,
+    noise_cv,
+    uncertainty_of,
+)
 from splitserve.planner.profile.power import measure_power
 from splitserve.planner.profile_commands import profile as profile_command
 from splitserve.planner.settings import ProfileSettings
@@ -29,13 +37,16 @@ BOUNDS = Bounds(max_batch_tokens=256, max_num_seqs=32, max_model_len=1024, num_b
 TRUTH = Profile(
     name="truth",
     memory=Memory(block_size=16, num_blocks=512, block_bytes=1024, num_layers=4, max_model_len=1024),
-    prefill=StepModel(pieces=(Piece(curve=((1, 0.005), (256, 0.08)), read_s=2e-8, seq_s=1e-4, cached_s=3e-6),)),
+    prefill=StepModel(
+        pieces=(Piece(curve=((1, 0.005), (256, 0.08)), read_s=2e-8, seq_s=1e-4, cached_s=3e-6),)
+    ),
     decode=StepModel(pieces=(Piece(curve=((1, 0.004), (32, 0.012)), read_s=1e-7),)),
 )
 
 
 class Machine:
-    """A runner that takes the time of ``TRUTH`` on a clock of its own; every tenth step takes twice as long."""
+    """A runner that takes the time of ``TRUTH`` on a clock of its own; every tenth step takes twice as
+    long."""
 
     def __init__(self) -> None:
         self.now, self.num_steps, self._times = 0.0, 0, StepClock(TRUTH)
@@ -52,7 +63,9 @@ class Machine:
 def test_every_designed_step_fits_the_worker() -> None:
     designed = experiments(BOUNDS)
     assert all(BOUNDS.fits(e.sequences) for e in designed)
-    assert {(e.role, e.held_out) for e in designed} == {(role, held) for role in ("prefill", "decode") for held in (False, True)}
+    assert {(e.role, e.held_out) for e in designed} == {
+        (role, held) for role in ("prefill", "decode") for held in (False, True)
+    }
     assert max(e.units for e in designed if e.role == "prefill") == 256
     for e in designed:
         batch = batch_of(e, BOUNDS.block_size)
@@ -62,7 +75,15 @@ def test_every_designed_step_fits_the_worker() -> None:
 
 def test_what_is_measured_is_found_again_in_spite_of_outliers() -> None:
     machine = Machine()
-    found = measure(machine, 16, experiments(BOUNDS), precision=0.02, budget_s=1e9, progress=lambda _: None, clock=machine.clock)
+    found = measure(
+        machine,
+        16,
+        experiments(BOUNDS),
+        precision=0.02,
+        budget_s=1e9,
+        progress=lambda _: None,
+        clock=machine.clock,
+    )
     for role, truth in (("prefill", TRUTH.prefill), ("decode", TRUTH.decode)):
         model, held_out = fitted(found, role, BOUNDS)  # type: ignore[arg-type]
         assert held_out is not None
@@ -72,16 +93,27 @@ def test_what_is_measured_is_found_again_in_spite_of_outliers() -> None:
 
 def test_the_time_allowed_ends_the_measuring_but_not_before_each_step_ran_a_few_times() -> None:
     machine, known = Machine(), []
-    found = measure(machine, 16, experiments(BOUNDS), precision=1e-9, budget_s=1.0, progress=known.append, clock=machine.clock)
+    found = measure(
+        machine,
+        16,
+        experiments(BOUNDS),
+        precision=1e-9,
+        budget_s=1.0,
+        progress=known.append,
+        clock=machine.clock,
+    )
     assert {len(r.times) for r in found} == {MIN_REPEATS}
     assert known[-1] == len(found)
     assert noise_cv(found) >= 0
 
 
 @pytest.mark.parametrize(
-    ("noise", "least", "most"), [(0.0, MIN_PUTS, MIN_PUTS), (0.3, MIN_PUTS + 1, MAX_PUTS - 1), (2.0, MAX_PUTS, MAX_PUTS)]
+    ("noise", "least", "most"),
+    [(0.0, MIN_PUTS, MIN_PUTS), (0.3, MIN_PUTS + 1, MAX_PUTS - 1), (2.0, MAX_PUTS, MAX_PUTS)],
 )
-def test_a_put_is_repeated_until_its_time_is_known_or_it_has_run_often_enough(noise: float, least: int, most: int) -> None:
+def test_a_put_is_repeated_until_its_time_is_known_or_it_has_run_often_enough(
+    noise: float, least: int, most: int
+) -> None:
     draw = random.Random(1)
     found = repeated(lambda: 1.0 + noise * draw.random(), precision=0.02)
     assert least <= len(found) <= most
@@ -97,10 +129,19 @@ def test_the_handoff_and_the_loop_of_this_machine_can_be_measured() -> None:
     assert 0 < decode_loop_s(4, num_steps=20) < 1
 
 
-def test_a_change_of_role_is_timed_on_real_workers_that_no_coordinator_hears_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_of_role_is_timed_on_real_workers_that_no_coordinator_hears_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     TRUTH.write(tmp_path / "profile.json")
     runner = f"paced:{tmp_path / 'profile.json'}"
-    options = {"model": DEMO_MODEL, "runner": runner, "insecure": True, "num_blocks": 64, "block_size": 16, "device": "cpu"}
+    options = {
+        "model": DEMO_MODEL,
+        "runner": runner,
+        "insecure": True,
+        "num_blocks": 64,
+        "block_size": 16,
+        "device": "cpu",
+    }
     settings = FlexibleSettings.model_validate({**options, "max_batch_tokens": 64, "max_num_seqs": 8})
     model = load_model(settings, max_decode_seqs=8, prefill_tokens=lambda device: 64)
     made: list[tuple[str, str]] = []
@@ -144,7 +185,9 @@ def test_power_is_told_apart_by_what_the_gpu_does(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
-def test_the_command_profiles_a_model_in_the_types_that_it_names(tmp_path: Path, capsys: pytest.CaptureFixture[str], kv_dtype: str) -> None:
+def test_the_command_profiles_a_model_in_the_types_that_it_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kv_dtype: str
+) -> None:
     made = tmp_path / "p.json"
     settings = {
         "model": DEMO_MODEL, "output": made, "device": "cpu", "dtype": "float32", "kv_dtype": kv_dtype, "num_blocks": 64,

@@ -15,7 +15,16 @@ import pytest
 from pydantic import ValidationError
 from rich.console import Console
 
-from splitserve.engine.latency_profile import HandoffModel, Memory, Piece, Profile, ProfileError, StepClock, StepModel, shipped_names
+from splitserve.engine.latency_profile import (
+    HandoffModel,
+    Memory,
+    Piece,
+    Profile,
+    ProfileError,
+    StepClock,
+    StepModel,
+    shipped_names,
+)
 from splitserve.engine.step.batch import Batch, SamplingParams, SamplingState
 from splitserve.planner.errors import ProfilingError
 from splitserve.planner.profile.fit import PutPoint, StepPoint, fit_puts, fit_steps
@@ -28,7 +37,9 @@ MEMORY = Memory(block_size=16, num_blocks=100, block_bytes=4096, num_layers=4, m
 PROFILE = Profile(
     name="test",
     memory=MEMORY,
-    prefill=StepModel(pieces=(Piece(curve=((0, 0.01), (100, 0.02)), read_s=1e-6),), ranges={"units": (1, 128)}),
+    prefill=StepModel(
+        pieces=(Piece(curve=((0, 0.01), (100, 0.02)), read_s=1e-6),), ranges={"units": (1, 128)}
+    ),
     decode=StepModel(pieces=(Piece(curve=((0, 0.004), (10, 0.005)), read_s=1e-5),)),
 )
 
@@ -51,12 +62,17 @@ def test_a_chunk_attends_to_what_is_cached_and_to_itself() -> None:
 
 def test_a_step_of_both_roles_pays_once_for_being_a_step() -> None:
     clock = StepClock(PROFILE)
-    assert clock.mixed([(0, 100)], 10, 200) == pytest.approx(clock.prefill([(0, 100)]) + clock.decode(10, 200) - 0.004)
+    assert clock.mixed([(0, 100)], 10, 200) == pytest.approx(
+        clock.prefill([(0, 100)]) + clock.decode(10, 200) - 0.004
+    )
     assert clock.mixed([], 10, 200) == clock.decode(10, 200)
 
 
 def test_a_batch_is_taken_apart_into_chunks_and_decoding_sequences() -> None:
-    lens, new = [30, 40, 8, 1], [1, 20, 8, 1]  # decoding; a chunk after 20 cached; a new prompt; a prompt of one token
+    lens, new = (
+        [30, 40, 8, 1],
+        [1, 20, 8, 1],
+    )  # decoding; a chunk after 20 cached; a new prompt; a prompt of one token
     state = SamplingState(SamplingParams(max_tokens=1), [], [])
     batch = Batch(
         np.zeros(30, np.int32), np.zeros(30, np.int32), np.cumsum([0, *new], dtype=np.int32), np.array(lens, np.int32),
@@ -81,7 +97,13 @@ def test_leaving_the_measured_range_warns_once_and_is_counted(caplog: pytest.Log
 def test_less_than_was_measured_is_outside_too_and_so_is_more_that_is_cached() -> None:
     model = PROFILE.prefill.model_copy(update={"ranges": {"units": (16, 128), "cached": (0, 512)}})
     asked = ((15, 0), (16, 0), (128, 512), (128, 513), (129, 0))
-    assert [model.outside(units, 0, 1, cached) for units, cached in asked] == ["units", "", "", "cached", "units"]
+    assert [model.outside(units, 0, 1, cached) for units, cached in asked] == [
+        "units",
+        "",
+        "",
+        "cached",
+        "units",
+    ]
 
 
 def test_a_fit_finds_what_the_points_were_made_of() -> None:
@@ -100,7 +122,11 @@ def test_a_fit_finds_what_the_points_were_made_of() -> None:
 
 
 def test_more_work_never_makes_a_fitted_step_quicker() -> None:
-    points = [StepPoint(units, reads, 1, 0.01 + 1e-4 * units - 1e-6 * reads) for units in (1, 50, 100) for reads in (0, 1000)]
+    points = [
+        StepPoint(units, reads, 1, 0.01 + 1e-4 * units - 1e-6 * reads)
+        for units in (1, 50, 100)
+        for reads in (0, 1000)
+    ]
     assert fit_steps(points, (1, 100)).pieces[0].read_s == 0
 
 
@@ -145,13 +171,20 @@ def test_a_profile_is_shown_on_80_columns(name: str) -> None:
 # --- published data, in their formats --------------------------------------------------------------
 
 SPLITWISE_HEAD = (
-    "model,hardware,prompt_size,batch_size,token_size,peak_power,average_power,prompt_time,token_time,e2e_time,tensor_parallel\n"
+    "model,hardware,prompt_size,batch_size,token_size,peak_power,average_power,"
+    "prompt_time,token_time,e2e_time,tensor_parallel\n"
 )
 
 
 def splitwise_file(folder: Path, tp: int = 8) -> Path:
-    rows = [f"llama2-70b,h100-80gb,{p},1,128,1,0.7,{0.1 * p + 1e-5 * p * p},{30 + 1e-4 * p},0,{tp}" for p in (128, 512, 2048, 4096)]
-    rows += [f"llama2-70b,h100-80gb,512,{b},128,1,0.7,{0.1 * 512 * b},{30 + b + 1e-4 * 512 * b},0,{tp}" for b in (2, 8, 64)]
+    rows = [
+        f"llama2-70b,h100-80gb,{p},1,128,1,0.7,{0.1 * p + 1e-5 * p * p},{30 + 1e-4 * p},0,{tp}"
+        for p in (128, 512, 2048, 4096)
+    ]
+    rows += [
+        f"llama2-70b,h100-80gb,512,{b},128,1,0.7,{0.1 * 512 * b},{30 + b + 1e-4 * 512 * b},0,{tp}"
+        for b in (2, 8, 64)
+    ]
     path = folder / "perf_model.csv"
     path.write_text(SPLITWISE_HEAD + "\n".join(rows) + "\n")
     return path
@@ -165,8 +198,12 @@ def test_splitwise_data_give_decode_times_over_sequences_and_context(tmp_path: P
 
 
 @pytest.mark.parametrize("tensor_parallel", [2, 4, 8])
-def test_a_workers_kv_cache_is_what_the_weights_leave_of_its_own_gpus(tmp_path: Path, tensor_parallel: int) -> None:
-    profile = import_published(splitwise_file(tmp_path, tensor_parallel), "llama2-70b", "h100-80gb", tensor_parallel)
+def test_a_workers_kv_cache_is_what_the_weights_leave_of_its_own_gpus(
+    tmp_path: Path, tensor_parallel: int
+) -> None:
+    profile = import_published(
+        splitwise_file(tmp_path, tensor_parallel), "llama2-70b", "h100-80gb", tensor_parallel
+    )
     left = tensor_parallel * 80 * 2**30 - 135e9  # bytes
     assert profile.gpus == tensor_parallel
     assert left - profile.memory.block_bytes < profile.memory.num_blocks * profile.memory.block_bytes <= left
@@ -175,7 +212,9 @@ def test_a_workers_kv_cache_is_what_the_weights_leave_of_its_own_gpus(tmp_path: 
 def test_splitwise_itself_asks_its_decode_curve_for_sequences(tmp_path: Path) -> None:
     prompt, token = splitwise_curves(splitwise_file(tmp_path), "llama2-70b", "h100-80gb", 8)
     assert token.seconds(64, 0, 64) < token.seconds(128, 0, 128) == pytest.approx(0.0300128)
-    assert prompt.seconds(4096, 0, 1) == pytest.approx(np.median([0.1 * 4096 + 1e-5 * 4096**2, 0.1 * 4096]) / 1e3)
+    assert prompt.seconds(4096, 0, 1) == pytest.approx(
+        np.median([0.1 * 4096 + 1e-5 * 4096**2, 0.1 * 4096]) / 1e3
+    )
 
 
 def test_distserve_coefficients_keep_their_formula(tmp_path: Path) -> None:
@@ -186,7 +225,9 @@ def test_distserve_coefficients_keep_their_formula(tmp_path: Path) -> None:
     )
     (tmp_path / "max_num_tokens.csv").write_text("model,tp,pp,max_num_tokens\nfacebook/opt-13b,1,1,66144\n")
     profile = import_published(path, "facebook/opt-13b", "", 1)
-    assert StepClock(profile).prefill([(0, 300), (0, 50)]) == pytest.approx((18 + 0.1 * 350 + 7e-6 * (300**2 + 50**2)) / 1e3)
+    assert StepClock(profile).prefill([(0, 300), (0, 50)]) == pytest.approx(
+        (18 + 0.1 * 350 + 7e-6 * (300**2 + 50**2)) / 1e3
+    )
     assert StepClock(profile).decode(94, 5000) == pytest.approx((20 + 6e-4 * 5000 + 0.04 * 94) / 1e3)
     assert StepClock(profile).decode(95, 5000) == pytest.approx((7 + 5.8e-4 * 5000 + 0.16 * 95) / 1e3)
     with pytest.raises(ProfilingError, match="has no facebook/opt-13b with tensor parallelism 2"):
@@ -203,7 +244,9 @@ PUTS = [(1, 1), (1, 4), (1, 12), (21, 1), (21, 4), (21, 12), (170, 1)]
 """Blocks, and the puts in which each is cut by layers."""
 
 
-def put_points(put_s: float, slice_s: float, once_s: float, block_s: Callable[[int], float]) -> list[PutPoint]:
+def put_points(
+    put_s: float, slice_s: float, once_s: float, block_s: Callable[[int], float]
+) -> list[PutPoint]:
     return [
         PutPoint(
             num_blocks * 4096,
@@ -215,7 +258,9 @@ def put_points(put_s: float, slice_s: float, once_s: float, block_s: Callable[[i
     ]
 
 
-@pytest.mark.parametrize(("put_s", "slice_s", "once_s"), [(1e-4, 2e-5, 3e-4), (0.0, 1e-6, 0.0), (5e-5, 0.0, 1e-4)])
+@pytest.mark.parametrize(
+    ("put_s", "slice_s", "once_s"), [(1e-4, 2e-5, 3e-4), (0.0, 1e-6, 0.0), (5e-5, 0.0, 1e-4)]
+)
 def test_what_puts_slices_and_bytes_take_is_told_apart(put_s: float, slice_s: float, once_s: float) -> None:
     found = fit_puts(put_points(put_s, slice_s, once_s, lambda num_blocks: num_blocks * 4096 / 1e9))
     assert found.residuals is not None
@@ -226,13 +271,22 @@ def test_what_puts_slices_and_bytes_take_is_told_apart(put_s: float, slice_s: fl
 
 def test_small_puts_that_stay_in_a_cache_are_not_taken_for_slices_that_cost_nothing() -> None:
     """Of the real machine: 9 GB/s for a block, 2.5 for all of them."""
-    found = fit_puts(put_points(0.0, 1e-6, 0.0, lambda num_blocks: num_blocks * 4096 / (9e9 if num_blocks < 100 else 2.5e9)))
+    found = fit_puts(
+        put_points(
+            0.0, 1e-6, 0.0, lambda num_blocks: num_blocks * 4096 / (9e9 if num_blocks < 100 else 2.5e9)
+        )
+    )
     assert found.slice_s == pytest.approx(1e-6, rel=0.01)
     assert found.bytes_per_s == pytest.approx(2.5e9, rel=0.1)
 
 
 def test_no_put_is_quicker_for_being_cut() -> None:
-    found = fit_puts([replace(p, seconds=p.seconds / (1 + 0.1 * p.num_slices)) for p in put_points(1e-4, 0.0, 0.0, lambda n: n * 4e-6)])
+    found = fit_puts(
+        [
+            replace(p, seconds=p.seconds / (1 + 0.1 * p.num_slices))
+            for p in put_points(1e-4, 0.0, 0.0, lambda n: n * 4e-6)
+        ]
+    )
     assert found.put_s >= 0
     assert found.slice_s == 0
 

@@ -61,7 +61,9 @@ def trace(requests: Iterable[TraceRequest], block_size: int | None = None) -> Tr
     return Trace("test", lambda: iter(kept), block_size)
 
 
-def run(cluster: Cluster, requests: Iterable[TraceRequest], **options: object) -> tuple[Simulation, list[RequestRecord]]:
+def run(
+    cluster: Cluster, requests: Iterable[TraceRequest], **options: object
+) -> tuple[Simulation, list[RequestRecord]]:
     records: list[RequestRecord] = []
     block_size = options.pop("block_size", None)
     simulation = Simulation(cluster, on_record=records.append, **options)  # type: ignore[arg-type]
@@ -82,7 +84,9 @@ def test_one_request_takes_what_can_be_added_up() -> None:
     step = PREFILL_S + 200 * TOKEN_S
     assert record.ttft_s == pytest.approx(0.001 + step + 0.001)  # to the worker, the step, back
     decode_step = DECODE_S * 1.01
-    assert record.tpot_s == pytest.approx(decode_step + 0.0001, rel=0.02)  # and once two messages of the handoff
+    assert record.tpot_s == pytest.approx(
+        decode_step + 0.0001, rel=0.02
+    )  # and once two messages of the handoff
     assert (record.num_prompt_tokens, record.num_received, record.outcome) == (200, 11, "finished")
 
 
@@ -94,7 +98,8 @@ def test_blocks_take_their_time_on_the_link() -> None:
 
 
 def test_a_block_of_which_some_layers_leave_takes_its_time_too() -> None:
-    """From the second prompt on the rate is known, and blocks leave layer by layer: what is exposed is the last of four slices."""
+    """From the second prompt on the rate is known, and blocks leave layer by layer: what is exposed is the
+    last of four slices."""
     exposed = []
     for slice_s in (0.0, 1e-3):
         slow = profile(handoff=SECOND.model_copy(update={"slice_s": slice_s}))
@@ -131,21 +136,27 @@ def test_equal_block_hashes_are_computed_once() -> None:
 def colocated(count: int = 1, prefill: int = 0, of: Profile | None = None, **changes: object) -> Cluster:
     of = of or profile()
     beside = (Pool(role="prefill", count=prefill, profile=of),) if prefill else ()
-    return Cluster(pools=(*beside, Pool(role="colocated", count=count, profile=of, **changes)), coordinator_s=0.0)  # type: ignore[arg-type]
+    return Cluster(
+        pools=(*beside, Pool(role="colocated", count=count, profile=of, **changes)), coordinator_s=0.0
+    )  # type: ignore[arg-type]
 
 
 PROMPT_STEP_S, TOKEN_STEP_S = PREFILL_S + 400 * TOKEN_S, DECODE_S * 1.01
 
 
 @pytest.mark.parametrize("one_step", [False, True])
-def test_a_sequence_on_a_colocated_worker_waits_for_one_step_of_prompts_between_two_tokens(one_step: bool) -> None:
+def test_a_sequence_on_a_colocated_worker_waits_for_one_step_of_prompts_between_two_tokens(
+    one_step: bool,
+) -> None:
     """``one_step``: what every step costs, whatever is in it, is paid once."""
     between_s = PROMPT_STEP_S + TOKEN_STEP_S - (DECODE_S if one_step else 0.0)
     talk = [TraceRequest(0.0, 50, 60), *(TraceRequest(0.2, 400, 1) for _ in range(10))]
     simulation, records = run(colocated(max_batch_tokens=400, one_step=one_step), talk)
     step_s = TOKEN_STEP_S if not one_step else 0.0  # of the sequence, before each prompt's
     firsts = sorted(r.ttft_s for r in records[1:])
-    assert [later - earlier for earlier, later in pairwise(firsts)] == pytest.approx([between_s] * 9, rel=0.01)
+    assert [later - earlier for earlier, later in pairwise(firsts)] == pytest.approx(
+        [between_s] * 9, rel=0.01
+    )
     gaps = simulation.tallies.of["gap"]
     assert gaps.percentile(100) == pytest.approx(between_s, rel=0.01)
     assert gaps.percentile(50) == pytest.approx(TOKEN_STEP_S, rel=0.01)
@@ -160,7 +171,10 @@ def test_a_colocated_worker_hands_to_itself_what_its_one_cache_has() -> None:
     hashes = tuple(range(1, 8))
     first, second = TraceRequest(0.0, 48, 65, hashes[:3]), TraceRequest(3.0, 113, 2, hashes)
     simulation, records = run(colocated(), [first, second], block_size=16)
-    assert [r.num_cached_tokens for r in records] == [0, 48]  # the trace cannot know the tokens that are generated here
+    assert [r.num_cached_tokens for r in records] == [
+        0,
+        48,
+    ]  # the trace cannot know the tokens that are generated here
     assert sum(shell.num_bytes_out for shell in simulation.workers.values()) == 0
     managers = {id(shell.core.blocks) for shell in simulation.workers.values()}
     assert len(managers) == 1
@@ -170,11 +184,19 @@ def test_a_colocated_worker_hands_to_itself_what_its_one_cache_has() -> None:
 def test_prefill_workers_compute_what_a_colocated_one_has_no_time_for() -> None:
     talk = [TraceRequest(0.02 * i, 300, 30) for i in range(40)]
     simulation, records = run(colocated(2, prefill=1), talk)
-    computed = {name: shell.core.load().counters["output_tokens"] for name, shell in simulation.workers.items() if shell.role == "prefill"}
+    computed = {
+        name: shell.core.load().counters["output_tokens"]
+        for name, shell in simulation.workers.items()
+        if shell.role == "prefill"
+    }
     assert all(computed.values()), computed
     assert sum(computed.values()) == 40
     assert {r.num_received for r in records} == {30}
-    assert simulation.workers["prefill-0-0"].num_bytes_out > 0 == simulation.workers["colocated-1-0:prefill"].num_bytes_out
+    assert (
+        simulation.workers["prefill-0-0"].num_bytes_out
+        > 0
+        == simulation.workers["colocated-1-0:prefill"].num_bytes_out
+    )
     assert_no_block_is_lost(simulation)
 
 
@@ -188,7 +210,9 @@ def test_clusters_that_could_serve_nothing_are_refused() -> None:
 
 def test_a_worker_that_dies_loses_no_request() -> None:
     requests = [TraceRequest(0.02 * i, 100, 30) for i in range(50)]
-    plan = cluster(2, 2, failures=(Failure(worker="decode-1-0", at_s=0.5), Failure(worker="prefill-0-1", at_s=0.6)))
+    plan = cluster(
+        2, 2, failures=(Failure(worker="decode-1-0", at_s=0.5), Failure(worker="prefill-0-1", at_s=0.6))
+    )
     simulation, records = run(plan, requests)
     assert {r.outcome for r in records} == {"finished"}
     assert all(r.num_received == 30 for r in records)
@@ -211,16 +235,23 @@ def test_what_cannot_end_is_said() -> None:
 
 
 def many_things_at_once(seed: int) -> str:
-    requests = [TraceRequest(0.013 * i, 50 + 37 * i % 400, 1 + 7 * i % 30, session=str(i % 5)) for i in range(80)]
+    requests = [
+        TraceRequest(0.013 * i, 50 + 37 * i % 400, 1 + 7 * i % 30, session=str(i % 5)) for i in range(80)
+    ]
     plan = cluster(2, 3, profile(noise_cv=0.2), mean_seconds_between_failures=3.0)
     simulation, records = run(plan, requests, seed=seed)
     return f"{[r.row() for r in records]} {simulation.queue.num_events}"
 
 
 def test_a_seed_gives_the_same_bits_in_every_process() -> None:
-    program = "import sys; sys.path.insert(0, 'tests'); from planner.test_simulator import *; print(many_things_at_once(1))"
+    program = (
+        "import sys; sys.path.insert(0, 'tests'); from planner.test_simulator import *; "
+        "print(many_things_at_once(1))"
+    )
     env = {**os.environ, "PYTHONHASHSEED": "77"}
-    elsewhere = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=env).stdout
+    elsewhere = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=env
+    ).stdout
     assert many_things_at_once(1) == elsewhere.strip()
     assert many_things_at_once(1) != many_things_at_once(2)
 
@@ -229,14 +260,22 @@ def test_memory_does_not_grow_with_the_trace(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(past, "MEMORY_OF_PAST", 50)  # else it is full only after as many requests
 
     def requests(count: int) -> Trace:
-        return Trace("long", lambda: islice((TraceRequest(0.1 * i, 40, 3) for i, _ in enumerate(repeat(0))), count))
+        return Trace(
+            "long", lambda: islice((TraceRequest(0.1 * i, 40, 3) for i, _ in enumerate(repeat(0))), count)
+        )
 
     def peak(count: int) -> int:
         gc.collect()  # so that the collector comes at the same places each time
         tracemalloc.start()
-        Simulation(cluster(of=profile(memory=Memory(block_size=16, num_blocks=64, block_bytes=16, num_layers=4, max_model_len=512)))).run(
-            requests(count)
-        )
+        Simulation(
+            cluster(
+                of=profile(
+                    memory=Memory(
+                        block_size=16, num_blocks=64, block_bytes=16, num_layers=4, max_model_len=512
+                    )
+                )
+            )
+        ).run(requests(count))
         size = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         return size
@@ -258,7 +297,9 @@ def test_percentiles_are_as_exact_as_promised() -> None:
 def test_a_good_request_meets_all_bounds_at_once() -> None:
     level = parse_slo("ttft=0.5@p90,tpot=0.05@p95")
     assert (level.bounds, level.attainment) == (Slo(0.5, 0.05, None), 0.95)
-    record = RequestRecord(0, 0.0, 10.0, 5, 3, num_received=3, first_at=10.4, ended_at=10.49, outcome="finished")
+    record = RequestRecord(
+        0, 0.0, 10.0, 5, 3, num_received=3, first_at=10.4, ended_at=10.49, outcome="finished"
+    )
     assert level.bounds.met_by(record)
     record.ended_at = 10.51
     assert not level.bounds.met_by(record)
@@ -269,7 +310,10 @@ def test_a_good_request_meets_all_bounds_at_once() -> None:
 def test_a_cluster_is_read_from_yaml(tmp_path: Path) -> None:
     profile().write(tmp_path / "p.json")
     path = tmp_path / "cluster.yaml"
-    path.write_text("pools:\n- {role: prefill, count: 2, profile: p.json}\n- {role: decode, count: 3, profile: p.json, max_num_seqs: 8}\n")
+    path.write_text(
+        "pools:\n- {role: prefill, count: 2, profile: p.json}\n- {role: decode, count: 3, profile: "
+        "p.json, max_num_seqs: 8}\n"
+    )
     assert [(p.role, p.count) for p in read_cluster(path).pools] == [("prefill", 2), ("decode", 3)]
     path.write_text("pools:\n- {role: prefill, count: 2, profile: p.json}\n")
     with pytest.raises(SimulationError, match="needs prefill and decode workers"):
@@ -280,10 +324,20 @@ def test_the_command_writes_what_it_was_asked_for(tmp_path: Path, capsys: pytest
     profile().write(tmp_path / "p.json")
     names = {
         name: tmp_path / file
-        for name, file in (("records", "r.csv"), ("json_file", "j.json"), ("plot_file", "p.png"), ("html_file", "h.html"))
+        for name, file in (
+            ("records", "r.csv"),
+            ("json_file", "j.json"),
+            ("plot_file", "p.png"),
+            ("html_file", "h.html"),
+        )
     }
     settings = SimulateSettings(
-        trace=write_trace(tmp_path / "t.jsonl"), profile=tmp_path / "p.json", prefill=1, decode=1, slo="ttft=0.2,tpot=0.05", **names
+        trace=write_trace(tmp_path / "t.jsonl"),
+        profile=tmp_path / "p.json",
+        prefill=1,
+        decode=1,
+        slo="ttft=0.2,tpot=0.05",
+        **names,
     )
     assert simulate(settings) == 0
     records = list(csv.DictReader((tmp_path / "r.csv").read_text().splitlines()))
@@ -298,7 +352,9 @@ def test_the_command_writes_what_it_was_asked_for(tmp_path: Path, capsys: pytest
 
 
 def write_trace(path: Path) -> Path:
-    rows = "".join(f'{{"arrival_s": {0.1 * i}, "num_prompt_tokens": 60, "num_output_tokens": 5}}\n' for i in range(30))
+    rows = "".join(
+        f'{{"arrival_s": {0.1 * i}, "num_prompt_tokens": 60, "num_output_tokens": 5}}\n' for i in range(30)
+    )
     path.write_text('{"format": "splitserve-trace", "version": 1}\n' + rows)
     return path
 
@@ -322,20 +378,35 @@ def test_what_a_clusters_file_says_is_not_said_by_an_option_too(given: dict[str,
     [
         ({"slo": "ttft=0.2@p90"}, "That is enough: 90 of a hundred were asked for."),
         ({"slo": "ttft=0.001@p95"}, "That is too few: 95 of a hundred were asked for."),
-        ({"workers_per_host": 2}, "2 workers to a host change nothing for toy, whose profile has no `contention`"),
+        (
+            {"workers_per_host": 2},
+            "2 workers to a host change nothing for toy, whose profile has no `contention`",
+        ),
     ],
 )
 def test_the_command_says_what_came_of_each_option(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], given: dict[str, Any], said: str
 ) -> None:
     profile().write(tmp_path / "p.json")
-    usual = {"trace": write_trace(tmp_path / "t.jsonl"), "profile": tmp_path / "p.json", "prefill": 1, "decode": 1}
+    usual = {
+        "trace": write_trace(tmp_path / "t.jsonl"),
+        "profile": tmp_path / "p.json",
+        "prefill": 1,
+        "decode": 1,
+    }
     assert simulate(SimulateSettings(**{**usual, **given})) == 0
     assert said in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_timeline_is_drawn_by_pool_and_two_pools_of_a_role_are_two() -> None:
-    names = ["prefill-0-0", "decode-1-0", "decode-1-1", "decode-10-0:decode", "colocated-3-0:decode", "colocated-3-0:prefill"]
+    names = [
+        "prefill-0-0",
+        "decode-1-0",
+        "decode-1-1",
+        "decode-10-0:decode",
+        "colocated-3-0:decode",
+        "colocated-3-0:prefill",
+    ]
     assert rows_by_pool(names) == {"prefill": [0], "decode-1": [1, 2], "decode-10": [3], "colocated": [4, 5]}
 
 
@@ -351,14 +422,23 @@ def test_goodput_is_over_the_time_in_which_requests_arrive() -> None:
     simulation, _ = run(cluster(), requests, slo=parse_slo("ttft=1").bounds)
     said = summary(simulation)
     assert said["simulated_s"] > said["arrivals_s"] == pytest.approx(4.0)
-    assert said["offered_per_s"] == said["goodput_per_s"] == pytest.approx(9 / 4) == pytest.approx(Load(tuple(requests), None).rate)
+    assert (
+        said["offered_per_s"]
+        == said["goodput_per_s"]
+        == pytest.approx(9 / 4)
+        == pytest.approx(Load(tuple(requests), None).rate)
+    )
     assert summary(run(cluster(), requests[:1])[0])["goodput_per_s"] is None
 
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_report_fits_a_terminal(width: int) -> None:
     named = profile(name="llama2-70b h100-80gb tp8")
-    simulation, _ = run(cluster(4, 12, named), [TraceRequest(0.1 * i, 400, 40) for i in range(30)], slo=parse_slo("ttft=1").bounds)
+    simulation, _ = run(
+        cluster(4, 12, named),
+        [TraceRequest(0.1 * i, 400, 40) for i in range(30)],
+        slo=parse_slo("ttft=1").bounds,
+    )
     written = StringIO()
     print_report(simulation, Console(file=written, width=width))
     lines = [line.rstrip() for line in written.getvalue().splitlines()]

@@ -1,4 +1,5 @@
-"""``simulate --sketch``: about what the simulator says, of clusters that a sketch knows all about, and of no others."""
+"""``simulate --sketch``: about what the simulator says, of clusters that a sketch knows all about, and of no
+others."""
 
 from __future__ import annotations
 
@@ -19,21 +20,34 @@ from splitserve.planner.sketched_cluster import sketched
 from splitserve.planner.trace.request import TraceRequest
 
 
-def test_the_command_sketches_where_it_is_asked_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_sketches_where_it_is_asked_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     profile().write(tmp_path / "p.json")
-    given = {"trace": write_trace(tmp_path / "t.jsonl"), "profile": tmp_path / "p.json", "prefill": 1, "decode": 2, "slo": "ttft=0.2@p90"}
+    given = {
+        "trace": write_trace(tmp_path / "t.jsonl"),
+        "profile": tmp_path / "p.json",
+        "prefill": 1,
+        "decode": 2,
+        "slo": "ttft=0.2@p90",
+    }
     assert simulate(SimulateSettings(**given, json_file=tmp_path / "s.json")) == 0
     assert simulate(SimulateSettings(**given, json_file=tmp_path / "k.json", sketch=True)) == 0
     simulated, sketch = (json.loads((tmp_path / name).read_text()) for name in ("s.json", "k.json"))
     assert sketch["sketched"]
     assert sketch.keys() - {"sketched"} <= simulated.keys()
     assert sketch["requests"] == simulated["requests"]
-    assert (sketch["arrivals_s"], sketch["offered_per_s"]) == (simulated["arrivals_s"], simulated["offered_per_s"])
+    assert (sketch["arrivals_s"], sketch["offered_per_s"]) == (
+        simulated["arrivals_s"],
+        simulated["offered_per_s"],
+    )
     assert sketch["latency_s"].keys() == {"ttft", "tpot", "e2e"}
     for name, values in sketch["latency_s"].items():
         assert values == pytest.approx(simulated["latency_s"][name], rel=0.1)
     for ours, theirs in zip(sketch["pools"], simulated["pools"], strict=True):
-        assert [ours[name] for name in ("role", "count", "profile")] == [theirs[name] for name in ("role", "count", "profile")]
+        assert [ours[name] for name in ("role", "count", "profile")] == [
+            theirs[name] for name in ("role", "count", "profile")
+        ]
         busy = ("busy", "busy_prefill", "busy_decode")
         assert [ours[name] for name in busy] == pytest.approx([theirs[name] for name in busy], rel=0.1)
     said = " ".join(capsys.readouterr().out.split())
@@ -43,9 +57,16 @@ def test_the_command_sketches_where_it_is_asked_to(tmp_path: Path, capsys: pytes
 
 def test_a_sketch_sees_a_pools_own_memory_and_link() -> None:
     requests = trace(TraceRequest(0.05 * i, 300, 20) for i in range(60))
-    pools = [Pool(role="prefill", count=2, profile=profile()), Pool(role="decode", count=1, profile=profile())]
+    pools = [
+        Pool(role="prefill", count=2, profile=profile()),
+        Pool(role="decode", count=1, profile=profile()),
+    ]
     plain, slow, slow_to_arrive, small = (
-        sketched(Cluster(pools=(pools[0].model_copy(update=of_prefill), pools[1].model_copy(update=of_decode))), requests, Slo())
+        sketched(
+            Cluster(pools=(pools[0].model_copy(update=of_prefill), pools[1].model_copy(update=of_decode))),
+            requests,
+            Slo(),
+        )
         for of_prefill, of_decode in (
             ({}, {}),
             ({"link_bytes_per_s": 1e5}, {}),
@@ -60,11 +81,17 @@ def test_a_sketch_sees_a_pools_own_memory_and_link() -> None:
 
 @pytest.mark.parametrize(
     ("given", "flag"),
-    [({"steer": True}, "--steer"), ({"records": Path("r.csv")}, "--records"), ({"mean_seconds_between_failures": 9.0}, "--mean-seconds-b")],
+    [
+        ({"steer": True}, "--steer"),
+        ({"records": Path("r.csv")}, "--records"),
+        ({"mean_seconds_between_failures": 9.0}, "--mean-seconds-b"),
+    ],
 )
 def test_what_a_sketch_does_not_know_is_refused(given: dict[str, Any], flag: str) -> None:
     with pytest.raises(ValidationError, match=f"{flag}.* means nothing to --sketch"):
-        SimulateSettings(trace=Path("t.jsonl"), profile=Path("p.json"), prefill=1, decode=1, sketch=True, **given)
+        SimulateSettings(
+            trace=Path("t.jsonl"), profile=Path("p.json"), prefill=1, decode=1, sketch=True, **given
+        )
 
 
 @pytest.mark.parametrize(
@@ -82,5 +109,7 @@ def test_what_a_sketch_does_not_know_of_a_cluster_is_refused(changes: dict[str, 
 
 def test_a_sketch_sees_how_long_a_request_takes_to_come_in() -> None:
     requests = trace(TraceRequest(0.5 * i, 300, 20) for i in range(10))
-    quick, slow = (sketched(cluster().model_copy(update={"coordinator_s": s}), requests, Slo()) for s in (0.0, 0.2))
+    quick, slow = (
+        sketched(cluster().model_copy(update={"coordinator_s": s}), requests, Slo()) for s in (0.0, 0.2)
+    )
     assert [b - a for a, b in zip(quick.ttft_s, slow.ttft_s, strict=True)] == pytest.approx([0.2] * 10)

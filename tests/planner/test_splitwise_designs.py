@@ -1,4 +1,5 @@
-"""Splitwise's comparisons: the nine levels are what the paper says, and a search of divisions finds the least one."""
+"""Splitwise's comparisons: the nine levels are what the paper says, and a search of divisions finds the least
+one."""
 
 from __future__ import annotations
 
@@ -19,19 +20,51 @@ def data(tmp_path: Path) -> Path:
     """Prompts of 512 tokens take 0.1 s on an A100 and half of that on an H100; a token takes 20 and 14 ms."""
     with (tmp_path / "perf_model.csv").open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["model", "hardware", "prompt_size", "batch_size", "token_size", "prompt_time", "token_time", "tensor_parallel"])
+        writer.writerow(
+            [
+                "model",
+                "hardware",
+                "prompt_size",
+                "batch_size",
+                "token_size",
+                "prompt_time",
+                "token_time",
+                "tensor_parallel",
+            ]
+        )
         for hardware, speed in (("a100-80gb", 1.0), ("h100-80gb", 0.5), ("h100-80gb-pcap", 0.6)):
             for tokens in (128, 512, 2048):
-                writer.writerow(["llama2-70b", hardware, tokens, 1, 128, tokens / 5.12 * speed, 20 * (0.4 + 0.6 * speed), 8])
+                writer.writerow(
+                    [
+                        "llama2-70b",
+                        hardware,
+                        tokens,
+                        1,
+                        128,
+                        tokens / 5.12 * speed,
+                        20 * (0.4 + 0.6 * speed),
+                        8,
+                    ]
+                )
     (tmp_path / "traces").mkdir()
     for rate in (10, 20, 30):
         with (tmp_path / "traces" / f"rr_code_{rate}_2min.csv").open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(
-                ["request_id", "request_type", "application_id", "arrival_timestamp", "batch_size", "prompt_size", "token_size"]
+                [
+                    "request_id",
+                    "request_type",
+                    "application_id",
+                    "arrival_timestamp",
+                    "batch_size",
+                    "prompt_size",
+                    "token_size",
+                ]
             )
             writer.writerows([i, 2, 0, 1 + i / rate, 1, 512, 8] for i in range(10 * rate))
-        (tmp_path / "traces" / f"rr_code_{rate}_2min.csv").rename(tmp_path / "traces" / f"rr_code_{rate}_2min.csv.gz")
+        (tmp_path / "traces" / f"rr_code_{rate}_2min.csv").rename(
+            tmp_path / "traces" / f"rr_code_{rate}_2min.csv.gz"
+        )
     return tmp_path
 
 

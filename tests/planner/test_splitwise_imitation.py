@@ -1,4 +1,5 @@
-"""The imitation of splitwise-sim, on values of its measurements (llama2-70b on H100s), against what can be added up."""
+"""The imitation of splitwise-sim, on values of its measurements (llama2-70b on H100s), against what can be
+added up."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def test_prompts_that_arrive_in_an_iteration_share_the_next_one() -> None:
     jobs = [submit(clock, on, i, 1.0 + 0.01 * i, 1024, 3) for i in range(3)]
     clock.run()
     assert jobs[0].ttft == pytest.approx(0.077684)
-    assert jobs[1].ttft == pytest.approx(0.077684 + PROMPT.seconds(2048, 0, 1) - 0.01)  # both: 2048 tokens; the first one's tokens wait
+    assert jobs[1].ttft == pytest.approx(
+        0.077684 + PROMPT.seconds(2048, 0, 1) - 0.01
+    )  # both: 2048 tokens; the first one's tokens wait
     assert jobs[2].ttft == pytest.approx(jobs[1].ttft - 0.01)
 
 
@@ -68,7 +71,9 @@ def test_a_prompt_interrupts_contiguous_iterations_at_a_boundary_and_costs_a_ten
     mixed = 1.1 * PROMPT.seconds(1001, 0, 1)
     assert second.ttft == pytest.approx(began + iterations * token_s(1) + mixed - 2.0)
     left = 99 - iterations - 1 - 1
-    assert first.e2e == pytest.approx(began - 1.0 + iterations * token_s(1) + mixed + token_s(2) + left * token_s(1))
+    assert first.e2e == pytest.approx(
+        began - 1.0 + iterations * token_s(1) + mixed + token_s(2) + left * token_s(1)
+    )
 
 
 def test_a_long_answer_waits_for_memory_that_is_reserved_whole() -> None:
@@ -82,10 +87,14 @@ def test_a_long_answer_waits_for_memory_that_is_reserved_whole() -> None:
 
 
 def test_transfers_that_wait_for_each_other_for_ever_end_the_run(tmp_path: Path) -> None:
-    """As in splitwise-sim, requests are then missing from the results; as there, nothing is said in the percentiles."""
+    """As in splitwise-sim, requests are then missing from the results; as there, nothing is said in the
+    percentiles."""
     measured = tmp_path / "perf_model.csv"
     rows = [f"llama2-70b,h100-80gb,{tokens},1,128,{tokens / 10},30,8" for tokens in (128, 512, 2048)]
-    measured.write_text("model,hardware,prompt_size,batch_size,token_size,prompt_time,token_time,tensor_parallel\n" + "\n".join(rows))
+    measured.write_text(
+        "model,hardware,prompt_size,batch_size,token_size,prompt_time,token_time,tensor_parallel\n"
+        + "\n".join(rows)
+    )
     room = int((8 * 80 * (1 << 30) - SHAPE.weight_bytes) / NUM_BYTES_PER_TOKEN)
     asked = [TraceRequest(1.0, 1024, 8), TraceRequest(1.1, 1024, room + 10), TraceRequest(1.2, 1024, 8)]
     done = Imitation(measured, "llama2-70b", "Splitwise-HH", 1, 1).run(Trace("never", lambda: iter(asked)))

@@ -1,4 +1,5 @@
-"""The pool controller on the simulated cluster: the short form of ``python -m splitserve.bench.studies.steer``."""
+"""The pool controller on the simulated cluster: the short form of ``python -m
+splitserve.bench.studies.steer``."""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ from splitserve.steering.controller import Decision
 from splitserve.transport.messages.messages import Role
 
 PHASE_S, NUM_WORKERS = 45.0, 4
-BUSY = [replace(CODE, rate=1.0), replace(CHAT, rate=1.15, output=450)]  # no single ratio serves both, be they ever so short
+BUSY = [
+    replace(CODE, rate=1.0),
+    replace(CHAT, rate=1.15, output=450),
+]  # no single ratio serves both, be they ever so short
 
 
 def test_it_beats_every_static_ratio_where_the_load_shifts() -> None:
@@ -36,7 +40,8 @@ def test_it_beats_every_static_ratio_where_the_load_shifts() -> None:
 
 
 def test_code_that_comes_while_conversations_still_run_is_seen_as_code() -> None:
-    """Nothing of it has ended: what is known of its answers is that code had short ones before, or that the first ones are."""
+    """Nothing of it has ended: what is known of its answers is that code had short ones before, or that the
+    first ones are."""
     there_and_back = run([CODE, CHAT, CODE], PHASE_S, 3, 1, NUM_WORKERS, steered=True)
     assert there_and_back.num_good > 0.93 * sum(there_and_back.total)
     for_the_first_time = run([CHAT, CODE], PHASE_S, 2, 1, NUM_WORKERS, steered=True)
@@ -87,7 +92,11 @@ def test_a_missed_goal_of_the_live_run_is_said(lost: int, recovery_s: float | No
 
 def test_changes_that_undo_the_one_before_are_counted_whatever_number_of_flips_they_have() -> None:
     def flips(*roles: Role) -> list[Decision]:
-        return [Decision(float(at), "flip", worker, role, "") for at, role in enumerate(roles) for worker in ("a", "b")]
+        return [
+            Decision(float(at), "flip", worker, role, "")
+            for at, role in enumerate(roles)
+            for worker in ("a", "b")
+        ]
 
     assert num_undone(flips("prefill", "prefill")) == 0
     assert num_undone(flips("prefill", "decode", "decode", "prefill")) == 2
@@ -113,9 +122,16 @@ def test_the_command_tells_what_was_changed_on_a_trace_of_ones_own_and_what_that
 ) -> None:
     worker().write(tmp_path / "p.json")
     write_trace(tmp_path / "t.jsonl", load([CODE], 40.0, 1, NUM_WORKERS))
-    pools = [{"role": role, "count": 3, "profile": "p.json", "max_batch_tokens": 2048, "flexible": True} for role in ("prefill", "decode")]
+    pools = [
+        {"role": role, "count": 3, "profile": "p.json", "max_batch_tokens": 2048, "flexible": True}
+        for role in ("prefill", "decode")
+    ]
     (tmp_path / "c.yaml").write_text(yaml.safe_dump({"pools": pools}))
-    usual: dict[str, Any] = {"trace": tmp_path / "t.jsonl", "cluster": tmp_path / "c.yaml", "json_file": tmp_path / "j.json"}
+    usual: dict[str, Any] = {
+        "trace": tmp_path / "t.jsonl",
+        "cluster": tmp_path / "c.yaml",
+        "json_file": tmp_path / "j.json",
+    }
     assert simulate(SimulateSettings(**usual, slo="ttft=1.5,tpot=0.15", steer=True)) == 0
     text = " ".join(capsys.readouterr().out.split())
     said = json.loads((tmp_path / "j.json").read_text())["steering"]

@@ -56,12 +56,29 @@ def test_convert_cuts_mixes_and_scales(tmp_path: Path, azure: Path) -> None:
 
 def test_make_then_fit_then_make_again(tmp_path: Path) -> None:
     first, second, workload = tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz", tmp_path / "w.json"
-    made = trace("make", "--requests", 500, "--rate", 4, "--turns", 3, "--system-prompts", 2, "--diurnal-amplitude", 0.5, "--output", first)
+    made = trace(
+        "make",
+        "--requests",
+        500,
+        "--rate",
+        4,
+        "--turns",
+        3,
+        "--system-prompts",
+        2,
+        "--diurnal-amplitude",
+        0.5,
+        "--output",
+        first,
+    )
     assert "wrote 500 requests" in made.output
     fitted = trace("fit", first, "--output", workload)
     assert "drawn from the fit" in fitted.output
     assert "Prefix reuse is not fitted" in fitted.output
-    assert trace("make", "--workload", workload, "--duration-s", 1000, "--output", second, "--rate", 5).exit_code == 0
+    assert (
+        trace("make", "--workload", workload, "--duration-s", 1000, "--output", second, "--rate", 5).exit_code
+        == 0
+    )
     assert 4000 < len(list(open_trace(second))) < 6000
 
 
@@ -76,8 +93,14 @@ def test_the_same_command_makes_the_same_bytes(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["make", "--output", "x"], "--requests or --duration-s is needed"),
-        (["make", "--output", "x", "--requests", 1, "--workload", "w", "--turns", 2], "--turns cannot be given with --workload"),
-        (["make", "--output", "x", "--requests", 1, "--prompt-len", "many"], "--prompt-len: 'many' cannot be used"),
+        (
+            ["make", "--output", "x", "--requests", 1, "--workload", "w", "--turns", 2],
+            "--turns cannot be given with --workload",
+        ),
+        (
+            ["make", "--output", "x", "--requests", 1, "--prompt-len", "many"],
+            "--prompt-len: 'many' cannot be used",
+        ),
         (["make", "--requests", 1], "--output is needed"),
         (["convert", "FILE", "--output", "x", "--rate", 1, "--scale", 2], "give one of them"),
         (["convert", "FILE", "--output", "x", "--start-s", 5, "--end-s", 5], "--end-s must be after"),
@@ -94,9 +117,15 @@ def test_a_bad_row_is_one_line_and_status_1(tmp_path: Path) -> None:
     path = written(tmp_path / "bad.csv", AZURE + "2023-11-16 18:19:00,x,2\n")
     command = [sys.executable, "-m", "splitserve.cli.main", "trace", "stats", str(path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert (result.returncode, result.stderr) == (1, f"splitserve: {path}, line 5, ContextTokens: should be a number, not 'x'\n")
+    assert (result.returncode, result.stderr) == (
+        1,
+        f"splitserve: {path}, line 5, ContextTokens: should be a number, not 'x'\n",
+    )
 
 
 def test_the_trace_tools_need_no_torch() -> None:
-    code = "import sys, splitserve.planner.trace_commands, splitserve.planner.trace.plots; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, splitserve.planner.trace_commands, splitserve.planner.trace.plots; "
+        "sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], timeout=200, check=False).returncode == 0

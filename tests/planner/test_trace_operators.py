@@ -31,12 +31,20 @@ REQUESTS = st.lists(
 
 @given(REQUESTS, st.floats(0.01, 100))
 def test_scaling_divides_times_only(requests: list[TraceRequest], factor: float) -> None:
-    assert list(scaled(trace_of(requests), factor)) == [replace(one, arrival_s=one.arrival_s / factor) for one in requests]
+    assert list(scaled(trace_of(requests), factor)) == [
+        replace(one, arrival_s=one.arrival_s / factor) for one in requests
+    ]
 
 
 @given(REQUESTS, st.floats(0, 500), st.floats(500, 1000), st.none() | st.integers(1, 5))
-def test_a_cut_is_a_window_that_starts_at_0(requests: list[TraceRequest], start_s: float, end_s: float, most: int | None) -> None:
-    expected = [replace(one, arrival_s=one.arrival_s - start_s) for one in requests if start_s <= one.arrival_s < end_s]
+def test_a_cut_is_a_window_that_starts_at_0(
+    requests: list[TraceRequest], start_s: float, end_s: float, most: int | None
+) -> None:
+    expected = [
+        replace(one, arrival_s=one.arrival_s - start_s)
+        for one in requests
+        if start_s <= one.arrival_s < end_s
+    ]
     assert list(cut(trace_of(requests), start_s, end_s, most)) == expected[:most]
     assert cut(trace_of(requests, origin_s=1e9), start_s).origin_s == 1e9 + start_s
 
@@ -50,7 +58,10 @@ def test_a_cut_reads_no_further_than_it_needs() -> None:
 
 
 def test_thinning_keeps_its_share_and_whole_sessions() -> None:
-    requests = [TraceRequest(float(index), 1, 1, (), f"s{index % 2000}" if index < 10_000 else "") for index in range(20_000)]
+    requests = [
+        TraceRequest(float(index), 1, 1, (), f"s{index % 2000}" if index < 10_000 else "")
+        for index in range(20_000)
+    ]
     kept = list(thinned(trace_of(requests), 0.3, seed=1))
     sessions = {request.session for request in kept if request.session}
     assert len(sessions) / 2000 == pytest.approx(0.3, abs=0.04)
@@ -62,13 +73,17 @@ def test_thinning_keeps_its_share_and_whole_sessions() -> None:
 
 
 @given(st.lists(REQUESTS, min_size=2, max_size=3))
-def test_a_mix_has_all_requests_in_order_and_shares_nothing_between_traces(parts: list[list[TraceRequest]]) -> None:
+def test_a_mix_has_all_requests_in_order_and_shares_nothing_between_traces(
+    parts: list[list[TraceRequest]],
+) -> None:
     requests = list(mixed([trace_of(part, 16) for part in parts]))
     assert [one.arrival_s for one in requests] == sorted(one.arrival_s for part in parts for one in part)
     for attribute in ("block_hashes", "session"):
         distinct = sum(len({name for one in part for name in getattr(one, attribute)}) for part in parts)
         if attribute == "session":
-            assert len({one.session for one in requests}) == sum(len({one.session for one in part}) for part in parts)
+            assert len({one.session for one in requests}) == sum(
+                len({one.session for one in part}) for part in parts
+            )
         else:
             assert len({name for one in requests for name in one.block_hashes}) == distinct
 
@@ -78,7 +93,11 @@ def test_a_mix_keeps_the_reuse_of_each_part() -> None:
     found = describe(mixed([trace_of(part, 16), trace_of(part, 16), trace_of([TraceRequest(0.5, 8, 1)])]))
     assert found is not None
     assert found[0].blocks is not None
-    assert (found[0].blocks.block_size, found[0].blocks.num_distinct_blocks, found[0].blocks.reuse) == (16, 8, 4 / 12)
+    assert (found[0].blocks.block_size, found[0].blocks.num_distinct_blocks, found[0].blocks.reuse) == (
+        16,
+        8,
+        4 / 12,
+    )
 
 
 def test_blocks_of_two_sizes_do_not_mix() -> None:

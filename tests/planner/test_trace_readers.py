@@ -1,4 +1,5 @@
-"""Every trace format is read as a stream in order of arrival; what is wrong with a row names file, line and field."""
+"""Every trace format is read as a stream in order of arrival; what is wrong with a row names file, line and
+field."""
 
 from __future__ import annotations
 
@@ -18,14 +19,24 @@ from splitserve.planner.trace.readers import open_trace
 from splitserve.planner.trace.request import TraceRequest
 
 HEADER = {"format": "splitserve-trace", "version": 1, "block_size": 16}
-ROW = {"arrival_s": 0.5, "num_prompt_tokens": 40, "num_output_tokens": 3, "block_hashes": ["a", "0B"], "session": "s"}
+ROW = {
+    "arrival_s": 0.5,
+    "num_prompt_tokens": 40,
+    "num_output_tokens": 3,
+    "block_hashes": ["a", "0B"],
+    "session": "s",
+}
 
 
 @pytest.mark.parametrize("name", ["t.csv", "t.csv.gz", "gzip_by_content"])
 def test_azure_arrivals_count_from_the_first_row(tmp_path: Path, name: str) -> None:
     content = gzip.compress(AZURE.encode()) if name == "gzip_by_content" else AZURE
     trace = open_trace(written(tmp_path / name, content))
-    assert list(trace) == [TraceRequest(0.0, 4808, 10), TraceRequest(0.052, 3180, 8), TraceRequest(61.52004, 110, 27)]
+    assert list(trace) == [
+        TraceRequest(0.0, 4808, 10),
+        TraceRequest(0.052, 3180, 8),
+        TraceRequest(61.52004, 110, 27),
+    ]
     assert list(trace) == list(trace)
     assert trace.block_size is None
     assert trace.origin_s == pytest.approx(1700158623.97996, abs=1e-6)
@@ -34,7 +45,10 @@ def test_azure_arrivals_count_from_the_first_row(tmp_path: Path, name: str) -> N
 def test_azure_stamps_may_have_an_offset_and_another_column_order(tmp_path: Path) -> None:
     rows = ("5,2024-05-10 00:00:00.009930+00:00,2162", "7,2024-05-10 02:00:01+02:00,2399", "", "")
     text = "\r\n".join(["\ufeffGeneratedTokens,TIMESTAMP,ContextTokens", *rows])
-    assert list(open_trace(written(tmp_path / "t.csv", text))) == [TraceRequest(0.0, 2162, 5), TraceRequest(0.99007, 2399, 7)]
+    assert list(open_trace(written(tmp_path / "t.csv", text))) == [
+        TraceRequest(0.0, 2162, 5),
+        TraceRequest(0.99007, 2399, 7),
+    ]
 
 
 def test_mooncake_keeps_block_hashes(tmp_path: Path) -> None:
@@ -48,15 +62,26 @@ def test_mooncake_keeps_block_hashes(tmp_path: Path) -> None:
 
 
 def test_splitwise_sim_and_servegen(tmp_path: Path) -> None:
-    assert list(open_trace(written(tmp_path / "a.csv", SPLITWISE))) == [TraceRequest(1.0, 1024, 128), TraceRequest(1.05, 512, 64)]
-    assert list(open_trace(written(tmp_path / "b.csv", SERVEGEN))) == [TraceRequest(0.0, 9, 291), TraceRequest(0.0032, 4844, 1441)]
+    assert list(open_trace(written(tmp_path / "a.csv", SPLITWISE))) == [
+        TraceRequest(1.0, 1024, 128),
+        TraceRequest(1.05, 512, 64),
+    ]
+    assert list(open_trace(written(tmp_path / "b.csv", SERVEGEN))) == [
+        TraceRequest(0.0, 9, 291),
+        TraceRequest(0.0032, 4844, 1441),
+    ]
     short = "request_id,arrival_timestamp,prompt_size,token_size\n0,0.456389,1409,82\n"
     assert list(open_trace(written(tmp_path / "c.csv", short))) == [TraceRequest(0.456389, 1409, 82)]
 
 
 def test_our_own_format(tmp_path: Path) -> None:
     path = written(
-        tmp_path / "t.jsonl", [{**HEADER, "origin_s": 1.7e9}, ROW, {"arrival_s": 1, "num_prompt_tokens": 1, "num_output_tokens": 1}]
+        tmp_path / "t.jsonl",
+        [
+            {**HEADER, "origin_s": 1.7e9},
+            ROW,
+            {"arrival_s": 1, "num_prompt_tokens": 1, "num_output_tokens": 1},
+        ],
     )
     trace = open_trace(path)
     assert (trace.block_size, trace.origin_s) == (16, 1.7e9)
@@ -65,12 +90,22 @@ def test_our_own_format(tmp_path: Path) -> None:
 
 HASHES = st.lists(st.integers(0, 2**128 - 1), max_size=4).map(tuple)
 REQUESTS = st.lists(
-    st.builds(TraceRequest, st.floats(0, 1e9), st.integers(64, 1 << 30), st.integers(1, 1 << 30), HASHES, st.text(max_size=20)), max_size=20
+    st.builds(
+        TraceRequest,
+        st.floats(0, 1e9),
+        st.integers(64, 1 << 30),
+        st.integers(1, 1 << 30),
+        HASHES,
+        st.text(max_size=20),
+    ),
+    max_size=20,
 ).map(lambda requests: sorted(requests, key=lambda request: request.arrival_s))
 
 
 @given(REQUESTS, st.sampled_from(["t.jsonl", "t.jsonl.gz"]))
-def test_what_is_written_is_read_back_exactly(tmp_path_factory: pytest.TempPathFactory, requests: list[TraceRequest], name: str) -> None:
+def test_what_is_written_is_read_back_exactly(
+    tmp_path_factory: pytest.TempPathFactory, requests: list[TraceRequest], name: str
+) -> None:
     path = tmp_path_factory.getbasetemp() / name
     assert write_trace(path, trace_of(requests, 16)) == len(requests)
     assert list(open_trace(path)) == requests
@@ -85,7 +120,10 @@ def test_a_log_in_the_order_of_endings_is_put_in_the_order_of_arrivals(
 ) -> None:
     ended = sorted(arrivals, key=lambda arrival: arrival + chance.random() * disorder_s * 0.999)
     path = tmp_path_factory.getbasetemp() / "log.jsonl"
-    path.write_bytes(header_line(disorder_s=disorder_s) + b"".join(row_line(TraceRequest(arrival, 1, 1)) for arrival in ended))
+    path.write_bytes(
+        header_line(disorder_s=disorder_s)
+        + b"".join(row_line(TraceRequest(arrival, 1, 1)) for arrival in ended)
+    )
     assert [request.arrival_s for request in open_trace(path)] == sorted(arrivals)
 
 
@@ -123,7 +161,12 @@ def changed(row: dict[str, object], **changes: object) -> dict[str, object]:
         ([{"a": 1}], 1, None, "no trace format has these keys"),
         ("{oops\n", 1, None, "is no JSON"),
         (AZURE + "yesterday,1,2\n", 5, "TIMESTAMP", "should be a time such as"),
-        (AZURE + "2023-11-16 18:19:00,1.5,2\n", 5, "ContextTokens", "should be a whole number of tokens, not 1.5"),
+        (
+            AZURE + "2023-11-16 18:19:00,1.5,2\n",
+            5,
+            "ContextTokens",
+            "should be a whole number of tokens, not 1.5",
+        ),
         (AZURE + "2023-11-16 18:19:00,1,many\n", 5, "GeneratedTokens", "should be a number, not 'many'"),
         (AZURE + "2023-11-16 18:19:00,1\n", 5, None, "should have 3 columns"),
         (AZURE + '2023-11-16 18:19:00,1,"2\n', 5, None, "is no CSV"),
@@ -131,10 +174,30 @@ def changed(row: dict[str, object], **changes: object) -> dict[str, object]:
         (SPLITWISE + "2,2,0,-1,1,8,8\n", 4, "arrival_timestamp", "at least 0"),
         (SPLITWISE + "2,2,0,3,4,8,8\n", 4, "batch_size", "one sequence"),
         (SPLITWISE + "2,2,0,3,1,99999999999,8\n", 4, "prompt_size", "whole number"),
-        ([*MOONCAKE, changed(MOONCAKE[0], timestamp=...)], 4, "timestamp", "is missing; the row has: input_length"),
-        ([*MOONCAKE, changed(MOONCAKE[0], timestamp=4000, hash_ids=[1, "2"])], 4, "hash_ids", "list of whole numbers"),
-        ([*MOONCAKE, changed(MOONCAKE[0], timestamp=4000, hash_ids=[1, 2, 3, 4])], 4, "hash_ids", "at most 3 blocks of 512"),
-        ([*MOONCAKE, changed(MOONCAKE[0], timestamp=4000, output_length=True)], 4, "output_length", "whole number"),
+        (
+            [*MOONCAKE, changed(MOONCAKE[0], timestamp=...)],
+            4,
+            "timestamp",
+            "is missing; the row has: input_length",
+        ),
+        (
+            [*MOONCAKE, changed(MOONCAKE[0], timestamp=4000, hash_ids=[1, "2"])],
+            4,
+            "hash_ids",
+            "list of whole numbers",
+        ),
+        (
+            [*MOONCAKE, changed(MOONCAKE[0], timestamp=4000, hash_ids=[1, 2, 3, 4])],
+            4,
+            "hash_ids",
+            "at most 3 blocks of 512",
+        ),
+        (
+            [*MOONCAKE, changed(MOONCAKE[0], timestamp=4000, output_length=True)],
+            4,
+            "output_length",
+            "whole number",
+        ),
         ([*MOONCAKE, [1]], 4, None, "should be an object"),
         ([changed(HEADER, version=2)], 1, "version", "only version 1 is known"),
         ([changed(HEADER, blocksize=2)], 1, "blocksize", "is not a key of version 1"),
@@ -181,7 +244,10 @@ def test_a_failed_write_leaves_no_file(tmp_path: Path) -> None:
 def test_reading_takes_the_same_memory_however_long_the_trace(tmp_path: Path) -> None:
     def peak_bytes(num_rows: int) -> int:
         path = tmp_path / f"{num_rows}.jsonl"
-        path.write_bytes(header_line(16) + b"".join(row_line(TraceRequest(at, 64, 3, (at, at + 1))) for at in range(num_rows)))
+        path.write_bytes(
+            header_line(16)
+            + b"".join(row_line(TraceRequest(at, 64, 3, (at, at + 1))) for at in range(num_rows))
+        )
         tracemalloc.start()
         for _ in open_trace(path):
             pass
@@ -190,4 +256,6 @@ def test_reading_takes_the_same_memory_however_long_the_trace(tmp_path: Path) ->
         return peak
 
     peak_bytes(100)  # what is imported and cached once
-    assert peak_bytes(20_000) < 300_000  # Python's own store of spare tuples is a third of this; the rows would be 6 MB
+    assert (
+        peak_bytes(20_000) < 300_000
+    )  # Python's own store of spare tuples is a third of this; the rows would be 6 MB

@@ -24,7 +24,9 @@ ARRIVALS = st.lists(st.floats(0, 3000), min_size=2, max_size=80).map(sorted)
 LENGTH_PAIRS = st.tuples(st.integers(1, 5000), st.integers(1, 500))
 
 
-def described(requests: list[TraceRequest], block_size: int | None = None, origin_s: float = 0.0) -> TraceStatistics:
+def described(
+    requests: list[TraceRequest], block_size: int | None = None, origin_s: float = 0.0
+) -> TraceStatistics:
     found = describe(trace_of(requests, block_size, origin_s))
     assert found is not None
     return found[0]
@@ -42,7 +44,9 @@ def test_arrivals(arrivals: list[float], origin_s: float) -> None:
         counts = np.bincount([math.floor((arrival + origin_s) / width) for arrival in arrivals])
         counts = counts[math.floor((arrivals[0] + origin_s) / width) :]
         assert statistics.peak[width] == counts.max()
-        assert statistics.sliding_peak[width] == max(sum(end - width < at <= end for at in arrivals) for end in arrivals)
+        assert statistics.sliding_peak[width] == max(
+            sum(end - width < at <= end for at in arrivals) for end in arrivals
+        )
         whole = counts[:-1]
         if len(whole) > 1:
             assert statistics.dispersion[width] == pytest.approx(whole.var() / whole.mean())
@@ -90,7 +94,9 @@ def test_bins_over_time_fold_and_lose_nothing(arrivals: list[float]) -> None:
 def test_the_table_and_the_picture_show_all_of_it(tmp_path: Path) -> None:
     mooncake = open_trace(written(tmp_path / "mooncake.jsonl", MOONCAKE))
     one_request = trace_of([TraceRequest(5.0, 10, 10)])
-    found: list[tuple[TraceStatistics, Shapes]] = [one for trace in (mooncake, one_request) if (one := describe(trace))]
+    found: list[tuple[TraceStatistics, Shapes]] = [
+        one for trace in (mooncake, one_request) if (one := describe(trace))
+    ]
     text = io.StringIO()
     print_statistics([statistics for statistics, _ in found], Console(file=text, width=120))
     assert all(part in text.getvalue() for part in ("mooncake.jsonl", "CV of gaps", "1,100", "28.6%"))

@@ -33,7 +33,10 @@ from splitserve.planner.trace.request import Trace, TraceRequest
 
 
 def result(ttft_p99: float, runner: str) -> dict[str, Any]:
-    errors = {"ttft": {"p50": 0.04, "p90": -0.049, "p99": ttft_p99}, "e2e": {"p50": 0.0, "p90": 0.0, "p99": 0.0}}
+    errors = {
+        "ttft": {"p50": 0.04, "p90": -0.049, "p99": ttft_p99},
+        "e2e": {"p50": 0.0, "p90": 0.0, "p99": 0.0},
+    }
     when_late = {name: dict.fromkeys(of_name, (-0.07, 0.02)) for name, of_name in errors.items()}
     return {"bounds": BOUNDS[runner], "workloads": {"code": {"error": errors, "error_when_late": when_late}}}
 
@@ -46,7 +49,14 @@ def test_a_percentile_that_is_further_off_than_allowed_is_named() -> None:
 
 
 def test_late_arrivals_are_the_same_requests_a_little_later(tmp_path: Path) -> None:
-    options = {"prefill": 1, "decode": 1, "mixed": 0, "max_batch_tokens": 512, "max_num_seqs": 64, "traces": None}
+    options = {
+        "prefill": 1,
+        "decode": 1,
+        "mixed": 0,
+        "max_batch_tokens": 512,
+        "max_num_seqs": 64,
+        "traces": None,
+    }
     arguments = argparse.Namespace(**options, requests=40, seconds=0.0, load=0.7)
     trace = open_trace(limited(arguments, PACED, "conversation", tmp_path))
     once, again, otherwise = (list(late(trace, seed)) for seed in (1, 1, 2))
@@ -59,7 +69,14 @@ def test_late_arrivals_are_the_same_requests_a_little_later(tmp_path: Path) -> N
 def test_a_workload_lasts_as_long_as_asked_however_large_the_cluster(tmp_path: Path) -> None:
     lasting = []
     for workers in (1, 4):
-        options = {"prefill": workers, "decode": workers, "mixed": 0, "max_batch_tokens": 512, "max_num_seqs": 64, "traces": None}
+        options = {
+            "prefill": workers,
+            "decode": workers,
+            "mixed": 0,
+            "max_batch_tokens": 512,
+            "max_num_seqs": 64,
+            "traces": None,
+        }
         arguments = argparse.Namespace(**options, requests=50, seconds=120.0, load=0.7)
         requests = list(open_trace(limited(arguments, PACED, "conversation", tmp_path)))
         lasting.append((len(requests), requests[-1].arrival_s - requests[0].arrival_s))
@@ -69,7 +86,9 @@ def test_a_workload_lasts_as_long_as_asked_however_large_the_cluster(tmp_path: P
     assert abs(long - 120) < 20
 
 
-def test_a_mixed_worker_is_held_against_a_colocated_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mixed_worker_is_held_against_a_colocated_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sys.argv", ["validate_live", "--clusters", "6P2D", "1M", "1P2M", "--requests", "30"])
     arguments = parsed()
     assert arguments.clusters == {"6P2D": (6, 2, 0), "1M": (0, 0, 1), "1P2M": (1, 0, 2)}
@@ -83,8 +102,11 @@ def test_a_mixed_worker_is_held_against_a_colocated_one(tmp_path: Path, monkeypa
         parsed()
 
 
-def test_nothing_of_a_replay_is_cached_from_the_replays_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calibration, workloads and repeats go to the same cluster; the simulated one begins with empty caches each time."""
+def test_nothing_of_a_replay_is_cached_from_the_replays_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calibration, workloads and repeats go to the same cluster; the simulated one begins with empty caches
+    each time."""
     prompts: list[tuple[int, ...]] = []
 
     async def seen(settings: LoadSettings) -> tuple[list[Sample], float]:
@@ -94,7 +116,9 @@ def test_nothing_of_a_replay_is_cached_from_the_replays_before_it(tmp_path: Path
 
     monkeypatch.setattr(validate_live, "generate_load", seen)
     monkeypatch.setattr(validate_live, "live_cluster", lambda *_: contextlib.nullcontext("http://nowhere"))
-    monkeypatch.setattr("sys.argv", ["validate_live", "--requests", "20", "--workloads", "even", "code", "--repeats", "2"])
+    monkeypatch.setattr(
+        "sys.argv", ["validate_live", "--requests", "20", "--workloads", "even", "code", "--repeats", "2"]
+    )
     arguments = parsed()
     arguments.prefill, arguments.decode, arguments.mixed = arguments.clusters["2P2D"]
     found = validated(arguments)
@@ -113,13 +137,20 @@ def test_told_how_fast_the_machine_was_the_simulator_has_its_steps_take_as_long(
     profile = PACED.model_copy(update={"noise_cv": 0.1, "contention": Contention(decode_beside_prefill=2.0)})
     chunk, row = profile.prefill.seconds(64, 64 * 65 // 2, 1), profile.decode.seconds(1, 64, 1)
     steps = [LoggedStep(100.0 + at, 2 * chunk, "0+64", 0, 0) for at in (1.0, 2.0)]
-    steps += [LoggedStep(100.0 + at, factor * row, "", 1, 64) for at, factor in ((-3.0, 9.0), (0.5, 1.0), (1.5, 2.0), (6.0, 3.0))]
+    steps += [
+        LoggedStep(100.0 + at, factor * row, "", 1, 64)
+        for at, factor in ((-3.0, 9.0), (0.5, 1.0), (1.5, 2.0), (6.0, 3.0))
+    ]
     pace = LivePace(steps, profile, 100.0)
-    assert [round(pace("decode", at), 6) for at in (0.0, 1.9, 5.0, 60.0)] == [1.5, 1.5, 3.0, 3.0], "what was before the run does not count"
+    assert [round(pace("decode", at), 6) for at in (0.0, 1.9, 5.0, 60.0)] == [1.5, 1.5, 3.0, 3.0], (
+        "what was before the run does not count"
+    )
     assert pace("prefill", 7.0) == pytest.approx(2.0)
     assert pace.told()["decode"]["mean"] == pytest.approx(2.0)
     assert LivePace([], profile, 100.0)("decode", 1.0) == 1.0
-    arguments = argparse.Namespace(prefill=1, decode=1, mixed=0, max_batch_tokens=512, max_num_seqs=64, runner="model")
+    arguments = argparse.Namespace(
+        prefill=1, decode=1, mixed=0, max_batch_tokens=512, max_num_seqs=64, runner="model"
+    )
     trace = Trace("one", lambda: iter([TraceRequest(0.0, 64, 21), TraceRequest(20.0, 64, 21)]))
     early, later = simulated(simulated_cluster(arguments, profile, 0.0), trace, pace)
     assert early.ttft_s == pytest.approx(2 * chunk, rel=0.02)
@@ -128,6 +159,11 @@ def test_told_how_fast_the_machine_was_the_simulator_has_its_steps_take_as_long(
 
 
 @pytest.mark.parametrize(("runner", "workers_per_host"), [("model", 5), ("paced", 1)])
-def test_workers_that_compute_share_this_machine_and_paced_ones_do_not_slow_each_other(runner: str, workers_per_host: int) -> None:
+def test_workers_that_compute_share_this_machine_and_paced_ones_do_not_slow_each_other(
+    runner: str, workers_per_host: int
+) -> None:
     options = {"prefill": 2, "decode": 2, "mixed": 1, "max_batch_tokens": 512, "max_num_seqs": 64}
-    assert simulated_cluster(argparse.Namespace(**options, runner=runner), PACED, 0.0).workers_per_host == workers_per_host
+    assert (
+        simulated_cluster(argparse.Namespace(**options, runner=runner), PACED, 0.0).workers_per_host
+        == workers_per_host
+    )

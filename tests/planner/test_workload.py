@@ -1,4 +1,5 @@
-"""Synthetic workloads have the arrivals, lengths and reuse that were asked for, and repeat from their seed."""
+"""Synthetic workloads have the arrivals, lengths and reuse that were asked for, and repeat from their
+seed."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ from splitserve.planner.workload.lengths import JointLengths, MarginalLengths, d
 from splitserve.planner.workload.sessions import Sessions
 from splitserve.planner.workload.workload import Workload, read_workload, write_workload
 
-SINGLE = Workload(arrivals=Arrivals(rate=5), lengths=MarginalLengths(prompt="lognormal:300,1", output="lognormal:50,0.5"))
+SINGLE = Workload(
+    arrivals=Arrivals(rate=5), lengths=MarginalLengths(prompt="lognormal:300,1", output="lognormal:50,0.5")
+)
 
 
 def statistics(workload: Workload, num_requests: int = 20_000, seed: int = 1) -> TraceStatistics:
@@ -53,7 +56,9 @@ PROFILES = st.lists(st.floats(0, 10), min_size=1, max_size=6).filter(lambda rate
 
 
 @given(PROFILES, st.floats(0.1, 100), st.lists(st.floats(0, 5000), max_size=30).map(sorted))
-def test_operational_time_goes_there_and_back(profile: list[float], step_s: float, seconds: list[float]) -> None:
+def test_operational_time_goes_there_and_back(
+    profile: list[float], step_s: float, seconds: list[float]
+) -> None:
     clock = OperationalClock(Arrivals(rate=3, profile=tuple(profile), step_s=step_s))
     operational = np.array([clock.operational_at(second) for second in seconds])
     assert (np.diff(operational) >= -1e-9).all()
@@ -70,10 +75,14 @@ def test_marginals_stay_as_given_under_any_correlation(spec: str) -> None:
         prompt, output = MarginalLengths(prompt="uniform:1,1000", output=spec, correlation=correlation).draw(
             40_000, np.random.default_rng(1)
         )
-        assert np.percentile(output, [10, 50, 90]) == pytest.approx(np.percentile(alone, [10, 50, 90]), rel=0.02)
+        assert np.percentile(output, [10, 50, 90]) == pytest.approx(
+            np.percentile(alone, [10, 50, 90]), rel=0.02
+        )
         if output.std():
             scores = np.corrcoef(np.argsort(np.argsort(prompt)), np.argsort(np.argsort(output)))[0, 1]
-            assert scores == pytest.approx(6 / np.pi * np.arcsin(correlation / 2), abs=0.04)  # Spearman's of a Gaussian copula
+            assert scores == pytest.approx(
+                6 / np.pi * np.arcsin(correlation / 2), abs=0.04
+            )  # Spearman's of a Gaussian copula
 
 
 def test_joint_lengths_keep_to_their_cells() -> None:
@@ -102,7 +111,9 @@ def test_a_trace_ends_at_its_time_or_number() -> None:
 CONVERSATIONS = Workload(
     arrivals=Arrivals(rate=2),
     lengths=MarginalLengths(prompt="uniform:20,60", output="uniform:10,40"),
-    sessions=Sessions(turns=3, think_s=20, system_prompts=2, system_prompt_len=100, block_size=16, max_len=400),
+    sessions=Sessions(
+        turns=3, think_s=20, system_prompts=2, system_prompt_len=100, block_size=16, max_len=400
+    ),
 )
 
 
@@ -119,7 +130,9 @@ def test_each_turn_holds_the_turns_before_it() -> None:
         for before, after in pairwise(turns):
             assert 20 <= after.num_prompt_tokens - before.num_prompt_tokens - before.num_output_tokens <= 60
             assert after.block_hashes[: len(before.block_hashes)] == before.block_hashes
-    firsts = Counter(turns[0].block_hashes[:6] for turns in by_session.values())  # 6 full blocks of the 100 tokens
+    firsts = Counter(
+        turns[0].block_hashes[:6] for turns in by_session.values()
+    )  # 6 full blocks of the 100 tokens
     assert sorted(firsts.values())[1] / len(by_session) == pytest.approx(2 / 3, abs=0.05)
     own = Counter(hash for turns in by_session.values() for hash in turns[-1].block_hashes[6:])
     assert set(own.values()) == {1}
@@ -171,7 +184,9 @@ def test_a_fit_finds_what_a_trace_was_drawn_from(cv: float, correlation: float, 
 
 
 def test_a_fit_follows_the_rate_over_time() -> None:
-    bursts = [TraceRequest(100.0 * burst + 0.01 * index, 10, 10) for burst in range(20) for index in range(200)]
+    bursts = [
+        TraceRequest(100.0 * burst + 0.01 * index, 10, 10) for burst in range(20) for index in range(200)
+    ]
     gamma, stepped = fit(trace_of(bursts), step_s=1e6), fit(trace_of(bursts), step_s=2.0)
     assert gamma.arrivals.cv > 5
     assert stepped.arrivals.cv < 1.5

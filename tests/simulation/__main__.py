@@ -26,12 +26,31 @@ SLICE = 10_000
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m simulation", description="The fault simulator.")
-    parser.add_argument("--scenario", choices=["drawn", *NAMED], default="drawn", help="drawn: each seed draws its own")
-    parser.add_argument("--seed", type=int, help="with --requests the first seed (default: random), else the one that is run")
-    parser.add_argument("--requests", type=int, help="run seed after seed until so many requests have been simulated")
-    parser.add_argument("--a-world", type=int, default=REQUESTS, help="requests of the one world that is run again (default: %(default)s)")
-    parser.add_argument("--add", type=Path, nargs="+", default=[], help="put these records of earlier runs into that of --json")
-    parser.add_argument("--json", type=Path, help=f"add here what was done; again after every {SLICE} requests")
+    parser.add_argument(
+        "--scenario", choices=["drawn", *NAMED], default="drawn", help="drawn: each seed draws its own"
+    )
+    parser.add_argument(
+        "--seed", type=int, help="with --requests the first seed (default: random), else the one that is run"
+    )
+    parser.add_argument(
+        "--requests", type=int, help="run seed after seed until so many requests have been simulated"
+    )
+    parser.add_argument(
+        "--a-world",
+        type=int,
+        default=REQUESTS,
+        help="requests of the one world that is run again (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--add",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="put these records of earlier runs into that of --json",
+    )
+    parser.add_argument(
+        "--json", type=Path, help=f"add here what was done; again after every {SLICE} requests"
+    )
     options = parser.parse_args()
     if options.add:
         return _add(options, parser)
@@ -58,7 +77,12 @@ def _campaign(options: argparse.Namespace) -> int:
     record.environment = where | {"command": shlex.join(["python", "-m", "simulation", *sys.argv[1:]])}
     piece = Piece(str(where["commit"]), str(where["date"]), options.scenario, first, first - 1)
     while piece.requests < options.requests:
-        part = run(piece.last_seed + 1, min(SLICE, options.requests - piece.requests), options.scenario, stop_at_failures=sys.maxsize)
+        part = run(
+            piece.last_seed + 1,
+            min(SLICE, options.requests - piece.requests),
+            options.scenario,
+            stop_at_failures=sys.maxsize,
+        )
         record.add(piece, part)
         if options.json is not None:
             record.write(options.json)
@@ -73,7 +97,10 @@ def _add(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     for path in options.add:
         record.merge(Record.read(path))
     record.write(options.json)
-    print(f"{record.sum.num_requests} requests in {len(record.pieces)} pieces, {len(record.sum.failures)} failures")
+    print(
+        f"{record.sum.num_requests} requests in {len(record.pieces)} pieces, "
+        f"{len(record.sum.failures)} failures"
+    )
     return 0
 
 

@@ -70,7 +70,9 @@ class Adversary:
     def partition(self) -> None:
         """Between any two processes, one way or both."""
         one, other = self.random.sample([*sorted(self.world.workers), *self.world.coordinator_names], 2)
-        self.world.struck.update(self.world.workers[name].id for name in (one, other) if name in self.world.workers)
+        self.world.struck.update(
+            self.world.workers[name].id for name in (one, other) if name in self.world.workers
+        )
         seconds, holds = self._some_seconds(), self.random.random() < 0.5
         self.world.network.cut(one, other, seconds, holds)
         if self.random.random() < 0.5:
@@ -93,7 +95,10 @@ class Adversary:
     def flip(self) -> None:
         """By a person's word, or the pool controller's; whether it may be is the coordinator's to say."""
         if self.world.processes:
-            coordinator, process = self.world.some_coordinator(), self.random.choice(sorted(self.world.processes))
+            coordinator, process = (
+                self.world.some_coordinator(),
+                self.random.choice(sorted(self.world.processes)),
+            )
             role = self.random.choice(("prefill", "decode"))
             coordinator.run(coordinator.flip, process, role, self.random.choice((None, 0.3)))
 

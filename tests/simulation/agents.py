@@ -1,5 +1,6 @@
-"""The one-sided mover that lingers: what a writer begins is read a little later, travels, and lands whatever becomes of the writer, also in
-the memory of a process that stands still; until the receiving process has ended the agent that this writer comes in by."""
+"""The one-sided mover that lingers: what a writer begins is read a little later, travels, and lands whatever
+becomes of the writer, also in the memory of a process that stands still; until the receiving process has
+ended the agent that this writer comes in by."""
 
 from __future__ import annotations
 
@@ -41,7 +42,10 @@ class Agent:
         elif process.alive:
             process.written_by_peer(lease, block, start, values)
         else:
-            process.world.violated(f"{process.name}: block {block} was written under lease {lease}, and its process has another role now")
+            process.world.violated(
+                f"{process.name}: block {block} was written under lease {lease}, and its process "
+                "has another role now"
+            )
 
 
 class AgentTarget(OneSidedTarget):
@@ -94,7 +98,9 @@ class Write:
 class AgentSource(Source):
     """The writer's side, for one peer. ``stir``: something has happened to it; its owner asks how it is."""
 
-    def __init__(self, writer: WorkerProcess, peer: str, agent: Agent, stir: Callable[[AgentSource], None]) -> None:
+    def __init__(
+        self, writer: WorkerProcess, peer: str, agent: Agent, stir: Callable[[AgentSource], None]
+    ) -> None:
         super().__init__(writer, peer, agent.process.endpoint)
         self._agent, self._stir = agent, stir
         self._writes: list[Write] = []
@@ -144,7 +150,9 @@ class AgentSource(Source):
                 delay = 0.01 + LATE_S * self.random()
             for _, source, block in items:
                 values = self.content(source, first, end)
-                self.world.queue.after(delay, self._agent.land, write.lease, block, first * self.writer.memory.block_size, values)
+                self.world.queue.after(
+                    delay, self._agent.land, write.lease, block, first * self.writer.memory.block_size, values
+                )
             if self.world.strikes(self.faults.lost_put, "completions lost"):
                 self.writer.after(delay * self.random(), self._fail, write, "connection reset")
             else:

@@ -58,7 +58,11 @@ def never_let_the_quarantine_end(patch: Patch) -> None:
 
 def believe_corrupt_blocks(patch: Patch) -> None:
     verified = HandoffReceiver.verified
-    patch.setattr(HandoffReceiver, "verified", lambda self, lease, positions, wrong, now: verified(self, lease, positions, [], now))
+    patch.setattr(
+        HandoffReceiver,
+        "verified",
+        lambda self, lease, positions, wrong, now: verified(self, lease, positions, [], now),
+    )
 
 
 def cache_blocks_before_they_are_verified(patch: Patch) -> None:
@@ -132,7 +136,9 @@ def free_the_prompt_before_the_ack(patch: Patch) -> None:
 def send_blocks_before_they_are_full(patch: Patch) -> None:
     blocks_ready = HandoffSender.blocks_ready
     patch.setattr(
-        HandoffSender, "blocks_ready", lambda self, key, blocks, n, *more: blocks_ready(self, key, blocks, min(n + 1, len(blocks)), *more)
+        HandoffSender,
+        "blocks_ready",
+        lambda self, key, blocks, n, *more: blocks_ready(self, key, blocks, min(n + 1, len(blocks)), *more),
     )
 
 
@@ -143,7 +149,9 @@ def write_parcels_of_leases_that_have_ended(patch: Patch) -> None:
 def send_layers_before_they_are_computed(patch: Patch) -> None:
     layers_ready = HandoffSender.layers_ready
     patch.setattr(
-        HandoffSender, "layers_ready", lambda self, key, blocks, stop, n: layers_ready(self, key, blocks, stop, min(n + 1, NUM_LAYERS))
+        HandoffSender,
+        "layers_ready",
+        lambda self, key, blocks, stop, n: layers_ready(self, key, blocks, stop, min(n + 1, NUM_LAYERS)),
     )
 
 
@@ -190,7 +198,8 @@ def wait_for_ever_for_a_rendezvous(patch: Patch) -> None:
     patch.setattr(SendingSession, "hangs_at", None)
 
 
-# --- one-sided movers whose puts linger, or go on by themselves -----------------------------------------------------------
+# --- one-sided movers whose puts linger, or go on by themselves
+# -----------------------------------------------------------
 
 
 def free_what_a_dead_writer_held_while_its_puts_are_on_their_way(patch: Patch) -> None:
@@ -211,11 +220,17 @@ def wait_for_ever_for_a_writer_that_says_nothing(patch: Patch) -> None:
 
 
 def release_a_block_that_the_next_token_still_sees(patch: Patch) -> None:
-    patch.setattr(decode_scheduler, "num_behind", lambda num_tokens, window, size: num_behind(num_tokens + 1, window, size))
+    patch.setattr(
+        decode_scheduler,
+        "num_behind",
+        lambda num_tokens, window, size: num_behind(num_tokens + 1, window, size),
+    )
 
 
 def grant_no_block_that_the_window_just_reaches(patch: Patch) -> None:
-    patch.setattr(granting, "num_behind", lambda num_tokens, window, size: num_behind(num_tokens + 1, window, size))
+    patch.setattr(
+        granting, "num_behind", lambda num_tokens, window, size: num_behind(num_tokens + 1, window, size)
+    )
 
 
 BUGS: list[tuple[Callable[[Patch], None], str]] = [

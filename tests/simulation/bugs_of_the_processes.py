@@ -123,7 +123,11 @@ def cache_a_block_one_token_early(patch: Patch) -> None:
 
 
 def take_up_cached_blocks_without_a_reference(patch: Patch) -> None:
-    patch.setattr(BlockManager, "acquire_prefix", lambda self, hashes: [self._block_of[h] for h in hashes[: self.match_prefix(hashes)]])
+    patch.setattr(
+        BlockManager,
+        "acquire_prefix",
+        lambda self, hashes: [self._block_of[h] for h in hashes[: self.match_prefix(hashes)]],
+    )
 
 
 def evict_blocks_and_keep_their_names(patch: Patch) -> None:
@@ -188,7 +192,11 @@ def give_up_an_attempt_too_soon(patch: Patch) -> None:
 
 def drop_the_work_of_all_when_one_coordinator_is_gone(patch: Patch) -> None:
     for core in (PrefillCore, DecodeCore):
-        patch.setattr(core, "drop_others", lambda self, *coordinators, drop=core.drop_others: drop(self, *coordinators[:1]))
+        patch.setattr(
+            core,
+            "drop_others",
+            lambda self, *coordinators, drop=core.drop_others: drop(self, *coordinators[:1]),
+        )
 
 
 def cancel_whoever_has_that_dispatch_number(patch: Patch) -> None:
@@ -196,7 +204,9 @@ def cancel_whoever_has_that_dispatch_number(patch: Patch) -> None:
     patch.setattr(PrefillCore, "_drop", _drop_by_number(PrefillCore._drop, lambda core: core.scheduler.held))
 
 
-def _drop_by_number(drop: Callable[[Any, Any], None], held: Callable[[Any], Any]) -> Callable[[Any, Any], None]:
+def _drop_by_number(
+    drop: Callable[[Any, Any], None], held: Callable[[Any], Any]
+) -> Callable[[Any, Any], None]:
     def broken(self: Any, key: Any) -> None:
         for other in [key, *held(self)]:
             if other[1] == key[1]:
@@ -238,7 +248,9 @@ def take_the_end_of_a_name_for_that_of_the_next(patch: Patch) -> None:
     retire = Writers.retire
 
     def broken(self: Any, peer: Any, message: Any) -> Any:
-        return retire(self, peer, replace(message, incarnation=message.incarnation | (1 << incarnation.COUNT_BITS) - 1))
+        return retire(
+            self, peer, replace(message, incarnation=message.incarnation | (1 << incarnation.COUNT_BITS) - 1)
+        )
 
     patch.setattr(Writers, "retire", broken)
 

@@ -20,17 +20,20 @@ from splitserve.transport.process.huge_heap import collapse_heap
 REQUESTS = 500
 """Requests a world."""
 STARTS_WITHIN_S = 5.0
-"""Requests come when each coordinator has workers of both roles, or after so long: a Hello that was lost is repeated after a second."""
+"""Requests come when each coordinator has workers of both roles, or after so long: a Hello that was lost is
+repeated after a second."""
 FAULTS_GO_ON_S = 6.0
 """After the last arrival, until most have been served among faults; in so many (virtual) seconds at most."""
 COLLAPSE_EVERY = 4
 """Worlds between two looks at what has come to the heap."""
 REST_S = 60.0
-"""Once the faults have stopped, everything must have ended and come to rest within so many (virtual) seconds."""
+"""Once the faults have stopped, everything must have ended and come to rest within so many (virtual)
+seconds."""
 
 
 def simulate(seed: int, scenario: Scenario, requests: int = REQUESTS) -> World:
-    """Requests arrive among faults; then the faults stop, and everything must come to rest. Stops at the first violation."""
+    """Requests arrive among faults; then the faults stop, and everything must come to rest. Stops at the
+    first violation."""
     world = World(seed, scenario)
     before = logging.root.manager.disable
     logging.disable()  # the shells log every fault
@@ -46,14 +49,18 @@ def simulate(seed: int, scenario: Scenario, requests: int = REQUESTS) -> World:
 
 def _live(world: World, requests: int) -> None:
     world.queue.run(0.5)
-    world.queue.run_until(lambda: not any(each.core.pools.gap for each in world.coordinators.values()), STARTS_WITHIN_S)
+    world.queue.run_until(
+        lambda: not any(each.core.pools.gap for each in world.coordinators.values()), STARTS_WITHIN_S
+    )
     number = 0
     while number < requests and not world.violations:
         number += world.clients.arrive(number)
         world.queue.run(world.queue.now + world.random.expovariate(world.scenario.rate))
     if not world.violations:
         pending = world.clients.pending
-        world.queue.run_until(lambda: len(pending) <= requests // 20 or bool(world.violations), FAULTS_GO_ON_S)
+        world.queue.run_until(
+            lambda: len(pending) <= requests // 20 or bool(world.violations), FAULTS_GO_ON_S
+        )
         world.queue.run(world.queue.now + world.random.random())
         _come_to_rest(world)
 
@@ -109,7 +116,9 @@ class Report:
             "worlds": self.num_worlds,
             "events": self.num_events,
             "processor_s": round(self.processor_s, 1),
-            "requests_per_processor_s": round(self.num_requests / self.processor_s, 1) if self.processor_s else 0.0,
+            "requests_per_processor_s": round(self.num_requests / self.processor_s, 1)
+            if self.processor_s
+            else 0.0,
             "longest_rest_s": round(self.longest_rest_s, 2),
             "counts": dict(sorted(self.counts.items())),
             "messages": dict(sorted(self.messages.items())),
@@ -117,15 +126,25 @@ class Report:
         }
 
 
-def run(first_seed: int, num_requests: int, name: str = "drawn", stop_at_failures: int = 1, a_world: int = REQUESTS) -> Report:
-    """Worlds of seeds ``first_seed`` and following, of ``a_world`` requests each, until so many requests have been simulated."""
+def run(
+    first_seed: int,
+    num_requests: int,
+    name: str = "drawn",
+    stop_at_failures: int = 1,
+    a_world: int = REQUESTS,
+) -> Report:
+    """Worlds of seeds ``first_seed`` and following, of ``a_world`` requests each, until so many requests have
+    been simulated."""
     report, size = Report(), "" if a_world == REQUESTS else f" --a-world {a_world}"
     began, seed = time.process_time(), first_seed
     with rare_garbage_collection():
         while report.num_requests < num_requests and len(report.failures) < stop_at_failures:
             if report.num_worlds % COLLAPSE_EVERY == 0:
                 collapse_heap()
-            report.add(simulate_named(name, seed, a_world), f"cd tests && python -m simulation --scenario {name} --seed {seed}{size}")
+            report.add(
+                simulate_named(name, seed, a_world),
+                f"cd tests && python -m simulation --scenario {name} --seed {seed}{size}",
+            )
             seed += 1
     report.processor_s = time.process_time() - began
     return report
@@ -133,7 +152,8 @@ def run(first_seed: int, num_requests: int, name: str = "drawn", stop_at_failure
 
 @contextmanager
 def rare_garbage_collection() -> Iterator[None]:
-    """A world makes many small objects, and hardly any cycle before it ends: looking for cycles as often as usual costs a tenth."""
+    """A world makes many small objects, and hardly any cycle before it ends: looking for cycles as often as
+    usual costs a tenth."""
     before = gc.get_threshold()
     gc.set_threshold(400_000, *before[1:])
     try:

@@ -1,7 +1,8 @@
-"""The invariants that no single event shows: looked at after some ticks of each process, thoroughly now and then, and at the end.
+"""The invariants that no single event shows: looked at after some ticks of each process, thoroughly now and
+then, and at the end.
 
-What one event can break is checked where it happens: tokens and ends in clients.py, writes and reuse of blocks in watched_blocks.py
-and decode_process.py.
+What one event can break is checked where it happens: tokens and ends in clients.py, writes and reuse of
+blocks in watched_blocks.py and decode_process.py.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ class Checks:
         """Nothing waits longer than it said it would; with ``thorough``, every block's owners too."""
         for wait in worker.core.waits():
             if not worker.now < wait.until < inf:
-                self.world.violated(f"{worker.name}: {wait.key} waits for {wait.what} until {wait.until}, and it is {worker.now}")
+                self.world.violated(
+                    f"{worker.name}: {wait.key} waits for {wait.what} until {wait.until}, and it "
+                    f"is {worker.now}"
+                )
         worker.reach_check.look()
         if thorough:
             worker.audit()
@@ -37,11 +41,16 @@ class Checks:
     def look_at_coordinator(self, coordinator: CoordinatorProcess) -> None:
         """Every client that waits is known, and its wait ends."""
         requests = coordinator.core.requests
-        if set(requests) != {i for i, c in self.world.clients.pending.items() if c.coordinator is coordinator}:
+        if set(requests) != {
+            i for i, c in self.world.clients.pending.items() if c.coordinator is coordinator
+        }:
             self.world.violated("the coordinator and the clients do not agree on who waits")
         for request in requests.values():
             if not coordinator.now < request.deadline < inf:
-                self.world.violated(f"{coordinator.name}: {request.request_id} is late in {request.state} at {coordinator.now}")
+                self.world.violated(
+                    f"{coordinator.name}: {request.request_id} is late in {request.state} at "
+                    f"{coordinator.now}"
+                )
 
     def at_rest(self) -> bool:
         """Faults have stopped: is everybody done, and has everybody let go?"""
@@ -51,7 +60,11 @@ class Checks:
     def _done_again(self) -> dict[str, int]:
         """What was given back and computed anew, but for want of memory."""
         counts = self.world.counts
-        return {what: counts[what] for what in counts if what.startswith("given back") and what != "given back: preempted"}
+        return {
+            what: counts[what]
+            for what in counts
+            if what.startswith("given back") and what != "given back: preempted"
+        }
 
     def left_over(self) -> Iterable[str]:
         """What should not be there once everybody is done."""
@@ -87,7 +100,8 @@ class Checks:
                 yield f"{name} tells {known.hello.worker_id} to leave, which has not said that it does"
 
     def at_end(self) -> None:
-        """At rest for a while: nothing is left over, and the coordinator knows what is really cached where."""
+        """At rest for a while: nothing is left over, and the coordinator knows what is really cached
+        where."""
         for client in self.world.clients.pending.values():
             self.world.violated(f"{client.request.request_id}: never ended")
         for what in self.left_over():
@@ -114,15 +128,24 @@ class Checks:
         for worker in self.world.workers.values():
             if isinstance(worker, DecodeProcess) and worker.rendezvous is not None:
                 for session in worker.rendezvous.left_over():
-                    self.world.violated(f"{worker.name}: the communicator with {session.peer[0]} was never torn down")
+                    self.world.violated(
+                        f"{worker.name}: the communicator with {session.peer[0]} was never torn down"
+                    )
 
     def _check_others_work(self) -> None:
-        """Where nothing happens but that coordinators die and clients leave, those that it does not happen to have nothing computed twice:
-        one coordinator's end, or its forgetting a worker, is none of the others' business."""
+        """Where nothing happens but that coordinators die and clients leave, those that it does not happen to
+        have nothing computed twice: one coordinator's end, or its forgetting a worker, is none of the others'
+        business."""
         faults = self.world.scenario.faults
         if faults != Faults(coordinator_restart_every=faults.coordinator_restart_every, cancel=faults.cancel):
             return
         for coordinator in self.world.coordinators.values():
-            lost = [why for why in coordinator.core.outcomes.last_retries if "the workers hold nothing of it" in why]
+            lost = [
+                why
+                for why in coordinator.core.outcomes.last_retries
+                if "the workers hold nothing of it" in why
+            ]
             if lost and coordinator.name not in self.world.restarted:
-                self.world.violated(f"{coordinator.name}, which nothing befell, had to dispatch again: {lost[0]}")
+                self.world.violated(
+                    f"{coordinator.name}, which nothing befell, had to dispatch again: {lost[0]}"
+                )

@@ -24,7 +24,8 @@ SHARED, OWN = (0, 0, 8, 16, 32), (2, 5, 9, 24)
 """Tokens of a prompt that others begin with too, and those of its own."""
 MAX_TOKENS = (1, 2, 2, 4, 6, 24)
 FAIR_ENDS = ("deadline", "unavailable", "overloaded")
-"""Errors that a client may meet; whether each was due is checked. (Under the product's limits also ``failed``.)"""
+"""Errors that a client may meet; whether each was due is checked. (Under the product's limits also
+``failed``.)"""
 
 
 class NullSink:
@@ -49,7 +50,9 @@ class Client:
     reason: str
     num_tokens: int = 0
     has_prompt_logprobs: bool = False
-    tries: dict[tuple[int, int], tuple[PeerId, PeerId]] = field(default_factory=dict)  # by coordinator and dispatch: who was to run it
+    tries: dict[tuple[int, int], tuple[PeerId, PeerId]] = field(
+        default_factory=dict
+    )  # by coordinator and dispatch: who was to run it
     ended: Ended | None = None
     cancelled: bool = False
     orphaned: bool = False
@@ -74,7 +77,11 @@ class Clients:
         priority, salt = draw.choice((0, 0, 0, 1, -1)), draw.choice((b"", b"", b"", b"tenant"))
         num_choices = draw.choice((1,) * 9 + (3,))
         sampling, prompt_logprobs = self._sampling()
-        timeout = draw.uniform(0.02, 2.0) if self.faults.short_deadline and draw.random() < self.faults.short_deadline else 90.0
+        timeout = (
+            draw.uniform(0.02, 2.0)
+            if self.faults.short_deadline and draw.random() < self.faults.short_deadline
+            else 90.0
+        )
         coordinator = self.world.some_coordinator()
         if self.faults.poison and draw.random() < self.faults.poison:
             prompt, sampling, num_choices, timeout = prompt[: min(OWN)], self._long_answer(), 1, 90.0
@@ -119,13 +126,21 @@ class Clients:
         request.arrival, request.deadline = coordinator.now, coordinator.now + request.deadline
         sampling = request.sampling
         stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else EOS)
-        bounds = sampling.max_tokens, sampling.min_tokens, stops, MAX_MODEL_LEN, self.world.scenario.cluster.window
+        bounds = (
+            sampling.max_tokens,
+            sampling.min_tokens,
+            stops,
+            MAX_MODEL_LEN,
+            self.world.scenario.cluster.window,
+        )
         expected, reason = expected_output(request.prompt_token_ids, *bounds)
         client = Client(request, coordinator, expected, reason)
         self.all[request.request_id] = self.pending[request.request_id] = client
         coordinator.submit(request)
         if self.faults.cancel and self.random.random() < self.faults.cancel:
-            self.world.queue.after(self.random.choice((0.02, 0.2, 1.0)) * self.random.random(), self._leave, client)
+            self.world.queue.after(
+                self.random.choice((0.02, 0.2, 1.0)) * self.random.random(), self._leave, client
+            )
 
     def _leave(self, client: Client) -> None:
         if client.ended is None and not client.orphaned:
@@ -143,7 +158,10 @@ class Clients:
     def tried(self, prefill: Prefill, worker: PeerId) -> None:
         """A coordinator dispatches a request."""
         spec, decode = prefill.spec, prefill.decode
-        self.all[spec.request_id].tries[spec.coordinator, spec.dispatch] = (worker, (decode.worker_id, decode.incarnation))
+        self.all[spec.request_id].tries[spec.coordinator, spec.dispatch] = (
+            worker,
+            (decode.worker_id, decode.incarnation),
+        )
 
     # --- what they see ---------------------------------------------------------------------------
 
@@ -156,7 +174,9 @@ class Clients:
         if at >= len(client.expected) or client.expected[at] != token:
             self._violated(client, f"token {at} is wrong")
         asked = client.request.sampling.logprobs is not None
-        if asked != (push.logprobs is not None) or (push.logprobs is not None and push.logprobs.logprob != logprob(token)):
+        if asked != (push.logprobs is not None) or (
+            push.logprobs is not None and push.logprobs.logprob != logprob(token)
+        ):
             self._violated(client, f"the logprobs of token {at} are wrong")
         if client.request.prompt_logprobs is not None and not client.has_prompt_logprobs:
             self._violated(client, "a token before the prompt's logprobs")
@@ -166,7 +186,9 @@ class Clients:
         if client.has_prompt_logprobs or client.ended is not None:
             self._violated(client, "the prompt's logprobs came again or too late")
         client.has_prompt_logprobs = True
-        if [entry.logprob for entry in push.logprobs] != [logprob(t) for t in client.request.prompt_token_ids[1:]]:
+        if [entry.logprob for entry in push.logprobs] != [
+            logprob(t) for t in client.request.prompt_token_ids[1:]
+        ]:
             self._violated(client, "the prompt's logprobs are wrong")
 
     def ended(self, end: End, coordinator: CoordinatorProcess) -> None:
@@ -183,7 +205,9 @@ class Clients:
     def _problems(self, client: Client, ended: Ended, coordinator: CoordinatorProcess) -> Iterable[str]:
         request, now = client.request, coordinator.now
         if (ledger := ended.ledger) is not None and (
-            min(ended.stages) < 0.0 or abs(ended.stages.total - (ledger.end - ledger.begin)) > 1e-6 or ledger.end > now
+            min(ended.stages) < 0.0
+            or abs(ended.stages.total - (ledger.end - ledger.begin)) > 1e-6
+            or ledger.end > now
         ):
             yield f"its stages are not its time: {ended.stages}"
         if ended.error == "failed" and self.world.scenario.product_limits:
@@ -191,17 +215,32 @@ class Clients:
                 yield f"given up too soon: {ended.message}"
         elif ended.error is not None and ended.error not in FAIR_ENDS:
             yield f"{ended.error}: {ended.message}"
-        if ended.error == "overloaded" and request.deadline - request.arrival > 2.0 and not self._anybody_was_slow:
+        if (
+            ended.error == "overloaded"
+            and request.deadline - request.arrival > 2.0
+            and not self._anybody_was_slow
+        ):
             yield ended.message  # the forecast is wrong
-        if ended.error == "deadline" and now < request.deadline - 2.1 * self.faults.clock_drift * (request.deadline - request.arrival):
+        if ended.error == "deadline" and now < request.deadline - 2.1 * self.faults.clock_drift * (
+            request.deadline - request.arrival
+        ):
             yield "its deadline had not passed"
         if ended.error == "unavailable" and not coordinator.core.pools.gap:
             yield "unavailable, but the workers are there"
-        if ended.finish_reason is not None and (client.num_tokens != len(client.expected) or ended.finish_reason != client.reason):
-            yield f"finished with {client.num_tokens} of {len(client.expected)} tokens, by {ended.finish_reason}"
+        if ended.finish_reason is not None and (
+            client.num_tokens != len(client.expected) or ended.finish_reason != client.reason
+        ):
+            yield (
+                f"finished with {client.num_tokens} of {len(client.expected)} tokens, by "
+                f"{ended.finish_reason}"
+            )
         if ended.finish_reason is None and ended.error is None and not client.cancelled:
             yield "ended as if cancelled"
-        if request.prompt_logprobs is not None and ended.finish_reason is not None and not client.has_prompt_logprobs:
+        if (
+            request.prompt_logprobs is not None
+            and ended.finish_reason is not None
+            and not client.has_prompt_logprobs
+        ):
             yield "the prompt's logprobs never came"
         if abs(ended.stages.total - (now - request.arrival)) > 1e-3:
             yield "its stages do not add up to its time"
@@ -211,7 +250,11 @@ class Clients:
         limits, tries = LifecycleLimits(), client.tries
         if "workers in a row died" in message:
             poisonous = self.world.poison.requests
-            if self.world.is_merely_poisoned and len(poisonous) == 1 and client.request.request_id not in poisonous:
+            if (
+                self.world.is_merely_poisoned
+                and len(poisonous) == 1
+                and client.request.request_id not in poisonous
+            ):
                 return False  # one alone takes nobody along
             ran_on = {worker for pair in tries.values() for worker in pair}
             moves = self.faults.drain_every or self.faults.flip_every  # then it may have run elsewhere too
@@ -224,13 +267,24 @@ class Clients:
     def _anything_is_lost(self) -> bool:
         """Whether an attempt may fail without a worker's word."""
         faults = self.faults
-        ends = faults.kill_every or faults.die_in_put or faults.poison or faults.drain_every or faults.flip_every
-        return bool(faults.drop or faults.mangle or faults.late or faults.coordinator_restart_every or ends) or self._anybody_was_slow
+        ends = (
+            faults.kill_every or faults.die_in_put or faults.poison or faults.drain_every or faults.flip_every
+        )
+        return (
+            bool(faults.drop or faults.mangle or faults.late or faults.coordinator_restart_every or ends)
+            or self._anybody_was_slow
+        )
 
     @property
     def _anybody_was_slow(self) -> bool:
         faults = self.faults
-        return bool(faults.slow_every or faults.freeze_every or faults.hang_every or faults.partition_every or faults.freeze_in_put)
+        return bool(
+            faults.slow_every
+            or faults.freeze_every
+            or faults.hang_every
+            or faults.partition_every
+            or faults.freeze_in_put
+        )
 
     def _violated(self, client: Client, what: str) -> None:
         self.world.violated(f"{client.request.request_id}: {what}")

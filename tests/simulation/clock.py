@@ -10,7 +10,8 @@ Event = Callable[..., None]
 
 
 class EventQueue:
-    """What happens next. ``now`` is the world's time in seconds; two events of one instant run in the order they were put in."""
+    """What happens next. ``now`` is the world's time in seconds; two events of one instant run in the order
+    they were put in."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -33,7 +34,8 @@ class EventQueue:
         self.now = until
 
     def run_until(self, condition: Callable[[], bool], at_most: float) -> bool:
-        """Looks at the condition every quarter of a second, for ``at_most`` seconds. False: it did not come true."""
+        """Looks at the condition every quarter of a second, for ``at_most`` seconds. False: it did not come
+        true."""
         end = self.now + at_most
         while not condition():
             if self.now >= end:

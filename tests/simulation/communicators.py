@@ -1,8 +1,9 @@
-"""The rendezvous mover: the real sessions of the mover ``nccl``, over communicators that never come about, break, hang, or bring what
-nobody wants any more.
+"""The rendezvous mover: the real sessions of the mover ``nccl``, over communicators that never come about,
+break, hang, or bring what nobody wants any more.
 
-In the live mover each end of a communicator is a thread of its process that does one thing at a time; so here. Pieces come in the order in
-which they left, whatever they are (NCCL knows no tags), and an end that is torn down may still end what it is at.
+In the live mover each end of a communicator is a thread of its process that does one thing at a time; so
+here. Pieces come in the order in which they left, whatever they are (NCCL knows no tags), and an end that is
+torn down may still end what it is at.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ from simulation.network import LATE_S
 from splitserve.transport.errors import MoverError
 from splitserve.transport.messages.messages import Message
 from splitserve.transport.movers.interface import Arrival, Item
-from splitserve.transport.movers.nccl_receiver import BeginSession, HearEntry, Receive, ReceivingSession, ReceivingSessions
+from splitserve.transport.movers.nccl_receiver import (
+    BeginSession,
+    HearEntry,
+    Receive,
+    ReceivingSession,
+    ReceivingSessions,
+)
 from splitserve.transport.movers.nccl_sender import LeavingParcel, SendingSession
 
 if TYPE_CHECKING:
@@ -30,7 +37,8 @@ MEET_S, PARCEL_S = 2.0, 1.5
 """The library's own limits, where it keeps them."""
 PATIENCE_S = 2.2
 LIMITED = 0.5
-"""The share of ends whose library keeps its limits; the others are at what they do until somebody tears them down."""
+"""The share of ends whose library keeps its limits; the others are at what they do until somebody tears them
+down."""
 NOTICED = 0.7
 """How often an end sees that its other end is gone."""
 
@@ -38,13 +46,22 @@ NOTICED = 0.7
 class CommunicatorEnd:
     """One of the two ends. ``met``, ``broke`` and ``came`` (a piece) are called as events of its process."""
 
-    def __init__(self, process: WorkerProcess, met: Callable[[], None], broke: Callable[[str], None], came: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        process: WorkerProcess,
+        met: Callable[[], None],
+        broke: Callable[[str], None],
+        came: Callable[[], None],
+    ) -> None:
         self.process, self.world, self.met, self.broke, self.came = process, process.world, met, broke, came
         self.number = self.world.next_number()
         self.world.communicator_ends[self.number] = self
         self.other: CommunicatorEnd | None = None
         self.is_torn = False
-        self._limit_s, self.busy_since = MEET_S, -1.0  # when it began with what it does now; negative: it does nothing
+        self._limit_s, self.busy_since = (
+            MEET_S,
+            -1.0,
+        )  # when it began with what it does now; negative: it does nothing
         self._is_limited, self._is_watched = self.world.random.random() < LIMITED, False
         self.pieces: deque[Piece] = deque()  # that have come, and are not received yet
         self.is_receiving = False  # one of them
@@ -109,8 +126,8 @@ class CommunicatorEnd:
 
 
 def _meet(one: CommunicatorEnd, other: CommunicatorEnd) -> None:
-    """Both know how the other is reached. Between some pairs of workers it never works; else it may fail now and then, and for one end
-    only."""
+    """Both know how the other is reached. Between some pairs of workers it never works; else it may fail now
+    and then, and for one end only."""
     world, random = one.world, one.world.random.random
     a, b = sorted((one.process.name, other.process.name))
     walled = Random(f"wall {world.seed} {a} {b}").random() < world.scenario.cluster.walled
@@ -131,16 +148,21 @@ class Piece(NamedTuple):
 
 
 class RendezvousSource(Source):
-    """The sending end. ``stir``: something has happened to it; its owner says its words and asks it how it is."""
+    """The sending end. ``stir``: something has happened to it; its owner says its words and asks it how it
+    is."""
 
-    def __init__(self, writer: WorkerProcess, peer: str, process: int, stir: Callable[[RendezvousSource], None]) -> None:
+    def __init__(
+        self, writer: WorkerProcess, peer: str, process: int, stir: Callable[[RendezvousSource], None]
+    ) -> None:
         super().__init__(writer, peer, process)
         self._stir = stir
         self.failed: Callable[[], None] = _nothing
         self.session = SendingSession(self.world.next_number(), PATIENCE_S, writer.now)
         self._end = CommunicatorEnd(writer, self._met, self._broke, _nothing)
         self.session.entry("0", str(self._end.number).encode())
-        self._given: dict[tuple[int, int], int] = {}  # by lease and own block: how often it had been given to somebody when it was put
+        self._given: dict[
+            tuple[int, int], int
+        ] = {}  # by lease and own block: how often it had been given to somebody when it was put
         self._cancelled: set[int] = set()  # leases
         self._is_watched = False
         self._watch()
@@ -198,8 +220,13 @@ class RendezvousSource(Source):
         if end.is_torn or other is None:
             return
         given = self.writer.blocks.times_given
-        if parcel.lease not in self._cancelled and any(self._given[(parcel.lease, block)] != given[block] for block in parcel.blocks):
-            self.world.violated(f"{self.writer.name}: blocks of lease {parcel.lease} were given to others before they had left")
+        if parcel.lease not in self._cancelled and any(
+            self._given[(parcel.lease, block)] != given[block] for block in parcel.blocks
+        ):
+            self.world.violated(
+                f"{self.writer.name}: blocks of lease {parcel.lease} were given to others before "
+                "they had left"
+            )
         slices = [self.content(block, parcel.layers.start, parcel.layers.stop) for block in parcel.blocks]
         if end.is_alone:
             if self.random() < NOTICED:
@@ -213,7 +240,8 @@ class RendezvousSource(Source):
             other.arrive(Piece(slices, lambda: self.writer.run(self._left)))
 
     def _break(self, slices: list[list[int]], other: CommunicatorEnd) -> None:
-        """In the middle of a piece. One end notices, or both; or the other takes what has come for the whole, or ends it long after."""
+        """In the middle of a piece. One end notices, or both; or the other takes what has come for the whole,
+        or ends it long after."""
         how = self.world.random.choice(("both", "here", "there", "taken for whole", "late"))
         if how != "there":
             self.writer.after(0.01 * self.random(), self._end.give_up, "connection reset")
@@ -236,7 +264,9 @@ class RendezvousSource(Source):
         """The live loop asks all the time; here, once it must be over, whichever clock is asked."""
         if self._end.busy_since >= 0.0 and not self._is_watched:
             self._is_watched = True
-            self.writer.after(max(0.0, self._end.busy_since + 1.05 * PATIENCE_S - self.world.queue.now), self._look)
+            self.writer.after(
+                max(0.0, self._end.busy_since + 1.05 * PATIENCE_S - self.world.queue.now), self._look
+            )
 
     def _look(self) -> None:
         self._is_watched = False
@@ -244,7 +274,10 @@ class RendezvousSource(Source):
             return
         self._stir(self)
         if not self._end.is_torn and 0.0 <= self._end.busy_since < self.world.queue.now - 1.04 * PATIENCE_S:
-            self.world.violated(f"{self.writer.name}: it waits for {self.peer} at the other end of a communicator, and no time ends that")
+            self.world.violated(
+                f"{self.writer.name}: it waits for {self.peer} at the other end of a communicator, "
+                "and no time ends that"
+            )
         elif not self._end.is_torn:
             self._watch()
 
@@ -256,11 +289,14 @@ class RendezvousTarget(BookTarget):
         super().__init__(process)
         self._world = process.world
         self._words: list[tuple[PeerId, Message]] = []
-        self.sessions = ReceivingSessions(self.book, NUM_LAYERS, process.memory.block_size, PARCEL * NUM_LAYERS * process.memory.block_size)
+        self.sessions = ReceivingSessions(
+            self.book, NUM_LAYERS, process.memory.block_size, PARCEL * NUM_LAYERS * process.memory.block_size
+        )
         self._ends: dict[ReceivingSession, CommunicatorEnd] = {}
 
     def left_over(self) -> Iterator[ReceivingSession]:
-        """Those whose communicator is there, though the sending end has closed its own, and its process lives."""
+        """Those whose communicator is there, though the sending end has closed its own, and its process
+        lives."""
         for session, end in self._ends.items():
             if end.other is not None and end.other.is_torn and end.other.process.alive:
                 yield session
@@ -303,7 +339,9 @@ class RendezvousTarget(BookTarget):
         def go_on() -> None:
             self._go_on(session)
 
-        end = self._ends[session] = CommunicatorEnd(self._process, go_on, lambda reason: self._broke(session, reason), go_on)
+        end = self._ends[session] = CommunicatorEnd(
+            self._process, go_on, lambda reason: self._broke(session, reason), go_on
+        )
         self.sessions.entry(session, "1", str(end.number).encode())
 
     def _broke(self, session: ReceivingSession, reason: str) -> None:
@@ -319,10 +357,13 @@ class RendezvousTarget(BookTarget):
         if session.receiving is not None and end.pieces:
             end.is_receiving = True
             piece = end.pieces.popleft()
-            self._process.after(0.0005 * self._world.random.random() + piece.takes_s, self._received, session, end, piece)
+            self._process.after(
+                0.0005 * self._world.random.random() + piece.takes_s, self._received, session, end, piece
+            )
 
     def _received(self, session: ReceivingSession, end: CommunicatorEnd, piece: Piece) -> None:
-        """Also when it has been torn down since: then what comes is a late collective of an old communicator."""
+        """Also when it has been torn down since: then what comes is a late collective of an old
+        communicator."""
         if end.is_torn and self._world.random.random() < 0.5:
             return
         self._world.counts["late collectives"] += end.is_torn
@@ -333,7 +374,9 @@ class RendezvousTarget(BookTarget):
             if sum(map(len, piece.slices)) != parcel.num_bytes:
                 self._broke(session, "a piece of another size came")
                 return
-            self._process.written_by_itself(parcel.claim.header.lease, parcel.claim.blocks, parcel.claim.header.offset, piece.slices)
+            self._process.written_by_itself(
+                parcel.claim.header.lease, parcel.claim.blocks, parcel.claim.header.offset, piece.slices
+            )
             self._have_arrived(self.sessions.written(parcel))
         piece.received()
         self._go_on(session)

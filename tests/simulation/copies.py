@@ -1,5 +1,6 @@
-"""The one-sided mover that copies from device to device: its copies go on by themselves, one after the other, while the writer's process
-computes, says other things, or stands still; they cannot be called back, and end with that process."""
+"""The one-sided mover that copies from device to device: its copies go on by themselves, one after the other,
+while the writer's process computes, says other things, or stands still; they cannot be called back, and end
+with that process."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ class Copy:
 class CopySource(SharedMemorySource):
     """The writer's side, for one peer. ``stir``: something has happened to it; its owner asks how it is."""
 
-    def __init__(self, writer: WorkerProcess, peer: str, process: int, stir: Callable[[CopySource], None]) -> None:
+    def __init__(
+        self, writer: WorkerProcess, peer: str, process: int, stir: Callable[[CopySource], None]
+    ) -> None:
         super().__init__(writer, peer, process)
         self._stir = stir
         self._copies: list[Copy] = []  # in the order of the stream
@@ -75,8 +78,8 @@ class CopySource(SharedMemorySource):
         """What is under way cannot be called back."""
 
     def close(self) -> tuple[()]:
-        """Waits for what is under way. (All of it at this moment: the writer says nothing meanwhile.) Where that does not end, the process
-        does, and its copies with it."""
+        """Waits for what is under way. (All of it at this moment: the writer says nothing meanwhile.) Where
+        that does not end, the process does, and its copies with it."""
         copies, self._copies = self._copies, []
         for copy in copies:
             if copy.hangs:
@@ -88,7 +91,11 @@ class CopySource(SharedMemorySource):
 
     def _go_on(self, copy: Copy) -> None:
         """The device has come to the next block, whatever the processes do."""
-        if copy not in self._copies or not self.writer.process_alive or any(c.hangs for c in self._copies[: self._copies.index(copy) + 1]):
+        if (
+            copy not in self._copies
+            or not self.writer.process_alive
+            or any(c.hangs for c in self._copies[: self._copies.index(copy) + 1])
+        ):
             return
         self._copy_next(copy)
         if not copy.left:

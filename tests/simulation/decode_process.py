@@ -142,7 +142,8 @@ class DecodeProcess(WorkerProcess):
             or self.core.receiver.mover_of(lease) != "nccl"
         ):
             self.world.violated(
-                f"{self.name}: blocks {blocks} were written under lease {lease}, which had ended or is another mover's"
+                f"{self.name}: blocks {blocks} were written under lease {lease}, which had ended "
+                "or is another mover's"
             )
         for block, values in zip(blocks, slices, strict=True):
             self.memory.write(block, start, values)

@@ -1,5 +1,5 @@
-"""A process that changes its role while it runs: one memory and block manager, a worker of either role over them, or for a while both. Or
-for good both: a mixed one."""
+"""A process that changes its role while it runs: one memory and block manager, a worker of either role over
+them, or for a while both. Or for good both: a mixed one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 class FlexibleProcess:
     """To everybody else each of its roles is a worker of its own, named after it."""
 
-    def __init__(self, world: World, name: str, host: str, num_blocks: int, role: Role | Literal["mixed"]) -> None:
+    def __init__(
+        self, world: World, name: str, host: str, num_blocks: int, role: Role | Literal["mixed"]
+    ) -> None:
         self.world, self.name, self.host, self.num_blocks = world, name, host, num_blocks
         self.alive, self.leaving = True, False
         self.pid = world.next_number()
@@ -47,7 +49,9 @@ class FlexibleProcess:
             return False
         if role in self.roles:
             return not self.roles[role].core.drains
-        worker = self.world.kinds[role](self.world, worker_name(self.name, role), self.host, self.num_blocks, self)
+        worker = self.world.kinds[role](
+            self.world, worker_name(self.name, role), self.host, self.num_blocks, self
+        )
         self.roles[role] = self.world.workers[worker.name] = worker
         self.latest = "mixed" if self.mixed else role
         return True

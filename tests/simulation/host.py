@@ -11,7 +11,8 @@ from splitserve.transport.channels.incarnation import incarnations
 
 DAY_S = 86_400.0
 JUMPS_S = (2.0, 60.0, 3600.0, DAY_S, 3650 * DAY_S)
-"""A clock that is corrected, a virtual machine that goes on, a time zone in the wrong place, a host without a battery."""
+"""A clock that is corrected, a virtual machine that goes on, a time zone in the wrong place, a host without a
+battery."""
 
 
 class Host:

@@ -32,7 +32,9 @@ class Memory:
         known = self._checksums[block]
         if known is None:
             size = NUM_LAYERS * self.block_size
-            known = self._checksums[block] = hash(tuple(self.values[block * size : (block + 1) * size])) & MASK
+            known = self._checksums[block] = (
+                hash(tuple(self.values[block * size : (block + 1) * size])) & MASK
+            )
         return known
 
     def execute(self, batch: Batch, token_ids: list[int], from_layer: int = 0) -> StepOutput:
@@ -54,7 +56,8 @@ class Memory:
         return StepOutput(np.array(tokens, np.int32), logprobs, prompt_logprobs)
 
     def write_layer(self, batch: Batch, token_ids: list[int], layer: int) -> None:
-        """Writes each token's value of this layer: from the token and its predecessor's in layer 0, from the layer below in others."""
+        """Writes each token's value of this layer: from the token and its predecessor's in layer 0, from the
+        layer below in others."""
         size, values, sums, checksums = self.block_size, self.values, self._sums, self._checksums
         if layer == 0:
             self._write_first(batch, token_ids, 1)
@@ -66,10 +69,21 @@ class Memory:
             sums[block] = checksums[block] = None
 
     def _write_first(self, batch: Batch, token_ids: list[int], num_layers: int) -> None:
-        """The first ``num_layers`` layers of each token; a token's predecessor has been written when the token's turn comes."""
-        size, values, sums, checksums, higher = self.block_size, self.values, self._sums, self._checksums, range(1, num_layers)
+        """The first ``num_layers`` layers of each token; a token's predecessor has been written when the
+        token's turn comes."""
+        size, values, sums, checksums, higher = (
+            self.block_size,
+            self.values,
+            self._sums,
+            self._checksums,
+            range(1, num_layers),
+        )
         block_values = NUM_LAYERS * size
-        starts, positions, slots = batch.query_start_loc.tolist(), batch.positions.tolist(), batch.slot_mapping.tolist()
+        starts, positions, slots = (
+            batch.query_start_loc.tolist(),
+            batch.positions.tolist(),
+            batch.slot_mapping.tolist(),
+        )
         for row, table in enumerate(batch.block_tables.tolist()):
             start, end = starts[row], starts[row + 1]
             before = positions[start] - 1
@@ -84,8 +98,8 @@ class Memory:
                     value = values[place] = (3 * value + 7) & MASK  # deeper, written out
 
     def _total(self, table: list[int], length: int) -> int:
-        """The sum of a sequence's values, or of those in its last token's window; a whole block's is kept until the block is written
-        again."""
+        """The sum of a sequence's values, or of those in its last token's window; a whole block's is kept
+        until the block is written again."""
         size, sums = self.block_size, self._sums
         outside = 0
         if self.window and length > self.window:

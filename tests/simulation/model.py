@@ -4,8 +4,8 @@
     kv[l][p]    = deeper(kv[l - 1][p] as read from memory)
     token       = mix(sum of kv[all layers][0..p] as read from memory) mod VOCABULARY; with a sliding window, of its last tokens
 
-so one corrupt, stale or foreign slot anywhere in a sequence's blocks changes what it says from then on. A token's logprob is a
-function of the token, so that one which is lost, doubled or another's shows.
+so one corrupt, stale or foreign slot anywhere in a sequence's blocks changes what it says from then on. A
+token's logprob is a function of the token, so that one which is lost, doubled or another's shows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def first_layer(kv: int, tokens: Iterable[int]) -> list[int]:
     """kv[0] of each of these tokens; ``kv``: that of the token before them."""
     values = []
     for token in tokens:
-        x = (kv * 0x9E3779B97F4A7C15 + token + 0x632BE59BD9B4E019) & MASK  # mix, written out: it runs once for each token of each step
+        x = (
+            kv * 0x9E3779B97F4A7C15 + token + 0x632BE59BD9B4E019
+        ) & MASK  # mix, written out: it runs once for each token of each step
         kv = ((x ^ (x >> 29)) * 0xBF58476D1CE4E5B9) & MASK
         values.append(kv)
     return values
@@ -49,7 +51,12 @@ def logprob(token: int) -> float:
 
 
 def expected_output(
-    prompt: Sequence[int], max_tokens: int, min_tokens: int, stops: frozenset[int], max_model_len: int, window: int = 0
+    prompt: Sequence[int],
+    max_tokens: int,
+    min_tokens: int,
+    stops: frozenset[int],
+    max_model_len: int,
+    window: int = 0,
 ) -> tuple[list[int], str]:
     """What a run without faults answers, and why it ends: a pure function of the request."""
     output: list[int] = []

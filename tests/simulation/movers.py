@@ -47,7 +47,12 @@ class Source(ABC):
         return values
 
     def put(
-        self, lease: int, secret: bytes, items: Sequence[Item], first_layer: int = 0, num_layers: int | None = None
+        self,
+        lease: int,
+        secret: bytes,
+        items: Sequence[Item],
+        first_layer: int = 0,
+        num_layers: int | None = None,
     ) -> None:
         end = NUM_LAYERS if num_layers is None else first_layer + num_layers
         self._put(lease, secret, items, first_layer, end)
@@ -125,9 +130,14 @@ class SharedMemorySource(Source):
         if target.alive:
             target.written_by_peer(lease, block, start, values)
         elif target.process is not None and target.process.alive and target.process.leaving:
-            target.memory.write(block, start, values)  # blocks that its first role has left behind are nobody's until the process ends
+            target.memory.write(
+                block, start, values
+            )  # blocks that its first role has left behind are nobody's until the process ends
         elif target.process_alive:
-            self.world.violated(f"{target.name}: block {block} was written under lease {lease}, and its process has another role now")
+            self.world.violated(
+                f"{target.name}: block {block} was written under lease {lease}, and its process "
+                "has another role now"
+            )
 
     def _copied(self, target: DecodeProcess, block: int) -> None:
         counter = target.writers.get(self.writer, Counter())
@@ -153,7 +163,9 @@ class ParcelSource(Source):
         for start in range(0, len(items), PARCEL):
             parcel = items[start : start + PARCEL]
             given = [self.writer.blocks.times_given[block] for _, block, _ in parcel]
-            self.writer.after(0.002 * self.random() ** 2, self._leave, lease, secret, parcel, first, end, given)
+            self.writer.after(
+                0.002 * self.random() ** 2, self._leave, lease, secret, parcel, first, end, given
+            )
 
     def cancel(self, lease: int) -> None:
         self._cancelled.add(lease)
@@ -162,12 +174,22 @@ class ParcelSource(Source):
         self._closed = True
         return ()
 
-    def _leave(self, lease: int, secret: bytes, items: Sequence[Item], first: int, end: int, given: list[int]) -> None:
+    def _leave(
+        self, lease: int, secret: bytes, items: Sequence[Item], first: int, end: int, given: list[int]
+    ) -> None:
         if self._closed or lease in self._cancelled:
             return
         if given != [self.writer.blocks.times_given[block] for _, block, _ in items]:
-            self.world.violated(f"{self.writer.name}: blocks of lease {lease} were given to others before they had left")
-        parcel = Parcel(lease, secret, first, end, [(position, self.content(source, first, end)) for position, source, _ in items])
+            self.world.violated(
+                f"{self.writer.name}: blocks of lease {lease} were given to others before they had left"
+            )
+        parcel = Parcel(
+            lease,
+            secret,
+            first,
+            end,
+            [(position, self.content(source, first, end)) for position, source, _ in items],
+        )
         copies = 1
         if self.world.strikes(self.faults.lost_put, "puts lost"):
             copies = 0
@@ -259,14 +281,18 @@ class ParcelTarget(BookTarget):
             return
         if process.core.receiver.mover_of(parcel.lease) != "tcp":
             process.world.violated(
-                f"{process.name}: a parcel of lease {parcel.lease} was written, which had ended or belongs to another mover"
+                f"{process.name}: a parcel of lease {parcel.lease} was written, which had ended or "
+                "belongs to another mover"
             )
         self._have_arrived([(parcel.lease, position) for position in complete])
 
     def take_in(self, parcel: Parcel) -> list[int] | None:
         """Writes the parcel and returns the positions that are complete now; None where it is not expected
         (any more), or is cut short."""
-        size, start = (parcel.end - parcel.first) * self._memory.block_size, parcel.first * self._memory.block_size
+        size, start = (
+            (parcel.end - parcel.first) * self._memory.block_size,
+            parcel.first * self._memory.block_size,
+        )
         positions = tuple(position for position, _ in parcel.slices)
         claim = self.book.claim(ParcelHeader(parcel.lease, parcel.secret, start, size, positions))
         if isinstance(claim, str):

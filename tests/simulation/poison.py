@@ -13,10 +13,15 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 FUSES = (0, 1, 16)
-"""Steps on one worker that go well. After none a prefill worker dies, after one a decode worker (or a prefill worker, in the second chunk);
-sixteen, and the token that the prefill worker made, are progress each time."""
-MOST_DEATHS = {0: LifecycleLimits().max_deaths, 1: LifecycleLimits().max_deaths, 16: 2 * LifecycleLimits().max_deaths}
-"""What each may cost where nothing else goes wrong: sixteen tokens are progress until so many workers have died of it."""
+"""Steps on one worker that go well. After none a prefill worker dies, after one a decode worker (or a prefill
+worker, in the second chunk); sixteen, and the token that the prefill worker made, are progress each time."""
+MOST_DEATHS = {
+    0: LifecycleLimits().max_deaths,
+    1: LifecycleLimits().max_deaths,
+    16: 2 * LifecycleLimits().max_deaths,
+}
+"""What each may cost where nothing else goes wrong: sixteen tokens are progress until so many workers have
+died of it."""
 
 
 @dataclass(slots=True)
@@ -53,7 +58,8 @@ class Poison:
         return request.num_steps[worker.id] > request.fuse
 
     def _check(self, request_id: str, request: PoisonousRequest) -> None:
-        """Other faults may hide the cause of deaths, and of two poisonous ones one may be taken for the other: then a few more are fair."""
+        """Other faults may hide the cause of deaths, and of two poisonous ones one may be taken for the
+        other: then a few more are fair."""
         alone = self._world.is_merely_poisoned and len(self.requests) == 1
         most = MOST_DEATHS[request.fuse] + (0 if alone else MOST_DEATHS[0])
         if request.num_deaths > most:

@@ -22,13 +22,16 @@ MODES: tuple[SlicingMode, ...] = ("auto", "layers", "blocks")
 
 
 class PrefillProcess(WorkerProcess):
-    """``core`` is the real one. While a step runs its layers are written one by one, and leave if they are wanted."""
+    """``core`` is the real one. While a step runs its layers are written one by one, and leave if they are
+    wanted."""
 
     role = "prefill"
     base_step_s = 0.008
     core: PrefillCore
 
-    def __init__(self, world: World, name: str, host: str, num_blocks: int, process: FlexibleProcess | None = None) -> None:
+    def __init__(
+        self, world: World, name: str, host: str, num_blocks: int, process: FlexibleProcess | None = None
+    ) -> None:
         super().__init__(world, name, host, num_blocks, process)
         self.start_sending(self.core.sender)
         self._num_layers = 0  # of the running step, written so far
@@ -91,7 +94,11 @@ class PrefillProcess(WorkerProcess):
                 self.after(duration * (layer + 0.9) / NUM_LAYERS, self._layer_done, step, layer, stride)
 
     def _layer_done(self, step: Any, layer: int, stride: int) -> None:
-        if self.steps.running is not step or self._num_layers != layer or self.hung_until > self.world.queue.now:
+        if (
+            self.steps.running is not step
+            or self._num_layers != layer
+            or self.hung_until > self.world.queue.now
+        ):
             return  # the step has ended, or does not go on
         self.memory.write_layer(step.batch, step.batch.token_ids.tolist(), layer)
         self._num_layers = layer + 1

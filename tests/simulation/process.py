@@ -1,4 +1,5 @@
-"""A process: what runs in it runs only while it lives, and not while it is frozen; it has a clock of its own."""
+"""A process: what runs in it runs only while it lives, and not while it is frozen; it has a clock of its
+own."""
 
 from __future__ import annotations
 
@@ -12,23 +13,30 @@ if TYPE_CHECKING:
 
 
 class Process:
-    """Base of the coordinator and the workers. Frozen, it hears what came meanwhile when it thaws, in the order of arrival."""
+    """Base of the coordinator and the workers. Frozen, it hears what came meanwhile when it thaws, in the
+    order of arrival."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world, self.name = world, name
         self.alive = True
         drift = world.scenario.faults.clock_drift
         self._queue = world.queue
-        self._clock_offset, self._clock_rate = world.random.uniform(0.0, 1e5), 1.0 + world.random.uniform(-drift, drift)
+        self._clock_offset, self._clock_rate = (
+            world.random.uniform(0.0, 1e5),
+            1.0 + world.random.uniform(-drift, drift),
+        )
         self._frozen_since = self._frozen_until = -1.0
         self._backlog: deque[tuple[Event, tuple[Any, ...]]] = deque()
         self._rest: list[tuple[Event, tuple[Any, ...]]] = []  # of the event in whose middle the process froze
         self._inside = self._waking = False
-        self.num_broken: Counter[tuple[str, int]] = Counter()  # movers to each peer that failed since one of them handed something over
+        self.num_broken: Counter[tuple[str, int]] = (
+            Counter()
+        )  # movers to each peer that failed since one of them handed something over
 
     @property
     def now(self) -> float:
-        """Seconds of this process's own monotonic clock: it began anywhere, and runs a little too fast or too slow."""
+        """Seconds of this process's own monotonic clock: it began anywhere, and runs a little too fast or too
+        slow."""
         return self._clock_offset + self._clock_rate * self._queue.now
 
     @property
@@ -61,7 +69,8 @@ class Process:
         self._queue.after(delay, self.run, event, *args)
 
     def run(self, event: Event, *args: Any) -> None:
-        """Runs the event in this process as soon as may be. Called from within one of its events, it is a part of that event."""
+        """Runs the event in this process as soon as may be. Called from within one of its events, it is a
+        part of that event."""
         if not self.alive:
             return
         if self._inside:

@@ -1,5 +1,5 @@
-"""The written record of a campaign, which grows from run to run: what ran (pieces: which seeds, at which commit), and the sum of what
-was done and found."""
+"""The written record of a campaign, which grows from run to run: what ran (pieces: which seeds, at which
+commit), and the sum of what was done and found."""
 
 from __future__ import annotations
 
@@ -72,7 +72,11 @@ class Record:
 
     def write(self, path: Path) -> None:
         """As JSON, whole or not at all."""
-        result = {"environment": self.environment, **self.sum.summary(), "pieces": [asdict(piece) for piece in self.pieces]}
+        result = {
+            "environment": self.environment,
+            **self.sum.summary(),
+            "pieces": [asdict(piece) for piece in self.pieces],
+        }
         unfinished = path.with_suffix(".unfinished")
         unfinished.write_text(json.dumps(result, indent=1) + "\n")
         unfinished.replace(path)

@@ -1,7 +1,7 @@
 """What a world is like: how cruel its adversary is, how large its cluster, what its clients want.
 
-Most seeds draw their own scenario: which faults are there at all, how frequent each is, how little memory there is. Faults that are
-always all there hide what happens when only some of them meet.
+Most seeds draw their own scenario: which faults are there at all, how frequent each is, how little memory
+there is. Faults that are always all there hide what happens when only some of them meet.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ class Faults:
     # per message
     drop: float = 0.0
     double: float = 0.0
-    late: float = 0.0  # delayed by up to ``LATE_S``, and so overtaken; with it, a message may also overtake the one just before it
+    # delayed by up to ``LATE_S``, and so overtaken; with it, a message may also overtake the one just before
+    # it
+    late: float = 0.0
     mangle: float = 0.0  # arrives corrupt: the channel refuses it
     # per put, or per parcel of one
     corrupt_put: float = 0.0  # something else is written
@@ -51,7 +53,9 @@ class Faults:
     clock_jump_every: float = 0.0  # mean seconds until some host's clock is set
     cancel: float = 0.0  # share of requests whose client leaves at some time
     short_deadline: float = 0.0  # share of requests with less than two seconds
-    poison: float = 0.0  # share of requests that kill each worker that runs them, at once or after a few steps
+    poison: float = (
+        0.0  # share of requests that kill each worker that runs them, at once or after a few steps
+    )
 
 
 @dataclass(frozen=True)
@@ -63,14 +67,18 @@ class Cluster:
     one_sided: float = 0.5  # share of prefill workers that have it
     rendezvous: float = 0.0  # share of workers that have a mover that needs a rendezvous
     agents: float = 0.0  # share of workers that have a one-sided mover whose puts linger, also between hosts
-    copies: float = 0.0  # share of workers that have a one-sided mover whose copies go on by themselves, on one host
+    copies: float = (
+        0.0  # share of workers that have a one-sided mover whose copies go on by themselves, on one host
+    )
     walled: float = 0.0  # share of pairs of workers for which it has never worked and never will
     prefill_blocks: int = 160
     decode_blocks: int = 160
     max_num_seqs: int = 8
     max_batch_tokens: int = 48
     policy: Policy = "hybrid"
-    num_flexible: int = 0  # processes that can be of either role, besides; half of them begin as decode workers
+    num_flexible: int = (
+        0  # processes that can be of either role, besides; half of them begin as decode workers
+    )
     num_mixed: int = 0  # processes that are of both roles, besides
     prefill_ahead: float = 0.5  # share of prefill workers that make the next step while one runs
     window: int = 0  # tokens that a token of the model attends to, 2 or more; 0: all
@@ -81,12 +89,20 @@ class Scenario:
     faults: Faults = field(default_factory=Faults)
     cluster: Cluster = field(default_factory=Cluster)
     rate: float = 100.0  # requests a second
-    product_limits: bool = False  # coordinators are as patient as the product's, and may give a request up; else they hardly ever do
+    # coordinators are as patient as the product's, and may give a request up; else they hardly ever do
+    product_limits: bool = False
 
 
 NETWORK = Faults(drop=0.01, double=0.02, late=0.02, mangle=0.002, partition_every=0.8, cancel=0.1)
 PROCESSES = Faults(
-    kill_every=0.5, freeze_every=0.5, hang_every=1.5, slow_every=1.0, step_error=0.002, step_no_memory=0.002, clock_drift=0.02, cancel=0.1
+    kill_every=0.5,
+    freeze_every=0.5,
+    hang_every=1.5,
+    slow_every=1.0,
+    step_error=0.002,
+    step_no_memory=0.002,
+    clock_drift=0.02,
+    cancel=0.1,
 )
 MOVERS = Faults(
     corrupt_put=0.02,
@@ -124,8 +140,19 @@ EVERYTHING = replace(
     broken_communicator=0.01,
     poison=0.002,
 )
-FLIPS = Faults(flip_every=0.15, freeze_in_put=0.03, partition_every=0.3, drop=0.02, double=0.05, late=0.02, cancel=0.1)
-MIXED = replace(PROCESSES, drop=0.005, late=0.01, drain_every=1.0, partition_every=1.5, spill_every=1.0, lost_put=0.01, corrupt_put=0.01)
+FLIPS = Faults(
+    flip_every=0.15, freeze_in_put=0.03, partition_every=0.3, drop=0.02, double=0.05, late=0.02, cancel=0.1
+)
+MIXED = replace(
+    PROCESSES,
+    drop=0.005,
+    late=0.01,
+    drain_every=1.0,
+    partition_every=1.5,
+    spill_every=1.0,
+    lost_put=0.01,
+    corrupt_put=0.01,
+)
 RENDEZVOUS = Faults(
     failed_rendezvous=0.2,
     broken_communicator=0.03,
@@ -156,17 +183,40 @@ NAMED = {
     "network": Scenario(NETWORK),
     "processes": Scenario(PROCESSES),
     "movers": Scenario(MOVERS),
-    "writers": Scenario(Faults(corrupt_put=0.05, partial_put=0.05, double=0.5, freeze_in_put=0.05, cancel=0.05), Cluster(one_sided=1.0)),
+    "writers": Scenario(
+        Faults(corrupt_put=0.05, partial_put=0.05, double=0.5, freeze_in_put=0.05, cancel=0.05),
+        Cluster(one_sided=1.0),
+    ),
     "drains": Scenario(Faults(drain_every=0.3), Cluster(num_prefill=3, num_decode=3)),
     "memory": Scenario(Faults(cancel=0.1, spill_every=0.5, step_no_memory=0.01), FEW_BLOCKS),
-    "echoes": Scenario(Faults(drop=0.1, double=0.3, late=0.1, corrupt_put=0.05, lost_put=0.02, cancel=0.1, short_deadline=0.1)),
+    "echoes": Scenario(
+        Faults(
+            drop=0.1, double=0.3, late=0.1, corrupt_put=0.05, lost_put=0.02, cancel=0.1, short_deadline=0.1
+        )
+    ),
     "nacks": Scenario(Faults(drop=0.2, double=0.5, late=0.2, corrupt_put=0.2), Cluster(one_sided=1.0)),
-    "parcels": Scenario(Faults(late_put=0.1, double_put=0.1, late=0.05, cancel=0.2), Cluster(one_sided=0.0, decode_blocks=80)),
-    "hurry": Scenario(Faults(short_deadline=0.5), Cluster(num_prefill=1, num_decode=1, max_batch_tokens=16), rate=480.0),
-    "fences": Scenario(Faults(partition_every=0.15, late=0.2, double=0.2, freeze_every=1.0), Cluster(num_prefill=1), rate=200.0),
-    "stalls": Scenario(Faults(drop=0.05, double=0.5, late=0.05, corrupt_put=0.2, freeze_in_put=0.1), Cluster(num_prefill=3, one_sided=1.0)),
-    "meetings": Scenario(Faults(mover_error=0.03, double=0.2, late=0.1, kill_every=0.3), Cluster(one_sided=1.0)),
-    "ahead": Scenario(Faults(late=0.1, drop=0.05, cancel=0.2, step_error=0.01, step_no_memory=0.01), Cluster(prefill_ahead=1.0)),
+    "parcels": Scenario(
+        Faults(late_put=0.1, double_put=0.1, late=0.05, cancel=0.2), Cluster(one_sided=0.0, decode_blocks=80)
+    ),
+    "hurry": Scenario(
+        Faults(short_deadline=0.5), Cluster(num_prefill=1, num_decode=1, max_batch_tokens=16), rate=480.0
+    ),
+    "fences": Scenario(
+        Faults(partition_every=0.15, late=0.2, double=0.2, freeze_every=1.0),
+        Cluster(num_prefill=1),
+        rate=200.0,
+    ),
+    "stalls": Scenario(
+        Faults(drop=0.05, double=0.5, late=0.05, corrupt_put=0.2, freeze_in_put=0.1),
+        Cluster(num_prefill=3, one_sided=1.0),
+    ),
+    "meetings": Scenario(
+        Faults(mover_error=0.03, double=0.2, late=0.1, kill_every=0.3), Cluster(one_sided=1.0)
+    ),
+    "ahead": Scenario(
+        Faults(late=0.1, drop=0.05, cancel=0.2, step_error=0.01, step_no_memory=0.01),
+        Cluster(prefill_ahead=1.0),
+    ),
     "coordinators": Scenario(Faults(coordinator_restart_every=2.5, cancel=0.1), Cluster(num_coordinators=3)),
     "flips": Scenario(FLIPS, Cluster(num_prefill=1, num_decode=1, num_flexible=3, one_sided=1.0)),
     "retirements": Scenario(
@@ -174,19 +224,40 @@ NAMED = {
         Cluster(num_prefill=1, num_decode=1, num_flexible=4, one_sided=1.0),
         rate=300.0,
     ),
-    "mixed": Scenario(MIXED, Cluster(num_prefill=1, num_decode=1, num_mixed=2, prefill_blocks=80, decode_blocks=80)),
+    "mixed": Scenario(
+        MIXED, Cluster(num_prefill=1, num_decode=1, num_mixed=2, prefill_blocks=80, decode_blocks=80)
+    ),
     "rendezvous": Scenario(RENDEZVOUS, Cluster(num_hosts=2, one_sided=0.0, rendezvous=1.0, walled=0.25)),
-    "agents": Scenario(AGENTS, Cluster(num_prefill=3, num_hosts=2, one_sided=0.0, agents=1.0, decode_blocks=80)),
+    "agents": Scenario(
+        AGENTS, Cluster(num_prefill=3, num_hosts=2, one_sided=0.0, agents=1.0, decode_blocks=80)
+    ),
     "copies": Scenario(
         replace(AGENTS, freeze_in_put=0.01, flip_every=0.5),
         Cluster(num_prefill=2, num_decode=1, num_flexible=2, one_sided=0.0, copies=1.0, decode_blocks=80),
     ),
     "names": Scenario(
-        Faults(late_put=0.1, flip_every=0.3, coordinator_restart_every=1.0, coordinator_freeze_every=2.0, cancel=0.3, kill_every=2.0),
-        Cluster(num_prefill=1, num_decode=1, num_flexible=3, num_hosts=2, one_sided=0.0, agents=1.0, decode_blocks=60),
+        Faults(
+            late_put=0.1,
+            flip_every=0.3,
+            coordinator_restart_every=1.0,
+            coordinator_freeze_every=2.0,
+            cancel=0.3,
+            kill_every=2.0,
+        ),
+        Cluster(
+            num_prefill=1,
+            num_decode=1,
+            num_flexible=3,
+            num_hosts=2,
+            one_sided=0.0,
+            agents=1.0,
+            decode_blocks=60,
+        ),
     ),
     "clocks": Scenario(
-        Faults(clock_jump_every=0.2, freeze_every=0.3, kill_every=3.0, coordinator_restart_every=6.0, cancel=0.1),
+        Faults(
+            clock_jump_every=0.2, freeze_every=0.3, kill_every=3.0, coordinator_restart_every=6.0, cancel=0.1
+        ),
         Cluster(num_decode=1, num_hosts=2),
         rate=30.0,
     ),
@@ -195,12 +266,24 @@ NAMED = {
         Cluster(num_mixed=1, num_flexible=1, prefill_blocks=45, decode_blocks=24, window=18),
     ),
     "patience": Scenario(
-        Faults(step_error=0.03, corrupt_put=0.2, partial_put=0.1, mover_error=0.05, step_no_memory=0.02, cancel=0.05), product_limits=True
+        Faults(
+            step_error=0.03,
+            corrupt_put=0.2,
+            partial_put=0.1,
+            mover_error=0.05,
+            step_no_memory=0.02,
+            cancel=0.05,
+        ),
+        product_limits=True,
     ),
-    "deaths": Scenario(Faults(kill_every=0.12, cancel=0.05), Cluster(num_prefill=2, num_decode=2), product_limits=True),
+    "deaths": Scenario(
+        Faults(kill_every=0.12, cancel=0.05), Cluster(num_prefill=2, num_decode=2), product_limits=True
+    ),
     "poison": Scenario(Faults(poison=0.005), Cluster(num_prefill=3, num_decode=3), product_limits=True),
     "everything": Scenario(
-        EVERYTHING, Cluster(num_coordinators=2, num_flexible=2, one_sided=1.0, rendezvous=0.5, copies=0.3), product_limits=True
+        EVERYTHING,
+        Cluster(num_coordinators=2, num_flexible=2, one_sided=1.0, rendezvous=0.5, copies=0.3),
+        product_limits=True,
     ),
 }
 
@@ -210,8 +293,8 @@ DRAWN_APART = {"flip_every", "poison", "clock_jump_every", *OF_A_RENDEZVOUS}
 
 
 def draw_scenario(seed: int) -> Scenario:
-    """The scenario of a seed: half of all faults, from half to twice as frequent as in ``EVERYTHING``. (What has generators of its own came
-    later: the others go on drawing what they drew.)"""
+    """The scenario of a seed: half of all faults, from half to twice as frequent as in ``EVERYTHING``. (What
+    has generators of its own came later: the others go on drawing what they drew.)"""
     random = Random(f"scenario {seed}")
     chosen: dict[str, float] = {}
     for name, value in vars(EVERYTHING).items():

@@ -1,7 +1,8 @@
-"""The thread that computes, of a worker process: one step after the other, also while the loop is late to hear of the one before.
+"""The thread that computes, of a worker process: one step after the other, also while the loop is late to
+hear of the one before.
 
-A decode worker's next step, and that of a prefill worker on a GPU, is made before the one that runs has ended, and begins when that one
-ends; a decode worker's takes its tokens from it.
+A decode worker's next step, and that of a prefill worker on a GPU, is made before the one that runs has
+ended, and begins when that one ends; a decode worker's takes its tokens from it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ class Steps:
         self.running: Any = None  # the step that runs now, if one does
         self._next: Any = None  # made ahead: it begins when that one ends
         self._nearly_done = False  # the one that runs
-        self._ended: list[tuple[Any, Any]] = []  # (step, outcome): an output, FAILED, NO_MEMORY or SKIPPED; not collected
+        self._ended: list[
+            tuple[Any, Any]
+        ] = []  # (step, outcome): an output, FAILED, NO_MEMORY or SKIPPED; not collected
         self._sampled_last: list[int] = []
 
     @property
@@ -42,8 +45,12 @@ class Steps:
         batch, size = step.batch, self._process.memory.block_size
         blocks: set[int] = set()
         queries = np.diff(batch.query_start_loc).tolist()
-        for table, length, query in zip(batch.block_tables.tolist(), batch.seq_lens.tolist(), queries, strict=True):
-            blocks.update(table[num_behind(length - query, self._process.model.window, size) : -(-length // size)])
+        for table, length, query in zip(
+            batch.block_tables.tolist(), batch.seq_lens.tolist(), queries, strict=True
+        ):
+            blocks.update(
+                table[num_behind(length - query, self._process.model.window, size) : -(-length // size)]
+            )
         self._process.blocks.begin_step(step, blocks, {slot // size for slot in batch.slot_mapping.tolist()})
         if self.running is None:
             self._begin(step)
@@ -54,7 +61,9 @@ class Steps:
         """(step, outcome)."""
         ended, self._ended = self._ended, []
         if self.running is not None:
-            self._world.counts["prefill steps made ahead" if self._process.role == "prefill" else "steps made ahead"] += 1
+            self._world.counts[
+                "prefill steps made ahead" if self._process.role == "prefill" else "steps made ahead"
+            ] += 1
         return ended
 
     def _begin(self, step: Any) -> None:
@@ -63,8 +72,13 @@ class Steps:
         duration = process.base_step_s + 0.00005 * step.batch.num_tokens
         if world.queue.now < process.slow_until:
             duration *= 20
-        # A step reads and writes at any time between its begin and its end: now and then at once, else as late as may be.
-        output = process.memory.execute(step.batch, self.token_ids(step.batch)) if world.random.random() < 0.3 else None
+        # A step reads and writes at any time between its begin and its end: now and then at once, else as
+        # late as may be.
+        output = (
+            process.memory.execute(step.batch, self.token_ids(step.batch))
+            if world.random.random() < 0.3
+            else None
+        )
         process.after(duration, self._end, step, output)
         if output is None:
             process.begin(step, duration)

@@ -1,4 +1,5 @@
-"""Whatever the adversary does: every request ends once, no token is lost, doubled or wrong, no block leaks, nobody waits for ever.
+"""Whatever the adversary does: every request ends once, no token is lost, doubled or wrong, no block leaks,
+nobody waits for ever.
 
 Each run takes fresh seeds (``SPLITSERVE_SIMULATION_SEED`` fixes the first). A failure says how to replay it.
 """
@@ -16,11 +17,18 @@ from simulation.campaign import REQUESTS, Report, run, simulate_named
 from simulation.scenario import EVERYTHING, NAMED, Faults, Scenario, draw_scenario
 from simulation.world import World
 
-from splitserve.transport.messages.messages import FROM_COORDINATOR, FROM_DECODE, FROM_PREFILL, FROM_WORKER, Goodbye
+from splitserve.transport.messages.messages import (
+    FROM_COORDINATOR,
+    FROM_DECODE,
+    FROM_PREFILL,
+    FROM_WORKER,
+    Goodbye,
+)
 
 FIRST_SEED = int(os.environ.get("SPLITSERVE_SIMULATION_SEED", secrets.randbelow(1 << 32)))
 SMALL_WORLD = 50
-"""Requests: what a bug leaves behind shows at its end. (Large ones, of ``REQUESTS``, have time for what takes long to build up.)"""
+"""Requests: what a bug leaves behind shows at its end. (Large ones, of ``REQUESTS``, have time for what takes
+long to build up.)"""
 PARTS, REQUESTS_A_PART = (REQUESTS, REQUESTS, REQUESTS, SMALL_WORLD), 3_000
 OF_A_KIND = ((REQUESTS, 500), (SMALL_WORLD, 250))
 """Requests a world, and in all."""
@@ -47,10 +55,14 @@ def test_nothing_is_lost_to_one_kind_of_fault(name: str) -> None:
 
 
 def test_the_ends_add_up_to_the_requests() -> None:
-    """One each, or none where the client's coordinator died. (Not in every world one dies with clients: in these it does.)"""
+    """One each, or none where the client's coordinator died. (Not in every world one dies with clients: in
+    these it does.)"""
     counts = (report := run(1, 2 * REQUESTS, "coordinators")).counts
     assert counts["orphaned: their coordinator died"]
-    assert sum(count for what, count in counts.items() if what.startswith(("ended: ", "orphaned: "))) == report.num_requests
+    assert (
+        sum(count for what, count in counts.items() if what.startswith(("ended: ", "orphaned: ")))
+        == report.num_requests
+    )
 
 
 HAPPENS = """
@@ -72,12 +84,18 @@ given back: preempted|given back: handoff_failed|given back: peer_lost|given bac
 
 
 def test_every_fault_happens_and_every_message_is_said() -> None:
-    """A fault that never strikes proves nothing. (More worlds are looked at only where the tests above have not shown all: always the same
-    ones, which do show all.)"""
+    """A fault that never strikes proves nothing. (More worlds are looked at only where the tests above have
+    not shown all: always the same ones, which do show all.)"""
     assert all(vars(EVERYTHING).values())
     assert {draw_scenario(seed).cluster.num_mixed for seed in range(50)} == {0, 1, 2}
-    assert {name for seed in range(50) for name, value in vars(draw_scenario(seed).faults).items() if value} == set(vars(EVERYTHING))
-    said = {type_.__name__ for types in (FROM_WORKER, FROM_COORDINATOR, FROM_PREFILL, FROM_DECODE) for type_ in types}
+    assert {
+        name for seed in range(50) for name, value in vars(draw_scenario(seed).faults).items() if value
+    } == set(vars(EVERYTHING))
+    said = {
+        type_.__name__
+        for types in (FROM_WORKER, FROM_COORDINATOR, FROM_PREFILL, FROM_DECODE)
+        for type_ in types
+    }
     wanted = said | set(HAPPENS.strip().replace("|", "\n").split("\n"))
     for seed in range(1, 12):
         if not (missing := sorted(wanted - set(+SEEN.counts) - set(SEEN.messages))):
@@ -88,7 +106,8 @@ def test_every_fault_happens_and_every_message_is_said() -> None:
 
 
 def test_messages_come_in_order_unless_the_adversary_delays_them() -> None:
-    """As on one connection. (Tokens that overtook each other in a network without faults were taken for lost ones.)"""
+    """As on one connection. (Tokens that overtook each other in a network without faults were taken for lost
+    ones.)"""
     ordered, disordered = _heard(Faults()), _heard(Faults(late=0.05))
     assert ordered == sorted(ordered)
     assert disordered != sorted(disordered) == ordered
@@ -98,7 +117,12 @@ def test_what_a_partition_has_held_back_comes_before_the_end_is_looked_at() -> N
     """Offers that came later than that were granted, and their leases taken for leaks."""
     world, came = World(1, Scenario()), list[float]()
     world.network.cut("prefill-0", "decode-0", 3.0, holds=True)
-    world.network.send("prefill-0", "decode-0", Goodbye(worker_id="prefill-0", incarnation=1), lambda _: came.append(world.queue.now))
+    world.network.send(
+        "prefill-0",
+        "decode-0",
+        Goodbye(worker_id="prefill-0", incarnation=1),
+        lambda _: came.append(world.queue.now),
+    )
     world.network.heal()
     world.queue.run(world.network.held_until)
     assert len(came) == 1
@@ -109,7 +133,9 @@ def _heard(faults: Faults) -> list[int]:
     world, heard = World(1, Scenario(faults)), list[int]()
     for number in range(300):
         message = Goodbye(worker_id="prefill-0", incarnation=number)
-        world.network.send("prefill-0", "coordinator", message, lambda goodbye: heard.append(goodbye.incarnation))
+        world.network.send(
+            "prefill-0", "coordinator", message, lambda goodbye: heard.append(goodbye.incarnation)
+        )
     world.queue.run(2.0)
     return heard
 
@@ -119,5 +145,7 @@ def test_a_seed_replays_in_another_process() -> None:
     command = [sys.executable, "-m", "simulation", "--seed", "99"]
     environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(sys.path)}
     folder = Path(__file__).parent.parent
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
     assert str(dict(sorted(world.counts.items()))) in done.stdout, done.stdout + done.stderr

@@ -1,10 +1,12 @@
-"""The simulator has teeth: each of these bugs, put in on purpose, is found, most within a few hundred requests.
+"""The simulator has teeth: each of these bugs, put in on purpose, is found, most within a few hundred
+requests.
 
-Bugs that a second line of the protocol makes good are not here, for nothing wrong comes of them: a lost Nack (the Handoff is said again),
-a skipped Fenced (a worker that is not answered says Hello again), a moved sequence that is dropped too early (notes are compared). Nor can
-the fence be left out elsewhere so that it shows: a worker that keeps its work when fenced, or its number too, or whose words are taken for
-its successor's, speaks of dispatches that are nobody's any more. (Each was tried: nothing was found in 3,000 requests of ``network``,
-2,000 of ``processes`` and 2,000 of ``everything``.)
+Bugs that a second line of the protocol makes good are not here, for nothing wrong comes of them: a lost Nack
+(the Handoff is said again), a skipped Fenced (a worker that is not answered says Hello again), a moved
+sequence that is dropped too early (notes are compared). Nor can the fence be left out elsewhere so that it
+shows: a worker that keeps its work when fenced, or its number too, or whose words are taken for its
+successor's, speaks of dispatches that are nobody's any more. (Each was tried: nothing was found in 3,000
+requests of ``network``, 2,000 of ``processes`` and 2,000 of ``everything``.)
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from simulation import bugs_of_the_handoff, bugs_of_the_processes, bugs_of_the_s
 from simulation.campaign import run
 
 BUDGET = 6_000
-"""Requests within which each must be found; the everyday run (test_faults.py) makes 28,000, three in ten of them in worlds of 50."""
+"""Requests within which each must be found; the everyday run (test_faults.py) makes 28,000, three in ten of
+them in worlds of 50."""
 A_WORLD = 50
 """Requests: what a bug leaves behind shows at a world's end, if nothing that comes later mends it."""
 OF_THE_PATCH = ("AttributeError", "NameError", "TypeError")
@@ -25,9 +28,13 @@ BUGS = [*bugs_of_the_handoff.BUGS, *bugs_of_the_processes.BUGS, *bugs_of_the_she
 
 
 @pytest.mark.parametrize(("bug", "scenario"), BUGS, ids=[bug.__name__ for bug, _ in BUGS])
-def test_a_deliberate_bug_is_found(bug: Callable[[pytest.MonkeyPatch], None], scenario: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deliberate_bug_is_found(
+    bug: Callable[[pytest.MonkeyPatch], None], scenario: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bug(monkeypatch)
     report = run(1, BUDGET, scenario, a_world=A_WORLD)
     assert report.failures, f"not found within {report.num_requests} requests"
-    assert not any(error in report.failures[0] for error in OF_THE_PATCH), f"it no longer fits the code: {report.failures[0]}"
+    assert not any(error in report.failures[0] for error in OF_THE_PATCH), (
+        f"it no longer fits the code: {report.failures[0]}"
+    )
     print(f"found within {report.num_requests} requests: {report.failures[0]}")

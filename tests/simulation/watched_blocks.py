@@ -31,7 +31,10 @@ class WatchedBlocks(BlockManager):
                 self._violated(f"block {min(used.intersection(given))} is given out while a step uses it")
         for writer, writing in self._process.writers.items():
             if not writing.keys().isdisjoint(given):
-                self._violated(f"block {min(writing.keys() & set(given))} is given out while {writer.name} is about to write it")
+                self._violated(
+                    f"block {min(writing.keys() & set(given))} is given out while {writer.name} is "
+                    "about to write it"
+                )
         return blocks
 
     def commit(self, block: int, block_hash: bytes, parent: bytes | None) -> None:
@@ -71,16 +74,28 @@ class WatchedBlocks(BlockManager):
         del self._in_flight[id(step)]
 
     def audit(self, owners: Iterable[Sequence[int]]) -> None:
-        """Each block's references are those of its owners, it is in exactly one state, and what is stored is what its hash stands for."""
+        """Each block's references are those of its owners, it is in exactly one state, and what is stored is
+        what its hash stands for."""
         references = [0] * self.num_blocks
         for blocks in owners:
             for block in blocks:
                 references[block] += 1
         if references != self._references:
             wrong = next(b for b in range(self.num_blocks) if references[b] != self._references[b])
-            self._violated(f"block {wrong} is referenced {self._references[wrong]} times, and has {references[wrong]} owners")
-        free, idle, used = set(self._free), set(self._idle), {b for b in range(self.num_blocks) if self._references[b]}
-        if len(free) + len(idle) + len(used) != self.num_blocks or len(free | idle | used) != self.num_blocks or len(free) != self.num_free:
+            self._violated(
+                f"block {wrong} is referenced {self._references[wrong]} times, and has "
+                f"{references[wrong]} owners"
+            )
+        free, idle, used = (
+            set(self._free),
+            set(self._idle),
+            {b for b in range(self.num_blocks) if self._references[b]},
+        )
+        if (
+            len(free) + len(idle) + len(used) != self.num_blocks
+            or len(free | idle | used) != self.num_blocks
+            or len(free) != self.num_free
+        ):
             self._violated("blocks are not conserved")
         contents, memory = self._process.world.contents, self._process.memory
         for block_hash, block in self._block_of.items():

@@ -1,4 +1,5 @@
-"""The real cores of all three roles, and the shells between core and socket, under virtual time, with a seeded adversary between them.
+"""The real cores of all three roles, and the shells between core and socket, under virtual time, with a
+seeded adversary between them.
 
 Nothing that decides is written again here. To be read in this order:
 
@@ -53,14 +54,19 @@ class World:
         self.counts: Counter[str] = Counter()
         self.contents: dict[bytes, int] = {}  # the checksum of what each block hash stands for
         self.given_back: set[tuple[int, int]] = set()  # dispatches that a worker has said to have failed
-        self.struck: Counter[PeerId] = Counter()  # how often each worker has ended, stood still or been cut off
+        self.struck: Counter[PeerId] = (
+            Counter()
+        )  # how often each worker has ended, stood still or been cut off
         self.communicator_ends: dict[int, CommunicatorEnd] = {}  # by what each says of itself
         self.agents: dict[int, Agent] = {}  # likewise
         self.listeners: dict[str, VirtualListener] = {}  # by address
         self.pids: dict[int, WorkerProcess | FlexibleProcess] = {}
         self._number = 0
         self.queue = EventQueue()
-        self.hosts = {name: Host(self.queue, Random(f"{seed} {name}")) for name in (f"host-{i}" for i in range(scenario.cluster.num_hosts))}
+        self.hosts = {
+            name: Host(self.queue, Random(f"{seed} {name}"))
+            for name in (f"host-{i}" for i in range(scenario.cluster.num_hosts))
+        }
         self.network = Network(self)
         self.checks = Checks(self)
         self.clients = Clients(self)
@@ -80,7 +86,9 @@ class World:
             self.workers[name] = PrefillProcess(self, name, host, cluster.prefill_blocks)
         for i in range(cluster.num_flexible):
             name, host = f"flexible-{i}", f"host-{i % cluster.num_hosts}"
-            self.processes[name] = FlexibleProcess(self, name, host, cluster.decode_blocks, "prefill" if i % 2 else "decode")
+            self.processes[name] = FlexibleProcess(
+                self, name, host, cluster.decode_blocks, "prefill" if i % 2 else "decode"
+            )
         for i in range(cluster.num_mixed):
             name, host = f"mixed-{i}", f"host-{i % cluster.num_hosts}"
             self.processes[name] = FlexibleProcess(self, name, host, cluster.decode_blocks, "mixed")
@@ -121,7 +129,10 @@ class World:
         listener = self.listeners.get(address)
         if listener is None or listener.closed or not listener.network.owner.alive:
             return False
-        return not (listener.network.owner.stands_still(NOTICED_S) or self.network.is_cut(process.name, address, NOTICED_S))
+        return not (
+            listener.network.owner.stands_still(NOTICED_S)
+            or self.network.is_cut(process.name, address, NOTICED_S)
+        )
 
     def kill(self, worker: WorkerProcess) -> None:
         """It is started again a little later."""

@@ -1,4 +1,5 @@
-"""The load as the pool controller sees it: rates, lengths and attainment of what ended and of what still runs."""
+"""The load as the pool controller sees it: rates, lengths and attainment of what ended and of what still
+runs."""
 
 from __future__ import annotations
 
@@ -28,14 +29,24 @@ def request(arrival: float, prompt: int = 10) -> Request:
     return Request("r", [1] * prompt, Sampling(max_tokens=5), Sink(), arrival, arrival + 1e3)
 
 
-def end(watch: LoadWatch, arrival: float, ttft_s: float, tpot_s: float, output: int, prompt: int = 10, **more: object) -> None:
+def end(
+    watch: LoadWatch,
+    arrival: float,
+    ttft_s: float,
+    tpot_s: float,
+    output: int,
+    prompt: int = 10,
+    **more: object,
+) -> None:
     """A request that came then and took so long to its first token and for each further one."""
     ledger = TimeLedger("queue", arrival)
     ledger.enter("prefill", arrival)
     ledger.enter("decode", arrival + ttft_s)
     now = arrival + ttft_s + tpot_s * (output - 1)
     ledger.close(now)
-    over = finished(request(arrival, prompt), Ended("length", num_output_tokens=output, ledger=ledger, **more))  # type: ignore[arg-type]
+    over = finished(
+        request(arrival, prompt), Ended("length", num_output_tokens=output, ledger=ledger, **more)
+    )  # type: ignore[arg-type]
     assert over is not None
     watch.note(over, now)
 
@@ -71,7 +82,10 @@ def test_what_waits_too_long_is_bad_before_it_has_ended() -> None:
     running = RunningRequest(97.0, 10, 0, 11, "decode", 97.5, token_at=99.5)
     picture = watch.look([*waiting, running], 100.0)
     assert (picture.num_waiting, picture.num_decoding) == (2, 1)
-    assert (picture.num_judged, picture.attainment) == (2, 0.0)  # one waits for 2 s, one has a token every 0.2 s
+    assert (picture.num_judged, picture.attainment) == (
+        2,
+        0.0,
+    )  # one waits for 2 s, one has a token every 0.2 s
 
 
 def test_those_that_were_never_taken_in_are_no_load() -> None:
@@ -89,7 +103,8 @@ def running(arrival: float, output: int, now: float, prompt: int = 10) -> Runnin
 
 
 def test_in_a_steady_state_outputs_are_tokens_generated_over_requests_ended() -> None:
-    """Ten a second come and stay for 20 s, a token every 0.1 s: within any 10 s 20,000 tokens are made and 100 end."""
+    """Ten a second come and stay for 20 s, a token every 0.1 s: within any 10 s 20,000 tokens are made and
+    100 end."""
     watch, requests = LoadWatch(OPTIONS), []
     for i in range(1000):
         arrival = i / 10
@@ -125,7 +140,9 @@ def test_what_waits_counts_as_requests_with_such_prompts_did_before() -> None:
 
 def test_which_share_keeps_the_bounds_of_the_scaling_rules() -> None:
     """Each for itself, whatever the objectives are; what has waited too long already does not."""
-    watch = LoadWatch(replace(OPTIONS, scale_up_ttft=LatencyBound(2.0, 0.95), scale_up_tpot=LatencyBound(0.01, None)))
+    watch = LoadWatch(
+        replace(OPTIONS, scale_up_ttft=LatencyBound(2.0, 0.95), scale_up_tpot=LatencyBound(0.01, None))
+    )
     for number in range(40):
         end(watch, 95.0, 2.5 if number < 10 else 0.5, 0.02 if number < 4 else 0.005, 5)
     assert watch.look([], 100.0).ttft_kept == pytest.approx(0.75)

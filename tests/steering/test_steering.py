@@ -1,4 +1,5 @@
-"""The pool controller: when it changes roles, when it holds still, and what it makes of missing or wrong inputs."""
+"""The pool controller: when it changes roles, when it holds still, and what it makes of missing or wrong
+inputs."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ class Cluster:
 
     @property
     def fleet(self) -> Fleet:
-        names = {role: [f"w{i}" for i, r in enumerate(self.roles) if r == role] for role in ("prefill", "decode")}
+        names = {
+            role: [f"w{i}" for i, r in enumerate(self.roles) if r == role] for role in ("prefill", "decode")
+        }
         spare = {role: of_role[0] for role, of_role in names.items() if len(of_role) > 1}
         return Fleet(len(names["prefill"]), len(names["decode"]), names, 0, 2048, 128, spare)  # type: ignore[arg-type]
 
@@ -74,7 +77,10 @@ def test_no_oscillation_under_constant_load() -> None:
     for steady in (CODE, CHAT, replace(CODE, rate=5.0, output_tokens=200)):
         tried = cluster()
         for _ in range(600):
-            shaken = {name: getattr(steady, name) * draw.uniform(0.8, 1.2) for name in ("rate", "new_tokens", "output_tokens")}
+            shaken = {
+                name: getattr(steady, name) * draw.uniform(0.8, 1.2)
+                for name in ("rate", "new_tokens", "output_tokens")
+            }
             tried.run(1, replace(steady, **shaken))  # type: ignore[arg-type]
         flips = [d for d in tried.decisions if d.kind == "flip"]
         assert len({d.at for d in flips}) <= 3, [(d.at, d.role) for d in flips]
@@ -92,7 +98,11 @@ def test_where_there_is_room_nothing_is_changed() -> None:
     [
         (LoadPicture(0, 0.0), Fleet(4, 4, {}), []),
         (LoadPicture(100, 5.0), Fleet(4, 4, {"prefill": ["a"], "decode": ["b"]}), []),
-        (replace(CHAT, output_tokens=0.0, context=0.0), Fleet(1, 1, {"prefill": ["a"], "decode": ["b"]}), [("scale_up", "prefill")]),
+        (
+            replace(CHAT, output_tokens=0.0, context=0.0),
+            Fleet(1, 1, {"prefill": ["a"], "decode": ["b"]}),
+            [("scale_up", "prefill")],
+        ),
         (CODE, Fleet(0, 4, {"decode": ["b"]}), [("scale_up", "prefill")]),
         (CODE, Fleet(0, 0, {}), []),
         (CODE, Fleet(4, 4, {}), [("scale_up", "prefill")]),
@@ -145,7 +155,10 @@ def test_what_had_queued_up_before_a_change_is_no_reason_to_take_it_back() -> No
 
 
 def test_sequences_that_run_for_long_keep_their_workers_busy_when_no_more_come() -> None:
-    capacity, batch = Capacity(worker(), OPTIONS, 2048, 128), Capacity(worker(), OPTIONS, 2048, 128).batch(CODE)
+    capacity, batch = (
+        Capacity(worker(), OPTIONS, 2048, 128),
+        Capacity(worker(), OPTIONS, 2048, 128).batch(CODE),
+    )
     long, short = (replace(CODE, num_decoding=4 * batch, remaining_tokens=n) for n in (400.0, 20.0))
     assert capacity.pressure(long, 5, 3).decode > 1.0 > capacity.pressure(short, 5, 3).decode
 
@@ -181,7 +194,8 @@ def test_scaling_down_when_one_fewer_would_do_but_not_below_the_least() -> None:
 
 
 def test_scaling_down_takes_only_workers_that_may_go() -> None:
-    """Of the role that the best ratio has too many of there is none: one of the other goes if the ratio that is left has room."""
+    """Of the role that the best ratio has too many of there is none: one of the other goes if the ratio that
+    is left has room."""
     controller = PoolController(replace(OPTIONS, max_workers=8, scale_down_after_s=30.0), worker())
     idle, now = replace(CODE, rate=0.2), 0.0
 
@@ -201,10 +215,28 @@ def test_scaling_down_takes_only_workers_that_may_go() -> None:
 @pytest.mark.parametrize(
     ("rule", "shows", "in_use", "role", "said"),
     [
-        ({"scale_up_ttft": LatencyBound(1.0, 0.95)}, {"ttft_kept": 0.94}, {}, "prefill", "the TTFT of 94% of requests was at most 1 s"),
+        (
+            {"scale_up_ttft": LatencyBound(1.0, 0.95)},
+            {"ttft_kept": 0.94},
+            {},
+            "prefill",
+            "the TTFT of 94% of requests was at most 1 s",
+        ),
         ({"scale_up_tpot": LatencyBound(0.08, None)}, {"tpot_kept": 0.89}, {}, "decode", "fewer than 90%"),
-        ({"scale_up_utilisation": 0.8}, {}, {"prefill": 0.7, "decode": 0.81}, "decode", "81% of the decode workers was in use"),
-        ({"scale_up_utilisation": 0.8}, {}, {"prefill": 0.9, "decode": 0.1}, "prefill", "90% of the prefill workers was in use"),
+        (
+            {"scale_up_utilisation": 0.8},
+            {},
+            {"prefill": 0.7, "decode": 0.81},
+            "decode",
+            "81% of the decode workers was in use",
+        ),
+        (
+            {"scale_up_utilisation": 0.8},
+            {},
+            {"prefill": 0.9, "decode": 0.1},
+            "prefill",
+            "90% of the prefill workers was in use",
+        ),
         ({"scale_up_utilisation": 0.9}, {}, {"prefill": 0.9, "decode": 0.9}, "", ""),
         ({"scale_up_ttft": LatencyBound(1.0, 0.95)}, {"ttft_kept": 0.95, "tpot_kept": 0.1}, {}, "", ""),
         ({}, {"ttft_kept": 0.0, "tpot_kept": 0.0}, {"prefill": 1.0, "decode": 1.0}, "", ""),
@@ -252,21 +284,28 @@ def test_where_no_worker_can_change_its_role_it_says_what_would_be_better() -> N
 def test_beside_mixed_workers_roles_stay_and_that_is_said_once() -> None:
     controller = PoolController(replace(OPTIONS, max_workers=9, scale_up_after_s=10.0), worker())
     mixed = replace(cluster(2, 4).fleet, mixed=2)
-    said = [d for now in range(60) for d in controller.decide(replace(CODE, num_waiting=60), mixed, float(now))]
+    said = [
+        d for now in range(60) for d in controller.decide(replace(CODE, num_waiting=60), mixed, float(now))
+    ]
     assert [(d.kind, d.role, d.worker) for d in said] == [("hold", "mixed", ""), ("scale_up", "mixed", "")]
     assert "2 of 8 workers are mixed" in said[0].reason
     assert "not predicted" in controller.state
     assert controller.pressure is None
     assert controller.wanted == {"prefill": 2, "decode": 4, "mixed": 3}
-    assert not [d for now in range(200) for d in controller.decide(replace(CODE, rate=0.1), mixed, 60.0 + now)], "nor is one let go"
+    assert not [
+        d for now in range(200) for d in controller.decide(replace(CODE, rate=0.1), mixed, 60.0 + now)
+    ], "nor is one let go"
 
 
 def test_mixed_workers_that_have_gone_may_come_back() -> None:
-    """One that is started again is gone for a while: the roles that were right beside it are not changed for that."""
+    """One that is started again is gone for a while: the roles that were right beside it are not changed for
+    that."""
     controller = PoolController(OPTIONS, worker())
     without = cluster(2, 6).fleet
     for began in (0.0, 100.0):
-        assert [d.kind for d in controller.decide(CODE, replace(without, mixed=2), began)] == (["hold"] if not began else [])
+        assert [d.kind for d in controller.decide(CODE, replace(without, mixed=2), began)] == (
+            ["hold"] if not began else []
+        )
         assert not [d for after in range(1, 60) for d in controller.decide(CODE, without, began + after)]
         assert "may come back" in controller.state
     gone = [d for after in range(60, 400) for d in controller.decide(CODE, without, 100.0 + after)]

@@ -65,7 +65,9 @@ DECISIONS = (
 )
 
 
-async def carry_out(mode: Any, tmp_path: Path, commanded: bool = True) -> tuple[Workers, list[dict[str, Any]], list[str], dict[str, Any]]:
+async def carry_out(
+    mode: Any, tmp_path: Path, commanded: bool = True
+) -> tuple[Workers, list[dict[str, Any]], list[str], dict[str, Any]]:
     """What was done, posted and run."""
     posted: list[dict[str, Any]] = []
     heard = asyncio.Event()
@@ -124,7 +126,9 @@ async def test_without_a_command_nobody_is_told_to_leave(tmp_path: Path) -> None
     assert (workers.done, told, len(posted)) == ([("flip", "w1", "prefill")], [], 3)
 
 
-async def test_decisions_are_logged_with_their_reasons(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_decisions_are_logged_with_their_reasons(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO")
     await carry_out("advise", tmp_path)
     assert "steering (advise): w1 should become a prefill worker: because" in caplog.messages
@@ -136,7 +140,9 @@ async def test_an_error_of_its_own_ends_steering_and_is_said(caplog: pytest.LogC
         def look(self, snapshot: Any, now: float) -> list[Decision]:
             raise ZeroDivisionError("no workers")
 
-    shell = SteeringShell(Broken("act"), lambda: snapshot_of(Bench().core), Workers(), Hooks("act", None, None))
+    shell = SteeringShell(
+        Broken("act"), lambda: snapshot_of(Bench().core), Workers(), Hooks("act", None, None)
+    )
     await asyncio.wait_for(shell.run(), PATIENCE_S)
     assert "no workers" in shell.as_json()["state"]
     assert "roles stay as they are" in caplog.text
@@ -152,7 +158,9 @@ async def test_a_hook_that_fails_is_said_and_does_no_harm(caplog: pytest.LogCapt
     await hooks.close()
 
 
-async def test_a_command_sees_no_secret_of_the_coordinators_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_command_sees_no_secret_of_the_coordinators_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SPLITSERVE_COORDINATOR_REDIS_URL", "redis://:secret@host")
     seen = tmp_path / "seen"
     hooks = Hooks("act", None, f"sh -c 'env >{seen}'")
@@ -165,10 +173,20 @@ async def test_a_command_sees_no_secret_of_the_coordinators_environment(tmp_path
 
 
 def test_metrics() -> None:
-    state = {"wanted_workers": {"prefill": 4, "decode": 5}, "load": {"prefill": 1.25, "decode": 0.5}, "counts": {"flip": 2}}
+    state = {
+        "wanted_workers": {"prefill": 4, "decode": 5},
+        "load": {"prefill": 1.25, "decode": 0.5},
+        "counts": {"flip": 2},
+    }
     families = {m.name: m for m in SystemCollector(lambda: SystemSnapshot(steering=state)).collect()}
-    assert {s.labels["role"]: s.value for s in families["splitserve_steering_wanted_workers"].samples} == {"prefill": 4, "decode": 5}
-    assert {s.labels["role"]: s.value for s in families["splitserve_steering_load"].samples} == {"prefill": 1.25, "decode": 0.5}
+    assert {s.labels["role"]: s.value for s in families["splitserve_steering_wanted_workers"].samples} == {
+        "prefill": 4,
+        "decode": 5,
+    }
+    assert {s.labels["role"]: s.value for s in families["splitserve_steering_load"].samples} == {
+        "prefill": 1.25,
+        "decode": 0.5,
+    }
     assert {s.labels["kind"]: s.value for s in families["splitserve_steering_decisions"].samples}["flip"] == 2
 
 
@@ -176,7 +194,10 @@ def test_metrics() -> None:
     ("more", "said"),
     [
         ({"steer": "act"}, "--steer-slo"),
-        ({"steer": "act", "steer_slo": "ttft=1,tpot=0.1", "steer_profile": "x", "processes": 2}, "processes 1"),
+        (
+            {"steer": "act", "steer_slo": "ttft=1,tpot=0.1", "steer_profile": "x", "processes": 2},
+            "processes 1",
+        ),
         ({"steer_scale_down_below": 1.0}, "come and go"),
         ({"steer_slo": "ttft=1@p90"}, "a bound for each, ttft and tpot"),
         ({"steer_slo": "ttft=1,ttft=2"}, "names ttft twice"),
@@ -198,16 +219,33 @@ def test_settings_that_cannot_work_are_refused(more: dict[str, Any], said: str) 
     ],
 )
 def test_objectives_are_read_as_the_planner_reads_them(said: str, attainment: float) -> None:
-    settings = ServerSettings(model=Path("m"), insecure=True, steer="act", steer_slo=said, steer_profile=Path("x"))
+    settings = ServerSettings(
+        model=Path("m"), insecure=True, steer="act", steer_slo=said, steer_profile=Path("x")
+    )
     assert settings.steering is not None
-    assert (settings.steering.ttft_s, settings.steering.tpot_s, settings.steering.attainment) == (2.0, 0.05, attainment)
+    assert (settings.steering.ttft_s, settings.steering.tpot_s, settings.steering.attainment) == (
+        2.0,
+        0.05,
+        attainment,
+    )
     level = parse_slo(said)
     assert (level.bounds.ttft_s, level.bounds.tpot_s, level.attainment) == (2.0, 0.05, attainment)
 
 
 def test_settings_as_options() -> None:
-    more: dict[str, Any] = {"steer": "advise", "steer_slo": "ttft=1.5,tpot=0.05@p95", "steer_profile": "x", "steer_max_workers": 12}
+    more: dict[str, Any] = {
+        "steer": "advise",
+        "steer_slo": "ttft=1.5,tpot=0.05@p95",
+        "steer_profile": "x",
+        "steer_max_workers": 12,
+    }
     options = ServerSettings(model=Path("m"), insecure=True, steer_cooldown_s=5, **more).steering
     assert options is not None
-    assert (options.ttft_s, options.tpot_s, options.attainment, options.mode, options.max_workers) == (1.5, 0.05, 0.95, "advise", 12)
+    assert (options.ttft_s, options.tpot_s, options.attainment, options.mode, options.max_workers) == (
+        1.5,
+        0.05,
+        0.95,
+        "advise",
+        12,
+    )
     assert (options.scale_cooldown_s, options.scale_down_below) == (5, 0.6)

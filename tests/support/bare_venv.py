@@ -1,4 +1,5 @@
-"""A virtual environment that has only what a wheel declares, made in a second and without a network: packages are links into this one's."""
+"""A virtual environment that has only what a wheel declares, made in a second and without a network: packages
+are links into this one's."""
 
 from __future__ import annotations
 
@@ -14,11 +15,23 @@ from packaging.requirements import Requirement
 
 
 def make_venv(folder: Path, wheel: Path, extras: Iterable[str] = ()) -> Path:
-    """Installs ``wheel`` and links the distributions that it needs, with these extras. Returns the folder of its programs."""
+    """Installs ``wheel`` and links the distributions that it needs, with these extras. Returns the folder of
+    its programs."""
     venv.create(folder, symlinks=True)
     site = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
     python = folder / "bin" / "python"
-    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "-qq", "--no-deps", "--no-index", str(wheel)]
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(python),
+        "install",
+        "-qq",
+        "--no-deps",
+        "--no-index",
+        str(wheel),
+    ]
     subprocess.run(install, check=True, timeout=100)
     [metadata] = importlib.metadata.distributions(name="splitserve", path=[str(site)])
     for name in closure(metadata.requires or [], extras):

@@ -29,15 +29,23 @@ class HandSequence:
         return self.prompt + self.output
 
 
-def make_batch(steps: Seq[tuple[HandSequence, int]], block_size: int, prompt_logprobs: int | None = None) -> Batch:
-    """One step that runs the next ``n`` tokens of each sequence; those that reach their last token are sampled."""
+def make_batch(
+    steps: Seq[tuple[HandSequence, int]], block_size: int, prompt_logprobs: int | None = None
+) -> Batch:
+    """One step that runs the next ``n`` tokens of each sequence; those that reach their last token are
+    sampled."""
     chunks = [s.token_ids[s.num_computed : s.num_computed + n] for s, n in steps]
     positions = [np.arange(s.num_computed, s.num_computed + n, dtype=np.int32) for s, n in steps]
-    tables = np.full((len(steps), max(len(s.blocks) for s, _ in steps)), -(1 << 30), np.int32)  # nonsense beyond the end
+    tables = np.full(
+        (len(steps), max(len(s.blocks) for s, _ in steps)), -(1 << 30), np.int32
+    )  # nonsense beyond the end
     for row, (s, n) in enumerate(steps):
         used = -(-(s.num_computed + n) // block_size)
         tables[row, :used] = s.blocks[:used]
-    slots = [tables[row, p // block_size].astype(np.int64) * block_size + p % block_size for row, p in enumerate(positions)]
+    slots = [
+        tables[row, p // block_size].astype(np.int64) * block_size + p % block_size
+        for row, p in enumerate(positions)
+    ]
     done = [s.num_computed + n == len(s.token_ids) for s, n in steps]
     next_ids = [s.prompt[s.num_computed + 1 : s.num_computed + n + 1] for s, n in steps]
     return Batch(
@@ -47,13 +55,21 @@ def make_batch(steps: Seq[tuple[HandSequence, int]], block_size: int, prompt_log
         seq_lens=np.array([s.num_computed + n for s, n in steps], np.int32),
         block_tables=tables,
         slot_mapping=np.concatenate(slots),
-        sampling=[SamplingState(s.params, s.prompt, s.output) if ends else None for (s, _), ends in zip(steps, done, strict=True)],
+        sampling=[
+            SamplingState(s.params, s.prompt, s.output) if ends else None
+            for (s, _), ends in zip(steps, done, strict=True)
+        ],
         prompt_logprobs=[prompt_logprobs] * len(steps) if prompt_logprobs is not None else (),
         next_prompt_ids=next_ids if prompt_logprobs is not None else (),
     )
 
 
-def hidden_states(runner: ModelRunner, batch: Batch, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
+def hidden_states(
+    runner: ModelRunner, batch: Batch, on_layer: Callable[[int], None] | None = None
+) -> torch.Tensor:
     """Of all the batch's tokens [num_tokens, hidden_size], after the last layer."""
-    token_ids, metadata = torch.from_numpy(batch.token_ids), AttentionMetadata.from_batch(batch, runner.device)
+    token_ids, metadata = (
+        torch.from_numpy(batch.token_ids),
+        AttentionMetadata.from_batch(batch, runner.device),
+    )
     return runner._model.forward(token_ids, metadata, runner.kv_cache.pool, None, on_layer)

@@ -1,4 +1,5 @@
-"""A headless Chromium, driven over its DevTools protocol: https://chromedevtools.github.io/devtools-protocol/"""
+"""A headless Chromium, driven over its DevTools protocol:
+https://chromedevtools.github.io/devtools-protocol/"""
 
 from __future__ import annotations
 
@@ -15,15 +16,39 @@ import aiohttp
 
 CHROMIUM = shutil.which("chromium")
 FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
-    *("--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--hide-scrollbars", "--remote-debugging-port=0"),
+    *(
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-background-networking",
+    ),
+    *(
+        "--disable-component-update",
+        "--disable-sync",
+        "--disable-dev-shm-usage",
+        "--hide-scrollbars",
+        "--remote-debugging-port=0",
+    ),
 )
-KEYS = {"Enter": 13, "Escape": 27, "Tab": 9, "ArrowUp": 38, "ArrowDown": 40, "ArrowLeft": 37, "ArrowRight": 39, "Home": 36, "End": 35}
+KEYS = {
+    "Enter": 13,
+    "Escape": 27,
+    "Tab": 9,
+    "ArrowUp": 38,
+    "ArrowDown": 40,
+    "ArrowLeft": 37,
+    "ArrowRight": 39,
+    "Home": 36,
+    "End": 35,
+}
 TIMEOUT_S = 60
 
 
 class Page:
-    """One page. What it logs as an error, throws or is forbidden by its Content-Security-Policy is in ``problems``."""
+    """One page. What it logs as an error, throws or is forbidden by its Content-Security-Policy is in
+    ``problems``."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
@@ -52,11 +77,21 @@ class Page:
 
     async def look(self, width: int, height: int, scheme: str) -> None:
         """The window's size, and whether its user prefers light or dark."""
-        await self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-        await self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        await self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
+        await self.call(
+            "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}]
+        )
 
     async def value(self, expression: str) -> Any:
-        result = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        result = await self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
 
@@ -68,14 +103,19 @@ class Page:
                     await asyncio.sleep(0.05)
                 return found
         except TimeoutError:
-            raise AssertionError(f"not true in {timeout_s:g} s: {expression}; problems: {self.problems}") from None
+            raise AssertionError(
+                f"not true in {timeout_s:g} s: {expression}; problems: {self.problems}"
+            ) from None
 
     async def text(self, selector: str) -> str:
         return str(await self.value(f"document.querySelector({selector!r}).innerText"))
 
     async def press(self, key: str) -> None:
         """One key, as a person presses it."""
-        parameters: dict[str, Any] = {"key": key, "windowsVirtualKeyCode": KEYS.get(key) or ord(key.upper()[0])}
+        parameters: dict[str, Any] = {
+            "key": key,
+            "windowsVirtualKeyCode": KEYS.get(key) or ord(key.upper()[0]),
+        }
         if len(key) == 1:
             parameters["text"] = key
         elif key == "Enter":
@@ -90,7 +130,10 @@ class Page:
         more: dict[str, Any] = {}
         if whole:
             size = (await self.call("Page.getLayoutMetrics"))["cssContentSize"]
-            more = {"captureBeyondViewport": True, "clip": {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}}
+            more = {
+                "captureBeyondViewport": True,
+                "clip": {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1},
+            }
         shot = await self.call("Page.captureScreenshot", format="png", **more)
         path.write_bytes(base64.b64decode(shot["data"]))
 
@@ -112,11 +155,19 @@ async def browser(profile: Path) -> AsyncIterator[Page]:
     """A new browser with a new profile and one page."""
     assert CHROMIUM is not None
     process = await asyncio.create_subprocess_exec(
-        CHROMIUM, *FLAGS, f"--user-data-dir={profile}", "about:blank", stderr=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL
+        CHROMIUM,
+        *FLAGS,
+        f"--user-data-dir={profile}",
+        "about:blank",
+        stderr=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.DEVNULL,
     )
     try:
         port = await _port(process)
-        async with aiohttp.ClientSession() as http, http.ws_connect(await _page(http, port), max_msg_size=0) as socket:
+        async with (
+            aiohttp.ClientSession() as http,
+            http.ws_connect(await _page(http, port), max_msg_size=0) as socket,
+        ):
             yield Page(socket)
     finally:
         process.terminate()

@@ -20,11 +20,15 @@ HELLO = RequestFailed(coordinator=1, dispatch=2, kind="internal", message="x")
 WELCOME = Welcome(coordinator=1, heartbeat_s=0.5)
 
 
-def router(stack: ExitStack, key: ClusterKey | None = KEY, address: str = "tcp://127.0.0.1:*") -> RouterChannel:
+def router(
+    stack: ExitStack, key: ClusterKey | None = KEY, address: str = "tcp://127.0.0.1:*"
+) -> RouterChannel:
     return stack.enter_context(RouterChannel.bind(address, key, FROM_WORKER))
 
 
-def dealer(stack: ExitStack, address: str, key: ClusterKey | None = KEY, identity: bytes = b"p0\0a1") -> DealerChannel:
+def dealer(
+    stack: ExitStack, address: str, key: ClusterKey | None = KEY, identity: bytes = b"p0\0a1"
+) -> DealerChannel:
     return stack.enter_context(DealerChannel.connect(address, identity, key, FROM_COORDINATOR))
 
 

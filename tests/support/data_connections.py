@@ -6,21 +6,22 @@ import socket
 from contextlib import ExitStack, suppress
 
 import pytest
-from support.kv_pools import (
-    BLOCK_BYTES,
-    DEADLINE_S,
-    SECRET,
-    empty_pool,
-)
+from support.kv_pools import BLOCK_BYTES, DEADLINE_S, SECRET, empty_pool
 
 from splitserve.transport.movers.interface import Pool
-from splitserve.transport.movers.parcels import (
-    RECORD_BYTES,
-    SIZE,
-    ParcelHeader,
-    pack_header,
+from splitserve.transport.movers.parcels import RECORD_BYTES, SIZE, ParcelHeader, pack_header
+from splitserve.transport.movers.sealing import (
+    ANSWER_BYTES,
+    GCM,
+    NONCE_BYTES,
+    OCB,
+    PLAIN,
+    TAG_BYTES,
+    DataAddress,
+    Hello,
+    Seal,
+    Transcript,
 )
-from splitserve.transport.movers.sealing import ANSWER_BYTES, GCM, NONCE_BYTES, OCB, PLAIN, TAG_BYTES, DataAddress, Hello, Seal, Transcript
 from splitserve.transport.movers.tcp_source import TcpSource
 from splitserve.transport.movers.tcp_target import TcpTarget
 
@@ -43,7 +44,9 @@ def new_source(stack: ExitStack, target: TcpTarget, pool: Pool, mode: int = GCM)
 class RawPeer:
     """One that says whatever it likes, by default after a handshake as it should be."""
 
-    def __init__(self, stack: ExitStack, target: TcpTarget, mode: int = PLAIN, secret: bytes | None = None) -> None:
+    def __init__(
+        self, stack: ExitStack, target: TcpTarget, mode: int = PLAIN, secret: bytes | None = None
+    ) -> None:
         address = DataAddress.parse(target.data_address("127.0.0.1"))
         self.stream = stack.enter_context(socket.create_connection((address.host, address.port), DEADLINE_S))
         hello = Hello(mode, bytes(NONCE_BYTES))
@@ -83,7 +86,13 @@ def frame(header: bytes, body: bytes, seal: Seal | None) -> bytes:
     return SIZE.pack(len(sealed[0])) + b"".join(sealed)
 
 
-def header(lease: int = 9, secret: bytes = SECRET, offset: int = 0, length: int = BLOCK_BYTES, positions: tuple[int, ...] = (0,)) -> bytes:
+def header(
+    lease: int = 9,
+    secret: bytes = SECRET,
+    offset: int = 0,
+    length: int = BLOCK_BYTES,
+    positions: tuple[int, ...] = (0,),
+) -> bytes:
     return pack_header(ParcelHeader(lease, secret, offset, length, positions))
 
 

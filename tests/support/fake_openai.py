@@ -1,4 +1,5 @@
-"""A server that speaks just enough of the API to test clients: every answer is ``one two three ...``, at once or with a fixed gap."""
+"""A server that speaks just enough of the API to test clients: every answer is ``one two three ...``, at once
+or with a fixed gap."""
 
 from __future__ import annotations
 
@@ -39,7 +40,15 @@ class FakeOpenAI:
         self.keys.append(request.headers.get("authorization", ""))
         if self.failing:
             return web.json_response(
-                {"error": {"message": "too many requests", "type": "overloaded", "param": None, "code": None}}, status=429
+                {
+                    "error": {
+                        "message": "too many requests",
+                        "type": "overloaded",
+                        "param": None,
+                        "code": None,
+                    }
+                },
+                status=429,
             )
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)

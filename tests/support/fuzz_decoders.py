@@ -2,9 +2,10 @@
 
     PYTHONPATH=tests python -m support.fuzz_decoders --inputs 5000000 --json bench/results/fuzz.json
 
-An input must end in a value or in the decoder's own error, within MAX_SECONDS of the processor, and may not make the process hold more than
-MAX_BYTES + MAX_BYTES_PER_BYTE times its size (Python's objects included; looked at in one input of TRACED_EVERY). What breaks this is
-written out as hex. The same ``--seed`` gives the same inputs.
+An input must end in a value or in the decoder's own error, within MAX_SECONDS of the processor, and may not
+make the process hold more than MAX_BYTES + MAX_BYTES_PER_BYTE times its size (Python's objects included;
+looked at in one input of TRACED_EVERY). What breaks this is written out as hex. The same ``--seed`` gives the
+same inputs.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ LAYER_BYTES = 512
 POOL = np.zeros((8, 4, LAYER_BYTES), dtype=np.uint8)
 EDGES = [
     *(b"\x00", b"\xff", b"\xff" * 4, b"\xff" * 8, b"\x7f\xff\xff\xff"),
-    *(kind + b"\xff\xff\xff\xff" for kind in (b"\xdd", b"\xdf", b"\xc6", b"\xc9", b"\xdb")),  # msgpack: huge lists, maps, bytes, text
+    *(
+        kind + b"\xff\xff\xff\xff" for kind in (b"\xdd", b"\xdf", b"\xc6", b"\xc9", b"\xdb")
+    ),  # msgpack: huge lists, maps, bytes, text
     *(b"\x91" * 600, b"\x81\x01" * 300),  # deep ones
     *(b"\xc7\x00\x01", b"\xcf" + b"\xff" * 8, b"\xcb\x7f\xf8" + bytes(6)),  # an extension, 2**64 - 1, NaN
 ]
@@ -77,7 +80,8 @@ class Decoder:
 
 @dataclass
 class Record:
-    """``peak_bytes``: the most that a traced input held, ``slowest_s``: processor time of one input, tracing included."""
+    """``peak_bytes``: the most that a traced input held, ``slowest_s``: processor time of one input, tracing
+    included."""
 
     inputs: Counter[str] = field(default_factory=Counter)
     accepted: Counter[str] = field(default_factory=Counter)
@@ -101,7 +105,12 @@ def decoders() -> list[Decoder]:
         Decoder("parcel header", lambda data: unpack_header(data, 1024) is not None, None, [header], 2),
         Decoder("data connection", _converse, BadPeer, _conversations(header), 4),
         Decoder("data address", _as_text(DataAddress.parse), MoverError, [str(address).encode()]),
-        Decoder("socket identity", lambda data: worker_of(data) is not None and opened_to(data) > 0, None, [identity_of("p0", 17, 4)]),
+        Decoder(
+            "socket identity",
+            lambda data: worker_of(data) is not None and opened_to(data) > 0,
+            None,
+            [identity_of("p0", 17, 4)],
+        ),
         Decoder("key file", lambda data: bool(key_from_text(data, "key")), KeyFileError, [text.encode()]),
         Decoder("shared memory's name", _as_text(_map_shared), MoverError, [shared.name.encode()]),
         Decoder("cuda_ipc address", _map_cuda, MoverError, [cuda_address]),
@@ -154,15 +163,22 @@ def _as_text(parse: Callable[[str], object]) -> Callable[[bytes], bool]:
 
 
 def _converse(data: bytes) -> bool:
-    """One whole connection, from a peer that knows the secret if its first byte is even: what it says after its proof is ``data``."""
+    """One whole connection, from a peer that knows the secret if its first byte is even: what it says after
+    its proof is ``data``."""
     pool = np.zeros((8, 4, LAYER_BYTES), dtype=np.uint8)
     book, arrived = LeaseBook(4, LAYER_BYTES), list[tuple[int, int]]()
     book.open(9, GRANT, {0: 3, 1: 5})
     said = bytearray()
-    inbound = Inbound(Desk(pool, book, threading.Lock(), SECRET, True, Counter(), arrived.extend), said.extend)
+    inbound = Inbound(
+        Desk(pool, book, threading.Lock(), SECRET, True, Counter(), arrived.extend), said.extend
+    )
     talk = inbound.talk()
     buffers = next(talk)
-    member, mode, rest = bool(data) and data[0] % 2 == 0, {0: PLAIN, 1: OCB}.get(data[1] if len(data) > 1 else 2, GCM), data[2:]
+    member, mode, rest = (
+        bool(data) and data[0] % 2 == 0,
+        {0: PLAIN, 1: OCB}.get(data[1] if len(data) > 1 else 2, GCM),
+        data[2:],
+    )
     if member:
         hello = Hello(mode, bytes(NONCE_BYTES))
         buffers = _feed(talk, buffers, hello.pack())
@@ -204,7 +220,12 @@ def _conversations(header: bytes) -> list[bytes]:
     small = SIZE.pack(len(single)) + single + bytes([8]) * LAYER_BYTES
     hello = Hello(GCM, bytes(NONCE_BYTES)).pack()
     assert len(hello) == HELLO_BYTES
-    return [b"\0\0" + parcel, b"\0\0" + small + parcel, b"\0\1" + header, b"\1\0" + hello + bytes(32) + parcel]
+    return [
+        b"\0\0" + parcel,
+        b"\0\0" + small + parcel,
+        b"\0\1" + header,
+        b"\1\0" + hello + bytes(32) + parcel,
+    ]
 
 
 def mutated(rng: random.Random, examples: list[bytes]) -> bytes:
@@ -235,7 +256,8 @@ def mutated(rng: random.Random, examples: list[bytes]) -> bytes:
 
 
 def fuzz(num_inputs: int, seed: int, before_batch: Callable[[], None] = lambda: None) -> Record:
-    """Raises AssertionError with the input where a decoder misbehaves. ``before_batch`` is called every BATCH inputs."""
+    """Raises AssertionError with the input where a decoder misbehaves. ``before_batch`` is called every BATCH
+    inputs."""
     rng, record, all_decoders = random.Random(seed), Record(), decoders()
     weights = [decoder.weight for decoder in all_decoders]
     began = time.perf_counter()
@@ -274,19 +296,29 @@ def _one(decoder: Decoder, data: bytes, record: Record, traced: bool) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--inputs", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="also write the record here")
     options = parser.parse_args()
     # Ends this process, so only here: a test has its own time limit, and shares its process with others.
-    record = fuzz(options.inputs, options.seed, lambda: faulthandler.dump_traceback_later(HANG_SECONDS, exit=True))
+    record = fuzz(
+        options.inputs, options.seed, lambda: faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
+    )
     faulthandler.cancel_dump_traceback_later()
-    print(f"{options.inputs} inputs in {record.seconds:.0f} s: no crash, no hang, at most {record.peak_bytes} bytes held")
+    print(
+        f"{options.inputs} inputs in {record.seconds:.0f} s: no crash, no hang, at most "
+        f"{record.peak_bytes} bytes held"
+    )
     if options.json is not None:
         from splitserve.bench.environment import environment
 
-        command = f"PYTHONPATH=tests python -m support.fuzz_decoders --inputs {options.inputs} --seed {options.seed}"
+        command = (
+            f"PYTHONPATH=tests python -m support.fuzz_decoders --inputs {options.inputs} --seed "
+            f"{options.seed}"
+        )
         where = {**environment(), "command": command}
         options.json.write_text(json.dumps({"environment": where, **vars(record)}, indent=1) + "\n")
 

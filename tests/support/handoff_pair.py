@@ -53,7 +53,8 @@ def spec(dispatch: int = 1, num_tokens: int = 10, request_id: str = "r", epoch: 
 
 
 class Pair:
-    """A sender and a receiver, a clock, and the pipes between them. Own block ``i`` of the sender holds the prompt's block ``i``."""
+    """A sender and a receiver, a clock, and the pipes between them. Own block ``i`` of the sender holds the
+    prompt's block ``i``."""
 
     def __init__(
         self,
@@ -70,13 +71,17 @@ class Pair:
         meet = Meet(worker_id="p", incarnation=1, host="h", pid=5, model=model, movers=movers)
         self.sender = HandoffSender(meet, TIMES, slicing)
         endpoints = MoverEndpoints(("shm", "nixl", "tcp"), "h")
-        self.receiver = HandoffReceiver(DECODE, own, self.pool, endpoints, lambda: self.room, lambda: b"s" * 16, TIMES)
+        self.receiver = HandoffReceiver(
+            DECODE, own, self.pool, endpoints, lambda: self.room, lambda: b"s" * 16, TIMES
+        )
         self.to_receiver: list[Message] = []
         self.to_sender: list[Message] = []
         self.corrupt: list[set[int]] = []  # positions that fail the next check, and the one after it
         self.joined: list[act.Join] = []
         self.puts: list[int] = []  # positions put whole, or to the last layer
-        self.slices: list[tuple[int, int, tuple[int, int] | None]] = []  # (first position, number of blocks, layers)
+        self.slices: list[
+            tuple[int, int, tuple[int, int] | None]
+        ] = []  # (first position, number of blocks, layers)
         self.checked: list[int] = []  # positions, as they were verified
         self.ended: list[act.Delivered | act.Undelivered] = []
         self.opened: list[str] = []  # movers, by the sender
@@ -90,7 +95,9 @@ class Pair:
                 sums = u64(action.source_blocks)
                 self.to_receiver.append(action.message(sums, self.now))
             elif isinstance(action, act.SendPlaced):
-                self.to_receiver.append(Placed(lease=action.lease, first=action.first, checksums=u64(action.source_blocks)))
+                self.to_receiver.append(
+                    Placed(lease=action.lease, first=action.first, checksums=u64(action.source_blocks))
+                )
             elif isinstance(action, act.Put):
                 self.slices.append((action.items[0][0], len(action.items), action.layers))
                 if action.layers is not None and action.layers[1] < NUM_LAYERS:

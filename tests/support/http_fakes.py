@@ -22,7 +22,9 @@ CORPUS = [
     "Größe, Straße, 日本語のテキスト, 你好世界, emoji 😀🎉 and other things that take several bytes.",
     "def join(path, *paths): return os.path.join(path, *paths)  # END of the example",
 ]
-ANSWER = "Hello 世界 😀, this is the naïve answer: the quick brown fox jumps over the lazy dog.\nEND of it, again."
+ANSWER = (
+    "Hello 世界 😀, this is the naïve answer: the quick brown fox jumps over the lazy dog.\nEND of it, again."
+)
 CITY = '{"city": "Paris"}'
 CALL = f'<tool_call>\n{{"name": "weather", "arguments": {CITY}}}\n</tool_call>'
 CHAT_TEMPLATE = (
@@ -43,9 +45,13 @@ def byte_level_tokenizer() -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     specials = ["<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=specials, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(CORPUS, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 0)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|bos|> $A", special_tokens=[("<|bos|>", 0)]
+    )
     return tokenizer
 
 
@@ -54,8 +60,12 @@ def write_tiny_model(folder: Path) -> None:
     byte_level_tokenizer().save(str(folder / "tokenizer.json"))
     names = {"bos_token": "<|bos|>", "eos_token": {"content": "<|eos|>"}, "chat_template": CHAT_TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
-    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": MAX_MODEL_LEN, "vocab_size": 512}))
-    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_p": 0.9, "top_k": 20, "eos_token_id": 1}))
+    (folder / "config.json").write_text(
+        json.dumps({"max_position_embeddings": MAX_MODEL_LEN, "vocab_size": 512})
+    )
+    (folder / "generation_config.json").write_text(
+        json.dumps({"temperature": 0.6, "top_p": 0.9, "top_k": 20, "eos_token_id": 1})
+    )
 
 
 def sentencepiece_tokenizer() -> Tokenizer:
@@ -63,9 +73,13 @@ def sentencepiece_tokenizer() -> Tokenizer:
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"<0x{byte:02X}>": 3 + byte for byte in range(256)}}
     for word in ["▁", *"abcdefghijklmnopqrstuvwxyz", "▁hello", "▁world", "th", "he", "▁the", "ï", "世"]:
         vocab.setdefault(word, len(vocab))
-    tokenizer = Tokenizer(models.BPE(vocab, [("t", "h"), ("h", "e")], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer = Tokenizer(
+        models.BPE(vocab, [("t", "h"), ("h", "e")], unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     return tokenizer
 
@@ -81,7 +95,8 @@ def wordpiece_tokenizer() -> Tokenizer:
 
 @dataclass
 class FakeDispatcher:
-    """Answers ``script(request)`` token by token, one token of every sequence each time around the event loop."""
+    """Answers ``script(request)`` token by token, one token of every sequence each time around the event
+    loop."""
 
     script: Callable[[Request], list[int]]
     eos: int = 1
@@ -119,10 +134,16 @@ class FakeDispatcher:
     async def _generate(self, request: Request) -> None:
         sampling, sink = request.sampling, request.sink
         if request.prompt_logprobs is not None:
-            sink.push_prompt_logprobs([logprobs(i, request.prompt_logprobs) for i in request.prompt_token_ids[1:]])
+            sink.push_prompt_logprobs(
+                [logprobs(i, request.prompt_logprobs) for i in request.prompt_token_ids[1:]]
+            )
         tokens = self.script(request)
         finish = "stop"
-        tokens = [*tokens, self.eos] if not sampling.ignore_eos else tokens * (1 + sampling.max_tokens // max(1, len(tokens)))
+        tokens = (
+            [*tokens, self.eos]
+            if not sampling.ignore_eos
+            else tokens * (1 + sampling.max_tokens // max(1, len(tokens)))
+        )
         if len(tokens) > sampling.max_tokens:
             tokens, finish = tokens[: sampling.max_tokens], "length"
         for number, token in enumerate(tokens):
@@ -135,7 +156,13 @@ class FakeDispatcher:
             sink.push(token, logprobs(token, sampling.logprobs) if sampling.logprobs is not None else None)
             if number < len(tokens) - 1:
                 sink.flush()
-        ended = Ended(finish_reason=finish, num_cached_tokens=3, num_output_tokens=len(tokens), num_dispatches=1, ledger=ledger(request))
+        ended = Ended(
+            finish_reason=finish,
+            num_cached_tokens=3,
+            num_output_tokens=len(tokens),
+            num_dispatches=1,
+            ledger=ledger(request),
+        )
         self._end(request, ended)
 
     def fails_after(self, request: Request) -> tuple[int, Ended] | None:
@@ -172,8 +199,23 @@ class FakeDispatcher:
         return {"workers": [{"worker_id": "prefill-0", "role": "prefill"}]}
 
     def system(self) -> SystemSnapshot:
-        worker = WorkerSnapshot("decode-0", "decode", 100, 50, 20, 30, 0, 2, 1, 17, 5, {"handoff_bytes": 12345.0, "preemptions": 2.0})
-        return SystemSnapshot(num_waiting=4, num_running=len(self.running), workers=[worker], counters={"recoveries": 1.0})
+        worker = WorkerSnapshot(
+            "decode-0",
+            "decode",
+            100,
+            50,
+            20,
+            30,
+            0,
+            2,
+            1,
+            17,
+            5,
+            {"handoff_bytes": 12345.0, "preemptions": 2.0},
+        )
+        return SystemSnapshot(
+            num_waiting=4, num_running=len(self.running), workers=[worker], counters={"recoveries": 1.0}
+        )
 
     async def until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         async with asyncio.timeout(timeout_s):

@@ -32,8 +32,25 @@ class Sink:
 
 def make_hello(name: str, role: Role, **more: Any) -> Hello:
     """Of a small worker; ``more``: what is different."""
-    sizes = {"max_model_len": 10_000, "vocab_size": 10, "num_blocks": 50, "max_num_seqs": 4, "max_batch_tokens": 16}
-    return Hello(**{"worker_id": name, "role": role, "incarnation": 1, "host": "h", "pid": 1, "model": MODEL, **sizes, **more})
+    sizes = {
+        "max_model_len": 10_000,
+        "vocab_size": 10,
+        "num_blocks": 50,
+        "max_num_seqs": 4,
+        "max_batch_tokens": 16,
+    }
+    return Hello(
+        **{
+            "worker_id": name,
+            "role": role,
+            "incarnation": 1,
+            "host": "h",
+            "pid": 1,
+            "model": MODEL,
+            **sizes,
+            **more,
+        }
+    )
 
 
 class Bench:
@@ -45,13 +62,26 @@ class Bench:
         self.hello("p", "prefill")
         self.hello("d", "decode")
 
-    def hello(self, name: str, role: Any, incarnation: int = 1, process: str = "", mixed: bool = False, **more: Any) -> list[Action]:
-        more = {"incarnation": incarnation, "process": process, "mixed": mixed, "max_num_seqs": self.max_num_seqs, **more}
+    def hello(
+        self, name: str, role: Any, incarnation: int = 1, process: str = "", mixed: bool = False, **more: Any
+    ) -> list[Action]:
+        more = {
+            "incarnation": incarnation,
+            "process": process,
+            "mixed": mixed,
+            "max_num_seqs": self.max_num_seqs,
+            **more,
+        }
         hello = make_hello(name, role, peer_address="tcp://x:1", **more)
         return self.core.receive((name, incarnation), hello, self.now)
 
     def submit(self, name: str = "r", **more: Any) -> list[Action]:
-        fields: dict[str, Any] = {"prompt_token_ids": [1, 2, 3], "sampling": Sampling(max_tokens=5), "arrival": self.now, "deadline": 100.0}
+        fields: dict[str, Any] = {
+            "prompt_token_ids": [1, 2, 3],
+            "sampling": Sampling(max_tokens=5),
+            "arrival": self.now,
+            "deadline": 100.0,
+        }
         return self.core.submit(Request(name, sink=Sink(), **{**fields, **more}), self.now)
 
     def say(self, name: str, message: Message, incarnation: int = 1) -> list[Action]:
@@ -60,16 +90,46 @@ class Bench:
     def first(self, dispatch: int, token: int = 5, index: int = 0, **more: Any) -> list[Action]:
         return self.say("p", FirstToken(coordinator=7, dispatch=dispatch, index=index, token=token, **more))
 
-    def joined(self, dispatch: int, token: int = 5, index: int = 0, worker: str = "d", **more: Any) -> list[Action]:
+    def joined(
+        self, dispatch: int, token: int = 5, index: int = 0, worker: str = "d", **more: Any
+    ) -> list[Action]:
         return self.say(worker, Joined(coordinator=7, dispatch=dispatch, index=index, token=token, **more))
 
-    def step(self, dispatch: int, index: int, token: int, finished: Any = None, worker: str = "d") -> list[Action]:
+    def step(
+        self, dispatch: int, index: int, token: int, finished: Any = None, worker: str = "d"
+    ) -> list[Action]:
         rows = {"dispatches": u32([dispatch]), "indices": u32([index]), "tokens": u32([token])}
         return self.say(worker, StepTokens(coordinator=7, finished={0: finished} if finished else {}, **rows))
 
-    def load(self, name: str, held: list[int], steps: int = 0, busy: bool = False, draining: bool = False, **other: Any) -> list[Action]:
-        numbers = dict.fromkeys(("blocks_cached", "blocks_used", "blocks_leased", "num_running", "num_waiting", "num_waiting_tokens"), 0)
-        more = {"blocks_free": 50, "steps": steps, "busy": busy, "accepting": True, "draining": draining, "dispatches": u32(held), **other}
+    def load(
+        self,
+        name: str,
+        held: list[int],
+        steps: int = 0,
+        busy: bool = False,
+        draining: bool = False,
+        **other: Any,
+    ) -> list[Action]:
+        numbers = dict.fromkeys(
+            (
+                "blocks_cached",
+                "blocks_used",
+                "blocks_leased",
+                "num_running",
+                "num_waiting",
+                "num_waiting_tokens",
+            ),
+            0,
+        )
+        more = {
+            "blocks_free": 50,
+            "steps": steps,
+            "busy": busy,
+            "accepting": True,
+            "draining": draining,
+            "dispatches": u32(held),
+            **other,
+        }
         return self.say(name, Load(worker_id=name, incarnation=1, **{**numbers, **more}))
 
 

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from splitserve.transport.messages import messages as m
 
-MODEL = m.ModelIdentity(fingerprint="f", dtype="float32", block_size=16, layout="block-major/v1", block_bytes=4096)
-SAMPLING = m.Sampling(max_tokens=5, logit_bias={7: -1.5}, stop_token_ids=(1, 2), seed=3, logprobs=2, grammar=b'start: "a"')
+MODEL = m.ModelIdentity(
+    fingerprint="f", dtype="float32", block_size=16, layout="block-major/v1", block_bytes=4096
+)
+SAMPLING = m.Sampling(
+    max_tokens=5, logit_bias={7: -1.5}, stop_token_ids=(1, 2), seed=3, logprobs=2, grammar=b'start: "a"'
+)
 SPEC = m.RequestSpec(
-    request_id="r", epoch=1, dispatch=2, coordinator=3, token_ids=m.u32([1, 2, 3]), num_prompt_tokens=3, sampling=SAMPLING, deadline_s=9.5
+    request_id="r",
+    epoch=1,
+    dispatch=2,
+    coordinator=3,
+    token_ids=m.u32([1, 2, 3]),
+    num_prompt_tokens=3,
+    sampling=SAMPLING,
+    deadline_s=9.5,
 )
 LOGPROBS = m.TokenLogprobs(logprob=-float("inf"), top_ids=(4, 5), top_logprobs=(-0.5, -1.0))
 STEP = m.StepTokens(

@@ -45,25 +45,54 @@ LLAMA3_ROPE = {
 FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = {
     "llama2": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 4}),
     "llama3": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LLAMA3_ROPE, "eos_token_id": [257, 258]}),
-    "llama_biases": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
-    "llama_linear": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}),
-    "llama_dynamic": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}),
+    "llama_biases": (
+        LlamaForCausalLM,
+        LlamaConfig,
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "llama_linear": (
+        LlamaForCausalLM,
+        LlamaConfig,
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
+    ),
+    "llama_dynamic": (
+        LlamaForCausalLM,
+        LlamaConfig,
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
+    ),
     "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": 24, "head_dim": 24}),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),
-    "qwen2_sliding": (Qwen2ForCausalLM, Qwen2Config, {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2}),
+    "qwen2_sliding": (
+        Qwen2ForCausalLM,
+        Qwen2Config,
+        {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2},
+    ),
     "qwen2_yarn": (
         Qwen2ForCausalLM,
         Qwen2Config,
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}},
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+            }
+        },
     ),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 32, "tie_word_embeddings": True}),
 }
 
 
 def make_checkpoint(
-    path: Path, family: str, seed: int = 0, dtype: torch.dtype = torch.float32, max_shard_size: str = "1GB", **changes: Any
+    path: Path,
+    family: str,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "1GB",
+    **changes: Any,
 ) -> PreTrainedModel:
-    """Writes the folder and returns the transformers model it was written from (in ``dtype``, ready to infer)."""
+    """Writes the folder and returns the transformers model it was written from (in ``dtype``, ready to
+    infer)."""
     model_class, config_class, own = FAMILIES[family]
     torch.manual_seed(seed)
     model = model_class(config_class(**{**SMALL, **own, **changes}))
@@ -84,14 +113,21 @@ def write_byte_tokenizer(path: Path) -> None:
     tokenizer.add_special_tokens(["<bos>", "<eos>", "<eot>"])
     tokenizer.save(str(path / "tokenizer.json"))
     template = (
-        "{% for m in messages %}<bos>{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+        "{% for m in messages %}<bos>{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if "
+        "add_generation_prompt %}assistant: {% endif %}"
     )
-    settings = {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": template, "tokenizer_class": "PreTrainedTokenizerFast"}
+    settings = {
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "chat_template": template,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def _make_decisive(model: PreTrainedModel, seed: int) -> None:
-    """Spread the logits: freshly initialised models rate all tokens nearly the same, so that any rounding changes the argmax."""
+    """Spread the logits: freshly initialised models rate all tokens nearly the same, so that any rounding
+    changes the argmax."""
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, tensor in model.named_parameters():

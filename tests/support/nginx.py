@@ -28,7 +28,9 @@ def nginx(folder: Path, inside: str, port: int) -> Iterator[None]:
     """``inside``: of the http block, with a server that listens on ``port`` of loopback."""
     assert PROGRAM is not None
     (folder / "nginx.conf").write_text(MAIN.format(folder=folder, inside=inside))
-    process = subprocess.Popen([PROGRAM, "-p", str(folder), "-c", str(folder / "nginx.conf"), "-e", str(folder / "error.log")])
+    process = subprocess.Popen(
+        [PROGRAM, "-p", str(folder), "-c", str(folder / "nginx.conf"), "-e", str(folder / "error.log")]
+    )
     try:
         deadline = time.monotonic() + 60
         while not _listens(port):

@@ -1,5 +1,5 @@
-"""A prefill worker is cut off from one of two decode workers, while the coordinator sees all three. Run by test_partition.py as a program:
-it starts itself again in a network namespace of its own.
+"""A prefill worker is cut off from one of two decode workers, while the coordinator sees all three. Run by
+test_partition.py as a program: it starts itself again in a network namespace of its own.
 
     python -m support.partition FOLDER        prints what it saw as JSON
 """
@@ -50,7 +50,8 @@ class Scene:
         self.seen["healed"] = await self._healed(undisturbed)
 
     async def _healed(self, undisturbed: list[Any]) -> bool:
-        """Whether prompts go to the decode worker again, nothing has to be tried twice, and no block is left over."""
+        """Whether prompts go to the decode worker again, nothing has to be tried twice, and no block is left
+        over."""
         deadline, state = time.monotonic() + HEALS_WITHIN_S, await self._state()
         while time.monotonic() < deadline:
             before, used = (await self._state())["counters"]["redispatches"], False

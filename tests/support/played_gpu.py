@@ -1,8 +1,10 @@
-"""A GPU played on the CPU: its tensors lie in host memory, but say ``cuda:0``, and refuse what those of a GPU refuse.
+"""A GPU played on the CPU: its tensors lie in host memory, but say ``cuda:0``, and refuse what those of a GPU
+refuse.
 
-An operation on tensors of both sides is an error, as is a look into a GPU's tensor as a numpy array. What would make the host wait for
-the device is noted in ``waits``: values read, copies from or to memory that is not page-locked, lists and host tensors as indices. While a
-graph is captured any of these is an error. Triton's kernels run in its interpreter, if they are given the GPU's tensors only.
+An operation on tensors of both sides is an error, as is a look into a GPU's tensor as a numpy array. What
+would make the host wait for the device is noted in ``waits``: values read, copies from or to memory that is
+not page-locked, lists and host tensors as indices. While a graph is captured any of these is an error.
+Triton's kernels run in its interpreter, if they are given the GPU's tensors only.
 """
 
 from __future__ import annotations
@@ -20,7 +22,18 @@ from torch.overrides import TorchFunctionMode
 
 GPU = torch.device("cuda", 0)
 READS = {"item", "tolist", "cpu", "__bool__", "__int__", "__float__", "__index__", "nonzero", "unique"}
-TELLS = {"data_ptr", "untyped_storage", "size", "stride", "numel", "dim", "element_size", "as_subclass", "__len__", "is_contiguous"}
+TELLS = {
+    "data_ptr",
+    "untyped_storage",
+    "size",
+    "stride",
+    "numel",
+    "dim",
+    "element_size",
+    "as_subclass",
+    "__len__",
+    "is_contiguous",
+}
 
 
 class OnGpu(torch.Tensor):
@@ -43,7 +56,9 @@ class PlayedGpu(TorchFunctionMode):
             torch.Tensor.is_cpu.__get__: False,  # type: ignore[attr-defined]
         }
 
-    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
         on_gpu = [x for x in _tensors((*args, *kwargs.values())) if isinstance(x, OnGpu)]
         on_host = [x for x in _tensors((*args, *kwargs.values())) if not isinstance(x, OnGpu)]
@@ -82,9 +97,17 @@ class PlayedGpu(TorchFunctionMode):
             return x
         place = kwargs.pop("device", None)
         for option in rest:
-            place = option if isinstance(option, (str, torch.device)) else option.device if isinstance(option, torch.Tensor) else place
+            place = (
+                option
+                if isinstance(option, (str, torch.device))
+                else option.device
+                if isinstance(option, torch.Tensor)
+                else place
+            )
         rest = [option for option in rest if not isinstance(option, (str, torch.device))]
-        to_gpu = name != "cpu" and (isinstance(x, OnGpu) if place is None else torch.device(place).type == "cuda")
+        to_gpu = name != "cpu" and (
+            isinstance(x, OnGpu) if place is None else torch.device(place).type == "cuda"
+        )
         self._cross(x, to_gpu, kwargs.pop("non_blocking", False), None)
         result = torch.Tensor.to(x, *rest, **kwargs) if rest or kwargs else x.as_subclass(torch.Tensor)
         if to_gpu == isinstance(x, OnGpu):
@@ -92,7 +115,9 @@ class PlayedGpu(TorchFunctionMode):
         result = result.clone() if result.data_ptr() == x.data_ptr() else result
         return _wrapped(result) if to_gpu else result.as_subclass(torch.Tensor)
 
-    def _cross(self, source: torch.Tensor, to_gpu: bool, non_blocking: bool, target: torch.Tensor | None) -> None:
+    def _cross(
+        self, source: torch.Tensor, to_gpu: bool, non_blocking: bool, target: torch.Tensor | None
+    ) -> None:
         if isinstance(source, OnGpu) == to_gpu:
             return
         host = source if to_gpu else target
@@ -102,7 +127,9 @@ class PlayedGpu(TorchFunctionMode):
 
     def _index(self, name: str, index: Any) -> None:
         for part in index if isinstance(index, tuple) else (index,):
-            if isinstance(part, list) or (isinstance(part, torch.Tensor) and (not isinstance(part, OnGpu) or part.dtype == torch.bool)):
+            if isinstance(part, list) or (
+                isinstance(part, torch.Tensor) and (not isinstance(part, OnGpu) or part.dtype == torch.bool)
+            ):
                 self._wait(f"{name} by {type(part).__name__}")
 
     def _wait(self, name: str) -> None:
@@ -188,7 +215,9 @@ def played_gpu(monkeypatch: pytest.MonkeyPatch, free_bytes: int = 1 << 30) -> It
     def launch_on_gpu(executor: Any, *args: Any, **kwargs: Any) -> None:
         given = list(_tensors((*args, *kwargs.values())))
         with torch._C.DisableTorchFunction():
-            assert all(isinstance(x, OnGpu) for x in given), "Pointer argument cannot be accessed from Triton (cpu tensor?)"
+            assert all(isinstance(x, OnGpu) for x in given), (
+                "Pointer argument cannot be accessed from Triton (cpu tensor?)"
+            )
             launch(
                 executor, *(_on_host(x) for x in args), **{name: _on_host(value) for name, value in kwargs.items()}
             )  # fmt: skip

@@ -1,4 +1,5 @@
-"""A disk of a megabyte that a test fills and empties: a file system of its own, which root alone may mount."""
+"""A disk of a megabyte that a test fills and empties: a file system of its own, which root alone may
+mount."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ class SmallDisk:
 def small_disk(path: Path) -> Iterator[SmallDisk]:
     """Skips the test where it cannot be mounted."""
     path.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", path], capture_output=True, text=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", path], capture_output=True, text=True, check=False
+    )
     if mounted.returncode:
         pytest.skip(f"a disk of its own cannot be mounted here: {mounted.stderr.strip()}")
     try:

@@ -23,7 +23,9 @@ SPLITWISE = """request_id,request_type,application_id,arrival_timestamp,batch_si
 0,2,0,1.0,1,1024,128
 1,2,0,1.05,1,512,64
 """
-SERVEGEN = "arrival_timestamp,input_tokens,output_tokens,reason_ratio\n0.0,9,291,0.332\n0.0032,4844,1441,0.416\n"
+SERVEGEN = (
+    "arrival_timestamp,input_tokens,output_tokens,reason_ratio\n0.0,9,291,0.332\n0.0032,4844,1441,0.416\n"
+)
 
 
 def written(path: Path, content: str | bytes | Iterable[object]) -> Path:

@@ -1,10 +1,12 @@
-"""Forks worker processes for tests: torch is imported once, so that a worker that was killed is back in a fraction of a second.
+"""Forks worker processes for tests: torch is imported once, so that a worker that was killed is back in a
+fraction of a second.
 
     python -m support.worker_nursery        reads {"role", "argv", "log"} as JSON lines, answers each with the new worker's process id
 
-A worker from here is `splitserve prefill` or `splitserve decode`, but for two things: a request with a seed of ``KILLS`` kills the worker
-of that role that computes it; one with a seed of ``HANGS`` keeps the first such worker's model busy until the coordinator has given the
-worker up (then somebody kills it), while its loop answers as ever. Workers die with the nursery, which ends with its standard input.
+A worker from here is `splitserve prefill` or `splitserve decode`, but for two things: a request with a seed
+of ``KILLS`` kills the worker of that role that computes it; one with a seed of ``HANGS`` keeps the first such
+worker's model busy until the coordinator has given the worker up (then somebody kills it), while its loop
+answers as ever. Workers die with the nursery, which ends with its standard input.
 """
 
 from __future__ import annotations

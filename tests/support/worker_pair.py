@@ -1,4 +1,5 @@
-"""A prefill and a decode worker around a model that takes no time: their real loops, threads and sockets; the coordinator is the test's."""
+"""A prefill and a decode worker around a model that takes no time: their real loops, threads and sockets; the
+coordinator is the test's."""
 
 from __future__ import annotations
 
@@ -19,7 +20,17 @@ from splitserve.engine.errors import EngineError
 from splitserve.engine.step.step_thread import Runner
 from splitserve.transport.channels import channels
 from splitserve.transport.channels.channels import RouterChannel
-from splitserve.transport.messages.messages import FROM_WORKER, Hello, Message, Peer, Prefill, RequestSpec, Sampling, Welcome, u32
+from splitserve.transport.messages.messages import (
+    FROM_WORKER,
+    Hello,
+    Message,
+    Peer,
+    Prefill,
+    RequestSpec,
+    Sampling,
+    Welcome,
+    u32,
+)
 from splitserve.transport.movers.shm import SharedPool
 from splitserve.worker.loop import Worker
 from splitserve.worker.settings import DecodeSettings, PrefillSettings
@@ -58,22 +69,38 @@ def process_settings_kept() -> Iterator[None]:
 
 
 class WorkerPair:
-    """Entered, both workers run and are welcome. ``heard``: all that they have said since, their hellos aside."""
+    """Entered, both workers run and are welcome. ``heard``: all that they have said since, their hellos
+    aside."""
 
     def __init__(self, mover: str = "tcp", runners: dict[str, Runner] | None = None, **settings: Any) -> None:
         """``runners``: by role, in place of the one that takes no time."""
         self._stack = ExitStack()
-        self._stack.enter_context(patch.object(channels, "HEARTBEAT_TIMEOUT_MS", 60_000))  # nobody is given up for a machine's pause
+        self._stack.enter_context(
+            patch.object(channels, "HEARTBEAT_TIMEOUT_MS", 60_000)
+        )  # nobody is given up for a machine's pause
         self._channel = self._stack.enter_context(RouterChannel.bind("tcp://127.0.0.1:*", None, FROM_WORKER))
-        common = {"model": ".", "coordinator": self._channel.address, "insecure": True, "mover": mover, **PATIENT, **settings}
+        common = {
+            "model": ".",
+            "coordinator": self._channel.address,
+            "insecure": True,
+            "mover": mover,
+            **PATIENT,
+            **settings,
+        }
         models = {role: null_model(NUM_BLOCKS, MAX_MODEL_LEN) for role in ("prefill", "decode")}
         models |= {role: replace(models[role], runner=runner) for role, runner in (runners or {}).items()}
         shared = SharedPool.create(models["decode"].pool.nbytes)
         self._stack.callback(shared.close)
-        pool = np.frombuffer(shared.buffer, np.uint8)[: models["decode"].pool.nbytes].reshape(models["decode"].pool.shape)
+        pool = np.frombuffer(shared.buffer, np.uint8)[: models["decode"].pool.nbytes].reshape(
+            models["decode"].pool.shape
+        )
         models["decode"] = replace(models["decode"], pool=pool)
-        self.prefill = Worker(PrefillSettings.model_validate({**common, "name": "p"}), models["prefill"], None)
-        self.decode = Worker(DecodeSettings.model_validate({**common, "name": "d"}), models["decode"], None, shared)
+        self.prefill = Worker(
+            PrefillSettings.model_validate({**common, "name": "p"}), models["prefill"], None
+        )
+        self.decode = Worker(
+            DecodeSettings.model_validate({**common, "name": "d"}), models["decode"], None, shared
+        )
         self.threads: dict[str, threading.Thread] = {}
         self.errors: dict[str, EngineError] = {}
         """By role, what ended a worker's loop."""
@@ -83,7 +110,9 @@ class WorkerPair:
     def __enter__(self) -> Self:
         self._stack.enter_context(process_settings_kept())
         for role, worker in (("prefill", self.prefill), ("decode", self.decode)):
-            self.threads[role] = threading.Thread(target=self._run, args=(role, worker), name=role, daemon=True)
+            self.threads[role] = threading.Thread(
+                target=self._run, args=(role, worker), name=role, daemon=True
+            )
             self.threads[role].start()
         self.until(lambda: len(self._hellos) == 2)
         return self
@@ -111,7 +140,9 @@ class WorkerPair:
         """Listens until it is so."""
         deadline = time.monotonic() + DEADLINE_S
         while not condition():
-            assert time.monotonic() < deadline, [message for message in self.heard if type(message).__name__ not in ("Load", "StepTokens")]
+            assert time.monotonic() < deadline, [
+                message for message in self.heard if type(message).__name__ not in ("Load", "StepTokens")
+            ]
             self._channel.socket.poll(50)
             for identity, message in self._channel.receive(256):
                 if isinstance(message, Hello):

@@ -58,7 +58,10 @@ def test_a_choice_that_is_not_one_sentence_is_refused(begin: str, count: int) ->
 
 
 def test_a_docstring_is_a_source_too() -> None:
-    assert sentence(f"doc {language_facts.__name__} > What the demo model") == (language_facts.__doc__ or "").split("\n")[0]
+    assert (
+        sentence(f"doc {language_facts.__name__} > What the demo model")
+        == (language_facts.__doc__ or "").split("\n")[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,10 +80,16 @@ def test_joined_sentences_read_as_one_text(parts: list[str], text: str) -> None:
 @chosen_with_this_python
 def test_every_word_about_the_language_is_cpythons_own() -> None:
     choices = {choice for choices in TABLE["facts"].values() for choice in choices}
-    originals = {source: _letters(REFERENCE.sub("", " ".join(text.split()))) for source, text in topics.items()}
+    originals = {
+        source: _letters(REFERENCE.sub("", " ".join(text.split()))) for source, text in topics.items()
+    }
     from_topics = [choice for choice in choices if choice.partition(" > ")[0] in originals]
     assert len(from_topics) > 300
-    assert [choice for choice in from_topics if _letters(sentence(choice)) not in originals[choice.partition(" > ")[0]]] == []
+    assert [
+        choice
+        for choice in from_topics
+        if _letters(sentence(choice)) not in originals[choice.partition(" > ")[0]]
+    ] == []
 
 
 def test_no_two_subjects_share_a_name() -> None:

@@ -26,7 +26,15 @@ main()
 
 def test_a_thread_that_fails_ends_the_worker(tmp_path: Path) -> None:
     generate_key(tmp_path / "key")
-    arguments = ["decode", "--model", str(DEMO_MODEL), "--key-file", str(tmp_path / "key"), "--kv-cache-gib", "0.01"]
+    arguments = [
+        "decode",
+        "--model",
+        str(DEMO_MODEL),
+        "--key-file",
+        str(tmp_path / "key"),
+        "--kv-cache-gib",
+        "0.01",
+    ]
     coordinator = ["--coordinator", f"tcp://127.0.0.1:{free_port()}"]
     ended = subprocess.run(
         [sys.executable, "-c", MISTAKEN, *arguments, *coordinator],

@@ -1,7 +1,8 @@
 """Who may connect: a ZAP handler (rfc.zeromq.org/spec/27) in a daemon thread, one per ZeroMQ context.
 
-A listening endpoint's *ZAP domain* names the one credential it accepts: the cluster's public key (z85). The domain never travels, so the
-handler needs no list and serves any number of endpoints. It ends when its context is terminated.
+A listening endpoint's *ZAP domain* names the one credential it accepts: the cluster's public key (z85). The
+domain never travels, so the handler needs no list and serves any number of endpoints. It ends when its
+context is terminated.
 """
 
 from __future__ import annotations

@@ -1,17 +1,21 @@
-"""Control channels: ZeroMQ sockets that carry our messages, encrypted and authenticated with the cluster key (CURVE).
+"""Control channels: ZeroMQ sockets that carry our messages, encrypted and authenticated with the cluster key
+(CURVE).
 
-A ``RouterChannel`` listens and knows each peer by the identity that the peer chose; a ``DealerChannel`` connects to one
-router and reconnects by itself, for ever. Neither ever blocks:
+A ``RouterChannel`` listens and knows each peer by the identity that the peer chose; a ``DealerChannel``
+connects to one router and reconnects by itself, for ever. Neither ever blocks:
 
-- ``send`` queues up to HIGH_WATER_MARK messages per peer. Where the queue is full or the peer unknown, the message is dropped,
-  counted, and ``send`` returns False. What was queued when a connection broke may be lost: the protocol says things again.
-- ``receive`` returns what has arrived, up to a budget. What is no message of an allowed type is dropped, counted and logged.
+- ``send`` queues up to HIGH_WATER_MARK messages per peer. Where the queue is full or the peer unknown, the
+  message is dropped, counted, and ``send`` returns False. What was queued when a connection broke may be
+  lost: the protocol says things again.
+- ``receive`` returns what has arrived, up to a budget. What is no message of an allowed type is dropped,
+  counted and logged.
 
-Messages that are sent by one call travel as frames of one ZeroMQ message: the peer's thread, and both I/O threads, wake once for all.
-They are queued or dropped together.
+Messages that are sent by one call travel as frames of one ZeroMQ message: the peer's thread, and both I/O
+threads, wake once for all. They are queued or dropped together.
 
-A channel belongs to the thread that uses it. Loops wait on it with ``zmq.Poller`` (``channel.socket``), event loops with
-``attach``. ``key=None`` means no encryption and no authentication: for an explicit --insecure only.
+A channel belongs to the thread that uses it. Loops wait on it with ``zmq.Poller`` (``channel.socket``), event
+loops with ``attach``. ``key=None`` means no encryption and no authentication: for an explicit --insecure
+only.
 """
 
 from __future__ import annotations
@@ -38,8 +42,9 @@ RECONNECT_MS, RECONNECT_MAX_MS = 50, 1_000  # doubling
 CONNECT_TIMEOUT_MS = 1_000
 HANDSHAKE_TIMEOUT_MS = 5_000
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 500, 2_000
-"""The coordinator's own heartbeats are tighter. These tell a prefill worker that it is cut off from a decode worker, and replace a
-connection that a network has lost: TCP by itself would stand still for about as long again."""
+"""The coordinator's own heartbeats are tighter. These tell a prefill worker that it is cut off from a decode
+worker, and replace a connection that a network has lost: TCP by itself would stand still for about as long
+again."""
 BACKLOG = 1_024
 REJOIN_S = 2.0  # after a change of keys that ends all connections they come back within so long
 MAX_TOGETHER = 256  # messages of one call of ``send``; a receiver refuses more
@@ -121,7 +126,11 @@ class _Channel:
         while len(arrivals) < limit and self.readable:  # to ask is cheaper than to be refused
             arrivals.append(self.socket.recv_multipart(zmq.NOBLOCK))
         most = num_before + MAX_TOGETHER
-        return [frames for frames in arrivals if num_before < len(frames) <= most or self._reject(frames, "wrong number of frames")]
+        return [
+            frames
+            for frames in arrivals
+            if num_before < len(frames) <= most or self._reject(frames, "wrong number of frames")
+        ]
 
     def _decode(self, data: bytes, frames: list[bytes]) -> Message | None:
         try:
@@ -138,11 +147,14 @@ class _Channel:
         if now - self._last_log >= LOG_EVERY_S:
             self._last_log = now
             peer = frames[0][:64] if len(frames) > 1 else b"the router"
-            _log.warning("dropped a message from %r: %s (%d bad ones so far)", peer, reason, self.counters.bad)
+            _log.warning(
+                "dropped a message from %r: %s (%d bad ones so far)", peer, reason, self.counters.bad
+            )
         return False
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Ends all connections; what is still queued is lost, but for what leaves within ``linger_s`` seconds."""
+        """Ends all connections; what is still queued is lost, but for what leaves within ``linger_s``
+        seconds."""
         self.socket.close(linger=int(linger_s * 1000))
         self._context.term()
 
@@ -157,7 +169,11 @@ class RouterChannel(_Channel):
     """The listening end."""
 
     def __init__(
-        self, context: Context, socket: zmq.Socket[bytes], allowed: Collection[type[Message]], authenticator: Authenticator | None
+        self,
+        context: Context,
+        socket: zmq.Socket[bytes],
+        allowed: Collection[type[Message]],
+        authenticator: Authenticator | None,
     ):
         super().__init__(context, socket, allowed)
         self._authenticator = authenticator
@@ -168,7 +184,8 @@ class RouterChannel(_Channel):
 
     @classmethod
     def bind(cls, address: str, key: ClusterKey | None, allowed: Collection[type[Message]]) -> RouterChannel:
-        """Listens on ``address``; ``tcp://host:*`` takes a free port, and ``.address`` tells which. Raises AddressError."""
+        """Listens on ``address``; ``tcp://host:*`` takes a free port, and ``.address`` tells which. Raises
+        AddressError."""
         context: Context = zmq.Context()
         authenticator = Authenticator(context) if key is not None else None
         socket = _configured(context, zmq.ROUTER, address)
@@ -185,7 +202,9 @@ class RouterChannel(_Channel):
             context.term()
             if authenticator is not None:
                 authenticator.join()
-            raise AddressError(f"cannot listen on {address}: {error.strerror}; choose another address or port 0") from None
+            raise AddressError(
+                f"cannot listen on {address}: {error.strerror}; choose another address or port 0"
+            ) from None
         channel = cls(context, socket, allowed, authenticator)
         if key is not None:
             channel._key = replace(key, second=None)
@@ -193,8 +212,8 @@ class RouterChannel(_Channel):
         return channel
 
     def change_key(self, key: ClusterKey) -> None:
-        """From now on lets those in who know one of the ``key``'s pairs. Where one that was good before is not among them, all connections
-        end, and members connect again at once."""
+        """From now on lets those in who know one of the ``key``'s pairs. Where one that was good before is
+        not among them, all connections end, and members connect again at once."""
         assert self._key is not None, "a channel without a key has none to change"
         before, self._key = self._key.pairs, key
         if not set(before) <= set(key.pairs):
@@ -210,7 +229,8 @@ class RouterChannel(_Channel):
         return self._send([peer], messages)
 
     def receive(self, limit: int) -> list[tuple[bytes, Message]]:
-        """What has arrived, of up to ``limit`` calls of ``send``: messages, each with its sender's identity."""
+        """What has arrived, of up to ``limit`` calls of ``send``: messages, each with its sender's
+        identity."""
         return [
             (frames[0], message)
             for frames in self._receive(limit, 1)
@@ -223,8 +243,8 @@ class RouterChannel(_Channel):
         self._lost = LostConnections(self.socket)
 
     def lost_any(self, now: float) -> bool:
-        """Whether a peer's connection has ended since the last call, which must come again and again. (Whose: ``send`` tells.) What ended
-        because keys were changed does not count."""
+        """Whether a peer's connection has ended since the last call, which must come again and again. (Whose:
+        ``send`` tells.) What ended because keys were changed does not count."""
         return self._lost is not None and self._lost.any_since_last_asked() and now >= self._rejoined_by
 
     def close(self, linger_s: float = 0.0) -> None:
@@ -238,13 +258,22 @@ class RouterChannel(_Channel):
 class DealerChannel(_Channel):
     """The connecting end. ``identity`` is how the router knows it."""
 
-    def __init__(self, context: Context, socket: zmq.Socket[bytes], allowed: Collection[type[Message]], watch: ConnectionWatch) -> None:
+    def __init__(
+        self,
+        context: Context,
+        socket: zmq.Socket[bytes],
+        allowed: Collection[type[Message]],
+        watch: ConnectionWatch,
+    ) -> None:
         super().__init__(context, socket, allowed)
         self._watch = watch
 
     @classmethod
-    def connect(cls, address: str, identity: bytes, key: ClusterKey | None, allowed: Collection[type[Message]]) -> DealerChannel:
-        """Connects in the background, now and whenever the connection breaks. Raises AddressError for a malformed address."""
+    def connect(
+        cls, address: str, identity: bytes, key: ClusterKey | None, allowed: Collection[type[Message]]
+    ) -> DealerChannel:
+        """Connects in the background, now and whenever the connection breaks. Raises AddressError for a
+        malformed address."""
         context: Context = zmq.Context()
         socket = _configured(context, zmq.DEALER, address)
         watch = ConnectionWatch(socket, time.monotonic())
@@ -262,7 +291,9 @@ class DealerChannel(_Channel):
             watch.close()
             socket.close()
             context.term()
-            raise AddressError(f"cannot connect to {address}: {error.strerror}; expected tcp://host:port") from None
+            raise AddressError(
+                f"cannot connect to {address}: {error.strerror}; expected tcp://host:port"
+            ) from None
         return cls(context, socket, allowed, watch)
 
     def gone_since(self, now: float) -> float | None:
@@ -283,12 +314,17 @@ class DealerChannel(_Channel):
 
     def receive(self, limit: int) -> list[Message]:
         """What has arrived, of up to ``limit`` calls of ``send``."""
-        return [message for frames in self._receive(limit, 0) for data in frames if (message := self._decode(data, frames)) is not None]
+        return [
+            message
+            for frames in self._receive(limit, 0)
+            for data in frames
+            if (message := self._decode(data, frames)) is not None
+        ]
 
 
 def _listen(socket: zmq.Socket[bytes], address: str, key: ClusterKey) -> None:
-    """Adds an endpoint that lets in who knows ``key``. ZeroMQ has one key for an endpoint; several share one port, and who comes to the
-    wrong one is turned away and comes again. Raises OSError."""
+    """Adds an endpoint that lets in who knows ``key``. ZeroMQ has one key for an endpoint; several share one
+    port, and who comes to the wrong one is turned away and comes again. Raises OSError."""
     socket.curve_server = True
     socket.curve_secretkey = key.secret
     socket.zap_domain = key.public

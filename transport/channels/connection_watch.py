@@ -18,7 +18,8 @@ class ConnectionWatch:
         self.ever_there = False
 
     def gone_since(self, now: float) -> float | None:
-        """When the connection was first found missing (at first: when it was asked for); None where it is there."""
+        """When the connection was first found missing (at first: when it was asked for); None where it is
+        there."""
         while self._events.poll(0):
             there = recv_monitor_message(self._events)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
             self.ever_there = self.ever_there or there
@@ -32,7 +33,8 @@ class ConnectionWatch:
 
 
 class LostConnections:
-    """Of a listening socket: that one of its connections has ended. Whose, ZeroMQ does not tell: it shows in sending."""
+    """Of a listening socket: that one of its connections has ended. Whose, ZeroMQ does not tell: it shows in
+    sending."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._watched = socket

@@ -1,7 +1,8 @@
-"""A channel on an asyncio (or uvloop) event loop, by the loop's reader on the socket's FD; zmq.asyncio is 4 times slower.
+"""A channel on an asyncio (or uvloop) event loop, by the loop's reader on the socket's FD; zmq.asyncio is 4
+times slower.
 
-The FD is edge-triggered, and *any* use of the socket may consume the edge. So: read until nothing is left or the budget is
-spent, then look again in the next turn; and look again after every send.
+The FD is edge-triggered, and *any* use of the socket may consume the edge. So: read until nothing is left or
+the budget is spent, then look again in the next turn; and look again after every send.
 """
 
 from __future__ import annotations
@@ -16,9 +17,15 @@ BUDGET = 256  # messages per turn of the loop
 
 
 class Attachment:
-    """Feeds ``callback`` with lists of what ``channel.receive`` returns, at most BUDGET a turn, until closed."""
+    """Feeds ``callback`` with lists of what ``channel.receive`` returns, at most BUDGET a turn, until
+    closed."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, channel: RouterChannel | DealerChannel, callback: Callable[[list[Any]], None]):
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        channel: RouterChannel | DealerChannel,
+        callback: Callable[[list[Any]], None],
+    ):
         self._loop = loop
         self._channel = channel
         self._callback = callback
@@ -50,6 +57,11 @@ class Attachment:
         self._scheduled = self._loop.call_soon(self._drain)
 
 
-def attach(loop: asyncio.AbstractEventLoop, channel: RouterChannel | DealerChannel, callback: Callable[[list[Any]], None]) -> Attachment:
-    """``callback(messages)`` is called on ``loop`` with whatever arrives: (identity, message) pairs, or messages for a dealer."""
+def attach(
+    loop: asyncio.AbstractEventLoop,
+    channel: RouterChannel | DealerChannel,
+    callback: Callable[[list[Any]], None],
+) -> Attachment:
+    """``callback(messages)`` is called on ``loop`` with whatever arrives: (identity, message) pairs, or
+    messages for a dealer."""
     return Attachment(loop, channel, callback)

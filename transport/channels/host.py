@@ -61,7 +61,8 @@ def advertised_host(listen: str, advertise_host: str, coordinator: str) -> str:
         host = host_towards(coordinator)
     except OSError as error:
         raise AddressError(
-            f"--listen {listen} names no address that prefill workers can connect to, and this host's own cannot be told from "
+            f"--listen {listen} names no address that prefill workers can connect to, and this "
+            "host's own cannot be told from "
             f"the coordinator's, {coordinator} ({error}): give --advertise-host"
         ) from error
     _log.info(

@@ -1,10 +1,12 @@
-"""Incarnation numbers: which life of a worker or a coordinator a message is about. No clock and no file goes into them.
+"""Incarnation numbers: which life of a worker or a coordinator a message is about. No clock and no file goes
+into them.
 
     63 bits:   process, 41 bits, drawn at random   |   count, 22 bits: which incarnation of that process, from 1
 
-Two incarnations of one process are ordered by their counts. Two processes of one name have no order: between them a clock may have been
-set back or a file lost, and two coordinators may have met them in different orders. Where it matters which of the two is here now, it is
-asked: the answer to ``Meet`` names the incarnation that gives it.
+Two incarnations of one process are ordered by their counts. Two processes of one name have no order: between
+them a clock may have been set back or a file lost, and two coordinators may have met them in different
+orders. Where it matters which of the two is here now, it is asked: the answer to ``Meet`` names the
+incarnation that gives it.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """The cluster key: a CURVE key pair that every process of a cluster has, and nobody else.
 
-A process shows that it belongs by knowing the secret half; servers accept no client with any other key (``channels``).
-The file is text, readable by its owner only:
+A process shows that it belongs by knowing the secret half; servers accept no client with any other key
+(``channels``). The file is text, readable by its owner only:
 
     splitserve-cluster-key 1
     public <40 characters, z85>
     secret <40 characters, z85>
 
-While the key is being changed the file holds a second pair. Servers let clients with either in; clients use the first. So a cluster
-changes its key without a break, in three steps (``rotate``), each of which has reached every process before the next one is taken:
+While the key is being changed the file holds a second pair. Servers let clients with either in; clients use
+the first. So a cluster changes its key without a break, in three steps (``rotate``), each of which has
+reached every process before the next one is taken:
 
     add      old         -> old, new     servers let both in
     switch   old, new    -> new, old     clients use the new one
@@ -53,7 +54,8 @@ def new_key() -> ClusterKey:
 
 
 def generate_key(path: str | os.PathLike[str]) -> ClusterKey:
-    """Makes a new key and writes it to ``path`` (mode 0600), which must not exist yet. Raises KeyFileError."""
+    """Makes a new key and writes it to ``path`` (mode 0600), which must not exist yet. Raises
+    KeyFileError."""
     path = Path(path)
     key = new_key()
     try:
@@ -65,7 +67,8 @@ def generate_key(path: str | os.PathLike[str]) -> ClusterKey:
 
 
 def rotate(path: str | os.PathLike[str], step: Literal["add", "switch", "finish"]) -> ClusterKey:
-    """The next step of changing the key in ``path``, in place. Raises KeyFileError, also where it is not the time for that step."""
+    """The next step of changing the key in ``path``, in place. Raises KeyFileError, also where it is not the
+    time for that step."""
     path, key = Path(path), load_key(path)
     old = ClusterKey(key.public, key.secret)
     if step == "add" and key.second is None:
@@ -75,7 +78,11 @@ def rotate(path: str | os.PathLike[str], step: Literal["add", "switch", "finish"
     elif step == "finish" and key.second is not None:
         changed = old
     else:
-        there = "one key only: begin with add" if key.second is None else "two keys already: go on with switch, then finish"
+        there = (
+            "one key only: begin with add"
+            if key.second is None
+            else "two keys already: go on with switch, then finish"
+        )
         raise KeyFileError(f"cannot {step}: {path} holds {there}")
     new_path = path.with_name(path.name + ".new")
     new_path.unlink(missing_ok=True)
@@ -88,7 +95,9 @@ def _write(path: Path, key: ClusterKey) -> None:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
-        raise KeyFileError(f"{path} exists already; delete it first if the cluster should get a new key") from None
+        raise KeyFileError(
+            f"{path} exists already; delete it first if the cluster should get a new key"
+        ) from None
     except OSError as error:
         raise KeyFileError(f"cannot write the cluster key to {path}: {error.strerror}") from None
     lines = (f"public {pair.public.decode()}\nsecret {pair.secret.decode()}\n" for pair in key.pairs)
@@ -101,7 +110,8 @@ def _write(path: Path, key: ClusterKey) -> None:
 
 
 def load_key(path: str | os.PathLike[str]) -> ClusterKey:
-    """The key in ``path``. Raises KeyFileError where the file is missing, open to other users, or not a cluster key."""
+    """The key in ``path``. Raises KeyFileError where the file is missing, open to other users, or not a
+    cluster key."""
     try:
         with open(path, "rb") as file:
             _refuse_open_file(os.fstat(file.fileno()), path)
@@ -116,7 +126,9 @@ def load_key(path: str | os.PathLike[str]) -> ClusterKey:
 def _refuse_open_file(status: os.stat_result, path: str | os.PathLike[str]) -> None:
     if is_open_to_others(status):
         mode = stat.S_IMODE(status.st_mode)
-        raise KeyFileError(f"the cluster key {path} is open to other users (mode {mode:04o}); run: chmod 600 {path}")
+        raise KeyFileError(
+            f"the cluster key {path} is open to other users (mode {mode:04o}); run: chmod 600 {path}"
+        )
 
 
 def key_from_text(text: bytes, path: str | os.PathLike[str]) -> ClusterKey:
@@ -126,7 +138,9 @@ def key_from_text(text: bytes, path: str | os.PathLike[str]) -> ClusterKey:
         raise KeyFileError(f"{path} is not a cluster key of this version; its first line must be '{_HEADER}'")
     pairs = [_pair(lines[at : at + 2]) for at in range(0, len(lines), 2)]
     if None in pairs or not 1 <= len(pairs) <= 2:
-        raise KeyFileError(f"the cluster key {path} is damaged: its public and secret halves do not belong together")
+        raise KeyFileError(
+            f"the cluster key {path} is damaged: its public and secret halves do not belong together"
+        )
     key, *second = (pair for pair in pairs if pair is not None)
     return replace(key, second=second[0] if second else None)
 
@@ -152,8 +166,8 @@ class KeyFile:
         self.key = load_key(path)
 
     def changed(self) -> bool:
-        """Whether ``key`` is another one since the last call. Raises KeyFileError, once, where the file is no key any more; the key
-        then stays."""
+        """Whether ``key`` is another one since the last call. Raises KeyFileError, once, where the file is no
+        key any more; the key then stays."""
         state = self._state()
         if state == self._seen:
             return False

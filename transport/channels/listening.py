@@ -8,8 +8,8 @@ import socket
 
 
 def shared_listener(address: str, backlog: int) -> socket.socket:
-    """Listens on tcp://host:port (host *: everywhere; port * or 0: a free one), where others that this function made may listen too.
-    Raises OSError."""
+    """Listens on tcp://host:port (host *: everywhere; port * or 0: a free one), where others that this
+    function made may listen too. Raises OSError."""
     listener = _bound(address, shared=True)
     listener.listen(backlog)
     listener.setblocking(False)
@@ -17,7 +17,8 @@ def shared_listener(address: str, backlog: int) -> socket.socket:
 
 
 def refuse_taken(address: str) -> None:
-    """Raises OSError where somebody listens on ``address`` already: a shared listener would go unnoticed beside it."""
+    """Raises OSError where somebody listens on ``address`` already: a shared listener would go unnoticed
+    beside it."""
     _bound(address, shared=False).close()
 
 
@@ -28,7 +29,9 @@ def _bound(address: str, shared: bool) -> socket.socket:
         raise OSError(errno.EINVAL, "expected tcp://host:port")
     host = "0.0.0.0" if host == "*" else host.strip("[]")
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(host, 0 if port == "*" else int(port), type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, where = socket.getaddrinfo(
+            host, 0 if port == "*" else int(port), type=socket.SOCK_STREAM
+        )[0]
     except (socket.gaierror, OverflowError):
         raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL)) from None
     listener = socket.socket(family, kind, protocol)

@@ -1,8 +1,9 @@
-"""Whether a certain process of this machine is still there; a process id alone may have been given to another since.
+"""Whether a certain process of this machine is still there; a process id alone may have been given to another
+since.
 
-Looked up in /proc by ourselves: psutil tells start times since the epoch, by when the machine was started, which it reads each time anew.
-Where the clock has been set since (a virtual machine that was resumed), a process that runs would be taken for another one, and the blocks
-that it still writes would be given away.
+Looked up in /proc by ourselves: psutil tells start times since the epoch, by when the machine was started,
+which it reads each time anew. Where the clock has been set since (a virtual machine that was resumed), a
+process that runs would be taken for another one, and the blocks that it still writes would be given away.
 """
 
 from __future__ import annotations
@@ -11,19 +12,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ENDED = frozenset("ZXx")
-"""States (proc(5)) of a process of which nothing runs any more, even if its parent has not taken notice yet."""
+"""States (proc(5)) of a process of which nothing runs any more, even if its parent has not taken notice
+yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """A process by id and start time (clock ticks since this machine's start: no clock that is set can change it)."""
+    """A process by id and start time (clock ticks since this machine's start: no clock that is set can change
+    it)."""
 
     pid: int
     start_time: int
 
     @classmethod
     def of(cls, pid: int) -> ProcessIdentity | None:
-        """The process that has this id now; None where there is none. Raises OSError where that cannot be seen."""
+        """The process that has this id now; None where there is none. Raises OSError where that cannot be
+        seen."""
         seen = _look(pid)
         return cls(pid, seen[1]) if seen is not None else None
 
@@ -31,7 +35,9 @@ class ProcessIdentity:
         """False once it has ended, a zombie included."""
         try:
             seen = _look(self.pid)
-        except OSError:  # no file left to look with (strangers may have all connections for a moment): asked again soon
+        except (
+            OSError
+        ):  # no file left to look with (strangers may have all connections for a moment): asked again soon
             return True
         return seen is not None and seen[0] not in ENDED and seen[1] == self.start_time
 

@@ -29,9 +29,11 @@ class ToPeer(NamedTuple):
 
 
 class Put(NamedTuple):
-    """Move blocks, or the same layers of several: items are (position in the lease, own block, the peer's block).
+    """Move blocks, or the same layers of several: items are (position in the lease, own block, the peer's
+    block).
 
-    ``layers``: [first, end) of those that move; None: whole blocks. The slices of a block leave in the order of their layers.
+    ``layers``: [first, end) of those that move; None: whole blocks. The slices of a block leave in the order
+    of their layers.
     """
 
     peer: PeerId
@@ -98,7 +100,9 @@ class Undelivered(NamedTuple):
     message: str
 
 
-SenderAction = Connect | OpenMover | ToPeer | Put | CancelPuts | SendPlaced | SendHandoff | Delivered | Undelivered
+SenderAction = (
+    Connect | OpenMover | ToPeer | Put | CancelPuts | SendPlaced | SendHandoff | Delivered | Undelivered
+)
 
 
 class OpenLease(NamedTuple):
@@ -121,8 +125,9 @@ class CloseLease(NamedTuple):
 
 
 class Verify(NamedTuple):
-    """Compare these blocks with these checksums and report to ``HandoffReceiver.verified``, in parts if that is better for those who
-    wait. Those that are right are taken into the cache. Of no use any more once the lease is closed."""
+    """Compare these blocks with these checksums and report to ``HandoffReceiver.verified``, in parts if that
+    is better for those who wait. Those that are right are taken into the cache. Of no use any more once the
+    lease is closed."""
 
     lease: int
     positions: list[int]

@@ -1,4 +1,5 @@
-"""The decode workers that a sender of the handoff has met, or is meeting: when to say Meet, and by which mover each is written. Pure."""
+"""The decode workers that a sender of the handoff has met, or is meeting: when to say Meet, and by which
+mover each is written. Pure."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ class Contacts:
         self._contacts: dict[PeerId, Contact] = {}
         self._strangers: dict[PeerId, Contact] = {}  # those of them that have not answered yet
         self._failed_movers: dict[PeerId, tuple[str, ...]] = {}
-        self._made_anew: set[PeerId] = set()  # whose mover has failed once since the last handoff to them that it carried
+        self._made_anew: set[PeerId] = (
+            set()
+        )  # whose mover has failed once since the last handoff to them that it carried
 
     def __getitem__(self, peer: PeerId) -> Contact:
         return self._contacts[peer]
@@ -82,7 +85,8 @@ class Contacts:
         self._made_anew.discard(peer)
 
     def mover_failed(self, peer: PeerId) -> bool:
-        """Whether from now on it is written by FALLBACK_MOVER: by one that is made anew once more, where that may help."""
+        """Whether from now on it is written by FALLBACK_MOVER: by one that is made anew once more, where that
+        may help."""
         met = self.met(peer)
         if met is None or met.mover == FALLBACK_MOVER:
             return False

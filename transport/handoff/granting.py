@@ -32,11 +32,17 @@ class BlockPool(Protocol):
 class Granting:
     """The offers that wait, and what a grant is made of.
 
-    ``room`` answers (sequence slots free, blocks to leave for running sequences); ``secret`` draws a grant's secret.
+    ``room`` answers (sequence slots free, blocks to leave for running sequences); ``secret`` draws a grant's
+    secret.
     """
 
     def __init__(
-        self, pool: BlockPool, model: ModelIdentity, room: Callable[[], tuple[int, int]], secret: Callable[[], bytes], lease_s: float
+        self,
+        pool: BlockPool,
+        model: ModelIdentity,
+        room: Callable[[], tuple[int, int]],
+        secret: Callable[[], bytes],
+        lease_s: float,
     ) -> None:
         self._pool, self._room, self._secret, self._lease_s = pool, room, secret, lease_s
         self._block_size, self._window = model.block_size, model.window
@@ -52,7 +58,10 @@ class Granting:
         """Why this offer gets no grant, and whether it never will."""
         needed = self._num_blocks(offer.num_tokens) - self._num_behind(offer.num_tokens)
         if needed >= self._pool.num_blocks:
-            reason = f"the prompt needs {needed} KV blocks and room to grow; {worker_id} has {self._pool.num_blocks} in all"
+            reason = (
+                f"the prompt needs {needed} KV blocks and room to grow; {worker_id} has "
+                f"{self._pool.num_blocks} in all"
+            )
             return reason, True
         if len(from_hashes(offer.block_hashes)) != offer.num_tokens // self._block_size:
             return "hashes do not match the token count", False
@@ -64,7 +73,9 @@ class Granting:
         key = (offer.coordinator, offer.dispatch)
         hashes = from_hashes(offer.block_hashes)
         behind = self._num_behind(offer.num_tokens)
-        self.waiting[key] = Incoming(key, peer, offer.request_id, offer.epoch, offer.num_tokens, hashes, now, behind)
+        self.waiting[key] = Incoming(
+            key, peer, offer.request_id, offer.epoch, offer.num_tokens, hashes, now, behind
+        )
 
     def forget_silent(self, silent_s: float, now: float) -> None:
         """Whoever has not repeated an offer for so long does not want it any more."""
@@ -72,7 +83,8 @@ class Granting:
             del self.waiting[incoming.key]
 
     def grant_next(self, incarnation: int, now: float) -> Incoming | None:
-        """The first in the line gets its blocks under a new lease, which names this worker's incarnation. None: no room for it."""
+        """The first in the line gets its blocks under a new lease, which names this worker's incarnation.
+        None: no room for it."""
         incoming = next(iter(self.waiting.values()), None)
         if incoming is None or not self._has_room_for(incoming):
             return None
@@ -82,7 +94,10 @@ class Granting:
         fresh = self._pool.allocate(self._num_blocks(incoming.num_tokens) - behind - len(cached))
         assert fresh is not None, "room was checked"
         incoming.blocks, incoming.num_cached = [NO_BLOCK] * behind + cached + fresh, behind + len(cached)
-        incoming.lease, self._next_lease = _lease_bits(incarnation) << 32 | self._next_lease, self._next_lease + 1
+        incoming.lease, self._next_lease = (
+            _lease_bits(incarnation) << 32 | self._next_lease,
+            self._next_lease + 1,
+        )
         incoming.expires = now + self._lease_s
         incoming.grant = self._grant(incoming)
         return incoming

@@ -13,14 +13,14 @@
               <------------------------- Ack --     JOINED: the blocks are the sequence's
     done
 
-Either side ends it early with Release (the writer has stopped) or Revoke (the lease has ended). Every state has a
-deadline, every message may be lost, doubled, late or out of order: what is unknown is answered so that the other side
-lets go too.
+Either side ends it early with Release (the writer has stopped) or Revoke (the lease has ended). Every state
+has a deadline, every message may be lost, doubled, late or out of order: what is unknown is answered so that
+the other side lets go too.
 
-**At most one writer.** With a one-sided mover the sender writes into the receiver's memory, and a stalled sender may
-write long after its lease ran out. So blocks of a lease that ended without the writer's word go to *quarantine*: they
-are given to nobody until the writer confirms (Release) or is known to be gone. With a two-sided mover the receiver
-itself drops late puts (CloseLease), and the blocks are free at once.
+**At most one writer.** With a one-sided mover the sender writes into the receiver's memory, and a stalled
+sender may write long after its lease ran out. So blocks of a lease that ended without the writer's word go to
+*quarantine*: they are given to nobody until the writer confirms (Release) or is known to be gone. With a
+two-sided mover the receiver itself drops late puts (CloseLease), and the blocks are free at once.
 """
 
 from __future__ import annotations
@@ -47,9 +47,11 @@ SAME_HOST_MOVERS = frozenset({"cuda_ipc", "shm"})
 FALLBACK_MOVER = "tcp"
 """Works between any two workers; replaces a mover that fails."""
 FORMER_NAME = "zmq"
-"""Name of the ``tcp`` mover to workers of earlier builds, which share the wire version. Meet gives both names."""
+"""Name of the ``tcp`` mover to workers of earlier builds, which share the wire version. Meet gives both
+names."""
 MADE_ANEW = frozenset({"nccl"})
-"""Tried once more when they fail, by a new meeting: what two workers had set up together may have broken by the fault of neither."""
+"""Tried once more when they fail, by a new meeting: what two workers had set up together may have broken by
+the fault of neither."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,4 +63,6 @@ class HandoffTimes:
     ack: float = 10.0  # from the last put to the verified join
     lease: float = 3.0  # renewed every third of it
     waiting: float = 5.0  # the receiver forgets an offer that is no longer repeated
-    silence: float = 10.0  # a one-sided writer that does not answer a Revoke for so long is shut out, where the mover can
+    silence: float = (
+        10.0  # a one-sided writer that does not answer a Revoke for so long is shut out, where the mover can
+    )

@@ -12,8 +12,9 @@ from .handoff import ONE_SIDED_MOVERS, Key, PeerId
 
 @dataclass(slots=True)
 class Incoming:
-    """``lease`` is 0 until granted. Positions count the prompt's blocks; those below ``num_cached`` do not travel: they are cached here, or
-    they are below ``num_behind``, behind the sliding window, and have no block."""
+    """``lease`` is 0 until granted. Positions count the prompt's blocks; those below ``num_cached`` do not
+    travel: they are cached here, or they are below ``num_behind``, behind the sliding window, and have no
+    block."""
 
     key: Key
     peer: PeerId
@@ -63,12 +64,17 @@ class Incoming:
         return self.handoff is not None and len(self.right) == self.num_travelling
 
     def told(self, first: int, checksums: list[int]) -> bool:
-        """Books what the sender says of the positions from ``first`` on. False: those are not positions that travel."""
+        """Books what the sender says of the positions from ``first`` on. False: those are not positions that
+        travel."""
         if first < self.num_cached or first + len(checksums) > len(self.blocks):
             return False
         positions, known = range(first, first + len(checksums)), self.checksums
         if self.right:  # some may have been put again with other content since they were checked
-            self.right.difference_update(p for p, checksum in zip(positions, checksums, strict=True) if known.get(p, checksum) != checksum)
+            self.right.difference_update(
+                p
+                for p, checksum in zip(positions, checksums, strict=True)
+                if known.get(p, checksum) != checksum
+            )
         known.update(zip(positions, checksums, strict=True))
         self._are_due(positions)
         return True

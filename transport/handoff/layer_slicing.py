@@ -1,12 +1,13 @@
-"""How finely a chunk's KV blocks are cut on their way out: whole blocks when the chunk is done, or a few layers at a time behind
-the computation. Pure arithmetic.
+"""How finely a chunk's KV blocks are cut on their way out: whole blocks when the chunk is done, or a few
+layers at a time behind the computation. Pure arithmetic.
 
-What the transfer adds after the last layer (the exposed time) is the last slice: with ``n`` slices of a chunk of ``b`` bytes
+What the transfer adds after the last layer (the exposed time) is the last slice: with ``n`` slices of a chunk
+of ``b`` bytes
 
     exposed(n) = b / (n * rate) + n * PUT_S,      least at  n = sqrt(b / (rate * PUT_S))
 
-where ``rate`` is what the mover was seen to make, in bytes a second, and ``PUT_S`` what one more put costs (a wake-up of the
-loop and the calls). A short prompt's best ``n`` is 1: whole blocks.
+where ``rate`` is what the mover was seen to make, in bytes a second, and ``PUT_S`` what one more put costs (a
+wake-up of the loop and the calls). A short prompt's best ``n`` is 1: whole blocks.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ MEMORY = 0.2  # weight of the newest transfer in the rate
 
 @dataclass(frozen=True, slots=True)
 class LayerSlicing:
-    """``block_bytes``: of all layers of one block; ``mode``: "auto" weighs by size and rate, the others do not ask."""
+    """``block_bytes``: of all layers of one block; ``mode``: "auto" weighs by size and rate, the others do
+    not ask."""
 
     num_layers: int
     block_bytes: int

@@ -37,7 +37,8 @@ class LeaseTable:
         yield from (ended.blocks for ended in self.quarantine.leases.values())
 
     def ends(self) -> dict[int, float]:
-        """When each lease ends, by lease, unless it is renewed. (One whose blocks are being checked ends with the check.)"""
+        """When each lease ends, by lease, unless it is renewed. (One whose blocks are being checked ends with
+        the check.)"""
         return {i.lease: i.expires for i in self.granted.values() if not i.verifying}
 
     def of_writer(self, peer: PeerId) -> list[Incoming]:
@@ -57,7 +58,8 @@ class LeaseTable:
         self.by_lease.pop(incoming.lease, None)
 
     def end(self, incoming: Incoming, one_sided: bool) -> None:
-        """Without a join. A writer that writes by itself must be believed to have stopped before its blocks are free."""
+        """Without a join. A writer that writes by itself must be believed to have stopped before its blocks
+        are free."""
         self.take_back(incoming)
         if one_sided:
             self.quarantine.leases[incoming.lease] = EndedLease(incoming.key, incoming.peer, incoming.held)

@@ -37,18 +37,21 @@ class Outgoing:
     sent_again: bool = False
 
     def layers_per_put(self, stop: int, slicing: LayerSlicing, rate: float | None) -> int:
-        """Of the blocks that do not leave whole before ``stop`` are final; 0: there are none. ``rate``: of the mover."""
+        """Of the blocks that do not leave whole before ``stop`` are final; 0: there are none. ``rate``: of
+        the mover."""
         num_blocks = stop - max(self.num_put, self.num_ready)
         return slicing.layers_per_put(num_blocks, rate or UNSEEN_RATE) if num_blocks > 0 else 0
 
     def next_slice(self, stop: int, slicing: LayerSlicing, rate: float | None) -> int | None:
-        """How many layers of the chunk up to block ``stop`` must be final for its next slice to leave; None: none leaves."""
+        """How many layers of the chunk up to block ``stop`` must be final for its next slice to leave; None:
+        none leaves."""
         if self.grant is None or stop <= self.num_put:
             return None
         return self.layers_put + slicing.layers_per_put(stop - self.num_put, rate or UNSEEN_RATE)
 
     def puts_due(self, slicing: LayerSlicing, rate: float | None) -> list[Put]:
-        """The rest of blocks whose first layers have left, whole blocks, then layers of the running chunk. They leave now."""
+        """The rest of blocks whose first layers have left, whole blocks, then layers of the running chunk.
+        They leave now."""
         if self.grant is None:
             return []
         puts = []
@@ -69,7 +72,10 @@ class Outgoing:
 
     def _put_layers(self, end: int, slicing: LayerSlicing) -> Put:
         """The slice of the blocks being filled from the layer last put up to ``end``."""
-        put = self._put(self.filling, None if (self.layers_put, end) == (0, slicing.num_layers) else (self.layers_put, end))
+        put = self._put(
+            self.filling,
+            None if (self.layers_put, end) == (0, slicing.num_layers) else (self.layers_put, end),
+        )
         self.layers_put = end
         if end == slicing.num_layers:
             self.num_put, self.layers_put = self.filling, 0

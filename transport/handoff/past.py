@@ -1,4 +1,5 @@
-"""What is kept of things that are over, so that a late echo of them is known for one: the newest so many. Pure."""
+"""What is kept of things that are over, so that a late echo of them is known for one: the newest so many.
+Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Blocks of leases that ended without their writer's word: nobody gets them before it has stopped writing for certain. Pure."""
+"""Blocks of leases that ended without their writer's word: nobody gets them before it has stopped writing for
+certain. Pure."""
 
 from __future__ import annotations
 

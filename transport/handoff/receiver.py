@@ -37,7 +37,8 @@ from .writers import Writers
 class HandoffReceiver:
     """The decode worker's side of all its handoffs.
 
-    ``room`` answers (sequence slots free, blocks to leave for running sequences); ``secret`` draws a grant's secret.
+    ``room`` answers (sequence slots free, blocks to leave for running sequences); ``secret`` draws a grant's
+    secret.
     """
 
     def __init__(
@@ -62,7 +63,8 @@ class HandoffReceiver:
         self.num_corrupt_blocks = 0
 
     def rename(self, worker: PeerId) -> None:
-        """Takes a new incarnation: everything under the old one ends, nothing of it is answered to any more."""
+        """Takes a new incarnation: everything under the old one ends, nothing of it is answered to any
+        more."""
         self.cancel_all()
         self._worker = worker
         self._writers.forget_choices()
@@ -89,19 +91,21 @@ class HandoffReceiver:
         return self._leases.blocks_open_to(lease)
 
     def leases(self) -> dict[int, float]:
-        """When each lease ends, by lease, unless it is renewed. (One whose blocks are being checked ends with the check.)"""
+        """When each lease ends, by lease, unless it is renewed. (One whose blocks are being checked ends with
+        the check.)"""
         return self._leases.ends()
 
     def writers(self) -> dict[PeerId, int]:
-        """The process ids of the prefill workers met: the shell reports the end of one on this host by ``writer_gone``."""
+        """The process ids of the prefill workers met: the shell reports the end of one on this host by
+        ``writer_gone``."""
         return dict(self._writers.pids)
 
     def keys(self) -> list[Key]:
         return [*self._granting.waiting, *self._leases.granted]
 
     def waits(self) -> Iterator[Wait]:
-        """Every handoff here that time ends. (A lease in quarantine waits for its writer's word or death, one that is being verified for
-        this worker's own check.)"""
+        """Every handoff here that time ends. (A lease in quarantine waits for its writer's word or death, one
+        that is being verified for this worker's own check.)"""
         for offer in self._granting.waiting.values():
             yield Wait(offer.key, "room, while its offer is repeated", offer.heard + self._times.waiting)
         for incoming in self._leases.granted.values():
@@ -156,7 +160,8 @@ class HandoffReceiver:
         return incoming.mover if incoming is not None else ""
 
     def verified(self, lease: int, positions: list[int], wrong: list[int], now: float) -> None:
-        """The answer to a Verify action, or to a part of it: ``wrong`` are those of ``positions`` that differ."""
+        """The answer to a Verify action, or to a part of it: ``wrong`` are those of ``positions`` that
+        differ."""
         incoming = self._leases.by_lease.get(lease)
         if incoming is not None:
             incoming.checked(positions, wrong)
@@ -176,18 +181,23 @@ class HandoffReceiver:
                 self.cancel(key)
 
     def writer_gone(self, peer: PeerId) -> None:
-        """This prefill worker's process has ended, or is not called so any more: nothing of it can be written."""
-        for incoming in [i for i in (*self._granting.waiting.values(), *self._leases.granted.values()) if i.peer == peer]:
+        """This prefill worker's process has ended, or is not called so any more: nothing of it can be
+        written."""
+        for incoming in [
+            i for i in (*self._granting.waiting.values(), *self._leases.granted.values()) if i.peer == peer
+        ]:
             self.cancel(incoming.key)
         self._leases.free_of_writer(peer)
         self._writers.forget(peer)
 
     def silent_writers(self, now: float) -> set[PeerId]:
-        """Those that have not answered for long when asked to let go: the shell may shut them out, and say so by ``writer_shut_out``."""
+        """Those that have not answered for long when asked to let go: the shell may shut them out, and say so
+        by ``writer_shut_out``."""
         return self._leases.quarantine.silent_writers(self._times.silence, now)
 
     def writer_shut_out(self, peer: PeerId) -> None:
-        """This peer, dead or not, writes nothing by itself any more that it has begun: those leases end, what they held is free."""
+        """This peer, dead or not, writes nothing by itself any more that it has begun: those leases end, what
+        they held is free."""
         for incoming in [i for i in self._leases.of_writer(peer) if i.one_sided]:
             self._end(incoming, "the decode worker has shut its writer out, which did not answer")
         self._leases.free_of_writer(peer)
@@ -243,7 +253,11 @@ class HandoffReceiver:
         self._actions.append(ToPeer(peer, refuse))
 
     def _supersede(self, offer: Offer) -> None:
-        same = [i for i in (*self._granting.waiting.values(), *self._leases.granted.values()) if i.request_id == offer.request_id]
+        same = [
+            i
+            for i in (*self._granting.waiting.values(), *self._leases.granted.values())
+            if i.request_id == offer.request_id
+        ]
         for incoming in same:
             self.cancel(incoming.key)
             self._actions.append(Supersede(incoming.key))
@@ -262,8 +276,12 @@ class HandoffReceiver:
             self._revoke(key, message.lease, peer, "the decode worker knows no such lease")
             return
         if incoming.handoff is not None or message.again != incoming.retried:
-            return  # known; or an echo of the first one, while the writer is still putting the wrong blocks again
-        if len(message.checksums) != 8 * incoming.num_travelling or message.spec.num_tokens != incoming.num_tokens:
+            # known; or an echo of the first one, while the writer is still putting the wrong blocks again
+            return
+        if (
+            len(message.checksums) != 8 * incoming.num_travelling
+            or message.spec.num_tokens != incoming.num_tokens
+        ):
             self._end(incoming, "the handoff does not match the grant")
             return
         incoming.handoff, incoming.handoff_at, incoming.expires = message, now, now + self._times.lease
@@ -287,7 +305,8 @@ class HandoffReceiver:
             self._actions.append(verify)
 
     def _settle(self, incoming: Incoming, now: float) -> None:
-        """Once the writer has put everything and no check is under way: joined, asked for again, or given up."""
+        """Once the writer has put everything and no check is under way: joined, asked for again, or given
+        up."""
         if incoming.verified:
             self._join(incoming, now)
         elif incoming.handoff is not None and incoming.wrong and not incoming.checking:
@@ -300,7 +319,9 @@ class HandoffReceiver:
         positions = incoming.expect_again()
         self._actions.append(ExpectAgain(incoming.lease, positions))
         coordinator, dispatch = incoming.key
-        nack = Nack(coordinator=coordinator, dispatch=dispatch, lease=incoming.lease, positions=u32(positions))
+        nack = Nack(
+            coordinator=coordinator, dispatch=dispatch, lease=incoming.lease, positions=u32(positions)
+        )
         self._actions.append(ToPeer(incoming.peer, nack))
 
     def _join(self, incoming: Incoming, now: float) -> None:
@@ -310,9 +331,16 @@ class HandoffReceiver:
         remember(self._past, incoming.key, incoming.lease)
         self.num_joining += 1
         hashes, behind = incoming.hashes, incoming.num_behind
-        self._pool.commit_all(incoming.blocks[behind : len(hashes)], hashes[behind:], hashes[behind - 1] if behind else None)
+        self._pool.commit_all(
+            incoming.blocks[behind : len(hashes)], hashes[behind:], hashes[behind - 1] if behind else None
+        )
         self._actions.append(CloseLease(incoming.lease))
-        self._actions.append(ToPeer(incoming.peer, Ack(coordinator=incoming.key[0], dispatch=incoming.key[1], lease=incoming.lease)))
+        self._actions.append(
+            ToPeer(
+                incoming.peer,
+                Ack(coordinator=incoming.key[0], dispatch=incoming.key[1], lease=incoming.lease),
+            )
+        )
         self._actions.append(
             Join(
                 incoming.key,
@@ -328,13 +356,16 @@ class HandoffReceiver:
         )
 
     def _end(self, incoming: Incoming, reason: str) -> None:
-        """The lease ends without a join: the writer must stop, and with a one-sided mover be believed to have stopped."""
+        """The lease ends without a join: the writer must stop, and with a one-sided mover be believed to have
+        stopped."""
         self._leases.end(incoming, incoming.one_sided)
         self._actions.append(CloseLease(incoming.lease))
         self._revoke(incoming.key, incoming.lease, incoming.peer, reason)
 
     def _revoke(self, key: Key, lease: int, writer: PeerId, reason: str) -> None:
-        self._actions.append(ToPeer(writer, Revoke(coordinator=key[0], dispatch=key[1], lease=lease, reason=reason)))
+        self._actions.append(
+            ToPeer(writer, Revoke(coordinator=key[0], dispatch=key[1], lease=lease, reason=reason))
+        )
 
     def _on_release(self, peer: PeerId, message: Release) -> None:
         waiting = self._granting.waiting.get((message.coordinator, message.dispatch))

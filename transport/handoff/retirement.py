@@ -1,8 +1,10 @@
-"""Who may hold blocks for what a worker was called, and is to be told that it is not called so any more. Pure.
+"""Who may hold blocks for what a worker was called, and is to be told that it is not called so any more.
+Pure.
 
-A decode worker keeps the blocks of a one-sided writer until that one has let go. While the writer goes on under its name it is asked, and
-answers. A name that ends without its process (another role, another incarnation) cannot be asked: a Release that was lost, or a Grant that
-never came, would keep those blocks for good. So it ends by a word of its own, Retire, which is said again until it is answered.
+A decode worker keeps the blocks of a one-sided writer until that one has let go. While the writer goes on
+under its name it is asked, and answers. A name that ends without its process (another role, another
+incarnation) cannot be asked: a Release that was lost, or a Grant that never came, would keep those blocks for
+good. So it ends by a word of its own, Retire, which is said again until it is answered.
 """
 
 from __future__ import annotations
@@ -36,9 +38,12 @@ class Retirement:
         self._owed[peer.worker_id, peer.incarnation] = Owed(peer, incarnation)
 
     def connects(self, peer: Peer) -> None:
-        """A decode worker is spoken to. One that has got a new name may hold what it granted under its old one."""
+        """A decode worker is spoken to. One that has got a new name may hold what it granted under its old
+        one."""
         if names := [owed for (worker_id, _), owed in self._owed.items() if worker_id == peer.worker_id]:
-            self._owed.setdefault((peer.worker_id, peer.incarnation), Owed(peer, max(owed.incarnation for owed in names)))
+            self._owed.setdefault(
+                (peer.worker_id, peer.incarnation), Owed(peer, max(owed.incarnation for owed in names))
+            )
 
     @property
     def is_heard(self) -> bool:
@@ -57,8 +62,13 @@ class Retirement:
                 yield peer
 
     def heard(self, worker_id: str, incarnation: int) -> None:
-        """That decode worker, whatever it is called now, holds nothing more for ours up to ``incarnation``."""
-        for peer in [peer for peer, owed in self._owed.items() if peer[0] == worker_id and owed.incarnation <= incarnation]:
+        """That decode worker, whatever it is called now, holds nothing more for ours up to
+        ``incarnation``."""
+        for peer in [
+            peer
+            for peer, owed in self._owed.items()
+            if peer[0] == worker_id and owed.incarnation <= incarnation
+        ]:
             del self._owed[peer]
 
     def restarted(self, peer: PeerId) -> None:

@@ -28,7 +28,18 @@ from ..messages.messages import (
     u64,
 )
 from ..messages.sliding_window import num_behind
-from .actions import CancelPuts, Connect, Delivered, OpenMover, Put, SenderAction, SendHandoff, SendPlaced, ToPeer, Undelivered
+from .actions import (
+    CancelPuts,
+    Connect,
+    Delivered,
+    OpenMover,
+    Put,
+    SenderAction,
+    SendHandoff,
+    SendPlaced,
+    ToPeer,
+    Undelivered,
+)
 from .contacts import Contacts
 from .handoff import FALLBACK_MOVER, FORMER_NAME, ONE_SIDED_MOVERS, HandoffTimes, Key, PeerId, Wait
 from .layer_slicing import WHOLE_BLOCKS, LayerSlicing, seen
@@ -39,7 +50,9 @@ from .retirement import Retirement
 class HandoffSender:
     """The prefill worker's side of all its handoffs. Feed it, then carry out what ``take`` returns."""
 
-    def __init__(self, meet: Meet, times: HandoffTimes | None = None, slicing: LayerSlicing = WHOLE_BLOCKS) -> None:
+    def __init__(
+        self, meet: Meet, times: HandoffTimes | None = None, slicing: LayerSlicing = WHOLE_BLOCKS
+    ) -> None:
         self._meet, self._slicing = meet, slicing
         self._times = times or HandoffTimes()
         self._contacts = Contacts()
@@ -58,15 +71,16 @@ class HandoffSender:
         return list(self._outgoing)
 
     def rename(self, meet: Meet) -> None:
-        """Takes a new incarnation; the movers of the old one are closed. Whoever may hold blocks for that one is told."""
+        """Takes a new incarnation; the movers of the old one are closed. Whoever may hold blocks for that one
+        is told."""
         self.retire()
         self._meet = meet
         self._contacts.forget_failures()
         self._actions += [Connect(peer) for peer in self._retirement.unheard()]
 
     def retire(self) -> None:
-        """Nothing is written any more under this name: the movers are closed. Whoever may hold blocks for it is told until it has heard
-        (see ``has_retired``)."""
+        """Nothing is written any more under this name: the movers are closed. Whoever may hold blocks for it
+        is told until it has heard (see ``has_retired``)."""
         for key in list(self._outgoing):
             self.abandon(key)
         self._contacts.clear()
@@ -100,14 +114,18 @@ class HandoffSender:
         """What is to be done since the last call, in order."""
         offered, self._to_offer = self._to_offer, []
         for out in offered:
-            if self._outgoing.get(out.key) is out and out.grant is None and self._contacts.met(out.peer) is not None:
+            if (
+                self._outgoing.get(out.key) is out
+                and out.grant is None
+                and self._contacts.met(out.peer) is not None
+            ):
                 self._actions.append(ToPeer(out.peer, _offer_of(out)))
         actions, self._actions = self._actions, []
         return actions
 
     def offer(self, peer: Peer, spec: RequestSpec, num_blocks: int, hashes: list[bytes], now: float) -> None:
-        """A prompt's first chunk is about to run: ask for room. (The words for it are found only when they are taken: by then the step
-        has begun.)"""
+        """A prompt's first chunk is about to run: ask for room. (The words for it are found only when they
+        are taken: by then the step has begun.)"""
         key, peer_id = (spec.coordinator, spec.dispatch), (peer.worker_id, peer.incarnation)
         self._contact(peer)
         out = Outgoing(key, peer_id, spec, num_blocks, hashes, now + self._times.grant)
@@ -127,22 +145,25 @@ class HandoffSender:
             self._tell_placed(out)
 
     def layer_stride(self, key: Key, stop: int) -> int:
-        """Every how many layers ``layers_ready`` is of use while the chunk up to block ``stop`` is computed; 0: not at all."""
+        """Every how many layers ``layers_ready`` is of use while the chunk up to block ``stop`` is computed;
+        0: not at all."""
         out = self._outgoing.get(key)
         stride = 0 if out is None else out.layers_per_put(stop, self._slicing, self._contacts.rate(out.peer))
         return stride if stride < self._slicing.num_layers else 0
 
     def next_slice(self, key: Key, stop: int) -> int | None:
-        """With how many final layers of the chunk up to block ``stop`` the next slice of it leaves, as things are now; None: with none."""
+        """With how many final layers of the chunk up to block ``stop`` the next slice of it leaves, as things
+        are now; None: with none."""
         out = self._outgoing.get(key)
         if out is None or not self._may_leave_in_layers(out, stop):
             return None
         return out.next_slice(stop, self._slicing, self._contacts.rate(out.peer))
 
     def layers_ready(self, key: Key, blocks: list[int], stop: int, num_layers: int) -> None:
-        """While a chunk is computed that will make the first ``stop`` of the prompt's own ``blocks`` final: their first ``num_layers``
-        layers are. (Where the first layers of other blocks have left, by a chunk that ran out of memory and is computed again with another
-        size, the rest of those leaves when they are final.)"""
+        """While a chunk is computed that will make the first ``stop`` of the prompt's own ``blocks`` final:
+        their first ``num_layers`` layers are. (Where the first layers of other blocks have left, by a chunk
+        that ran out of memory and is computed again with another size, the rest of those leaves when they are
+        final.)"""
         out = self._outgoing.get(key)
         if out is not None and self._may_leave_in_layers(out, stop):
             out.blocks, out.filling, out.layers_ready = blocks, stop, num_layers
@@ -150,9 +171,16 @@ class HandoffSender:
             self._tell_placed(out)
 
     def finish(
-        self, key: Key, blocks: list[int], token: int, logprobs: TokenLogprobs | None, now: float, num_cached_tokens: int = 0
+        self,
+        key: Key,
+        blocks: list[int],
+        token: int,
+        logprobs: TokenLogprobs | None,
+        now: float,
+        num_cached_tokens: int = 0,
     ) -> None:
-        """The prompt is complete, with all its ``blocks``, and has its first token. ``num_cached_tokens`` of it were not computed."""
+        """The prompt is complete, with all its ``blocks``, and has its first token. ``num_cached_tokens`` of
+        it were not computed."""
         out = self._outgoing.get(key)
         if out is not None:
             out.blocks, out.num_ready, out.layers_ready = blocks, len(blocks), 0
@@ -184,10 +212,24 @@ class HandoffSender:
             return
         out = self._outgoing.get((message.coordinator, message.dispatch))
         if out is None or out.peer != peer:
-            if out is not None and isinstance(message, Revoke) and out.grant is not None and out.grant.lease == message.lease:
-                self._fail(out, "peer_lost", message.reason)  # by the same process under a new incarnation: the lease is written no more
+            if (
+                out is not None
+                and isinstance(message, Revoke)
+                and out.grant is not None
+                and out.grant.lease == message.lease
+            ):
+                self._fail(
+                    out, "peer_lost", message.reason
+                )  # by the same process under a new incarnation: the lease is written no more
             elif isinstance(message, Grant | Revoke | Nack):
-                self._actions.append(ToPeer(peer, Release(lease=message.lease, coordinator=message.coordinator, dispatch=message.dispatch)))
+                self._actions.append(
+                    ToPeer(
+                        peer,
+                        Release(
+                            lease=message.lease, coordinator=message.coordinator, dispatch=message.dispatch
+                        ),
+                    )
+                )
             return
         if isinstance(message, Grant):
             self._on_grant(out, message, now)
@@ -204,14 +246,16 @@ class HandoffSender:
                 self._on_nack(out, message, now)
 
     def peer_lost(self, peer: PeerId, reason: str) -> None:
-        """The decode worker is dead, unreachable, or its mover failed: should it live, it hears that its leases are free."""
+        """The decode worker is dead, unreachable, or its mover failed: should it live, it hears that its
+        leases are free."""
         for out in [o for o in self._outgoing.values() if o.peer == peer]:
             self._fail(out, "peer_lost", reason)
         self._contacts.remove(peer)
 
     def mover_failed(self, peer: PeerId, reason: str) -> bool:
-        """Handing over to this peer does not work the way that both had agreed on: what is under way is given back to the coordinator, and
-        the peer met anew. Whether from now on by FALLBACK_MOVER: it takes the place of a mover that was forced, too."""
+        """Handing over to this peer does not work the way that both had agreed on: what is under way is given
+        back to the coordinator, and the peer met anew. Whether from now on by FALLBACK_MOVER: it takes the
+        place of a mover that was forced, too."""
         falls_back = self._contacts.mover_failed(peer)
         self.num_fallbacks += falls_back
         self.peer_lost(peer, f"the KV mover failed: {reason}")
@@ -221,8 +265,16 @@ class HandoffSender:
         """Says again what was not answered, renews leases, and ends what is past its deadline."""
         for out in list(self._outgoing.values()):
             if now >= out.deadline and (out.grant is None or out.sent):
-                waiting_for = "verify the blocks" if out.sent else "grant room" if self._contacts.met(out.peer) else "answer"
-                self._fail(out, "handoff_failed", f"decode worker {out.peer[0]} did not {waiting_for} in time")
+                waiting_for = (
+                    "verify the blocks"
+                    if out.sent
+                    else "grant room"
+                    if self._contacts.met(out.peer)
+                    else "answer"
+                )
+                self._fail(
+                    out, "handoff_failed", f"decode worker {out.peer[0]} did not {waiting_for} in time"
+                )
             elif now - out.said >= self._times.resend and (out.grant is None or out.sent):
                 self._say(out, now)
         self._greet(now)
@@ -254,12 +306,21 @@ class HandoffSender:
             token, logprobs = out.first
             sources = out.blocks[out.grant.num_cached_blocks : out.num_blocks]
             handoff = SendHandoff(
-                out.peer, out.spec, out.grant.lease, token, logprobs, sources, out.num_cached_tokens, out.first_at, out.sent_again
+                out.peer,
+                out.spec,
+                out.grant.lease,
+                token,
+                logprobs,
+                sources,
+                out.num_cached_tokens,
+                out.first_at,
+                out.sent_again,
             )
             self._actions.append(handoff)
 
     def _movers(self, failed: tuple[str, ...]) -> tuple[str, ...]:
-        """The movers to name in Meet: FALLBACK_MOVER too once another has failed, and under both of its names."""
+        """The movers to name in Meet: FALLBACK_MOVER too once another has failed, and under both of its
+        names."""
         movers = [mover for mover in self._meet.movers if mover != FALLBACK_MOVER]
         with_fallback = failed or FALLBACK_MOVER in self._meet.movers
         return (*movers, FALLBACK_MOVER, FORMER_NAME) if with_fallback else tuple(movers)
@@ -276,7 +337,9 @@ class HandoffSender:
             self.peer_lost(peer, f"decode worker {peer[0]} has restarted")
             return
         if not met.mover:
-            return  # an echo of what was said to an earlier incarnation was answered: our own Meet is still on its way
+            # an echo of what was said to an earlier incarnation was answered: our own Meet is still on its
+            # way
+            return
         address = self._contacts.agree(peer, met)
         if met.mover in ONE_SIDED_MOVERS:
             self._retirement.met(address, self._meet.incarnation)
@@ -334,7 +397,11 @@ class HandoffSender:
         due: dict[PeerId, list[int]] = {}
         for out in self._outgoing.values():
             contact = self._contacts.get(out.peer)
-            if out.grant is not None and contact is not None and now - contact.renewed >= out.grant.lease_s / 3:
+            if (
+                out.grant is not None
+                and contact is not None
+                and now - contact.renewed >= out.grant.lease_s / 3
+            ):
                 due.setdefault(out.peer, []).append(out.grant.lease)
         for peer, leases in due.items():
             self._contacts[peer].renewed = now
@@ -346,15 +413,22 @@ class HandoffSender:
         self._actions.append(Undelivered(out.key, kind, message))
 
     def _release(self, out: Outgoing) -> None:
-        """Its blocks may be anybody's from now on: what was still to be put of them, or said of it, is not."""
+        """Its blocks may be anybody's from now on: what was still to be put of them, or said of it, is
+        not."""
         if out.grant is not None:
             lease = out.grant.lease
-            self._actions = [a for a in self._actions if not (isinstance(a, Put | SendPlaced | SendHandoff) and a.lease == lease)]
+            self._actions = [
+                a
+                for a in self._actions
+                if not (isinstance(a, Put | SendPlaced | SendHandoff) and a.lease == lease)
+            ]
         if self._contacts.met(out.peer) is not None:
             lease = out.grant.lease if out.grant else 0
             if lease:
                 self._actions.append(CancelPuts(out.peer, lease))
-            self._actions.append(ToPeer(out.peer, Release(lease=lease, coordinator=out.key[0], dispatch=out.key[1])))
+            self._actions.append(
+                ToPeer(out.peer, Release(lease=lease, coordinator=out.key[0], dispatch=out.key[1]))
+            )
 
 
 def _offer_of(out: Outgoing) -> Offer:

@@ -1,4 +1,5 @@
-"""How fast a mover is: times each burst of puts to a peer, from its first put until nothing of it is pending."""
+"""How fast a mover is: times each burst of puts to a peer, from its first put until nothing of it is
+pending."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class TransferClock:
         self._bursts[peer] = since, before + num_bytes
 
     def settled(self, peer: PeerId, now: float) -> tuple[int, float] | None:
-        """Nothing is pending for this peer any more: (bytes, seconds) of the burst, if it was large enough to tell."""
+        """Nothing is pending for this peer any more: (bytes, seconds) of the burst, if it was large enough to
+        tell."""
         burst = self._bursts.pop(peer, None)
         if burst is None:
             return None

@@ -1,9 +1,10 @@
-"""By which movers each writer comes into a decode worker's pool, and when nothing that it has begun can land there any more. Pure, but that
-it asks the movers' targets.
+"""By which movers each writer comes into a decode worker's pool, and when nothing that it has begun can land
+there any more. Pure, but that it asks the movers' targets.
 
-The receiving core frees blocks as soon as it hears that a writer has ended, goes by another name, or was shut out. By most movers nothing
-is written after that. By one that *lingers* (``nixl``) what a writer has begun is on its way in a network, and lands whatever becomes of
-the writer, until the target has ended the agent that it comes in by. So the core hears of such ends only after that.
+The receiving core frees blocks as soon as it hears that a writer has ended, goes by another name, or was shut
+out. By most movers nothing is written after that. By one that *lingers* (``nixl``) what a writer has begun is
+on its way in a network, and lands whatever becomes of the writer, until the target has ended the agent that
+it comes in by. So the core hears of such ends only after that.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class WaysIn:
         self._targets, self._tell = targets, tell
         self._met_by: dict[PeerId, set[str]] = {}
         self._leaving: set[PeerId] = set()  # of whom ``shut_out`` has to be asked again
-        # Who came in by a mover that lingers. One that has been shut out may not know it, and be granted leases still: it fails at its
+        # Who came in by a mover that lingers. One that has been shut out may not know it, and be granted
+        # leases still: it fails at its
         # next put, and says nothing of that lease.
         self._lingered: set[PeerId] = set()
 
@@ -56,8 +58,9 @@ class WaysIn:
             self._lingered.add(peer)
 
     def may_meet(self, peer: PeerId, meet: Meet, here: bool, receiver: Receiver) -> bool:
-        """Whether Meet may go to the core: not while what was begun under an earlier name of the same process, or by a mover that has
-        failed since, may still land. It will be said again. ``here``: the writer is on this host."""
+        """Whether Meet may go to the core: not while what was begun under an earlier name of the same
+        process, or by a mover that has failed since, may still land. It will be said again. ``here``: the
+        writer is on this host."""
         for earlier in self._earlier(peer):
             if same_process(earlier[1], peer[1]):
                 if not self._is_over(earlier):
@@ -86,8 +89,8 @@ class WaysIn:
         return True
 
     def look(self, here: Container[PeerId], receiver: Receiver, now: float) -> None:
-        """Shuts out who has not answered for long. ``here``: the writers of this host. They end with their process, unless what they have
-        begun outlives that anyway."""
+        """Shuts out who has not answered for long. ``here``: the writers of this host. They end with their
+        process, unless what they have begun outlives that anyway."""
         for peer in receiver.silent_writers(now) | self._leaving:
             if peer not in here:
                 self._shut_out(peer, receiver)
@@ -113,7 +116,9 @@ class WaysIn:
     def _is_over(self, peer: PeerId) -> bool:
         """Nothing that it has begun lands any more, unless it begins something new."""
         movers = self._met_by.get(peer, set())
-        movers -= {mover for mover in movers if self._targets[mover].lingers and self._targets[mover].shut_out(peer)}
+        movers -= {
+            mover for mover in movers if self._targets[mover].lingers and self._targets[mover].shut_out(peer)
+        }
         if not movers:
             self._met_by.pop(peer, None)
         return not self._lingers(peer)
@@ -122,12 +127,19 @@ class WaysIn:
         return any(self._targets[mover].lingers for mover in self._met_by.get(peer, ()))
 
     def _earlier(self, peer: PeerId) -> list[PeerId]:
-        """Earlier incarnations of this worker that may be writing. Of another process: if it was met before this one was."""
+        """Earlier incarnations of this worker that may be writing. Of another process: if it was met before
+        this one was."""
         before = itertools.takewhile(lambda known: known != peer, self._met_by)
         other_processes = [p for p in before if p[0] == peer[0] and not same_process(p[1], peer[1])]
         own = [p for p in self._met_by if p[0] == peer[0] and is_earlier(p[1], peer[1])]
-        return [p for p in (*own, *other_processes) if any(self._targets[mover].one_sided for mover in self._met_by[p])]
+        return [
+            p
+            for p in (*own, *other_processes)
+            if any(self._targets[mover].one_sided for mover in self._met_by[p])
+        ]
 
     def _tell_shut_out(self, peer: PeerId, receiver: Receiver) -> None:
-        self._tell(f"{peer[0]} can write no more KV blocks here: it has not answered, or has been started anew")
+        self._tell(
+            f"{peer[0]} can write no more KV blocks here: it has not answered, or has been started anew"
+        )
         receiver.writer_shut_out(peer)

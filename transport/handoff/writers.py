@@ -13,7 +13,8 @@ from .past import remember
 
 @dataclass(frozen=True, slots=True)
 class MoverEndpoints:
-    """What this decode worker can be written through, best first, and where. (By FALLBACK_MOVER too, once another has failed.)"""
+    """What this decode worker can be written through, best first, and where. (By FALLBACK_MOVER too, once
+    another has failed.)"""
 
     movers: tuple[str, ...]
     host: str
@@ -29,16 +30,20 @@ class Writers:
         self.movers: dict[PeerId, str] = {}
         """By writer, the one in use."""
         self.pids: dict[PeerId, int] = {}
-        self._retired: OrderedDict[PeerId, int] = OrderedDict()  # the newest incarnation, by worker id and process
-        self._num_failed: dict[PeerId, int] = {}  # movers that a writer has named as failed: they only become more
+        self._retired: OrderedDict[PeerId, int] = (
+            OrderedDict()
+        )  # the newest incarnation, by worker id and process
+        self._num_failed: dict[
+            PeerId, int
+        ] = {}  # movers that a writer has named as failed: they only become more
 
     def __contains__(self, peer: PeerId) -> bool:
         """Whether a mover was agreed on."""
         return peer in self.movers
 
     def meet(self, peer: PeerId, meet: Meet, worker: PeerId) -> Met:
-        """The answer to Meet. ``worker``: this decode worker as it is called now. An echo is told that name and nothing else: what it
-        came to would be taken for what the meeting that counts came to."""
+        """The answer to Meet. ``worker``: this decode worker as it is called now. An echo is told that name
+        and nothing else: what it came to would be taken for what the meeting that counts came to."""
         worker_id, incarnation = worker
         self.pids[peer] = meet.pid
         if self._is_echo(peer, meet, incarnation):
@@ -47,7 +52,9 @@ class Writers:
         same_host = meet.host == ours.host
         able = [m for m in _movers_of(meet) if m in ours.movers and (same_host or m not in SAME_HOST_MOVERS)]
         common = [m for m in able if m not in meet.failed] or [FALLBACK_MOVER] * bool(meet.failed)
-        if refused := _difference(self._identity, meet.model) or self._nothing_common(meet, common, same_host):
+        if refused := _difference(self._identity, meet.model) or self._nothing_common(
+            meet, common, same_host
+        ):
             return Met(worker_id=worker_id, incarnation=incarnation, refused=refused)
         self._num_failed[peer] = len(meet.failed)
         self.movers[peer] = common[0]
@@ -62,7 +69,8 @@ class Writers:
         )
 
     def earlier_runs(self, peer: PeerId) -> list[PeerId]:
-        """What the same process was called before: it has no put under way that it began under those names."""
+        """What the same process was called before: it has no put under way that it began under those
+        names."""
         return [known for known in self.pids if known[0] == peer[0] and is_earlier(known[1], peer[1])]
 
     def retire(self, peer: PeerId, message: Retire) -> list[PeerId]:

@@ -4,8 +4,8 @@
     hash[i]   = blake2b_16(hash[i - 1], tokens[i * block_size : (i + 1) * block_size])
     root      = blake2b_16(model fingerprint, salt)
 
-Tokens enter as little-endian uint32. BLAKE2b is collision-resistant, so that no tenant can craft a prompt that hits another's
-block; the salt separates tenants on purpose. About 1 us a block.
+Tokens enter as little-endian uint32. BLAKE2b is collision-resistant, so that no tenant can craft a prompt
+that hits another's block; the salt separates tenants on purpose. About 1 us a block.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def root_hash(fingerprint: str, salt: bytes = b"") -> bytes:
 
 
 def chain(parent: bytes, token_ids: bytes, block_size: int) -> list[bytes]:
-    """Hashes of the *full* blocks of ``token_ids`` (a uint32 column), given the hash of the block before them."""
+    """Hashes of the *full* blocks of ``token_ids`` (a uint32 column), given the hash of the block before
+    them."""
     size = 4 * block_size
     hashes = []
     for start in range(0, len(token_ids) - size + 1, size):

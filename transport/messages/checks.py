@@ -1,4 +1,5 @@
-"""What is checked of a decoded message beyond the types of its fields: columns end with a whole item, and fields fit together."""
+"""What is checked of a decoded message beyond the types of its fields: columns end with a whole item, and
+fields fit together."""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
 """Messages to bytes and back: one tag byte, then the fields as a msgpack map.
 
-Decoding believes nothing before it is checked, in this order: the tag is one the caller allows; the size is within that
-type's bound; the msgpack is complete and well formed, and each field in it of its own type (msgspec, strict) and within that
-type's bounds: a list, a map or bytes are refused by the length that their header claims, before there is room made for them;
-last, columns end with a whole item and fields fit together (``message_checks``). Nothing is nested deeper than the type is. Where the list
-that a type allows is long (LONG_LIST entries), all that headers claim is first looked for, by skipping over the message without building
-anything: so a claim can never make us reserve more than what really arrived. Whatever fails raises ``BadMessage``.
+Decoding believes nothing before it is checked, in this order: the tag is one the caller allows; the size is
+within that type's bound; the msgpack is complete and well formed, and each field in it of its own type
+(msgspec, strict) and within that type's bounds: a list, a map or bytes are refused by the length that their
+header claims, before there is room made for them; last, columns end with a whole item and fields fit together
+(``message_checks``). Nothing is nested deeper than the type is. Where the list that a type allows is long
+(LONG_LIST entries), all that headers claim is first looked for, by skipping over the message without building
+anything: so a claim can never make us reserve more than what really arrived. Whatever fails raises
+``BadMessage``.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ KIB, MIB = 1 << 10, 1 << 20
 
 @dataclass(frozen=True)
 class Bounds:
-    """What one message type may hold, beside what its fields say. ``long_lists``: a list in it may have LONG_LIST entries or more."""
+    """What one message type may hold, beside what its fields say. ``long_lists``: a list in it may have
+    LONG_LIST entries or more."""
 
     max_bytes: int = 64 * KIB
     long_lists: bool = False
@@ -75,7 +78,8 @@ WIRE: dict[int, tuple[type[Message], Bounds]] = {
 """Tags are part of the wire: a number is never given to another type."""
 
 _UNDECODABLE = (msgspec.MsgspecError, msgpack.UnpackException, ValueError, RecursionError)
-"""What the decoders raise: ValueError also for text that is not UTF-8, RecursionError for nested unknown fields."""
+"""What the decoders raise: ValueError also for text that is not UTF-8, RecursionError for nested unknown
+fields."""
 
 MAX_MESSAGE_BYTES = 1 + max(bounds.max_bytes for _, bounds in WIRE.values())
 
@@ -101,7 +105,9 @@ def encode(message: Message) -> bytes:
     except UnicodeEncodeError:  # half a character, as in a file's name that is no UTF-8
         payload = msgpack.packb(message, default=_fields_of, unicode_errors="replace")
     if len(payload) > bounds.max_bytes:
-        raise BadMessage(f"{type(message).__name__} of {len(payload)} bytes; at most {bounds.max_bytes} are allowed")
+        raise BadMessage(
+            f"{type(message).__name__} of {len(payload)} bytes; at most {bounds.max_bytes} are allowed"
+        )
     return tag + payload
 
 
@@ -111,7 +117,8 @@ def _fields_of(part: Message) -> dict[str, Any]:
 
 
 def decode(data: bytes | memoryview, allowed: Collection[type[Message]]) -> Message:
-    """The message in ``data``, which must be of one of the ``allowed`` types. Raises BadMessage and nothing else."""
+    """The message in ``data``, which must be of one of the ``allowed`` types. Raises BadMessage and nothing
+    else."""
     if not data:
         raise BadMessage("empty message")
     kind, bounds = WIRE.get(data[0], (None, None))
@@ -130,7 +137,10 @@ def decode(data: bytes | memoryview, allowed: Collection[type[Message]]) -> Mess
         checks.check(message)
         return message
     except _UNDECODABLE as error:
-        reason = _version_difference(kind, payload) or f"{kind.__name__}: {str(error)[:400] or type(error).__name__}"
+        reason = (
+            _version_difference(kind, payload)
+            or f"{kind.__name__}: {str(error)[:400] or type(error).__name__}"
+        )
         raise BadMessage(reason) from None
 
 
@@ -150,7 +160,9 @@ def _version_difference(kind: type[Message], payload: bytes | memoryview) -> str
         return ""
     if theirs == WIRE_VERSION:
         return ""
-    advice = "install the same version of splitserve on both (`splitserve version` says which wire version it has)"
+    advice = (
+        "install the same version of splitserve on both (`splitserve version` says which wire version it has)"
+    )
     return f"{kind.__name__} of wire version {theirs}, and here it is {WIRE_VERSION}: {advice}"
 
 
@@ -158,6 +170,8 @@ def _look_for_all(payload: bytes | memoryview) -> None:
     """Raises ValueError or UnpackException where the payload is not one whole msgpack value."""
     if not payload:
         raise ValueError("nothing but a tag")  # an Unpacker for nothing reserves 1 MiB
-    scan = msgpack.Unpacker(max_buffer_size=len(payload), read_size=len(payload))  # by default it reserves 1 MiB
+    scan = msgpack.Unpacker(
+        max_buffer_size=len(payload), read_size=len(payload)
+    )  # by default it reserves 1 MiB
     scan.feed(payload)
     scan.skip()

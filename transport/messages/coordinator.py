@@ -49,7 +49,9 @@ class Hello(Message, frozen=True, kw_only=True):
     max_batch_tokens: Count
     peer_address: Address = ""  # where prefill workers reach this decode worker
     device: Annotated[str, Meta(max_length=64)] = ""  # its GPU's UUID
-    process: Annotated[str, Meta(max_length=256)] = ""  # that can change its role, and is this worker for now; empty: it cannot
+    process: Annotated[str, Meta(max_length=256)] = (
+        ""  # that can change its role, and is this worker for now; empty: it cannot
+    )
     mixed: bool = False  # its process is a worker of the other role too, for good, over the same blocks
 
 
@@ -69,7 +71,8 @@ class Load(Message, frozen=True, kw_only=True):
     busy: bool
     accepting: bool
     draining: bool = False  # it takes no new work and leaves as soon as it holds nothing
-    dispatches: RowColumn = b""  # every dispatch of this coordinator of which the worker holds anything: lost and orphaned ones show here
+    # every dispatch of this coordinator of which the worker holds anything: lost and orphaned ones show here
+    dispatches: RowColumn = b""
     num_others: Count = 0  # dispatches of other coordinators that it holds
     num_others_tokens: Count = 0  # prompt tokens of theirs that it has not computed
     num_cache_reports: Count = 0  # BlockEvents said so far: one that was lost shows here
@@ -78,9 +81,11 @@ class Load(Message, frozen=True, kw_only=True):
 
 
 class BlockEvents(Message, frozen=True, kw_only=True):
-    """Which block hashes a worker's prefix cache gained and lost since its last report. ``reset`` first forgets all.
+    """Which block hashes a worker's prefix cache gained and lost since its last report. ``reset`` first
+    forgets all.
 
-    ``number`` counts a worker's reports from 1; the coordinator takes them in order, and asks for everything where one is missing.
+    ``number`` counts a worker's reports from 1; the coordinator takes them in order, and asks for everything
+    where one is missing.
     """
 
     worker_id: Name
@@ -111,8 +116,8 @@ class FirstToken(Message, frozen=True, kw_only=True):
 
 
 class Joined(Message, frozen=True, kw_only=True):
-    """The decode worker has verified the handoff and the sequence joins its batch. Repeats what FirstToken says, should the coordinator
-    hear that later, or never because the prefill worker has died."""
+    """The decode worker has verified the handoff and the sequence joins its batch. Repeats what FirstToken
+    says, should the coordinator hear that later, or never because the prefill worker has died."""
 
     coordinator: Incarnation
     dispatch: Dispatch
@@ -133,7 +138,9 @@ class StepTokens(Message, frozen=True, kw_only=True, omit_defaults=True):
     tokens: RowColumn
     finished: Annotated[dict[int, FinishReason], Meta(max_length=MAX_ROWS)] = field(default_factory=dict)
     logprobs: Annotated[dict[int, TokenLogprobs], Meta(max_length=MAX_ROWS)] = field(default_factory=dict)
-    decode_s: Annotated[dict[int, Duration], Meta(max_length=MAX_ROWS)] = field(default_factory=dict)  # since the join, of finished rows
+    decode_s: Annotated[dict[int, Duration], Meta(max_length=MAX_ROWS)] = field(
+        default_factory=dict
+    )  # since the join, of finished rows
 
     def check(self) -> None:
         """See ``Message``."""
@@ -145,8 +152,8 @@ FailureKind = Literal["preempted", "handoff_failed", "peer_lost", "refused", "de
 
 
 class RequestFailed(Message, frozen=True, kw_only=True):
-    """The worker has given this dispatch up and holds nothing of it any more. ``refused`` and ``deadline`` are final;
-    the other kinds may be dispatched again."""
+    """The worker has given this dispatch up and holds nothing of it any more. ``refused`` and ``deadline``
+    are final; the other kinds may be dispatched again."""
 
     coordinator: Incarnation
     dispatch: Dispatch
@@ -165,8 +172,9 @@ class Goodbye(Message, frozen=True, kw_only=True):
 
 
 class Welcome(Message, frozen=True, kw_only=True):
-    """Answer to Hello, and said again where BlockEvents were lost. A worker drops all work of the coordinator that it knew at this address
-    before, and sends its whole cache as BlockEvents. ``others``: where more coordinator processes of this host listen."""
+    """Answer to Hello, and said again where BlockEvents were lost. A worker drops all work of the coordinator
+    that it knew at this address before, and sends its whole cache as BlockEvents. ``others``: where more
+    coordinator processes of this host listen."""
 
     coordinator: Incarnation
     heartbeat_s: Duration
@@ -174,7 +182,8 @@ class Welcome(Message, frozen=True, kw_only=True):
 
 
 class Alive(Message, frozen=True, kw_only=True, omit_defaults=True):
-    """The coordinator's heartbeat. A worker that misses it for long has no owner: it frees all it holds and says Hello again.
+    """The coordinator's heartbeat. A worker that misses it for long has no owner: it frees all it holds and
+    says Hello again.
     ``misfit``: why it gets no work, where it fits no worker of the other role, as a sentence for its log."""
 
     coordinator: Incarnation
@@ -182,7 +191,8 @@ class Alive(Message, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Fenced(Message, frozen=True, kw_only=True):
-    """The coordinator had declared this incarnation dead: drop all work, take a new incarnation, say Hello again."""
+    """The coordinator had declared this incarnation dead: drop all work, take a new incarnation, say Hello
+    again."""
 
     coordinator: Incarnation
     reason: Text
@@ -196,9 +206,11 @@ class Prefill(Message, frozen=True, kw_only=True):
 
 
 class Move(Message, frozen=True, kw_only=True):
-    """Hand the running sequence of ``dispatch`` with its KV blocks to ``decode``, where it goes on as ``spec.dispatch``.
+    """Hand the running sequence of ``dispatch`` with its KV blocks to ``decode``, where it goes on as
+    ``spec.dispatch``.
 
-    ``spec.token_ids`` are the tokens that the coordinator has heard of; the worker puts those in their place that it has.
+    ``spec.token_ids`` are the tokens that the coordinator has heard of; the worker puts those in their place
+    that it has.
     """
 
     dispatch: Dispatch
@@ -207,16 +219,17 @@ class Move(Message, frozen=True, kw_only=True):
 
 
 class Drain(Message, frozen=True, kw_only=True):
-    """Take no new work, hand over or finish what there is, say Goodbye and end. ``timeout_s``: give back by then what is left;
-    None: the worker's own setting."""
+    """Take no new work, hand over or finish what there is, say Goodbye and end. ``timeout_s``: give back by
+    then what is left; None: the worker's own setting."""
 
     coordinator: Incarnation
     timeout_s: Duration | None = None
 
 
 class Flip(Message, frozen=True, kw_only=True):
-    """To a worker whose process can change its role: ``role`` begins there at once, over the same weights, blocks and prefix cache, as a
-    worker of its own; the one that this is told to drains, and ends by itself. ``timeout_s``: see Drain."""
+    """To a worker whose process can change its role: ``role`` begins there at once, over the same weights,
+    blocks and prefix cache, as a worker of its own; the one that this is told to drains, and ends by itself.
+    ``timeout_s``: see Drain."""
 
     coordinator: Incarnation
     role: Role

@@ -1,7 +1,8 @@
 """The fields of messages: bounded types, and columns of numbers as little-endian bytes.
 
-Rows of tokens travel as columns inside ``bytes`` fields: one message carries a whole engine step, and nothing is boxed
-on the way. All fields are bounded here, before any of them is believed. Times on the wire are *durations* in seconds; no clock is shared.
+Rows of tokens travel as columns inside ``bytes`` fields: one message carries a whole engine step, and nothing
+is boxed on the way. All fields are bounded here, before any of them is believed. Times on the wire are
+*durations* in seconds; no clock is shared.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import numpy as np
 from msgspec import Meta, Struct
 
 WIRE_VERSION = 1
-"""Raised by every change of the messages but a new optional field: processes of unequal versions do not work together."""
+"""Raised by every change of the messages but a new optional field: processes of unequal versions do not work
+together."""
 MAX_REQUEST_TOKENS = 1 << 20
 MAX_BLOCKS = 1 << 24
 MAX_ROWS = 1 << 16
@@ -27,13 +29,15 @@ _INT63 = (1 << 63) - 1
 
 
 def _column(item_bytes: int, most_items: int) -> Meta:
-    """Of items one after the other. That it ends with a whole item is seen to where messages are decoded, by what is noted here."""
+    """Of items one after the other. That it ends with a whole item is seen to where messages are decoded, by
+    what is noted here."""
     return Meta(max_length=item_bytes * most_items, extra={ITEM_BYTES: item_bytes})
 
 
 ITEM_BYTES = "item_bytes"
 WireVersion = Annotated[int, Meta(ge=WIRE_VERSION, le=WIRE_VERSION)]
-"""First in the messages by which two processes meet; one of another version is refused with a sentence (``codec.decode``)."""
+"""First in the messages by which two processes meet; one of another version is refused with a sentence
+(``codec.decode``)."""
 Grammar = Annotated[bytes, Meta(max_length=MAX_GRAMMAR_BYTES)]
 """As llguidance writes one; empty: any output."""
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -62,7 +66,8 @@ LeaseColumn = Annotated[bytes, _column(8, MAX_ROWS)]
 
 
 class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all messages: immutable and closed. What is decoded has been checked against the types; what our own code makes is not."""
+    """Base of all messages: immutable and closed. What is decoded has been checked against the types; what
+    our own code makes is not."""
 
     def check(self) -> None:
         """Raises ValueError where fields that are right each do not fit together."""

@@ -1,4 +1,5 @@
-"""What prefill workers and decode workers say to each other over a KV handoff (the protocol: docs/handoff.md)."""
+"""What prefill workers and decode workers say to each other over a KV handoff (the protocol:
+docs/handoff.md)."""
 
 from __future__ import annotations
 
@@ -44,11 +45,14 @@ class Meet(Message, frozen=True, kw_only=True):
     model: ModelIdentity
     movers: Annotated[tuple[Name, ...], Meta(max_length=16)]
     addressee: Incarnation = 0  # the decode worker's incarnation that is meant; 0: whichever it is
-    failed: Annotated[tuple[Name, ...], Meta(max_length=16)] = ()  # movers that have failed in use between these two
+    failed: Annotated[
+        tuple[Name, ...], Meta(max_length=16)
+    ] = ()  # movers that have failed in use between these two
 
 
 class Offer(Message, frozen=True, kw_only=True):
-    """A prompt is being computed; its full blocks have these hashes. The receiver reserves room and answers Grant."""
+    """A prompt is being computed; its full blocks have these hashes. The receiver reserves room and answers
+    Grant."""
 
     request_id: Name
     epoch: Count
@@ -66,8 +70,8 @@ class Renew(Message, frozen=True, kw_only=True):
 
 
 class Placed(Message, frozen=True, kw_only=True):
-    """Blocks of this lease have been put whole, from position ``first`` on, with these checksums: they can be verified while the rest of
-    the prompt is computed. Lost, it is made good by Handoff, which names all."""
+    """Blocks of this lease have been put whole, from position ``first`` on, with these checksums: they can be
+    verified while the rest of the prompt is computed. Lost, it is made good by Handoff, which names all."""
 
     lease: Count
     first: Count
@@ -75,16 +79,21 @@ class Placed(Message, frozen=True, kw_only=True):
 
 
 class Handoff(Message, frozen=True, kw_only=True):
-    """All blocks have been put. ``checksums`` has one entry per granted block that was not already cached there."""
+    """All blocks have been put. ``checksums`` has one entry per granted block that was not already cached
+    there."""
 
     spec: RequestSpec
     lease: Count
     token: TokenId
     logprobs: TokenLogprobs | None = None
     checksums: ChecksumColumn
-    num_cached_tokens: Count = 0  # of the prompt, found in the prefill worker's prefix cache: Joined repeats it
+    num_cached_tokens: Count = (
+        0  # of the prompt, found in the prefill worker's prefix cache: Joined repeats it
+    )
     since_s: Duration = 0.0  # the first token
-    again: bool = False  # said after blocks that were wrong have been put again: an echo of what was said before is no word of those
+    # said after blocks that were wrong have been put again: an echo of what was said before is no word of
+    # those
+    again: bool = False
 
 
 class Release(Message, frozen=True, kw_only=True):
@@ -96,8 +105,8 @@ class Release(Message, frozen=True, kw_only=True):
 
 
 class Retire(Message, frozen=True, kw_only=True):
-    """What this process was called, by that name up to this incarnation, writes no more: whatever it was granted is free. Said again until
-    Retired."""
+    """What this process was called, by that name up to this incarnation, writes no more: whatever it was
+    granted is free. Said again until Retired."""
 
     incarnation: Incarnation
 
@@ -106,8 +115,9 @@ class Retire(Message, frozen=True, kw_only=True):
 
 
 class Met(Message, frozen=True, kw_only=True):
-    """Answer to Meet: the mover both will use and what it needs, or ``refused`` with a sentence that says which field differs. Neither:
-    that Meet was meant for an earlier incarnation, or said before a mover failed, and the answer only says who is here."""
+    """Answer to Meet: the mover both will use and what it needs, or ``refused`` with a sentence that says
+    which field differs. Neither: that Meet was meant for an earlier incarnation, or said before a mover
+    failed, and the answer only says who is here."""
 
     worker_id: Name
     incarnation: Incarnation
@@ -120,7 +130,8 @@ class Met(Message, frozen=True, kw_only=True):
 
 
 class RendezvousEntry(Message, frozen=True, kw_only=True):
-    """Said both ways by the ends of a mover that makes a connection of its own: what the other end needs for it."""
+    """Said both ways by the ends of a mover that makes a connection of its own: what the other end needs for
+    it."""
 
     session: Count
     key: Name
@@ -128,7 +139,8 @@ class RendezvousEntry(Message, frozen=True, kw_only=True):
 
 
 class ParcelComing(Message, frozen=True, kw_only=True):
-    """The next piece of data of this session: these layers of the blocks at these positions of a lease, packed. Counted from 0."""
+    """The next piece of data of this session: these layers of the blocks at these positions of a lease,
+    packed. Counted from 0."""
 
     session: Count
     number: Count
@@ -147,8 +159,9 @@ class SessionOver(Message, frozen=True, kw_only=True):
 
 
 class Grant(Message, frozen=True, kw_only=True):
-    """Blocks reserved for a dispatch. ``blocks`` covers the whole prompt in order; the first ``num_cached_blocks`` are valid
-    already, or behind the model's sliding window, and are not sent. ``secret`` must accompany each put over an open data socket."""
+    """Blocks reserved for a dispatch. ``blocks`` covers the whole prompt in order; the first
+    ``num_cached_blocks`` are valid already, or behind the model's sliding window, and are not sent.
+    ``secret`` must accompany each put over an open data socket."""
 
     coordinator: Incarnation
     dispatch: Dispatch

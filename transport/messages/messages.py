@@ -68,19 +68,22 @@ from .handoff import (
     Revoke,
     SessionOver,
 )
-from .parts import (
-    FinishReason,
-    ModelIdentity,
-    Peer,
-    RequestSpec,
-    Role,
-    Sampling,
-    TokenLogprobs,
-)
+from .parts import FinishReason, ModelIdentity, Peer, RequestSpec, Role, Sampling, TokenLogprobs
 
 FROM_WORKER = (Hello, Load, BlockEvents, FirstToken, Joined, StepTokens, RequestFailed, Goodbye)
 FROM_COORDINATOR = (Welcome, Alive, Fenced, Prefill, Move, Cancel, Drain, Flip)
-FROM_PREFILL = (Meet, Offer, Renew, Placed, Handoff, Release, Retire, RendezvousEntry, ParcelComing, SessionOver)
+FROM_PREFILL = (
+    Meet,
+    Offer,
+    Renew,
+    Placed,
+    Handoff,
+    Release,
+    Retire,
+    RendezvousEntry,
+    ParcelComing,
+    SessionOver,
+)
 FROM_DECODE = (Met, Grant, Refuse, Ack, Nack, Revoke, Retired, RendezvousEntry, SessionOver)
 BETWEEN_MOVERS = (RendezvousEntry, ParcelComing, SessionOver)
 """The movers' own: the handoff's cores never see them."""

@@ -6,7 +6,18 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
-from .fields import MAX_REQUEST_TOKENS, Address, Count, Dispatch, Duration, Grammar, Incarnation, Message, Name, TokenColumn
+from .fields import (
+    MAX_REQUEST_TOKENS,
+    Address,
+    Count,
+    Dispatch,
+    Duration,
+    Grammar,
+    Incarnation,
+    Message,
+    Name,
+    TokenColumn,
+)
 
 FinishReason = Literal["stop", "length"]
 Role = Literal["prefill", "decode"]
@@ -49,7 +60,8 @@ class RequestSpec(Message, frozen=True, kw_only=True):
 
     ``token_ids`` is the prompt followed by the tokens that the client already has; the first
     ``num_prompt_tokens`` of them are the prompt, the rest are output (they count for penalties, for
-    ``max_tokens`` and for ``min_tokens``). The next token's output index is ``num_tokens - num_prompt_tokens``.
+    ``max_tokens`` and for ``min_tokens``). The next token's output index is ``num_tokens -
+    num_prompt_tokens``.
     """
 
     request_id: Name

@@ -1,4 +1,5 @@
-"""KV blocks as tensors, for movers that send packed ones: some layers of scattered blocks in one piece, on any device."""
+"""KV blocks as tensors, for movers that send packed ones: some layers of scattered blocks in one piece, on
+any device."""
 
 from __future__ import annotations
 
@@ -13,13 +14,15 @@ from .interface import Pool
 
 
 class BlockMemory(Protocol):
-    """A pool of blocks [num_blocks, num_layers, layer_bytes]. Calls return when the work is done. For one thread at a time."""
+    """A pool of blocks [num_blocks, num_layers, layer_bytes]. Calls return when the work is done. For one
+    thread at a time."""
 
     @property
     def device(self) -> torch.device: ...
 
     def pack(self, blocks: Sequence[int], layers: slice) -> Tensor:
-        """uint8 [number of bytes]: these layers of each of these blocks in turn. Good until the next ``pack``."""
+        """uint8 [number of bytes]: these layers of each of these blocks in turn. Good until the next
+        ``pack``."""
 
     def unpack(self, packed: Tensor, blocks: Sequence[int], layers: slice) -> None:
         """The other way."""
@@ -36,7 +39,8 @@ class DevicePool(BlockMemory, Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
     def checksums(self, blocks: Sequence[int]) -> list[int]:
-        """Of these blocks, in this order: the numbers that ``checksum.checksums`` gives for the same bytes."""
+        """Of these blocks, in this order: the numbers that ``checksum.checksums`` gives for the same
+        bytes."""
 
 
 class HostMemory:
@@ -49,7 +53,9 @@ class HostMemory:
 
     def pack(self, blocks: Sequence[int], layers: slice) -> Tensor:
         packed = np.empty((len(blocks), *self._pool[0, layers].shape), dtype=np.uint8)
-        for piece, block in zip(packed, blocks, strict=True):  # a memcpy each: torch's index_select takes ten times as long
+        for piece, block in zip(
+            packed, blocks, strict=True
+        ):  # a memcpy each: torch's index_select takes ten times as long
             np.copyto(piece, self._pool[block, layers])
         return torch.from_numpy(packed.reshape(-1))
 

@@ -1,4 +1,5 @@
-"""Checksum of a KV block: xxh3_64 over its bytes. Finds corruption, not forgery; runs at memory speed (0.08 s a GB)."""
+"""Checksum of a KV block: xxh3_64 over its bytes. Finds corruption, not forgery; runs at memory speed (0.08 s
+a GB)."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def checksums(pool: Pool, blocks: Sequence[int]) -> list[int]:
 
 
 class DeviceChecksums:
-    """Of blocks on a GPU, many at a time: once they are all put, and only when somebody asks. Takes the place of RunningChecksums."""
+    """Of blocks on a GPU, many at a time: once they are all put, and only when somebody asks. Takes the place
+    of RunningChecksums."""
 
     def __init__(self, compute: Callable[[Sequence[int]], list[int]]) -> None:
         self._compute = compute
@@ -43,7 +45,8 @@ class DeviceChecksums:
 
 
 class RunningChecksums:
-    """Checksums of own blocks that leave a few layers at a time: every byte is read once, while it is still in the cache of the put."""
+    """Checksums of own blocks that leave a few layers at a time: every byte is read once, while it is still
+    in the cache of the put."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -51,7 +54,8 @@ class RunningChecksums:
         self._done: dict[int, int] = {}
 
     def add(self, blocks: Iterable[int], first_layer: int = 0, num_layers: int | None = None) -> None:
-        """These layers of these blocks are being put. Layer 0 starts a block's checksum anew; the others follow in order."""
+        """These layers of these blocks are being put. Layer 0 starts a block's checksum anew; the others
+        follow in order."""
         size = self._pool.shape[1]
         end = size if num_layers is None else first_layer + num_layers
         for block in blocks:
@@ -67,5 +71,6 @@ class RunningChecksums:
                 self._begun[block] = end, running
 
     def of(self, blocks: Iterable[int]) -> list[int]:
-        """The checksums of these blocks, each of which has been put with its last layer; equal to ``block_checksum``."""
+        """The checksums of these blocks, each of which has been put with its last layer; equal to
+        ``block_checksum``."""
         return [self._done[block] for block in blocks]

@@ -1,8 +1,8 @@
-"""The ``cuda_ipc`` mover: the decode worker's pool on a GPU, mapped into a prefill worker of the same host; a put is a copy from device to
-device on a stream of its own, beside the computation. The two may share one GPU.
+"""The ``cuda_ipc`` mover: the decode worker's pool on a GPU, mapped into a prefill worker of the same host; a
+put is a copy from device to device on a stream of its own, beside the computation. The two may share one GPU.
 
-The handle travels over the encrypted control channel as 64 bytes that only CUDA reads. As with ``shm``, who has mapped the pool can
-write as long as his process lives.
+The handle travels over the encrypted control channel as 64 bytes that only CUDA reads. As with ``shm``, who
+has mapped the pool can write as long as his process lives.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ class _Copy:
 class CudaIpcSource:
     """The sending side: the peer's pool, mapped."""
 
-    def __init__(self, address: bytes, num_blocks: int, pointer: int, shape: Sequence[int], cuda: CudaRuntime) -> None:
+    def __init__(
+        self, address: bytes, num_blocks: int, pointer: int, shape: Sequence[int], cuda: CudaRuntime
+    ) -> None:
         """``pointer``, ``shape``: of the own pool. Raises MoverError where the peer's cannot be mapped."""
         if len(address) != _ADDRESS.size:
             raise MoverError("the decode worker shares no pool on a GPU")
@@ -66,7 +68,9 @@ class CudaIpcSource:
         try:
             self._process = os.pidfd_open(pid)
         except OSError as error:
-            raise MoverError(f"the decode worker's process {pid} is not on this host: {error.strerror}") from None
+            raise MoverError(
+                f"the decode worker's process {pid} is not on this host: {error.strerror}"
+            ) from None
         self._ended = select.poll()
         self._ended.register(self._process, select.POLLIN)
         try:
@@ -77,7 +81,14 @@ class CudaIpcSource:
             os.close(self._process)
             raise
 
-    def put(self, lease: int, secret: bytes, items: Sequence[Item], first_layer: int = 0, num_layers: int | None = None) -> None:
+    def put(
+        self,
+        lease: int,
+        secret: bytes,
+        items: Sequence[Item],
+        first_layer: int = 0,
+        num_layers: int | None = None,
+    ) -> None:
         layers = layer_slice(self._shape, first_layer, num_layers)
         found = runs(items, layers, self._shape, self._num_blocks, self._pointer, self._target)
         if self._ended.poll(0):
@@ -107,8 +118,8 @@ class CudaIpcSource:
         """What is under way cannot be called back: see ``writing``."""
 
     def close(self) -> tuple[()]:
-        """Waits for what is under way. Raises MoverError where the GPU does not end it: only the end of this process can then be believed
-        to end the writing, so nobody may catch it and go on."""
+        """Waits for what is under way. Raises MoverError where the GPU does not end it: only the end of this
+        process can then be believed to end the writing, so nobody may catch it and go on."""
         os.close(self._process)
         until = time.monotonic() + CLOSE_S
         while self._copies:
@@ -168,18 +179,26 @@ class LoadedCudart:
         self._library.cudaGetErrorString.restype = ctypes.c_char_p
         self._device = device
         # handles go by value: ctypes has to know
-        self._library.cudaIpcOpenMemHandle.argtypes = (ctypes.POINTER(ctypes.c_void_p), _Handle, ctypes.c_uint)
+        self._library.cudaIpcOpenMemHandle.argtypes = (
+            ctypes.POINTER(ctypes.c_void_p),
+            _Handle,
+            ctypes.c_uint,
+        )
 
     def share(self, pointer: int) -> tuple[bytes, int]:
         handle, base, size = _Handle(), ctypes.c_uint64(), ctypes.c_size_t()
         self._call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(pointer))
-        if self._driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(pointer)):
+        if self._driver.cuMemGetAddressRange_v2(
+            ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(pointer)
+        ):
             raise MoverError("CUDA does not say in which allocation the KV pool lies")
         return bytes(handle.data), pointer - base.value
 
     def map(self, handle: bytes) -> int:
         pointer = ctypes.c_void_p()
-        self._call("cudaIpcOpenMemHandle", ctypes.byref(pointer), _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
+        self._call(
+            "cudaIpcOpenMemHandle", ctypes.byref(pointer), _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS
+        )
         return int(pointer.value or 0)
 
     def unmap(self, pointer: int) -> None:
@@ -192,7 +211,9 @@ class LoadedCudart:
 
     def copy(self, target: int, source: int, num_bytes: int, stream: Any) -> None:
         size = ctypes.c_size_t(num_bytes)
-        self._call("cudaMemcpyAsync", ctypes.c_void_p(target), ctypes.c_void_p(source), size, _ANY_DIRECTION, stream)
+        self._call(
+            "cudaMemcpyAsync", ctypes.c_void_p(target), ctypes.c_void_p(source), size, _ANY_DIRECTION, stream
+        )
 
     def record(self, stream: Any) -> Any:
         event = ctypes.c_void_p()
@@ -214,5 +235,7 @@ class LoadedCudart:
         self._library.cudaSetDevice(self._device)
         error: int = getattr(self._library, name)(*arguments)
         if error not in (0, unless):
-            raise MoverError(f"{name}: {self._library.cudaGetErrorString(error).decode()} (CUDA error {error})")
+            raise MoverError(
+                f"{name}: {self._library.cudaGetErrorString(error).decode()} (CUDA error {error})"
+            )
         return error

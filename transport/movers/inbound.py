@@ -1,8 +1,8 @@
 """One data connection, receiving end: a generator that says which memory the next bytes belong into.
 
-It knows no socket: ``talk`` yields lists of buffers and is resumed once all of them are full. So the same code runs under
-the server's selector and under the fuzzer. A body is received straight into the pool where it travels plain, and is opened into
-it where it travels sealed.
+It knows no socket: ``talk`` yields lists of buffers and is resumed once all of them are full. So the same
+code runs under the server's selector and under the fuzzer. A body is received straight into the pool where it
+travels plain, and is opened into it where it travels sealed.
 """
 
 from __future__ import annotations
@@ -15,14 +15,26 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from .interface import Arrival, Pool
-from .parcels import RECORD_BYTES, SIZE, Claim, LeaseBook, Span, header_bytes, records, slices_per_parcel, spans, unpack_header
+from .parcels import (
+    RECORD_BYTES,
+    SIZE,
+    Claim,
+    LeaseBook,
+    Span,
+    header_bytes,
+    records,
+    slices_per_parcel,
+    spans,
+    unpack_header,
+)
 from .sealing import HELLO_BYTES, PLAIN, PROOF_BYTES, TAG_BYTES, Hello, Seal, Transcript, new_nonce
 
 Talk: TypeAlias = Generator[list[memoryview], None, None]
 
 
 class BadPeer(Exception):
-    """What came is not from a peer of ours, or not as a peer of ours would send it: the connection ends. The text says what."""
+    """What came is not from a peer of ours, or not as a peer of ours would send it: the connection ends. The
+    text says what."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +71,14 @@ class Inbound:
             yield from self._take_parcel()
 
     def safe(self, buffers: deque[memoryview]) -> deque[memoryview]:
-        """To be asked with the lock held, right before bytes are written: ``buffers``, or others of that size where the lease that they
-        belong to has ended since."""
+        """To be asked with the lock held, right before bytes are written: ``buffers``, or others of that size
+        where the lease that they belong to has ended since."""
         if self._seal is not None or self._claim is None or self._claim.valid:
             return buffers
         self._claim, num_bytes = None, sum(len(buffer) for buffer in buffers)
-        return deque(self._scratch[: min(RECORD_BYTES, num_bytes - at)] for at in range(0, num_bytes, RECORD_BYTES))
+        return deque(
+            self._scratch[: min(RECORD_BYTES, num_bytes - at)] for at in range(0, num_bytes, RECORD_BYTES)
+        )
 
     def end(self) -> None:
         """The connection is gone: a parcel that was under way may come over another."""
@@ -101,7 +115,9 @@ class Inbound:
             return
         self._claim = claim
         runs = spans(self._desk.pool, claim.blocks, header.offset, header.length)
-        yield from (self._take_plain(runs) if self._seal is None else self._take_sealed(runs, self._seal, claim))
+        yield from (
+            self._take_plain(runs) if self._seal is None else self._take_sealed(runs, self._seal, claim)
+        )
         self._claim = None
         with self._desk.lock:
             self._desk.arrived(self._desk.book.complete(claim))

@@ -1,7 +1,8 @@
-"""What every KV mover can do. A *put* takes some layers of a block into the same layers of a granted block of the peer's pool.
+"""What every KV mover can do. A *put* takes some layers of a block into the same layers of a granted block of
+the peer's pool.
 
-Pools are uint8 arrays [num_blocks, num_layers, layer_bytes], the same on both sides but for the number of blocks. Nothing
-here blocks; nothing is safe to use from two threads at once.
+Pools are uint8 arrays [num_blocks, num_layers, layer_bytes], the same on both sides but for the number of
+blocks. Nothing here blocks; nothing is safe to use from two threads at once.
 """
 
 from __future__ import annotations
@@ -28,23 +29,27 @@ class PutTarget(Protocol):
     """The receiving side: one per decode worker and mover."""
 
     one_sided: bool
-    """The writer writes our memory by itself: ``poll`` tells nothing, and closing a lease does not stop a stalled writer."""
+    """The writer writes our memory by itself: ``poll`` tells nothing, and closing a lease does not stop a
+    stalled writer."""
     lingers: bool
-    """What a writer has begun may land when its process has ended, or its end of the mover, until it is shut out."""
+    """What a writer has begun may land when its process has ended, or its end of the mover, until it is shut
+    out."""
 
     @property
     def fd(self) -> int | None:
         """Readable when ``poll`` has something to say; None for a one-sided mover."""
 
     def address(self, peer: PeerId) -> bytes | None:
-        """What the source of this peer needs beyond the other fields of ``Met``; None: not ready, the peer will ask again."""
+        """What the source of this peer needs beyond the other fields of ``Met``; None: not ready, the peer
+        will ask again."""
 
     def shut_out(self, peer: PeerId) -> bool:
-        """Ends what this peer may still be writing, if that can be done from here: once it is True, nothing of it is written any more, and
-        its next put fails."""
+        """Ends what this peer may still be writing, if that can be done from here: once it is True, nothing
+        of it is written any more, and its next put fails."""
 
     def open(self, lease: int, secret: bytes, targets: Mapping[int, int]) -> None:
-        """From now on accept each layer of each position in ``targets`` once, into the own block that the position maps to."""
+        """From now on accept each layer of each position in ``targets`` once, into the own block that the
+        position maps to."""
 
     def expect_again(self, lease: int, positions: Sequence[int]) -> None:
         """Accept each layer of these positions once more: what came was corrupt."""
@@ -70,27 +75,30 @@ class PutSource(Protocol):
         first_layer: int = 0,
         num_layers: int | None = None,
     ) -> None:
-        """Starts sending ``num_layers`` layers of these blocks, from ``first_layer`` on (None: all from there). They must keep their
-        content until ``poll`` has named them, or ``cancel``, or ``close``. A layer of a block is put once; see ``expect_again``.
-        Raises MoverError where the peer is known to be gone or ``items`` name blocks, or the range layers, that do not exist."""
+        """Starts sending ``num_layers`` layers of these blocks, from ``first_layer`` on (None: all from
+        there). They must keep their content until ``poll`` has named them, or ``cancel``, or ``close``. A
+        layer of a block is put once; see ``expect_again``. Raises MoverError where the peer is known to be
+        gone or ``items`` name blocks, or the range layers, that do not exist."""
 
     def poll(self) -> list[Arrival]:
-        """Keeps the transfer going; says what has left since the last call, an entry for each block of each put. Raises MoverError
-        where the peer is gone."""
+        """Keeps the transfer going; says what has left since the last call, an entry for each block of each
+        put. Raises MoverError where the peer is gone."""
 
     def pending(self) -> int:
         """Blocks of puts that have not left yet. Call ``poll`` soon while there are any."""
 
     def writing(self, lease: int) -> bool:
-        """Whether puts of this lease may still be writing the peer's memory by themselves (one-sided movers that copy in the background).
-        No word that lets the peer read or reuse those blocks may be said before that has ended."""
+        """Whether puts of this lease may still be writing the peer's memory by themselves (one-sided movers
+        that copy in the background). No word that lets the peer read or reuse those blocks may be said before
+        that has ended."""
 
     def cancel(self, lease: int) -> None:
-        """Forgets this lease: what has not left does not leave, or leaves with whatever its block then holds."""
+        """Forgets this lease: what has not left does not leave, or leaves with whatever its block then
+        holds."""
 
     def close(self) -> Collection[int]:
-        """Ends the connection; what has not left is lost. The leases under which something may still land all the same: their peer has to
-        find out by itself when that is over."""
+        """Ends the connection; what has not left is lost. The leases under which something may still land all
+        the same: their peer has to find out by itself when that is over."""
 
 
 @runtime_checkable
@@ -179,8 +187,9 @@ def runs(
     source: int,
     target: int,
 ) -> list[Run]:
-    """These layers of blocks of a pool of ``shape`` at address ``source``, into the peer's of ``num_target_blocks`` at ``target``.
-    Blocks side by side in both are one run. Raises MoverError for blocks that do not exist."""
+    """These layers of blocks of a pool of ``shape`` at address ``source``, into the peer's of
+    ``num_target_blocks`` at ``target``. Blocks side by side in both are one run. Raises MoverError for blocks
+    that do not exist."""
     num_blocks, num_layers, layer_bytes = shape
     block_bytes, offset, length = (
         num_layers * layer_bytes,
@@ -191,7 +200,8 @@ def runs(
     for _, own, theirs in items:
         if not (0 <= own < num_blocks and 0 <= theirs < num_target_blocks):
             raise MoverError(
-                f"put of block {own} into block {theirs}: pools of {num_blocks} and {num_target_blocks} blocks"
+                f"put of block {own} into block {theirs}: pools of {num_blocks} and "
+                f"{num_target_blocks} blocks"
             )
         run = Run(source + own * block_bytes + offset, target + theirs * block_bytes + offset, length)
         last = found[-1] if found else None

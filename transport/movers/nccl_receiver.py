@@ -140,7 +140,8 @@ class ReceivingSessions:
         return session.receiving
 
     def received(self, session: ReceivingSession) -> ComingParcel | None:
-        """The parcel from ``next`` has come. It is returned if it may be written: at once, then ``written``."""
+        """The parcel from ``next`` has come. It is returned if it may be written: at once, then
+        ``written``."""
         parcel, session.receiving = session.receiving, None
         return parcel if parcel is not None and parcel.claim is not None and parcel.claim.valid else None
 

@@ -1,12 +1,16 @@
-"""The ``nixl`` mover (optional extra ``splitserve[nixl]``): one-sided writes into the decode worker's pool, over RDMA where there is any.
+"""The ``nixl`` mover (optional extra ``splitserve[nixl]``): one-sided writes into the decode worker's pool,
+over RDMA where there is any.
 
-NIXL's UCX backend does the moving; the writer asks for completion by polling, and an answer that does not come in time is an
-error. Bytes travel in the clear, and whoever reaches a UCX port is not asked who he is: for networks that are trusted (``--plaintext-kv``).
+NIXL's UCX backend does the moving; the writer asks for completion by polling, and an answer that does not
+come in time is an error. Bytes travel in the clear, and whoever reaches a UCX port is not asked who he is:
+for networks that are trusted (``--plaintext-kv``).
 
-**Dead writers.** A writer on another host that has gone silent may still have writes under way. So every peer gets an agent of its own
-at the decode worker: with it go the connection (TCP, where this process itself writes what comes in) and the registration of the
-memory (RDMA, where the adapter then refuses). ``shut_out`` ends a peer's agent, and its blocks are free afterwards. That does not hold
-for UCX's shared-memory transports, where the writer's own process copies: they are left out unless UCX_TLS in the environment names them.
+**Dead writers.** A writer on another host that has gone silent may still have writes under way. So every peer
+gets an agent of its own at the decode worker: with it go the connection (TCP, where this process itself
+writes what comes in) and the registration of the memory (RDMA, where the adapter then refuses). ``shut_out``
+ends a peer's agent, and its blocks are free afterwards. That does not hold for UCX's shared-memory
+transports, where the writer's own process copies: they are left out unless UCX_TLS in the environment names
+them.
 """
 
 from __future__ import annotations
@@ -40,8 +44,8 @@ def is_installed() -> bool:
 
 
 class NixlTarget(OneSidedTarget):
-    """The receiving side: an agent for each peer met, and one spare for the next, made in the background (it takes half a second, or as
-    long as registering the pool with an adapter takes)."""
+    """The receiving side: an agent for each peer met, and one spare for the next, made in the background (it
+    takes half a second, or as long as registering the pool with an adapter takes)."""
 
     lingers = True
 
@@ -68,7 +72,9 @@ class NixlTarget(OneSidedTarget):
     def shut_out(self, peer: PeerId) -> bool:
         """Takes a few tenths of a second, in the background: ask again."""
         if (agent := self._agents.pop(peer, None)) is not None:
-            self._ending[peer] = threading.Thread(target=self._end, args=(peer, agent), name="nixl-agent-end", daemon=True)
+            self._ending[peer] = threading.Thread(
+                target=self._end, args=(peer, agent), name="nixl-agent-end", daemon=True
+            )
             self._ending[peer].start()
         if peer in self._ended:
             self._ending.pop(peer).join()
@@ -84,11 +90,14 @@ class NixlTarget(OneSidedTarget):
         self._spare = None
 
     def _end(self, peer: PeerId, agent: _Agent) -> None:
-        """On a thread of its own. Where it fails the peer is never said to be shut out: its blocks stay up with this process."""
+        """On a thread of its own. Where it fails the peer is never said to be shut out: its blocks stay up
+        with this process."""
         try:
             agent.close()
         except Exception as error:  # NIXL's errors have no common type
-            _log.error("%s may still write KV blocks here, by an agent that NIXL does not end: %s", peer[0], error)
+            _log.error(
+                "%s may still write KV blocks here, by an agent that NIXL does not end: %s", peer[0], error
+            )
         else:
             self._ended.add(peer)
 
@@ -128,11 +137,22 @@ class NixlSource:
         self._peer = self._agent.meet(address[_BASE.size :])
         if not self._peer:
             self._agent.close()
-            raise MoverError("NIXL does not understand the decode worker's address: are the packages of one version?")
+            raise MoverError(
+                "NIXL does not understand the decode worker's address: are the packages of one version?"
+            )
 
-    def put(self, lease: int, secret: bytes, items: Sequence[Item], first_layer: int = 0, num_layers: int | None = None) -> None:
+    def put(
+        self,
+        lease: int,
+        secret: bytes,
+        items: Sequence[Item],
+        first_layer: int = 0,
+        num_layers: int | None = None,
+    ) -> None:
         layers = layer_slice(self._pool.shape, first_layer, num_layers)
-        found = runs(items, layers, self._pool.shape, self._num_blocks, self._pool.ctypes.data, self._peer_base)
+        found = runs(
+            items, layers, self._pool.shape, self._num_blocks, self._pool.ctypes.data, self._peer_base
+        )
         own = [(run.source, run.num_bytes, 0) for run in found]
         handle = self._agent.start(own, [(run.target, run.num_bytes, 0) for run in found], self._peer)
         if isinstance(handle, str):
@@ -149,7 +169,10 @@ class NixlSource:
                 self._agent.release(write.handle)
                 left += [(write.lease, position) for position in write.positions]
             elif status != "PROC" or time.monotonic() > write.deadline:
-                raise MoverError("a write by NIXL " + (f"failed: {status}" if status != "PROC" else "was not complete in time"))
+                raise MoverError(
+                    "a write by NIXL "
+                    + (f"failed: {status}" if status != "PROC" else "was not complete in time")
+                )
         return left
 
     def pending(self) -> int:
@@ -162,7 +185,8 @@ class NixlSource:
         """What is under way cannot be called back: see ``writing``."""
 
     def close(self) -> set[int]:
-        """With the agent its connections end. What had left by them is with the adapters, or in sockets' buffers, and may still land."""
+        """With the agent its connections end. What had left by them is with the adapters, or in sockets'
+        buffers, and may still land."""
         leases = {write.lease for write in self._writes}
         while self._writes:
             self._agent.release(self._writes.pop().handle)
@@ -171,8 +195,8 @@ class NixlSource:
 
 
 class _Agent:
-    """A NIXL agent with the pool registered. Not used by two threads at once. It ends with the last reference to it, so NIXL's errors,
-    whose tracebacks hold some, become words here."""
+    """A NIXL agent with the pool registered. Not used by two threads at once. It ends with the last reference
+    to it, so NIXL's errors, whose tracebacks hold some, become words here."""
 
     def __init__(self, pool: Pool) -> None:
         """Raises MoverError."""
@@ -183,9 +207,14 @@ class _Agent:
             self._nixl = api.nixl_agent(f"splitserve-{uuid.uuid4()}", api.nixl_agent_config(backends=["UCX"]))
             self._registered = self._nixl.register_memory([(pool.ctypes.data, pool.nbytes, 0, "")], "DRAM")
         except ImportError as error:
-            raise MoverError(f"the mover nixl needs the package of that name: pip install 'splitserve[nixl]' ({error})") from None
+            raise MoverError(
+                f"the mover nixl needs the package of that name: pip install 'splitserve[nixl]' ({error})"
+            ) from None
         except Exception as error:  # NIXL's errors have no common type
-            raise MoverError(f"NIXL does not work here: {error}; `ucx_info -d` shows what UCX finds, UCX_LOG_LEVEL=info why") from None
+            raise MoverError(
+                f"NIXL does not work here: {error}; `ucx_info -d` shows what UCX finds, "
+                "UCX_LOG_LEVEL=info why"
+            ) from None
         self.address: bytes = _BASE.pack(pool.ctypes.data) + self._nixl.get_agent_metadata()
 
     def meet(self, metadata: bytes) -> Any:
@@ -200,7 +229,9 @@ class _Agent:
         """A handle of the write under way; a string: what is wrong."""
         nixl = self._nixl
         try:
-            handle = nixl.initialize_xfer("WRITE", nixl.get_xfer_descs(own, "DRAM"), nixl.get_xfer_descs(peers, "DRAM"), peer)
+            handle = nixl.initialize_xfer(
+                "WRITE", nixl.get_xfer_descs(own, "DRAM"), nixl.get_xfer_descs(peers, "DRAM"), peer
+            )
             return handle if nixl.transfer(handle) != "ERR" else "refused"
         except Exception as error:
             return str(error)

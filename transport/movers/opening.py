@@ -43,7 +43,8 @@ def offered(setting: str, plain_kv: bool, on_gpu: bool) -> tuple[str, ...]:
         raise MoverError("the mover nixl needs the package of that name: pip install 'splitserve[nixl]'")
     if setting == "cuda_ipc" and not on_gpu:
         raise MoverError(
-            "the mover cuda_ipc is for KV caches on GPUs; this worker's is in host memory: choose auto, shm or tcp"
+            "the mover cuda_ipc is for KV caches on GPUs; this worker's is in host memory: choose "
+            "auto, shm or tcp"
         )
     if setting != "auto":
         return (setting,)
@@ -57,7 +58,8 @@ def open_source(met: Met, pool: Pool, plain_kv: bool = False, device: DevicePool
     Raises MoverError."""
     if met.mover in IN_THE_CLEAR and not plain_kv:
         raise MoverError(
-            f"the mover {met.mover} sends KV blocks in the clear, which this worker has not been allowed (--plaintext-kv)"
+            f"the mover {met.mover} sends KV blocks in the clear, which this worker has not been "
+            "allowed (--plaintext-kv)"
         )
     if met.mover == "cuda_ipc" and device is not None:
         cuda = LoadedCudart(device.device.index or 0)

@@ -3,9 +3,9 @@
     size of the header u32 | header | body
     header: "SSKV" | version u8 | 3 bytes 0 | lease u64 | secret 16 B | offset u64 | length u64 | positions u32 ...
 
-little-endian. The body holds, for each position in turn, bytes [offset, offset + length) of its block. Sealed (session.py), the header
-is one record and the body is cut into records of RECORD_BYTES, the last one shorter; each is followed by its tag, and the
-size counts the tag.
+little-endian. The body holds, for each position in turn, bytes [offset, offset + length) of its block. Sealed
+(session.py), the header is one record and the body is cut into records of RECORD_BYTES, the last one shorter;
+each is followed by its tag, and the size counts the tag.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def header_bytes(num_positions: int) -> int:
 
 
 def unpack_header(data: bytes | memoryview, max_positions: int) -> ParcelHeader | None:
-    """None where ``data`` is no header of this version, or names no position or more than ``max_positions``."""
+    """None where ``data`` is no header of this version, or names no position or more than
+    ``max_positions``."""
     size = len(data) - _HEADER.size
     if not 0 < size <= 4 * max_positions or size % 4:
         return None
@@ -101,7 +102,8 @@ def records(runs: Sequence[Span]) -> Iterator[list[Span]]:
 
 @dataclass(slots=True)
 class LeaseEntry:
-    """An open lease. A layer of a position is *missing* until a parcel claims it, and *awaited* until that parcel is complete."""
+    """An open lease. A layer of a position is *missing* until a parcel claims it, and *awaited* until that
+    parcel is complete."""
 
     secret: bytes
     targets: Mapping[int, int]
@@ -112,7 +114,8 @@ class LeaseEntry:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A parcel whose body may be written: ``length`` bytes from ``offset`` of each of ``blocks``. Ask ``valid`` before each write."""
+    """A parcel whose body may be written: ``length`` bytes from ``offset`` of each of ``blocks``. Ask
+    ``valid`` before each write."""
 
     entry: LeaseEntry
     header: ParcelHeader
@@ -198,8 +201,8 @@ class LeaseBook:
 
 
 class BookedTarget:
-    """Threads of this process write what comes in, as the book of leases allows. ``lock`` guards the book, the leased blocks of the pool
-    and what has arrived."""
+    """Threads of this process write what comes in, as the book of leases allows. ``lock`` guards the book,
+    the leased blocks of the pool and what has arrived."""
 
     one_sided = False
     lingers = False

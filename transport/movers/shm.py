@@ -1,8 +1,9 @@
-"""The ``shm`` mover: the decode worker's pool lies in memory that prefill workers of the same host map; a put is a memcpy.
+"""The ``shm`` mover: the decode worker's pool lies in memory that prefill workers of the same host map; a put
+is a memcpy.
 
-The memory is a memfd: it has no name in any file system, so it is not limited by the size of /dev/shm and is gone with the
-last process that maps it, however that process ended. Peers of the same user open it through /proc. Its size is sealed, so
-that nobody can shrink it under a writer (which would then die of SIGBUS).
+The memory is a memfd: it has no name in any file system, so it is not limited by the size of /dev/shm and is
+gone with the last process that maps it, however that process ended. Peers of the same user open it through
+/proc. Its size is sealed, so that nobody can shrink it under a writer (which would then die of SIGBUS).
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class SharedPool:
-    """Memory for a KV pool that peers on this host can map. ``buffer`` is writable, zeroed and really there."""
+    """Memory for a KV pool that peers on this host can map. ``buffer`` is writable, zeroed and really
+    there."""
 
     def __init__(self, descriptor: int, mapping: mmap.mmap):
         self._descriptor = descriptor
@@ -75,17 +77,28 @@ class ShmSource:
     """The sending side: the peer's pool, mapped."""
 
     def __init__(self, shm_name: str, num_blocks: int, pool: Pool):
-        """Raises MoverError where the peer's pool cannot be mapped or does not hold ``num_blocks`` blocks like ours."""
+        """Raises MoverError where the peer's pool cannot be mapped or does not hold ``num_blocks`` blocks
+        like ours."""
         self._pool = pool
         num_bytes = num_blocks * pool[0].nbytes
         self._process, self._mapping = _map(shm_name, num_bytes)
         self._ended = select.poll()
         self._ended.register(self._process, select.POLLIN)
-        self._target: Pool = np.frombuffer(self._mapping, dtype=np.uint8)[:num_bytes].reshape(num_blocks, *pool.shape[1:])
+        self._target: Pool = np.frombuffer(self._mapping, dtype=np.uint8)[:num_bytes].reshape(
+            num_blocks, *pool.shape[1:]
+        )
         self._done: list[Arrival] = []
 
-    def put(self, lease: int, secret: bytes, items: Sequence[Item], first_layer: int = 0, num_layers: int | None = None) -> None:
-        """One copy for each run of blocks that lie side by side in both pools; a memcpy where it is of all layers."""
+    def put(
+        self,
+        lease: int,
+        secret: bytes,
+        items: Sequence[Item],
+        first_layer: int = 0,
+        num_layers: int | None = None,
+    ) -> None:
+        """One copy for each run of blocks that lie side by side in both pools; a memcpy where it is of all
+        layers."""
         layers = layer_slice(self._pool.shape, first_layer, num_layers)
         if self._ended.poll(0):
             raise PeerEnded("the decode worker's process has ended")
@@ -98,7 +111,10 @@ class ShmSource:
 
     def _copy(self, source: int, target: int, count: int, layers: slice) -> None:
         if not (0 <= source <= len(self._pool) - count and 0 <= target <= len(self._target) - count):
-            raise MoverError(f"put of block {source} into block {target}: pools of {len(self._pool)} and {len(self._target)} blocks")
+            raise MoverError(
+                f"put of block {source} into block {target}: pools of {len(self._pool)} and "
+                f"{len(self._target)} blocks"
+            )
         np.copyto(self._target[target : target + count, layers], self._pool[source : source + count, layers])
 
     def poll(self) -> list[Arrival]:
@@ -123,7 +139,8 @@ class ShmSource:
 
 
 def _map(shm_name: str, num_bytes: int) -> tuple[int, mmap.mmap]:
-    """(descriptor of the owning process, its memory). The inode tells that it is the memory meant, not a later one's."""
+    """(descriptor of the owning process, its memory). The inode tells that it is the memory meant, not a
+    later one's."""
     try:
         kind, *numbers = shm_name.split(":")
         pid, descriptor, inode = (int(number) for number in numbers)

@@ -1,7 +1,9 @@
-"""The ``tcp`` mover, sending side (see tcp_target.py): blocks leave in parcels, over up to MAX_CONNECTIONS connections at a time.
+"""The ``tcp`` mover, sending side (see tcp_target.py): blocks leave in parcels, over up to MAX_CONNECTIONS
+connections at a time.
 
-Each connection has a thread that takes parcels from one queue, so that a further connection opens only when those before it do not
-keep up. Bytes go from the pool to the kernel without a copy in between, or through the cipher into one buffer.
+Each connection has a thread that takes parcels from one queue, so that a further connection opens only when
+those before it do not keep up. Bytes go from the pool to the kernel without a copy in between, or through the
+cipher into one buffer.
 """
 
 from __future__ import annotations
@@ -19,12 +21,26 @@ from dataclasses import dataclass
 from ..errors import MoverError
 from .interface import Arrival, Item, Pool, layer_slice
 from .parcels import RECORD_BYTES, SIZE, ParcelHeader, Span, pack_header, records, slices_per_parcel, spans
-from .sealing import ANSWER_BYTES, NONCE_BYTES, PLAIN, TAG_BYTES, DataAddress, Hello, Seal, Transcript, new_nonce, quickest_cipher
+from .sealing import (
+    ANSWER_BYTES,
+    NONCE_BYTES,
+    PLAIN,
+    TAG_BYTES,
+    DataAddress,
+    Hello,
+    Seal,
+    Transcript,
+    new_nonce,
+    quickest_cipher,
+)
 
 MAX_CONNECTIONS = 4
 BACKLOG_BYTES = 16 << 20  # waiting for one connection: more than that opens another
 CONNECT_TIMEOUT_S = 3.0
-RETRY_S, RETRY_PAUSE_S = 5.0, 0.05  # how long a lost connection is tried again, and the first pause (doubling)
+RETRY_S, RETRY_PAUSE_S = (
+    5.0,
+    0.05,
+)  # how long a lost connection is tried again, and the first pause (doubling)
 STALL_S = 20.0  # a peer that takes nothing in for so long is gone
 CLOSE_S = 0.2
 MAX_BUFFERS = 512  # in one system call (IOV_MAX is 1024)
@@ -40,11 +56,12 @@ class _Parcel:
 
 
 class TcpSource:
-    """One per decode worker. Safe to close at any time; what cannot be sent becomes a MoverError of ``put`` or ``poll``."""
+    """One per decode worker. Safe to close at any time; what cannot be sent becomes a MoverError of ``put``
+    or ``poll``."""
 
     def __init__(self, data_address: str, pool: Pool, plain: bool = False, cipher: int | None = None):
-        """``plain``: send in the clear if the peer takes that too; ``cipher``: GCM, OCB, or None for the quicker. Connects in the
-        background. Raises MoverError for a bad address."""
+        """``plain``: send in the clear if the peer takes that too; ``cipher``: GCM, OCB, or None for the
+        quicker. Connects in the background. Raises MoverError for a bad address."""
         self._address = DataAddress.parse(data_address)
         self._mode = PLAIN if plain and self._address.takes_plain else cipher or quickest_cipher()
         self._pool = pool
@@ -57,7 +74,14 @@ class TcpSource:
         self._connections: list[_Connection] = []
         self._open_connection()
 
-    def put(self, lease: int, secret: bytes, items: Sequence[Item], first_layer: int = 0, num_layers: int | None = None) -> None:
+    def put(
+        self,
+        lease: int,
+        secret: bytes,
+        items: Sequence[Item],
+        first_layer: int = 0,
+        num_layers: int | None = None,
+    ) -> None:
         layers = layer_slice(self._pool.shape, first_layer, num_layers)
         if not all(0 <= block < len(self._pool) for _, block, _ in items):
             raise MoverError(f"put of a block that does not exist; the pool has {len(self._pool)}")
@@ -67,7 +91,11 @@ class TcpSource:
             self._raise_failure()
             for start in range(0, len(items), size):
                 part = items[start : start + size]
-                self._waiting.append(_Parcel(lease, secret, tuple(item[0] for item in part), [item[1] for item in part], layers))
+                self._waiting.append(
+                    _Parcel(
+                        lease, secret, tuple(item[0] for item in part), [item[1] for item in part], layers
+                    )
+                )
             self._changed.notify_all()
             waiting = len(self._waiting) * size * slice_bytes
         if waiting > BACKLOG_BYTES * len(self._connections) and len(self._connections) < MAX_CONNECTIONS:
@@ -166,7 +194,9 @@ class _Connection(threading.Thread):
     def run(self) -> None:
         try:
             if self._connect():
-                while (parcel := self._source.next_parcel()) is not None and self._send_or_connect_again(parcel):
+                while (parcel := self._source.next_parcel()) is not None and self._send_or_connect_again(
+                    parcel
+                ):
                     pass
         except Exception as error:  # whatever it is: what is to leave here would wait for ever
             self._source.fail(f"cannot send KV blocks: {error!r}")
@@ -193,7 +223,9 @@ class _Connection(threading.Thread):
             except (OSError, EOFError) as error:
                 if time.monotonic() + pause > give_up:
                     host, port = self._address.host, self._address.port
-                    self._source.fail(f"cannot reach the decode worker for KV blocks at tcp://{host}:{port}: {error}")
+                    self._source.fail(
+                        f"cannot reach the decode worker for KV blocks at tcp://{host}:{port}: {error}"
+                    )
                     return False
             wait, pause = pause, 2 * pause
         return False
@@ -202,7 +234,9 @@ class _Connection(threading.Thread):
         """Connects and lets both ends prove who they are. Raises OSError, EOFError."""
         if self._stream is not None:
             self._stream.close()
-        stream = self._stream = socket.create_connection((self._address.host, self._address.port), CONNECT_TIMEOUT_S)
+        stream = self._stream = socket.create_connection(
+            (self._address.host, self._address.port), CONNECT_TIMEOUT_S
+        )
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALL_S * 1000))
         hello = Hello(self._mode, new_nonce())
@@ -212,17 +246,26 @@ class _Connection(threading.Thread):
         if not hmac.compare_digest(answer[NONCE_BYTES:], transcript.server_proof):
             raise EOFError("whoever listens there is not that decode worker")
         stream.sendall(transcript.client_proof)
-        stream.settimeout(None)  # a call then ends when all has left, without Python's lock in between; for the stall the kernel's timeout
-        stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", *divmod(int(STALL_S * 1e6), 1_000_000)))
+        stream.settimeout(
+            None
+        )  # a call then ends when all has left, without Python's lock in between; for the stall the kernel's timeout
+        stream.setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", *divmod(int(STALL_S * 1e6), 1_000_000))
+        )
         self._seal = transcript.seal()
 
     def _send(self, parcel: _Parcel) -> None:
         layer_bytes = self._pool.shape[2]
-        offset, length = parcel.layers.start * layer_bytes, (parcel.layers.stop - parcel.layers.start) * layer_bytes
+        offset, length = (
+            parcel.layers.start * layer_bytes,
+            (parcel.layers.stop - parcel.layers.start) * layer_bytes,
+        )
         header = pack_header(ParcelHeader(parcel.lease, parcel.secret, offset, length, parcel.positions))
         runs = spans(self._pool, parcel.blocks, offset, length)
         if self._seal is None:
-            self._send_all([SIZE.pack(len(header)) + header, *(self._bytes[start:end] for start, end in runs)])
+            self._send_all(
+                [SIZE.pack(len(header)) + header, *(self._bytes[start:end] for start, end in runs)]
+            )
         else:
             self._send_sealed(header, runs, self._seal)
 

@@ -1,10 +1,13 @@
-"""The ``tcp`` mover, receiving side. One thread takes all data connections in; the worker's loop hears of complete blocks.
+"""The ``tcp`` mover, receiving side. One thread takes all data connections in; the worker's loop hears of
+complete blocks.
 
-The name is the option's and the protocol's (``--mover tcp``); the data itself goes over plain TCP sockets: ZeroMQ copies each
-byte once more on either side and cannot receive into given memory (measured beside it in docs/movers.md).
+The name is the option's and the protocol's (``--mover tcp``); the data itself goes over plain TCP sockets:
+ZeroMQ copies each byte once more on either side and cannot receive into given memory (measured beside it in
+docs/movers.md).
 
-A connection counts for nothing until its peer has proved that it knows the secret of our data address. A parcel that names an unknown
-lease, a wrong secret, layers that do not exist or are not missing is dropped and counted before any byte of it reaches the pool.
+A connection counts for nothing until its peer has proved that it knows the secret of our data address. A
+parcel that names an unknown lease, a wrong secret, layers that do not exist or are not missing is dropped and
+counted before any byte of it reaches the pool.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ _log = logging.getLogger(__name__)
 
 
 class TcpTarget(BookedTarget):
-    """Every prefill worker connects here. ``dropped`` counts parcels, and ended connections, by what was wrong with them."""
+    """Every prefill worker connects here. ``dropped`` counts parcels, and ended connections, by what was
+    wrong with them."""
 
     def __init__(self, address: str, pool: Pool, takes_plain: bool = False):
         """Listens on ``address`` (tcp://host:* takes a free port). Raises AddressError."""
@@ -65,7 +69,8 @@ class TcpTarget(BookedTarget):
         return True
 
     def poll(self, limit: int) -> list[Arrival]:
-        """Raises MoverError where no block can come in any more, by a mistake of ours: only a new process helps then."""
+        """Raises MoverError where no block can come in any more, by a mistake of ours: only a new process
+        helps then."""
         if (error := self._server.failure) is not None:
             raise MoverError(f"nobody receives KV blocks any more: {error!r}") from error
         return super().poll(limit)
@@ -180,7 +185,9 @@ class _Server(threading.Thread):
                     self._accept()
                 elif key.fileobj == self._ending.fd:
                     stopping = True
-                elif (connection := self._connections.get(key.fileobj)) is not None:  # else ended in this very turn, for a newer one
+                elif (
+                    connection := self._connections.get(key.fileobj)
+                ) is not None:  # else ended in this very turn, for a newer one
                     self._read(connection)
             self._end_silent_strangers(time.monotonic() - HANDSHAKE_TIMEOUT_S)
 
@@ -189,7 +196,9 @@ class _Server(threading.Thread):
             stream, _ = self._listener.accept()
         except OSError as error:  # it has gone again, or we have no descriptor left
             _log.warning("cannot accept a connection for KV blocks: %s", error.strerror)
-            select.select([self._ending.fd], [], [], ACCEPT_PAUSE_S)  # the listener stays readable; descriptors take time to come back
+            select.select(
+                [self._ending.fd], [], [], ACCEPT_PAUSE_S
+            )  # the listener stays readable; descriptors take time to come back
             return
         if len(self._connections) >= MAX_CONNECTIONS:
             stream.close()
@@ -234,5 +243,7 @@ def _listening(address: str) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server(("" if host == "*" else host, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        reason = f"cannot listen on {address} for KV blocks: {error.strerror}; choose another address or port *"
+        reason = (
+            f"cannot listen on {address} for KV blocks: {error.strerror}; choose another address or port *"
+        )
         raise AddressError(reason) from None

@@ -1,8 +1,9 @@
 """Puts a process's heap of small objects into huge pages.
 
-Simulations follow pointers through hundreds of megabytes of small objects. With pages of 4 KiB most of these steps miss the processor's
-table of addresses, and in a virtual machine each miss is looked up in two tables. Python's allocator asks for its memory a mebibyte at a
-time, so that the kernel does not make huge pages by itself; from Linux 6.1 on it does when asked (madvise, MADV_COLLAPSE).
+Simulations follow pointers through hundreds of megabytes of small objects. With pages of 4 KiB most of these
+steps miss the processor's table of addresses, and in a virtual machine each miss is looked up in two tables.
+Python's allocator asks for its memory a mebibyte at a time, so that the kernel does not make huge pages by
+itself; from Linux 6.1 on it does when asked (madvise, MADV_COLLAPSE).
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ _MADV_COLLAPSE = 25
 
 
 def collapse_heap() -> int:
-    """What is there now; call it again when more is. Takes a tenth of a second for some 300 MiB in small pages, and next to nothing
-    for what is in huge ones. Returns how many bytes were asked for; the kernel may have done less, or nothing where it cannot."""
+    """What is there now; call it again when more is. Takes a tenth of a second for some 300 MiB in small
+    pages, and next to nothing for what is in huge ones. Returns how many bytes were asked for; the kernel may
+    have done less, or nothing where it cannot."""
     if not sys.platform.startswith("linux"):
         return 0
     madvise, asked = ctypes.CDLL(None).madvise, 0
@@ -28,12 +30,16 @@ def collapse_heap() -> int:
 
 
 def _anonymous_ranges() -> Iterator[tuple[int, int]]:
-    """Of private memory that belongs to no file, whole huge pages. (Stacks of threads are among it; what was never used stays unused.)"""
+    """Of private memory that belongs to no file, whole huge pages. (Stacks of threads are among it; what was
+    never used stays unused.)"""
     with open("/proc/self/maps", encoding="utf-8") as maps:
         for line in maps:
             addresses, rights, _, _, inode, *name = line.split(maxsplit=5)
             if rights == "rw-p" and inode == "0" and (not name or name[0].startswith(("[heap]", "[anon"))):
                 first, end = (int(address, 16) for address in addresses.split("-"))
-                first, end = -(-first // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES, end // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+                first, end = (
+                    -(-first // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES,
+                    end // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES,
+                )
                 if first < end:
                     yield first, end

@@ -1,7 +1,9 @@
-"""Spans to OpenTelemetry, where an OTLP endpoint is configured. Needs the extra ``splitserve[otel]``; nothing else imports it.
+"""Spans to OpenTelemetry, where an OTLP endpoint is configured. Needs the extra ``splitserve[otel]``; nothing
+else imports it.
 
-A request costs two random numbers when it comes in; its span is made when it has ended, under the ids that were drawn at the beginning.
-Spans are exported from a thread of the SDK's own. A collector that does not answer costs spans, never a request.
+A request costs two random numbers when it comes in; its span is made when it has ended, under the ids that
+were drawn at the beginning. Spans are exported from a thread of the SDK's own. A collector that does not
+answer costs spans, never a request.
 """
 
 from __future__ import annotations
@@ -52,15 +54,20 @@ class Tracing:
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
             from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
         except ImportError as error:
-            raise TracingUnavailable(f"traces need OpenTelemetry ({error}): pip install 'splitserve[otel]'") from error
+            raise TracingUnavailable(
+                f"traces need OpenTelemetry ({error}): pip install 'splitserve[otel]'"
+            ) from error
         resource = Resource.create({"service.name": f"splitserve-{role}", "service.instance.id": instance})
-        provider = TracerProvider(resource=resource, sampler=ParentBased(TraceIdRatioBased(sample_ratio)), shutdown_on_exit=False)
+        provider = TracerProvider(
+            resource=resource, sampler=ParentBased(TraceIdRatioBased(sample_ratio)), shutdown_on_exit=False
+        )
         exporter = OTLPSpanExporter(endpoint, timeout=TIMEOUT_S)
         provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=EXPORT_EVERY_MS))
         return cls(provider)
 
     def begin(self, name: str, headers: Mapping[str, str], begin: float) -> RequestTrace | None:
-        """The span of a client's request; its parent is in the client's headers. None where it is not sampled."""
+        """The span of a client's request; its parent is in the client's headers. None where it is not
+        sampled."""
         context, trace_id, is_random = None, 0, True
         if headers:
             from opentelemetry.trace import get_current_span
@@ -70,10 +77,14 @@ class Tracing:
             if parent.is_valid:
                 trace_id, is_random = parent.trace_id, parent.trace_flags.random_trace_id
         trace_id = trace_id or self.ids.generate_trace_id()
-        sampler = self._provider.sampler  # asked again when the span is made: it goes by the parent and the trace's id
+        sampler = (
+            self._provider.sampler
+        )  # asked again when the span is made: it goes by the parent and the trace's id
         if not self._is_on or sampler.should_sample(context, trace_id, name).decision is not self._sampled:
             return None
-        return RequestTrace(self, name, context, trace_id, self.ids.generate_span_id(), SAMPLED | RANDOM * is_random, begin)
+        return RequestTrace(
+            self, name, context, trace_id, self.ids.generate_span_id(), SAMPLED | RANDOM * is_random, begin
+        )
 
     def emit(self, span: WorkerSpan) -> None:
         """A span that has ended, below the request's own."""
@@ -81,7 +92,9 @@ class Tracing:
 
         context = self._propagator.extract({"traceparent": span.traceparent})
         attributes = {PREFIX + name: value for name, value in span.attributes.items()}
-        emitted = self.tracer.start_span(span.name, context, attributes=attributes, start_time=_wall_ns(span.begin))
+        emitted = self.tracer.start_span(
+            span.name, context, attributes=attributes, start_time=_wall_ns(span.begin)
+        )
         if span.error:
             emitted.set_status(Status(StatusCode.ERROR, span.error))
         emitted.end(_wall_ns(span.end))
@@ -97,20 +110,37 @@ class RequestTrace:
 
     __slots__ = ("_begin", "_context", "_ids", "_name", "_tracing", "trace_id", "traceparent")
 
-    def __init__(self, tracing: Tracing, name: str, context: Context | None, trace_id: int, span_id: int, flags: int, begin: float) -> None:
+    def __init__(
+        self,
+        tracing: Tracing,
+        name: str,
+        context: Context | None,
+        trace_id: int,
+        span_id: int,
+        flags: int,
+        begin: float,
+    ) -> None:
         self._tracing, self._name, self._context, self._begin = tracing, name, context, begin
         self._ids = trace_id, span_id
         self.trace_id = f"{trace_id:032x}"
         self.traceparent = f"00-{self.trace_id}-{span_id:016x}-{flags:02x}"
         """For the spans below it, in whatever process."""
 
-    def end(self, now: float, attributes: Mapping[str, Attribute], events: Iterable[tuple[str, float]], failed: bool) -> None:
+    def end(
+        self,
+        now: float,
+        attributes: Mapping[str, Attribute],
+        events: Iterable[tuple[str, float]],
+        failed: bool,
+    ) -> None:
         """``events``: what began when; times in monotonic seconds. On the thread that began it."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         tracing, began = self._tracing, _wall_ns(self._begin)
         tracing.ids.next = self._ids
-        span = tracing.tracer.start_span(self._name, self._context, SpanKind.SERVER, attributes, start_time=began)
+        span = tracing.tracer.start_span(
+            self._name, self._context, SpanKind.SERVER, attributes, start_time=began
+        )
         for name, at in events:
             span.add_event(name, timestamp=_wall_ns(at))
         if failed:
@@ -119,7 +149,8 @@ class RequestTrace:
 
 
 class _Ids:
-    """Of spans: drawn, or those that are ``next``, of a trace and of a span. An ``IdGenerator`` of OpenTelemetry's, without its base."""
+    """Of spans: drawn, or those that are ``next``, of a trace and of a span. An ``IdGenerator`` of
+    OpenTelemetry's, without its base."""
 
     def __init__(self) -> None:
         self.next = (0, 0)

@@ -42,7 +42,8 @@ class CacheReporter:
         self.num_reports = 0
 
     def report(self, worker: PeerId, everything: bool) -> BlockEvents | None:
-        """What the cache gained and lost since the last report; with ``everything``, all it has. None: nothing to say."""
+        """What the cache gained and lost since the last report; with ``everything``, all it has. None:
+        nothing to say."""
         stored, removed = self._events.take()
         if everything:
             stored, removed = self._cache.cached_hashes(), []

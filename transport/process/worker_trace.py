@@ -1,4 +1,5 @@
-"""What a worker did for a request, as spans of the request's trace: read off the messages that pass, so that no core knows of it. Pure.
+"""What a worker did for a request, as spans of the request's trace: read off the messages that pass, so that
+no core knows of it. Pure.
 
 prefill worker    Prefill ........ FirstToken                    "prefill" (its wait in this worker's queue: "prefill queue")
 decode worker     Handoff ........ Joined                        "handoff"
@@ -10,7 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from ..messages.messages import Cancel, FirstToken, Handoff, Joined, Message, Prefill, RequestFailed, RequestSpec, StepTokens, from_u32
+from ..messages.messages import (
+    Cancel,
+    FirstToken,
+    Handoff,
+    Joined,
+    Message,
+    Prefill,
+    RequestFailed,
+    RequestSpec,
+    StepTokens,
+    from_u32,
+)
 
 MAX_OPEN = 1 << 16
 Key = tuple[int, int]
@@ -19,7 +31,8 @@ Attribute = str | int | float | bool
 
 
 class WorkerSpan(NamedTuple):
-    """Times in monotonic seconds. ``traceparent``: of the request's own span, https://www.w3.org/TR/trace-context/"""
+    """Times in monotonic seconds. ``traceparent``: of the request's own span,
+    https://www.w3.org/TR/trace-context/"""
 
     name: str
     traceparent: str
@@ -63,7 +76,12 @@ class WorkerTrace:
             if message.finished:
                 dispatches, indices = from_u32(message.dispatches), from_u32(message.indices)
                 for row, reason in message.finished.items():
-                    self._end((message.coordinator, dispatches[row]), now, output_tokens=indices[row] + 1, finish_reason=reason)
+                    self._end(
+                        (message.coordinator, dispatches[row]),
+                        now,
+                        output_tokens=indices[row] + 1,
+                        finish_reason=reason,
+                    )
         elif isinstance(message, FirstToken):
             self._first_token(message, now)
         elif isinstance(message, Joined):
@@ -71,13 +89,23 @@ class WorkerTrace:
             if (opened := self._end(key, now, cached_blocks=message.num_cached_blocks)) is not None:
                 self._begin("decode", opened.spec, now)
         elif isinstance(message, RequestFailed):
-            self._end((message.coordinator, message.dispatch), now, error=f"{message.kind}: {message.message}")
+            self._end(
+                (message.coordinator, message.dispatch), now, error=f"{message.kind}: {message.message}"
+            )
 
     def _first_token(self, message: FirstToken, now: float) -> None:
         key = (message.coordinator, message.dispatch)
         if (opened := self._open.get(key)) is not None:
             began = min(now, opened.begin + message.queue_s)
-            self._emit(WorkerSpan("prefill queue", opened.spec.traceparent, opened.begin, began, {"dispatch": message.dispatch}))
+            self._emit(
+                WorkerSpan(
+                    "prefill queue",
+                    opened.spec.traceparent,
+                    opened.begin,
+                    began,
+                    {"dispatch": message.dispatch},
+                )
+            )
             self._open[key] = opened._replace(begin=began)
             self._end(key, now, prompt_tokens=opened.spec.num_tokens, cached_tokens=message.num_cached_tokens)
 
@@ -92,6 +120,12 @@ class WorkerTrace:
         opened = self._open.pop(key, None)
         if opened is not None:
             spec = opened.spec
-            known: dict[str, Attribute] = {"request_id": spec.request_id, "epoch": spec.epoch, "dispatch": spec.dispatch}
-            self._emit(WorkerSpan(opened.name, spec.traceparent, opened.begin, now, {**known, **attributes}, error))
+            known: dict[str, Attribute] = {
+                "request_id": spec.request_id,
+                "epoch": spec.epoch,
+                "dispatch": spec.dispatch,
+            }
+            self._emit(
+                WorkerSpan(opened.name, spec.traceparent, opened.begin, now, {**known, **attributes}, error)
+            )
         return opened

@@ -150,7 +150,8 @@ def unknown_of_messages(messages: Sequence[Message]) -> list[str]:
 def _no_template(value: Any) -> Any:
     if value is not None:
         raise invalid(
-            "this server renders with the model's own template alone; leave it out, and pass variables in chat_template_kwargs"
+            "this server renders with the model's own template alone; leave it out, and pass "
+            "variables in chat_template_kwargs"
         )
     return value
 
@@ -217,7 +218,8 @@ class ChatCompletionRequest(SamplingFields):
     def _functions_are_told_rightly(self) -> None:
         if self.tools is not None or self.tool_choice is not None:
             raise invalid(
-                "functions: not allowed beside `tools` and `tool_choice`, which came after `functions` and `function_call`"
+                "functions: not allowed beside `tools` and `tool_choice`, which came after "
+                "`functions` and `function_call`"
             )
         if self.functions is None:
             raise invalid("function_call: needs `functions` to choose from")
@@ -230,7 +232,8 @@ class ChatCompletionRequest(SamplingFields):
                 raise invalid("tool_choice: needs `tools` to choose from")
             if unknown := sorted((choice.names or frozenset()) - {tool.function.name for tool in tools}):
                 raise invalid(
-                    f"{field}: there is no function {', '.join(map(repr, unknown))} in `{self.field_of_tools}`"
+                    f"{field}: there is no function {', '.join(map(repr, unknown))} in "
+                    f"`{self.field_of_tools}`"
                 )
         if self.holds_calls and (self.ignore_eos or self.min_tokens):
             why = "a tool call must be made" if self.must_call else "tool calls are held to a form"

@@ -81,7 +81,10 @@ class BodyReader:
             self._all.discard(process)
             process.end()
             _log.error(
-                "the process that reads large requests has ended or does not answer (%s): the next request starts another",
+                (
+                    "the process that reads large requests has ended or does not answer (%s): the next "
+                    "request starts another"
+                ),
                 error,
             )
             raise Unavailable(

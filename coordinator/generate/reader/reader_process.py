@@ -79,7 +79,8 @@ def check_size(body: bytes | bytearray) -> None:
     """Raises InvalidRequest where it holds more values than any request needs."""
     if (count := num_values(body)) > MAX_VALUES:
         raise InvalidRequest(
-            f"The body holds {count} JSON values (members of objects count {1 + MEMBER_VALUES} times); at most {MAX_VALUES} are allowed. "
+            f"The body holds {count} JSON values (members of objects count {1 + MEMBER_VALUES} "
+            f"times); at most {MAX_VALUES} are allowed. "
             "Send fewer prompts or entries in one request.",
             code="request_too_large",
         )
@@ -114,7 +115,8 @@ def serve(connection: socket.socket) -> None:
                 answer = error
             except (MemoryError, RecursionError) as error:
                 answer = InvalidRequest(
-                    f"The body cannot be read: it takes too much memory or is too deep ({type(error).__name__})."
+                    "The body cannot be read: it takes too much memory or is too deep "
+                    f"({type(error).__name__})."
                 )
             del body
             send(connection, pickle.dumps(answer))

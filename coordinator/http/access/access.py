@@ -5,7 +5,8 @@ A web page that is open anywhere can make its browser send requests to any addre
 headers stop it:
 
 Host     DNS rebinding points a page's own name at this server's address, and the browser then takes both for one site. So names are
-         checked. IP addresses are always taken: no page can make its name look like one, and probes and balancers use them.
+         checked. IP addresses are always taken: no page can make its name look like one, and probes and
+         balancers use them.
 Origin   Browsers send it with everything that another site's page changes. It must be this server's own, or an allowed one.
 """
 
@@ -63,7 +64,10 @@ class Access:
             return
         name = _readable(origin)
         raise Forbidden(
-            f"Web pages of the origin {name!r} may not use this server; `--allowed-origins {name}` lets them.",
+            (
+                f"Web pages of the origin {name!r} may not use this server; `--allowed-origins {name}` "
+                "lets them."
+            ),
             code="origin_not_allowed",
         )
 
@@ -103,7 +107,8 @@ class Access:
         if _is_address(name) or self._hosts.fullmatch(name) or (self._private_names and "." not in name):
             return
         raise Forbidden(
-            f"This server does not answer to the host name {name!r}; `--allowed-hosts {name}` lets it. (Names are checked where no API "
+            f"This server does not answer to the host name {name!r}; `--allowed-hosts {name}` lets "
+            "it. (Names are checked where no API "
             "keys are asked for, against DNS rebinding.)",
             code="host_not_allowed",
         )

@@ -39,7 +39,8 @@ TOKEN_S = 3600
 MAX_BODY_BYTES = 4096
 HEADERS = {"cache-control": "no-store", "referrer-policy": "no-referrer"}
 MISSING = (
-    "This is for operators: send the admin key as `Authorization: Bearer KEY`. The key is in the file of --admin-key-file; without "
+    "This is for operators: send the admin key as `Authorization: Bearer KEY`. The key is in the "
+    "file of --admin-key-file; without "
     "that option, in the file that `splitserve up` or the coordinator's log names."
 )
 
@@ -133,6 +134,7 @@ def admin_key(path: Path) -> str:
     key = path.read_text(encoding="utf-8").strip()
     if len(key) < MIN_KEY_CHARS or not key.isascii():
         raise ValueError(
-            f"{path}: an admin key has at least {MIN_KEY_CHARS} ASCII characters; `openssl rand -hex 32` makes one"
+            f"{path}: an admin key has at least {MIN_KEY_CHARS} ASCII characters; `openssl rand "
+            "-hex 32` makes one"
         )
     return key

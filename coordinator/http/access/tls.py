@@ -27,7 +27,8 @@ class TlsFiles:
         if state == self._seen:
             return False
         self._seen = state
-        self._load()  # in a context of its own first: files that change one after the other do not fit for a moment
+        # in a context of its own first: files that change one after the other do not fit for a moment
+        self._load()
         self.context.load_cert_chain(self._certificate, self._key)
         return True
 

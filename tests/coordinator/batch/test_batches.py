@@ -1,4 +1,5 @@
-"""Batches through the real client: everything answered once, in files, whatever stops and starts in between."""
+"""Batches through the real client: everything answered once, in files, whatever stops and starts in
+between."""
 
 from __future__ import annotations
 
@@ -36,7 +37,12 @@ STEP_S = 0.002
 
 def line(number: int, **body: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": f"Hi {number}"}]
-    return {"custom_id": f"r{number}", "method": "POST", "url": CHAT, "body": {"messages": messages, "temperature": 0, **body}}
+    return {
+        "custom_id": f"r{number}",
+        "method": "POST",
+        "url": CHAT,
+        "body": {"messages": messages, "temperature": 0, **body},
+    }
 
 
 def jsonl(*lines: dict[str, Any]) -> bytes:
@@ -45,7 +51,9 @@ def jsonl(*lines: dict[str, Any]) -> bytes:
 
 @asynccontextmanager
 async def serving(dispatcher: FakeDispatcher, model: ServedModel, path: Path) -> AsyncIterator[AsyncOpenAI]:
-    app = create_app(dispatcher, model, HttpLimits(), dispatcher.system, batches=BatchOptions(path, max_running=4))
+    app = create_app(
+        dispatcher, model, HttpLimits(), dispatcher.system, batches=BatchOptions(path, max_running=4)
+    )
     server = HttpServer(app)
     await server.start()
     plain = httpx.AsyncClient(verify=False, timeout=60)  # reading certificates takes longer than a test
@@ -57,14 +65,18 @@ async def serving(dispatcher: FakeDispatcher, model: ServedModel, path: Path) ->
 
 
 @pytest.fixture
-async def client(dispatcher: FakeDispatcher, model: ServedModel, tmp_path: Path) -> AsyncIterator[AsyncOpenAI]:
+async def client(
+    dispatcher: FakeDispatcher, model: ServedModel, tmp_path: Path
+) -> AsyncIterator[AsyncOpenAI]:
     async with serving(dispatcher, model, tmp_path / "batches.db") as client:
         yield client
 
 
 async def submit(client: AsyncOpenAI, content: bytes) -> Any:
     file = await client.files.create(file=("in.jsonl", content), purpose="batch")
-    return await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h", metadata={"a": "b"})
+    return await client.batches.create(
+        input_file_id=file.id, endpoint=CHAT, completion_window="24h", metadata={"a": "b"}
+    )
 
 
 async def until(look: Callable[[], Awaitable[Any]], condition: Callable[[Any], bool]) -> Any:
@@ -89,7 +101,11 @@ async def test_every_request_is_answered_in_a_file(client: AsyncOpenAI, dispatch
     assert batch.object == "batch"
     batch = await ended(client, batch.id)
     assert batch.status == "completed"
-    assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (10, 9, 1)
+    assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (
+        10,
+        9,
+        1,
+    )
     assert batch.metadata == {"a": "b"}
     good = await answers(client, batch.output_file_id)
     assert [each["custom_id"] for each in good] == [f"r{i}" for i in range(9)]
@@ -102,17 +118,23 @@ async def test_every_request_is_answered_in_a_file(client: AsyncOpenAI, dispatch
     assert batch.usage.input_tokens == sum(usage["prompt_tokens"] for usage in told) > 0
     assert batch.usage.output_tokens == sum(usage["completion_tokens"] for usage in told) > 0
     assert batch.usage.total_tokens == batch.usage.input_tokens + batch.usage.output_tokens
-    assert batch.usage.input_tokens_details.cached_tokens == sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in told)
+    assert batch.usage.input_tokens_details.cached_tokens == sum(
+        usage["prompt_tokens_details"]["cached_tokens"] for usage in told
+    )
     assert {request.priority_class for request in dispatcher.requests} == {"batch"}
     assert [listed.id async for listed in client.batches.list()] == [batch.id]
     assert {file.purpose async for file in client.files.list()} == {"batch", "batch_output"}
 
 
-async def test_a_restart_goes_on_with_what_was_not_answered(dispatcher: FakeDispatcher, model: ServedModel, tmp_path: Path) -> None:
+async def test_a_restart_goes_on_with_what_was_not_answered(
+    dispatcher: FakeDispatcher, model: ServedModel, tmp_path: Path
+) -> None:
     path, num_lines, dispatcher.step_s = tmp_path / "batches.db", 30, STEP_S
     async with serving(dispatcher, model, path) as client:
         batch = await submit(client, jsonl(*(line(i) for i in range(num_lines))))
-        before = await until(lambda: client.batches.retrieve(batch.id), lambda b: b.request_counts.completed >= 3)
+        before = await until(
+            lambda: client.batches.retrieve(batch.id), lambda b: b.request_counts.completed >= 3
+        )
         dispatcher.hold = True
     assert before.status == "in_progress"
     store = BatchStore(path)
@@ -123,17 +145,31 @@ async def test_a_restart_goes_on_with_what_was_not_answered(dispatcher: FakeDisp
     async with serving(dispatcher, model, path) as client:
         batch = await ended(client, batch.id)
         assert batch.request_counts.completed == num_lines
-        assert [each["custom_id"] for each in await answers(client, batch.output_file_id)] == [f"r{i}" for i in range(num_lines)]
-    assert len(dispatcher.requests) - num_asked == num_lines - num_answered  # nothing answered was asked again
+        assert [each["custom_id"] for each in await answers(client, batch.output_file_id)] == [
+            f"r{i}" for i in range(num_lines)
+        ]
+    assert (
+        len(dispatcher.requests) - num_asked == num_lines - num_answered
+    )  # nothing answered was asked again
 
 
-async def test_an_unknown_field_is_not_kept_and_says_nothing_of_the_batch(client: AsyncOpenAI, caplog: pytest.LogCaptureFixture) -> None:
-    """A field named as one of the answer's was given back as if it were that, and cancelling took its ``id`` for the batch's."""
+async def test_an_unknown_field_is_not_kept_and_says_nothing_of_the_batch(
+    client: AsyncOpenAI, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A field named as one of the answer's was given back as if it were that, and cancelling took its ``id``
+    for the batch's."""
     mine = await submit(client, jsonl(line(0)))
     file = await client.files.create(file=("in.jsonl", jsonl(line(0))), purpose="batch")
-    false = {"id": mine.id, "status": "expired", "output_file_id": "file-0", "output_expires_after": {"seconds": 3600}}
+    false = {
+        "id": mine.id,
+        "status": "expired",
+        "output_file_id": "file-0",
+        "output_expires_after": {"seconds": 3600},
+    }
     with caplog.at_level("INFO", "splitserve.coordinator"):
-        batch = await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h", extra_body=false)
+        batch = await client.batches.create(
+            input_file_id=file.id, endpoint=CHAT, completion_window="24h", extra_body=false
+        )
     assert batch.id != mine.id
     assert batch.status == "validating"
     assert not set(batch.model_extra or {}) & {"output_expires_after"}
@@ -205,7 +241,9 @@ async def test_of_two_processes_one_runs_the_batches_and_the_other_goes_on(
     dispatcher: FakeDispatcher, model: ServedModel, tmp_path: Path
 ) -> None:
     path, num_lines, dispatcher.step_s = tmp_path / "batches.db", 12, STEP_S
-    heir = FakeDispatcher(dispatcher.script)  # may begin as soon as the first has let go, which is before that has stopped
+    heir = FakeDispatcher(
+        dispatcher.script
+    )  # may begin as soon as the first has let go, which is before that has stopped
     async with AsyncExitStack() as first:
         client = await first.enter_async_context(serving(dispatcher, model, path))
         async with serving(heir, model, path) as other:
@@ -223,9 +261,14 @@ async def test_of_two_processes_one_runs_the_batches_and_the_other_goes_on(
 
 
 @pytest.mark.parametrize("turns", range(5))
-async def test_it_stops_whatever_has_just_changed(dispatcher: FakeDispatcher, model: ServedModel, tmp_path: Path, turns: int) -> None:
-    """``asyncio.wait_for`` returned what it had waited for, and not that it was cancelled, where both came within a turn of the loop."""
-    runner = BatchRunner(BatchOptions(tmp_path / "batches.db"), create_app(dispatcher, model).generation, Everyone())
+async def test_it_stops_whatever_has_just_changed(
+    dispatcher: FakeDispatcher, model: ServedModel, tmp_path: Path, turns: int
+) -> None:
+    """``asyncio.wait_for`` returned what it had waited for, and not that it was cancelled, where both came
+    within a turn of the loop."""
+    runner = BatchRunner(
+        BatchOptions(tmp_path / "batches.db"), create_app(dispatcher, model).generation, Everyone()
+    )
     runner.start()
     async with asyncio.timeout(60):
         while not runner._changed._waiters:  # type: ignore[attr-defined]
@@ -249,7 +292,9 @@ def test_what_is_old_is_deleted_unless_it_is_in_use(tmp_path: Path) -> None:
     assert store.prune(500.0) == 3  # a batch, its file, and the one that nobody used
     left = [ids for key, ids in batches.items() if key != (100.0, "completed")]
     assert {batch.id for batch in store.batches("t", None, 10)} == {batch for batch, _ in left}
-    assert {file.id for file in store.files("t", None, None, 10, newest_first=True)} == {file for _, file in left}
+    assert {file.id for file in store.files("t", None, None, 10, newest_first=True)} == {
+        file for _, file in left
+    }
     assert [store.counts(id).total for id, _ in batches.values()] == [0, 1, 1]
     assert store.prune(500.0) == 0
     store.close()
@@ -271,8 +316,14 @@ def test_a_file_of_an_earlier_version_forgets_salts_and_digests(tmp_path: Path) 
     path.touch(mode=0o600)
     old = sqlite3.connect(path)
     old.execute("PRAGMA journal_mode = WAL")
-    old.execute("CREATE TABLE batches (id TEXT PRIMARY KEY, tenant TEXT, created REAL, account BLOB NOT NULL, status TEXT, details BLOB)")
-    old.execute("INSERT INTO batches VALUES ('b', 'acme', 1, ?, 'in_progress', '{}')", (msgpack.packb({"key_id": 12, "salt": secret}),))
+    old.execute(
+        "CREATE TABLE batches (id TEXT PRIMARY KEY, tenant TEXT, created REAL, account BLOB NOT "
+        "NULL, status TEXT, details BLOB)"
+    )
+    old.execute(
+        "INSERT INTO batches VALUES ('b', 'acme', 1, ?, 'in_progress', '{}')",
+        (msgpack.packb({"key_id": 12, "salt": secret}),),
+    )
     old.commit()
     old.close()
     assert secret in path.read_bytes()
@@ -296,11 +347,15 @@ def test_its_file_is_private_whatever_the_umask(tmp_path: Path) -> None:
     finally:
         os.umask(umask)
     path.chmod(0o644)
-    with pytest.raises(OSError, match=rf"the batch file {path} is open to other users \(mode 0644\); run: chmod 600 {path}$"):
+    with pytest.raises(
+        OSError, match=rf"the batch file {path} is open to other users \(mode 0644\); run: chmod 600 {path}$"
+    ):
         BatchStore(path)
 
 
-async def test_an_upload_without_an_announced_length_ends_at_the_bound(client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_upload_without_an_announced_length_ends_at_the_bound(
+    client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(routes, "MAX_FILE_BYTES", 1 << 20)
     monkeypatch.setattr(routes, "FORM_BYTES", 1 << 16, raising=False)
     kept = 0
@@ -320,6 +375,10 @@ async def test_an_upload_without_an_announced_length_ends_at_the_bound(client: A
         yield b"\r\n--x--\r\n"
 
     async with httpx.AsyncClient(verify=False, timeout=60) as http:
-        answer = await http.post(f"{client.base_url}files", content=body(), headers={"content-type": "multipart/form-data; boundary=x"})
+        answer = await http.post(
+            f"{client.base_url}files",
+            content=body(),
+            headers={"content-type": "multipart/form-data; boundary=x"},
+        )
     assert answer.status_code == 413
     assert kept < 2 << 20

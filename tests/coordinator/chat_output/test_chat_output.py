@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splitserve.coordinator.chat_output.events import CallArguments, CallStarted, Content, Event, OutputParser, Reasoning, joined
+from splitserve.coordinator.chat_output.events import (
+    CallArguments,
+    CallStarted,
+    Content,
+    Event,
+    OutputParser,
+    Reasoning,
+    joined,
+)
 from splitserve.coordinator.chat_output.reasoning import ReasoningParser
 from splitserve.coordinator.chat_output.tool_parsers import tool_parser
 
@@ -37,12 +45,13 @@ CASES: list[tuple[str, str, list[Event]]] = [
     ("hermes", f'<tool_call>\n{{"name": "get_weather", "arguments": {W}}}\n</tool_call>', call(0, "get_weather", W)),
     (
         "hermes",
-        f'Sure.\n<tool_call>{{"arguments": {A}, "name": "add"}}</tool_call>\n<tool_call>\n{{"name":"add","arguments":{A}}}\n</tool_call>\n',
+        f'Sure.\n<tool_call>{{"arguments": {A}, "name": "add"}}</tool_call>\n'
+        f'<tool_call>\n{{"name":"add","arguments":{A}}}\n</tool_call>\n',
         [Content("Sure."), *call(0, "add", A), *call(1, "add", A)],
     ),
     ("hermes", '<tool_call>{"name": "add"}</tool_call>', call(0, "add", "{}")),
     ("hermes", "<tool_call>not JSON</tool_call> so", [Content("<tool_call>not JSON</tool_call> so")]),
-    ("hermes", '<tool_call>{"name": 5, "arguments": {}}', [Content('<tool_call>{"name": 5, "arguments": {}}')]),
+    ("hermes", '<tool_call>{"name": 5, "arguments": {}}', [Content('<tool_call>{"name": 5, ' '"arguments": {}}')]),
     ("hermes", 'a <tool_ca {"name": 1} <', [Content('a <tool_ca {"name": 1} <')]),
     ("hermes", f'<tool_call>{{"name": "add", "arguments": {A[:-3]}', call(0, "add", A[:-3])),
     ("hermes", " \n", [Content(" \n")]),
@@ -58,7 +67,8 @@ CASES: list[tuple[str, str, list[Event]]] = [
     ("llama3", ' Plain {"name": "add"}', [Content(' Plain {"name": "add"}')]),
     ("llama3", "<|python_tag|>print(1)", [Content("<|python_tag|>print(1)")]),
     ("llama3", "<|pyth", [Content("<|pyth")]),
-    ("mistral", f'[TOOL_CALLS] [{{"name": "add", "arguments": {A}}}, {{"name": "get_weather", "arguments": {W}}}]', call(0, "add", A)
+    ("mistral", (f'[TOOL_CALLS] [{{"name": "add", "arguments": {A}}}, {{"name": '
+    '"get_weather", ' f'"arguments": {W}}}]'), call(0, "add", A)
      + call(1, "get_weather", W)),
     ("mistral", f"Hm.[TOOL_CALLS]add[ARGS]{A}[TOOL_CALLS]get_weather[ARGS]{W}", [Content("Hm."), *call(0, "add", A),
      *call(1, "get_weather", W)]),
@@ -80,7 +90,22 @@ def test_each_format(maker: str, text: str, events: list[Event]) -> None:
 
 
 PARTS = [
-    *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>", "\n", " ", "[", "]", "{", "}", ","),
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        "<|python_tag|>",
+        "<think>",
+        "</think>",
+        "\n",
+        " ",
+        "[",
+        "]",
+        "{",
+        "}",
+        ",",
+    ),
     *(
         '{"name": "add", "arguments": {"a": "}\\""}}',
         '{"name": "add", "parameters": {}}',
@@ -96,7 +121,9 @@ PARTS = [
 
 
 @settings(max_examples=200, deadline=None)
-@given(maker=st.sampled_from(list(MAKERS)), parts=st.lists(st.sampled_from(PARTS), max_size=12), data=st.data())
+@given(
+    maker=st.sampled_from(list(MAKERS)), parts=st.lists(st.sampled_from(PARTS), max_size=12), data=st.data()
+)
 def test_how_a_text_is_cut_changes_nothing(maker: str, parts: list[str], data: st.DataObject) -> None:
     text = "".join(parts)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))

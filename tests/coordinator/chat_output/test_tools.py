@@ -1,4 +1,5 @@
-"""Tool calls and thoughts through the real client: what a model wrote becomes deltas, what must be called is held to by a grammar."""
+"""Tool calls and thoughts through the real client: what a model wrote becomes deltas, what must be called is
+held to by a grammar."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ PARAMETERS = {
     "additionalProperties": False,
     "$defs": {"city": {"enum": ["Paris", "Roma"]}},
 }
-WEATHER: Any = {"type": "function", "function": {"name": "weather", "description": "Weather.", "parameters": PARAMETERS}}
+WEATHER: Any = {
+    "type": "function",
+    "function": {"name": "weather", "description": "Weather.", "parameters": PARAMETERS},
+}
 NOW: Any = {"type": "function", "function": {"name": "now"}}
 ARGUMENTS = '{"city": "Paris", "days": 3}'
 HERMES = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
@@ -41,7 +45,9 @@ async def answering(model: ServedModel, limits: HttpLimits) -> AsyncIterator[Ans
     servers: list[HttpServer] = []
     clients: list[AsyncOpenAI] = []
 
-    async def start(answer: str, style: ChatStyle | None = None, template: str | None = None) -> tuple[AsyncOpenAI, FakeDispatcher]:
+    async def start(
+        answer: str, style: ChatStyle | None = None, template: str | None = None
+    ) -> tuple[AsyncOpenAI, FakeDispatcher]:
         ids = model.tokenizer.fast.encode(answer, add_special_tokens=False).ids
         dispatcher = FakeDispatcher(lambda request: ids)
         served = dataclasses.replace(model, chat_style=style or ChatStyle())
@@ -67,7 +73,9 @@ async def test_a_call_is_told_of_as_it_grows(answering: Answering) -> None:
     whole = (await client.chat.completions.create(**ASK, tools=[WEATHER])).choices[0]
     assert whole.finish_reason == "tool_calls"
     assert whole.message.content == "Let me see."
-    assert [(c.function.name, c.function.arguments) for c in whole.message.tool_calls] == [("weather", ARGUMENTS)] * 2
+    assert [(c.function.name, c.function.arguments) for c in whole.message.tool_calls] == [
+        ("weather", ARGUMENTS)
+    ] * 2
     deltas = []
     async for chunk in await client.chat.completions.create(**ASK, tools=[WEATHER], stream=True):
         deltas += [(choice.delta, choice.finish_reason) for choice in chunk.choices]
@@ -84,7 +92,9 @@ async def test_a_call_is_told_of_as_it_grows(answering: Answering) -> None:
 
 async def test_one_call_where_only_one_is_wanted(answering: Answering) -> None:
     client, _ = await answering(f"{HERMES}\n{HERMES}")
-    choice = (await client.chat.completions.create(**ASK, tools=[WEATHER], parallel_tool_calls=False)).choices[0]
+    choice = (
+        await client.chat.completions.create(**ASK, tools=[WEATHER], parallel_tool_calls=False)
+    ).choices[0]
     assert len(choice.message.tool_calls) == 1
     assert choice.message.content is None
 
@@ -101,8 +111,15 @@ async def test_no_call_where_none_is_wanted(answering: Answering) -> None:
 async def test_log_probabilities_of_every_token(answering: Answering, model: ServedModel) -> None:
     client, _ = await answering(HERMES)
     entries = []
-    async for chunk in await client.chat.completions.create(**ASK, tools=[WEATHER], stream=True, logprobs=True):
-        entries += [entry.token for choice in chunk.choices if choice.logprobs for entry in choice.logprobs.content or ()]
+    async for chunk in await client.chat.completions.create(
+        **ASK, tools=[WEATHER], stream=True, logprobs=True
+    ):
+        entries += [
+            entry.token
+            for choice in chunk.choices
+            if choice.logprobs
+            for entry in choice.logprobs.content or ()
+        ]
     assert "".join(entries).startswith(HERMES)
 
 
@@ -118,12 +135,17 @@ async def test_log_probabilities_of_every_token(answering: Answering, model: Ser
         ),
     ],
 )
-async def test_what_must_be_called_is_held_to(answering: Answering, model: ServedModel, style: Any, one: str, two: str | None) -> None:
+async def test_what_must_be_called_is_held_to(
+    answering: Answering, model: ServedModel, style: Any, one: str, two: str | None
+) -> None:
     client, dispatcher = await answering(one, ChatStyle(style))
     for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
         answer = await client.chat.completions.create(**ASK, tools=[WEATHER, NOW], tool_choice=choice)
         (call,) = answer.choices[0].message.tool_calls
-        assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Paris", "days": 3})
+        assert (call.function.name, json.loads(call.function.arguments)) == (
+            "weather",
+            {"city": "Paris", "days": 3},
+        )
         grammar = dispatcher.requests[-1].sampling.grammar
         assert follows(grammar, one, model)
         assert not follows(grammar, one.replace("3", '"3"'), model)
@@ -136,7 +158,9 @@ async def test_what_must_be_called_is_held_to(answering: Answering, model: Serve
 
 async def test_a_format_or_a_call_where_both_may_be(answering: Answering, model: ServedModel) -> None:
     client, dispatcher = await answering('{"a": 1}')
-    answer = await client.chat.completions.create(**ASK, tools=[WEATHER], response_format={"type": "json_object"})
+    answer = await client.chat.completions.create(
+        **ASK, tools=[WEATHER], response_format={"type": "json_object"}
+    )
     assert answer.choices[0].message.content == '{"a": 1}'
     grammar = dispatcher.requests[-1].sampling.grammar
     assert [follows(grammar, text, model) for text in (HERMES, "{}", "Hello")] == [True, True, False]
@@ -144,7 +168,10 @@ async def test_a_format_or_a_call_where_both_may_be(answering: Answering, model:
 
 async def test_a_schema_that_is_none(answering: Answering) -> None:
     client, _ = await answering("")
-    bad: Any = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "strin"}}}}}
+    bad: Any = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"properties": {"a": {"type": "strin"}}}},
+    }
     with pytest.raises(BadRequestError, match="strin"):
         await client.chat.completions.create(**ASK, tools=[bad], tool_choice="required")
 
@@ -152,12 +179,20 @@ async def test_a_schema_that_is_none(answering: Answering) -> None:
 async def test_thoughts_are_told_apart(answering: Answering, model: ServedModel) -> None:
     thought = "<think>\nHm, so.</think>\n\n"
     client, dispatcher = await answering(f"{thought}{HERMES}", ChatStyle(thinks=True))
-    message = (await client.chat.completions.create(**ASK, tools=[WEATHER], tool_choice="required")).choices[0].message
+    message = (
+        (await client.chat.completions.create(**ASK, tools=[WEATHER], tool_choice="required"))
+        .choices[0]
+        .message
+    )
     assert message.model_extra["reasoning_content"] == "Hm, so."
     assert message.content is None
     assert message.tool_calls[0].function.arguments == ARGUMENTS
     grammar = dispatcher.requests[-1].sampling.grammar
-    assert [follows(grammar, text, model) for text in (thought + HERMES, HERMES, thought)] == [True, True, False]
+    assert [follows(grammar, text, model) for text in (thought + HERMES, HERMES, thought)] == [
+        True,
+        True,
+        False,
+    ]
     pieces = [
         choice.delta.model_extra.get("reasoning_content") or ""
         async for chunk in await client.chat.completions.create(**ASK, stream=True)
@@ -167,7 +202,9 @@ async def test_thoughts_are_told_apart(answering: Answering, model: ServedModel)
 
 
 async def test_a_thought_that_the_template_opens(answering: Answering, model: ServedModel) -> None:
-    client, dispatcher = await answering("Hm.</think>{}", ChatStyle(thinks=True), "{{ messages[0].content }}<think>\n")
+    client, dispatcher = await answering(
+        "Hm.</think>{}", ChatStyle(thinks=True), "{{ messages[0].content }}<think>\n"
+    )
     answer = await client.chat.completions.create(**ASK, response_format={"type": "json_object"})
     assert answer.choices[0].message.model_extra["reasoning_content"] == "Hm."
     assert answer.choices[0].message.content == "{}"
@@ -194,11 +231,18 @@ def test_templates_get_tools_and_calls_as_they_want_them() -> None:
     call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
     messages: Any = [{"role": "user", "content": "Weather?"}, {"role": "assistant", "tool_calls": [call]}]
     messages += [{"role": "tool", "tool_call_id": "a", "content": "Rain."}]
-    request = ChatCompletionRequest.model_validate_json(json.dumps({"messages": messages, "tools": [WEATHER]}))
-    source = "{{ tools[0].function.name }}|{{ messages[1].tool_calls[0].function.arguments.days }}|{{ messages[2].tool_call_id }}"
+    request = ChatCompletionRequest.model_validate_json(
+        json.dumps({"messages": messages, "tools": [WEATHER]})
+    )
+    source = (
+        "{{ tools[0].function.name }}|{{ messages[1].tool_calls[0].function.arguments.days }}|{{ "
+        "messages[2].tool_call_id }}"
+    )
     messages = [message.for_template() for message in request.messages]
     assert ChatTemplate(source).render(messages, tools=[WEATHER]) == "weather|3|a"
-    told = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}").render(messages, tools=[WEATHER])
+    told = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}").render(
+        messages, tools=[WEATHER]
+    )
     assert told.startswith("system: ")
     assert json.dumps(PARAMETERS) in told
 
@@ -213,7 +257,9 @@ async def test_functions_as_they_were_before_tools(answering: Answering) -> None
     assert whole.message.tool_calls is None
     assert (whole.message.function_call.name, whole.message.function_call.arguments) == ("weather", ARGUMENTS)
     deltas = []
-    async for chunk in await client.chat.completions.create(**ASK, **FUNCTIONS, function_call="auto", stream=True):
+    async for chunk in await client.chat.completions.create(
+        **ASK, **FUNCTIONS, function_call="auto", stream=True
+    ):
         deltas += [(choice.delta, choice.finish_reason) for choice in chunk.choices]
     assert [reason for _, reason in deltas if reason] == ["function_call"]
     calls = [delta.function_call for delta, _ in deltas if delta.function_call]
@@ -222,9 +268,13 @@ async def test_functions_as_they_were_before_tools(answering: Answering) -> None
     assert not any(request.sampling.grammar for request in dispatcher.requests)  # the model was free
 
 
-async def test_a_function_that_must_be_called_is_held_to_its_schema(answering: Answering, model: ServedModel) -> None:
+async def test_a_function_that_must_be_called_is_held_to_its_schema(
+    answering: Answering, model: ServedModel
+) -> None:
     client, dispatcher = await answering(HERMES)
-    choice = (await client.chat.completions.create(**ASK, **FUNCTIONS, function_call={"name": "weather"})).choices[0]
+    choice = (
+        await client.chat.completions.create(**ASK, **FUNCTIONS, function_call={"name": "weather"})
+    ).choices[0]
     assert choice.finish_reason == "function_call"
     assert choice.message.content is None
     grammar = dispatcher.requests[0].sampling.grammar
@@ -236,7 +286,11 @@ async def test_a_function_that_must_be_called_is_held_to_its_schema(answering: A
 async def test_no_function_where_none_is_wanted(answering: Answering) -> None:
     client, _ = await answering(HERMES)
     choice = (await client.chat.completions.create(**ASK, **FUNCTIONS, function_call="none")).choices[0]
-    assert (choice.message.content, choice.message.function_call, choice.finish_reason) == (HERMES, None, "stop")
+    assert (choice.message.content, choice.message.function_call, choice.finish_reason) == (
+        HERMES,
+        None,
+        "stop",
+    )
 
 
 @pytest.mark.parametrize(
@@ -259,7 +313,11 @@ async def test_functions_that_cannot_be(answering: Answering, fields: dict[str, 
 def test_a_chat_of_functions_reads_as_one_of_tools() -> None:
     called: dict[str, Any] = {"role": "assistant", "content": None}
     question, function = ASK["messages"][0], {"name": "weather", "arguments": ARGUMENTS}
-    before = [question, {**called, "function_call": function}, {"role": "function", "name": "weather", "content": "12"}]
+    before = [
+        question,
+        {**called, "function_call": function},
+        {"role": "function", "name": "weather", "content": "12"},
+    ]
     since = [
         question,
         {**called, "tool_calls": [{"id": "function0", "type": "function", "function": function}]},
@@ -267,7 +325,14 @@ def test_a_chat_of_functions_reads_as_one_of_tools() -> None:
     ]
     template = ChatTemplate("{% for m in messages %}{{ m | tojson }}\n{% endfor %}")
     told = [
-        template.render([m.for_template() for m in ChatCompletionRequest.model_validate({**ASK, "messages": messages}).messages])
+        template.render(
+            [
+                m.for_template()
+                for m in ChatCompletionRequest.model_validate({**ASK, "messages": messages}).messages
+            ]
+        )
         for messages in (before, since)
     ]
-    assert [json.loads(line) for line in told[0].splitlines()] == [json.loads(line) for line in told[1].splitlines()]
+    assert [json.loads(line) for line in told[0].splitlines()] == [
+        json.loads(line) for line in told[1].splitlines()
+    ]

@@ -26,14 +26,19 @@ STEERING = {
     "wanted_workers": {"prefill": 7, "decode": 1},
     "counts": {"flip": 1},
 }
-COPIED = "window.copied = ''; Object.defineProperty(navigator, 'clipboard', {value: {writeText: async (text) => { copied = text; }}})"
+COPIED = (
+    "window.copied = ''; Object.defineProperty(navigator, 'clipboard', {value: {writeText: async "
+    "(text) => { copied = text; }}})"
+)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
 
 
 def system() -> SystemSnapshot:
     prefill = WorkerSnapshot("prefill-0", "prefill", 100, 90, 10, 0, 0, 0, 0, 0, 5)
     return SystemSnapshot(
-        ready=True, steering=STEERING, workers=[prefill, WorkerSnapshot(HOSTILE, "decode", 100, 50, 20, 30, 0, 2, 0, 0, 5)]
+        ready=True,
+        steering=STEERING,
+        workers=[prefill, WorkerSnapshot(HOSTILE, "decode", 100, 50, 20, 30, 0, 2, 0, 0, 5)],
     )
 
 
@@ -49,7 +54,9 @@ async def test_by_keyboard(dispatcher: FakeDispatcher, model: ServedModel, tmp_p
         assert "curl" in await page.text("#gantt")  # an empty list says what to do
         assert HOSTILE in await page.text("#flow")  # what a worker calls itself is text
         told = await page.text("#steering")
-        assert all(words in told for words in ("advise", "125%", "7P:1D is the best ratio", "worker-3", HOSTILE))
+        assert all(
+            words in told for words in ("advise", "125%", "7P:1D is the best ratio", "worker-3", HOSTILE)
+        )
 
         await page.press("Tab")
         assert await page.value("document.activeElement.className") == "skip"
@@ -58,7 +65,9 @@ async def test_by_keyboard(dispatcher: FakeDispatcher, model: ServedModel, tmp_p
         await page.press("t")
         dark = await page.value("getComputedStyle(document.body).backgroundColor")
         await page.press("t")
-        assert await page.value("getComputedStyle(document.body).backgroundColor") != dark  # the user prefers light
+        assert (
+            await page.value("getComputedStyle(document.body).backgroundColor") != dark
+        )  # the user prefers light
 
         await page.press("p")
         await page.write("Hi <b>there</b>")
@@ -86,7 +95,10 @@ async def test_by_keyboard(dispatcher: FakeDispatcher, model: ServedModel, tmp_p
 
         server.app.dashboard.view.sample(server.app.dashboard.view._sampled_at + 2, system())
         await page.until("/median; p95 [0-9]/.test(document.querySelectorAll('.tile')[3].innerText)")
-        await page.until("/Too few requests to tell: 2 answered in the last minute/.test(document.querySelector('#verdict').innerText)")
+        await page.until(
+            "/Too few requests to tell: 2 answered in the last "
+            "minute/.test(document.querySelector('#verdict').innerText)"
+        )
         await page.value("document.querySelector('.plot').focus()")
         await page.press("Home")
         assert " at " in await page.value("document.querySelector('.plot').getAttribute('aria-label')")
@@ -101,7 +113,9 @@ async def test_by_keyboard(dispatcher: FakeDispatcher, model: ServedModel, tmp_p
         assert await page.text("#status") == "no answer"
 
 
-async def test_the_admin_key_opens_the_page_for_this_browser(dispatcher: FakeDispatcher, model: ServedModel, tmp_path: Path) -> None:
+async def test_the_admin_key_opens_the_page_for_this_browser(
+    dispatcher: FakeDispatcher, model: ServedModel, tmp_path: Path
+) -> None:
     server = HttpServer(create_app(dispatcher, model, system=system, operators=Operators(ADMIN_KEY)))
     await server.start()
     async with browser(tmp_path) as page:
@@ -120,11 +134,15 @@ async def test_the_admin_key_opens_the_page_for_this_browser(dispatcher: FakeDis
         assert await page.value("document.querySelector('#unlock').hidden")
         assert await page.value("document.cookie") == ""  # no script can read it
         await page.value("window.before = location.reload()")
-        await page.until("!('before' in window) && document.querySelector('#status')?.dataset.state === 'ready'")
+        await page.until(
+            "!('before' in window) && document.querySelector('#status')?.dataset.state === 'ready'"
+        )
     await server.stop(grace_s=0)
 
 
-async def test_a_link_that_has_been_used_says_so(dispatcher: FakeDispatcher, model: ServedModel, tmp_path: Path) -> None:
+async def test_a_link_that_has_been_used_says_so(
+    dispatcher: FakeDispatcher, model: ServedModel, tmp_path: Path
+) -> None:
     operators = Operators(ADMIN_KEY)
     server = HttpServer(create_app(dispatcher, model, system=system, operators=operators))
     await server.start()
@@ -139,7 +157,9 @@ async def test_a_link_that_has_been_used_says_so(dispatcher: FakeDispatcher, mod
 
 
 def crowd(role: str) -> list[WorkerSnapshot]:
-    return [WorkerSnapshot(f"{role}-{i}", role, 100, 50, 20, 30, 0, 2, 0, 0, 5, busy=i / 64) for i in range(64)]
+    return [
+        WorkerSnapshot(f"{role}-{i}", role, 100, 50, 20, 30, 0, 2, 0, 0, 5, busy=i / 64) for i in range(64)
+    ]
 
 
 def waited(number: int, end: float) -> RequestRecord:
@@ -149,12 +169,26 @@ def waited(number: int, end: float) -> RequestRecord:
         ledger.enter(stage, end - 4.0 + took)  # type: ignore[arg-type]
     ledger.close(end)
     return RequestRecord(
-        f"cmpl-{number}", "/v1/completions", "200", ledger, ledger.stages(), end - 1.0, 100, 0, 9, 1, f"prefill-{number % 64}", "decode-1"
+        f"cmpl-{number}",
+        "/v1/completions",
+        "200",
+        ledger,
+        ledger.stages(),
+        end - 1.0,
+        100,
+        0,
+        9,
+        1,
+        f"prefill-{number % 64}",
+        "decode-1",
     )
 
 
-async def test_it_tells_what_is_in_the_way_and_shows_many_workers(dispatcher: FakeDispatcher, model: ServedModel, tmp_path: Path) -> None:
-    """64 workers a role, a queue, objectives, a worker that is lost, refusals: by keyboard, and on a phone."""
+async def test_it_tells_what_is_in_the_way_and_shows_many_workers(
+    dispatcher: FakeDispatcher, model: ServedModel, tmp_path: Path
+) -> None:
+    """64 workers a role, a queue, objectives, a worker that is lost, refusals: by keyboard, and on a
+    phone."""
     busy = [worker._replace(busy=0.95) for worker in crowd("prefill")]
     snapshot = SystemSnapshot(ready=True, workers=[*busy, *crowd("decode")])
     operators = Operators(ADMIN_KEY)
@@ -167,7 +201,11 @@ async def test_it_tells_what_is_in_the_way_and_shows_many_workers(dispatcher: Fa
     view = app.dashboard.view
     now = view._sampled_at
     view.sample(
-        now + 2, SystemSnapshot(ready=True, workers=[*snapshot.workers, WorkerSnapshot(HOSTILE, "decode", 1, 1, 0, 0, 0, 0, 0, 0, 0)])
+        now + 2,
+        SystemSnapshot(
+            ready=True,
+            workers=[*snapshot.workers, WorkerSnapshot(HOSTILE, "decode", 1, 1, 0, 0, 0, 0, 0, 0, 0)],
+        ),
     )
     for number in range(40):
         view.note(waited(number, now + 3.0))
@@ -203,7 +241,9 @@ async def test_it_tells_what_is_in_the_way_and_shows_many_workers(dispatcher: Fa
         await page.value("document.querySelector('#slo-ttft').focus()")
         await page.write("30")
         await page.press("Enter")
-        await page.until("/yours.*30.00 s.*kept by 98%/.test(document.querySelector('#slo-state').innerText)")  # of 40, and one refused
+        await page.until(
+            "/yours.*30.00 s.*kept by 98%/.test(document.querySelector('#slo-state').innerText)"
+        )  # of 40, and one refused
 
         await page.look(390, 844, "light")
         await page.until("document.documentElement.scrollWidth <= 390")

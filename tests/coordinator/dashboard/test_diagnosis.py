@@ -15,13 +15,18 @@ QUEUEING = {"parse": 0.01, "queue": 2.6, "prefill": 0.39, "handoff": 0.05, "deco
 
 
 def window(
-    stages: dict[str, float] = HEALTHY, prefill: dict[str, float] | None = None, decode: dict[str, float] | None = None, **more: object
+    stages: dict[str, float] = HEALTHY,
+    prefill: dict[str, float] | None = None,
+    decode: dict[str, float] | None = None,
+    **more: object,
 ) -> Window:
     """A minute of 600 requests."""
     ttft_s = sum(stages.get(name, 0.0) for name in ("parse", "queue", "prefill"))
     pools = {
         "prefill": PoolLook(**{"num_workers": 2.0, "busy": 0.4, "kv": 0.2, **(prefill or {})}),
-        "decode": PoolLook(**{"num_workers": 2.0, "busy": 0.9, "kv": 0.4, "rows": 0.3, "running": 8.0, **(decode or {})}),
+        "decode": PoolLook(
+            **{"num_workers": 2.0, "busy": 0.9, "kv": 0.4, "rows": 0.3, "running": 8.0, **(decode or {})}
+        ),
     }
     base = Window(num_ended=600, num_measured=600, stages=stages, ttft_s=ttft_s, pools=pools)
     return replace(base, **more)  # type: ignore[arg-type]
@@ -46,9 +51,9 @@ def test_idle() -> None:
 def test_too_few_requests_promise_nothing() -> None:
     found = diagnose(window(QUEUEING, num_ended=7, num_measured=7, now_waiting=3, now_running=1))
     assert [f.kind for f in found] == ["too_few"]
-    assert (
-        found[0].what
-        == f"Too few requests to tell: 7 answered in the last minute, {MIN_REQUESTS} are needed. 3 requests waiting, 1 running."
+    assert found[0].what == (
+        f"Too few requests to tell: 7 answered in the last minute, {MIN_REQUESTS} are needed. 3 "
+        "requests waiting, 1 running."
     )
     assert found[0].remedy == ""
 
@@ -56,20 +61,29 @@ def test_too_few_requests_promise_nothing() -> None:
 def test_prefill_bound_by_clients_that_wait_for_their_answers() -> None:
     found = first(window(QUEUEING, prefill={"busy": 0.98}))
     assert (found.kind, found.level) == ("prefill", "warn")
-    assert found.what == "64% of requests' time is queueing for prefill, whose workers are busy 98% of the time."
-    assert found.remedy == "A third prefill worker would halve the time to first token, from 3 s to about 1.6 s."
+    assert (
+        found.what == "64% of requests' time is queueing for prefill, whose workers are busy 98% of the time."
+    )
+    assert (
+        found.remedy == "A third prefill worker would halve the time to first token, from 3 s to about 1.6 s."
+    )
     assert "mean value analysis" in found.basis
 
 
 def test_prefill_bound_below_saturation() -> None:
     found = first(window(QUEUEING, prefill={"busy": 0.85}))
-    assert found.remedy == "A third prefill worker would cut the time to first token by 78%, from 3 s to about 670 ms."
+    assert (
+        found.remedy
+        == "A third prefill worker would cut the time to first token by 78%, from 3 s to about 670 ms."
+    )
     assert "Sakasegawa" in found.basis
 
 
 def test_a_queue_that_grows_names_how_many_workers_are_missing() -> None:
     found = first(window(QUEUEING, prefill={"busy": 1.0}, growth=900.0))
-    assert found.remedy.startswith("25.0 requests a second come and 10.0 are served: the queue grows until 4 more prefill workers")
+    assert found.remedy.startswith(
+        "25.0 requests a second come and 10.0 are served: the queue grows until 4 more prefill workers"
+    )
 
 
 def test_without_a_known_busy_share_prefill_is_named_all_the_same() -> None:
@@ -109,7 +123,10 @@ def test_decode_bound_by_rows() -> None:
 def test_decode_bound_by_the_time_per_token() -> None:
     slow = window(objectives=Objectives(None, 0.05), kept=0.4, tpot_missed=0.6)
     found = first(slow)
-    assert found.what == "60% of requests get their tokens more slowly than 50 ms each: 8 sequences share a decode worker's steps."
+    assert found.what == (
+        "60% of requests get their tokens more slowly than 50 ms each: 8 sequences share a decode "
+        "worker's steps."
+    )
     assert found.remedy == "A third decode worker would cut the time per token by at most 33%."
     alone = first(replace(slow, pools={**slow.pools, "decode": PoolLook(2.0, 0.9, 0.1, 0.1, 1.0)}))
     assert alone.remedy.startswith("More workers would not help")
@@ -143,17 +160,25 @@ def test_a_role_without_workers(role: str) -> None:
 
 
 def test_no_workers_at_all_is_one_finding() -> None:
-    found = diagnose(window(num_ended=0, num_measured=0, prefill={"num_workers": 0.0}, decode={"num_workers": 0.0}))
+    found = diagnose(
+        window(num_ended=0, num_measured=0, prefill={"num_workers": 0.0}, decode={"num_workers": 0.0})
+    )
     assert [f.what for f in found] == ["No workers are connected."]
 
 
 def test_a_lost_worker_comes_before_the_queue_that_it_left() -> None:
     lost = window(
-        QUEUEING, prefill={"num_workers": 1.0, "busy": 1.0}, most_workers={"prefill": 2.0, "decode": 2.0}, lost=["prefill-1 (silent)"]
+        QUEUEING,
+        prefill={"num_workers": 1.0, "busy": 1.0},
+        most_workers={"prefill": 2.0, "decode": 2.0},
+        lost=["prefill-1 (silent)"],
     )
     found = diagnose(lost)
     assert [f.kind for f in found] == ["lost", "prefill"]
-    assert found[0].what == "Lost in the last minute: prefill-1 (silent). 1 prefill worker left; its requests go on there."
+    assert (
+        found[0].what
+        == "Lost in the last minute: prefill-1 (silent). 1 prefill worker left; its requests go on there."
+    )
     back = replace(lost, pools={**lost.pools, "prefill": PoolLook(2.0, 1.0)})
     assert [f.kind for f in diagnose(back)] == ["prefill"]  # it has come back: nothing is to be done
 
@@ -162,15 +187,23 @@ def test_objectives_that_are_missed_without_a_queue() -> None:
     stages = {**HEALTHY, "prefill": 1.9}
     found = first(window(stages, objectives=Objectives(1.0, None), kept=0.5, ttft_missed=0.5))
     assert found.kind == "slow_prefill"
-    assert found.what == "50% of requests miss the objectives; 10% may. There is no queue: computing a prompt takes 1.9 s."
+    assert (
+        found.what
+        == "50% of requests miss the objectives; 10% may. There is no queue: computing a prompt takes 1.9 s."
+    )
     assert found.remedy.startswith("More workers would not help")
 
 
 def test_a_short_queue_matters_where_it_breaks_the_objective() -> None:
     stages = {**HEALTHY, "queue": 0.3, "decode": 20.0}
     assert first(window(stages)).kind == "good"
-    found = first(window(stages, prefill={"busy": 0.9}, objectives=Objectives(0.2, None), kept=0.1, ttft_missed=0.9))
-    assert found.what == "59% of the time to first token is queueing for prefill, whose workers are busy 90% of the time."
+    found = first(
+        window(stages, prefill={"busy": 0.9}, objectives=Objectives(0.2, None), kept=0.1, ttft_missed=0.9)
+    )
+    assert (
+        found.what
+        == "59% of the time to first token is queueing for prefill, whose workers are busy 90% of the time."
+    )
 
 
 def test_failed_and_refused_requests_come_first() -> None:

@@ -10,9 +10,15 @@ from splitserve.coordinator.metrics.system_snapshot import SystemSnapshot, Worke
 
 
 def system(
-    *names: str, ready: bool = True, reasons: dict[str, str] | None = None, retries: Sequence[str] = (), pid: int = 1
+    *names: str,
+    ready: bool = True,
+    reasons: dict[str, str] | None = None,
+    retries: Sequence[str] = (),
+    pid: int = 1,
 ) -> SystemSnapshot:
-    workers = [WorkerSnapshot(name, name.partition("-")[0], 1, 1, 0, 0, 0, 0, 0, 0, 0, pid=pid) for name in names]
+    workers = [
+        WorkerSnapshot(name, name.partition("-")[0], 1, 1, 0, 0, 0, 0, 0, 0, 0, pid=pid) for name in names
+    ]
     return SystemSnapshot(ready=ready, workers=workers, reasons_lost=reasons or {}, last_retries=retries)
 
 
@@ -67,7 +73,10 @@ def test_what_goes_on_is_one_event_and_what_comes_again_is_another() -> None:
     ]
     assert log.newest()[-1]["text"] == "12 requests refused (429)"
     log.note(60.0, system(), {}, {"429": 1})
-    assert told(log)[-2:] == [("refused", "12 requests refused (429)"), ("refused", "1 request refused (429)")]
+    assert told(log)[-2:] == [
+        ("refused", "12 requests refused (429)"),
+        ("refused", "1 request refused (429)"),
+    ]
     assert log.totals == {"retry": 2, "recovery": 1, "refused": 13, "failed": 1, "preempted": 3, "lost": 0}
 
 

@@ -50,20 +50,33 @@ def worker(role: str, used: int, **counters: float) -> WorkerSnapshot:
 def test_each_point_says_what_happened_since_the_one_before() -> None:
     answered: dict[tuple[str, str], int] = {("/v1/completions", "429"): 2}
     view = LiveView(100.0, wall=5000.0, answered=answered)
-    system = SystemSnapshot(workers=[worker("decode", 30, output_tokens=10.0), worker("prefill", 5, prompt_tokens=7.0)], num_waiting=3)
+    system = SystemSnapshot(
+        workers=[worker("decode", 30, output_tokens=10.0), worker("prefill", 5, prompt_tokens=7.0)],
+        num_waiting=3,
+    )
     view.sample(102.0, system)
     for number, step in enumerate((1.0, 2.0, 3.0)):
         view.note(record(number, 103.0, step))
     view.note(record(3, 103.0, status="429", first_token_at=0.0))
     answered["/v1/completions", "429"] += 1
     answered["/v1/completions", "200"] = 3
-    grown = SystemSnapshot(workers=[worker("decode", 60, output_tokens=50.0), worker("prefill", 5, prompt_tokens=7.0)])
+    grown = SystemSnapshot(
+        workers=[worker("decode", 60, output_tokens=50.0), worker("prefill", 5, prompt_tokens=7.0)]
+    )
     view.sample(104.0, grown)
     first, second = view.state(104.0, grown)["points"]
-    assert (first["ttft"], first["requests"], first["output"], first["waiting"], first["kv_decode"]) == (None, 0, 0, 3, 0.3)
+    assert (first["ttft"], first["requests"], first["output"], first["waiting"], first["kv_decode"]) == (
+        None,
+        0,
+        0,
+        3,
+        0.3,
+    )
     assert (second["requests"], second["errors"], second["output"], second["prompt"]) == (2.0, 0.5, 20.0, 0.0)
     assert second["ttft"] == [6.0, 8.7, 8.94]
-    assert second["tpot"][0] == pytest.approx((6 - 3) * 2.0 / 4)  # handoff, decode and coordinator, over the tokens after the first
+    assert second["tpot"][0] == pytest.approx(
+        (6 - 3) * 2.0 / 4
+    )  # handoff, decode and coordinator, over the tokens after the first
     assert second["e2e"][0] == 14.0
     assert second["stages"] == [6.0] * 7  # seconds by stage, of the three that were answered
     assert (second["t"], second["kv_decode"], second["kv_prefill"]) == (5004.0, 0.6, 0.05)
@@ -79,8 +92,14 @@ def test_the_window_is_the_last_minute_and_the_findings_go_by_it() -> None:
     state = view.state(120.0, system)
     assert (state["window"]["seconds"], state["window"]["requests"]) == (60.0, 30)
     assert state["window"]["stages"] == dict.fromkeys(get_args(Stage), 1.5)
-    assert (state["window"]["kept"], state["window"]["goodput"]) == (0.5, 0.25)  # of 3 s and 6 s to the first token
-    assert [finding["kind"] for finding in state["findings"]] == ["coordinator", "handoff"]  # a seventh each; the coordinator two
+    assert (state["window"]["kept"], state["window"]["goodput"]) == (
+        0.5,
+        0.25,
+    )  # of 3 s and 6 s to the first token
+    assert [finding["kind"] for finding in state["findings"]] == [
+        "coordinator",
+        "handoff",
+    ]  # a seventh each; the coordinator two
     own = view.state(120.0, system, objectives=Objectives(ttft_s=10.0))
     assert own["window"]["kept"] == 1.0
     assert view.state(120.0, system, objectives=Objectives())["window"]["kept"] is None
@@ -103,8 +122,18 @@ def test_a_viewer_is_told_only_what_is_new_to_it_and_the_past_is_bounded() -> No
         view.note(record(number, float(number), 0.1, tenant=f"t{number % 300}"))
         view.sample(2.0 * number, SystemSnapshot())
     everything = view.state(2000.0, SystemSnapshot())
-    assert (len(everything["points"]), len(everything["requests"]), len(everything["tenants"])) == (NUM_POINTS, NUM_RECENT, 200)
-    assert everything["tenants"][0] == {"tenant": "t0", "requests": 4, "prompt_tokens": 400, "cached_tokens": 256, "output_tokens": 20}
+    assert (len(everything["points"]), len(everything["requests"]), len(everything["tenants"])) == (
+        NUM_POINTS,
+        NUM_RECENT,
+        200,
+    )
+    assert everything["tenants"][0] == {
+        "tenant": "t0",
+        "requests": 4,
+        "prompt_tokens": 400,
+        "cached_tokens": 256,
+        "output_tokens": 20,
+    }
     newest = everything["requests"][-1]
     assert newest["spans"][2] == ["prefill", 0.2, 0.3]
     new = view.state(2000.0, SystemSnapshot(), everything["points"][-2]["n"], newest["n"])
@@ -130,7 +159,9 @@ def test_without_a_viewer_nothing_piles_up() -> None:
     assert len(view._fresh) == 0
 
 
-async def test_the_feed_over_http(http: httpx.AsyncClient, server: HttpServer, dispatcher: FakeDispatcher) -> None:
+async def test_the_feed_over_http(
+    http: httpx.AsyncClient, server: HttpServer, dispatcher: FakeDispatcher
+) -> None:
     await http.post("/v1/completions", json={"prompt": "quick", "max_tokens": 5})
     server.app.dashboard.view.sample(server.app.dashboard.view._sampled_at + 2, dispatcher.system())
     state = (await http.get("/dashboard/feed")).json()
@@ -138,7 +169,10 @@ async def test_the_feed_over_http(http: httpx.AsyncClient, server: HttpServer, d
     assert [span[0] for span in state["requests"][0]["spans"]] == list(get_args(Stage))
     assert state["workers"][0]["blocks"] == [30, 0, 20, 50, 100]
     assert (await http.get("/dashboard/feed?after_point=x")).status_code == 400
-    assert [finding["kind"] for finding in state["findings"]] == ["no_workers", "too_few"]  # the fake has decode workers only
+    assert [finding["kind"] for finding in state["findings"]] == [
+        "no_workers",
+        "too_few",
+    ]  # the fake has decode workers only
     assert (state["window"]["objectives"], state["cost"]) == (None, {})
     bound = (await http.get("/dashboard/feed?slo=ttft=30,tpot=0.5@p99")).json()["window"]
     assert (bound["kept"], bound["objectives"]["attainment"]) == (1.0, 0.99)
@@ -147,7 +181,9 @@ async def test_the_feed_over_http(http: httpx.AsyncClient, server: HttpServer, d
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "slo")
 
 
-async def test_requests_refused_before_they_began_are_counted_and_logged(http: httpx.AsyncClient, server: HttpServer) -> None:
+async def test_requests_refused_before_they_began_are_counted_and_logged(
+    http: httpx.AsyncClient, server: HttpServer
+) -> None:
     view = server.app.dashboard.view
     view.sample(view._sampled_at + 2, SystemSnapshot())
     server.app.metrics.request_ended("/v1/completions", "429")
@@ -155,7 +191,9 @@ async def test_requests_refused_before_they_began_are_counted_and_logged(http: h
     state = (await http.get("/dashboard/feed")).json()
     assert state["statuses"] == {"429": 1}
     assert state["totals"]["refused"] == 1
-    assert [(event["kind"], event["text"]) for event in state["events"]] == [("refused", "1 request refused (429)")]
+    assert [(event["kind"], event["text"]) for event in state["events"]] == [
+        ("refused", "1 request refused (429)")
+    ]
 
 
 async def test_the_page_is_for_everyone_and_may_load_nothing_but_its_own(http: httpx.AsyncClient) -> None:
@@ -177,11 +215,15 @@ class Known:
         return ANONYMOUS
 
 
-async def test_with_keys_configured_the_feed_is_for_operators(dispatcher: FakeDispatcher, model: ServedModel) -> None:
+async def test_with_keys_configured_the_feed_is_for_operators(
+    dispatcher: FakeDispatcher, model: ServedModel
+) -> None:
     app = create_app(dispatcher, model, operators=Operators("k" * 32), tenancy=Tenancy(Known()))
     far = httpx.ASGITransport(app, client=("192.0.2.1", 1))
     async with httpx.AsyncClient(transport=far, base_url="http://127.0.0.1") as client:
         assert (await client.get("/")).status_code == 200
         assert (await client.get("/dashboard/app.js")).status_code == 200
         assert (await client.get("/dashboard/feed")).status_code == 401
-        assert (await client.get("/dashboard/feed", headers={"authorization": "Bearer " + "k" * 32})).status_code == 200
+        assert (
+            await client.get("/dashboard/feed", headers={"authorization": "Bearer " + "k" * 32})
+        ).status_code == 200

@@ -13,7 +13,8 @@ NUM_JOBS = 60_000
 
 
 def simulated_wait(servers: int, busy: float, seed: int) -> float:
-    """Mean wait of a first-come first-served queue with Poisson arrivals and exponential service of mean 1."""
+    """Mean wait of a first-come first-served queue with Poisson arrivals and exponential service of mean
+    1."""
     rng = np.random.default_rng(seed)
     arrivals = np.cumsum(rng.exponential(1 / (busy * servers), NUM_JOBS))
     free, waited = [0.0] * servers, 0.0
@@ -25,7 +26,8 @@ def simulated_wait(servers: int, busy: float, seed: int) -> float:
 
 
 def closed_stay(servers: int, clients: int, after_s: float, seed: int) -> tuple[float, float]:
-    """Clients who ask again as soon as they are answered: mean wait, and mean whole stay. Service has mean 1, then ``after_s`` pass."""
+    """Clients who ask again as soon as they are answered: mean wait, and mean whole stay. Service has mean 1,
+    then ``after_s`` pass."""
     rng = np.random.default_rng(seed)
     free, ready, waited, num = [0.0] * servers, [0.0] * clients, 0.0, NUM_JOBS // 3
     for service in rng.exponential(1.0, num):
@@ -45,8 +47,12 @@ def test_below_saturation_the_ratio_of_waits_is_that_of_open_queues(servers: int
     assert predicted == pytest.approx(after, abs=0.08 * before + 0.02)  # 8% of the wait that there was
 
 
-@pytest.mark.parametrize(("servers", "clients", "after_s"), [(1, 8, 0.0), (1, 8, 3.0), (2, 11, 4.0), (2, 24, 4.0), (4, 30, 1.0)])
-def test_at_saturation_clients_that_wait_for_their_answers_gain_as_much(servers: int, clients: int, after_s: float) -> None:
+@pytest.mark.parametrize(
+    ("servers", "clients", "after_s"), [(1, 8, 0.0), (1, 8, 3.0), (2, 11, 4.0), (2, 24, 4.0), (4, 30, 1.0)]
+)
+def test_at_saturation_clients_that_wait_for_their_answers_gain_as_much(
+    servers: int, clients: int, after_s: float
+) -> None:
     queue, total = closed_stay(servers, clients, after_s, seed=3)
     fewer, _ = closed_stay(servers + 1, clients, after_s, seed=4)
     per_s = clients / total

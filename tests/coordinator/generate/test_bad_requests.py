@@ -1,4 +1,5 @@
-"""Whatever comes in, the answer is OpenAI's error JSON with the right status: 400 for bad values, never 422, never 500."""
+"""Whatever comes in, the answer is OpenAI's error JSON with the right status: 400 for bad values, never 422,
+never 500."""
 
 from __future__ import annotations
 
@@ -125,7 +126,10 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"content": "Hi"}]}, "messages[0].role"),
     ({"messages": [{"role": "wizard", "content": "Hi"}]}, "messages[0]"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages[0].content"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages[0].content",
+    ),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": ["Hi"]}]}, "messages[0].content"),
     ({"messages": [{"role": "tool", "content": "Hi"}]}, "messages"),
@@ -135,14 +139,20 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
-    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": 5}}]}, "tools[0].function.parameters"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "a", "parameters": 5}}]},
+        "tools[0].function.parameters",
+    ),
     ({"tools": 5}, "tools"),
     ({"modalities": ["audio"]}, "modalities"),
     ({"reasoning_effort": 5}, "reasoning_effort"),
     ({"tool_choice": "always"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "b"}}, "tools": [TOOL]}, "tool_choice"),
     ({"tool_choice": "required", "tools": [TOOL], "ignore_eos": True}, "ignore_eos"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages[0].tool_calls[0].function"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]},
+        "messages[0].tool_calls[0].function",
+    ),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"chat_template_kwargs": []}, "chat_template_kwargs"),
 ]
@@ -152,7 +162,9 @@ CASES = [
 ]
 
 
-async def test_bad_values_are_400_and_name_the_field(http: httpx.AsyncClient, dispatcher: FakeDispatcher) -> None:
+async def test_bad_values_are_400_and_name_the_field(
+    http: httpx.AsyncClient, dispatcher: FakeDispatcher
+) -> None:
     for path, body, param in CASES:
         response = await http.post(path, json=body)
         assert response.status_code == 400, (body, response.text)
@@ -175,7 +187,10 @@ async def test_logit_bias_names_every_bad_key_and_the_vocabulary(http: httpx.Asy
 
 async def test_too_long_names_both_numbers(http: httpx.AsyncClient, model: ServedModel) -> None:
     prompt = [5] * 2000
-    for max_tokens, path, body in ((49, "/v1/completions", {**TEXT, "prompt": prompt}), (2048, "/v1/chat/completions", CHAT)):
+    for max_tokens, path, body in (
+        (49, "/v1/completions", {**TEXT, "prompt": prompt}),
+        (2048, "/v1/chat/completions", CHAT),
+    ):
         error = error_of(await http.post(path, json={**body, "max_tokens": max_tokens}))
         assert error["code"] == "context_length_exceeded"
         assert f"maximum context length is {MAX_MODEL_LEN} tokens" in error["message"]
@@ -185,11 +200,24 @@ async def test_too_long_names_both_numbers(http: httpx.AsyncClient, model: Serve
     assert f"maximum context length is {MAX_MODEL_LEN} tokens" in error["message"]
     error = error_of(await http.post("/v1/completions", json={**TEXT, "prompt": [5] * 2048}))
     assert "2048" in error["message"]
-    assert (await http.post("/v1/completions", json={**TEXT, "prompt": [5] * 2040})).status_code == 200  # the default is cut
+    assert (
+        await http.post("/v1/completions", json={**TEXT, "prompt": [5] * 2040})
+    ).status_code == 200  # the default is cut
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b'"x"', b"null", b"\xff\xfe", b'{"prompt": NaN}', b"[" * 5000, b'{"prompt": "\\ud800"}']
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"x"',
+        b"null",
+        b"\xff\xfe",
+        b'{"prompt": NaN}',
+        b"[" * 5000,
+        b'{"prompt": "\\ud800"}',
+    ],
 )
 async def test_bodies_that_are_no_json_objects(http: httpx.AsyncClient, body: bytes) -> None:
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
@@ -203,7 +231,11 @@ async def test_routes_models_and_methods(http: httpx.AsyncClient) -> None:
         response = await http.get(path)
         assert response.status_code == 404
         error_of(response)
-    for path, body in (("/v1/completions", TEXT), ("/v1/chat/completions", CHAT), ("/tokenize", {"prompt": "a"})):
+    for path, body in (
+        ("/v1/completions", TEXT),
+        ("/v1/chat/completions", CHAT),
+        ("/tokenize", {"prompt": "a"}),
+    ):
         response = await http.post(path, json={**body, "model": "huge"})
         assert response.status_code == 404
         assert error_of(response)["code"] == "model_not_found"
@@ -224,7 +256,11 @@ async def test_a_body_beyond_the_limit_is_413(http: httpx.AsyncClient) -> None:
             response = await http.post(path, content=content, headers=JSON)
             assert response.status_code == 413
             assert str(1 << 20) in error_of(response)["message"]
-    assert (await http.post("/v1/completions", json={**TEXT, "prompt": [5] * 10, "user": None, "x": "y" * 900_000})).status_code == 200
+    assert (
+        await http.post(
+            "/v1/completions", json={**TEXT, "prompt": [5] * 10, "user": None, "x": "y" * 900_000}
+        )
+    ).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/chat/completions", "/v1/v1/chat/completions", "/v1/chat/completions/"])
@@ -234,28 +270,64 @@ async def test_a_wrong_base_url_is_told_the_right_path(http: httpx.AsyncClient, 
     assert answer.json()["error"]["message"] == f"There is no POST {path}: use /v1/chat/completions."
 
 
-async def test_nulls_and_unknown_fields_are_accepted(http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture) -> None:
-    names = ["temperature", "top_p", "n", "stop", "max_tokens", "seed", "logit_bias", "stream", "stream_options", "user", "logprobs"]
+async def test_nulls_and_unknown_fields_are_accepted(
+    http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = [
+        "temperature",
+        "top_p",
+        "n",
+        "stop",
+        "max_tokens",
+        "seed",
+        "logit_bias",
+        "stream",
+        "stream_options",
+        "user",
+        "logprobs",
+    ]
     nulls = dict.fromkeys([*names, "presence_penalty", "frequency_penalty"])
     unknown = {"frobnicate": 1, "store": True}
     with caplog.at_level(logging.INFO, "splitserve.coordinator"):
-        assert (await http.post("/v1/completions", json={**TEXT, **nulls, "best_of": None, **unknown})).status_code == 200
-        assert (await http.post("/v1/chat/completions", json={**CHAT, **nulls, "tools": None, **unknown})).status_code == 200
+        assert (
+            await http.post("/v1/completions", json={**TEXT, **nulls, "best_of": None, **unknown})
+        ).status_code == 200
+        assert (
+            await http.post("/v1/chat/completions", json={**CHAT, **nulls, "tools": None, **unknown})
+        ).status_code == 200
     lines = [record.getMessage() for record in caplog.records]
     assert lines == ["ignored unknown fields of a request: 'frobnicate', 'store'"]  # once, not twice
 
 
-async def test_unknown_fields_are_named_with_their_path(http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture) -> None:
+async def test_unknown_fields_are_named_with_their_path(
+    http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
     """Not those that have no value: clients send back all fields of an answer's message."""
     function = {"name": "f", "arguments": "{}", "thought": 1}
     call = {"id": "c", "type": "function", "function": function, "index": 0}
     called = {"role": "assistant", "tool_calls": [call], "audio": None}
     messages = [{"role": "user", "content": "Hi", "mood": "good"}, called, *CHAT["messages"]]
     tool = {"type": "function", "function": {"name": "f", "cost": 1}, "free": True}
-    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"title": "no field of ours"}, "loose": 1}, "indent": 2}
-    body = {**CHAT, "messages": messages, "tools": [tool], "stream": True, "stream_options": {"pace": 1}, "frobnicate": 1, "audio": None}
+    schema = {
+        "type": "json_schema",
+        "json_schema": {"name": "x", "schema": {"title": "no field of ours"}, "loose": 1},
+        "indent": 2,
+    }
+    body = {
+        **CHAT,
+        "messages": messages,
+        "tools": [tool],
+        "stream": True,
+        "stream_options": {"pace": 1},
+        "frobnicate": 1,
+        "audio": None,
+    }
     body["response_format"] = schema
-    paths = ["messages[0].mood", "messages[1].tool_calls[0].index", "messages[1].tool_calls[0].function.thought"]
+    paths = [
+        "messages[0].mood",
+        "messages[1].tool_calls[0].index",
+        "messages[1].tool_calls[0].function.thought",
+    ]
     with caplog.at_level(logging.INFO, "splitserve.coordinator"):
         assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
         assert (await http.post("/tokenize", json={"messages": messages[:1]})).status_code == 200
@@ -278,7 +350,9 @@ async def test_no_worker_is_503_at_once(http: httpx.AsyncClient, dispatcher: Fak
 
 
 async def test_a_prompt_without_template_or_that_it_refuses(http: httpx.AsyncClient) -> None:
-    response = await http.post("/v1/chat/completions", json={**CHAT, "messages": [{"role": "tool", "content": "x"}]})
+    response = await http.post(
+        "/v1/chat/completions", json={**CHAT, "messages": [{"role": "tool", "content": "x"}]}
+    )
     assert "no tools here" in error_of(response)["message"]
 
 
@@ -298,26 +372,73 @@ json_values = st.recursive(
     max_leaves=5,
 )
 FIELDS = [
-    *("prompt", "messages", "model", "temperature", "top_p", "top_k", "min_p", "n", "best_of", "stop", "stop_token_ids", "logit_bias"),
-    *("seed", "max_tokens", "max_completion_tokens", "min_tokens", "logprobs", "top_logprobs", "echo", "suffix", "stream_options"),
-    *("ignore_eos", "tools", "tool_choice", "response_format", "user", "priority", "chat_template_kwargs", "presence_penalty"),
-    *("frequency_penalty", "repetition_penalty", "something_else", "structured_outputs", "guided_json", "guided_choice"),
+    *(
+        "prompt",
+        "messages",
+        "model",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "n",
+        "best_of",
+        "stop",
+        "stop_token_ids",
+        "logit_bias",
+    ),
+    *(
+        "seed",
+        "max_tokens",
+        "max_completion_tokens",
+        "min_tokens",
+        "logprobs",
+        "top_logprobs",
+        "echo",
+        "suffix",
+        "stream_options",
+    ),
+    *(
+        "ignore_eos",
+        "tools",
+        "tool_choice",
+        "response_format",
+        "user",
+        "priority",
+        "chat_template_kwargs",
+        "presence_penalty",
+    ),
+    *(
+        "frequency_penalty",
+        "repetition_penalty",
+        "something_else",
+        "structured_outputs",
+        "guided_json",
+        "guided_choice",
+    ),
 ]
 bodies = st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=4)
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=400,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     path=st.sampled_from(["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]),
     body=bodies,
     raw=st.booleans(),
     data=st.data(),
 )
-def test_random_bodies_never_break_the_server(fuzzed: Any, path: str, body: dict[str, Any], raw: bool, data: st.DataObject) -> None:
+def test_random_bodies_never_break_the_server(
+    fuzzed: Any, path: str, body: dict[str, Any], raw: bool, data: st.DataObject
+) -> None:
     content = json.dumps({**(TEXT if "chat" not in path else CHAT), **body}).encode()
     if raw:
         cut = data.draw(st.integers(0, len(content)))
-        content = content[:cut] + data.draw(st.binary(max_size=3)) + content[cut + data.draw(st.integers(0, 3)) :]
+        content = (
+            content[:cut] + data.draw(st.binary(max_size=3)) + content[cut + data.draw(st.integers(0, 3)) :]
+        )
     response = fuzzed.post(path, content=content, headers=JSON)
     if response.status_code != 200:
         assert 400 <= response.status_code < 500

@@ -1,4 +1,5 @@
-"""Every stage has a deadline, and so has the whole: past it a request ends, and its error says where it was and what to do."""
+"""Every stage has a deadline, and so has the whole: past it a request ends, and its error says where it was
+and what to do."""
 
 from __future__ import annotations
 
@@ -9,10 +10,18 @@ from splitserve.coordinator.errors import InvalidRequest
 from splitserve.coordinator.generate.plan import timeout_of
 from splitserve.transport.messages.messages import Cancel, RequestFailed
 
-LIMITS = {"queue_timeout_s": 3.0, "prefill_timeout_s": 4.0, "handoff_timeout_s": 5.0, "token_timeout_s": 6.0, "dead_after_s": 99.0}
+LIMITS = {
+    "queue_timeout_s": 3.0,
+    "prefill_timeout_s": 4.0,
+    "handoff_timeout_s": 5.0,
+    "token_timeout_s": 6.0,
+    "dead_after_s": 99.0,
+}
 
 
-@pytest.mark.parametrize(("stage", "patience"), [("queue", 3.0), ("prefill", 4.0), ("handoff", 5.0), ("decode", 6.0)])
+@pytest.mark.parametrize(
+    ("stage", "patience"), [("queue", 3.0), ("prefill", 4.0), ("handoff", 5.0), ("decode", 6.0)]
+)
 def test_each_stage(stage: str, patience: float) -> None:
     bench = Bench(**LIMITS)
     if stage == "queue":
@@ -75,5 +84,8 @@ def test_a_worker_that_sees_it_first_changes_nothing_in_what_the_client_reads() 
     late = RequestFailed(coordinator=7, dispatch=1, kind="deadline", message="the deadline passed here")
     (ended,) = ends(bench.say("d", late))
     assert ended.error == "deadline"
-    assert ended.message == "the request did not end within its 20 s (stage: decode); allow more time or ask for fewer tokens"
+    assert (
+        ended.message
+        == "the request did not end within its 20 s (stage: decode); allow more time or ask for fewer tokens"
+    )
     assert bench.core.counters()["deadlines_decode"] == 1

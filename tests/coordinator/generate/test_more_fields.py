@@ -27,7 +27,9 @@ async def chunks(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> li
 async def test_the_best_of_several_by_token(http: httpx.AsyncClient, dispatcher: FakeDispatcher) -> None:
     path, body = TEXT
     every = (await http.post(path, json={**body, "seed": 3, "n": 6, "logprobs": 0})).json()
-    by_mean = sorted(every["choices"], key=lambda c: -sum(c["logprobs"]["token_logprobs"]) / len(c["logprobs"]["tokens"]))
+    by_mean = sorted(
+        every["choices"], key=lambda c: -sum(c["logprobs"]["token_logprobs"]) / len(c["logprobs"]["tokens"])
+    )
     best = (await http.post(path, json={**body, "seed": 3, "n": 2, "best_of": 6})).json()
     assert [choice["text"] for choice in best["choices"]] == [choice["text"] for choice in by_mean[:2]]
     assert [choice["index"] for choice in best["choices"]] == [0, 1]
@@ -38,7 +40,9 @@ async def test_the_best_of_several_by_token(http: httpx.AsyncClient, dispatcher:
     assert (await http.post(path, json={**body, "best_of": 3, "stream": True})).status_code == 400
 
 
-async def test_token_ids_of_prompt_and_output(http: httpx.AsyncClient, model: ServedModel, dispatcher: FakeDispatcher) -> None:
+async def test_token_ids_of_prompt_and_output(
+    http: httpx.AsyncClient, model: ServedModel, dispatcher: FakeDispatcher
+) -> None:
     expected = model.tokenizer.fast.encode(ANSWER, add_special_tokens=False).ids
     for path, body in (CHAT, TEXT):
         asked = {**body, "return_token_ids": True, "temperature": 0, "max_tokens": 500}
@@ -46,7 +50,10 @@ async def test_token_ids_of_prompt_and_output(http: httpx.AsyncClient, model: Se
         assert choice["prompt_token_ids"] == list(dispatcher.requests[-1].prompt_token_ids)
         assert choice["token_ids"] == [*expected, dispatcher.eos]
         choices = [choice for chunk in await chunks(http, path, asked) for choice in chunk["choices"]]
-        assert [token for choice in choices for token in choice.get("token_ids", ())] == [*expected, dispatcher.eos]
+        assert [token for choice in choices for token in choice.get("token_ids", ())] == [
+            *expected,
+            dispatcher.eos,
+        ]
         assert [choice["prompt_token_ids"] for choice in choices if "prompt_token_ids" in choice] == [
             list(dispatcher.requests[-1].prompt_token_ids)
         ]
@@ -60,11 +67,20 @@ async def test_a_prompt_keeps_its_end(http: httpx.AsyncClient, dispatcher: FakeD
         response = await http.post(path, json={**body, "prompt": ids, "truncate_prompt_tokens": asked})
         assert response.status_code == 200, response.text
         assert list(dispatcher.requests[-1].prompt_token_ids) == ids[-kept:]
-    assert (await http.post(path, json={**body, "prompt": ids, "truncate_prompt_tokens": MAX_MODEL_LEN})).status_code == 400
-    chat = {"messages": [{"role": "user", "content": "word " * 4000}], "truncate_prompt_tokens": -1, "max_completion_tokens": 30}
+    assert (
+        await http.post(path, json={**body, "prompt": ids, "truncate_prompt_tokens": MAX_MODEL_LEN})
+    ).status_code == 400
+    chat = {
+        "messages": [{"role": "user", "content": "word " * 4000}],
+        "truncate_prompt_tokens": -1,
+        "max_completion_tokens": 30,
+    }
     assert (await http.post(CHAT[0], json=chat)).status_code == 200
     assert len(dispatcher.requests[-1].prompt_token_ids) == MAX_MODEL_LEN - 30
-    echoed = await http.post(path, json={**body, "prompt": "one two three", "truncate_prompt_tokens": 2, "echo": True, "logprobs": 0})
+    echoed = await http.post(
+        path,
+        json={**body, "prompt": "one two three", "truncate_prompt_tokens": 2, "echo": True, "logprobs": 0},
+    )
     choice = echoed.json()["choices"][0]
     assert choice["text"].startswith("".join(choice["logprobs"]["tokens"][:2]))
 
@@ -113,18 +129,26 @@ async def test_a_cache_key_is_a_session(http: httpx.AsyncClient, dispatcher: Fak
 
 async def test_padded_chunks_tell_no_lengths(http: httpx.AsyncClient) -> None:
     for path, body in (CHAT, TEXT):
-        asked = {**body, "stream": True, "stream_options": {"include_obfuscation": True, "include_usage": True}}
+        asked = {
+            **body,
+            "stream": True,
+            "stream_options": {"include_obfuscation": True, "include_usage": True},
+        }
         response = await http.post(path, json=asked)
         lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: {")]
         assert len({orjson.loads(line)["obfuscation"] for line in lines}) > 1
         assert {len(line.encode()) % 256 for line in lines} == {0}
         plain = await chunks(http, path, {**body, "temperature": 0})
-        padded = await chunks(http, path, {**body, "temperature": 0, "stream_options": {"include_obfuscation": True}})
+        padded = await chunks(
+            http, path, {**body, "temperature": 0, "stream_options": {"include_obfuscation": True}}
+        )
         assert [c["choices"][0].get("text") for c in plain] == [c["choices"][0].get("text") for c in padded]
         assert not any("obfuscation" in chunk for chunk in plain)
 
 
-async def test_words_for_the_template(http: httpx.AsyncClient, dispatcher: FakeDispatcher, model: ServedModel) -> None:
+async def test_words_for_the_template(
+    http: httpx.AsyncClient, dispatcher: FakeDispatcher, model: ServedModel
+) -> None:
     path, body = CHAT
     request = ChatCompletionRequest.model_validate({**body, "verbosity": "low", "reasoning_effort": "high"})
     assert request.template_variables == {"verbosity": "low", "reasoning_effort": "high"}

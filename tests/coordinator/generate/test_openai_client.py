@@ -28,7 +28,10 @@ async def test_chat(client: AsyncOpenAI, dispatcher: FakeDispatcher, model: Serv
     assert prompt == "<|bos|><|system|>Be brief.<|end|><|user|>Hi!<|end|><|assistant|>"  # one BOS only
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == len(request.prompt_token_ids)
-    assert answer.usage.completion_tokens == len(model.tokenizer.fast.encode(ANSWER, add_special_tokens=False).ids) + 1
+    assert (
+        answer.usage.completion_tokens
+        == len(model.tokenizer.fast.encode(ANSWER, add_special_tokens=False).ids) + 1
+    )
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
     assert answer.usage.prompt_tokens_details is not None
     assert answer.usage.prompt_tokens_details.cached_tokens == 3
@@ -44,7 +47,9 @@ async def test_where_the_time_went_is_in_the_usage(client: AsyncOpenAI) -> None:
 
 
 async def test_chat_stream_order(client: AsyncOpenAI) -> None:
-    stream = await client.chat.completions.create(messages=MESSAGES, stream=True, stream_options={"include_usage": True}, n=2, **GREEDY)
+    stream = await client.chat.completions.create(
+        messages=MESSAGES, stream=True, stream_options={"include_usage": True}, n=2, **GREEDY
+    )
     chunks = [chunk async for chunk in stream]
     assert len({chunk.id for chunk in chunks}) == 1
     for index in (0, 1):
@@ -61,7 +66,15 @@ async def test_chat_stream_order(client: AsyncOpenAI) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"stop": ["fox"]}, {"logprobs": 2}, {"echo": True}, {"max_tokens": 7}, {"n": 2, "seed": 5, "temperature": 1}]
+    "options",
+    [
+        {},
+        {"stop": ["fox"]},
+        {"logprobs": 2},
+        {"echo": True},
+        {"max_tokens": 7},
+        {"n": 2, "seed": 5, "temperature": 1},
+    ],
 )
 async def test_joined_completion_stream_equals_the_unstreamed_text(client: AsyncOpenAI, options: Any) -> None:
     arguments: Any = {**GREEDY, "max_tokens": 200, **options, "prompt": ["one 日", "two"]}
@@ -87,7 +100,9 @@ async def test_continuous_usage_grows(client: AsyncOpenAI) -> None:
     assert counts[-1] == counts[-2] == 16
 
 
-async def test_prompts_in_every_form(client: AsyncOpenAI, dispatcher: FakeDispatcher, model: ServedModel) -> None:
+async def test_prompts_in_every_form(
+    client: AsyncOpenAI, dispatcher: FakeDispatcher, model: ServedModel
+) -> None:
     ids = model.tokenizer.fast.encode("quick fox").ids
     forms: list[Any] = ["quick fox", ids, ["quick fox", "lazy dog"], [ids, [7, 8]]]
     for prompt in forms:
@@ -96,11 +111,15 @@ async def test_prompts_in_every_form(client: AsyncOpenAI, dispatcher: FakeDispat
         assert list(dispatcher.requests[0].prompt_token_ids) == ids
         assert [choice.index for choice in answer.choices] == list(range(len(dispatcher.requests)))
         assert answer.usage is not None
-        assert answer.usage.prompt_tokens == sum(len(request.prompt_token_ids) for request in dispatcher.requests)
+        assert answer.usage.prompt_tokens == sum(
+            len(request.prompt_token_ids) for request in dispatcher.requests
+        )
         assert answer.usage.completion_tokens == 3 * len(dispatcher.requests)
 
 
-async def test_completions_default_to_16_tokens_and_chat_to_the_context(client: AsyncOpenAI, dispatcher: FakeDispatcher) -> None:
+async def test_completions_default_to_16_tokens_and_chat_to_the_context(
+    client: AsyncOpenAI, dispatcher: FakeDispatcher
+) -> None:
     answer = await client.completions.create(prompt="a", **GREEDY)
     assert answer.choices[0].finish_reason == "length"
     await client.chat.completions.create(messages=MESSAGES, **GREEDY)
@@ -117,17 +136,29 @@ async def test_both_names_of_max_tokens(client: AsyncOpenAI, dispatcher: FakeDis
         assert answer.choices[0].finish_reason == "length"
 
 
-async def test_defaults_come_from_the_generation_config(client: AsyncOpenAI, dispatcher: FakeDispatcher) -> None:
+async def test_defaults_come_from_the_generation_config(
+    client: AsyncOpenAI, dispatcher: FakeDispatcher
+) -> None:
     await client.completions.create(model="tiny", prompt="a")
-    await client.completions.create(model="tiny", prompt="a", temperature=1, top_p=0, extra_body={"top_k": -1, "min_p": 0.1})
+    await client.completions.create(
+        model="tiny", prompt="a", temperature=1, top_p=0, extra_body={"top_k": -1, "min_p": 0.1}
+    )
     first, second = (request.sampling for request in dispatcher.requests)
     assert (first.temperature, first.top_p, first.top_k, first.min_p) == (0.6, 0.9, 20, 0.0)
     assert (second.temperature, second.top_k, second.min_p) == (1.0, 0, 0.1)
     assert 0 < second.top_p < 1e-5
 
 
-async def test_every_sampling_field_reaches_the_workers(client: AsyncOpenAI, dispatcher: FakeDispatcher) -> None:
-    extra = {"repetition_penalty": 1.5, "min_tokens": 2, "ignore_eos": True, "stop_token_ids": [9, 10], "priority": 3}
+async def test_every_sampling_field_reaches_the_workers(
+    client: AsyncOpenAI, dispatcher: FakeDispatcher
+) -> None:
+    extra = {
+        "repetition_penalty": 1.5,
+        "min_tokens": 2,
+        "ignore_eos": True,
+        "stop_token_ids": [9, 10],
+        "priority": 3,
+    }
     await client.completions.create(
         model="tiny",
         prompt="a",
@@ -141,7 +172,11 @@ async def test_every_sampling_field_reaches_the_workers(client: AsyncOpenAI, dis
     )
     (request,) = dispatcher.requests
     sampling = request.sampling
-    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.5, -0.5, 1.5)
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (
+        0.5,
+        -0.5,
+        1.5,
+    )
     assert (sampling.logit_bias, sampling.logprobs, sampling.min_tokens) == ({5: -100.0}, 3, 2)
     assert (sampling.stop_token_ids, sampling.ignore_eos, sampling.seed) == ((9, 10), True, (1 << 63) - 4)
     assert (request.session, request.priority) == ("me", 3)
@@ -150,13 +185,18 @@ async def test_every_sampling_field_reaches_the_workers(client: AsyncOpenAI, dis
 
 
 async def test_a_seed_repeats_and_choices_differ(client: AsyncOpenAI, dispatcher: FakeDispatcher) -> None:
-    answers = [await client.completions.create(model="tiny", prompt="a", seed=12, n=3, temperature=1) for _ in range(2)]
+    answers = [
+        await client.completions.create(model="tiny", prompt="a", seed=12, n=3, temperature=1)
+        for _ in range(2)
+    ]
     first, second = ([choice.text for choice in answer.choices] for answer in answers)
     assert first == second
     assert len(set(first)) == 3
     one = await client.completions.create(model="tiny", prompt="a", seed=12, temperature=1)
     assert one.choices[0].text == first[0]
-    unseeded = [await client.completions.create(model="tiny", prompt="a", n=2, temperature=1) for _ in range(2)]
+    unseeded = [
+        await client.completions.create(model="tiny", prompt="a", n=2, temperature=1) for _ in range(2)
+    ]
     assert len({request.sampling.seed for request in dispatcher.requests[-4:]}) == 4
     assert unseeded[0].choices[0].text
 
@@ -167,7 +207,9 @@ async def test_n_at_temperature_zero(client: AsyncOpenAI) -> None:
 
 
 async def test_min_tokens_with_ignore_eos_gives_exact_counts(client: AsyncOpenAI) -> None:
-    answer = await client.completions.create(prompt="a", max_tokens=300, extra_body={"min_tokens": 300, "ignore_eos": True}, **GREEDY)
+    answer = await client.completions.create(
+        prompt="a", max_tokens=300, extra_body={"min_tokens": 300, "ignore_eos": True}, **GREEDY
+    )
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 300
 
@@ -180,7 +222,9 @@ async def test_stop_strings_are_cut_and_cancel_the_request(
     dispatcher.step_s = 0.001
     text, reasons = "", []
     if stream:
-        async for chunk in await client.chat.completions.create(messages=MESSAGES, stop=stop, stream=True, **GREEDY):
+        async for chunk in await client.chat.completions.create(
+            messages=MESSAGES, stop=stop, stream=True, **GREEDY
+        ):
             text += chunk.choices[0].delta.content or ""
             reasons.append(chunk.choices[0].finish_reason)
     else:
@@ -197,7 +241,10 @@ async def test_completion_logprobs(client: AsyncOpenAI, model: ServedModel) -> N
     (choice,) = answer.choices
     found = choice.logprobs
     assert found is not None
-    lengths = {len(values or ()) for values in (found.tokens, found.token_logprobs, found.top_logprobs, found.text_offset)}
+    lengths = {
+        len(values or ())
+        for values in (found.tokens, found.token_logprobs, found.top_logprobs, found.text_offset)
+    }
     assert len(lengths) == 1
     assert found.text_offset is not None
     assert found.text_offset[0] == 0
@@ -208,14 +255,20 @@ async def test_completion_logprobs(client: AsyncOpenAI, model: ServedModel) -> N
     assert all(1 <= len(top) <= 3 and min(top.values()) >= -9999 for top in found.top_logprobs)
     none = await client.completions.create(prompt="ab", logprobs=0, max_tokens=3, **GREEDY)
     assert none.choices[0].logprobs is not None
-    assert [list(top) for top in none.choices[0].logprobs.top_logprobs or []] == [[t] for t in none.choices[0].logprobs.tokens or []]
+    assert [list(top) for top in none.choices[0].logprobs.top_logprobs or []] == [
+        [t] for t in none.choices[0].logprobs.tokens or []
+    ]
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", ["quick fox", [0, 50, 60, 70]])
-async def test_echo_scores_the_prompt(client: AsyncOpenAI, model: ServedModel, prompt: Any, stream: bool) -> None:
+async def test_echo_scores_the_prompt(
+    client: AsyncOpenAI, model: ServedModel, prompt: Any, stream: bool
+) -> None:
     text, tokens, scores, reasons = "", [], [], []
-    answer = await client.completions.create(prompt=prompt, echo=True, logprobs=1, max_tokens=0, stream=stream, **GREEDY)
+    answer = await client.completions.create(
+        prompt=prompt, echo=True, logprobs=1, max_tokens=0, stream=stream, **GREEDY
+    )
     for part in [chunk async for chunk in answer] if stream else [answer]:  # type: ignore[union-attr,list-item]
         choice = part.choices[0]
         text += choice.text
@@ -231,7 +284,9 @@ async def test_echo_scores_the_prompt(client: AsyncOpenAI, model: ServedModel, p
 
 
 async def test_echo_with_output(client: AsyncOpenAI, model: ServedModel) -> None:
-    answer = await client.completions.create(prompt="quick fox", echo=True, logprobs=0, max_tokens=4, **GREEDY)
+    answer = await client.completions.create(
+        prompt="quick fox", echo=True, logprobs=0, max_tokens=4, **GREEDY
+    )
     (choice,) = answer.choices
     assert choice.text.startswith("quick foxHell")
     assert choice.logprobs is not None
@@ -245,7 +300,9 @@ async def test_echo_with_output(client: AsyncOpenAI, model: ServedModel) -> None
 @pytest.mark.parametrize("stream", [False, True])
 async def test_chat_logprobs(client: AsyncOpenAI, k: int | None, stream: bool) -> None:
     options: Any = {} if k is None else {"top_logprobs": k}
-    answer = await client.chat.completions.create(messages=MESSAGES, logprobs=True, stream=stream, **options, **GREEDY)
+    answer = await client.chat.completions.create(
+        messages=MESSAGES, logprobs=True, stream=stream, **options, **GREEDY
+    )
     entries: list[Any] = []
     if stream:
         async for chunk in answer:  # type: ignore[union-attr]
@@ -259,7 +316,9 @@ async def test_chat_logprobs(client: AsyncOpenAI, k: int | None, stream: bool) -
     assert spelled.decode() == ANSWER
 
 
-async def test_content_parts_and_developer_role(client: AsyncOpenAI, dispatcher: FakeDispatcher, model: ServedModel) -> None:
+async def test_content_parts_and_developer_role(
+    client: AsyncOpenAI, dispatcher: FakeDispatcher, model: ServedModel
+) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages: Any = [{"role": "developer", "content": parts}, {"role": "user", "content": "c"}]
     await client.chat.completions.create(messages=messages, **GREEDY)
@@ -274,7 +333,9 @@ async def test_models(client: AsyncOpenAI) -> None:
         await client.models.retrieve("huge")
 
 
-async def test_an_error_before_the_first_token_is_an_http_error(client: AsyncOpenAI, dispatcher: FakeDispatcher) -> None:
+async def test_an_error_before_the_first_token_is_an_http_error(
+    client: AsyncOpenAI, dispatcher: FakeDispatcher
+) -> None:
     cases: list[tuple[Any, type[openai.APIStatusError]]] = [
         ("overloaded", openai.RateLimitError),
         ("unavailable", openai.InternalServerError),
@@ -283,10 +344,14 @@ async def test_an_error_before_the_first_token_is_an_http_error(client: AsyncOpe
         ("failed", openai.InternalServerError),
     ]
     for kind, expected in cases:
-        dispatcher.refuse = lambda request, kind=kind: Ended(error=kind, message=f"because {kind}", retry_after_s=2.5)
+        dispatcher.refuse = lambda request, kind=kind: Ended(
+            error=kind, message=f"because {kind}", retry_after_s=2.5
+        )
         with pytest.raises(expected, match=f"because {kind}") as caught:
             await client.completions.create(prompt=["a", "b"], stream=True, n=2, **GREEDY)
-        assert caught.value.response.headers.get("retry-after") == ("3" if kind in ("overloaded", "unavailable") else None)
+        assert caught.value.response.headers.get("retry-after") == (
+            "3" if kind in ("overloaded", "unavailable") else None
+        )
     dispatcher.refuse = lambda request: None
     dispatcher.fail_after = (0, Ended(error="deadline"))
     with pytest.raises(openai.APIStatusError) as late:
@@ -294,23 +359,31 @@ async def test_an_error_before_the_first_token_is_an_http_error(client: AsyncOpe
     assert late.value.status_code == 504
 
 
-async def test_an_error_within_a_stream_is_its_last_event(client: AsyncOpenAI, dispatcher: FakeDispatcher) -> None:
+async def test_an_error_within_a_stream_is_its_last_event(
+    client: AsyncOpenAI, dispatcher: FakeDispatcher
+) -> None:
     dispatcher.fail_after = (4, Ended(error="failed", message="all attempts used up"))
     stream = await client.chat.completions.create(messages=MESSAGES, stream=True, n=2, **GREEDY)
     reasons: list[Any] = []
 
     async def read() -> None:
         async for chunk in stream:
-            reasons.extend((choice.index, choice.finish_reason) for choice in chunk.choices if choice.finish_reason)
+            reasons.extend(
+                (choice.index, choice.finish_reason) for choice in chunk.choices if choice.finish_reason
+            )
 
     with pytest.raises(openai.APIError, match="all attempts used up"):
         await read()
     assert sorted(reasons) == [(0, "error"), (1, "error")]
 
 
-async def test_one_refused_choice_fails_the_whole_and_cancels_the_rest(client: AsyncOpenAI, dispatcher: FakeDispatcher) -> None:
+async def test_one_refused_choice_fails_the_whole_and_cancels_the_rest(
+    client: AsyncOpenAI, dispatcher: FakeDispatcher
+) -> None:
     dispatcher.hold = True
-    dispatcher.refuse = lambda request: Ended(error="overloaded") if request.request_id.endswith("-2") else None
+    dispatcher.refuse = lambda request: (
+        Ended(error="overloaded") if request.request_id.endswith("-2") else None
+    )
     with pytest.raises(openai.RateLimitError):
         await client.completions.create(prompt="a", n=4, **GREEDY)
     await dispatcher.until(lambda: not dispatcher.running)

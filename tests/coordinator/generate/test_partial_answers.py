@@ -16,7 +16,9 @@ from splitserve.coordinator.lifecycle.request import Ended, Request
 from splitserve.coordinator.text.served_model import ServedModel
 
 BODY = {"prompt": "quick", "temperature": 0, "timeout": 20}
-LATE = Ended(error="deadline", message="the request did not end within its 20 s", num_cached_tokens=3, num_dispatches=1)
+LATE = Ended(
+    error="deadline", message="the request did not end within its 20 s", num_cached_tokens=3, num_dispatches=1
+)
 
 
 class LateDispatcher(FakeDispatcher):
@@ -35,7 +37,9 @@ def dispatcher(model: ServedModel) -> LateDispatcher:
 
 
 def text_of(model: ServedModel, num_tokens: int) -> str:
-    return model.tokenizer.fast.decode(model.tokenizer.fast.encode(ANSWER, add_special_tokens=False).ids[:num_tokens])
+    return model.tokenizer.fast.decode(
+        model.tokenizer.fast.encode(ANSWER, add_special_tokens=False).ids[:num_tokens]
+    )
 
 
 async def events(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -61,12 +65,15 @@ async def test_the_text_so_far(http: httpx.AsyncClient, model: ServedModel, on_t
 
 
 @pytest.mark.parametrize(
-    ("more", "reason"), [({}, "length"), ({"timeout": 20}, "timeout"), ({"timeout": 20, "on_timeout": "length"}, "length")]
+    ("more", "reason"),
+    [({}, "length"), ({"timeout": 20}, "timeout"), ({"timeout": 20, "on_timeout": "length"}, "length")],
 )
 async def test_words_that_openai_has_not_are_for_requests_that_use_our_fields(
     http: httpx.AsyncClient, more: dict[str, Any], reason: str
 ) -> None:
-    answer = await http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}], **more})
+    answer = await http.post(
+        "/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}], **more}
+    )
     assert answer.json()["choices"][0]["finish_reason"] == reason
 
 
@@ -81,7 +88,9 @@ def test_how_a_request_says_so() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_no_token_yet_is_a_504(http: httpx.AsyncClient, dispatcher: LateDispatcher, stream: bool) -> None:
+async def test_no_token_yet_is_a_504(
+    http: httpx.AsyncClient, dispatcher: LateDispatcher, stream: bool
+) -> None:
     dispatcher.after = (0, 0)
     for more in ({}, {"n": 2}):
         answer = await http.post("/v1/completions", json={**BODY, **more, "stream": stream})
@@ -92,8 +101,12 @@ async def test_no_token_yet_is_a_504(http: httpx.AsyncClient, dispatcher: LateDi
 async def test_errors_for_those_who_ask_for_them(http: httpx.AsyncClient) -> None:
     answer = await http.post("/v1/completions", json={**BODY, "on_timeout": "error"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
-    answer = await http.post("/v1/completions", json={**BODY, "stream": True}, headers={"x-on-timeout": "error"})
-    *_, chunk, error = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    answer = await http.post(
+        "/v1/completions", json={**BODY, "stream": True}, headers={"x-on-timeout": "error"}
+    )
+    *_, chunk, error = [
+        json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")
+    ]
     assert (chunk["choices"][0]["finish_reason"], error["error"]["code"]) == ("error", "deadline_exceeded")
 
 
@@ -107,7 +120,9 @@ class TestWithDeadlineError:
         assert (await http.post("/v1/completions", json={**BODY, "on_timeout": "timeout"})).status_code == 200
 
 
-async def test_each_choice_ends_as_far_as_it_has_come(http: httpx.AsyncClient, model: ServedModel, dispatcher: LateDispatcher) -> None:
+async def test_each_choice_ends_as_far_as_it_has_come(
+    http: httpx.AsyncClient, model: ServedModel, dispatcher: LateDispatcher
+) -> None:
     dispatcher.after = (0, 5, 99)  # one without a token, one that is cut, one that ends by itself
     expected = {0: ("", "timeout"), 1: (text_of(model, 5), "timeout"), 2: (text_of(model, 12), "length")}
     body = {**BODY, "n": 3, "max_tokens": 12}
@@ -124,13 +139,17 @@ async def test_each_choice_ends_as_far_as_it_has_come(http: httpx.AsyncClient, m
     assert {index: (texts[index], reasons[index]) for index in expected} == expected
 
 
-async def test_of_the_likeliest_those_without_a_token_come_last(http: httpx.AsyncClient, dispatcher: LateDispatcher) -> None:
+async def test_of_the_likeliest_those_without_a_token_come_last(
+    http: httpx.AsyncClient, dispatcher: LateDispatcher
+) -> None:
     dispatcher.after = (0, 5)
     answer = (await http.post("/v1/completions", json={**BODY, "best_of": 2})).json()
     assert answer["choices"][0]["text"]
 
 
-async def test_a_tool_call_that_is_cut(http: httpx.AsyncClient, model: ServedModel, dispatcher: LateDispatcher) -> None:
+async def test_a_tool_call_that_is_cut(
+    http: httpx.AsyncClient, model: ServedModel, dispatcher: LateDispatcher
+) -> None:
     ids = model.tokenizer.fast.encode(CALL, add_special_tokens=False).ids
     dispatcher.script, dispatcher.after = lambda request: ids, (len(ids) - 12,)
     tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
@@ -138,4 +157,6 @@ async def test_a_tool_call_that_is_cut(http: httpx.AsyncClient, model: ServedMod
     (choice,) = (await http.post("/v1/chat/completions", json=body)).json()["choices"]
     assert choice["finish_reason"] == "timeout"
     chunks = await events(http, "/v1/chat/completions", body)
-    assert [c["choices"][0]["finish_reason"] for c in chunks if c["choices"] and c["choices"][0]["finish_reason"]] == ["timeout"]
+    assert [
+        c["choices"][0]["finish_reason"] for c in chunks if c["choices"] and c["choices"][0]["finish_reason"]
+    ] == ["timeout"]

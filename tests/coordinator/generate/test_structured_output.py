@@ -1,4 +1,5 @@
-"""Every way to ask for structured output reaches the workers as a grammar; what is none is a 400 with the reason."""
+"""Every way to ask for structured output reaches the workers as a grammar; what is none is a 400 with the
+reason."""
 
 from __future__ import annotations
 
@@ -11,7 +12,12 @@ from support.http_fakes import FakeDispatcher
 
 from splitserve.coordinator.text.served_model import ServedModel
 
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 
 
@@ -26,8 +32,16 @@ def follows(grammar: bytes, text: str, model: ServedModel) -> bool:
 @pytest.mark.parametrize(
     ("fields", "good", "bad"),
     [
-        ({"response_format": {"type": "json_object"}}, ['{"x": [1]}', "{}"], ["[]", "5", "{" + "\n" * 40 + "}"]),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}}, ['{"a": 7}'], ["{}", '{"a": "7"}']),
+        (
+            {"response_format": {"type": "json_object"}},
+            ['{"x": [1]}', "{}"],
+            ["[]", "5", "{" + "\n" * 40 + "}"],
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}},
+            ['{"a": 7}'],
+            ["{}", '{"a": "7"}'],
+        ),
         ({"structured_outputs": {"json": SCHEMA}}, ['{"a":7}'], ["{}"]),
         ({"structured_outputs": {"json_object": True}}, ["{}"], ["5"]),
         ({"structured_outputs": {"grammar": 'start: "a" start "b" |'}}, ["ab", "aabb", ""], ["aab"]),
@@ -39,7 +53,12 @@ def follows(grammar: bytes, text: str, model: ServedModel) -> bool:
     ],
 )
 async def test_each_way_becomes_a_grammar(
-    http: httpx.AsyncClient, dispatcher: FakeDispatcher, model: ServedModel, fields: dict[str, Any], good: list[str], bad: list[str]
+    http: httpx.AsyncClient,
+    dispatcher: FakeDispatcher,
+    model: ServedModel,
+    fields: dict[str, Any],
+    good: list[str],
+    bad: list[str],
 ) -> None:
     for path, base in (("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": "Hi"})):
         response = await http.post(path, json={**base, **fields})
@@ -49,8 +68,12 @@ async def test_each_way_becomes_a_grammar(
         assert [follows(grammar, text, model) for text in bad] == [False] * len(bad)
 
 
-@pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "text"}}, {"response_format": None, "guided_json": None}])
-async def test_no_grammar_where_none_is_asked_for(http: httpx.AsyncClient, dispatcher: FakeDispatcher, fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "fields", [{}, {"response_format": {"type": "text"}}, {"response_format": None, "guided_json": None}]
+)
+async def test_no_grammar_where_none_is_asked_for(
+    http: httpx.AsyncClient, dispatcher: FakeDispatcher, fields: dict[str, Any]
+) -> None:
     assert (await http.post("/v1/chat/completions", json={**CHAT, **fields})).status_code == 200
     assert dispatcher.requests[-1].sampling.grammar == b""
 
@@ -58,17 +81,40 @@ async def test_no_grammar_where_none_is_asked_for(http: httpx.AsyncClient, dispa
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "objec"}}}}, "objec"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "schema": {"type": "objec"}},
+                }
+            },
+            "objec",
+        ),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "not"),
         ({"guided_json": {"$ref": "#/nowhere"}}, "nowhere"),
         ({"guided_json": {"$ref": "#"}}, "no text satisfies it"),
         ({"guided_json": "{"}, "not valid JSON"),
         ({"guided_json": False}, "allows nothing"),
         ({"guided_regex": "(a"}, "guided_regex: the regular expression cannot be read: unclosed group"),
-        ({"guided_regex": "\\bx"}, "guided_regex: the regular expression cannot be followed: lookarounds not supported yet"),
-        ({"guided_json": {"type": "string", "pattern": "(a["}}, "guided_json: the regular expression cannot be read: unclosed char"),
+        (
+            {"guided_regex": "\\bx"},
+            "guided_regex: the regular expression cannot be followed: lookarounds not supported yet",
+        ),
+        (
+            {"guided_json": {"type": "string", "pattern": "(a["}},
+            "guided_json: the regular expression cannot be read: unclosed char",
+        ),
         ({"guided_grammar": "start: nothing"}, "nothing"),
-        ({"guided_json": {"allOf": [{"anyOf": [{"properties": {f"{i}{j}": {}}} for j in range(10)]} for i in range(12)]}}, "too large"),
+        (
+            {
+                "guided_json": {
+                    "allOf": [
+                        {"anyOf": [{"properties": {f"{i}{j}": {}}} for j in range(10)]} for i in range(12)
+                    ]
+                }
+            },
+            "too large",
+        ),
         ({"guided_regex": "a" * 100_001}, "longer than"),
     ],
 )
@@ -81,5 +127,7 @@ async def test_what_is_no_grammar_is_a_400_with_the_reason(
         error = response.json()["error"]
         assert error["param"] == next(iter(fields))
         assert reason in error["message"]
-        assert "start:" not in error["message"] or "guided_grammar" in fields, "the grammar that was made of it is nobody's"
+        assert "start:" not in error["message"] or "guided_grammar" in fields, (
+            "the grammar that was made of it is nobody's"
+        )
     assert not dispatcher.requests

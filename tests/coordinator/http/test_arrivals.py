@@ -1,4 +1,5 @@
-"""Requests that arrive in one turn of the event loop go through their stages together, and are none of each other's business."""
+"""Requests that arrive in one turn of the event loop go through their stages together, and are none of each
+other's business."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ class Client:
         self.status = 0
         self.answer: dict[str, Any] = {}
         self.heard = asyncio.Event()
-        self.call = InnerCall(app.generation, "/v1/completions", json.dumps(body).encode(), ANONYMOUS, self, {})
+        self.call = InnerCall(
+            app.generation, "/v1/completions", json.dumps(body).encode(), ANONYMOUS, self, {}
+        )
         self.call.begin()
 
     def answered(self, status: int, headers: Headers, body: bytes) -> None:
@@ -44,7 +47,15 @@ class Client:
 
 async def test_each_gets_its_own_answer(dispatcher: FakeDispatcher, model: ServedModel) -> None:
     app = create_app(dispatcher, model)
-    bodies = [SHORT, {**SHORT, "n": "two"}, LONG, {**SHORT, "max_tokens": 10**6}, {**SHORT, "n": 2}, {**SHORT, "model": "other"}, SHORT]
+    bodies = [
+        SHORT,
+        {**SHORT, "n": "two"},
+        LONG,
+        {**SHORT, "max_tokens": 10**6},
+        {**SHORT, "n": 2},
+        {**SHORT, "model": "other"},
+        SHORT,
+    ]
     clients = [Client(app, body) for body in bodies]
     gone = Client(app, SHORT)
     gone.call.abandon()
@@ -57,7 +68,9 @@ async def test_each_gets_its_own_answer(dispatcher: FakeDispatcher, model: Serve
     assert app.metrics.num_open == 0
 
 
-async def test_a_mistake_of_ours_is_one_request_s(dispatcher: FakeDispatcher, model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_mistake_of_ours_is_one_request_s(
+    dispatcher: FakeDispatcher, model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     submit = dispatcher.submit
 
     def mistaken(request: Request) -> None:
@@ -75,7 +88,8 @@ async def test_a_mistake_of_ours_is_one_request_s(dispatcher: FakeDispatcher, mo
 async def test_requests_for_many_choices_take_turns(
     dispatcher: FakeDispatcher, model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Streams are served between some of the choices that are made, and between some that a client gives up."""
+    """Streams are served between some of the choices that are made, and between some that a client gives
+    up."""
     in_a_turn: Counter[str] = Counter()
     most: Counter[str] = Counter()
 

@@ -1,4 +1,5 @@
-"""Tools that may be called: what has begun as a call goes on as one, as strict tools and allowed ones demand; all else stays free."""
+"""Tools that may be called: what has begun as a call goes on as one, as strict tools and allowed ones demand;
+all else stays free."""
 
 from __future__ import annotations
 
@@ -23,18 +24,41 @@ from splitserve.coordinator.text.tokenizer import Tokenizer
 
 __all__ = ["answering"]  # a fixture
 STRICT: Any = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
-ALLOWED: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "now"}}]}}
-BAD: Any = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"properties": {"a": {"type": "strin"}}}}}
+ALLOWED: Any = {
+    "type": "allowed_tools",
+    "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "now"}}]},
+}
+BAD: Any = {
+    "type": "function",
+    "function": {"name": "f", "strict": True, "parameters": {"properties": {"a": {"type": "strin"}}}},
+}
 LLAMA = f'{{"name": "weather", "parameters": {ARGUMENTS}}}'
 MISTRAL = f'[TOOL_CALLS][{{"name": "weather", "arguments": {ARGUMENTS}}}]'
 MISTRAL_ARGS = f"[TOOL_CALLS]weather[ARGS]{ARGUMENTS}"
-FREE = ["", "Hello, world.", "a < b <tool_cal [TOOL_CAL {", '{"answer": [5]}', '{"name": "Bob", "parameters": 1}', '"weather"']
+FREE = [
+    "",
+    "Hello, world.",
+    "a < b <tool_cal [TOOL_CAL {",
+    '{"answer": [5]}',
+    '{"name": "Bob", "parameters": 1}',
+    '"weather"',
+]
 CASES: list[tuple[ToolStyle, bool, list[str], list[str]]] = [
     (
         "hermes",
         special,
-        [HERMES, f"Sure.\n{HERMES}\n{HERMES}\nSo.", '<tool_call>\n{"name": "now", "arguments": {"any": [1]}}\n</tool_call>'],
-        [HERMES.replace("3", '"3"'), HERMES.replace("weather", "wether"), "<tool_call>hm</tool_call>", "Sure.<tool_call>", HERMES[:-3]],
+        [
+            HERMES,
+            f"Sure.\n{HERMES}\n{HERMES}\nSo.",
+            '<tool_call>\n{"name": "now", "arguments": {"any": [1]}}\n</tool_call>',
+        ],
+        [
+            HERMES.replace("3", '"3"'),
+            HERMES.replace("weather", "wether"),
+            "<tool_call>hm</tool_call>",
+            "Sure.<tool_call>",
+            HERMES[:-3],
+        ],
     )
     for special in (False, True)
 ]
@@ -43,11 +67,21 @@ CASES += [
         "llama3",
         special,
         [
-            *(LLAMA, LLAMA.replace(" ", ""), LLAMA.replace("{", "{\n  "), '{"name": "now", "arguments": {"a": 1}}'),
+            *(
+                LLAMA,
+                LLAMA.replace(" ", ""),
+                LLAMA.replace("{", "{\n  "),
+                '{"name": "now", "arguments": {"a": 1}}',
+            ),
             *(LLAMA.replace('{"name', '{"type": "function", "name'), '{"name": "weatherman", "of": "Oslo"}'),
             *(["<|python_tag|>" + LLAMA] if special else ["<|python_tag|>print(1)"]),
         ],
-        [LLAMA.replace("3", '"3"'), '{"name": "weather"}', f'{{"parameters": {ARGUMENTS}, "name": "weather"}}', f"{LLAMA} so"],
+        [
+            LLAMA.replace("3", '"3"'),
+            '{"name": "weather"}',
+            f'{{"parameters": {ARGUMENTS}, "name": "weather"}}',
+            f"{LLAMA} so",
+        ],
     )
     for special in (False, True)
 ]
@@ -93,7 +127,9 @@ def followers(grammar: bytes, texts: list[str], model: ServedModel) -> list[str]
     return found
 
 
-@pytest.mark.parametrize(("style", "special", "good", "bad"), CASES, ids=[f"{style}-{special}" for style, special, *_ in CASES])
+@pytest.mark.parametrize(
+    ("style", "special", "good", "bad"), CASES, ids=[f"{style}-{special}" for style, special, *_ in CASES]
+)
 def test_what_has_begun_as_a_call_goes_on_as_one(
     model: ServedModel, style: ToolStyle, special: bool, good: list[str], bad: list[str]
 ) -> None:
@@ -114,10 +150,15 @@ def test_only_the_allowed_ones(model: ServedModel) -> None:
     served = with_marks(model, ChatStyle("hermes"), special=False)
     now, hello = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', "Hello"
     texts = [now, hello, HERMES]
-    assert followers(grammar_of(served, tools=[WEATHER, NOW], tool_choice=ALLOWED), texts, served) == [now, hello]
+    assert followers(grammar_of(served, tools=[WEATHER, NOW], tool_choice=ALLOWED), texts, served) == [
+        now,
+        hello,
+    ]
     must = {**ALLOWED, "allowed_tools": {**ALLOWED["allowed_tools"], "mode": "required"}}
     assert followers(grammar_of(served, tool_choice=must), texts, served) == [now]
-    assert followers(grammar_of(served, parallel_tool_calls=False), [HERMES, f"{HERMES}\n{HERMES}"], served) == [HERMES]
+    assert followers(
+        grammar_of(served, parallel_tool_calls=False), [HERMES, f"{HERMES}\n{HERMES}"], served
+    ) == [HERMES]
 
 
 def test_where_nothing_asks_for_it_nothing_is_held(model: ServedModel) -> None:
@@ -127,7 +168,9 @@ def test_where_nothing_asks_for_it_nothing_is_held(model: ServedModel) -> None:
 
 async def test_the_model_is_told_of_all_and_calls_what_it_may(answering: Answering) -> None:
     client, dispatcher = await answering(HERMES)
-    choice = (await client.chat.completions.create(**ASK, tools=[STRICT, NOW], tool_choice=ALLOWED)).choices[0]
+    choice = (await client.chat.completions.create(**ASK, tools=[STRICT, NOW], tool_choice=ALLOWED)).choices[
+        0
+    ]
     assert choice.finish_reason == "tool_calls"  # what this fake says, held to or not
     told = len(dispatcher.requests[-1].prompt_token_ids)
     await client.chat.completions.create(**ASK, tools=[STRICT, NOW])
@@ -152,17 +195,23 @@ async def test_what_cannot_be(answering: Answering, fields: dict[str, Any], reas
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_tokens_of_a_thought_are_counted(answering: Answering, model: ServedModel, stream: bool) -> None:
+async def test_the_tokens_of_a_thought_are_counted(
+    answering: Answering, model: ServedModel, stream: bool
+) -> None:
     thought, rest = "<think>\nHm, so.</think>", "\n\nYes, <think>no</think>."
     client, _ = await answering(thought + rest, ChatStyle(thinks=True))
     if stream:
-        chunks = await client.chat.completions.create(**ASK, stream=True, stream_options={"include_usage": True})
+        chunks = await client.chat.completions.create(
+            **ASK, stream=True, stream_options={"include_usage": True}
+        )
         usage = [chunk.usage async for chunk in chunks][-1]
     else:
         usage = (await client.chat.completions.create(**ASK)).usage
     ids = model.tokenizer.fast.encode(thought + rest, add_special_tokens=False).ids
     texts = [model.tokenizer.decode(ids[:n]) for n in range(len(ids) + 1)]
-    assert usage.completion_tokens_details.reasoning_tokens == next(n for n, text in enumerate(texts) if "</think>" in text)
+    assert usage.completion_tokens_details.reasoning_tokens == next(
+        n for n, text in enumerate(texts) if "</think>" in text
+    )
     plain, _ = await answering("Yes, <think>no</think>.", ChatStyle(thinks=True))
     assert (await plain.chat.completions.create(**ASK)).usage.completion_tokens_details.reasoning_tokens == 0
 
@@ -174,6 +223,8 @@ class Weather(BaseModel):
 
 async def test_a_tool_as_the_client_makes_it_of_a_model(answering: Answering) -> None:
     client, dispatcher = await answering(HERMES.replace("weather", "Weather"))
-    answer = await client.chat.completions.parse(**ASK, tools=[pydantic_function_tool(Weather)])  # strict, and may be called
+    answer = await client.chat.completions.parse(
+        **ASK, tools=[pydantic_function_tool(Weather)]
+    )  # strict, and may be called
     assert answer.choices[0].message.tool_calls[0].function.parsed_arguments == Weather(city="Paris", days=3)
     assert dispatcher.requests[-1].sampling.grammar

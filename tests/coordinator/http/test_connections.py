@@ -29,7 +29,10 @@ TEXT = {"model": "tiny", "prompt": "Hi", "max_tokens": 1000, "temperature": 0}
 
 def request_bytes(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
     content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: "
+        f"{len(content)}\r\n\r\n"
+    )
     return head.encode() + content
 
 
@@ -50,7 +53,9 @@ async def soon(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("hold", [False, True])
-async def test_a_client_that_goes_away_is_noticed_at_once(server: HttpServer, dispatcher: FakeDispatcher, stream: bool, hold: bool) -> None:
+async def test_a_client_that_goes_away_is_noticed_at_once(
+    server: HttpServer, dispatcher: FakeDispatcher, stream: bool, hold: bool
+) -> None:
     """Before its first token and in mid-stream, with all of its choices."""
     dispatcher.hold, dispatcher.step_s = hold, 0.01
     async with connection(server.port) as (reader, writer):
@@ -91,15 +96,20 @@ def slow_client(port: int) -> socket.socket:
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
-def test_a_slow_reader_gets_everything_in_order(run: Callable[[Any], None], model: ServedModel, dispatcher: FakeDispatcher) -> None:
-    """The socket fills up, ``send`` suspends, text is buffered; when the client reads on, nothing is lost or doubled."""
+def test_a_slow_reader_gets_everything_in_order(
+    run: Callable[[Any], None], model: ServedModel, dispatcher: FakeDispatcher
+) -> None:
+    """The socket fills up, ``send`` suspends, text is buffered; when the client reads on, nothing is lost or
+    doubled."""
 
     async def scenario() -> None:
         server = HttpServer(create_app(dispatcher, model, HttpLimits(max_buffered_bytes=64 << 20)))
         server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         await server.start()
         client = slow_client(server.port)
-        client.sendall(request_bytes({**TEXT, "max_tokens": 1500, "n": 8, "stream": True, "ignore_eos": True}))
+        client.sendall(
+            request_bytes({**TEXT, "max_tokens": 1500, "n": 8, "stream": True, "ignore_eos": True})
+        )
         await dispatcher.until(lambda: bool(dispatcher.requests))
         await dispatcher.until(lambda: not dispatcher.running)
         assert server.app.metrics.num_open == 1  # generated, not yet read
@@ -121,19 +131,28 @@ def read_stream(client: socket.socket) -> list[dict[str, Any]]:
     body = response.read()
     events = body.decode().split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
-    return [json.loads(event.removeprefix("data: "))["choices"][0] for event in events[:-2] if not event.startswith(":")]
+    return [
+        json.loads(event.removeprefix("data: "))["choices"][0]
+        for event in events[:-2]
+        if not event.startswith(":")
+    ]
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
 def test_a_reader_too_slow_for_its_bound_is_cut_off(
-    run: Callable[[Any], None], model: ServedModel, dispatcher: FakeDispatcher, caplog: pytest.LogCaptureFixture
+    run: Callable[[Any], None],
+    model: ServedModel,
+    dispatcher: FakeDispatcher,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def scenario() -> None:
         server = HttpServer(create_app(dispatcher, model, HttpLimits(max_buffered_bytes=100_000)))
         server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         await server.start()
         client = slow_client(server.port)
-        client.sendall(request_bytes({**TEXT, "max_tokens": 2000, "n": 8, "stream": True, "ignore_eos": True}))
+        client.sendall(
+            request_bytes({**TEXT, "max_tokens": 2000, "n": 8, "stream": True, "ignore_eos": True})
+        )
         await dispatcher.until(lambda: len(dispatcher.cancelled) == 8)
         await soon(lambda: server.app.metrics.num_open == 0)
         client.close()
@@ -141,10 +160,14 @@ def test_a_reader_too_slow_for_its_bound_is_cut_off(
 
     with caplog.at_level(logging.WARNING):
         run(scenario())
-    assert [record.getMessage() for record in caplog.records] == ["a client reads its stream too slowly and is cut off"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "a client reads its stream too slowly and is cut off"
+    ]
 
 
-async def test_stopping_lets_streams_end(server: HttpServer, dispatcher: FakeDispatcher, http: httpx.AsyncClient) -> None:
+async def test_stopping_lets_streams_end(
+    server: HttpServer, dispatcher: FakeDispatcher, http: httpx.AsyncClient
+) -> None:
     dispatcher.step_s = 0.005
     stream = asyncio.create_task(http.post("/v1/completions", json={**TEXT, "stream": True}))
     await dispatcher.until(lambda: bool(dispatcher.running))
@@ -164,8 +187,12 @@ async def test_stopping_ends_what_does_not_end_by_itself(
     dispatcher.step_s = 0.01
     server = HttpServer(create_app(dispatcher, model))
     await server.start()
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", verify=False, timeout=60) as http:
-        asking = asyncio.create_task(http.post("/v1/completions", json={**TEXT, "stream": stream, "ignore_eos": True}))
+    async with httpx.AsyncClient(
+        base_url=f"http://127.0.0.1:{server.port}", verify=False, timeout=60
+    ) as http:
+        asking = asyncio.create_task(
+            http.post("/v1/completions", json={**TEXT, "stream": stream, "ignore_eos": True})
+        )
         await dispatcher.until(lambda: bool(dispatcher.running))
         await asyncio.sleep(0.1)
         await server.stop(grace_s=0)
@@ -185,7 +212,10 @@ def test_a_port_in_use_is_said_so(model: ServedModel, dispatcher: FakeDispatcher
 
 async def test_pipelined_and_keep_alive_requests(server: HttpServer, dispatcher: FakeDispatcher) -> None:
     async with connection(server.port) as (reader, writer):
-        writer.write(request_bytes({**TEXT, "max_tokens": 3}) + request_bytes({**TEXT, "max_tokens": 2, "stream": True}))
+        writer.write(
+            request_bytes({**TEXT, "max_tokens": 3})
+            + request_bytes({**TEXT, "max_tokens": 2, "stream": True})
+        )
         async with asyncio.timeout(60):
             data = await reader.readuntil(b"[DONE]")
     assert data.count(b"HTTP/1.1 200 OK") == 2
@@ -193,14 +223,19 @@ async def test_pipelined_and_keep_alive_requests(server: HttpServer, dispatcher:
 
 async def test_hundreds_of_pipelined_requests_are_answered_in_order(server: HttpServer) -> None:
     """Refused ones, which are answered at once; and ordinary ones between them."""
-    bad, good = request_bytes({"model": "another", "prompt": "Hi"}), b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    bad, good = (
+        request_bytes({"model": "another", "prompt": "Hi"}),
+        b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    )
     async with connection(server.port) as (reader, writer):
         writer.write((bad + good) * 1000)
         seen = [await read_response(reader) for _ in range(2000)]
     assert [status for status, _ in seen] == [404, 200] * 1000
 
 
-async def test_a_client_that_leaves_pipelined_requests_behind_is_forgotten(server: HttpServer, dispatcher: FakeDispatcher) -> None:
+async def test_a_client_that_leaves_pipelined_requests_behind_is_forgotten(
+    server: HttpServer, dispatcher: FakeDispatcher
+) -> None:
     dispatcher.hold = True
     async with connection(server.port) as (_, writer):
         writer.write(request_bytes(TEXT) * 3)
@@ -247,7 +282,9 @@ async def test_a_body_may_come_in_pieces_after_100_continue(server: HttpServer) 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_old_client_gets_a_body_that_ends_with_its_connection(server: HttpServer, stream: bool) -> None:
+async def test_an_old_client_gets_a_body_that_ends_with_its_connection(
+    server: HttpServer, stream: bool
+) -> None:
     async with connection(server.port) as (reader, writer):
         writer.write(request_bytes({**TEXT, "stream": stream}).replace(b"HTTP/1.1", b"HTTP/1.0"))
         head, _, body = (await reader.read()).partition(b"\r\n\r\n")
@@ -285,7 +322,9 @@ async def test_dispatchers_that_answer_before_submit_returns(model: ServedModel)
     ids = model.tokenizer.fast.encode(ANSWER, add_special_tokens=False).ids
     server = HttpServer(create_app(Immediate(lambda request: ids), model))
     await server.start()
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", verify=False, timeout=60) as http:
+    async with httpx.AsyncClient(
+        base_url=f"http://127.0.0.1:{server.port}", verify=False, timeout=60
+    ) as http:
         for stream in (False, True):
             response = await http.post("/v1/completions", json={**TEXT, "n": 2, "stream": stream})
             assert response.status_code == 200

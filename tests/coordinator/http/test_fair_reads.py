@@ -21,7 +21,10 @@ from splitserve.coordinator.text.served_model import ServedModel
 BODY_BYTES = 8 << 20
 UVLOOP_BYTES = 256_000
 """Its read buffer."""
-HTTP = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % BODY_BYTES
+HTTP = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: "
+    b"application/json\r\ncontent-length: %d\r\n\r\n"
+) % BODY_BYTES
 UPGRADE = (
     b"GET /v1/stream HTTP/1.1\r\nhost: localhost\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
     b"sec-websocket-version: 13\r\nsec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
@@ -31,7 +34,10 @@ FRAME = b"\x81\xff" + BODY_BYTES.to_bytes(8) + bytes(4)
 
 @pytest.mark.parametrize("kind", [HttpProtocol, WebSocketProtocol])
 def test_what_a_turn_of_the_loop_reads_of_a_connection_is_bounded(
-    kind: type[HttpProtocol | WebSocketProtocol], dispatcher: FakeDispatcher, model: ServedModel, monkeypatch: pytest.MonkeyPatch
+    kind: type[HttpProtocol | WebSocketProtocol],
+    dispatcher: FakeDispatcher,
+    model: ServedModel,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With the loop of the coordinator, once as much waits in the kernel as it holds."""
     reads = Reads(kind.data_received)

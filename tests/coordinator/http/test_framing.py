@@ -22,17 +22,22 @@ NEXT = b"GET /health HTTP/1.1\r\n" + HOST + b"connection: close\r\n\r\n"
 
 def post(path: str = "/v1/completions", more: bytes = b"", body: bytes = BODY) -> tuple[bytes, bytes]:
     """Head and body."""
-    head = f"POST {path} HTTP/1.1\r\n".encode() + HOST + KIND + more + b"content-length: %d\r\n\r\n" % len(body)
+    head = (
+        f"POST {path} HTTP/1.1\r\n".encode() + HOST + KIND + more + b"content-length: %d\r\n\r\n" % len(body)
+    )
     return head, body
 
 
-def chunked(body: bytes, *, more: bytes = b"", extension: bytes = b"", trailer: bytes = b"") -> tuple[bytes, bytes]:
+def chunked(
+    body: bytes, *, more: bytes = b"", extension: bytes = b"", trailer: bytes = b""
+) -> tuple[bytes, bytes]:
     head = b"POST /v1/completions HTTP/1.1\r\n" + HOST + KIND + more + b"transfer-encoding: chunked\r\n\r\n"
     return head, b"%x%b\r\n%b\r\n0\r\n%b\r\n" % (len(body), extension, body, trailer)
 
 
 async def answers(port: int, *segments: bytes) -> list[tuple[int, Any]]:
-    """Status and body of each answer until the server closes; each segment is sent once the one before is with the server."""
+    """Status and body of each answer until the server closes; each segment is sent once the one before is
+    with the server."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         for segment in segments:
@@ -59,12 +64,22 @@ def statuses(found: list[tuple[int, Any]]) -> list[int]:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
 @pytest.mark.parametrize(
-    "upgrade", [H2C, b"connection: upgrade\r\nupgrade: websocket\r\n", b"upgrade: foo\r\nConnection: keep-alive, Upgrade\r\n"]
+    "upgrade",
+    [
+        H2C,
+        b"connection: upgrade\r\nupgrade: websocket\r\n",
+        b"upgrade: foo\r\nConnection: keep-alive, Upgrade\r\n",
+    ],
 )
 @pytest.mark.parametrize("apart", [False, True])
-async def test_an_upgrade_is_ignored_and_the_body_read(server: HttpServer, path: str, upgrade: bytes, apart: bool) -> None:
+async def test_an_upgrade_is_ignored_and_the_body_read(
+    server: HttpServer, path: str, upgrade: bytes, apart: bool
+) -> None:
     head, body = post(path, upgrade)
-    for segments in ([head, body, NEXT] if apart else [head + body + NEXT], [head[:40], head[40:] + body[:5], body[5:] + NEXT]):
+    for segments in (
+        [head, body, NEXT] if apart else [head + body + NEXT],
+        [head[:40], head[40:] + body[:5], body[5:] + NEXT],
+    ):
         found = await answers(server.port, *segments)
         assert statuses(found) == [200, 200], found
         assert found[1][1]["status"] == "ok"
@@ -82,7 +97,12 @@ async def test_a_body_behind_an_upgrade_is_no_request(server: HttpServer, method
     """In a segment of its own, too: there it was answered as a second request."""
     for upgrade in (b"foo", b"websocket", b"h2c"):
         more = b"connection: Upgrade\r\nupgrade: %b\r\n" % upgrade + WEBSOCKET
-        head = b"%b %b HTTP/1.1\r\n" % (method, path) + HOST + more + b"content-length: %d\r\n\r\n" % len(SMUGGLED)
+        head = (
+            b"%b %b HTTP/1.1\r\n" % (method, path)
+            + HOST
+            + more
+            + b"content-length: %d\r\n\r\n" % len(SMUGGLED)
+        )
         found = await answers(server.port, head, SMUGGLED, NEXT)
         assert len(found) == 2, found
         assert "version" not in str(found)
@@ -122,8 +142,12 @@ async def test_many_pipelined_upgrades(server: HttpServer) -> None:
     ],
 )
 @pytest.mark.parametrize("upgrade", [b"", H2C])
-async def test_ambiguous_heads_are_refused_and_the_connection_closed(server: HttpServer, head: bytes, upgrade: bytes) -> None:
-    request = b"POST /v1/completions HTTP/1.1\r\n" + HOST + KIND + head + upgrade + b"\r\n0\r\n\r\n" + SMUGGLED
+async def test_ambiguous_heads_are_refused_and_the_connection_closed(
+    server: HttpServer, head: bytes, upgrade: bytes
+) -> None:
+    request = (
+        b"POST /v1/completions HTTP/1.1\r\n" + HOST + KIND + head + upgrade + b"\r\n0\r\n\r\n" + SMUGGLED
+    )
     found = await answers(server.port, request)
     assert statuses(found) == [400], found
     assert found[0][1]["error"]["type"] == "invalid_request_error"
@@ -135,7 +159,9 @@ async def test_a_request_has_one_host(server: HttpServer) -> None:
     assert "Host" in found[0][1]["error"]["message"]
     found = await answers(server.port, b"GET /health HTTP/1.1\r\n" + HOST + HOST + b"\r\n" + SMUGGLED)
     assert "only one Host" in found[0][1]["error"]["message"]
-    assert statuses(await answers(server.port, b"GET /health HTTP/1.0\r\n\r\n")) == [200]  # balancers probe like this
+    assert statuses(await answers(server.port, b"GET /health HTTP/1.0\r\n\r\n")) == [
+        200
+    ]  # balancers probe like this
 
 
 async def test_connect_is_refused_in_words(server: HttpServer) -> None:

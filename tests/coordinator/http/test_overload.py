@@ -1,4 +1,5 @@
-"""What all clients together may hold is bounded: who is idle or slow gives way, and health checks are always answered."""
+"""What all clients together may hold is bounded: who is idle or slow gives way, and health checks are always
+answered."""
 
 from __future__ import annotations
 
@@ -23,17 +24,25 @@ from splitserve.coordinator.http.websocket_protocol import WebSocketProtocol
 from splitserve.coordinator.server import HttpServer, create_app
 from splitserve.coordinator.text.served_model import ServedModel
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: "
+    b"application/json\r\ncontent-length: %d\r\n\r\n"
+)
 HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 MOST = 32
 HELD = 1 << 20
 Opened = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-connect = partial(client.connect, proxy=None, open_timeout=60, close_timeout=60, ping_timeout=60, max_size=None)
+connect = partial(
+    client.connect, proxy=None, open_timeout=60, close_timeout=60, ping_timeout=60, max_size=None
+)
 
 
 @pytest.fixture
 async def server(dispatcher: FakeDispatcher, model: ServedModel) -> AsyncIterator[HttpServer]:
-    limits, overload = HttpLimits(max_body_bytes=HELD // 2, receive_timeout_s=600), Overload(OverloadLimits(MOST, HELD))
+    limits, overload = (
+        HttpLimits(max_body_bytes=HELD // 2, receive_timeout_s=600),
+        Overload(OverloadLimits(MOST, HELD)),
+    )
     server = HttpServer(create_app(dispatcher, model, limits, dispatcher.system, overload=overload))
     await server.start()
     yield server
@@ -83,10 +92,14 @@ async def test_the_connection_idle_longest_gives_way_to_a_new_one(
     connections[0][1].write(HEALTH)
     assert await health(connections[0][0])
     assert server.app.overload.actions["connections", "idle_closed"] == 2
-    assert [record.levelno for record in caplog.records if "connections are open" in record.message] == [logging.WARNING]  # once
+    assert [record.levelno for record in caplog.records if "connections are open" in record.message] == [
+        logging.WARNING
+    ]  # once
 
 
-async def test_a_client_that_sends_longest_gives_way_where_none_is_idle(server: HttpServer, opened: Callable[[bytes], Any]) -> None:
+async def test_a_client_that_sends_longest_gives_way_where_none_is_idle(
+    server: HttpServer, opened: Callable[[bytes], Any]
+) -> None:
     connections = [await opened(HEAD % 100 + b"x") for _ in range(MOST)]
     await soon(lambda: len(server.app.overload._sending) == MOST)
     reader, _ = await opened(HEALTH)
@@ -113,7 +126,9 @@ async def test_health_is_answered_where_all_connections_are_at_work(
     assert len(dispatcher.running) == MOST
 
 
-async def test_unfinished_bodies_are_bounded_in_sum(server: HttpServer, opened: Callable[[bytes], Any], http: httpx.AsyncClient) -> None:
+async def test_unfinished_bodies_are_bounded_in_sum(
+    server: HttpServer, opened: Callable[[bytes], Any], http: httpx.AsyncClient
+) -> None:
     """Those that have been sending longest are given up; a small request is answered all the same."""
     size = HELD // 2
     readers = [(await opened(HEAD % size + b" " * (size - 1)))[0] for _ in range(6)]
@@ -128,8 +143,12 @@ async def test_unfinished_bodies_are_bounded_in_sum(server: HttpServer, opened: 
     assert server.app.overload.actions["body_bytes", "sending_ended"] >= 4
 
 
-async def test_a_body_is_not_held_while_its_answer_is_streamed(server: HttpServer, opened: Callable[[bytes], Any]) -> None:
-    body = json.dumps({"prompt": "Hi", "stream": True, "max_tokens": 1000, "ignore_eos": True, "x": "y" * 100_000}).encode()
+async def test_a_body_is_not_held_while_its_answer_is_streamed(
+    server: HttpServer, opened: Callable[[bytes], Any]
+) -> None:
+    body = json.dumps(
+        {"prompt": "Hi", "stream": True, "max_tokens": 1000, "ignore_eos": True, "x": "y" * 100_000}
+    ).encode()
     reader, _ = await opened(HEAD % len(body) + body)
     await reader.readuntil(b"data: ")
     assert server.app.overload.used["body_bytes"] == 0
@@ -193,7 +212,9 @@ def frame(size: int) -> bytes:
     return b"\x81\xff" + size.to_bytes(8) + bytes(4) + b" " * size
 
 
-async def test_prompts_of_requests_that_wait_or_run_are_bounded_in_sum(server: HttpServer, dispatcher: FakeDispatcher) -> None:
+async def test_prompts_of_requests_that_wait_or_run_are_bounded_in_sum(
+    server: HttpServer, dispatcher: FakeDispatcher
+) -> None:
     overload = server.app.overload
     assert overload.limits["prompt_bytes"] == 4 * HELD
     overload.limits["prompt_bytes"] = 10_000

@@ -25,7 +25,9 @@ async def test_a_request_that_fails_is_a_line_in_the_log(
     assert line.__dict__["fields"] == {"request_id": named, "status": "500", "tenant": ""}
 
 
-async def test_what_is_refused_has_an_id_and_is_no_line(http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_is_refused_has_an_id_and_is_no_line(
+    http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
         answers = [
             await http.post("/v1/completions", json={"prompt": "quick", "n": 0}),
@@ -39,7 +41,10 @@ async def test_what_is_refused_has_an_id_and_is_no_line(http: httpx.AsyncClient,
 
 
 async def test_an_error_of_ours_names_the_id_under_which_the_log_has_it(
-    http: httpx.AsyncClient, server: HttpServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    http: httpx.AsyncClient,
+    server: HttpServer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("a bug")

@@ -15,7 +15,10 @@ from splitserve.coordinator.http.protocol import HttpProtocol
 from splitserve.coordinator.server import HttpServer, create_app
 from splitserve.coordinator.text.served_model import ServedModel
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: "
+    b"application/json\r\ncontent-length: %d\r\n\r\n"
+)
 BODY = json.dumps({"prompt": "Hi", "max_tokens": 1000, "stream": True}).encode()
 
 
@@ -26,8 +29,12 @@ def receive_timeout_s() -> float:
 
 
 @pytest.fixture
-async def server(dispatcher: FakeDispatcher, model: ServedModel, receive_timeout_s: float) -> AsyncIterator[HttpServer]:
-    server = HttpServer(create_app(dispatcher, model, HttpLimits(receive_timeout_s=receive_timeout_s), dispatcher.system))
+async def server(
+    dispatcher: FakeDispatcher, model: ServedModel, receive_timeout_s: float
+) -> AsyncIterator[HttpServer]:
+    server = HttpServer(
+        create_app(dispatcher, model, HttpLimits(receive_timeout_s=receive_timeout_s), dispatcher.system)
+    )
     await server.start()
     yield server
     await server.stop(grace_s=0)
@@ -65,12 +72,18 @@ async def test_who_sends_nothing_is_refused_in_time(server: HttpServer) -> None:
         b"POST /v1/comp",
         (HEAD % 100)[:-4],
         HEAD % 100 + b'{"prompt"',
-        b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n5\r\nab",
+        (
+            b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: "
+            b"application/json\r\ntransfer-encoding: chunked\r\n\r\n5\r\nab"
+        ),
         b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\nGET /he",
     ],
 )
-async def test_who_does_not_end_a_request_is_refused_in_time(server: HttpServer, sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the clock of the test, which goes on once all that is sent has come: what comes after the refusal resets the connection."""
+async def test_who_does_not_end_a_request_is_refused_in_time(
+    server: HttpServer, sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the clock of the test, which goes on once all that is sent has come: what comes after the refusal
+    resets the connection."""
     received, num_bytes = HttpProtocol.data_received, 0
 
     def counted(self: HttpProtocol, data: bytes) -> None:
@@ -111,7 +124,12 @@ async def test_a_large_body_has_longer(server: HttpServer) -> None:
 
 
 @pytest.mark.parametrize(
-    "rubbish", [b"\x00\x01\r\n\r\n", b"GET /health HTTP/9.9\r\n\r\n", b"POST /tokenize HTTP/1.1\r\ncontent-length: x\r\n\r\n"]
+    "rubbish",
+    [
+        b"\x00\x01\r\n\r\n",
+        b"GET /health HTTP/9.9\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\ncontent-length: x\r\n\r\n",
+    ],
 )
 async def test_what_is_no_request_gets_an_error_in_openai_shape(server: HttpServer, rubbish: bytes) -> None:
     head, _, body = (await heard(server, rubbish)).partition(b"\r\n\r\n")
@@ -120,12 +138,16 @@ async def test_what_is_no_request_gets_an_error_in_openai_shape(server: HttpServ
 
 
 async def test_a_broken_body_is_refused_and_counted(server: HttpServer) -> None:
-    answer = await heard(server, HEAD.replace(b"content-length: %d", b"transfer-encoding: chunked"), b"zz\r\n")
+    answer = await heard(
+        server, HEAD.replace(b"content-length: %d", b"transfer-encoding: chunked"), b"zz\r\n"
+    )
     assert answer.count(b"HTTP/1.1 400") == 1
     assert server.app.metrics.counts.requests == {("/v1/completions", "400"): 1}
 
 
-async def test_rubbish_behind_a_request_does_not_get_into_its_answer(server: HttpServer, dispatcher: FakeDispatcher) -> None:
+async def test_rubbish_behind_a_request_does_not_get_into_its_answer(
+    server: HttpServer, dispatcher: FakeDispatcher
+) -> None:
     """The client speaks no HTTP any more: its connection ends, and what it asked for is cancelled."""
     dispatcher.step_s = 0.01
     async with connection(server) as (reader, writer):
@@ -137,7 +159,9 @@ async def test_rubbish_behind_a_request_does_not_get_into_its_answer(server: Htt
     assert answer.count(b"HTTP/1.1") == 1
 
 
-async def test_an_answer_that_takes_long_is_no_slow_sender(server: HttpServer, dispatcher: FakeDispatcher) -> None:
+async def test_an_answer_that_takes_long_is_no_slow_sender(
+    server: HttpServer, dispatcher: FakeDispatcher
+) -> None:
     """Nor is one who has begun the next request meanwhile: it counts from when it can be read."""
     dispatcher.hold = True
     async with connection(server) as (reader, writer):
@@ -153,11 +177,15 @@ async def test_an_answer_that_takes_long_is_no_slow_sender(server: HttpServer, d
         assert b"HTTP/1.1 408" in await reader.read()
 
 
-async def connections(server: HttpServer, like: Callable[[HttpProtocol], bool] = lambda c: True) -> list[HttpProtocol]:
+async def connections(
+    server: HttpServer, like: Callable[[HttpProtocol], bool] = lambda c: True
+) -> list[HttpProtocol]:
     """Those of the server, as soon as there is one like this."""
     async with asyncio.timeout(60):
         while True:
-            found = [c for c in server._server.server_state.connections if isinstance(c, HttpProtocol) and like(c)]
+            found = [
+                c for c in server._server.server_state.connections if isinstance(c, HttpProtocol) and like(c)
+            ]
             if found:
                 return found
             await asyncio.sleep(0.005)

@@ -1,4 +1,5 @@
-"""Which workers are believed dead, how soon, and that a stall of the coordinator's own is nobody's death. In virtual time."""
+"""Which workers are believed dead, how soon, and that a stall of the coordinator's own is nobody's death. In
+virtual time."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def test_a_silent_decode_worker_is_dead_and_its_request_goes_on() -> None:
 
 
 def test_of_a_worker_whose_end_is_known_silence_says_nothing_more() -> None:
-    """A coordinator that stalls between hearing of the end and acting on it still says why that worker is gone."""
+    """A coordinator that stalls between hearing of the end and acting on it still says why that worker is
+    gone."""
     bench = Bench()
     bench.submit()
     bench.first(1)
@@ -43,12 +45,30 @@ def test_of_a_worker_whose_end_is_known_silence_says_nothing_more() -> None:
     assert not sent(bench.core.tick(bench.now), Prefill)
     (again,) = sent(bench.core.process_ended(("d", 1), bench.now), Prefill)
     assert again.decode.worker_id == "d2"
-    assert bench.core.pools.reasons_lost[("d", 1)] == "its process has ended; requests it held, now tried again: 1"
+    assert (
+        bench.core.pools.reasons_lost[("d", 1)]
+        == "its process has ended; requests it held, now tried again: 1"
+    )
 
 
 def _idle(name: str) -> dict[str, Any]:
-    numbers = ("blocks_cached", "blocks_used", "blocks_leased", "num_running", "num_waiting", "num_waiting_tokens", "steps")
-    return {"worker_id": name, "incarnation": 1, "blocks_free": 50, "busy": False, "accepting": True, **dict.fromkeys(numbers, 0)}
+    numbers = (
+        "blocks_cached",
+        "blocks_used",
+        "blocks_leased",
+        "num_running",
+        "num_waiting",
+        "num_waiting_tokens",
+        "steps",
+    )
+    return {
+        "worker_id": name,
+        "incarnation": 1,
+        "blocks_free": 50,
+        "busy": False,
+        "accepting": True,
+        **dict.fromkeys(numbers, 0),
+    }
 
 
 def test_a_busy_worker_without_progress_is_dead() -> None:
@@ -73,7 +93,10 @@ def test_a_worker_that_says_nothing_is_silent_and_not_busy() -> None:
     assert len(bench.core.pools.workers) == 2
     bench.now += 0.2
     bench.core.tick(bench.now)
-    assert [reason.partition(" for ")[0] for reason in bench.core.pools.reasons_lost.values()] == ["silent", "silent"]
+    assert [reason.partition(" for ")[0] for reason in bench.core.pools.reasons_lost.values()] == [
+        "silent",
+        "silent",
+    ]
 
 
 def test_a_worker_whose_connection_is_gone_is_dead_sooner_unless_it_comes_back() -> None:
@@ -90,7 +113,10 @@ def test_a_worker_whose_connection_is_gone_is_dead_sooner_unless_it_comes_back()
         later(0.15)
         assert not asked
         later(0.16)  # its heartbeat is overdue: it is spoken to
-        assert [a.worker[0] for a in asked if isinstance(a, Send) and isinstance(a.message, Alive)] == ["p", "d"]
+        assert [a.worker[0] for a in asked if isinstance(a, Send) and isinstance(a.message, Alive)] == [
+            "p",
+            "d",
+        ]
         bench.core.pools.reached(("d", 1), False, bench.now)
         later(0.2)
         bench.core.pools.reached(("d", 1), not broken, bench.now)
@@ -101,8 +127,9 @@ def test_a_worker_whose_connection_is_gone_is_dead_sooner_unless_it_comes_back()
 
 
 def _found_dead_after(phase: float, told: bool) -> float:
-    """Seconds from the end of worker d's process, on another host, until its requests go elsewhere. ``phase``: of its heartbeats, and of
-    the coordinator's ticks; ``told``: ZeroMQ says that some connection has ended."""
+    """Seconds from the end of worker d's process, on another host, until its requests go elsewhere.
+    ``phase``: of its heartbeats, and of the coordinator's ticks; ``told``: ZeroMQ says that some connection
+    has ended."""
     bench = Bench()
     killed, heartbeat, tick = 2.0, 0.25 * phase, 0.05 * ((7 * phase) % 1)
     while ("d", 1) in bench.core.pools.workers:
@@ -126,8 +153,8 @@ def _found_dead_after(phase: float, told: bool) -> float:
 
 
 def test_a_killed_worker_of_another_host_is_found_within_0_4_s() -> None:
-    """In virtual time with the ordinary limits, whenever it dies. (On the coordinator's host its end is seen at once.) Without word of a
-    lost connection it is 0.65 s: a heartbeat has to be late first."""
+    """In virtual time with the ordinary limits, whenever it dies. (On the coordinator's host its end is seen
+    at once.) Without word of a lost connection it is 0.65 s: a heartbeat has to be late first."""
     phases = [i / 97 for i in range(97)]
     assert 0.25 < max(_found_dead_after(phase, told=True) for phase in phases) <= 0.4
     assert 0.5 < max(_found_dead_after(phase, told=False) for phase in phases) <= 0.65
@@ -146,7 +173,8 @@ def test_whose_connection_comes_back_in_time_is_not_dead() -> None:
 
 
 def test_a_coordinator_that_stands_still_just_as_a_connection_ends_finds_out_whose() -> None:
-    """What it said before seemed to reach everybody, and nothing else makes it speak: no heartbeat is due for hours."""
+    """What it said before seemed to reach everybody, and nothing else makes it speak: no heartbeat is due for
+    hours."""
     bench = Bench(heartbeat_s=9000.0, dead_after_s=9000.0)
     bench.core.connection_lost()
     for seconds in (0.0, 3.0, *[0.05] * 10):
@@ -167,7 +195,8 @@ def test_the_coordinators_own_stall_is_nobodys_silence() -> None:
 
 @pytest.mark.parametrize("silent", ["p", "d"])
 def test_a_silent_worker_has_lost_nothing_until_it_is_dead(silent: str) -> None:
-    """A worker that got no processor for some seconds, and was allowed to, used to be four "lost" attempts in a row: status 500."""
+    """A worker that got no processor for some seconds, and was allowed to, used to be four "lost" attempts in
+    a row: status 500."""
     bench = Bench(dead_after_s=60.0)
     bench.submit()
     bench.load("p", [])
@@ -193,7 +222,9 @@ def test_a_restarted_worker_replaces_itself() -> None:
     actions = bench.hello("p", "prefill", incarnation=2)
     assert len(sent(actions, Welcome)) == 1
     assert len(sent(actions, Prefill)) == 1
-    assert bench.say("p", FirstToken(coordinator=7, dispatch=1, index=0, token=5)) != []  # the old incarnation: fenced
+    assert (
+        bench.say("p", FirstToken(coordinator=7, dispatch=1, index=0, token=5)) != []
+    )  # the old incarnation: fenced
     assert len(bench.core.requests) == 1
 
 

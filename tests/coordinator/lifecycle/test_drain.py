@@ -6,7 +6,15 @@ import pytest
 from support.lifecycle_bench import Bench, ends, sent, tokens
 
 from splitserve.coordinator.lifecycle.actions import Action
-from splitserve.transport.messages.messages import Cancel, Drain, Goodbye, Move, Prefill, RequestFailed, from_u32
+from splitserve.transport.messages.messages import (
+    Cancel,
+    Drain,
+    Goodbye,
+    Move,
+    Prefill,
+    RequestFailed,
+    from_u32,
+)
 
 
 def running() -> Bench:
@@ -61,7 +69,9 @@ def test_no_new_work_goes_to_who_leaves_and_prompts_on_their_way_there_are_sent_
 def test_a_move_that_fails_is_tried_again_and_the_stream_goes_on_meanwhile(who: str) -> None:
     bench = running()
     leaving(bench)
-    actions = bench.say(who, RequestFailed(coordinator=7, dispatch=2, kind="handoff_failed", message="no room"))
+    actions = bench.say(
+        who, RequestFailed(coordinator=7, dispatch=2, kind="handoff_failed", message="no room")
+    )
     assert [from_u32(c.dispatches) for c in sent(actions, Cancel)] == [[2], [2]]
     assert tokens(bench.step(1, 2, 7)) == [7]
     assert not sent(bench.core.tick(bench.now), Move)

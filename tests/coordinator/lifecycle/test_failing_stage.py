@@ -24,7 +24,9 @@ def _fail(bench: Bench, name: str, kind: str = "handoff_failed", message: str = 
         bench.core.tick(bench.now)
         for request in list(bench.core.requests.values()):
             if request.state == "prefill":
-                bench.say("p", RequestFailed(coordinator=7, dispatch=request.dispatch, kind=kind, message=message))  # type: ignore[arg-type]
+                bench.say(
+                    "p", RequestFailed(coordinator=7, dispatch=request.dispatch, kind=kind, message=message)
+                )  # type: ignore[arg-type]
     assert not bench.core.requests
 
 
@@ -58,8 +60,12 @@ def test_a_path_in_the_reason_is_for_the_log_alone() -> None:
     assert bench.core.outcomes.failing == "the last 3 requests failed in the stage prefill: see the log"
 
 
-@pytest.mark.parametrize(("allowed_s", "tokens", "counts"), [(30.0, 0, True), (5.0, 0, False), (30.0, 1, False)])
-def test_a_deadline_counts_where_there_was_time_and_nothing_came(allowed_s: float, tokens: int, counts: bool) -> None:
+@pytest.mark.parametrize(
+    ("allowed_s", "tokens", "counts"), [(30.0, 0, True), (5.0, 0, False), (30.0, 1, False)]
+)
+def test_a_deadline_counts_where_there_was_time_and_nothing_came(
+    allowed_s: float, tokens: int, counts: bool
+) -> None:
     bench = _patient()
     for number in range(3):
         bench.submit(f"r{number}", arrival=bench.now, deadline=bench.now + allowed_s)

@@ -39,7 +39,11 @@ def serve(queue: RequestQueue, count: int, now: float = 0.0) -> list[Request]:
 
 def tokens_by(requests: list[Request], name: str) -> Counter[str]:
     return Counter(
-        {key: n for key in {getattr(f, name) for f in requests} for n in [sum(f.num_tokens for f in requests if getattr(f, name) == key)]}
+        {
+            key: n
+            for key in {getattr(f, name) for f in requests}
+            for n in [sum(f.num_tokens for f in requests if getattr(f, name) == key)]
+        }
     )
 
 
@@ -93,7 +97,13 @@ def test_idle_time_earns_no_credit() -> None:
     assert Counter(f.tenant for f in serve(queue, 20)) == {"busy": 10, "late": 10}
 
 
-@given(st.lists(st.tuples(st.sampled_from(list(WEIGHTS)), st.sampled_from("abc"), st.integers(1, 50)), min_size=1, max_size=60))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(list(WEIGHTS)), st.sampled_from("abc"), st.integers(1, 50)),
+        min_size=1,
+        max_size=60,
+    )
+)
 @settings(max_examples=50)
 def test_everybody_is_served_in_the_end_once(asked: list[tuple[PriorityClass, str, int]]) -> None:
     queue = RequestQueue(1e9)
@@ -148,7 +158,14 @@ def test_a_tenant_whose_prompts_do_not_fit_hides_nobody_elses() -> None:
 
 def test_tokens_ahead_are_those_that_are_served_before() -> None:
     """Against the queue itself: what it serves until the newcomer's turn."""
-    for tenant, name in (("a", "standard"), ("b", "standard"), ("new", "standard"), ("new", "premium"), ("a", "batch"), ("new", "batch")):
+    for tenant, name in (
+        ("a", "standard"),
+        ("b", "standard"),
+        ("new", "standard"),
+        ("new", "premium"),
+        ("a", "batch"),
+        ("new", "batch"),
+    ):
         queue = RequestQueue(1e9)
         for n in range(30):
             queue.add(make("a", 10, n))
@@ -212,13 +229,20 @@ def test_the_forecast_follows_the_workers_and_their_caches() -> None:
     for n in (1, 2):
         hear(full_step_tokens=1000.0 * n, full_step_seconds=10.0 * n, prompt_tokens=100.0, cached_tokens=75.0)
         assert forecast.tokens_per_s(here) is None, "too little is known"
-    hear(full_step_tokens=2010.0, full_step_seconds=50.0, prompt_tokens=100.0, cached_tokens=75.0)  # a step hung
+    hear(
+        full_step_tokens=2010.0, full_step_seconds=50.0, prompt_tokens=100.0, cached_tokens=75.0
+    )  # a step hung
     assert forecast.seconds(here, 300, 100) == pytest.approx(1.0)  # a quarter of 400 at 100 a second
     bench.hello("p2", "prefill")
     assert forecast.tokens_per_s(here) == 200
     assert forecast.seconds(here, 300, 100) == pytest.approx(0.5)
     for n in range(1, 16):
-        hear(full_step_tokens=2010.0 + 20_000 * n, full_step_seconds=50.0 + 100 * n, prompt_tokens=100.0, cached_tokens=75.0)
+        hear(
+            full_step_tokens=2010.0 + 20_000 * n,
+            full_step_seconds=50.0 + 100 * n,
+            prompt_tokens=100.0,
+            cached_tokens=75.0,
+        )
     assert forecast.tokens_per_s(here) == pytest.approx(400, rel=0.01)
     assert forecast.known
     forecast.forget(worker)
@@ -256,7 +280,9 @@ def test_the_line_is_not_gone_through_again_where_nothing_can_come_of_it() -> No
     passes: list[float] = []
     serve = RequestQueue.serve
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RequestQueue, "serve", lambda queue, place, now: passes.append(now) or serve(queue, place, now))
+        patch.setattr(
+            RequestQueue, "serve", lambda queue, place, now: passes.append(now) or serve(queue, place, now)
+        )
         for _ in range(20):
             bench.now += 0.05
             bench.core.tick(bench.now)

@@ -47,7 +47,11 @@ def test_a_mixed_worker_has_both_roles_already() -> None:
     bench = flexible()
     for role in ("prefill", "decode"):
         bench.hello(f"m:{role}", role, process="m", mixed=True)
-    assert order(bench, "m", "prefill") == order(bench, "m:decode", "prefill") == "m is a mixed worker: it is of both roles already"
+    assert (
+        order(bench, "m", "prefill")
+        == order(bench, "m:decode", "prefill")
+        == "m is a mixed worker: it is of both roles already"
+    )
 
 
 def test_beside_mixed_workers_a_worker_computes_prompts_for_those_that_cannot() -> None:
@@ -58,7 +62,9 @@ def test_beside_mixed_workers_a_worker_computes_prompts_for_those_that_cannot() 
     refused = order(bench, "w0", "decode")
     assert isinstance(refused, str)
     assert "the last prefill worker: mixed ones compute for themselves alone" in refused
-    assert all(isinstance(order(bench, name, "prefill"), FlipRecord) for name in ("w1", "w2")), "the last that only decodes, too"
+    assert all(isinstance(order(bench, name, "prefill"), FlipRecord) for name in ("w1", "w2")), (
+        "the last that only decodes, too"
+    )
 
 
 def test_a_change_from_the_order_to_its_end() -> None:

@@ -9,7 +9,16 @@ from support.lifecycle_bench import MODEL, Bench, Sink, ends, sent, tokens
 from splitserve.coordinator.lifecycle.actions import Action, Push, PushPromptLogprobs
 from splitserve.coordinator.lifecycle.lifecycle import Lifecycle
 from splitserve.coordinator.lifecycle.request import Request
-from splitserve.transport.messages.messages import Alive, Cancel, Load, Prefill, RequestFailed, Sampling, TokenLogprobs, from_u32
+from splitserve.transport.messages.messages import (
+    Alive,
+    Cancel,
+    Load,
+    Prefill,
+    RequestFailed,
+    Sampling,
+    TokenLogprobs,
+    from_u32,
+)
 
 
 def test_a_request_from_submission_to_its_end() -> None:
@@ -26,7 +35,12 @@ def test_a_request_from_submission_to_its_end() -> None:
     bench.now = 3.5
     (ended,) = ends(bench.step(1, 2, 7, "stop"))
     assert ended.finish_reason == "stop"
-    assert (ended.stages.queue, ended.stages.prefill, ended.stages.handoff, ended.stages.decode) == (0.25, 0.75, 0.5, 2.0)
+    assert (ended.stages.queue, ended.stages.prefill, ended.stages.handoff, ended.stages.decode) == (
+        0.25,
+        0.75,
+        0.5,
+        2.0,
+    )
     assert len(bench.core.requests) == 0
 
 
@@ -61,7 +75,11 @@ def test_a_doubled_or_late_token_is_dropped_and_a_lost_one_starts_a_new_epoch() 
     actions = bench.step(1, 3, 8)  # index 2 never came
     assert tokens(actions) == []
     (again,) = sent(actions, Prefill)
-    assert (again.spec.epoch, from_u32(again.spec.token_ids), again.spec.num_prompt_tokens) == (1, [1, 2, 3, 5, 6], 3)
+    assert (again.spec.epoch, from_u32(again.spec.token_ids), again.spec.num_prompt_tokens) == (
+        1,
+        [1, 2, 3, 5, 6],
+        3,
+    )
     assert {from_u32(c.dispatches)[0] for c in sent(actions, Cancel)} == {1}
     assert tokens(bench.step(1, 2, 9)) == []  # the old epoch speaks no more
     assert tokens(bench.first(again.spec.dispatch, token=7, index=2)) == [7]
@@ -77,7 +95,9 @@ def test_retries_are_bounded_but_preemption_is_no_failure() -> None:
         last = bench.say("d", failed)
         assert not ends(last)
     for dispatch in range(8, 11):
-        last = bench.say("p", RequestFailed(coordinator=7, dispatch=dispatch, kind="internal", message="boom"))
+        last = bench.say(
+            "p", RequestFailed(coordinator=7, dispatch=dispatch, kind="internal", message="boom")
+        )
         if dispatch == 9:  # the second failure in a row: the next attempt waits a little
             assert not sent(last, Prefill)
             bench.now += 0.24
@@ -107,7 +127,10 @@ def test_what_failed_at_one_decode_worker_is_tried_at_another() -> None:
     (prefill,) = sent(bench.submit(), Prefill)
     for dispatch in (1, 2, 3):
         worker = prefill.decode.worker_id
-        actions = bench.say("p", RequestFailed(coordinator=7, dispatch=dispatch, kind="handoff_failed", message="corrupt twice"))
+        actions = bench.say(
+            "p",
+            RequestFailed(coordinator=7, dispatch=dispatch, kind="handoff_failed", message="corrupt twice"),
+        )
         bench.now += 1.1
         for name in ("p", "d", "d2"):
             actions += bench.load(name, [])
@@ -148,7 +171,8 @@ def test_a_short_prompt_overtakes_a_long_one_that_has_no_room_but_not_for_ever()
 
 
 def test_who_comes_back_from_a_lost_worker_is_dispatched_before_all_that_wait() -> None:
-    """Even before higher priorities, and where the prefill worker has as many new prompts ahead as it is given."""
+    """Even before higher priorities, and where the prefill worker has as many new prompts ahead as it is
+    given."""
     bench = Bench()
     bench.submit("old", prompt_token_ids=[1] * 40, priority=9)
     bench.first(1)
@@ -187,7 +211,18 @@ def test_refusals() -> None:
 
 
 IDLE = {
-    **dict.fromkeys(("blocks_cached", "blocks_used", "blocks_leased", "num_running", "num_waiting", "num_waiting_tokens", "steps"), 0),
+    **dict.fromkeys(
+        (
+            "blocks_cached",
+            "blocks_used",
+            "blocks_leased",
+            "num_running",
+            "num_waiting",
+            "num_waiting_tokens",
+            "steps",
+        ),
+        0,
+    ),
     "blocks_free": 50,
     "busy": False,
     "accepting": True,
@@ -248,4 +283,7 @@ def test_cancel_at_any_stage_leaves_nothing(stage: str) -> None:
     assert ends(actions)[0].error is None
     bench.core.cancel("other", bench.now)
     assert len(bench.core.requests) == len(bench.core.queue) == 0
-    assert all(not w.dispatches and not w.pending_tokens and not w.pending_blocks for w in bench.core.pools.workers.values())
+    assert all(
+        not w.dispatches and not w.pending_tokens and not w.pending_blocks
+        for w in bench.core.pools.workers.values()
+    )

@@ -1,4 +1,5 @@
-"""What is kept of the workers' room and rank, however they change, against what is worked out anew from their state."""
+"""What is kept of the workers' room and rank, however they change, against what is worked out anew from their
+state."""
 
 from __future__ import annotations
 
@@ -86,22 +87,37 @@ class Rooms(RuleBasedStateMachine):
             worker.release_prompt(dispatch)
             worker.release(dispatch)
 
-    @rule(place=PLACES, free=st.integers(0, 40), cached=st.integers(0, 20), accepting=st.booleans(), others=st.integers(0, 3))
+    @rule(
+        place=PLACES,
+        free=st.integers(0, 40),
+        cached=st.integers(0, 20),
+        accepting=st.booleans(),
+        others=st.integers(0, 3),
+    )
     def reports(self, place: int, free: int, cached: int, accepting: bool, others: int) -> None:
         worker = self.one(place)
         said: dict[str, Any] = dict.fromkeys(
             ("blocks_used", "blocks_leased", "num_running", "num_waiting", "num_waiting_tokens", "steps"), 0
         )
         said |= {"blocks_free": free, "blocks_cached": cached, "accepting": accepting, "busy": False}
-        load = Load(worker_id=worker.id[0], incarnation=1, num_others=others, num_others_tokens=8 * others, **said)
+        load = Load(
+            worker_id=worker.id[0], incarnation=1, num_others=others, num_others_tokens=8 * others, **said
+        )
         self.pools.report(load, 0.0)
 
     @rule(place=PLACES, num_cached=st.integers(0, 4))
     def caches(self, place: int, num_cached: int) -> None:
         self.one(place).cached = set(HASHES[:num_cached])
 
-    @rule(num_tokens=LENGTHS, session=st.sampled_from(["", "a", "b"]), turn=st.integers(0, 9), caches=st.booleans())
-    def the_best_of_few_is_the_best_of_all(self, num_tokens: int, session: str, turn: int, caches: bool) -> None:
+    @rule(
+        num_tokens=LENGTHS,
+        session=st.sampled_from(["", "a", "b"]),
+        turn=st.integers(0, 9),
+        caches=st.booleans(),
+    )
+    def the_best_of_few_is_the_best_of_all(
+        self, num_tokens: int, session: str, turn: int, caches: bool
+    ) -> None:
         hashes = HASHES[: num_tokens // MODEL.block_size] if caches else []
         need = Need(num_tokens, hashes[0] if hashes else None, lambda: hashes, session, turn)
         for role, choose in (("prefill", choose_prefill), ("decode", choose_decode)):
@@ -127,7 +143,10 @@ class Rooms(RuleBasedStateMachine):
             if role == "prefill":
                 assert workers.sum_of_ranks == sum(w.pending_tokens for w in workers)
             for worker in workers:
-                assert all((num_tokens <= worker.room) == has_room(worker, num_tokens) for num_tokens in range(1, 100))
+                assert all(
+                    (num_tokens <= worker.room) == has_room(worker, num_tokens)
+                    for num_tokens in range(1, 100)
+                )
 
     def open(self, role: Role) -> list[Worker]:
         return [w for w in self.pools.of_role(role) if not w.draining]

@@ -22,7 +22,12 @@ def test_how_long_a_lost_workers_stream_stood_still_is_booked_by_stage() -> None
     (recovery,) = bench.core.outcomes.last_recoveries
     assert recovery.reason == "decode worker d was lost (its process has ended)"
     assert (recovery.noticed, recovery.dispatched, recovery.token) == (2.0, 2.0, 2.5)
-    assert (recovery.queue_s, recovery.prefill_s, recovery.num_tokens, recovery.num_attempts) == (0.1, 0.3, 5, 1)
+    assert (recovery.queue_s, recovery.prefill_s, recovery.num_tokens, recovery.num_attempts) == (
+        0.1,
+        0.3,
+        5,
+        1,
+    )
     assert recovery.absent_s == 0.0
     assert tokens(bench.joined(2, 7, index=2, worker="d2")) == []
     bench.step(2, 3, 8, worker="d2")
@@ -40,7 +45,13 @@ def test_a_lost_attempt_whose_successor_fails_too_is_one_recovery() -> None:
     bench.now = 3.0
     bench.joined(3)
     (recovery,) = bench.core.outcomes.last_recoveries
-    assert (recovery.reason, recovery.noticed, recovery.dispatched, recovery.token, recovery.num_attempts) == ("no", 1.0, 2.0, 3.0, 2)
+    assert (
+        recovery.reason,
+        recovery.noticed,
+        recovery.dispatched,
+        recovery.token,
+        recovery.num_attempts,
+    ) == ("no", 1.0, 2.0, 3.0, 2)
 
 
 def test_a_recovery_tells_how_long_there_was_no_worker_at_all() -> None:

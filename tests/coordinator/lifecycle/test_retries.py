@@ -11,7 +11,9 @@ from splitserve.transport.messages.messages import RequestFailed
 
 def fail(bench: Bench, dispatch: int, kind: Literal["handoff_failed", "internal"]) -> list[str]:
     """This attempt fails, and four seconds go by: what ended it, if anything did."""
-    failed = RequestFailed(coordinator=7, dispatch=dispatch, kind=kind, message="1 KV blocks arrived corrupt twice")
+    failed = RequestFailed(
+        coordinator=7, dispatch=dispatch, kind=kind, message="1 KV blocks arrived corrupt twice"
+    )
     ended = [e.message for e in ends(bench.say("p", failed))]
     bench.now += 4.0
     bench.load("p", [])
@@ -20,7 +22,8 @@ def fail(bench: Bench, dispatch: int, kind: Literal["handoff_failed", "internal"
 
 
 def test_a_network_in_trouble_is_waited_for_longer() -> None:
-    """Seven handoffs in a row may fail, over 13 s and more; chaos lost streams to a storm of three seconds."""
+    """Seven handoffs in a row may fail, over 13 s and more; chaos lost streams to a storm of three
+    seconds."""
     bench = Bench(max_attempts=4, dead_after_s=9000.0)
     bench.submit()
     assert [fail(bench, dispatch, "handoff_failed") for dispatch in range(1, 7)] == [[]] * 6

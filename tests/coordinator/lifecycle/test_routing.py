@@ -42,7 +42,9 @@ def test_round_robin_takes_turns() -> None:
 
 
 def test_least_loaded_goes_where_least_waits() -> None:
-    assert chosen("least_loaded", [worker("a", pending={1: 100}), worker("b", pending={1: 10})], need()) == "b"
+    assert (
+        chosen("least_loaded", [worker("a", pending={1: 100}), worker("b", pending={1: 10})], need()) == "b"
+    )
 
 
 def test_prefix_goes_where_most_is_cached_whatever_the_load() -> None:
@@ -101,15 +103,20 @@ def test_a_mixed_worker_generates_for_what_it_computes() -> None:
 
 
 def test_a_prompt_is_computed_locally_where_that_costs_less() -> None:
-    """Tokens to compute there, and as many for every sequence that waits for them there; against those at a prefill worker."""
+    """Tokens to compute there, and as many for every sequence that waits for them there; against those at a
+    prefill worker."""
     local, decode = pair_of("a")
     remote = worker("p")
-    assert choose_pair("hybrid", [remote, local], [decode], need()) == (local, decode), "nobody is disturbed, nothing moves"
+    assert choose_pair("hybrid", [remote, local], [decode], need()) == (local, decode), (
+        "nobody is disturbed, nothing moves"
+    )
     decode.dispatches = {1, 2}
     assert choose_pair("hybrid", [remote, local], [decode], need()) == (remote, decode)
     local.cached = set(HASHES[:9])  # of ten blocks: a follow-up turn
     assert choose_pair("hybrid", [remote, local], [decode], need()) == (local, decode)
     local.cached = set()
     remote.reserve_prompt(7, 2000)
-    assert choose_pair("hybrid", [remote, local], [decode], need(num_tokens=160)) == (local, decode), "a short one need not wait"
+    assert choose_pair("hybrid", [remote, local], [decode], need(num_tokens=160)) == (local, decode), (
+        "a short one need not wait"
+    )
     assert choose_pair("hybrid", [remote, local], [decode], need(num_tokens=1600)) == (remote, decode)

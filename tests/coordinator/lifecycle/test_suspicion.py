@@ -11,12 +11,20 @@ from support.lifecycle_bench import Bench, ends, sent
 
 from splitserve.coordinator.lifecycle.actions import Action, End
 from splitserve.coordinator.lifecycle.request import Ended
-from splitserve.transport.messages.messages import Goodbye, Joined, Prefill, Sampling, StepTokens, from_u32, u32
+from splitserve.transport.messages.messages import (
+    Goodbye,
+    Joined,
+    Prefill,
+    Sampling,
+    StepTokens,
+    from_u32,
+    u32,
+)
 
 
 class Cluster(Bench):
-    """Two prefill and two decode workers that the test plays: a worker that runs ``poison`` dies and comes back, once that has brought
-    ``fuse`` more tokens."""
+    """Two prefill and two decode workers that the test plays: a worker that runs ``poison`` dies and comes
+    back, once that has brought ``fuse`` more tokens."""
 
     def __init__(self, poison: str, fuse: int = 0, **limits: Any) -> None:
         super().__init__(**limits)
@@ -24,14 +32,18 @@ class Cluster(Bench):
         self.incarnations = {"p": 1, "d": 1, "p2": 1, "d2": 1}
         self.hello("p2", "prefill")
         self.hello("d2", "decode")
-        self.running: dict[int, tuple[str, str, int, int]] = {}  # dispatch: request, decode worker, next index, last index
+        self.running: dict[
+            int, tuple[str, str, int, int]
+        ] = {}  # dispatch: request, decode worker, next index, last index
         self.dies_at: dict[int, int] = {}  # dispatch of the poison: index
         self.ended: dict[str, Ended] = {}
         self.deaths = 0
 
     def play(self, actions: list[Action]) -> None:
         """What the workers would do with these: a prompt joins its decode worker at once."""
-        self.ended |= {action.request.request_id: action.ended for action in actions if isinstance(action, End)}
+        self.ended |= {
+            action.request.request_id: action.ended for action in actions if isinstance(action, End)
+        }
         for prefill in sent(actions, Prefill):
             spec, decode = prefill.spec, prefill.decode.worker_id
             index = spec.num_tokens - spec.num_prompt_tokens
@@ -73,7 +85,9 @@ class Cluster(Bench):
     fuse=st.sampled_from((0, 0, 19, 39)),
     lengths=st.lists(st.integers(2, 120), min_size=12, max_size=12),
 )
-def test_the_poison_fails_after_a_few_deaths_and_all_others_finish(num: int, poison: int, fuse: int, lengths: list[int]) -> None:
+def test_the_poison_fails_after_a_few_deaths_and_all_others_finish(
+    num: int, poison: int, fuse: int, lengths: list[int]
+) -> None:
     cluster = Cluster(f"r{poison}", fuse, dead_after_s=1e9)
     lengths[poison] = 400
     for i in range(num):
@@ -119,15 +133,20 @@ class OneByOne(Bench):
 
 
 @pytest.mark.parametrize(("gain", "deaths"), [(15, 4), (16, 8), (40, 9), (300, 12), (600, 13)])
-def test_who_meets_death_after_death_is_given_up_the_sooner_the_less_it_brings(gain: int, deaths: int) -> None:
-    """However often it makes a little progress: a request has a bounded number of deaths, and an answer that makes much outlives many."""
+def test_who_meets_death_after_death_is_given_up_the_sooner_the_less_it_brings(
+    gain: int, deaths: int
+) -> None:
+    """However often it makes a little progress: a request has a bounded number of deaths, and an answer that
+    makes much outlives many."""
     bench = OneByOne(gain)
     for _ in range(deaths - 1):
         bench.live()
         assert bench.die() == []
     bench.live()
     (message,) = bench.die()
-    assert message.startswith("4 workers in a row died while they ran this request" + (f" ({deaths} in all)" if deaths > 4 else ""))
+    assert message.startswith(
+        "4 workers in a row died while they ran this request" + (f" ({deaths} in all)" if deaths > 4 else "")
+    )
 
 
 def test_workers_that_leave_in_good_order_are_no_deaths() -> None:
@@ -157,8 +176,8 @@ def test_a_prompt_that_waits_for_a_dying_decode_worker_is_not_charged() -> None:
 
 
 def test_who_is_there_at_death_after_death_is_charged_though_a_suspect_is_too() -> None:
-    """The only decode worker dies twice of something else while "s" runs on it, and then of "p", which nobody suspects: "s" is. Once "p"
-    is excused, as who is beside a suspect by chance is."""
+    """The only decode worker dies twice of something else while "s" runs on it, and then of "p", which nobody
+    suspects: "s" is. Once "p" is excused, as who is beside a suspect by chance is."""
     bench = Bench()
     bench.submit("s", sampling=Sampling(max_tokens=100), deadline=1e6)
     life, num_deaths = 1, []
@@ -167,8 +186,14 @@ def test_who_is_there_at_death_after_death_is_charged_though_a_suspect_is_too() 
             bench.submit("p", sampling=Sampling(max_tokens=100), deadline=1e6)
         requests = bench.core.requests
         for request in list(requests.values()):
-            assert request.decode is not None, "one suspect alone does not keep others away where there is one worker"
-            bench.say("d", Joined(coordinator=7, dispatch=request.dispatch, index=len(request.tokens), token=1), life)
+            assert request.decode is not None, (
+                "one suspect alone does not keep others away where there is one worker"
+            )
+            bench.say(
+                "d",
+                Joined(coordinator=7, dispatch=request.dispatch, index=len(request.tokens), token=1),
+                life,
+            )
         life += 1
         actions = bench.hello("d", "decode", life)
         num_deaths.append({name: request.num_deaths for name, request in requests.items()})

@@ -22,13 +22,22 @@ STAGE = st.sampled_from(get_args(Stage))
 ANYTHING = st.floats(allow_nan=True, allow_infinity=True)
 BOOKINGS = st.lists(st.tuples(STAGE, SECONDS), max_size=30)
 WORDS = st.lists(
-    st.tuples(st.sampled_from(["first", "joined", "moved", "ended"]), st.floats(0, 10), st.floats(0, 10), ANYTHING, ANYTHING), max_size=8
+    st.tuples(
+        st.sampled_from(["first", "joined", "moved", "ended"]),
+        st.floats(0, 10),
+        st.floats(0, 10),
+        ANYTHING,
+        ANYTHING,
+    ),
+    max_size=8,
 )
 BODY = {"prompt": "Hi", "temperature": 0, "max_tokens": 4}
 
 
 @given(BOOKINGS, st.floats(0, 1e6))
-def test_stages_sum_to_the_whole_whatever_is_booked(bookings: list[tuple[Stage, float]], start: float) -> None:
+def test_stages_sum_to_the_whole_whatever_is_booked(
+    bookings: list[tuple[Stage, float]], start: float
+) -> None:
     now, ledger = start, TimeLedger("parse", start)
     ledger.enter("queue", now)
     for stage, seconds in bookings:
@@ -39,7 +48,9 @@ def test_stages_sum_to_the_whole_whatever_is_booked(bookings: list[tuple[Stage, 
 
 
 @given(WORDS)
-def test_stages_sum_to_the_whole_whatever_workers_say(words: list[tuple[str, float, float, float, float]]) -> None:
+def test_stages_sum_to_the_whole_whatever_workers_say(
+    words: list[tuple[str, float, float, float, float]],
+) -> None:
     now, ledger = 3.0, TimeLedger("parse", 1.0)
     ledger.enter("queue", 2.0)
     ledger.enter("prefill", now)
@@ -78,8 +89,11 @@ def dispatched() -> tuple[TimeLedger, AttemptTimes]:
 
 @pytest.mark.parametrize("joined_first", [False, True])
 @pytest.mark.parametrize("blocked_until", [11.0, 20.0])
-def test_a_coordinator_that_hears_late_makes_no_stage_of_the_workers_longer(joined_first: bool, blocked_until: float) -> None:
-    """All in one breath, or each as it happens: 0.25 s of waiting, 1 s of prefill, 0.5 s of handoff, 2 s of decode."""
+def test_a_coordinator_that_hears_late_makes_no_stage_of_the_workers_longer(
+    joined_first: bool, blocked_until: float
+) -> None:
+    """All in one breath, or each as it happens: 0.25 s of waiting, 1 s of prefill, 0.5 s of handoff, 2 s of
+    decode."""
     ledger, times = dispatched()
     words = [
         lambda: times.first_token(Milestone(max(12.25, blocked_until), 11.0, 1.25), 1.0),
@@ -117,7 +131,9 @@ def test_a_blocked_event_loop_is_charged_to_the_coordinator() -> None:
     bench.first(1, queue_s=0.125, prefill_s=0.25)
     bench.joined(1, transfer_s=0.125)
     rows = {"dispatches": u32([1]), "indices": u32([1]), "tokens": u32([7])}
-    (ended,) = ends(bench.say("d", StepTokens(coordinator=7, finished={0: "stop"}, decode_s={0: 0.5}, **rows)))
+    (ended,) = ends(
+        bench.say("d", StepTokens(coordinator=7, finished={0: "stop"}, decode_s={0: 0.5}, **rows))
+    )
     assert ended.stages == Stages(queue=0.125, prefill=0.25, handoff=0.125, decode=0.5, coordinator=2.0)
 
 
@@ -133,12 +149,15 @@ def test_messages_that_arrive_after_a_stall_are_charged_to_the_coordinator(ticks
         bench.core.tick(now)
     bench.now = 5.125
     rows = {"dispatches": u32([1]), "indices": u32([1]), "tokens": u32([7])}
-    (ended,) = ends(bench.say("d", StepTokens(coordinator=7, finished={0: "stop"}, decode_s={0: 0.125}, **rows)))
+    (ended,) = ends(
+        bench.say("d", StepTokens(coordinator=7, finished={0: "stop"}, decode_s={0: 0.125}, **rows))
+    )
     assert ended.stages == Stages(decode=0.125, coordinator=5.0)
 
 
 def test_a_stall_is_the_coordinators_also_where_no_worker_says_what_it_took() -> None:
-    """One waits for room; one is tried again, since its connection did not outlast the stall; one arrives once it is over."""
+    """One waits for room; one is tried again, since its connection did not outlast the stall; one arrives
+    once it is over."""
     bench = Bench(max_num_seqs=1)
     bench.core.tick(0.0)
     bench.submit("tried again")
@@ -150,7 +169,9 @@ def test_a_stall_is_the_coordinators_also_where_no_worker_says_what_it_took() ->
     bench.submit("new")
     bench.say("d", RequestFailed(coordinator=7, dispatch=1, kind="internal", message="broke"))
     bench.now = 5.25
-    ended = {name: ends(bench.core.cancel(name, bench.now))[0].stages for name in ("tried again", "waits", "new")}
+    ended = {
+        name: ends(bench.core.cancel(name, bench.now))[0].stages for name in ("tried again", "waits", "new")
+    }
     assert ended["tried again"] == Stages(decode=0.125, coordinator=5.0, prefill=0.125)
     assert ended["waits"] == Stages(queue=0.25, coordinator=5.0)
     assert ended["new"] == Stages(queue=0.125)
@@ -186,7 +207,13 @@ def test_a_request_that_is_tried_again_has_all_of_its_attempts_in_the_ledger() -
     bench.now = 6.0
     (ended,) = ends(bench.step(2, 2, 7, "stop"))
     assert ended.ledger is not None
-    assert [span.stage for span in ended.ledger.spans()] == ["prefill", "handoff", "decode", "prefill", "decode"]
+    assert [span.stage for span in ended.ledger.spans()] == [
+        "prefill",
+        "handoff",
+        "decode",
+        "prefill",
+        "decode",
+    ]
     assert (ended.stages.prefill, ended.stages.handoff, ended.stages.decode) == (3.0, 1.0, 2.0)
     assert (ended.prefill_worker, ended.decode_worker) == ("p", "d")
 
@@ -217,14 +244,18 @@ async def test_the_metrics_agree(http: httpx.AsyncClient) -> None:
     for _ in range(3):
         await http.post("/v1/completions", json=BODY)
     text = (await http.get("/metrics")).text
-    of = {name: float(value) for name, value in re.findall(r"^splitserve_(\w+)_seconds_sum\{.*\} (\S+)$", text, re.M)}
+    of = {
+        name: float(value)
+        for name, value in re.findall(r"^splitserve_(\w+)_seconds_sum\{.*\} (\S+)$", text, re.M)
+    }
     stages = [of[f"request_{stage}_time"] for stage in get_args(Stage)]
     assert sum(stages) == pytest.approx(of["e2e_request_latency"], rel=0.01)
     assert min(stages) > 0
 
 
 ROUNDED_S = 4e-6
-"""Seven numbers, each to a thousandth of a millisecond: of a request that takes a fraction of one that is more than a hundredth."""
+"""Seven numbers, each to a thousandth of a millisecond: of a request that takes a fraction of one that is
+more than a hundredth."""
 
 
 def parsed(header: str) -> dict[str, float]:

@@ -1,4 +1,5 @@
-"""Workers that hold sequences of different lengths: no request goes to one that cannot hold it, and what none could take is refused."""
+"""Workers that hold sequences of different lengths: no request goes to one that cannot hold it, and what none
+could take is refused."""
 
 from __future__ import annotations
 
@@ -57,7 +58,9 @@ def test_one_that_cannot_be_held_whole_runs_as_far_as_it_fits() -> None:
     assert decoder_of(prefill) == "d"
     bench.now += 2
     actions = bench.hello("d", "decode", incarnation=3, max_model_len=8)
-    assert sent([*actions, *bench.core.tick(bench.now + 1)], Prefill) == []  # but not where not even what it has fits
+    assert (
+        sent([*actions, *bench.core.tick(bench.now + 1)], Prefill) == []
+    )  # but not where not even what it has fits
 
 
 def test_the_http_server_goes_by_what_the_workers_hold() -> None:

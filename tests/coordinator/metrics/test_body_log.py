@@ -56,7 +56,11 @@ def call(body: bytes, authorization: bytes = b"") -> Call:
 async def test_an_answer_is_written_as_it_was(http: httpx.AsyncClient, log: BodyLog, path: Path) -> None:
     answer = await http.post("/v1/completions", json={"prompt": "quick", "max_tokens": 5})
     [line] = lines(log, path)
-    assert (line["request_id"], line["status"], line["endpoint"]) == (answer.headers["x-request-id"], "200", "/v1/completions")
+    assert (line["request_id"], line["status"], line["endpoint"]) == (
+        answer.headers["x-request-id"],
+        "200",
+        "/v1/completions",
+    )
     assert line["request"] == {"prompt": "quick", "max_tokens": 5}
     assert line["answer"] == answer.json()
     assert oct(path.stat().st_mode)[-3:] == "600"
@@ -64,14 +68,20 @@ async def test_an_answer_is_written_as_it_was(http: httpx.AsyncClient, log: Body
 
 @pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/chat/completions"])
 async def test_a_stream_is_joined(http: httpx.AsyncClient, log: BodyLog, path: Path, endpoint: str) -> None:
-    prompt = {"prompt": "quick"} if endpoint == "/v1/completions" else {"messages": [{"role": "user", "content": "quick"}]}
+    prompt = (
+        {"prompt": "quick"}
+        if endpoint == "/v1/completions"
+        else {"messages": [{"role": "user", "content": "quick"}]}
+    )
     asked = {**prompt, "max_tokens": 5, "n": 2, "stream": True, "stream_options": {"include_usage": True}}
     streamed = await http.post(endpoint, json=asked)
     chunks = [json.loads(event[6:]) for event in streamed.text.split("\n\n") if event.startswith("data: {")]
     [line] = lines(log, path)
     for index, joined in enumerate(line["answer"]["choices"]):
         parts = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
-        text = "".join(part["text"] if "text" in part else part["delta"].get("content") or "" for part in parts)
+        text = "".join(
+            part["text"] if "text" in part else part["delta"].get("content") or "" for part in parts
+        )
         assert text
         assert joined["text" if endpoint == "/v1/completions" else "content"] == text
         assert joined["finish_reason"] == parts[-1]["finish_reason"] == "length"
@@ -89,7 +99,9 @@ def test_tool_calls_are_joined() -> None:
         chunk = {"choices": [{"index": 0, "delta": {"tool_calls": [part]}, "finish_reason": None}]}
         stream.add(b"data: " + json.dumps(chunk).encode() + b"\n\n")
     [choice] = stream.as_json()["choices"]
-    assert choice["tool_calls"] == [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]
+    assert choice["tool_calls"] == [
+        {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    ]
 
 
 async def test_refusals_and_clients_that_leave_are_written_too(
@@ -97,7 +109,11 @@ async def test_refusals_and_clients_that_leave_are_written_too(
 ) -> None:
     await http.post("/v1/completions", content=b'{"prompt": 3', headers={"content-type": "application/json"})
     dispatcher.step_s = 0.01
-    async with http.stream("POST", "/v1/completions", json={"prompt": "quick", "stream": True, "max_tokens": 900, "ignore_eos": True}):
+    async with http.stream(
+        "POST",
+        "/v1/completions",
+        json={"prompt": "quick", "stream": True, "max_tokens": 900, "ignore_eos": True},
+    ):
         pass  # its head has come, and so has a token
     async with asyncio.timeout(60):
         while not dispatcher.cancelled:
@@ -116,7 +132,11 @@ def test_no_key_is_written(path: Path) -> None:
     log.refused(call(body, b"Bearer " + other.encode()), "cmpl-1", 400, b"{}")
     log.refused(call(b'{"prompt": "me"}', b"Bearer e"), "cmpl-2", 400, b"{}")
     first, second = lines(log, path)
-    assert first["request"] == {"prompt": "my key is [redacted], or [redacted]", "api_key": "[redacted]", "user": "u"}
+    assert first["request"] == {
+        "prompt": "my key is [redacted], or [redacted]",
+        "api_key": "[redacted]",
+        "user": "u",
+    }
     assert second["request"] == {"prompt": "me"}, "a letter is no key"
 
 
@@ -128,7 +148,9 @@ def test_it_is_bounded_and_rotated(path: Path) -> None:
     old = path.with_name("bodies.jsonl.1")
     assert path.stat().st_size + old.stat().st_size <= 20_000
     assert newest[-1]["request_id"] == "cmpl-199"
-    numbers = [int(json.loads(line)["request_id"][5:]) for line in (old.read_text() + path.read_text()).splitlines()]
+    numbers = [
+        int(json.loads(line)["request_id"][5:]) for line in (old.read_text() + path.read_text()).splitlines()
+    ]
     assert numbers == list(range(numbers[0], 200)), "none is missing between"
     assert {oct(file.stat().st_mode)[-3:] for file in (path, old)} == {"600"}
     assert BodyLog(path, 20_000, ListenerFailures()).close() is None, "a start appends to it"
@@ -170,7 +192,9 @@ def test_half_a_line_is_taken_back(path: Path, monkeypatch: pytest.MonkeyPatch) 
     failures, write = ListenerFailures(), os.write
     log = BodyLog(path, 1 << 20, failures)
     with monkeypatch.context() as patched:
-        patched.setattr("splitserve.coordinator.metrics.body_log.os.write", lambda file, line: write(file, line[:10]))
+        patched.setattr(
+            "splitserve.coordinator.metrics.body_log.os.write", lambda file, line: write(file, line[:10])
+        )
         log.refused(call(b"{}"), "cmpl-1", 400, b"{}")
         log.close()
     assert failures.counts["body log"] == 1

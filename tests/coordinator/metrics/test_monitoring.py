@@ -27,19 +27,30 @@ from splitserve.coordinator.text.served_model import ServedModel
 
 MONITORING = Path(__file__).resolve().parents[3] / "deploy" / "monitoring"
 PROMTOOL, PROMETHEUS = shutil.which("promtool"), shutil.which("prometheus")
-needs_prometheus = pytest.mark.skipif(not (PROMTOOL and PROMETHEUS), reason="no prometheus here: apt-get install prometheus")
+needs_prometheus = pytest.mark.skipif(
+    not (PROMTOOL and PROMETHEUS), reason="no prometheus here: apt-get install prometheus"
+)
 
 
 def worker(name: str, role: str, device: str = "", **more: float) -> WorkerSnapshot:
-    counters, gauges = {**dict.fromkeys(WORKER_COUNTERS, 5.0), **more}, dict.fromkeys(WORKER_GAUGES, 0.5) if device else {}
+    counters, gauges = (
+        {**dict.fromkeys(WORKER_COUNTERS, 5.0), **more},
+        dict.fromkeys(WORKER_GAUGES, 0.5) if device else {},
+    )
     gauges["start_seconds_weights"] = 2.0
-    return WorkerSnapshot(name, role, 100, 50, 20, 30, 0, 2, 1, 17, 5, counters, device=device, gauges=gauges, busy=0.25)
+    return WorkerSnapshot(
+        name, role, 100, 50, 20, 30, 0, 2, 1, 17, 5, counters, device=device, gauges=gauges, busy=0.25
+    )
 
 
 def everything() -> SystemSnapshot:
     """Workers with GPUs, and whatever the lifecycle counts."""
     counters = Lifecycle(1, "hybrid").counters()
-    steering = {"wanted_workers": {"prefill": 2, "decode": 1}, "load": {"prefill": 0.5, "decode": 0.9}, "counts": {"flip": 1}}
+    steering = {
+        "wanted_workers": {"prefill": 2, "decode": 1},
+        "load": {"prefill": 0.5, "decode": 0.9},
+        "counts": {"flip": 1},
+    }
     workers = [worker("p", "prefill", "GPU-1"), worker("d", "decode", "GPU-2")]
     return SystemSnapshot(ready=True, workers=workers, counters=counters, steering=steering)
 
@@ -48,14 +59,24 @@ def everything() -> SystemSnapshot:
 async def metrics(dispatcher: FakeDispatcher, model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> str:
     """All that /metrics can have. Nothing is sampled but by this, however long it takes."""
     monkeypatch.setattr("splitserve.coordinator.metrics.sampler.PERIOD_S", 1e6)
-    server = HttpServer(create_app(dispatcher, model, system=everything, operators=Operators(ADMIN_KEY), price_per_hour=2.0))
+    server = HttpServer(
+        create_app(dispatcher, model, system=everything, operators=Operators(ADMIN_KEY), price_per_hour=2.0)
+    )
     await server.start()
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", verify=False, timeout=60, headers=OPERATOR) as http:
-        for body in ({"prompt": "quick", "max_tokens": 5, "stream": True}, {"prompt": "quick"}, {"prompt": 3}):
+    async with httpx.AsyncClient(
+        base_url=f"http://127.0.0.1:{server.port}", verify=False, timeout=60, headers=OPERATOR
+    ) as http:
+        for body in (
+            {"prompt": "quick", "max_tokens": 5, "stream": True},
+            {"prompt": "quick"},
+            {"prompt": 3},
+        ):
             await http.post("/v1/completions", json=body)
         for now, grown in ((0.0, 0.0), (10.0, 100.0)):
             more = {"output_tokens": grown, "gpu_energy_joules": grown}
-            server.app.metrics.efficiency.sample(now, SystemSnapshot(workers=[worker("d", "decode", "GPU-2", **more)]))
+            server.app.metrics.efficiency.sample(
+                now, SystemSnapshot(workers=[worker("d", "decode", "GPU-2", **more)])
+            )
         text = (await http.get("/metrics")).text
     await server.stop(grace_s=0)
     return text
@@ -79,7 +100,11 @@ async def test_every_query_names_a_metric_that_exists(metrics: str) -> None:
     alerts = re.sub(r"^ +(summary|description):.*$", "", (MONITORING / "alerts.yml").read_text(), flags=re.M)
     assert names_in(alerts) - known == set()
     told = {name for name in known if not name.endswith(("_created", "_bucket"))}
-    assert {"splitserve_refusals_total", "splitserve_cost_per_million_tokens", "splitserve_joules_per_token"} <= told
+    assert {
+        "splitserve_refusals_total",
+        "splitserve_cost_per_million_tokens",
+        "splitserve_joules_per_token",
+    } <= told
 
 
 async def test_every_metric_that_the_docs_name_exists(metrics: str) -> None:
@@ -88,7 +113,11 @@ async def test_every_metric_that_the_docs_name_exists(metrics: str) -> None:
     families = {name.removesuffix("_bucket") for name in known}
     named: set[str] = set()
     for page in (MONITORING.parents[1] / "docs").glob("*.md"):
-        text = page.read_text().replace("{parse,queue,prefill,handoff,decode,stream}", "queue").replace("{stage}", "decode")
+        text = (
+            page.read_text()
+            .replace("{parse,queue,prefill,handoff,decode,stream}", "queue")
+            .replace("{stage}", "decode")
+        )
         named |= {"splitserve" + name for name in re.findall(r"`(_[a-z0-9_]+_(?:total|seconds))`", text)}
         named |= set(re.findall(r"`(splitserve_[a-z0-9_]+)`", text))
     assert len(named) > 30
@@ -102,7 +131,9 @@ async def test_a_phase_of_a_workers_start_is_a_label(metrics: str) -> None:
 
 
 async def test_refusals_are_counted_by_reason(metrics: str) -> None:
-    assert re.search(r'^splitserve_refusals_total\{model_name="tiny",reason="invalid_request_error"\} 1\.0$', metrics, re.M)
+    assert re.search(
+        r'^splitserve_refusals_total\{model_name="tiny",reason="invalid_request_error"\} 1\.0$', metrics, re.M
+    )
 
 
 async def test_without_a_gpu_or_a_price_nothing_is_made_up(http: httpx.AsyncClient) -> None:
@@ -135,10 +166,21 @@ def test_workers_without_a_gpu_cost_too() -> None:
 async def test_promtool_accepts_metrics_and_rules(metrics: str, tmp_path: Path) -> None:
     shutil.copytree(MONITORING, tmp_path, dirs_exist_ok=True)
     (tmp_path / "admin.key").write_text(ADMIN_KEY)
-    checked = subprocess.run([str(PROMTOOL), "check", "metrics"], input=metrics, capture_output=True, text=True, timeout=200, check=False)
+    checked = subprocess.run(
+        [str(PROMTOOL), "check", "metrics"],
+        input=metrics,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert (checked.returncode, checked.stderr) == (0, ""), checked.stderr
     config = subprocess.run(
-        [str(PROMTOOL), "check", "config", str(tmp_path / "prometheus.yml")], capture_output=True, text=True, timeout=200, check=False
+        [str(PROMTOOL), "check", "config", str(tmp_path / "prometheus.yml")],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
     assert config.returncode == 0, config.stdout + config.stderr
     assert re.search(r"SUCCESS: [0-9]+ rules found", config.stdout)
@@ -147,13 +189,17 @@ async def test_promtool_accepts_metrics_and_rules(metrics: str, tmp_path: Path) 
 @needs_prometheus
 def test_alerts_fire_by_how_fast_a_budget_burns() -> None:
     path = Path(__file__).parent / "alerts_test.yml"
-    tested = subprocess.run([str(PROMTOOL), "test", "rules", str(path)], capture_output=True, text=True, timeout=200, check=False)
+    tested = subprocess.run(
+        [str(PROMTOOL), "test", "rules", str(path)], capture_output=True, text=True, timeout=200, check=False
+    )
     assert tested.returncode == 0, tested.stdout + tested.stderr
 
 
 async def test_the_objectives_are_bounds_of_the_histograms(metrics: str) -> None:
     """Where no bucket has the bound, its rule would be silent."""
-    named = set(re.findall(r'(splitserve_\w+_bucket)\{le=~?"([^"]+)"\}', (MONITORING / "alerts.yml").read_text()))
+    named = set(
+        re.findall(r'(splitserve_\w+_bucket)\{le=~?"([^"]+)"\}', (MONITORING / "alerts.yml").read_text())
+    )
     assert len(named) == 3
     for name, bound in named:
         assert re.search(rf'^{name}\{{.*le="{bound}"', metrics, re.M), f"{name} has no bucket {bound}"
@@ -161,17 +207,33 @@ async def test_the_objectives_are_bounds_of_the_histograms(metrics: str) -> None
 
 @contextmanager
 def prometheus(target: str, folder: Path) -> Iterator[str]:
-    """A real one that scrapes ``target`` four times a second; its address, of a port that the system chose for it."""
-    config = (MONITORING / "prometheus.yml").read_text().replace("127.0.0.1:8000", target).replace("interval: 5s", "interval: 250ms")
+    """A real one that scrapes ``target`` four times a second; its address, of a port that the system chose
+    for it."""
+    config = (
+        (MONITORING / "prometheus.yml")
+        .read_text()
+        .replace("127.0.0.1:8000", target)
+        .replace("interval: 5s", "interval: 250ms")
+    )
     (folder / "prometheus.yml").write_text(config)
     shutil.copy(MONITORING / "alerts.yml", folder)
     (folder / "admin.key").write_text(ADMIN_KEY)
-    command = [str(PROMETHEUS), f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
-    with subprocess.Popen([*command, "--web.listen-address=127.0.0.1:0"], stderr=subprocess.DEVNULL) as process:
+    command = [
+        str(PROMETHEUS),
+        f"--config.file={folder}/prometheus.yml",
+        f"--storage.tsdb.path={folder}/data",
+    ]
+    with subprocess.Popen(
+        [*command, "--web.listen-address=127.0.0.1:0"], stderr=subprocess.DEVNULL
+    ) as process:
         try:
             deadline = time.monotonic() + 60
             while not (
-                listening := [c.laddr for c in psutil.Process(process.pid).net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+                listening := [
+                    c.laddr
+                    for c in psutil.Process(process.pid).net_connections("tcp")
+                    if c.status == psutil.CONN_LISTEN
+                ]
             ):
                 assert process.poll() is None, "Prometheus has ended"
                 assert time.monotonic() < deadline, "Prometheus does not listen"
@@ -182,25 +244,36 @@ def prometheus(target: str, folder: Path) -> Iterator[str]:
 
 
 @needs_prometheus
-async def test_a_real_prometheus_scrapes_it(server: HttpServer, http: httpx.AsyncClient, tmp_path: Path) -> None:
+async def test_a_real_prometheus_scrapes_it(
+    server: HttpServer, http: httpx.AsyncClient, tmp_path: Path
+) -> None:
     await http.post("/v1/completions", json={"prompt": "quick", "max_tokens": 5})
     with prometheus(f"127.0.0.1:{server.port}", tmp_path) as address:
         async with httpx.AsyncClient(base_url=address, verify=False, timeout=60) as asker:
             found = await answered(asker, 'splitserve_requests_total{status="200"}')
             assert found["value"][1] == "1"
             assert found["metric"]["job"] == "splitserve"
-            assert (await answered(asker, "histogram_quantile(0.5, splitserve_e2e_request_latency_seconds_bucket)"))["value"]
+            assert (
+                await answered(
+                    asker, "histogram_quantile(0.5, splitserve_e2e_request_latency_seconds_bucket)"
+                )
+            )["value"]
             for query in queries():
                 answer = await asker.get(
-                    "/api/v1/query", params={"query": query.replace("$instance", ".*").replace("$__rate_interval", "1m")}
+                    "/api/v1/query",
+                    params={"query": query.replace("$instance", ".*").replace("$__rate_interval", "1m")},
                 )
                 assert answer.json()["status"] == "success", answer.text
             rules = (await asker.get("/api/v1/rules")).json()["data"]["groups"]
-            assert {group["name"] for group in rules} == set(re.findall(r"- name: (\S+)", (MONITORING / "alerts.yml").read_text()))
+            assert {group["name"] for group in rules} == set(
+                re.findall(r"- name: (\S+)", (MONITORING / "alerts.yml").read_text())
+            )
             assert not [rule for group in rules for rule in group["rules"] if rule.get("lastError")]
 
 
-async def answered(asker: httpx.AsyncClient, query: str, timeout_s: float = 60.0) -> dict[str, dict[str, str]]:
+async def answered(
+    asker: httpx.AsyncClient, query: str, timeout_s: float = 60.0
+) -> dict[str, dict[str, str]]:
     """The first result of a query, as soon as there is one."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:

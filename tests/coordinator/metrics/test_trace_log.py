@@ -24,10 +24,13 @@ def request(tokens: list[int], arrival: float, session: str = "", salt: bytes = 
 
 
 def logged(folder: Path) -> TraceLog:
-    """Three turns of a conversation of one tenant, the first ending last, and the same prompt of another tenant."""
+    """Three turns of a conversation of one tenant, the first ending last, and the same prompt of another
+    tenant."""
     log = TraceLog(folder, longest_request_s=60)
     now, prompt = monotonic(), list(range(100, 100 + 2 * BLOCK_SIZE))
-    log.note(request([*prompt, 7], now + 1.0, session="alice@example.org"), Ended("length", num_output_tokens=5))
+    log.note(
+        request([*prompt, 7], now + 1.0, session="alice@example.org"), Ended("length", num_output_tokens=5)
+    )
     log.note(request(prompt, now, session="alice@example.org"), Ended("stop", num_output_tokens=3))
     log.note(request(prompt, now + 2.0, salt=b"other"), Ended("stop", num_output_tokens=1))
     log.note(request(prompt, now + 3.0), Ended(error="overloaded"))
@@ -54,13 +57,19 @@ def test_it_tells_no_text_and_no_name_and_cannot_be_matched_with_another_file(tm
     assert ours.session != theirs.session
 
 
-async def test_it_tells_when_each_token_came_if_asked(dispatcher: FakeDispatcher, model: ServedModel, tmp_path: Path) -> None:
+async def test_it_tells_when_each_token_came_if_asked(
+    dispatcher: FakeDispatcher, model: ServedModel, tmp_path: Path
+) -> None:
     log = TraceLog(tmp_path, longest_request_s=60)
     server = HttpServer(create_app(dispatcher, model))
     server.app.generation.times_tokens = True
     await server.start()
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", verify=False, timeout=60) as http:
-        assert (await http.post("/v1/completions", json={"prompt": "quick", "max_tokens": 5, "ignore_eos": True})).status_code == 200
+    async with httpx.AsyncClient(
+        base_url=f"http://127.0.0.1:{server.port}", verify=False, timeout=60
+    ) as http:
+        assert (
+            await http.post("/v1/completions", json={"prompt": "quick", "max_tokens": 5, "ignore_eos": True})
+        ).status_code == 200
     await server.stop(grace_s=0)
     [timed] = dispatcher.requests
     log.note(timed, Ended("length", num_output_tokens=5))

@@ -33,7 +33,9 @@ def spans(server: HttpServer) -> Iterator[InMemorySpanExporter]:
     provider.shutdown()
 
 
-async def test_the_clients_trace_goes_on(http: httpx.AsyncClient, dispatcher: FakeDispatcher, spans: InMemorySpanExporter) -> None:
+async def test_the_clients_trace_goes_on(
+    http: httpx.AsyncClient, dispatcher: FakeDispatcher, spans: InMemorySpanExporter
+) -> None:
     headers = {"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-01", "tracestate": "vendor=1"}
     response = await http.post("/v1/completions", json=BODY, headers=headers)
     (request,) = spans.get_finished_spans()
@@ -55,22 +57,33 @@ async def test_the_clients_trace_goes_on(http: httpx.AsyncClient, dispatcher: Fa
 async def test_a_client_that_does_not_want_it_leaves_no_trace(
     http: httpx.AsyncClient, dispatcher: FakeDispatcher, spans: InMemorySpanExporter
 ) -> None:
-    await http.post("/v1/completions", json=BODY, headers={"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-00"})
+    await http.post(
+        "/v1/completions", json=BODY, headers={"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-00"}
+    )
     assert spans.get_finished_spans() == ()
     assert dispatcher.requests[0].traceparent == ""
 
 
-async def test_without_tracing_nothing_is_sent_on(http: httpx.AsyncClient, dispatcher: FakeDispatcher) -> None:
-    await http.post("/v1/completions", json=BODY, headers={"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-01"})
+async def test_without_tracing_nothing_is_sent_on(
+    http: httpx.AsyncClient, dispatcher: FakeDispatcher
+) -> None:
+    await http.post(
+        "/v1/completions", json=BODY, headers={"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-01"}
+    )
     assert dispatcher.requests[0].traceparent == ""
 
 
-async def test_what_is_no_context_is_a_new_trace(http: httpx.AsyncClient, dispatcher: FakeDispatcher, spans: InMemorySpanExporter) -> None:
+async def test_what_is_no_context_is_a_new_trace(
+    http: httpx.AsyncClient, dispatcher: FakeDispatcher, spans: InMemorySpanExporter
+) -> None:
     await http.post("/v1/completions", json=BODY, headers={"traceparent": "00-zz-yy-01"})
     span = spans.get_finished_spans()[-1]
     assert span.parent is None
     assert span.context is not None
-    assert dispatcher.requests[0].traceparent == f"00-{span.context.trace_id:032x}-{span.context.span_id:016x}-03"
+    assert (
+        dispatcher.requests[0].traceparent
+        == f"00-{span.context.trace_id:032x}-{span.context.span_id:016x}-03"
+    )
 
 
 def test_spans_have_the_ids_that_were_told_when_they_began() -> None:
@@ -85,9 +98,14 @@ def test_spans_have_the_ids_that_were_told_when_they_began() -> None:
     spans = exporter.get_finished_spans()
     assert [span.name for span in spans] == ["b", "a", "c"]
     told = {trace.traceparent for trace in began if trace is not None}
-    assert {f"00-{s.context.trace_id:032x}-{s.context.span_id:016x}-03" for s in spans if s.context is not None} == told
+    assert {
+        f"00-{s.context.trace_id:032x}-{s.context.span_id:016x}-03" for s in spans if s.context is not None
+    } == told
     assert len({trace.trace_id for trace in began if trace is not None}) == 3
 
 
 def test_what_is_not_sampled_is_not_begun() -> None:
-    assert Tracing(TracerProvider(sampler=TraceIdRatioBased(0.0), shutdown_on_exit=False)).begin("a", {}, 1.0) is None
+    assert (
+        Tracing(TracerProvider(sampler=TraceIdRatioBased(0.0), shutdown_on_exit=False)).begin("a", {}, 1.0)
+        is None
+    )

@@ -24,7 +24,9 @@ async def test_all_is_well(http: httpx.AsyncClient) -> None:
     assert set(answer.json()["checks"]) == {"serving", "listeners", "disk"}
 
 
-async def test_without_workers_it_is_degraded_and_alive(http: httpx.AsyncClient, dispatcher: FakeDispatcher) -> None:
+async def test_without_workers_it_is_degraded_and_alive(
+    http: httpx.AsyncClient, dispatcher: FakeDispatcher
+) -> None:
     dispatcher.is_ready = dispatcher.workers = False
     answer = await http.get("/health")
     assert (answer.status_code, answer.json()["status"]) == (200, "degraded")
@@ -41,29 +43,41 @@ async def test_a_listener_that_fails_degrades_it_for_a_minute(dispatcher: FakeDi
     failures = ListenerFailures(lambda: 0.0)
     health = Health(dispatcher, failures)
     failures.note("trace file", OSError(28, "No space left on device", "/secret/path"))
-    [reason] = [c["reason"] for c in (await health.report(100.0))["checks"].values() if c["status"] == "degraded"]
+    [reason] = [
+        c["reason"] for c in (await health.report(100.0))["checks"].values() if c["status"] == "degraded"
+    ]
     assert "trace file" in reason
     assert "/secret" not in reason
     assert (await health.report(100.0 + RECENT_S - 1))["status"] == "degraded"
     assert (await health.report(100.0 + RECENT_S + 1))["status"] == "ok"
 
 
-async def test_a_disk_that_is_nearly_full_is_named_by_its_option(dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_disk_that_is_nearly_full_is_named_by_its_option(
+    dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     health = Health(dispatcher, ListenerFailures())
     health.folders = {"--trace-folder": Path("/nowhere/traces")}
-    assert (await health.report(0.0))["status"] == "ok", "a folder that is to be made lies where its parent does"
+    assert (await health.report(0.0))["status"] == "ok", (
+        "a folder that is to be made lies where its parent does"
+    )
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5 << 20))
-    assert (await health.report(0.0))["checks"]["disk"]["reason"] == "the disk is nearly full: --trace-folder has 5 MiB free"
+    assert (await health.report(0.0))["checks"]["disk"][
+        "reason"
+    ] == "the disk is nearly full: --trace-folder has 5 MiB free"
 
 
-async def test_a_disk_that_hangs_holds_nobody_up(dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_disk_that_hangs_holds_nobody_up(
+    dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     health, released = Health(dispatcher, ListenerFailures()), threading.Event()
     health.folders = {"--batch-file": Path("/")}
     monkeypatch.setattr(module, "DISK_PATIENCE_S", 0.01)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: released.wait(60) and SimpleNamespace(free=1 << 40))
     try:
         for _ in range(2):  # the second finds the first still asking
-            assert (await health.report(0.0))["checks"]["disk"]["reason"] == "the file system of --batch-file does not answer"
+            assert (await health.report(0.0))["checks"]["disk"][
+                "reason"
+            ] == "the file system of --batch-file does not answer"
     finally:
         released.set()
     async with asyncio.timeout(60):

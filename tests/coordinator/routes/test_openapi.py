@@ -1,4 +1,5 @@
-"""/openapi.json says what the server does: its schemas take what the server takes, and refuse what it refuses by kind and range."""
+"""/openapi.json says what the server does: its schemas take what the server takes, and refuse what it refuses
+by kind and range."""
 
 from __future__ import annotations
 
@@ -13,14 +14,30 @@ from jsonschema import Draft202012Validator
 from splitserve.coordinator.server import HttpServer
 
 BEYOND_A_SCHEMA = {
-    *("min_tokens", "ignore_eos", "guided_choice", "tool_choice", "stream_options", "best_of", "top_logprobs", "max_tokens"),
+    *(
+        "min_tokens",
+        "ignore_eos",
+        "guided_choice",
+        "tool_choice",
+        "stream_options",
+        "best_of",
+        "top_logprobs",
+        "max_tokens",
+    ),
     *("prompt", "messages", "truncate_prompt_tokens", "stop_token_ids", "logit_bias"),
 }
 """Fields whose rules also depend on other fields, on the model, or on keys."""
 GOOD: list[dict[str, Any]] = [
     {},
     {"stop": ["a", "b"], "logit_bias": {"7": -1.5}, "max_tokens": 3},
-    {"stop": None, "n": 2, "seed": -5, "stream": True, "stream_options": {"include_usage": True}, "something_else": 1},
+    {
+        "stop": None,
+        "n": 2,
+        "seed": -5,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "something_else": 1,
+    },
 ]
 
 
@@ -32,7 +49,11 @@ async def validator_of(http: httpx.AsyncClient, path: str) -> Draft202012Validat
 
 
 @pytest.mark.parametrize(
-    ("path", "base", "bad"), [("/v1/completions", TEXT, BAD_FOR_BOTH + BAD_TEXT), ("/v1/chat/completions", CHAT, BAD_FOR_BOTH + BAD_CHAT)]
+    ("path", "base", "bad"),
+    [
+        ("/v1/completions", TEXT, BAD_FOR_BOTH + BAD_TEXT),
+        ("/v1/chat/completions", CHAT, BAD_FOR_BOTH + BAD_CHAT),
+    ],
 )
 async def test_bodies_are_valid_where_the_server_takes_them(
     http: httpx.AsyncClient, path: str, base: dict[str, Any], bad: list[tuple[dict[str, Any], str]]
@@ -51,7 +72,10 @@ async def test_every_path_of_it_is_there(http: httpx.AsyncClient, server: HttpSe
     document = (await http.get("/openapi.json")).json()
     for path, methods in document["paths"].items():
         for method in methods:
-            assert (await http.request(method, path.replace("{model}", "tiny"))).status_code not in (404, 405), path
+            assert (await http.request(method, path.replace("{model}", "tiny"))).status_code not in (
+                404,
+                405,
+            ), path
 
 
 FORMS: list[dict[str, Any]] = [
@@ -64,7 +88,12 @@ FORMS: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     ("path", "name", "base", "forms"),
     [
-        ("/v1/completions", "Completion", TEXT, [*FORMS, {"logprobs": 2, "echo": True, "prompt": "Hello there"}]),
+        (
+            "/v1/completions",
+            "Completion",
+            TEXT,
+            [*FORMS, {"logprobs": 2, "echo": True, "prompt": "Hello there"}],
+        ),
         ("/v1/chat/completions", "ChatCompletion", CHAT, [*FORMS, {"logprobs": True, "top_logprobs": 2}]),
     ],
     ids=["completions", "chat"],
@@ -73,7 +102,10 @@ async def test_answers_and_chunks_are_as_described(
     http: httpx.AsyncClient, path: str, name: str, base: dict[str, Any], forms: list[dict[str, Any]]
 ) -> None:
     components = (await http.get("/openapi.json")).json()["components"]
-    whole, chunk = (Draft202012Validator({"$ref": f"#/components/schemas/{n}", "components": components}) for n in (name, f"{name}Chunk"))
+    whole, chunk = (
+        Draft202012Validator({"$ref": f"#/components/schemas/{n}", "components": components})
+        for n in (name, f"{name}Chunk")
+    )
     for form in forms:
         body = {**base, "max_tokens": 5, **form}
         if "stream_options" not in form:

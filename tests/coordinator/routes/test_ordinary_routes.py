@@ -28,7 +28,11 @@ async def test_tokenize_and_detokenize(http: httpx.AsyncClient, model: ServedMod
     bare = (await http.post("/tokenize", json={"prompt": "quick 世", "add_special_tokens": False})).json()
     assert bare["tokens"] == ids[1:]
     assert (await http.post("/detokenize", json={"tokens": ids[1:]})).json() == {"prompt": "quick 世"}
-    chat = (await http.post("/tokenize", json={"messages": [{"role": "user", "content": "a"}], "add_generation_prompt": False})).json()
+    chat = (
+        await http.post(
+            "/tokenize", json={"messages": [{"role": "user", "content": "a"}], "add_generation_prompt": False}
+        )
+    ).json()
     assert model.tokenizer.fast.decode(chat["tokens"], skip_special_tokens=False) == "<|bos|><|user|>a<|end|>"
     for bad in ({}, {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, {"prompt": 1}):
         assert (await http.post("/tokenize", json=bad)).status_code == 400
@@ -62,7 +66,8 @@ async def test_debug_state(http: httpx.AsyncClient) -> None:
 
 def samples(families: Iterable[Metric]) -> dict[str, float]:
     return {
-        s.name + "".join(f"|{value}" for key, value in sorted(s.labels.items()) if key != "model_name"): s.value
+        s.name
+        + "".join(f"|{value}" for key, value in sorted(s.labels.items()) if key != "model_name"): s.value
         for f in families
         for s in f.samples
     }
@@ -81,7 +86,13 @@ async def test_metrics(http: httpx.AsyncClient, server: HttpServer, monkeypatch:
     assert found["splitserve_sequences_total|length"] == 3
     assert found["splitserve_generation_tokens_total"] == 15
     assert found["splitserve_prompt_tokens_cached_total"] == 9
-    for name in ("time_to_first_token", "time_per_output_token", "e2e_request_latency", "request_queue_time", "request_decode_time"):
+    for name in (
+        "time_to_first_token",
+        "time_per_output_token",
+        "e2e_request_latency",
+        "request_queue_time",
+        "request_decode_time",
+    ):
         assert found[f"splitserve_{name}_seconds_count"] == 3
     assert 0 < found["splitserve_inter_token_latency_seconds_count"] <= 12
     assert 0 < found["splitserve_request_prefill_time_seconds_sum"] < 60

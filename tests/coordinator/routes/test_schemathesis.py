@@ -1,4 +1,5 @@
-"""What /openapi.json promises, schemathesis holds the server to: generated requests, good and bad, on every path."""
+"""What /openapi.json promises, schemathesis holds the server to: generated requests, good and bad, on every
+path."""
 
 from __future__ import annotations
 
@@ -9,7 +10,11 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from schemathesis.checks import not_a_server_error
-from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance, status_code_conformance
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 

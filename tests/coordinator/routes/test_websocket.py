@@ -80,15 +80,26 @@ async def test_the_same_chunks_as_by_http(socket: ClientConnection, http: httpx.
     by_http = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     assert [event["choices"] for event in events] == [event["choices"] for event in by_http]
     assert events[-1]["usage"]["completion_tokens"] == by_http[-1]["usage"]["completion_tokens"]
-    assert "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"]) == ANSWER
+    assert (
+        "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
+        == ANSWER
+    )
 
 
 async def test_several_at_a_time_and_whole_answers(socket: ClientConnection) -> None:
     for id in "abc":
         await say(socket, id=id, body=BODY)
-    await say(socket, id="whole", endpoint="/v1/completions", body={"prompt": "Hi", "stream": False, "max_tokens": 500, "temperature": 0})
+    await say(
+        socket,
+        id="whole",
+        endpoint="/v1/completions",
+        body={"prompt": "Hi", "stream": False, "max_tokens": 500, "temperature": 0},
+    )
     heard = await until_done(socket, *"abc", "whole")
-    texts = {"".join(c["delta"].get("content") or "" for m in heard[id] for c in m["event"]["choices"]) for id in "abc"}
+    texts = {
+        "".join(c["delta"].get("content") or "" for m in heard[id] for c in m["event"]["choices"])
+        for id in "abc"
+    }
     assert texts == {ANSWER}
     assert [message["event"]["choices"][0]["text"] for message in heard["whole"]] == [ANSWER]
 
@@ -147,7 +158,9 @@ class OneKey:
     def close(self) -> None: ...
 
 
-async def test_a_browser_gives_its_key_as_a_subprotocol(dispatcher: FakeDispatcher, model: ServedModel) -> None:
+async def test_a_browser_gives_its_key_as_a_subprotocol(
+    dispatcher: FakeDispatcher, model: ServedModel
+) -> None:
     server = HttpServer(create_app(dispatcher, model, system=dispatcher.system, tenancy=Tenancy(OneKey())))
     await server.start()
     url = f"ws://127.0.0.1:{server.port}/v1/stream"

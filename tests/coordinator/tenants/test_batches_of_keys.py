@@ -1,4 +1,5 @@
-"""Batches run as what their key is now: revoked or expired it ends them, and changed limits hold for what is left."""
+"""Batches run as what their key is now: revoked or expired it ends them, and changed limits hold for what is
+left."""
 
 from __future__ import annotations
 
@@ -25,7 +26,12 @@ from splitserve.coordinator.text.served_model import ServedModel
 
 NUM_LINES = 40
 LINES = [
-    {"custom_id": f"r{i}", "method": "POST", "url": "/v1/completions", "body": {"prompt": f"quick {i}", "max_tokens": 4}}
+    {
+        "custom_id": f"r{i}",
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": {"prompt": f"quick {i}", "max_tokens": 4},
+    }
     for i in range(NUM_LINES)
 ]
 
@@ -49,7 +55,11 @@ def directory(store: TenantStore, key: NewKey, tmp_path: Path) -> KeyDirectory:
 
 @pytest.fixture
 async def server(
-    store: TenantStore, directory: KeyDirectory, dispatcher: FakeDispatcher, model: ServedModel, tmp_path: Path
+    store: TenantStore,
+    directory: KeyDirectory,
+    dispatcher: FakeDispatcher,
+    model: ServedModel,
+    tmp_path: Path,
 ) -> AsyncIterator[HttpServer]:
     limiter = SharedLimiter(tmp_path / "limits")
     batches = BatchOptions(tmp_path / "batches", max_running=4)
@@ -76,7 +86,11 @@ def bearer(key: str) -> dict[str, str]:
 
 async def submit(http: httpx.AsyncClient, key: NewKey) -> str:
     content = "\n".join(map(json.dumps, LINES))
-    file = (await http.post("/v1/files", files={"file": content}, data={"purpose": "batch"}, headers=bearer(key.key))).json()
+    file = (
+        await http.post(
+            "/v1/files", files={"file": content}, data={"purpose": "batch"}, headers=bearer(key.key)
+        )
+    ).json()
     asked = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
     return str((await http.post("/v1/batches", json=asked, headers=bearer(key.key))).json()["id"])
 
@@ -89,7 +103,12 @@ async def until(what: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize(
-    "end", [TenantStore.revoke_key, partial(TenantStore.revoke_key, grace_s=1.0), partial(TenantStore.rotate_key, grace_s=0.0)]
+    "end",
+    [
+        TenantStore.revoke_key,
+        partial(TenantStore.revoke_key, grace_s=1.0),
+        partial(TenantStore.rotate_key, grace_s=0.0),
+    ],
 )
 async def test_a_key_that_opens_no_more_ends_its_batches(
     http: httpx.AsyncClient,
@@ -99,7 +118,8 @@ async def test_a_key_that_opens_no_more_ends_its_batches(
     key: NewKey,
     end: Callable[[TenantStore, str], object],
 ) -> None:
-    """Revoked at once, expired later, or replaced at once: the new key takes no batch over, for the old one may have leaked."""
+    """Revoked at once, expired later, or replaced at once: the new key takes no batch over, for the old one
+    may have leaked."""
     dispatcher.hold = True
     batch = await submit(http, key)
     await dispatcher.until(lambda: len(dispatcher.running) == 4)
@@ -118,7 +138,11 @@ async def test_a_key_that_opens_no_more_ends_its_batches(
 
 
 async def test_a_batch_outlives_the_rotation_of_its_key(
-    http: httpx.AsyncClient, store: TenantStore, directory: KeyDirectory, dispatcher: FakeDispatcher, key: NewKey
+    http: httpx.AsyncClient,
+    store: TenantStore,
+    directory: KeyDirectory,
+    dispatcher: FakeDispatcher,
+    key: NewKey,
 ) -> None:
     """The old key opens for as long as a batch may take, unless somebody says otherwise."""
     grace_s = KeysRotateSettings.model_fields["grace_s"].default
@@ -131,20 +155,33 @@ async def test_a_batch_outlives_the_rotation_of_its_key(
     dispatcher.hold = False
     http.headers.update(bearer(fresh.key))
     async with asyncio.timeout(60):
-        while (found := (await http.get(f"/v1/batches/{batch}")).json())["status"] in ("in_progress", "finalizing"):
+        while (found := (await http.get(f"/v1/batches/{batch}")).json())["status"] in (
+            "in_progress",
+            "finalizing",
+        ):
             await asyncio.sleep(0.02)
     assert (found["status"], found["request_counts"]["completed"]) == ("completed", NUM_LINES)
 
 
 async def test_limits_that_change_hold_for_what_is_left(
-    http: httpx.AsyncClient, server: HttpServer, store: TenantStore, directory: KeyDirectory, dispatcher: FakeDispatcher, key: NewKey
+    http: httpx.AsyncClient,
+    server: HttpServer,
+    store: TenantStore,
+    directory: KeyDirectory,
+    dispatcher: FakeDispatcher,
+    key: NewKey,
 ) -> None:
     dispatcher.hold = True
     await submit(http, key)
     await dispatcher.until(lambda: len(dispatcher.running) == 4)
     store.set_tier("premium", None, {"requests_per_minute": 1})
     number = int(key.id.removeprefix("key_"))
-    await until(lambda: (account := directory.account_of_key(number)) is not None and account.tenant_limits.requests_per_minute == 1)
+    await until(
+        lambda: (
+            (account := directory.account_of_key(number)) is not None
+            and account.tenant_limits.requests_per_minute == 1
+        )
+    )
     dispatcher.hold = False
     await until(lambda: server.app.metrics.counts.refusals["rate_limit_exceeded"] >= 4)
     assert len(dispatcher.requests) == 5, "four that ran, and one a minute"

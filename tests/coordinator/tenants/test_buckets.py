@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splitserve.coordinator.tenants.buckets import DAY_TOKENS, MONTH_TOKENS, NUM_FIELDS, TOKENS, Holder, Room, Shortage, admit, settle
+from splitserve.coordinator.tenants.buckets import (
+    DAY_TOKENS,
+    MONTH_TOKENS,
+    NUM_FIELDS,
+    TOKENS,
+    Holder,
+    Room,
+    Shortage,
+    admit,
+    settle,
+)
 from splitserve.coordinator.tenants.limiter import duration, headers_of, refusal_of
 from splitserve.coordinator.tenants.limits import Limits
 
@@ -21,8 +31,7 @@ def holder(**limits: int) -> Holder:
 
 
 @given(
-    limit=st.integers(1, 200),
-    asks=st.lists(st.tuples(st.floats(0, 30), st.integers(1, 100)), max_size=60),
+    limit=st.integers(1, 200), asks=st.lists(st.tuples(st.floats(0, 30), st.integers(1, 100)), max_size=60)
 )
 def test_no_more_than_a_burst_and_the_rate_ever_passes(limit: int, asks: list[tuple[float, int]]) -> None:
     who, now, passed = holder(tokens_per_minute=limit), NOON, 0
@@ -99,7 +108,9 @@ def test_larger_than_the_limit_is_said_to_be_so() -> None:
 
 
 def test_headers_speak_of_who_has_less() -> None:
-    room = admit([holder(requests_per_minute=100, tokens_per_minute=6000), holder(requests_per_minute=10)], 1000, NOON)
+    room = admit(
+        [holder(requests_per_minute=100, tokens_per_minute=6000), holder(requests_per_minute=10)], 1000, NOON
+    )
     assert isinstance(room, Room)
     assert dict(headers_of(room)) == {
         b"x-ratelimit-limit-requests": b"10",
@@ -111,6 +122,8 @@ def test_headers_speak_of_who_has_less() -> None:
     }
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0.02, "20ms"), (1.5, "1.5s"), (6 * 60, "6m0s"), (0, "0ms"), (86_400, "24h0m0s")])
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.02, "20ms"), (1.5, "1.5s"), (6 * 60, "6m0s"), (0, "0ms"), (86_400, "24h0m0s")]
+)
 def test_durations_as_openai_writes_them(seconds: float, text: str) -> None:
     assert duration(seconds) == text

@@ -49,7 +49,10 @@ def cached_tokens(scheduler: PrefillScheduler, dispatch: int, salt: bytes) -> in
 
 def test_another_tenants_prompt_is_not_cached(salts: dict[str, bytes]) -> None:
     scheduler = PrefillScheduler(BlockManager(256), 4, "model", 64, max_num_seqs=8)
-    got = [cached_tokens(scheduler, n, salts[who]) for n, who in enumerate(("a", "a", "b", "b", "friend", "other friend", "a"))]
+    got = [
+        cached_tokens(scheduler, n, salts[who])
+        for n, who in enumerate(("a", "a", "b", "b", "friend", "other friend", "a"))
+    ]
     assert got == [0, 32, 0, 32, 0, 32, 32]
 
 

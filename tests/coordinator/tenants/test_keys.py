@@ -49,7 +49,10 @@ def test_a_key_is_kept_as_a_hash_only(store: TenantStore, path: Path) -> None:
     store.close()
     files = [file.read_bytes() for file in path.parent.iterdir()]
     assert files
-    assert not any(made.key.encode() in content or made.key.removeprefix("sk-split-").encode() in content for content in files)
+    assert not any(
+        made.key.encode() in content or made.key.removeprefix("sk-split-").encode() in content
+        for content in files
+    )
     assert path.stat().st_mode & 0o077 == 0
 
 
@@ -70,7 +73,9 @@ def test_what_opens_nothing(store: TenantStore, path: Path, header: bytes) -> No
         KeyDirectory(path).account(header)
 
 
-def test_an_end_that_passes_needs_no_reload(store: TenantStore, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_that_passes_needs_no_reload(
+    store: TenantStore, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     end = time.time() + 60
     key = store.create_key("acme", expires=end)
     directory = KeyDirectory(path)
@@ -130,18 +135,35 @@ def test_without_keys_only_this_host_is_served(more: dict[str, object], where: s
 
 
 async def test_the_server_asks_for_keys(
-    store: TenantStore, path: Path, dispatcher: FakeDispatcher, model: ServedModel, caplog: pytest.LogCaptureFixture
+    store: TenantStore,
+    path: Path,
+    dispatcher: FakeDispatcher,
+    model: ServedModel,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     key = store.create_key("acme").key
     caplog.set_level(logging.DEBUG)
     server = HttpServer(create_app(dispatcher, model, tenancy=Tenancy(KeyDirectory(path))))
     await server.start()
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", verify=False, timeout=60) as http:
-        for method, url in (("POST", "/v1/chat/completions"), ("GET", "/v1/models"), ("POST", "/tokenize"), ("POST", "/v1/completions")):
+    async with httpx.AsyncClient(
+        base_url=f"http://127.0.0.1:{server.port}", verify=False, timeout=60
+    ) as http:
+        for method, url in (
+            ("POST", "/v1/chat/completions"),
+            ("GET", "/v1/models"),
+            ("POST", "/tokenize"),
+            ("POST", "/v1/completions"),
+        ):
             for headers in ({}, bearer("sk-split-wrong")):
-                answer = await http.request(method, url, headers=headers, json=CHAT if method == "POST" else None)
+                answer = await http.request(
+                    method, url, headers=headers, json=CHAT if method == "POST" else None
+                )
                 error = answer.json()["error"]
-                assert (answer.status_code, error["code"], error["type"]) == (401, "invalid_api_key", "authentication_error"), url
+                assert (answer.status_code, error["code"], error["type"]) == (
+                    401,
+                    "invalid_api_key",
+                    "authentication_error",
+                ), url
                 assert set(error) == {"message", "type", "param", "code"}
         assert (await http.get("/health")).status_code == 200
         assert (await http.get("/v1/models", headers=bearer(key))).status_code == 200
@@ -158,23 +180,44 @@ async def test_a_wrong_key_is_refused_before_its_body_is_sent(
     server = HttpServer(create_app(dispatcher, model, tenancy=Tenancy(KeyDirectory(path))))
     await server.start()
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 100000\r\n\r\n{")
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: "
+        b"application/json\r\ncontent-length: 100000\r\n\r\n{"
+    )
     assert (await asyncio.wait_for(reader.readline(), 60)).startswith(b"HTTP/1.1 401")
     writer.close()
     await server.stop(grace_s=0)
 
 
-async def test_tenants_by_http(store: TenantStore, path: Path, dispatcher: FakeDispatcher, model: ServedModel) -> None:
+async def test_tenants_by_http(
+    store: TenantStore, path: Path, dispatcher: FakeDispatcher, model: ServedModel
+) -> None:
     operators = Operators("0123456789abcdef")
-    app = create_app(dispatcher, model, operators=operators, tenancy=Tenancy(KeyDirectory(path)), more_admin=tenant_routes(path))
+    app = create_app(
+        dispatcher,
+        model,
+        operators=operators,
+        tenancy=Tenancy(KeyDirectory(path)),
+        more_admin=tenant_routes(path),
+    )
     headers = bearer("0123456789abcdef")
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app.admin), base_url="http://localhost") as http:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app.admin), base_url="http://localhost"
+    ) as http:
         assert (await http.get("/admin/keys")).status_code == 401
-        assert (await http.put("/admin/tiers/gold", headers=headers, json={"tokens_per_day": 9})).status_code == 200
-        assert (await http.put("/admin/tenants/zed", headers=headers, json={"tier": "gold"})).status_code == 200
-        assert (await http.put("/admin/tenants/zed", headers=headers, json={"tier": "brass"})).status_code == 404
+        assert (
+            await http.put("/admin/tiers/gold", headers=headers, json={"tokens_per_day": 9})
+        ).status_code == 200
+        assert (
+            await http.put("/admin/tenants/zed", headers=headers, json={"tier": "gold"})
+        ).status_code == 200
+        assert (
+            await http.put("/admin/tenants/zed", headers=headers, json={"tier": "brass"})
+        ).status_code == 404
         made = (await http.post("/admin/keys", headers=headers, json={"tenant": "zed", "name": "n"})).json()
-        turned = (await http.post(f"/admin/keys/{made['id']}/rotate", headers=headers, json={"grace_s": 9})).json()
+        turned = (
+            await http.post(f"/admin/keys/{made['id']}/rotate", headers=headers, json={"grace_s": 9})
+        ).json()
         assert (await http.delete(f"/admin/keys/{made['id']}", headers=headers)).json() == {"done": True}
         wrong = await http.post("/admin/keys", headers=headers, json={"tenant": "zed", "max_streems": 1})
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "max_streems")
@@ -194,5 +237,8 @@ def test_the_tenants_file_is_private(path: Path) -> None:
     finally:
         os.umask(umask)
     path.chmod(0o640)
-    with pytest.raises(TenantsFileError, match=rf"the tenants file {path} is open to other users \(mode 0640\); run: chmod 600 {path}$"):
+    with pytest.raises(
+        TenantsFileError,
+        match=rf"the tenants file {path} is open to other users \(mode 0640\); run: chmod 600 {path}$",
+    ):
         TenantStore(path)

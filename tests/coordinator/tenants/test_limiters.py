@@ -21,7 +21,11 @@ from splitserve.coordinator.tenants.redis_limiter import RedisLimiter
 from splitserve.coordinator.tenants.shared_limiter import SharedLimiter
 
 ACCOUNT = Account(
-    tenant="t", tenant_id=3, key_id=7, tenant_limits=Limits(requests_per_minute=5, max_streams=4), key_limits=Limits(tokens_per_minute=1000)
+    tenant="t",
+    tenant_id=3,
+    key_id=7,
+    tenant_limits=Limits(requests_per_minute=5, max_streams=4),
+    key_limits=Limits(tokens_per_minute=1000),
 )
 
 
@@ -59,15 +63,19 @@ async def test_two_processes_share_one_bucket(tmp_path: Path) -> None:
 async def test_what_was_used_outlives_the_process_and_its_streams_do_not(tmp_path: Path) -> None:
     """Killed with kill -9, while another process goes on."""
     script = (
-        "import sys, time; from pathlib import Path; from splitserve.coordinator.tenants.shared_limiter import SharedLimiter\n"
+        "import sys, time; from pathlib import Path; from "
+        "splitserve.coordinator.tenants.shared_limiter import SharedLimiter\n"
         "from splitserve.coordinator.tenants.limits import Account, Limits\n"
         "limiter = SharedLimiter(Path(sys.argv[1]), clock=lambda: 1e9)\n"
         "account = Account(tenant_id=3, tenant_limits=Limits(max_streams=2, tokens_per_month=100))\n"
-        "[limiter.admit(account, 30, lambda answer: print(type(answer).__name__, flush=True)) for _ in range(2)]\n"
+        "[limiter.admit(account, 30, lambda answer: print(type(answer).__name__, flush=True)) for "
+        "_ in range(2)]\n"
         "time.sleep(300)"
     )
     survivor = SharedLimiter(tmp_path / "limits", clock=lambda: 1e9)  # within one month
-    child = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "limits")], stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path / "limits")], stdout=subprocess.PIPE, text=True
+    )
     assert child.stdout is not None
     assert [child.stdout.readline().strip() for _ in range(2)] == ["Admission", "Admission"]
     account = Account(tenant_id=3, tenant_limits=Limits(max_streams=2, tokens_per_month=100))
@@ -105,7 +113,17 @@ async def redis_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
     if shutil.which("redis-server") is None:
         pytest.skip("there is no redis-server; Debian's package is redis-server")
     socket = tmp_path / "redis.sock"
-    command = ["redis-server", "--port", "0", "--unixsocket", str(socket), "--save", "", "--dir", str(tmp_path)]
+    command = [
+        "redis-server",
+        "--port",
+        "0",
+        "--unixsocket",
+        str(socket),
+        "--save",
+        "",
+        "--dir",
+        str(tmp_path),
+    ]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         async with asyncio.timeout(60):
@@ -177,7 +195,8 @@ async def test_redis_corrects_an_estimate_likewise(redis_url: str) -> None:
 
 
 async def check_corrections(limiter: Limiter) -> None:
-    """It counts as one request and one stream; where there are too few tokens, stream and tokens are given back."""
+    """It counts as one request and one stream; where there are too few tokens, stream and tokens are given
+    back."""
     first = await corrected(limiter, await asked(limiter, tokens=1), 900)
     assert isinstance(first, Admission)
     assert (first.tokens, first.room.remaining_tokens // 10, first.room.remaining_requests) == (900, 10, 4)

@@ -22,8 +22,11 @@ BODY = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "te
 
 
 @pytest.fixture
-async def limited(tmp_path: Path, dispatcher: FakeDispatcher, model: ServedModel) -> AsyncIterator[tuple[TenantStore, httpx.AsyncClient]]:
-    """A tenant with one key, and the client that has it; limits of the tier ``t`` are set before the first request."""
+async def limited(
+    tmp_path: Path, dispatcher: FakeDispatcher, model: ServedModel
+) -> AsyncIterator[tuple[TenantStore, httpx.AsyncClient]]:
+    """A tenant with one key, and the client that has it; limits of the tier ``t`` are set before the first
+    request."""
     store = TenantStore(tmp_path / "tenants", create=True)
     store.set_tier("t", None, {})
     store.set_tenant("acme", tier="t")
@@ -34,7 +37,9 @@ async def limited(tmp_path: Path, dispatcher: FakeDispatcher, model: ServedModel
     server = HttpServer(create_app(dispatcher, model, tenancy=Tenancy(directory, limiter)))
     await server.start()
     headers = {"authorization": f"Bearer {key}"}
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", verify=False, headers=headers, timeout=60) as client:
+    async with httpx.AsyncClient(
+        base_url=f"http://127.0.0.1:{server.port}", verify=False, headers=headers, timeout=60
+    ) as client:
         yield store, client
     following.cancel()
     await server.stop(grace_s=0)
@@ -68,7 +73,9 @@ async def test_429_says_what_and_when(limited: tuple[TenantStore, httpx.AsyncCli
     }
 
 
-async def test_tokens_are_given_back_that_were_not_used(limited: tuple[TenantStore, httpx.AsyncClient]) -> None:
+async def test_tokens_are_given_back_that_were_not_used(
+    limited: tuple[TenantStore, httpx.AsyncClient],
+) -> None:
     store, client = limited
     store.set_tier("t", None, {"requests_per_minute": 1000, "tokens_per_minute": 10_000})
     first = await until_limited(client)
@@ -76,13 +83,18 @@ async def test_tokens_are_given_back_that_were_not_used(limited: tuple[TenantSto
     used = first.json()["usage"]["total_tokens"]
     assert taken == used  # eight tokens were asked for, and came
     longer = await client.post(URL, json={**BODY, "max_tokens": 500})
-    assert 10_000 - int(longer.headers["x-ratelimit-remaining-tokens"]) == used + longer.json()["usage"]["prompt_tokens"] + 500
+    assert (
+        10_000 - int(longer.headers["x-ratelimit-remaining-tokens"])
+        == used + longer.json()["usage"]["prompt_tokens"] + 500
+    )
     last = await client.post(URL, json=BODY)
     used += longer.json()["usage"]["total_tokens"] + last.json()["usage"]["total_tokens"]
     assert 10_000 - int(last.headers["x-ratelimit-remaining-tokens"]) == used
 
 
-async def test_open_streams_are_bounded_and_end(limited: tuple[TenantStore, httpx.AsyncClient], dispatcher: FakeDispatcher) -> None:
+async def test_open_streams_are_bounded_and_end(
+    limited: tuple[TenantStore, httpx.AsyncClient], dispatcher: FakeDispatcher
+) -> None:
     store, client = limited
     store.set_tier("t", None, {"requests_per_minute": 1000, "max_streams": 1})
     await until_limited(client)

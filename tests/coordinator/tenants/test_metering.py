@@ -36,7 +36,21 @@ NOW = 1.7e9
 
 
 def record(id: str, tenant: str = "t", status: str = "200", tokens: int = 5) -> UsageRecord:
-    return UsageRecord(id, NOW, tenant, "key_1", "m", "/v1/completions", "standard", status, 10, 4, tokens, 12.5, decode_s=0.25)
+    return UsageRecord(
+        id,
+        NOW,
+        tenant,
+        "key_1",
+        "m",
+        "/v1/completions",
+        "standard",
+        status,
+        10,
+        4,
+        tokens,
+        12.5,
+        decode_s=0.25,
+    )
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
@@ -53,7 +67,10 @@ def make(folder: Path, **more: float) -> Meter:
 
 
 def statuses(folder: Path) -> dict[str, int]:
-    return {row["status"]: row["requests"] for row in open_database(f"sqlite:///{folder}/usage").totals(["status"], 0, 1e12)}
+    return {
+        row["status"]: row["requests"]
+        for row in open_database(f"sqlite:///{folder}/usage").totals(["status"], 0, 1e12)
+    }
 
 
 def test_records_are_deleted_when_they_are_old_enough(tmp_path: Path) -> None:
@@ -67,7 +84,9 @@ def test_records_are_deleted_when_they_are_old_enough(tmp_path: Path) -> None:
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
-def database(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[UsageDatabase]:
+def database(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[UsageDatabase]:
     """PostgreSQL's is not believed gone because the machine stood still."""
     monkeypatch.setattr(usage_database, "CONNECT_TIMEOUT_S", 60)
     if request.param == "sqlite":
@@ -75,11 +94,15 @@ def database(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
         return
     if shutil.which("initdb") is None:
         pytest.skip("there is no initdb; Debian's package is postgresql")
-    folder = Path(tempfile.mkdtemp(prefix="splitserve-postgres-", dir="/tmp"))  # its user may not enter tmp_path
+    folder = Path(
+        tempfile.mkdtemp(prefix="splitserve-postgres-", dir="/tmp")
+    )  # its user may not enter tmp_path
     as_user = {"user": "postgres"} if os.getuid() == 0 else {}
     shutil.chown(folder, **as_user) if as_user else None
     run = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": "/tmp", **as_user}
-    subprocess.run(["initdb", "-D", f"{folder}/data", "-A", "trust", "-U", "u", "--no-sync"], check=True, **run)  # type: ignore[call-overload]
+    subprocess.run(
+        ["initdb", "-D", f"{folder}/data", "-A", "trust", "-U", "u", "--no-sync"], check=True, **run
+    )  # type: ignore[call-overload]
     options = f"-F -k {folder} -c listen_addresses="
     subprocess.run(["pg_ctl", "-D", f"{folder}/data", "-w", "-o", options, "start"], check=True, **run)  # type: ignore[call-overload]
     database = open_database(f"postgresql://u@/postgres?host={folder}")
@@ -99,12 +122,20 @@ def test_databases_add_up_and_keep_a_record_once(database: UsageDatabase) -> Non
         ("u", "2023-11-14", 2, 5),
     ]
     (sums,) = database.totals([], NOW, NOW + 1)
-    assert (sums["requests"], sums["prompt_tokens"], sums["kv_byte_seconds"], sums["decode_s"]) == (3, 30, 37.5, 0.75)
+    assert (sums["requests"], sums["prompt_tokens"], sums["kv_byte_seconds"], sums["decode_s"]) == (
+        3,
+        30,
+        37.5,
+        0.75,
+    )
     assert database.totals([], 0, 1)[0]["prompt_tokens"] == 0
 
 
-def test_a_killed_process_loses_nothing_and_the_log_says_what_it_was_doing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The child meters three requests, is in the middle of a fourth, and has not written to the database at all."""
+def test_a_killed_process_loses_nothing_and_the_log_says_what_it_was_doing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The child meters three requests, is in the middle of a fourth, and has not written to the database at
+    all."""
     script = (
         "import sys, time; from pathlib import Path; from splitserve.coordinator.tenants.meter import Meter\n"
         "from splitserve.coordinator.tenants.usage_record import UsageRecord\n"
@@ -170,8 +201,11 @@ def test_full_journals_go_when_the_database_has_them(tmp_path: Path, monkeypatch
     assert statuses(tmp_path) == {"200": 201}
 
 
-def test_a_journal_goes_that_became_full_after_its_last_record_was_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread may take a record before the loop has seen that its journal is full; no other may come for hours."""
+def test_a_journal_goes_that_became_full_after_its_last_record_was_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread may take a record before the loop has seen that its journal is full; no other may come for
+    hours."""
     monkeypatch.setattr("splitserve.coordinator.tenants.meter.MAX_JOURNAL_BYTES", 0)
     meter = Meter(f"sqlite:///{tmp_path}/usage", tmp_path, "journal-")
 
@@ -190,7 +224,9 @@ def test_a_journal_goes_that_became_full_after_its_last_record_was_kept(tmp_path
     meter.stop()
 
 
-async def test_sums_agree_with_the_metrics(tmp_path: Path, dispatcher: FakeDispatcher, model: ServedModel) -> None:
+async def test_sums_agree_with_the_metrics(
+    tmp_path: Path, dispatcher: FakeDispatcher, model: ServedModel
+) -> None:
     """Answers, streams, failures and clients that go away."""
     store = TenantStore(tmp_path / "tenants", create=True)
     keys = []
@@ -201,12 +237,16 @@ async def test_sums_agree_with_the_metrics(tmp_path: Path, dispatcher: FakeDispa
     tenancy = Tenancy(KeyDirectory(tmp_path / "tenants"), meter=meter)
     server = HttpServer(create_app(dispatcher, model, operators=Operators(ADMIN_KEY), tenancy=tenancy))
     await server.start()
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", verify=False, timeout=60) as client:
+    async with httpx.AsyncClient(
+        base_url=f"http://127.0.0.1:{server.port}", verify=False, timeout=60
+    ) as client:
 
         async def ask(n: int, **more: object) -> None:
             headers = {"authorization": f"Bearer {keys[n % 2]}"}
             await client.post(
-                "/v1/completions", headers=headers, json={"prompt": "hello there", "max_tokens": 1 + n, "n": 1 + n % 2, **more}
+                "/v1/completions",
+                headers=headers,
+                json={"prompt": "hello there", "max_tokens": 1 + n, "n": 1 + n % 2, **more},
             )
 
         await asyncio.gather(*(ask(n, stream=n % 3 == 0) for n in range(20)))
@@ -232,4 +272,7 @@ async def test_sums_agree_with_the_metrics(tmp_path: Path, dispatcher: FakeDispa
     assert sums["cached_tokens"] == metric("splitserve_prompt_tokens_cached_total") > 0
     for row in database.totals(["status"], 0, 1e12):
         assert row["requests"] == metric("splitserve_requests_total", status=row["status"])
-    assert {row["tenant"]: row["requests"] for row in database.totals(["tenant"], 0, 1e12)} == {"a": 10, "b": 11}
+    assert {row["tenant"]: row["requests"] for row in database.totals(["tenant"], 0, 1e12)} == {
+        "a": 10,
+        "b": 11,
+    }

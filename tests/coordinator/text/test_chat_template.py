@@ -28,7 +28,11 @@ LLAMA_LIKE = """{%- if not date_string is defined %}{%- set date_string = strfti
 """
 CHATS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "Was ist <b>'größer'</b>? 日本"}],
-    [{"role": "system", "content": "  Be brief.\n"}, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b & c"}],
+    [
+        {"role": "system", "content": "  Be brief.\n"},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b & c"},
+    ],
 ]
 
 
@@ -42,10 +46,18 @@ def messages(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_the_same_tokens_as_transformers(
     model: ServedModel, model_folder: Path, chat: list[dict[str, Any]], add_generation_prompt: bool
 ) -> None:
-    theirs = PreTrainedTokenizerFast(tokenizer_file=str(model_folder / "tokenizer.json"), bos_token="<|bos|>", eos_token="<|eos|>")
-    options: Any = {"chat_template": LLAMA_LIKE, "add_generation_prompt": add_generation_prompt, "tokenize": False}
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_file=str(model_folder / "tokenizer.json"), bos_token="<|bos|>", eos_token="<|eos|>"
+    )
+    options: Any = {
+        "chat_template": LLAMA_LIKE,
+        "add_generation_prompt": add_generation_prompt,
+        "tokenize": False,
+    }
     expected = theirs.apply_chat_template(chat, **options)
-    text = ChatTemplate(LLAMA_LIKE, {"bos_token": "<|bos|>"}).render(messages(chat), add_generation_prompt=add_generation_prompt)
+    text = ChatTemplate(LLAMA_LIKE, {"bos_token": "<|bos|>"}).render(
+        messages(chat), add_generation_prompt=add_generation_prompt
+    )
     assert text == expected
     ours = model.tokenizer.encode([text], add_special_tokens=False)[0]
     assert ours == theirs(expected, add_special_tokens=False)["input_ids"]
@@ -54,9 +66,13 @@ def test_the_same_tokens_as_transformers(
 
 def test_variables_of_the_request_reach_the_template() -> None:
     template = ChatTemplate("{{ enable_thinking }}{{ add_generation_prompt }}{{ messages | length }}")
-    text = template.render(messages(CHATS[0]), extra={"enable_thinking": 7, "add_generation_prompt": "no", "messages": []})
+    text = template.render(
+        messages(CHATS[0]), extra={"enable_thinking": 7, "add_generation_prompt": "no", "messages": []}
+    )
     assert text == "7no1"
-    assert ChatTemplate("{{ strftime_now('%Y') }}").render(messages(CHATS[0])) == datetime.now().strftime("%Y")
+    assert ChatTemplate("{{ strftime_now('%Y') }}").render(messages(CHATS[0])) == datetime.now().strftime(
+        "%Y"
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,24 @@ from hypothesis import strategies as st
 from support.http_fakes import byte_level_tokenizer, sentencepiece_tokenizer, wordpiece_tokenizer
 from tokenizers import AddedToken, Tokenizer
 
-from splitserve.coordinator.text.detokenizer import StopStrings, StreamDetokenizer, TableDetokenizer, TokenTable, make_detokenizer
+from splitserve.coordinator.text.detokenizer import (
+    StopStrings,
+    StreamDetokenizer,
+    TableDetokenizer,
+    TokenTable,
+    make_detokenizer,
+)
 
 
 def with_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
     """Added tokens are spelled as they are: also where a letter happens to stand for a byte."""
-    tokenizer.add_tokens([AddedToken("<think>", special=False), AddedToken("né e", special=False), AddedToken("é", special=False)])
+    tokenizer.add_tokens(
+        [
+            AddedToken("<think>", special=False),
+            AddedToken("né e", special=False),
+            AddedToken("é", special=False),
+        ]
+    )
     return tokenizer
 
 
@@ -51,7 +63,10 @@ def test_no_half_character_is_shown(text: str) -> None:
     assert "\ufffd" in text or not any("\ufffd" in part for part in parts)
 
 
-@given(st.text(st.sampled_from("hello world the ï世😀 "), min_size=1, max_size=30), st.text(st.sampled_from("the world"), max_size=8))
+@given(
+    st.text(st.sampled_from("hello world the ï世😀 "), min_size=1, max_size=30),
+    st.text(st.sampled_from("the world"), max_size=8),
+)
 def test_sentencepiece_equals_the_full_decode(text: str, before: str) -> None:
     prompt = [1, *SENTENCEPIECE.encode(before).ids]
     ids = SENTENCEPIECE.encode(text).ids
@@ -87,7 +102,11 @@ def test_stop_strings_cut_at_the_first_and_never_show(stops: list[str], parts: l
         if stopper.matched:
             break
         # nothing is shown that may yet be part of a stop string, and nothing else is kept
-        assert not any(fed.endswith(stop[:n]) and len(fed) - n < len(shown) for stop in stops for n in range(1, len(stop)))
+        assert not any(
+            fed.endswith(stop[:n]) and len(fed) - n < len(shown)
+            for stop in stops
+            for n in range(1, len(stop))
+        )
     first = [fed.index(stop) for stop in stops if stop in fed]
     if first:
         assert stopper.matched

@@ -1,4 +1,5 @@
-"""The block manager under any sequence of operations: every block is free, cached or used, and what it says it has is there."""
+"""The block manager under any sequence of operations: every block is free, cached or used, and what it says
+it has is there."""
 
 from __future__ import annotations
 
@@ -89,9 +90,14 @@ TestSequences.settings = settings(max_examples=150, stateful_step_count=40, dead
 
 
 @given(
-    st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.integers(0, 6), st.booleans()), max_size=30),
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.integers(0, 6), st.booleans()),
+        max_size=30,
+    )
 )
-def test_blocks_stored_together_are_as_if_one_after_the_other(sequences: list[tuple[list[int], int, bool]]) -> None:
+def test_blocks_stored_together_are_as_if_one_after_the_other(
+    sequences: list[tuple[list[int], int, bool]],
+) -> None:
     one_by_one, together = BlockManager(NUM_BLOCKS), BlockManager(NUM_BLOCKS)
     for words, count, stays_private in sequences:
         hashes = chain_of(words)

@@ -25,7 +25,11 @@ def test_packed_pieces_and_checksums_are_those_of_host_memory() -> None:
     blocks, layers = [4, 1, 3], slice(1, 3)
     packed = device.pack(blocks, layers)
     assert torch.equal(packed, host.pack(blocks, layers))
-    assert device.checksums(blocks) == checksums(pool.numpy(), blocks) == [xxh3_64_intdigest(pool[b].numpy().data) for b in blocks]
+    assert (
+        device.checksums(blocks)
+        == checksums(pool.numpy(), blocks)
+        == [xxh3_64_intdigest(pool[b].numpy().data) for b in blocks]
+    )
     other = torch.zeros_like(pool)
     DeviceBlocks(other).unpack(packed, [0, 2, 5], layers)
     expected = torch.zeros_like(pool)

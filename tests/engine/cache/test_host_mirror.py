@@ -1,4 +1,5 @@
-"""Blocks of a GPU pool travel through host memory. (Here the pool lies on the CPU: the copies are the same.)"""
+"""Blocks of a GPU pool travel through host memory. (Here the pool lies on the CPU: the copies are the
+same.)"""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ from splitserve.engine.cache.host_mirror import HostMirror, lock_pages
 
 
 def test_blocks_go_through_the_mirror_and_no_others_change() -> None:
-    source, target = torch.randint(0, 255, (6, 32), dtype=torch.uint8), torch.zeros((6, 32), dtype=torch.uint8)
+    source, target = (
+        torch.randint(0, 255, (6, 32), dtype=torch.uint8),
+        torch.zeros((6, 32), dtype=torch.uint8),
+    )
     memory = bytearray(target.numel())
     sending, receiving = HostMirror(source), HostMirror(target, lambda num_bytes: memoryview(memory))
     sending.fetch([4, 1])

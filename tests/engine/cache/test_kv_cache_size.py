@@ -18,7 +18,16 @@ from support.models import make_checkpoint
 
 from splitserve.engine.cache import host_memory, kv_cache
 from splitserve.engine.cache.host_memory import Claim, MemoryClaims, free_host_bytes
-from splitserve.engine.cache.kv_cache_size import GIB, KVCacheSize, KVCacheWish, gpu_room, host_room, kv_cache_size, shrunk, step_bytes
+from splitserve.engine.cache.kv_cache_size import (
+    GIB,
+    KVCacheSize,
+    KVCacheWish,
+    gpu_room,
+    host_room,
+    kv_cache_size,
+    shrunk,
+    step_bytes,
+)
 from splitserve.engine.errors import OutOfMemoryError
 from splitserve.engine.step import model_runner
 from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
@@ -30,7 +39,9 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize(("name", "longest"), [("Qwen3-0.6B", 9_360), ("Llama-3.2-1B", 32_768), ("Llama-3.1-8B", 8_192)])
+@pytest.mark.parametrize(
+    ("name", "longest"), [("Qwen3-0.6B", 9_360), ("Llama-3.2-1B", 32_768), ("Llama-3.1-8B", 8_192)]
+)
 def test_common_models_start_in_a_gib_with_a_shorter_context(name: str, longest: int) -> None:
     assert kv_cache_size(SHAPES[name], GIB).max_model_len == longest
     assert kv_cache_size(SHAPES[name], 20 * GIB).max_model_len == SHAPES[name].model_len
@@ -38,9 +49,14 @@ def test_common_models_start_in_a_gib_with_a_shorter_context(name: str, longest:
 
 
 def test_a_length_that_is_asked_for_is_never_lowered() -> None:
-    with pytest.raises(OutOfMemoryError, match=r"585 blocks of 1792 KiB, but .* of 20000 tokens.*lower --max-model-len to 9360"):
+    with pytest.raises(
+        OutOfMemoryError,
+        match=r"585 blocks of 1792 KiB, but .* of 20000 tokens.*lower --max-model-len to 9360",
+    ):
         kv_cache_size(replace(SHAPES["Qwen3-0.6B"], max_model_len=20_000), GIB)
-    with pytest.raises(OutOfMemoryError, match=r"room for 5 KV blocks .* of 80 tokens; 256 are the least: end what else"):
+    with pytest.raises(
+        OutOfMemoryError, match=r"room for 5 KV blocks .* of 80 tokens; 256 are the least: end what else"
+    ):
         kv_cache_size(SHAPES["Qwen3-0.6B"], 10 << 20)
 
 
@@ -51,7 +67,9 @@ def test_a_size_that_no_longer_fits_shrinks_to_what_is_free() -> None:
     assert kv_cache_size(shrunk(asked, 999 << 20), 0).num_blocks == 799, "the rest is left to everything else"
     assert kv_cache_size(shrunk(replace(wish, num_bytes=GIB), 200 << 20), 0) == KVCacheSize(160, 1600)
     assert shrunk(wish, 0) is wish, "by itself it asks for nothing"
-    with pytest.raises(OutOfMemoryError, match="holds 80 blocks of 1024 KiB, but one sequence of 1600 tokens needs 100"):
+    with pytest.raises(
+        OutOfMemoryError, match="holds 80 blocks of 1024 KiB, but one sequence of 1600 tokens needs 100"
+    ):
         kv_cache_size(shrunk(asked, 100 << 20), 0)
 
 
@@ -85,7 +103,9 @@ def test_no_more_blocks_than_can_be_used() -> None:
     length=st.integers(1, 1 << 20),
     asked=st.none() | st.integers(1, 1 << 20),
 )
-def test_what_is_chosen_fits_and_holds_a_sequence(room: int, block: int, size: int, length: int, asked: int | None) -> None:
+def test_what_is_chosen_fits_and_holds_a_sequence(
+    room: int, block: int, size: int, length: int, asked: int | None
+) -> None:
     wish = KVCacheWish(block, size, length, None if asked is None else min(asked, length))
     try:
         chosen = kv_cache_size(wish, room)
@@ -98,13 +118,22 @@ def test_what_is_chosen_fits_and_holds_a_sequence(room: int, block: int, size: i
 
 
 def test_an_80_gb_card_takes_llama_8b_whole() -> None:
-    step = step_bytes(hidden_size=4096, intermediate_size=14_336, vocab_size=128_256, num_tokens=2048, num_seqs=64, itemsize=2)
+    step = step_bytes(
+        hidden_size=4096,
+        intermediate_size=14_336,
+        vocab_size=128_256,
+        num_tokens=2048,
+        num_seqs=64,
+        itemsize=2,
+    )
     assert 0.2 * GIB < step < GIB
     card = {"total": 80 * GIB, "free": 64 * GIB, "used": 15 * GIB, "step": step}
     room = gpu_room(**card, utilization=0.9)
     assert 55 * GIB < room < 57 * GIB
     assert kv_cache_size(SHAPES["Llama-3.1-8B"], room).max_model_len == 131_072
-    assert gpu_room(**card, utilization=0.45) == pytest.approx(room - 36 * GIB, abs=2)  # two workers on it: each half
+    assert gpu_room(**card, utilization=0.45) == pytest.approx(
+        room - 36 * GIB, abs=2
+    )  # two workers on it: each half
     assert gpu_room(**{**card, "free": 10 * GIB}, utilization=0.9) < 10 * GIB  # somebody else is there
     assert gpu_room(**card, utilization=0.1) == 0
 
@@ -112,10 +141,16 @@ def test_an_80_gb_card_takes_llama_8b_whole() -> None:
 def test_workers_of_one_cluster_get_equal_parts_in_any_order() -> None:
     first = host_room(free=18 * GIB, pending=0, siblings=(), weights=2 * GIB, utilization=0.5, sharers=2)
     assert first == 4 * GIB  # of the 16 that the second one's weights will leave
-    while_it_loads = host_room(free=18 * GIB, pending=2 * GIB, siblings=(0,), weights=2 * GIB, utilization=0.5, sharers=2)
-    untouched = host_room(free=16 * GIB, pending=4 * GIB, siblings=(4 * GIB,), weights=2 * GIB, utilization=0.5, sharers=2)
+    while_it_loads = host_room(
+        free=18 * GIB, pending=2 * GIB, siblings=(0,), weights=2 * GIB, utilization=0.5, sharers=2
+    )
+    untouched = host_room(
+        free=16 * GIB, pending=4 * GIB, siblings=(4 * GIB,), weights=2 * GIB, utilization=0.5, sharers=2
+    )
     assert first == while_it_loads == untouched
-    assert host_room(free=16 * GIB, pending=8 * GIB, siblings=(), weights=0, utilization=0.5) == 4 * GIB  # strangers: of what they leave
+    assert (
+        host_room(free=16 * GIB, pending=8 * GIB, siblings=(), weights=0, utilization=0.5) == 4 * GIB
+    )  # strangers: of what they leave
     assert host_room(free=10 * GIB, pending=0, siblings=(), weights=0, utilization=1.0) == 8 * GIB
     assert host_room(free=GIB, pending=2 * GIB, siblings=(), weights=0, utilization=1.0) == 0
 
@@ -137,17 +172,32 @@ def limited(folder: Path, names: tuple[str, str], values: tuple[object, object],
 def test_a_containers_limit_counts(cgroup: Path) -> None:
     (cgroup / "cgroup").write_text("0::/pod/container\n")
     limited(cgroup / "pod/container", ("memory.max", "memory.current"), ("max", 50), "inactive_file 0\n")
-    limited(cgroup / "pod", ("memory.max", "memory.current"), (10_000_000, 4_000_000), "anon 5\ninactive_file 1000000\n")
+    limited(
+        cgroup / "pod",
+        ("memory.max", "memory.current"),
+        (10_000_000, 4_000_000),
+        "anon 5\ninactive_file 1000000\n",
+    )
     assert free_host_bytes() == 7_000_000
     (cgroup / "cgroup").write_text("4:memory:/box\n0::/\n")
-    limited(cgroup / "memory/box", ("memory.limit_in_bytes", "memory.usage_in_bytes"), (9_000, 2_000), "total_inactive_file 500\n")
+    limited(
+        cgroup / "memory/box",
+        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        (9_000, 2_000),
+        "total_inactive_file 500\n",
+    )
     assert free_host_bytes() == 7_500
 
 
 def test_without_limits_what_the_host_has_counts(cgroup: Path) -> None:
     assert free_host_bytes() > 1 << 20  # no file at all
     (cgroup / "cgroup").write_text("0::/\n4:memory:/box\n")
-    limited(cgroup / "memory/box", ("memory.limit_in_bytes", "memory.usage_in_bytes"), (0x7FFFFFFFFFFFF000, 2_000), "")
+    limited(
+        cgroup / "memory/box",
+        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        (0x7FFFFFFFFFFFF000, 2_000),
+        "",
+    )
     assert free_host_bytes() > 1 << 20
 
 
@@ -212,16 +262,52 @@ def test_a_claim_that_is_nonsense_is_passed_over(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "shape"),
     [
-        ("qwen3", {"num_hidden_layers": 28, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40_960}),
-        ("llama3", {"num_hidden_layers": 16, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131_072}),
-        ("llama3", {"num_hidden_layers": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131_072}),
+        (
+            "qwen3",
+            {
+                "num_hidden_layers": 28,
+                "num_key_value_heads": 8,
+                "head_dim": 128,
+                "max_position_embeddings": 40_960,
+            },
+        ),
+        (
+            "llama3",
+            {
+                "num_hidden_layers": 16,
+                "num_key_value_heads": 8,
+                "head_dim": 64,
+                "max_position_embeddings": 131_072,
+            },
+        ),
+        (
+            "llama3",
+            {
+                "num_hidden_layers": 32,
+                "num_key_value_heads": 8,
+                "head_dim": 128,
+                "max_position_embeddings": 131_072,
+            },
+        ),
     ],
     ids=list(SHAPES),
 )
 def test_checkpoints_of_these_shapes_load_without_an_option(
-    family: str, shape: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    family: str,
+    shape: dict[str, int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    make_checkpoint(tmp_path, family, dtype=torch.bfloat16, hidden_size=32, intermediate_size=32, num_attention_heads=8, **shape)
+    make_checkpoint(
+        tmp_path,
+        family,
+        dtype=torch.bfloat16,
+        hidden_size=32,
+        intermediate_size=32,
+        num_attention_heads=8,
+        **shape,
+    )
     monkeypatch.setattr(model_runner, "free_host_bytes", lambda: 2 * GIB)
     monkeypatch.setattr(host_memory, "default_folder", lambda: tmp_path / "claims")
     runner = ModelRunner(EngineConfig(tmp_path, device="cpu", dtype="bfloat16"))
@@ -230,5 +316,8 @@ def test_checkpoints_of_these_shapes_load_without_an_option(
     assert runner.max_model_len == cache.num_blocks * 16 < shape["max_position_embeddings"]
     said = [record.message for record in caplog.records if "max_model_len" in record.message]
     assert len(said) == 1
-    assert f"max_model_len is {runner.max_model_len}, not the model's {shape['max_position_embeddings']}" in said[0]
+    assert (
+        f"max_model_len is {runner.max_model_len}, not the model's {shape['max_position_embeddings']}"
+        in said[0]
+    )
     runner.warm_up()

@@ -30,7 +30,9 @@ def folder(tmp_path: Path) -> Path:
 def edit_config(folder: Path, **changes: Any) -> None:
     """Sets fields of config.json; None removes one."""
     config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    (folder / "config.json").write_text(
+        json.dumps({key: value for key, value in config.items() if value is not None})
+    )
 
 
 def next_token(folder: Path, **engine: Any) -> int:
@@ -76,7 +78,10 @@ def test_float16_weights_are_converted(tmp_path: Path) -> None:
         ({"architectures": None}, "none is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantized weights are not supported"),
         ({"hidden_act": "gelu"}, "'gelu' is not supported"),
-        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope type 'longrope' is not supported"),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
+            "rope type 'longrope' is not supported",
+        ),
         ({"num_key_value_heads": 3}, "cannot share 3 key-value heads"),
         ({"head_dim": 12}, "multiple of 8"),
         ({"hidden_size": None}, "'hidden_size' must be a positive whole number"),
@@ -105,7 +110,10 @@ def test_missing_and_unexpected_tensors_are_named(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.9.extra"] = tensors.pop("model.layers.1.mlp.up_proj.weight")
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(WeightsError, match=r"1 missing: model\.layers\.1\.mlp\.up_proj\.weight; 1 unexpected: model\.layers\.9\.extra"):
+    with pytest.raises(
+        WeightsError,
+        match=r"1 missing: model\.layers\.1\.mlp\.up_proj\.weight; 1 unexpected: model\.layers\.9\.extra",
+    ):
         next_token(folder)
 
 
@@ -136,7 +144,9 @@ def test_a_cache_too_small_for_one_sequence_says_what_to_lower(folder: Path) -> 
 
 
 def test_a_cache_beyond_the_machine_says_how_many_blocks_fit(folder: Path) -> None:
-    with pytest.raises(OutOfMemoryError, match=r"enough for \d+ blocks; lower --kv-cache-gib or --num-blocks"):
+    with pytest.raises(
+        OutOfMemoryError, match=r"enough for \d+ blocks; lower --kv-cache-gib or --num-blocks"
+    ):
         ModelRunner(EngineConfig(folder, device="cpu", block_size=8, kv_cache_bytes=1 << 50))
 
 
@@ -163,7 +173,9 @@ def test_the_pool_may_lie_in_memory_of_the_callers(folder: Path) -> None:
         buffers.append(bytearray(num_bytes))
         return memoryview(buffers[0])
 
-    runner = ModelRunner(EngineConfig(folder, device="cpu", block_size=8, num_blocks=64, pool_allocator=allocate))
+    runner = ModelRunner(
+        EngineConfig(folder, device="cpu", block_size=8, num_blocks=64, pool_allocator=allocate)
+    )
     runner.warm_up()
     view = runner.kv_cache.block_bytes_view
     assert view.shape == (64, runner.kv_cache.layout.block_bytes)
@@ -181,7 +193,9 @@ def test_auto_is_the_checkpoints_own_dtype_where_the_cpu_has_no_faster_one(
     cpu = torch.device("cpu")
     monkeypatch.setattr(device, "cpu_multiplies_bfloat16", lambda: False)
     monkeypatch.setattr(device, "cpu_widens_bfloat16", lambda: True)
-    assert device.select_dtype("auto", cpu, stored) == (torch.bfloat16 if stored == torch.bfloat16 else torch.float32)
+    assert device.select_dtype("auto", cpu, stored) == (
+        torch.bfloat16 if stored == torch.bfloat16 else torch.float32
+    )
     monkeypatch.setattr(device, "cpu_widens_bfloat16", lambda: False)
     assert device.select_dtype("auto", cpu, stored) == torch.float32
     monkeypatch.setattr(device, "cpu_multiplies_bfloat16", lambda: True)
@@ -193,4 +207,7 @@ def test_a_start_says_how_long_each_phase_took(folder: Path) -> None:
     runner.warm_up()
     assert list(runner.phases.seconds) == ["fingerprint", "weights", "KV cache", "warm-up"]
     assert all(seconds >= 0 for seconds in runner.phases.seconds.values())
-    assert re.fullmatch(r"\d+\.\d s: fingerprint \d+\.\d, weights \d+\.\d, KV cache \d+\.\d, warm-up \d+\.\d", str(runner.phases))
+    assert re.fullmatch(
+        r"\d+\.\d s: fingerprint \d+\.\d, weights \d+\.\d, KV cache \d+\.\d, warm-up \d+\.\d",
+        str(runner.phases),
+    )

@@ -1,4 +1,5 @@
-"""A model folder is believed nothing that its own files do not bear out: refused in one sentence, before anything is allocated by it."""
+"""A model folder is believed nothing that its own files do not bear out: refused in one sentence, before
+anything is allocated by it."""
 
 from __future__ import annotations
 
@@ -55,11 +56,17 @@ def test_a_good_folder_passes_also_through_links(folder: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"num_hidden_layers": 10**9}, "'num_hidden_layers' is 1000000000; the largest that is served is 1024"),
+        (
+            {"num_hidden_layers": 10**9},
+            "'num_hidden_layers' is 1000000000; the largest that is served is 1024",
+        ),
         ({"num_hidden_layers": 1024}, "the tensors do not match config.json; 9171 missing: model.layers.10"),
         ({"num_hidden_layers": 4}, "9 unexpected: model.layers.4"),
         ({"vocab_size": 10**12}, "'vocab_size' is 1000000000000; the largest"),
-        ({"vocab_size": 4097}, r"'model.embed_tokens.weight' has shape \[4096, 256\], config.json implies \[4097, 256\]"),
+        (
+            {"vocab_size": 4097},
+            r"'model.embed_tokens.weight' has shape \[4096, 256\], config.json implies \[4097, 256\]",
+        ),
         ({"head_dim": 128}, r"q_proj.weight' has shape \[256, 256\], config.json implies \[512, 256\]"),
         ({"hidden_size": 512}, r"implies \[4096, 512\]"),
         ({"intermediate_size": 1 << 40}, "'intermediate_size' is"),
@@ -70,7 +77,10 @@ def test_a_good_folder_passes_also_through_links(folder: Path, tmp_path: Path) -
         ({"num_hidden_layers": "5"}, "found '5'"),
         ({"rms_norm_eps": "x"}, "a value of the wrong type"),
         ({"rope_theta": float("nan")}, "'rope_theta' of the rope parameters must be above 0"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "'factor' of the rope parameters must be above 0"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 0}},
+            "'factor' of the rope parameters must be above 0",
+        ),
         ({"rope_scaling": [1]}, "a value of the wrong type"),
         ({"eos_token_id": {}}, "a value of the wrong type"),
         ({"architectures": [{}]}, "architecture {} is not supported"),
@@ -100,17 +110,35 @@ SPOILT: list[tuple[Callable[[Path], object], str]] = [
     (lambda f: (f / "config.json").write_text("[" * 100_000), "config.json is not JSON"),
     (lambda f: (f / "config.json").write_bytes(b"\xff\xfe"), "config.json is not JSON"),
     (lambda f: os.mkfifo(unlink(f, "config.json")), "config.json is no regular file"),
-    (lambda f: os.mkfifo(unlink(f, "model.safetensors")), "not a readable safetensors file .it is no regular file"),
+    (
+        lambda f: os.mkfifo(unlink(f, "model.safetensors")),
+        "not a readable safetensors file .it is no regular file",
+    ),
     (lambda f: unlink(f, "model.safetensors").symlink_to("/dev/zero"), "it is no regular file"),
-    (lambda f: os.truncate(f / "model.safetensors", 100_000), "holds 94,936 bytes of tensors, and its header tells of"),
+    (
+        lambda f: os.truncate(f / "model.safetensors", 100_000),
+        "holds 94,936 bytes of tensors, and its header tells of",
+    ),
     (lambda f: os.truncate(f / "model.safetensors", 3_000), "has 3,000 bytes, and claims a header of 5,056"),
     (lambda f: os.truncate(f / "model.safetensors", 3), "not a readable safetensors file"),
-    (lambda f: (f / INDEX).write_text(json.dumps({"weight_map": {"a": "../../etc/passwd"}})), "names files outside its own folder"),
-    (lambda f: (f / INDEX).write_text(json.dumps({"weight_map": {"a": "/etc/passwd"}})), "names files outside its own folder"),
+    (
+        lambda f: (f / INDEX).write_text(json.dumps({"weight_map": {"a": "../../etc/passwd"}})),
+        "names files outside its own folder",
+    ),
+    (
+        lambda f: (f / INDEX).write_text(json.dumps({"weight_map": {"a": "/etc/passwd"}})),
+        "names files outside its own folder",
+    ),
     (lambda f: (f / INDEX).write_text(json.dumps({"weight_map": {"a": 7}})), "names files outside"),
-    (lambda f: (f / INDEX).write_text(json.dumps({"weight_map": {"a": ["x"]}})), "is not a safetensors index"),
+    (
+        lambda f: (f / INDEX).write_text(json.dumps({"weight_map": {"a": ["x"]}})),
+        "is not a safetensors index",
+    ),
     (lambda f: (f / INDEX).write_text("{}"), "is not a safetensors index"),
-    (lambda f: (f / INDEX).write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}})), "lacks 1 of 1 weight files"),
+    (
+        lambda f: (f / INDEX).write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}})),
+        "lacks 1 of 1 weight files",
+    ),
     (lambda f: bomb(f, INDEX, GIB), "is not a safetensors index"),
 ]
 
@@ -127,7 +155,9 @@ def test_files_that_are_not_what_they_say(folder: Path, spoil: Callable[[Path], 
 def written(path: Path, header: object, data: bytes = b"", length: int | None = None) -> Path:
     path.mkdir(exist_ok=True)
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    (path / "model.safetensors").write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
+    (path / "model.safetensors").write_bytes(
+        struct.pack("<Q", len(text) if length is None else length) + text + data
+    )
     return path
 
 
@@ -141,7 +171,13 @@ def written(path: Path, header: object, data: bytes = b"", length: int | None = 
         ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8, 9]}}, None),
         ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}}, None),
         ({"a": {"dtype": "F99", "shape": [2], "data_offsets": [0, 8]}}, None),
-        ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, "b": {"dtype": "F32", "shape": [1], "data_offsets": [2, 6]}}, None),
+        (
+            {
+                "a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},
+                "b": {"dtype": "F32", "shape": [1], "data_offsets": [2, 6]},
+            },
+            None,
+        ),
         ({"a": 5}, None),
         ([], None),
         (b"[" * 100_000, None),
@@ -162,7 +198,12 @@ json_values = st.recursive(
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(changes=st.dictionaries(st.sampled_from([*CONFIG, "rope_scaling", "layer_types", "sliding_window", "rope_parameters"]), json_values))
+@given(
+    changes=st.dictionaries(
+        st.sampled_from([*CONFIG, "rope_scaling", "layer_types", "sliding_window", "rope_parameters"]),
+        json_values,
+    )
+)
 def test_any_config_passes_or_is_refused_in_words(folder: Path, changes: dict[str, Any]) -> None:
     with suppress(ModelConfigError, WeightsError):
         check_model_folder(with_config(folder, **changes))
@@ -172,9 +213,12 @@ def test_any_config_passes_or_is_refused_in_words(folder: Path, changes: dict[st
 @given(
     header=st.binary(max_size=200) | json_values.map(lambda value: json.dumps(value).encode()),
     length=st.none() | st.integers(0, (1 << 64) - 1),
-    entry=st.none() | st.fixed_dictionaries({"dtype": json_values, "shape": json_values, "data_offsets": json_values}),
+    entry=st.none()
+    | st.fixed_dictionaries({"dtype": json_values, "shape": json_values, "data_offsets": json_values}),
 )
-def test_any_header_passes_or_is_refused_in_words(tmp_path: Path, header: bytes, length: int | None, entry: dict[str, Any] | None) -> None:
+def test_any_header_passes_or_is_refused_in_words(
+    tmp_path: Path, header: bytes, length: int | None, entry: dict[str, Any] | None
+) -> None:
     with suppress(WeightsError):
         stored_tensors(written(tmp_path / "m", header if entry is None else {"a": entry}, bytes(16), length))
 
@@ -183,13 +227,23 @@ def test_any_header_passes_or_is_refused_in_words(tmp_path: Path, header: bytes,
 def test_every_command_refuses_alike_in_little_memory(folder: Path, command: str) -> None:
     """Before: the worker grew to 3.7 GB until the kernel killed it."""
     with_config(folder, num_hidden_layers=1000)
-    options = {"doctor": ["--port", "0", "--control-address", "tcp://127.0.0.1:0"], "up": ["--port", "0"]}.get(command, ["--insecure"])
+    options = {
+        "doctor": ["--port", "0", "--control-address", "tcp://127.0.0.1:0"],
+        "up": ["--port", "0"],
+    }.get(command, ["--insecure"])
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (GIB, GIB))
 
     argv = [sys.executable, "-m", "splitserve.cli.main", command, "--model", str(folder), *options]
-    ran = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False, preexec_fn=limit if command != "doctor" else None)
+    ran = subprocess.run(
+        argv,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        preexec_fn=limit if command != "doctor" else None,
+    )
     assert ran.returncode in (1, 2)
     assert f"{folder}: the tensors do not match config.json" in ran.stdout + ran.stderr
     assert "Traceback" not in ran.stderr

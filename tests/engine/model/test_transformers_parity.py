@@ -1,4 +1,5 @@
-"""Our decoder and transformers' are the same function, for every family and however the tokens reach the cache."""
+"""Our decoder and transformers' are the same function, for every family and however the tokens reach the
+cache."""
 
 from __future__ import annotations
 
@@ -33,7 +34,12 @@ class Pair:
     def reference_greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
         tokens = torch.tensor([prompt])
         out = self.reference.generate(
-            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=num_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            eos_token_id=-1,
+            pad_token_id=0,
         )
         return [int(token) for token in out[0, len(prompt) :]]
 
@@ -46,7 +52,9 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def make_runner(folder: Path, dtype: str = "float32") -> ModelRunner:
     """With a poisoned pool: whatever reads a slot that was never written yields NaN."""
-    runner = ModelRunner(EngineConfig(folder, device="cpu", dtype=dtype, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS))
+    runner = ModelRunner(
+        EngineConfig(folder, device="cpu", dtype=dtype, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
+    )
     runner.kv_cache.pool.fill_(torch.nan)
     return runner
 
@@ -57,7 +65,10 @@ def random_tokens(count: int, seed: int) -> list[int]:
 
 def scattered_blocks(num_tokens: int, seed: int) -> list[int]:
     """Enough blocks for ``num_tokens``, in random order."""
-    return [int(block) for block in np.random.default_rng(seed).permutation(NUM_BLOCKS)[: -(-num_tokens // BLOCK_SIZE)]]
+    return [
+        int(block)
+        for block in np.random.default_rng(seed).permutation(NUM_BLOCKS)[: -(-num_tokens // BLOCK_SIZE)]
+    ]
 
 
 def all_logits(runner: ModelRunner, prompt: list[int]) -> torch.Tensor:
@@ -85,7 +96,9 @@ def test_float32_logits_agree(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_bfloat16_logits_are_as_close_to_float32_as_those_of_transformers(family: str, tmp_path: Path) -> None:
+def test_bfloat16_logits_are_as_close_to_float32_as_those_of_transformers(
+    family: str, tmp_path: Path
+) -> None:
     prompt = random_tokens(PROMPT_LEN, seed=4)
     exact = make_checkpoint(tmp_path, family, dtype=torch.bfloat16).float()
     reference = Pair(exact, make_runner(tmp_path, "bfloat16"))
@@ -112,7 +125,9 @@ def test_a_shared_prefix_is_read_from_the_cache(pair: Pair) -> None:
     prefix = random_tokens(5 * BLOCK_SIZE, seed=7)
     first = HandSequence(prefix + random_tokens(9, seed=8), list(range(20)))
     run(pair.runner, [(first, len(first.prompt))])
-    second = HandSequence(prefix + random_tokens(14, seed=9), [*first.blocks[:5], *range(40, 60)], num_computed=len(prefix))
+    second = HandSequence(
+        prefix + random_tokens(14, seed=9), [*first.blocks[:5], *range(40, 60)], num_computed=len(prefix)
+    )
     run(pair.runner, [(second, 14)])
     while len(second.output) < 16:
         run(pair.runner, [(second, 1)])
@@ -122,7 +137,9 @@ def test_a_shared_prefix_is_read_from_the_cache(pair: Pair) -> None:
 def test_prefill_chunks_and_decode_steps_share_a_batch(pair: Pair) -> None:
     lengths = (PROMPT_LEN, 30, 1, 48)
     owned = np.random.default_rng(10).permutation(NUM_BLOCKS).reshape(len(lengths), -1)
-    sequences = [HandSequence(random_tokens(n, seed=n), [int(b) for b in owned[i]]) for i, n in enumerate(lengths)]
+    sequences = [
+        HandSequence(random_tokens(n, seed=n), [int(b) for b in owned[i]]) for i, n in enumerate(lengths)
+    ]
     for step in range(40):
         steps = []
         for i, sequence in enumerate(sequences):
@@ -142,7 +159,9 @@ def test_generation_goes_on_from_blocks_copied_to_another_pool(pair: Pair) -> No
     source = pair.runner.kv_cache.block_bytes_view[here.blocks].copy()
 
     pair.runner.kv_cache.pool.fill_(torch.nan)  # the other worker's pool: same model, other blocks
-    there = HandSequence(prompt, scattered_blocks(PROMPT_LEN + 16, seed=13), num_computed=PROMPT_LEN, output=list(here.output))
+    there = HandSequence(
+        prompt, scattered_blocks(PROMPT_LEN + 16, seed=13), num_computed=PROMPT_LEN, output=list(here.output)
+    )
     pair.runner.kv_cache.block_bytes_view[there.blocks[: len(here.blocks)]] = source
     while len(there.output) < 16:
         run(pair.runner, [(there, 1)])

@@ -1,4 +1,5 @@
-"""A grammar's masks: what they let through follows the grammar, a new matcher that reads the output is where the old one was."""
+"""A grammar's masks: what they let through follows the grammar, a new matcher that reads the output is where
+the old one was."""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ from splitserve.kernels.reference import TorchKernels
 
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 8}, "sizes": {"type": "array", "items": {"type": "integer"}, "maxItems": 3}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "sizes": {"type": "array", "items": {"type": "integer"}, "maxItems": 3},
+    },
     "required": ["name", "sizes"],
     "additionalProperties": False,
 }
@@ -107,7 +111,9 @@ class OneRow:
 
 def state(matcher: TokenMatcher | None, **params: object) -> SamplingState:
     grammar = b"g" if matcher is not None else b""
-    return SamplingState(SamplingParams(max_tokens=9, temperature=0.0, grammar=grammar, **params), [1], [], matcher)  # type: ignore[arg-type]
+    return SamplingState(
+        SamplingParams(max_tokens=9, temperature=0.0, grammar=grammar, **params), [1], [], matcher
+    )  # type: ignore[arg-type]
 
 
 def test_only_the_rows_with_a_grammar_are_touched() -> None:
@@ -122,7 +128,9 @@ def test_only_the_rows_with_a_grammar_are_touched() -> None:
 def test_log_probabilities_are_those_of_the_model() -> None:
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(1))
     expected = logits.log_softmax(-1)
-    tokens, told = Sampler(TorchKernels(), (3,)).sample(logits, SampledRows.booked([state(OneRow(7, 8), logprobs=2), state(None)]))
+    tokens, told = Sampler(TorchKernels(), (3,)).sample(
+        logits, SampledRows.booked([state(OneRow(7, 8), logprobs=2), state(None)])
+    )
     assert tokens[0] == (7 if expected[0, 7] > expected[0, 8] else 8)
     assert tokens[1] == expected[1].argmax()
     assert told[0].logprob == pytest.approx(float(expected[0, tokens[0]]))
@@ -151,4 +159,8 @@ def test_the_thread_answers_every_order(compiler: GrammarCompiler) -> None:
         thread.report(core)
         time.sleep(0.001)
     thread.stop()
-    assert [key for key, answer in sorted(core.heard.items()) if isinstance(answer, str)] == [(1, 0), (1, 2), (1, 4)]
+    assert [key for key, answer in sorted(core.heard.items()) if isinstance(answer, str)] == [
+        (1, 0),
+        (1, 2),
+        (1, 4),
+    ]

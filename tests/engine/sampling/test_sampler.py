@@ -38,13 +38,17 @@ def logits_of(seed: int, rows: int = 1, vocab: int = VOCAB) -> Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def sample(sampler: Sampler, logits: Tensor, states: list[SamplingState]) -> tuple[np.ndarray, dict[int, Logprobs]]:
+def sample(
+    sampler: Sampler, logits: Tensor, states: list[SamplingState]
+) -> tuple[np.ndarray, dict[int, Logprobs]]:
     return sampler.sample(logits, SampledRows.booked(states))
 
 
 def draw_many(sampler: Sampler, logits: Tensor, count: int, **params: Any) -> np.ndarray:
     """``count`` independent draws from one row of logits: one seed each."""
-    token_ids, _ = sample(sampler, logits.repeat(count, 1), [state(seed=seed, **params) for seed in range(count)])
+    token_ids, _ = sample(
+        sampler, logits.repeat(count, 1), [state(seed=seed, **params) for seed in range(count)]
+    )
     return token_ids
 
 
@@ -68,10 +72,15 @@ def test_draws_at_successive_positions_are_independent() -> None:
     keys = torch.tensor([noise_key(7, position) for position in range(20_000)])
     token_ids = TorchKernels().gumbel_argmax(logits.repeat(len(keys), 1), keys).numpy()
     probabilities = torch.softmax(logits[0], -1)
-    assert chi_square(token_ids[:-1] * 4 + token_ids[1:], torch.outer(probabilities, probabilities).flatten()) < 2.2
+    assert (
+        chi_square(token_ids[:-1] * 4 + token_ids[1:], torch.outer(probabilities, probabilities).flatten())
+        < 2.2
+    )
 
 
-@given(seeds=st.lists(st.integers(0, 2**63 - 1), min_size=2, max_size=6), seed=st.integers(0, 99), data=st.data())
+@given(
+    seeds=st.lists(st.integers(0, 2**63 - 1), min_size=2, max_size=6), seed=st.integers(0, 99), data=st.data()
+)
 @settings(max_examples=40, deadline=None)
 def test_a_row_does_not_depend_on_its_batch(seeds: list[int], seed: int, data: st.DataObject) -> None:
     sampler = Sampler(select_kernels(torch.device("cpu"), 1), (EOS,))
@@ -136,9 +145,16 @@ def test_min_p_drops_what_is_far_less_likely_than_the_best(sampler: Sampler) -> 
     assert set(draw_many(sampler, logits, 4000, min_p=0.2)) == set(kept)
 
 
-@given(seed=st.integers(0, 999), vocab=st.integers(2, 2000), top_p=st.floats(0.01, 0.999), top_k=st.integers(0, 700))
+@given(
+    seed=st.integers(0, 999),
+    vocab=st.integers(2, 2000),
+    top_p=st.floats(0.01, 0.999),
+    top_k=st.integers(0, 700),
+)
 @settings(max_examples=80, deadline=None)
-def test_top_p_keeps_the_smallest_set_that_reaches_it(seed: int, vocab: int, top_p: float, top_k: int) -> None:
+def test_top_p_keeps_the_smallest_set_that_reaches_it(
+    seed: int, vocab: int, top_p: float, top_k: int
+) -> None:
     row = logits_of(seed, vocab=vocab)[0]
     count = min(top_k or vocab, vocab)
     values, order = row.sort(descending=True)
@@ -153,14 +169,20 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it(seed: int, vocab: int, top
 
 def test_repetition_penalty_looks_at_prompt_and_output(sampler: Sampler) -> None:
     logits = torch.tensor([[4.0, 3.0, -1.0, 2.5]])
-    token_ids, _ = sample(sampler, logits, [state(prompt=[0, 2], output=[1], temperature=0.0, repetition_penalty=2.0)])
+    token_ids, _ = sample(
+        sampler, logits, [state(prompt=[0, 2], output=[1], temperature=0.0, repetition_penalty=2.0)]
+    )
     assert token_ids[0] == 3
     assert logits[0].tolist() == [2.0, 1.5, -2.0, 2.5]
 
 
 def test_presence_and_frequency_penalties_look_at_the_output(sampler: Sampler) -> None:
     logits = torch.tensor([[4.0, 3.0, -1.0, 2.5]])
-    sample(sampler, logits, [state(prompt=[3], output=[0, 0, 1], temperature=0.0, presence_penalty=0.5, frequency_penalty=1.0)])
+    sample(
+        sampler,
+        logits,
+        [state(prompt=[3], output=[0, 0, 1], temperature=0.0, presence_penalty=0.5, frequency_penalty=1.0)],
+    )
     assert logits[0].tolist() == [1.5, 1.5, -1.0, 2.5]
 
 
@@ -183,7 +205,11 @@ def test_min_tokens_holds_back_the_ends(sampler: Sampler, stop_ids: tuple[int, .
 def test_logprobs_are_of_the_model_itself(sampler: Sampler) -> None:
     logits = logits_of(seed=7, rows=3)
     expected = logits.log_softmax(-1)
-    states = [state(temperature=0.3, top_k=2, logprobs=2), state(temperature=0.0), state(temperature=0.0, logit_bias={8: 99.0}, logprobs=0)]
+    states = [
+        state(temperature=0.3, top_k=2, logprobs=2),
+        state(temperature=0.0),
+        state(temperature=0.0, logit_bias={8: 99.0}, logprobs=0),
+    ]
     token_ids, told = sample(sampler, logits.clone(), states)
     assert set(told) == {0, 2}
     assert told[0].logprob == pytest.approx(expected[0, token_ids[0]].item(), abs=1e-5)
@@ -195,15 +221,25 @@ def test_logprobs_are_of_the_model_itself(sampler: Sampler) -> None:
 
 def test_greedy_rows_beside_random_ones(sampler: Sampler) -> None:
     logits = logits_of(seed=8, rows=4)
-    token_ids, _ = sample(sampler, logits.clone(), [state(temperature=t, seed=3) for t in (0.0, 1.0, 0.0, 1.0)])
+    token_ids, _ = sample(
+        sampler, logits.clone(), [state(temperature=t, seed=3) for t in (0.0, 1.0, 0.0, 1.0)]
+    )
     assert [token_ids[0], token_ids[2]] == logits[[0, 2]].argmax(-1).tolist()
 
 
 def test_whether_the_newest_token_is_booked_makes_no_difference(sampler: Sampler) -> None:
-    params: dict[str, Any] = {"seed": 5, "min_tokens": 3, "repetition_penalty": 1.4, "presence_penalty": 0.9, "frequency_penalty": 0.4}
+    params: dict[str, Any] = {
+        "seed": 5,
+        "min_tokens": 3,
+        "repetition_penalty": 1.4,
+        "presence_penalty": 0.9,
+        "frequency_penalty": 0.4,
+    }
     for output in ([7], [7, 7], [7, 9, 8]):
         booked = SampledRows.booked([state(prompt=[5, 6], output=output, **params)])
-        behind = SampledRows([state(prompt=[5, 6], output=output[:-1], **params)], booked.positions, booked.newest)
+        behind = SampledRows(
+            [state(prompt=[5, 6], output=output[:-1], **params)], booked.positions, booked.newest
+        )
         logits = logits_of(seed=8)
         edited, edited_behind = logits.clone(), logits.clone()
         assert sampler.sample(edited, booked)[0] == sampler.sample(edited_behind, behind)[0]

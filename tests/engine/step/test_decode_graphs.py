@@ -1,6 +1,8 @@
-"""Decode steps replayed on fixed memory give what plain ones give, for any batch size and context, and padding touches nothing.
+"""Decode steps replayed on fixed memory give what plain ones give, for any batch size and context, and
+padding touches nothing.
 
-The kernels are the GPU's, in Triton's interpreter; what a CUDA graph does is played by running the same computation on the same memory.
+The kernels are the GPU's, in Triton's interpreter; what a CUDA graph does is played by running the same
+computation on the same memory.
 """
 
 from __future__ import annotations
@@ -38,8 +40,14 @@ GREEDY = SamplingParams(max_tokens=9, temperature=0.0, logprobs=2)
 @pytest.fixture
 def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
     make_checkpoint(tmp_path, "llama3", num_hidden_layers=1)
-    monkeypatch.setattr(model_runner, "select_kernels", lambda *_, **__: CudaKernels(num_sms=1, prefill_shape=TileShape(16, 32, 4, 3)))
-    config = EngineConfig(tmp_path, "cpu", "float32", BLOCK_SIZE, NUM_BLOCKS, max_model_len=80, max_decode_seqs=MAX_SEQS)
+    monkeypatch.setattr(
+        model_runner,
+        "select_kernels",
+        lambda *_, **__: CudaKernels(num_sms=1, prefill_shape=TileShape(16, 32, 4, 3)),
+    )
+    config = EngineConfig(
+        tmp_path, "cpu", "float32", BLOCK_SIZE, NUM_BLOCKS, max_model_len=80, max_decode_seqs=MAX_SEQS
+    )
     runner = ModelRunner(config)
     runner.kv_cache.pool.fill_(torch.nan)
     return runner
@@ -64,7 +72,10 @@ def replayed(recorded: list[tuple[int, int]]) -> Callable[[Callable[[], Tensor]]
 def prompts(*lengths: int) -> list[HandSequence]:
     random = np.random.default_rng(4)
     rows = random.permutation(NUM_BLOCKS).reshape(-1, 8).tolist()
-    return [HandSequence(random.integers(0, VOCAB_SIZE, n).tolist(), row, GREEDY) for n, row in zip(lengths, rows, strict=False)]
+    return [
+        HandSequence(random.integers(0, VOCAB_SIZE, n).tolist(), row, GREEDY)
+        for n, row in zip(lengths, rows, strict=False)
+    ]
 
 
 def run(runner: ModelRunner, sequences: list[HandSequence], counts: list[int]) -> StepOutput:
@@ -79,7 +90,11 @@ def test_replayed_steps_are_the_plain_ones(runner: ModelRunner) -> None:
     def steps() -> list[StepOutput]:
         sequences = prompts(9, 3, 18)
         told = [run(runner, sequences, [9, 3, 18])]
-        for going_on in (sequences, sequences[:2], sequences[2:]):  # buckets of 4, 2, 1; contexts of any length
+        for going_on in (
+            sequences,
+            sequences[:2],
+            sequences[2:],
+        ):  # buckets of 4, 2, 1; contexts of any length
             told.append(run(runner, going_on, [1] * len(going_on)))
         return told
 
@@ -96,7 +111,9 @@ def test_replayed_steps_are_the_plain_ones(runner: ModelRunner) -> None:
         for row, told in expected.logprobs.items():
             assert step.logprobs[row].top_ids == told.top_ids
             assert step.logprobs[row].top_logprobs == pytest.approx(told.top_logprobs, abs=1e-4)
-    assert torch.equal(runner.kv_cache.pool.isnan(), pool.isnan())  # nothing but the sequences' own slots was written
+    assert torch.equal(
+        runner.kv_cache.pool.isnan(), pool.isnan()
+    )  # nothing but the sequences' own slots was written
 
 
 @pytest.mark.parametrize("launched", [False, True])
@@ -129,10 +146,14 @@ def test_what_is_no_decode_step_runs_plainly(runner: ModelRunner) -> None:
     for s in sequences:
         s.num_computed = len(s.prompt) - 1
     assert graphs.serves(make_batch([(s, 1) for s in sequences[:4]], BLOCK_SIZE))
-    assert not graphs.serves(make_batch([(s, 1) for s in sequences], BLOCK_SIZE))  # more than the largest graph has
+    assert not graphs.serves(
+        make_batch([(s, 1) for s in sequences], BLOCK_SIZE)
+    )  # more than the largest graph has
     sequences[0].num_computed -= 1
     assert not graphs.serves(make_batch([(sequences[0], 2)], BLOCK_SIZE))
-    assert not graphs.serves(make_batch([(sequences[0], 1)], BLOCK_SIZE))  # one token, but of a prompt that goes on
+    assert not graphs.serves(
+        make_batch([(sequences[0], 1)], BLOCK_SIZE)
+    )  # one token, but of a prompt that goes on
     assert not graphs.serves(make_batch([(sequences[1], 1)], BLOCK_SIZE, prompt_logprobs=1))
 
 

@@ -1,4 +1,5 @@
-"""Exact mode: a request's logits and tokens are the same bits alone, in a batch, in chunks, over cached prefixes, on another worker."""
+"""Exact mode: a request's logits and tokens are the same bits alone, in a batch, in chunks, over cached
+prefixes, on another worker."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from splitserve.engine.step.batch import Logprobs, SamplingParams
 from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
 from splitserve.kernels import select
 
-native_cpu = pytest.importorskip("splitserve.kernels.native_cpu", reason="the C++ kernels were not built", exc_type=ImportError)
+native_cpu = pytest.importorskip(
+    "splitserve.kernels.native_cpu", reason="the C++ kernels were not built", exc_type=ImportError
+)
 
 BLOCK_SIZE = 8
 NUM_BLOCKS = 1300
@@ -63,7 +66,9 @@ class Request:
 
     def __init__(self, params: SamplingParams, seed: int, place: int) -> None:
         prompt = [int(t) for t in np.random.default_rng(seed).integers(0, VOCAB_SIZE, PROMPT_LEN + seed % 9)]
-        self.sequence = HandSequence(prompt, [place * MAX_BLOCKS + i for i in range(MAX_BLOCKS)], replace(params, seed=seed))
+        self.sequence = HandSequence(
+            prompt, [place * MAX_BLOCKS + i for i in range(MAX_BLOCKS)], replace(params, seed=seed)
+        )
         self.logits: list[torch.Tensor] = []
         self.logprobs: list[Logprobs | None] = []
 
@@ -132,13 +137,17 @@ def test_in_a_batch_of_64(runner: ModelRunner, expected: Request, params: Sampli
     requests = [Request(params if i % 2 else GREEDY, seed=i, place=i) for i in range(64)]
     requests[37] = Request(params, seed=5, place=37)
     for first in range(0, 64, 16):
-        step(runner, [(r, len(r.sequence.prompt)) for r in requests[first : first + 16]])  # prompts side by side, too
+        step(
+            runner, [(r, len(r.sequence.prompt)) for r in requests[first : first + 16]]
+        )  # prompts side by side, too
     decode(runner, requests)
     assert requests[37].same(expected)
 
 
 @pytest.mark.parametrize("chunks", [(1,), (7, 1, 30), (64,), (40, 3)])
-def test_in_chunks(runner: ModelRunner, expected: Request, params: SamplingParams, chunks: tuple[int, ...]) -> None:
+def test_in_chunks(
+    runner: ModelRunner, expected: Request, params: SamplingParams, chunks: tuple[int, ...]
+) -> None:
     request = Request(params, seed=5, place=1)
     prefill(runner, request, *chunks)
     decode(runner, [request])
@@ -169,12 +178,16 @@ def test_prefilled_here_decoded_there_with_more_threads(
     assert request.same(expected)
 
 
-def test_after_a_loss_with_the_output_as_part_of_the_prompt(runner: ModelRunner, expected: Request, params: SamplingParams) -> None:
+def test_after_a_loss_with_the_output_as_part_of_the_prompt(
+    runner: ModelRunner, expected: Request, params: SamplingParams
+) -> None:
     request = Request(params, seed=5, place=5)
     prefill(runner, request, 1000)
     while len(request.sequence.output) < 11:
         step(runner, [(request, 1)])
-    request.sequence.num_computed = 0  # all its blocks are gone; it is dispatched with the tokens that the client has
+    request.sequence.num_computed = (
+        0  # all its blocks are gone; it is dispatched with the tokens that the client has
+    )
     request.sequence.blocks = [6 * MAX_BLOCKS + i for i in range(MAX_BLOCKS)]
     prefill(runner, request, 29)
     decode(runner, [request])

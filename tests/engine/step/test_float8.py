@@ -1,4 +1,5 @@
-"""A float8 KV cache answers nearly as a wide one; float8 options are refused, with a sentence, where they cannot work."""
+"""A float8 KV cache answers nearly as a wide one; float8 options are refused, with a sentence, where they
+cannot work."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def make_runner(folder: Path, **changes: Any) -> ModelRunner:
 
 def answer(runner: ModelRunner) -> tuple[list[int], list[float]]:
     """A prompt in two chunks, then decode steps: tokens, and their logprobs."""
-    sequence = HandSequence(np.random.default_rng(1).integers(0, VOCAB_SIZE, 20).tolist(), [9, 3, 5, 4], PARAMS)
+    sequence = HandSequence(
+        np.random.default_rng(1).integers(0, VOCAB_SIZE, 20).tolist(), [9, 3, 5, 4], PARAMS
+    )
     logprobs = []
     for count in (13, 7, 1, 1):
         output = runner.execute(make_batch([(sequence, count)], BLOCK_SIZE))
@@ -57,7 +60,9 @@ def test_a_float8_cache_answers_nearly_as_a_wide_one(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama3", num_hidden_layers=2)
     wide, narrow = make_runner(tmp_path), make_runner(tmp_path, kv_dtype="fp8")
     assert narrow.kv_cache.layout.block_bytes * 4 == wide.kv_cache.layout.block_bytes
-    assert narrow.kv_cache.layout.description != wide.kv_cache.layout.description  # the two do not mix: workers compare it when they meet
+    assert (
+        narrow.kv_cache.layout.description != wide.kv_cache.layout.description
+    )  # the two do not mix: workers compare it when they meet
     (tokens, logprobs), (expected, expected_logprobs) = answer(narrow), answer(wide)
     assert tokens == expected
     assert logprobs != expected_logprobs
@@ -71,11 +76,15 @@ def test_the_gpu_kernels_fill_and_read_it_alike(tmp_path: Path, monkeypatch: pyt
     make_checkpoint(tmp_path, "qwen3", num_hidden_layers=1)
     expected_runner = make_runner(tmp_path, kv_dtype="fp8")
     expected = answer(expected_runner)
-    monkeypatch.setattr(model_runner, "select_kernels", lambda *_, **__: CudaKernels(1, prefill_shape=TileShape(16, 32, 4, 3)))
+    monkeypatch.setattr(
+        model_runner, "select_kernels", lambda *_, **__: CudaKernels(1, prefill_shape=TileShape(16, 32, 4, 3))
+    )
     runner = make_runner(tmp_path, kv_dtype="fp8")
     tokens, logprobs = answer(runner)
     assert tokens == expected[0]
-    assert logprobs == pytest.approx(expected[1], abs=0.05)  # a value on the edge between two of float8's may fall either way
+    assert logprobs == pytest.approx(
+        expected[1], abs=0.05
+    )  # a value on the edge between two of float8's may fall either way
     same = (runner.kv_cache.pool.float() == expected_runner.kv_cache.pool.float()).float().mean()
     assert same > 0.99
 
@@ -91,7 +100,9 @@ def test_scales_come_from_the_checkpoint(tmp_path: Path) -> None:
     answer(scaled)
     keys, scaled_keys = (runner.kv_cache.pool[9, 0, 0].float() for runner in (plain, scaled))
     assert torch.allclose(scaled_keys * 4, keys, rtol=0.15, atol=0.02)
-    assert make_runner(tmp_path).fingerprint == scaled.fingerprint  # a wide cache has no use for it, and loads all the same
+    assert (
+        make_runner(tmp_path).fingerprint == scaled.fingerprint
+    )  # a wide cache has no use for it, and loads all the same
 
 
 def test_quantized_workers_do_not_mix_with_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

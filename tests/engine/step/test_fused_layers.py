@@ -12,21 +12,29 @@ from support.models import VOCAB_SIZE, make_checkpoint
 
 from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
 
-native_layers = pytest.importorskip("splitserve.kernels.native_layers", reason="the C++ kernels were not built")
+native_layers = pytest.importorskip(
+    "splitserve.kernels.native_layers", reason="the C++ kernels were not built"
+)
 pytestmark = pytest.mark.skipif(
-    not native_layers.BUILT, reason="the C++ kernels were built from an earlier checkout: python setup.py build_ext --inplace"
+    not native_layers.BUILT,
+    reason="the C++ kernels were built from an earlier checkout: python setup.py build_ext --inplace",
 )
 BLOCK_SIZE = 8
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])  # biases; norms of q and k; a sliding window
+@pytest.mark.parametrize(
+    "family", ["qwen2", "qwen3", "mistral"]
+)  # biases; norms of q and k; a sliding window
 def test_the_same_bits_and_cache(tmp_path: Path, family: str, dtype: str) -> None:
     make_checkpoint(tmp_path, family)
     runner = ModelRunner(EngineConfig(tmp_path, "cpu", dtype, BLOCK_SIZE, 64, max_model_len=80, exact=True))
     assert runner._model._fused is not None
     random = np.random.default_rng(4)
-    sequences = [HandSequence(random.integers(0, VOCAB_SIZE, n).tolist(), list(range(i, 64, 8))) for i, n in enumerate((5, 41, 20))]
+    sequences = [
+        HandSequence(random.integers(0, VOCAB_SIZE, n).tolist(), list(range(i, 64, 8)))
+        for i, n in enumerate((5, 41, 20))
+    ]
     runner.execute(make_batch([(s, len(s.prompt) - 1) for s in sequences], BLOCK_SIZE))
     for s in sequences:
         s.num_computed = len(s.prompt) - 1

@@ -1,4 +1,5 @@
-"""Paced runners: they take the profiled time, without burning the core, and give tokens that a retry would give again."""
+"""Paced runners: they take the profiled time, without burning the core, and give tokens that a retry would
+give again."""
 
 from __future__ import annotations
 
@@ -30,11 +31,21 @@ def batch(*states: SamplingState | None) -> Batch:
     n = len(states)
     column = np.zeros(n, np.int32)
     lens = np.array([s.position if s else 8 for s in states], np.int32)
-    return Batch(column, lens - 1, np.arange(n + 1, dtype=np.int32), lens, np.zeros((n, 1), np.int32), column.astype(np.int64), states)
+    return Batch(
+        column,
+        lens - 1,
+        np.arange(n + 1, dtype=np.int32),
+        lens,
+        np.zeros((n, 1), np.int32),
+        column.astype(np.int64),
+        states,
+    )
 
 
 def state(seed: int, num_prompt: int, num_output: int = 1, stops: tuple[int, ...] = ()) -> SamplingState:
-    return SamplingState(SamplingParams(max_tokens=9, seed=seed, stop_token_ids=stops), [1] * num_prompt, [1] * num_output)
+    return SamplingState(
+        SamplingParams(max_tokens=9, seed=seed, stop_token_ids=stops), [1] * num_prompt, [1] * num_output
+    )
 
 
 def test_steps_take_their_time_and_no_more_of_the_core_than_waking_up() -> None:
@@ -44,10 +55,14 @@ def test_steps_take_their_time_and_no_more_of_the_core_than_waking_up() -> None:
         runner.execute(batch(state(1, 5)))
     took, worked = time.monotonic() - began, time.thread_time() - worked
     assert took >= 0.199  # what one step oversleeps the next makes up for
-    assert worked < 0.5 * took  # of both, where a hypervisor takes the core away and the kernel does not see it
+    assert (
+        worked < 0.5 * took
+    )  # of both, where a hypervisor takes the core away and the kernel does not see it
 
 
-def test_what_the_last_step_overslept_is_made_up_for_by_one_that_follows_at_once_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_last_step_overslept_is_made_up_for_by_one_that_follows_at_once_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now, oversleeps = [100.0], [0.0]
 
     def sleep(seconds: float) -> None:
@@ -98,7 +113,11 @@ def test_noise_keeps_the_mean() -> None:
 def worker_model(folder: Path, **options: object) -> WorkerModel:
     path = folder / "profile.json"
     profile(0.01).write(path)
-    return load_model(WorkerSettings.model_validate({"model": DEMO_MODEL, "insecure": True, "runner": f"paced:{path}", **options}))
+    return load_model(
+        WorkerSettings.model_validate(
+            {"model": DEMO_MODEL, "insecure": True, "runner": f"paced:{path}", **options}
+        )
+    )
 
 
 def test_a_worker_has_the_profiles_blocks_cut_down_to_fit(tmp_path: Path) -> None:

@@ -43,14 +43,18 @@ def test_the_first_steps_say_nothing(forecast: StepForecast, timeline: Timeline)
     assert timeline.slept == []
 
 
-def test_a_step_is_nearly_over_shortly_before_the_last_ones_were(forecast: StepForecast, timeline: Timeline) -> None:
+def test_a_step_is_nearly_over_shortly_before_the_last_ones_were(
+    forecast: StepForecast, timeline: Timeline
+) -> None:
     ran(forecast, timeline, 0.03)
     forecast.begin(timeline.now)
     forecast.sleep_until_nearly_over()
     assert timeline.slept == [pytest.approx(EXPECTED * 0.03 - LEAD_S)]
 
 
-def test_what_was_launched_ahead_begins_when_the_step_before_has_ended(forecast: StepForecast, timeline: Timeline) -> None:
+def test_what_was_launched_ahead_begins_when_the_step_before_has_ended(
+    forecast: StepForecast, timeline: Timeline
+) -> None:
     ran(forecast, timeline, 0.03)
     forecast.begin(timeline.now - 0.02)  # launched while the last one ran
     timeline.now += 0.01  # and looked at late
@@ -66,7 +70,9 @@ def test_the_shortest_of_the_last_steps_counts(forecast: StepForecast, timeline:
     assert timeline.slept == [pytest.approx(EXPECTED * 0.03 - LEAD_S)]
 
 
-def test_after_a_step_that_was_over_too_soon_the_last_ones_say_nothing(forecast: StepForecast, timeline: Timeline) -> None:
+def test_after_a_step_that_was_over_too_soon_the_last_ones_say_nothing(
+    forecast: StepForecast, timeline: Timeline
+) -> None:
     ran(forecast, timeline, 0.03)
     ran(forecast, timeline, 0.012, count=LOOKS_BACK + 2)
     assert timeline.slept == [pytest.approx(EXPECTED * seconds - LEAD_S) for seconds in (0.03, 0.012)]

@@ -37,7 +37,12 @@ def batch(*sequences: tuple[int, int]) -> Batch:
 
 def settings(tmp_path: Path, **changed: object) -> WorkerSettings:
     PROFILE.write(tmp_path / "profile.json")
-    options = {"model": DEMO_MODEL, "insecure": True, "name": "decode/0", "runner": f"paced:{tmp_path / 'profile.json'}"}
+    options = {
+        "model": DEMO_MODEL,
+        "insecure": True,
+        "name": "decode/0",
+        "runner": f"paced:{tmp_path / 'profile.json'}",
+    }
     return WorkerSettings.model_validate({**options, "step_log": tmp_path / "steps", **changed})
 
 
@@ -63,7 +68,9 @@ def test_without_being_asked_it_writes_none(tmp_path: Path) -> None:
     assert not (tmp_path / "steps").exists()
 
 
-def test_a_step_that_is_launched_ahead_counts_from_the_end_of_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_is_launched_ahead_counts_from_the_end_of_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = [10.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
 

@@ -1,4 +1,5 @@
-"""Steps that were submitted while another ran: they begin at once, take their tokens from it, and are not run if it failed."""
+"""Steps that were submitted while another ran: they begin at once, take their tokens from it, and are not run
+if it failed."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ class Gate:
 
 
 @contextmanager
-def thread(runner: Gate, ahead_at_layer: int | None) -> Iterator[tuple[StepThread[Step], threading.Semaphore]]:
+def thread(
+    runner: Gate, ahead_at_layer: int | None
+) -> Iterator[tuple[StepThread[Step], threading.Semaphore]]:
     woken = threading.Semaphore(0)
     steps: StepThread[Step] = StepThread(runner, woken.release, ahead_at_layer=ahead_at_layer)
     try:
@@ -231,10 +234,13 @@ def test_what_follows_a_step_that_fails_on_a_device_counts_for_nothing(when: str
 
 
 def fed(batch: Batch, rows: list[int]) -> Batch:
-    """As a scheduler makes it before it knows the newest tokens, which are those of ``rows`` of the step before."""
+    """As a scheduler makes it before it knows the newest tokens, which are those of ``rows`` of the step
+    before."""
     known = [s for s in batch.sampling if s is not None]
     behind = [SamplingState(s.params, s.prompt_token_ids, s.output_token_ids[:-1]) for s in known]
-    return replace(batch, token_ids=np.zeros_like(batch.token_ids), sampling=behind, fed_from=np.array(rows, np.int32))
+    return replace(
+        batch, token_ids=np.zeros_like(batch.token_ids), sampling=behind, fed_from=np.array(rows, np.int32)
+    )
 
 
 def test_a_model_takes_its_tokens_from_the_step_before(tmp_path: Path) -> None:
@@ -244,7 +250,9 @@ def test_a_model_takes_its_tokens_from_the_step_before(tmp_path: Path) -> None:
     def answers(ahead: bool) -> list[list[int]]:
         random = np.random.default_rng(4)
         tables = np.arange(64).reshape(-1, 8).tolist()
-        sequences = [HandSequence(random.integers(0, VOCAB_SIZE, n).tolist(), tables[n], PARAMS) for n in (5, 3, 7)]
+        sequences = [
+            HandSequence(random.integers(0, VOCAB_SIZE, n).tolist(), tables[n], PARAMS) for n in (5, 3, 7)
+        ]
         before, counts = [0, 1, 2], [5, 3, 7]
         for rows in ([0, 1, 2], [2, 1, 0], [1, 2], [2, 1], [2]):  # in any order, and ever fewer
             batch = make_batch([(sequences[i], counts[i]) for i in rows], BLOCK_SIZE)

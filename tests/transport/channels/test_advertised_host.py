@@ -13,7 +13,9 @@ COORDINATOR = "tcp://127.0.0.1:7000"
 
 
 @pytest.mark.parametrize("listen", ["tcp://0.0.0.0:7740", "tcp://*:7740", "tcp://[::]:7740"])
-def test_listening_everywhere_it_is_found_where_the_coordinator_sees_it(listen: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_listening_everywhere_it_is_found_where_the_coordinator_sees_it(
+    listen: str, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     assert advertised_host(listen, "", COORDINATOR) == "127.0.0.1"
     (said,) = caplog.messages
@@ -28,5 +30,7 @@ def test_an_address_is_told_as_it_is() -> None:
 
 
 def test_where_it_cannot_be_found_the_worker_says_what_to_do() -> None:
-    with pytest.raises(AddressError, match=r"--listen tcp://0\.0\.0\.0:7740 names no address .* give --advertise-host"):
+    with pytest.raises(
+        AddressError, match=r"--listen tcp://0\.0\.0\.0:7740 names no address .* give --advertise-host"
+    ):
         advertised_host("tcp://0.0.0.0:7740", "", "tcp://no-such-host.invalid:7000")

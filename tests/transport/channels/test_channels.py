@@ -1,4 +1,5 @@
-"""Channels over real sockets on loopback: members talk, and what is bad, too much or without an addressee breaks nothing."""
+"""Channels over real sockets on loopback: members talk, and what is bad, too much or without an addressee
+breaks nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +36,10 @@ def test_members_talk_both_ways_in_order(stack: ExitStack, key: ClusterKey | Non
 def test_what_is_sent_together_arrives_in_order_however_much_it_is(stack: ExitStack) -> None:
     server = router(stack)
     worker = dealer(stack, server.address)
-    sent = [RequestFailed(coordinator=1, dispatch=i, kind="internal", message="") for i in range(channels.MAX_TOGETHER + 5)]
+    sent = [
+        RequestFailed(coordinator=1, dispatch=i, kind="internal", message="")
+        for i in range(channels.MAX_TOGETHER + 5)
+    ]
     assert worker.send(*sent)
     received: list[object] = []
     until(lambda: received.extend(server.receive(10)) or len(received) == len(sent))
@@ -63,7 +67,13 @@ def test_bad_messages_of_a_member_are_dropped_and_counted(
     monkeypatch.setattr(channels, "LOG_EVERY_S", 1e9)
     server = router(stack)
     peer = raw_socket(stack, server.address)
-    bad = [b"", b"\xff\xff", encode(WELCOME), encode(Ack(coordinator=1, dispatch=1, lease=1)), encode(HELLO)[:-1]]
+    bad = [
+        b"",
+        b"\xff\xff",
+        encode(WELCOME),
+        encode(Ack(coordinator=1, dispatch=1, lease=1)),
+        encode(HELLO)[:-1],
+    ]
     for data in bad:
         peer.send(data)
     peer.send_multipart([b"two", b"frames"])
@@ -106,7 +116,9 @@ def test_a_restarted_worker_of_the_same_identity_takes_over(stack: ExitStack) ->
     assert until(lambda: new.receive(10)) == [WELCOME]
 
 
-def test_sending_to_a_full_queue_drops_and_counts_and_never_blocks(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sending_to_a_full_queue_drops_and_counts_and_never_blocks(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(channels, "HIGH_WATER_MARK", 10)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, never answers
         worker = dealer(stack, f"tcp://127.0.0.1:{silent.getsockname()[1]}")

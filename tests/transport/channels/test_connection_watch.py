@@ -1,4 +1,5 @@
-"""A connection that is not there is known: by who connects with the time since when, by who listens only that one has ended."""
+"""A connection that is not there is known: by who connects with the time since when, by who listens only that
+one has ended."""
 
 from __future__ import annotations
 

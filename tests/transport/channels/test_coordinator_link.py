@@ -12,7 +12,15 @@ import zmq
 from splitserve.transport.channels.channels import RouterChannel
 from splitserve.transport.channels.coordinator_link import CoordinatorLink
 from splitserve.transport.live_environment import LiveNetwork
-from splitserve.transport.messages.messages import FROM_WORKER, Alive, Fenced, Hello, Message, ModelIdentity, Welcome
+from splitserve.transport.messages.messages import (
+    FROM_WORKER,
+    Alive,
+    Fenced,
+    Hello,
+    Message,
+    ModelIdentity,
+    Welcome,
+)
 
 MODEL = ModelIdentity(fingerprint="f", dtype="float32", block_size=16, layout="l", block_bytes=64)
 
@@ -25,8 +33,16 @@ class Worker:
         self.alone = True
 
     def hello(self, incarnation: int) -> Hello:
-        numbers = {"max_model_len": 9, "vocab_size": 9, "num_blocks": 9, "max_num_seqs": 9, "max_batch_tokens": 9}
-        return Hello(worker_id="w", incarnation=incarnation, role="decode", host="h", pid=1, model=MODEL, **numbers)
+        numbers = {
+            "max_model_len": 9,
+            "vocab_size": 9,
+            "num_blocks": 9,
+            "max_num_seqs": 9,
+            "max_batch_tokens": 9,
+        }
+        return Hello(
+            worker_id="w", incarnation=incarnation, role="decode", host="h", pid=1, model=MODEL, **numbers
+        )
 
     def welcomed(self, coordinator: int) -> None:
         self.told.append(("welcomed", coordinator))
@@ -50,7 +66,9 @@ class Line:
         self.worker, self.now = Worker(), 0.0
         counter = itertools.count(5)
         network = LiveNetwork(None, zmq.Poller())
-        self.link = CoordinatorLink(self.router.address, network, "w", self.worker, lambda: next(counter), orphaned_after_s=10.0)
+        self.link = CoordinatorLink(
+            self.router.address, network, "w", self.worker, lambda: next(counter), orphaned_after_s=10.0
+        )
 
     def hear_hello(self) -> bytes:
         """The identity that the worker's Hello came from."""
@@ -100,10 +118,14 @@ def test_a_fenced_worker_says_hello_as_another_incarnation(line: Line) -> None:
     assert line.hear_hello() != identity
 
 
-def test_a_worker_that_fits_no_other_says_so_in_its_own_log_once(line: Line, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_that_fits_no_other_says_so_in_its_own_log_once(
+    line: Line, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     identity = line.hear_hello()
-    sentence = "this decode worker gets no work: its dtype is not that of p0 ('float32' here, 'bfloat16' there)"
+    sentence = (
+        "this decode worker gets no work: its dtype is not that of p0 ('float32' here, 'bfloat16' there)"
+    )
     for misfit in (sentence, sentence, "", ""):
         line.say(identity, Alive(coordinator=1, misfit=misfit))
     said = [(record.levelname, record.getMessage()) for record in caplog.records]

@@ -26,7 +26,16 @@ from splitserve.transport.messages.messages import (
 )
 
 MODEL = ModelIdentity(fingerprint="f", dtype="float32", block_size=16, layout="l", block_bytes=64)
-NUMBERS = ("blocks_free", "blocks_cached", "blocks_used", "blocks_leased", "num_running", "num_waiting", "num_waiting_tokens", "steps")
+NUMBERS = (
+    "blocks_free",
+    "blocks_cached",
+    "blocks_used",
+    "blocks_leased",
+    "num_running",
+    "num_waiting",
+    "num_waiting_tokens",
+    "steps",
+)
 
 
 class Cluster:
@@ -42,8 +51,16 @@ class Cluster:
         self.identity = b""
 
     def hello(self, incarnation: int) -> Hello:
-        numbers = {"max_model_len": 9, "vocab_size": 9, "num_blocks": 9, "max_num_seqs": 9, "max_batch_tokens": 9}
-        return Hello(worker_id="w", incarnation=incarnation, role="decode", host="h", pid=1, model=MODEL, **numbers)
+        numbers = {
+            "max_model_len": 9,
+            "vocab_size": 9,
+            "num_blocks": 9,
+            "max_num_seqs": 9,
+            "max_batch_tokens": 9,
+        }
+        return Hello(
+            worker_id="w", incarnation=incarnation, role="decode", host="h", pid=1, model=MODEL, **numbers
+        )
 
     def welcomed(self, coordinator: int) -> None:
         self.told.append(("welcomed", coordinator))
@@ -96,7 +113,14 @@ def joined(coordinator: int) -> Joined:
 
 
 def load(coordinator: int) -> Load:
-    return Load(worker_id="w", incarnation=5, busy=False, accepting=True, dispatches=u32([coordinator]), **dict.fromkeys(NUMBERS, 0))
+    return Load(
+        worker_id="w",
+        incarnation=5,
+        busy=False,
+        accepting=True,
+        dispatches=u32([coordinator]),
+        **dict.fromkeys(NUMBERS, 0),
+    )
 
 
 def test_a_request_is_its_coordinators_and_reports_are_for_all(two: Cluster) -> None:

@@ -34,7 +34,10 @@ async def test_an_event_loop_hears_every_message(stack: ExitStack) -> None:
             done.set()
 
     loop = asyncio.get_running_loop()
-    at_server, at_worker = attach(loop, server, on_worker_messages), attach(loop, worker, on_coordinator_messages)
+    at_server, at_worker = (
+        attach(loop, server, on_worker_messages),
+        attach(loop, worker, on_coordinator_messages),
+    )
     for start in range(0, total, 100):
         for dispatch in range(start, min(total, start + 100)):
             worker.send(RequestFailed(coordinator=1, dispatch=dispatch, kind="internal", message=""))

@@ -45,13 +45,15 @@ def _number() -> int:
 
 
 def test_the_way_back_to_a_peer_is_the_channel_that_it_opened_to_this_process() -> None:
-    """A decode worker that had been started anew on the same port, after its clock was set back, went on answering on the channel that had
-    been opened to the process before it."""
+    """A decode worker that had been started anew on the same port, after its clock was set back, went on
+    answering on the channel that had been opened to the process before it."""
 
     class Core:
         worker = ("d", (5 << 22) + 2)
 
-    before, fenced, now = (identity_of("p", 1, number) for number in ((9 << 22) + 1, (5 << 22) + 1, (5 << 22) + 2))
+    before, fenced, now = (
+        identity_of("p", 1, number) for number in ((9 << 22) + 1, (5 << 22) + 1, (5 << 22) + 2)
+    )
     ages = [_age(identity, Core()) for identity in (b"", before, fenced, now)]  # type: ignore[arg-type]
     assert ages == sorted(ages)
     assert ages[1] == 0 < ages[2] < ages[3]

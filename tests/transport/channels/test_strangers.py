@@ -1,4 +1,5 @@
-"""Who has not the cluster's key gets nothing through a channel, and breaks nothing; a key is changed under those who talk."""
+"""Who has not the cluster's key gets nothing through a channel, and breaks nothing; a key is changed under
+those who talk."""
 
 from __future__ import annotations
 
@@ -11,7 +12,17 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
-from support.channels import DEADLINE_S, HELLO, KEY, WELCOME, assert_still_serves, dealer, raw_socket, router, until
+from support.channels import (
+    DEADLINE_S,
+    HELLO,
+    KEY,
+    WELCOME,
+    assert_still_serves,
+    dealer,
+    raw_socket,
+    router,
+    until,
+)
 
 from splitserve.transport.channels.channels import DealerChannel, RouterChannel
 from splitserve.transport.channels.keys import ClusterKey, new_key
@@ -56,7 +67,12 @@ def test_a_member_tells_nothing_to_a_server_without_the_key(stack: ExitStack, ke
 def test_raw_tcp_noise_breaks_nothing(stack: ExitStack) -> None:
     server = router(stack)
     host, port = server.address.removeprefix("tcp://").split(":")
-    for noise in (b"GET / HTTP/1.1\r\n\r\n", bytes(1000), b"\xff" * 1000, b"\xff\0\0\0\0\0\0\0\1\x7f\3\0CURVE" + b"\xff" * 4000):
+    for noise in (
+        b"GET / HTTP/1.1\r\n\r\n",
+        bytes(1000),
+        b"\xff" * 1000,
+        b"\xff\0\0\0\0\0\0\0\1\x7f\3\0CURVE" + b"\xff" * 4000,
+    ):
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(noise)
     assert_still_serves(stack, server)
@@ -71,31 +87,41 @@ def all_of(server: RouterChannel) -> list[tuple[bytes, object]]:
 
 
 def talk(server: RouterChannel, member: DealerChannel, identity: bytes) -> None:
-    """Both ways. Says it again, as the protocol does: what is under way when a connection ends is lost. (Only while it is connected: what
-    it says before would pile up, to be heard after the key has been changed.)"""
+    """Both ways. Says it again, as the protocol does: what is under way when a connection ends is lost. (Only
+    while it is connected: what it says before would pile up, to be heard after the key has been changed.)"""
 
     def heard() -> object:
         if member.gone_since(time.monotonic()) is None:
             member.send(HELLO)
-        return (identity, HELLO) in all_of(server) and server.send(identity, WELCOME) and member.socket.poll(200)
+        return (
+            (identity, HELLO) in all_of(server) and server.send(identity, WELCOME) and member.socket.poll(200)
+        )
 
     until(heard)
     assert WELCOME in member.receive(100)
 
 
 def test_the_key_is_changed_while_everybody_goes_on(stack: ExitStack) -> None:
-    """Workers with the old key and workers with the new one are connected at the same time; at the end the old key opens nothing."""
+    """Workers with the old key and workers with the new one are connected at the same time; at the end the
+    old key opens nothing."""
     old, new = new_key(), new_key()
     server = router(stack, old)
     first = dealer(stack, server.address, old, b"first")
     talk(server, first, b"first")
 
     server.change_key(replace(old, second=new))  # add
-    members = [(dealer(stack, server.address, key, name), name) for key, name in ((old, b"o1"), (new, b"n1"), (old, b"o2"), (new, b"n2"))]
+    members = [
+        (dealer(stack, server.address, key, name), name)
+        for key, name in ((old, b"o1"), (new, b"n1"), (old, b"o2"), (new, b"n2"))
+    ]
     for member, name in [(first, b"first"), *members]:
         talk(server, member, name)
     server.change_key(replace(new, second=old))  # switch
-    for member, name in [(first, b"first"), *members, (dealer(stack, server.address, replace(new, second=old), b"n3"), b"n3")]:
+    for member, name in [
+        (first, b"first"),
+        *members,
+        (dealer(stack, server.address, replace(new, second=old), b"n3"), b"n3"),
+    ]:
         talk(server, member, name)
 
     server.change_key(new)  # finish
@@ -136,15 +162,20 @@ with RouterChannel.bind("tcp://127.0.0.1:*", ClusterKey(public, secret), FROM_WO
 
 
 def test_strangers_that_take_all_connections_end_nothing(stack: ExitStack) -> None:
-    """A process that has no file left for a moment believes nobody dead, and hears members once the strangers are gone."""
+    """A process that has no file left for a moment believes nobody dead, and hears members once the strangers
+    are gone."""
     argv = [sys.executable, "-c", SHORT_OF_FILES, KEY.public.decode(), KEY.secret.decode(), str(os.getpid())]
-    server = stack.enter_context(subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+    server = stack.enter_context(
+        subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    )
     stack.callback(server.kill)
     assert server.stdin is not None
     assert server.stdout is not None
     address = server.stdout.readline().strip()
     host, _, port = address.removeprefix("tcp://").partition(":")
-    strangers = [stack.enter_context(socket.create_connection((host, int(port)), DEADLINE_S)) for _ in range(60)]
+    strangers = [
+        stack.enter_context(socket.create_connection((host, int(port)), DEADLINE_S)) for _ in range(60)
+    ]
     until(lambda: len(os.listdir(f"/proc/{server.pid}/fd")) >= 40)
     print(file=server.stdin, flush=True)
     assert server.stdout.readline().strip() == "True"

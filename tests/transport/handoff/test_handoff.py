@@ -82,7 +82,9 @@ def test_an_offer_that_waits_for_a_row_costs_no_look_at_its_blocks(monkeypatch: 
     """A prompt of 8,192 tokens has hundreds of hashes, and every sequence that ends asks again."""
     pair, looks = Pair(), []
     match_prefix = pair.pool.match_prefix
-    monkeypatch.setattr(pair.pool, "match_prefix", lambda hashes: looks.append(hashes) or match_prefix(hashes))
+    monkeypatch.setattr(
+        pair.pool, "match_prefix", lambda hashes: looks.append(hashes) or match_prefix(hashes)
+    )
     pair.room = (0, 0)
     whole(pair, spec())
     pair.tick(0.1)
@@ -154,7 +156,15 @@ def test_a_grant_that_wants_blocks_behind_the_window_is_refused() -> None:
     pair.offer(spec(1, 30))
     pair.collect()
     pair.deliver(lambda message: isinstance(message, Grant))
-    grant = Grant(coordinator=7, dispatch=1, lease=1, secret=b"s" * 16, blocks=u32([0] * 8), num_cached_blocks=5, lease_s=3)
+    grant = Grant(
+        coordinator=7,
+        dispatch=1,
+        lease=1,
+        secret=b"s" * 16,
+        blocks=u32([0] * 8),
+        num_cached_blocks=5,
+        lease_s=3,
+    )
     pair.sender.receive(DECODE, grant, 0.0)
     pair.collect()
     assert [type(ended) for ended in pair.ended] == [act.Undelivered]

@@ -31,8 +31,9 @@ from splitserve.transport.messages.messages import (
 
 
 def test_what_was_not_put_yet_is_not_put_of_a_dropped_prompt() -> None:
-    """A step had ended, and a Cancel came before its blocks left: when they were put they were free, and a new step perhaps wrote them;
-    their checksums were of what they held by then, and the Handoff told the decode worker to join them."""
+    """A step had ended, and a Cancel came before its blocks left: when they were put they were free, and a
+    new step perhaps wrote them; their checksums were of what they held by then, and the Handoff told the
+    decode worker to join them."""
     pair = Pair()
     pair.offer(spec())
     pair.deliver()
@@ -83,7 +84,9 @@ def test_a_writer_of_another_host_that_stays_silent_is_shut_out_and_its_blocks_a
     assert pair.pool.num_used == held
     pair.receiver.writer_shut_out(PREFILL)
     assert pair.pool.num_used == 0
-    assert pair.sender.mover_failed(DECODE, "shut out"), "thawed, it finds out by its next put, and goes on by tcp"
+    assert pair.sender.mover_failed(DECODE, "shut out"), (
+        "thawed, it finds out by its next put, and goes on by tcp"
+    )
     whole(pair, spec(3))
     assert [join.spec.dispatch for join in pair.joined] == [3]
 
@@ -117,14 +120,17 @@ def test_meeting_a_newer_incarnation_of_the_same_process_ends_the_quarantine() -
     pair.receiver.tick(pair.now)
     meet = Meet(worker_id="p", incarnation=9, host="h", pid=5, model=MODEL, movers=("shm",))
     other = 9 + (1 << COUNT_BITS)
-    pair.receiver.receive(("p", other), replace(meet, incarnation=other), pair.now)  # another process: proves nothing
+    pair.receiver.receive(
+        ("p", other), replace(meet, incarnation=other), pair.now
+    )  # another process: proves nothing
     assert pair.pool.num_used == 3
     pair.receiver.receive(("p", 10), replace(meet, incarnation=10), pair.now)
     assert pair.pool.num_used == 0
 
 
 def _cut_off_and_retired() -> Pair:
-    """A writer by shm whose grant was lost, and who is called otherwise since; the decode worker asks in vain for three blocks."""
+    """A writer by shm whose grant was lost, and who is called otherwise since; the decode worker asks in vain
+    for three blocks."""
     pair = Pair(movers=("shm",))
     pair.offer(spec())
     pair.deliver(drop=lambda message: isinstance(message, Grant))
@@ -200,7 +206,10 @@ def test_a_decode_worker_with_a_new_name_is_told_too_and_one_that_is_gone_is_not
     pair.sender.retire()
     pair.sender.take()
     pair.tick(TIMES.resend)
-    assert [action.peer for action in pair.sender.take() if isinstance(action, act.ToPeer)] == [DECODE, renamed]
+    assert [action.peer for action in pair.sender.take() if isinstance(action, act.ToPeer)] == [
+        DECODE,
+        renamed,
+    ]
     pair.sender.peer_gone(renamed)
     assert pair.sender.has_retired
 
@@ -276,7 +285,8 @@ def test_whatever_is_lost_every_handoff_ends_and_no_block_stays(
 
 
 def test_a_mover_that_fails_is_replaced_by_zmq() -> None:
-    """What was under way ends and frees its blocks; the peer is met anew, and the next handoff is not by shared memory."""
+    """What was under way ends and frees its blocks; the peer is met anew, and the next handoff is not by
+    shared memory."""
     pair = Pair(movers=("shm", "tcp"))
     pair.offer(spec(1))
     pair.deliver()
@@ -285,17 +295,22 @@ def test_a_mover_that_fails_is_replaced_by_zmq() -> None:
     pair.deliver()
     assert [type(end) for end in pair.ended] == [act.Undelivered]
     assert pair.pool.num_used == 0
-    pair.sender.receive(DECODE, Met(worker_id="d", incarnation=2, mover="shm", num_blocks=16), pair.now)  # an echo of the first meeting
+    pair.sender.receive(
+        DECODE, Met(worker_id="d", incarnation=2, mover="shm", num_blocks=16), pair.now
+    )  # an echo of the first meeting
     whole(pair, spec(2, epoch=1))
     assert [join.spec.dispatch for join in pair.joined] == [2]
-    assert not pair.sender.mover_failed(DECODE, "the network is gone"), "there is nothing else to fall back to"
+    assert not pair.sender.mover_failed(DECODE, "the network is gone"), (
+        "there is nothing else to fall back to"
+    )
     assert pair.sender.num_fallbacks == 1
 
 
 def test_the_answer_to_an_echo_of_a_meeting_decides_nothing() -> None:
-    """A Meet meant for the decode worker's earlier incarnation, with which shm had failed, came late; its answer named tcp, and was taken
-    for the answer to the Meet that followed. The receiver went by shm: what was said to be placed it believed to be there, while parcels
-    were still on their way into blocks that it had verified."""
+    """A Meet meant for the decode worker's earlier incarnation, with which shm had failed, came late; its
+    answer named tcp, and was taken for the answer to the Meet that followed. The receiver went by shm: what
+    was said to be placed it believed to be there, while parcels were still on their way into blocks that it
+    had verified."""
     pair = Pair(movers=("shm", "tcp"))
     pair.offer(spec())
     echo = Meet(worker_id="p", incarnation=1, host="h", pid=5, model=MODEL, movers=("tcp",), addressee=1)
@@ -341,11 +356,15 @@ def test_a_decode_worker_of_an_earlier_build_knows_the_tcp_mover_as_zmq(movers: 
     pair.collect()
     (meet,) = [message for message in pair.to_receiver if isinstance(message, Meet)]
     assert "zmq" in meet.movers
-    pair.sender.receive(DECODE, Met(worker_id="d", incarnation=DECODE[1], mover="zmq", num_blocks=8), pair.now)
+    pair.sender.receive(
+        DECODE, Met(worker_id="d", incarnation=DECODE[1], mover="zmq", num_blocks=8), pair.now
+    )
     assert [action.met.mover for action in pair.sender.take() if isinstance(action, act.OpenMover)] == ["tcp"]
 
 
-@pytest.mark.parametrize(("failed", "movers"), [((), ("zmq",)), (("shm",), ("shm", "zmq")), (("shm",), ("shm",))])
+@pytest.mark.parametrize(
+    ("failed", "movers"), [((), ("zmq",)), (("shm",), ("shm", "zmq")), (("shm",), ("shm",))]
+)
 def test_a_prefill_worker_of_an_earlier_build_is_answered_by_the_name_it_knows(
     failed: tuple[str, ...], movers: tuple[str, ...]
 ) -> None:
@@ -366,8 +385,12 @@ def test_who_forces_a_mover_that_the_other_has_not_is_refused_while_none_has_fai
     assert "no mover in common: prefill has nccl; decode has shm, nixl, tcp" in reason
 
 
-def test_a_communicator_is_made_anew_once_before_another_mover_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contacts, "MADE_ANEW", frozenset({"nixl"}))  # stands for nccl, which this receiver has not
+def test_a_communicator_is_made_anew_once_before_another_mover_takes_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        contacts, "MADE_ANEW", frozenset({"nixl"})
+    )  # stands for nccl, which this receiver has not
     pair = Pair(movers=("nixl",))
     for number in (1, 2):
         whole(pair, spec(number))

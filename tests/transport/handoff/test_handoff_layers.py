@@ -72,9 +72,16 @@ def test_a_block_found_corrupt_early_is_asked_for_with_the_handoff() -> None:
     num_cached=st.integers(0, 5),
 )
 def test_every_layer_of_every_block_leaves_once_in_order_when_it_is_final(
-    mode: Any, rate: float, chunks: list[int], layers: list[list[int]], lost: list[int], granted_after: int, num_cached: int
+    mode: Any,
+    rate: float,
+    chunks: list[int],
+    layers: list[list[int]],
+    lost: list[int],
+    granted_after: int,
+    num_cached: int,
 ) -> None:
-    """``lost``: of so many tokens was each chunk when it ran out of memory, before it was made again (0: it did not)."""
+    """``lost``: of so many tokens was each chunk when it ran out of memory, before it was made again (0: it
+    did not)."""
     num_tokens = sum(chunks)
     pair = Pair(slicing=LayerSlicing(NUM_LAYERS, 64, mode), num_blocks=32)
     if num_cached:
@@ -116,7 +123,9 @@ def test_every_layer_of_every_block_leaves_once_in_order_when_it_is_final(
         assert 0 <= pair.sender.layer_stride((7, 2), stop) <= NUM_LAYERS
         for num_layers in sorted(seen):
             pair.sender.layers_ready((7, 2), blocks, stop, num_layers)
-            moved_on(before, max(stop, lost_stop), max(num_layers, lost_layers))  # what the lost chunk computed may leave late
+            moved_on(
+                before, max(stop, lost_stop), max(num_layers, lost_layers)
+            )  # what the lost chunk computed may leave late
         if computed < num_tokens:
             pair.sender.blocks_ready((7, 2), blocks, stop)
             moved_on(stop, stop, 0)
@@ -130,8 +139,9 @@ def test_every_layer_of_every_block_leaves_once_in_order_when_it_is_final(
 
 
 def test_a_chunk_that_is_made_again_with_another_size_leaves_each_layer_once() -> None:
-    """Its first layers had left when it ran out of memory. A smaller one sent them again, which the receiver refuses; a larger one went on
-    with the later layers of blocks that had sent none, and the worker broke on their checksums."""
+    """Its first layers had left when it ran out of memory. A smaller one sent them again, which the receiver
+    refuses; a larger one went on with the later layers of blocks that had sent none, and the worker broke on
+    their checksums."""
     pair = Pair(slicing=LayerSlicing(NUM_LAYERS, 64, "layers"))
     blocks = [0, 1, 2]
     pair.offer(spec())

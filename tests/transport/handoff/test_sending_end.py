@@ -15,7 +15,15 @@ from support.ports import kept_port
 from splitserve.transport.channels.channels import RouterChannel
 from splitserve.transport.channels.incarnation import COUNT_BITS
 from splitserve.transport.errors import MoverError, PeerEnded
-from splitserve.transport.handoff.actions import CancelPuts, Connect, Put, SendHandoff, SendPlaced, ToPeer, Undelivered
+from splitserve.transport.handoff.actions import (
+    CancelPuts,
+    Connect,
+    Put,
+    SendHandoff,
+    SendPlaced,
+    ToPeer,
+    Undelivered,
+)
 from splitserve.transport.handoff.handoff import PeerId
 from splitserve.transport.handoff.reachability import ReachTimes
 from splitserve.transport.handoff.retiring_end import RetiringEnd
@@ -66,7 +74,14 @@ class SlowMover:
         self.under_way: list[Arrival] = []
         self.done: list[Arrival] = []
 
-    def put(self, lease: int, secret: bytes, items: Sequence[Item], first_layer: int = 0, num_layers: int | None = None) -> None:
+    def put(
+        self,
+        lease: int,
+        secret: bytes,
+        items: Sequence[Item],
+        first_layer: int = 0,
+        num_layers: int | None = None,
+    ) -> None:
         self.under_way += [(lease, position) for position, _, _ in items]
 
     def finish(self, lease: int) -> None:
@@ -189,7 +204,9 @@ class Reached:
     def __init__(self, address: str = "tcp://127.0.0.1:*") -> None:
         self.router = RouterChannel.bind(address, None, FROM_PREFILL)
         peer = Peer(worker_id=PEER[0], incarnation=PEER[1], address=self.router.address)
-        self.sender = HandoffSender(Meet(worker_id="p", incarnation=1, host="h", pid=1, model=MODEL, movers=("tcp",)))
+        self.sender = HandoffSender(
+            Meet(worker_id="p", incarnation=1, host="h", pid=1, model=MODEL, movers=("tcp",))
+        )
         self.end = end_of(self.sender)
         self.sender.offer(peer, SPEC, 1, [], time.monotonic())
         self.act()
@@ -228,12 +245,14 @@ def test_a_prompt_for_an_earlier_incarnation_does_not_cut_off_the_one_that_is_th
 
 @pytest.mark.parametrize("number", [1, 7])
 def test_of_two_processes_of_one_name_the_one_that_answers_is_there(number: int) -> None:
-    """Numbers were the time of day, and the larger one was taken for the later: after a clock had been set back every handoff to the new
-    process failed, "it has restarted", for as long as the step was."""
+    """Numbers were the time of day, and the larger one was taken for the later: after a clock had been set
+    back every handoff to the new process failed, "it has restarted", for as long as the step was."""
     reached, process = Reached(), (PEER[0], PEER[1] + (number << COUNT_BITS))
     for one, other in ((PEER, process), (process, PEER)):
         assert reached.connect(one) == {PEER, process} if one == process else {PEER}
-        reached.sender.offer(Peer(worker_id=one[0], incarnation=one[1], address=reached.router.address), SPEC, 1, [], 0.0)
+        reached.sender.offer(
+            Peer(worker_id=one[0], incarnation=one[1], address=reached.router.address), SPEC, 1, [], 0.0
+        )
         reached.act()
         reached.end._receive(one, Met(worker_id=one[0], incarnation=one[1], mover="tcp", num_blocks=8), 0.0)
         reached.act()
@@ -254,8 +273,8 @@ def test_where_another_process_answers_nothing_more_is_said_to_the_one_before() 
 
 
 def test_a_role_that_is_over_waits_for_no_process_that_has_ended() -> None:
-    """A decode worker's process was killed, another one answered at its address, and the retiring end asked the
-    first one for ever: its channel was closed."""
+    """A decode worker's process was killed, another one answered at its address, and the retiring end asked
+    the first one for ever: its channel was closed."""
     reached, process = Reached(), (PEER[0], PEER[1] + (1 << COUNT_BITS))
     reached.sender.receive(PEER, Met(worker_id="d0", incarnation=1, mover="shm", num_blocks=8), 0.0)
     reached.sender.retire()
@@ -313,7 +332,9 @@ class BrokenMover(SlowMover):
         raise self._error
 
 
-@pytest.mark.parametrize(("error", "num_fallbacks"), [(MoverError("broken"), 1), (PeerEnded("its process has ended"), 0)], ids=repr)
+@pytest.mark.parametrize(
+    ("error", "num_fallbacks"), [(MoverError("broken"), 1), (PeerEnded("its process has ended"), 0)], ids=repr
+)
 def test_a_peer_that_has_ended_is_no_fault_of_its_mover(error: MoverError, num_fallbacks: int) -> None:
     reached = Reached()
     reached.sender.receive(PEER, Met(worker_id="d0", incarnation=1, mover="shm", num_blocks=8), 0.0)
@@ -338,7 +359,9 @@ def test_who_stays_away_is_forgotten_and_connected_to_anew_when_a_prompt_is_for_
     reached.end.receive(set(), gone_since + ReachTimes().forgotten + 1)
     assert reached.end._channels == {}
     with RouterChannel.bind(address, None, FROM_PREFILL) as again:
-        reached.sender.offer(Peer(worker_id=PEER[0], incarnation=PEER[1], address=address), SPEC, 1, [], time.monotonic())
+        reached.sender.offer(
+            Peer(worker_id=PEER[0], incarnation=PEER[1], address=address), SPEC, 1, [], time.monotonic()
+        )
         reached.act()
         assert again.socket.poll(60_000), "it says Meet"
         reached.end.close()

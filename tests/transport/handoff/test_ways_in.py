@@ -49,7 +49,15 @@ class Receiver:
 
 
 def meet(incarnation: int, pid: int = 7, failed: tuple[str, ...] = ()) -> Meet:
-    return Meet(worker_id="p0", incarnation=incarnation, host="h", pid=pid, model=MODEL, movers=("nixl", "tcp"), failed=failed)
+    return Meet(
+        worker_id="p0",
+        incarnation=incarnation,
+        host="h",
+        pid=pid,
+        model=MODEL,
+        movers=("nixl", "tcp"),
+        failed=failed,
+    )
 
 
 class Ways:
@@ -76,7 +84,9 @@ def test_a_dead_writers_blocks_are_free_when_nothing_of_it_is_under_way(mover: s
 
 
 @pytest.mark.parametrize(("mover", "at_once"), [("shm", True), ("nixl", False)])
-def test_a_process_of_another_name_is_met_when_nothing_of_the_old_one_is_under_way(mover: str, at_once: bool) -> None:
+def test_a_process_of_another_name_is_met_when_nothing_of_the_old_one_is_under_way(
+    mover: str, at_once: bool
+) -> None:
     w = Ways(mover)
     assert w.ways.may_meet(NEW, meet(NEW[1]), True, w.receiver) is at_once
     w.nixl.shut.add(OLD)
@@ -95,7 +105,9 @@ def test_retire_is_answered_when_nothing_of_that_name_is_under_way(mover: str, a
 
 @pytest.mark.parametrize("pid", [7, 8])
 @pytest.mark.parametrize("number", [-1, 1])
-def test_who_was_started_anew_elsewhere_is_met_at_once_and_its_old_name_shut_out(pid: int, number: int) -> None:
+def test_who_was_started_anew_elsewhere_is_met_at_once_and_its_old_name_shut_out(
+    pid: int, number: int
+) -> None:
     """Whichever of the two numbers is the larger; in a container the process id is the same again."""
     w, anew = Ways("nixl"), ("p0", OLD[1] + (number << COUNT_BITS))
     w.ways.met(OLD, "nixl")
@@ -103,7 +115,9 @@ def test_who_was_started_anew_elsewhere_is_met_at_once_and_its_old_name_shut_out
     assert w.nixl.asked == [OLD]
     w.ways.met(anew, "nixl")
     assert w.ways.may_meet(OLD, meet(OLD[1]), False, w.receiver), "it is answered by who is here"
-    assert w.nixl.asked == [OLD], "what comes late of the one that was met first ends nothing of the one that came after it"
+    assert w.nixl.asked == [OLD], (
+        "what comes late of the one that was met first ends nothing of the one that came after it"
+    )
     assert not w.receiver.told
     w.nixl.shut.add(OLD)
     w.ways.look((), w.receiver, 0.0)
@@ -120,13 +134,18 @@ def test_whose_mover_has_failed_is_met_anew_when_nothing_by_that_one_is_under_wa
     assert w.receiver.told == [("shut out", OLD)], "what it held by that mover is free"
     w.ways.met(OLD, "tcp")
     assert w.ways.may_meet(OLD, again, False, w.receiver)
-    assert w.receiver.told == [("shut out", OLD)] * 2, "for leases granted meanwhile; tcp's do not end by this"
+    assert w.receiver.told == [("shut out", OLD)] * 2, (
+        "for leases granted meanwhile; tcp's do not end by this"
+    )
 
 
 @pytest.mark.parametrize(
-    ("mover", "here", "ends"), [("nixl", True, True), ("nixl", False, True), ("shm", True, False), ("tcp", False, True)]
+    ("mover", "here", "ends"),
+    [("nixl", True, True), ("nixl", False, True), ("shm", True, False), ("tcp", False, True)],
 )
-def test_a_silent_writer_is_shut_out_unless_it_has_mapped_the_pool(mover: str, here: bool, ends: bool) -> None:
+def test_a_silent_writer_is_shut_out_unless_it_has_mapped_the_pool(
+    mover: str, here: bool, ends: bool
+) -> None:
     w = Ways(mover)
     w.receiver.silent.add(OLD)
     w.nixl.shut.add(OLD)
@@ -137,8 +156,9 @@ def test_a_silent_writer_is_shut_out_unless_it_has_mapped_the_pool(mover: str, h
 
 @pytest.mark.parametrize("how", ["it says that its mover has failed", "it says nothing"])
 def test_one_that_was_shut_out_and_granted_a_lease_after_that_does_not_keep_its_blocks(how: str) -> None:
-    """It was silent for long, and its way in was closed; it lives on this host, does not know that, and fails at its next put only, of
-    whose lease it says nothing, for what a failed mover has begun is not known to be over."""
+    """It was silent for long, and its way in was closed; it lives on this host, does not know that, and fails
+    at its next put only, of whose lease it says nothing, for what a failed mover has begun is not known to be
+    over."""
     w = Ways("nixl")
     w.receiver.silent.add(OLD)
     w.nixl.shut.add(OLD)

@@ -1,4 +1,5 @@
-"""The codec: every message survives the trip, and no bytes whatever do anything but decode or raise BadMessage."""
+"""The codec: every message survives the trip, and no bytes whatever do anything but decode or raise
+BadMessage."""
 
 from __future__ import annotations
 
@@ -66,9 +67,18 @@ def test_a_message_for_somebody_else_is_refused() -> None:
         (b"\xff\x80", "unknown message tag 255"),
         (b"\x33", "Ack: "),
         (b"\x33\x80", "Ack: Object missing required field `coordinator`"),
-        (b"\x33" + msgpack.packb({"coordinator": 1, "dispatch": 2, "lease": "3"}), r"Ack: Expected `int`, got `str` - at `\$.lease`"),
-        (b"\x33" + msgpack.packb({"coordinator": 1, "dispatch": 2, "lease": 3, "more": 4}), "Ack: .*unknown field `more`"),
-        (b"\x33" + msgpack.packb({"coordinator": 1, "dispatch": 2, "lease": 3}) + b"\x00", "Ack: .*trailing characters"),
+        (
+            b"\x33" + msgpack.packb({"coordinator": 1, "dispatch": 2, "lease": "3"}),
+            r"Ack: Expected `int`, got `str` - at `\$.lease`",
+        ),
+        (
+            b"\x33" + msgpack.packb({"coordinator": 1, "dispatch": 2, "lease": 3, "more": 4}),
+            "Ack: .*unknown field `more`",
+        ),
+        (
+            b"\x33" + msgpack.packb({"coordinator": 1, "dispatch": 2, "lease": 3}) + b"\x00",
+            "Ack: .*trailing characters",
+        ),
         (b"\x34\x81\xa6reason\xa2\xff\xfe", "Nack: .*unknown field"),
         (b"\x11\x82\xabcoordinator\x01\xa6reason\xa2\xff\xfe", "Fenced: 'utf-8' codec"),
         (b"\x33\x81\xa5lease\xd4\x01\x02", "Ack: Expected `int`, got `ext`"),
@@ -82,7 +92,9 @@ def test_bad_bytes_are_refused_with_a_reason(payload: bytes, complaint: str) -> 
         decode(payload, EVERY_TYPE)
 
 
-@pytest.mark.parametrize("head", [b"\x81\xa1x", b"\x82\xacwire_version\x01\xa3pid", b"\x82\xa9worker_id\x01\xa1x"])
+@pytest.mark.parametrize(
+    "head", [b"\x81\xa1x", b"\x82\xacwire_version\x01\xa3pid", b"\x82\xa9worker_id\x01\xa1x"]
+)
 @pytest.mark.parametrize("tag", [1, 7, 32])
 def test_deeply_nested_fields_are_refused_like_any_other(tag: int, head: bytes) -> None:
     """Also while the wire version of a message that cannot be decoded is looked for."""
@@ -132,7 +144,9 @@ _NAN, _INF = float("nan"), float("inf")
         (m.Flip, "role", ["both", b"prefill", None]),
     ],
 )  # fmt: skip
-def test_no_value_of_another_type_or_out_of_bounds_is_taken(kind: type[m.Message], field: str, values: list[object]) -> None:
+def test_no_value_of_another_type_or_out_of_bounds_is_taken(
+    kind: type[m.Message], field: str, values: list[object]
+) -> None:
     (example,) = (example for example in EXAMPLES if type(example) is kind)
     for value in values:
         with pytest.raises(BadMessage, match=f"^{kind.__name__}: "):
@@ -159,7 +173,14 @@ def test_sampling_is_checked_within_its_message(field: str, values: list[object]
 
 
 def test_whole_numbers_are_taken_for_fractions_and_logprobs_may_be_anything() -> None:
-    joined = m.Joined(coordinator=1, dispatch=2, index=0, token=5, transfer_s=3, logprobs=m.TokenLogprobs(logprob=-_INF, top_logprobs=(0,)))
+    joined = m.Joined(
+        coordinator=1,
+        dispatch=2,
+        index=0,
+        token=5,
+        transfer_s=3,
+        logprobs=m.TokenLogprobs(logprob=-_INF, top_logprobs=(0,)),
+    )
     found = decode(encode(joined), EVERY_TYPE)
     assert isinstance(found, m.Joined)
     assert found == joined
@@ -168,7 +189,9 @@ def test_whole_numbers_are_taken_for_fractions_and_logprobs_may_be_anything() ->
 
 
 def test_half_a_character_does_not_keep_a_message_from_being_sent() -> None:
-    assert decode(encode(m.Fenced(coordinator=1, reason="file \udcff")), EVERY_TYPE) == m.Fenced(coordinator=1, reason="file ?")
+    assert decode(encode(m.Fenced(coordinator=1, reason="file \udcff")), EVERY_TYPE) == m.Fenced(
+        coordinator=1, reason="file ?"
+    )
 
 
 def _types_within(found: Any) -> Iterator[inspect.Type]:
@@ -176,7 +199,11 @@ def _types_within(found: Any) -> Iterator[inspect.Type]:
     if isinstance(found, inspect.StructType):
         for field in found.fields:
             yield from _types_within(field.type)
-    within = {inspect.Metadata: ["type"], inspect.DictType: ["key_type", "value_type"], inspect.VarTupleType: ["item_type"]}
+    within = {
+        inspect.Metadata: ["type"],
+        inspect.DictType: ["key_type", "value_type"],
+        inspect.VarTupleType: ["item_type"],
+    }
     for name in within.get(type(found), []):
         yield from _types_within(getattr(found, name))
     for one in found.types if isinstance(found, inspect.UnionType) else []:
@@ -211,7 +238,11 @@ def test_declared_sizes_reserve_no_memory() -> None:
     first_token, limit = 4, 1 << 20
     lies = [
         bytes([first_token]) + b"\x81" + msgpack.packb("prompt_logprobs") + b"\xdd\x00\x10\x00\x00",
-        bytes([first_token]) + b"\x81" + msgpack.packb("prompt_logprobs") + b"\xdd\x00\x10\x00\x00" + b"\x80" * 300,
+        bytes([first_token])
+        + b"\x81"
+        + msgpack.packb("prompt_logprobs")
+        + b"\xdd\x00\x10\x00\x00"
+        + b"\x80" * 300,
         b"\x06\x81" + msgpack.packb("logprobs") + b"\xdf\x00\x01\x00\x00\x01",
         b"\x06\x81" + msgpack.packb("tokens") + b"\xc6\x00\x04\x00\x00\x01",
         b"\x21\x81" + msgpack.packb("grammar") + b"\xc6\x00\x04\x00\x00\x01",
@@ -254,8 +285,16 @@ def test_mutated_messages(example: m.Message, data: st.DataObject) -> None:
 
 
 _VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.text(max_size=5) | st.binary(max_size=9),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.integers(0, 9) | st.text(max_size=3), inner, max_size=4),
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 64) - 1)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.binary(max_size=9),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.integers(0, 9) | st.text(max_size=3), inner, max_size=4)
+    ),
     max_leaves=6,
 )
 
@@ -282,12 +321,17 @@ def _seconds_per_trip() -> float:
 
 
 @pytest.mark.parametrize("kind", [m.Hello, m.Meet])
-def test_another_wire_version_is_refused_with_a_sentence_whatever_else_the_message_holds(kind: type[m.Message]) -> None:
+def test_another_wire_version_is_refused_with_a_sentence_whatever_else_the_message_holds(
+    kind: type[m.Message],
+) -> None:
     example = next(one for one in EXAMPLES if type(one) is kind)
     fields = _fields(example)
     assert next(iter(fields)) == "wire_version", "it is read first"
     for other in ({**fields, "wire_version": 2}, {"wire_version": 2, "fields_of_tomorrow": [1, {}]}):
-        with pytest.raises(BadMessage, match=rf"^{kind.__name__} of wire version 2, and here it is 1: install the same version"):
+        with pytest.raises(
+            BadMessage,
+            match=rf"^{kind.__name__} of wire version 2, and here it is 1: install the same version",
+        ):
             decode(_tag(kind) + msgspec.msgpack.encode(other), EVERY_TYPE)
     with pytest.raises(BadMessage, match="unknown field"):
         decode(_tag(kind) + msgspec.msgpack.encode({**fields, "fields_of_tomorrow": 1}), EVERY_TYPE)

@@ -13,13 +13,17 @@ NUM_INPUTS = 12_000
 
 
 def test_no_input_breaks_a_decoder() -> None:
-    """Other inputs in each run. A failure names the input and its seed: ``python -m support.fuzz_decoders --seed`` gives the same ones."""
+    """Other inputs in each run. A failure names the input and its seed: ``python -m support.fuzz_decoders
+    --seed`` gives the same ones."""
     seed = secrets.randbelow(1 << 32)
     print(f"seed {seed}")
     record = fuzz(NUM_INPUTS, seed)
     assert record.inputs.total() == NUM_INPUTS
     assert json.loads(json.dumps(vars(record)))["inputs"] == dict(record.inputs)
-    assert all(record.accepted[name] > 0 for name in ("message", "parcel header", "data connection", "socket identity")), record.accepted
+    assert all(
+        record.accepted[name] > 0
+        for name in ("message", "parcel header", "data connection", "socket identity")
+    ), record.accepted
 
 
 @pytest.mark.parametrize(

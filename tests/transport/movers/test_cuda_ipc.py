@@ -24,7 +24,8 @@ WRITER = ("p0", 1)
 
 
 class FakeCuda:
-    """Device memory is an array that begins at address 0; the source's pool at ``SOURCE``, the target's in an allocation at ``TARGET``."""
+    """Device memory is an array that begins at address 0; the source's pool at ``SOURCE``, the target's in an
+    allocation at ``TARGET``."""
 
     SOURCE, TARGET, HANDLE = 0, 1 << 40, b"h" * HANDLE_BYTES
 
@@ -121,7 +122,9 @@ def test_blocks_that_do_not_exist_are_an_error(pair: Pair, item: tuple[int, int,
         pair.source.put(1, SECRET, [(0, 0, 0)], NUM_LAYERS)
 
 
-def test_a_copy_that_does_not_end_is_an_error_and_not_believed_to_have_ended(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_does_not_end_is_an_error_and_not_believed_to_have_ended(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cuda_ipc, "PUT_S", -1.0)
     monkeypatch.setattr(cuda_ipc, "CLOSE_S", 0.05)
     pair.cuda.hangs = True

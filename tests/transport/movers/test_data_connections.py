@@ -1,4 +1,5 @@
-"""The ``tcp`` mover's data connections: who may write what, sealed or plain, and what becomes of everything else."""
+"""The ``tcp`` mover's data connections: who may write what, sealed or plain, and what becomes of everything
+else."""
 
 from __future__ import annotations
 
@@ -12,22 +13,21 @@ from threading import Event
 import numpy as np
 import pytest
 from support.data_connections import MODES, RawPeer, body, frame, header, new_source, new_target, receive
-from support.kv_pools import (
-    BLOCK_BYTES,
-    DEADLINE_S,
-    LAYER_BYTES,
-    SECRET,
-    arrivals,
-    filled_pool,
-    until,
-)
+from support.kv_pools import BLOCK_BYTES, DEADLINE_S, LAYER_BYTES, SECRET, arrivals, filled_pool, until
 
 from splitserve.transport.errors import MoverError
 from splitserve.transport.movers import tcp_source, tcp_target
-from splitserve.transport.movers.parcels import (
-    slices_per_parcel,
+from splitserve.transport.movers.parcels import slices_per_parcel
+from splitserve.transport.movers.sealing import (
+    GCM,
+    HELLO_BYTES,
+    NONCE_BYTES,
+    OCB,
+    PLAIN,
+    DataAddress,
+    Hello,
+    Transcript,
 )
-from splitserve.transport.movers.sealing import GCM, HELLO_BYTES, NONCE_BYTES, OCB, PLAIN, DataAddress, Hello, Transcript
 from splitserve.transport.movers.tcp_source import TcpSource
 
 
@@ -76,7 +76,9 @@ def test_a_parcel_that_nobody_granted_is_dropped_and_touches_nothing(
         bytes(100_000),
     ],
 )
-def test_a_malformed_header_ends_the_connection_and_nothing_else(stack: ExitStack, mode: int, bad: bytes) -> None:
+def test_a_malformed_header_ends_the_connection_and_nothing_else(
+    stack: ExitStack, mode: int, bad: bytes
+) -> None:
     target, pool = new_target(stack)
     target.open(9, SECRET, {0: 3, 1: 4})
     peer = RawPeer(stack, target, mode)
@@ -108,13 +110,16 @@ def test_what_is_not_sealed_is_taken_only_where_both_ends_say_so(stack: ExitStac
     peer.send(header(), body())
     assert peer.ended()
     assert target.dropped == Counter({"plain": 1})
-    source = new_source(stack, target, filled_pool(), PLAIN)  # it heard that the target takes nothing in the clear
+    source = new_source(
+        stack, target, filled_pool(), PLAIN
+    )  # it heard that the target takes nothing in the clear
     source.put(9, SECRET, [(0, 1, 3)])
     assert arrivals(target, 1) == [(9, 0)]
 
 
 def test_sealed_blocks_are_not_to_be_seen_on_the_wire(stack: ExitStack) -> None:
-    """A listener between the two sees neither the blocks nor the grant's secret; in the mode plain it sees both."""
+    """A listener between the two sees neither the blocks nor the grant's secret; in the mode plain it sees
+    both."""
     source_pool = filled_pool()
     for mode in (PLAIN, GCM, OCB):
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
@@ -141,7 +146,9 @@ def test_a_sealed_record_that_was_tampered_with_does_not_open(stack: ExitStack, 
     first, second = (frame(header(positions=(position,)), body(), peer.seal) for position in (0, 1))
     flipped = bytearray(first)
     flipped[-1] ^= 1
-    said = {"flip": bytes(flipped), "repeat": first + first, "leave out": second, "swap": second + first}[damage]
+    said = {"flip": bytes(flipped), "repeat": first + first, "leave out": second, "swap": second + first}[
+        damage
+    ]
     with suppress(ConnectionError):
         peer.stream.sendall(said)
     assert peer.ended()
@@ -151,7 +158,9 @@ def test_a_sealed_record_that_was_tampered_with_does_not_open(stack: ExitStack, 
     assert arrivals(target, 1) == [(9, 2)]
 
 
-def test_a_source_trusts_only_the_one_it_was_sent_to(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_trusts_only_the_one_it_was_sent_to(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Who took over the port of a decode worker that has ended gets no block."""
     monkeypatch.setattr(tcp_source, "RETRY_S", 0.2)
     target, pool = new_target(stack)
@@ -174,17 +183,27 @@ def test_strangers_have_little_time_and_are_few(stack: ExitStack, monkeypatch: p
     monkeypatch.setattr(tcp_target, "MAX_STRANGERS", 2)
     target, _ = new_target(stack)
     address = DataAddress.parse(target.data_address("127.0.0.1"))
-    silent = [stack.enter_context(socket.create_connection((address.host, address.port), DEADLINE_S)) for _ in range(3)]
+    silent = [
+        stack.enter_context(socket.create_connection((address.host, address.port), DEADLINE_S))
+        for _ in range(3)
+    ]
     for stream in silent:
         assert stream.recv(1) == b""
     assert target.dropped == Counter({"stranger": 3})
 
 
-def test_a_stranger_that_speaks_while_it_is_sent_away_breaks_nothing(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both in one turn of the receiving thread: a newcomer, for whom the oldest stranger has to go, and a word of that stranger's."""
+def test_a_stranger_that_speaks_while_it_is_sent_away_breaks_nothing(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both in one turn of the receiving thread: a newcomer, for whom the oldest stranger has to go, and a
+    word of that stranger's."""
     monkeypatch.setattr(tcp_target, "MAX_STRANGERS", 1)
     target, pool = new_target(stack)
-    address, selector, together = DataAddress.parse(target.data_address("127.0.0.1")), target._server._selector, Event()
+    address, selector, together = (
+        DataAddress.parse(target.data_address("127.0.0.1")),
+        target._server._selector,
+        Event(),
+    )
     select_any = selector.select
 
     def select_both(timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
@@ -209,18 +228,24 @@ def test_a_stranger_that_speaks_while_it_is_sent_away_breaks_nothing(stack: Exit
     assert pool[3].any()
 
 
-def test_a_receiving_thread_that_ends_by_a_mistake_is_an_error_and_no_silence(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_receiving_thread_that_ends_by_a_mistake_is_an_error_and_no_silence(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, _ = new_target(stack)
     monkeypatch.setattr(target._server, "_accept", lambda: [][0])
     address = DataAddress.parse(target.data_address("127.0.0.1"))
-    with suppress(ConnectionError):  # the thread ends as it accepts, so the listener may be gone before this call is back
+    with suppress(
+        ConnectionError
+    ):  # the thread ends as it accepts, so the listener may be gone before this call is back
         stack.enter_context(socket.create_connection((address.host, address.port), DEADLINE_S))
     assert select.select([target.fd], [], [], DEADLINE_S)[0], "the worker's loop wakes"
     with pytest.raises(MoverError, match="nobody receives KV blocks any more: IndexError"):
         target.poll(1)
 
 
-def test_a_sending_thread_that_ends_by_a_mistake_is_an_error_and_no_silence(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sending_thread_that_ends_by_a_mistake_is_an_error_and_no_silence(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, _ = new_target(stack)
     monkeypatch.setattr(tcp_source, "pack_header", lambda header: [][0])
     source = new_source(stack, target, filled_pool())

@@ -9,15 +9,7 @@ from threading import Event
 import numpy as np
 import pytest
 from support.data_connections import MODES, RawPeer, body, frame, header, new_source, new_target
-from support.kv_pools import (
-    DEADLINE_S,
-    NUM_BLOCKS,
-    SECRET,
-    arrivals,
-    empty_pool,
-    filled_pool,
-    until,
-)
+from support.kv_pools import DEADLINE_S, NUM_BLOCKS, SECRET, arrivals, empty_pool, filled_pool, until
 
 from splitserve.transport.errors import AddressError, MoverError
 from splitserve.transport.messages.messages import Met
@@ -71,7 +63,9 @@ def test_a_put_cut_short_may_come_again(stack: ExitStack, mode: int) -> None:
     source_pool = filled_pool()
     source = new_source(stack, target, source_pool, mode)
     deadline = time.monotonic() + DEADLINE_S
-    while not target.poll(1):  # until the end of the first connection was noticed, the second one's parcel is one too many
+    while not target.poll(
+        1
+    ):  # until the end of the first connection was noticed, the second one's parcel is one too many
         assert time.monotonic() < deadline
         source.put(1, SECRET, [(0, 10, 3)])
         until(lambda: source.poll())
@@ -96,10 +90,14 @@ def test_a_block_is_written_again_only_when_asked_for(stack: ExitStack, mode: in
     assert np.array_equal(pool[3], source_pool[11])
 
 
-def test_a_receiver_that_is_gone_blocks_nobody_and_is_an_error_in_time(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_receiver_that_is_gone_blocks_nobody_and_is_an_error_in_time(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tcp_source, "RETRY_S", 0.3)
     connect, asked = tcp_source._Connection._open_stream, Event()
-    monkeypatch.setattr(tcp_source._Connection, "_open_stream", lambda self: asked.wait(DEADLINE_S) and connect(self))
+    monkeypatch.setattr(
+        tcp_source._Connection, "_open_stream", lambda self: asked.wait(DEADLINE_S) and connect(self)
+    )
     target, _ = new_target(ExitStack())
     data_address = target.data_address("127.0.0.1")
     target.close_all()
@@ -135,7 +133,8 @@ def test_a_receiver_that_comes_back_is_connected_to_again(stack: ExitStack) -> N
 
 @MODES
 def test_a_slow_receiver_bounds_what_is_under_way(stack: ExitStack, mode: int) -> None:
-    """Blocks beyond the sockets' buffers wait at the sender as numbers; all arrive once the receiver takes them in."""
+    """Blocks beyond the sockets' buffers wait at the sender as numbers; all arrive once the receiver takes
+    them in."""
     target, _ = new_target(stack)
     source = new_source(stack, target, filled_pool(), mode)
     rounds = 30
@@ -157,7 +156,13 @@ def test_bad_addresses_are_errors_with_a_sentence(stack: ExitStack) -> None:
     target, _ = new_target(stack)
     with pytest.raises(AddressError, match="choose another address"):
         TcpTarget(target.data_address("127.0.0.1").split("#")[0], empty_pool())
-    for text in ("nonsense", "tcp://h:1", "tcp://h:1#ab", "tcp://h:0#" + "ab" * 32, "tcp://h:1#" + "ab" * 32 + "#more"):
+    for text in (
+        "nonsense",
+        "tcp://h:1",
+        "tcp://h:1#ab",
+        "tcp://h:0#" + "ab" * 32,
+        "tcp://h:1#" + "ab" * 32 + "#more",
+    ):
         with pytest.raises(MoverError, match="expected tcp://host:port") as caught:
             TcpSource(text, filled_pool())
         assert "abab" not in str(caught.value), "the secret stays out of errors"

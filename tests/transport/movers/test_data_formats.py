@@ -8,29 +8,18 @@ from contextlib import ExitStack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.data_connections import RawPeer, body, header, new_target
-from support.kv_pools import (
-    DEADLINE_S,
-    LAYER_BYTES,
-    NUM_BLOCKS,
-    NUM_LAYERS,
-    SECRET,
-    arrivals,
-    filled_pool,
-)
+from support.kv_pools import DEADLINE_S, LAYER_BYTES, NUM_BLOCKS, NUM_LAYERS, SECRET, arrivals, filled_pool
 
 from splitserve.transport.movers.interface import Pool
-from splitserve.transport.movers.parcels import (
-    RECORD_BYTES,
-    pack_header,
-    records,
-    spans,
-    unpack_header,
-)
+from splitserve.transport.movers.parcels import RECORD_BYTES, pack_header, records, spans, unpack_header
 from splitserve.transport.movers.sealing import DataAddress, endpoint
 
 
 def test_data_addresses_travel_as_text() -> None:
-    for address in (DataAddress("fd00::1", 7711, bytes(range(32)), True), DataAddress("node-7", 1, bytes(32), False)):
+    for address in (
+        DataAddress("fd00::1", 7711, bytes(range(32)), True),
+        DataAddress("node-7", 1, bytes(32), False),
+    ):
         assert DataAddress.parse(str(address)) == address
     assert endpoint("tcp://*:*") == ("*", 0)
     assert endpoint("tcp://[::]:70000") is None
@@ -50,8 +39,14 @@ PATTERN: Pool = filled_pool()
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.lists(st.integers(0, NUM_BLOCKS - 1), min_size=1, max_size=40), st.integers(0, NUM_LAYERS - 1), st.data())
-def test_spans_and_records_cover_a_body_exactly_and_in_order(blocks: list[int], first: int, data: st.DataObject) -> None:
+@given(
+    st.lists(st.integers(0, NUM_BLOCKS - 1), min_size=1, max_size=40),
+    st.integers(0, NUM_LAYERS - 1),
+    st.data(),
+)
+def test_spans_and_records_cover_a_body_exactly_and_in_order(
+    blocks: list[int], first: int, data: st.DataObject
+) -> None:
     count = data.draw(st.integers(1, NUM_LAYERS - first))
     runs = spans(PATTERN, blocks, first * LAYER_BYTES, count * LAYER_BYTES)
     flat = PATTERN.reshape(-1)

@@ -1,5 +1,5 @@
-"""A mover that breaks in use, forced or not, between two real workers: what was under way is given back, and tcp takes its place, with a
-warning and a count."""
+"""A mover that breaks in use, forced or not, between two real workers: what was under way is given back, and
+tcp takes its place, with a warning and a count."""
 
 from __future__ import annotations
 
@@ -16,12 +16,16 @@ from splitserve.transport.movers.nccl import NcclSource
 from splitserve.transport.movers.nixl import NixlSource
 from splitserve.transport.movers.shm import ShmSource
 
-WITHOUT_NIXL = pytest.mark.skipif(not nixl.is_installed(), reason="NIXL is not installed: pip install 'splitserve[nixl]'")
+WITHOUT_NIXL = pytest.mark.skipif(
+    not nixl.is_installed(), reason="NIXL is not installed: pip install 'splitserve[nixl]'"
+)
 SOURCES: dict[str, Any] = {"auto": ShmSource, "shm": ShmSource, "nccl": NcclSource, "nixl": NixlSource}
 
 
 @pytest.mark.parametrize("mover", ["auto", "shm", "nccl", pytest.param("nixl", marks=WITHOUT_NIXL)])
-def test_zmq_takes_the_place_of_a_mover_that_breaks(mover: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_zmq_takes_the_place_of_a_mover_that_breaks(
+    mover: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     whole, left = SOURCES[mover].put, [1]
 
@@ -45,12 +49,24 @@ def test_zmq_takes_the_place_of_a_mover_that_breaks(mover: str, monkeypatch: pyt
             pair.until(lambda: sum(isinstance(m, RequestFailed) for m in pair.heard) == dispatch)  # noqa: B023
         pair.ask(spec(9, request=1, epoch=9))
         pair.until(lambda: joined(9))
-        pair.until(lambda: [m.counters["mover_fallbacks"] for m in pair.heard if isinstance(m, Load) and m.worker_id == "p"][-1] == 1)
+        pair.until(
+            lambda: (
+                [
+                    m.counters["mover_fallbacks"]
+                    for m in pair.heard
+                    if isinstance(m, Load) and m.worker_id == "p"
+                ][-1]
+                == 1
+            )
+        )
     failed = [m for m in pair.heard if isinstance(m, RequestFailed)]
     assert {m.kind for m in failed} == {"peer_lost"}
     assert "the KV mover failed: broken by a test" in failed[-1].message
     said = [record.message for record in caplog.records if "KV blocks to d" in record.message]
-    assert said[-2:] == ["cannot hand KV blocks to d: broken by a test; from now on by tcp", "hands KV blocks to d by tcp"]
+    assert said[-2:] == [
+        "cannot hand KV blocks to d: broken by a test; from now on by tcp",
+        "hands KV blocks to d by tcp",
+    ]
     assert sum("from now on" in line for line in said) == 1
     name = "shm" if mover == "auto" else mover
     assert said[0] == f"hands KV blocks to d by {name}"

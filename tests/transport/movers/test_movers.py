@@ -48,7 +48,10 @@ def shm_pair(stack: ExitStack, source_pool: Pool) -> tuple[ShmTarget, PutSource,
     stack.callback(shared.close)
     pool: Pool = np.frombuffer(shared.buffer, dtype=np.uint8).reshape(POOL_SHAPE)
     target = ShmTarget(shared)
-    source = open_source(Met(worker_id="d0", incarnation=1, mover="shm", num_blocks=NUM_BLOCKS, shm_name=target.shm_name), source_pool)
+    source = open_source(
+        Met(worker_id="d0", incarnation=1, mover="shm", num_blocks=NUM_BLOCKS, shm_name=target.shm_name),
+        source_pool,
+    )
     stack.callback(source.close)
     return target, source, pool
 
@@ -71,7 +74,13 @@ def zmq_target(stack: ExitStack) -> tuple[TcpTarget, Pool]:
 
 def tcp_pair(stack: ExitStack, source_pool: Pool) -> tuple[TcpTarget, PutSource, Pool]:
     target, pool = zmq_target(stack)
-    met = Met(worker_id="d0", incarnation=1, mover="tcp", num_blocks=NUM_BLOCKS, data_address=target.data_address("127.0.0.1"))
+    met = Met(
+        worker_id="d0",
+        incarnation=1,
+        mover="tcp",
+        num_blocks=NUM_BLOCKS,
+        data_address=target.data_address("127.0.0.1"),
+    )
     source = open_source(met, source_pool)
     stack.callback(source.close)
     return target, source, pool
@@ -111,7 +120,11 @@ def test_blocks_travel_layer_by_layer(
     """A block has arrived with its last layer, whatever the order; a slice touches its own layers only."""
     source_pool = filled_pool()
     target, source, pool = pair(stack, source_pool)
-    own = list(range(10, 50)) if order == "side by side" else np.random.default_rng(1).permutation(NUM_BLOCKS)[:40].tolist()
+    own = (
+        list(range(10, 50))
+        if order == "side by side"
+        else np.random.default_rng(1).permutation(NUM_BLOCKS)[:40].tolist()
+    )
     items = [(position, block, block) for position, block in enumerate(own)]
     target.open(9, SECRET, dict(enumerate(own)))
     running = RunningChecksums(source_pool)
@@ -134,9 +147,14 @@ def test_blocks_travel_layer_by_layer(
 
 
 @pytest.mark.parametrize("pair", [shm_pair, tcp_pair], ids=["shm", "tcp"])
-@pytest.mark.parametrize(("first_layer", "num_layers"), [(-1, 1), (0, 0), (0, NUM_LAYERS + 1), (NUM_LAYERS, None), (3, 2)])
+@pytest.mark.parametrize(
+    ("first_layer", "num_layers"), [(-1, 1), (0, 0), (0, NUM_LAYERS + 1), (NUM_LAYERS, None), (3, 2)]
+)
 def test_layers_that_do_not_exist_are_an_error(
-    stack: ExitStack, pair: Callable[[ExitStack, Pool], tuple[PutTarget, PutSource, Pool]], first_layer: int, num_layers: int | None
+    stack: ExitStack,
+    pair: Callable[[ExitStack, Pool], tuple[PutTarget, PutSource, Pool]],
+    first_layer: int,
+    num_layers: int | None,
 ) -> None:
     _, source, pool = pair(stack, filled_pool())
     with pytest.raises(MoverError, match=f"blocks have {NUM_LAYERS}"):
@@ -176,7 +194,12 @@ sys.stdin.read()
 def start_owner(stack: ExitStack, num_bytes: int) -> tuple[subprocess.Popen[str], str]:
     """A process that owns a shared pool, and the pool's name."""
     process = stack.enter_context(
-        subprocess.Popen([sys.executable, "-c", OWNER, str(num_bytes)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", OWNER, str(num_bytes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
     )
     stack.callback(process.kill)
     assert process.stdout is not None

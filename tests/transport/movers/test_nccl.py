@@ -1,5 +1,5 @@
-"""The mover nccl, played by Gloo: communicators are made through the control channel, broken ones end with an error, and a late piece
-never reaches a block whose lease has ended."""
+"""The mover nccl, played by Gloo: communicators are made through the control channel, broken ones end with an
+error, and a late piece never reaches a block whose lease has ended."""
 
 from __future__ import annotations
 
@@ -69,7 +69,9 @@ def expected(pair: Pair, own: list[int], peers: list[int]) -> Pool:
     return pool
 
 
-def test_blocks_and_layers_reach_their_places_and_no_other(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_and_layers_reach_their_places_and_no_other(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(nccl, "PARCEL_BYTES", 3 * pair.pool[0].nbytes)  # several pieces
     rng = np.random.default_rng(1)
     own, peers = rng.permutation(NUM_BLOCKS)[:20].tolist(), rng.permutation(NUM_BLOCKS)[:20].tolist()
@@ -85,9 +87,12 @@ def test_blocks_and_layers_reach_their_places_and_no_other(pair: Pair, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("what", "lease", "secret", "position"), [("lease", 8, SECRET, 0), ("secret", 9, b"x" * 16, 0), ("position", 9, SECRET, 5)]
+    ("what", "lease", "secret", "position"),
+    [("lease", 8, SECRET, 0), ("secret", 9, b"x" * 16, 0), ("position", 9, SECRET, 5)],
 )
-def test_what_is_not_granted_is_received_and_thrown_away(pair: Pair, what: str, lease: int, secret: bytes, position: int) -> None:
+def test_what_is_not_granted_is_received_and_thrown_away(
+    pair: Pair, what: str, lease: int, secret: bytes, position: int
+) -> None:
     pair.target.open(9, SECRET, {0: 7})
     pair.source.put(lease, secret, [(position, 1, 7)])
     pair.source.put(9, SECRET, [(0, 2, 7)])
@@ -101,7 +106,13 @@ def test_a_piece_that_comes_after_its_lease_has_ended_reaches_no_block(pair: Pai
     pair.source.put(9, SECRET, [(0, 1, 7)])
     pair.until(lambda: pair.arrived)
     announced = ParcelComing(
-        session=pair.source.session, number=1, lease=9, secret=SECRET, first_layer=0, num_layers=NUM_LAYERS, positions=u32([1])
+        session=pair.source.session,
+        number=1,
+        lease=9,
+        secret=SECRET,
+        first_layer=0,
+        num_layers=NUM_LAYERS,
+        positions=u32([1]),
     )
     pair.target.hear(WRITER, announced)
     pair.target.close(9)
@@ -138,12 +149,16 @@ def test_a_peer_that_never_answers_is_an_error(pair: Pair, monkeypatch: pytest.M
         until(lambda: pair.source.poll() and False)
 
 
-def test_a_source_that_stops_sending_breaks_its_session_only(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_stops_sending_breaks_its_session_only(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pair.target.open(9, SECRET, {0: 7, 1: 8})
     pair.source.put(9, SECRET, [(0, 1, 7)])
     pair.until(lambda: pair.arrived)
     session = pair.source.session
-    announced = ParcelComing(session=session, number=1, lease=9, secret=SECRET, first_layer=0, num_layers=1, positions=u32([1]))
+    announced = ParcelComing(
+        session=session, number=1, lease=9, secret=SECRET, first_layer=0, num_layers=1, positions=u32([1])
+    )
     with monkeypatch.context() as impatient:
         impatient.setattr(communicator, "PARCEL_S", 0.2)
         pair.target.hear(WRITER, announced)  # and then nothing
@@ -156,14 +171,25 @@ def test_a_source_that_stops_sending_breaks_its_session_only(pair: Pair, monkeyp
     assert np.array_equal(pair.pool, expected(pair, [1, 2], [7, 8]))
 
 
-@pytest.mark.parametrize(("first_layer", "num_layers", "positions"), [(0, 0, [0]), (NUM_LAYERS, 1, [0]), (0, 1 << 40, [0]), (0, 1, [])])
-def test_announcements_that_cannot_be_end_the_session(pair: Pair, first_layer: int, num_layers: int, positions: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("first_layer", "num_layers", "positions"),
+    [(0, 0, [0]), (NUM_LAYERS, 1, [0]), (0, 1 << 40, [0]), (0, 1, [])],
+)
+def test_announcements_that_cannot_be_end_the_session(
+    pair: Pair, first_layer: int, num_layers: int, positions: list[int]
+) -> None:
     pair.until(lambda: pair.source._end.communicator)
     session = pair.source.session
     pair.target.hear(
         WRITER,
         ParcelComing(
-            session=session, number=0, lease=9, secret=SECRET, first_layer=first_layer, num_layers=num_layers, positions=u32(positions)
+            session=session,
+            number=0,
+            lease=9,
+            secret=SECRET,
+            first_layer=first_layer,
+            num_layers=num_layers,
+            positions=u32(positions),
         ),
     )
     with pytest.raises(MoverError, match="cannot be"):

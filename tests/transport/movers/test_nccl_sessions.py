@@ -69,10 +69,18 @@ def entry(session: int) -> RendezvousEntry:
     return RendezvousEntry(session=session, key="0", value=b"here")
 
 
-def coming(number: int, positions: Sequence[int], session: int = 1, lease: int = 9, layers: tuple[int, int] = (0, 4)) -> ParcelComing:
+def coming(
+    number: int, positions: Sequence[int], session: int = 1, lease: int = 9, layers: tuple[int, int] = (0, 4)
+) -> ParcelComing:
     first, count = layers[0], layers[1] - layers[0]
     return ParcelComing(
-        session=session, number=number, lease=lease, secret=SECRET, first_layer=first, num_layers=count, positions=u32(positions)
+        session=session,
+        number=number,
+        lease=lease,
+        secret=SECRET,
+        first_layer=first,
+        num_layers=count,
+        positions=u32(positions),
     )
 
 
@@ -208,8 +216,12 @@ def test_a_worker_that_comes_under_a_new_name_has_no_session_under_the_old_one(r
     assert receiving.hear(entry(3)) == [], "an echo under the old name"
 
 
-@pytest.mark.parametrize("messages", [[coming(1, [0])], [coming(0, [0]), coming(0, [0])], [coming(0, [0]), coming(2, [1])]])
-def test_announcements_out_of_order_end_the_session_once(receiving: Receiving, messages: list[Message]) -> None:
+@pytest.mark.parametrize(
+    "messages", [[coming(1, [0])], [coming(0, [0]), coming(0, [0])], [coming(0, [0]), coming(2, [1])]]
+)
+def test_announcements_out_of_order_end_the_session_once(
+    receiving: Receiving, messages: list[Message]
+) -> None:
     session = receiving.begin()
     assert EndSession(session) in receiving.hear(*messages)
     assert receiving.hear(coming(0, [0]), coming(1, [0])) == []
@@ -217,7 +229,10 @@ def test_announcements_out_of_order_end_the_session_once(receiving: Receiving, m
     assert receiving.sessions.next(session) is None
 
 
-@pytest.mark.parametrize("announced", [coming(0, [0], layers=(4, 5)), coming(0, [0], layers=(0, 0)), coming(0, []), coming(0, [0, 1, 2])])
+@pytest.mark.parametrize(
+    "announced",
+    [coming(0, [0], layers=(4, 5)), coming(0, [0], layers=(0, 0)), coming(0, []), coming(0, [0, 1, 2])],
+)
 def test_a_parcel_that_cannot_be_ends_the_session(receiving: Receiving, announced: ParcelComing) -> None:
     session = receiving.begin()
     assert receiving.hear(announced) == [EndSession(session)]
@@ -234,7 +249,9 @@ def test_what_was_announced_may_come_again_when_a_session_has_ended(receiving: R
     assert receiving.receives(again) == [20, 21]
 
 
-def test_a_writer_that_has_closed_its_end_or_is_shut_out_has_its_communicator_torn_down(receiving: Receiving) -> None:
+def test_a_writer_that_has_closed_its_end_or_is_shut_out_has_its_communicator_torn_down(
+    receiving: Receiving,
+) -> None:
     session = receiving.begin(1)
     assert receiving.hear(SessionOver(session=1, reason="closed")) == [EndSession(session)]
     assert receiving.sessions.words() == [], "it knows"

@@ -1,4 +1,5 @@
-"""One-sided writes by NIXL over TCP: right bytes, errors instead of hangs, and nothing is written by who has been shut out."""
+"""One-sided writes by NIXL over TCP: right bytes, errors instead of hangs, and nothing is written by who has
+been shut out."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from splitserve.transport.movers.interface import Arrival, Pool
 from splitserve.transport.movers.nixl import NixlSource, NixlTarget
 from splitserve.transport.movers.opening import open_source
 
-pytestmark = pytest.mark.skipif(not nixl.is_installed(), reason="NIXL is not installed: pip install 'splitserve[nixl]'")
+pytestmark = pytest.mark.skipif(
+    not nixl.is_installed(), reason="NIXL is not installed: pip install 'splitserve[nixl]'"
+)
 WRITER = ("p0", 1)
 
 OWNER = """
@@ -51,7 +54,11 @@ def open_pair(stack: ExitStack, source_pool: Pool) -> tuple[NixlTarget, NixlSour
     stack.callback(target.close_all)
     address = target.address(WRITER)
     assert address is not None
-    source = open_source(Met(worker_id="d0", incarnation=1, mover="nixl", num_blocks=NUM_BLOCKS, mover_address=address), source_pool, True)
+    source = open_source(
+        Met(worker_id="d0", incarnation=1, mover="nixl", num_blocks=NUM_BLOCKS, mover_address=address),
+        source_pool,
+        True,
+    )
     assert isinstance(source, NixlSource)
     stack.callback(source.close)
     return target, source, pool
@@ -100,7 +107,9 @@ def test_blocks_that_do_not_exist_are_an_error(stack: ExitStack, item: tuple[int
 def test_who_has_been_shut_out_writes_nothing_more_and_others_go_on(stack: ExitStack) -> None:
     target, source, pool = open_pair(stack, filled_pool())
     other: list[bytes] = []
-    until(lambda: other.extend([a] if (a := target.address(("p1", 1))) is not None else []) or other)  # the next spare is ready
+    until(
+        lambda: other.extend([a] if (a := target.address(("p1", 1))) is not None else []) or other
+    )  # the next spare is ready
     beside = NixlSource(other[0], NUM_BLOCKS, filled_pool())
     stack.callback(beside.close)
     source.put(1, SECRET, [(0, 1, 1)])
@@ -121,10 +130,18 @@ def test_who_has_been_shut_out_writes_nothing_more_and_others_go_on(stack: ExitS
 
 
 @pytest.mark.parametrize("what", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_dead_or_frozen_peer_is_an_error(stack: ExitStack, monkeypatch: pytest.MonkeyPatch, what: signal.Signals) -> None:
+def test_a_dead_or_frozen_peer_is_an_error(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, what: signal.Signals
+) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     process = stack.enter_context(
-        subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        subprocess.Popen(
+            [sys.executable, "-c", OWNER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
     )
     stack.callback(process.kill)
     assert process.stdout is not None
@@ -153,10 +170,14 @@ def test_an_address_that_is_none_is_an_error(address: bytes) -> None:
 
 def test_it_is_used_only_where_blocks_may_travel_in_the_clear() -> None:
     with pytest.raises(MoverError, match="plaintext-kv"):
-        open_source(Met(worker_id="d0", incarnation=1, mover="nixl", num_blocks=1, mover_address=b"x"), filled_pool())
+        open_source(
+            Met(worker_id="d0", incarnation=1, mover="nixl", num_blocks=1, mover_address=b"x"), filled_pool()
+        )
 
 
-def test_who_could_not_be_shut_out_is_not_said_to_be(stack: ExitStack, caplog: pytest.LogCaptureFixture) -> None:
+def test_who_could_not_be_shut_out_is_not_said_to_be(
+    stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
     """Its blocks would be given to others while it may still write."""
 
     class Stubborn:

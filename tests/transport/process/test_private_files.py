@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from splitserve.transport.process.private_files import OpenToOthers, is_open_to_others, make_private, require_private, write_private
+from splitserve.transport.process.private_files import (
+    OpenToOthers,
+    is_open_to_others,
+    make_private,
+    require_private,
+    write_private,
+)
 
 
 def status(mode: int, owner: int) -> os.stat_result:
@@ -27,7 +33,9 @@ def status(mode: int, owner: int) -> os.stat_result:
         (0o440, 1001, 1000, True),
     ],
 )
-def test_who_may_open_it(monkeypatch: pytest.MonkeyPatch, mode: int, owner: int, we: int, is_open: bool) -> None:
+def test_who_may_open_it(
+    monkeypatch: pytest.MonkeyPatch, mode: int, owner: int, we: int, is_open: bool
+) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: we)
     assert is_open_to_others(status(mode, owner)) == is_open
 
@@ -47,5 +55,7 @@ def test_made_private_whatever_the_umask_and_refused_with_one_command(tmp_path: 
     make_private("it", one)
     one.chmod(0o644)
     other.chmod(0o644)
-    with pytest.raises(OpenToOthers, match=rf"^it {one} is open to other users \(mode 0644\); run: chmod 600 {one} {other}$"):
+    with pytest.raises(
+        OpenToOthers, match=rf"^it {one} is open to other users \(mode 0644\); run: chmod 600 {one} {other}$"
+    ):
         require_private("it", [one, other, tmp_path / "none"])

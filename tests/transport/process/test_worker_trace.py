@@ -46,7 +46,9 @@ def handoff(dispatch: int) -> Handoff:
 
 def step(*rows: tuple[int, int], **more: object) -> StepTokens:
     dispatches, indices = u32([row[0] for row in rows]), u32([row[1] for row in rows])
-    return StepTokens(coordinator=7, dispatches=dispatches, indices=indices, tokens=u32([4] * len(rows)), **more)  # type: ignore[arg-type]
+    return StepTokens(
+        coordinator=7, dispatches=dispatches, indices=indices, tokens=u32([4] * len(rows)), **more
+    )  # type: ignore[arg-type]
 
 
 def summary(spans: list[WorkerSpan]) -> list[tuple[str, float, float, str]]:
@@ -58,9 +60,17 @@ def test_a_prefill_worker() -> None:
     spans: list[WorkerSpan] = []
     trace = WorkerTrace(spans.append)
     trace.heard(Prefill(spec=spec(1), decode=PEER), 1.0)
-    trace.said([FirstToken(coordinator=7, dispatch=1, index=0, token=5, queue_s=0.5, num_cached_tokens=2)], 3.0)
+    trace.said(
+        [FirstToken(coordinator=7, dispatch=1, index=0, token=5, queue_s=0.5, num_cached_tokens=2)], 3.0
+    )
     assert summary(spans) == [("prefill queue", 1.0, 1.5, ""), ("prefill", 1.5, 3.0, "")]
-    assert spans[1].attributes == {"request_id": "r1", "epoch": 0, "dispatch": 1, "prompt_tokens": 3, "cached_tokens": 2}
+    assert spans[1].attributes == {
+        "request_id": "r1",
+        "epoch": 0,
+        "dispatch": 1,
+        "prompt_tokens": 3,
+        "cached_tokens": 2,
+    }
 
 
 def test_a_decode_worker() -> None:
@@ -73,7 +83,12 @@ def test_a_decode_worker() -> None:
     trace.said([step((1, 1), (2, 1))], 2.0)
     trace.said([step((1, 2), (2, 2), finished={1: "stop"})], 3.0)
     trace.heard(Cancel(coordinator=7, dispatches=u32([1, 99])), 4.0)
-    assert summary(spans) == [("handoff", 1.0, 1.25, ""), ("handoff", 1.0, 1.5, ""), ("decode", 1.5, 3.0, ""), ("decode", 1.25, 4.0, "")]
+    assert summary(spans) == [
+        ("handoff", 1.0, 1.25, ""),
+        ("handoff", 1.0, 1.5, ""),
+        ("decode", 1.5, 3.0, ""),
+        ("decode", 1.25, 4.0, ""),
+    ]
     assert spans[0].attributes["cached_blocks"] == 4
     assert (spans[2].attributes["output_tokens"], spans[2].attributes["finish_reason"]) == (3, "stop")
     assert spans[3].attributes["cancelled"] is True
@@ -87,7 +102,9 @@ def test_a_failure_is_an_error() -> None:
     assert summary(spans) == [("prefill", 1.0, 2.0, "internal: broke")]
 
 
-def test_what_is_not_traced_leaves_nothing_and_what_never_ends_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_traced_leaves_nothing_and_what_never_ends_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(worker_trace, "MAX_OPEN", 10)
     spans: list[WorkerSpan] = []
     trace = WorkerTrace(spans.append)

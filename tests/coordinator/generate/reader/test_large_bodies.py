@@ -26,8 +26,19 @@ from splitserve.coordinator.http.limits import LARGE_BODY_BYTES, HttpLimits
 from splitserve.coordinator.server import HttpServer
 
 TEXT: dict[str, Any] = {"prompt": "the quick brown fox", "max_tokens": 8, "temperature": 0, "seed": 1}
-CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "naïve 世界"}], "max_tokens": 8, "temperature": 0, "seed": 1}
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}
+CHAT: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "naïve 世界"}],
+    "max_tokens": 8,
+    "temperature": 0,
+    "seed": 1,
+}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
 JSON = {"content-type": "application/json"}
 PADDING = {"metadata": None, "x": "y" * LARGE_BODY_BYTES}
 WRONG: list[dict[str, Any]] = [
@@ -55,7 +66,10 @@ def body_without_ids(response: httpx.Response) -> Any:
     [
         ("/v1/completions", TEXT),
         ("/v1/completions", {**TEXT, "prompt": ["one", "two"], "n": 2, "echo": True, "logprobs": 1}),
-        ("/v1/completions", {**TEXT, "prompt": [[5, 6], [7]], "truncate_prompt_tokens": 1, "return_token_ids": True}),
+        (
+            "/v1/completions",
+            {**TEXT, "prompt": [[5, 6], [7]], "truncate_prompt_tokens": 1, "return_token_ids": True},
+        ),
         ("/v1/chat/completions", CHAT),
         ("/v1/chat/completions", {**CHAT, "tools": [TOOL], "tool_choice": "required"}),
         ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}, "stream": True}),
@@ -84,7 +98,9 @@ async def test_a_large_body_is_refused_as_a_small_one(http: httpx.AsyncClient, b
     assert small.json() == large.json()
 
 
-async def test_a_killed_reader_fails_one_request_and_is_replaced(http: httpx.AsyncClient, server: HttpServer) -> None:
+async def test_a_killed_reader_fails_one_request_and_is_replaced(
+    http: httpx.AsyncClient, server: HttpServer
+) -> None:
     assert (await http.post("/v1/completions", json={**TEXT, **PADDING})).status_code == 200
     (process,) = server.app.generation.reader._all
     os.kill(process._process.pid, signal.SIGKILL)
@@ -104,7 +120,8 @@ def test_a_reader_whose_coordinator_is_killed_ends_without_a_traceback(sent: byt
 
 @pytest.mark.parametrize("kind", ["logit_bias", "ids"])
 async def test_parsing_does_not_stop_the_loop(http: httpx.AsyncClient, server: HttpServer, kind: str) -> None:
-    """The longest time that the loop stands still is a small part of what parsing takes. (Before: all of it.)"""
+    """The longest time that the loop stands still is a small part of what parsing takes. (Before: all of
+    it.)"""
     if kind == "ids":
         body = b'{"prompt":[' + b"1," * 4_000_000 + b"1]}"
     else:
@@ -127,7 +144,11 @@ async def send(port: int, body: bytes) -> bytes:
     """The first line of the answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(
-        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+        (
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: "
+            b"application/json\r\ncontent-length: %d\r\n\r\n"
+        )
+        % len(body)
     )
     for at in range(0, len(body), 1 << 18):
         writer.write(body[at : at + (1 << 18)])
@@ -139,7 +160,9 @@ async def send(port: int, body: bytes) -> bytes:
 
 async def test_a_body_of_too_many_values_is_refused(http: httpx.AsyncClient) -> None:
     refused = await http.post(
-        "/v1/completions", headers=JSON, content=b'{"prompt":' + b"[" * 3 + b"1," * (1 << 20) + b"1" + b"]" * 3 + b"}"
+        "/v1/completions",
+        headers=JSON,
+        content=b'{"prompt":' + b"[" * 3 + b"1," * (1 << 20) + b"1" + b"]" * 3 + b"}",
     )
     assert refused.status_code == 400
     assert refused.json()["error"]["code"] == "request_too_large"

@@ -1,4 +1,5 @@
-"""A prompt that is longer than the context can be is refused before it is tokenized, and a key's limits are asked before that."""
+"""A prompt that is longer than the context can be is refused before it is tokenized, and a key's limits are
+asked before that."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def composing_tokenizer() -> FastTokenizer:
 def splitting_tokenizer() -> FastTokenizer:
     """Its pre-tokenizer drops white space."""
     fast = byte_level_tokenizer()
-    fast.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    fast.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
     return fast
 
 
@@ -57,14 +60,28 @@ UNBOUNDED = [wordpiece_tokenizer, dropping_tokenizer, splitting_tokenizer]
 
 
 @pytest.mark.parametrize("make", BOUNDED + UNBOUNDED)
-def test_only_where_no_text_is_dropped_bytes_tell_the_least_number_of_tokens(make: Callable[[], FastTokenizer]) -> None:
+def test_only_where_no_text_is_dropped_bytes_tell_the_least_number_of_tokens(
+    make: Callable[[], FastTokenizer],
+) -> None:
     assert (Tokenizer(make()).longest_token is not None) == (make in BOUNDED)
 
 
 @pytest.mark.parametrize("make", BOUNDED + UNBOUNDED)
 def test_no_text_has_fewer_tokens_than_is_said(make: Callable[[], FastTokenizer]) -> None:
     tokenizer = Tokenizer(make())
-    parts = st.sampled_from(["the quick ", " " * 50, "日本語", "\u1100\u1161\u11a8", "s\u0323\u0307", "hello world", "😀", "a", "\n"])
+    parts = st.sampled_from(
+        [
+            "the quick ",
+            " " * 50,
+            "日本語",
+            "\u1100\u1161\u11a8",
+            "s\u0323\u0307",
+            "hello world",
+            "😀",
+            "a",
+            "\n",
+        ]
+    )
     texts = st.lists(parts, max_size=200).map("".join)
 
     @given(texts, st.integers(1, 50))
@@ -98,14 +115,21 @@ async def test_a_prompt_that_cannot_fit_is_refused_by_its_bytes(
     encoded: list[Any] = []
     monkeypatch.setattr(Tokenizer, "encode", lambda self, texts, **_: encoded.append(texts))
     text = "the quick brown fox " * (size // 20)
-    body = {"prompt": text} if path == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
+    body = (
+        {"prompt": text} if path == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
+    )
     refused = await http.post(path, json=body)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
-    assert f"maximum context length is {MAX_MODEL_LEN} tokens, but your prompt has at least" in refused.json()["error"]["message"]
+    assert (
+        f"maximum context length is {MAX_MODEL_LEN} tokens, but your prompt has at least"
+        in refused.json()["error"]["message"]
+    )
     assert encoded == []
 
 
-async def test_a_long_prompt_may_be_truncated(http: httpx.AsyncClient, dispatcher: FakeDispatcher, model: ServedModel) -> None:
+async def test_a_long_prompt_may_be_truncated(
+    http: httpx.AsyncClient, dispatcher: FakeDispatcher, model: ServedModel
+) -> None:
     text = "the quick brown fox jumps " * 20_000
     body = {"prompt": text, "truncate_prompt_tokens": 100, "max_tokens": 1}
     assert (await http.post("/v1/completions", json=body)).status_code == 200
@@ -121,7 +145,9 @@ async def test_limits_are_asked_before_a_prompt_is_tokenized(
     key = store.create_key("acme", limits={"requests_per_minute": 3, "tokens_per_minute": 1000}).key
     store.close()
     limiter = SharedLimiter(tmp_path / "limits", clock=lambda: 1e9)
-    server = HttpServer(create_app(dispatcher, model, tenancy=Tenancy(KeyDirectory(tmp_path / "tenants"), limiter)))
+    server = HttpServer(
+        create_app(dispatcher, model, tenancy=Tenancy(KeyDirectory(tmp_path / "tenants"), limiter))
+    )
     await server.start()
     prepared: list[Any] = []
     prepare, read = server.app.generation._planner.plan, server.app.generation.reader.read
@@ -139,8 +165,12 @@ async def test_limits_are_asked_before_a_prompt_is_tokenized(
     long = {"prompt": "the quick brown fox " * 200, "max_tokens": 1}  # more tokens than the key has
     large = {"prompt": "the quick brown fox " * 5000, "max_tokens": 1}  # than the context has
     headers = {"authorization": f"Bearer {key}"}
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", verify=False, headers=headers, timeout=60) as client:
-        fits = await client.post("/v1/completions", json={"prompt": "the quick brown fox " * 30, "max_tokens": 1})
+    async with httpx.AsyncClient(
+        base_url=f"http://127.0.0.1:{server.port}", verify=False, headers=headers, timeout=60
+    ) as client:
+        fits = await client.post(
+            "/v1/completions", json={"prompt": "the quick brown fox " * 30, "max_tokens": 1}
+        )
         assert fits.status_code == 200
         assert fits.headers["x-ratelimit-remaining-requests"] == "2"
         assert int(fits.headers["x-ratelimit-remaining-tokens"]) < 1000 - 60

@@ -1,4 +1,5 @@
-"""Through nginx, with the configuration of docs/proxies.md: streams arrive as they come, and no answer is another request's."""
+"""Through nginx, with the configuration of docs/proxies.md: streams arrive as they come, and no answer is
+another request's."""
 
 from __future__ import annotations
 
@@ -46,8 +47,16 @@ def proxy(server: HttpServer, tmp_path: Path) -> Iterator[int]:
     certificate, key = write_certificate(tmp_path, "llm.example.org")
     port, found = free_port("127.0.0.1"), re.search(r"```nginx\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert found is not None
-    text = found[1].replace("127.0.0.1:8000", f"127.0.0.1:{server.port}").replace("443 ssl", f"127.0.0.1:{port} ssl")
-    text = text.replace("keepalive 64", "keepalive 2").replace("/etc/ssl/llm.pem", str(certificate)).replace("/etc/ssl/llm.key", str(key))
+    text = (
+        found[1]
+        .replace("127.0.0.1:8000", f"127.0.0.1:{server.port}")
+        .replace("443 ssl", f"127.0.0.1:{port} ssl")
+    )
+    text = (
+        text.replace("keepalive 64", "keepalive 2")
+        .replace("/etc/ssl/llm.pem", str(certificate))
+        .replace("/etc/ssl/llm.key", str(key))
+    )
     with nginx(tmp_path, text, port):
         yield port
 
@@ -56,16 +65,23 @@ def proxy(server: HttpServer, tmp_path: Path) -> Iterator[int]:
 async def http(proxy: int, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
     headers = {"host": "llm.example.org"}
     async with httpx.AsyncClient(
-        base_url=f"https://127.0.0.1:{proxy}", headers=headers, verify=pinned(tmp_path / "certificate.pem"), timeout=60
+        base_url=f"https://127.0.0.1:{proxy}",
+        headers=headers,
+        verify=pinned(tmp_path / "certificate.pem"),
+        timeout=60,
     ) as http:
         yield http
 
 
-async def test_answers_streams_and_websockets(http: httpx.AsyncClient, server: HttpServer, proxy: int, tmp_path: Path) -> None:
+async def test_answers_streams_and_websockets(
+    http: httpx.AsyncClient, server: HttpServer, proxy: int, tmp_path: Path
+) -> None:
     records: list[RequestRecord] = []
     server.app.metrics.listeners.add("test", records.append)
     of_a_proxy_before = {"x-forwarded-for": "198.51.100.7", "forwarded": "for=203.0.113.9"}
-    assert (await http.post("/v1/completions", json=BODY, headers=of_a_proxy_before)).json()["choices"][0]["text"] == ANSWER
+    assert (await http.post("/v1/completions", json=BODY, headers=of_a_proxy_before)).json()["choices"][0][
+        "text"
+    ] == ANSWER
     assert [record.client for record in records] == ["198.51.100.7"]  # and nginx has removed the other header
     url = f"wss://llm.example.org:{proxy}/v1/stream"
     async with connect(url, host="127.0.0.1", ssl=pinned(tmp_path / "certificate.pem")) as socket:
@@ -75,7 +91,9 @@ async def test_answers_streams_and_websockets(http: httpx.AsyncClient, server: H
 
 async def test_tokens_arrive_as_they_come(http: httpx.AsyncClient, dispatcher: FakeDispatcher) -> None:
     dispatcher.step_s = 0.05
-    async with http.stream("POST", "/v1/completions", json={**BODY, "stream": True, "ignore_eos": True}) as response:
+    async with http.stream(
+        "POST", "/v1/completions", json={**BODY, "stream": True, "ignore_eos": True}
+    ) as response:
         async for line in response.aiter_lines():
             if line.startswith("data: "):
                 break
@@ -83,8 +101,11 @@ async def test_tokens_arrive_as_they_come(http: httpx.AsyncClient, dispatcher: F
     await dispatcher.until(lambda: not dispatcher.running)  # nginx closes, too
 
 
-async def test_no_answer_is_anothers(proxy: int, tmp_path: Path, server: HttpServer, dispatcher: FakeDispatcher) -> None:
-    """Attackers send bodies that are requests behind Upgrade, and badly framed ones; beside them others ask what only they ask."""
+async def test_no_answer_is_anothers(
+    proxy: int, tmp_path: Path, server: HttpServer, dispatcher: FakeDispatcher
+) -> None:
+    """Attackers send bodies that are requests behind Upgrade, and badly framed ones; beside them others ask
+    what only they ask."""
     context, chance = pinned(tmp_path / "certificate.pem"), random.Random(1)
     smuggled = b"GET /v1/models/smuggled HTTP/1.1\r\nhost: llm.example.org\r\n\r\n"
     heads = [
@@ -98,7 +119,10 @@ async def test_no_answer_is_anothers(proxy: int, tmp_path: Path, server: HttpSer
 
     async def attack() -> None:
         for _ in range(40):
-            method, path = chance.choice([b"POST", b"GET"]), chance.choice([b"/v1/completions", b"/health", b"/v1/stream", b"/tokenize"])
+            method, path = (
+                chance.choice([b"POST", b"GET"]),
+                chance.choice([b"/v1/completions", b"/health", b"/v1/stream", b"/tokenize"]),
+            )
             head = b"%b %b HTTP/1.1\r\nhost: llm.example.org\r\n%b\r\n" % (method, path, chance.choice(heads))
             reader, writer = await asyncio.open_connection("127.0.0.1", proxy, ssl=context)
             writer.write(head)
@@ -114,9 +138,13 @@ async def test_no_answer_is_anothers(proxy: int, tmp_path: Path, server: HttpSer
             answer = await http.get(f"/v1/models/{name}-{number}")
             assert f"{name}-{number}" in answer.text
             text = f"x{name} {number}"
-            ids = (await http.post("/tokenize", json={"prompt": text, "add_special_tokens": False})).json()["tokens"]
+            ids = (await http.post("/tokenize", json={"prompt": text, "add_special_tokens": False})).json()[
+                "tokens"
+            ]
             assert server.app.generation.model.tokenizer.decode(ids) == text
 
     headers = {"host": "llm.example.org"}
-    async with httpx.AsyncClient(base_url=f"https://127.0.0.1:{proxy}", headers=headers, verify=context, timeout=60) as http:
+    async with httpx.AsyncClient(
+        base_url=f"https://127.0.0.1:{proxy}", headers=headers, verify=context, timeout=60
+    ) as http:
         await asyncio.gather(*(attack() for _ in range(3)), *(ask(http, name) for name in range(4)))

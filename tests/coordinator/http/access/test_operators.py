@@ -1,4 +1,5 @@
-"""Operators' pages open by the admin key or by a session that it opened, never by where a request comes from."""
+"""Operators' pages open by the admin key or by a session that it opened, never by where a request comes
+from."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ import pytest
 from support.http_fakes import ADMIN_KEY, OPERATOR, FakeDispatcher
 
 from splitserve.coordinator.batch.runner import BatchOptions
-from splitserve.coordinator.http.access.operators import LOGIN, SESSION_S, TOKEN_S, Operators, admin_key, make_admin_key
+from splitserve.coordinator.http.access.operators import (
+    LOGIN,
+    SESSION_S,
+    TOKEN_S,
+    Operators,
+    admin_key,
+    make_admin_key,
+)
 from splitserve.coordinator.server import HttpApp, create_app
 from splitserve.coordinator.text.served_model import ServedModel
 
@@ -39,7 +47,9 @@ def operators(clock: Clock) -> Operators:
 @pytest.fixture
 def app(dispatcher: FakeDispatcher, model: ServedModel, operators: Operators, tmp_path: Path) -> HttpApp:
     batches = BatchOptions(tmp_path / "batches")
-    return create_app(dispatcher, model, system=dispatcher.system, operators=operators, more_admin=[], batches=batches)
+    return create_app(
+        dispatcher, model, system=dispatcher.system, operators=operators, more_admin=[], batches=batches
+    )
 
 
 @asynccontextmanager
@@ -78,8 +88,13 @@ async def test_the_http_port_asks_for_it_too(app: HttpApp) -> None:
             assert (await http.get(path)).status_code == 404, path
 
 
-async def test_an_odd_path_is_told_of_no_missing_option(app: HttpApp, dispatcher: FakeDispatcher, model: ServedModel) -> None:
-    for inner, told in ((app, "There is no GET /v1/files/a/b."), (create_app(dispatcher, model), "without --batch-file")):
+async def test_an_odd_path_is_told_of_no_missing_option(
+    app: HttpApp, dispatcher: FakeDispatcher, model: ServedModel
+) -> None:
+    for inner, told in (
+        (app, "There is no GET /v1/files/a/b."),
+        (create_app(dispatcher, model), "without --batch-file"),
+    ):
         async with visitor(inner) as http:
             answer = await http.get("/v1/files/a/b")
             assert answer.status_code == 404
@@ -119,7 +134,13 @@ async def test_a_session_is_no_other_keys_and_cannot_be_made_up(
         ((name, session),) = http.cookies.items()
     other = create_app(dispatcher, model, operators=Operators("other" * 8, clock))
     late = f"{clock.now + 2 * SESSION_S:.0f}.{session.rpartition('.')[2]}"
-    for server, value, status in ((app, session, 200), (other, session, 401), (app, late, 401), (app, "", 401), (app, "9e9.ü", 401)):
+    for server, value, status in (
+        (app, session, 200),
+        (other, session, 401),
+        (app, late, 401),
+        (app, "", 401),
+        (app, "9e9.ü", 401),
+    ):
         async with visitor(server) as http:
             answer = await http.get("/metrics", headers={"cookie": f"{name}={value}".encode()})
             assert answer.status_code == status, value

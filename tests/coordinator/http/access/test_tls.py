@@ -1,4 +1,5 @@
-"""TLS: both kinds of requests, streams and WebSockets speak it, and a certificate that changes is followed."""
+"""TLS: both kinds of requests, streams and WebSockets speak it, and a certificate that changes is
+followed."""
 
 from __future__ import annotations
 
@@ -33,8 +34,12 @@ def files(tmp_path: Path) -> TlsFiles:
 
 
 @pytest.fixture
-async def server(dispatcher: FakeDispatcher, model: ServedModel, files: TlsFiles) -> AsyncIterator[HttpServer]:
-    server = HttpServer(create_app(dispatcher, model, front=FrontDoor(tls=files), operators=Operators(KEY), more_admin=[]))
+async def server(
+    dispatcher: FakeDispatcher, model: ServedModel, files: TlsFiles
+) -> AsyncIterator[HttpServer]:
+    server = HttpServer(
+        create_app(dispatcher, model, front=FrontDoor(tls=files), operators=Operators(KEY), more_admin=[])
+    )
     await server.start()
     yield server
     await server.stop(grace_s=0)
@@ -43,15 +48,21 @@ async def server(dispatcher: FakeDispatcher, model: ServedModel, files: TlsFiles
 @pytest.fixture
 async def http(server: HttpServer, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
     url = f"https://127.0.0.1:{server.port}"
-    async with httpx.AsyncClient(base_url=url, verify=trust(url, tmp_path / "certificate.pem"), timeout=60) as http:
+    async with httpx.AsyncClient(
+        base_url=url, verify=trust(url, tmp_path / "certificate.pem"), timeout=60
+    ) as http:
         yield http
 
 
 async def test_everything_speaks_tls(http: httpx.AsyncClient, server: HttpServer, tmp_path: Path) -> None:
     assert (await http.post("/v1/completions", json=BODY)).json()["choices"][0]["text"] == ANSWER
-    assert (await http.post("/v1/completions", json={**BODY, "stream": True})).text.endswith("data: [DONE]\n\n")
+    assert (await http.post("/v1/completions", json={**BODY, "stream": True})).text.endswith(
+        "data: [DONE]\n\n"
+    )
     assert (await http.post("/tokenize", json={"prompt": "Hi"})).status_code == 200
-    async with connect(f"wss://127.0.0.1:{server.port}/v1/stream", ssl=pinned(tmp_path / "certificate.pem")) as socket:
+    async with connect(
+        f"wss://127.0.0.1:{server.port}/v1/stream", ssl=pinned(tmp_path / "certificate.pem")
+    ) as socket:
         await socket.send(json.dumps({"id": "a", "endpoint": "/v1/completions", "body": BODY}))
         assert json.loads(await socket.recv())["id"] == "a"
 
@@ -60,7 +71,9 @@ async def test_the_admin_port_does_too(server: HttpServer, files: TlsFiles, tmp_
     admin = admin_server(server.app.admin, "127.0.0.1", 0, files)
     await admin.start()
     async with httpx.AsyncClient(verify=pinned(tmp_path / "certificate.pem"), timeout=60) as http:
-        answer = await http.get(f"https://127.0.0.1:{admin.port}/debug/state", headers={"authorization": f"Bearer {KEY}"})
+        answer = await http.get(
+            f"https://127.0.0.1:{admin.port}/debug/state", headers={"authorization": f"Bearer {KEY}"}
+        )
     assert answer.status_code == 200
     await admin.stop()
 
@@ -72,7 +85,9 @@ async def test_plain_http_and_old_versions_are_refused(server: HttpServer, files
     assert files.context.minimum_version == ssl.TLSVersion.TLSv1_2
 
 
-async def test_a_certificate_that_changes_is_followed(server: HttpServer, files: TlsFiles, tmp_path: Path) -> None:
+async def test_a_certificate_that_changes_is_followed(
+    server: HttpServer, files: TlsFiles, tmp_path: Path
+) -> None:
     other = tmp_path / "other"
     other.mkdir()
     write_certificate(other, "localhost")
