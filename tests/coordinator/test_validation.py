@@ -7,10 +7,10 @@ import re
 from typing import Any
 
 import pytest
-from splitserve.coordinator.generate.reader.prompt_reading import parse
 
 from splitserve.bench.http.hostile_requests import FIELDS, SOME_VALUES
 from splitserve.coordinator.errors import InvalidRequest
+from splitserve.coordinator.generate.plan import parse
 from splitserve.coordinator.http.call import Endpoint
 
 TEXT: Endpoint = "/v1/completions"

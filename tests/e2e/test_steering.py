@@ -81,14 +81,11 @@ def command_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 
 @pytest.mark.usefixtures("command_found")
-def test_a_worker_is_started_for_a_queue_and_it_is_the_one_that_goes_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_is_started_for_a_queue_and_it_is_the_one_that_goes_again(tmp_path: Path) -> None:
     """By the example command; those that `up` would start again stay."""
-    monkeypatch.setenv("SCALE_FOLDER", str(tmp_path / "scaled"))
     model, profile = model_and_profile(tmp_path)
     control = f"tcp://127.0.0.1:{free_port()}"
-    command = f"{SCALE} --insecure --model {model} --coordinator {control} --runner paced:{profile}"
+    command = f"env SCALE_FOLDER={tmp_path / 'scaled'} {SCALE} --insecure --model {model} --coordinator {control} --runner paced:{profile}"
     workers = ("--runner", f"paced:{profile}", "--insecure", "--control-address", control, *NEVER_DEAD)
     steering = (
         "--steer",
