@@ -85,7 +85,8 @@ def test_a_worker_is_started_for_a_queue_and_it_is_the_one_that_goes_again(tmp_p
     """By the example command; those that `up` would start again stay."""
     model, profile = model_and_profile(tmp_path)
     control = f"tcp://127.0.0.1:{free_port()}"
-    command = f"env SCALE_FOLDER={tmp_path / 'scaled'} {SCALE} --insecure --model {model} --coordinator {control} --runner paced:{profile}"
+    scale = f"env SCALE_FOLDER={tmp_path / 'scaled'} {SCALE} --insecure"
+    command = f"{scale} --model {model} --coordinator {control} --runner paced:{profile}"
     workers = ("--runner", f"paced:{profile}", "--insecure", "--control-address", control, *NEVER_DEAD)
     steering = (
         "--steer",
