@@ -258,10 +258,9 @@ def check_model(settings: DoctorSettings) -> Iterator[Finding]:
         return
     size, config, dtype = worker.size, worker.config, str(worker.dtype).removeprefix("torch.")
     text = (
-        f"model {folder.name}: {config.architecture}, {worker.weights / 1e6:,.0f} MB of weights in "
-        f"{dtype}; of two workers here each has a "
-        f"KV cache of {worker.kv_cache / GIB:.2f} GiB, {size.num_blocks:,} blocks, and takes "
-        f"sequences of {size.max_model_len:,} tokens"
+        f"model {folder.name}: {config.architecture}, {worker.weights / 1e6:,.0f} MB of weights in {dtype}; "
+        f"of two workers here each has a KV cache of {worker.kv_cache / GIB:.2f} GiB, {size.num_blocks:,} "
+        f"blocks, and takes sequences of {size.max_model_len:,} tokens"
     )
     if size.max_model_len < config.max_model_len:
         advice = (

@@ -30,9 +30,8 @@ from .settings import ChatSettings, DoctorSettings, FlipSettings, TopSettings
 HELP_WIDTH = 110
 ENTRY = "splitserve.cli.main:main"
 EPILOG = (
-    "Every option can also be given as an environment variable (--some-option: "
-    "SPLITSERVE_SOME_OPTION) or in a YAML file "
-    "(--config FILE). A flag beats a variable, a variable beats the file."
+    "Every option can also be given as an environment variable (--some-option: SPLITSERVE_SOME_OPTION) or "
+    "in a YAML file (--config FILE). A flag beats a variable, a variable beats the file."
 )
 Run = Callable[[Any], int | None]
 _log = logging.getLogger(__name__)
@@ -215,10 +214,9 @@ def run_trace_fit(settings: Any, files: Sequence[Path]) -> int:
 def trace_group() -> click.Group:
     """``splitserve trace ...``"""
     text = (
-        "Look at traces of requests, change them, and make synthetic ones.\n\nReads the Azure LLM "
-        "inference traces, Mooncake's, "
-        "splitwise-sim's, ServeGen's and splitserve's own format, told apart by their first line; "
-        "any of them may be gzip'ed."
+        "Look at traces of requests, change them, and make synthetic ones.\n\nReads the Azure LLM inference "
+        "traces, Mooncake's, splitwise-sim's, ServeGen's and splitserve's own format, told apart by their "
+        "first line; any of them may be gzip'ed."
     )
     group = Commands("trace", help=text)
     group.add_command(
@@ -294,11 +292,9 @@ def up_command() -> click.Command:
     from .up import up_options
 
     text = (
-        "Start a coordinator, prefill and decode workers on this machine; restart what crashes; "
-        "stop all on Ctrl-C. "
-        "An option of the workers holds for all of them; with --prefill- or --decode- before its "
-        "name for one role only "
-        "(--decode-device cuda:1). Workers are dealt out over the GPUs there are."
+        "Start a coordinator, prefill and decode workers on this machine; restart what crashes; stop all on "
+        "Ctrl-C. An option of the workers holds for all of them; with --prefill- or --decode- before its "
+        "name for one role only (--decode-device cuda:1). Workers are dealt out over the GPUs there are."
     )
     return SettingsCommand(
         "up", params=[*up_options(), config_option()], callback=run_up, help=text, epilog=EPILOG

@@ -56,9 +56,8 @@ class UpSettings(BaseModel):
     fork_workers: bool = Field(
         default=True,
         description="Import the workers' libraries once, in a process that then forks every worker: they "
-        "start, also in a dead one's "
-        "place, without those seconds of processor time. It holds about 230 MB, which the workers "
-        "share. Off: each starts from nothing.",
+        "start, also in a dead one's place, without those seconds of processor time. It holds "
+        "about 230 MB, which the workers share. Off: each starts from nothing.",
     )
     flexible: bool = Field(
         default=False,
@@ -116,9 +115,7 @@ class ChatSettings(BaseModel):
     tls_ca: Path | None = Field(
         default=None,
         description="Certificates in PEM that an https:// server's is checked against. Default: the "
-        "system's; "
-        "a coordinator that you run "
-        "on this host is known by its own.",
+        "system's; a coordinator that you run on this host is known by its own.",
     )
     system: str = Field(default="", description="System message at the start of the conversation.")
     max_tokens: int | None = Field(
@@ -150,9 +147,7 @@ class TopSettings(BaseModel):
     tls_ca: Path | None = Field(
         default=None,
         description="Certificates in PEM that an https:// server's is checked against. Default: the "
-        "system's; "
-        "a coordinator that you run "
-        "on this host is known by its own.",
+        "system's; a coordinator that you run on this host is known by its own.",
     )
     every_s: float = Field(default=1.0, ge=0.1, le=60, description="Seconds between two pictures.")
 
@@ -178,9 +173,7 @@ class FlipSettings(BaseModel):
     tls_ca: Path | None = Field(
         default=None,
         description="Certificates in PEM that an https:// server's is checked against. Default: the "
-        "system's; "
-        "a coordinator that you run "
-        "on this host is known by its own.",
+        "system's; a coordinator that you run on this host is known by its own.",
     )
     timeout_s: float | None = Field(
         default=None,
@@ -215,9 +208,8 @@ class DoctorSettings(BaseModel):
     listen: str = Field(
         default="",
         pattern=PEER,
-        description="Wait here for `doctor --peer` of another host, until Ctrl-C: HOST or HOST:PORT, such as "
-        "0.0.0.0. KV blocks come to "
-        "the port after it. Default port: 7710. Needs --key-file.",
+        description="Wait here for `doctor --peer` of another host, until Ctrl-C: HOST or HOST:PORT, such "
+        "as 0.0.0.0. KV blocks come to the port after it. Default port: 7710. Needs --key-file.",
     )
     peer: str = Field(
         default="",

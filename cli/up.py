@@ -39,8 +39,7 @@ TEXTS = {
 }
 DEVICE = {
     "device": "auto, cpu, cuda or cuda:N, or several GPUs to deal out: cuda:0,cuda:1. auto, cuda: each "
-    "worker on a GPU of its own, as far "
-    "as there are enough; where there is none, auto is the CPU."
+    "worker on a GPU of its own, as far as there are enough; where there is none, auto is the CPU."
 }
 KEY_NAME = "cluster.key"
 

@@ -281,9 +281,8 @@ def _log_who_may_connect(settings: CoordinatorSettings) -> None:
         _log.info("clients need an API key of %s", settings.tenants_file)
     elif settings.listen_host != settings.host:
         _log.warning(
-            "no API keys are configured: listening on %s, not on %s; give --tenants-file (see "
-            "`splitserve keys create "
-            "--help`), or --open-access if anyone who reaches %s may use it",
+            "no API keys are configured: listening on %s, not on %s; give --tenants-file (see `splitserve "
+            "keys create --help`), or --open-access if anyone who reaches %s may use it",
             settings.listen_host,
             settings.host,
             settings.host,

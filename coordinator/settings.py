@@ -67,8 +67,7 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings):
     reasoning_parser: Literal["auto", "none", "think"] = Field(
         default="auto",
         description="Whether a chat's answer may begin with a thought in <think></think>, which then is its "
-        "reasoning_content. Default: "
-        "told by the chat template.",
+        "reasoning_content. Default: told by the chat template.",
     )
     routing: Routing = Field(default="hybrid", description="How workers are chosen for a request.")
     max_queue: int = Field(
@@ -92,10 +91,9 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings):
     ttft_slo: str = Field(
         default="",
         pattern=r"^$|^(premium|standard|free|batch)=\d+(\.\d+)?(,(premium|standard|free|batch)=\d+(\.\d+)?)*$",
-        description="Seconds to the first token by priority class, such as premium=0.5,standard=2: a request "
-        "that would take longer, by "
-        "what prefill workers have been measured to compute, is refused at once with 429. Its "
-        "deadline is held to in any case.",
+        description="Seconds to the first token by priority class, such as premium=0.5,standard=2: a "
+        "request that would take longer, by what prefill workers have been measured to compute, "
+        "is refused at once with 429. Its deadline is held to in any case.",
     )
     token_timeout_s: float = Field(
         default=120,
@@ -120,14 +118,12 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings):
         ge=1,
         le=48,
         description="Processes that share the HTTP port; each listens to workers on a port of its own, from "
-        "--control-address's on, and "
-        "has its own admin port, from --admin-port's on.",
+        "--control-address's on, and has its own admin port, from --admin-port's on.",
     )
     batch_file: Path | None = Field(
         default=None,
         description="SQLite file of /v1/files and /v1/batches, made where it is not there; several "
-        "coordinators of one host may share it. "
-        "Default: no batches.",
+        "coordinators of one host may share it. Default: no batches.",
     )
     batch_max_running: int = Field(
         default=16,

@@ -255,8 +255,7 @@ class Profile(_Part):
             known = ", ".join(shipped_names())
             raise ProfileError(
                 f"cannot read the profile {path}: {error.strerror or error}; make one with `splitserve "
-                "profile`, or name one that is "
-                f"shipped: {known}"
+                f"profile`, or name one that is shipped: {known}"
             ) from None
         except ValidationError as error:
             first = error.errors()[0]

@@ -26,8 +26,7 @@ class WorkerSettings(BaseModel):
 
     model: Path = Field(
         description="Hugging Face checkpoint folder (config.json, tokenizer and safetensors weights), a "
-        "model of the hub such as "
-        "Qwen/Qwen3-0.6B, or s3://BUCKET/PREFIX (needs splitserve[s3])."
+        "model of the hub such as Qwen/Qwen3-0.6B, or s3://BUCKET/PREFIX (needs splitserve[s3])."
     )
     revision: str = Field(
         default="", max_length=256, description="Branch, tag or commit of a hub model. Default: main."
@@ -135,10 +134,9 @@ class WorkerSettings(BaseModel):
     mover: Mover = Field(
         default="auto",
         description="How KV blocks travel. auto: the best that both workers have: shm between processes of "
-        "one host; nixl where it is "
-        "installed, there is RDMA and plaintext_kv is set; else tcp. cuda_ipc (GPUs of one host) and nccl "
-        "only by name, until they have "
-        "run on GPUs. One that fails in use, also one that is named here, is replaced by tcp.",
+        "one host; nixl where it is installed, there is RDMA and plaintext_kv is set; else tcp. "
+        "cuda_ipc (GPUs of one host) and nccl only by name, until they have run on GPUs. One "
+        "that fails in use, also one that is named here, is replaced by tcp.",
     )
     plaintext_kv: bool = Field(
         default=False,

@@ -118,10 +118,9 @@ def require_reachable(question: Question, max_batch_tokens: int) -> None:
     if share < question.level.attainment:
         longest = max(k.profile.memory.max_model_len for k in question.hardware.kinds)
         raise SimulationError(
-            f"only {share:.1%} of the requests could meet {slo_words(bounds)} if each had the "
-            "cluster to itself (the longest prompt has "
-            f"{max(r.num_prompt_tokens for r in requests):,} tokens; the profile's model takes {longest:,}): "
-            "loosen the bounds, or profile quicker hardware"
+            f"only {share:.1%} of the requests could meet {slo_words(bounds)} if each had the cluster to "
+            f"itself (the longest prompt has {max(r.num_prompt_tokens for r in requests):,} tokens; the "
+            f"profile's model takes {longest:,}): loosen the bounds, or profile quicker hardware"
         )
 
 
@@ -139,8 +138,7 @@ def beyond(path: Path, found: Plan) -> Iterable[str]:
     if attainment < planned.level.attainment - 0.01:
         yield (
             f"Over {len(requests):,} requests of the trace, at the same compression, only about "
-            f"{attainment:.1%} would be good: "
-            f"{_why(found)}. Plan on more (--requests)."
+            f"{attainment:.1%} would be good: {_why(found)}. Plan on more (--requests)."
         )
 
 

@@ -274,8 +274,7 @@ class PlanSettings(BaseModel):
     slo: str = Field(
         pattern=NOTATION.removeprefix("^$|"),
         description="Bounds in seconds, and the share of requests that must meet all of them: "
-        "ttft=0.5@p90,tpot=0.05@p90. The "
-        "largest share holds for all.",
+        "ttft=0.5@p90,tpot=0.05@p90. The largest share holds for all.",
     )
     objective: Literal["goodput", "cost", "energy"] = Field(
         default="goodput",

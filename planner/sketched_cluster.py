@@ -20,9 +20,8 @@ from .simulator.tallies import Distribution, Slo
 from .trace.request import Trace
 
 NOTE = (
-    "Sketched: prompts queue, sequences share a device, and nothing else is there; no protocol, "
-    "links that no transfer waits for, caches "
-    "without bound, nobody is refused. Without --sketch it is simulated."
+    "Sketched: prompts queue, sequences share a device, and nothing else is there; no protocol, links that "
+    "no transfer waits for, caches without bound, nobody is refused. Without --sketch it is simulated."
 )
 
 

@@ -216,10 +216,9 @@ class PoolController:
             return []
         reason = (
             f"load {present.prefill:.2f} on prefill and {present.decode:.2f} on decode with "
-            f"{fleet.prefill}P:{fleet.decode}D; "
-            f"{prefill}P:{fleet.num_workers - prefill}D makes it {best.prefill:.2f} and {best.decode:.2f} "
-            f"({picture.rate:.1f} requests/s of {picture.new_tokens:.0f} new and "
-            f"{picture.output_tokens:.0f} output tokens, "
+            f"{fleet.prefill}P:{fleet.decode}D; {prefill}P:{fleet.num_workers - prefill}D makes it "
+            f"{best.prefill:.2f} and {best.decode:.2f} ({picture.rate:.1f} requests/s of "
+            f"{picture.new_tokens:.0f} new and {picture.output_tokens:.0f} output tokens, "
             f"{picture.num_waiting} waiting, {picture.attainment:.0%} good)"
         )
         self._trial = _Trial(now, picture, fleet.prefill)

@@ -19,16 +19,14 @@ class SteeringSettings(BaseModel):
     steer: Literal["off", "advise", "act"] = Field(
         default="off",
         description="The pool controller. advise: say which workers should change their roles, and whether "
-        "there should be more or fewer; "
-        "act: also do it. Needs --steer-slo and --steer-profile.",
+        "there should be more or fewer; act: also do it. Needs --steer-slo and --steer-profile.",
     )
     steer_slo: str = Field(
         default="",
         pattern=notation("ttft", "tpot"),
-        description="What requests may take, in seconds, and how many of a hundred must keep both at "
-        "once, as "
-        "`splitserve plan --slo` has "
-        "it: ttft=2,tpot=0.05@p90 or ttft=2@p90,tpot=0.05@p90; of several percentiles the largest counts.",
+        description="What requests may take, in seconds, and how many of a hundred must keep both at once, "
+        "as `splitserve plan --slo` has it: ttft=2,tpot=0.05@p90 or ttft=2@p90,tpot=0.05@p90; "
+        "of several percentiles the largest counts.",
     )
     steer_profile: Path | None = Field(
         default=None,
@@ -58,8 +56,7 @@ class SteeringSettings(BaseModel):
         gt=0,
         le=10,
         description="One more worker is wanted too where even the best ratio is predicted to be loaded more "
-        "than this: 1 just meets the "
-        "objectives.",
+        "than this: 1 just meets the objectives.",
     )
     steer_scale_down_below: float = Field(
         default=0.6,
@@ -73,9 +70,8 @@ class SteeringSettings(BaseModel):
         default="",
         pattern=notation("ttft", "tpot"),
         description="One more worker is wanted too where what was measured is slower: with "
-        "ttft=1@p95,tpot=0.08@p99 where more than 5 of a "
-        "hundred had their first token after 1 s (then a prefill worker), or more than 1 a longer "
-        "time per token (a decode worker).",
+        "ttft=1@p95,tpot=0.08@p99 where more than 5 of a hundred had their first token after 1 "
+        "s (then a prefill worker), or more than 1 a longer time per token (a decode worker).",
     )
     steer_scale_up_utilisation: float = Field(
         default=1,
@@ -100,10 +96,9 @@ class SteeringSettings(BaseModel):
     steer_keep: str = Field(
         default="",
         max_length=65_536,
-        description="Workers that scaling down leaves alone, such as those that something starts "
-        "again: names "
-        "with commas between, in "
-        "which * stands for anything. `splitserve up` adds the workers that it starts itself.",
+        description="Workers that scaling down leaves alone, such as those that something starts again: "
+        "names with commas between, in which * stands for anything. `splitserve up` adds the "
+        "workers that it starts itself.",
     )
     steer_webhook: str | None = Field(
         default=None,

@@ -107,7 +107,6 @@ class Departure:
         elsewhere."""
         if self._core.is_broken:
             raise EngineError(
-                f"the last {BROKEN_AFTER} requests' steps all failed, one by one: this worker "
-                "ends, to be started "
-                "anew; see above for why"
+                f"the last {BROKEN_AFTER} requests' steps all failed, one by one: this worker ends, to be "
+                "started anew; see above for why"
             )

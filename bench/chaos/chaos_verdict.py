@@ -62,8 +62,7 @@ def verdict(found: dict[str, Any]) -> str:
         f"{found['streams']} streams, {sum(found['faults'].values())} faults: {found['streams_lost']} lost, "
         f"{found['streams_wrong']} wrong, {sum(found['blocks_leaked'].values())} blocks leaked, "
         f"{len(found['batches_wrong'])} of {found['batches'].get('completed', 0)} batches wrong, "
-        f"{found.get('not_metered_once', 'no')} streams not metered once; "
-        f"recovery p50 {every.get('p50')} s, p99 {every.get('p99')} s; "
-        f"after kills beside the computing: p50 {beside.get('p50')} s, p99 {beside.get('p99')} s (goal 1 s: "
-        f"{goal.get('met')})"
+        f"{found.get('not_metered_once', 'no')} streams not metered once; recovery p50 {every.get('p50')} "
+        f"s, p99 {every.get('p99')} s; after kills beside the computing: p50 {beside.get('p50')} s, p99 "
+        f"{beside.get('p99')} s (goal 1 s: {goal.get('met')})"
     )

@@ -100,8 +100,7 @@ def said(result: dict[str, Any]) -> str:
     itl = result["itl_ms"]
     return (
         f"{result['name']}: inter-token latency p50 {itl['p50']:.0f}, p99 {itl['p99']:.0f}, longest "
-        f"{itl['max']:.0f} ms; "
-        f"{result['output_tokens_per_s']:.1f} output tokens/s"
+        f"{itl['max']:.0f} ms; {result['output_tokens_per_s']:.1f} output tokens/s"
     )
 
 

@@ -131,9 +131,8 @@ def _failing(w: Window) -> Iterator[Finding]:
             "refused",
             "bad",
             f"{_requests(w.num_refused)} of {tried:,} were refused with 429 in the last minute.",
-            "Reasons are counted in `splitserve_refusals_total`: `overloaded` asks for workers or "
-            "a larger `--max-queue`, "
-            "the others for higher limits of a key.",
+            "Reasons are counted in `splitserve_refusals_total`: `overloaded` asks for workers or a larger "
+            "`--max-queue`, the others for higher limits of a key.",
         )
 
 
@@ -182,9 +181,8 @@ def _queue(w: Window) -> Iterator[Finding]:
         if offered >= prefill.num_workers + 1:
             wanted = int(offered / SATURATED) + 1 - int(prefill.num_workers)
             remedy = (
-                f"{arrived / w.seconds:.1f} requests a second come and "
-                f"{w.num_ended / w.seconds:.1f} are served: the queue grows "
-                f"until {wanted} more prefill workers are there."
+                f"{arrived / w.seconds:.1f} requests a second come and {w.num_ended / w.seconds:.1f} are "
+                f"served: the queue grows until {wanted} more prefill workers are there."
             )
         else:
             remedy = f"{_one_more(w, 'prefill', busy)}."

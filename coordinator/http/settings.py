@@ -38,53 +38,45 @@ class HttpSettings(BaseModel):
     allowed_hosts: str = Field(
         default="",
         max_length=65_536,
-        description="Names of this server that requests may have in Host, with commas between; * in "
-        "one stands "
-        "for anything, alone for "
-        "all. Always allowed: IP addresses, localhost, the name of this machine, --host; with "
-        "--open-access on other than loopback also "
-        "names without a dot or of a private domain (.svc, .cluster.local, .internal, .local, "
-        ".home.arpa). Default: all where API keys are "
-        "asked for, else no others.",
+        description="Names of this server that requests may have in Host, with commas between; * in one "
+        "stands for anything, alone for all. Always allowed: IP addresses, localhost, the name "
+        "of this machine, --host; with --open-access on other than loopback also names without "
+        "a dot or of a private domain (.svc, .cluster.local, .internal, .local, .home.arpa). "
+        "Default: all where API keys are asked for, else no others.",
     )
     allowed_origins: str = Field(
         default="",
         max_length=65_536,
-        description="Origins of web pages that may use the API from browsers (CORS), with commas "
-        "between, such "
-        "as https://app.example; * "
-        "in one stands for anything, alone for all. Default: pages of this server alone.",
+        description="Origins of web pages that may use the API from browsers (CORS), with commas between, "
+        "such as https://app.example; * in one stands for anything, alone for all. Default: "
+        "pages of this server alone.",
     )
     trusted_proxies: str = Field(
         default="",
         max_length=65_536,
         description="Addresses or networks of proxies, with commas between, whose X-Forwarded-For, "
-        "X-Forwarded-Proto and Forwarded headers "
-        "are believed. Default: none are.",
+        "X-Forwarded-Proto and Forwarded headers are believed. Default: none are.",
     )
     tls_cert: Path | None = Field(
         default=None,
         description="Certificate in PEM, with its chain: HTTP, WebSocket and the admin port then speak TLS "
-        "only. It is read again when it "
-        "changes.",
+        "only. It is read again when it changes.",
     )
     tls_key: Path | None = Field(
         default=None, description="Private key of --tls-cert in PEM. Default: it is in that file, too."
     )
     admin_key_file: Path | None = Field(
         default=None,
-        description="File (mode 0600) with the key that operators' pages ask for: /metrics, "
-        "/debug/state, the "
-        "dashboard's data, /admin. "
-        "Default: a new key, in a file that the log names; commands on this host find it by themselves.",
+        description="File (mode 0600) with the key that operators' pages ask for: /metrics, /debug/state, "
+        "the dashboard's data, /admin. Default: a new key, in a file that the log names; "
+        "commands on this host find it by themselves.",
     )
     admin_port: int | None = Field(
         default=None,
         ge=0,
         le=65535,
-        description="Port of the admin API (tenants, keys, usage, drain, metrics); 0 lets the system choose. "
-        "Default: no such port, and "
-        "only /admin/drain, on the HTTP server's.",
+        description="Port of the admin API (tenants, keys, usage, drain, metrics); 0 lets the system "
+        "choose. Default: no such port, and only /admin/drain, on the HTTP server's.",
     )
     admin_host: str = Field(
         default="127.0.0.1", min_length=1, description="Address on which the admin API listens."
@@ -94,23 +86,19 @@ class HttpSettings(BaseModel):
         gt=0,
         le=86_400,
         description="Longest life of a request in seconds; then it ends with what it has generated, or with "
-        "504 where that is nothing. A "
-        "request may ask for less.",
+        "504 where that is nothing. A request may ask for less.",
     )
     deadline_error: bool = Field(
         default=False,
-        description="A request that passes a deadline is a 504, or in mid-stream an error event, whatever it "
-        "has generated; a request may "
-        "ask for its text all the same (`on_timeout`).",
+        description="A request that passes a deadline is a 504, or in mid-stream an error event, whatever "
+        "it has generated; a request may ask for its text all the same (`on_timeout`).",
     )
     receive_timeout_s: float = Field(
         default=30,
         gt=0,
         le=86_400,
-        description="Longest time in seconds that a client may take to send a request, and one second "
-        "more for "
-        "each 16 KiB of its body; "
-        "then 408.",
+        description="Longest time in seconds that a client may take to send a request, and one second more "
+        "for each 16 KiB of its body; then 408.",
     )
     max_body_mib: float = Field(
         default=16, gt=0, le=1024, description="Largest HTTP request body in MiB; beyond it 413."
@@ -120,10 +108,9 @@ class HttpSettings(BaseModel):
         gt=0,
         le=65_536,
         description="Bytes in MiB of all clients' request bodies that may be held at a time, and of their "
-        "WebSocket messages as many "
-        "again; beyond it the slowest unfinished ones are given up with 503. Half of it: large "
-        "requests that wait to be read; "
-        "4 times of it: prompts (8 bytes a token and their text) of requests that wait or run; then 429.",
+        "WebSocket messages as many again; beyond it the slowest unfinished ones are given up "
+        "with 503. Half of it: large requests that wait to be read; 4 times of it: prompts (8 "
+        "bytes a token and their text) of requests that wait or run; then 429.",
     )
     max_connections: int = Field(
         default=20_000,

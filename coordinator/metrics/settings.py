@@ -37,9 +37,7 @@ class RecordSettings(BaseModel):
     trace_folder: Path | None = Field(
         default=None,
         description="Write the load as a trace for `splitserve trace`, `simulate` and `plan` into this "
-        "folder: "
-        "arrivals, lengths and "
-        "keyed block hashes, never text. One file a start.",
+        "folder: arrivals, lengths and keyed block hashes, never text. One file a start.",
     )
     trace_token_times: bool = Field(
         default=False,
@@ -64,9 +62,8 @@ class RecordSettings(BaseModel):
         default=None,
         ge=0,
         le=1e9,
-        description="Price of one GPU for an hour, or of one worker that has none, in any currency; /metrics "
-        "then says what a million "
-        "output tokens cost.",
+        description="Price of one GPU for an hour, or of one worker that has none, in any currency; "
+        "/metrics then says what a million output tokens cost.",
     )
 
     @model_validator(mode="after")

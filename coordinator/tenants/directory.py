@@ -60,9 +60,8 @@ class KeyDirectory:
         self._accounts = self._store.accounts(time.time())
         if self._store.frozen:
             _log.error(
-                "there is no space beside the tenants file %s: its keys are gone by as they are "
-                "now, and changes are "
-                "seen later",
+                "there is no space beside the tenants file %s: its keys are gone by as they are now, and "
+                "changes are seen later",
                 path,
             )
         if not self._accounts:

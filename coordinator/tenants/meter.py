@@ -37,9 +37,8 @@ _log = logging.getLogger(__name__)
 class UsageDropped(OSError):
     def __str__(self) -> str:
         return (
-            f"more than {MAX_WAITING} records wait for the usage database, the oldest are dropped: "
-            "those that the journal holds are "
-            "metered at the next start, the others are NOT BILLED"
+            f"more than {MAX_WAITING} records wait for the usage database, the oldest are dropped: those "
+            "that the journal holds are metered at the next start, the others are NOT BILLED"
         )
 
 
@@ -180,9 +179,8 @@ class Meter:
             left.remove()
             whole = datetime.fromtimestamp(left.ended_at, UTC).isoformat(" ", "milliseconds")
             _log.warning(
-                "a coordinator process was killed at about %s: %d requests of its journal had "
-                "ended and are metered; %d were running and "
-                "are metered as lost: %s%s",
+                "a coordinator process was killed at about %s: %d requests of its journal had ended and are "
+                "metered; %d were running and are metered as lost: %s%s",
                 whole,
                 len(left.ended),
                 len(left.lost),

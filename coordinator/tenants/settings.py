@@ -16,18 +16,15 @@ class TenantSettings(BaseModel):
 
     tenants_file: Path | None = Field(
         default=None,
-        description="Tenants and API keys, made by `splitserve keys`. Default: no keys are asked for, "
-        "and the "
-        "HTTP server listens "
-        "on this host's loopback only.",
+        description="Tenants and API keys, made by `splitserve keys`. Default: no keys are asked for, and "
+        "the HTTP server listens on this host's loopback only.",
     )
     usage_url: str | None = Field(
         default=None,
         pattern=r"^(sqlite:///|postgres(ql)?://).+$",
         description="Database for one record of each request: sqlite:///PATH or "
-        "postgresql://USER@HOST/DATABASE (needs `pip install "
-        "splitserve[postgres]`). Default: a SQLite file beside the tenants file, where there is "
-        "one; else nothing is metered.",
+        "postgresql://USER@HOST/DATABASE (needs `pip install splitserve[postgres]`). Default: a "
+        "SQLite file beside the tenants file, where there is one; else nothing is metered.",
     )
     usage_retention_days: float | None = Field(
         default=None,
@@ -39,9 +36,8 @@ class TenantSettings(BaseModel):
         default=None,
         pattern=r"^rediss?://\S+$|^unix://\S+$",
         description="Redis that keeps what keys and tenants have left of their limits, for coordinators on "
-        "several hosts: "
-        "redis://HOST:6379/0 (needs `pip install splitserve[redis]`). Default: a file beside the "
-        "tenants file, for one host.",
+        "several hosts: redis://HOST:6379/0 (needs `pip install splitserve[redis]`). Default: a "
+        "file beside the tenants file, for one host.",
     )
 
     @property

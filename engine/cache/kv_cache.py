@@ -71,8 +71,7 @@ class KVCache:
         if num_bytes > free:
             raise OutOfMemoryError(
                 f"{wanted} does not fit: {free / 2**30:.2f} GiB are free, enough for "
-                f"{free // layout.block_bytes} blocks; "
-                "lower --kv-cache-gib or --num-blocks"
+                f"{free // layout.block_bytes} blocks; lower --kv-cache-gib or --num-blocks"
             )
         try:
             raw = _allocate(num_bytes, device, allocate)

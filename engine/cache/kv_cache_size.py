@@ -66,8 +66,7 @@ def kv_cache_size(wish: KVCacheWish, room: int) -> KVCacheSize:
     if lowered < shortest:
         raise OutOfMemoryError(
             f"there is room for {num_blocks} KV blocks of {wish.block_bytes / 2**10:.0f} KiB, which is for "
-            f"sequences of {lowered} tokens; "
-            f"{shortest} are the least: {more}"
+            f"sequences of {lowered} tokens; {shortest} are the least: {more}"
         )
     return KVCacheSize(num_blocks, lowered)
 

@@ -46,8 +46,7 @@ def expected_worker(folder: Path, sharers: int = 2) -> ExpectedWorker:
     if needed > (free := available_bytes(device) - pending * (device.type == "cpu")):
         raise OutOfMemoryError(
             f"{needed / 2**30:.1f} GiB of weights do not fit: {max(0, free) / 2**30:.1f} GiB are free on "
-            f"{device}; serve a smaller model, "
-            "use --quantization fp8 on a GPU, or start fewer workers here"
+            f"{device}; serve a smaller model, use --quantization fp8 on a GPU, or start fewer workers here"
         )
     on_host = weights if device.type == "cpu" else 0
     room = host_room(

@@ -173,8 +173,7 @@ def _sliding_windows(config: dict[str, Any], family: str, num_layers: int) -> tu
     if unknown or len(kinds) != num_layers:
         raise ModelConfigError(
             f"config.json: layer_types must name {num_layers} layers, each full_attention or "
-            "sliding_attention; "
-            f"found {len(kinds)} with {', '.join(sorted(set(kinds)))}"
+            f"sliding_attention; found {len(kinds)} with {', '.join(sorted(set(kinds)))}"
         )
     return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
 

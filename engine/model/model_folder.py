@@ -31,9 +31,8 @@ def check_model_folder(path: Path, weights: Literal["needed", "if there"] = "nee
     do."""
     if not path.is_dir():
         raise ModelConfigError(
-            f"there is no folder {path}; give a Hugging Face checkpoint folder (config.json, tokenizer.json, "
-            "*.safetensors), "
-            "a model of the hub (ORG/NAME) or s3://BUCKET/PREFIX"
+            f"there is no folder {path}; give a Hugging Face checkpoint folder (config.json, "
+            "tokenizer.json, *.safetensors), a model of the hub (ORG/NAME) or s3://BUCKET/PREFIX"
         )
     for name, most in MAX_BYTES.items():
         file = path / name

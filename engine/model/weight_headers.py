@@ -48,9 +48,8 @@ def weight_files(path: Path) -> list[Path]:
     if pickled:
         raise WeightsError(
             f"{path} has pickled weights only ({pickled[0].name}), which are never loaded: unpickling runs "
-            "code from the file. "
-            "Use the safetensors version of this checkpoint, or convert it with transformers' "
-            "save_pretrained."
+            "code from the file. Use the safetensors version of this checkpoint, or convert it with "
+            "transformers' save_pretrained."
         )
     raise WeightsError(
         f"{path} has neither model.safetensors nor {INDEX}; copy the complete checkpoint into it"

@@ -31,8 +31,7 @@ def run_first_steps(execute: Callable[[Batch], StepOutput], lengths: Sequence[in
                 raise
             raise OutOfMemoryError(
                 f"beside the weights and the KV cache no memory is left for a step of {stop - start} tokens "
-                f"({error}); "
-                "lower --kv-cache-gib, --num-blocks or --prefill-max-batch-tokens"
+                f"({error}); lower --kv-cache-gib, --num-blocks or --prefill-max-batch-tokens"
             ) from error
 
 

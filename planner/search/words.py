@@ -45,9 +45,8 @@ def sentences(plan: Plan) -> list[str]:
     means = plan.means
     said.append(
         "A plan from mean lengths and service times would build "
-        f"{plan.question.hardware.words(means.candidate)} and expect "
-        f"{means.expected:.2f} requests/s; simulated at that rate, {means.attainment:.1%} of the "
-        "requests are good."
+        f"{plan.question.hardware.words(means.candidate)} and expect {means.expected:.2f} requests/s; "
+        f"simulated at that rate, {means.attainment:.1%} of the requests are good."
     )
     extrapolated = plan.at_goodput.extrapolated.items()
     said += [
@@ -104,20 +103,18 @@ def _at_most(plan: Plan) -> list[str]:
     winner, said = plan.winner, []
     if winner.at_bound and plan.goal.objective == "goodput":
         said.append(
-            "That is what these workers could keep up with for long, by mean lengths. This load "
-            "met the bounds up to there, so the search "
-            "ended there: read it as `at most`, and plan on more requests, or on tighter bounds, "
-            "to tell more."
+            "That is what these workers could keep up with for long, by mean lengths. This load met the "
+            "bounds up to there, so the search ended there: read it as `at most`, and plan on more "
+            "requests, or on tighter bounds, to tell more."
         )
     if plan.sustained is not None:
         lasts_s, least = len(plan.question.load.requests) / winner.goodput, winner.bound / LOWEST
         for_long = f"about {plan.sustained:.2f}" if plan.sustained > 0 else f"less than {least:.2f}"
         said.append(
-            f"At that rate these requests last {lasts_s:.1f} s, and one lives {plan.life_s:.1f} s: "
-            "they are over before the cluster has "
-            f"filled. If they came over and over it would serve {for_long} requests/s (sketched); "
-            "what is said of others below is as "
-            "optimistic. Plan on more (--requests)."
+            f"At that rate these requests last {lasts_s:.1f} s, and one lives {plan.life_s:.1f} s: they are "
+            f"over before the cluster has filled. If they came over and over it would serve {for_long} "
+            "requests/s (sketched); what is said of others below is as optimistic. Plan on more "
+            "(--requests)."
         )
     return said
 
@@ -228,8 +225,7 @@ def _effort(plan: Plan) -> str:
     missed = off and plan.goal.objective == "goodput"
     sketch = f" (the sketch had missed their goodput by {min(off):+.0%} to {max(off):+.0%})" if missed else ""
     return (
-        f"Planned on {len(load.requests):,} requests of the trace, which come at {load.rate:.2f}/s "
-        f"there; {len(plan.sketches)} clusters at "
-        f"their best settings were sketched, {len(plan.answers)} simulated{sketch}: "
-        f"{plan.num_simulated:,} requests."
+        f"Planned on {len(load.requests):,} requests of the trace, which come at {load.rate:.2f}/s there; "
+        f"{len(plan.sketches)} clusters at their best settings were sketched, {len(plan.answers)} "
+        f"simulated{sketch}: {plan.num_simulated:,} requests."
     )

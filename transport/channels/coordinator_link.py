@@ -153,9 +153,8 @@ class CoordinatorLink:
         if now - self._waiting_since >= self._complain_after_s:
             self._complain_after_s *= 2
             _log.warning(
-                "no answer from the coordinator at %s for %.0f s: does it run, is the port open, "
-                "has it the same key "
-                "file, and wire version %d (`splitserve version`)?",
+                "no answer from the coordinator at %s for %.0f s: does it run, is the port open, has it the "
+                "same key file, and wire version %d (`splitserve version`)?",
                 self._address,
                 now - self._waiting_since,
                 WIRE_VERSION,

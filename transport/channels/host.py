@@ -61,9 +61,8 @@ def advertised_host(listen: str, advertise_host: str, coordinator: str) -> str:
         host = host_towards(coordinator)
     except OSError as error:
         raise AddressError(
-            f"--listen {listen} names no address that prefill workers can connect to, and this "
-            "host's own cannot be told from "
-            f"the coordinator's, {coordinator} ({error}): give --advertise-host"
+            f"--listen {listen} names no address that prefill workers can connect to, and this host's own "
+            f"cannot be told from the coordinator's, {coordinator} ({error}): give --advertise-host"
         ) from error
     _log.info(
         "listening on all addresses (%s): prefill workers are told %s; --advertise-host names another",

@@ -79,9 +79,8 @@ def check_size(body: bytes | bytearray) -> None:
     """Raises InvalidRequest where it holds more values than any request needs."""
     if (count := num_values(body)) > MAX_VALUES:
         raise InvalidRequest(
-            f"The body holds {count} JSON values (members of objects count {1 + MEMBER_VALUES} "
-            f"times); at most {MAX_VALUES} are allowed. "
-            "Send fewer prompts or entries in one request.",
+            f"The body holds {count} JSON values (members of objects count {1 + MEMBER_VALUES} times); at "
+            f"most {MAX_VALUES} are allowed. Send fewer prompts or entries in one request.",
             code="request_too_large",
         )
 

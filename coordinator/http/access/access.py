@@ -107,9 +107,8 @@ class Access:
         if _is_address(name) or self._hosts.fullmatch(name) or (self._private_names and "." not in name):
             return
         raise Forbidden(
-            f"This server does not answer to the host name {name!r}; `--allowed-hosts {name}` lets "
-            "it. (Names are checked where no API "
-            "keys are asked for, against DNS rebinding.)",
+            f"This server does not answer to the host name {name!r}; `--allowed-hosts {name}` lets it. "
+            "(Names are checked where no API keys are asked for, against DNS rebinding.)",
             code="host_not_allowed",
         )
 

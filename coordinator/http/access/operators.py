@@ -39,9 +39,8 @@ TOKEN_S = 3600
 MAX_BODY_BYTES = 4096
 HEADERS = {"cache-control": "no-store", "referrer-policy": "no-referrer"}
 MISSING = (
-    "This is for operators: send the admin key as `Authorization: Bearer KEY`. The key is in the "
-    "file of --admin-key-file; without "
-    "that option, in the file that `splitserve up` or the coordinator's log names."
+    "This is for operators: send the admin key as `Authorization: Bearer KEY`. The key is in the file of "
+    "--admin-key-file; without that option, in the file that `splitserve up` or the coordinator's log names."
 )
 
 

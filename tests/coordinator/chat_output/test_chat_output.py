@@ -51,7 +51,7 @@ CASES: list[tuple[str, str, list[Event]]] = [
     ),
     ("hermes", '<tool_call>{"name": "add"}</tool_call>', call(0, "add", "{}")),
     ("hermes", "<tool_call>not JSON</tool_call> so", [Content("<tool_call>not JSON</tool_call> so")]),
-    ("hermes", '<tool_call>{"name": 5, "arguments": {}}', [Content('<tool_call>{"name": 5, ' '"arguments": {}}')]),
+    ("hermes", '<tool_call>{"name": 5, "arguments": {}}', [Content('<tool_call>{"name": 5, "arguments": {}}')]),
     ("hermes", 'a <tool_ca {"name": 1} <', [Content('a <tool_ca {"name": 1} <')]),
     ("hermes", f'<tool_call>{{"name": "add", "arguments": {A[:-3]}', call(0, "add", A[:-3])),
     ("hermes", " \n", [Content(" \n")]),
@@ -67,8 +67,8 @@ CASES: list[tuple[str, str, list[Event]]] = [
     ("llama3", ' Plain {"name": "add"}', [Content(' Plain {"name": "add"}')]),
     ("llama3", "<|python_tag|>print(1)", [Content("<|python_tag|>print(1)")]),
     ("llama3", "<|pyth", [Content("<|pyth")]),
-    ("mistral", (f'[TOOL_CALLS] [{{"name": "add", "arguments": {A}}}, {{"name": '
-    '"get_weather", ' f'"arguments": {W}}}]'), call(0, "add", A)
+    ("mistral", (f'[TOOL_CALLS] [{{"name": "add", "arguments": {A}}}, {{"name": "get_weather", "arguments": '
+    f'{W}}}]'), call(0, "add", A)
      + call(1, "get_weather", W)),
     ("mistral", f"Hm.[TOOL_CALLS]add[ARGS]{A}[TOOL_CALLS]get_weather[ARGS]{W}", [Content("Hm."), *call(0, "add", A),
      *call(1, "get_weather", W)]),
