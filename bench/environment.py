@@ -61,4 +61,5 @@ def _commit() -> str:
 
 
 def _module() -> str:
-    return f"splitserve.bench.{Path(sys.argv[0]).stem}"
+    spec = sys.modules["__main__"].__spec__
+    return spec.name if spec is not None else sys.argv[0]

@@ -123,7 +123,7 @@ def main() -> int:
         "--sketch", action="store_true", help="sketch each load too, and tell how far off that is"
     )
     parser.add_argument(
-        "--stepped", action="store_true", help="one event for each decode step, to compare with"
+        "--stepped", action="store_true", help="simulate every layer and heartbeat, to compare with"
     )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
