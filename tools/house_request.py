@@ -21,7 +21,7 @@ from urllib.request import Request, urlopen
 READY_S = 300.0
 IDLE_S = 10.0
 MAX_TOKENS = 24
-IDLE, REQUEST = "1", "2"
+OFF, IDLE, REQUEST = "0", "1", "2"
 
 Function = tuple[str, str, str]  # file, first line, qualified name
 
@@ -32,17 +32,23 @@ def files_of_a_request(root: Path) -> dict[str, list[str]]:
     with tempfile.TemporaryDirectory(prefix="house-") as folder:
         traces, phase = Path(folder, "traces"), Path(folder, "phase")
         traces.mkdir()
-        phase.write_bytes(b"0")
+        phase.write_text(OFF)
         with _cluster(root, traces, phase, Path(folder, "log")) as url:
             _chat(url)  # what only the first request does, such as loading a table, is not counted
-            phase.write_bytes(IDLE.encode())
+            _set(phase, IDLE)
             time.sleep(IDLE_S)
-            phase.write_bytes(REQUEST.encode())
+            _set(phase, REQUEST)
             _chat(url)
             time.sleep(1.0)  # reports of the end
-            phase.write_bytes(b"0")
+            _set(phase, OFF)
         processes = [_read(path) for path in traces.iterdir()]
     return {_role(files): sorted(files) for files in processes if files}
+
+
+def _set(phase: Path, value: str) -> None:
+    """Overwrite in place: the processes map the file, and reading a map of a truncated file is a SIGBUS."""
+    with phase.open("r+") as file:
+        file.write(value)
 
 
 def _read(path: Path) -> set[str]:
