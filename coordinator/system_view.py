@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from .lifecycle.lifecycle import Lifecycle
-from .lifecycle.worker import Worker
+from .lifecycle.worker import WorkerRecord
 from .metrics.system_snapshot import SystemSnapshot, WorkerSnapshot
 
 
@@ -47,7 +47,7 @@ def system_snapshot(core: Lifecycle) -> SystemSnapshot:
     )
 
 
-def _debug_worker(worker: Worker, now: float) -> dict[str, object]:
+def _debug_worker(worker: WorkerRecord, now: float) -> dict[str, object]:
     hello, load = worker.hello, worker.load
     return {
         "worker_id": hello.worker_id,
@@ -77,7 +77,7 @@ def _debug_worker(worker: Worker, now: float) -> dict[str, object]:
     }
 
 
-def _worker_snapshot(worker: Worker) -> WorkerSnapshot:
+def _worker_snapshot(worker: WorkerRecord) -> WorkerSnapshot:
     hello, load = worker.hello, worker.load
     return WorkerSnapshot(
         worker_id=hello.worker_id,

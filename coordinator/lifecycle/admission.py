@@ -18,11 +18,10 @@ from statistics import median
 
 from ...transport.messages.messages import Load
 from .limits import LifecycleLimits
-from .open_workers import OpenWorkers
 from .pools import Pools
 from .request import Ended, Request
 from .request_queue import RequestQueue
-from .worker import Worker, WorkerId
+from .worker import OpenWorkers, WorkerId, WorkerRecord
 
 MIN_REPORTS, MAX_REPORTS = 3, 15  # with full steps in them
 HALF_LIFE_TOKENS = 50_000.0  # of what is known of prefix caches
@@ -49,7 +48,7 @@ class Forecast:
         self._cached: tuple[tuple[int, int], float | None, float] | None = None
         """Versions of the speeds and the workers, and for these: tokens_per_s and share_to_compute."""
 
-    def report(self, worker: Worker, load: Load) -> None:
+    def report(self, worker: WorkerRecord, load: Load) -> None:
         """Take a prefill worker's report."""
         get = load.counters.get
         counters = (
@@ -75,7 +74,7 @@ class Forecast:
         speed.prompt_tokens = speed.prompt_tokens * keep + prompt
         speed.cached_tokens = speed.cached_tokens * keep + cached
 
-    def forget(self, worker: Worker) -> None:
+    def forget(self, worker: WorkerRecord) -> None:
         """Forget a worker that is gone."""
         speed = self._speeds.pop(worker.id, None)
         if speed is not None:
@@ -87,7 +86,7 @@ class Forecast:
         """Whether any worker's speed is known."""
         return self._num_known > 0
 
-    def tokens_per_s(self, workers: OpenWorkers[Worker]) -> float | None:
+    def tokens_per_s(self, workers: OpenWorkers) -> float | None:
         """Return the speed of all these prefill workers; an unknown one counts as the mean of the others.
         None: all are unknown."""
         speeds = [speed.rate for w in workers if (speed := self._speeds.get(w.id)) is not None]
@@ -100,7 +99,7 @@ class Forecast:
         cached = sum(speed.cached_tokens for speed in self._speeds.values())
         return 1.0 - cached / prompt if prompt else 1.0
 
-    def seconds(self, workers: OpenWorkers[Worker], tokens_ahead: float, num_tokens: int) -> float | None:
+    def seconds(self, workers: OpenWorkers, tokens_ahead: float, num_tokens: int) -> float | None:
         """Return the time until the first token of a prompt of ``num_tokens``; None: not known."""
         versions = (self._version, workers.version)
         if self._cached is None or self._cached[0] != versions:

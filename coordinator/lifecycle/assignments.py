@@ -7,7 +7,7 @@ decode workers.
 from __future__ import annotations
 
 from .request import PendingMove, Request
-from .worker import Worker
+from .worker import WorkerRecord
 
 
 class Assignments:
@@ -19,11 +19,11 @@ class Assignments:
         self.next_dispatch = 1
         self.version = 0  # incremented whenever an attempt ends, so that workers may have room again
 
-    def of(self, worker: Worker) -> list[Request]:
+    def of(self, worker: WorkerRecord) -> list[Request]:
         """Return the requests that are assigned to this worker, in the order of their dispatches."""
         return [self.by_dispatch[dispatch] for dispatch in sorted(worker.dispatches)]
 
-    def assign(self, request: Request, prefill: Worker, decode: Worker) -> None:
+    def assign(self, request: Request, prefill: WorkerRecord, decode: WorkerRecord) -> None:
         """Begin a new attempt, under a new dispatch number."""
         request.epoch += 1
         request.num_attempts += 1
@@ -62,7 +62,7 @@ class Assignments:
             request.decode.release_blocks(request.pending_blocks)
         request.pending_blocks = 0
 
-    def begin_move(self, request: Request, target: Worker, now: float) -> PendingMove:
+    def begin_move(self, request: Request, target: WorkerRecord, now: float) -> PendingMove:
         """Reserve a place at ``target``. Until the move completes or is given up, both dispatches count."""
         request.epoch += 1
         num_blocks = target.blocks_for(request.num_tokens)

@@ -15,7 +15,7 @@ from .pools import Pools
 from .request import Request
 from .routing import Need, Policy, choose_decode, holding
 from .state_machine import RequestStateMachine
-from .worker import Worker
+from .worker import WorkerRecord
 
 MAX_MOVES = 4
 """At a time from one worker."""
@@ -49,7 +49,7 @@ class Evacuation:
                 actions += self._move_sequences(worker, now)
         return actions
 
-    def _move_sequences(self, worker: Worker, now: float) -> list[Action]:
+    def _move_sequences(self, worker: WorkerRecord, now: float) -> list[Action]:
         actions: list[Action] = []
         here = [
             request
@@ -68,12 +68,12 @@ class Evacuation:
                 actions.append(self._begin_move(request, worker, target, now))
         return actions
 
-    def _begin_move(self, request: Request, worker: Worker, target: Worker, now: float) -> Action:
+    def _begin_move(self, request: Request, worker: WorkerRecord, target: WorkerRecord, now: float) -> Action:
         move = self._machine.assignments.begin_move(request, target, now)
         spec = request.spec(self._incarnation, now, move.dispatch)
         return Send(worker.id, Move(dispatch=request.dispatch, spec=spec, decode=target.peer))
 
-    def _target(self, request: Request, worker: Worker) -> Worker | None:
+    def _target(self, request: Request, worker: WorkerRecord) -> WorkerRecord | None:
         others = [w for w in self._pools.open_of_role("decode") if w.kind == worker.kind]
         able = holding(request.max_tokens, [w for w in others if w.room >= request.num_tokens], others)
         if not able:

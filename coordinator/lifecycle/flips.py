@@ -13,7 +13,7 @@ from typing import Any
 from ...transport.messages.messages import Flip, Role
 from .actions import Action, Send
 from .pools import Pools
-from .worker import Worker
+from .worker import WorkerRecord
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class Flips:
         self.count += 1
         return record, [Send(worker.id, flip)]
 
-    def _obstacle(self, worker: Worker, role: Role) -> str:
+    def _obstacle(self, worker: WorkerRecord, role: Role) -> str:
         name, pools = worker.hello.process, self._pools
         if not name:
             startable = "`splitserve worker`, or by `splitserve up --flexible`,"
@@ -88,7 +88,7 @@ class Flips:
             without = "mixed ones compute for themselves alone, and decode workers would get nothing"
         return "" if others else f"{name} is the last {worker.role} worker: {without}"
 
-    def came(self, worker: Worker, now: float) -> None:
+    def came(self, worker: WorkerRecord, now: float) -> None:
         """Note that a worker is here; it may be one that was told to change its role."""
         record = self.under_way.get(worker.hello.process)
         if record is not None and record.role == worker.role and record.began_s is None:
@@ -96,7 +96,7 @@ class Flips:
             self.awaited.add(record.process)
             self._close_if_over(record)
 
-    def worked(self, worker: Worker, now: float) -> None:
+    def worked(self, worker: WorkerRecord, now: float) -> None:
         """Note a milestone that came from a worker; it may be the first of an ``awaited`` process."""
         if worker.hello.process not in self.awaited:
             return
@@ -107,7 +107,7 @@ class Flips:
                     self.awaited.discard(record.process)
                 return
 
-    def gone(self, worker: Worker, now: float) -> None:
+    def gone(self, worker: WorkerRecord, now: float) -> None:
         """Note that a worker has left or died. With its process the whole change ends."""
         process = worker.hello.process
         record = self.under_way.get(process)

@@ -11,7 +11,7 @@ workers has room.
     placement.py      when a request is dispatched          routing.py       to which workers
     progress.py       workers' messages about requests      assignments.py   what each worker has
     membership.py     workers come, report, and go          pools.py         the registry of workers
-    worker.py         one worker                            open_workers.py  which take new work
+    worker.py         one worker                            worker.py  which take new work
     evacuation.py     sequences leave draining workers      flips.py         workers change their role
     suspicion.py      requests that kill workers            outcomes.py      retries, readiness
     time_ledger.py    where a request's time goes           snapshot.py      the present state, as values
@@ -44,7 +44,7 @@ from .request import Ended, Request
 from .request_queue import RequestQueue
 from .routing import Policy
 from .state_machine import RequestStateMachine
-from .worker import Worker, WorkerId
+from .worker import WorkerId, WorkerRecord
 
 CHARGE_EVERY_S = 0.25
 
@@ -97,7 +97,7 @@ class Lifecycle:
 
     # --- operators -----------------------------------------------------------------------------------
 
-    def drain(self, worker_id: str, timeout_s: float | None) -> tuple[Worker | None, list[Action]]:
+    def drain(self, worker_id: str, timeout_s: float | None) -> tuple[WorkerRecord | None, list[Action]]:
         """Have a worker leave: it gets no new work from now on. Return None if there is no such worker."""
         return self._members.drain(worker_id, timeout_s)
 
@@ -108,7 +108,7 @@ class Lifecycle:
         worker."""
         return self.flips.order(name, role, timeout_s, now)
 
-    def request_ids(self, worker: Worker) -> list[str]:
+    def request_ids(self, worker: WorkerRecord) -> list[str]:
         """Return the ids of the requests that are assigned to a worker."""
         return sorted(request.request_id for request in self._machine.assignments.of(worker))
 
@@ -157,7 +157,7 @@ class Lifecycle:
             return []
         return actions + self._placement.place_waiting(now)
 
-    def _receive_tokens(self, worker: Worker, message: StepTokens, now: float) -> list[Action]:
+    def _receive_tokens(self, worker: WorkerRecord, message: StepTokens, now: float) -> list[Action]:
         if message.coordinator != self.incarnation:
             return []
         version = self._machine.assignments.version
@@ -169,7 +169,7 @@ class Lifecycle:
         )
 
     def _receive_milestone(
-        self, worker: Worker, message: FirstToken | Joined | RequestFailed, now: float
+        self, worker: WorkerRecord, message: FirstToken | Joined | RequestFailed, now: float
     ) -> list[Action]:
         if not isinstance(message, RequestFailed):
             self.flips.worked(worker, now)

@@ -9,7 +9,7 @@ from .flips import Flips
 from .limits import LifecycleLimits
 from .pools import Pools
 from .state_machine import RequestStateMachine
-from .worker import Worker, WorkerId
+from .worker import WorkerId, WorkerRecord
 
 DRAINED = "drained"
 """The reason for which a worker that left in good order is gone."""
@@ -54,7 +54,7 @@ class Membership:
             self._flips.came(self._pools.workers[worker_id], now)
         return [*actions, self._welcome(worker_id)]
 
-    def load(self, worker: Worker, load: Load, now: float) -> list[Action]:
+    def load(self, worker: WorkerRecord, load: Load, now: float) -> list[Action]:
         """Take a heartbeat: compare what the worker holds, and repeat what it has not received."""
         self._pools.report(load, now)
         if worker.role == "prefill":
@@ -88,7 +88,7 @@ class Membership:
 
     # --- coming and going ------------------------------------------------------------------------------
 
-    def drain(self, worker_id: str, timeout_s: float | None) -> tuple[Worker | None, list[Action]]:
+    def drain(self, worker_id: str, timeout_s: float | None) -> tuple[WorkerRecord | None, list[Action]]:
         """Have a worker leave: it gets no new work from now on. Return None if there is no such worker."""
         worker = next((w for w in self._pools.workers.values() if w.hello.worker_id == worker_id), None)
         if worker is None:
@@ -115,13 +115,13 @@ class Membership:
         """Find out, with the next checks, which worker's connection has ended."""
         self._num_probes = PROBES_AFTER_LOSS
 
-    def process_ended(self, worker: Worker, now: float) -> list[Action]:
+    def process_ended(self, worker: WorkerRecord, now: float) -> list[Action]:
         """Remove a worker whose process has ended."""
         if worker.draining:
             return self.goodbye(worker, now)  # its own Goodbye may still be on the way
         return self.lose(worker, "its process has ended", now)
 
-    def lose(self, worker: Worker, reason: str, now: float) -> list[Action]:
+    def lose(self, worker: WorkerRecord, reason: str, now: float) -> list[Action]:
         """Remove a dead worker. Its requests go on elsewhere, but for those that have killed too many
         workers."""
         held = len(worker.dispatches)
@@ -139,7 +139,7 @@ class Membership:
             actions += self._machine.fail(request, "failed", message, now)
         return actions + self._give_back(worker, lost, now)
 
-    def goodbye(self, worker: Worker, now: float) -> list[Action]:
+    def goodbye(self, worker: WorkerRecord, now: float) -> list[Action]:
         """Remove a worker that has drained."""
         self._remove(worker, DRAINED, now)
         self.num_left += 1
@@ -148,12 +148,14 @@ class Membership:
             worker, f"{worker.role} worker {worker.hello.worker_id} has left", now, drained=True
         )
 
-    def _remove(self, worker: Worker, reason: str, now: float) -> None:
+    def _remove(self, worker: WorkerRecord, reason: str, now: float) -> None:
         self._pools.remove(worker, reason)
         self._forecast.forget(worker)
         self._flips.gone(worker, now)
 
-    def _give_back(self, worker: Worker, reason: str, now: float, drained: bool = False) -> list[Action]:
+    def _give_back(
+        self, worker: WorkerRecord, reason: str, now: float, drained: bool = False
+    ) -> list[Action]:
         """Retry elsewhere what was assigned to a worker that is gone. That is no failure of the requests."""
         actions: list[Action] = []
         for request in self._machine.assignments.of(worker):

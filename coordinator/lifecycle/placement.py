@@ -9,15 +9,14 @@ from math import inf
 from typing import NamedTuple
 
 from .actions import Action
-from .open_workers import MAX_COMPARED, OpenWorkers
 from .pools import Pools
 from .request import Request
 from .request_queue import RequestQueue
 from .routing import Need, Policy, choose_decode, choose_pair, choose_prefill, fitting, holding
 from .state_machine import RequestStateMachine
-from .worker import Worker
+from .worker import MAX_COMPARED, OpenWorkers, WorkerRecord
 
-Pair = tuple[Worker, Worker]
+Pair = tuple[WorkerRecord, WorkerRecord]
 """A prefill worker and a decode worker."""
 
 
@@ -149,7 +148,7 @@ class Placement:
             decodes = _union(decodes, pools.open_of_role("decode").caching(need.first, num_tokens))
         return choose_prefill(self._policy, prefills, need), choose_decode(self._policy, decodes, need)
 
-    def _candidates(self, workers: OpenWorkers[Worker], request: Request) -> list[Worker]:
+    def _candidates(self, workers: OpenWorkers, request: Request) -> list[WorkerRecord]:
         """Return workers with room. The hybrid policy needs only those that may be the best if none has a
         prefix cached; a session's own worker must be among them, so none of these is left out."""
         if self._policy != "hybrid":
@@ -181,7 +180,7 @@ class Placement:
         prefill = choose_prefill(self._policy, prefills, need)
         return prefill, choose_decode(self._policy, [w for w in decodes if w.kind == prefill.kind], need)
 
-    def _prefill_has_room(self, worker: Worker, request: Request) -> bool:
+    def _prefill_has_room(self, worker: WorkerRecord, request: Request) -> bool:
         num_tokens = request.num_tokens
         if num_tokens >= worker.max_model_len:
             return False
@@ -194,7 +193,7 @@ class Placement:
         )  # retries are computed first (transport/messages/prompt_order.py)
         return ahead == 0 or ahead + num_tokens <= worker.queue_budget
 
-    def _pending_retry_tokens(self, worker: Worker) -> int:
+    def _pending_retry_tokens(self, worker: WorkerRecord) -> int:
         """Return the tokens of retried prompts that this prefill worker has not computed yet."""
         by_dispatch = self._assignments.by_dispatch
         return sum(
@@ -202,5 +201,5 @@ class Placement:
         )
 
 
-def _union(workers: list[Worker], more: list[Worker]) -> list[Worker]:
+def _union(workers: list[WorkerRecord], more: list[WorkerRecord]) -> list[WorkerRecord]:
     return list(dict.fromkeys([*workers, *more])) if more else workers

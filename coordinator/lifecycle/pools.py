@@ -18,8 +18,7 @@ from ...transport.messages.messages import (
     from_hashes,
 )
 from .limits import LifecycleLimits
-from .open_workers import OpenWorkers
-from .worker import Worker, WorkerId
+from .worker import OpenWorkers, WorkerId, WorkerRecord
 
 MAX_REASONS = 64  # remembered of workers that are gone
 MAX_MISFIT = 4096  # characters of the sentence for the worker's log
@@ -31,26 +30,26 @@ class Pools:
     def __init__(self, limits: LifecycleLimits) -> None:
         self._limits = limits
         self._num_come = 0
-        self.workers: dict[WorkerId, Worker] = {}
+        self.workers: dict[WorkerId, WorkerRecord] = {}
         self.reasons_lost: dict[WorkerId, str] = {}  # why the latest of the workers that are gone are gone
-        self._open: dict[Role, OpenWorkers[Worker]] = {"prefill": OpenWorkers(), "decode": OpenWorkers()}
+        self._open: dict[Role, OpenWorkers] = {"prefill": OpenWorkers(), "decode": OpenWorkers()}
         self._kinds: dict[ModelIdentity, int] = {}
         self.gap_ended = 0.0  # when workers of both roles were last here again
         self.version = 0  # incremented whenever a worker comes or goes
         self.max_sequence_tokens = 0  # what every worker can hold, or could when there last was one
         self._workers_changed()
 
-    def of_role(self, role: Role) -> list[Worker]:
+    def of_role(self, role: Role) -> list[WorkerRecord]:
         """Return all workers of this role."""
         return self._of_role[role]
 
-    def open_of_role(self, role: Role) -> OpenWorkers[Worker]:
+    def open_of_role(self, role: Role) -> OpenWorkers:
         """Return the workers of this role that take new work."""
         return self._open[role]
 
     # --- coming and going ------------------------------------------------------------------------------
 
-    def add(self, hello: Hello, now: float) -> list[Worker]:
+    def add(self, hello: Hello, now: float) -> list[WorkerRecord]:
         """Take in a worker. Return its earlier incarnations, which are dead."""
         before = self.gap
         replaced = [
@@ -67,7 +66,9 @@ class Pools:
         else:
             kind = self._kinds.setdefault(hello.model, len(self._kinds))
             self._num_come += 1
-            worker = Worker(hello, now, kind, self._num_come, self._limits.queued_batches, progressed=now)
+            worker = WorkerRecord(
+                hello, now, kind, self._num_come, self._limits.queued_batches, progressed=now
+            )
             self.workers[worker.id] = worker
             worker.listed = self._open[worker.role]
             worker.listed.add(worker)
@@ -76,12 +77,12 @@ class Pools:
             self.gap_ended = now
         return replaced
 
-    def close(self, worker: Worker, order: Drain | Flip | None) -> None:
+    def close(self, worker: WorkerRecord, order: Drain | Flip | None) -> None:
         """Give the worker no new work. ``order``: what it is told until it reports that it drains."""
         worker.draining, worker.drain = True, order
         self._unlist(worker)
 
-    def remove(self, worker: Worker, reason: str) -> None:
+    def remove(self, worker: WorkerRecord, reason: str) -> None:
         """Remove a worker that is gone."""
         self.workers.pop(worker.id, None)
         self.reasons_lost[worker.id] = reason
@@ -90,7 +91,7 @@ class Pools:
         self._unlist(worker)
         self._workers_changed()
 
-    def _unlist(self, worker: Worker) -> None:
+    def _unlist(self, worker: WorkerRecord) -> None:
         if worker.listed is not None:
             worker.listed.remove(worker)
             worker.listed = None
@@ -99,7 +100,7 @@ class Pools:
         """Work out what depends only on which workers are here."""
         self.version += 1
         workers = self.workers.values()
-        self._of_role: dict[Role, list[Worker]] = {
+        self._of_role: dict[Role, list[WorkerRecord]] = {
             "prefill": [w for w in workers if w.role == "prefill"],
             "decode": [w for w in workers if w.role == "decode"],
         }
@@ -120,7 +121,7 @@ class Pools:
 
     # --- what they report ------------------------------------------------------------------------------
 
-    def report(self, load: Load, now: float) -> Worker | None:
+    def report(self, load: Load, now: float) -> WorkerRecord | None:
         """Take a heartbeat. Return None if there is no such worker."""
         worker = self.workers.get((load.worker_id, load.incarnation))
         if worker is None:
@@ -158,7 +159,7 @@ class Pools:
 
     # --- whether they live -----------------------------------------------------------------------------
 
-    def overdue(self, heartbeat_s: float, now: float) -> list[Worker]:
+    def overdue(self, heartbeat_s: float, now: float) -> list[WorkerRecord]:
         """Return the workers whose heartbeat is late, or that could not be reached the last time."""
         workers = self.workers.values()
         return [w for w in workers if now - w.last_seen > 1.2 * heartbeat_s or w.unreached_since is not None]
@@ -171,7 +172,7 @@ class Pools:
             if worker.unreached_since is not None:
                 worker.unreached_since += seconds
 
-    def dead(self, now: float) -> list[tuple[Worker, str]]:
+    def dead(self, now: float) -> list[tuple[WorkerRecord, str]]:
         """Return the workers that are silent, or busy without progress, for too long, each with the
         reason."""
         limits, found = self._limits, []
@@ -199,7 +200,7 @@ class Pools:
             for worker, other in self._misfits()
         ]
 
-    def _misfits(self) -> Iterator[tuple[Worker, Worker]]:
+    def _misfits(self) -> Iterator[tuple[WorkerRecord, WorkerRecord]]:
         """Yield each of these with one of the other role's workers."""
         prefills, decodes = self._of_role["prefill"], self._of_role["decode"]
         for workers, others in ((prefills, decodes), (decodes, prefills)):
@@ -207,7 +208,7 @@ class Pools:
             yield from ((worker, others[0]) for worker in workers if others and worker.kind not in kinds)
 
 
-def _gap(prefills: list[Worker], decodes: list[Worker]) -> str:
+def _gap(prefills: list[WorkerRecord], decodes: list[WorkerRecord]) -> str:
     if not prefills and not decodes:
         return "no worker is connected"
     if not prefills or not decodes:
@@ -220,12 +221,12 @@ def _gap(prefills: list[Worker], decodes: list[Worker]) -> str:
     return f"{names} do not fit together: {_difference(a, b)}"
 
 
-def _difference(a: Worker, b: Worker) -> str:
+def _difference(a: WorkerRecord, b: WorkerRecord) -> str:
     name, ours, theirs = _first_difference(a, b)
     return f"their {name} differs ({ours!r} and {theirs!r})"
 
 
-def _misfit_for_worker(worker: Worker, other: Worker) -> str:
+def _misfit_for_worker(worker: WorkerRecord, other: WorkerRecord) -> str:
     """Return the sentence for the worker's own log."""
     name, ours, theirs = _first_difference(worker, other)
     sentence = (
@@ -236,7 +237,7 @@ def _misfit_for_worker(worker: Worker, other: Worker) -> str:
     return sentence[:MAX_MISFIT]
 
 
-def _first_difference(a: Worker, b: Worker) -> tuple[str, object, object]:
+def _first_difference(a: WorkerRecord, b: WorkerRecord) -> tuple[str, object, object]:
     """Return the first field in which their models differ, and both values."""
     ours, theirs = asdict(a.hello.model), asdict(b.hello.model)
     name = next(name for name in ours if ours[name] != theirs[name])

@@ -16,7 +16,7 @@ from .actions import Action, Push, PushPromptLogprobs
 from .limits import own_deadline
 from .request import Request
 from .state_machine import RequestStateMachine
-from .worker import Worker
+from .worker import WorkerRecord
 
 MilestoneMessage = FirstToken | Joined | RequestFailed
 
@@ -29,7 +29,7 @@ class Progress:
         self._machine = machine
         self._by_dispatch = machine.assignments.by_dispatch
 
-    def step_tokens(self, worker: Worker, message: StepTokens, now: float) -> list[Action]:
+    def step_tokens(self, worker: WorkerRecord, message: StepTokens, now: float) -> list[Action]:
         """Push the tokens of one decode step. This is the hot path: called once per step of each decode
         worker."""
         rows = zip(
@@ -58,7 +58,7 @@ class Progress:
             actions += self._machine.cancel_at([worker], unknown)
         return actions
 
-    def milestone(self, worker: Worker, message: MilestoneMessage, now: float) -> list[Action]:
+    def milestone(self, worker: WorkerRecord, message: MilestoneMessage, now: float) -> list[Action]:
         """Take a milestone of one dispatch."""
         request = self._by_dispatch.get(message.dispatch)
         if request is not None and request.move is not None and message.dispatch == request.move.dispatch:
@@ -76,7 +76,7 @@ class Progress:
         return self._failed(request, message, now)
 
     def _move_milestone(
-        self, request: Request, worker: Worker, message: MilestoneMessage, now: float
+        self, request: Request, worker: WorkerRecord, message: MilestoneMessage, now: float
     ) -> list[Action]:
         """Take a milestone of a sequence that moves between decode workers."""
         assert request.move is not None, "it moves"

@@ -17,7 +17,7 @@ from ...transport.messages.messages import (
 )
 from .outcomes import Recovery
 from .time_ledger import AttemptTimes, Stages, TimeLedger
-from .worker import Worker
+from .worker import WorkerRecord
 
 ErrorKind = Literal["overloaded", "unavailable", "deadline", "refused", "failed"]
 """overloaded: 429; unavailable (no worker): 503; deadline: 504; refused: 400; failed (retries used up):
@@ -88,7 +88,7 @@ class PendingMove:
     """A running sequence on its way to another decode worker."""
 
     dispatch: int
-    target: Worker
+    target: WorkerRecord
     pending_blocks: int  # reserved at the target
     since: float
 
@@ -120,8 +120,8 @@ class Request:
     entered: float = field(init=False)  # when ``state`` began
     epoch: int = field(init=False, default=-1)
     dispatch: int = field(init=False, default=-1)  # -1: no attempt is under way
-    prefill: Worker | None = field(init=False, default=None)
-    decode: Worker | None = field(init=False, default=None)
+    prefill: WorkerRecord | None = field(init=False, default=None)
+    decode: WorkerRecord | None = field(init=False, default=None)
     move: PendingMove | None = field(init=False, default=None)
     move_failed_at: float = field(init=False, default=-1e9)  # when a move was last given up
     pending_blocks: int = field(
@@ -143,7 +143,9 @@ class Request:
     )  # output tokens when the attempt began, or deaths were last forgiven
     num_failures: int = field(init=False, default=0)  # in a row, without progress
     not_before: float = field(init=False, default=0.0)  # it is not dispatched again sooner
-    avoid: Worker | None = field(init=False, default=None)  # the decode worker of the last failed attempt
+    avoid: WorkerRecord | None = field(
+        init=False, default=None
+    )  # the decode worker of the last failed attempt
     num_deaths: int = field(
         init=False, default=0
     )  # workers that died while they ran it: in a row, without enough progress
@@ -202,7 +204,7 @@ class Request:
         self.ledger.enter(state, now)
         self.state, self.entered = state, now
 
-    def first_hash(self, worker: Worker) -> bytes | None:
+    def first_hash(self, worker: WorkerRecord) -> bytes | None:
         """Return the hash of the first full block, as that worker's model names it; None: there is no full
         block."""
         model = worker.hello.model
@@ -210,7 +212,7 @@ class Request:
         hashes = chain(root_hash(model.fingerprint, self.salt), first, model.block_size)
         return hashes[0] if hashes else None
 
-    def hashes(self, worker: Worker) -> list[bytes]:
+    def hashes(self, worker: WorkerRecord) -> list[bytes]:
         """Return the hashes of all full blocks of its tokens, as that worker's model and block size name
         them."""
         model = worker.hello.model

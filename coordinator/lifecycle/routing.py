@@ -10,7 +10,7 @@ workers.
 
 For decode workers the hybrid policy takes the one with the most room left after the request; cached blocks
 count as room. Where more than sixteen workers could be the best, sixteen of them are compared, in turn
-(open_workers.py), and all that have the prompt's first block cached.
+(worker.py), and all that have the prompt's first block cached.
 
 A mixed worker generates for what it computes itself. Where there are any, the decode worker is chosen first;
 then either it computes the prompt itself, or a prefill worker does, whichever costs less.
@@ -24,7 +24,7 @@ from hashlib import blake2b
 from typing import Literal
 
 from .request import Request
-from .worker import Worker
+from .worker import WorkerRecord
 
 Policy = Literal["hybrid", "round_robin", "least_loaded", "prefix", "sticky"]
 
@@ -40,7 +40,7 @@ class Need:
     turn: int  # differs from request to request
 
     @classmethod
-    def of(cls, request: Request, worker: Worker, turn: int) -> Need:
+    def of(cls, request: Request, worker: WorkerRecord, turn: int) -> Need:
         """Return what is needed of a worker of this one's kind."""
         return cls(
             request.num_tokens,
@@ -51,7 +51,7 @@ class Need:
         )
 
 
-def choose_prefill(policy: Policy, workers: Sequence[Worker], need: Need) -> Worker:
+def choose_prefill(policy: Policy, workers: Sequence[WorkerRecord], need: Need) -> WorkerRecord:
     """Return the prefill worker for this prompt, of one or more."""
     if len(workers) == 1:
         return workers[0]
@@ -68,7 +68,7 @@ def choose_prefill(policy: Policy, workers: Sequence[Worker], need: Need) -> Wor
     return _by_policy(policy, workers, need, lambda w: w.pending_tokens)
 
 
-def choose_decode(policy: Policy, workers: Sequence[Worker], need: Need) -> Worker:
+def choose_decode(policy: Policy, workers: Sequence[WorkerRecord], need: Need) -> WorkerRecord:
     """Return the decode worker for this sequence, of one or more."""
     if len(workers) == 1:
         return workers[0]
@@ -79,7 +79,9 @@ def choose_decode(policy: Policy, workers: Sequence[Worker], need: Need) -> Work
     return _by_policy(policy, workers, need, lambda w: len(w.dispatches) + w.num_others)
 
 
-def fitting(prefills: list[Worker], decodes: list[Worker]) -> tuple[list[Worker], list[Worker]]:
+def fitting(
+    prefills: list[WorkerRecord], decodes: list[WorkerRecord]
+) -> tuple[list[WorkerRecord], list[WorkerRecord]]:
     """Return the workers of either role that fit one of the other role.
 
     What a prefill worker computes may go to any decode worker of its kind; a mixed one keeps it.
@@ -93,7 +95,9 @@ def fitting(prefills: list[Worker], decodes: list[Worker]) -> tuple[list[Worker]
     return prefills, [d for d in decodes if d.kind in kinds or (d.kind, d.hello.process) in processes]
 
 
-def holding(num_tokens: int, candidates: list[Worker], open_workers: Iterable[Worker]) -> list[Worker]:
+def holding(
+    num_tokens: int, candidates: list[WorkerRecord], open_workers: Iterable[WorkerRecord]
+) -> list[WorkerRecord]:
     """Return the candidates that can hold a sequence of this length.
 
     Where no open worker can, return all: the sequence then ends early, with ``length``.
@@ -104,8 +108,8 @@ def holding(num_tokens: int, candidates: list[Worker], open_workers: Iterable[Wo
 
 
 def choose_pair(
-    policy: Policy, prefills: Sequence[Worker], decodes: Sequence[Worker], need: Need
-) -> tuple[Worker, Worker]:
+    policy: Policy, prefills: Sequence[WorkerRecord], decodes: Sequence[WorkerRecord], need: Need
+) -> tuple[WorkerRecord, WorkerRecord]:
     """Return the workers where some are mixed. Each of ``decodes`` fits at least one of ``prefills``."""
     decode = choose_decode(policy, decodes, need)
     local = next((w for w in prefills if _same_process(w, decode)), None)
@@ -118,16 +122,16 @@ def choose_pair(
     return (local if _mixed_cost(local, decode, need) <= _cost(remote, need) else remote), decode
 
 
-def _same_process(prefill: Worker, decode: Worker) -> bool:
+def _same_process(prefill: WorkerRecord, decode: WorkerRecord) -> bool:
     return prefill.hello.mixed and prefill.hello.process == decode.hello.process
 
 
-def _cost(prefill: Worker, need: Need) -> int:
+def _cost(prefill: WorkerRecord, need: Need) -> int:
     """Return the tokens that are computed until this prompt is."""
     return prefill.pending_tokens + need.num_tokens - _num_cached(prefill, need) * prefill.block_size
 
 
-def _mixed_cost(prefill: Worker, decode: Worker, need: Need) -> int:
+def _mixed_cost(prefill: WorkerRecord, decode: WorkerRecord, need: Need) -> int:
     """Return the same for a mixed worker, whose running sequences all wait while the prompt is computed."""
     cost = _cost(prefill, need)
     return cost + (cost - prefill.pending_tokens) * (
@@ -136,8 +140,8 @@ def _mixed_cost(prefill: Worker, decode: Worker, need: Need) -> int:
 
 
 def _by_policy(
-    policy: Policy, workers: Sequence[Worker], need: Need, load: Callable[[Worker], int]
-) -> Worker:
+    policy: Policy, workers: Sequence[WorkerRecord], need: Need, load: Callable[[WorkerRecord], int]
+) -> WorkerRecord:
     if policy == "round_robin":
         return sorted(workers, key=lambda w: w.id)[need.turn % len(workers)]
     if policy == "sticky" and need.session:
@@ -148,35 +152,35 @@ def _by_policy(
     return min(workers, key=lambda w: (load(w), turn(w)))
 
 
-def _num_cached(worker: Worker, need: Need) -> int:
+def _num_cached(worker: WorkerRecord, need: Need) -> int:
     """Return how many of its leading blocks this worker has cached."""
     return worker.match_prefix(need.hashes()) if need.first in worker.cached else 0
 
 
-def _share_left(worker: Worker, need: Need) -> float:
+def _share_left(worker: WorkerRecord, need: Need) -> float:
     """Return the share of rows or blocks that is left with this sequence, plus a bonus for cached blocks."""
     needed, cached = worker.blocks_for(need.num_tokens), _num_cached(worker, need)
     share = worker.share_left(needed - cached)
     return share + cached / max(1, needed) * 0.25 if cached else share
 
 
-def _in_turn(workers: Sequence[Worker], need: Need) -> Worker:
+def _in_turn(workers: Sequence[WorkerRecord], need: Need) -> WorkerRecord:
     """Return the one of several equals whose turn it is."""
     return workers[0] if len(workers) == 1 else min(workers, key=_turns(need))
 
 
-def _sticky(workers: Sequence[Worker], need: Need) -> Worker:
+def _sticky(workers: Sequence[WorkerRecord], need: Need) -> WorkerRecord:
     return max(
         workers,
         key=lambda w: blake2b(f"{need.session}\0{w.hello.worker_id}".encode(), digest_size=8).digest(),
     )
 
 
-def _turns(need: Need) -> Callable[[Worker], bytes]:
+def _turns(need: Need) -> Callable[[WorkerRecord], bytes]:
     """Return a tie-break that rotates, so that the same worker is not always first."""
     seed = blake2b(f"{need.turn}\0".encode(), digest_size=4)
 
-    def turn(worker: Worker) -> bytes:
+    def turn(worker: WorkerRecord) -> bytes:
         digest = seed.copy()
         digest.update(worker.name)
         return digest.digest()[::-1]

@@ -49,7 +49,7 @@ from .request import Ended, ErrorKind, Request
 from .request_queue import RequestQueue
 from .suspicion import Suspicion
 from .time_ledger import MIN_STALL_S, AttemptTimes, Milestone, OwnStalls
-from .worker import Worker
+from .worker import WorkerRecord
 
 MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 0.25, 4.0
 """Delay before the second retry of a failing request; quadrupled for each further one. The first retry is
@@ -82,7 +82,7 @@ class RequestStateMachine:
         self.assignments.requests[request.request_id] = request
         self._next_deadline = min(self._next_deadline, no_deadline_before(request, self._min_timeout_s))
 
-    def dispatch(self, request: Request, prefill: Worker, decode: Worker, now: float) -> Action:
+    def dispatch(self, request: Request, prefill: WorkerRecord, decode: WorkerRecord, now: float) -> Action:
         """queue -> prefill: begin an attempt on these workers."""
         self.assignments.assign(request, prefill, decode)
         if (recovery := request.recovery) is not None:
@@ -252,7 +252,7 @@ class RequestStateMachine:
         move = request.move
         return [] if move is None else self.cancel_at((request.decode, move.target), [move.dispatch])
 
-    def cancel_at(self, workers: Iterable[Worker | None], dispatches: list[int]) -> list[Action]:
+    def cancel_at(self, workers: Iterable[WorkerRecord | None], dispatches: list[int]) -> list[Action]:
         """Tell those of the workers that are still here to drop these dispatches."""
         cancel: Message = Cancel(coordinator=self._incarnation, dispatches=u32(dispatches))
         return [Send(w.id, cancel) for w in workers if w is not None and w.id in self._pools.workers]

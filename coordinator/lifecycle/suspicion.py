@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from .limits import LifecycleLimits
 from .request import Request
-from .worker import Worker
+from .worker import WorkerRecord
 
 PROGRESS_TOKENS = 16
 """An attempt that brought this many tokens clears a request of its failures; of its deaths too, for the
@@ -30,7 +30,7 @@ class Suspicion:
     def __len__(self) -> int:
         return len(self._suspects)
 
-    def charge(self, worker: Worker, requests: list[Request]) -> list[Request]:
+    def charge(self, worker: WorkerRecord, requests: list[Request]) -> list[Request]:
         """Charge a worker's death to ``requests``, which were assigned to it. Return those that are not
         tried again."""
         running = [r for r in requests if (r.prefill if r.state == "prefill" else r.decode) is worker]
@@ -67,7 +67,7 @@ class Suspicion:
         request.suspect = False
         self._suspects.pop(request.request_id, None)
 
-    def allowed(self, request: Request, workers: list[Worker]) -> list[Worker]:
+    def allowed(self, request: Request, workers: list[WorkerRecord]) -> list[WorkerRecord]:
         """Return the workers where it may run: a suspect apart from other suspects and with the fewest
         neighbours, any other request preferably apart from suspects."""
         if not self._suspects:

@@ -1,20 +1,23 @@
-"""One live worker as the coordinator knows it: what it is, what it was given, and how much more it has
-room for. Pure."""
+"""One live worker as the coordinator knows it, and the list of those that take new work. Pure."""
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain, islice
+from math import inf
 
 from ...transport.messages.messages import Drain, Flip, Hello, Load, Peer, Role
 from ...transport.messages.prompt_order import UNLIMITED, max_prompt_tokens
 from ...transport.messages.sliding_window import num_behind
-from .open_workers import OpenWorkers
 
 WorkerId = tuple[str, int]
 """(worker id, incarnation)"""
 
+MAX_COMPARED = 16
+GOLDEN = 2_654_435_761  # 2^32 by the golden ratio: its multiples spread evenly over any range
 NO_ROOM = -1
 QUEUED_BATCHES = 2
 WINDOW_S = 10.0
@@ -23,8 +26,7 @@ MIN_SPACING_S = 0.5
 
 
 class BusyWindow:
-    """How busy a worker was in the last WINDOW_S seconds, by its own clock, so that no message's delay
-    counts."""
+    """Measures how busy a worker was in the last WINDOW_S seconds, by the worker's own clock."""
 
     def __init__(self) -> None:
         self._kept: deque[tuple[float, float]] = deque()
@@ -51,11 +53,11 @@ class BusyWindow:
 
 
 @dataclass(slots=True, eq=False)
-class Worker:
-    """A worker's identity, its last report, and what it was given since.
+class WorkerRecord:
+    """A worker's identity, its last report, and what was assigned to it since.
 
-    ``pending`` and ``pending_blocks`` count what its own load report cannot know yet. ``room`` and ``rank``
-    follow from all of these: only the methods of the second part change them.
+    ``pending`` and ``pending_blocks`` count what its load report cannot know yet. ``room`` and ``rank``
+    follow from both; only ``report``, ``reserve_*`` and ``release*`` change them.
     """
 
     hello: Hello
@@ -72,15 +74,13 @@ class Worker:
     dispatches: set[int] = field(default_factory=set)  # assigned to it
     held: set[int] = field(default_factory=set)  # as it last reported
     held_at: float = float("-inf")  # when it last reported
-    pending: dict[int, int] = field(
-        default_factory=dict
-    )  # prefill: prompt tokens not yet computed, by dispatch
+    pending: dict[int, int] = field(default_factory=dict)  # by dispatch: prompt tokens not yet computed
     pending_blocks: int = 0  # decode: blocks reserved for sequences that have not joined
     unreached_since: float | None = None  # its connection is gone since then
     ended: bool = False  # its process has; it is removed as soon as its last messages are read
     draining: bool = False  # it gets no new work, and leaves
     drain: Drain | Flip | None = None  # repeated until it reports that it drains
-    listed: OpenWorkers[Worker] | None = None  # the list of its role's workers that take new work
+    listed: OpenWorkers | None = None  # the list of its role's workers that take new work
     misfit: str = ""  # why it gets no work, where it fits no worker of the other role: for its own log
     id: WorkerId = field(init=False)
     name: bytes = field(init=False)
@@ -98,8 +98,7 @@ class Worker:
     blocks_reported: int = field(init=False)  # free or evictable, as it last reported
     room: int = field(init=False, default=NO_ROOM)  # the longest new sequence that it can take now, in tokens
     rank: float = field(init=False, default=0.0)
-    """Less is better. Prefill: pending tokens. Decode: minus the share of its rows or its blocks that is
-    left."""
+    """Less is better. Prefill: pending tokens. Decode: minus the smaller free share of rows or blocks."""
 
     def __post_init__(self) -> None:
         hello = self.hello
@@ -131,7 +130,7 @@ class Worker:
         self._update()
 
     def release_prompt(self, dispatch: int) -> None:
-        """Stop counting a prompt: it is computed, or not needed any more."""
+        """Stop counting a prompt: it is computed, or no longer needed."""
         if dispatch in self.pending:
             self.pending_tokens -= self.pending.pop(dispatch)
             self._update()
@@ -143,8 +142,7 @@ class Worker:
         self._update()
 
     def release_blocks(self, num_blocks: int) -> None:
-        """Stop counting reserved blocks: its own reports count them from now on, or they are not needed
-        any more."""
+        """Stop counting reserved blocks: its reports count them now, or they are no longer needed."""
         if num_blocks:
             self.pending_blocks -= num_blocks
             self._update()
@@ -191,22 +189,19 @@ class Worker:
         return max(NO_ROOM, num_blocks * self.block_size)
 
     def share_left(self, num_needed_blocks: int) -> float:
-        """Return the share of this decode worker's rows or of its blocks that is left, whichever is less,
-        after one more sequence with these blocks."""
+        """Return the free share of rows or of blocks, whichever is less, after one more such sequence."""
         rows = 1 - (len(self.dispatches) + self.num_others + 1) / self.max_num_seqs
         blocks = (self.blocks_reported - self.pending_blocks - num_needed_blocks) / self.num_blocks
         return rows if rows < blocks else blocks
 
     def max_competing_rank(self, num_tokens: int) -> float:
-        """Upper bound of the rank at which a worker without a cached prefix may be as good for this
-        sequence."""
+        """Return the rank above which a worker without a cached prefix is worse for this sequence."""
         if self.role == "prefill":
             return self.pending_tokens + self.block_size - 1
         return -self.share_left(self.blocks_for(num_tokens))
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the number of blocks that a sequence takes on a decode worker: those that its next token
-        attends to."""
+        """Return the number of blocks that a sequence's next token attends to."""
         return -(-num_tokens // self.block_size) - num_behind(num_tokens, self.window, self.block_size)
 
     def match_prefix(self, hashes: list[bytes]) -> int:
@@ -219,3 +214,87 @@ class Worker:
     def reported_without(self, dispatch: int, since: float) -> bool:
         """Whether it has reported since then without naming this dispatch."""
         return self.held_at >= since and dispatch not in self.held
+
+
+class OpenWorkers:
+    """The workers of one role that take new work, in the order in which they came.
+
+    They are also kept sorted by rank, so that finding the best of many means looking at the first few.
+    """
+
+    def __init__(self) -> None:
+        self._workers: list[WorkerRecord] = []
+        self._ranked: list[tuple[float, int, WorkerRecord]] = []  # sorted by rank, then by number
+        self.max_room = -1  # upper bound of the workers' room, in tokens
+        self.sum_of_ranks = 0.0
+        self.version = 0  # incremented whenever a worker is added or removed
+
+    def __iter__(self) -> Iterator[WorkerRecord]:
+        return iter(self._workers)
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def add(self, worker: WorkerRecord) -> None:
+        """Add a worker that came after all that are here."""
+        self.version += 1
+        self._workers.append(worker)
+        insort(self._ranked, (worker.rank, worker.number, worker))
+        self.sum_of_ranks += worker.rank
+        self.max_room = max(self.max_room, worker.room)
+
+    def remove(self, worker: WorkerRecord) -> None:
+        """Remove a worker that is gone, or takes no new work."""
+        self.version += 1
+        self._workers.remove(worker)
+        del self._ranked[bisect_left(self._ranked, (worker.rank, worker.number))]
+        self.sum_of_ranks -= worker.rank
+
+    def changed(self, worker: WorkerRecord, rank_before: float) -> None:
+        """Note that a worker's room or rank has changed."""
+        if worker.room > self.max_room:
+            self.max_room = worker.room
+        if worker.rank != rank_before:
+            del self._ranked[bisect_left(self._ranked, (rank_before, worker.number))]
+            insort(self._ranked, (worker.rank, worker.number, worker))
+            self.sum_of_ranks += worker.rank - rank_before
+
+    def has_room(self, num_tokens: int) -> bool:
+        """Whether any worker has room for a new sequence of this length."""
+        if num_tokens > self.max_room:
+            return False
+        if any(worker.room >= num_tokens for worker in self._workers):
+            return True
+        self.max_room = max((worker.room for worker in self._workers), default=-1)
+        return False
+
+    def with_room(self, num_tokens: int) -> list[WorkerRecord]:
+        """Return all workers that have room for a new sequence of this length."""
+        if not self.has_room(num_tokens):
+            return []
+        return [worker for worker in self._workers if worker.room >= num_tokens]
+
+    def best(self, num_tokens: int, turn: int, limit: int | None = MAX_COMPARED) -> list[WorkerRecord]:
+        """Return the workers with room that may be the best for this sequence if none has its prefix cached.
+
+        If there are more than ``limit``, return ``limit`` of them, rotated by ``turn``: among many workers
+        that are nearly alike, as in an idle cluster, finding the very best costs more than it brings.
+        """
+        if not self.has_room(num_tokens):
+            return []
+        begin = next(i for i, (_, _, worker) in enumerate(self._ranked) if worker.room >= num_tokens)
+        end = bisect_left(
+            self._ranked, (self._ranked[begin][2].max_competing_rank(num_tokens), inf), begin + 1
+        )
+        equals = self._ranked[begin:end]
+        if limit is None or len(equals) <= limit:
+            return [worker for _, _, worker in equals if worker.room >= num_tokens]
+        first = turn * GOLDEN % len(equals)
+        in_turn = chain(islice(equals, first, None), islice(equals, first))
+        return list(islice((worker for _, _, worker in in_turn if worker.room >= num_tokens), limit))
+
+    def caching(self, block_hash: bytes, num_tokens: int) -> list[WorkerRecord]:
+        """Return the workers with room that have this block cached."""
+        return [
+            worker for worker in self._workers if block_hash in worker.cached and worker.room >= num_tokens
+        ]

@@ -12,10 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from support.lifecycle_bench import MODEL, make_hello
 
 from splitserve.coordinator.lifecycle.limits import LifecycleLimits
-from splitserve.coordinator.lifecycle.open_workers import MAX_COMPARED
 from splitserve.coordinator.lifecycle.pools import Pools
 from splitserve.coordinator.lifecycle.routing import Need, choose_decode, choose_prefill
-from splitserve.coordinator.lifecycle.worker import Worker
+from splitserve.coordinator.lifecycle.worker import MAX_COMPARED, WorkerRecord
 from splitserve.transport.messages.messages import Load, Role
 
 HASHES = [bytes([i]) * 16 for i in range(4)]
@@ -25,7 +24,7 @@ PLACES = st.integers(0, 1 << 16)
 """Of a worker among those that are here."""
 
 
-def has_room(worker: Worker, num_tokens: int) -> bool:
+def has_room(worker: WorkerRecord, num_tokens: int) -> bool:
     """For a new sequence: the rule, plainly."""
     if worker.role == "prefill":
         ahead = sum(pending for pending in worker.pending.values() if pending <= num_tokens)
@@ -148,10 +147,10 @@ class Rooms(RuleBasedStateMachine):
                     for num_tokens in range(1, 100)
                 )
 
-    def open(self, role: Role) -> list[Worker]:
+    def open(self, role: Role) -> list[WorkerRecord]:
         return [w for w in self.pools.of_role(role) if not w.draining]
 
-    def one(self, place: int) -> Worker:
+    def one(self, place: int) -> WorkerRecord:
         workers = list(self.pools.workers.values())
         assume(workers)
         return workers[place % len(workers)]

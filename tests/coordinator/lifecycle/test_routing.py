@@ -8,19 +8,19 @@ from typing import Any
 from support.lifecycle_bench import make_hello
 
 from splitserve.coordinator.lifecycle.routing import Need, choose_decode, choose_pair, choose_prefill, fitting
-from splitserve.coordinator.lifecycle.worker import Worker
+from splitserve.coordinator.lifecycle.worker import WorkerRecord
 from splitserve.transport.messages.messages import ModelIdentity
 
 MODEL = ModelIdentity(fingerprint="m", dtype="f", block_size=16, layout="l", block_bytes=8)
 HASHES = [bytes([i]) * 16 for i in range(10)]
 
 
-def worker(name: str, role: Any = "prefill", mixed: bool = False, **state: Any) -> Worker:
+def worker(name: str, role: Any = "prefill", mixed: bool = False, **state: Any) -> WorkerRecord:
     """``mixed``: of a process of that name."""
     named = {"worker_id": f"{name}:{role}", "process": name, "mixed": True} if mixed else {}
     sizes = {"max_model_len": 1000, "num_blocks": 100, "max_num_seqs": 10, "max_batch_tokens": 512}
     hello = make_hello(name, role, model=MODEL, **sizes, **named)
-    made = Worker(hello, 0.0)
+    made = WorkerRecord(hello, 0.0)
     for dispatch, num_tokens in state.pop("pending", {}).items():
         made.reserve_prompt(dispatch, num_tokens)
     for key, value in state.items():
@@ -32,7 +32,7 @@ def need(turn: int = 0, session: str = "", num_tokens: int = 160) -> Need:
     return Need(num_tokens, HASHES[0], lambda: HASHES, session, turn)
 
 
-def chosen(policy: Any, workers: list[Worker], wanted: Need) -> str:
+def chosen(policy: Any, workers: list[WorkerRecord], wanted: Need) -> str:
     return choose_prefill(policy, workers, wanted).hello.worker_id
 
 
@@ -86,7 +86,7 @@ def test_decode_goes_where_max_room_is_left() -> None:
     assert choose_decode("hybrid", [full, empty, cached], need()) is cached
 
 
-def pair_of(name: str, **state: Any) -> tuple[Worker, Worker]:
+def pair_of(name: str, **state: Any) -> tuple[WorkerRecord, WorkerRecord]:
     """A mixed worker's two halves; the state is that of the decode half."""
     return worker(name, "prefill", mixed=True), worker(name, "decode", mixed=True, **state)
 
