@@ -54,7 +54,7 @@ def start_null_worker(
 
 
 def _run(role: str, coordinator: str, core: int, num_blocks: int, max_model_len: int) -> None:
-    from ..worker.loop import Worker
+    from ..worker.main import live_worker, serve
     from ..worker.settings import DecodeSettings, PrefillSettings
 
     os.sched_setaffinity(0, {core})
@@ -67,6 +67,6 @@ def _run(role: str, coordinator: str, core: int, num_blocks: int, max_model_len:
         "name": f"{role}-null",
     }
     if role == "prefill":
-        Worker(PrefillSettings.model_validate({**common, "max_batch_tokens": 8192}), model, None).run()
+        serve(live_worker(PrefillSettings.model_validate({**common, "max_batch_tokens": 8192}), model))
     else:
-        Worker(DecodeSettings.model_validate(common), model, None).run()
+        serve(live_worker(DecodeSettings.model_validate(common), model))

@@ -118,7 +118,7 @@ def _ready_worker(settings: Any) -> Any:
 
 def run_worker(settings: Any) -> None:
     settings = _ready_worker(settings)
-    from ..worker.loop import run
+    from ..worker.main import run
 
     run(settings)
 

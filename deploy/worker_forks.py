@@ -24,7 +24,7 @@ from types import ModuleType
 from .child_process import Command
 from .forked_worker import be_worker
 
-FORK_SERVER, WORKER = "splitserve.deploy.fork_server", "splitserve.worker.loop"
+FORK_SERVER, WORKER = "splitserve.deploy.fork_server", "splitserve.worker.main"
 """Imported once, before any fork, together with the entry's module."""
 PR_SET_CHILD_SUBREAPER = 36
 PAUSES_S = (0.02, 0.1, 0.5, 2.0)

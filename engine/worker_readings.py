@@ -4,7 +4,6 @@ took."""
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Mapping
 
 
@@ -37,17 +36,19 @@ class WorkerReadings:
     """See ``transport.reports.Telemetry``. ``busy_seconds``: of all steps so far; ``phases``: of the start,
     in seconds by name."""
 
-    def __init__(self, busy_seconds: Callable[[], float], phases: Mapping[str, float]) -> None:
-        self._busy_seconds, self._began = busy_seconds, time.monotonic()
+    def __init__(
+        self, busy_seconds: Callable[[], float], phases: Mapping[str, float], clock: Callable[[], float]
+    ) -> None:
+        self._busy_seconds, self._clock, self._began = busy_seconds, clock, clock()
         self._phases = dict(phases)
 
     def connected(self) -> None:
         """A coordinator has taken this worker in: the start is over, if it was not before."""
-        self._phases.setdefault("connect", time.monotonic() - self._began)
+        self._phases.setdefault("connect", self._clock() - self._began)
 
     @property
     def counters(self) -> dict[str, float]:
-        return {"busy_seconds": self._busy_seconds(), "uptime_seconds": time.monotonic() - self._began}
+        return {"busy_seconds": self._busy_seconds(), "uptime_seconds": self._clock() - self._began}
 
     @property
     def gauges(self) -> dict[str, float]:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import secrets
+from dataclasses import replace
 from typing import Any
-
-import zmq
 
 from ..decode.core import DecodeCore
 from ..decode.scheduler import DecodeScheduler
-from ..transport.channels.host import advertised_host
-from ..transport.environment import Environment
 from ..transport.handoff.actions import Join, Supersede, ToPeer
-from ..transport.handoff.handoff import HandoffTimes
 from ..transport.handoff.receiver import HandoffReceiver
 from ..transport.handoff.receiving_end import RECEIVING, ReceivingEnd
-from ..transport.messages.messages import FROM_DECODE, SECRET_BYTES
-from ..transport.movers.opening import offered, open_targets
+from ..transport.messages.messages import FROM_DECODE
 from .played_role import PlayedRole
 from .settings import DecodeSettings
 from .steps import DecodeSteps
@@ -30,23 +24,16 @@ class DecodeRole(PlayedRole):
     steps: DecodeSteps
     _receiving: ReceivingEnd
 
-    def _open_receiving(self, environment: Environment) -> ReceivingEnd:
-        settings, process = self._settings, self._process
+    def _open_receiving(self) -> ReceivingEnd:
+        settings, parts = self._settings, self._parts
         assert isinstance(settings, DecodeSettings)
-        model, plaintext = process.model, settings.plaintext_kv or settings.insecure
-        host = advertised_host(settings.listen, settings.advertise_host, settings.coordinators[0])
-        movers = open_targets(
-            offered(settings.mover, plaintext, model.device.type == "cuda"),
-            model.pool,
-            process.shared,
-            settings.data_listen,
-            host,
-            plaintext,
-            model.device_blocks,
+        return ReceivingEnd(
+            parts.environment,
+            parts.targets,
+            settings.listen,
+            parts.advertised_host,
+            self._process.check_bytes,
         )
-        for fd in movers.fds:
-            self.poller.register(fd, zmq.POLLIN)
-        return ReceivingEnd(environment, movers, settings.listen, host)
 
     def carry_out(self, now: float) -> None:
         super().carry_out(now)
@@ -60,8 +47,8 @@ class DecodeRole(PlayedRole):
         super().report(now)
 
     def _make_core(self) -> None:
-        process, settings, identity = self._process, self._settings, self._identity
-        model = process.model
+        process, settings = self._process, self._settings
+        model, identity = process.model, process.model.identity
         assert isinstance(settings, DecodeSettings)
         self.max_batch_tokens = settings.max_num_seqs
         scheduler = DecodeScheduler(
@@ -79,16 +66,15 @@ class DecodeRole(PlayedRole):
             process.blocks,
             self._receiving.endpoints,
             lambda: self.core.room(),
-            lambda: secrets.token_bytes(SECRET_BYTES),
-            HandoffTimes(lease=settings.lease_s),
+            process.secret,
+            replace(process.times.handoff, lease=settings.lease_s),
         )
-        meet = self._meet()
         self.core = DecodeCore(
-            worker, scheduler, receiver, identity.fingerprint, meet, settings.drain_timeout_s
+            worker, scheduler, receiver, identity.fingerprint, self._meet(), settings.drain_timeout_s
         )
         assert self.core.moving is not None, "it has said how it meets others"
         self.sender = self.core.moving.sender
-        self.steps = DecodeSteps(self.core, model, process.wake)
+        self.steps = process.decode_steps(self.core)
 
     def _take(self, now: float) -> list[Any]:
         return self.core.take(now)

@@ -3,61 +3,26 @@ own."""
 
 from __future__ import annotations
 
-import os
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import msgspec
-import zmq
-
 from ..decode.core import DecodeCore
-from ..engine.cache.block_manager import BlockManager
 from ..engine.sampling.constraint import CompileGrammar
-from ..engine.sampling.grammar_thread import GrammarThread
-from ..engine.worker_model import WorkerModel
 from ..engine.worker_readings import WorkerReadings
 from ..prefill.core import PrefillCore
 from ..transport.channels.coordinator_links import CoordinatorLinks
-from ..transport.channels.host import host_identity
-from ..transport.channels.keys import ClusterKey
-from ..transport.environment import Environment
 from ..transport.handoff.actions import ToCoordinator
 from ..transport.handoff.receiving_end import ReceivingEnd
 from ..transport.handoff.sender import HandoffSender
 from ..transport.handoff.sending_end import SendingEnd
-from ..transport.live_environment import live_environment
-from ..transport.messages.messages import Flip, Goodbye, Hello, Meet, ModelIdentity, Role
-from ..transport.movers.opening import offered
-from ..transport.movers.shm import SharedPool
-from ..transport.process.otel import Tracing
-from ..transport.process.worker_trace import WorkerTrace
-from .gpu_telemetry import GpuTelemetry
+from ..transport.messages.messages import Flip, Goodbye, Hello, Meet, Role
+from .parts import WorkerParts
 from .reports import WorkerReports
 from .roles import Departure, RoleHost
 from .settings import DecodeSettings, PrefillSettings
 from .steps import Steps
 
-TICK_S = 0.05
 LINGER_S = 0.5  # for the last messages
-
-
-@dataclass(frozen=True, slots=True)
-class Process:
-    """What the roles of a process share. ``shared`` is the memory of the pool, where other processes of this
-    host may map it; ``host`` is None where the process has one role and cannot change it; ``wake`` ends the
-    loop's wait."""
-
-    model: WorkerModel
-    key: ClusterKey | None
-    shared: SharedPool | None
-    blocks: BlockManager
-    incarnations: Callable[[], int]
-    telemetry: GpuTelemetry | None
-    wake: Callable[[], None]
-    host: RoleHost | None
 
 
 class PlayedRole(ABC):
@@ -69,38 +34,37 @@ class PlayedRole(ABC):
     sender: HandoffSender
     max_batch_tokens: int
 
-    def __init__(self, settings: PrefillSettings | DecodeSettings, process: Process) -> None:
-        self._settings, self._process, model = settings, process, process.model
-        self._identity = msgspec.convert(model.identity, ModelIdentity)
-        self._ticked = 0.0
-        self.poller = zmq.Poller()
-        environment = live_environment(
-            model, process.key, self.poller, settings.plaintext_kv or settings.insecure
-        )
-        self._receiving = self._open_receiving(environment)
+    def __init__(
+        self, settings: PrefillSettings | DecodeSettings, process: WorkerParts, host: RoleHost | None
+    ) -> None:
+        """``host``: the process, where it can change its role or plays both."""
+        self._settings, self._process, self._host = settings, process, host
+        self._parts = parts = process.open(settings, self.role)
+        self._clock, self._tick_s, self._ticked = process.clock, process.times.tick, 0.0
+        self._receiving = self._open_receiving()
         self.links = CoordinatorLinks(
             settings.coordinators,
-            environment.network,
+            parts.environment.network,
             settings.worker_id,
             self,
-            process.incarnations,
+            process.incarnation,
             settings.orphaned_after_s,
         )
         self._make_core()
-        self.departure = Departure(self.core, self.role, process.host)
-        self.sending = SendingEnd(self.sender, settings.worker_id, self.links.incarnation, environment)
-        endpoint = settings.otlp_endpoint
-        self._tracing = Tracing.open(endpoint, self.role, settings.worker_id) if endpoint else None
-        trace = WorkerTrace(self._tracing.emit) if self._tracing is not None else None
-        self._readings = WorkerReadings(lambda: self.steps.busy_seconds, model.start_phases)
+        self.departure = Departure(self.core, self.role, host)
+        self.sending = SendingEnd(
+            self.sender, settings.worker_id, self.links.incarnation, parts.environment, process.times.reach
+        )
+        self._readings = WorkerReadings(
+            lambda: self.steps.busy_seconds, process.model.start_phases, self._clock.now
+        )
         telemetry = [source for source in (process.telemetry, self._readings) if source is not None]
         transfers = self.sending.transfers if self.role == "prefill" else None
-        self._reports = WorkerReports(self.links, self.core, telemetry, trace, transfers)
-        self._grammars = GrammarThread(model.grammars, process.wake)
+        self._reports = WorkerReports(self.links, self.core, telemetry, parts.trace, self._clock, transfers)
 
     # --- what differs by role --------------------------------------------------------------------
 
-    def _open_receiving(self, environment: Environment) -> ReceivingEnd | None:
+    def _open_receiving(self) -> ReceivingEnd | None:
         """Return the end where other workers hand over to this one, of a role that has one."""
         return None
 
@@ -144,10 +108,10 @@ class PlayedRole(ABC):
             assert isinstance(self.core, DecodeCore), "only decode workers are handed over to"
             self._receiving.receive(ready, self.core, now, self._reports.received)
         self.sending.receive(ready, now)
-        self._grammars.report(self.core)
+        self._parts.grammars.report(self.core)
         if self.departure.ordered:
             self.core.drain(now)
-        if now - self._ticked >= TICK_S:
+        if now - self._ticked >= self._tick_s:
             self._ticked = now
             self.core.tick(now)
             self.links.tick(now)
@@ -163,7 +127,7 @@ class PlayedRole(ABC):
                 if isinstance(action, ToCoordinator):
                     self._reports.send(action.message)
                 elif isinstance(action, CompileGrammar):
-                    self._grammars.submit(action)
+                    self._parts.grammars.submit(action)
                 else:
                     self._do(action)
 
@@ -184,9 +148,7 @@ class PlayedRole(ABC):
     def stop(self) -> None:
         """Release all but the model and the sending end."""
         self.steps.stop()
-        self._grammars.stop()
-        if self._tracing is not None:
-            self._tracing.close()
+        self._parts.stop()
         if self._receiving is not None:
             self._receiving.close()
         self.links.close(LINGER_S)
@@ -200,21 +162,20 @@ class PlayedRole(ABC):
 
     def hello(self, incarnation: int) -> Hello:
         """Return how this worker introduces itself to the coordinator."""
-        settings, model = self._settings, self._process.model
-        host, telemetry = self._process.host, self._process.telemetry
+        settings, process, host = self._settings, self._process, self._host
         return Hello(
             worker_id=settings.worker_id,
             incarnation=incarnation,
             role=self.role,
-            host=host_identity(),
-            pid=os.getpid(),
-            model=self._identity,
-            max_model_len=model.max_model_len,
-            vocab_size=model.vocab_size,
-            num_blocks=len(model.pool),
+            host=self._parts.environment.network.host,
+            pid=process.pid,
+            model=process.model.identity,
+            max_model_len=process.model.max_model_len,
+            vocab_size=process.model.vocab_size,
+            num_blocks=process.blocks.num_blocks,
             max_num_seqs=settings.max_num_seqs,
             max_batch_tokens=self.max_batch_tokens,
-            device=telemetry.uuid if telemetry else "",
+            device=process.model.device_uuid,
             process=host.process if host else "",
             mixed=host.mixed if host else False,
             peer_address=self._receiving.address if self._receiving is not None else "",
@@ -222,18 +183,13 @@ class PlayedRole(ABC):
 
     def _meet(self) -> Meet:
         """Return how this worker introduces itself to decode workers that it hands over to."""
-        settings, on_gpu = self._settings, self._process.model.device.type == "cuda"
-        if self._receiving is not None:
-            movers = self._receiving.endpoints.movers
-        else:
-            movers = offered(settings.mover, settings.plaintext_kv or settings.insecure, on_gpu)
         return Meet(
-            worker_id=settings.worker_id,
+            worker_id=self._settings.worker_id,
             incarnation=self.links.incarnation,
-            host=host_identity(),
-            pid=os.getpid(),
-            model=self._identity,
-            movers=movers,
+            host=self._parts.environment.network.host,
+            pid=self._process.pid,
+            model=self._process.model.identity,
+            movers=self._parts.movers,
         )
 
     def welcomed(self, coordinator: int) -> None:
@@ -246,7 +202,7 @@ class PlayedRole(ABC):
         """See ``LinkedWorker``. The old incarnation's last messages to its peers leave before its channels
         close."""
         self.core.drop_others(-1)
-        self.carry_out(time.monotonic())
+        self.carry_out(self._clock.now())
         self.sending.rename(incarnation)
         self._rename(incarnation)
 

@@ -34,10 +34,10 @@ class PrefillRole(PlayedRole):
             self._reports.send(*reports)
 
     def _make_core(self) -> None:
-        process, settings, identity = self._process, self._settings, self._identity
-        model, host = process.model, process.host
+        process, settings, host = self._process, self._settings, self._host
+        model, identity = process.model, process.model.identity
         assert isinstance(settings, PrefillSettings)
-        self.max_batch_tokens = settings.chunk_budget(model.device.type)
+        self.max_batch_tokens = settings.chunk_budget(model.device_type)
         scheduler = PrefillScheduler(
             process.blocks,
             identity.block_size,
@@ -52,12 +52,13 @@ class PrefillRole(PlayedRole):
             scheduler,
             model.eos_token_ids,
             model.max_model_len,
-            drain_timeout_s=settings.drain_timeout_s,
+            process.times.handoff,
+            settings.drain_timeout_s,
             slicing=LayerSlicing(model.num_layers, identity.block_bytes, settings.kv_slicing),
             is_local=host.hands_to_itself if host else lambda _: False,
         )
         self.sender = self.core.sender
-        self.steps = PrefillSteps(self.core, model, process.wake)
+        self.steps = process.prefill_steps(self.core)
 
     def _take(self, now: float) -> list[Any]:
         return self.core.take()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Protocol
 
 from ..transport.channels.coordinator_links import CoordinatorLinks
+from ..transport.environment import Clock
 from ..transport.handoff.transfer_clock import TransferClock
 from ..transport.messages.messages import BlockEvents, Load, Message
 from ..transport.process.reports import Telemetry, with_telemetry
@@ -30,9 +30,10 @@ class WorkerReports:
         core: ReportingCore,
         telemetry: Sequence[Telemetry],
         trace: WorkerTrace | None,
+        clock: Clock,
         transfers: TransferClock | None = None,
     ) -> None:
-        self._links, self._core = links, core
+        self._links, self._core, self._clock = links, core, clock
         self._telemetry, self._trace, self._transfers = telemetry, trace, transfers
         self._sent_at = 0.0
 
@@ -47,7 +48,7 @@ class WorkerReports:
             self._links.report(self._load)
         self._links.send(*(message for message in messages if not isinstance(message, Load)))
         if self._trace is not None:
-            self._trace.said(messages, time.monotonic())
+            self._trace.said(messages, self._clock.now())
 
     def heartbeat_is_due(self, now: float) -> bool:
         """Return whether a heartbeat is due."""

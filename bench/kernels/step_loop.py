@@ -24,7 +24,7 @@ from pathlib import Path
 from ...decode.rows import DecodeStep
 from ...engine.step.batch import Batch, StepOutput
 from ...engine.step.step_thread import Runner, StepThread
-from ...worker.loop import SWITCH_S
+from ...worker.main import SWITCH_S
 from ..environment import environment
 from ..null_workers import NullRunner
 from .decode_loop import MAX_LEN, decode_scheduler, run_steps

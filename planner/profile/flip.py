@@ -9,6 +9,7 @@ import time
 from ...engine.worker_model import WorkerModel
 from ...transport.channels.channels import RouterChannel
 from ...transport.messages.messages import FROM_WORKER, Hello, Role
+from ...worker.live_parts import LiveParts
 from ...worker.loop import Worker
 from ...worker.settings import FlexibleSettings
 from ..errors import ProfilingError
@@ -28,16 +29,18 @@ def measure_flip(model: WorkerModel, settings: FlexibleSettings, num_flips: int 
     """
     listening = RouterChannel.bind("tcp://127.0.0.1:*", None, FROM_WORKER)
     named = {"coordinator": listening.address, "name": "profiled", "start_as": "prefill"}
-    worker = Worker(settings.model_copy(update=named), model, None)
+    settings = settings.model_copy(update=named)
+    parts = LiveParts(settings, model, None)
+    worker = Worker(settings, parts)
     seconds: dict[Role, list[float]] = {"prefill": [], "decode": []}
     roles: tuple[Role, Role] = ("prefill", "decode")
     try:
-        _until_hello(worker, "prefill", listening)
+        _until_hello(worker, parts, "prefill", listening)
         for number in range(num_flips):
             before, after = roles[number % 2], roles[(number + 1) % 2]
             began = time.perf_counter()
             worker.begin(after)
-            _until_hello(worker, after, listening)
+            _until_hello(worker, parts, after, listening)
             seconds[after].append(time.perf_counter() - began)
             worker.end(before)
     finally:
@@ -46,10 +49,10 @@ def measure_flip(model: WorkerModel, settings: FlexibleSettings, num_flips: int 
     return max(statistics.median(times) for times in seconds.values() if times)
 
 
-def _until_hello(worker: Worker, role: Role, listening: RouterChannel) -> None:
+def _until_hello(worker: Worker, parts: LiveParts, role: Role, listening: RouterChannel) -> None:
     incarnation, end = worker.roles[role].links.incarnation, time.perf_counter() + HEARD_S
     while time.perf_counter() < end:
-        worker.turn(0.0)
+        worker.turn(parts.wait(0.0), parts.clock.now())
         for _, message in listening.receive(RECEIVE_LIMIT):
             if isinstance(message, Hello) and message.incarnation == incarnation:
                 return

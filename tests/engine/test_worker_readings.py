@@ -20,9 +20,10 @@ def test_steps_that_overlap_count_once() -> None:
 
 
 def test_the_start_ends_with_the_first_coordinator() -> None:
-    readings = WorkerReadings(lambda: 0.0, {"KV cache": 0.5, "warm-up": 2.0})
+    times = iter([10.0, 10.25, 99.0])
+    readings = WorkerReadings(lambda: 0.0, {"KV cache": 0.5, "warm-up": 2.0}, lambda: next(times))
     assert set(readings.gauges) == {"start_seconds_kv_cache", "start_seconds_warm_up"}
     readings.connected()
-    first = readings.gauges["start_seconds_connect"]
+    assert readings.gauges["start_seconds_connect"] == 0.25
     readings.connected()
-    assert readings.gauges["start_seconds_connect"] == first
+    assert readings.gauges["start_seconds_connect"] == 0.25

@@ -29,7 +29,7 @@ KILLS = {"prefill": 66_601, "decode": 66_602}
 
 
 def main() -> None:
-    import splitserve.worker.loop  # noqa: F401
+    import splitserve.worker.main  # noqa: F401
 
     libc = ctypes.CDLL(None)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them

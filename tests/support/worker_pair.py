@@ -33,6 +33,7 @@ from splitserve.transport.messages.messages import (
 )
 from splitserve.transport.movers.shm import SharedPool
 from splitserve.worker.loop import Worker
+from splitserve.worker.main import live_worker, serve
 from splitserve.worker.settings import DecodeSettings, PrefillSettings
 
 DEADLINE_S = 60.0
@@ -95,11 +96,9 @@ class WorkerPair:
             models["decode"].pool.shape
         )
         models["decode"] = replace(models["decode"], pool=pool)
-        self.prefill = Worker(
-            PrefillSettings.model_validate({**common, "name": "p"}), models["prefill"], None
-        )
-        self.decode = Worker(
-            DecodeSettings.model_validate({**common, "name": "d"}), models["decode"], None, shared
+        self.prefill = live_worker(PrefillSettings.model_validate({**common, "name": "p"}), models["prefill"])
+        self.decode = live_worker(
+            DecodeSettings.model_validate({**common, "name": "d"}), models["decode"], shared=shared
         )
         self.threads: dict[str, threading.Thread] = {}
         self.errors: dict[str, EngineError] = {}
@@ -126,7 +125,7 @@ class WorkerPair:
 
     def _run(self, role: str, worker: Worker) -> None:
         try:
-            worker.run()
+            serve(worker)
         except EngineError as error:
             self.errors[role] = error
 

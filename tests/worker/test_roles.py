@@ -12,6 +12,7 @@ from splitserve.bench.studies.steer_workload import worker as profile
 from splitserve.cli.settings import DEMO_MODEL
 from splitserve.engine.step.paced_runner import paced_model
 from splitserve.worker.loop import Worker
+from splitserve.worker.main import live_worker, serve
 from splitserve.worker.settings import FlexibleSettings
 
 
@@ -29,13 +30,13 @@ def flexible(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Worker]
         coordinator="tcp://127.0.0.1:9",
         runner=f"paced:{tmp_path / 'profile.json'}",
     )
-    process = Worker(settings, paced_model(settings), None, None)
+    process = live_worker(settings, paced_model(settings))
     yield process
     if process.roles:
         process.leave()
         process.leave()
         with process_settings_kept():
-            process.run()
+            serve(process)
 
 
 def test_both_roles_for_a_moment(flexible: Worker) -> None:
@@ -61,5 +62,5 @@ def test_a_mixed_worker_is_of_both_roles_or_of_none(flexible: Worker) -> None:
     assert sorted(flexible.roles) == ["decode", "prefill"]
     flexible.roles["decode"].core.drain(0.0)
     with process_settings_kept():
-        flexible.run()
+        serve(flexible)
     assert not flexible.roles

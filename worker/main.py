@@ -1,0 +1,60 @@
+"""The live worker process, from its settings."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+from ..engine.load_model import load_model
+from ..engine.worker_model import WorkerModel
+from ..transport.channels.host import allow_many_files
+from ..transport.channels.keys import ClusterKey, load_key
+from ..transport.movers.shm import SharedPool
+from ..transport.process.collector import settle_heap
+from .live_parts import LiveParts
+from .loop import Worker
+from .settings import DecodeSettings, FlexibleSettings, PrefillSettings
+
+SWITCH_S = 1e-4  # step threads and the loop alternate: the default of 5 ms would show in every token
+
+
+def live_worker(
+    settings: PrefillSettings | DecodeSettings | FlexibleSettings,
+    model: WorkerModel,
+    key: ClusterKey | None = None,
+    shared: SharedPool | None = None,
+) -> Worker:
+    """Return a worker around this model. ``shared``: the pool's memory, where other processes of this host
+    may map it."""
+    return Worker(settings, LiveParts(settings, model, key, shared))
+
+
+def serve(worker: Worker) -> None:
+    """Prepare this process, and loop until the worker's end."""
+    allow_many_files()
+    sys.setswitchinterval(SWITCH_S)
+    settle_heap()
+    worker.run()
+
+
+def run(settings: PrefillSettings | DecodeSettings | FlexibleSettings) -> None:
+    """Run the process until SIGTERM or Ctrl-C."""
+    key = None if settings.insecure or settings.key_file is None else load_key(settings.key_file)
+    shared: list[SharedPool] = []
+
+    def allocate(num_bytes: int) -> memoryview:
+        shared.append(SharedPool.create(num_bytes))
+        return shared[0].buffer
+
+    settings = settings.model_copy(update={"name": settings.worker_id})
+    decodes = isinstance(settings, DecodeSettings)
+    model = load_model(
+        settings,
+        allocate if decodes and settings.mover in ("auto", "shm") else None,
+        settings.max_num_seqs if decodes else 0,
+        settings.chunk_budget if isinstance(settings, PrefillSettings) else None,
+    )
+    worker = live_worker(settings, model, key, shared[0] if shared else None)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: worker.leave())
+    serve(worker)
