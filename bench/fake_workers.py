@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..transport.channels.channels import DealerChannel
 from ..transport.channels.coordinator_link import identity_of
-from ..transport.channels.incarnation import incarnations
+from ..transport.messages.incarnation import incarnations
 from ..transport.messages.messages import (
     FROM_COORDINATOR,
     Cancel,

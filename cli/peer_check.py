@@ -21,10 +21,10 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from .. import __version__
-from ..transport.channels.host import host_identity
 from ..transport.channels.keys import ClusterKey, load_key
 from ..transport.errors import KeyFileError, MoverError
 from ..transport.messages.fields import WIRE_VERSION
+from ..transport.process.host import host_identity
 from .extras import missing_for
 from .finding import Finding
 from .peer_listener import (

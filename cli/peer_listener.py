@@ -16,10 +16,10 @@ import zmq
 
 from .. import __version__
 from ..transport.channels.authenticator import Authenticator
-from ..transport.channels.host import host_identity
 from ..transport.channels.keys import ClusterKey
 from ..transport.errors import AddressError
 from ..transport.messages.fields import WIRE_VERSION
+from ..transport.process.host import host_identity
 from .extras import missing_for
 
 if TYPE_CHECKING:

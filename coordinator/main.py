@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import uvloop
 from starlette.routing import Route
 
-from ..transport.channels.incarnation import incarnations
 from ..transport.channels.keys import KeyFile
 from ..transport.errors import KeyFileError
+from ..transport.messages.incarnation import incarnations
 from ..transport.process.collector import settle_heap
 from .background import background
 from .dispatcher import SocketDispatcher

@@ -6,8 +6,8 @@ import asyncio
 import os
 from collections.abc import Callable
 
-from ..transport.channels.host import host_identity
 from ..transport.messages.messages import Hello
+from ..transport.process.host import host_identity
 from .lifecycle.worker import WorkerId
 
 

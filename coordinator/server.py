@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
-from ..transport.channels.host import allow_many_files
+from ..transport.process.host import allow_many_files
 from ..transport.process.otel import Tracing
 from .background import Spawn, unwatched
 from .batch.routes import BatchRoutes

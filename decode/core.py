@@ -14,10 +14,17 @@ from ..engine.cache.block_manager import BlockManager
 from ..engine.sampling.constraint import CompileGrammar, TokenMatcher
 from ..engine.step.batch import SamplingParams, SamplingState, StepOutput
 from ..engine.step.step_failures import StepFailures
-from ..transport.handoff.actions import Join, ReceiverAction, SenderAction, Supersede, ToCoordinator
-from ..transport.handoff.handoff import Key, PeerId, Wait
+from ..transport.handoff.protocol import (
+    Join,
+    Key,
+    ReceiverAction,
+    SenderAction,
+    Supersede,
+    ToCoordinator,
+    Wait,
+)
 from ..transport.handoff.receiver import HandoffReceiver
-from ..transport.messages.block_hash import root_hash
+from ..transport.messages.blocks import root_hash
 from ..transport.messages.messages import (
     BlockEvents,
     Cancel,
@@ -28,6 +35,7 @@ from ..transport.messages.messages import (
     Message,
     Move,
     Offer,
+    PeerId,
     RequestFailed,
     from_u32,
     u32_array,

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..transport.handoff.handoff import Key, PeerId
+from ..transport.handoff.protocol import Key
 from ..transport.handoff.receiver import HandoffReceiver
-from ..transport.messages.messages import Load, u32
+from ..transport.messages.messages import Load, PeerId, u32
 from ..transport.process.reports import CacheReporter
 from .moving import Moving
 from .scheduler import DecodeScheduler

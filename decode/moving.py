@@ -12,11 +12,17 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from ..transport.handoff.actions import Delivered, SenderAction, ToCoordinator, Undelivered
-from ..transport.handoff.handoff import HandoffTimes, Key, PeerId
+from ..transport.handoff.protocol import (
+    Delivered,
+    HandoffTimes,
+    Key,
+    SenderAction,
+    ToCoordinator,
+    Undelivered,
+)
 from ..transport.handoff.sender import HandoffSender
-from ..transport.messages.block_hash import chain, root_hash
-from ..transport.messages.messages import Meet, Message, Move, RequestFailed, u32
+from ..transport.messages.blocks import chain, root_hash
+from ..transport.messages.messages import Meet, Message, Move, PeerId, RequestFailed, u32
 from .rows import DecodeSequence
 from .scheduler import DecodeScheduler
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..engine.step.batch import Batch, SamplingState
-from ..transport.handoff.handoff import Key
+from ..transport.handoff.protocol import Key
 from ..transport.messages.messages import TokenLogprobs
 
 KNOWN = -1

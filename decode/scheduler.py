@@ -18,10 +18,9 @@ from dataclasses import dataclass, field
 from ..engine.cache.block_manager import BlockManager
 from ..engine.step.batch import SamplingState, StepOutput
 from ..engine.step.stopping import finish_reason, last_output_index, stop_set
-from ..transport.handoff.handoff import Key, Wait
-from ..transport.messages.block_hash import chain
+from ..transport.handoff.protocol import Key, Wait
+from ..transport.messages.blocks import NO_BLOCK, chain, held, num_behind
 from ..transport.messages.messages import FinishReason, u32
-from ..transport.messages.sliding_window import NO_BLOCK, held, num_behind
 from .rows import DecodeRows, DecodeSequence, DecodeStep
 
 MAX_IN_FLIGHT = 2

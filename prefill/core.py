@@ -13,10 +13,17 @@ from ..engine.cache.block_manager import BlockManager
 from ..engine.sampling.constraint import CompileGrammar, TokenMatcher
 from ..engine.step.batch import Logprobs, StepOutput
 from ..engine.step.step_failures import StepFailures
-from ..transport.handoff.actions import Delivered, SenderAction, ToCoordinator, Undelivered
-from ..transport.handoff.handoff import HandoffTimes, Key, PeerId, Wait
 from ..transport.handoff.layer_slicing import WHOLE_BLOCKS, LayerSlicing
-from ..transport.handoff.past import remember
+from ..transport.handoff.protocol import (
+    Delivered,
+    HandoffTimes,
+    Key,
+    SenderAction,
+    ToCoordinator,
+    Undelivered,
+    Wait,
+    remember,
+)
 from ..transport.handoff.sender import HandoffSender
 from ..transport.messages.messages import (
     BlockEvents,
@@ -26,6 +33,7 @@ from ..transport.messages.messages import (
     Load,
     Meet,
     Message,
+    PeerId,
     Prefill,
     RequestFailed,
     from_u32,

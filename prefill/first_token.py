@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..engine.step.batch import Logprobs
 from ..engine.step.stopping import finish_reason, last_output_index, stop_set
-from ..transport.handoff.handoff import Key
+from ..transport.handoff.protocol import Key
 from ..transport.messages.messages import FinishReason, FirstToken, TokenLogprobs
 from ..transport.process.reports import logprobs_message
 from .scheduler import PrefillSequence

@@ -3,10 +3,9 @@ gained and lost. Pure."""
 
 from __future__ import annotations
 
-from ..transport.handoff.handoff import PeerId
 from ..transport.handoff.sender import HandoffSender
-from ..transport.messages.messages import Load, u32
-from ..transport.messages.sliding_window import held as held_blocks
+from ..transport.messages.blocks import held as held_blocks
+from ..transport.messages.messages import Load, PeerId, u32
 from ..transport.process.reports import CacheReporter
 from .scheduler import PrefillScheduler, PrefillStep
 

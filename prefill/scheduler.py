@@ -23,11 +23,10 @@ from numpy.typing import NDArray
 
 from ..engine.cache.block_manager import BlockManager
 from ..engine.step.batch import Batch, SamplingParams, SamplingState
-from ..transport.handoff.handoff import Key, PeerId, Wait
-from ..transport.messages.block_hash import chain, root_hash
-from ..transport.messages.messages import Peer, RequestSpec, u32_array
+from ..transport.handoff.protocol import Key, Wait
+from ..transport.messages.blocks import NO_BLOCK, chain, held, num_behind, root_hash
+from ..transport.messages.messages import Peer, PeerId, RequestSpec, u32_array
 from ..transport.messages.prompt_order import prompt_rank
-from ..transport.messages.sliding_window import NO_BLOCK, held, num_behind
 
 STEPS_AT_BUDGET = 32  # steps after which a budget that lack of memory had cut is doubled
 

@@ -109,7 +109,18 @@ def test_the_lifecycle_imports_messages_and_nothing_else_of_ours() -> None:
 
 
 PRODUCT = [*ALLOWED.keys() - {"bench"}]
-ORDERED = ["coordinator", "kernels", "prefill", "decode", "worker", "steering", "loadgen", "cli", "deploy"]
+ORDERED = [
+    "coordinator",
+    "kernels",
+    "transport",
+    "prefill",
+    "decode",
+    "worker",
+    "steering",
+    "loadgen",
+    "cli",
+    "deploy",
+]
 """Folders whose files and rooms can be put in an order in which each imports only earlier ones, at every
 level."""
 

@@ -10,15 +10,15 @@ from typing import Protocol
 import zmq
 
 from .channels.channels import DealerChannel, RouterChannel
-from .channels.host import host_identity
 from .channels.keys import ClusterKey
-from .channels.liveness import ProcessIdentity
 from .environment import Channel, Environment, Listener
 from .messages.messages import Message, Met
 from .movers.block_memory import DevicePool
 from .movers.checksum import DeviceChecksums, RunningChecksums, checksums
 from .movers.interface import Pool, PutSource
 from .movers.opening import ON_DEVICE, open_source
+from .process.host import host_identity
+from .process.liveness import ProcessIdentity
 
 
 class Blocks(Protocol):

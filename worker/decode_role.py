@@ -7,7 +7,7 @@ from typing import Any
 
 from ..decode.core import DecodeCore
 from ..decode.scheduler import DecodeScheduler
-from ..transport.handoff.actions import Join, Supersede, ToPeer
+from ..transport.handoff.protocol import Join, Supersede, ToPeer
 from ..transport.handoff.receiver import HandoffReceiver
 from ..transport.handoff.receiving_end import RECEIVING, ReceivingEnd
 from ..transport.messages.messages import FROM_DECODE

@@ -14,17 +14,17 @@ from ..engine.cache.block_manager import BlockManager
 from ..engine.sampling.grammar_thread import GrammarThread
 from ..engine.worker_model import WorkerModel
 from ..prefill.core import PrefillCore
-from ..transport.channels.host import advertised_host
-from ..transport.channels.incarnation import incarnations
 from ..transport.channels.keys import ClusterKey
-from ..transport.channels.wakeup import Wakeup
 from ..transport.handoff.receiving_end import CHECK_BYTES
 from ..transport.live_environment import MonotonicClock, live_environment
+from ..transport.messages.incarnation import incarnations
 from ..transport.messages.messages import SECRET_BYTES, ModelIdentity
 from ..transport.movers.opening import offered, open_targets
 from ..transport.movers.shm import SharedPool
 from ..transport.movers.targets import MoverTargets
+from ..transport.process.host import advertised_host
 from ..transport.process.otel import Tracing
+from ..transport.process.wakeup import Wakeup
 from ..transport.process.worker_trace import WorkerTrace
 from .gpu_telemetry import telemetry_of
 from .parts import ModelFacts, WorkerTimes

@@ -7,10 +7,10 @@ import sys
 
 from ..engine.load_model import load_model
 from ..engine.worker_model import WorkerModel
-from ..transport.channels.host import allow_many_files
 from ..transport.channels.keys import ClusterKey, load_key
 from ..transport.movers.shm import SharedPool
 from ..transport.process.collector import settle_heap
+from ..transport.process.host import allow_many_files
 from .live_parts import LiveParts
 from .loop import Worker
 from .settings import DecodeSettings, FlexibleSettings, PrefillSettings

@@ -13,7 +13,7 @@ from ..engine.sampling.constraint import CompileGrammar
 from ..engine.sampling.grammar_thread import CompilingCore
 from ..prefill.core import PrefillCore
 from ..transport.environment import Clock, Environment
-from ..transport.handoff.handoff import HandoffTimes
+from ..transport.handoff.protocol import HandoffTimes
 from ..transport.handoff.reachability import ReachTimes
 from ..transport.messages.messages import ModelIdentity
 from ..transport.movers.targets import MoverTargets

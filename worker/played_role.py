@@ -11,7 +11,7 @@ from ..engine.sampling.constraint import CompileGrammar
 from ..engine.worker_readings import WorkerReadings
 from ..prefill.core import PrefillCore
 from ..transport.channels.coordinator_links import CoordinatorLinks
-from ..transport.handoff.actions import ToCoordinator
+from ..transport.handoff.protocol import ToCoordinator
 from ..transport.handoff.receiving_end import ReceivingEnd
 from ..transport.handoff.sender import HandoffSender
 from ..transport.handoff.sending_end import SendingEnd

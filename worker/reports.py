@@ -7,7 +7,7 @@ from typing import Protocol
 
 from ..transport.channels.coordinator_links import CoordinatorLinks
 from ..transport.environment import Clock
-from ..transport.handoff.transfer_clock import TransferClock
+from ..transport.handoff.layer_slicing import TransferClock
 from ..transport.messages.messages import BlockEvents, Load, Message
 from ..transport.process.reports import Telemetry, with_telemetry
 from ..transport.process.worker_trace import WorkerTrace

@@ -21,7 +21,7 @@ from typing import Literal, Protocol, get_args
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from ...transport.channels.host import allow_many_files
+from ...transport.process.host import allow_many_files
 from ..errors import ApiError, Unavailable
 
 Resource = Literal["connections", "body_bytes", "websocket_bytes", "tokenizer_bytes", "prompt_bytes"]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from ...transport.messages.block_hash import chain, root_hash
+from ...transport.messages.blocks import chain, root_hash
 from ...transport.messages.messages import (
     FinishReason,
     ModelIdentity,

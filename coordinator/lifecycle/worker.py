@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from math import inf
 
+from ...transport.messages.blocks import num_behind
 from ...transport.messages.messages import Drain, Flip, Hello, Load, Peer, Role
 from ...transport.messages.prompt_order import UNLIMITED, max_prompt_tokens
-from ...transport.messages.sliding_window import num_behind
 
 WorkerId = tuple[str, int]
 """(worker id, incarnation)"""

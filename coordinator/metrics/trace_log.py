@@ -23,7 +23,7 @@ from typing import BinaryIO
 
 import orjson
 
-from ...transport.messages.block_hash import chain, root_hash
+from ...transport.messages.blocks import chain, root_hash
 from ...transport.messages.messages import u32
 from ...transport.process.private_files import private
 from ..full_disk import is_full

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 
-from ...transport.messages.sliding_window import NO_BLOCK
+from ...transport.messages.blocks import NO_BLOCK
 
 
 class CacheEvents:

@@ -11,8 +11,7 @@ from ...coordinator.lifecycle.limits import LifecycleLimits
 from ...coordinator.lifecycle.request import Request
 from ...coordinator.lifecycle.snapshot import finished, snapshot_of
 from ...steering.steering import Steering
-from ...transport.handoff.handoff import PeerId
-from ...transport.messages.messages import Alive, Message
+from ...transport.messages.messages import Alive, Message, PeerId
 from .cluster import Cluster
 from .events import EventQueue
 from .records import RequestRecord

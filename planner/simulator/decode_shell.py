@@ -9,11 +9,11 @@ from ...decode.rows import DecodeStep
 from ...decode.scheduler import DecodeScheduler
 from ...engine.cache.block_manager import BlockManager
 from ...engine.step.batch import StepOutput
-from ...transport.handoff import actions as act
-from ...transport.handoff.handoff import PeerId
-from ...transport.handoff.receiver import HandoffReceiver, MoverEndpoints
+from ...transport.handoff import protocol as act
+from ...transport.handoff.receiver import HandoffReceiver
 from ...transport.handoff.sender import HandoffSender
-from ...transport.messages.messages import SECRET_BYTES, Handoff, Message, Placed, Renew
+from ...transport.messages.messages import SECRET_BYTES, Handoff, Message, PeerId, Placed, Renew
+from ...transport.movers.interface import MoverEndpoints
 from ...worker.roles import Departure, RoleHost
 from .cluster import Pool
 from .device import Device

@@ -8,11 +8,10 @@ from ...engine.cache.block_manager import BlockManager
 from ...engine.step.batch import StepOutput
 from ...prefill.core import PrefillCore
 from ...prefill.scheduler import PrefillScheduler, PrefillStep
-from ...transport.handoff import actions as act
-from ...transport.handoff.handoff import PeerId
+from ...transport.handoff import protocol as act
 from ...transport.handoff.layer_slicing import LayerSlicing
 from ...transport.handoff.sender import HandoffSender
-from ...transport.messages.messages import Grant, Message
+from ...transport.messages.messages import Grant, Message, PeerId
 from ...worker.roles import Departure, RoleHost
 from .cluster import Pool
 from .device import Device

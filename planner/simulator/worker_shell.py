@@ -8,8 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from ...transport.handoff import actions as act
-from ...transport.handoff.handoff import HandoffTimes, PeerId
+from ...transport.handoff import protocol as act
+from ...transport.handoff.protocol import HandoffTimes
 from ...transport.handoff.sender import HandoffSender
 from ...transport.messages.messages import (
     Fenced,
@@ -19,6 +19,7 @@ from ...transport.messages.messages import (
     Meet,
     Message,
     ModelIdentity,
+    PeerId,
     Placed,
     Role,
     Welcome,

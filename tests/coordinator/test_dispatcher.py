@@ -14,8 +14,8 @@ from splitserve.coordinator.lifecycle.lifecycle import Lifecycle, LifecycleLimit
 from splitserve.coordinator.lifecycle.membership import DRAINED
 from splitserve.transport.channels.channels import DealerChannel
 from splitserve.transport.channels.coordinator_link import identity_of
-from splitserve.transport.channels.host import host_identity
 from splitserve.transport.messages.messages import FROM_COORDINATOR, Goodbye, Hello, ModelIdentity
+from splitserve.transport.process.host import host_identity
 
 DEADLINE_S = 60.0
 

@@ -15,9 +15,8 @@ from splitserve.engine.cache.block_manager import BlockManager
 from splitserve.engine.step.batch import Batch, StepOutput
 from splitserve.prefill.core import PrefillCore
 from splitserve.prefill.scheduler import PrefillScheduler
-from splitserve.transport.handoff import actions as act
-from splitserve.transport.handoff.handoff import ONE_SIDED_MOVERS
-from splitserve.transport.handoff.receiver import HandoffReceiver, MoverEndpoints
+from splitserve.transport.handoff import protocol as act
+from splitserve.transport.handoff.receiver import HandoffReceiver
 from splitserve.transport.messages.messages import (
     FROM_DECODE,
     Cancel,
@@ -31,6 +30,7 @@ from splitserve.transport.messages.messages import (
     u32,
     u64,
 )
+from splitserve.transport.movers.interface import ONE_SIDED_MOVERS, MoverEndpoints
 
 BLOCK, TURN_S, WITHIN_S, PROMPT = 4, 0.005, 0.1, 21
 MODEL = ModelIdentity(fingerprint="m", dtype="float32", block_size=BLOCK, layout="l", block_bytes=64)

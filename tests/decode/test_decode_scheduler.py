@@ -13,7 +13,7 @@ from splitserve.decode.rows import DecodeStep
 from splitserve.decode.scheduler import DecodeScheduler
 from splitserve.engine.cache.block_manager import BlockManager
 from splitserve.engine.step.batch import SamplingParams, SamplingState, StepOutput
-from splitserve.transport.messages.sliding_window import NO_BLOCK
+from splitserve.transport.messages.blocks import NO_BLOCK
 
 BLOCK = 4
 EOS = 0

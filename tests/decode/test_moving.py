@@ -18,8 +18,8 @@ from splitserve.decode.rows import DecodeStep
 from splitserve.decode.scheduler import DecodeScheduler
 from splitserve.engine.cache.block_manager import BlockManager
 from splitserve.engine.step.batch import Logprobs, SamplingParams, SamplingState, StepOutput
-from splitserve.transport.handoff import actions as act
-from splitserve.transport.handoff.receiver import HandoffReceiver, MoverEndpoints
+from splitserve.transport.handoff import protocol as act
+from splitserve.transport.handoff.receiver import HandoffReceiver
 from splitserve.transport.messages.messages import (
     Cancel,
     Joined,
@@ -37,6 +37,7 @@ from splitserve.transport.messages.messages import (
     u32,
     u64,
 )
+from splitserve.transport.movers.interface import MoverEndpoints
 
 BLOCK = 4
 MODEL = ModelIdentity(fingerprint="m", dtype="float32", block_size=BLOCK, layout="l", block_bytes=64)

@@ -10,9 +10,10 @@ from splitserve.decode.core import DecodeCore
 from splitserve.decode.scheduler import DecodeScheduler
 from splitserve.engine.cache.block_manager import BlockManager
 from splitserve.engine.step.batch import Logprobs, SamplingParams, SamplingState, StepOutput
-from splitserve.transport.handoff.actions import ToCoordinator
-from splitserve.transport.handoff.receiver import HandoffReceiver, MoverEndpoints
+from splitserve.transport.handoff.protocol import ToCoordinator
+from splitserve.transport.handoff.receiver import HandoffReceiver
 from splitserve.transport.messages.messages import Cancel, ModelIdentity, StepTokens, from_u32, u32
+from splitserve.transport.movers.interface import MoverEndpoints
 
 MODEL = ModelIdentity(fingerprint="m", dtype="float32", block_size=4, layout="l", block_bytes=64)
 

@@ -33,7 +33,7 @@ from splitserve.planner.simulator.simulation import Simulation
 from splitserve.planner.simulator.tallies import Distribution, Slo
 from splitserve.planner.slo import parse_slo
 from splitserve.planner.trace.request import Trace, TraceRequest
-from splitserve.transport.handoff import past
+from splitserve.transport.handoff import protocol
 
 PREFILL_S, TOKEN_S, DECODE_S = 0.05, 1e-4, 0.02
 SECOND = HandoffModel(put_s=0.0, bytes_per_s=1e6, message_s=0.001, check_bytes_per_s=1e12)
@@ -257,7 +257,7 @@ def test_a_seed_gives_the_same_bits_in_every_process() -> None:
 
 
 def test_memory_does_not_grow_with_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(past, "MEMORY_OF_PAST", 50)  # else it is full only after as many requests
+    monkeypatch.setattr(protocol, "MEMORY_OF_PAST", 50)  # else it is full only after as many requests
 
     def requests(count: int) -> Trace:
         return Trace(

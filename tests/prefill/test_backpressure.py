@@ -13,9 +13,10 @@ from splitserve.engine.cache.block_manager import BlockManager
 from splitserve.engine.step.batch import StepOutput
 from splitserve.prefill.core import PrefillCore
 from splitserve.prefill.scheduler import PrefillScheduler
-from splitserve.transport.handoff import actions as act
-from splitserve.transport.handoff.receiver import HandoffReceiver, MoverEndpoints
+from splitserve.transport.handoff import protocol as act
+from splitserve.transport.handoff.receiver import HandoffReceiver
 from splitserve.transport.messages.messages import Meet, Message, Placed, Prefill, u64
+from splitserve.transport.movers.interface import MoverEndpoints
 
 BLOCK, NUM_BLOCKS = MODEL.block_size, 32
 PROMPT_TOKENS = 4 * BLOCK

@@ -13,7 +13,7 @@ from splitserve.engine.sampling.constraint import CompileGrammar
 from splitserve.engine.step.batch import StepOutput
 from splitserve.prefill.core import PrefillCore
 from splitserve.prefill.scheduler import PrefillScheduler
-from splitserve.transport.handoff import actions as act
+from splitserve.transport.handoff import protocol as act
 from splitserve.transport.messages.messages import (
     FirstToken,
     Meet,

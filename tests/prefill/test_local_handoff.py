@@ -10,8 +10,8 @@ from splitserve.engine.cache.block_manager import BlockManager
 from splitserve.engine.step.batch import StepOutput
 from splitserve.prefill.core import PrefillCore
 from splitserve.prefill.scheduler import PrefillScheduler
-from splitserve.transport.handoff import actions as act
-from splitserve.transport.handoff.receiver import HandoffReceiver, MoverEndpoints
+from splitserve.transport.handoff import protocol as act
+from splitserve.transport.handoff.receiver import HandoffReceiver
 from splitserve.transport.messages.messages import (
     Meet,
     Message,
@@ -25,6 +25,7 @@ from splitserve.transport.messages.messages import (
     u32,
     u64,
 )
+from splitserve.transport.movers.interface import MoverEndpoints
 
 BLOCK = 4
 MODEL = ModelIdentity(fingerprint="m", dtype="float32", block_size=BLOCK, layout="l", block_bytes=64)

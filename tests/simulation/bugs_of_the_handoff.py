@@ -15,14 +15,14 @@ from splitserve.decode import scheduler as decode_scheduler
 from splitserve.prefill.core import PrefillCore
 from splitserve.transport.handoff import granting
 from splitserve.transport.handoff.contacts import Contacts
-from splitserve.transport.handoff.lease_table import LeaseTable
+from splitserve.transport.handoff.leases import LeaseTable
 from splitserve.transport.handoff.outgoing import Outgoing
 from splitserve.transport.handoff.receiver import HandoffReceiver
 from splitserve.transport.handoff.sender import HandoffSender
-from splitserve.transport.handoff.ways_in import WaysIn
-from splitserve.transport.messages.sliding_window import num_behind
+from splitserve.transport.messages.blocks import num_behind
 from splitserve.transport.movers.nccl_sender import SendingSession
 from splitserve.transport.movers.parcels import Claim, LeaseBook
+from splitserve.transport.movers.targets import WaysIn
 
 Patch = pytest.MonkeyPatch
 

@@ -20,10 +20,10 @@ from splitserve.decode.rows import DecodeRows
 from splitserve.decode.scheduler import DecodeScheduler
 from splitserve.engine.cache.block_manager import BlockManager, CacheEvents
 from splitserve.prefill.core import PrefillCore
-from splitserve.transport.channels import incarnation
 from splitserve.transport.handoff.retirement import Retirement
 from splitserve.transport.handoff.sender import HandoffSender
 from splitserve.transport.handoff.writers import Writers
+from splitserve.transport.messages import incarnation
 from splitserve.transport.messages.messages import u32
 
 Patch = pytest.MonkeyPatch

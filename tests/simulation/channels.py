@@ -13,9 +13,17 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from splitserve.transport.channels.coordinator_link import opened_to, worker_of
-from splitserve.transport.channels.incarnation import has_ended, is_earlier, same_process
-from splitserve.transport.handoff.handoff import PeerId
-from splitserve.transport.messages.messages import Ack, Fenced, Handoff, Message, Placed, Release, Retired
+from splitserve.transport.messages.incarnation import has_ended, is_earlier, same_process
+from splitserve.transport.messages.messages import (
+    Ack,
+    Fenced,
+    Handoff,
+    Message,
+    PeerId,
+    Placed,
+    Release,
+    Retired,
+)
 
 if TYPE_CHECKING:
     from simulation.flexible_process import FlexibleProcess

@@ -14,12 +14,11 @@ from simulation.worker_process import BLOCK_SIZE, DRAIN_S, MAX_MODEL_LEN, MODEL,
 
 from splitserve.decode.core import DecodeCore
 from splitserve.decode.scheduler import DecodeScheduler
-from splitserve.transport.handoff.actions import Join, Supersede, ToPeer
-from splitserve.transport.handoff.handoff import Key
-from splitserve.transport.handoff.receiver import HandoffReceiver, MoverEndpoints
+from splitserve.transport.handoff.protocol import Join, Key, Supersede, ToPeer
+from splitserve.transport.handoff.receiver import HandoffReceiver
 from splitserve.transport.handoff.receiving_end import RECEIVING, ReceivingEnd
 from splitserve.transport.messages.messages import FROM_DECODE, Message
-from splitserve.transport.movers.interface import PutTarget
+from splitserve.transport.movers.interface import MoverEndpoints, PutTarget
 from splitserve.transport.movers.targets import MoverTargets
 
 if TYPE_CHECKING:

@@ -14,11 +14,10 @@ from simulation.movers import ParcelSource, SharedMemorySource, Source
 
 from splitserve.transport.environment import Environment
 from splitserve.transport.errors import MoverError
-from splitserve.transport.handoff.actions import Connect, SenderAction
-from splitserve.transport.handoff.handoff import PeerId
+from splitserve.transport.handoff.protocol import Connect, SenderAction
 from splitserve.transport.handoff.reachability import ReachTimes
 from splitserve.transport.handoff.sender import HandoffSender
-from splitserve.transport.messages.messages import Met
+from splitserve.transport.messages.messages import Met, PeerId
 
 if TYPE_CHECKING:
     from simulation.worker_process import WorkerProcess

@@ -10,8 +10,8 @@ from simulation.worker_process import BLOCK_SIZE, DRAIN_S, MAX_MODEL_LEN, MODEL,
 
 from splitserve.prefill.core import PrefillCore
 from splitserve.prefill.scheduler import PrefillScheduler
-from splitserve.transport.handoff.handoff import Key
 from splitserve.transport.handoff.layer_slicing import LayerSlicing, SlicingMode
+from splitserve.transport.handoff.protocol import Key
 from splitserve.transport.messages.messages import Message
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from splitserve.transport.messages.sliding_window import num_behind
+from splitserve.transport.messages.blocks import num_behind
 
 if TYPE_CHECKING:
     from simulation.worker_process import WorkerProcess

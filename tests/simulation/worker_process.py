@@ -17,8 +17,7 @@ from simulation.steps import FAILED, NO_MEMORY, SKIPPED, Steps
 from simulation.watched_blocks import WatchedBlocks
 
 from splitserve.transport.channels.coordinator_links import CoordinatorLinks
-from splitserve.transport.handoff.actions import ToCoordinator
-from splitserve.transport.handoff.handoff import HandoffTimes, Key
+from splitserve.transport.handoff.protocol import HandoffTimes, Key, ToCoordinator
 from splitserve.transport.handoff.sender import HandoffSender
 from splitserve.transport.handoff.sending_end import SendingEnd
 from splitserve.transport.messages.messages import (

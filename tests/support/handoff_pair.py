@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from splitserve.engine.cache.block_manager import BlockManager
-from splitserve.transport.handoff import actions as act
-from splitserve.transport.handoff.handoff import HandoffTimes
+from splitserve.transport.handoff import protocol as act
 from splitserve.transport.handoff.layer_slicing import WHOLE_BLOCKS, LayerSlicing
-from splitserve.transport.handoff.receiver import HandoffReceiver, MoverEndpoints
+from splitserve.transport.handoff.protocol import HandoffTimes
+from splitserve.transport.handoff.receiver import HandoffReceiver
 from splitserve.transport.handoff.sender import HandoffSender
-from splitserve.transport.messages.block_hash import chain, root_hash
+from splitserve.transport.messages.blocks import chain, root_hash
 from splitserve.transport.messages.messages import (
     Meet,
     Message,
@@ -22,6 +22,7 @@ from splitserve.transport.messages.messages import (
     u32,
     u64,
 )
+from splitserve.transport.movers.interface import MoverEndpoints
 
 BLOCK, NUM_LAYERS = 4, 6
 

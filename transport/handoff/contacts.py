@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..messages.messages import Met, Peer
-from .handoff import FALLBACK_MOVER, MADE_ANEW, PeerId
+from ..messages.messages import Met, Peer, PeerId
+from ..movers.interface import FALLBACK_MOVER, MADE_ANEW
 
 
 @dataclass(slots=True)

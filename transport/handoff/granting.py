@@ -6,12 +6,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from ..channels.incarnation import COUNT_BITS
-from ..messages.messages import Grant, ModelIdentity, Offer, from_hashes, u32
-from ..messages.sliding_window import NO_BLOCK, num_behind
-from .handoff import Key, PeerId
+from ..messages.blocks import NO_BLOCK, num_behind
+from ..messages.incarnation import COUNT_BITS
+from ..messages.messages import Grant, ModelIdentity, Offer, PeerId, from_hashes, u32
 from .incoming import Incoming
-from .past import remember
+from .protocol import Key, remember
 
 
 class BlockPool(Protocol):

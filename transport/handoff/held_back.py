@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
-from .handoff import PeerId
+from ..messages.messages import PeerId
 
 Send: TypeAlias = Callable[[], None]
 

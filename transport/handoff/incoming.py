@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ..messages.messages import Grant, Handoff
-from .actions import Verify
-from .handoff import ONE_SIDED_MOVERS, Key, PeerId
+from ..messages.messages import Grant, Handoff, PeerId
+from ..movers.interface import ONE_SIDED_MOVERS
+from .protocol import Key, Verify
 
 
 @dataclass(slots=True)

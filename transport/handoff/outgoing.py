@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..messages.messages import Grant, RequestSpec, TokenLogprobs
-from .actions import Put
-from .handoff import Key, PeerId
+from ..messages.messages import Grant, PeerId, RequestSpec, TokenLogprobs
 from .layer_slicing import UNSEEN_RATE, LayerSlicing
+from .protocol import Key, Put
 
 
 @dataclass(slots=True)

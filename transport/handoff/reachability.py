@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from .handoff import PeerId
+from ..messages.messages import PeerId
 
 Verdict: TypeAlias = Literal["here", "lost", "forgotten"]
 

@@ -1,4 +1,4 @@
-"""The decode worker's side of the KV handoff (the protocol is drawn in handoff.py)."""
+"""The decode worker's side of the KV handoff (the protocol is drawn in protocol.py)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ..messages.messages import (
     ModelIdentity,
     Nack,
     Offer,
+    PeerId,
     Placed,
     Refuse,
     Release,
@@ -24,13 +25,23 @@ from ..messages.messages import (
     from_u64,
     u32,
 )
-from .actions import CloseLease, ExpectAgain, Join, OpenLease, ReceiverAction, Supersede, ToPeer
+from ..movers.interface import MoverEndpoints as MoverEndpoints
 from .granting import BlockPool, Granting
-from .handoff import HandoffTimes, Key, PeerId, Wait
 from .incoming import Incoming
-from .lease_table import LeaseTable
-from .past import remember
-from .writers import MoverEndpoints as MoverEndpoints
+from .leases import LeaseTable
+from .protocol import (
+    CloseLease,
+    ExpectAgain,
+    HandoffTimes,
+    Join,
+    Key,
+    OpenLease,
+    ReceiverAction,
+    Supersede,
+    ToPeer,
+    Wait,
+    remember,
+)
 from .writers import Writers
 
 

@@ -9,13 +9,12 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ..channels.coordinator_link import opened_to, worker_of
-from ..channels.host import advertised_address
-from ..channels.incarnation import has_ended, same_process
 from ..environment import Environment, LocalProcess
-from ..messages.messages import BETWEEN_MOVERS, FROM_PREFILL, Meet, Message, Met, Retire, Retired
+from ..messages.incarnation import has_ended, same_process
+from ..messages.messages import BETWEEN_MOVERS, FROM_PREFILL, Meet, Message, Met, PeerId, Retire, Retired
 from ..movers.targets import MoverTargets
-from .actions import CloseLease, ExpectAgain, OpenLease, ToPeer, Verify
-from .handoff import PeerId
+from ..process.host import advertised_address
+from .protocol import CloseLease, ExpectAgain, OpenLease, ToPeer, Verify
 from .receiver import HandoffReceiver
 
 RECEIVING = (OpenLease, ExpectAgain, CloseLease, Verify)

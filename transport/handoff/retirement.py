@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..channels.incarnation import same_process
-from ..messages.messages import Peer
-from .handoff import PeerId
+from ..messages.incarnation import same_process
+from ..messages.messages import Peer, PeerId
 
 
 @dataclass(slots=True)

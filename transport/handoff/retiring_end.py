@@ -3,7 +3,7 @@ blocks for it, until each has answered."""
 
 from __future__ import annotations
 
-from .actions import Undelivered
+from .protocol import Undelivered
 from .sender import HandoffSender
 from .sending_end import SendingEnd
 

@@ -1,4 +1,4 @@
-"""The prefill worker's side of the KV handoff (the protocol is drawn in handoff.py)."""
+"""The prefill worker's side of the KV handoff (the protocol is drawn in protocol.py)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
+from ..messages.blocks import num_behind
 from ..messages.messages import (
     Ack,
     FailureKind,
@@ -16,6 +17,7 @@ from ..messages.messages import (
     Nack,
     Offer,
     Peer,
+    PeerId,
     Refuse,
     Release,
     Renew,
@@ -27,11 +29,16 @@ from ..messages.messages import (
     from_u32,
     u64,
 )
-from ..messages.sliding_window import num_behind
-from .actions import (
+from ..movers.interface import FALLBACK_MOVER, FORMER_NAME, ONE_SIDED_MOVERS
+from .contacts import Contacts
+from .layer_slicing import WHOLE_BLOCKS, LayerSlicing, seen
+from .outgoing import Outgoing
+from .protocol import (
     CancelPuts,
     Connect,
     Delivered,
+    HandoffTimes,
+    Key,
     OpenMover,
     Put,
     SenderAction,
@@ -39,11 +46,8 @@ from .actions import (
     SendPlaced,
     ToPeer,
     Undelivered,
+    Wait,
 )
-from .contacts import Contacts
-from .handoff import FALLBACK_MOVER, FORMER_NAME, ONE_SIDED_MOVERS, HandoffTimes, Key, PeerId, Wait
-from .layer_slicing import WHOLE_BLOCKS, LayerSlicing, seen
-from .outgoing import Outgoing
 from .retirement import Retirement
 
 

@@ -10,17 +10,16 @@ import logging
 from collections.abc import Callable, Collection
 
 from ..channels.coordinator_link import identity_of
-from ..channels.incarnation import is_earlier, same_process
 from ..environment import Channel, Environment, Network
 from ..errors import PeerEnded, TransportError
-from ..messages.messages import BETWEEN_MOVERS, FROM_DECODE, Message, Met, Placed, Release, u64
-from ..movers.interface import PutSource, as_talking_source
-from .actions import CancelPuts, Connect, OpenMover, Put, SenderAction, SendHandoff, SendPlaced, ToPeer
-from .handoff import FALLBACK_MOVER, PeerId
+from ..messages.incarnation import is_earlier, same_process
+from ..messages.messages import BETWEEN_MOVERS, FROM_DECODE, Message, Met, PeerId, Placed, Release, u64
+from ..movers.interface import FALLBACK_MOVER, PutSource, as_talking_source
 from .held_back import HeldBack
+from .layer_slicing import TransferClock
+from .protocol import CancelPuts, Connect, OpenMover, Put, SenderAction, SendHandoff, SendPlaced, ToPeer
 from .reachability import Reachability, ReachTimes
 from .sender import HandoffSender
-from .transfer_clock import TransferClock
 
 RECEIVE_LIMIT = 256
 LOOK_S, IDLE_LOOK_S = 0.05, 1.0

@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
 
-from ..channels.incarnation import COUNT_BITS, has_ended, is_earlier
-from ..messages.messages import Meet, Met, ModelIdentity, Retire
-from .handoff import FALLBACK_MOVER, FORMER_NAME, SAME_HOST_MOVERS, PeerId
-from .past import remember
-
-
-@dataclass(frozen=True, slots=True)
-class MoverEndpoints:
-    """What this decode worker can be written through, best first, and where. (By FALLBACK_MOVER too, once
-    another has failed.)"""
-
-    movers: tuple[str, ...]
-    host: str
-    shm_name: str = ""
-    data_address: str = ""
+from ..messages.incarnation import COUNT_BITS, has_ended, is_earlier
+from ..messages.messages import Meet, Met, ModelIdentity, PeerId, Retire
+from ..movers.interface import FALLBACK_MOVER, FORMER_NAME, SAME_HOST_MOVERS, MoverEndpoints
+from .protocol import remember
 
 
 class Writers:

@@ -4,7 +4,7 @@ Decoding believes nothing before it is checked, in this order: the tag is one th
 within that type's bound; the msgpack is complete and well formed, and each field in it of its own type
 (msgspec, strict) and within that type's bounds: a list, a map or bytes are refused by the length that their
 header claims, before there is room made for them; last, columns end with a whole item and fields fit together
-(``message_checks``). Nothing is nested deeper than the type is. Where the list that a type allows is long
+(``Checks``). Nothing is nested deeper than the type is. Where the list that a type allows is long
 (LONG_LIST entries), all that headers claim is first looked for, by skipping over the message without building
 anything: so a claim can never make us reserve more than what really arrived. Whatever fails raises
 ``BadMessage``.
@@ -12,17 +12,17 @@ anything: so a claim can never make us reserve more than what really arrived. Wh
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
+from typing import Any, get_type_hints
 
 import msgpack
 import msgspec
 
 from ..errors import BadMessage
 from . import messages
-from .checks import Checks
-from .fields import WIRE_VERSION
+from .fields import ITEM_BYTES, WIRE_VERSION
 from .messages import Message
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -76,6 +76,52 @@ WIRE: dict[int, tuple[type[Message], Bounds]] = {
     54: (messages.Retired, Bounds()),
 }
 """Tags are part of the wire: a number is never given to another type."""
+
+
+class Checks:
+    """Those of one type of message, and of the messages that are its fields."""
+
+    def __init__(self, kind: type[Message]) -> None:
+        self._columns = tuple((place, attrgetter(place), item_bytes) for place, item_bytes in _columns(kind))
+        self._parts = tuple(attrgetter(place) if place else _whole_message for place in _parts(kind))
+
+    def check(self, message: Message) -> None:
+        """Raises ValueError with a sentence that names the place."""
+        for place, read, item_bytes in self._columns:
+            if (size := len(read(message))) % item_bytes:
+                raise ValueError(f"{place}: {size} bytes are no whole number of {item_bytes}-byte items")
+        for part in self._parts:
+            part(message).check()
+
+
+def _columns(kind: type[Message]) -> Iterator[tuple[str, int]]:
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        for meta in getattr(hint, "__metadata__", ()):
+            if meta.extra:
+                yield name, meta.extra[ITEM_BYTES]
+    for name, within in _fields_that_are_messages(kind):
+        for place, item_bytes in _columns(within):
+            yield f"{name}.{place}", item_bytes
+
+
+def _parts(kind: type[Message]) -> Iterator[str]:
+    """The places of what has fields that must fit together; "" is the message itself."""
+    if kind.check is not Message.check:
+        yield ""
+    for name, within in _fields_that_are_messages(kind):
+        for place in _parts(within):
+            yield f"{name}.{place}".removesuffix(".")
+
+
+def _whole_message(message: Message) -> Message:
+    return message
+
+
+def _fields_that_are_messages(kind: type[Message]) -> Iterator[tuple[str, type[Message]]]:
+    for name, hint in get_type_hints(kind).items():
+        if isinstance(hint, type) and issubclass(hint, Message):
+            yield name, hint
+
 
 _UNDECODABLE = (msgspec.MsgspecError, msgpack.UnpackException, ValueError, RecursionError)
 """What the decoders raise: ValueError also for text that is not UTF-8, RecursionError for nested unknown

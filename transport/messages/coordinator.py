@@ -14,17 +14,22 @@ from .fields import (
     Count,
     Dispatch,
     Duration,
+    FinishReason,
     HashColumn,
     Incarnation,
     Message,
+    ModelIdentity,
     Name,
+    Peer,
     ProcessNumber,
+    RequestSpec,
+    Role,
     RowColumn,
     Text,
     TokenId,
+    TokenLogprobs,
     WireVersion,
 )
-from .parts import FinishReason, ModelIdentity, Peer, RequestSpec, Role, TokenLogprobs
 
 Readings = Annotated[dict[Text, float], Meta(max_length=64)]
 """By name."""

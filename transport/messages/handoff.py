@@ -22,14 +22,16 @@ from .fields import (
     Incarnation,
     LeaseColumn,
     Message,
+    ModelIdentity,
     Name,
     ParcelColumn,
     ProcessNumber,
+    RequestSpec,
     Text,
     TokenId,
+    TokenLogprobs,
     WireVersion,
 )
-from .parts import ModelIdentity, RequestSpec, TokenLogprobs
 
 # --- prefill -> decode ---------------------------------------------------------------------------
 

@@ -1,14 +1,15 @@
 """Every message that crosses a process boundary, as a closed set of validated types.
 
-Who says what:
+Senders and receivers:
 
-    worker      -> coordinator   Hello, Load, BlockEvents, FirstToken, Joined, StepTokens, RequestFailed, Goodbye
+    worker      -> coordinator   Hello, Load, BlockEvents, FirstToken, Joined, StepTokens, RequestFailed,
+                                 Goodbye
     coordinator -> worker        Welcome, Alive, Fenced, Prefill, Move, Cancel, Drain, Flip
     prefill     -> decode        Meet, Offer, Renew, Placed, Handoff, Release, Retire
     decode      -> prefill       Met, Grant, Refuse, Ack, Nack, Revoke, Retired
     their movers, both ways      RendezvousEntry, ParcelComing, SessionOver
 
-A decode worker that leaves speaks to another decode worker as a prefill worker does.
+A decode worker that drains sends to another decode worker what a prefill worker does.
 
 A *dispatch* names one attempt (one epoch) of one request: the coordinator numbers them and never
 uses a number twice in its life, so a message of an older epoch names a dispatch that is no longer
@@ -41,7 +42,15 @@ from .fields import (
     MAX_PARCEL_POSITIONS,
     MAX_ROWS,
     SECRET_BYTES,
+    FinishReason,
     Message,
+    ModelIdentity,
+    Peer,
+    PeerId,
+    RequestSpec,
+    Role,
+    Sampling,
+    TokenLogprobs,
     from_hashes,
     from_u32,
     from_u64,
@@ -68,7 +77,6 @@ from .handoff import (
     Revoke,
     SessionOver,
 )
-from .parts import FinishReason, ModelIdentity, Peer, RequestSpec, Role, Sampling, TokenLogprobs
 
 FROM_WORKER = (Hello, Load, BlockEvents, FirstToken, Joined, StepTokens, RequestFailed, Goodbye)
 FROM_COORDINATOR = (Welcome, Alive, Fenced, Prefill, Move, Cancel, Drain, Flip)
@@ -123,6 +131,7 @@ __all__ = [
     "Offer",
     "ParcelComing",
     "Peer",
+    "PeerId",
     "Placed",
     "Prefill",
     "Refuse",

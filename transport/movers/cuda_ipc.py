@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import MoverError, PeerEnded
-from ..handoff.handoff import PeerId
+from ..messages.messages import PeerId
 from .interface import Arrival, Item, OneSidedTarget, layer_slice, runs
 
 HANDLE_BYTES = 64

@@ -8,6 +8,7 @@ blocks. Nothing here blocks; nothing is safe to use from two threads at once.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 
@@ -15,14 +16,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MoverError
-from ..handoff.handoff import PeerId
-from ..messages.messages import Message
+from ..messages.messages import Message, PeerId
 
 Pool: TypeAlias = NDArray[np.uint8]
 Item: TypeAlias = tuple[int, int, int]
 """(position in the lease, own block, the peer's block)"""
 Arrival: TypeAlias = tuple[int, int]
 """(lease, position)"""
+
+
+ONE_SIDED_MOVERS = frozenset({"cuda_ipc", "shm", "nixl"})
+SAME_HOST_MOVERS = frozenset({"cuda_ipc", "shm"})
+FALLBACK_MOVER = "tcp"
+"""Works between any two workers; replaces a mover that fails."""
+FORMER_NAME = "zmq"
+"""Name of the ``tcp`` mover to workers of earlier builds, which share the wire version. Meet gives both
+names."""
+MADE_ANEW = frozenset({"nccl"})
+"""Tried once more when they fail, by a new meeting: their connection may have broken by the fault of neither
+worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoverEndpoints:
+    """The movers that a decode worker can be written through, best first, and their addresses. FALLBACK_MOVER
+    is used too, once another has failed."""
+
+    movers: tuple[str, ...]
+    host: str
+    shm_name: str = ""
+    data_address: str = ""
 
 
 class PutTarget(Protocol):

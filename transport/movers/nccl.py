@@ -20,8 +20,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..errors import MoverError
-from ..handoff.handoff import PeerId
-from ..messages.messages import MAX_PARCEL_POSITIONS, Message
+from ..messages.messages import MAX_PARCEL_POSITIONS, Message, PeerId
 from . import communicator as library
 from .block_memory import BlockMemory
 from .communicator import Communicator, SharedStore

@@ -12,9 +12,8 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from ..channels.incarnation import is_earlier
-from ..handoff.handoff import PeerId
-from ..messages.messages import Message, ParcelComing, RendezvousEntry, SessionOver, from_u32
+from ..messages.incarnation import is_earlier
+from ..messages.messages import Message, ParcelComing, PeerId, RendezvousEntry, SessionOver, from_u32
 from .interface import Arrival
 from .parcels import Claim, LeaseBook, ParcelHeader
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ..errors import MoverError
-from ..handoff.handoff import PeerId
+from ..messages.messages import PeerId
 from .interface import Arrival, Item, OneSidedTarget, Pool, layer_slice, runs
 
 PUT_S, SLOWEST_BYTES_PER_S = 10.0, 50e6  # a put may take that long, and as long as its bytes at that rate

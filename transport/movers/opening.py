@@ -8,15 +8,13 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..channels.host import host_identity
 from ..errors import MoverError
-from ..handoff.handoff import FALLBACK_MOVER
-from ..handoff.receiver import MoverEndpoints
 from ..messages.messages import Met
+from ..process.host import host_identity
 from . import nixl
 from .block_memory import DevicePool, HostMemory
 from .cuda_ipc import CudaIpcSource, CudaIpcTarget, LoadedCudart
-from .interface import Pool, PutSource, PutTarget
+from .interface import FALLBACK_MOVER, MoverEndpoints, Pool, PutSource, PutTarget
 from .nccl import NcclSource, NcclTarget
 from .nixl import NixlSource, NixlTarget
 from .shm import SharedPool, ShmSource, ShmTarget

@@ -1,7 +1,8 @@
 """What flows over a data connection: parcels, each some layers of one or several blocks of a lease.
 
     size of the header u32 | header | body
-    header: "SSKV" | version u8 | 3 bytes 0 | lease u64 | secret 16 B | offset u64 | length u64 | positions u32 ...
+    header: "SSKV" | version u8 | 3 bytes 0 | lease u64 | secret 16 B | offset u64 | length u64
+            | positions u32 ...
 
 little-endian. The body holds, for each position in turn, bytes [offset, offset + length) of its block. Sealed
 (session.py), the header is one record and the body is cut into records of RECORD_BYTES, the last one shorter;
@@ -18,8 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from ..channels.wakeup import Wakeup
 from ..messages.messages import SECRET_BYTES
+from ..process.wakeup import Wakeup
 from .interface import Arrival, Pool
 
 _HEADER = struct.Struct(f"<4sB3xQ{SECRET_BYTES}sQQ")

@@ -25,7 +25,7 @@ because TLS records hold at most 16 KiB and each takes a call from Python (``ben
 The address of a data connection is one string, which travels over the control channel only:
 
     tcp://host:port#<secret, 64 hex digits>          blocks travel sealed
-    tcp://host:port#<secret, 64 hex digits>#plain    the decode worker would also take them plain (--plaintext-kv)
+    tcp://host:port#<secret, 64 hex digits>#plain    the decode worker accepts plain ones too (--plaintext-kv)
 """
 
 from __future__ import annotations

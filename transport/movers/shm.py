@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..errors import MoverError, PeerEnded
-from ..handoff.handoff import PeerId
+from ..messages.messages import PeerId
 from .interface import Arrival, Item, OneSidedTarget, Pool, layer_slice
 
 _LARGEST_PID = (1 << 31) - 1

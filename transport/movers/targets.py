@@ -3,17 +3,17 @@ of them."""
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from typing import Protocol
 
 from msgspec.structs import replace
 
-from ..handoff.handoff import FALLBACK_MOVER, FORMER_NAME, PeerId
-from ..handoff.receiver import MoverEndpoints
-from ..handoff.ways_in import WaysIn
-from ..messages.messages import Message, Met
-from .interface import Arrival, PutTarget, as_talking_target
+from ..messages.incarnation import has_ended, is_earlier, same_process
+from ..messages.messages import Meet, Message, Met, PeerId, Retire
+from .interface import FALLBACK_MOVER, FORMER_NAME, Arrival, MoverEndpoints, PutTarget, as_talking_target
 
 _log = logging.getLogger(__name__)
 
@@ -82,3 +82,130 @@ class MoverTargets:
     def close_all(self) -> None:
         for target in self._targets.values():
             target.close_all()
+
+
+class Way(Protocol):
+    """One mover's target. See ``movers.interface.PutTarget``."""
+
+    @property
+    def one_sided(self) -> bool: ...
+
+    @property
+    def lingers(self) -> bool: ...
+
+    def shut_out(self, peer: PeerId) -> bool: ...
+
+
+class Receiver(Protocol):
+    """What a HandoffReceiver is told here, and asked."""
+
+    def writers(self) -> dict[PeerId, int]: ...
+    def writer_gone(self, peer: PeerId) -> None: ...
+    def writer_shut_out(self, peer: PeerId) -> None: ...
+    def silent_writers(self, now: float) -> set[PeerId]: ...
+
+
+class WaysIn:
+    """``targets``: by mover. ``tell``: hears, in a sentence, of each writer that is shut out."""
+
+    def __init__(self, targets: Mapping[str, Way], tell: Callable[[str], None]) -> None:
+        self._targets, self._tell = targets, tell
+        self._met_by: dict[PeerId, set[str]] = {}
+        self._leaving: set[PeerId] = set()  # of whom ``shut_out`` has to be asked again
+        # Who came in by a mover that lingers. One that has been shut out may not know it, and be granted
+        # leases still: it fails at its
+        # next put, and says nothing of that lease.
+        self._lingered: set[PeerId] = set()
+
+    def met(self, peer: PeerId, mover: str) -> None:
+        """From now on it may write by this mover."""
+        self._met_by.setdefault(peer, set()).add(mover)
+        if self._targets[mover].lingers:
+            self._lingered.add(peer)
+
+    def may_meet(self, peer: PeerId, meet: Meet, here: bool, receiver: Receiver) -> bool:
+        """Whether Meet may go to the core: not while what was begun under an earlier name of the same
+        process, or by a mover that has failed since, may still land. It will be said again. ``here``: the
+        writer is on this host."""
+        for earlier in self._earlier(peer):
+            if same_process(earlier[1], peer[1]):
+                if not self._is_over(earlier):
+                    return False
+                self.forget(earlier)  # as the core does when it hears this
+            elif not here:  # it has been started anew: what it wrote before need not be waited for
+                self._shut_out(earlier, receiver)
+        if meet.failed and peer in self._lingered:
+            if not self._is_over(peer):
+                return False
+            receiver.writer_shut_out(peer)
+        return True
+
+    def may_retire(self, peer: PeerId, retire: Retire, receiver: Receiver) -> bool:
+        """Whether Retire may go to the core; if not, it will be said again."""
+        ended = [e for e in receiver.writers() if e[0] == peer[0] and has_ended(e[1], retire.incarnation)]
+        waiting = [e for e in ended if not self._is_over(e)]
+        return not waiting
+
+    def process_ended(self, peer: PeerId, receiver: Receiver) -> bool:
+        """The writer's process has ended. Whether the core has been told; if not, say it again."""
+        if not self._is_over(peer):
+            return False
+        receiver.writer_gone(peer)
+        self.forget(peer)
+        return True
+
+    def look(self, here: Container[PeerId], receiver: Receiver, now: float) -> None:
+        """Shuts out who has not answered for long. ``here``: the writers of this host. They end with their
+        process, unless what they have begun outlives that anyway."""
+        for peer in receiver.silent_writers(now) | self._leaving:
+            if peer not in here:
+                self._shut_out(peer, receiver)
+            elif peer in self._lingered and self._is_over(peer):
+                self._tell_shut_out(peer, receiver)
+
+    def forget(self, peer: PeerId) -> None:
+        """It writes no more, and has said so."""
+        for mover in self._met_by.pop(peer, ()):
+            self._targets[mover].shut_out(peer)
+        self._leaving.discard(peer)
+        self._lingered.discard(peer)
+
+    def _shut_out(self, peer: PeerId, receiver: Receiver) -> None:
+        still = [mover for mover in self._met_by.get(peer, ()) if not self._targets[mover].shut_out(peer)]
+        if still:
+            self._leaving.add(peer)
+            return
+        self._met_by.pop(peer, None)
+        self._leaving.discard(peer)
+        self._tell_shut_out(peer, receiver)
+
+    def _is_over(self, peer: PeerId) -> bool:
+        """Nothing that it has begun lands any more, unless it begins something new."""
+        movers = self._met_by.get(peer, set())
+        movers -= {
+            mover for mover in movers if self._targets[mover].lingers and self._targets[mover].shut_out(peer)
+        }
+        if not movers:
+            self._met_by.pop(peer, None)
+        return not self._lingers(peer)
+
+    def _lingers(self, peer: PeerId) -> bool:
+        return any(self._targets[mover].lingers for mover in self._met_by.get(peer, ()))
+
+    def _earlier(self, peer: PeerId) -> list[PeerId]:
+        """Earlier incarnations of this worker that may be writing. Of another process: if it was met before
+        this one was."""
+        before = itertools.takewhile(lambda known: known != peer, self._met_by)
+        other_processes = [p for p in before if p[0] == peer[0] and not same_process(p[1], peer[1])]
+        own = [p for p in self._met_by if p[0] == peer[0] and is_earlier(p[1], peer[1])]
+        return [
+            p
+            for p in (*own, *other_processes)
+            if any(self._targets[mover].one_sided for mover in self._met_by[p])
+        ]
+
+    def _tell_shut_out(self, peer: PeerId, receiver: Receiver) -> None:
+        self._tell(
+            f"{peer[0]} can write no more KV blocks here: it has not answered, or has been started anew"
+        )
+        receiver.writer_shut_out(peer)

@@ -246,9 +246,9 @@ class _Connection(threading.Thread):
         if not hmac.compare_digest(answer[NONCE_BYTES:], transcript.server_proof):
             raise EOFError("whoever listens there is not that decode worker")
         stream.sendall(transcript.client_proof)
-        stream.settimeout(
-            None
-        )  # a call then ends when all has left, without Python's lock in between; for the stall the kernel's timeout
+        # Without a time-out a call ends when all has left, and Python's lock is not taken in between. The
+        # kernel's own time-out ends a stalled one.
+        stream.settimeout(None)
         stream.setsockopt(
             socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", *divmod(int(STALL_S * 1e6), 1_000_000))
         )

@@ -22,9 +22,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 
-from ..channels.wakeup import Wakeup
 from ..errors import AddressError, MoverError
-from ..handoff.handoff import PeerId
+from ..messages.messages import PeerId
+from ..process.wakeup import Wakeup
 from .inbound import BadPeer, Desk, Inbound
 from .interface import Arrival, Pool
 from .parcels import BookedTarget

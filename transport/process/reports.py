@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from ..handoff.handoff import PeerId
-from ..messages.messages import BlockEvents, Load, TokenLogprobs
+from ..messages.messages import BlockEvents, Load, PeerId, TokenLogprobs
 
 
 class CacheEvents(Protocol):

@@ -1,7 +1,7 @@
-"""What a worker did for a request, as spans of the request's trace: read off the messages that pass, so that
-no core knows of it. Pure.
+"""A worker's part of a request, as spans of the request's trace. They are derived from the messages that
+pass, so that no core knows of them. Pure.
 
-prefill worker    Prefill ........ FirstToken                    "prefill" (its wait in this worker's queue: "prefill queue")
+prefill worker    Prefill ........ FirstToken                    "prefill queue", then "prefill"
 decode worker     Handoff ........ Joined                        "handoff"
                                    Joined ........ last token    "decode"
 """

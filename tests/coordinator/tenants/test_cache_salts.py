@@ -10,7 +10,7 @@ import pytest
 from splitserve.coordinator.tenants.store import TenantStore
 from splitserve.engine.cache.block_manager import BlockManager
 from splitserve.prefill.scheduler import PrefillScheduler
-from splitserve.transport.messages.block_hash import chain, root_hash
+from splitserve.transport.messages.blocks import chain, root_hash
 from splitserve.transport.messages.messages import Peer, RequestSpec, Sampling, u32
 
 PROMPT = list(range(1, 34))

@@ -10,8 +10,8 @@ import zmq
 from support.channels import DEADLINE_S, HELLO, dealer, router
 
 from splitserve.transport.channels.event_loop import BUDGET, attach
-from splitserve.transport.channels.wakeup import Wakeup
 from splitserve.transport.messages.messages import Cancel, RequestFailed, u32
+from splitserve.transport.process.wakeup import Wakeup
 
 
 async def test_an_event_loop_hears_every_message(stack: ExitStack) -> None:

@@ -8,9 +8,9 @@ import pytest
 from msgspec.structs import replace
 from support.handoff_pair import DECODE, MODEL, Pair, spec, whole
 
-from splitserve.transport.handoff import actions as act
+from splitserve.transport.handoff import protocol as act
+from splitserve.transport.messages.blocks import NO_BLOCK
 from splitserve.transport.messages.messages import Grant, u32
-from splitserve.transport.messages.sliding_window import NO_BLOCK
 
 
 def test_a_handoff() -> None:

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from support.handoff_pair import BLOCK, DECODE, MODEL, PREFILL, TIMES, Pair, spec, whole
 
-from splitserve.transport.channels.incarnation import COUNT_BITS
-from splitserve.transport.handoff import actions as act
 from splitserve.transport.handoff import contacts
+from splitserve.transport.handoff import protocol as act
+from splitserve.transport.messages.incarnation import COUNT_BITS
 from splitserve.transport.messages.messages import (
     Ack,
     Grant,

@@ -13,9 +13,8 @@ from support.messages import SPEC
 from support.ports import kept_port
 
 from splitserve.transport.channels.channels import RouterChannel
-from splitserve.transport.channels.incarnation import COUNT_BITS
 from splitserve.transport.errors import MoverError, PeerEnded
-from splitserve.transport.handoff.actions import (
+from splitserve.transport.handoff.protocol import (
     CancelPuts,
     Connect,
     Put,
@@ -24,12 +23,12 @@ from splitserve.transport.handoff.actions import (
     ToPeer,
     Undelivered,
 )
-from splitserve.transport.handoff.handoff import PeerId
 from splitserve.transport.handoff.reachability import ReachTimes
 from splitserve.transport.handoff.retiring_end import RetiringEnd
 from splitserve.transport.handoff.sender import HandoffSender
 from splitserve.transport.handoff.sending_end import SendingEnd
 from splitserve.transport.live_environment import live_environment
+from splitserve.transport.messages.incarnation import COUNT_BITS
 from splitserve.transport.messages.messages import (
     FROM_PREFILL,
     Handoff,
@@ -38,6 +37,7 @@ from splitserve.transport.messages.messages import (
     Met,
     ModelIdentity,
     Peer,
+    PeerId,
     Placed,
     Release,
     Renew,

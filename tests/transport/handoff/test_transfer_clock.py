@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from splitserve.transport.handoff.transfer_clock import SETTLED_BYTES, TransferClock
+from splitserve.transport.handoff.layer_slicing import SETTLED_BYTES, TransferClock
 
 PEER = ("decode-0", 1)
 

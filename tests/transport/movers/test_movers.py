@@ -26,8 +26,6 @@ from support.kv_pools import (
     until,
 )
 
-from splitserve.transport.channels.host import advertised_address, host_identity
-from splitserve.transport.channels.liveness import ProcessIdentity
 from splitserve.transport.errors import MoverError, PeerEnded
 from splitserve.transport.messages.messages import Met
 from splitserve.transport.movers.checksum import RunningChecksums, block_checksum, checksums
@@ -35,6 +33,8 @@ from splitserve.transport.movers.interface import Arrival, Pool, PutSource, PutT
 from splitserve.transport.movers.opening import open_source, open_targets
 from splitserve.transport.movers.shm import SharedPool, ShmSource, ShmTarget
 from splitserve.transport.movers.tcp_target import TcpTarget
+from splitserve.transport.process.host import advertised_address, host_identity
+from splitserve.transport.process.liveness import ProcessIdentity
 
 
 @pytest.fixture

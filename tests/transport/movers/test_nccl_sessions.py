@@ -7,8 +7,14 @@ from collections.abc import Sequence
 import pytest
 
 from splitserve.transport.errors import MoverError
-from splitserve.transport.handoff.handoff import PeerId
-from splitserve.transport.messages.messages import Message, ParcelComing, RendezvousEntry, SessionOver, u32
+from splitserve.transport.messages.messages import (
+    Message,
+    ParcelComing,
+    PeerId,
+    RendezvousEntry,
+    SessionOver,
+    u32,
+)
 from splitserve.transport.movers.nccl_receiver import (
     BeginSession,
     EndSession,

@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from splitserve.transport.channels.host import advertised_host
 from splitserve.transport.errors import AddressError
+from splitserve.transport.process.host import advertised_host
 
 COORDINATOR = "tcp://127.0.0.1:7000"
 

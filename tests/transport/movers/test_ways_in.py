@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from splitserve.transport.channels.incarnation import COUNT_BITS
-from splitserve.transport.handoff.handoff import PeerId
-from splitserve.transport.handoff.ways_in import WaysIn
-from splitserve.transport.messages.messages import Meet, ModelIdentity, Retire
+from splitserve.transport.messages.incarnation import COUNT_BITS
+from splitserve.transport.messages.messages import Meet, ModelIdentity, PeerId, Retire
+from splitserve.transport.movers.targets import WaysIn
 
 MODEL = ModelIdentity(fingerprint="f", dtype="float32", block_size=16, layout="l", block_bytes=1)
 OLD, NEW = ("p0", (1 << COUNT_BITS) + 1), ("p0", (1 << COUNT_BITS) + 2)

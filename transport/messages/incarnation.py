@@ -1,7 +1,7 @@
-"""Incarnation numbers: which life of a worker or a coordinator a message is about. No clock and no file goes
-into them.
+"""Incarnation numbers: which life of a worker or a coordinator a message is about. They need no clock and no
+file.
 
-    63 bits:   process, 41 bits, drawn at random   |   count, 22 bits: which incarnation of that process, from 1
+    63 bits:   process, 41 bits, random   |   count, 22 bits: incarnations of that process, from 1
 
 Two incarnations of one process are ordered by their counts. Two processes of one name have no order: between
 them a clock may have been set back or a file lost, and two coordinators may have met them in different
