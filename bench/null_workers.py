@@ -54,7 +54,9 @@ def start_null_worker(
 
 
 def _run(role: str, coordinator: str, core: int, num_blocks: int, max_model_len: int) -> None:
-    from ..worker.main import live_worker, serve
+    from ..worker.live_parts import live_parts
+    from ..worker.loop import Worker
+    from ..worker.main import serve
     from ..worker.settings import DecodeSettings, PrefillSettings
 
     os.sched_setaffinity(0, {core})
@@ -66,7 +68,9 @@ def _run(role: str, coordinator: str, core: int, num_blocks: int, max_model_len:
         "mover": "tcp",
         "name": f"{role}-null",
     }
-    if role == "prefill":
-        serve(live_worker(PrefillSettings.model_validate({**common, "max_batch_tokens": 8192}), model))
-    else:
-        serve(live_worker(DecodeSettings.model_validate(common), model))
+    settings = (
+        PrefillSettings.model_validate({**common, "max_batch_tokens": 8192})
+        if role == "prefill"
+        else DecodeSettings.model_validate(common)
+    )
+    serve(Worker(settings, live_parts(settings, model)))

@@ -27,6 +27,7 @@ class DecodeRole(PlayedRole):
     def _open_receiving(self) -> ReceivingEnd:
         settings, parts = self._settings, self._parts
         assert isinstance(settings, DecodeSettings)
+        assert parts.targets is not None, "a decode role has some"
         return ReceivingEnd(
             parts.environment,
             parts.targets,

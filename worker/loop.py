@@ -43,7 +43,7 @@ class Worker:
                 settings.worker_id,
                 parts.blocks,
                 self.begin,
-                parts.incarnation,
+                parts.incarnations,
                 parts.times.rest,
                 mixed=settings.start_as == "mixed",
                 for_decode=self._num_growing_blocks,

@@ -6,27 +6,15 @@ import signal
 import sys
 
 from ..engine.load_model import load_model
-from ..engine.worker_model import WorkerModel
-from ..transport.channels.keys import ClusterKey, load_key
+from ..transport.channels.keys import load_key
 from ..transport.movers.shm import SharedPool
 from ..transport.process.collector import settle_heap
 from ..transport.process.host import allow_many_files
-from .live_parts import LiveParts
+from .live_parts import live_parts
 from .loop import Worker
 from .settings import DecodeSettings, FlexibleSettings, PrefillSettings
 
 SWITCH_S = 1e-4  # step threads and the loop alternate: the default of 5 ms would show in every token
-
-
-def live_worker(
-    settings: PrefillSettings | DecodeSettings | FlexibleSettings,
-    model: WorkerModel,
-    key: ClusterKey | None = None,
-    shared: SharedPool | None = None,
-) -> Worker:
-    """Return a worker around this model. ``shared``: the pool's memory, where other processes of this host
-    may map it."""
-    return Worker(settings, LiveParts(settings, model, key, shared))
 
 
 def serve(worker: Worker) -> None:
@@ -54,7 +42,7 @@ def run(settings: PrefillSettings | DecodeSettings | FlexibleSettings) -> None:
         settings.max_num_seqs if decodes else 0,
         settings.chunk_budget if isinstance(settings, PrefillSettings) else None,
     )
-    worker = live_worker(settings, model, key, shared[0] if shared else None)
+    worker = Worker(settings, live_parts(settings, model, key, shared[0] if shared else None))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: worker.leave())
     serve(worker)

@@ -47,7 +47,7 @@ class PlayedRole(ABC):
             parts.environment.network,
             settings.worker_id,
             self,
-            process.incarnation,
+            process.incarnations,
             settings.orphaned_after_s,
         )
         self._make_core()

@@ -9,8 +9,9 @@ import time
 from ...engine.worker_model import WorkerModel
 from ...transport.channels.channels import RouterChannel
 from ...transport.messages.messages import FROM_WORKER, Hello, Role
-from ...worker.live_parts import LiveParts
+from ...worker.live_parts import live_parts
 from ...worker.loop import Worker
+from ...worker.parts import WorkerParts
 from ...worker.settings import FlexibleSettings
 from ..errors import ProfilingError
 
@@ -30,7 +31,7 @@ def measure_flip(model: WorkerModel, settings: FlexibleSettings, num_flips: int 
     listening = RouterChannel.bind("tcp://127.0.0.1:*", None, FROM_WORKER)
     named = {"coordinator": listening.address, "name": "profiled", "start_as": "prefill"}
     settings = settings.model_copy(update=named)
-    parts = LiveParts(settings, model, None)
+    parts = live_parts(settings, model)
     worker = Worker(settings, parts)
     seconds: dict[Role, list[float]] = {"prefill": [], "decode": []}
     roles: tuple[Role, Role] = ("prefill", "decode")
@@ -49,7 +50,7 @@ def measure_flip(model: WorkerModel, settings: FlexibleSettings, num_flips: int 
     return max(statistics.median(times) for times in seconds.values() if times)
 
 
-def _until_hello(worker: Worker, parts: LiveParts, role: Role, listening: RouterChannel) -> None:
+def _until_hello(worker: Worker, parts: WorkerParts, role: Role, listening: RouterChannel) -> None:
     incarnation, end = worker.roles[role].links.incarnation, time.perf_counter() + HEARD_S
     while time.perf_counter() < end:
         worker.turn(parts.wait(0.0), parts.clock.now())

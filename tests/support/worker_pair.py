@@ -32,8 +32,9 @@ from splitserve.transport.messages.messages import (
     u32,
 )
 from splitserve.transport.movers.shm import SharedPool
+from splitserve.worker.live_parts import live_parts
 from splitserve.worker.loop import Worker
-from splitserve.worker.main import live_worker, serve
+from splitserve.worker.main import serve
 from splitserve.worker.settings import DecodeSettings, PrefillSettings
 
 DEADLINE_S = 60.0
@@ -96,10 +97,10 @@ class WorkerPair:
             models["decode"].pool.shape
         )
         models["decode"] = replace(models["decode"], pool=pool)
-        self.prefill = live_worker(PrefillSettings.model_validate({**common, "name": "p"}), models["prefill"])
-        self.decode = live_worker(
-            DecodeSettings.model_validate({**common, "name": "d"}), models["decode"], shared=shared
-        )
+        prefill = PrefillSettings.model_validate({**common, "name": "p"})
+        decode = DecodeSettings.model_validate({**common, "name": "d"})
+        self.prefill = Worker(prefill, live_parts(prefill, models["prefill"]))
+        self.decode = Worker(decode, live_parts(decode, models["decode"], shared=shared))
         self.threads: dict[str, threading.Thread] = {}
         self.errors: dict[str, EngineError] = {}
         """By role, what ended a worker's loop."""

@@ -11,8 +11,9 @@ from support.worker_pair import process_settings_kept
 from splitserve.bench.studies.steer_workload import worker as profile
 from splitserve.cli.settings import DEMO_MODEL
 from splitserve.engine.step.paced_runner import paced_model
+from splitserve.worker.live_parts import live_parts
 from splitserve.worker.loop import Worker
-from splitserve.worker.main import live_worker, serve
+from splitserve.worker.main import serve
 from splitserve.worker.settings import FlexibleSettings
 
 
@@ -30,7 +31,7 @@ def flexible(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Worker]
         coordinator="tcp://127.0.0.1:9",
         runner=f"paced:{tmp_path / 'profile.json'}",
     )
-    process = live_worker(settings, paced_model(settings))
+    process = Worker(settings, live_parts(settings, paced_model(settings)))
     yield process
     if process.roles:
         process.leave()
