@@ -13,7 +13,6 @@ from ..transport.handoff.receiving_end import RECEIVING, ReceivingEnd
 from ..transport.messages.messages import FROM_DECODE
 from .played_role import PlayedRole
 from .settings import DecodeSettings
-from .steps import DecodeSteps
 
 
 class DecodeRole(PlayedRole):
@@ -21,7 +20,6 @@ class DecodeRole(PlayedRole):
 
     role = "decode"
     core: DecodeCore
-    steps: DecodeSteps
     _receiving: ReceivingEnd
 
     def _open_receiving(self) -> ReceivingEnd:
@@ -75,7 +73,6 @@ class DecodeRole(PlayedRole):
         )
         assert self.core.moving is not None, "it has said how it meets others"
         self.sender = self.core.moving.sender
-        self.steps = process.decode_steps(self.core)
 
     def _take(self, now: float) -> list[Any]:
         return self.core.take(now)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import secrets
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 import zmq
 
 from ..engine.cache.block_manager import BlockManager
 from ..engine.sampling.grammar_thread import GrammarThread
+from ..engine.step.layer_progress import LayerProgress
+from ..engine.step.step_forecast import StepForecast
+from ..engine.step.step_thread import StepThread
 from ..engine.worker_model import WorkerModel
 from ..transport.channels.keys import ClusterKey
 from ..transport.live_environment import MonotonicClock, live_environment
@@ -25,8 +29,7 @@ from ..transport.process.worker_trace import WorkerTrace
 from .gpu_telemetry import telemetry_of
 from .parts import ModelFacts, RoleParts, WorkerParts
 from .settings import DecodeSettings, FlexibleSettings, PrefillSettings
-from .steps import DecodeSteps, PrefillSteps
-from .turns import RunnerInTurns
+from .steps import RunningStep, Steps
 
 
 def live_parts(
@@ -36,10 +39,16 @@ def live_parts(
     shared: SharedPool | None = None,
 ) -> WorkerParts:
     """``shared``: the pool's memory, where other processes of this host may map it."""
-    if isinstance(settings, FlexibleSettings):
-        turns = RunnerInTurns(model.runner, model.launch)
-        model = replace(model, runner=turns, launch=turns.launch if model.launch is not None else None)
-    poller, wakeup, telemetry = zmq.Poller(), Wakeup(), telemetry_of(model.device)
+    clock, poller, wakeup, telemetry = MonotonicClock(), zmq.Poller(), Wakeup(), telemetry_of(model.device)
+    forecast = StepForecast() if model.launch is not None else None
+    device = StepThread[RunningStep](model.runner, wakeup.set, model.ahead_at_layer, model.launch, forecast)
+    steps = Steps(
+        device,
+        model.num_layers,
+        partial(LayerProgress, model.device, wakeup.set),
+        clock.now,
+        launches=model.launch is not None,
+    )
     poller.register(wakeup.fd, zmq.POLLIN)
 
     def wait(patience_s: float) -> set[object]:
@@ -49,12 +58,13 @@ def live_parts(
         return ready
 
     def close() -> None:
+        steps.stop()
         if telemetry is not None:
             telemetry.stop()
         wakeup.close()
 
     return WorkerParts(
-        MonotonicClock(),
+        clock,
         ModelFacts(
             msgspec.convert(model.identity, ModelIdentity),
             model.eos_token_ids,
@@ -70,8 +80,7 @@ def live_parts(
         incarnations(),
         lambda: secrets.token_bytes(SECRET_BYTES),
         lambda settings, role: _open(settings, role, model, key, shared, poller, wakeup),
-        lambda core: DecodeSteps(core, model, wakeup.set),
-        lambda core: PrefillSteps(core, model, wakeup.set),
+        steps,
         wait,
         wakeup.set,
         close,

@@ -95,12 +95,18 @@ class Worker:
 
     def turn(self, ready: set[object], now: float) -> None:
         """Do what there is to do. ``ready``: see ``Network.ready``."""
-        for name, role in list(self.roles.items()):
+        roles, steps = list(self.roles.items()), self._parts.steps
+        for _, role in roles:
             role.complete_steps(now)
+        for _, role in roles:
             role.receive(ready, now)
-            role.launch(now)
+        if steps.launch(now):
+            for _, role in roles:
+                role.complete_steps(now)
+        for _, role in roles:
             role.carry_out(now)
-            role.steps.launch(now)  # blocks that were just freed, or verified, are used at once
+        steps.launch(now)  # blocks that were just freed, or verified, are used at once
+        for name, role in roles:
             role.report(now)
             if role.has_ended(now):
                 self.end(name)

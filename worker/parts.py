@@ -7,11 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ..decode.core import DecodeCore
 from ..engine.cache.block_manager import BlockManager
 from ..engine.sampling.constraint import CompileGrammar
 from ..engine.sampling.grammar_thread import CompilingCore
-from ..prefill.core import PrefillCore
 from ..transport.environment import Clock, Environment
 from ..transport.handoff.protocol import HandoffTimes
 from ..transport.handoff.reachability import ReachTimes
@@ -21,7 +19,7 @@ from ..transport.movers.targets import MoverTargets
 from ..transport.process.reports import Telemetry
 from ..transport.process.worker_trace import WorkerTrace
 from .settings import DecodeSettings, PrefillSettings
-from .steps import DecodeSteps, PrefillSteps
+from .steps import Steps
 
 
 class Grammars(Protocol):
@@ -79,8 +77,7 @@ class WorkerParts:
     incarnations: Callable[[], int]  # returns the number of the next incarnation of any role
     secret: Callable[[], bytes]  # returns the secret of a lease, SECRET_BYTES long
     open: Callable[[PrefillSettings | DecodeSettings, str], RoleParts]  # of a role that begins
-    decode_steps: Callable[[DecodeCore], DecodeSteps]
-    prefill_steps: Callable[[PrefillCore], PrefillSteps]
+    steps: Steps  # of all roles, around the device that computes them
     wait: Callable[[float], set[object]]  # at most these seconds; returns what ``Network.ready`` does
     wake: Callable[[], None]
     close: Callable[[], None]  # releases all but the model

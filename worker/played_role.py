@@ -20,7 +20,6 @@ from .parts import WorkerParts
 from .reports import WorkerReports
 from .roles import Departure, RoleHost
 from .settings import DecodeSettings, PrefillSettings
-from .steps import Steps
 
 LINGER_S = 0.5  # for the last messages
 
@@ -30,7 +29,6 @@ class PlayedRole(ABC):
 
     role: ClassVar[Role]
     core: PrefillCore | DecodeCore
-    steps: Steps[Any]
     sender: HandoffSender
     max_batch_tokens: int
 
@@ -51,6 +49,8 @@ class PlayedRole(ABC):
             settings.orphaned_after_s,
         )
         self._make_core()
+        self.steps = process.steps
+        self.steps.add(self.core)
         self.departure = Departure(self.core, self.role, host)
         self.sending = SendingEnd(
             self.sender, settings.worker_id, self.links.incarnation, parts.environment, process.times.reach
@@ -70,7 +70,7 @@ class PlayedRole(ABC):
 
     @abstractmethod
     def _make_core(self) -> None:
-        """Set ``core``, ``steps``, ``sender`` and ``max_batch_tokens``."""
+        """Set ``core``, ``sender`` and ``max_batch_tokens``."""
 
     @abstractmethod
     def _take(self, now: float) -> list[Any]:
@@ -116,10 +116,6 @@ class PlayedRole(ABC):
             self.core.tick(now)
             self.links.tick(now)
 
-    def launch(self, now: float) -> None:
-        """Submit the core's next step, if the step thread wants one."""
-        self.steps.launch(now)
-
     def carry_out(self, now: float) -> None:
         """Do what the core wants done."""
         while actions := self._take(now):  # carrying out one may bring new ones
@@ -147,7 +143,7 @@ class PlayedRole(ABC):
 
     def stop(self) -> None:
         """Release all but the model and the sending end."""
-        self.steps.stop()
+        self.steps.remove(self.core)
         self._parts.stop()
         if self._receiving is not None:
             self._receiving.close()

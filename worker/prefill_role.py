@@ -9,7 +9,6 @@ from ..prefill.scheduler import PrefillScheduler
 from ..transport.handoff.layer_slicing import LayerSlicing
 from .played_role import PlayedRole
 from .settings import PrefillSettings
-from .steps import PrefillSteps
 
 
 class PrefillRole(PlayedRole):
@@ -17,19 +16,11 @@ class PrefillRole(PlayedRole):
 
     role = "prefill"
     core: PrefillCore
-    steps: PrefillSteps
 
     def complete_steps(self, now: float) -> None:
-        super().complete_steps(now)
-        self._send_first_tokens()
-
-    def launch(self, now: float) -> None:
-        if self.steps.launch(now) and self.steps.give_head_start():
-            self._send_first_tokens()
-
-    def _send_first_tokens(self) -> None:
         """Send first tokens before the next step is made and before any block is copied: a client waits for
         them."""
+        super().complete_steps(now)
         if reports := self.core.take_reports():
             self._reports.send(*reports)
 
@@ -58,7 +49,6 @@ class PrefillRole(PlayedRole):
             is_local=host.hands_to_itself if host else lambda _: False,
         )
         self.sender = self.core.sender
-        self.steps = process.prefill_steps(self.core)
 
     def _take(self, now: float) -> list[Any]:
         return self.core.take()

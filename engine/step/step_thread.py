@@ -48,6 +48,40 @@ class Step(Protocol):
 S = TypeVar("S", bound=Step)
 
 
+class StepDevice(Protocol[S]):
+    """Computes one step after the other, in the order in which they were submitted; there is one in a
+    process, for all of its roles.
+
+    ``wake`` (given at construction) is called when a step has ended, and when ``wants_next`` becomes true.
+    Live: ``StepThread``. Under virtual time: a latency model, or the adversary's.
+    """
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step has been submitted and not been collected."""
+
+    @property
+    def wants_next(self) -> bool:
+        """Whether a step may be submitted: none has been, or but one, which is nearly done."""
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds in which a step has run so far."""
+
+    def submit(self, step: S, on_layer: OnLayer | None = None) -> None:
+        """Begin a step, now or after the running one. If that one fails, this one is not run.
+
+        ``on_layer``, if given, is called, from any thread, with the number of layers whose keys and values
+        are written, as it grows."""
+
+    def collect(self, patience_s: float = 0.0) -> Finished[S] | None:
+        """Return the oldest step that is over and has not been collected, or is over within
+        ``patience_s``."""
+
+    def stop(self) -> None:
+        """End what computes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Finished(Generic[S]):
     """A step that is over: it has an output, or an error; neither if it was not run, because the step before
@@ -63,6 +97,7 @@ class Finished(Generic[S]):
 class _Launched(Generic[S]):
     step: S
     follows: bool
+    watched: bool
     at: float  # monotonic time
     output: (
         Callable[[], StepOutput] | Exception | None
@@ -81,7 +116,8 @@ class StepThread(Generic[S]):
     ``ahead_at_layer``: the next step is wanted once the running one has written the keys and values of this
     many layers (``wake`` is called then, too). Late is better: what arrives until then takes part. 0: as soon
     as it is submitted; None: when it has ended. ``forecast``, for launched steps: the next one is wanted when
-    the running one is expected to be nearly over.
+    the running one is expected to be nearly over; at once behind one with an ``on_layer`` of its own, whose
+    time the last ones do not predict.
     """
 
     def __init__(
@@ -110,12 +146,12 @@ class StepThread(Generic[S]):
 
     @property
     def busy(self) -> bool:
-        """A step has been submitted and not been collected."""
+        """See ``StepDevice``."""
         return self._num_in_flight > 0
 
     @property
     def wants_next(self) -> bool:
-        """There is none, or but one, and that is nearly done."""
+        """See ``StepDevice``."""
         if not self.busy:
             return True
         if self._num_in_flight > 1 or self._ahead_at_layer is None:
@@ -125,20 +161,17 @@ class StepThread(Generic[S]):
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds in which a step has run so far. Where two roles share a model, waiting for the other's step
-        counts."""
+        """See ``StepDevice``."""
         return self._busy.seconds(time.monotonic())
 
     def submit(self, step: S, on_layer: OnLayer | None = None) -> None:
-        """Start a step, now or after the running one. ``on_layer``: as in ``Runner.execute``, called from the
-        thread."""
-        assert on_layer is None or not self._ahead_at_layer, "one of them"
-        self._inbox.put((step, self.busy, self._reached if self._ahead_at_layer else on_layer))
+        """See ``StepDevice``. ``on_layer`` is called from the thread."""
+        self._inbox.put((step, self.busy, on_layer))
         self._num_in_flight += 1
         self._num_submitted += 1
 
     def collect(self, patience_s: float = 0.0) -> Finished[S] | None:
-        """The oldest step that is over and has not been collected, or is over within ``patience_s``."""
+        """See ``StepDevice``."""
         try:
             finished = self._outbox.get(patience_s > 0, patience_s)
         except queue.Empty:
@@ -156,6 +189,7 @@ class StepThread(Generic[S]):
         while (item := self._inbox.get()) is not None:
             step, follows, on_layer = item
             self._num_begun += 1
+            on_layer = self._with_own(on_layer) if self._ahead_at_layer else on_layer
             self._finish(step, follows, time.monotonic(), partial(self._runner.execute, step.batch, on_layer))
 
     def _launch_all(self) -> None:
@@ -170,7 +204,7 @@ class StepThread(Generic[S]):
                     output = self._launch(step.batch, on_layer)
                 except Exception as error:  # reported like one of the step itself
                     output, broken = error, True
-            self._launched.put(_Launched(step, follows, time.monotonic(), output))
+            self._launched.put(_Launched(step, follows, on_layer is not None, time.monotonic(), output))
         self._launched.put(None)
 
     def _finish_all(self) -> None:
@@ -180,6 +214,9 @@ class StepThread(Generic[S]):
 
     def _wait_for(self, launched: _Launched[S]) -> StepOutput:
         if self._forecast is None or not callable(launched.output):
+            return launched.wait()
+        if launched.watched:
+            self._nearly_done()
             return launched.wait()
         self._forecast.begin(launched.at)
         self._forecast.sleep_until_nearly_over()
@@ -202,6 +239,17 @@ class StepThread(Generic[S]):
         self._busy.end(time.monotonic())
         self._outbox.put(finished)
         self._wake()
+
+    def _with_own(self, on_layer: OnLayer | None) -> OnLayer:
+        """Return ``on_layer`` together with what the thread itself wants to know of layers."""
+        if on_layer is None:
+            return self._reached
+
+        def both(num_layers: int) -> None:
+            on_layer(num_layers)
+            self._reached(num_layers)
+
+        return both
 
     def _reached(self, num_layers: int) -> None:
         if num_layers == self._ahead_at_layer:

@@ -25,7 +25,7 @@ from splitserve.engine.cache.host_mirror import HostMirror
 from splitserve.engine.load_model import load_model
 from splitserve.engine.settings import WorkerSettings
 from splitserve.engine.step.batch import StepOutput
-from splitserve.engine.worker_model import WorkerModel
+from splitserve.engine.step.layer_progress import LayerProgress
 from splitserve.prefill.core import PrefillCore
 from splitserve.prefill.scheduler import PrefillScheduler, PrefillStep
 from splitserve.transport.messages.messages import (
@@ -169,17 +169,8 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
     return Event.played
 
 
-def on_gpu(num_layers: int) -> WorkerModel:
-    return WorkerModel(
-        SimpleNamespace(),
-        np.zeros((1, num_layers, 1), np.uint8),
-        {},
-        frozenset(),
-        1,
-        1,
-        torch.device("cuda"),
-        launch=lambda *_: None,
-    )  # type: ignore[arg-type, return-value]
+def on_gpu(every: int) -> LayerProgress:
+    return LayerProgress(torch.device("cuda"), lambda: None, every)
 
 
 def test_layers_leave_a_gpu_when_its_stream_has_passed_them_and_the_next_step_comes_at_half(
@@ -189,7 +180,7 @@ def test_layers_leave_a_gpu_when_its_stream_has_passed_them_and_the_next_step_co
     core.from_coordinator(prompt(1, 8), 0.0)
     step = core.schedule(0.0)
     assert step is not None
-    running = RunningStep(step, 2, on_gpu(8), lambda: None)
+    running = RunningStep(core, step, 2, 4, on_gpu(2))
     for layer in range(1, 9):
         running.progress.reached(layer)  # the host is far ahead of the device
     assert len(events) == 4
@@ -206,7 +197,7 @@ def test_where_nothing_is_to_leave_early_only_the_half_is_told(events: list[Even
     core.from_coordinator(prompt(1, 8), 0.0)
     step = core.schedule(0.0)
     assert step is not None
-    running = RunningStep(step, 0, on_gpu(8), lambda: None)
+    running = RunningStep(core, step, 0, 4, on_gpu(4))
     for layer in range(1, 9):
         running.progress.reached(layer)
     assert len(events) == 2
