@@ -248,8 +248,8 @@ def check_model(settings: DoctorSettings) -> Iterator[Finding]:
     if missing_for("worker"):
         yield Finding("ok", f"model {folder.name}: all files are there; a host with workers looks into them")
         return
-    from ..engine.cache.sizing import expected_worker
     from ..engine.errors import EngineError
+    from ..engine.load_model import expected_worker
 
     try:
         worker = expected_worker(folder)

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from msgspec.structs import asdict, replace
 
 from ..engine.cache.block_manager import BlockManager
-from ..engine.sampling.constraint import CompileGrammar, TokenMatcher
 from ..engine.step.batch import SamplingParams, SamplingState, StepOutput
+from ..engine.step.constraint import CompileGrammar, TokenMatcher
 from ..engine.step.step_failures import StepFailures
 from ..transport.handoff.protocol import (
     Join,

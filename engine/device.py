@@ -1,14 +1,22 @@
-"""Device and dtype: what ``auto`` stands for. And the memory that is free."""
+"""The device of a worker: which one and its dtype, the memory that is free, and copies that do not wait."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import psutil
 import torch
+from torch import Tensor
 
 from ..kernels.select import cpu_multiplies_bfloat16, cpu_widens_bfloat16
-from .cache.host_memory import free_host_bytes
 from .errors import ModelConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+UNLIMITED = 1 << 60  # cgroup v1 writes a number near 2^63 where there is no limit
+CGROUP = Path("/proc/self/cgroup")
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+Arrival = Callable[[], Sequence[Tensor]]
 
 
 def select_device(name: str) -> torch.device:
@@ -48,3 +56,82 @@ def available_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return free_host_bytes()
+
+
+def free_host_bytes() -> int:
+    """Memory that this process could still take: the host's available memory, or what its container's limits
+    leave of it."""
+    return max(
+        0,
+        min(
+            int(psutil.virtual_memory().available),
+            *(_left(folder, *names) for folder, *names in _cgroups(CGROUP, CGROUP_ROOT)),
+        ),
+    )
+
+
+def _cgroups(own: Path, root: Path) -> Iterator[tuple[Path, str, str, str]]:
+    """(folder, limit, usage, reclaimable) of each memory cgroup over this process, v2 and v1; a no-limit
+    entry at least."""
+    yield root / "none", "", "", ""
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            top, names = root, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            top, names = (
+                root / "memory",
+                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+            )
+        else:
+            continue
+        inner = top / path.lstrip("/")
+        for folder in (inner, *inner.parents):
+            yield folder, *names
+            if folder == top:
+                break
+
+
+def _left(folder: Path, limit: str, usage: str, reclaimable: str) -> int:
+    """Bytes below one cgroup's limit; page cache that the kernel gives back counts as free."""
+    try:
+        most, used = int((folder / limit).read_text()), int((folder / usage).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no such cgroup, or "max"
+        return UNLIMITED
+    return most - used + int(stat.get(reclaimable, 0)) if most < UNLIMITED else UNLIMITED
+
+
+def bring(tensors: Sequence[Tensor]) -> Arrival:
+    """Begin to copy to the host; the call that it returns waits for these copies, but not for steps that are
+    launched later. Tensors of a CPU are returned as they are."""
+    if not tensors or not tensors[0].is_cuda:
+        return lambda: tensors
+    host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record(torch.cuda.current_stream())
+
+    def arrived() -> Sequence[Tensor]:
+        done.synchronize()
+        return host
+
+    return arrived
+
+
+def passed(device: torch.device) -> Callable[[], None]:
+    """Return a call that waits until the device has done what was launched so far, but nothing that is
+    launched later."""
+    if device.type != "cuda":
+        return lambda: None
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record(torch.cuda.current_stream())
+    return done.synchronize
+
+
+def send(values: Tensor, device: torch.device) -> Tensor:
+    """Copy these host values to the device without waiting for it; on a CPU, return them."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values

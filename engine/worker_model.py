@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from .cache.host_mirror import HostMirror
-from .sampling.grammar import GrammarCompiler
+from .step.grammar import GrammarCompiler
 from .step.step_thread import Launch, Runner
 
 if TYPE_CHECKING:

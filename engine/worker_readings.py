@@ -1,5 +1,4 @@
-"""What a worker's process reports of itself at every heartbeat: how busy it is, and how long its start
-took."""
+"""What a worker reports of itself at every heartbeat: how busy it is, and how long its start took."""
 
 from __future__ import annotations
 
@@ -7,29 +6,21 @@ import re
 from collections.abc import Callable, Mapping
 
 
-class BusyClock:
-    """Sums the seconds in which a step ran. One thread calls ``begin`` and ``end``; any thread may read
-    ``seconds``."""
+class StartPhases:
+    """``done(name)`` after each phase; the clock runs from construction."""
 
     def __init__(self) -> None:
-        self._state: tuple[float, float | None] = (
-            0.0,
-            None,
-        )  # the sum, and when the running step began: replaced together
-        self._ended = float("-inf")
+        self._start = self._last = time.monotonic()
+        self.seconds: dict[str, float] = {}
 
-    def begin(self, at: float) -> None:
-        """A step has begun, or was launched, at this time. It runs once the one before has ended."""
-        self._state = self._state[0], max(at, self._ended)
+    def done(self, name: str) -> None:
+        now = time.monotonic()
+        self.seconds[name], self._last = now - self._last, now
 
-    def end(self, now: float) -> None:
-        """The step has ended."""
-        self._state, self._ended = (self.seconds(now), None), now
-
-    def seconds(self, now: float) -> float:
-        """Seconds until now, those of the running step included."""
-        total, began = self._state
-        return total if began is None else total + max(0.0, now - began)
+    def __str__(self) -> str:
+        """``3.1 s: fingerprint 0.4, weights 2.1, KV cache 0.2, warm-up 0.4``"""
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
+        return f"{self._last - self._start:.1f} s: {parts}"
 
 
 class WorkerReadings:

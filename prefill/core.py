@@ -10,8 +10,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 from ..engine.cache.block_manager import BlockManager
-from ..engine.sampling.constraint import CompileGrammar, TokenMatcher
 from ..engine.step.batch import Logprobs, StepOutput
+from ..engine.step.constraint import CompileGrammar, TokenMatcher
 from ..engine.step.step_failures import StepFailures
 from ..transport.handoff.layer_slicing import WHOLE_BLOCKS, LayerSlicing
 from ..transport.handoff.protocol import (

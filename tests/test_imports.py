@@ -113,6 +113,7 @@ ORDERED = [
     "coordinator",
     "kernels",
     "transport",
+    "engine",
     "prefill",
     "decode",
     "worker",

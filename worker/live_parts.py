@@ -11,9 +11,8 @@ import msgspec
 import zmq
 
 from ..engine.cache.block_manager import BlockManager
-from ..engine.sampling.grammar_thread import GrammarThread
-from ..engine.step.layer_progress import LayerProgress
-from ..engine.step.step_forecast import StepForecast
+from ..engine.step.grammar import GrammarThread
+from ..engine.step.step_progress import LayerProgress, StepForecast
 from ..engine.step.step_thread import StepThread
 from ..engine.worker_model import WorkerModel
 from ..transport.channels.keys import ClusterKey

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..engine.cache.block_manager import BlockManager
-from ..engine.sampling.constraint import CompileGrammar
-from ..engine.sampling.grammar_thread import CompilingCore
+from ..engine.step.constraint import CompileGrammar
+from ..engine.step.grammar import CompilingCore
 from ..transport.environment import Clock, Environment
 from ..transport.handoff.protocol import HandoffTimes
 from ..transport.handoff.reachability import ReachTimes

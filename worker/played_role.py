@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 from ..decode.core import DecodeCore
-from ..engine.sampling.constraint import CompileGrammar
+from ..engine.step.constraint import CompileGrammar
 from ..engine.worker_readings import WorkerReadings
 from ..prefill.core import PrefillCore
 from ..transport.channels.coordinator_links import CoordinatorLinks

@@ -14,7 +14,7 @@ from ..decode.core import DecodeCore
 from ..decode.rows import DecodeStep
 from ..engine.errors import DeviceLostError
 from ..engine.step.batch import Batch, StepOutput
-from ..engine.step.layer_progress import LayerProgress
+from ..engine.step.step_progress import LayerProgress
 from ..engine.step.step_thread import Finished, StepDevice
 from ..prefill.core import PrefillCore
 from ..prefill.scheduler import PrefillStep

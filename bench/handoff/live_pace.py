@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from ...engine.latency_profile import Profile, StepRole
-from ...engine.step.step_log import LoggedStep
+from ...engine.step_log import LoggedStep
 
 WINDOW_S = 2.0
 

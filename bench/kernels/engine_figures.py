@@ -16,11 +16,11 @@ from torch import Tensor
 
 from ...engine.cache.kv_cache import KVCache, KVCacheLayout
 from ...engine.model.config import ModelConfig, parse_config
-from ...engine.model.decoder import DecoderModel
+from ...engine.model.decoder import AttentionMetadata, DecoderModel
 from ...engine.model.layers import LayerLoader
-from ...engine.step.attention_metadata import AttentionMetadata
 from ...engine.step.batch import Batch
 from ...engine.step.decode_graphs import CudaRecorder, DecodeGraphs, Recorder
+from ...engine.step.model_runner import attention_metadata
 from ...kernels.cuda import CudaKernels
 from ...kernels.gpu.attention_tiles import TileShape
 from .engine import make_batch
@@ -200,7 +200,7 @@ class RandomEngine:
     def step_logits(self, batch: Batch) -> Tensor:
         """float32 [num_seqs, vocab_size] of each sequence's last token; not by a graph."""
         with torch.inference_mode():
-            metadata = AttentionMetadata.from_batch(batch, self._device)
+            metadata = attention_metadata(batch, self._device)
             last = torch.from_numpy(batch.query_start_loc[1:] - 1).to(self._device, torch.int64)
             ids = torch.from_numpy(batch.token_ids).to(self._device)
             return self._model.logits(self._model.forward(ids, metadata, self._cache.pool, last))

@@ -24,7 +24,7 @@ from ...decode.rows import DecodeStep
 from ...engine.load_model import load_model
 from ...engine.settings import WorkerSettings
 from ...engine.step.model_runner import EngineConfig, ModelRunner
-from ...engine.step.step_forecast import StepForecast
+from ...engine.step.step_progress import StepForecast
 from ...engine.step.step_thread import StepThread
 from ..models import LLAMA_500M, LLAMA_TINY, make_random_llama
 from ..peers.transformers_peer import peer_us

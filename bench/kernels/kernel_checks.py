@@ -10,10 +10,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...engine.sampling.device_sampler import DeviceSampler
-from ...engine.sampling.sampled_rows import SampledRows
-from ...engine.sampling.sampler import Sampler
 from ...engine.step.batch import SamplingParams, SamplingState
+from ...engine.step.device_sampler import DeviceSampler
+from ...engine.step.sampler import SampledRows, Sampler
 from ...kernels.gpu.attention_tiles import TileShape
 from ...kernels.gpu.block_checksum import block_checksums
 from ...kernels.gpu.block_copy import pack_blocks, unpack_blocks

@@ -40,7 +40,7 @@ import numpy as np
 
 from ...cli.settings import DEMO_MODEL
 from ...engine.latency_profile import Memory, Piece, Profile, StepModel
-from ...engine.step.step_log import read_step_logs
+from ...engine.step_log import read_step_logs
 from ...loadgen.load import generate_load
 from ...loadgen.report import times_of
 from ...loadgen.sample import Sample

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import ModelConfigError
+from .families import FAMILIES, TensorNames
 from .rope_config import RopeConfig, rope_config, rope_max_model_len
 
-SUPPORTED = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
 LARGEST = {
     "vocab_size": 1 << 24,
     "hidden_size": 1 << 20,
@@ -32,7 +28,7 @@ it out."""
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A Llama-family decoder; families differ in these fields only."""
+    """A decoder; families (``families.py``) differ in these fields only."""
 
     architecture: str
     vocab_size: int
@@ -53,6 +49,7 @@ class ModelConfig:
     rope: RopeConfig
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    tensors: TensorNames
 
     @property
     def max_model_len(self) -> int:
@@ -86,7 +83,8 @@ class ModelConfig:
 
 
 def parse_config(config: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
-    family = _family(config)
+    architecture = _architecture(config)
+    family = FAMILIES[architecture]
     _refuse_unsupported(config)
     num_heads = _positive_int(config, "num_attention_heads")
     num_kv_heads = _positive_int(
@@ -94,8 +92,7 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any]) -> ModelCon
     )
     hidden_size = _positive_int(config, "hidden_size")
     head_dim = _positive_int(
-        {"head_dim": config.get("head_dim") or (128 if family == "qwen3" else hidden_size // num_heads)},
-        "head_dim",
+        {"head_dim": config.get("head_dim") or family.head_dim or hidden_size // num_heads}, "head_dim"
     )
     num_layers = _positive_int(config, "num_hidden_layers")
     if num_heads % num_kv_heads:
@@ -106,9 +103,12 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any]) -> ModelCon
         raise ModelConfigError(
             f"config.json: head_dim {head_dim} is not supported; it must be a multiple of 8"
         )
-    attention_bias = bool(config.get("attention_bias", False))
+
+    def has(bias: bool | str) -> bool:
+        return bool(config.get(bias, False)) if isinstance(bias, str) else bias
+
     return ModelConfig(
-        architecture=config["architectures"][0],
+        architecture=architecture,
         vocab_size=_positive_int(config, "vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=_positive_int(config, "intermediate_size"),
@@ -119,29 +119,71 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any]) -> ModelCon
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         max_position_embeddings=_positive_int(config, "max_position_embeddings"),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=family == "qwen2" or attention_bias,
-        o_bias=family in ("llama", "qwen3") and attention_bias,
-        mlp_bias=family == "llama" and bool(config.get("mlp_bias", False)),
-        qk_norm=family == "qwen3",
-        sliding_windows=_sliding_windows(config, family, num_layers),
+        qkv_bias=has(family.qkv_bias),
+        o_bias=has(family.o_bias),
+        mlp_bias=has(family.mlp_bias),
+        qk_norm=family.qk_norm,
+        sliding_windows=family.windows(config, num_layers),
         rope=rope_config(config),
         eos_token_ids=_eos_token_ids(config, generation),
         bos_token_id=config.get("bos_token_id"),
+        tensors=family.tensors,
     )
 
 
-def _family(config: dict[str, Any]) -> str:
+def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the checkpoint with its shape."""
+    c, t = config, config.tensors
+    expected: dict[str, tuple[int, ...]] = {
+        f"{t.embed}.weight": (c.vocab_size, c.hidden_size),
+        f"{t.norm}.weight": (c.hidden_size,),
+    }
+    if not c.tie_word_embeddings:
+        expected[f"{t.head}.weight"] = (c.vocab_size, c.hidden_size)
+    q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    projections = (
+        (t.q, q_size, c.hidden_size, c.qkv_bias),
+        (t.k, kv_size, c.hidden_size, c.qkv_bias),
+        (t.v, kv_size, c.hidden_size, c.qkv_bias),
+        (t.o, c.hidden_size, q_size, c.o_bias),
+        (t.gate, c.intermediate_size, c.hidden_size, c.mlp_bias),
+        (t.up, c.intermediate_size, c.hidden_size, c.mlp_bias),
+        (t.down, c.hidden_size, c.intermediate_size, c.mlp_bias),
+    )
+    norms = [(t.input_norm, c.hidden_size), (t.post_norm, c.hidden_size)]
+    if c.qk_norm:
+        norms += [(t.q_norm, c.head_dim), (t.k_norm, c.head_dim)]
+    for layer in map(t.layer.format, range(c.num_layers)):
+        expected |= {f"{layer}.{name}.weight": (size,) for name, size in norms}
+        expected |= {f"{layer}.{name}.weight": (rows, columns) for name, rows, columns, _ in projections}
+        expected |= {f"{layer}.{name}.bias": (rows,) for name, rows, _, bias in projections if bias}
+    return expected
+
+
+def ignored_tensors(config: ModelConfig) -> tuple[str, ...]:
+    """Endings of names that a checkpoint may hold beside the expected ones."""
+    t = config.tensors
+    ignored = (*t.ignored, *(f".{name}" for name in t.kv_scales))
+    return (*ignored, f"{t.head}.weight") if config.tie_word_embeddings else ignored
+
+
+def weight_bytes(config: ModelConfig, itemsize: int) -> int:
+    """Bytes of all weights, at ``itemsize`` bytes an element."""
+    return itemsize * sum(math.prod(shape) for shape in expected_tensors(config).values())
+
+
+def _architecture(config: dict[str, Any]) -> str:
     architectures = config.get("architectures") or []
     if (
         not isinstance(architectures, list)
         or len(architectures) != 1
-        or str(architectures[0]) not in SUPPORTED
+        or str(architectures[0]) not in FAMILIES
     ):
         found = ", ".join(map(str, architectures)) or "none"
         raise ModelConfigError(
-            f"config.json: architecture {found} is not supported (supported: {', '.join(SUPPORTED)})"
+            f"config.json: architecture {found} is not supported (supported: {', '.join(FAMILIES)})"
         )
-    return SUPPORTED[str(architectures[0])]
+    return str(architectures[0])
 
 
 def _refuse_unsupported(config: dict[str, Any]) -> None:
@@ -153,29 +195,6 @@ def _refuse_unsupported(config: dict[str, Any]) -> None:
         raise ModelConfigError(
             f"config.json: hidden_act {config['hidden_act']!r} is not supported (supported: silu)"
         )
-
-
-def _sliding_windows(config: dict[str, Any], family: str, num_layers: int) -> tuple[int | None, ...]:
-    window = config.get("sliding_window", 4096 if family == "mistral" else None)
-    if (
-        family == "llama"
-        or not window
-        or (family.startswith("qwen") and not config.get("use_sliding_window", False))
-    ):
-        return (None,) * num_layers
-    if family == "mistral":
-        return (int(window),) * num_layers
-    kinds = config.get("layer_types")
-    if kinds is None:  # older files: the layers from max_window_layers up slide
-        first = int(config.get("max_window_layers", 28))
-        return tuple(int(window) if i >= first else None for i in range(num_layers))
-    unknown = set(kinds) - {"full_attention", "sliding_attention"}
-    if unknown or len(kinds) != num_layers:
-        raise ModelConfigError(
-            f"config.json: layer_types must name {num_layers} layers, each full_attention or "
-            f"sliding_attention; found {len(kinds)} with {', '.join(sorted(set(kinds)))}"
-        )
-    return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _eos_token_ids(config: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The Llama family's decoder: Llama 2/3/3.1, Mistral, Qwen2/2.5 and Qwen3 differ in ``ModelConfig`` only.
+"""The decoder that all families share (``families.py``): they differ in ``ModelConfig`` only.
 
     h = embed(tokens)
     each layer:  h += o(attention(rope(qkv(norm(h)))));  h += down(silu(gate(n)) * up(n)), n = norm(h)
@@ -11,35 +11,63 @@ V: vocab_size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ...kernels.interface import AttentionInputs, FusedLayers, LayerParts, RopeInputs
-from ..step.attention_metadata import AttentionMetadata
-from .config import ModelConfig
-from .expected_tensors import expected_tensors, ignored_tensors
+from .config import ModelConfig, expected_tensors, ignored_tensors
 from .layers import LayerLoader
 from .rope import cos_sin_table
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """What attention needs to know of one step's batch, as tensors on the model's device.
+
+    positions       int32 [num_tokens]
+    query_start_loc int32 [num_seqs + 1]
+    seq_lens        int32 [num_seqs]              KV length, this step's tokens included
+    block_tables    int32 [num_seqs, max_blocks]
+    slot_mapping    int64 [num_tokens]
+    """
+
+    positions: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_tables: Tensor
+    slot_mapping: Tensor
+
+    def of_rows(self, rows: Tensor) -> AttentionMetadata:
+        """For queries of the token rows ``rows`` (int64) alone: each is a sequence of its own that ends with
+        that token."""
+        sequences = torch.searchsorted(self.query_start_loc, rows.int(), right=True) - 1
+        return AttentionMetadata(
+            positions=self.positions[rows],
+            query_start_loc=torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device),
+            seq_lens=self.positions[rows] + 1,
+            block_tables=self.block_tables[sequences],
+            slot_mapping=self.slot_mapping[rows],
+        )
+
+
 class DecoderLayer:
     def __init__(self, config: ModelConfig, index: int, load: LayerLoader) -> None:
-        name = f"model.layers.{index}"
+        t, name = config.tensors, config.tensors.layer.format(index)
         self._index = index
         self._kernels = load.kernels
         self._eps = config.rms_norm_eps
         self._sliding_window = config.sliding_windows[index]
         self._intermediate_size = config.intermediate_size
-        self._input_norm = load.norm(f"{name}.input_layernorm")
-        self._qkv = load.column([f"{name}.self_attn.{p}_proj" for p in "qkv"], config.qkv_bias)
-        self._q_norm = load.norm(f"{name}.self_attn.q_norm") if config.qk_norm else None
-        self._k_norm = load.norm(f"{name}.self_attn.k_norm") if config.qk_norm else None
-        self._o = load.row(f"{name}.self_attn.o_proj", config.o_bias)
-        self._post_norm = load.norm(f"{name}.post_attention_layernorm")
-        self._gate_up = load.column([f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"], config.mlp_bias)
-        self._down = load.row(f"{name}.mlp.down_proj", config.mlp_bias)
+        self._input_norm = load.norm(f"{name}.{t.input_norm}")
+        self._qkv = load.column([f"{name}.{proj}" for proj in (t.q, t.k, t.v)], config.qkv_bias)
+        self._q_norm = load.norm(f"{name}.{t.q_norm}") if config.qk_norm else None
+        self._k_norm = load.norm(f"{name}.{t.k_norm}") if config.qk_norm else None
+        self._o = load.row(f"{name}.{t.o}", config.o_bias)
+        self._post_norm = load.norm(f"{name}.{t.post_norm}")
+        self._gate_up = load.column([f"{name}.{t.gate}", f"{name}.{t.up}"], config.mlp_bias)
+        self._down = load.row(f"{name}.{t.down}", config.mlp_bias)
 
     @property
     def parts(self) -> LayerParts:
@@ -86,11 +114,13 @@ class DecoderModel:
         load.checkpoint.check(expected_tensors(config), ignored_tensors(config))
         self._config = config
         self._kernels = load.kernels
-        self._embed = load.vocabulary_embedding("model.embed_tokens")
+        self._embed_table, self._dtype = load.vocabulary_table(config.tensors.embed), load.dtype
         self._layers = load.each(lambda i: DecoderLayer(config, i, load), config.num_layers)
         self._fused = load.kernels.fuse_layers([layer.parts for layer in self._layers], config.rms_norm_eps)
-        self._norm = load.norm("model.norm")
-        self._head = load.vocabulary_head("model.embed_tokens" if config.tie_word_embeddings else "lm_head")
+        self._norm = load.norm(config.tensors.norm)
+        self._head = load.vocabulary_head(
+            config.tensors.embed if config.tie_word_embeddings else config.tensors.head
+        )
         self._kv_scales = _kv_scales(config, load) if fp8_cache else None
         self._cos_sin = cos_sin_table(config.rope, config.head_dim, max_model_len).to(load.device)
 
@@ -113,7 +143,7 @@ class DecoderModel:
 
         For other rows the last layer computes keys and values only: that saves 1 / num_layers of a prefill.
         """
-        residual = self._embed(token_ids)
+        residual = self._kernels.embedding(self._embed_table, token_ids, self._dtype)
         if rows is None and self._fused is not None:
             return self._forward_fused(self._fused, residual, metadata, pool, on_layer)
         hidden: Tensor | None = None
@@ -179,7 +209,8 @@ class DecoderModel:
 
 def _kv_scales(config: ModelConfig, load: LayerLoader) -> Tensor:
     """float32 [num_layers, 2, num_kv_heads]."""
-    names = [[f"model.layers.{i}.self_attn.{x}_scale" for x in "kv"] for i in range(config.num_layers)]
+    layers = map(config.tensors.layer.format, range(config.num_layers))
+    names = [[f"{layer}.{scale}" for scale in config.tensors.kv_scales] for layer in layers]
     return torch.stack(
         [torch.stack([load.kv_scale(name, config.num_kv_heads) for name in pair]) for pair in names]
     ).contiguous()

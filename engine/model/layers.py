@@ -68,10 +68,11 @@ class LayerLoader:
         """Hidden states to logits."""
         return self.kernels.linear(self._tensor(f"{name}.weight"), None)
 
-    def vocabulary_embedding(self, name: str) -> VocabularyEmbedding:
+    def vocabulary_table(self, name: str) -> Tensor:
+        """[vocab_size, hidden_size]. On CPUs it stays in the memory map of the weights file, in the file's
+        dtype."""
         table = self.checkpoint.tensor(f"{name}.weight")
-        placed = table if self.device.type == "cpu" else table.to(self.device, self.dtype)
-        return VocabularyEmbedding(placed, self.dtype, self.kernels)
+        return table if self.device.type == "cpu" else table.to(self.device, self.dtype)
 
     def kv_scale(self, name: str, num_kv_heads: int) -> Tensor:
         """float32 [num_kv_heads]: the checkpoint's scale, of all heads or of each; 1 where it has none."""
@@ -83,16 +84,3 @@ class LayerLoader:
 
     def _tensor(self, name: str) -> Tensor:
         return self.checkpoint.tensor(name).to(self.device, self.dtype)
-
-
-class VocabularyEmbedding:
-    """Token ids to hidden states. On CPUs the table stays in the memory map of the weights file, in the
-    file's dtype."""
-
-    def __init__(self, table: Tensor, dtype: torch.dtype, kernels: Kernels) -> None:
-        self._table = table  # [vocab_size, hidden_size]
-        self._dtype = dtype
-        self._kernels = kernels
-
-    def __call__(self, token_ids: Tensor) -> Tensor:
-        return self._kernels.embedding(self._table, token_ids, self._dtype)

@@ -1,4 +1,4 @@
-"""Check whether a model folder can be served, by its own files.
+"""Check whether a model folder can be served, by its own files; and its fingerprint.
 
 Worker, coordinator, `splitserve up` and doctor share this check and its messages. Free of torch; a size that
 config.json claims allocates nothing.
@@ -6,14 +6,21 @@ config.json claims allocates nothing.
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 from typing import Literal
 
+import xxhash
+
 from ..errors import ModelConfigError, WeightsError
-from .config import ModelConfig
-from .expected_tensors import expected_tensors, ignored_tensors
+from .config import ModelConfig, expected_tensors, ignored_tensors
 from .weight_headers import check_tensors, stored_tensors, weight_files
 
+FULL_HASH_BYTES = 8 << 30
+EDGE_BYTES = 1 << 20
+STRIDE_BYTES = 16 << 20
+SAMPLE_BYTES = 64 << 10
+DESCRIPTION_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 MAX_BYTES = {
     "config.json": 4 << 20,
     "generation_config.json": 1 << 20,
@@ -59,3 +66,36 @@ def _has_weights(path: Path) -> bool:
     except WeightsError:
         return False
     return True
+
+
+def model_fingerprint(path: Path) -> str:
+    """Name a model's exact content: 32 hexadecimal digits; equal names mean the same model.
+
+    xxh3_128 over config, tokenizer and weight files: names, sizes and content. Files above
+    ``FULL_HASH_BYTES`` are sampled (the first MiB, which holds the tensor headers, then 64 KiB of every
+    16 MiB, and the last MiB): whole files of hundreds of GB would take minutes at every start. The
+    fingerprint guards against mix-ups, not against forgery.
+    """
+    digest = xxhash.xxh3_128()
+    described = [path / name for name in DESCRIPTION_FILES if (path / name).exists()]
+    for file in [*described, *weight_files(path)]:
+        size = file.stat().st_size
+        digest.update(f"{file.name}\0{size}\0".encode())
+        if size:
+            _add_content(digest, file, size)
+    return str(digest.hexdigest())
+
+
+def _add_content(digest: xxhash.xxh3_128, file: Path, size: int) -> None:
+    with (
+        file.open("rb") as handle,
+        mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as content,
+        memoryview(content) as view,
+    ):
+        if size <= FULL_HASH_BYTES:
+            digest.update(view)
+            return
+        digest.update(view[:EDGE_BYTES])
+        for start in range(STRIDE_BYTES, size - EDGE_BYTES, STRIDE_BYTES):
+            digest.update(view[start : start + SAMPLE_BYTES])
+        digest.update(view[-EDGE_BYTES:])

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ..sampling.constraint import TokenMatcher
+from .constraint import TokenMatcher
 
 
 @dataclass(frozen=True, slots=True)

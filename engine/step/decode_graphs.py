@@ -17,9 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..errors import OutOfMemoryError
-from ..out_of_memory import is_out_of_memory
-from .attention_metadata import AttentionMetadata
+from ..errors import OutOfMemoryError, is_out_of_memory
+from ..model.decoder import AttentionMetadata
 from .batch import Batch
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)

@@ -19,8 +19,6 @@ from torch import Tensor
 from ...kernels.interface import Kernels
 from ...kernels.reference import TorchKernels
 from ...kernels.select import UnsuitableKernelsError, numerics, select_kernels
-from ..cache.host_copies import bring, passed, send
-from ..cache.host_memory import MemoryClaims, free_host_bytes
 from ..cache.kv_cache import KVCache, KVCacheLayout, PoolAllocator
 from ..cache.kv_cache_size import (
     KVCacheSize,
@@ -31,26 +29,23 @@ from ..cache.kv_cache_size import (
     shrunk,
     step_bytes,
 )
-from ..device import available_bytes, select_device, select_dtype
-from ..errors import ModelConfigError, OutOfMemoryError
-from ..model.config import ModelConfig
-from ..model.decoder import DecoderModel
-from ..model.expected_tensors import weight_bytes
-from ..model.fingerprint import model_fingerprint
+from ..cache.memory_claims import MemoryClaims
+from ..device import available_bytes, bring, free_host_bytes, passed, select_device, select_dtype, send
+from ..errors import ModelConfigError, OutOfMemoryError, is_out_of_memory
+from ..model.config import ModelConfig, weight_bytes
+from ..model.decoder import AttentionMetadata, DecoderModel
 from ..model.layers import LayerLoader
+from ..model.model_folder import model_fingerprint
 from ..model.weights import Checkpoint
-from ..out_of_memory import is_out_of_memory
-from ..sampling.sampled_rows import SampledRows
-from ..sampling.sampler import Sampler, report_logprobs
-from ..start_phases import StartPhases
-from .attention_metadata import AttentionMetadata
+from ..worker_readings import StartPhases
 from .batch import Batch, Logprobs, StepOutput
 from .decode_graphs import CudaRecorder, DecodeGraphs, Recorder, feed
+from .sampler import SampledRows, Sampler, report_logprobs
 from .step_thread import OnLayer
 from .warm_up import run_first_steps
 
 if TYPE_CHECKING:
-    from ..sampling.device_sampler import DeviceSampler
+    from .device_sampler import DeviceSampler
 
 logger = logging.getLogger(__name__)
 
@@ -192,7 +187,7 @@ class ModelRunner:
         self, batch: Batch, on_layer: OnLayer | None
     ) -> tuple[list[int], Tensor, Tensor, dict[int, list[Logprobs]]]:
         """The rows that sample, their logits and their last input tokens; and the logprobs of prompts."""
-        token_ids, metadata = self._token_ids(batch), AttentionMetadata.from_batch(batch, self.device)
+        token_ids, metadata = self._token_ids(batch), attention_metadata(batch, self.device)
         if batch.only_decodes:
             logits = self._model.logits(
                 self._model.forward(token_ids, metadata, self.kv_cache.pool, None, on_layer)
@@ -322,6 +317,12 @@ class ModelRunner:
         return size
 
 
+def attention_metadata(batch: Batch, device: torch.device) -> AttentionMetadata:
+    """The batch's metadata on the device, sent without waiting for it."""
+    arrays = (batch.positions, batch.query_start_loc, batch.seq_lens, batch.block_tables, batch.slot_mapping)
+    return AttentionMetadata(*(send(torch.from_numpy(array).contiguous(), device) for array in arrays))
+
+
 def gpu_room_of(
     engine: EngineConfig,
     config: ModelConfig,
@@ -393,7 +394,7 @@ def _make_sampler(
 ) -> Sampler | DeviceSampler:
     if device.type == "cpu" or isinstance(kernels, TorchKernels):
         return Sampler(kernels, eos_token_ids)
-    from ..sampling.device_sampler import DeviceSampler  # which needs Triton
+    from .device_sampler import DeviceSampler  # which needs Triton
 
     return DeviceSampler(eos_token_ids)
 

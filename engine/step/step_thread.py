@@ -15,12 +15,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
-from ..errors import DeviceLostError
-from ..lost_device import is_device_lost
-from ..out_of_memory import is_out_of_memory, release_memory_of
-from ..worker_readings import BusyClock
+from ..errors import DeviceLostError, is_device_lost, is_out_of_memory, release_memory_of
 from .batch import Batch, StepOutput
-from .step_forecast import StepForecast
+from .step_progress import BusyClock, StepForecast
 
 OnLayer = Callable[[int], None]
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..errors import OutOfMemoryError
-from ..out_of_memory import is_out_of_memory
+from ..errors import OutOfMemoryError, is_out_of_memory
 from .batch import Batch, SamplingParams, SamplingState, StepOutput
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)

@@ -15,9 +15,9 @@ from splitserve.cli.checks import model_problem
 from splitserve.cli.doctor import main
 from splitserve.cli.settings import DEMO_MODEL, DoctorSettings
 from splitserve.coordinator.run_folder import Door, RunFolder, announce
-from splitserve.engine import device
-from splitserve.engine.cache import host_memory, sizing
-from splitserve.engine.cache.sizing import expected_worker
+from splitserve.engine import device, load_model
+from splitserve.engine.cache import memory_claims
+from splitserve.engine.load_model import expected_worker
 from splitserve.engine.step import model_runner
 from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
 
@@ -100,12 +100,11 @@ def test_an_unsupported_model_is_named(tmp_path: Path) -> None:
 
 
 def test_the_sizing_is_that_of_a_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(
-        host_memory, "default_folder", lambda: tmp_path / "claims"
-    )  # other workers of this host do not count
+    claims = tmp_path / "claims"  # other workers of this host do not count
+    monkeypatch.setattr(memory_claims, "default_folder", lambda: claims)
 
     def with_free(num_bytes: int) -> tuple[int, str]:
-        for module in (device, model_runner, sizing):
+        for module in (device, model_runner, load_model):
             monkeypatch.setattr(module, "free_host_bytes", lambda: num_bytes)
         return doctor()
 

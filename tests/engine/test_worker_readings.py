@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from splitserve.engine.worker_readings import BusyClock, WorkerReadings
+from splitserve.engine.step.step_progress import BusyClock
+from splitserve.engine.worker_readings import WorkerReadings
 
 
 def test_steps_that_overlap_count_once() -> None:

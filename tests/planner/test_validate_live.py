@@ -24,7 +24,7 @@ from splitserve.bench.studies.validate_live import (
     validated,
 )
 from splitserve.engine.latency_profile import Contention
-from splitserve.engine.step.step_log import LoggedStep
+from splitserve.engine.step_log import LoggedStep
 from splitserve.loadgen.sample import Sample
 from splitserve.loadgen.settings import LoadSettings
 from splitserve.loadgen.workload import planned_requests

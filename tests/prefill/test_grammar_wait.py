@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from splitserve.engine.cache.block_manager import BlockManager
-from splitserve.engine.sampling.constraint import CompileGrammar
 from splitserve.engine.step.batch import StepOutput
+from splitserve.engine.step.constraint import CompileGrammar
 from splitserve.prefill.core import PrefillCore
 from splitserve.prefill.scheduler import PrefillScheduler
 from splitserve.transport.handoff import protocol as act

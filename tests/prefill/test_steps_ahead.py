@@ -20,12 +20,12 @@ from msgspec.structs import replace
 from support.models import make_checkpoint
 
 from splitserve.engine.cache.block_manager import BlockManager
-from splitserve.engine.cache.host_copies import passed
 from splitserve.engine.cache.host_mirror import HostMirror
+from splitserve.engine.device import passed
 from splitserve.engine.load_model import load_model
 from splitserve.engine.settings import WorkerSettings
 from splitserve.engine.step.batch import StepOutput
-from splitserve.engine.step.layer_progress import LayerProgress
+from splitserve.engine.step.step_progress import LayerProgress
 from splitserve.prefill.core import PrefillCore
 from splitserve.prefill.scheduler import PrefillScheduler, PrefillStep
 from splitserve.transport.messages.messages import (

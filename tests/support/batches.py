@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from splitserve.engine.step.attention_metadata import AttentionMetadata
 from splitserve.engine.step.batch import Batch, SamplingParams, SamplingState
-from splitserve.engine.step.model_runner import ModelRunner
+from splitserve.engine.step.model_runner import ModelRunner, attention_metadata
 
 
 @dataclass
@@ -68,8 +67,5 @@ def hidden_states(
     runner: ModelRunner, batch: Batch, on_layer: Callable[[int], None] | None = None
 ) -> torch.Tensor:
     """Of all the batch's tokens [num_tokens, hidden_size], after the last layer."""
-    token_ids, metadata = (
-        torch.from_numpy(batch.token_ids),
-        AttentionMetadata.from_batch(batch, runner.device),
-    )
+    token_ids, metadata = (torch.from_numpy(batch.token_ids), attention_metadata(batch, runner.device))
     return runner._model.forward(token_ids, metadata, runner.kv_cache.pool, None, on_layer)

@@ -10,7 +10,7 @@ from support.worker_pair import process_settings_kept
 
 from splitserve.bench.studies.steer_workload import worker as profile
 from splitserve.cli.settings import DEMO_MODEL
-from splitserve.engine.step.paced_runner import paced_model
+from splitserve.engine.paced_runner import paced_model
 from splitserve.worker.live_parts import live_parts
 from splitserve.worker.loop import Worker
 from splitserve.worker.main import serve

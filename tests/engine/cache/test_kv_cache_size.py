@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.models import make_checkpoint
 
-from splitserve.engine.cache import host_memory, kv_cache
-from splitserve.engine.cache.host_memory import Claim, MemoryClaims, free_host_bytes
+from splitserve.engine import device as engine_device
+from splitserve.engine.cache import kv_cache, memory_claims
 from splitserve.engine.cache.kv_cache_size import (
     GIB,
     KVCacheSize,
@@ -28,6 +28,8 @@ from splitserve.engine.cache.kv_cache_size import (
     shrunk,
     step_bytes,
 )
+from splitserve.engine.cache.memory_claims import Claim, MemoryClaims
+from splitserve.engine.device import free_host_bytes
 from splitserve.engine.errors import OutOfMemoryError
 from splitserve.engine.step import model_runner
 from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
@@ -79,7 +81,7 @@ def test_a_worker_that_comes_back_to_a_fuller_host_starts_with_what_fits(
     make_checkpoint(tmp_path, "llama2")
     for module in (model_runner, kv_cache):
         monkeypatch.setattr(module, "available_bytes", lambda device: 4 << 20)
-    monkeypatch.setattr(host_memory, "default_folder", lambda: tmp_path / "claims")
+    monkeypatch.setattr(memory_claims, "default_folder", lambda: tmp_path / "claims")
     asked = EngineConfig(tmp_path, device="cpu", dtype="float32", kv_cache_bytes=8 << 20, max_model_len=64)
     with pytest.raises(OutOfMemoryError, match=r"0\.01 GiB\) does not fit: 0\.00 GiB are free"):
         ModelRunner(asked)
@@ -157,8 +159,8 @@ def test_workers_of_one_cluster_get_equal_parts_in_any_order() -> None:
 
 @pytest.fixture
 def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(host_memory, "CGROUP", tmp_path / "cgroup")
-    monkeypatch.setattr(host_memory, "CGROUP_ROOT", tmp_path)
+    monkeypatch.setattr(engine_device, "CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(engine_device, "CGROUP_ROOT", tmp_path)
     return tmp_path
 
 
@@ -204,7 +206,7 @@ def test_without_limits_what_the_host_has_counts(cgroup: Path) -> None:
 OTHER = """
 import sys
 from pathlib import Path
-from splitserve.engine.cache.host_memory import MemoryClaims
+from splitserve.engine.cache.memory_claims import MemoryClaims
 claims = MemoryClaims("tcp://c:1", Path(sys.argv[1]))
 with claims.turn():
     claims.claim(weights=100 << 20, kv_cache=1 << 30, committed=1 << 20)
@@ -309,7 +311,7 @@ def test_checkpoints_of_these_shapes_load_without_an_option(
         **shape,
     )
     monkeypatch.setattr(model_runner, "free_host_bytes", lambda: 2 * GIB)
-    monkeypatch.setattr(host_memory, "default_folder", lambda: tmp_path / "claims")
+    monkeypatch.setattr(memory_claims, "default_folder", lambda: tmp_path / "claims")
     runner = ModelRunner(EngineConfig(tmp_path, device="cpu", dtype="bfloat16"))
     cache = runner.kv_cache
     assert 0.9 * GIB < cache.num_bytes <= GIB

@@ -16,7 +16,7 @@ from support.models import make_checkpoint
 from splitserve.engine import device
 from splitserve.engine.errors import ModelConfigError, OutOfMemoryError, WeightsError
 from splitserve.engine.model.config import ModelConfig
-from splitserve.engine.model.fingerprint import model_fingerprint
+from splitserve.engine.model.model_folder import model_fingerprint
 from splitserve.engine.model.weights import Checkpoint
 from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
 

@@ -9,8 +9,8 @@ import torch
 from support.batches import HandSequence, make_batch
 from support.models import make_checkpoint
 
-from splitserve.engine.step.layer_progress import LayerProgress
 from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
+from splitserve.engine.step.step_progress import LayerProgress
 
 
 def test_keys_and_values_are_final_when_their_layer_is_told(tmp_path: Path) -> None:

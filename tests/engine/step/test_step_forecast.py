@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from splitserve.engine.step.step_forecast import EXPECTED, LEAD_S, LOOKS_BACK, StepForecast
+from splitserve.engine.step.step_progress import EXPECTED, LEAD_S, LOOKS_BACK, StepForecast
 
 
 class Timeline:

@@ -16,7 +16,7 @@ from support.models import VOCAB_SIZE, make_checkpoint
 
 from splitserve.engine.step.batch import Batch, SamplingParams, SamplingState, StepOutput
 from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
-from splitserve.engine.step.step_forecast import StepForecast
+from splitserve.engine.step.step_progress import StepForecast
 from splitserve.engine.step.step_thread import Finished, StepThread
 
 BLOCK_SIZE = 8

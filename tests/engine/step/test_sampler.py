@@ -11,10 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from splitserve.engine.sampling.sampled_rows import SampledRows
-from splitserve.engine.sampling.sampler import Sampler
-from splitserve.engine.sampling.token_filters import FilterParams, keep_likely_tokens
 from splitserve.engine.step.batch import Logprobs, SamplingParams, SamplingState
+from splitserve.engine.step.sampler import FilterParams, SampledRows, Sampler, keep_likely_tokens
 from splitserve.kernels.gumbel_noise import gumbel_noise, noise_bits, noise_key
 from splitserve.kernels.interface import Kernels
 from splitserve.kernels.reference import TorchKernels

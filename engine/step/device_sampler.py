@@ -18,10 +18,9 @@ from torch import Tensor
 
 from ...kernels.gpu.sampling import IN_PROMPT, SamplingRows, sample
 from ...kernels.gumbel_noise import hashed_seed
-from ..cache.host_copies import bring, send
-from ..step.batch import Logprobs, SamplingState
-from .sampled_rows import SampledRows
-from .token_masks import forbid_tokens
+from ..device import bring, send
+from .batch import Logprobs, SamplingState
+from .sampler import SampledRows, forbid_tokens
 
 
 class DeviceSampler:

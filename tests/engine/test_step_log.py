@@ -15,7 +15,7 @@ from splitserve.engine.latency_profile import Memory, Piece, Profile, StepModel
 from splitserve.engine.load_model import load_model
 from splitserve.engine.settings import WorkerSettings
 from splitserve.engine.step.batch import Batch, StepOutput
-from splitserve.engine.step.step_log import LoggedStep, StepLogError, logged, read_step_logs
+from splitserve.engine.step_log import LoggedStep, StepLogError, logged, read_step_logs
 
 STEP_S = 0.03
 PROFILE = Profile(

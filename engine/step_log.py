@@ -17,11 +17,11 @@ from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
 
-from ..errors import EngineError
-from ..latency_profile import Profile, StepClock, StepRole, parts_of
-from ..worker_model import WorkerModel
-from .batch import Batch, StepOutput
-from .step_thread import Launch, OnLayer, Runner
+from .errors import EngineError
+from .latency_profile import Profile, StepClock, StepRole, parts_of
+from .step.batch import Batch, StepOutput
+from .step.step_thread import Launch, OnLayer, Runner
+from .worker_model import WorkerModel
 
 
 class StepLogError(EngineError):

@@ -18,13 +18,10 @@ from support.models import EOS_TOKEN_ID, VOCAB_SIZE, write_byte_tokenizer
 from tokenizers import Tokenizer
 
 from splitserve.engine.errors import GrammarError
-from splitserve.engine.sampling.constraint import CompileGrammar, TokenMatcher
-from splitserve.engine.sampling.grammar import GrammarCompiler
-from splitserve.engine.sampling.grammar_thread import GrammarThread
-from splitserve.engine.sampling.sampled_rows import SampledRows
-from splitserve.engine.sampling.sampler import Sampler
-from splitserve.engine.sampling.token_masks import forbid_tokens
 from splitserve.engine.step.batch import SamplingParams, SamplingState
+from splitserve.engine.step.constraint import CompileGrammar, TokenMatcher
+from splitserve.engine.step.grammar import GrammarCompiler, GrammarThread
+from splitserve.engine.step.sampler import SampledRows, Sampler, forbid_tokens
 from splitserve.kernels.reference import TorchKernels
 
 SCHEMA = {

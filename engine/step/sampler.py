@@ -9,8 +9,11 @@ a value lies, so a row that needs them is copied out first.)
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,10 +22,30 @@ from torch import Tensor
 
 from ...kernels.gumbel_noise import noise_key
 from ...kernels.interface import Kernels
-from ..step.batch import Logprobs, SamplingState
-from .sampled_rows import SampledRows
-from .token_filters import FilterParams, keep_likely_tokens
-from .token_masks import forbid_tokens
+from .batch import Logprobs, SamplingState
+
+FIRST_LOOK = 256
+"""Most distributions hold their top-p in fewer tokens than this: no need to sort the whole vocabulary."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """One entry a row of logits; n rows.
+
+    positions int32 [n]  of the token to be sampled
+    newest    int32 [n]  the token before it, on the logits' device: the states may not have it yet
+    """
+
+    states: Sequence[SamplingState]
+    positions: NDArray[np.int32]
+    newest: Tensor
+
+    @classmethod
+    def booked(cls, states: Sequence[SamplingState], device: torch.device | str = "cpu") -> SampledRows:
+        """Rows of sequences without a token under way."""
+        newest = [[*s.prompt_token_ids, *s.output_token_ids][-1] if s.position else 0 for s in states]
+        positions = np.array([s.position for s in states], np.int32)
+        return cls(states, positions, torch.tensor(newest, dtype=torch.int32, device=device))
 
 
 class Sampler:
@@ -120,3 +143,61 @@ def _penalize_repetition(row: Tensor, token_ids: Sequence[int], penalty: float) 
 def _to_numpy(token_ids: Tensor) -> NDArray[np.int32]:
     result: NDArray[np.int32] = token_ids.to("cpu", torch.int32).numpy()
     return result
+
+
+class FilterParams(NamedTuple):
+    top_k: int
+    top_p: float
+    min_p: float
+
+
+def keep_likely_tokens(row: Tensor, params: FilterParams) -> None:
+    """Filter one row of logits [vocab_size] in place, after temperature: min-p, then top-k, then top-p.
+
+    Each is one threshold below which logits become -inf. Tokens that tie with the last one kept are kept, so
+    that the outcome does not depend on a sort's order."""
+    if params.min_p > 0:
+        row[row < row.max() + math.log(params.min_p)] = -torch.inf
+    top_k = params.top_k if 0 < params.top_k < row.numel() else row.numel()
+    if params.top_p >= 1.0:
+        if top_k < row.numel():
+            row[row < row.topk(top_k).values[-1]] = -torch.inf
+        return
+    row[row < _top_p_threshold(row, top_k, params.top_p)] = -torch.inf
+
+
+def _top_p_threshold(row: Tensor, top_k: int, top_p: float) -> Tensor:
+    """The logit of the last token of the smallest set whose probability reaches top_p. (A copy of the row
+    lies at the same alignment whatever row of the batch it is: torch's sums depend on it.)"""
+    count = min(FIRST_LOOK, top_k)
+    while True:
+        likely = row.topk(count).values
+        norm = (
+            likely if count == top_k else row.clone() if top_k == row.numel() else row.topk(top_k).values
+        ).logsumexp(0)
+        reached = (likely - norm).exp().cumsum(0) >= top_p
+        if reached[-1]:
+            return likely[reached.to(torch.uint8).argmax()]
+        if count == top_k:  # rounding: the whole set sums to slightly less than top_p
+            return likely[-1]
+        count = min(count * 16, top_k)
+
+
+def forbid_tokens(logits: Tensor, states: Sequence[SamplingState]) -> list[int]:
+    """Set logits float [num_rows, vocab_size] of tokens that a row's grammar does not allow to -inf, in
+    place. Returns the rows that have a grammar."""
+    rows = [row for row, state in enumerate(states) if state.matcher is not None]
+    if not rows:
+        return rows
+    words = np.stack(
+        [
+            matcher.mask(states[row].output_token_ids)
+            for row in rows
+            if (matcher := states[row].matcher) is not None
+        ]
+    )
+    octets = torch.from_numpy(words.view(np.uint8)).to(logits.device)  # [n, ceil(vocab_size / 32) * 4]
+    bits = (octets.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=logits.device)) & 1
+    allowed = bits.flatten(1)[:, : logits.shape[1]].bool()
+    logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)
+    return rows

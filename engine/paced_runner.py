@@ -15,12 +15,12 @@ from pathlib import Path
 
 import numpy as np
 
-from ..cache.kv_cache import PoolAllocator
-from ..latency_profile import PACED, Profile, ProfileError, StepClock
-from ..model.config import ModelConfig
-from ..settings import WorkerSettings
-from ..worker_model import WorkerModel
-from .batch import Batch, Logprobs, SamplingState, StepOutput
+from .cache.kv_cache import PoolAllocator
+from .latency_profile import PACED, Profile, ProfileError, StepClock
+from .model.config import ModelConfig
+from .settings import WorkerSettings
+from .step.batch import Batch, Logprobs, SamplingState, StepOutput
+from .worker_model import WorkerModel
 
 SLICES = 8
 """Groups of layers that a step reports: each costs a wake-up."""

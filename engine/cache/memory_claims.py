@@ -1,5 +1,4 @@
-"""Host memory: what is free for this process, and what the workers of this host have claimed and not touched
-yet.
+"""Host memory that the workers of this host have claimed and not touched yet.
 
 A KV cache in private memory takes room little by little, and a model that is being loaded has not taken its
 room yet, so that free memory alone would be given out twice. Each worker therefore keeps a claim in
@@ -20,61 +19,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import psutil
-
 CLAIM_BYTES = 1024  # of a claim's file
 LOCK_S = 10.0  # longest wait for another worker that counts; then without its turn
-UNLIMITED = 1 << 60  # cgroup v1 writes a number near 2^63 where there is no limit
-CGROUP = Path("/proc/self/cgroup")
-CGROUP_ROOT = Path("/sys/fs/cgroup")
-
-
-def free_host_bytes() -> int:
-    """Memory that this process could still take: the host's available memory, or what its container's limits
-    leave of it."""
-    return max(
-        0,
-        min(
-            int(psutil.virtual_memory().available),
-            *(_left(folder, *names) for folder, *names in _cgroups(CGROUP, CGROUP_ROOT)),
-        ),
-    )
-
-
-def _cgroups(own: Path, root: Path) -> Iterator[tuple[Path, str, str, str]]:
-    """(folder, limit, usage, reclaimable) of each memory cgroup over this process, v2 and v1; a no-limit
-    entry at least."""
-    yield root / "none", "", "", ""
-    try:
-        lines = own.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            top, names = root, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            top, names = (
-                root / "memory",
-                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-            )
-        else:
-            continue
-        inner = top / path.lstrip("/")
-        for folder in (inner, *inner.parents):
-            yield folder, *names
-            if folder == top:
-                break
-
-
-def _left(folder: Path, limit: str, usage: str, reclaimable: str) -> int:
-    """Bytes below one cgroup's limit; page cache that the kernel gives back counts as free."""
-    try:
-        most, used = int((folder / limit).read_text()), int((folder / usage).read_text())
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):  # no such cgroup, or "max"
-        return UNLIMITED
-    return most - used + int(stat.get(reclaimable, 0)) if most < UNLIMITED else UNLIMITED
 
 
 @dataclass(frozen=True, slots=True)
