@@ -26,7 +26,7 @@ class PushPromptLogprobs(NamedTuple):
 
 
 class End(NamedTuple):
-    """Tell the request's sink that the request has ended: its one terminal event."""
+    """Pass the one terminal event to the request's sink."""
 
     request: Request
     ended: Ended

@@ -48,7 +48,7 @@ class Flips:
     ) -> tuple[FlipRecord | str | None, list[Action]]:
         """Order a change of role; ``name``: of a worker or its process.
 
-        Return its record, or a sentence that says why it cannot be, or None if there is no such worker.
+        Return its record, or the reason it is impossible as a sentence, or None for an unknown worker.
         """
         known = [w for w in self._pools.workers.values() if name in (w.hello.process, w.hello.worker_id)]
         worker = next((w for w in known if not w.draining), None)
@@ -89,7 +89,7 @@ class Flips:
         return "" if others else f"{name} is the last {worker.role} worker: {without}"
 
     def came(self, worker: WorkerRecord, now: float) -> None:
-        """Note that a worker is here; it may be one that was told to change its role."""
+        """Note that a worker is here; this may complete a change of role."""
         record = self.under_way.get(worker.hello.process)
         if record is not None and record.role == worker.role and record.began_s is None:
             record.began_s = now - record.ordered

@@ -4,17 +4,18 @@ Events go in: submissions and cancellations of the HTTP side, messages of worker
 the actions that its shell carries out, in order. Requests are dispatched late: they wait here until a pair of
 workers has room.
 
-    state_machine.py  the states of a request, their transitions and deadlines; read this first
-    request.py        one request                           actions.py       what the shell is to do
-    request_queue.py  the order in which requests wait      fair_shares.py   tenants' counters
-    admission.py      which requests are refused at once    limits.py        limits; which are passed
-    placement.py      when a request is dispatched          routing.py       to which workers
-    progress.py       workers' messages about requests      assignments.py   what each worker has
-    membership.py     workers come, report, and go          pools.py         the registry of workers
-    worker.py         one worker                            worker.py  which take new work
-    evacuation.py     sequences leave draining workers      flips.py         workers change their role
-    suspicion.py      requests that kill workers            outcomes.py      retries, readiness
-    time_ledger.py    where a request's time goes           snapshot.py      the present state, as values
+    every request                                     rare or idle
+    state_machine.py  states, transitions, deadlines  limits.py      limits; deadlines that have passed
+    request.py        one request                     forecast.py    the time to a first token
+    request_queue.py  the order of waiting requests   membership.py  workers come, report, and go
+    placement.py      when one is dispatched          evacuation.py  sequences leave draining workers
+    routing.py        to which of several workers     flips.py       workers change their role
+    progress.py       workers' messages about it      suspicion.py   requests that kill workers
+    pools.py          the workers, by role            snapshot.py    the present state, as values
+    worker.py         one worker
+    time_ledger.py    where a request's time goes
+    outcomes.py       counts, readiness
+    actions.py        the actions for the shell
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from ...transport.messages.messages import (
     StepTokens,
 )
 from .actions import Action, End
-from .admission import AdmissionControl, Forecast
 from .evacuation import Evacuation
 from .flips import FlipRecord, Flips
+from .forecast import Forecast
 from .limits import LifecycleLimits as LifecycleLimits
 from .membership import Membership
 from .placement import Placement
@@ -47,6 +48,47 @@ from .state_machine import RequestStateMachine
 from .worker import WorkerId, WorkerRecord
 
 CHARGE_EVERY_S = 0.25
+
+
+class _Admission:
+    """Refuses requests that cannot be served, or not in time, when they arrive."""
+
+    def __init__(
+        self, limits: LifecycleLimits, pools: Pools, queue: RequestQueue, forecast: Forecast
+    ) -> None:
+        self._limits, self._pools, self._queue, self._forecast = limits, pools, queue, forecast
+        self.num_refused_early = 0
+
+    def refuse(self, request: Request, now: float) -> Ended | None:
+        """Return the terminal event of a request that is not admitted; None: it is."""
+        if len(self._queue) >= self._limits.max_queue:
+            message = f"{len(self._queue)} requests are waiting already"
+            return Ended(error="overloaded", message=message, retry_after_s=1.0)
+        num_tokens, longest = len(request.prompt_token_ids), self._pools.max_sequence_tokens
+        if num_tokens > longest - 1 and request.sampling.max_tokens > 0:
+            room = f"the workers have room for {longest - 1} and one answer token"
+            return Ended(error="refused", message=f"the prompt has {num_tokens} tokens; {room}")
+        return self._refuse_late(request, now)
+
+    def _refuse_late(self, request: Request, now: float) -> Ended | None:
+        """Refuse at once, not after the wait, a request that would miss its deadline or its objective."""
+        prefills = self._pools.open_of_role("prefill")
+        ahead = prefills.sum_of_ranks  # tokens on the workers
+        if not (len(self._queue) or ahead) or not self._forecast.known:
+            return None
+        ahead += self._queue.tokens_ahead(request.priority_class, request.tenant)
+        wait_s = self._forecast.seconds(prefills, ahead, len(request.prompt_token_ids))
+        allowed_s = min(
+            request.deadline - now, self._limits.ttft_slo_s.get(request.priority_class, float("inf"))
+        )
+        if wait_s is None or wait_s <= allowed_s:
+            return None
+        self.num_refused_early += 1
+        message = (
+            f"the first token would take about {wait_s:.1f} s, and {allowed_s:g} s are allowed "
+            f"({request.priority_class}); try again later, allow more time, or add prefill workers"
+        )
+        return Ended(error="overloaded", message=message, retry_after_s=wait_s - allowed_s)
 
 
 class Lifecycle:
@@ -62,7 +104,7 @@ class Lifecycle:
         self.requests = self._machine.assignments.requests  # all that have not ended, by id
         self.outcomes = self._machine.outcomes
         forecast = Forecast()
-        self._admission = AdmissionControl(limits, self.pools, self.queue, forecast)
+        self._admission = _Admission(limits, self.pools, self.queue, forecast)
         self._placement = Placement(policy, self.queue, self.pools, self._machine)
         self._progress = Progress(self._machine)
         self._members = Membership(incarnation, limits, self.pools, self._machine, self.flips, forecast)
@@ -171,7 +213,7 @@ class Lifecycle:
     def _receive_milestone(
         self, worker: WorkerRecord, message: FirstToken | Joined | RequestFailed, now: float
     ) -> list[Action]:
-        if not isinstance(message, RequestFailed):
+        if self.flips.awaited and not isinstance(message, RequestFailed):
             self.flips.worked(worker, now)
         num_moved = self.outcomes.num_moved
         actions = self._progress.milestone(worker, message, now)

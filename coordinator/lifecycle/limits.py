@@ -1,5 +1,7 @@
-"""The coordinator's limits, and which of them a request has passed. Pure; times in seconds, deadlines of a
-monotonic clock."""
+"""The coordinator's limits, and the deadlines that follow from them. Pure.
+
+Times in seconds; deadlines of a monotonic clock.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,7 @@ class LifecycleLimits:
     prefill_timeout_s: float = 300.0
     handoff_timeout_s: float = 120.0
     siblings: tuple[str, ...] = ()  # addresses of this host's other coordinator processes
-    ttft_slo_s: Mapping[str, float] = field(
-        default_factory=dict
-    )  # by priority class; refused if the forecast is longer
+    ttft_slo_s: Mapping[str, float] = field(default_factory=dict)  # by priority class; bound of the forecast
     token_timeout_s: float = 120.0  # between two tokens of one sequence, whatever happens in between
 
 
@@ -60,8 +60,7 @@ def own_deadline(request: Request) -> str:
 
 
 def passed_deadline(request: Request, limits: LifecycleLimits, now: float) -> str:
-    """Return a message that says which deadline the request has passed, and what to do about it; empty:
-    none."""
+    """Return a message that names the deadline that has passed and the remedy; empty if none has."""
     if now >= request.deadline:
         return own_deadline(request)
     waited_s, state = now - request.entered, request.state

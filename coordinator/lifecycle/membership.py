@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ...transport.messages.messages import Alive, Drain, Fenced, Hello, Load, Message, Welcome, from_u32
 from .actions import Action, Send
-from .admission import Forecast
 from .flips import Flips
+from .forecast import Forecast
 from .limits import LifecycleLimits
 from .pools import Pools
 from .state_machine import RequestStateMachine
@@ -78,7 +78,7 @@ class Membership:
         return actions + self._machine.cancel_at([worker], orphans) if orphans else actions
 
     def fence(self, worker_id: WorkerId, now: float) -> list[Action]:
-        """Tell a worker that is not known here to take a new incarnation and to say Hello."""
+        """Have an unknown worker take a new incarnation and send Hello."""
         if now - self._fenced.get(worker_id, -1e9) < FENCE_EVERY_S:
             return []
         self._fenced = {w: t for w, t in self._fenced.items() if now - t < FORGET_FENCED_S}
@@ -122,8 +122,7 @@ class Membership:
         return self.lose(worker, "its process has ended", now)
 
     def lose(self, worker: WorkerRecord, reason: str, now: float) -> list[Action]:
-        """Remove a dead worker. Its requests go on elsewhere, but for those that have killed too many
-        workers."""
+        """Remove a dead worker. Its requests go on elsewhere, except those that killed too many workers."""
         held = len(worker.dispatches)
         self._remove(worker, f"{reason}; requests it held, now tried again: {held}" if held else reason, now)
         self.num_lost += 1

@@ -1,5 +1,4 @@
-"""How requests fared, for readiness, metrics and people: retries, recoveries, missed deadlines, a failing
-stage. Pure."""
+"""Counts of retries, recoveries, missed deadlines and failures, for readiness and metrics. Pure."""
 
 from __future__ import annotations
 
@@ -8,14 +7,13 @@ from dataclasses import dataclass
 
 MAX_RECOVERIES, MAX_RETRIES = 512, 20  # remembered
 FAILURES_IN_A_ROW = 3
-"""After so many in one stage the system is not ready. A single client's request does not fail as often."""
+"""After this many in one stage the system is not ready. A single client's request fails less often."""
 MAX_REASON = 300  # characters shown
 
 
 @dataclass(slots=True)
 class Recovery:
-    """How long a request stood still that had to be dispatched again: from the lost attempt to the next
-    token.
+    """The pause of a request that was dispatched again: from the lost attempt to the next token.
 
     Between ``noticed`` and ``dispatched`` it waited for workers with room, ``absent_s`` of it while a role
     had no worker. Then it waited ``queue_s`` on the prefill worker, which computed for ``prefill_s``. Times
@@ -66,9 +64,7 @@ class Outcomes:
         self.proven = False  # a request has gone prefill, handoff, decode
         self.failing_stage = FailingStage()
         self.num_retries = 0
-        self.last_retries: deque[str] = deque(
-            maxlen=MAX_RETRIES
-        )  # which request was dispatched again, and why
+        self.last_retries: deque[str] = deque(maxlen=MAX_RETRIES)  # "request in stage: reason"
         self.num_recoveries = 0
         self.recovery_s = 0.0
         self.last_recoveries: deque[Recovery] = deque(maxlen=MAX_RECOVERIES)

@@ -109,7 +109,7 @@ class Placement:
     def _begin_pass(self) -> None:
         self._blocked = None
         self._shortest_prompt = self._shortest_sequence = inf
-        self._inconclusive = self._queue.has_retries or len(self._suspicion) > 0
+        self._inconclusive = self._queue.has_retries or bool(self._suspicion.suspects)
 
     def _proof(self, order_version: int | None) -> Blocked:
         shortest = self._shortest_prompt, self._shortest_sequence
@@ -127,7 +127,7 @@ class Placement:
 
     def _choose_pair(self, request: Request) -> Pair | None:
         """Return the workers for a request; None: none has room."""
-        if self._pools.all_fit and not request.num_attempts and not len(self._suspicion):
+        if self._pools.all_fit and not request.num_attempts and not self._suspicion.suspects:
             return self._choose_among_all(request)
         return self._choose_among_fitting(request)
 
@@ -142,6 +142,8 @@ class Placement:
         if not decodes:
             self._shortest_sequence = min(self._shortest_sequence, num_tokens)
             return None
+        if len(pools.open_of_role("prefill")) == 1 == len(pools.open_of_role("decode")):
+            return prefills[0], decodes[0]
         need = Need.of(request, prefills[0], self._assignments.next_dispatch)
         if self._policy == "hybrid" and need.first is not None:
             prefills = _union(prefills, pools.open_of_role("prefill").caching(need.first, num_tokens))
@@ -166,7 +168,7 @@ class Placement:
         decodes = pools.open_of_role("decode").with_room(num_tokens)
         if (avoid := request.avoid) is not None:
             decodes = [w for w in decodes if w is not avoid and w.kind == avoid.kind] or decodes
-        if len(suspicion):
+        if suspicion.suspects:
             prefills, decodes = suspicion.allowed(request, prefills), suspicion.allowed(request, decodes)
         prefills = holding(request.max_tokens, prefills, pools.open_of_role("prefill"))
         decodes = holding(request.max_tokens, decodes, pools.open_of_role("decode"))

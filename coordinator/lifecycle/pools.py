@@ -1,11 +1,6 @@
-"""The registry of live workers, by role: which take work, which fit together, which are dead, what their
-caches hold. Pure."""
+"""The live workers by role, and the requests that are assigned to each. Pure bookkeeping."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-
-from msgspec.structs import asdict
 
 from ...transport.messages.messages import (
     BlockEvents,
@@ -17,11 +12,12 @@ from ...transport.messages.messages import (
     Role,
     from_hashes,
 )
+from . import worker_fit
 from .limits import LifecycleLimits
+from .request import PendingMove, Request
 from .worker import OpenWorkers, WorkerId, WorkerRecord
 
 MAX_REASONS = 64  # remembered of workers that are gone
-MAX_MISFIT = 4096  # characters of the sentence for the worker's log
 
 
 class Pools:
@@ -78,7 +74,7 @@ class Pools:
         return replaced
 
     def close(self, worker: WorkerRecord, order: Drain | Flip | None) -> None:
-        """Give the worker no new work. ``order``: what it is told until it reports that it drains."""
+        """Give the worker no new work. ``order`` is repeated to it until it reports that it drains."""
         worker.draining, worker.drain = True, order
         self._unlist(worker)
 
@@ -104,9 +100,9 @@ class Pools:
             "prefill": [w for w in workers if w.role == "prefill"],
             "decode": [w for w in workers if w.role == "decode"],
         }
-        self.gap = _gap(self._of_role["prefill"], self._of_role["decode"])
-        """Why no request can be served, as a sentence; empty if a prefill and a decode worker fit
-        together."""
+        prefills, decodes = self._of_role["prefill"], self._of_role["decode"]
+        self.gap = worker_fit.gap(prefills, decodes)
+        """Why no request can be served, as a sentence; empty if some pair fits together."""
         self.has_mixed = any(w.hello.mixed for w in workers)
         """Whether any worker's process has both roles."""
         self.all_fit = not self.has_mixed and len({(w.kind, w.max_model_len) for w in workers}) == 1
@@ -116,8 +112,13 @@ class Pools:
             self.max_sequence_tokens = min(w.max_model_len for w in workers)
         for worker in workers:
             worker.misfit = ""
-        for worker, other in self._misfits():
-            worker.misfit = _misfit_for_worker(worker, other)
+        for worker, other in worker_fit.misfits(prefills, decodes):
+            worker.misfit = worker_fit.sentence_for_worker(worker, other)
+
+    def misfits(self) -> list[str]:
+        """Return a sentence for each worker that fits none of the other role's workers."""
+        pairs = worker_fit.misfits(self._of_role["prefill"], self._of_role["decode"])
+        return [worker_fit.sentence_for_log(worker, other) for worker, other in pairs]
 
     # --- what they report ------------------------------------------------------------------------------
 
@@ -135,8 +136,7 @@ class Pools:
         return worker
 
     def update_cache(self, events: BlockEvents) -> None:
-        """Take what a worker's prefix cache gained and lost. A report that is old, or follows a missing
-        one, is ignored."""
+        """Take the changes of a worker's prefix cache. An old report, or one after a gap, is ignored."""
         worker = self.workers.get((events.worker_id, events.incarnation))
         if worker is None or events.number <= worker.num_cache_reports:
             return
@@ -178,7 +178,7 @@ class Pools:
         limits, found = self._limits, []
         for worker in self.workers.values():
             silent_s = now - worker.last_seen
-            stuck_s = worker.last_seen - worker.progressed  # silence tells nothing of progress
+            stuck_s = worker.last_seen - worker.progressed  # silence shows nothing about progress
             if worker.ended:
                 continue
             if worker.unreached_since is not None and now - worker.unreached_since > limits.unreachable_s:
@@ -189,56 +189,90 @@ class Pools:
                 found.append((worker, f"busy without finishing a step for {stuck_s:.1f} s"))
         return found
 
-    # --- which fit together ----------------------------------------------------------------------------
 
-    def misfits(self) -> list[str]:
-        """Return a sentence for each worker that fits none of the other role's workers, though there are
-        some."""
-        return [
-            f"{worker.role} worker {worker.hello.worker_id} gets no work: it does not fit "
-            f"{other.role} worker {other.hello.worker_id}: {_difference(worker, other)}"
-            for worker, other in self._misfits()
-        ]
+class Assignments:
+    """All requests that have not ended, and the workers' share of each.
 
-    def _misfits(self) -> Iterator[tuple[WorkerRecord, WorkerRecord]]:
-        """Yield each of these with one of the other role's workers."""
-        prefills, decodes = self._of_role["prefill"], self._of_role["decode"]
-        for workers, others in ((prefills, decodes), (decodes, prefills)):
-            kinds = {other.kind for other in others}
-            yield from ((worker, others[0]) for worker in workers if others and worker.kind not in kinds)
+    A dispatch number is never used twice. A request has one, or two while its sequence moves.
+    """
 
+    def __init__(self) -> None:
+        self.requests: dict[str, Request] = {}
+        self.by_dispatch: dict[int, Request] = {}
+        self.next_dispatch = 1
+        self.version = 0  # incremented whenever an attempt ends, so that workers may have room again
 
-def _gap(prefills: list[WorkerRecord], decodes: list[WorkerRecord]) -> str:
-    if not prefills and not decodes:
-        return "no worker is connected"
-    if not prefills or not decodes:
-        return f"no {'decode' if prefills else 'prefill'} worker is connected"
-    models = {w.hello.model for w in prefills}
-    if any(w.hello.model in models for w in decodes):
-        return ""
-    a, b = prefills[0], decodes[0]
-    names = f"prefill worker {a.hello.worker_id} and decode worker {b.hello.worker_id}"
-    return f"{names} do not fit together: {_difference(a, b)}"
+    def of(self, worker: WorkerRecord) -> list[Request]:
+        """Return the requests that are assigned to this worker, in the order of their dispatches."""
+        return [self.by_dispatch[dispatch] for dispatch in sorted(worker.dispatches)]
 
+    def assign(self, request: Request, prefill: WorkerRecord, decode: WorkerRecord) -> None:
+        """Begin a new attempt, under a new dispatch number."""
+        request.epoch += 1
+        request.num_attempts += 1
+        request.dispatch = self._new_dispatch(request)
+        request.prefill, request.decode = prefill, decode
+        request.route = (prefill.hello.worker_id, decode.hello.worker_id)
+        request.model = decode.hello.model
+        request.num_tokens_before = len(request.tokens)
+        num_tokens = request.num_tokens
+        request.pending_blocks = decode.blocks_for(num_tokens)
+        prefill.reserve_prompt(request.dispatch, num_tokens)
+        decode.reserve_sequence(request.dispatch, request.pending_blocks)
 
-def _difference(a: WorkerRecord, b: WorkerRecord) -> str:
-    name, ours, theirs = _first_difference(a, b)
-    return f"their {name} differs ({ours!r} and {theirs!r})"
+    def unassign(self, request: Request) -> None:
+        """End the attempt: neither worker has anything of it to do."""
+        self.version += 1
+        self.end_move(request)
+        self.release_prompt(request)
+        self.release_blocks(request)
+        for worker in (request.prefill, request.decode):
+            if worker is not None:
+                worker.release(request.dispatch)
+        self.by_dispatch.pop(request.dispatch, None)
+        request.prefill = request.decode = None
+        request.dispatch = -1
 
+    def release_prompt(self, request: Request) -> None:
+        """Stop counting the prompt as pending: it is computed."""
+        if request.prefill is not None:
+            request.prefill.release_prompt(request.dispatch)
 
-def _misfit_for_worker(worker: WorkerRecord, other: WorkerRecord) -> str:
-    """Return the sentence for the worker's own log."""
-    name, ours, theirs = _first_difference(worker, other)
-    sentence = (
-        f"this {worker.role} worker gets no work: it fits no {other.role} worker, and its {name} is not "
-        f"that of {other.hello.worker_id} ({ours!r} here, {theirs!r} there); "
-        "start all workers of a model with the same model and options"
-    )
-    return sentence[:MAX_MISFIT]
+    def release_blocks(self, request: Request) -> None:
+        """Stop counting the sequence's blocks as pending: the decode worker's own reports count them from
+        now on."""
+        if request.decode is not None:
+            request.decode.release_blocks(request.pending_blocks)
+        request.pending_blocks = 0
 
+    def begin_move(self, request: Request, target: WorkerRecord, now: float) -> PendingMove:
+        """Reserve a place at ``target``. Until the move completes or is given up, both dispatches count."""
+        request.epoch += 1
+        num_blocks = target.blocks_for(request.num_tokens)
+        move = request.move = PendingMove(self._new_dispatch(request), target, num_blocks, now)
+        target.reserve_sequence(move.dispatch, num_blocks)
+        return move
 
-def _first_difference(a: WorkerRecord, b: WorkerRecord) -> tuple[str, object, object]:
-    """Return the first field in which their models differ, and both values."""
-    ours, theirs = asdict(a.hello.model), asdict(b.hello.model)
-    name = next(name for name in ours if ours[name] != theirs[name])
-    return name.replace("_", " "), ours[name], theirs[name]
+    def end_move(self, request: Request) -> PendingMove | None:
+        """Release the place at the target. Return the move that was under way, if any."""
+        move, request.move = request.move, None
+        if move is not None:
+            move.target.release_blocks(move.pending_blocks)
+            move.target.release(move.dispatch)
+            del self.by_dispatch[move.dispatch]
+        return move
+
+    def complete_move(self, request: Request) -> None:
+        """Assign the sequence to the target alone."""
+        move = self.end_move(request)
+        assert move is not None, "only a move that is under way completes"
+        self.unassign(request)
+        request.dispatch, request.decode = move.dispatch, move.target
+        request.route = (request.route[0], move.target.hello.worker_id)
+        self.by_dispatch[move.dispatch] = request
+        move.target.reserve_sequence(move.dispatch, 0)
+
+    def _new_dispatch(self, request: Request) -> int:
+        dispatch, self.next_dispatch = self.next_dispatch, self.next_dispatch + 1
+        self.by_dispatch[dispatch] = request
+        return dispatch

@@ -22,8 +22,7 @@ MilestoneMessage = FirstToken | Joined | RequestFailed
 
 
 class Progress:
-    """Turns messages into pushed tokens and transitions. A worker that names an unknown dispatch is told
-    to drop it."""
+    """Turns messages into pushed tokens and transitions. Unknown dispatches are cancelled at the worker."""
 
     def __init__(self, machine: RequestStateMachine) -> None:
         self._machine = machine

@@ -1,4 +1,4 @@
-"""One request: what its client asks, where it stands, which tokens its client has, and how it ended. Pure."""
+"""One request: the client's input, its state, the tokens that the client has, and its end. Pure."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Ended:
     def kv_byte_seconds(self) -> float:
         """Return the bytes of KV cache times the seconds they were held for this request, over all workers.
 
-        Prefill holds the prompt's blocks, the handoff holds them twice, and decode holds the mean of what it
-        has at its begin and at its end. A shared prefix block counts for each request that uses it.
+        Prefill holds the prompt's blocks, the handoff holds them twice, and decode holds the mean of its
+        first and its last number of blocks. A shared prefix block counts for each request that uses it.
         """
         if self.model is None:
             return 0.0
@@ -67,7 +67,7 @@ class Ended:
 
 
 class Sink(Protocol):
-    """Where one sequence's tokens go. Called on the event loop's thread; must not block or raise."""
+    """Takes one sequence's tokens. Called on the event loop's thread; must not block or raise."""
 
     def push(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """Take the next output token. Each index comes once, in order, whatever failed on the way."""
@@ -115,7 +115,7 @@ class Request:
     priority_class: PriorityClass = "standard"
     traceparent: str = ""  # of its span; empty: it leaves no trace
 
-    # Where it stands.
+    # Its state.
     state: State = field(init=False, default="queue")
     entered: float = field(init=False)  # when ``state`` began
     epoch: int = field(init=False, default=-1)
@@ -124,11 +124,9 @@ class Request:
     decode: WorkerRecord | None = field(init=False, default=None)
     move: PendingMove | None = field(init=False, default=None)
     move_failed_at: float = field(init=False, default=-1e9)  # when a move was last given up
-    pending_blocks: int = field(
-        init=False, default=0
-    )  # reserved at the decode worker, and not yet in its reports
+    pending_blocks: int = field(init=False, default=0)  # reserved at the decode worker, not in its reports
 
-    # What its client has.
+    # The client's tokens.
     tokens: list[int] = field(init=False, default_factory=list)
     token_at: float = field(init=False, default=0.0)  # when the newest token came
     needs_prompt_logprobs: bool = field(init=False, default=False)
@@ -138,32 +136,21 @@ class Request:
 
     # Its attempts.
     num_attempts: int = field(init=False, default=0)
-    num_tokens_before: int = field(
-        init=False, default=0
-    )  # output tokens when the attempt began, or deaths were last forgiven
+    num_tokens_before: int = field(init=False, default=0)
+    """Output tokens when the attempt began, or deaths were last forgiven."""
     num_failures: int = field(init=False, default=0)  # in a row, without progress
     not_before: float = field(init=False, default=0.0)  # it is not dispatched again sooner
-    avoid: WorkerRecord | None = field(
-        init=False, default=None
-    )  # the decode worker of the last failed attempt
-    num_deaths: int = field(
-        init=False, default=0
-    )  # workers that died while they ran it: in a row, without enough progress
+    avoid: WorkerRecord | None = field(init=False, default=None)  # decode worker of the last failed attempt
+    num_deaths: int = field(init=False, default=0)  # of its workers: in a row, without enough progress
     num_deaths_ever: int = field(init=False, default=0)
     suspect: bool = field(init=False, default=False)  # it may be what kills workers
     excused: bool = field(init=False, default=False)  # the last death it met was not charged to it
-    recovery: Recovery | None = field(
-        init=False, default=None
-    )  # set from a lost attempt until the next token
-    route: tuple[str, str] = field(
-        init=False, default=("", "")
-    )  # prefill and decode worker of the last attempt
+    recovery: Recovery | None = field(init=False, default=None)  # from a lost attempt until the next token
+    route: tuple[str, str] = field(init=False, default=("", ""))  # prefill and decode worker, last attempt
     model: ModelIdentity | None = field(init=False, default=None)  # of the workers of the last attempt
 
-    # What it used.
-    num_cached_tokens: int | None = field(
-        init=False, default=None
-    )  # of the prompt, as its first attempt reported
+    # Its usage.
+    num_cached_tokens: int | None = field(init=False, default=None)  # of the prompt, by the first attempt
     charged: float = field(init=False, default=0.0)  # to its tenant's share
     num_charged_tokens: int = field(init=False, default=-1)  # output tokens in ``charged``; -1: charge again
     ledger: TimeLedger = field(init=False)  # set by ``admit``

@@ -1,31 +1,65 @@
 """The requests that wait for workers with room, and the order in which they are tried. Pure.
 
-    priority classes  share what the workers give by weight (``WEIGHTS``)
+    retries           come first, by arrival: their streams stand still, and no other request overtakes them
+    priority classes  share the workers' service by weight (``WEIGHTS``)
     tenants           of one class share its part equally, counted in tokens
-    one tenant's      requests go by their priority, then by arrival
+    one tenant's      requests go by priority, then by arrival
 
-Before all of them go retries, by arrival: they have waited their turn once, and their streams stand still. No
-other request overtakes them.
+The shares are the virtual token counters of Sheng et al., "Fairness in Serving Large Language Models" (OSDI
+2024), Algorithm 2 with weights. Two members that both wait all the time differ in service per weight by at
+most one batch, however much more one of them asks for, so none starves.
 """
 
 from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from math import inf
 
-from .fair_shares import Shares
 from .request import PriorityClass, Request
 
 LOOK_AHEAD = 32
 """Requests of one tenant that are tried in a pass, and a quarter of all that are."""
 WEIGHTS: dict[PriorityClass, float] = {"premium": 64.0, "standard": 16.0, "free": 4.0, "batch": 1.0}
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0
-"""What a token costs (the paper's weights): a generated one holds its blocks and a row for longer."""
+"""Cost of a token, as in the paper: a generated one holds its blocks and a row for longer."""
 Entry = tuple[int, float, int, Request, int]
 """Priority, arrival, tie-break, request, number of tokens."""
+
+
+class Shares:
+    """Counts the service of each member over its weight; the member with the least is served next.
+
+    A member that comes to wait after a pause is lifted to the least of those that wait: idle time earns no
+    credit.
+    """
+
+    def __init__(self) -> None:
+        self._counters: dict[str, float] = {}  # by the member's name
+        self._floor = 0.0  # the counter of the member that was last served to the end of its queue
+
+    def counter(self, name: str) -> float:
+        """Return the member's service over its weight; 0.0 for an unknown name."""
+        return self._counters.get(name, 0.0)
+
+    def join(self, name: str, waiting: Collection[str]) -> None:
+        """Begin to wait. ``waiting``: the other members that wait."""
+        least = min(map(self.counter, waiting), default=self._floor)
+        self._counters[name] = max(self.counter(name), least)
+
+    def leave(self, name: str) -> None:
+        """End to wait."""
+        self._floor = self.counter(name)
+
+    def serve_at_once(self, name: str, service: float) -> None:
+        """Join, be charged and leave, while no member waits."""
+        self._floor = self._counters[name] = max(self.counter(name), self._floor) + service
+
+    def charge(self, name: str, service: float) -> None:
+        """Add service over the member's weight; a negative one corrects an earlier charge."""
+        self._counters[name] = self.counter(name) + service
 
 
 @dataclass(slots=True)
@@ -45,7 +79,7 @@ class _Class:
 
 
 class RequestQueue:
-    """A request that finds no room is overtaken, but only for ``starving_s`` seconds after its arrival."""
+    """The waiting requests. One without room is overtaken until ``starving_s`` seconds after its arrival."""
 
     def __init__(self, starving_s: float) -> None:
         self._starving_s = starving_s
@@ -115,16 +149,14 @@ class RequestQueue:
     # --- fair shares ---------------------------------------------------------------------------------
 
     def charge(self, request: Request) -> None:
-        """Charge what the request was given since it was last charged: computed prompt tokens and output
-        tokens."""
+        """Charge the prompt and output tokens computed since the request was last charged."""
         if (service := _service(request)) != 0.0:
             members = self._classes[request.priority_class]
             members.shares.charge(request.tenant, service)
             self._shares.charge(request.priority_class, service / members.weight)
 
     def charge_running(self, requests: Iterable[Request]) -> None:
-        """Charge those of these that are dispatched and have new tokens. This may change the order of the
-        others."""
+        """Charge the dispatched requests that have new tokens. This may change the order of the others."""
         self.order_version += 1
         for request in requests:
             if request.dispatch >= 0 and len(request.tokens) != request.num_charged_tokens:
@@ -138,8 +170,7 @@ class RequestQueue:
         self._shares.serve_at_once(request.priority_class, service / members.weight)
 
     def tokens_ahead(self, priority_class: PriorityClass, tenant: str) -> float:
-        """Return the prompt tokens that would be served before a request that is added now: by the
-        counters, in the order of ``serve``."""
+        """Return the prompt tokens that ``serve`` would take before a request that is added now."""
         if not self._entries:
             return 0.0
         members = self._classes[priority_class]
@@ -192,7 +223,7 @@ class RequestQueue:
                 self.charge(request)
                 self.remove(request)
             return True
-        turns = self._turns()
+        turns = _Turns(self._classes, self._shares)
         too_long = inf  # where a prompt finds no room, no longer one does
         while turns.num_passed_over < 4 * LOOK_AHEAD:
             if (entry := turns.next()) is None:
@@ -209,45 +240,17 @@ class RequestQueue:
                 turns.pass_over()
         return False
 
-    def _turns(self) -> _Turns | _OnlyTenant:
-        waiting = [tenants for members in self._classes.values() if (tenants := members.tenants)]
-        if len(waiting) == 1 and len(waiting[0]) == 1:  # the usual case
-            return _OnlyTenant(next(iter(waiting[0].values())))
-        return _Turns(self._classes, self._shares)
-
 
 def _service(request: Request) -> float:
-    """Return what the request was given since this was last called for it."""
+    """Return the request's service since the last call for it, in weighted tokens."""
     prompt = len(request.prompt_token_ids) - (request.num_cached_tokens or 0) if request.num_attempts else 0
     cost = PROMPT_WEIGHT * max(0, prompt) + OUTPUT_WEIGHT * len(request.tokens)
     service, request.charged, request.num_charged_tokens = cost - request.charged, cost, len(request.tokens)
     return service
 
 
-class _OnlyTenant:
-    """Replaces ``_Turns`` where only one tenant's requests wait: they go in their own order."""
-
-    in_fixed_order = True
-
-    def __init__(self, tenant: _Tenant) -> None:
-        self._entries = tenant.entries
-        self.num_passed_over = 0
-
-    def next(self) -> Entry | None:
-        at = self.num_passed_over
-        return self._entries[at] if at < LOOK_AHEAD and at < len(self._entries) else None
-
-    def served(self) -> None:
-        """Go on: the request has been removed from the entries."""
-
-    def pass_over(self) -> None:
-        self.num_passed_over += 1
-
-
 class _Turns:
     """Yields the next request by the shares, which change while the queue is served."""
-
-    in_fixed_order = False
 
     def __init__(self, classes: dict[PriorityClass, _Class], shares: Shares) -> None:
         self._classes, self._shares = classes, shares
@@ -260,6 +263,7 @@ class _Turns:
             heapq.heapify(heap)
         self._at: PriorityClass | None = None
         self.num_passed_over = 0
+        self.in_fixed_order = sum(map(len, self._heaps.values())) == 1  # one tenant's own order
 
     def next(self) -> Entry | None:
         """Return the next request to be tried; None: there is none."""

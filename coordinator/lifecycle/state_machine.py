@@ -41,10 +41,9 @@ from collections.abc import Iterable
 
 from ...transport.messages.messages import Cancel, FinishReason, Message, Prefill, u32
 from .actions import Action, End, Send
-from .assignments import Assignments
 from .limits import LifecycleLimits, is_lost, min_timeout, no_deadline_before, passed_deadline
 from .outcomes import Outcomes, Recovery
-from .pools import Pools
+from .pools import Assignments, Pools
 from .request import Ended, ErrorKind, Request
 from .request_queue import RequestQueue
 from .suspicion import Suspicion
@@ -77,10 +76,10 @@ class RequestStateMachine:
     # --- forward -------------------------------------------------------------------------------------
 
     def admit(self, request: Request, now: float) -> None:
-        """Take a new request into the books. Placement dispatches or queues it."""
+        """Register a new request. Placement dispatches or queues it."""
         request.admit(now)
         self.assignments.requests[request.request_id] = request
-        self._next_deadline = min(self._next_deadline, no_deadline_before(request, self._min_timeout_s))
+        self._next_deadline = min(self._next_deadline, request.deadline, now + self._min_timeout_s)
 
     def dispatch(self, request: Request, prefill: WorkerRecord, decode: WorkerRecord, now: float) -> Action:
         """queue -> prefill: begin an attempt on these workers."""
@@ -95,7 +94,7 @@ class RequestStateMachine:
         return Send(prefill.id, Prefill(spec=request.spec(self._incarnation, now), decode=decode.peer))
 
     def prompt_computed(self, request: Request, queue_s: float, prefill_s: float, now: float) -> None:
-        """prefill -> handoff. ``queue_s``, ``prefill_s``: what the prefill worker says that it took."""
+        """prefill -> handoff. ``queue_s``, ``prefill_s``: as the prefill worker measured them."""
         if request.state == "prefill":
             request.enter("handoff", now)
         if request.times is not None:
@@ -105,8 +104,8 @@ class RequestStateMachine:
         self.assignments.release_prompt(request)
 
     def joined(self, request: Request, transfer_s: float, now: float) -> None:
-        """prefill or handoff -> decode. ``transfer_s``: from the first token to the join, as the decode
-        worker says."""
+        """prefill or handoff -> decode. ``transfer_s``: from the first token to the join, as measured by the
+        decode worker."""
         if request.state != "decode":
             request.enter("decode", now)
             if request.times is not None:
@@ -168,15 +167,14 @@ class RequestStateMachine:
         return actions
 
     def retry_lost(self, now: float) -> list[Action]:
-        """Retry every request that no worker holds, as the workers' own reports say."""
+        """Retry every request that no worker holds, by the workers' own reports."""
         by_dispatch = self.assignments.by_dispatch
         unreported = (d for worker in self._pools.of_role("decode") for d in worker.dispatches - worker.held)
         requests = dict.fromkeys(
             by_dispatch[dispatch] for dispatch in sorted(unreported)
         )  # a move has two dispatches
-        lost = [
-            request for request in requests if request.dispatch >= 0 and is_lost(request, self._limits, now)
-        ]
+        old = now - self._limits.lost_after_s  # a younger state is not lost
+        lost = [r for r in requests if r.dispatch >= 0 and r.entered <= old and is_lost(r, self._limits, now)]
         return [a for request in lost for a in self.retry(request, "the workers hold nothing of it", now)]
 
     # --- to the end ----------------------------------------------------------------------------------
@@ -184,8 +182,7 @@ class RequestStateMachine:
     def finish(
         self, request: Request, reason: FinishReason, stage_s: float | None, now: float
     ) -> list[Action]:
-        """End a request with its last token. ``stage_s``: how long its last stage took, where the worker
-        says so."""
+        """End a request with its last token. ``stage_s``: length of its last stage, if the worker sent it."""
         if request.times is not None and stage_s is not None:
             request.times.ended(self._milestone(stage_s, now))
         self.outcomes.finished(request.state)
@@ -229,7 +226,8 @@ class RequestStateMachine:
         if request.state == "queue":
             self._queue.remove(request)
         self._queue.charge(request)
-        self.suspicion.forget(request)
+        if request.suspect:
+            self.suspicion.forget(request)
         request.ledger.close(now)
         ended.num_cached_tokens, ended.num_output_tokens = request.num_cached_tokens or 0, len(request.tokens)
         ended.num_dispatches, ended.ledger = request.num_attempts, request.ledger
@@ -253,7 +251,7 @@ class RequestStateMachine:
         return [] if move is None else self.cancel_at((request.decode, move.target), [move.dispatch])
 
     def cancel_at(self, workers: Iterable[WorkerRecord | None], dispatches: list[int]) -> list[Action]:
-        """Tell those of the workers that are still here to drop these dispatches."""
+        """Have those of the workers that are still here drop these dispatches."""
         cancel: Message = Cancel(coordinator=self._incarnation, dispatches=u32(dispatches))
         return [Send(w.id, cancel) for w in workers if w is not None and w.id in self._pools.workers]
 

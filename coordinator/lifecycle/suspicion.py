@@ -25,10 +25,7 @@ class Suspicion:
 
     def __init__(self, limits: LifecycleLimits) -> None:
         self._limits = limits
-        self._suspects: dict[str, Request] = {}
-
-    def __len__(self) -> int:
-        return len(self._suspects)
+        self.suspects: dict[str, Request] = {}  # by id
 
     def charge(self, worker: WorkerRecord, requests: list[Request]) -> list[Request]:
         """Charge a worker's death to ``requests``, which were assigned to it. Return those that are not
@@ -45,7 +42,7 @@ class Suspicion:
             request.num_deaths_ever += 1
             if request.num_deaths >= self._limits.suspect_after:
                 request.suspect = True
-                self._suspects[request.request_id] = request
+                self.suspects[request.request_id] = request
         return [r for r in charged if r.num_deaths >= self._limits.max_deaths]
 
     def credit(self, request: Request) -> None:
@@ -59,20 +56,20 @@ class Suspicion:
 
     def credit_all(self) -> None:
         """Clear the suspects that have made progress."""
-        for request in list(self._suspects.values()):
+        for request in list(self.suspects.values()):
             self.credit(request)
 
     def forget(self, request: Request) -> None:
         """Stop suspecting a request that has ended, or is cleared."""
         request.suspect = False
-        self._suspects.pop(request.request_id, None)
+        self.suspects.pop(request.request_id, None)
 
     def allowed(self, request: Request, workers: list[WorkerRecord]) -> list[WorkerRecord]:
         """Return the workers where it may run: a suspect apart from other suspects and with the fewest
         neighbours, any other request preferably apart from suspects."""
-        if not self._suspects:
+        if not self.suspects:
             return workers
-        watched = {id(w) for r in self._suspects.values() if r is not request for w in (r.prefill, r.decode)}
+        watched = {id(w) for r in self.suspects.values() if r is not request for w in (r.prefill, r.decode)}
         apart = [w for w in workers if id(w) not in watched]
         if not request.suspect:
             return apart or workers

@@ -1,5 +1,4 @@
-"""Where a request's time goes, from its arrival to its last byte. Pure; times in seconds of a monotonic
-clock.
+"""A request's time by stage, from its arrival to its last byte. Pure; seconds of a monotonic clock.
 
     parse | queue | prefill | handoff | decode | coordinator | stream
 
@@ -128,7 +127,7 @@ class Milestone(NamedTuple):
 
     at: float  # when it arrived
     read_all_at: float  # the coordinator had last read all its messages then
-    seconds: float  # how long the stage took, as the worker says
+    seconds: float  # length of the stage, as the worker measured it
 
     def true_time(self, began: float) -> float:
         """Return when it happened, for a stage that began at ``began``."""

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.lifecycle_bench import Bench, Sink, ends, sent
 
-from splitserve.coordinator.lifecycle.admission import Forecast
+from splitserve.coordinator.lifecycle.forecast import Forecast
 from splitserve.coordinator.lifecycle.lifecycle import CHARGE_EVERY_S
 from splitserve.coordinator.lifecycle.request import PriorityClass, Request
 from splitserve.coordinator.lifecycle.request_queue import LOOK_AHEAD, WEIGHTS, RequestQueue

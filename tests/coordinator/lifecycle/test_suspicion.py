@@ -161,10 +161,10 @@ def test_one_death_is_one_however_far_it_had_come() -> None:
     bench = OneByOne(gain=100, suspect_after=1)
     bench.live()
     bench.die()
-    assert len(bench.core._machine.suspicion) == 1
+    assert len(bench.core._machine.suspicion.suspects) == 1
     bench.live()
     bench.core.tick(0.0)
-    assert len(bench.core._machine.suspicion) == 0
+    assert len(bench.core._machine.suspicion.suspects) == 0
 
 
 def test_a_prompt_that_waits_for_a_dying_decode_worker_is_not_charged() -> None:

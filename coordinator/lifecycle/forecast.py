@@ -1,13 +1,11 @@
-"""Which requests are admitted, by a forecast of when they would have their first token. Pure; times in
-seconds.
+"""The time to the first token of a request that waits now. Pure; times in seconds.
 
     time to first token = tokens to compute / tokens per second
     tokens to compute   = (on the workers + ahead in the queue + its own) x share not cached
 
-Workers report the tokens and the seconds of full steps; a step that had room does not tell how much one could
-hold. A worker's speed is the median over its latest reports, so that one step that hung turns no requests
-away. Until a worker has reported full steps a few times there is no forecast, and no request is refused by
-one.
+Workers report the tokens and the seconds of full steps; a step with room left shows no full speed. A worker's
+speed is the median of its latest reports, so that one step that hung turns no request away. There is no
+forecast until a worker has reported full steps a few times.
 """
 
 from __future__ import annotations
@@ -17,29 +15,23 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from ...transport.messages.messages import Load
-from .limits import LifecycleLimits
-from .pools import Pools
-from .request import Ended, Request
-from .request_queue import RequestQueue
 from .worker import OpenWorkers, WorkerId, WorkerRecord
 
 MIN_REPORTS, MAX_REPORTS = 3, 15  # with full steps in them
-HALF_LIFE_TOKENS = 50_000.0  # of what is known of prefix caches
+HALF_LIFE_TOKENS = 50_000.0  # of the measured share of cached tokens
 
 
 @dataclass(slots=True)
 class _Speed:
     counters: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)  # as last reported, cumulative
-    rates: deque[float] = field(
-        default_factory=lambda: deque(maxlen=MAX_REPORTS)
-    )  # tokens per second in full steps
+    rates: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_REPORTS))  # tokens/s, full steps
     rate: float | None = None  # their median, once there are enough
     prompt_tokens: float = 0.0
     cached_tokens: float = 0.0
 
 
 class Forecast:
-    """Knows how fast each prefill worker computes."""
+    """Measures how fast each prefill worker computes."""
 
     def __init__(self) -> None:
         self._speeds: dict[WorkerId, _Speed] = {}
@@ -106,46 +98,3 @@ class Forecast:
             self._cached = versions, self.tokens_per_s(workers), self.share_to_compute()
         _, rate, share = self._cached
         return None if rate is None else (tokens_ahead + num_tokens) * share / rate
-
-
-class AdmissionControl:
-    """Refuses requests that cannot be served, or not in time."""
-
-    def __init__(
-        self, limits: LifecycleLimits, pools: Pools, queue: RequestQueue, forecast: Forecast
-    ) -> None:
-        self._limits, self._pools, self._queue, self._forecast = limits, pools, queue, forecast
-        self.num_refused_early = 0
-
-    def refuse(self, request: Request, now: float) -> Ended | None:
-        """Return the terminal event of a request that is not admitted; None: it is."""
-        if len(self._queue) >= self._limits.max_queue:
-            message = f"{len(self._queue)} requests are waiting already"
-            return Ended(error="overloaded", message=message, retry_after_s=1.0)
-        num_tokens, longest = len(request.prompt_token_ids), self._pools.max_sequence_tokens
-        if num_tokens > longest - 1 and request.sampling.max_tokens > 0:
-            room = f"the workers have room for {longest - 1} and one answer token"
-            return Ended(error="refused", message=f"the prompt has {num_tokens} tokens; {room}")
-        return self._refuse_late(request, now)
-
-    def _refuse_late(self, request: Request, now: float) -> Ended | None:
-        """Refuse at once, not after the wait, what would miss its deadline or its class's objective."""
-        if not self._forecast.known:
-            return None
-        prefills = self._pools.open_of_role("prefill")
-        ahead = prefills.sum_of_ranks  # tokens on the workers
-        if not (len(self._queue) or ahead):
-            return None
-        ahead += self._queue.tokens_ahead(request.priority_class, request.tenant)
-        wait_s = self._forecast.seconds(prefills, ahead, len(request.prompt_token_ids))
-        allowed_s = min(
-            request.deadline - now, self._limits.ttft_slo_s.get(request.priority_class, float("inf"))
-        )
-        if wait_s is None or wait_s <= allowed_s:
-            return None
-        self.num_refused_early += 1
-        message = (
-            f"the first token would take about {wait_s:.1f} s, and {allowed_s:g} s are allowed "
-            f"({request.priority_class}); try again later, allow more time, or add prefill workers"
-        )
-        return Ended(error="overloaded", message=message, retry_after_s=wait_s - allowed_s)
