@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 import orjson
 
 from ...transport.messages.messages import TokenLogprobs
-from ..text.detokenizer import TokenTable
 from ..text.served_model import ServedModel
+from ..text.token_table import TokenTable
 from ..text.tokenizer import Tokenizer
 from .plan import RequestPlan
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..chat_output.events import CallArguments, CallStarted, Event, Reasoning, joined
 from ..chat_output.reasoning import CLOSE, OPEN, SPACE, thinks_already
-from ..text.detokenizer import Detokenizer
+from ..text.tokenizer import Detokenizer
 from .choice import Choice, Exchange
 from .formats import ChatFormat, ChoiceResult, ReportedReason
 from .prompts import Prompt

@@ -21,6 +21,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from ..errors import InvalidRequest
 from .tokenizer import Tokenizer, read_json
 
+REFUSALS = (
+    *(TemplateError, ArithmeticError, LookupError, TypeError),
+    *(ValueError, AttributeError, RecursionError),
+)
+"""What a template may raise for messages that it does not take."""
+
 
 class _GenerationTag(Extension):
     """``{% generation %}``: marks the assistant's words for training; here it only renders its content."""
@@ -58,9 +64,8 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
-            self._template.globals = dict(
-                self._template.globals
-            )  # a chain of maps otherwise, which each render would walk
+            # a plain dict, not the chain of maps that each render would walk
+            self._template.globals = dict(self._template.globals)
         except TemplateError as error:
             raise ValueError(f"the chat template does not compile: {error}") from error
         self._special_tokens = special_tokens or {}
@@ -105,15 +110,7 @@ class ChatTemplate:
             variables["messages"] = _with_tools(variables["messages"], tools)
         try:
             return self._template.render(variables)
-        except (
-            TemplateError,
-            ArithmeticError,
-            LookupError,
-            TypeError,
-            ValueError,
-            AttributeError,
-            RecursionError,
-        ) as error:
+        except REFUSALS as error:
             raise InvalidRequest(
                 f"The model's chat template refused the messages: {error}", param="messages"
             ) from error
@@ -125,8 +122,7 @@ class ChatTemplate:
 
 
 def _with_tools(messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For a template that knows no tools: a system message tells of them, in the words that Hermes and Qwen
-    were taught with."""
+    """Put the tools into a system message, in the words of Hermes and Qwen, for a template without them."""
     text = (
         "# Tools\n\nYou may call functions. Their signatures, within <tools></tools>:\n<tools>\n"
         + "\n".join(_to_json(tool) for tool in tools)

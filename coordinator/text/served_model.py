@@ -1,5 +1,4 @@
-"""What the coordinator knows of the model it serves: no weights, only what turns requests into tokens and
-back."""
+"""The served model without its weights: everything that turns requests into tokens and back."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from .tokenizer import Tokenizer, read_json
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """What the model's ``generation_config.json`` recommends where a request says nothing."""
+    """The sampling of ``generation_config.json``, for fields that a request leaves out."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -41,7 +40,7 @@ class ServedModel:
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     longest: int
-    """Most tokens of prompt and output together, as the model or the settings have it."""
+    """Most tokens of prompt and output together, by the model or the settings."""
     vocab_size: int
     defaults: SamplingDefaults = SamplingDefaults()
     chat_style: ChatStyle = field(default_factory=ChatStyle)
@@ -65,7 +64,7 @@ class ServedModel:
         reasoning_parser: ReasoningOption = "auto",
         workers_hold: Callable[[], int] = lambda: 0,
     ) -> ServedModel:
-        """Read a checkpoint folder. Raises CannotStart that says what is missing or wrong."""
+        """Read a checkpoint folder. Raises CannotStart."""
         try:
             return cls._load(folder, name, max_model_len, tool_parser, reasoning_parser, workers_hold)
         except (OSError, ValueError) as error:

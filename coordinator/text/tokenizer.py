@@ -1,24 +1,31 @@
-"""The model's tokenizer: text to token ids off the event loop, and token ids to bytes.
+"""The model's tokenizer: text to token ids, and token ids to text as soon as each is certain.
 
 Encoding is the coordinator's largest single piece of work (2 to 3 ms for 2,000 tokens). ``encode_batch_fast``
 releases the GIL, so for a long text a thread does it (``aside``) while the event loop goes on streaming.
+
+A ``TableDetokenizer`` joins the bytes of tokens, and holds back those of an unfinished UTF-8 character; if
+the tokenizer has no such table, the library's ``DecodeStream`` does it. The concatenation equals the decode of
+all tokens at once. (One exception: where a SentencePiece model emits byte tokens that are no valid UTF-8, the
+library writes one U+FFFD a byte for the whole run, valid characters before included; here they are kept.)
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+from codecs import utf_8_decode
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from threading import Barrier
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import orjson
 from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.decoders import DecodeStream
 
-from .detokenizer import Detokenizer, TokenTable, make_detokenizer
+from .token_table import TokenTable, longest_token
 
 T = TypeVar("T")
 PIECE_CHARS = 1 << 16
@@ -26,10 +33,19 @@ PIECE_CHARS = 1 << 16
 text."""
 SURE_BYTES_PER_TOKEN = 6
 """A text of fewer bytes for each token that is allowed is tokenized whole: most such texts fit."""
-COMPOSITION = 3
-"""NFC makes a text at most so many times shorter, in bytes: three conjoining Hangul letters of three bytes
-each become one of three."""
+CONTEXT_TOKENS = 8
+"""Prompt tokens that a ``DecodeStream`` starts from."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Detokenizer(Protocol):
+    """One sequence's output."""
+
+    def step(self, token_id: int) -> str:
+        """Return the text that this token makes certain; may be empty."""
+
+    def finish(self) -> str:
+        """Return the text that was held back, once no token follows."""
 
 
 class Tokenizer:
@@ -51,8 +67,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, *, vocab_size: int = 0) -> Tokenizer:
-        """From a checkpoint folder. Raises FileNotFoundError or ValueError that say what is missing or
-        wrong."""
+        """Read a checkpoint folder. Raises FileNotFoundError or ValueError."""
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise FileNotFoundError(
@@ -67,7 +82,7 @@ class Tokenizer:
         return cls(fast, read_json(folder / "tokenizer_config.json"), vocab_size=vocab_size)
 
     def special_tokens(self) -> dict[str, str]:
-        """``bos_token`` and so on, where the tokenizer has them: chat templates refer to them."""
+        """Return ``bos_token`` and so on, as far as there are any: chat templates refer to them."""
         found = {name: self.config.get(name) for name in SPECIAL_TOKENS}
         contents = {
             name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()
@@ -75,17 +90,16 @@ class Tokenizer:
         return {name: value for name, value in contents.items() if isinstance(value, str)}
 
     def special_id(self, name: str) -> int | None:
-        """The id of a special token; None if there is none of this name."""
+        """Return the id of a special token; None for an unknown name."""
         token_id = self.fast.token_to_id(name)
         return token_id if token_id in self.table.special else None
 
     def special_ids(self, names: Sequence[str]) -> dict[int, str]:
-        """Those of these names that are special tokens, by id."""
+        """Return those of the names that are special tokens, by id."""
         return {token_id: name for name in names if (token_id := self.special_id(name)) is not None}
 
     def as_lark(self, mark: str) -> str:
-        """How llguidance's grammars write a mark: by number where it is a special token, otherwise as
-        text."""
+        """Return a mark for llguidance's grammars: by number if it is a special token, otherwise as text."""
         token_id = self.special_id(mark)
         return orjson.dumps(mark).decode() if token_id is None else f"<[{token_id}]>"
 
@@ -97,21 +111,22 @@ class Tokenizer:
             self._threads.submit(together.wait)
 
     def aside(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        """Runs ``work`` on a thread, while the event loop goes on."""
+        """Run ``work`` on a thread, while the event loop goes on."""
         return asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of each text. ``add_special_tokens`` as in Hugging Face: what the tokenizer's
-        post-processor adds, usually BOS."""
-        return [
-            encoding.ids
-            for encoding in self.fast.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        ]
+        """Return the token ids of each text.
+
+        ``add_special_tokens`` as in Hugging Face: those of the tokenizer's post-processor, usually BOS.
+        """
+        encodings = self.fast.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
 
     def at_least(self, text: str, most: int) -> int | None:
-        """A number of tokens above ``most`` that ``text`` has at least; None where it may have ``most`` or
-        fewer. In bounded memory, and where every token stands for a bounded number of bytes, without
-        tokenizing."""
+        """Return a number of tokens above ``most`` that ``text`` has at least; None if it may have fewer.
+
+        Takes bounded memory, and does not tokenize if every token stands for a bounded number of bytes.
+        """
         num_bytes = len(text) if text.isascii() else len(text.encode(errors="replace"))
         if num_bytes <= SURE_BYTES_PER_TOKEN * most or num_bytes <= PIECE_CHARS:
             return None
@@ -125,12 +140,8 @@ class Tokenizer:
         return None
 
     def ending(self, text: str, keep: int) -> str:
-        """The end of a long text that has more than its last ``keep`` tokens."""
-        at, count, enough = (
-            len(text),
-            0,
-            keep + 1024,
-        )  # those next to the cut may be others than in the whole text
+        """Return the end of a long text: its last ``keep`` tokens and some more."""
+        at, count, enough = len(text), 0, keep + 1024  # tokens near the cut may differ from the whole text's
         while at > 0 and count < enough:
             at = max(0, at - PIECE_CHARS)
             count += self._count(text[at : at + PIECE_CHARS])
@@ -138,48 +149,23 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int | None:
-        """The most bytes of a text that become one token; None where that has no bound: text may be dropped,
-        or become an unknown token."""
-        added = self.fast.get_added_tokens_decoder().values()
-        if (
-            type(self.fast.model).__name__ != "BPE"
-            or len({piece for piece in self.table.pieces if len(piece) == 1}) < 256
-        ):
-            return None
-        if any(token.lstrip or token.rstrip for token in added):  # takes in all white space beside it
-            return None
-        shrinks = 1
-        for step in _steps(self.fast.normalizer, "normalizers"):
-            if step["type"] == "NFC":
-                shrinks = COMPOSITION
-            elif step["type"] != "Prepend" and step != {
-                "type": "Replace",
-                "pattern": {"String": " "},
-                "content": "▁",
-            }:
-                return None
-        for step in _steps(self.fast.pre_tokenizer, "pretokenizers"):
-            if (
-                step["type"] not in ("ByteLevel", "Split", "Digits", "Metaspace")
-                or step.get("behavior") == "Removed"
-            ):
-                return None
-        return shrinks * max(len(piece) for piece in self.table.pieces)
+        """The most bytes of a text that become one token; None if there is no bound."""
+        return longest_token(self.fast, self.table)
 
     def _count(self, text: str) -> int:
         return len(self.fast.encode_batch_fast([text], add_special_tokens=False)[0])
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens included."""
+        """Return the text of token ids, special tokens included."""
         text: str = self.fast.decode(list(ids), skip_special_tokens=False)
         return text
 
     def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
-        """An incremental detokenizer for the output that follows this prompt."""
+        """Return an incremental detokenizer for the output that follows this prompt."""
         return make_detokenizer(self.fast, self.table, prompt_ids)
 
     def close(self) -> None:
-        """Ends the threads."""
+        """End the threads."""
         self._threads.shutdown(wait=True, cancel_futures=True)
 
 
@@ -187,17 +173,8 @@ def _unpickled(fast: FastTokenizer, config: dict[str, Any], vocab_size: int) -> 
     return Tokenizer(fast, config, vocab_size=vocab_size)
 
 
-def _steps(part: Any, parts: str) -> list[dict[str, Any]]:
-    """What a normalizer or pre-tokenizer does, one after the other."""
-    if part is None:
-        return []
-    described: dict[str, Any] = orjson.loads(part.__getstate__())
-    steps: list[dict[str, Any]] = described[parts] if described["type"] == "Sequence" else [described]
-    return steps
-
-
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; empty if there is no such file."""
+    """Return a file's JSON object; empty if there is no such file. Raises ValueError."""
     if not path.is_file():
         return {}
     try:
@@ -207,3 +184,111 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object")
     return value
+
+
+class TableDetokenizer:
+    """Joins bytes by table. The usual token, whole characters after whole characters, costs one lookup."""
+
+    __slots__ = ("_clean", "_held", "_pieces", "_special", "_strip", "_texts")
+
+    def __init__(self, table: TokenTable, *, at_start: bool) -> None:
+        self._texts = table.texts
+        self._pieces = table.pieces
+        self._special = table.special
+        self._held = b""
+        self._strip = at_start and table.drops_leading_space
+        self._clean = not self._strip  # nothing held, nothing to strip
+
+    def step(self, token_id: int) -> str:
+        if self._clean:
+            text = self._texts[token_id]
+            if text is not None:
+                return text
+        return self._slow(token_id)
+
+    def _slow(self, token_id: int) -> str:
+        if token_id in self._special:
+            return ""
+        piece = self._pieces[token_id]
+        if self._strip and piece:
+            piece = piece.removeprefix(b" ")
+            self._strip = False
+        data = self._held + piece
+        text, used = utf_8_decode(data, "replace", False)
+        self._held = data[used:]
+        self._clean = not self._held and not self._strip
+        return text
+
+    def finish(self) -> str:
+        text, _ = utf_8_decode(self._held, "replace", True)
+        self._held = b""
+        return text
+
+
+class StreamDetokenizer:
+    """Uses the tokenizers library, for decoders that look at neighbouring tokens."""
+
+    def __init__(self, fast: FastTokenizer, context: Sequence[int]) -> None:
+        self._fast = fast
+        self._context = list(context)
+        self._ids: list[int] = []
+        self._stream = DecodeStream(ids=self._context, skip_special_tokens=True)
+        self._num_chars = 0
+
+    def step(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        text: str = self._stream.step(self._fast, token_id) or ""
+        self._num_chars += len(text)
+        return text
+
+    def finish(self) -> str:
+        before = len(self._fast.decode(self._context))
+        return self._fast.decode(self._context + self._ids)[before + self._num_chars :]
+
+
+def make_detokenizer(fast: FastTokenizer, table: TokenTable, prompt_ids: Sequence[int]) -> Detokenizer:
+    """Return the right kind for this tokenizer. The prompt decides whether the output begins the text."""
+    if not table.tabular:
+        return StreamDetokenizer(fast, prompt_ids[-CONTEXT_TOKENS:])
+    at_start = table.drops_leading_space and all(token_id in table.special for token_id in prompt_ids)
+    return TableDetokenizer(table, at_start=at_start)
+
+
+class StopStrings:
+    """Cuts a growing text before the first stop string; text that may yet become one is held back."""
+
+    __slots__ = ("_first", "_held", "_longest", "_prefixes", "_stops", "matched")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._longest = max(map(len, stops))
+        self._prefixes = {stop[:n] for stop in stops for n in range(1, len(stop))}
+        self._first = {stop[0] for stop in stops}
+        self._held = ""
+        self.matched = False
+
+    def feed(self, text: str) -> str:
+        """Return the text that may be shown now. Sets ``matched`` once a stop string is complete."""
+        if self.matched:
+            return ""
+        text = self._held + text
+        starts = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if starts:
+            self.matched = True
+            self._held = ""
+            return text[: min(starts)]
+        keep = self._hold_from(text)
+        self._held = text[keep:]
+        return text[:keep]
+
+    def finish(self) -> str:
+        """Return the text that was held back, once no text follows."""
+        text, self._held = self._held, ""
+        return text
+
+    def _hold_from(self, text: str) -> int:
+        """Return the index of the longest tail with which a stop string may begin."""
+        for at in range(max(0, len(text) - self._longest + 1), len(text)):
+            if text[at] in self._first and text[at:] in self._prefixes:
+                return at
+        return len(text)

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from support.http_fakes import byte_level_tokenizer, sentencepiece_tokenizer, wordpiece_tokenizer
 from tokenizers import AddedToken, Tokenizer
 
-from splitserve.coordinator.text.detokenizer import (
+from splitserve.coordinator.text.token_table import TokenTable
+from splitserve.coordinator.text.tokenizer import (
     StopStrings,
     StreamDetokenizer,
     TableDetokenizer,
-    TokenTable,
     make_detokenizer,
 )
 
