@@ -16,6 +16,7 @@ from .metrics.settings import RecordSettings
 from .tenants.settings import SQLITE, TenantSettings
 
 Routing = Literal["hybrid", "round_robin", "least_loaded", "prefix", "sticky"]
+_CLASS_SECONDS = r"(premium|standard|free|batch)=\d+(\.\d+)?"
 
 
 class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings):
@@ -90,7 +91,7 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings):
     )
     ttft_slo: str = Field(
         default="",
-        pattern=r"^$|^(premium|standard|free|batch)=\d+(\.\d+)?(,(premium|standard|free|batch)=\d+(\.\d+)?)*$",
+        pattern=rf"^$|^{_CLASS_SECONDS}(,{_CLASS_SECONDS})*$",
         description="Seconds to the first token by priority class, such as premium=0.5,standard=2: a "
         "request that would take longer, by what prefill workers have been measured to compute, "
         "is refused at once with 429. Its deadline is held to in any case.",

@@ -27,18 +27,20 @@ NOTHING = Used()
 OPEN: tuple[Status, ...] = ("validating", "in_progress", "finalizing", "cancelling")
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
-    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, created REAL NOT NULL, filename TEXT NOT NULL, purpose TEXT NOT NULL,
-    num_bytes INTEGER NOT NULL, content BLOB NOT NULL
+    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, created REAL NOT NULL, filename TEXT NOT NULL,
+    purpose TEXT NOT NULL, num_bytes INTEGER NOT NULL, content BLOB NOT NULL
 );
 CREATE TABLE IF NOT EXISTS batches (
-    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, created REAL NOT NULL, key_id INTEGER NOT NULL, status TEXT NOT NULL, details BLOB NOT NULL
+    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, created REAL NOT NULL, key_id INTEGER NOT NULL,
+    status TEXT NOT NULL, details BLOB NOT NULL
 );
 CREATE TABLE IF NOT EXISTS lines (
-    batch TEXT NOT NULL, number INTEGER NOT NULL, custom_id TEXT NOT NULL, body BLOB NOT NULL, status INTEGER, output BLOB,
-    PRIMARY KEY (batch, number)
+    batch TEXT NOT NULL, number INTEGER NOT NULL, custom_id TEXT NOT NULL, body BLOB NOT NULL,
+    status INTEGER, output BLOB, PRIMARY KEY (batch, number)
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS used (
-    batch TEXT PRIMARY KEY, prompt INTEGER NOT NULL, cached INTEGER NOT NULL, completion INTEGER NOT NULL, reasoning INTEGER NOT NULL
+    batch TEXT PRIMARY KEY, prompt INTEGER NOT NULL, cached INTEGER NOT NULL,
+    completion INTEGER NOT NULL, reasoning INTEGER NOT NULL
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS open_lines ON lines (number, batch) WHERE status IS NULL;
 """

@@ -1,10 +1,10 @@
 """Tool calls in the text of an answer, in the three ways that models were taught to write them.
 
-    hermes    <tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number of them      (Hermes, Qwen)
-    llama3    {"name": ..., "parameters": {...}}; {...}, as the whole answer                    (Llama 3; after <|python_tag|> or not)
+    hermes    <tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number; also Qwen's way
+    llama3    {"name": ..., "parameters": {...}}; {...}, as the whole answer; after <|python_tag|> or not
     mistral   [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or [TOOL_CALLS]name[ARGS]{...}
 
-What begins like a call and is none is content.
+Text that begins like a call but is not one is content.
 """
 
 from __future__ import annotations

@@ -92,7 +92,8 @@ class TraceLog:
     def _open(self) -> None:
         """Begins the file. Raises OSError, and leaves none."""
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._file = open(self.path, "xb", buffering=0, opener=private)  # noqa: SIM115  # a row is whole or absent, also when the process is killed
+        # unbuffered: a row is whole or absent, also when the process is killed
+        self._file = open(self.path, "xb", buffering=0, opener=private)  # noqa: SIM115
         try:
             self._write(orjson.dumps({"format": "splitserve-trace", "version": 1, **self._header}) + b"\n")
         except OSError:

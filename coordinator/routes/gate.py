@@ -1,9 +1,10 @@
-"""Who may reach which page: stands before everything that comes as ASGI. (Requests for tokens are let in by
-``generate.py``.)
+"""Access to pages, before everything that comes as ASGI. (``GenerationApi`` checks requests for tokens.)
 
-/v1/..., /tokenize, /detokenize      an API key, where keys are configured; the account is in ``scope["account"]``
-/health, /ping, /version, /ready, /openapi.json, the dashboard's files and its login       everyone
-all other pages, and on the admin port everything but those for everyone                   operators (``http/access/operators.py``)
+/v1/..., /tokenize, /detokenize          an API key, if keys are configured; the account is in scope["account"]
+/health, /ping, /version, /ready,
+/openapi.json, dashboard files, login    everyone
+all other pages, and all other pages
+of the admin port                        operators (``http/access/operators.py``)
 """
 
 from __future__ import annotations

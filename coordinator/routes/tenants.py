@@ -2,7 +2,7 @@
 
 GET  /admin/tiers      PUT  /admin/tiers/{name}       {"priority_class", limits}; a limit of 0 takes it away
 GET  /admin/tenants    PUT  /admin/tenants/{name}     {"tier", "shared_cache"}
-GET  /admin/keys       POST /admin/keys               {"tenant", "name", "expires_in_s", limits} -> the key, this once
+GET  /admin/keys       POST /admin/keys               {"tenant", "name", "expires_in_s", limits} -> the key
 POST /admin/keys/{key}/rotate  {"grace_s"}            DELETE /admin/keys/{key}
 """
 

@@ -1,11 +1,11 @@
 """/v1/stream: requests for tokens over one WebSocket, for clients that cannot read server-sent events.
 Several may run at a time.
 
-client   {"id": "a", "endpoint": "/v1/chat/completions", "body": {...}}    what the endpoint takes; streamed unless it says no
+client   {"id": "a", "endpoint": "/v1/chat/completions", "body": {...}}    streamed unless "stream" is false
          {"id": "a", "cancel": true}
 server   {"id": "a", "event": {...}}                                       each chunk, or the whole answer
-         {"id": "a", "error": {...}, "status": 400}                        as the endpoint would have answered
-         {"id": "a", "done": true}                                         nothing more of this one
+         {"id": "a", "error": {...}, "status": 400}                        the endpoint's error
+         {"id": "a", "done": true}                                         the end of this one
 """
 
 from __future__ import annotations

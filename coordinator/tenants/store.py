@@ -32,10 +32,10 @@ _LIMIT_COLUMNS = ", ".join(f"{name} INTEGER" for name in LIMIT_NAMES)
 SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS tiers (name TEXT PRIMARY KEY, priority_class TEXT NOT NULL, {_LIMIT_COLUMNS});
 CREATE TABLE IF NOT EXISTS cache_groups (name TEXT PRIMARY KEY, salt BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS tenants (id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT UNIQUE NOT NULL, tier TEXT NOT NULL REFERENCES tiers,
-    salt BLOB NOT NULL, cache_group TEXT REFERENCES cache_groups, created REAL NOT NULL);
-CREATE TABLE IF NOT EXISTS keys (id INTEGER PRIMARY KEY AUTOINCREMENT, tenant_id INTEGER NOT NULL REFERENCES tenants, name TEXT NOT NULL,
-    digest BLOB UNIQUE NOT NULL, hint TEXT NOT NULL, created REAL NOT NULL, expires REAL, {_LIMIT_COLUMNS});
+CREATE TABLE IF NOT EXISTS tenants (id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT UNIQUE NOT NULL,
+    tier TEXT NOT NULL REFERENCES tiers, salt BLOB NOT NULL, cache_group TEXT REFERENCES cache_groups, created REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS keys (id INTEGER PRIMARY KEY AUTOINCREMENT,
+    tenant_id INTEGER NOT NULL REFERENCES tenants, name TEXT NOT NULL, digest BLOB UNIQUE NOT NULL, hint TEXT NOT NULL, created REAL NOT NULL, expires REAL, {_LIMIT_COLUMNS});
 INSERT OR IGNORE INTO tiers (name, priority_class) VALUES
     ('premium', 'premium'), ('standard', 'standard'), ('free', 'free'), ('batch', 'batch');
 PRAGMA user_version = {VERSION};
@@ -197,14 +197,16 @@ class TenantStore:
 
     def keys(self) -> list[dict[str, Any]]:
         """Without their digests."""
-        query = f"""SELECT 'key_' || k.id AS key, t.name AS tenant, k.name, hint, k.created, expires, {", ".join(LIMIT_NAMES)}
+        limits = ", ".join(LIMIT_NAMES)
+        query = f"""SELECT 'key_' || k.id AS key, t.name AS tenant, k.name, hint, k.created, expires, {limits}
             FROM keys k JOIN tenants t ON t.id = k.tenant_id ORDER BY k.id"""
         return [dict(row) for row in self._db.execute(query)]
 
     def accounts(self, now: float) -> dict[bytes, Account]:
         """Every key that opens, by its digest."""
-        query = f"""SELECT k.id AS key_id, k.digest, k.expires, t.id AS tenant_id, t.name AS tenant, coalesce(g.salt, t.salt) AS salt,
-            r.priority_class, {", ".join(f"k.{n} AS key_{n}, r.{n} AS tenant_{n}" for n in LIMIT_NAMES)}
+        limits = ", ".join(f"k.{n} AS key_{n}, r.{n} AS tenant_{n}" for n in LIMIT_NAMES)
+        query = f"""SELECT k.id AS key_id, k.digest, k.expires, t.id AS tenant_id, t.name AS tenant,
+            coalesce(g.salt, t.salt) AS salt, r.priority_class, {limits}
             FROM keys k JOIN tenants t ON t.id = k.tenant_id JOIN tiers r ON r.name = t.tier
             LEFT JOIN cache_groups g ON g.name = t.cache_group WHERE k.expires IS NULL OR k.expires > ?"""
         return {row["digest"]: _account(row) for row in self._db.execute(query, (now,))}

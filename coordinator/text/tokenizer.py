@@ -4,9 +4,9 @@ Encoding is the coordinator's largest single piece of work (2 to 3 ms for 2,000 
 releases the GIL, so for a long text a thread does it (``aside``) while the event loop goes on streaming.
 
 A ``TableDetokenizer`` joins the bytes of tokens, and holds back those of an unfinished UTF-8 character; if
-the tokenizer has no such table, the library's ``DecodeStream`` does it. The concatenation equals the decode of
-all tokens at once. (One exception: where a SentencePiece model emits byte tokens that are no valid UTF-8, the
-library writes one U+FFFD a byte for the whole run, valid characters before included; here they are kept.)
+the tokenizer has no such table, the library's ``DecodeStream`` does it. The concatenation equals the decode
+of all tokens at once. (One exception: where a SentencePiece model emits byte tokens that are no valid UTF-8,
+the library writes one U+FFFD a byte for the whole run, valid characters before included; here they are kept.)
 """
 
 from __future__ import annotations

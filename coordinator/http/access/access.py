@@ -1,13 +1,13 @@
-"""Which hosts' names and which web pages' origins a server answers to, and what it tells browsers about that.
-Pure.
+"""The host names and the web pages' origins that a server answers to, and its CORS headers. Pure.
 
 A web page that is open anywhere can make its browser send requests to any address the browser reaches. Two
 headers stop it:
 
-Host     DNS rebinding points a page's own name at this server's address, and the browser then takes both for one site. So names are
-         checked. IP addresses are always taken: no page can make its name look like one, and probes and
-         balancers use them.
-Origin   Browsers send it with everything that another site's page changes. It must be this server's own, or an allowed one.
+Host     DNS rebinding points a page's own name at this server's address, and the browser then takes both for
+         one site: so names are checked. IP addresses are always accepted: no page can make its name look like
+         one, and probes and balancers use them.
+Origin   Browsers send it with everything that another site's page changes. It must be this server's own, or
+         an allowed one.
 """
 
 from __future__ import annotations
