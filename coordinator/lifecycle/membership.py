@@ -1,4 +1,21 @@
-"""Workers come, report, drain and go; what was assigned to a worker that is gone is tried elsewhere. Pure."""
+"""Workers come, report, drain and go; what was assigned to a worker that is gone is tried elsewhere. Pure.
+
+When a worker dies:
+
+1. It is noticed: its process ends, its connection stays away for ``unreachable_s``, it is silent for
+   ``dead_after_s``, or busy without a step for ``progress_timeout_s`` (``Pools.dead``); or it sends Hello
+   under a new incarnation.
+2. ``lose`` removes it from the pools, so that nothing is routed to it. If it lives, it is fenced: it takes a
+   new incarnation.
+3. ``Suspicion`` counts the death against the requests that it ran. A request with too many deaths ends.
+4. Every other request returns to the queue, before all new ones (``RequestStateMachine.retry``), and Cancel
+   goes to its other worker, which frees its blocks. A request in decode is untouched where only its prefill
+   worker died.
+5. Placement dispatches it under a new epoch and dispatch number, with its prompt and the tokens that the
+   client has. The stream goes on at the next index.
+
+Meanwhile a prefill worker that was sending blocks to it fails those handoffs (``HandoffSender.peer_lost``).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,20 @@
-"""The decode worker's side of the KV handoff (the protocol is drawn in protocol.py)."""
+"""The decode worker's side of the KV handoff (the protocol is drawn in protocol.py).
+
+It declines a handoff for these reasons only:
+
+    answer   reason                                                  decided in
+    -------  ------------------------------------------------------  ---------------------------
+    Met      the models differ; no mover in common                   ``Writers.meet``
+    Refuse   the prompt can never fit (final); its hashes do not     ``Granting.obstacle``
+             match its length
+    Refuse   a newer epoch of the request is known                   ``_admit``
+    Revoke   the lease is unknown, expired, or cancelled             ``_on_handoff``, ``tick``, ``cancel``
+    Revoke   the handoff does not match its grant                    ``_on_handoff``
+    Revoke   blocks arrived corrupt twice                            ``_settle``
+    Revoke   its writer did not answer and was shut out              ``writer_shut_out``
+
+No room is no reason: the offer waits, and the grant comes later.
+"""
 
 from __future__ import annotations
 
