@@ -64,11 +64,9 @@ async def _run(plan: Plan, entry: str) -> int:
     names = ["coordinator", *(worker.name for worker in plan.workers), "up"]
     stream = open(plan.run_dir / "log", "a", encoding="utf-8", opener=private) if interactive else sys.stdout  # noqa: SIM115
     log = json_log(stream) if plan.coordinator.log_format == "json" else prefixed_log(stream, names)
-    forks = None
-    if plan.up.fork_workers:
-        forks = WorkerForks(entry, lambda text: log("up", f"{time.strftime('%H:%M:%S')} WARNING {text}"))
+    forks = WorkerForks(entry, lambda text: log("up", f"{time.strftime('%H:%M:%S')} WARNING {text}"))
     supervisor = Supervisor(
-        commands(plan, forks.start if forks else None),
+        commands(plan, forks.start),
         is_ready=lambda: is_ready(plan.url, plan.coordinator.tls_cert),
         log=log,
         grace_s=plan.up.grace_s,
@@ -95,8 +93,7 @@ async def _run(plan: Plan, entry: str) -> int:
     if sharing := shared({worker.name: worker.device for worker in plan.workers if worker.runner == "model"}):
         say(sharing)
     status = await supervisor.run(_work(plan))
-    if forks is not None:
-        forks.close()
+    forks.close()
     if supervisor.failure:
         if interactive and supervisor.failed:
             sys.stderr.writelines(f"  {line}\n" for line in list(supervisor.failed.last_lines)[:-1])

@@ -10,7 +10,6 @@ from .config import SECTIONS, flag_of
 from .options import bounds, default, metavar
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
-WORKERS = ("prefill", "decode", "worker")
 INTRODUCTION = """\
 # Configuration
 
@@ -64,36 +63,52 @@ def main() -> None:
 
 
 def page() -> str:
-    """The whole page as Markdown."""
-    rows = {name: _rows(model) for name, model in SECTIONS.items()}
-    shared = [row for row in rows["prefill"] if all(row in rows[worker] for worker in WORKERS)]
-    parts = [INTRODUCTION, KEYGEN]
+    """Return the whole page as Markdown. An option that several commands share stands under the first of
+    them; a later one names it."""
+    parts, rows_of = [INTRODUCTION, KEYGEN], dict[str, dict[str, str]]()
     for name, model in SECTIONS.items():
-        if name == WORKERS[0]:
-            parts.append(
-                _section("All workers", "Options of `prefill`, `decode` and `worker` alike.", shared)
-            )
-        own = [row for row in rows[name] if name not in WORKERS or row not in shared]
-        parts.append(
-            _section(f"splitserve {name.replace('_', ' ')}", " ".join((model.__doc__ or "").split()), own)
-        )
+        lines = [f"## {_command(name)}", "", " ".join((model.__doc__ or "").split()), ""]
+        rows = rows_of[name] = _rows(model)
+        own = dict(rows)
+        for other in sorted([*rows_of][:-1], key=lambda other: -_num_shared(rows_of[other], rows)):
+            if flags := [flag for flag, row in rows_of[other].items() if own.get(flag) == row]:
+                lines += [f"As for `{_command(other)}`: {_shared(flags, rows_of[other])}.", ""]
+                own = {flag: row for flag, row in own.items() if flag not in flags}
+        if own:
+            lines += ["| setting | value | default | meaning |", "|---|---|---|---|", *own.values(), ""]
+        parts.append("\n".join(lines))
     return "\n".join(parts)
 
 
-def _section(title: str, summary: str, rows: list[str]) -> str:
-    head = f"## {title}\n\n{summary}\n\n| setting | value | default | meaning |\n|---|---|---|---|"
-    return "\n".join([head, *rows, ""])
+def _num_shared(rows: dict[str, str], others: dict[str, str]) -> int:
+    return len(rows.items() & others.items())
 
 
-def _rows(model: type[BaseModel]) -> list[str]:
-    """One table row for each setting."""
-    rows = []
+def _shared(flags: list[str], rows: dict[str, str]) -> str:
+    """Return the shared ones of a command's options as text."""
+    others = [flag for flag in rows if flag not in flags]
+    if len(others) >= len(flags):
+        return ", ".join(map(_code, flags))
+    return "all of its options" + (f" but {', '.join(map(_code, others))}" if others else "")
+
+
+def _code(flag: str) -> str:
+    return f"`{flag}`"
+
+
+def _command(section: str) -> str:
+    return f"splitserve {section.replace('_', ' ')}"
+
+
+def _rows(model: type[BaseModel]) -> dict[str, str]:
+    """Return one table row for each setting, by flag."""
+    rows = {}
     for name, field in model.model_fields.items():
         kind = metavar(field).strip("[]").replace("|", " \\| ").lower()
         value = ", ".join(part for part in (kind, bounds(field)) if part)
         shown = "needed" if field.is_required() else f"`{text}`" if (text := default(field)) else ""
         meaning = (field.description or "").replace("|", chr(92) + "|")
-        rows.append(f"| `{flag_of(name)}` | {value} | {shown} | {meaning} |")
+        rows[flag_of(name)] = f"| `{flag_of(name)}` | {value} | {shown} | {meaning} |"
     return rows
 
 

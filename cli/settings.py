@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..coordinator.metrics.objectives import Objectives
 from ..coordinator.settings import CoordinatorSettings
+from ..loadgen.settings import ApiServer
 from ..steering.settings import SteeringSettings
 from ..transport.latency_bounds import attainment
 from ..transport.messages.messages import Role
@@ -53,12 +54,6 @@ class UpSettings(BaseModel):
         "computes, and for those of prefill "
         "workers. Of mixed workers alone: `--prefill 0 --decode 0 --mixed 2`.",
     )
-    fork_workers: bool = Field(
-        default=True,
-        description="Import the workers' libraries once, in a process that then forks every worker: they "
-        "start, also in a dead one's place, without those seconds of processor time. It holds "
-        "about 230 MB, which the workers share. Off: each starts from nothing.",
-    )
     flexible: bool = Field(
         default=False,
         description=(
@@ -98,25 +93,9 @@ class UpSettings(BaseModel):
     )
 
 
-class ChatSettings(BaseModel):
+class ChatSettings(ApiServer):
     """Talks to a running server in the terminal."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    url: str = Field(
-        default="http://127.0.0.1:8000", pattern=r"^https?://\S+$", description="The server's address."
-    )
-    served_model_name: str = Field(
-        default="", max_length=256, description="Model to ask for. Default: the first that the server lists."
-    )
-    api_key_file: Path | None = Field(
-        default=None, description="File with the API key, where the server asks for one."
-    )
-    tls_ca: Path | None = Field(
-        default=None,
-        description="Certificates in PEM that an https:// server's is checked against. Default: the "
-        "system's; a coordinator that you run on this host is known by its own.",
-    )
     system: str = Field(default="", description="System message at the start of the conversation.")
     max_tokens: int | None = Field(
         default=None,
@@ -129,39 +108,16 @@ class ChatSettings(BaseModel):
     )
 
 
-class TopSettings(BaseModel):
-    """Shows a running coordinator's workers, latencies and newest requests in this terminal; q quits."""
+class AdminServer(BaseModel):
+    """A coordinator's operators' pages, and how to reach them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    url: str = Field(
-        default="http://127.0.0.1:8000", pattern=r"^https?://\S+$", description="The coordinator's address."
-    )
-    admin_key_file: Path | None = Field(
-        default=None,
-        description=(
-            "File with the coordinator's admin key. Default: found by itself for a coordinator that "
-            "you run on this host."
-        ),
-    )
-    tls_ca: Path | None = Field(
-        default=None,
-        description="Certificates in PEM that an https:// server's is checked against. Default: the "
-        "system's; a coordinator that you run on this host is known by its own.",
-    )
-    every_s: float = Field(default=1.0, ge=0.1, le=60, description="Seconds between two pictures.")
-
-
-class FlipSettings(BaseModel):
-    """Has a worker that can change its role change it, and says how long it took."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    to: Role = Field(description="The role that it is to have.")
     url: str = Field(
         default="http://127.0.0.1:8000",
         pattern=r"^https?://\S+$",
-        description="The coordinator's address; on another host that of its admin port where it has one.",
+        description="The coordinator's address; `flip` asks the admin port of one on another host, where it "
+        "has one.",
     )
     admin_key_file: Path | None = Field(
         default=None,
@@ -172,9 +128,19 @@ class FlipSettings(BaseModel):
     )
     tls_ca: Path | None = Field(
         default=None,
-        description="Certificates in PEM that an https:// server's is checked against. Default: the "
-        "system's; a coordinator that you run on this host is known by its own.",
+        description="CA certificates in PEM for an https:// server. Default: the system's, and the "
+        "certificate of a coordinator on this host.",
     )
+
+
+class TopSettings(AdminServer):
+    """Shows a running coordinator's workers, latencies and newest requests in this terminal; q quits."""
+
+
+class FlipSettings(AdminServer):
+    """Has a worker that can change its role change it, and reports how long it took."""
+
+    to: Role = Field(description="The role that it is to have.")
     timeout_s: float | None = Field(
         default=None,
         ge=0,

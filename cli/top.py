@@ -25,6 +25,7 @@ from .top_view import Picture, render, trouble
 MAX_POINTS = 450
 MAX_REQUESTS = 120
 PATIENCE_S = 4.0
+EVERY_S = 1.0  # between two pictures; the coordinator samples once a second
 MIN_WIDTH = 100  # of a picture that goes to a file or a pipe
 QUIT = ("q", "Q", "\x04")
 
@@ -91,7 +92,7 @@ def main(settings: TopSettings) -> int:
         live = Live(Text("asking ..."), console=console, screen=True, auto_refresh=False)
         with _keys() as pressed, live, contextlib.suppress(KeyboardInterrupt):
             live.update(_look(feed, console), refresh=True)
-            while pressed(settings.every_s) not in QUIT:
+            while pressed(EVERY_S) not in QUIT:
                 live.update(_look(feed, console), refresh=True)
     return 0
 

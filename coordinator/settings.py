@@ -8,6 +8,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from ..transport.process.settings import ClusterKeySettings
 from .http.access.url import is_loopback
 from .http.settings import HttpSettings
 from .lifecycle.limits import LifecycleLimits
@@ -19,7 +20,7 @@ Routing = Literal["hybrid", "round_robin", "least_loaded", "prefix", "sticky"]
 _CLASS_SECONDS = r"(premium|standard|free|batch)=\d+(\.\d+)?"
 
 
-class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings):
+class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterKeySettings):
     """Takes HTTP requests and sends them to the workers. Free of torch and of the model's weights."""
 
     model: Path = Field(
@@ -42,13 +43,6 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings):
             "Where workers reach the coordinator: it listens here. tcp://HOST:PORT, HOST an address of "
             "this machine or 0.0.0.0."
         ),
-    )
-    key_file: Path | None = Field(
-        default=None,
-        description="The cluster's key, made by `splitserve keygen`; the same file for all processes.",
-    )
-    insecure: bool = Field(
-        default=False, description="Use no key: control connections are neither authenticated nor encrypted."
     )
     max_model_len: int | None = Field(
         default=None,
@@ -83,24 +77,12 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings):
     prefill_timeout_s: float = Field(
         default=300, gt=0, le=86_400, description="Longest time to compute a prompt; then 504."
     )
-    handoff_timeout_s: float = Field(
-        default=120,
-        gt=0,
-        le=86_400,
-        description="Longest time from the first token until a decode worker has the KV blocks; then 504.",
-    )
     ttft_slo: str = Field(
         default="",
         pattern=rf"^$|^{_CLASS_SECONDS}(,{_CLASS_SECONDS})*$",
         description="Seconds to the first token by priority class, such as premium=0.5,standard=2: a "
         "request that would take longer, by what prefill workers have been measured to compute, "
         "is refused at once with 429. Its deadline is held to in any case.",
-    )
-    token_timeout_s: float = Field(
-        default=120,
-        gt=0,
-        le=86_400,
-        description="Longest time between two tokens, whatever fails and recovers meanwhile; then 504.",
     )
     heartbeat_s: float = Field(
         default=0.25, ge=0.01, le=60, description="Seconds between the workers' reports."
@@ -187,8 +169,6 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings):
             lost_after_s=max(1.0, 4 * self.heartbeat_s),
             queue_timeout_s=self.queue_timeout_s,
             prefill_timeout_s=self.prefill_timeout_s,
-            handoff_timeout_s=self.handoff_timeout_s,
-            token_timeout_s=self.token_timeout_s,
             ttft_slo_s=self.ttft_slo_s,
             siblings=siblings,
         )
@@ -202,11 +182,6 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if (self.key_file is None) == (not self.insecure):
-            raise ValueError(
-                "give either --key-file (make one with `splitserve keygen FILE`) or --insecure, "
-                "which uses no key"
-            )
         if self.dead_after_s < 3 * self.heartbeat_s:
             raise ValueError(
                 f"--dead-after-s must be at least three heartbeats: {3 * self.heartbeat_s:g} or more"

@@ -9,46 +9,20 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from ..transport.process.settings import ClusterKeySettings, ReportSettings
+
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVDType = Literal["auto", "fp8"]
 Quantization = Literal["none", "fp8"]
 Mover = Literal["auto", "cuda_ipc", "shm", "nccl", "nixl", "tcp"]
 CONTROL_ADDRESS = r"tcp://(?:[^\s:,]+|\[[0-9a-fA-F:.]+\]):\d+"
-LogLevel = Literal["debug", "info", "warning", "error"]
-LogFormat = Literal["text", "json"]
 
 
-class WorkerSettings(BaseModel):
-    """What every worker needs to load the model, reach the coordinator and hold a KV cache."""
+class ComputeSettings(BaseModel):
+    """The device that a model runs on, its number formats and the size of its KV cache."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    role: ClassVar[str] = "worker"
 
-    model: Path = Field(
-        description="Hugging Face checkpoint folder (config.json, tokenizer and safetensors weights), a "
-        "model of the hub such as Qwen/Qwen3-0.6B, or s3://BUCKET/PREFIX (needs splitserve[s3])."
-    )
-    revision: str = Field(
-        default="", max_length=256, description="Branch, tag or commit of a hub model. Default: main."
-    )
-    name: str = Field(
-        default="",
-        max_length=200,
-        description="The worker's name, unique in the cluster. Default: role, host and process number.",
-    )
-    coordinator: str = Field(
-        default="tcp://127.0.0.1:7700",
-        pattern=rf"^{CONTROL_ADDRESS}(,{CONTROL_ADDRESS})*$",
-        description="The coordinator's control address, tcp://HOST:PORT; those of several hosts with commas "
-        "between.",
-    )
-    key_file: Path | None = Field(
-        default=None,
-        description="The cluster's key, made by `splitserve keygen`; the same file for all processes.",
-    )
-    insecure: bool = Field(
-        default=False, description="Use no key: control connections are neither authenticated nor encrypted."
-    )
     device: str = Field(
         default="auto",
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",
@@ -75,15 +49,59 @@ class WorkerSettings(BaseModel):
         le=4096,
         description="Tokens per KV block, the same on all workers. 0: 16 on CPUs, 64 on GPUs.",
     )
-    num_blocks: int | None = Field(
-        default=None, ge=2, le=1 << 24, description="Blocks in the KV cache; instead of kv_cache_gib."
-    )
     kv_cache_gib: float | None = Field(
         default=None,
         gt=0,
         le=65_536,
         description="Size of the KV cache in GiB. Default: by the free memory, at most what 64 sequences (or "
         "max_num_seqs) can fill.",
+    )
+    max_model_len: int | None = Field(
+        default=None,
+        ge=1,
+        le=1 << 20,
+        description="Most tokens of prompt and output together. Default: the model's, or as many as the KV "
+        "cache holds.",
+    )
+    exact: bool = Field(
+        default=False,
+        description="The same request gives the same tokens whatever shares its batch, is cached, or fails; "
+        "the same on all workers. On GPUs not yet confirmed.",
+    )
+    threads: int = Field(default=1, ge=1, le=1024, description="CPU threads for computing.")
+    runner: str = Field(
+        default="model",
+        pattern=r"^(model|paced:.+)$",
+        description="model computes; paced:PROFILE.json takes the profile's time and computes nothing, to "
+        "rehearse a cluster: answers mean nothing, and weights are not needed.",
+    )
+
+
+class WorkerSettings(ComputeSettings, ClusterKeySettings, ReportSettings):
+    """What every worker needs to load the model, reach the coordinator and hold a KV cache."""
+
+    role: ClassVar[str] = "worker"
+
+    model: Path = Field(
+        description="Hugging Face checkpoint folder (config.json, tokenizer and safetensors weights), a "
+        "model of the hub such as Qwen/Qwen3-0.6B, or s3://BUCKET/PREFIX (needs splitserve[s3])."
+    )
+    revision: str = Field(
+        default="", max_length=256, description="Branch, tag or commit of a hub model. Default: main."
+    )
+    name: str = Field(
+        default="",
+        max_length=200,
+        description="The worker's name, unique in the cluster. Default: role, host and process number.",
+    )
+    coordinator: str = Field(
+        default="tcp://127.0.0.1:7700",
+        pattern=rf"^{CONTROL_ADDRESS}(,{CONTROL_ADDRESS})*$",
+        description="The coordinator's control address, tcp://HOST:PORT; those of several hosts with commas "
+        "between.",
+    )
+    num_blocks: int | None = Field(
+        default=None, ge=2, le=1 << 24, description="Blocks in the KV cache; instead of kv_cache_gib."
     )
     kv_cache_shrink: bool = Field(
         default=False,
@@ -111,25 +129,6 @@ class WorkerSettings(BaseModel):
         le=4096,
         description="Workers of this cluster on this host: each takes an equal part of "
         "cpu_memory_utilization.",
-    )
-    max_model_len: int | None = Field(
-        default=None,
-        ge=1,
-        le=1 << 20,
-        description="Most tokens of prompt and output together. Default: the model's, or as many as the KV "
-        "cache holds.",
-    )
-    exact: bool = Field(
-        default=False,
-        description="The same request gives the same tokens whatever shares its batch, is cached, or fails; "
-        "the same on all workers. On GPUs not yet confirmed.",
-    )
-    threads: int = Field(default=1, ge=1, le=1024, description="CPU threads for computing.")
-    runner: str = Field(
-        default="model",
-        pattern=r"^(model|paced:.+)$",
-        description="model computes; paced:PROFILE.json takes the profile's time and computes nothing, to "
-        "rehearse a cluster: answers mean nothing, and weights are not needed.",
     )
     mover: Mover = Field(
         default="auto",
@@ -160,18 +159,6 @@ class WorkerSettings(BaseModel):
         description="Seconds without a message of the coordinator after which a worker frees all its "
         "requests.",
     )
-    otlp_endpoint: str | None = Field(
-        default=None,
-        pattern=r"^https?://\S+$",
-        description="Send traces to this OTLP receiver over HTTP, http://HOST:4318/v1/traces; needs "
-        "splitserve[otel].",
-    )
-    log_level: LogLevel = Field(
-        default="info", description="Least level that is logged; SIGUSR2 toggles debug."
-    )
-    log_format: LogFormat = Field(
-        default="text", description="text, or json: one object a line, with request ids."
-    )
 
     @property
     def coordinators(self) -> list[str]:
@@ -185,11 +172,6 @@ class WorkerSettings(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if (self.key_file is None) == (not self.insecure):
-            raise ValueError(
-                "give either --key-file (make one with `splitserve keygen FILE`) or --insecure, which uses "
-                "no key"
-            )
         if self.mover in ("nccl", "nixl") and not (self.plaintext_kv or self.insecure):
             raise ValueError(
                 f"the mover {self.mover} sends KV blocks in the clear: set --plaintext-kv in a network that "

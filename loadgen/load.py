@@ -169,7 +169,7 @@ def _body(request: LoadRequest, model: str, settings: LoadSettings) -> bytes:
             "model": model,
             "prompt": request.prompt,
             "max_tokens": request.num_output_tokens,
-            "temperature": settings.temperature,
+            "temperature": 0,
             "ignore_eos": settings.ignore_eos,
             "stream": True,
             "stream_options": {"include_usage": True},

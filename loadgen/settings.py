@@ -12,8 +12,8 @@ from ..planner.workload.notation import LENGTHS
 SAID_BY_TRACE = {"rate", "prompt_len", "output_len", "shared_prefix_len", "num_prefixes", "prompts"}
 
 
-class LoadSettings(BaseModel):
-    """Sends requests to an OpenAI-compatible server and measures what its clients see."""
+class ApiServer(BaseModel):
+    """An OpenAI-compatible server, and how to reach it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -31,6 +31,11 @@ class LoadSettings(BaseModel):
         description="CA certificates in PEM for an https:// server. Default: the system's, and the "
         "certificate of a coordinator on this host.",
     )
+
+
+class LoadSettings(ApiServer):
+    """Sends requests to an OpenAI-compatible server and measures what its clients see."""
+
     requests: int = Field(
         default=100,
         ge=1,
@@ -77,7 +82,6 @@ class LoadSettings(BaseModel):
     vocab_size: int = Field(
         default=1000, ge=16, le=1 << 24, description="Token ids are drawn from 10 up to this."
     )
-    temperature: float = Field(default=0, ge=0, le=100, description="Sampling temperature.")
     ignore_eos: bool = Field(default=True, description="Ask for exactly the drawn number of output tokens.")
     seed: int = Field(
         default=0, ge=0, le=4_294_967_295, description="Seed of lengths, prompts and arrival times."

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
 from ..engine.latency_profile import Contention, Memory, Numerics, Power, Profile, Residuals, StepModel
-from ..engine.settings import WorkerSettings
+from ..engine.settings import ComputeSettings, WorkerSettings
 from .profile.design import Bounds, experiments
 from .profile.published import import_published
 from .settings import ProfileSettings
@@ -25,17 +25,11 @@ if TYPE_CHECKING:
     from ..engine.worker_model import WorkerModel
     from .profile.measure import Repeats
 
+PRECISION = 0.02
+"""A step is measured until its time is known to this share of itself (95%), if the budget allows."""
+SEED = 0
+"""Order of the steps, and which of them test the fit."""
 NUMERICS = ("dtype", "kv_dtype", "quantization", "exact")
-SHARED = (
-    "device",
-    "block_size",
-    "num_blocks",
-    "kv_cache_gib",
-    "max_model_len",
-    "threads",
-    "runner",
-    *NUMERICS,
-)
 COLUMNS = (
     TextColumn("{task.description}"),
     BarColumn(),
@@ -143,7 +137,7 @@ def _measured(settings: ProfileSettings, folder: Path, console: Console) -> Prof
     from .profile.handoff import measure_movers
     from .profile.measure import decode_loop_s, fitted, measure, noise_cv
 
-    shared = {name: getattr(settings, name) for name in SHARED}
+    shared = {name: getattr(settings, name) for name in ComputeSettings.model_fields}
     worker = WorkerSettings(model=folder, insecure=True, **shared)
     model = load_model(
         worker, max_decode_seqs=settings.max_num_seqs, prefill_tokens=lambda _: settings.max_batch_tokens
@@ -153,16 +147,14 @@ def _measured(settings: ProfileSettings, folder: Path, console: Console) -> Prof
     bounds = Bounds(
         settings.max_batch_tokens, settings.max_num_seqs, model.max_model_len, len(model.pool), block_size
     )
-    designed = experiments(bounds, settings.seed)
+    designed = experiments(bounds, SEED)
     with Progress(*COLUMNS, console=console) as bar:
         task = bar.add_task("steps known well enough", total=len(designed))
 
         def progress(num_known: int) -> None:
             bar.update(task, completed=num_known)
 
-        found = measure(
-            model.runner, block_size, designed, settings.precision, settings.budget_s, progress, settings.seed
-        )
+        found = measure(model.runner, block_size, designed, PRECISION, settings.budget_s, progress, SEED)
     prefill, prefill_held_out = fitted(found, "prefill", bounds)
     decode, decode_held_out = fitted(found, "decode", bounds)
     for role, residuals in (("prefill", prefill_held_out), ("decode", decode_held_out)):
@@ -173,7 +165,7 @@ def _measured(settings: ProfileSettings, folder: Path, console: Console) -> Prof
             )
     contention = _contention(settings, worker, model, bounds, console)
     loop_s = decode_loop_s(min(16, settings.max_num_seqs))
-    movers = measure_movers(block_bytes, model.num_layers, settings.precision)
+    movers = measure_movers(block_bytes, model.num_layers, PRECISION)
     batch = {"max_batch_tokens": settings.max_batch_tokens, "max_num_seqs": settings.max_num_seqs}
     flip_s = measure_flip(
         model, FlexibleSettings.model_validate({"model": folder, "insecure": True, **batch, **shared})
@@ -246,10 +238,10 @@ def _contention(
             neighbour,
             bounds.block_size,
             measured,
-            settings.precision,
+            PRECISION,
             settings.contention_s,
             progress,
-            settings.seed,
+            SEED,
         )
     uncertain = max(uncertainty for _, _, uncertainty, _ in by_roles(found))
     console.print(

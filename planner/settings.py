@@ -9,6 +9,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..coordinator.lifecycle.routing import Policy as Routing
+from ..engine.settings import ComputeSettings
 from .slo import NOTATION
 
 IN_THE_FILE = {  # of `splitserve simulate`: what a cluster's file says
@@ -36,11 +37,9 @@ WORKERS_PER_HOST = (
 )
 
 
-class ProfileSettings(BaseModel):
+class ProfileSettings(ComputeSettings):
     """Measures how long a worker's steps take on this machine, or imports published measurements, and writes
     a profile."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     output: Path = Field(default=Path("profile.json"), description="The profile to write.")
     name: str = Field(
@@ -57,48 +56,11 @@ class ProfileSettings(BaseModel):
     model: Path | None = Field(
         default=None, description="Checkpoint folder to measure. This or --published is needed."
     )
-    device: str = Field(
-        default="auto",
-        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
-        description="auto, cpu, cuda or cuda:N. auto: a GPU if there is one.",
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="Type of weights and KV cache, as the workers' option."
-    )
-    kv_dtype: Literal["auto", "fp8"] = Field(
-        default="auto", description="Type of the KV cache, as the workers' option."
-    )
-    quantization: Literal["none", "fp8"] = Field(
-        default="none", description="Of linear layers, as the workers' option."
-    )
-    block_size: int = Field(
-        default=0, ge=0, le=4096, description="Tokens per KV block. 0: 16 on CPUs, 64 on GPUs."
-    )
-    num_blocks: int | None = Field(default=None, ge=2, le=1 << 24, description="Blocks in the KV cache.")
-    kv_cache_gib: float | None = Field(
-        default=None, gt=0, le=65_536, description="Size of the KV cache in GiB, as the workers will have it."
-    )
-    max_model_len: int | None = Field(
-        default=None, ge=1, le=1 << 20, description="Most tokens of prompt and output together."
-    )
-    exact: bool = Field(default=False, description="Measure the batch-invariant kernels.")
-    threads: int = Field(default=1, ge=1, le=1024, description="CPU threads for computing.")
-    runner: str = Field(
-        default="model",
-        pattern=r"^(model|paced:.+)$",
-        description="As the workers' option: what is measured.",
-    )
     max_batch_tokens: int = Field(
         default=512, ge=1, le=1 << 20, description="Largest prefill step that is measured."
     )
     max_num_seqs: int = Field(
         default=64, ge=1, le=65_536, description="Largest decode batch that is measured."
-    )
-    precision: float = Field(
-        default=0.02,
-        gt=0,
-        le=1,
-        description="A step is measured until its time is known to this share of itself (95%).",
     )
     budget_s: float = Field(
         default=180,
@@ -112,9 +74,6 @@ class ProfileSettings(BaseModel):
         le=86_400,
         description="On CPUs: seconds for measuring how much another worker of this host slows steps. 0: not "
         "measured.",
-    )
-    seed: int = Field(
-        default=0, ge=0, le=4_294_967_295, description="Order of the steps, and which ones test the fit."
     )
     published: Path | None = Field(
         default=None,
@@ -166,10 +125,8 @@ class SimulateSettings(BaseModel):
     decode_profile: Path | None = Field(
         default=None, description="Profile of the decode workers, where they are other hardware."
     )
-    prefill: int = Field(
-        default=0, ge=0, le=100_000, description="Profile of the decode workers, if they are other hardware."
-    )
-    decode: int = Field(default=0, ge=0, le=100_000, description="Decode workers.")
+    prefill: int = Field(default=0, ge=0, le=100_000, description="Number of prefill workers.")
+    decode: int = Field(default=0, ge=0, le=100_000, description="Number of decode workers.")
     colocated: int = Field(
         default=0,
         ge=0,
@@ -255,7 +212,7 @@ class PlanSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    trace: Path = Field(description="Write a page with every worker's KV cache and queue over time.")
+    trace: Path = Field(description="The requests to plan for: any trace that `splitserve trace` reads.")
     profile: Path | None = Field(
         default=None,
         description="Profile of a worker, as written by `splitserve profile`. This or --hardware.",

@@ -76,7 +76,7 @@ def fit(settings: TraceFitSettings, files: Sequence[Path]) -> int:
     (trace,) = _opened(settings, files)
     workload = fitted(trace, settings.step_s)
     write_workload(settings.output, workload)
-    described = _beside(trace, files[0], workload, settings.seed)
+    described = _beside(trace, files[0], workload)
     print_statistics([statistics for statistics, _ in described], Console())
     if described[0][0].blocks:
         print(
@@ -93,11 +93,11 @@ def fit(settings: TraceFitSettings, files: Sequence[Path]) -> int:
     return 0
 
 
-def _beside(trace: Trace, path: Path, workload: Workload, seed: int) -> list[Described]:
+def _beside(trace: Trace, path: Path, workload: Workload) -> list[Described]:
     """The trace, and as long a one drawn from its workload."""
     of_trace = _described(trace, path)
     start_s = next(iter(trace)).arrival_s
-    drawn = workload.trace(seed, duration_s=of_trace[0].span_s, name="drawn from the fit")
+    drawn = workload.trace(0, duration_s=of_trace[0].span_s, name="drawn from the fit")
     of_drawn = describe(Trace(drawn.name, drawn.read, origin_s=trace.origin_s + start_s))
     return [of_trace, *([of_drawn] if of_drawn else [])]
 

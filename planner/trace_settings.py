@@ -56,16 +56,21 @@ class TraceConvertSettings(TraceReading):
     end_s: float | None = Field(
         default=None, gt=0, le=1e11, description="Leave out what arrives from this second on."
     )
-    max_requests: int | None = Field(default=None, ge=1, description="At most so many requests of each file.")
-    keep: float = Field(default=1, gt=0, le=1, description="Most requests of each file.")
+    max_requests: int | None = Field(default=None, ge=1, description="Most requests of each file.")
+    keep: float = Field(
+        default=1,
+        gt=0,
+        le=1,
+        description="Share of the requests to keep, at their own times; sessions stay whole.",
+    )
     scale: float | None = Field(
-        default=None, gt=0, le=1e6, description="Compress time by this factor: so many times the rate."
+        default=None, gt=0, le=1e6, description="Compress time by this factor, which multiplies the rate."
     )
     rate: float | None = Field(
         default=None,
         gt=0,
         le=1_000_000,
-        description="Compress time by this factor, which multiplies the rate.",
+        description="Compress or stretch time to this mean rate, in requests per second.",
     )
     seed: int = Field(default=0, ge=0, le=4_294_967_295, description="Which requests --keep keeps.")
 
@@ -177,7 +182,4 @@ class TraceFitSettings(TraceReading):
     )
     plot_file: Path | None = Field(
         default=None, description="Draw the trace and what is drawn from its fit into this PNG file."
-    )
-    seed: int = Field(
-        default=0, ge=0, le=4_294_967_295, description="Seed of what is shown beside the trace."
     )

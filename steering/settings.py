@@ -51,21 +51,6 @@ class SteeringSettings(BaseModel):
             "More requests than these waiting for --steer-scale-up-after-s: one more worker is wanted."
         ),
     )
-    steer_scale_up_above: float = Field(
-        default=1.0,
-        gt=0,
-        le=10,
-        description="One more worker is wanted too where even the best ratio is predicted to be loaded more "
-        "than this: 1 just meets the objectives.",
-    )
-    steer_scale_down_below: float = Field(
-        default=0.6,
-        ge=0,
-        le=10,
-        description=(
-            "One fewer will do where the best ratio without it is predicted to be loaded less than this."
-        ),
-    )
     steer_scale_up_latency: str = Field(
         default="",
         pattern=notation("ttft", "tpot"),
@@ -133,11 +118,9 @@ class SteeringSettings(BaseModel):
             min_workers=self.steer_min_workers,
             max_workers=self.steer_max_workers,
             queue_depth=self.steer_queue_depth,
-            scale_up_above=self.steer_scale_up_above,
             scale_up_ttft=slow.get("ttft"),
             scale_up_tpot=slow.get("tpot"),
             scale_up_utilisation=self.steer_scale_up_utilisation,
-            scale_down_below=self.steer_scale_down_below,
             scale_up_after_s=self.steer_scale_up_after_s,
             scale_down_after_s=self.steer_scale_down_after_s,
             scale_cooldown_s=self.steer_cooldown_s,
@@ -154,11 +137,6 @@ class SteeringSettings(BaseModel):
         _bounds("steer_scale_up_latency", self.steer_scale_up_latency)
         if self.steer_slo and set(self.slo_bounds) != {"ttft", "tpot"}:
             raise ValueError("--steer-slo needs a bound for each, ttft and tpot, as in ttft=2,tpot=0.05@p90")
-        if self.steer_scale_down_below >= self.steer_scale_up_above:
-            raise ValueError(
-                "--steer-scale-down-below must be less than --steer-scale-up-above: else one "
-                "worker would come and go"
-            )
         return self
 
 

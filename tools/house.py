@@ -238,9 +238,9 @@ def _request(root: Path, figures: dict[str, int]) -> dict[str, list[str]]:
     return files
 
 
-def _print_list(places: list[Place], count: str, folder: str = "") -> None:
+def _print_list(places: list[Place], count: str, *folders: str) -> None:
     for place in places:
-        if count in place.count and place.file.startswith(folder):
+        if count in place.count and place.file.startswith(folders or ""):
             print(place)
 
 

@@ -75,7 +75,7 @@ def _cluster(root: Path, traces: Path, phase: Path, log: Path) -> Iterator[str]:
     ]
     module, _, function = script.partition(":")
     program = f"from {module} import {function}; {function}()"
-    command = [sys.executable, "-c", program, "up", "--port", str(port), "--no-fork-workers"]
+    command = [sys.executable, "-c", program, "up", "--port", str(port)]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "house_trace"), str(root / "src")]),

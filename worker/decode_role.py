@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from ..decode.core import DecodeCore
@@ -66,7 +65,7 @@ class DecodeRole(PlayedRole):
             self._receiving.endpoints,
             lambda: self.core.room(),
             process.secret,
-            replace(process.times.handoff, lease=settings.lease_s),
+            process.times.handoff,
         )
         self.core = DecodeCore(
             worker, scheduler, receiver, identity.fingerprint, self._meet(), settings.drain_timeout_s

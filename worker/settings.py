@@ -8,7 +8,6 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field
 
 from ..engine.settings import WorkerSettings
-from ..transport.handoff.layer_slicing import SlicingMode
 from ..transport.messages.messages import Role
 from .roles import worker_name
 
@@ -27,12 +26,6 @@ class PrefillSettings(WorkerSettings):
         description="Most prompt tokens computed in one step: the chunk budget. 0: 512 on CPUs, 2048 on "
         "GPUs, where a step's kernels are launched one by one, which takes a small model longer than to "
         "compute 512 tokens (an estimate: not yet measured on a GPU).",
-    )
-    kv_slicing: SlicingMode = Field(
-        default="auto",
-        description="How KV blocks leave while a chunk is computed. layers: each layer as soon as it is "
-        "written; blocks: whole, when the chunk is done; auto: a few layers at a time, by the chunk's size "
-        "and the measured rate of the mover.",
     )
     max_num_seqs: int = Field(default=64, ge=1, le=65_536, description="Most prompts in one step.")
 
@@ -69,12 +62,6 @@ class DecodeSettings(WorkerSettings):
         max_length=255,
         description="Host name or address that prefill workers connect to. Default: the one in listen; where "
         "that is 0.0.0.0, the one by which the coordinator sees this host.",
-    )
-    lease_s: float = Field(
-        default=10,
-        ge=0.1,
-        le=3600,
-        description="Seconds that blocks stay reserved for a prefill worker that has gone silent.",
     )
 
     @property

@@ -1,8 +1,7 @@
-"""What the KV handoff adds after the last layer: exposed seconds by prompt length, layer by layer against
-whole blocks.
+"""What the KV handoff adds after the last layer: exposed seconds by prompt length.
 
-    python -m splitserve.bench.handoff.exposed --slicings blocks auto --json bench/results/exposed.json     # 7 minutes on two quiet cores
-    python -m splitserve.bench.handoff.exposed --lengths 512 --movers shm --slicings auto                   # a short one
+    python -m splitserve.bench.handoff.exposed --json bench/results/exposed.json # 4 minutes
+    python -m splitserve.bench.handoff.exposed --lengths 512 --movers shm        # a short one
 
 It starts its own cluster with a random 125M model for each row.
 
@@ -35,7 +34,6 @@ from ..environment import environment
 from ..models import make_random_llama
 
 MOVERS = ("shm", "tcp")
-SLICINGS = ("blocks", "layers", "auto")
 LENGTHS = {512: 5, 2048: 3, 8192: 2}  # prompt tokens: requests
 GOAL_FROM_TOKENS, GOAL_OF_TTFT = 2048, 0.02
 MAX_MODEL_LEN = 8192 + 64
@@ -43,19 +41,10 @@ START_S, REQUEST_S = 120.0, 600.0
 
 
 @contextmanager
-def cluster(model: Path, mover: str, slicing: str) -> Iterator[str]:
+def cluster(model: Path, mover: str) -> Iterator[str]:
     """One prefill and one decode worker; its URL."""
     port = free_port("127.0.0.1")
-    options = [
-        "--mover",
-        mover,
-        "--prefill-kv-slicing",
-        slicing,
-        "--max-model-len",
-        str(MAX_MODEL_LEN),
-        "--port",
-        str(port),
-    ]
+    options = ["--mover", mover, "--max-model-len", str(MAX_MODEL_LEN), "--port", str(port)]
     command = [
         sys.executable,
         "-m",
@@ -127,9 +116,6 @@ def main() -> None:
     parser.add_argument(
         "--lengths", type=int, nargs="+", choices=LENGTHS, default=list(LENGTHS), help="prompt tokens"
     )
-    parser.add_argument(
-        "--slicings", nargs="+", choices=SLICINGS, default=list(SLICINGS), help="how blocks are cut"
-    )
     parser.add_argument("--movers", nargs="+", choices=MOVERS, default=list(MOVERS))
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -137,11 +123,10 @@ def main() -> None:
         model = Path(folder) / "llama-125m"
         make_random_llama(model, max_position_embeddings=MAX_MODEL_LEN)
         for mover in arguments.movers:
-            for slicing in arguments.slicings:
-                with cluster(model, mover, slicing) as url:
-                    figures = measure(url, {length: LENGTHS[length] for length in arguments.lengths})
-                rows.append({"mover": mover, "slicing": slicing, "by_prompt_tokens": figures})
-                _show(rows[-1])
+            with cluster(model, mover) as url:
+                figures = measure(url, {length: LENGTHS[length] for length in arguments.lengths})
+            rows.append({"mover": mover, "by_prompt_tokens": figures})
+            _show(rows[-1])
     if arguments.json:
         arguments.json.write_text(
             json.dumps({"environment": environment(), "goal_met": goal_met(rows), "rows": rows}, indent=2)
@@ -150,7 +135,7 @@ def main() -> None:
 
 
 def goal_met(rows: list[dict[str, Any]]) -> dict[str, bool]:
-    """By mover, as blocks are cut by default, at each length that the goal is for."""
+    """Return whether the goal is met at each length that it is for, by mover."""
     return {
         row["mover"]: all(
             f["exposed_of_ttft"] <= GOAL_OF_TTFT
@@ -158,14 +143,13 @@ def goal_met(rows: list[dict[str, Any]]) -> dict[str, bool]:
             if int(length) >= GOAL_FROM_TOKENS
         )
         for row in rows
-        if row["slicing"] == "auto"
     }
 
 
 def _show(row: dict[str, Any]) -> None:
     for length, f in row["by_prompt_tokens"].items():
         print(
-            f"{row['mover']:4} {row['slicing']:7} {length:>5} tokens: TTFT {f['ttft_ms']:8.1f} ms, "
+            f"{row['mover']:4} {length:>5} tokens: TTFT {f['ttft_ms']:8.1f} ms, "
             f"exposed {f['exposed_ms']:7.2f} ms = {f['exposed_of_ttft']:.2%}",
             flush=True,
         )

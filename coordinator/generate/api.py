@@ -46,8 +46,8 @@ OVERDUE_S = 5.0
 MAX_PER_TURN = 32
 """Requests that are handled before streams are served again: some milliseconds."""
 TOO_MANY_PROMPTS = (
-    "The prompts of the requests that wait and run take as much memory as they may (--max-held-mib); "
-    "try again soon."
+    "The prompts of the requests that wait and run take as much memory as they may (it grows with "
+    "--max-body-mib); try again soon."
 )
 _log = logging.getLogger(__name__)
 T = TypeVar("T")

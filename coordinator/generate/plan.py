@@ -190,7 +190,6 @@ class Planner:
                 request.on_timeout,
                 headers,
                 has_timeout=request.timeout is not None or TIMEOUT_HEADER in headers,
-                deadline_error=self._limits.deadline_error,
             ),
             priority_class=priority_class,
             priority=request.priority or 0,
@@ -314,9 +313,7 @@ def timeout_of(field: float | None, headers: Mapping[bytes, bytes], longest_s: f
     return asked
 
 
-def on_timeout_of(
-    field: OnTimeout | None, headers: Mapping[bytes, bytes], *, has_timeout: bool, deadline_error: bool
-) -> OnTimeout:
+def on_timeout_of(field: OnTimeout | None, headers: Mapping[bytes, bytes], *, has_timeout: bool) -> OnTimeout:
     """Return what a request's deadline does to its answer: the body's ``on_timeout``, else the header's.
 
     Without either it is ``timeout`` for a request that sets a timeout, and so knows more than OpenAI's words,
@@ -325,7 +322,7 @@ def on_timeout_of(
     name = ON_TIMEOUT_HEADER.decode()
     asked = field or _header(headers, ON_TIMEOUT_HEADER)
     if not asked:
-        return "error" if deadline_error else "timeout" if has_timeout else "length"
+        return "timeout" if has_timeout else "length"
     if asked not in get_args(OnTimeout):
         raise InvalidRequest(
             f"{name}: {asked[:40]!r} is none of {', '.join(get_args(OnTimeout))}", param=name

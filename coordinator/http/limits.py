@@ -17,8 +17,6 @@ class HttpLimits:
 
     max_body_bytes: int = 16 << 20
     request_timeout_s: float = 600.0
-    deadline_error: bool = False
-    """A request that passes its deadline is a 504, whatever it has generated, unless it says otherwise."""
     receive_timeout_s: float = 30.0
     """A request or WebSocket message must be here whole within it, and one second more for each 16 KiB of its
     body."""

@@ -35,17 +35,20 @@ OTHER_FILES = 64
 SHED_EVERY_S = 0.01
 CALM = 0.9
 """Of its bound: a resource that has fallen below is told of anew when it next meets it."""
+MAX_CONNECTIONS = 20_000
+"""More are another coordinator process's work: each costs some 50 KB and a share of one event loop."""
+MIN_HELD_BYTES = 64 << 20
+"""Four bodies of the default size at once; a larger ``--max-body-mib`` raises it."""
+BOUND = "64 MiB, or 4 times --max-body-mib"
 WHAT: dict[Resource, str] = {
     "connections": (
-        "connections are open, the most there may be (--max-connections, or this process's limit of "
-        "open files)"
+        "connections are open, the most there may be (20,000, or by this process's limit of open files; "
+        "--processes adds more)"
     ),
-    "body_bytes": "bytes of request bodies are held, the most there may be (--max-held-mib)",
-    "websocket_bytes": "bytes of WebSocket messages are held, the most there may be (--max-held-mib)",
-    "tokenizer_bytes": (
-        "bytes of large requests are being read, the most there may be (half of --max-held-mib)"
-    ),
-    "prompt_bytes": "bytes of prompts wait or run, the most there may be (4 times --max-held-mib)",
+    "body_bytes": f"bytes of request bodies are held, the most there may be ({BOUND})",
+    "websocket_bytes": f"bytes of WebSocket messages are held, the most there may be ({BOUND})",
+    "tokenizer_bytes": f"bytes of large requests are being read, the most there may be (half of {BOUND})",
+    "prompt_bytes": f"bytes of prompts wait or run, the most there may be (4 times {BOUND})",
 }
 _log = logging.getLogger(__name__)
 
@@ -54,11 +57,16 @@ _log = logging.getLogger(__name__)
 class OverloadLimits:
     """Numbers and bytes."""
 
-    max_connections: int = 20_000
+    max_connections: int = MAX_CONNECTIONS
     """Or as many as the process may open files, if that is fewer."""
-    max_held_bytes: int = 64 << 20
+    max_held_bytes: int = MIN_HELD_BYTES
     """Of bodies; of WebSocket messages once more; half of it of bodies that are being tokenized; 4 times of
     it of prompts."""
+
+    @classmethod
+    def for_bodies_of(cls, max_body_bytes: int) -> OverloadLimits:
+        """Return the limits of a server whose requests may have bodies of this size."""
+        return cls(max_held_bytes=max(MIN_HELD_BYTES, 4 * max_body_bytes))
 
 
 class Connection(Protocol):

@@ -88,37 +88,8 @@ class HttpSettings(BaseModel):
         description="Longest life of a request in seconds; then it ends with what it has generated, or with "
         "504 where that is nothing. A request may ask for less.",
     )
-    deadline_error: bool = Field(
-        default=False,
-        description="A request that passes a deadline is a 504, or in mid-stream an error event, whatever "
-        "it has generated; a request may ask for its text all the same (`on_timeout`).",
-    )
-    receive_timeout_s: float = Field(
-        default=30,
-        gt=0,
-        le=86_400,
-        description="Longest time in seconds that a client may take to send a request, and one second more "
-        "for each 16 KiB of its body; then 408.",
-    )
     max_body_mib: float = Field(
         default=16, gt=0, le=1024, description="Largest HTTP request body in MiB; beyond it 413."
-    )
-    max_held_mib: float = Field(
-        default=64,
-        gt=0,
-        le=65_536,
-        description="Bytes in MiB of all clients' request bodies that may be held at a time, and of their "
-        "WebSocket messages as many again; beyond it the slowest unfinished ones are given up "
-        "with 503. Half of it: large requests that wait to be read; 4 times of it: prompts (8 "
-        "bytes a token and their text) of requests that wait or run; then 429.",
-    )
-    max_connections: int = Field(
-        default=20_000,
-        ge=16,
-        le=1_000_000,
-        description="Most client connections, as far as the process may open so many files; beyond it idle "
-        "ones are closed, and where "
-        "there are none new ones are refused with 503, but for health checks.",
     )
 
     @property
@@ -129,22 +100,15 @@ class HttpSettings(BaseModel):
     @property
     def http_limits(self) -> HttpLimits:
         return HttpLimits(
-            max_body_bytes=int(self.max_body_mib * 2**20),
-            request_timeout_s=self.request_timeout_s,
-            deadline_error=self.deadline_error,
-            receive_timeout_s=self.receive_timeout_s,
+            max_body_bytes=int(self.max_body_mib * 2**20), request_timeout_s=self.request_timeout_s
         )
 
     @property
     def overload_limits(self) -> OverloadLimits:
-        return OverloadLimits(self.max_connections, int(self.max_held_mib * 2**20))
+        return OverloadLimits.for_bodies_of(self.http_limits.max_body_bytes)
 
     @model_validator(mode="after")
     def _consistent_http(self) -> Self:
-        if self.max_held_mib < 2 * self.max_body_mib:
-            raise ValueError(
-                f"--max-held-mib must be at least twice --max-body-mib: {2 * self.max_body_mib:g} or more"
-            )
         if self.tls_key is not None and self.tls_cert is None:
             raise ValueError("--tls-key is the key of a certificate: give --tls-cert, too")
         for host in listed(self.allowed_hosts):

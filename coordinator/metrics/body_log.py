@@ -4,7 +4,7 @@ says what that asks of you.
 One JSON object a line: ``time``, ``request_id``, ``endpoint``, ``tenant``, ``status``, ``request``,
 ``answer``; ``truncated`` where one of the two was longer than MAX_BYTES. The chunks of a stream are joined to
 one answer. No API key is written, not even one in a request's body. A thread writes, into a file of mode 0600
-that is rotated: FILE and FILE.1 together never hold more than was asked for.
+that is rotated: FILE and FILE.1 together hold at most MAX_FILE_BYTES.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from .settings import RecordSettings
 
 MAX_BYTES = 1 << 20
 """Of a request's body, and of an answer's text."""
+MAX_FILE_BYTES = 100 << 20
+"""Of FILE and FILE.1 together: some hours of a busy server, and a disk's small change."""
 MAX_PENDING_BYTES = 32 << 20
 """Lines that wait to be written, where the disk is too slow; what is beyond them is dropped and counted."""
 NAME = "body log"
@@ -217,7 +219,7 @@ def body_log_of(settings: RecordSettings, number: int | None, failures: Listener
         return None
     own = path if number is None else path.with_name(f"{path.name}-{number}")
     try:
-        return BodyLog(own, int(settings.log_bodies_mib * 2**20), failures)
+        return BodyLog(own, MAX_FILE_BYTES, failures)
     except OpenToOthers:
         raise
     except OSError as error:

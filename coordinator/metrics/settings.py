@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-LogLevel = Literal["debug", "info", "warning", "error"]
-LogFormat = Literal["text", "json"]
+from ...transport.process.settings import ReportSettings
 
 
-class RecordSettings(BaseModel):
+class RecordSettings(ReportSettings):
     """Logs, traces and metrics."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    log_level: LogLevel = Field(
-        default="info", description="Least level that is logged; SIGUSR2 turns debug on, and off again."
-    )
-    log_format: LogFormat = Field(
-        default="text", description="text, or json: one object a line, with request ids where there are any."
-    )
     log_requests: bool = Field(
         default=False, description="Log a line for each request that is over, with where its time went."
     )
@@ -30,9 +21,6 @@ class RecordSettings(BaseModel):
         description="Write every request for tokens and its answer into this file, as JSON lines: personal "
         "data. Mode 0600, no API keys; "
         "rotated to FILE.1. Of several coordinator processes each writes a file of its own, FILE-N.",
-    )
-    log_bodies_mib: float = Field(
-        default=100, gt=0, le=1 << 20, description="Most MiB that --log-bodies keeps, rotated file included."
     )
     trace_folder: Path | None = Field(
         default=None,
@@ -43,13 +31,6 @@ class RecordSettings(BaseModel):
         default=False,
         description=(
             "With --trace-folder: write when each token came, in seconds after its request's arrival."
-        ),
-    )
-    otlp_endpoint: str | None = Field(
-        default=None,
-        pattern=r"^https?://\S+$",
-        description=(
-            "Send traces to this OTLP receiver over HTTP, http://HOST:4318/v1/traces; needs splitserve[otel]."
         ),
     )
     trace_sample_ratio: float = Field(

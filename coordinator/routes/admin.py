@@ -12,9 +12,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...transport.messages.messages import Role
+from ...transport.process.settings import LogLevel
 from ..errors import InvalidRequest, NotFound
 from ..lifecycle.request import Dispatcher
-from ..metrics.settings import LogLevel
 
 _log = logging.getLogger(__name__)
 

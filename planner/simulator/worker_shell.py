@@ -30,7 +30,7 @@ from .device import Device
 from .events import EventQueue
 
 TICK_S = 0.25  # the live ones tick every 0.05 s, which matters to deadlines alone
-LEASE = HandoffTimes(lease=10.0)
+LEASE = HandoffTimes()
 MOVERS, HOST = ("shm",), "simulated"
 """A one-sided mover: the receiver hears of blocks (Placed, Handoff) when they are there."""
 

@@ -54,17 +54,17 @@ def test_the_environment_can_name_the_file(tmp_path: Path) -> None:
 
 
 def test_common_settings_reach_only_commands_that_have_them(tmp_path: Path) -> None:
-    file = written(tmp_path / "c.yaml", "common: {lease_s: 3, insecure: true, model: /m}")
+    file = written(tmp_path / "c.yaml", "common: {drain_timeout_s: 3, insecure: true, model: /m}")
     sources = Sources.read(file, {})
-    assert load("decode", {}, sources).model_dump()["lease_s"] == 3
-    assert "lease_s" not in load("coordinator", {}, sources).model_dump()
+    assert load("decode", {}, sources).model_dump()["drain_timeout_s"] == 3
+    assert "drain_timeout_s" not in load("coordinator", {}, sources).model_dump()
 
 
 @pytest.mark.parametrize(
     ("env", "near"),
     [
         ({"SPLITSERVE_MAX_QEUE": "1"}, "SPLITSERVE_MAX_QUEUE"),
-        ({"SPLITSERVE_DECODE_LEASES": "1"}, "SPLITSERVE_DECODE_LEASE_S"),
+        ({"SPLITSERVE_DECODE_LISTENS": "1"}, "SPLITSERVE_DECODE_LISTEN"),
         ({"SPLITSERVE_CONFIGS": "x"}, "SPLITSERVE_CONFIG"),
     ],
 )

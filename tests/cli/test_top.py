@@ -148,8 +148,6 @@ def test_q_leaves_the_terminal_as_it_was(coordinator: str, tmp_path: object) -> 
         "top",
         "--url",
         coordinator,
-        "--every-s",
-        "0.1",
         "--admin-key-file",
         key_file,
     ]

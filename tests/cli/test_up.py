@@ -161,7 +161,7 @@ def test_each_process_reads_exactly_the_planned_settings(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPLITSERVE_PORT", "1")
-    made = planned(model, tmp_path, decode_lease_s="4", threads="2")
+    made = planned(model, tmp_path, decode_drain_timeout_s="4", threads="2")
     processes = commands(made)
     assert [process.name for process in processes] == ["coordinator", "prefill-0", "decode-0"]
     assert (

@@ -13,6 +13,7 @@ from splitserve.cli.settings import DEMO_MODEL
 from splitserve.engine.latency_profile import Memory, Numerics, Piece, Profile, StepClock, StepModel
 from splitserve.engine.load_model import load_model
 from splitserve.engine.step.batch import Batch, StepOutput
+from splitserve.planner import profile_commands
 from splitserve.planner.profile.design import Bounds, experiments
 from splitserve.planner.profile.flip import measure_flip
 from splitserve.planner.profile.handoff import MAX_REPEATS as MAX_PUTS
@@ -28,11 +29,11 @@ from splitserve.planner.profile.measure import (
     uncertainty_of,
 )
 from splitserve.planner.profile.power import measure_power
-from splitserve.planner.profile_commands import profile as profile_command
 from splitserve.planner.settings import ProfileSettings
 from splitserve.worker.played_role import PlayedRole
 from splitserve.worker.settings import FlexibleSettings
 
+KV_CACHE_GIB = 0.01
 BOUNDS = Bounds(max_batch_tokens=256, max_num_seqs=32, max_model_len=1024, num_blocks=512, block_size=16)
 TRUTH = Profile(
     name="truth",
@@ -186,17 +187,19 @@ def test_power_is_told_apart_by_what_the_gpu_does(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 def test_the_command_profiles_a_model_in_the_types_that_it_names(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], kv_dtype: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kv_dtype: str
 ) -> None:
+    monkeypatch.setattr(profile_commands, "PRECISION", 1.0)
     made = tmp_path / "p.json"
     settings = {
-        "model": DEMO_MODEL, "output": made, "device": "cpu", "dtype": "float32", "kv_dtype": kv_dtype, "num_blocks": 64,
-        "max_batch_tokens": 64, "max_num_seqs": 4, "max_model_len": 256, "precision": 1.0, "budget_s": 0.1, "contention_s": 0.0,
+        "model": DEMO_MODEL, "output": made, "device": "cpu", "dtype": "float32", "kv_dtype": kv_dtype,
+        "max_batch_tokens": 64, "max_num_seqs": 4, "max_model_len": 256, "kv_cache_gib": KV_CACHE_GIB,
+        "budget_s": 0.1, "contention_s": 0.0,
     }  # fmt: skip
-    assert profile_command(ProfileSettings.model_validate(settings)) == 0
+    assert profile_commands.profile(ProfileSettings.model_validate(settings)) == 0
     found = Profile.read(made)
     assert found.numerics == Numerics(dtype="float32", kv_dtype=kv_dtype)  # type: ignore[arg-type]
-    assert found.memory.num_blocks == 64
+    assert found.memory.num_blocks == int(KV_CACHE_GIB * 2**30) // found.memory.block_bytes
     assert set(found.movers) == {"shm", "tcp"}
     assert found.decode.seconds(4, 400, 4) > 0
     assert ("computed in float32, KV cache in float8" in capsys.readouterr().out) == (kv_dtype == "fp8")

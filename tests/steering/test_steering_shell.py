@@ -198,7 +198,6 @@ def test_metrics() -> None:
             {"steer": "act", "steer_slo": "ttft=1,tpot=0.1", "steer_profile": "x", "processes": 2},
             "processes 1",
         ),
-        ({"steer_scale_down_below": 1.0}, "come and go"),
         ({"steer_slo": "ttft=1@p90"}, "a bound for each, ttft and tpot"),
         ({"steer_slo": "ttft=1,ttft=2"}, "names ttft twice"),
         ({"steer_slo": "ttft=1@p0,tpot=0.1"}, "between p0 and p100"),

@@ -11,7 +11,6 @@ from support.http_fakes import ANSWER, CALL, OPERATOR, FakeDispatcher
 
 from splitserve.coordinator.errors import InvalidRequest
 from splitserve.coordinator.generate.plan import ON_TIMEOUT_HEADER, on_timeout_of
-from splitserve.coordinator.http.limits import HttpLimits
 from splitserve.coordinator.lifecycle.request import Ended, Request
 from splitserve.coordinator.text.served_model import ServedModel
 
@@ -78,13 +77,14 @@ async def test_words_that_openai_has_not_are_for_requests_that_use_our_fields(
 
 
 def test_how_a_request_says_so() -> None:
-    plain = {"has_timeout": False, "deadline_error": False}
-    assert on_timeout_of("error", {ON_TIMEOUT_HEADER: b"length"}, **plain) == "error"  # the body is nearer
-    assert on_timeout_of(None, {ON_TIMEOUT_HEADER: b"timeout"}, **plain) == "timeout"
-    assert on_timeout_of(None, {}, has_timeout=True, deadline_error=True) == "error"
-    assert on_timeout_of("length", {}, has_timeout=True, deadline_error=True) == "length"
+    assert (
+        on_timeout_of("error", {ON_TIMEOUT_HEADER: b"length"}, has_timeout=False) == "error"
+    )  # the body is nearer
+    assert on_timeout_of(None, {ON_TIMEOUT_HEADER: b"timeout"}, has_timeout=False) == "timeout"
+    assert on_timeout_of(None, {}, has_timeout=True) == "timeout"
+    assert on_timeout_of("length", {}, has_timeout=True) == "length"
     with pytest.raises(InvalidRequest, match="x-on-timeout: 'never' is none of timeout, length, error"):
-        on_timeout_of(None, {ON_TIMEOUT_HEADER: b"never"}, **plain)
+        on_timeout_of(None, {ON_TIMEOUT_HEADER: b"never"}, has_timeout=False)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -108,16 +108,6 @@ async def test_errors_for_those_who_ask_for_them(http: httpx.AsyncClient) -> Non
         json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")
     ]
     assert (chunk["choices"][0]["finish_reason"], error["error"]["code"]) == ("error", "deadline_exceeded")
-
-
-class TestWithDeadlineError:
-    @pytest.fixture
-    def limits(self) -> HttpLimits:
-        return HttpLimits(deadline_error=True)
-
-    async def test_the_server_answers_504(self, http: httpx.AsyncClient) -> None:
-        assert (await http.post("/v1/completions", json=BODY)).status_code == 504
-        assert (await http.post("/v1/completions", json={**BODY, "on_timeout": "timeout"})).status_code == 200
 
 
 async def test_each_choice_ends_as_far_as_it_has_come(

@@ -227,7 +227,7 @@ async def test_prompts_of_requests_that_wait_or_run_are_bounded_in_sum(
         assert dispatcher.requests[0].prompt_token_ids is dispatcher.requests[1].prompt_token_ids
         refused = await http.post("/v1/completions", json=body)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
-        assert "--max-held-mib" in refused.json()["error"]["message"]
+        assert "--max-body-mib" in refused.json()["error"]["message"]
         assert overload.actions["prompt_bytes", "refused"] == 1
         dispatcher.hold = False
         assert (await first).status_code == 200

@@ -1,0 +1,53 @@
+"""Settings that every serving process has: the coordinator and the workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
+
+
+class ReportSettings(BaseModel):
+    """Where logs and traces go."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    log_level: LogLevel = Field(
+        default="info", description="Least level that is logged; SIGUSR2 toggles debug."
+    )
+    log_format: LogFormat = Field(
+        default="text", description="text, or json: one object a line, with request ids."
+    )
+    otlp_endpoint: str | None = Field(
+        default=None,
+        pattern=r"^https?://\S+$",
+        description="Send traces to this OTLP receiver over HTTP, http://HOST:4318/v1/traces; needs "
+        "splitserve[otel].",
+    )
+
+
+class ClusterKeySettings(BaseModel):
+    """The cluster's key."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    key_file: Path | None = Field(
+        default=None,
+        description="The cluster's key, made by `splitserve keygen`; the same file for all processes.",
+    )
+    insecure: bool = Field(
+        default=False, description="Use no key: control connections are neither authenticated nor encrypted."
+    )
+
+    @model_validator(mode="after")
+    def _with_or_without_key(self) -> Self:
+        if (self.key_file is None) == (not self.insecure):
+            raise ValueError(
+                "give either --key-file (make one with `splitserve keygen FILE`) or --insecure, which uses "
+                "no key"
+            )
+        return self
