@@ -10,7 +10,7 @@ import orjson
 
 from ...transport.messages.messages import TokenLogprobs
 from ..lifecycle.request import Ended
-from ..metrics.histogram import BatchedHistogram
+from ..metrics.metrics import BatchedHistogram
 from ..text.tokenizer import Detokenizer, StopStrings
 from .formats import ChoiceResult, Format, ReportedReason, TokenEntry, Usage, around_text
 from .plan import RequestPlan

@@ -1,22 +1,24 @@
-"""What /metrics says, in Prometheus' text format.
+"""The metrics of one coordinator, in Prometheus' text format.
 
-What requests do is counted here as they end; what workers report is read from a ``SystemSnapshot`` when
-somebody scrapes. Nothing on the path of a token looks up a label.
+Requests are counted here as they end; workers' numbers are read from a ``SystemSnapshot`` at each scrape.
+Nothing on the path of a token looks up a label.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-from prometheus_client import CollectorRegistry, generate_latest
+from numpy.typing import NDArray
+from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.utils import floatToGoString
 
 from ..errors import ApiError
 from ..lifecycle.request import Ended
 from ..lifecycle.time_ledger import NAMES
 from ..listeners import ListenerFailures, Listeners
 from .efficiency import Efficiency
-from .histogram import BatchedHistogram
 from .request_record import RequestRecord
 from .server_collector import Counts, ServerCollector
 from .system_collector import SystemCollector
@@ -28,55 +30,18 @@ MIN_SCRAPE_INTERVAL_S = 1.0
 milliseconds."""
 
 SECONDS = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.15,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
-    160,
-    640,
-)
+    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
+    80, 160, 640,
+)  # fmt: skip
 TOKEN_SECONDS = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.015,
-    0.02,
-    0.025,
-    0.03,
-    0.04,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.5,
-    1,
-    2.5,
-    5,
+    0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5,
     10,
-)
+)  # fmt: skip
 TOKENS = tuple(1 << n for n in range(18))
 BATCH = 512
 """Requests that are over and are booked together."""
+PENDING = 8192
+"""Observations of a histogram that are counted together."""
 STAGES = {
     "parse": "Reading, validating and tokenizing a request.",
     "queue": "Waiting in the coordinator and on the prefill worker.",
@@ -89,6 +54,57 @@ STAGES = {
     ),
     "stream": "From the last token to the response's last byte.",
 }
+
+
+class BatchedHistogram:
+    """One time series, and a collector for a Prometheus registry.
+
+    Observations are appended to a list (0.05 us) and counted thousands at a time; the Prometheus client takes
+    0.8 us for each, a fifth of a streamed token's budget.
+    """
+
+    def __init__(
+        self, name: str, documentation: str, bounds: Sequence[float], labels: dict[str, str]
+    ) -> None:
+        """``bounds``: upper bounds of the buckets, ascending, without infinity."""
+        self._name = name
+        self._documentation = documentation
+        self._labels = labels
+        self._bounds = np.array(bounds)
+        self._counts = np.zeros(len(bounds) + 1, dtype=np.int64)
+        self._sum = 0.0
+        self._pending: list[float] = []
+
+    def observe(self, value: float) -> None:
+        """Count one value."""
+        pending = self._pending
+        pending.append(value)
+        if len(pending) >= PENDING:
+            self._fold()
+
+    def observe_all(self, values: NDArray[np.float64]) -> None:
+        """Count many values at once."""
+        self._counts += np.bincount(np.searchsorted(self._bounds, values), minlength=len(self._counts))
+        self._sum += float(values.sum())
+
+    def _fold(self) -> None:
+        values = np.array(self._pending)
+        self._pending.clear()
+        self.observe_all(values)
+
+    def describe(self) -> list[Metric]:
+        """Spare the registry a collection when this is registered."""
+        return [HistogramMetricFamily(self._name, self._documentation)]
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all values so far."""
+        if self._pending:
+            self._fold()
+        bounds = [*map(floatToGoString, self._bounds.tolist()), "+Inf"]
+        buckets = list(zip(bounds, map(float, self._counts.cumsum().tolist()), strict=True))
+        family = HistogramMetricFamily(self._name, self._documentation, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), buckets, self._sum)
+        yield family
 
 
 class Metrics:
@@ -142,17 +158,17 @@ class Metrics:
         self.registry.register(SystemCollector(system))
 
     def request_ended(self, endpoint: str, status: str) -> None:
-        """``status``: the HTTP status, or "cancelled" where the client went away first."""
+        """Count a response. ``status``: the HTTP status, or "cancelled" if the client went away first."""
         self.counts.requests[endpoint, status] += 1
 
     def refused(self, error: ApiError) -> None:
-        """A request that got this error and no token."""
+        """Count a request that got this error and no token."""
         self.counts.refusals[error.code or error.kind] += 1
 
     def sequence_ended(
         self, ended: Ended, num_prompt_tokens: int, num_tokens: int, arrival: float, first: float, now: float
     ) -> None:
-        """Times in monotonic seconds; ``first`` is when the first token came, 0 if none did."""
+        """Count a sequence. Times in monotonic seconds; ``first``: of the first token, 0 without one."""
         counts = self.counts
         reason = (
             "timeout" if ended.error == "deadline" and num_tokens else "error" if ended.error else "cancelled"
@@ -169,20 +185,19 @@ class Metrics:
             self.tpot.observe((now - first) / (num_tokens - 1))
 
     def prompts_done(self, num_tokens: int, num_cached: int) -> None:
-        """Of one HTTP request, as its usage says: a prompt counts once, however many choices it has."""
+        """Count one HTTP request's prompts, as in its usage: each once, however many choices it has."""
         self.counts.prompt_tokens += num_tokens
         self.counts.cached_tokens += num_cached
 
     def request_closed(self, record: RequestRecord) -> None:
-        """The response is complete, or its client gone. Over all requests the stages sum to the end-to-end
-        time."""
+        """Count a request whose response is complete, or whose client has gone. Its stages sum to its time."""
         self._closed.append(record)
         if len(self._closed) >= BATCH:
             self._book_closed()
         self.listeners(record)
 
     def render(self, now: float) -> bytes:
-        """The text for a scrape."""
+        """Return the text for a scrape."""
         if now - self._scraped_at >= MIN_SCRAPE_INTERVAL_S:
             self._book_closed()
             self._text = generate_latest(self.registry)
@@ -190,7 +205,7 @@ class Metrics:
         return self._text
 
     def _book_closed(self) -> None:
-        """Many requests at a time: a column of each stage's seconds, and one of their totals."""
+        """Book all closed requests: a column of each stage's seconds, and one of their totals."""
         closed, self._closed = self._closed, []
         if not closed:
             return

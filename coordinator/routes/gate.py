@@ -1,6 +1,6 @@
 """Access to pages, before everything that comes as ASGI. (``GenerationApi`` checks requests for tokens.)
 
-/v1/..., /tokenize, /detokenize          an API key, if keys are configured; the account is in scope["account"]
+/v1/..., /tokenize, /detokenize          an API key, if there are any; the account is in scope["account"]
 /health, /ping, /version, /ready,
 /openapi.json, dashboard files, login    everyone
 all other pages, and all other pages

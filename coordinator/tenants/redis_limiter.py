@@ -32,9 +32,9 @@ RENEW_S = 3.0
 TIMEOUT_S = 1.0
 LOG_EVERY_S = 5.0
 SCRIPT = """
--- KEYS: one hash a holder. ARGV: change in tokens, change in streams, process, prefix of signs of life, month,
--- now or '', then five limits a holder, 0 for none. Returns whether it was taken, and each holder's numbers and
--- open streams.
+-- KEYS: one hash a holder. ARGV: change in tokens, change in streams, process, prefix of signs of life,
+-- month, now or '', then five limits a holder, 0 for none.
+-- Returns whether it was taken, and each holder's numbers and open streams.
 local tokens, streams, process, alive = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3], ARGV[4]
 local month, now = tonumber(ARGV[5]), tonumber(ARGV[6])
 if not now then

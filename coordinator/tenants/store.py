@@ -33,9 +33,11 @@ SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS tiers (name TEXT PRIMARY KEY, priority_class TEXT NOT NULL, {_LIMIT_COLUMNS});
 CREATE TABLE IF NOT EXISTS cache_groups (name TEXT PRIMARY KEY, salt BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS tenants (id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT UNIQUE NOT NULL,
-    tier TEXT NOT NULL REFERENCES tiers, salt BLOB NOT NULL, cache_group TEXT REFERENCES cache_groups, created REAL NOT NULL);
+    tier TEXT NOT NULL REFERENCES tiers, salt BLOB NOT NULL, cache_group TEXT REFERENCES cache_groups,
+    created REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS keys (id INTEGER PRIMARY KEY AUTOINCREMENT,
-    tenant_id INTEGER NOT NULL REFERENCES tenants, name TEXT NOT NULL, digest BLOB UNIQUE NOT NULL, hint TEXT NOT NULL, created REAL NOT NULL, expires REAL, {_LIMIT_COLUMNS});
+    tenant_id INTEGER NOT NULL REFERENCES tenants, name TEXT NOT NULL, digest BLOB UNIQUE NOT NULL,
+    hint TEXT NOT NULL, created REAL NOT NULL, expires REAL, {_LIMIT_COLUMNS});
 INSERT OR IGNORE INTO tiers (name, priority_class) VALUES
     ('premium', 'premium'), ('standard', 'standard'), ('free', 'free'), ('batch', 'batch');
 PRAGMA user_version = {VERSION};

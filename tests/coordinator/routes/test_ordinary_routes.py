@@ -14,7 +14,7 @@ from support.http_fakes import FakeDispatcher
 
 from splitserve import __version__
 from splitserve.coordinator.metrics import metrics
-from splitserve.coordinator.metrics.histogram import BATCH, BatchedHistogram
+from splitserve.coordinator.metrics.metrics import PENDING, BatchedHistogram
 from splitserve.coordinator.server import HttpServer
 from splitserve.coordinator.text.served_model import ServedModel
 
@@ -125,7 +125,7 @@ async def test_a_long_prompt_is_tokenized_off_the_loop(model: ServedModel) -> No
 
 def test_batched_histogram_counts_like_a_plain_one() -> None:
     histogram = BatchedHistogram("splitserve_h", "text", (1, 2, 4), {"a": "b"})
-    values = [0.5, 1, 1.5, 2, 3, 5] * BATCH
+    values = [0.5, 1, 1.5, 2, 3, 5] * PENDING
     for value in values:
         histogram.observe(value)
     (family,) = histogram.collect()
