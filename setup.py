@@ -24,7 +24,7 @@ HEADERS = (
     "attention.h",
     "elementwise.h",
 )
-SOURCES = ("module.cpp", "isa_generic.cpp", "isa_avx2.cpp", "isa_avx512.cpp")
+SOURCES = ("module.cpp", "isa_generic.cpp", "isa_avx2.cpp", "isa_avx512.cpp", "isa_avx512_bf16.cpp")
 COMMIT_FILE = "src/splitserve/cli/commit.txt"
 """In a wheel and in an sdist, not in a clone: `splitserve version` reads it."""
 

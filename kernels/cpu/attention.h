@@ -281,7 +281,7 @@ struct OneQuery {
 
 template <int MR>
 static void score_rows(const float* q, int64_t head_dim, const float* keys, float* scores) {
-  for (int64_t t = 0; t < KEYS; t += 2 * W) multiply_tile<MR, 2, false>(q, head_dim, 1, keys + t, KEYS, head_dim, nullptr, scores + t, KEYS);
+  for (int64_t t = 0; t < KEYS; t += 2 * W) multiply_tile<MR, 2>(q, head_dim, 1, keys + t, KEYS, head_dim, false, nullptr, scores + t, KEYS);
 }
 
 // scores[rows][KEYS] = q keys.
@@ -294,7 +294,7 @@ static inline void score_strip(int rows, const float* q, int64_t head_dim, const
 }
 static inline void value_strip(int rows, const float* p, const float* v, int64_t head_dim, const float* scale, float* acc) {
   int64_t d = 0;
-#define ROWS(R, NV) case R: multiply_tile<R, NV, true>(p, KEYS, 1, v + d, head_dim, KEYS, scale, acc + d, head_dim); break;
+#define ROWS(R, NV) case R: multiply_tile<R, NV>(p, KEYS, 1, v + d, head_dim, KEYS, true, scale, acc + d, head_dim); break;
   for (; d + 2 * W <= head_dim; d += 2 * W) switch (rows) { ROWS(1, 2) ROWS(2, 2) ROWS(3, 2) ROWS(4, 2) ROWS(5, 2) ROWS(6, 2) }
   for (; d < head_dim; d += W) switch (rows) { ROWS(1, 1) ROWS(2, 1) ROWS(3, 1) ROWS(4, 1) ROWS(5, 1) ROWS(6, 1) }
 #undef ROWS

@@ -11,12 +11,13 @@ using namespace splitserve;
 
 const Kernels* const kAll[] = {
 #if defined(__x86_64__)
-    &kAvx512Kernels, &kAvx2Kernels,
+    &kAvx512Kernels, &kAvx512Bf16Kernels, &kAvx2Kernels,
 #endif
     &kGenericKernels};
 
 bool supported(const Kernels* kernels) {
 #if defined(__x86_64__)
+  if (kernels == &kAvx512Bf16Kernels) return __builtin_cpu_supports("avx512bf16") && supported(&kAvx512Kernels);
   if (kernels == &kAvx512Kernels)
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
            __builtin_cpu_supports("avx512vl");

@@ -13,6 +13,7 @@
 #pragma GCC target("avx2,fma,f16c,bmi2")
 #endif
 #define VECTOR_BYTES 32
+#define BF16_UNITS 0
 
 namespace splitserve {
 namespace {
@@ -22,7 +23,7 @@ namespace {
 #include "elementwise.h"
 }  // namespace
 
-const Kernels kAvx2Kernels = {"avx2",  W,         PANEL,          ROW_TILE,     pack_linear,  linear,
+const Kernels kAvx2Kernels = {"avx2", W, PANEL, pack_linear, linear,
                                 attention,  rope_and_store, add_rms_norm, silu_mul, gumbel_argmax};
 }  // namespace splitserve
 #if defined(__clang__)

@@ -6,6 +6,7 @@
 #include "kernels.h"
 
 #define VECTOR_BYTES 16
+#define BF16_UNITS 0
 
 namespace splitserve {
 namespace {
@@ -15,6 +16,6 @@ namespace {
 #include "elementwise.h"
 }  // namespace
 
-const Kernels kGenericKernels = {"generic",  W,         PANEL,          ROW_TILE,     pack_linear,  linear,
+const Kernels kGenericKernels = {"generic", W, PANEL, pack_linear, linear,
                                 attention,  rope_and_store, add_rms_norm, silu_mul, gumbel_argmax};
 }  // namespace splitserve

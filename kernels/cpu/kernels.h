@@ -63,7 +63,6 @@ struct Kernels {
   const char* name;
   int64_t vector_width;      // float32 lanes
   int64_t panel;             // columns of a packed panel
-  int64_t row_tile;          // rows that share one pass over a panel
   void (*pack_linear)(const void* weight, void* packed, int64_t n, int64_t k, Dtype dtype);
   void (*linear)(const LinearArgs&, int64_t first_panel, int64_t last_panel);
   void (*attention)(const AttentionArgs&, const AttentionItem* items, int64_t first, int64_t last);
@@ -77,6 +76,7 @@ extern const Kernels kGenericKernels;
 #if defined(__x86_64__)
 extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;
+extern const Kernels kAvx512Bf16Kernels;
 #endif
 
 }  // namespace splitserve

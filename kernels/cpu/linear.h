@@ -1,15 +1,16 @@
-// Linear layers: y = x W^T + bias, weights packed once into panels of PANEL columns, [k][PANEL] each, so that a pass reads them in
-// one straight stream. FLOPs: 2 m n k. Bytes: the weights once (m <= FEW_ROWS), the bound of a decode step; compute bounds a prefill.
-// bfloat16 rows of a panel lie interleaved in pairs, [k / 2][PANEL][2]: see load_two. k is padded to a multiple of 2 with zeros.
+// Linear layers: y = x W^T + bias, weights packed once into panels of PANEL columns, so that a pass reads them in one straight stream.
+// FLOPs: 2 m n k. Bytes: the weights once for each block of rows, which bounds a decode step; the multiply-adds bound a prefill.
+// A panel is [k][PANEL] in float32. In bfloat16 two k lie interleaved, [k / 2][PANEL][2]: the layout that bfloat16 units multiply, and that
+// others widen with two operations; k is padded to a multiple of 2 with zeros.
 // Blocking as in Goto and van de Geijn, 2008: a panel's piece stays in L1, a block of packed x in L2.
 
 constexpr int kPanelVectors = 2;
 constexpr int64_t PANEL = kPanelVectors * W;
-constexpr int ROW_TILE = VECTOR_BYTES == 64 ? 12 : 6;  // accumulators fill the register file
-constexpr int FEW_ROW_TILE = VECTOR_BYTES == 64 ? 12 : 5;  // of these passes, which need registers for two rows of the panel as well
-constexpr int64_t FEW_ROWS = VECTOR_BYTES == 64 ? 24 : 16;
-constexpr int64_t K_BLOCK = 384;
-constexpr int64_t ROW_BLOCK = 40 * ROW_TILE;
+constexpr int ROW_TILE = VECTOR_BYTES == 64 ? 12 : 6;       // accumulators fill the register file
+constexpr int64_t FEW_ROWS = VECTOR_BYTES == 64 ? 24 : 16;  // for these a panel is widened as it is multiplied; for more, once before
+constexpr int64_t PIECE_BYTES = 16 << 10;
+constexpr int64_t X_BLOCK_BYTES = 512 << 10;
+constexpr int64_t LEAST_TILES = 4;  // of a block of x, however large k is
 
 static inline int64_t even(int64_t k) { return (k + 1) / 2 * 2; }
 
@@ -31,80 +32,15 @@ static void pack_linear(const void* weight, void* packed, int64_t n, int64_t k, 
   else pack_linear_of(static_cast<const bf16*>(weight), static_cast<bf16*>(packed), n, k);
 }
 
-// Rows k and k + 1 of a panel.
-static inline __attribute__((always_inline)) void load_rows(const float* panel, vf (&row0)[kPanelVectors], vf (&row1)[kPanelVectors]) {
-#pragma GCC unroll 4
-  for (int j = 0; j < kPanelVectors; ++j) { row0[j] = load(panel + j * W); row1[j] = load(panel + PANEL + j * W); }
-}
-static inline __attribute__((always_inline)) void load_rows(const bf16* panel, vf (&row0)[kPanelVectors], vf (&row1)[kPanelVectors]) {
-#pragma GCC unroll 4
-  for (int j = 0; j < kPanelVectors; ++j) load_two(panel + 2 * j * W, row0[j], row1[j]);
-}
-
-// C [R][PANEL] = x panel, x as a packed tile [k][R]. `ahead` is asked for meanwhile, kAhead bytes with each two k: it is read next.
-// Each output is one chain of fused multiply-adds in the order of k, as in multiply_tile: its bits do not depend on its neighbours.
-template <int R, int64_t kAhead, class T>
-static void pass(const float* x, const T* panel, int64_t k_count, float* c, const char* ahead) {
-  vf acc[R][kPanelVectors];
-#pragma GCC unroll 16
-  for (int i = 0; i < R; ++i)
-#pragma GCC unroll 4
-    for (int j = 0; j < kPanelVectors; ++j) acc[i][j] = vf{};
-  for (int64_t k = 0; k < k_count; k += 2, x += 2 * R, panel += 2 * PANEL, ahead += kAhead) {
-    vf row0[kPanelVectors], row1[kPanelVectors];
-    load_rows(panel, row0, row1);
-    if (kAhead) {
-#pragma GCC unroll 4
-      for (int64_t line = 0; line < kAhead; line += 64) __builtin_prefetch(ahead + line);
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < R; ++i) {
-      const vf x0 = splat(x[i]);
-#pragma GCC unroll 4
-      for (int j = 0; j < kPanelVectors; ++j) acc[i][j] += x0 * row0[j];
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < R; ++i) {
-      const vf x1 = splat(x[R + i]);
-#pragma GCC unroll 4
-      for (int j = 0; j < kPanelVectors; ++j) acc[i][j] += x1 * row1[j];
-    }
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < R; ++i)
-#pragma GCC unroll 4
-    for (int j = 0; j < kPanelVectors; ++j) store(c + i * PANEL + j * W, acc[i][j]);
-}
-
-template <int64_t kAhead, class T>
-static void pass_rows(int rows, const float* x, const T* panel, int64_t k, float* c, const char* ahead) {
-  switch (rows) {
-#define ROWS(R) case R: return pass<R, kAhead>(x, panel, k, c, ahead);
-    ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5)
-#if VECTOR_BYTES == 64
-    ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
-#endif
-#undef ROWS
-  }
-}
-
-template <bool kLoad, int64_t kAhead, class B>
-static void multiply_rows(int rows, const float* a, int64_t row, int64_t column, const B* b, int64_t k, float* c, int64_t ldc,
-                          const char* ahead) {
-  switch (rows) {
-#define ROWS(R) case R: return multiply_tile<R, kPanelVectors, kLoad, kAhead>(a, row, column, b, PANEL, k, nullptr, c, ldc, ahead);
-    ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
-#if VECTOR_BYTES == 64
-    ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
-#endif
-#undef ROWS
-  }
-}
-
+// Step `step` of a row of x, which ends after k numbers.
 template <class T>
-static void finish_rows(const float* c, int64_t rows, const T* bias, T* y, int64_t ldy, int64_t columns) {
-  for (int64_t i = 0; i < rows; ++i)
-    for (int64_t j = 0; j < columns; ++j) narrow(y + i * ldy + j, c[i * PANEL + j] + (bias ? widen(bias[j]) : 0.0f));
+static inline void take(const T* row, int64_t step, int64_t, float& out) { out = widen(row[step]); }
+template <class T>
+static inline void take(const T* row, int64_t step, int64_t k, Two& out) {
+  out = {widen(row[2 * step]), 2 * step + 1 < k ? widen(row[2 * step + 1]) : 0.0f};
+}
+static inline void take(const bf16* row, int64_t step, int64_t k, Pair& out) {
+  out = {row[2 * step], 2 * step + 1 < k ? row[2 * step + 1] : bf16{}};
 }
 
 // Rows [0, m) cut into tiles of nearly equal height.
@@ -114,88 +50,86 @@ struct RowTiles {
   int64_t start(int64_t tile) const { return tile * (m / count) + smaller(tile, m % count); }
 };
 
-// x's rows [0, m) and columns [k0, k0 + k) as tiles [k][height], one after the other, each in the room of `padded` columns.
-template <class T>
-static void pack_rows(const T* x, int64_t ldx, const RowTiles& tiles, int64_t k0, int64_t k, float* out, int64_t padded) {
+// x's rows as tiles [steps][height], one after the other.
+template <class X, class T>
+static void pack_rows(const T* x, int64_t k, const RowTiles& tiles, int64_t steps, X* out) {
   for (int64_t t = 0; t < tiles.count; ++t) {
     const int64_t start = tiles.start(t), height = tiles.start(t + 1) - start;
-    for (int64_t i = 0; i < height; ++i) {
-      const T* row = x + (start + i) * ldx + k0;
-      for (int64_t j = 0; j < k; ++j) out[j * height + i] = widen(row[j]);
-    }
-    out += padded * height;
+    for (int64_t i = 0; i < height; ++i)
+      for (int64_t j = 0; j < steps; ++j) take(x + (start + i) * k, j, k, out[j * height + i]);
+    out += steps * height;
   }
 }
 
-// Few rows: tile by tile they pass over each panel while it is in the cache; the last tile asks for the next panel.
-template <class T>
-static void linear_few_rows(const LinearArgs& g, int64_t first, int64_t last) {
-  const T* packed = static_cast<const T*>(g.packed);
-  const T* bias = static_cast<const T*>(g.bias);
-  static thread_local Floats buffer;
-  const RowTiles tiles(g.m, FEW_ROW_TILE);
-  const int64_t k = even(g.k);
-  float *x = buffer.filled(g.m * k, 0.0f), c[FEW_ROWS * PANEL];
-  pack_rows(static_cast<const T*>(g.x), g.k, tiles, 0, g.k, x, k);
-  for (int64_t p = first; p < last; ++p) {
-    const T* panel = packed + p * k * PANEL;
-    const char* next = reinterpret_cast<const char*>(panel + k * PANEL);
-    for (int64_t t = 0; t < tiles.count; ++t) {
-      const int64_t start = tiles.start(t), height = tiles.start(t + 1) - start;
-      if (t + 1 == tiles.count) pass_rows<2 * PANEL * sizeof(T)>(int(height), x + start * k, panel, k, c + start * PANEL, next);
-      else pass_rows<0>(int(height), x + start * k, panel, k, c + start * PANEL, next);
-    }
-    finish_rows(c, g.m, bias ? bias + p * PANEL : nullptr, static_cast<T*>(g.y) + p * PANEL, g.n, smaller(PANEL, g.n - p * PANEL));
+// `k` interleaved rows of a panel as float32 [k][PANEL].
+static inline void widen_piece(const bf16* panel, int64_t k, float* piece) {
+  for (int64_t i = 0; i < k; i += 2, panel += 2 * PANEL, piece += 2 * PANEL)
+#pragma GCC unroll 4
+    for (int j = 0; j < kPanelVectors; ++j) load_two(panel + 2 * j * W, piece + j * W, piece + PANEL + j * W);
+}
+
+template <int64_t kAhead, class X>
+static void multiply_rows(int rows, const X* x, const float* b, int64_t steps, bool add, float* c, const char* stream) {
+  switch (rows) {
+#define ROWS(R) case R: return multiply_tile<R, kPanelVectors, kAhead>(x, 1, R, b, PANEL, steps, add, nullptr, c, PANEL, stream);
+    ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
+#if VECTOR_BYTES == 64
+    ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
+#endif
+#undef ROWS
   }
 }
 
-// Many rows: blocks of rows and of k. The sums of a block of rows live in a float32 buffer [panel][row][PANEL] until k is through.
+// y = c + bias for `columns` of a panel.
 template <class T>
-static void linear_many_rows(const LinearArgs& g, int64_t first, int64_t last) {
-  const T* packed = static_cast<const T*>(g.packed);
-  const T* bias = static_cast<const T*>(g.bias);
-  static thread_local Floats sums_buffer, rows_buffer, piece_buffer;
-  float *sums = sums_buffer.reserve((last - first) * smaller(g.m, ROW_BLOCK) * PANEL), *rows = rows_buffer.reserve(ROW_BLOCK * K_BLOCK);
-  float* piece = piece_buffer.reserve(sizeof(T) == 4 ? 0 : (K_BLOCK + 1) * PANEL);
-  for (int64_t m0 = 0; m0 < g.m; m0 += ROW_BLOCK) {
-    const RowTiles tiles(smaller(ROW_BLOCK, g.m - m0), ROW_TILE);
-    for (int64_t k0 = 0; k0 < g.k; k0 += K_BLOCK) {
-      const int64_t k = smaller(K_BLOCK, g.k - k0);
-      pack_rows(static_cast<const T*>(g.x) + m0 * g.k, g.k, tiles, k0, k, rows, k);
-      for (int64_t p = first; p < last; ++p) {
-        const T* panel = packed + (p * even(g.k) + k0) * PANEL;
-        const float* b = reinterpret_cast<const float*>(panel);
-        const char* next = reinterpret_cast<const char*>(panel + even(g.k) * PANEL);  // the next panel's piece
-        if (sizeof(T) != 4) {  // widen once, use for every tile of rows
-          for (int64_t i = 0; i < k; i += 2) {
-            vf row0[kPanelVectors], row1[kPanelVectors];
-            load_rows(panel + i * PANEL, row0, row1);
-            for (int j = 0; j < kPanelVectors; ++j) { store(piece + i * PANEL + j * W, row0[j]); store(piece + (i + 1) * PANEL + j * W, row1[j]); }
-          }
+static void finish_rows(const float* c, int64_t rows, const T* bias, T* y, int64_t ldy, int64_t columns) {
+  for (int64_t i = 0; i < rows; ++i, c += PANEL, y += ldy) {
+    int64_t j = 0;
+    for (; j + W <= columns; j += W) store(y + j, bias ? load(c + j) + load(bias + j) : load(c + j));
+    for (; j < columns; ++j) narrow(y + j, c[j] + (bias ? widen(bias[j]) : 0.0f));
+  }
+}
+
+// X: what x is multiplied as (float, Two, Pair: see multiply_tile). Blocks of rows, panels, pieces of a panel, tiles of rows.
+template <class X, class T>
+static void linear_as(const LinearArgs& g, int64_t first, int64_t last) {
+  constexpr int64_t depth = kStepDepth<X>, k_block = PIECE_BYTES / (PANEL * int64_t(sizeof(float))) * depth;
+  constexpr bool kWidensPieces = sizeof(T) == 2 && depth == 1;
+  static thread_local Floats x_buffer, c_buffer, piece_buffer;
+  const int64_t steps = (g.k + depth - 1) / depth, row_bytes = steps * int64_t(sizeof(X));
+  const int64_t block = smaller(g.m, larger(LEAST_TILES, X_BLOCK_BYTES / row_bytes / ROW_TILE) * ROW_TILE);
+  X* const x = reinterpret_cast<X*>(x_buffer.reserve(block * row_bytes / int64_t(sizeof(float))));
+  float *const c = c_buffer.reserve(block * PANEL), *const piece = piece_buffer.reserve(kWidensPieces ? k_block * PANEL : 0);
+  const T *packed = static_cast<const T*>(g.packed), *bias = static_cast<const T*>(g.bias);
+  for (int64_t m0 = 0; m0 < g.m; m0 += block) {
+    const RowTiles tiles(smaller(block, g.m - m0), ROW_TILE);
+    pack_rows(static_cast<const T*>(g.x) + m0 * g.k, g.k, tiles, steps, x);
+    for (int64_t p = first; p < last; ++p) {
+      for (int64_t k0 = 0; k0 < g.k; k0 += k_block) {
+        const int64_t k = smaller(k_block, g.k - k0);
+        const T* at = packed + (p * even(g.k) + k0) * PANEL;
+        const float* b = reinterpret_cast<const float*>(at);
+        if constexpr (kWidensPieces) {
+          widen_piece(at, k, piece);
           b = piece;
         }
-        float* c = sums + (p - first) * tiles.m * PANEL;
         for (int64_t t = 0; t < tiles.count; ++t) {
           const int64_t start = tiles.start(t), height = tiles.start(t + 1) - start;
-          const float* a = rows + start * k;
-          if (k0 == 0) multiply_rows<false, PANEL * sizeof(T)>(int(height), a, 1, height, b, k, c + start * PANEL, PANEL, next);
-          else multiply_rows<true, PANEL * sizeof(T)>(int(height), a, 1, height, b, k, c + start * PANEL, PANEL, next);
+          multiply_rows<depth * PANEL * sizeof(T)>(int(height), x + start * steps + k0 / depth * height, b, (k + depth - 1) / depth, k0 > 0,
+                                                   c + start * PANEL, reinterpret_cast<const char*>(at));
         }
       }
+      finish_rows(c, tiles.m, bias ? bias + p * PANEL : nullptr, static_cast<T*>(g.y) + m0 * g.n + p * PANEL, g.n,
+                  smaller(PANEL, g.n - p * PANEL));
     }
-    for (int64_t p = first; p < last; ++p)
-      finish_rows(sums + (p - first) * tiles.m * PANEL, tiles.m, bias ? bias + p * PANEL : nullptr,
-                  static_cast<T*>(g.y) + m0 * g.n + p * PANEL, g.n, smaller(PANEL, g.n - p * PANEL));
   }
-}
-
-template <class T>
-static void linear_of(const LinearArgs& g, int64_t first, int64_t last) {
-  if (g.m > FEW_ROWS) linear_many_rows<T>(g, first, last);
-  else linear_few_rows<T>(g, first, last);
 }
 
 static void linear(const LinearArgs& g, int64_t first, int64_t last) {
-  if (g.dtype == kFloat32) linear_of<float>(g, first, last);
-  else linear_of<bf16>(g, first, last);
+  if (g.dtype == kFloat32) return linear_as<float, float>(g, first, last);
+#if BF16_UNITS
+  linear_as<Pair, bf16>(g, first, last);
+#else
+  g.m > FEW_ROWS ? linear_as<float, bf16>(g, first, last) : linear_as<Two, bf16>(g, first, last);
+#endif
 }

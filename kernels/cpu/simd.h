@@ -61,6 +61,12 @@ static inline void load_two(const bf16* p, vf& row0, vf& row1) {
   row0 = (vf)(both << 16);
   row1 = (vf)(both & 0xffff0000u);
 }
+static inline void load_two(const bf16* p, float* row0, float* row1) {
+  vf first, second;
+  load_two(p, first, second);
+  store(row0, first);
+  store(row1, second);
+}
 
 static inline float widen(float x) { return x; }
 static inline float widen(bf16 x) { const uint32_t u = uint32_t(x.bits) << 16; float f; std::memcpy(&f, &u, 4); return f; }
@@ -126,32 +132,57 @@ static inline vf vlog(vf x) {
   return f + y + e * 0.693359375f;
 }
 
-// C tile [MR][NV vectors] = scale[i] * C + A B: A[i][k] at a[i * row + k * column], B's row k at b + k * ldb, C rows ldc apart.
-// Each output is one chain of fused multiply-adds in the order of k, whatever MR: its value does not depend on its neighbours.
-// Where kAhead, `ahead` is asked for meanwhile, kAhead bytes with each k: it is read next.
-template <int MR, int NV, bool kLoad, int64_t kAhead = 0, class B>
-static inline __attribute__((always_inline)) void multiply_tile(const float* a, int64_t row, int64_t column, const B* b, int64_t ldb,
-                                                                 int64_t k_count, const float* scale, float* c, int64_t ldc,
-                                                                 const char* ahead = nullptr) {
+// What a row of A is multiplied as, step by step of k, against a row of B of W 4-byte words a vector:
+//   float: one k; B float32.   Two: two k; B two bfloat16 rows interleaved, widened here.   Pair: the same by bfloat16 units.
+struct Two { float first, second; };
+struct Pair { bf16 first, second; };
+template <class X>
+constexpr int64_t kStepDepth = 2;
+template <>
+constexpr int64_t kStepDepth<float> = 1;
+
+static inline vf multiply_add(vf sum, float a, vf b) { return sum + splat(a) * b; }
+static inline vf multiply_add(vf sum, Two a, vf b) {
+  const vf row0 = (vf)((vu)b << 16), row1 = (vf)((vu)b & 0xffff0000u);
+  sum += splat(a.first) * row0;
+  return sum + splat(a.second) * row1;
+}
+#if BF16_UNITS
+static inline vf multiply_add(vf sum, Pair a, vf b) {
+  int32_t bits;
+  std::memcpy(&bits, &a, 4);
+  return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(bits), (__m512bh)b);
+}
+#endif
+
+// C tile [MR][NV vectors] = A B, plus scale[i] * C where `add`: step k of A's row i at a[i * row + k * column], B's at b + k * ldb, C rows ldc
+// apart. Each output is one chain of multiply-adds in the order of k, whatever MR: its value does not depend on its neighbours.
+// `stream`: where in memory B comes from, kStream bytes with each step; what follows is prefetched, first to L2, then to L1. (Prefetches to
+// L1 alone are held up by its few open misses: 11 GB/s where memory gives 16.)
+constexpr int64_t AHEAD_L2 = 64 << 10, AHEAD_L1 = 2 << 10;  // bytes
+
+template <int MR, int NV, int64_t kStream = 0, class X>
+static inline __attribute__((always_inline)) void multiply_tile(const X* a, int64_t row, int64_t column, const float* b, int64_t ldb,
+                                                                 int64_t steps, bool add, const float* scale, float* c, int64_t ldc,
+                                                                 const char* stream = nullptr) {
   vf acc[MR][NV];
 #pragma GCC unroll 16
   for (int i = 0; i < MR; ++i)
 #pragma GCC unroll 4
-    for (int j = 0; j < NV; ++j) {
-      if (kLoad) acc[i][j] = load(c + i * ldc + j * W) * (scale ? scale[i] : 1.0f);
-      else acc[i][j] = vf{};
-    }
-  for (int64_t k = 0; k < k_count; ++k) {
+    for (int j = 0; j < NV; ++j) acc[i][j] = add ? load(c + i * ldc + j * W) * (scale ? scale[i] : 1.0f) : vf{};
+  for (int64_t k = 0; k < steps; ++k, stream += kStream) {
     vf bv[NV];
 #pragma GCC unroll 4
     for (int j = 0; j < NV; ++j) bv[j] = load(b + k * ldb + j * W);
-    if (kAhead) __builtin_prefetch(ahead + k * kAhead);
-#pragma GCC unroll 16
-    for (int i = 0; i < MR; ++i) {
-      const vf av = splat(a[i * row + k * column]);
 #pragma GCC unroll 4
-      for (int j = 0; j < NV; ++j) acc[i][j] += av * bv[j];
+    for (int64_t line = 0; line < kStream; line += 64) {
+      __builtin_prefetch(stream + line + AHEAD_L2, 0, 2);
+      __builtin_prefetch(stream + line + AHEAD_L1, 0, 3);
     }
+#pragma GCC unroll 16
+    for (int i = 0; i < MR; ++i)
+#pragma GCC unroll 4
+      for (int j = 0; j < NV; ++j) acc[i][j] = multiply_add(acc[i][j], a[i * row + k * column], bv[j]);
   }
 #pragma GCC unroll 16
   for (int i = 0; i < MR; ++i)

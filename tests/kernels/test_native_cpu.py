@@ -89,10 +89,14 @@ def test_onednn_linear(bias: bool) -> None:
         assert_close(linear(x), exact.bfloat16())
 
 
-def test_a_row_of_a_linear_does_not_depend_on_the_rows_beside_it(native: native_cpu.NativeCpuKernels) -> None:
-    x, linear = randn(300, 500, dtype=torch.float32), native.linear(randn(40, 500, dtype=torch.float32), None)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("k", [500, 3001])  # the odd one takes a block of few rows
+def test_a_row_of_a_linear_does_not_depend_on_the_rows_beside_it(
+    native: native_cpu.NativeCpuKernels, dtype: torch.dtype, k: int
+) -> None:
+    x, linear = randn(300, k, dtype=dtype), native.linear(randn(41, k, dtype=dtype), None)
     together = linear(x)
-    for count in (1, 5, 64):
+    for count in (1, 2, 5, 12, 13, 24, 25, 64, 257):
         assert torch.equal(linear(x[:count].clone()), together[:count])
 
 

@@ -1,0 +1,32 @@
+// The kernels for AVX-512 with bfloat16 units (AVX512-BF16). Their products of bfloat16 differ from the others in the last bits.
+#if defined(__x86_64__)
+#include <immintrin.h>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+
+#include "kernels.h"
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,bmi2"))), apply_to = function)
+#else
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,bmi2")
+#endif
+#define VECTOR_BYTES 64
+#define BF16_UNITS 1
+
+namespace splitserve {
+namespace {
+#include "simd.h"
+#include "linear.h"
+#include "attention.h"
+#include "elementwise.h"
+}  // namespace
+
+const Kernels kAvx512Bf16Kernels = {"avx512_bf16", W, PANEL, pack_linear, linear,
+                                attention,  rope_and_store, add_rms_norm, silu_mul, gumbel_argmax};
+}  // namespace splitserve
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#endif
