@@ -167,10 +167,11 @@ class DecodeCore:
         if result.finished or result.dropped:
             self.receiver.grant_waiting(now)
 
-    def fail_step(self, step: DecodeStep, reason: str) -> None:
-        """The step raised: who was alone in it is given back to the coordinator. Several are tried apart, so
-        that a request whose step raises takes no other along."""
-        for sequence in self.scheduler.separate(step):
+    def fail_step(self, step: DecodeStep, reason: str, shared: bool = False) -> None:
+        """The step raised: a sequence that was alone in it is given back to the coordinator. Several are tried
+        apart, so that a request whose step raises takes no other along. ``shared``: prompts were in it,
+        too."""
+        for sequence in self.scheduler.separate(step, shared):
             self._step_failures.book(sequence.request_id)
             self._say_failed(sequence.key, "internal", reason)
 

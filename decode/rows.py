@@ -46,6 +46,7 @@ class DecodeStep:
     dispatches: NDArray[np.uint32]
     indices: NDArray[np.uint32]  # output index of the token that each row will yield
     filling: list[int]  # rows whose newest block is full with it
+    alone: bool = False  # it may hold the one that made a step raise: nothing else is in its step
 
 
 class DecodeRows:
@@ -115,7 +116,7 @@ class DecodeRows:
             self.sequences[row] for row in (self._indices[:n] > self._last_indices[:n]).nonzero()[0].tolist()
         ]
 
-    def build(self) -> DecodeStep:
+    def build(self, alone: bool = False) -> DecodeStep:
         """The step of all rows; the rows are then those of the step after it."""
         n = len(self.sequences)
         positions, slots, indices, fed_from = (
@@ -137,7 +138,9 @@ class DecodeRows:
             fed_from=fed_from.copy(),
         )
         filling: list[int] = (seq_lens % self._block_size == 0).nonzero()[0].tolist()
-        step = DecodeStep(self.sequences.copy(), batch, self._dispatches[:n].copy(), indices.copy(), filling)
+        step = DecodeStep(
+            self.sequences.copy(), batch, self._dispatches[:n].copy(), indices.copy(), filling, alone
+        )
         fed_from[:] = self._arange[:n]
         positions[:] = seq_lens
         slots += 1

@@ -79,6 +79,11 @@ class DecodeScheduler:
         return len(self._by_key)
 
     @property
+    def in_step(self) -> bool:
+        """Whether a step with sequences of it is in flight."""
+        return bool(self._in_flight)
+
+    @property
     def held(self) -> list[Key]:
         return list(self._by_key)
 
@@ -154,10 +159,11 @@ class DecodeScheduler:
         flight. Preempted ones are left in ``preempted``."""
         if self._failed or len(self._in_flight) == MAX_IN_FLIGHT:
             return None
+        alone = False
         if self._apart:
             if self._in_flight:
                 return None
-            self._admit_apart()
+            alone = self._admit_apart()
         elif self._joining:
             self._admit()
         if self._in_flight and not self._may_run_ahead():
@@ -165,7 +171,7 @@ class DecodeScheduler:
         self._grow()
         if not self._rows.sequences:
             return None
-        step = self._rows.build()
+        step = self._rows.build(alone)
         for sequence in step.sequences:
             sequence.in_flight += 1
         self._in_flight.append(step)
@@ -210,19 +216,23 @@ class DecodeScheduler:
             self._rows.settle(output.token_ids)
         return result
 
-    def separate(self, step: DecodeStep) -> list[DecodeSequence]:
+    def separate(self, step: DecodeStep, shared: bool = False) -> list[DecodeSequence]:
         """The step raised, and what it wrote will be written again: in halves, until it is known whose fault
-        it was. Returns who was alone in it, and is over here."""
+        it was. Return the one that was alone in it, and is over here.
+
+        ``shared``: prompts were in it, too. Its sequences are tried without them, and none is over."""
         self._take_out(step)
         left = [s for s in step.sequences if not s.doomed and not s.paused]
         half = len(left) // 2
-        if half:
+        if shared:
+            self._apart.append(left)
+        elif half:
             self._apart += [left[half:], left[:half]]
         else:
             for sequence in left:
                 self._end(sequence)
         self._after_failure(step)
-        return [] if half else left
+        return [] if half or shared else left
 
     def shrink(self, step: DecodeStep) -> list[DecodeSequence]:
         """The step ran out of memory, and what it wrote will be written again. The younger half of its
@@ -273,17 +283,17 @@ class DecodeScheduler:
                 self._rows.enter(sequence)
         self._joining = [sequence for sequence in self._joining if sequence.row < 0]
 
-    def _admit_apart(self) -> None:
-        """Only the next group of a step that raised is in the batch; the others stay where who joins
-        waits."""
+    def _admit_apart(self) -> bool:
+        """Only the next group of a step that raised is in the batch; the others stay with those that join.
+        Return False if all groups have ended meanwhile."""
         group: list[DecodeSequence] = []
         while self._apart and not group:
             group = [
                 s for s in self._apart.pop() if not s.doomed and not s.paused and self._by_key.get(s.key) is s
             ]
-        if not group:  # they have ended meanwhile
+        if not group:
             self._admit()
-            return
+            return False
         for sequence in [s for s in self._rows.sequences if s not in group]:
             self._rows.leave(sequence)
             self._joining.append(sequence)
@@ -291,6 +301,7 @@ class DecodeScheduler:
             if sequence.row < 0:
                 self._joining.remove(sequence)
                 self._rows.enter(sequence)
+        return True
 
     def _may_run_ahead(self) -> bool:
         """Whether a step can be made of what is known while another runs. What that one gives its last token

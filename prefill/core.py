@@ -156,12 +156,12 @@ class PrefillCore:
         """Nothing is computed or handed over, and no block is referenced from here."""
         return not self.scheduler.held and not len(self.sender)
 
-    def schedule(self, now: float) -> PrefillStep | None:
+    def schedule(self, now: float, num_decode_rows: int = 0) -> PrefillStep | None:
         """The next step, which may follow one that still runs; prompts that start with it are offered to
-        their decode workers."""
+        their decode workers. ``num_decode_rows``: sequences that generate in the same step."""
         if self._steps.are_lost:
             return None
-        step = self.scheduler.schedule(now)
+        step = self.scheduler.schedule(now, num_decode_rows)
         if step is not None:
             self._steps.begin(now)
         for sequence in self.scheduler.take_started():
@@ -185,11 +185,11 @@ class PrefillCore:
                 else:
                     self.feed.blocks_ready(chunk.sequence)
 
-    def fail_step(self, step: PrefillStep, reason: str) -> None:
+    def fail_step(self, step: PrefillStep, reason: str, shared: bool = False) -> None:
         """The step raised: the prompt that was alone in it is given back to the coordinator. Several are
         tried apart, so that a request whose step raises takes no other along. What follows the step is to be
-        skipped."""
-        if not self.scheduler.separate(step):
+        skipped. ``shared``: sequences that generate were in it, too."""
+        if not self.scheduler.separate(step, shared):
             self._step_failures.book(step.chunks[0].sequence.spec.request_id)
             self._give_up_step(step, reason)
         else:

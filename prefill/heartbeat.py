@@ -29,7 +29,7 @@ class Heartbeat:
         self._num_step_sequences += len(step.chunks)
         self._largest_batch = max(self._largest_batch, len(step.chunks))
         self._largest_batch_tokens = max(self._largest_batch_tokens, step.batch.num_tokens)
-        if self._scheduler.is_full(step):
+        if step.is_full:
             self._num_full_step_tokens += step.batch.num_tokens
             self._full_step_s += seconds
 

@@ -99,6 +99,7 @@ class Chunk:
 class PrefillStep:
     chunks: list[Chunk]
     batch: Batch
+    is_full: bool = False  # no more prompt tokens would have gone into it: its rate is the worker's best
 
 
 class PrefillScheduler:
@@ -203,12 +204,16 @@ class PrefillScheduler:
         if key in self.pinned:
             self._free(self.pinned.pop(key))
 
-    def schedule(self, now: float) -> PrefillStep | None:
+    def schedule(self, now: float, num_decode_rows: int = 0) -> PrefillStep | None:
         """The next step's chunks, or None where there is nothing to compute. New prompts are taken from
-        ``waiting`` as they fit. Steps before it need not have been booked."""
+        ``waiting`` as they fit. Steps before it need not have been booked.
+
+        ``num_decode_rows``: sequences that generate in the same step, each a token of its budget. At least a
+        block is left to prompts, so that they are never starved."""
         if not self.waiting and not self.running:
             return None
-        budget = self._budget
+        most = max(self._max_batch_tokens - num_decode_rows, min(self.block_size, self._max_batch_tokens))
+        budget = min(self._budget, most)
         chunks: list[Chunk] = []
         computing: set[bytes] = set()
         crowding: set[PeerId] = set()
@@ -236,7 +241,7 @@ class PrefillScheduler:
                 if block_hash := self._next_hash(sequence, sequence.num_computed // self.block_size):
                     computing.add(block_hash)
             count = min(budget, sequence.unscheduled)
-            if count == 0 or sequence.doomed or (sequence.alone and chunks):
+            if count == 0 or sequence.doomed or (sequence.alone and (chunks or num_decode_rows)):
                 continue
             if sequence.state.lacks_matcher and count == sequence.unscheduled and not sequence.scores_only:
                 continue  # nothing could be sampled yet
@@ -247,7 +252,13 @@ class PrefillScheduler:
         if not chunks:
             return None
         self._raise_budget()
-        return PrefillStep(chunks, self._batch(chunks))
+        batch = self._batch(chunks)
+        return PrefillStep(chunks, batch, batch.num_tokens >= most or len(chunks) == self._max_num_seqs)
+
+    @property
+    def tries_apart(self) -> bool:
+        """Whether a prompt waits for a step of its own, because one with others raised."""
+        return any(s.alone and s.unscheduled and not s.doomed for s in self.running.values())
 
     def take_started(self) -> list[PrefillSequence]:
         """Those that have their blocks since the last call: in a step, or before one while their grammar is
@@ -258,11 +269,6 @@ class PrefillScheduler:
     def _rank(self, sequence: PrefillSequence, now: float) -> tuple[bool, float]:
         return prompt_rank(sequence.returns, sequence.unscheduled, now - sequence.arrival, self._aging)
 
-    def is_full(self, step: PrefillStep) -> bool:
-        """Whether no more prompt tokens would have gone into this step: how fast it was is how fast this
-        worker can be."""
-        return step.batch.num_tokens >= self._max_batch_tokens or len(step.chunks) == self._max_num_seqs
-
     def shrink(self, step: PrefillStep) -> bool:
         """The step ran out of memory: half as many tokens a step for a while. False: it is down to a block,
         and nothing was done."""
@@ -272,10 +278,10 @@ class PrefillScheduler:
         self.skip(step)
         return True
 
-    def separate(self, step: PrefillStep) -> bool:
+    def separate(self, step: PrefillStep, shared: bool = False) -> bool:
         """The step raised: each of its prompts is computed alone from now on. False: one was alone in it, and
-        nothing was done."""
-        if len(step.chunks) == 1:
+        nothing was done. ``shared``: sequences that generate were in it, too."""
+        if len(step.chunks) == 1 and not shared:
             return False
         for chunk in step.chunks:
             chunk.sequence.alone = True

@@ -1,7 +1,9 @@
 """The steps of a process: made of what the cores of its roles schedule, computed by one device, and handed
-back to the core that scheduled them.
+back to the cores that scheduled them.
 
-The device is given by the process (see ``StepDevice``): live it is a step thread around the model.
+A step has a row for each sequence that generates, whose tokens are due, and behind these chunks of prompts, in
+the rest of the token budget (``PrefillScheduler``). So the weights are read once for both. Where one role has
+nothing to do, or the process has but one role, its part is empty.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ..decode.core import DecodeCore
 from ..decode.rows import DecodeStep
@@ -23,31 +26,74 @@ HEAD_START_S = 1e-4  # of a step, before its prompts are offered to decode worke
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """The decode rows of a step."""
+
+    core: DecodeCore
+    step: DecodeStep
+
+    @property
+    def request_ids(self) -> list[str]:
+        return [sequence.request_id for sequence in self.step.sequences]
+
+    def fail(self, error: Exception, shared: bool) -> None:
+        self.core.fail_step(self.step, f"decode failed: {error}", shared)
+
+    def shrink(self, error: Exception) -> None:
+        _log.warning(
+            "a decode step of %d sequences ran out of memory, half of them leave: %s",
+            len(self.step.sequences),
+            error,
+        )
+        self.core.shrink_step(self.step)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """The chunks of a step."""
+
+    core: PrefillCore
+    step: PrefillStep
+
+    @property
+    def request_ids(self) -> list[str]:
+        return [chunk.sequence.spec.request_id for chunk in self.step.chunks]
+
+    @property
+    def may_shrink(self) -> bool:
+        """Whether a step may have fewer of their tokens."""
+        return self.step.batch.num_tokens > self.core.scheduler.block_size
+
+    def fail(self, error: Exception, shared: bool) -> None:
+        self.core.fail_step(self.step, f"prefill failed: {error}", shared)
+
+    def shrink(self, error: Exception) -> None:
+        _log.warning(
+            "a step with %d prompt tokens ran out of memory, smaller ones follow: %s",
+            self.step.batch.num_tokens,
+            error,
+        )
+        self.core.shrink_step(self.step, f"prefill ran out of memory: {error}")
+
+
 class RunningStep:
-    """A step that has been submitted, and the core that scheduled it.
+    """A step that has been submitted: sequences that generate, prompts, or both.
 
     Every ``stride`` layers the keys and values of its prompts leave; 0: not before the step has ended."""
 
     def __init__(
         self,
-        core: PrefillCore | DecodeCore,
-        step: PrefillStep | DecodeStep,
+        sequences: Sequences | None,
+        prompts: Prompts | None,
         stride: int,
         half: int,
         progress: LayerProgress,
     ) -> None:
         """``half``: the number of layers at which the step is half done."""
-        self.core, self.step, self._stride = core, step, stride
+        self.sequences, self.prompts, self._stride = sequences, prompts, stride
         self._half, self.progress = half, progress
-
-    @property
-    def batch(self) -> Batch:
-        """See ``Step``."""
-        return self.step.batch
-
-    @property
-    def has_prompts(self) -> bool:
-        return isinstance(self.step, PrefillStep)
+        self.batch = _batch_of(sequences, prompts)
 
     @property
     def is_half_done(self) -> bool:
@@ -58,53 +104,51 @@ class RunningStep:
         return self.progress.num_layers() // self._stride * self._stride if self._stride else 0
 
     def complete(self, output: StepOutput, now: float) -> None:
-        """Hand the output to the core."""
-        self.core.complete(self.step, output, now)  # type: ignore[arg-type]  # its own
+        """Hand the output to the cores, to each its own rows."""
+        of_sequences = of_prompts = output
+        if self.sequences is not None and self.prompts is not None:
+            of_sequences, of_prompts = output.split(len(self.sequences.step.sequences))
+        if self.prompts is not None:
+            self.prompts.core.complete(self.prompts.step, of_prompts, now)
+        if self.sequences is not None:
+            self.sequences.core.complete(self.sequences.step, of_sequences, now)
 
     def skip(self) -> None:
-        """Tell the core that the step has not run."""
-        self.core.skip_step(self.step)  # type: ignore[arg-type]
-
-    def fail(self, error: Exception) -> None:
-        """Tell the core that the step raised."""
-        role = "prefill" if self.has_prompts else "decode"
-        _log.error(
-            "a %s step of %d requests failed; one alone in its step goes back to the coordinator, several "
-            "are tried apart",
-            role,
-            self.batch.num_seqs,
-            exc_info=error,
-            extra={"fields": {"request_ids": self._request_ids()}},
-        )
-        self.core.fail_step(self.step, f"{role} failed: {error}")  # type: ignore[arg-type]
+        """The step has not run."""
+        if self.prompts is not None:
+            self.prompts.core.skip_step(self.prompts.step)
+        if self.sequences is not None:
+            self.sequences.core.skip_step(self.sequences.step)
 
     def shrink(self, error: Exception) -> None:
-        """Tell the core that the step ran out of memory."""
-        if isinstance(self.core, PrefillCore):
-            assert isinstance(self.step, PrefillStep)
-            _log.warning(
-                "a prefill step of %d tokens ran out of memory, smaller ones follow: %s",
-                self.batch.num_tokens,
-                error,
-            )
-            self.core.shrink_step(self.step, f"prefill ran out of memory: {error}")
+        """The step ran out of memory. Of both parts that of the prompts shrinks, if it can."""
+        if self.sequences is None or self.prompts is None:
+            for part in (self.sequences, self.prompts):
+                if part is not None:
+                    part.shrink(error)
+        elif self.prompts.may_shrink:
+            self.prompts.shrink(error)
+            self.sequences.core.skip_step(self.sequences.step)
         else:
-            assert isinstance(self.step, DecodeStep)
-            _log.warning(
-                "a decode step of %d sequences ran out of memory, half of them leave: %s",
-                self.batch.num_seqs,
-                error,
-            )
-            self.core.shrink_step(self.step)
+            self.fail(error)
 
-    def _request_ids(self) -> list[str]:
-        if isinstance(self.step, PrefillStep):
-            return [chunk.sequence.spec.request_id for chunk in self.step.chunks]
-        return [sequence.request_id for sequence in self.step.sequences]
+    def fail(self, error: Exception) -> None:
+        """The step raised. Where it had both parts, each is tried without the other, and the prompts one by
+        one."""
+        parts = [part for part in (self.sequences, self.prompts) if part is not None]
+        _log.error(
+            "a step of %d requests failed; one alone in its step goes back to the coordinator, several are "
+            "tried apart",
+            self.batch.num_seqs,
+            exc_info=error,
+            extra={"fields": {"request_ids": [name for part in parts for name in part.request_ids]}},
+        )
+        for part in parts:
+            part.fail(error, shared=len(parts) == 2)
 
 
 class Steps:
-    """All steps of a process. The steps of two roles alternate, so that neither waits for more than one."""
+    """All steps of a process."""
 
     def __init__(
         self,
@@ -119,25 +163,34 @@ class Steps:
         another by itself, as a GPU does."""
         self._device, self._clock, self._launches = device, clock, launches
         self._progress, self._half = progress, max(1, num_layers // 2)
-        self._cores: list[PrefillCore | DecodeCore] = []  # the one whose turn it is first
+        self._decode: DecodeCore | None = None
+        self._prefill: PrefillCore | None = None
         self._running: deque[RunningStep] = deque()  # the oldest first
+        self._had_sequences = False  # the newest of them
 
     def add(self, core: PrefillCore | DecodeCore) -> None:
         """Compute what this core schedules, too."""
-        self._cores.append(core)
+        if isinstance(core, PrefillCore):
+            self._prefill = core
+        else:
+            self._decode = core
 
     def remove(self, core: PrefillCore | DecodeCore) -> None:
         """Make no more steps of this core."""
-        self._cores.remove(core)
+        if core is self._prefill:
+            self._prefill = None
+        if core is self._decode:
+            self._decode = None
 
     def launch(self, now: float) -> bool:
         """Submit the steps that the device wants by now. Return whether a step has ended meanwhile, and gone
-        to its core."""
+        to its cores."""
         ended = False
         while self._wants_next() and (running := self._make(now)) is not None:
+            begins, self._had_sequences = not self._running, running.sequences is not None
             self._running.append(running)
-            self._device.submit(running, running.progress.reached if running.has_prompts else None)
-            ended = (running.has_prompts and self._give_head_start()) or ended
+            self._device.submit(running, running.progress.reached if running.prompts is not None else None)
+            ended = (begins and running.prompts is not None and self._give_head_start()) or ended
         return ended
 
     def collect(self, now: float) -> None:
@@ -145,10 +198,9 @@ class Steps:
         while (finished := self._device.collect()) is not None:
             self._book(finished, now)
         if self._running and (num_layers := self._running[0].num_layers_to_send()):
-            running = self._running[0]
-            assert isinstance(running.core, PrefillCore)
-            assert isinstance(running.step, PrefillStep)
-            running.core.feed.layers_done(running.step, num_layers)
+            prompts = self._running[0].prompts
+            assert prompts is not None, "nothing leaves of sequences"
+            prompts.core.feed.layers_done(prompts.step, num_layers)
 
     @property
     def pending(self) -> bool:
@@ -166,36 +218,52 @@ class Steps:
         self._device.stop()
 
     def _make(self, now: float) -> RunningStep | None:
-        for core in self._cores:
-            if (step := core.schedule(now)) is not None:
-                self._cores.remove(core)
-                self._cores.append(core)
-                stride = 0
-                if isinstance(core, PrefillCore):
-                    assert isinstance(step, PrefillStep)
-                    stride = core.feed.layer_stride(step)
-                half = (
-                    self._half if self._launches else 0
-                )  # of interest where the next step is launched ahead
-                every = min(filter(None, (stride, half)), default=0)
-                return RunningStep(core, step, stride, self._half, self._progress(every))
-        return None
+        """Return the next step. None: there is nothing to compute, or its sequences wait for the running
+        step.
+
+        A prompt that is tried apart has steps of its own, between those of the sequences."""
+        sequences, prompts, prefill = None, None, self._prefill
+        if self._had_sequences and prefill is not None and prefill.scheduler.tries_apart:
+            prompts = prefill.schedule(now)
+        if prompts is None and self._decode is not None:
+            sequences = self._decode.schedule(now)
+            if sequences is None and self._decode.scheduler.in_step:
+                return None
+        if prompts is None and prefill is not None and not (sequences is not None and sequences.alone):
+            prompts = prefill.schedule(now, len(sequences.sequences) if sequences is not None else 0)
+        if sequences is None and prompts is None:
+            return None
+        stride = half = 0
+        if prompts is not None:
+            assert prefill is not None
+            stride = prefill.feed.layer_stride(prompts)
+            half = self._half if self._launches else 0  # of interest where the next step is launched ahead
+        return RunningStep(
+            Sequences(self._decode, sequences)
+            if self._decode is not None and sequences is not None
+            else None,
+            Prompts(prefill, prompts) if prefill is not None and prompts is not None else None,
+            stride,
+            self._half,
+            self._progress(min(filter(None, (stride, half)), default=0)),
+        )
 
     def _wants_next(self) -> bool:
-        """Behind a step with prompts a GPU gets the next one before it is through with it, so that it has no
-        gap, but late, so that what arrives until then takes part. On a CPU the gap is nothing beside a
-        step."""
-        if not self._running or not self._running[-1].has_prompts:
+        """The next step is made before the running one has ended, but late, so that what arrives until then
+        takes part: sequences then have no gap. A GPU has none between steps of prompts either; on a CPU it is
+        nothing beside such a step, and the next one is made when the last one has ended."""
+        newest = self._running[-1] if self._running else None
+        if newest is None or newest.prompts is None:
             return self._device.wants_next
-        if not self._launches:
-            return not self._device.busy
-        return self._device.wants_next and self._running[-1].is_half_done
+        if self._launches:
+            return self._device.wants_next and newest.is_half_done
+        return self._device.wants_next and (newest.sequences is not None or not self._device.busy)
 
     def _give_head_start(self) -> bool:
         """Let the step that was just launched begin. Return whether one has ended by then, and gone to its
-        core.
+        cores.
 
-        A step needs Python's lock to begin, which what the loop does next would hold.
+        A step needs Python's lock to begin, which the loop's next turn would hold.
         """
         if (finished := self._device.collect(HEAD_START_S)) is None:
             return False
@@ -215,3 +283,12 @@ class Steps:
             running.shrink(finished.error)
         else:
             running.fail(finished.error)
+
+
+def _batch_of(sequences: Sequences | None, prompts: Prompts | None) -> Batch:
+    if sequences is None:
+        assert prompts is not None, "an empty step"
+        return prompts.step.batch
+    if prompts is None:
+        return sequences.step.batch
+    return sequences.step.batch.followed_by(prompts.step.batch)

@@ -1,7 +1,8 @@
 """The input and output of one step of the model runner. Plain numpy, free of torch.
 
 A batch is a flat row of tokens; ``query_start_loc`` holds where each sequence's tokens begin. Prefill chunks
-and decode steps (one token a sequence) are the same thing, and may be mixed.
+and decode rows (one token a sequence) are the same thing. Both may be in one batch, decode rows first:
+``Batch.followed_by`` joins them, ``StepOutput.split`` parts their outputs.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Batch:
     prompt_logprobs one entry a sequence          n: report logprobs (n alternatives) of *next* prompt tokens
     next_prompt_ids one entry a sequence          for ``prompt_logprobs``: the token after each of the
                                                   chunk's tokens (one fewer if the chunk ends the prompt)
-    fed_from        int32 [num_seqs] or None      for a step made while the last one ran: the row of that one
+    fed_from        int32 [num_tokens] or None    for a step made while the last one ran: the row of that one
                                                   whose sampled token is the input; -1: in ``token_ids``
     """
 
@@ -126,6 +127,30 @@ class Batch:
             and (not self.prompt_logprobs or all(count is None for count in self.prompt_logprobs))
         )
 
+    def followed_by(self, chunks: Batch) -> Batch:
+        """Return one batch of these decode rows and, behind them, of prefill ``chunks``."""
+        num_rows, num_seqs = self.num_seqs, self.num_seqs + chunks.num_seqs
+        widths = self.block_tables.shape[1], chunks.block_tables.shape[1]
+        tables = np.zeros((num_seqs, max(widths)), np.int32)
+        tables[:num_rows, : widths[0]] = self.block_tables
+        tables[num_rows:, : widths[1]] = chunks.block_tables
+        fed_from = None
+        if self.fed_from is not None:
+            fed_from = np.full(num_rows + chunks.num_tokens, -1, np.int32)
+            fed_from[:num_rows] = self.fed_from
+        return Batch(
+            token_ids=np.concatenate([self.token_ids, chunks.token_ids]),
+            positions=np.concatenate([self.positions, chunks.positions]),
+            query_start_loc=np.concatenate([self.query_start_loc, chunks.query_start_loc[1:] + num_rows]),
+            seq_lens=np.concatenate([self.seq_lens, chunks.seq_lens]),
+            block_tables=tables,
+            slot_mapping=np.concatenate([self.slot_mapping, chunks.slot_mapping]),
+            sampling=[*self.sampling, *chunks.sampling],
+            prompt_logprobs=[*[None] * num_rows, *chunks.prompt_logprobs],
+            next_prompt_ids=[*[[]] * num_rows, *chunks.next_prompt_ids],
+            fed_from=fed_from,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
@@ -148,3 +173,19 @@ class StepOutput:
     token_ids: NDArray[np.int32]
     logprobs: dict[int, Logprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)
+
+    def split(self, num_rows: int) -> tuple[StepOutput, StepOutput]:
+        """Return the outputs of the first ``num_rows`` sequences and of the others, each with rows of its
+        own."""
+        return (
+            StepOutput(
+                self.token_ids[:num_rows],
+                {row: entry for row, entry in self.logprobs.items() if row < num_rows},
+                {row: entries for row, entries in self.prompt_logprobs.items() if row < num_rows},
+            ),
+            StepOutput(
+                self.token_ids[num_rows:],
+                {row - num_rows: entry for row, entry in self.logprobs.items() if row >= num_rows},
+                {row - num_rows: entries for row, entries in self.prompt_logprobs.items() if row >= num_rows},
+            ),
+        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -149,7 +148,7 @@ class ModelRunner:
         self.phases.done("KV cache")
         self._max_decode_seqs, self._max_prefill_tokens = engine.max_decode_seqs, engine.max_prefill_tokens
         self._graphs: DecodeGraphs | None = None
-        self._sampled_last = _SampledLast(self.device)
+        self._sampled_last = torch.empty(0, dtype=torch.int32, device=self.device)  # the last step's tokens
 
     def capture(self, record: Recorder) -> None:
         """Decode steps of up to ``max_decode_seqs`` sequences are replayed from now on. Raises
@@ -172,11 +171,16 @@ class ModelRunner:
     def launch(self, batch: Batch, on_layer: OnLayer | None = None) -> Callable[[], StepOutput]:
         """Begin a step and return a call that waits for its output, from any thread.
 
+        A batch of decode rows alone replays a graph, or runs all layers in one call where the kernels have
+        one (on CPUs). Any other batch runs layer by layer: each linear once over the tokens of all rows and
+        chunks, attention in one call that computes decode rows and chunks by the kernel of each, and the last
+        layer's output for the rows that sample alone.
+
         On a CPU, and with prompt logprobs, the step is over when this returns. Two steps may be under way."""
         self._use_this_thread()
         with torch.inference_mode():
             if self._graphs is not None and on_layer is None and self._graphs.serves(batch):
-                logits, newest = self._graphs.logits(batch, self._sampled_last.token_ids)
+                logits, newest = self._graphs.logits(batch, self._sampled_last)
                 sampled, prompt_logprobs = list(range(batch.num_seqs)), NO_LOGPROBS
             else:
                 sampled, logits, newest, prompt_logprobs = self._run_layers(batch, on_layer)
@@ -244,9 +248,7 @@ class ModelRunner:
         token_ids = send(torch.from_numpy(batch.token_ids), self.device)
         if batch.fed_from is None:
             return token_ids
-        return feed(
-            token_ids, send(torch.from_numpy(batch.fed_from), self.device), self._sampled_last.token_ids
-        )
+        return feed(token_ids, send(torch.from_numpy(batch.fed_from), self.device), self._sampled_last)
 
     def _index(self, rows: Sequence[int]) -> Tensor:
         return send(torch.tensor(rows, dtype=torch.int64), self.device)
@@ -269,7 +271,7 @@ class ModelRunner:
             drawn, read_logprobs = self._sampler.draw(logits, rows)
         if len(states) < batch.num_seqs:
             drawn = drawn.new_full((batch.num_seqs,), -1).index_copy_(0, self._index(sampled), drawn)
-        self._sampled_last.token_ids = drawn
+        self._sampled_last = drawn
         arrived = bring([drawn])
         return lambda: (arrived()[0].numpy(), {sampled[row]: entry for row, entry in read_logprobs().items()})
 
@@ -380,13 +382,6 @@ def _no_tokens(
         return np.full(num_seqs, -1, np.int32), {}
 
     return tokens
-
-
-class _SampledLast(threading.local):
-    """The calling thread's last step. Two threads take turns while a worker changes its role."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.token_ids = torch.empty(0, dtype=torch.int32, device=device)  # [num_seqs]
 
 
 def _make_sampler(

@@ -39,7 +39,7 @@ from splitserve.transport.messages.messages import (
     Sampling,
     u32,
 )
-from splitserve.worker.steps import RunningStep
+from splitserve.worker.steps import Prompts, RunningStep
 
 BLOCK = 4
 PEER = Peer(worker_id="d", incarnation=1, address="inproc://d")
@@ -180,7 +180,7 @@ def test_layers_leave_a_gpu_when_its_stream_has_passed_them_and_the_next_step_co
     core.from_coordinator(prompt(1, 8), 0.0)
     step = core.schedule(0.0)
     assert step is not None
-    running = RunningStep(core, step, 2, 4, on_gpu(2))
+    running = RunningStep(None, Prompts(core, step), 2, 4, on_gpu(2))
     for layer in range(1, 9):
         running.progress.reached(layer)  # the host is far ahead of the device
     assert len(events) == 4
@@ -197,7 +197,7 @@ def test_where_nothing_is_to_leave_early_only_the_half_is_told(events: list[Even
     core.from_coordinator(prompt(1, 8), 0.0)
     step = core.schedule(0.0)
     assert step is not None
-    running = RunningStep(core, step, 0, 4, on_gpu(4))
+    running = RunningStep(None, Prompts(core, step), 0, 4, on_gpu(4))
     for layer in range(1, 9):
         running.progress.reached(layer)
     assert len(events) == 2

@@ -82,8 +82,13 @@ class Request:
         )
 
 
-def step(runner: ModelRunner, work: list[tuple[Request, int]]) -> None:
-    """Runs the next ``n`` tokens of each request; keeps logits and tokens of those that were sampled."""
+def step(runner: ModelRunner, work: list[tuple[Request, int]], num_rows: int = 0) -> None:
+    """Runs the next ``n`` tokens of each request; keeps logits and tokens of those that were sampled.
+    ``num_rows``: so many decode rows are one scheduler's, the others another one's."""
+    batch = make_batch([(r.sequence, n) for r, n in work[num_rows:]], BLOCK_SIZE)
+    if num_rows:
+        rows = make_batch([(r.sequence, n) for r, n in work[:num_rows]], BLOCK_SIZE)
+        batch = rows.followed_by(batch)
     kept: list[torch.Tensor] = []
     model = runner._model
     compute = model.logits
@@ -94,16 +99,19 @@ def step(runner: ModelRunner, work: list[tuple[Request, int]]) -> None:
 
     model.logits = keep  # type: ignore[method-assign]
     try:
-        output = runner.execute(make_batch([(r.sequence, n) for r, n in work], BLOCK_SIZE))
+        outputs = runner.execute(batch).split(num_rows)
     finally:
         model.logits = compute  # type: ignore[method-assign]
-    rows = iter(kept[0] if kept else ())
-    for i, (request, count) in enumerate(work):
+    logit_rows = iter(kept[0] if kept else ())
+    sampled = [
+        (int(token), output.logprobs.get(i)) for output in outputs for i, token in enumerate(output.token_ids)
+    ]
+    for (request, count), (token, logprobs) in zip(work, sampled, strict=True):
         request.sequence.num_computed += count
-        if output.token_ids[i] >= 0:
-            request.sequence.output.append(int(output.token_ids[i]))
-            request.logits.append(next(rows))
-            request.logprobs.append(output.logprobs.get(i))
+        if token >= 0:
+            request.sequence.output.append(token)
+            request.logits.append(next(logit_rows))
+            request.logprobs.append(logprobs)
 
 
 def prefill(runner: ModelRunner, request: Request, *chunks: int) -> None:
@@ -152,6 +160,28 @@ def test_in_chunks(
     prefill(runner, request, *chunks)
     decode(runner, [request])
     assert request.same(expected)
+
+
+def test_in_one_step_with_others(runner: ModelRunner, expected: Request, params: SamplingParams) -> None:
+    """Its prompt in chunks beside others' decode rows, then its own row beside chunks of others' prompts."""
+    request = Request(params, seed=5, place=1)
+    rows = [Request(params if i % 2 else GREEDY, seed=20 + i, place=10 + i) for i in range(3)]
+    for row in rows:
+        prefill(runner, row, 1000)
+    for size in (7, 1, 30, 1000):
+        left = len(request.sequence.prompt) - request.sequence.num_computed
+        step(runner, [*((row, 1) for row in rows), (request, min(size, left))], num_rows=len(rows))
+    rows = [rows[0], request]
+    for place in range(20, 40):
+        other = Request(params if place % 2 else GREEDY, seed=place, place=place)
+        while (left := len(other.sequence.token_ids) - other.sequence.num_computed) > 0:
+            if len(request.sequence.output) == NUM_TOKENS:
+                assert request.same(expected)
+                return
+            step(runner, [*((row, 1) for row in rows), (other, min(29, left))], num_rows=len(rows))
+            if other.sequence.output:
+                break
+    raise AssertionError("too few steps")
 
 
 def test_over_a_cached_prefix(runner: ModelRunner, expected: Request, params: SamplingParams) -> None:
