@@ -154,7 +154,7 @@ class PrefillCore:
     @property
     def at_rest(self) -> bool:
         """Nothing is computed or handed over, and no block is referenced from here."""
-        return not self.scheduler.held and not len(self.sender)
+        return not self.scheduler.held and not self.sender.outgoing
 
     def schedule(self, now: float, num_decode_rows: int = 0) -> PrefillStep | None:
         """The next step, which may follow one that still runs; prompts that start with it are offered to

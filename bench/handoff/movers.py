@@ -211,8 +211,8 @@ def _receive_all(target: TcpTarget | NcclTarget, num_blocks: int, words: Connect
         poller.poll()
         if isinstance(target, NcclTarget) and words is not None:
             while words.poll():
-                target.hear(WRITER, words.recv())
-            for _, word in target.words():
+                target.receive(WRITER, words.recv())
+            for _, word in target.take_messages():
                 words.send(word)
         arrived += len(target.poll(num_blocks))
 
@@ -289,10 +289,10 @@ def _putting(
 
     def turn(source: PutSource) -> None:
         if words is not None and isinstance(source, TalkingSource):
-            for word in source.words():
+            for word in source.take_messages():
                 words.send(word)
             while words.poll():
-                source.hear(words.recv())
+                source.receive(words.recv())
         source.poll()
         time.sleep(0.0005)
 

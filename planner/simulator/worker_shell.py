@@ -280,7 +280,7 @@ class WorkerShell(ABC):
         now = self.queue.now
         done = now if target.device is self.device else self._over_the_link(target, num_bytes, num_slices)
         self._puts_done[put.peer] = done
-        self.sender.moved(put.peer, num_bytes, done - now)
+        self.sender.meetings.note_transfer(put.peer, num_bytes, done - now)
 
     def _over_the_link(self, target: Receiver, num_bytes: int, num_slices: int) -> float:
         begin = max(self.queue.now, self.out_free_at, target.in_free_at)

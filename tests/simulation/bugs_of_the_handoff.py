@@ -14,8 +14,8 @@ from simulation.model import NUM_LAYERS
 from splitserve.decode import scheduler as decode_scheduler
 from splitserve.prefill.core import PrefillCore
 from splitserve.transport.handoff import granting
-from splitserve.transport.handoff.contacts import Contacts
 from splitserve.transport.handoff.leases import LeaseTable
+from splitserve.transport.handoff.meetings import Meetings
 from splitserve.transport.handoff.outgoing import Outgoing
 from splitserve.transport.handoff.receiver import HandoffReceiver
 from splitserve.transport.handoff.sender import HandoffSender
@@ -90,13 +90,13 @@ def let_leases_run_on(patch: Patch) -> None:
 
 
 def put_again_at_the_echo_of_a_nack(patch: Patch) -> None:
-    on_nack = HandoffSender._on_nack
+    nacked = Outgoing.nacked
 
-    def broken(self: Any, out: Any, nack: Any, now: float) -> None:
-        out.sent_again = False
-        on_nack(self, out, nack, now)
+    def broken(self: Any, nack: Any, now: float) -> None:
+        self._is_sent_again = False
+        nacked(self, nack, now)
 
-    patch.setattr(HandoffSender, "_on_nack", broken)
+    patch.setattr(Outgoing, "nacked", broken)
 
 
 def take_an_echo_of_the_handoff_for_the_second(patch: Patch) -> None:
@@ -110,13 +110,13 @@ def take_an_echo_of_the_handoff_for_the_second(patch: Patch) -> None:
 
 
 def say_release_and_put_on(patch: Patch) -> None:
-    release = HandoffSender._release
+    end = HandoffSender._end
 
     def broken(self: Any, out: Any) -> None:
-        release(self, out)
-        self._outgoing[out.key] = out
+        end(self, out)
+        self.outgoing[out.key] = out
 
-    patch.setattr(HandoffSender, "_release", broken)
+    patch.setattr(HandoffSender, "_end", broken)
 
 
 def never_repeat_what_was_not_answered(patch: Patch) -> None:
@@ -158,10 +158,9 @@ def send_layers_before_they_are_computed(patch: Patch) -> None:
 def forget_which_layers_have_left(patch: Patch) -> None:
     put_layers = Outgoing._put_layers
 
-    def broken(self: Any, end: int, slicing: Any) -> Any:
-        put = put_layers(self, end, slicing)
-        self.layers_put = 0
-        return put
+    def broken(self: Any, end: int) -> None:
+        put_layers(self, end)
+        self._layers_put = 0
 
     patch.setattr(Outgoing, "_put_layers", broken)
 
@@ -179,19 +178,19 @@ def leave_the_other_end_of_a_closed_communicator_alone(patch: Patch) -> None:
 
     def broken(self: Any) -> None:
         close(self)
-        self.words()
+        self.take_messages()
 
     patch.setattr(SendingSession, "close", broken)
 
 
 def make_a_mover_that_breaks_anew_again_and_again(patch: Patch) -> None:
-    mover_failed = Contacts.mover_failed
+    mover_failed = Meetings.mover_failed
 
     def broken(self: Any, peer: Any) -> bool:
         self._made_anew.clear()
         return mover_failed(self, peer)
 
-    patch.setattr(Contacts, "mover_failed", broken)
+    patch.setattr(Meetings, "mover_failed", broken)
 
 
 def wait_for_ever_for_a_rendezvous(patch: Patch) -> None:

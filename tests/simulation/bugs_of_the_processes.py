@@ -58,7 +58,7 @@ def wait_for_ever_for_a_grant(patch: Patch) -> None:
 
     def broken(self: Any, peer: Any, spec: Any, *args: Any) -> None:
         offer(self, peer, spec, *args)
-        self._outgoing[(spec.coordinator, spec.dispatch)].deadline = inf
+        self.outgoing[(spec.coordinator, spec.dispatch)].deadline = inf
 
     patch.setattr(HandoffSender, "offer", broken)
 
@@ -236,12 +236,12 @@ def have_both_roles_of_a_process_read_one_list_of_the_caches_changes(patch: Patc
 
 
 def end_a_role_without_a_word(patch: Patch) -> None:
-    patch.setattr(Retirement, "is_heard", True)
+    patch.setattr(Retirement, "is_complete", True)
 
 
 def say_once_that_a_role_is_over(patch: Patch) -> None:
-    to_tell = Retirement.to_tell
-    patch.setattr(Retirement, "to_tell", lambda self, every_s, now: to_tell(self, 1e6, now))
+    due = Retirement.due
+    patch.setattr(Retirement, "due", lambda self, every_s, now: due(self, 1e6, now))
 
 
 def take_the_end_of_a_name_for_that_of_the_next(patch: Patch) -> None:

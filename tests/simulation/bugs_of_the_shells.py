@@ -13,10 +13,9 @@ from splitserve.transport.channels import coordinator_link
 from splitserve.transport.channels.coordinator_link import CoordinatorLink
 from splitserve.transport.channels.coordinator_links import CoordinatorLinks
 from splitserve.transport.handoff import receiving_end, sending_end
-from splitserve.transport.handoff.held_back import HeldBack
 from splitserve.transport.handoff.reachability import Reachability
 from splitserve.transport.handoff.receiving_end import ReceivingEnd
-from splitserve.transport.handoff.sending_end import SendingEnd
+from splitserve.transport.handoff.sending_end import HeldBack, SendingEnd
 
 Patch = pytest.MonkeyPatch
 

@@ -227,10 +227,12 @@ class VirtualListener:
         return True
 
     def _check_way_back(self, identity: bytes, messages: Sequence[Message]) -> None:
-        """Of two channels of one peer the one that was opened to the later incarnation is answered on."""
+        """Of two channels of one peer the one that was opened to the later incarnation is answered on, as long
+        as the peer lives. (The listener forgets the channels of a dead one, and may answer late messages.)"""
         if (peer := worker_of(identity)) is None:
             return
-        if is_earlier(opened_to(identity), self._opened_to.get(peer, 0)):
+        lives = (channel := self._routes.get(identity)) is not None and channel.network.owner.alive
+        if lives and is_earlier(opened_to(identity), self._opened_to.get(peer, 0)):
             self.world.violated(
                 f"{self.address}: answers {peer[0]} on a channel to its incarnation {opened_to(identity)}"
             )

@@ -22,7 +22,7 @@ from splitserve.transport.messages.messages import Message
 from splitserve.transport.movers.interface import Arrival, Item
 from splitserve.transport.movers.nccl_receiver import (
     BeginSession,
-    HearEntry,
+    PassEntry,
     Receive,
     ReceivingSession,
     ReceivingSessions,
@@ -73,7 +73,7 @@ class CommunicatorEnd:
         """Its other end is there no more."""
         return self.other is None or self.other.is_torn or not self.other.process.alive
 
-    def hear(self, entry: bytes) -> None:
+    def receive(self, entry: bytes) -> None:
         """The other end's part of the rendezvous."""
         self.other = self.world.communicator_ends[int(entry)]
         if self.other.other is self:
@@ -175,12 +175,12 @@ class RendezvousSource(Source):
         self._given.update({(lease, block): self.writer.blocks.times_given[block] for _, block, _ in items})
         self._go_on()
 
-    def hear(self, message: Message) -> None:
-        if (entry := self.session.hear(message)) is not None:
-            self._end.hear(entry.value)
+    def receive(self, message: Message) -> None:
+        if (entry := self.session.receive(message)) is not None:
+            self._end.receive(entry.value)
 
-    def words(self) -> list[Message]:
-        return self.session.words()
+    def take_messages(self) -> list[Message]:
+        return self.session.take_messages()
 
     def poll(self) -> list[Arrival]:
         try:
@@ -301,8 +301,8 @@ class RendezvousTarget(BookTarget):
             if end.other is not None and end.other.is_torn and end.other.process.alive:
                 yield session
 
-    def hear(self, peer: PeerId, message: Message) -> None:
-        self.sessions.hear(peer, message)
+    def receive(self, peer: PeerId, message: Message) -> None:
+        self.sessions.receive(peer, message)
         self.settle()
 
     def address(self, peer: PeerId) -> bytes:
@@ -314,7 +314,7 @@ class RendezvousTarget(BookTarget):
         self.settle()
         return True
 
-    def words(self) -> list[tuple[PeerId, Message]]:
+    def take_messages(self) -> list[tuple[PeerId, Message]]:
         words, self._words = self._words, []
         return words
 
@@ -324,14 +324,14 @@ class RendezvousTarget(BookTarget):
             session = action.session
             if isinstance(action, BeginSession):
                 self._begin(session)
-            elif isinstance(action, HearEntry):
-                self._ends[session].hear(action.value)
+            elif isinstance(action, PassEntry):
+                self._ends[session].receive(action.value)
             elif isinstance(action, Receive):
                 self._go_on(session)
             else:
                 self._ends.pop(session).is_torn = True
                 self._world.counts["communicators torn down"] += 1
-        self._words += self.sessions.words()
+        self._words += self.sessions.take_messages()
         if self._words:
             self._process.after(0.0, self._process.poll)
 

@@ -140,7 +140,7 @@ class ReachCheck:
 
     def look(self) -> None:
         """No handoff waits for a peer whose time is over."""
-        for out in self._sender._outgoing.values():
+        for out in self._sender.outgoing.values():
             away_s, patience_s = self._away_s(out.peer) or 0.0, self._patience_s(out.peer)
             if away_s > patience_s + LOOKED_S:
                 self._violated(

@@ -69,7 +69,7 @@ class PrefillProcess(WorkerProcess):
         return (chunk.sequence.spec.request_id for chunk in step.chunks)
 
     def still_held(self, keys: set[Key]) -> Iterable[Key]:
-        yield from keys.intersection(self.core.sender.held)
+        yield from keys.intersection(self.core.sender.outgoing)
         for key in keys.intersection(self.core.scheduler.held):
             sequence = self.core.scheduler.running.get(key)
             if sequence is None or not (sequence.in_step and sequence.doomed):

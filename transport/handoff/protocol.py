@@ -15,12 +15,12 @@ clock, no access to the blocks' bytes.
     done
 
 Either side ends it early with Release (the writer has stopped) or Revoke (the lease has ended). Every state
-has a deadline, every message may be lost, doubled, late or out of order: what is unknown is answered so that
-the other side lets go too.
+has a deadline, every message may be lost, doubled, late or out of order. A message about an unknown handoff
+is answered so that the other side ends it too.
 
 **At most one writer.** With a one-sided mover the sender writes into the receiver's memory, and a stalled
-sender may write long after its lease ran out. So blocks of a lease that ended without the writer's word go to
-*quarantine*: they are given to nobody until the writer confirms (Release) or is known to be gone. With a
+sender may write long after its lease expired. So blocks of a lease that ended without a Release go to
+*quarantine*: they are not allocated again until the writer confirms (Release) or is known to be gone. With a
 two-sided mover the receiver itself drops late puts (CloseLease), and the blocks are free at once.
 """
 
@@ -47,10 +47,10 @@ Key = tuple[int, int]
 
 
 class Wait(NamedTuple):
-    """Something that waits in a core: nothing may, without a time at which it gives up."""
+    """A wait in a core. Each has a time at which the core gives up."""
 
     key: Key | str  # a dispatch; with the coordinator a request id
-    what: str  # what it waits for
+    what: str  # the event that is waited for
     until: float  # seconds of the core's clock: a tick at that time ends it
 
 
@@ -58,16 +58,14 @@ class Wait(NamedTuple):
 class HandoffTimes:
     """Deadlines of the protocol, in seconds."""
 
-    resend: float = 1.0  # an unanswered Meet, Offer or Handoff is said again
+    resend: float = 1.0  # an unanswered Meet, Offer or Handoff is sent again
     grant: float = 60.0  # the sender gives up waiting for room
     ack: float = 10.0  # from the last put to the verified join
     lease: float = (
         10.0  # renewed every third of it; longer than a stall of a loaded host, shorter than clients wait
     )
     waiting: float = 5.0  # the receiver forgets an offer that is no longer repeated
-    silence: float = (
-        10.0  # a one-sided writer that does not answer a Revoke for so long is shut out, where the mover can
-    )
+    silence: float = 10.0  # a one-sided writer that does not answer a Revoke is then shut out, where possible
 
 
 MEMORY_OF_PAST = 8192
@@ -76,11 +74,15 @@ _V = TypeVar("_V")
 
 
 def remember(past: OrderedDict[_K, _V], key: _K, value: _V) -> None:
-    """Books the newest; forgets the oldest where there are too many."""
+    """Add an entry about something that is over, so that a late echo of it is recognized. Drop the oldest
+    entry beyond MEMORY_OF_PAST."""
     past[key] = value
     past.move_to_end(key)
     if len(past) > MEMORY_OF_PAST:
         past.popitem(last=False)
+
+
+# --- actions of the sender, carried out in the order given ---------------------------------------
 
 
 class ToCoordinator(NamedTuple):
@@ -104,11 +106,10 @@ class ToPeer(NamedTuple):
 
 
 class Put(NamedTuple):
-    """Move blocks, or the same layers of several: items are (position in the lease, own block, the peer's
-    block).
+    """Move blocks, or the same layers of several blocks. The slices of a block leave in the order of their
+    layers.
 
-    ``layers``: [first, end) of those that move; None: whole blocks. The slices of a block leave in the order
-    of their layers.
+    ``items``: (position in the lease, own block, the peer's block). ``layers``: [first, end); None: all.
     """
 
     peer: PeerId
@@ -119,14 +120,14 @@ class Put(NamedTuple):
 
 
 class CancelPuts(NamedTuple):
-    """Whatever puts of this lease have not left need not leave; said before Release."""
+    """Cancel puts of this lease that have not left. Precedes Release."""
 
     peer: PeerId
     lease: int
 
 
 class SendPlaced(NamedTuple):
-    """Say Placed with the checksums of these own blocks, whose positions in the lease begin at ``first``."""
+    """Send Placed with the checksums of these own blocks, whose positions in the lease begin at ``first``."""
 
     peer: PeerId
     lease: int
@@ -135,7 +136,7 @@ class SendPlaced(NamedTuple):
 
 
 class SendHandoff(NamedTuple):
-    """Say Handoff with the checksums of these own blocks, in this order."""
+    """Send Handoff with the checksums of these own blocks, in this order."""
 
     peer: PeerId
     spec: RequestSpec
@@ -144,11 +145,11 @@ class SendHandoff(NamedTuple):
     logprobs: TokenLogprobs | None
     source_blocks: list[int]
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
-    first_at: float = 0.0  # when the first token was there
-    again: bool = False  # after blocks that were wrong have been put again
+    first_at: float = 0.0  # time of the first token
+    again: bool = False  # corrupt blocks have been put again
 
     def message(self, checksums: bytes, now: float) -> Handoff:
-        """As it is said ``now``. ``checksums``: of the source blocks, as a column of uint64."""
+        """Return the message to send ``now``. ``checksums``: of the source blocks, as a column of uint64."""
         return Handoff(
             spec=self.spec,
             lease=self.lease,
@@ -180,6 +181,9 @@ SenderAction = (
 )
 
 
+# --- actions of the receiver, carried out in the order given -------------------------------------
+
+
 class OpenLease(NamedTuple):
     """Accept puts: ``targets`` maps positions to own blocks."""
 
@@ -189,7 +193,7 @@ class OpenLease(NamedTuple):
 
 
 class ExpectAgain(NamedTuple):
-    """Accept one more put for these positions: what came was corrupt."""
+    """Accept one more put for these positions: the first one was corrupt."""
 
     lease: int
     positions: list[int]
@@ -200,9 +204,8 @@ class CloseLease(NamedTuple):
 
 
 class Verify(NamedTuple):
-    """Compare these blocks with these checksums and report to ``HandoffReceiver.verified``, in parts if that
-    is better for those who wait. Those that are right are taken into the cache. Of no use any more once the
-    lease is closed."""
+    """Compare these blocks with these checksums and report to ``HandoffReceiver.verified``, in several parts
+    if need be. The correct ones are taken into the cache. CloseLease cancels this action."""
 
     lease: int
     positions: list[int]
@@ -210,7 +213,7 @@ class Verify(NamedTuple):
     checksums: list[int]
 
     def split(self, count: int) -> tuple[Verify, Verify]:
-        """The first ``count`` positions, and the rest."""
+        """Return the first ``count`` positions, and the rest."""
         first, rest = slice(count), slice(count, None)
         return (
             Verify(self.lease, self.positions[first], self.blocks[first], self.checksums[first]),
@@ -229,10 +232,10 @@ class Join(NamedTuple):
     num_cached_blocks: int
     num_cached_tokens: int  # of the prompt, found in the prefill worker's prefix cache
     transfer_s: float
-    last_hash: bytes | None  # of the last full block; None: there is none
+    last_hash: bytes | None  # of the last full block, if there is one
 
     def message(self, index: int) -> Joined:
-        """``index``: of the token in the request's output."""
+        """Return the message for the coordinator. ``index``: position of the token in the output."""
         return Joined(
             coordinator=self.spec.coordinator,
             dispatch=self.spec.dispatch,

@@ -1,8 +1,7 @@
 """When a decode worker that cannot be reached is given up. Pure.
 
-Its patience counts from when the connection was lost, or from when the peer was last wanted, whichever is
-later: a prompt that comes for a peer that has been away for long gives it the same time to come back as any
-other.
+A peer's patience counts from when the connection was lost, or from when the peer was last wanted, whichever
+is later: a prompt for a peer that has been away for long gives it the same time to come back as any other.
 """
 
 from __future__ import annotations
@@ -25,29 +24,26 @@ class ReachTimes:
 
 
 class Reachability:
-    """Of each peer that there is a channel to."""
+    """Judges each peer that has a channel."""
 
     def __init__(self, times: ReachTimes | None = None) -> None:
         self._times = times or ReachTimes()
         self._wanted_at: dict[PeerId, float] = {}
 
     def wanted(self, peer: PeerId, now: float) -> None:
-        """A prompt asks for this peer anew."""
+        """Note that a prompt asks for this peer."""
         self._wanted_at[peer] = now
 
     def forget(self, peer: PeerId) -> None:
-        """Its channel is closed."""
+        """Forget the peer: its channel is closed."""
         del self._wanted_at[peer]
 
     def judge(self, peer: PeerId, gone_since: float | None, ever_connected: bool, now: float) -> Verdict:
-        """``lost``: handoffs to it are to be given back. ``forgotten``: its channel is to be closed, too."""
+        """Return ``lost`` if handoffs to the peer are to be failed, ``forgotten`` if its channel is to be
+        closed, too."""
         if gone_since is None:
             return "here"
-        away_s = now - max(gone_since, self._wanted_at[peer])
-        if away_s > self._times.forgotten:
+        away_s, times = now - max(gone_since, self._wanted_at[peer]), self._times
+        if away_s > times.forgotten:
             return "forgotten"
-        return (
-            "lost"
-            if away_s > (self._times.beyond_reach if ever_connected else self._times.first_contact)
-            else "here"
-        )
+        return "lost" if away_s > (times.beyond_reach if ever_connected else times.first_contact) else "here"

@@ -80,7 +80,7 @@ class ReceivingEnd:
             self._receive_messages(core, now, heard)
         for lease, position in self._movers.poll(ready, RECEIVE_LIMIT):
             core.receiver.arrived(lease, position)
-        for peer, message in self._movers.words():
+        for peer, message in self._movers.take_messages():
             self._send(peer, message)
 
     def carry_out(self, action: ToPeer | OpenLease | ExpectAgain | CloseLease | Verify) -> None:
@@ -142,7 +142,7 @@ class ReceivingEnd:
                 ):
                     continue  # likewise
                 if isinstance(message, BETWEEN_MOVERS):
-                    self._movers.hear(peer, message)
+                    self._movers.receive(peer, message)
                 else:
                     heard(message, now)
                     core.from_peer(peer, message, now)

@@ -1,5 +1,5 @@
-"""The sending end of a role that is over, in a process that goes on: it tells decode workers that may hold
-blocks for it, until each has answered."""
+"""The sending end of a role that is over, in a process that goes on: it sends Retire to the decode workers that
+may hold blocks for it, until each has answered."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RetiringEnd:
 
     @property
     def is_over(self) -> bool:
-        return self._sender.has_retired
+        return self._sender.meetings.retirement.is_complete
 
     def turn(self, now: float) -> None:
         """Send what is due, and receive the answers."""

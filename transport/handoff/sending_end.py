@@ -1,4 +1,4 @@
-"""The sending side's shell: channels to decode workers, movers into their pools, checksums of what leaves.
+"""The sending side's shell: channels to decode workers, movers into their pools, checksums of sent blocks.
 
 A prefill worker has one for all its handoffs; a decode worker has one for the sequences that it hands to
 others.
@@ -7,7 +7,9 @@ others.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from typing import TypeAlias
 
 from ..channels.coordinator_link import identity_of
 from ..environment import Channel, Environment, Network
@@ -15,17 +17,61 @@ from ..errors import PeerEnded, TransportError
 from ..messages.incarnation import is_earlier, same_process
 from ..messages.messages import BETWEEN_MOVERS, FROM_DECODE, Message, Met, PeerId, Placed, Release, u64
 from ..movers.interface import FALLBACK_MOVER, PutSource, as_talking_source
-from .held_back import HeldBack
 from .layer_slicing import TransferClock
 from .protocol import CancelPuts, Connect, OpenMover, Put, SenderAction, SendHandoff, SendPlaced, ToPeer
 from .reachability import Reachability, ReachTimes
 from .sender import HandoffSender
 
 RECEIVE_LIMIT = 256
-LOOK_S, IDLE_LOOK_S = 0.05, 1.0
+LOOK_S, IDLE_LOOK_S = 0.05, 1.0  # between two looks for unreachable peers
 FENCED = "the decode worker has been fenced, and goes on as a new incarnation"
 RESTARTED = "the decode worker has been started anew"
+Send: TypeAlias = Callable[[], None]
+Writing: TypeAlias = Callable[[int], bool]
+"""Whether a put under this lease may still be writing."""
 _log = logging.getLogger(__name__)
+
+
+class HeldBack:
+    """Messages about blocks that a put may still be writing. Pure.
+
+    A message that lets the peer read blocks (Placed, Handoff) or reuse them (Release) waits until every put
+    under its lease has been written or has ended. Waiting messages are sent in order. After a mover was closed
+    in the middle of a put, nobody knows when that put has ended: nothing more is sent about its lease, and the
+    peer shuts this worker out before it reuses those blocks.
+    """
+
+    def __init__(self) -> None:
+        self._queues: dict[PeerId, deque[tuple[int, Send]]] = {}
+        self._unsettled: set[int] = set()  # leases under which a put of a closed mover may still land
+
+    def send(self, peer: PeerId, lease: int, writing: Writing, send: Send) -> None:
+        """Call ``send`` as soon as the message may go; ``lease`` 0: it is about no blocks."""
+        if lease in self._unsettled:
+            return
+        queue = self._queues.get(peer, ())
+        if lease and (writing(lease) or any(held == lease for held, _ in queue)):
+            self._queues.setdefault(peer, deque()).append((lease, send))
+        else:
+            send()
+
+    def written(self, peer: PeerId, writing: Writing) -> None:
+        """Send the messages whose puts have ended."""
+        if peer not in self._queues:
+            return
+        queue, still = self._queues.pop(peer), set[int]()
+        for lease, send in queue:
+            if lease in still or writing(lease):
+                still.add(lease)
+                self._queues.setdefault(peer, deque()).append((lease, send))
+            else:
+                send()
+
+    def close(self, peer: PeerId, unsettled: Iterable[int]) -> None:
+        """Drop the peer's messages: its mover is closed, and under the leases ``unsettled`` a put may still
+        land. Handoff is of no use any more, and Release is sent again when the peer asks."""
+        self._unsettled.update(unsettled)
+        self._queues.pop(peer, None)
 
 
 class SendingEnd:
@@ -61,7 +107,7 @@ class SendingEnd:
         self._incarnation = incarnation
 
     def receive(self, ready: set[object], now: float) -> None:
-        """Pass on what the peers have sent; transfers go on."""
+        """Pass the peers' messages on, and keep the transfers going."""
         for peer, channel in list(self._channels.items()):
             if channel.socket in ready:
                 for message in channel.receive(RECEIVE_LIMIT):
@@ -69,25 +115,21 @@ class SendingEnd:
         for peer, mover in list(self._movers.items()):
             self._with_mover(peer, mover.poll)
             self._time(peer, mover)
-            self._held_back.written(peer, self._writing(peer))
-            self._send_mover_messages(peer, self._movers.get(peer))
-        if now - self._looked >= (LOOK_S if len(self._sender) else IDLE_LOOK_S):
+            self._held_back.written(peer, _writing(self._movers.get(peer)))
+            _pass_messages(self._movers.get(peer), self._channels.get(peer))
+        if now - self._looked >= (LOOK_S if self._sender.outgoing else IDLE_LOOK_S):
             self._looked = now
             self._give_up_unreachable(now)
 
     def carry_out(self, action: SenderAction) -> None:
-        """One action of the sender's. Delivered and Undelivered are its owner's."""
+        """Carry out one action of the sender; its owner has to take Delivered and Undelivered."""
         if isinstance(action, ToPeer):
             lease = action.message.lease if isinstance(action.message, Release) else 0
             self._send_when_written(action.peer, lease, lambda: action.message)
         elif isinstance(action, Put):
             self._put(action)
-        elif isinstance(action, SendPlaced):
-            self._send_when_written(action.peer, action.lease, lambda: self._placed(action))
-        elif isinstance(action, SendHandoff):
-            self._send_when_written(
-                action.peer, action.lease, lambda: action.message(self._sums_of(action), self._clock.now())
-            )
+        elif isinstance(action, SendPlaced | SendHandoff):
+            self._send_when_written(action.peer, action.lease, lambda: self._with_checksums(action))
         elif isinstance(action, CancelPuts):
             if action.peer in self._movers:
                 self._movers[action.peer].cancel(action.lease)
@@ -97,43 +139,42 @@ class SendingEnd:
             self._with_mover(action.peer, lambda: self._open_mover(action))
 
     def stop_writing(self) -> Network:
-        """End all movers. Returns the network to which the channels belong from now on."""
+        """End all movers. Return the network to which the channels belong from now on."""
         for peer in self._channels:
             self._close_mover(peer)
         self._network = self._network.hand_over(list(self._channels.values()))
         return self._network
 
     def close(self) -> None:
-        """End all channels and movers; what has not left is lost."""
+        """End all channels and movers; blocks that have not left are lost."""
         for peer in list(self._channels):
             self._forget(peer)
 
     def _give_up_unreachable(self, now: float) -> None:
-        """Handoffs to a peer that cannot be reached are given back; what was leased to us there comes free
-        when the connection is back. A peer that stays away is forgotten: workers that come under new names
-        would pile up."""
+        """Fail the handoffs to a peer that cannot be reached; their leases there end when the connection is
+        back. Forget a peer that stays away: workers that come under new names would pile up."""
         for peer, channel in list(self._channels.items()):
             gone_since = channel.gone_since(now)
             verdict = self._reachability.judge(peer, gone_since, channel.ever_connected, now)
-            if verdict == "forgotten" or (verdict == "lost" and len(self._sender)):
+            if verdict == "forgotten" or (verdict == "lost" and self._sender.outgoing):
                 self._close_mover(peer)
                 self._sender.peer_lost(peer, f"decode worker {peer[0]} cannot be reached from here")
             if verdict == "forgotten":
                 self._forget(peer)
-                self._sender.peer_gone(peer)
+                self._sender.meetings.retirement.forget(peer[0])
 
     def _receive(self, peer: PeerId, message: Message, now: float) -> None:
         if not isinstance(message, BETWEEN_MOVERS):
             self._sender.receive(peer, message, now)
             if isinstance(message, Met) and not same_process(message.incarnation, peer[1]):
                 self._replace(peer, RESTARTED)
-                self._sender.peer_restarted(peer)
+                self._sender.meetings.retirement.restarted(peer)
         elif (talking := as_talking_source(self._movers.get(peer))) is not None:
-            talking.hear(message)
+            talking.receive(message)
 
     def _connect(self, action: Connect) -> None:
-        """Of two incarnations of one process the later one is there. Of two processes of one name, whichever
-        answers."""
+        """Open a channel. Of two incarnations of one process the later one is there. Of two processes of one
+        name, it is the one that answers."""
         peer = (action.peer.worker_id, action.peer.incarnation)
         others = self._others(peer)
         if any(is_earlier(peer[1], other[1]) for other in others):
@@ -148,19 +189,17 @@ class SendingEnd:
             self._channels[peer] = self._network.connect(action.peer.address, identity, FROM_DECODE)
 
     def _others(self, peer: PeerId) -> list[PeerId]:
-        """Other incarnations of its process, and other processes of its name."""
+        """Return other incarnations of its process, and other processes of its name."""
         return [other for other in self._channels if other[0] == peer[0] and other != peer]
 
     def _replace(self, peer: PeerId, reason: str) -> None:
-        """Another incarnation of this name is spoken to from now on."""
+        """Give up this peer: another incarnation has taken its name."""
         self._forget(peer)
         self._sender.peer_lost(peer, reason)
 
     def _open_mover(self, action: OpenMover) -> None:
-        for other in self._others(action.peer):
-            self._replace(
-                other, RESTARTED
-            )  # the one that answers is the one that is here, whichever number it has
+        for other in self._others(action.peer):  # the peer that answers is there, whichever number it has
+            self._replace(other, RESTARTED)
         self._movers[action.peer] = self._mover.open(action.met)
         self._mover_names[action.peer] = action.met.mover
         _log.info("hands KV blocks to %s by %s", action.peer[0], action.met.mover)
@@ -178,45 +217,32 @@ class SendingEnd:
             mover.put(action.lease, action.secret, action.items, first, end - first)
             self._time(action.peer, mover)
 
-        if (
-            action.peer in self._movers
-        ):  # else it has failed a moment ago, and what was under way has been given back
+        if action.peer in self._movers:  # else it has failed a moment ago, and its handoffs have ended
             self._with_mover(action.peer, put)
-            self._send_mover_messages(action.peer, self._movers.get(action.peer))
+            _pass_messages(self._movers.get(action.peer), self._channels.get(action.peer))
         device.add_sent(name, blocks, first, end - first)
 
     def _time(self, peer: PeerId, mover: PutSource) -> None:
         if not mover.pending() and (burst := self.transfers.settled(peer, self._clock.now())) is not None:
-            self._sender.moved(peer, *burst)
-
-    def _writing(self, peer: PeerId) -> Callable[[int], bool]:
-        """Whether a put to this peer under a certain lease may still be writing."""
-        mover = self._movers.get(peer)
-        return (lambda lease: False) if mover is None else mover.writing
+            self._sender.meetings.note_transfer(peer, *burst)
 
     def _send_when_written(self, peer: PeerId, lease: int, make: Callable[[], Message]) -> None:
         def send() -> None:
             if (channel := self._channels.get(peer)) is not None:
                 channel.send(make())
 
-        self._held_back.send(peer, lease, self._writing(peer), send)
+        self._held_back.send(peer, lease, _writing(self._movers.get(peer)), send)
 
-    def _placed(self, action: SendPlaced) -> Placed:
-        return Placed(lease=action.lease, first=action.first, checksums=self._sums_of(action))
-
-    def _sums_of(self, action: SendPlaced | SendHandoff) -> bytes:
-        return u64(self._device.sent_checksums(self._mover_names.get(action.peer, ""), action.source_blocks))
-
-    def _send_mover_messages(self, peer: PeerId, mover: PutSource | None) -> None:
-        if (talking := as_talking_source(mover)) is not None and (
-            channel := self._channels.get(peer)
-        ) is not None:
-            for message in talking.words():
-                channel.send(message)
+    def _with_checksums(self, action: SendPlaced | SendHandoff) -> Message:
+        mover = self._mover_names.get(action.peer, "")
+        checksums = u64(self._device.sent_checksums(mover, action.source_blocks))
+        if isinstance(action, SendHandoff):
+            return action.message(checksums, self._clock.now())
+        return Placed(lease=action.lease, first=action.first, checksums=checksums)
 
     def _with_mover(self, peer: PeerId, use: Callable[[], object]) -> None:
-        """A mover that fails ends the handoffs to that peer; the coordinator tries them again. The channel
-        stays: what is leased to us there comes free when the peer learns that we have stopped."""
+        """Call ``use``. A mover that fails ends the handoffs to that peer; the coordinator retries them. The
+        channel stays: the peer's leases for this worker end when it learns that the writing has stopped."""
         try:
             if peer in self._channels:
                 use()
@@ -233,7 +259,7 @@ class SendingEnd:
         unsettled: Collection[int] = ()
         if (mover := self._movers.pop(peer, None)) is not None:
             unsettled = mover.close()
-            self._send_mover_messages(peer, mover)  # its last ones
+            _pass_messages(mover, self._channels.get(peer))  # its last ones
             self.transfers.forget(peer)
         self._held_back.close(peer, unsettled)
 
@@ -242,3 +268,14 @@ class SendingEnd:
         if (channel := self._channels.pop(peer, None)) is not None:
             self._reachability.forget(peer)
             self._network.close(channel)
+
+
+def _writing(mover: PutSource | None) -> Writing:
+    return (lambda lease: False) if mover is None else mover.writing
+
+
+def _pass_messages(mover: PutSource | None, channel: Channel | None) -> None:
+    """Send the mover's own messages to its other end."""
+    if channel is not None and (talking := as_talking_source(mover)) is not None:
+        for message in talking.take_messages():
+            channel.send(message)

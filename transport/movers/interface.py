@@ -128,10 +128,10 @@ class PutSource(Protocol):
 class TalkingSource(Protocol):
     """A PutSource that has something to say to its target, over the control channel."""
 
-    def hear(self, message: Message) -> None:
+    def receive(self, message: Message) -> None:
         """One of BETWEEN_MOVERS; whatever it says is checked."""
 
-    def words(self) -> list[Message]:
+    def take_messages(self) -> list[Message]:
         """What is to be said since the last call, in order; after ``close``, the last words."""
 
 
@@ -139,10 +139,10 @@ class TalkingSource(Protocol):
 class TalkingTarget(Protocol):
     """A PutTarget that talks with its sources. ``fd`` is readable when it has something to say, too."""
 
-    def hear(self, peer: PeerId, message: Message) -> None:
+    def receive(self, peer: PeerId, message: Message) -> None:
         """One of BETWEEN_MOVERS; whatever it says is checked."""
 
-    def words(self) -> list[tuple[PeerId, Message]]:
+    def take_messages(self) -> list[tuple[PeerId, Message]]:
         """What is to be said since the last call, in order."""
 
 

@@ -25,7 +25,7 @@ from . import communicator as library
 from .block_memory import BlockMemory
 from .communicator import Communicator, SharedStore
 from .interface import Arrival, Item, layer_slice
-from .nccl_receiver import BeginSession, EndSession, HearEntry, ReceivingSession, ReceivingSessions
+from .nccl_receiver import BeginSession, EndSession, PassEntry, ReceivingSession, ReceivingSessions
 from .nccl_sender import SendingSession
 from .parcels import PARCEL_BYTES, BookedTarget
 
@@ -108,16 +108,16 @@ class NcclSource:
             self._session.put(lease, secret, items, layers, size)
             self._changed.notify_all()
 
-    def hear(self, message: Message) -> None:
+    def receive(self, message: Message) -> None:
         with self._changed:
-            entry = self._session.hear(message)
+            entry = self._session.receive(message)
             self._changed.notify_all()
         if entry is not None:
             self._end.store.receive(entry.key, entry.value)
 
-    def words(self) -> list[Message]:
+    def take_messages(self) -> list[Message]:
         with self._changed:
-            return self._session.words()
+            return self._session.take_messages()
 
     def poll(self) -> list[Arrival]:
         with self._changed:
@@ -193,15 +193,15 @@ class NcclTarget(BookedTarget):
         self._carry_out()
         return True
 
-    def hear(self, peer: PeerId, message: Message) -> None:
+    def receive(self, peer: PeerId, message: Message) -> None:
         with self._lock:
-            self._sessions.hear(peer, message)
+            self._sessions.receive(peer, message)
         self._carry_out()
 
-    def words(self) -> list[tuple[PeerId, Message]]:
+    def take_messages(self) -> list[tuple[PeerId, Message]]:
         self._carry_out()
         with self._lock:
-            return self._sessions.words()
+            return self._sessions.take_messages()
 
     def close_all(self) -> None:
         self._close_book()
@@ -219,7 +219,7 @@ class NcclTarget(BookedTarget):
         for action in actions:
             if isinstance(action, BeginSession):
                 self._begin(action.session)
-            elif isinstance(action, HearEntry):
+            elif isinstance(action, PassEntry):
                 self._ends[action.session].store.receive(action.key, action.value)
             elif isinstance(action, EndSession):
                 self._ends.pop(action.session).tear_down()

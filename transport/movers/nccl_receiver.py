@@ -49,7 +49,7 @@ class BeginSession(NamedTuple):
     session: ReceivingSession
 
 
-class HearEntry(NamedTuple):
+class PassEntry(NamedTuple):
     """Pass the other end's entry to this end of the communicator."""
 
     session: ReceivingSession
@@ -69,7 +69,7 @@ class EndSession(NamedTuple):
     session: ReceivingSession
 
 
-SessionAction: TypeAlias = BeginSession | HearEntry | Receive | EndSession
+SessionAction: TypeAlias = BeginSession | PassEntry | Receive | EndSession
 
 
 class ReceivingSessions:
@@ -99,7 +99,7 @@ class ReceivingSessions:
         for session in self._sessions.values():
             self._end(session, "the decode worker ends")
 
-    def hear(self, peer: PeerId, message: Message) -> None:
+    def receive(self, peer: PeerId, message: Message) -> None:
         """Take one of BETWEEN_MOVERS; its content is checked."""
         if peer not in self._met or not isinstance(message, RendezvousEntry | ParcelComing | SessionOver):
             return
@@ -111,7 +111,7 @@ class ReceivingSessions:
         if session.is_over:
             return
         if isinstance(message, RendezvousEntry):
-            self._actions.append(HearEntry(session, message.key, message.value))
+            self._actions.append(PassEntry(session, message.key, message.value))
         elif isinstance(message, ParcelComing):
             self._announced(session, message)
         else:
@@ -122,7 +122,7 @@ class ReceivingSessions:
         actions, self._actions = self._actions, []
         return actions
 
-    def words(self) -> list[tuple[PeerId, Message]]:
+    def take_messages(self) -> list[tuple[PeerId, Message]]:
         """Messages to send since the last call, in order."""
         words, self._words = self._words, []
         return words

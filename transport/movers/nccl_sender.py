@@ -86,7 +86,7 @@ class SendingSession:
         """Do not report this lease's parcels as left."""
         self._left = [arrival for arrival in self._left if arrival[0] != lease]
 
-    def hear(self, message: Message) -> RendezvousEntry | None:
+    def receive(self, message: Message) -> RendezvousEntry | None:
         """Take a message; return the entry for this end of the communicator, if it is one."""
         if isinstance(message, RendezvousEntry) and message.session == self.number:
             return message
@@ -94,7 +94,7 @@ class SendingSession:
             self.fail(f"the decode worker has ended the communicator: {message.reason}")
         return None
 
-    def words(self) -> list[Message]:
+    def take_messages(self) -> list[Message]:
         """Messages to send since the last call, in order."""
         words, self._words = self._words, []
         return words

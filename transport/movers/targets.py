@@ -59,16 +59,16 @@ class MoverTargets:
         for target in self._targets.values():
             target.close(lease)
 
-    def hear(self, peer: PeerId, message: Message) -> None:
+    def receive(self, peer: PeerId, message: Message) -> None:
         """One of BETWEEN_MOVERS."""
         for target in self._targets.values():
             if (talking := as_talking_target(target)) is not None:
-                talking.hear(peer, message)
+                talking.receive(peer, message)
 
-    def words(self) -> list[tuple[PeerId, Message]]:
+    def take_messages(self) -> list[tuple[PeerId, Message]]:
         """What movers have to say to their other ends."""
         talking = [as_talking_target(target) for target in self._targets.values()]
-        return [word for target in talking if target is not None for word in target.words()]
+        return [word for target in talking if target is not None for word in target.take_messages()]
 
     def poll(self, ready: AbstractSet[object], limit: int) -> list[Arrival]:
         """What has arrived by movers whose descriptor is among ``ready``, up to ``limit`` blocks each."""

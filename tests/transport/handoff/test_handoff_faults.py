@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from support.handoff_pair import BLOCK, DECODE, MODEL, PREFILL, TIMES, Pair, spec, whole
 
-from splitserve.transport.handoff import contacts
+from splitserve.transport.handoff import meetings
 from splitserve.transport.handoff import protocol as act
 from splitserve.transport.messages.incarnation import COUNT_BITS
 from splitserve.transport.messages.messages import (
@@ -148,13 +148,13 @@ def _cut_off_and_retired() -> Pair:
 def test_a_name_that_has_ended_is_told_until_it_is_heard_and_leaves_nothing_in_quarantine() -> None:
     pair = _cut_off_and_retired()
     for kind in (Retire, Retired):
-        assert not pair.sender.has_retired
+        assert not pair.sender.meetings.retirement.is_complete
         pair.tick(TIMES.resend)
         pair.deliver(drop=lambda message, kind=kind: isinstance(message, kind))  # type: ignore[misc]
     assert pair.pool.num_used == 0
     pair.tick(TIMES.resend)
     pair.deliver()
-    assert pair.sender.has_retired
+    assert pair.sender.meetings.retirement.is_complete
 
 
 def test_an_echo_does_not_bring_back_who_has_retired() -> None:
@@ -195,7 +195,7 @@ def test_a_new_incarnation_says_for_the_old_one_that_it_writes_no_more() -> None
     pair.tick(TIMES.resend)
     pair.deliver()
     assert pair.pool.num_used == 0
-    assert pair.sender.has_retired
+    assert pair.sender.meetings.retirement.is_complete
 
 
 def test_a_decode_worker_with_a_new_name_is_told_too_and_one_that_is_gone_is_not() -> None:
@@ -210,15 +210,15 @@ def test_a_decode_worker_with_a_new_name_is_told_too_and_one_that_is_gone_is_not
         DECODE,
         renamed,
     ]
-    pair.sender.peer_gone(renamed)
-    assert pair.sender.has_retired
+    pair.sender.meetings.retirement.forget(renamed[0])
+    assert pair.sender.meetings.retirement.is_complete
 
 
 def test_who_wrote_by_zmq_only_owes_nobody_a_word() -> None:
     pair = Pair(movers=("tcp",))
     whole(pair, spec())
     pair.sender.retire()
-    assert pair.sender.has_retired
+    assert pair.sender.meetings.retirement.is_complete
 
 
 def test_renewal_keeps_a_slow_prompts_lease() -> None:
@@ -275,7 +275,7 @@ def test_whatever_is_lost_every_handoff_ends_and_no_block_stays(
             if join.key not in released:
                 released.add(join.key)
                 pair.pool.release(join.blocks)  # the sequence has ended
-    assert len(pair.sender) == 0
+    assert not pair.sender.outgoing
     assert pair.receiver.num_granted == pair.receiver.num_waiting == 0
     assert pair.pool.num_used == 0
     ended = {e.key for e in pair.ended}
@@ -389,7 +389,7 @@ def test_a_communicator_is_made_anew_once_before_another_mover_takes_its_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        contacts, "MADE_ANEW", frozenset({"nixl"})
+        meetings, "MADE_ANEW", frozenset({"nixl"})
     )  # stands for nccl, which this receiver has not
     pair = Pair(movers=("nixl",))
     for number in (1, 2):

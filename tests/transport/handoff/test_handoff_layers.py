@@ -90,7 +90,7 @@ def test_every_layer_of_every_block_leaves_once_in_order_when_it_is_final(
     pair.room = (0, 0)
     what = spec(2, num_tokens)
     pair.offer(what)
-    pair.sender.moved(DECODE, int(rate), 1.0)
+    pair.sender.meetings.note_transfer(DECODE, int(rate), 1.0)
     blocks = list(range(-(-num_tokens // BLOCK)))
     put = dict.fromkeys(blocks, 0)
     computed, moment = 0, 0

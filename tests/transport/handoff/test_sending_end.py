@@ -167,10 +167,10 @@ class TalkingMover(SlowMover):
             raise MoverError("broken by a test")
         return super().poll()
 
-    def hear(self, message: Message) -> None:
+    def receive(self, message: Message) -> None:
         """Nothing is said to it."""
 
-    def words(self) -> list[Message]:
+    def take_messages(self) -> list[Message]:
         return [SessionOver(session=1, reason="closed")] if self.is_closed else []
 
     def close(self) -> set[int]:
@@ -278,9 +278,9 @@ def test_a_role_that_is_over_waits_for_no_process_that_has_ended() -> None:
     reached, process = Reached(), (PEER[0], PEER[1] + (1 << COUNT_BITS))
     reached.sender.receive(PEER, Met(worker_id="d0", incarnation=1, mover="shm", num_blocks=8), 0.0)
     reached.sender.retire()
-    assert not reached.sender.has_retired
+    assert not reached.sender.meetings.retirement.is_complete
     reached.end._receive(PEER, Met(worker_id=PEER[0], incarnation=process[1]), 0.0)
-    assert reached.sender.has_retired
+    assert reached.sender.meetings.retirement.is_complete
     reached.end.close()
     reached.router.close()
 

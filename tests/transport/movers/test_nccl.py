@@ -40,13 +40,13 @@ class Pair:
 
     def turn(self) -> None:
         """What both workers' loops do once. Raises MoverError as the source does."""
-        for message in self.source.words():
+        for message in self.source.take_messages():
             if not self.lost(message):
-                self.target.hear(WRITER, message)
+                self.target.receive(WRITER, message)
         self.arrived += self.target.poll(100)
-        for peer, message in self.target.words():
+        for peer, message in self.target.take_messages():
             assert peer == WRITER
-            self.source.hear(message)
+            self.source.receive(message)
         self.left += self.source.poll()
 
     def until(self, condition: Callable[[], object]) -> None:
@@ -114,7 +114,7 @@ def test_a_piece_that_comes_after_its_lease_has_ended_reaches_no_block(pair: Pai
         num_layers=NUM_LAYERS,
         positions=u32([1]),
     )
-    pair.target.hear(WRITER, announced)
+    pair.target.receive(WRITER, announced)
     pair.target.close(9)
     pair.target.open(10, SECRET, {0: 9})
     pair.lost = lambda message: isinstance(message, ParcelComing) and message.number == 1  # it has been heard
@@ -161,7 +161,7 @@ def test_a_source_that_stops_sending_breaks_its_session_only(
     )
     with monkeypatch.context() as impatient:
         impatient.setattr(communicator, "PARCEL_S", 0.2)
-        pair.target.hear(WRITER, announced)  # and then nothing
+        pair.target.receive(WRITER, announced)  # and then nothing
         with pytest.raises(MoverError, match=r"decode worker has ended|broke"):
             pair.until(lambda: False)
     pair.source.close()
@@ -180,7 +180,7 @@ def test_announcements_that_cannot_be_end_the_session(
 ) -> None:
     pair.until(lambda: pair.source._end.communicator)
     session = pair.source.session
-    pair.target.hear(
+    pair.target.receive(
         WRITER,
         ParcelComing(
             session=session,
@@ -211,9 +211,9 @@ def test_a_source_that_is_closed_has_the_other_ends_communicator_torn_down(pair:
 
 def test_strangers_words_make_nothing(pair: Pair) -> None:
     for message in (RendezvousEntry(session=5, key="0/0", value=b"x"), SessionOver(session=5, reason="no")):
-        pair.target.hear(("p9", 1), message)
+        pair.target.receive(("p9", 1), message)
     assert all(session.peer == WRITER for session in pair.target._ends)
-    assert pair.target.words() == []
+    assert pair.target.take_messages() == []
 
 
 def test_pools_on_different_devices_are_refused() -> None:

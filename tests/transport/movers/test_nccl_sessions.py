@@ -18,7 +18,7 @@ from splitserve.transport.messages.messages import (
 from splitserve.transport.movers.nccl_receiver import (
     BeginSession,
     EndSession,
-    HearEntry,
+    PassEntry,
     Receive,
     ReceivingSession,
     ReceivingSessions,
@@ -49,13 +49,13 @@ class Receiving:
         self.sessions = ReceivingSessions(self.book, NUM_LAYERS, LAYER_BYTES, parcel_bytes=80)
         self.sessions.meet(WRITER)
 
-    def hear(self, *messages: Message, peer: PeerId = WRITER) -> list[SessionAction]:
+    def receive(self, *messages: Message, peer: PeerId = WRITER) -> list[SessionAction]:
         for message in messages:
-            self.sessions.hear(peer, message)
+            self.sessions.receive(peer, message)
         return self.sessions.take()
 
     def begin(self, number: int = 1, peer: PeerId = WRITER) -> ReceivingSession:
-        begun = [a.session for a in self.hear(entry(number), peer=peer) if isinstance(a, BeginSession)]
+        begun = [a.session for a in self.receive(entry(number), peer=peer) if isinstance(a, BeginSession)]
         assert len(begun) == 1
         return begun[0]
 
@@ -100,7 +100,10 @@ def over(words: list[tuple[PeerId, Message]]) -> list[tuple[PeerId, int]]:
 def test_parcels_are_announced_at_once_and_leave_one_by_one_once_both_ends_have_met() -> None:
     session = sending()
     session.put(9, SECRET, items(0, 1, 2), WHOLE, size=2)
-    assert [(m.number, m.session) for m in session.words() if isinstance(m, ParcelComing)] == [(0, 1), (1, 1)]
+    assert [(m.number, m.session) for m in session.take_messages() if isinstance(m, ParcelComing)] == [
+        (0, 1),
+        (1, 1),
+    ]
     assert (session.next(100.0), session.num_pending) == (None, 3)
     session.met()
     assert session.next(101.0) == LeavingParcel(0, 9, [0, 1], [10, 11], WHOLE)
@@ -142,9 +145,9 @@ def test_a_session_that_has_failed_sends_nothing_more_and_says_why() -> None:
     session = sending(5)
     session.met()
     session.put(9, SECRET, items(0), WHOLE, size=2)
-    session.hear(SessionOver(session=4, reason="another's"))
+    session.receive(SessionOver(session=4, reason="another's"))
     assert session.poll(100.0) == []
-    session.hear(SessionOver(session=5, reason="announcements were lost"))
+    session.receive(SessionOver(session=5, reason="announcements were lost"))
     session.fail("what followed from that")
     assert session.next(100.0) is None
     for use in (lambda: session.poll(100.0), lambda: session.put(9, SECRET, items(1), WHOLE, size=2)):
@@ -157,24 +160,26 @@ def test_the_other_end_hears_that_a_session_is_closed() -> None:
     session.put(9, SECRET, items(0), WHOLE, size=2)
     session.close()
     session.close()
-    assert [(type(word), getattr(word, "session", 0)) for word in session.words()] == [(SessionOver, 5)]
+    assert [(type(word), getattr(word, "session", 0)) for word in session.take_messages()] == [
+        (SessionOver, 5)
+    ]
     assert (session.num_pending, session.is_over, session.hangs_at) == (0, True, None)
 
 
 def test_only_its_own_entries_are_for_the_communicator() -> None:
     session = sending(5)
-    assert session.hear(entry(4)) is None
-    assert session.hear(entry(5)) == entry(5)
+    assert session.receive(entry(4)) is None
+    assert session.receive(entry(5)) == entry(5)
     session.entry("0", b"here")
-    assert session.words() == [entry(5)]
+    assert session.take_messages() == [entry(5)]
 
 
 # --- the receiving end -------------------------------------------------------------------------------
 
 
 def test_the_first_word_begins_a_session_and_parcels_come_in_order(receiving: Receiving) -> None:
-    actions = receiving.hear(entry(1), coming(0, [0]), coming(1, [2, 1]))
-    assert [type(action) for action in actions] == [BeginSession, HearEntry, Receive, Receive]
+    actions = receiving.receive(entry(1), coming(0, [0]), coming(1, [2, 1]))
+    assert [type(action) for action in actions] == [BeginSession, PassEntry, Receive, Receive]
     session, sessions = actions[0].session, receiving.sessions
     assert sessions.next(session) is not None
     assert sessions.next(session) is None, "one at a time"
@@ -186,7 +191,7 @@ def test_the_first_word_begins_a_session_and_parcels_come_in_order(receiving: Re
 
 def test_a_parcel_whose_lease_has_ended_is_received_and_written_nowhere(receiving: Receiving) -> None:
     session = receiving.begin()
-    receiving.hear(coming(0, [0]), coming(1, [1], lease=8), coming(2, [2]))
+    receiving.receive(coming(0, [0]), coming(1, [1], lease=8), coming(2, [2]))
     assert receiving.sessions.next(session) is not None
     receiving.book.close(9)
     assert receiving.sessions.received(session) is None
@@ -198,28 +203,28 @@ def test_a_parcel_whose_lease_has_ended_is_received_and_written_nowhere(receivin
 def test_what_an_old_communicator_still_brings_is_written_nowhere(receiving: Receiving) -> None:
     """Its lease stands; the parcel comes again through the new one."""
     old = receiving.begin(1)
-    receiving.hear(coming(0, [0]))
+    receiving.receive(coming(0, [0]))
     assert receiving.sessions.next(old) is not None
-    actions = receiving.hear(entry(2), coming(0, [0], session=2))
+    actions = receiving.receive(entry(2), coming(0, [0], session=2))
     assert actions[0] == EndSession(old)
     assert receiving.sessions.received(old) is None
     assert receiving.receives(actions[1].session) == [20]
-    assert over(receiving.sessions.words()) == [(WRITER, 1)]
+    assert over(receiving.sessions.take_messages()) == [(WRITER, 1)]
 
 
 def test_older_sessions_and_strangers_are_not_heard(receiving: Receiving) -> None:
     receiving.begin(5)
-    receiving.sessions.words()
-    assert receiving.hear(entry(4), coming(0, [0], session=4), SessionOver(session=4, reason="late")) == []
-    assert receiving.hear(entry(6), peer=("p9", 1)) == []
-    assert receiving.sessions.words() == []
+    receiving.sessions.take_messages()
+    assert receiving.receive(entry(4), coming(0, [0], session=4), SessionOver(session=4, reason="late")) == []
+    assert receiving.receive(entry(6), peer=("p9", 1)) == []
+    assert receiving.sessions.take_messages() == []
 
 
 def test_a_worker_that_comes_under_a_new_name_has_no_session_under_the_old_one(receiving: Receiving) -> None:
     old, newer = receiving.begin(1), (WRITER[0], WRITER[1] + 1)
     receiving.sessions.meet(newer)
-    assert EndSession(old) in receiving.hear(entry(2), peer=newer)
-    assert receiving.hear(entry(3)) == [], "an echo under the old name"
+    assert EndSession(old) in receiving.receive(entry(2), peer=newer)
+    assert receiving.receive(entry(3)) == [], "an echo under the old name"
 
 
 @pytest.mark.parametrize(
@@ -229,9 +234,9 @@ def test_announcements_out_of_order_end_the_session_once(
     receiving: Receiving, messages: list[Message]
 ) -> None:
     session = receiving.begin()
-    assert EndSession(session) in receiving.hear(*messages)
-    assert receiving.hear(coming(0, [0]), coming(1, [0])) == []
-    assert over(receiving.sessions.words()) == [(WRITER, 1)]
+    assert EndSession(session) in receiving.receive(*messages)
+    assert receiving.receive(coming(0, [0]), coming(1, [0])) == []
+    assert over(receiving.sessions.take_messages()) == [(WRITER, 1)]
     assert receiving.sessions.next(session) is None
 
 
@@ -241,17 +246,17 @@ def test_announcements_out_of_order_end_the_session_once(
 )
 def test_a_parcel_that_cannot_be_ends_the_session(receiving: Receiving, announced: ParcelComing) -> None:
     session = receiving.begin()
-    assert receiving.hear(announced) == [EndSession(session)]
+    assert receiving.receive(announced) == [EndSession(session)]
 
 
 def test_what_was_announced_may_come_again_when_a_session_has_ended(receiving: Receiving) -> None:
     session = receiving.begin(1)
-    receiving.hear(coming(0, [0]), coming(1, [1]))
+    receiving.receive(coming(0, [0]), coming(1, [1]))
     assert receiving.sessions.next(session) is not None
     assert receiving.sessions.broke(session, "by a test")
     assert not receiving.sessions.broke(session, "that is known")
     again = receiving.begin(2)
-    receiving.hear(coming(0, [0, 1], session=2))
+    receiving.receive(coming(0, [0, 1], session=2))
     assert receiving.receives(again) == [20, 21]
 
 
@@ -259,8 +264,8 @@ def test_a_writer_that_has_closed_its_end_or_is_shut_out_has_its_communicator_to
     receiving: Receiving,
 ) -> None:
     session = receiving.begin(1)
-    assert receiving.hear(SessionOver(session=1, reason="closed")) == [EndSession(session)]
-    assert receiving.sessions.words() == [], "it knows"
+    assert receiving.receive(SessionOver(session=1, reason="closed")) == [EndSession(session)]
+    assert receiving.sessions.take_messages() == [], "it knows"
     session = receiving.begin(2)
     receiving.sessions.shut_out(WRITER)
-    assert receiving.hear(entry(3)) == [EndSession(session)]
+    assert receiving.receive(entry(3)) == [EndSession(session)]

@@ -1,0 +1,137 @@
+"""The decode workers that a sender of the handoff has met, or is meeting, and the mover that it writes each of
+them by. Pure.
+
+    unknown -- meet --------------> MEETING    Connect, then Meet, repeated
+    MEETING -- Met ---------------> MET        OpenMover
+    MET, MEETING -- remove -------> unknown    lost, or its mover failed; the next prompt meets it anew
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from ..messages.messages import Meet, Met, Peer, PeerId, Retire
+from ..movers.interface import FALLBACK_MOVER, FORMER_NAME, MADE_ANEW, ONE_SIDED_MOVERS
+from .layer_slicing import seen
+from .protocol import Connect, OpenMover, SenderAction, ToPeer
+from .retirement import Retirement
+
+
+@dataclass(slots=True)
+class Contact:
+    """A decode worker that is being met, or has been. ``met``: its answer, once there is one."""
+
+    peer: Peer
+    met: Met | None = None
+    since: float = 0.0  # when Meet was first sent
+    greeted_at: float = -1e9  # when Meet was last sent
+    renewed_at: float = -1e9  # when its leases were last renewed
+    rate: float | None = None  # of its mover in bytes/s, once it has moved enough to measure
+
+
+class Meetings:
+    """Contacts by the name that each decode worker has now. Adds to ``actions``."""
+
+    def __init__(self, meet: Meet, actions: list[SenderAction]) -> None:
+        self._meet, self._actions = meet, actions
+        self.retirement = Retirement()
+        self._contacts: dict[PeerId, Contact] = {}
+        self._unanswered: dict[PeerId, Contact] = {}
+        self._failed_movers: dict[PeerId, tuple[str, ...]] = {}  # not to be chosen again
+        self._made_anew: set[PeerId] = set()  # its mover has failed once since the last handoff it carried
+
+    def rename(self, meet: Meet) -> None:
+        """Go on under a new incarnation; call ``retire`` before. A mover that failed under the earlier name
+        may be tried again."""
+        self._meet = meet
+        self._failed_movers.clear()
+        self._made_anew.clear()
+        self._actions += [Connect(peer) for peer in self.retirement.pending()]
+
+    def retire(self) -> None:
+        """End the present name: all decode workers are to be met anew."""
+        self._contacts.clear()
+        self._unanswered.clear()
+        self.retirement.ended = self._meet.incarnation
+
+    def meet(self, peer: Peer) -> Contact:
+        """Return the contact; a new one is connected to."""
+        peer_id = (peer.worker_id, peer.incarnation)
+        if (contact := self._contacts.get(peer_id)) is None:
+            contact = self._contacts[peer_id] = self._unanswered[peer_id] = Contact(peer)
+            self.retirement.connected(peer)
+            self._actions.append(Connect(peer))
+        return contact
+
+    def greet(self, every_s: float, now: float) -> list[tuple[PeerId, float]]:
+        """Send Meet again where it was not answered. Return each of these peers, and for how many seconds it
+        has not answered."""
+        greeted = []
+        for peer, contact in self._unanswered.items():
+            if now - contact.greeted_at >= every_s:
+                contact.since, contact.greeted_at = contact.since or now, now
+                self._actions.append(ToPeer(peer, self._meet_for(peer)))
+                greeted.append((peer, now - contact.since))
+        return greeted
+
+    def receive(self, peer: PeerId, met: Met) -> Contact | str | None:
+        """Take an answer to Meet. Return the contact if it is met now, the reason if the peer is lost, None
+        for an echo of an earlier meeting."""
+        if met.mover == FORMER_NAME:
+            met = replace(met, mover=FALLBACK_MOVER)
+        if peer not in self._unanswered or met.mover in self._failed_movers.get(peer, ()):
+            return None
+        if met.refused:
+            return f"decode worker {peer[0]} refused: {met.refused}"
+        if (met.worker_id, met.incarnation) != peer:
+            return f"decode worker {peer[0]} has restarted"
+        if not met.mover:  # it answers an echo of a Meet to an earlier incarnation; ours is still on its way
+            return None
+        contact = self._unanswered.pop(peer)
+        contact.met = met
+        if met.mover in ONE_SIDED_MOVERS:
+            self.retirement.add(contact.peer, self._meet.incarnation)
+        self._actions.append(OpenMover(peer, met))
+        return contact
+
+    def send_retire(self, every_s: float, now: float) -> None:
+        """Send Retire again where it was not answered."""
+        for peer in self.retirement.due(every_s, now):
+            self._actions.append(ToPeer(peer, Retire(incarnation=self.retirement.ended)))
+
+    def note_transfer(self, peer: PeerId, num_bytes: int, seconds: float) -> None:
+        """Note a timed transfer: how finely later blocks are cut depends on the mover's rate."""
+        if (contact := self._contacts.get(peer)) is not None:
+            contact.rate = seen(contact.rate, num_bytes, seconds)
+
+    def delivered(self, peer: PeerId) -> None:
+        """Note that the peer's mover has carried a handoff."""
+        self._made_anew.discard(peer)
+
+    def mover_failed(self, peer: PeerId) -> bool:
+        """Choose the mover of the next meeting: the same once more where that may help, else FALLBACK_MOVER.
+        Return whether it is the fallback now and was not before."""
+        contact = self._contacts.get(peer)
+        if contact is None or contact.met is None or contact.met.mover == FALLBACK_MOVER:
+            return False
+        if contact.met.mover in MADE_ANEW and peer not in self._made_anew:
+            self._made_anew.add(peer)
+            return False
+        self._failed_movers[peer] = (*self._failed_movers.get(peer, ()), contact.met.mover)
+        return True
+
+    def remove(self, peer: PeerId) -> None:
+        """Forget the contact: the peer is lost, or to be met anew."""
+        self._contacts.pop(peer, None)
+        self._unanswered.pop(peer, None)
+
+    def _meet_for(self, peer: PeerId) -> Meet:
+        """Return Meet for this peer. It names FALLBACK_MOVER too once another mover has failed, and under both
+        of its names."""
+        failed = self._failed_movers.get(peer, ())
+        movers = tuple(mover for mover in self._meet.movers if mover != FALLBACK_MOVER)
+        if failed or FALLBACK_MOVER in self._meet.movers:
+            movers = (*movers, FALLBACK_MOVER, FORMER_NAME)
+        return replace(self._meet, movers=movers, failed=failed, addressee=peer[1])
