@@ -1,5 +1,5 @@
-"""The decode workers that a sender of the handoff has met, or is meeting, and the mover that it writes each of
-them by. Pure.
+"""The decode workers that a sender of the handoff has met, or is meeting, and the mover that it writes each
+of them by. Pure.
 
     unknown -- meet --------------> MEETING    Connect, then Meet, repeated
     MEETING -- Met ---------------> MET        OpenMover
@@ -128,8 +128,8 @@ class Meetings:
         self._unanswered.pop(peer, None)
 
     def _meet_for(self, peer: PeerId) -> Meet:
-        """Return Meet for this peer. It names FALLBACK_MOVER too once another mover has failed, and under both
-        of its names."""
+        """Return Meet for this peer. It names FALLBACK_MOVER too once another mover has failed, and under
+        both of its names."""
         failed = self._failed_movers.get(peer, ())
         movers = tuple(mover for mover in self._meet.movers if mover != FALLBACK_MOVER)
         if failed or FALLBACK_MOVER in self._meet.movers:

@@ -61,9 +61,7 @@ class HandoffTimes:
     resend: float = 1.0  # an unanswered Meet, Offer or Handoff is sent again
     grant: float = 60.0  # the sender gives up waiting for room
     ack: float = 10.0  # from the last put to the verified join
-    lease: float = (
-        10.0  # renewed every third of it; longer than a stall of a loaded host, shorter than clients wait
-    )
+    lease: float = 10.0  # renewed every third of it; longer than a stall of a loaded host
     waiting: float = 5.0  # the receiver forgets an offer that is no longer repeated
     silence: float = 10.0  # a one-sided writer that does not answer a Revoke is then shut out, where possible
 

@@ -1,5 +1,5 @@
-"""The decode workers that may hold blocks for an earlier name of this worker, and must learn that the name has
-ended. Pure.
+"""The decode workers that may hold blocks for an earlier name of this worker, and must learn that the name
+has ended. Pure.
 
 A decode worker keeps the blocks of a one-sided writer until the writer releases them. A writer that goes on
 under its name is asked, and answers. A name that ends without its process (another role, another incarnation)

@@ -1,5 +1,5 @@
-"""The sending end of a role that is over, in a process that goes on: it sends Retire to the decode workers that
-may hold blocks for it, until each has answered."""
+"""The sending end of a role that is over, in a process that goes on: it sends Retire to the decode workers
+that may hold blocks for it, until each has answered."""
 
 from __future__ import annotations
 

@@ -83,8 +83,8 @@ class HandoffSender:
         return actions
 
     def offer(self, peer: Peer, spec: RequestSpec, num_blocks: int, hashes: list[bytes], now: float) -> None:
-        """Ask for room: a prompt's first chunk is about to run. (The message is made only in ``take``, when the
-        step has begun.)"""
+        """Ask for room: a prompt's first chunk is about to run. (The message is made only in ``take``, when
+        the step has begun.)"""
         contact = self.meetings.meet(peer)
         out = Outgoing(contact, spec, num_blocks, hashes, self._slicing, self._times, self._actions, now)
         self.outgoing[out.key] = out
@@ -155,15 +155,15 @@ class HandoffSender:
                 self._actions.append(ToPeer(peer, release))
 
     def peer_lost(self, peer: PeerId, reason: str) -> None:
-        """End all handoffs to a decode worker that is dead, unreachable, or whose mover failed. If it lives, it
-        gets Release for their leases."""
+        """End all handoffs to a decode worker that is dead, unreachable, or whose mover failed. If it lives,
+        it gets Release for their leases."""
         for out in [o for o in self.outgoing.values() if o.peer == peer]:
             self._fail(out, "peer_lost", reason)
         self.meetings.remove(peer)
 
     def mover_failed(self, peer: PeerId, reason: str) -> bool:
-        """End all handoffs to this peer, which is then met anew. Return whether that will be by FALLBACK_MOVER;
-        it takes the place of a mover that was forced, too."""
+        """End all handoffs to this peer, which is then met anew. Return whether that will be by
+        FALLBACK_MOVER; it takes the place of a mover that was forced, too."""
         falls_back = self.meetings.mover_failed(peer)
         self.num_fallbacks += falls_back
         self.peer_lost(peer, f"the KV mover failed: {reason}")

@@ -36,10 +36,9 @@ class HeldBack:
     """Messages about blocks that a put may still be writing. Pure.
 
     A message that lets the peer read blocks (Placed, Handoff) or reuse them (Release) waits until every put
-    under its lease has been written or has ended. Waiting messages are sent in order. After a mover was closed
-    in the middle of a put, nobody knows when that put has ended: nothing more is sent about its lease, and the
-    peer shuts this worker out before it reuses those blocks.
-    """
+    under its lease has been written or has ended. Waiting messages are sent in order. After a mover was
+    closed in the middle of a put, nobody knows when that put has ended: nothing more is sent about its lease,
+    and the peer shuts this worker out before it reuses those blocks."""
 
     def __init__(self) -> None:
         self._queues: dict[PeerId, deque[tuple[int, Send]]] = {}
