@@ -168,8 +168,8 @@ class DecodeCore:
             self.receiver.grant_waiting(now)
 
     def fail_step(self, step: DecodeStep, reason: str, shared: bool = False) -> None:
-        """The step raised: a sequence that was alone in it is given back to the coordinator. Several are tried
-        apart, so that a request whose step raises takes no other along. ``shared``: prompts were in it,
+        """The step raised: a sequence that was alone in it is given back to the coordinator. Several are
+        tried apart, so that a request whose step raises takes no other along. ``shared``: prompts were in it,
         too."""
         for sequence in self.scheduler.separate(step, shared):
             self._step_failures.book(sequence.request_id)

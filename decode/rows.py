@@ -64,8 +64,8 @@ class DecodeRows:
         self._dispatches = np.zeros(max_num_seqs, np.uint32)
         self._num_blocks = np.zeros(max_num_seqs, np.int32)
         self._columns = (
-            self._tokens, self._fed_from, self._positions, self._slots, self._indices, self._last_indices, self._dispatches,
-            self._num_blocks,
+            self._tokens, self._fed_from, self._positions, self._slots, self._indices, self._last_indices,
+            self._dispatches, self._num_blocks,
         )  # fmt: skip
         self.beginning: set[DecodeSequence] = (
             set()

@@ -1,9 +1,9 @@
 """The steps of a process: made of what the cores of its roles schedule, computed by one device, and handed
 back to the cores that scheduled them.
 
-A step has a row for each sequence that generates, whose tokens are due, and behind these chunks of prompts, in
-the rest of the token budget (``PrefillScheduler``). So the weights are read once for both. Where one role has
-nothing to do, or the process has but one role, its part is empty.
+A step has a row for each sequence that generates, whose token is due, and behind these chunks of prompts, in
+the rest of the token budget (``PrefillScheduler``). So the weights are read once for both. In a process of
+one role the other part is empty.
 """
 
 from __future__ import annotations
@@ -159,8 +159,8 @@ class Steps:
         launches: bool,
     ) -> None:
         """``progress``: returns the progress of a step on this device, reported after each group of this many
-        layers (see ``LayerProgress``). ``launches``: whether the device begins a step that is submitted behind
-        another by itself, as a GPU does."""
+        layers (see ``LayerProgress``). ``launches``: whether the device begins a step that is submitted
+        behind another by itself, as a GPU does."""
         self._device, self._clock, self._launches = device, clock, launches
         self._progress, self._half = progress, max(1, num_layers // 2)
         self._decode: DecodeCore | None = None
