@@ -12,7 +12,8 @@ from ...transport.messages.messages import TokenLogprobs
 from ..lifecycle.request import Ended
 from ..metrics.metrics import BatchedHistogram
 from ..text.tokenizer import Detokenizer, StopStrings
-from .formats import ChoiceResult, Format, ReportedReason, TokenEntry, Usage, around_text
+from .formats import ChoiceResult, CompletionFormat, ReportedReason, Usage
+from .logprobs import TokenEntry
 from .plan import RequestPlan
 from .prompts import Prompt
 
@@ -21,7 +22,7 @@ class Exchange(Protocol):
     """The HTTP exchange, as its choices see it."""
 
     plan: RequestPlan
-    form: Format
+    form: CompletionFormat
     itl: BatchedHistogram
 
     def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
@@ -113,7 +114,7 @@ class Choice:
         self._logprob_sum = 0.0
         self._opened = False
         self._last_write = 0.0
-        self._around = around_text(exchange.form, index) if plan.streamed else (b"", b"")
+        self._around = exchange.form.around_text(index) if plan.streamed else (b"", b"")
 
     def push(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
         if self._plain:

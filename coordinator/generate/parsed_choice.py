@@ -11,7 +11,7 @@ from ..chat_output.events import CallArguments, CallStarted, Event, Reasoning, j
 from ..chat_output.reasoning import CLOSE, OPEN, SPACE, thinks_already
 from ..text.tokenizer import Detokenizer
 from .choice import Choice, Exchange
-from .formats import ChatFormat, ChoiceResult, ReportedReason
+from .formats import ChoiceResult, ReportedReason
 from .prompts import Prompt
 
 
@@ -193,11 +193,9 @@ class ParsedChoice(Choice):
         return {"reasoning_content" if isinstance(event, Reasoning) else "content": event.text}
 
     def _delta(self, delta: dict[str, Any], reason: ReportedReason | None) -> bytes:
-        form = self._form
-        assert isinstance(form, ChatFormat), "completions are not parsed"
         usage = self._exchange.usage_so_far() if self._plan.usage_on_every_chunk else None
         entries = self._show("", last=reason is not None)
-        return form.delta_chunk(
+        return self._form.chunk(
             self.index, delta, entries=entries, finish_reason=reason, usage=usage, more=self._more()
         )
 
