@@ -192,7 +192,7 @@ def _model_of(settings: CoordinatorSettings, lifecycle: Lifecycle) -> ServedMode
         max_model_len=settings.max_model_len,
         tool_parser=settings.tool_call_parser,
         reasoning_parser=settings.reasoning_parser,
-        workers_hold=lambda: lifecycle.pools.max_sequence_tokens,
+        workers_hold=partial(getattr, lifecycle.pools, "max_sequence_tokens"),
     )
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.routing import BaseRoute, Route
@@ -184,10 +183,6 @@ class HttpApp:
             await asyncio.sleep(POLL_S)
         for exchange in list(self.generation.open.values()):
             exchange.fail(refusal)
-
-
-def create_app(*args: Any, **options: Any) -> HttpApp:
-    return HttpApp(*args, **options)
 
 
 class HttpServer:

@@ -1,24 +1,20 @@
-"""What pydantic finds wrong with a body, in our words: what must be given, and what was."""
+"""Validation of JSON bodies, with pydantic's errors as sentences: what must be given, and what was."""
 
 from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from .errors import InvalidRequest
 
 MAX_REPORTED = 3
 MAX_SHOWN_CHARS = 40
-OBJECT, WHOLE, NUMBER, BOOLEAN = (
-    "must be a JSON object",
-    "must be a whole number",
-    "must be a number",
-    "must be true or false",
-)
+OBJECT, WHOLE = "must be a JSON object", "must be a whole number"
+NUMBER, BOOLEAN = "must be a number", "must be true or false"
 RULES = {
     "missing": "must be given",
     "extra_forbidden": "is not a field of this request",
@@ -54,7 +50,16 @@ SAYS_NOTHING_OF_ITS_VALUE = (
     "too_short",
     "too_long",
 )
+M = TypeVar("M", bound=BaseModel)
 JSON_ENDS = {"EOF while parsing a value at line 1 column 0": "it is empty"}
+
+
+def validated(kind: type[M], body: bytes | bytearray) -> M:
+    """Return a body as ``kind``. Raises InvalidRequest."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise from_validation(error) from error
 
 
 def from_validation(error: ValidationError) -> InvalidRequest:

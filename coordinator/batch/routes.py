@@ -7,7 +7,7 @@ import time
 from typing import Any, Literal
 
 import orjson
-from pydantic import Field, ValidationError
+from pydantic import Field
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -20,7 +20,7 @@ from ..generate.bodies.fields import Body, UnknownFields
 from ..http.body import held_body
 from ..http.overload import Overload
 from ..tenants.limits import ANONYMOUS, Account
-from ..validation import from_validation
+from ..validation import validated
 from .lines import Used
 from .runner import BatchRunner
 from .store import BatchStore, StoredBatch, StoredFile
@@ -127,10 +127,7 @@ class BatchRoutes:
         async with held_body(
             dict(request.scope["headers"]), request.receive, MAX_BODY_BYTES, self._overload
         ) as body:
-            try:
-                asked = BatchRequest.model_validate_json(body)
-            except ValidationError as error:
-                raise from_validation(error) from error
+            asked = validated(BatchRequest, body)
         self._unknown.note(asked.unknown_fields())
         account, now = _account(request), time.time()
         if await self._runner.call(lambda store: store.file(account.tenant, asked.input_file_id)) is None:

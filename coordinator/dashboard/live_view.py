@@ -1,14 +1,12 @@
-"""What the dashboard and ``splitserve top`` show: the recent past of one coordinator, kept small. Pure; times
-in monotonic seconds.
+"""The recent past of one coordinator, for the dashboard and ``splitserve top``. Pure; monotonic seconds.
 
-Each ended request is noted in constant time; every ``PERIOD_S`` what has come since becomes one point of the
-history. Nothing here is asked for on the way of a token.
+Each ended request is appended to a list; every ``PERIOD_S`` the new ones become one point of the history.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -26,7 +24,7 @@ from .event_log import EventLog
 NUM_POINTS = 450  # 15 minutes
 NUM_RECENT = 120
 RATE_S = 10.0
-"""What the flow between workers is counted over."""
+"""Window over which the flow between workers is counted."""
 MAX_TENANTS = 200
 QUANTILES = (50, 95, 99)
 COUNTED = {"output": "output_tokens", "prompt": "prompt_tokens", "cached": "cached_tokens"}
@@ -47,6 +45,9 @@ class LiveView:
         self._began, self._wall = now, wall
         self._answered = {} if answered is None else answered
         self._sampled_at = now
+        self._ended: list[RequestRecord] = []  # not yet counted
+        self.note: Callable[[RequestRecord], None] = self._ended.append
+        """Takes a request that is over."""
         self._fresh: list[RequestRecord] = []  # since the last point
         self._points: deque[dict[str, Any]] = deque(maxlen=NUM_POINTS)
         self._recent: deque[tuple[int, RequestRecord]] = deque(maxlen=NUM_RECENT)
@@ -60,11 +61,15 @@ class LiveView:
 
     @property
     def objectives(self) -> Objectives:
-        """The operator's."""
+        """Return the operator's objectives."""
         return self._load.objectives
 
-    def note(self, record: RequestRecord) -> None:
-        """A request is over."""
+    def _count_ended(self) -> None:
+        for record in self._ended:
+            self._count(record)
+        self._ended.clear()
+
+    def _count(self, record: RequestRecord) -> None:
         self._num_requests += 1
         self._fresh.append(record)
         self._recent.append((self._num_requests, record))
@@ -80,7 +85,8 @@ class LiveView:
             usage["output_tokens"] += record.num_output_tokens
 
     def sample(self, now: float, system: SystemSnapshot) -> None:
-        """One more point of the history."""
+        """Add a point to the history."""
+        self._count_ended()
         self._forget_routes(now)
         fresh, self._fresh = self._fresh, []
         seconds, grown = max(1e-3, now - self._sampled_at), self._growth.since_last(system.workers)
@@ -122,8 +128,11 @@ class LiveView:
         after_request: int = 0,
         objectives: Objectives | None = None,
     ) -> dict[str, Any]:
-        """JSON-ready; of points and requests only those that the viewer has not seen. ``objectives``: the
-        viewer's own."""
+        """Return the state, JSON-ready, with the points and requests that are new to the viewer.
+
+        ``objectives``: the viewer's own.
+        """
+        self._count_ended()
         self._forget_routes(now)
         window = self._load.window(system, self._events.lost_since(now - WINDOW_S), objectives)
         flows = Counter((prefill, decode) for _, prefill, decode in self._routes)

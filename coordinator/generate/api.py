@@ -249,7 +249,8 @@ class GenerationApi:
         if plan.num_choices > (most := self.limits.max_choices):
             asked = f"{len(plan.prompts)} prompts times n (or best_of) are {plan.num_choices} choices"
             raise InvalidRequest(f"n: {asked}; at most {most} are allowed", param="n")
-        self._unknown.note(plan.unknown_fields)
+        if plan.unknown_fields:
+            self._unknown.note(plan.unknown_fields)
         id, trace = self._new_id(call.endpoint), self._begin_trace(call, arrival)
         answering: Answering = call if self.bodies is None else self.bodies.record(call)
         call.drop_body()

@@ -26,11 +26,9 @@ class ChatReading:
     as_function_call: bool  # the one call is reported in the form that OpenAI had before tools
 
     @classmethod
-    def of(cls, request: ChatCompletionRequest, model: ServedModel) -> ChatReading | None:
-        """Return how to read the answers to this request; None where all of their text is content."""
+    def of(cls, request: ChatCompletionRequest, model: ServedModel) -> ChatReading:
+        """Return how to read the answers to a request that offers tools, or of a model that thinks."""
         style = model.chat_style
-        if not (style.thinks or request.offered_tools):
-            return None
         names = tuple([tool.function.name for tool in request.callable_tools])
         return cls(
             style=style.tools,

@@ -28,13 +28,6 @@ MAX_LEXER_STATES = 50_000
 MAX_REASON_CHARS = 500
 
 
-def has_grammar(request: CompletionRequest | ChatCompletionRequest) -> bool:
-    """Return whether the output must follow a grammar, so that workers need a mask."""
-    return request.output_format is not None or (
-        isinstance(request, ChatCompletionRequest) and request.holds_calls
-    )
-
-
 def grammar_for(
     request: CompletionRequest | ChatCompletionRequest, model: ServedModel, prompt: Prompt
 ) -> tuple[bytes, str]:

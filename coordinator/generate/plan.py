@@ -1,5 +1,4 @@
-"""``RequestPlan``: everything one body asks for, checked against the model. Answer and sequences are made
-from it alone.
+"""``RequestPlan``: everything one body asks for, checked against the model.
 
     body --parse--> pydantic model --Planner.plan--> RequestPlan(prompts, sampling, format, limits)
 
@@ -30,7 +29,7 @@ from .bodies.completion import CompletionRequest
 from .bodies.fields import MAX_UNKNOWN
 from .bodies.sampling import OnTimeout, ServiceTier
 from .chat_reading import ChatReading
-from .grammar import GrammarCheck, grammar_for, has_grammar
+from .grammar import GrammarCheck, grammar_for
 from .prompts import Prompt, is_long, num_choices, prompts_of
 
 GenerateRequest = CompletionRequest | ChatCompletionRequest
@@ -38,27 +37,14 @@ TIMEOUT_HEADER, ON_TIMEOUT_HEADER, SESSION_HEADER = b"x-request-timeout", b"x-on
 PLAN_HEADERS = (TIMEOUT_HEADER, ON_TIMEOUT_HEADER, SESSION_HEADER)
 """The headers that a plan depends on."""
 COMPLETION_MAX_TOKENS = 16
-SMALLEST_TOP_P = 1e-6
-"""Stands for 0: only the most likely token is left."""
-MANY_CHOICES = 64
-"""The most choices of one request that are made in one turn of the loop: 4096 take 25 ms."""
-FROM_REQUEST = frozenset(
-    {
-        *(
-            "temperature",
-            "top_k",
-            "top_p",
-            "min_p",
-            "repetition_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-        ),
-        *("logit_bias", "min_tokens", "stop_token_ids", "ignore_eos"),
-    }
-)
+SMALLEST_TOP_P = 1e-6  # stands for 0: only the most likely token is left
+MANY_CHOICES = 64  # of one request, made in one turn of the loop: 4096 take 25 ms
+FROM_REQUEST = {
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "logit_bias", "min_tokens", "stop_token_ids", "ignore_eos",
+}  # fmt: skip
 """Sampling fields that are taken over as given."""
-NUM_USUAL = 8
-"""Fields that every request's sampling has."""
+NUM_USUAL = 8  # fields that every request's sampling has
 TIER_CLASSES: dict[ServiceTier, PriorityClass] = {
     "priority": "premium",
     "default": "standard",
@@ -66,11 +52,8 @@ TIER_CLASSES: dict[ServiceTier, PriorityClass] = {
 }
 """The other tiers ask for the key's own class."""
 CLASS_TIERS: dict[PriorityClass, ServiceTier] = {
-    "premium": "priority",
-    "standard": "default",
-    "free": "default",
-    "batch": "flex",
-}
+    "premium": "priority", "standard": "default", "free": "default", "batch": "flex",
+}  # fmt: skip
 """The tier that an answer names."""
 _RANKS: dict[PriorityClass, int] = {"premium": 0, "standard": 1, "free": 2, "batch": 3}
 
@@ -86,9 +69,7 @@ class RequestPlan(NamedTuple):
     samplings: list[Sampling]  # of each prompt's first candidate
     seed: int | None  # the client's; None: drawn for each candidate
     num_candidates: int  # sequences generated for each prompt
-    num_best: (
-        int | None
-    )  # how many of each prompt's candidates are returned, likeliest first; None: all, in order
+    num_best: int | None  # likeliest candidates of each prompt that are returned; None: all, in order
     # format of the answer
     reading: ChatReading | None  # how thoughts and tool calls are read out of the text; None: it is plain
     stop: Sequence[str] | None
@@ -98,7 +79,7 @@ class RequestPlan(NamedTuple):
     return_token_ids: bool
     include_usage: bool
     usage_on_every_chunk: bool
-    padded: bool  # each chunk's length tells little
+    padded: bool  # chunks have lengths that reveal little of their text
     service_tier: ServiceTier | None  # named in the answer
     # limits
     timeout_s: float
@@ -114,12 +95,12 @@ class RequestPlan(NamedTuple):
 
     @property
     def num_prompt_bytes(self) -> int:
-        """What all prompts take in memory, together."""
+        """Return the memory of all prompts together."""
         return sum([prompt.num_bytes for prompt in self.prompts])
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens that any one sequence may generate."""
+        """Return the most tokens that any one sequence may generate."""
         return max([sampling.max_tokens for sampling in self.samplings])
 
     def sampling_of(self, prompt: int, candidate: int) -> Sampling:
@@ -132,10 +113,9 @@ def parse(endpoint: Endpoint, body: bytes | bytearray) -> GenerateRequest:
     """Validate a body. Raises InvalidRequest."""
     kind = ChatCompletionRequest if endpoint == "/v1/chat/completions" else CompletionRequest
     try:
-        request: GenerateRequest = kind.model_validate_json(body)
+        return kind.model_validate_json(body)
     except ValidationError as error:
         raise from_validation(error) from error
-    return request
 
 
 class Planner:
@@ -147,20 +127,23 @@ class Planner:
 
     def is_quick(self, request: GenerateRequest) -> bool:
         """Whether the event loop may plan and open the request itself, in about 0.1 ms."""
-        return not is_long(request) and not has_grammar(request) and num_choices(request) <= MANY_CHOICES
+        return not is_long(request) and not request.has_grammar and num_choices(request) <= MANY_CHOICES
+
+    def _reads(self, chat: ChatCompletionRequest) -> bool:
+        """Whether thoughts or tool calls may stand in the answers' text."""
+        return self.model.chat_style.thinks or bool(chat.offered_tools)
 
     def plan(
         self, request: GenerateRequest, headers: Mapping[bytes, bytes], own_class: PriorityClass
     ) -> RequestPlan:
-        """Render, tokenize and check a request.
+        """Render, tokenize and check a request. ``own_class``: the key's.
 
-        ``headers`` hold at least PLAN_HEADERS, as far as they were sent; ``own_class`` is the key's. Raises
-        InvalidRequest where the request does not fit the model or the server's limits.
+        Raises InvalidRequest if the request does not fit the model or the server's limits.
         """
         chat = request if isinstance(request, ChatCompletionRequest) else None
         echo = chat is None and bool(getattr(request, "echo", False))
         prompts = prompts_of(request, self.model)
-        grammar, param = grammar_for(request, self.model, prompts[0]) if has_grammar(request) else (b"", "")
+        grammar, param = grammar_for(request, self.model, prompts[0]) if request.has_grammar else (b"", "")
         if grammar:
             self._grammars.check(grammar, param)
         n = request.n or 1
@@ -169,13 +152,11 @@ class Planner:
             endpoint="/v1/completions" if chat is None else "/v1/chat/completions",
             prompts=[(prompt if echo else prompt.without_text()).packed() for prompt in prompts],
             num_prompt_tokens=sum([len(prompt.token_ids) for prompt in prompts]),
-            samplings=[
-                sampling_of(request, self.model, len(prompt.token_ids), grammar) for prompt in prompts
-            ],
+            samplings=[sampling_of(request, self.model, len(p.token_ids), grammar) for p in prompts],
             seed=request.seed,
             num_candidates=request.num_candidates,
             num_best=n if request.num_candidates > n else None,
-            reading=ChatReading.of(chat, self.model) if chat is not None else None,
+            reading=ChatReading.of(chat, self.model) if chat is not None and self._reads(chat) else None,
             stop=request.stop,
             num_logprobs=num_logprobs(request),
             echo=echo,
@@ -186,11 +167,7 @@ class Planner:
             padded=request.obfuscated,
             service_tier=CLASS_TIERS[priority_class] if request.service_tier else None,
             timeout_s=timeout_of(request.timeout, headers, self._limits.request_timeout_s),
-            on_timeout=on_timeout_of(
-                request.on_timeout,
-                headers,
-                has_timeout=request.timeout is not None or TIMEOUT_HEADER in headers,
-            ),
+            on_timeout=on_timeout_of(request, headers),
             priority_class=priority_class,
             priority=request.priority or 0,
             session=_header(headers, SESSION_HEADER)[:512] or request.prompt_cache_key or request.user or "",
@@ -204,10 +181,7 @@ class Planner:
 def sampling_of(
     request: GenerateRequest, model: ServedModel, num_prompt_tokens: int, grammar: bytes = b""
 ) -> Sampling:
-    """Return the sampling of a prompt's first candidate: the request's fields over the model's defaults.
-
-    Raises InvalidRequest where the request does not fit the model.
-    """
+    """Return the sampling of a prompt's first candidate: the request's fields over the model's defaults."""
     defaults = model.defaults
     fields: dict[str, Any] = {
         "max_tokens": _max_tokens(request, model, num_prompt_tokens),
@@ -250,18 +224,16 @@ def seed_of(seed: int | None, candidate: int) -> int:
 
 def _max_tokens(request: GenerateRequest, model: ServedModel, num_prompt_tokens: int) -> int:
     chat = isinstance(request, ChatCompletionRequest)
-    asked = request.max_new_tokens
-    new_name = isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None
-    param = "max_completion_tokens" if new_name else "max_tokens"
-    room = model.max_model_len - num_prompt_tokens
+    asked, longest = request.max_new_tokens, model.max_model_len
+    room = longest - num_prompt_tokens
     if asked is not None:
         if asked > room:
-            raise ContextTooLong(model.max_model_len, num_prompt_tokens, asked, param=param)
+            new_name = getattr(request, "max_completion_tokens", None) is not None
+            param = "max_completion_tokens" if new_name else "max_tokens"
+            raise ContextTooLong(longest, num_prompt_tokens, asked, param=param)
         return asked
     if room < 1:
-        raise ContextTooLong(
-            model.max_model_len, num_prompt_tokens, None, param="messages" if chat else "prompt"
-        )
+        raise ContextTooLong(longest, num_prompt_tokens, None, param="messages" if chat else "prompt")
     return min(room, model.defaults.max_new_tokens or (room if chat else COMPLETION_MAX_TOKENS))
 
 
@@ -270,10 +242,8 @@ def _check_unusual(fields: dict[str, Any], vocab_size: int) -> None:
     for name in ("logit_bias", "stop_token_ids"):
         bad = [token_id for token_id in fields.get(name, ()) if token_id >= vocab_size]
         if bad:
-            message = (
-                f"{name}: token ids {', '.join(map(str, bad))} are outside the vocabulary of "
-                f"{vocab_size} tokens"
-            )
+            found = f"token ids {', '.join(map(str, bad))}"
+            message = f"{name}: {found} are outside the vocabulary of {vocab_size} tokens"
             raise InvalidRequest(message, param=name)
     if (min_tokens := fields.get("min_tokens", 0)) > (max_tokens := fields["max_tokens"]):
         message = f"min_tokens: is {min_tokens}, more than the {max_tokens} tokens allowed at most"
@@ -284,14 +254,12 @@ def _check_unusual(fields: dict[str, Any], vocab_size: int) -> None:
 
 
 def class_in_force(tier: ServiceTier | None, own: PriorityClass) -> PriorityClass:
-    """Return the lower of the tier's class and the key's ``own``: asking for more is ignored, as OpenAI
-    does."""
+    """Return the lower of the tier's class and the key's; asking for more is ignored, as by OpenAI."""
     return own if tier is None else max(own, TIER_CLASSES.get(tier, own), key=_RANKS.__getitem__)
 
 
 def timeout_of(field: float | None, headers: Mapping[bytes, bytes], longest_s: float) -> float:
-    """Return the seconds that a request may take: the body's ``timeout``, else the header's, else
-    ``longest_s``.
+    """Return the seconds that a request may take: by the body, else the header, else ``longest_s``.
 
     Raises InvalidRequest where the header is not a positive number, or more than ``longest_s`` is asked for.
     """
@@ -307,26 +275,24 @@ def timeout_of(field: float | None, headers: Mapping[bytes, bytes], longest_s: f
     if asked is None:
         return longest_s
     if asked > longest_s:
-        raise InvalidRequest(
-            f"{param}: at most {longest_s:g} seconds are allowed here, not {asked:g}", param=param
-        )
+        message = f"{param}: at most {longest_s:g} seconds are allowed here, not {asked:g}"
+        raise InvalidRequest(message, param=param)
     return asked
 
 
-def on_timeout_of(field: OnTimeout | None, headers: Mapping[bytes, bytes], *, has_timeout: bool) -> OnTimeout:
-    """Return what a request's deadline does to its answer: the body's ``on_timeout``, else the header's.
+def on_timeout_of(request: GenerateRequest, headers: Mapping[bytes, bytes]) -> OnTimeout:
+    """Return the effect of a request's deadline on its answer: the body's ``on_timeout``, else the header's.
 
     Without either it is ``timeout`` for a request that sets a timeout, and so knows more than OpenAI's words,
     and ``length`` for others, whose SDK may refuse a word it does not know. Raises InvalidRequest.
     """
     name = ON_TIMEOUT_HEADER.decode()
-    asked = field or _header(headers, ON_TIMEOUT_HEADER)
+    asked = request.on_timeout or _header(headers, ON_TIMEOUT_HEADER)
     if not asked:
-        return "timeout" if has_timeout else "length"
+        return "timeout" if request.timeout is not None or TIMEOUT_HEADER in headers else "length"
     if asked not in get_args(OnTimeout):
-        raise InvalidRequest(
-            f"{name}: {asked[:40]!r} is none of {', '.join(get_args(OnTimeout))}", param=name
-        )
+        message = f"{name}: {asked[:40]!r} is none of {', '.join(get_args(OnTimeout))}"
+        raise InvalidRequest(message, param=name)
     return cast(OnTimeout, asked)
 
 

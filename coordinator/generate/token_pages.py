@@ -3,20 +3,17 @@ for large ones."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Self
 
 import orjson
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from ..errors import InvalidRequest
 from ..text.served_model import ServedModel
-from ..validation import from_validation
 from .bodies.chat import MAX_MESSAGES, Message, NoTemplate, unknown_of_messages
 from .bodies.fields import INT64, MAX_TOKENS, Body
 from .prompts import chat_prompt, encode
-
-B = TypeVar("B", bound=Body)
 
 
 class TokenizeRequest(Body):
@@ -46,14 +43,6 @@ class DetokenizeRequest(Body):
 
     model: str | None = None
     tokens: Annotated[list[Annotated[int, Field(ge=0, lt=INT64)]], Field(max_length=MAX_TOKENS)]
-
-
-def page_request(kind: type[B], body: bytes | bytearray) -> B:
-    """Raises InvalidRequest."""
-    try:
-        return kind.model_validate_json(body)
-    except ValidationError as error:
-        raise from_validation(error) from error
 
 
 def tokenized(request: TokenizeRequest, model: ServedModel) -> bytes:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import repeat
+from operator import sub
 from statistics import median
 
 from ...transport.messages.messages import Load
@@ -52,9 +54,7 @@ class Forecast:
         speed = self._speeds.setdefault(worker.id, _Speed())
         if counters == speed.counters:
             return
-        tokens, seconds, prompt, cached = (
-            max(0.0, new - old) for new, old in zip(counters, speed.counters, strict=True)
-        )
+        tokens, seconds, prompt, cached = map(max, repeat(0.0), map(sub, counters, speed.counters))
         speed.counters = counters
         self._version += 1
         if tokens and seconds:

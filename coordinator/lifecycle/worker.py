@@ -202,7 +202,10 @@ class WorkerRecord:
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks that a sequence's next token attends to."""
-        return -(-num_tokens // self.block_size) - num_behind(num_tokens, self.window, self.block_size)
+        num_blocks = -(-num_tokens // self.block_size)
+        return (
+            num_blocks - num_behind(num_tokens, self.window, self.block_size) if self.window else num_blocks
+        )
 
     def match_prefix(self, hashes: list[bytes]) -> int:
         """Return how many leading blocks of a prompt this worker has cached."""

@@ -20,7 +20,7 @@ from ..errors import ApiError, InternalError, MethodNotAllowed, NotFound, Storag
 from ..full_disk import is_full
 from ..generate.api import GenerationApi
 from ..generate.bodies.fields import Body, UnknownFields
-from ..generate.token_pages import DetokenizeRequest, TokenizeRequest, detokenized, page_request, tokenized
+from ..generate.token_pages import DetokenizeRequest, TokenizeRequest, detokenized, tokenized
 from ..http.body import ClientGone, held_body
 from ..http.call import Endpoint
 from ..http.limits import LARGE_BODY_BYTES
@@ -28,6 +28,7 @@ from ..lifecycle.request import Dispatcher
 from ..metrics.metrics import CONTENT_TYPE, Metrics
 from ..metrics.system_snapshot import SystemSnapshot
 from ..text.served_model import ServedModel
+from ..validation import validated
 from .health import Health
 from .openapi import document
 
@@ -100,7 +101,7 @@ class OrdinaryRoutes:
             if len(body) > LARGE_BODY_BYTES:
                 text: bytes = await self._generation.reader.read(work, body)
             else:
-                asked = page_request(kind, body)
+                asked = validated(kind, body)
                 self._unknown.note(asked.unknown_fields())
                 text = await self._model.tokenizer.aside(lambda: answer(asked, self._model))
         return Response(text, media_type="application/json")

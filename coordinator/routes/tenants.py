@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar
 
 import anyio.to_thread
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -28,7 +28,7 @@ from ..lifecycle.request import PriorityClass
 from ..tenants.errors import Unknown
 from ..tenants.limits import LIMIT_NAMES
 from ..tenants.store import TenantStore
-from ..validation import from_validation
+from ..validation import validated
 
 MAX_BODY_BYTES = 1 << 16
 Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f/]+$")]
@@ -151,7 +151,4 @@ class TenantRoutes:
 
     async def _body(self, request: Request, kind: type[Body]) -> Body:
         body = await read_body(dict(request.scope["headers"]), request.receive, MAX_BODY_BYTES)
-        try:
-            return kind.model_validate_json(body or b"{}")
-        except ValidationError as error:
-            raise from_validation(error) from error
+        return validated(kind, body or b"{}")

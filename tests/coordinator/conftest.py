@@ -18,7 +18,7 @@ from splitserve.coordinator.batch.runner import BatchOptions
 from splitserve.coordinator.http.access.operators import Operators
 from splitserve.coordinator.http.limits import HttpLimits
 from splitserve.coordinator.lifecycle.request import Request
-from splitserve.coordinator.server import HttpServer, create_app
+from splitserve.coordinator.server import HttpApp, HttpServer
 from splitserve.coordinator.text.served_model import ServedModel
 
 
@@ -55,7 +55,7 @@ def limits() -> HttpLimits:
 async def server(
     dispatcher: FakeDispatcher, model: ServedModel, limits: HttpLimits
 ) -> AsyncIterator[HttpServer]:
-    server = HttpServer(create_app(dispatcher, model, limits, dispatcher.system, Operators(ADMIN_KEY)))
+    server = HttpServer(HttpApp(dispatcher, model, limits, dispatcher.system, Operators(ADMIN_KEY)))
     await server.start()
     yield server
     await server.stop(grace_s=0)
@@ -87,7 +87,7 @@ def fuzzed(model: ServedModel, dispatcher: FakeDispatcher, tmp_path: Path) -> It
 
     async def serve() -> None:
         server = HttpServer(
-            create_app(
+            HttpApp(
                 dispatcher,
                 model,
                 HttpLimits(max_body_bytes=1 << 20),

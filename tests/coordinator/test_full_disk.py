@@ -27,7 +27,7 @@ from splitserve.coordinator.batch.runner import BatchOptions
 from splitserve.coordinator.http.limits import HttpLimits
 from splitserve.coordinator.lifecycle.request import Ended, Request
 from splitserve.coordinator.metrics.trace_log import TraceLog
-from splitserve.coordinator.server import HttpServer, create_app
+from splitserve.coordinator.server import HttpApp, HttpServer
 from splitserve.coordinator.tenants.directory import KeyDirectory
 from splitserve.coordinator.tenants.limiter import Admission
 from splitserve.coordinator.tenants.limits import Account, Limits
@@ -207,7 +207,7 @@ async def test_keys_open_on_a_full_disk_and_changes_are_seen_once_there_is_space
 async def batch_server(
     dispatcher: FakeDispatcher, model: ServedModel, disk: SmallDisk
 ) -> AsyncIterator[HttpServer]:
-    app = create_app(
+    app = HttpApp(
         dispatcher, model, HttpLimits(), dispatcher.system, batches=BatchOptions(disk.path / "batches.db")
     )
     server = HttpServer(app)

@@ -278,6 +278,11 @@ class ChatCompletionRequest(SamplingFields):
         )
 
     @property
+    def has_grammar(self) -> bool:
+        """See ``SamplingFields``."""
+        return self.output_format is not None or self.holds_calls
+
+    @property
     def must_call(self) -> bool:
         """Rather than as the model likes."""
         return (choice := self.choice_of_tools) is not None and choice.mode == "required"

@@ -149,7 +149,7 @@ class SamplingFields(Body):
 
     def unknown_fields(self) -> list[str]:
         """See ``Body``."""
-        found = super().unknown_fields()
+        found = super().unknown_fields() if self.model_extra else []
         if self.stream_options is not None:
             found += unknown_within("stream_options", self.stream_options)
         return found if self.response_format is None else [*found, *self.response_format.unknown]
@@ -178,6 +178,11 @@ class SamplingFields(Body):
         ):
             if found is not None:
                 yield found
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether the output must follow a grammar, so that workers need a mask."""
+        return self.output_format is not None
 
     @property
     def include_usage(self) -> bool:

@@ -24,8 +24,9 @@ from ...http.call import Endpoint
 from ...http.limits import HttpLimits
 from ...lifecycle.request import PriorityClass
 from ...text.served_model import ServedModel
+from ...validation import validated
 from ..plan import Planner, RequestPlan, parse
-from ..token_pages import DetokenizeRequest, TokenizeRequest, detokenized, page_request, tokenized
+from ..token_pages import DetokenizeRequest, TokenizeRequest, detokenized, tokenized
 from .allocator import give_memory_back, trimmer
 from .frames import receive, send
 from .websocket_message import parsed_message, with_stream
@@ -60,12 +61,12 @@ class Work:
     def tokenize(self, body: bytearray) -> bytes:
         """The answer of /tokenize."""
         check_size(body)
-        return tokenized(page_request(TokenizeRequest, body), self._model)
+        return tokenized(validated(TokenizeRequest, body), self._model)
 
     def detokenize(self, body: bytearray) -> bytes:
         """The answer of /detokenize."""
         check_size(body)
-        return detokenized(page_request(DetokenizeRequest, body), self._model)
+        return detokenized(validated(DetokenizeRequest, body), self._model)
 
     def envelope(self, message: bytearray) -> tuple[dict[str, Any], bytes]:
         """A WebSocket message without its body, and the body, for ``generate``."""

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -28,7 +28,7 @@ from starlette.routing import Route
 from ....transport.process.private_files import require_private, write_private
 from ...errors import Forbidden, Unauthorized
 from ...tenants.api_key import bearer
-from ...validation import from_validation
+from ...validation import validated
 from ..body import read_body
 
 LOGIN = "/dashboard/login"
@@ -83,10 +83,7 @@ class Operators:
 
     async def _by_key(self, request: Request) -> Response:
         body = await read_body(dict(request.scope["headers"]), request.receive, MAX_BODY_BYTES)
-        try:
-            key = LoginBody.model_validate_json(body).key
-        except ValidationError as error:
-            raise from_validation(error) from error
+        key = validated(LoginBody, body).key
         if not hmac.compare_digest(key.strip().encode(), self._key):
             raise Unauthorized("This is not the admin key.")
         return self._with_session(request, Response(status_code=204, headers=HEADERS))

@@ -25,7 +25,7 @@ from splitserve.coordinator.batch.lines import Line, read_lines
 from splitserve.coordinator.batch.runner import BatchOptions, BatchRunner
 from splitserve.coordinator.batch.store import BatchStore
 from splitserve.coordinator.http.limits import HttpLimits
-from splitserve.coordinator.server import HttpServer, create_app
+from splitserve.coordinator.server import HttpApp, HttpServer
 from splitserve.coordinator.tenants.directory import Everyone
 from splitserve.coordinator.text.served_model import ServedModel
 
@@ -51,7 +51,7 @@ def jsonl(*lines: dict[str, Any]) -> bytes:
 
 @asynccontextmanager
 async def serving(dispatcher: FakeDispatcher, model: ServedModel, path: Path) -> AsyncIterator[AsyncOpenAI]:
-    app = create_app(
+    app = HttpApp(
         dispatcher, model, HttpLimits(), dispatcher.system, batches=BatchOptions(path, max_running=4)
     )
     server = HttpServer(app)
@@ -267,7 +267,7 @@ async def test_it_stops_whatever_has_just_changed(
     """``asyncio.wait_for`` returned what it had waited for, and not that it was cancelled, where both came
     within a turn of the loop."""
     runner = BatchRunner(
-        BatchOptions(tmp_path / "batches.db"), create_app(dispatcher, model).generation, Everyone()
+        BatchOptions(tmp_path / "batches.db"), HttpApp(dispatcher, model).generation, Everyone()
     )
     runner.start()
     async with asyncio.timeout(60):

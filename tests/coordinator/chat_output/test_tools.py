@@ -17,7 +17,7 @@ from support.http_fakes import FakeDispatcher
 from splitserve.coordinator.chat_output.style import ChatStyle
 from splitserve.coordinator.generate.bodies.chat import ChatCompletionRequest
 from splitserve.coordinator.http.limits import HttpLimits
-from splitserve.coordinator.server import HttpServer, create_app
+from splitserve.coordinator.server import HttpApp, HttpServer
 from splitserve.coordinator.text.chat_template import ChatTemplate
 from splitserve.coordinator.text.served_model import ServedModel
 
@@ -53,7 +53,7 @@ async def answering(model: ServedModel, limits: HttpLimits) -> AsyncIterator[Ans
         served = dataclasses.replace(model, chat_style=style or ChatStyle())
         if template is not None:
             served = dataclasses.replace(served, chat_template=ChatTemplate(template))
-        server = HttpServer(create_app(dispatcher, served, limits, dispatcher.system))
+        server = HttpServer(HttpApp(dispatcher, served, limits, dispatcher.system))
         await server.start()
         servers.append(server)
         plain = httpx.AsyncClient(verify=False, timeout=60)  # reading certificates takes longer than a test

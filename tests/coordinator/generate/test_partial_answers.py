@@ -10,6 +10,7 @@ import pytest
 from support.http_fakes import ANSWER, CALL, OPERATOR, FakeDispatcher
 
 from splitserve.coordinator.errors import InvalidRequest
+from splitserve.coordinator.generate.bodies.completion import CompletionRequest
 from splitserve.coordinator.generate.plan import ON_TIMEOUT_HEADER, on_timeout_of
 from splitserve.coordinator.lifecycle.request import Ended, Request
 from splitserve.coordinator.text.served_model import ServedModel
@@ -76,15 +77,22 @@ async def test_words_that_openai_has_not_are_for_requests_that_use_our_fields(
     assert answer.json()["choices"][0]["finish_reason"] == reason
 
 
-def test_how_a_request_says_so() -> None:
-    assert (
-        on_timeout_of("error", {ON_TIMEOUT_HEADER: b"length"}, has_timeout=False) == "error"
-    )  # the body is nearer
-    assert on_timeout_of(None, {ON_TIMEOUT_HEADER: b"timeout"}, has_timeout=False) == "timeout"
-    assert on_timeout_of(None, {}, has_timeout=True) == "timeout"
-    assert on_timeout_of("length", {}, has_timeout=True) == "length"
+@pytest.mark.parametrize(
+    ("fields", "header", "effect"),
+    [
+        ({"on_timeout": "error"}, b"length", "error"),  # the body is nearer
+        ({}, b"timeout", "timeout"),
+        ({"timeout": 20}, b"", "timeout"),
+        ({"timeout": 20, "on_timeout": "length"}, b"", "length"),
+    ],
+)
+def test_how_a_request_says_so(fields: dict[str, Any], header: bytes, effect: str) -> None:
+    assert on_timeout_of(CompletionRequest(prompt="x", **fields), {ON_TIMEOUT_HEADER: header}) == effect
+
+
+def test_an_unknown_effect_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="x-on-timeout: 'never' is none of timeout, length, error"):
-        on_timeout_of(None, {ON_TIMEOUT_HEADER: b"never"}, has_timeout=False)
+        on_timeout_of(CompletionRequest(prompt="x"), {ON_TIMEOUT_HEADER: b"never"})
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -18,7 +18,7 @@ from splitserve.coordinator.generate.plan import MANY_CHOICES
 from splitserve.coordinator.generate.prompts import INLINE_CHARS
 from splitserve.coordinator.http.inner_call import InnerCall
 from splitserve.coordinator.lifecycle.request import Request
-from splitserve.coordinator.server import HttpApp, create_app
+from splitserve.coordinator.server import HttpApp
 from splitserve.coordinator.tenants.limits import ANONYMOUS
 from splitserve.coordinator.text.served_model import ServedModel
 
@@ -46,7 +46,7 @@ class Client:
 
 
 async def test_each_gets_its_own_answer(dispatcher: FakeDispatcher, model: ServedModel) -> None:
-    app = create_app(dispatcher, model)
+    app = HttpApp(dispatcher, model)
     bodies = [
         SHORT,
         {**SHORT, "n": "two"},
@@ -78,7 +78,7 @@ async def test_a_mistake_of_ours_is_one_request_s(
         submit(request)
 
     monkeypatch.setattr(dispatcher, "submit", mistaken)
-    app = create_app(dispatcher, model)
+    app = HttpApp(dispatcher, model)
     clients = [Client(app, {**SHORT, "priority": priority}) for priority in (0, 7, 0)]
     async with asyncio.timeout(60):
         await asyncio.gather(*(client.heard.wait() for client in clients))
@@ -108,7 +108,7 @@ async def test_requests_for_many_choices_take_turns(
     monkeypatch.setattr(HttpExchange, "_make_request", count("made", HttpExchange._make_request))
     monkeypatch.setattr(dispatcher, "cancel", count("cancelled", dispatcher.cancel))
     dispatcher.hold = True
-    app = create_app(dispatcher, model)
+    app = HttpApp(dispatcher, model)
     next_turn()
     clients = [Client(app, {**SHORT, "prompt": ["a"] * 3, "n": 100}) for _ in range(3)]
     await dispatcher.until(lambda: len(dispatcher.running) == 900)

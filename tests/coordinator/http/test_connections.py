@@ -21,7 +21,7 @@ from support.http_fakes import ANSWER, FakeDispatcher
 
 from splitserve.coordinator.http.limits import HttpLimits
 from splitserve.coordinator.lifecycle.request import Ended, Request
-from splitserve.coordinator.server import HttpServer, create_app
+from splitserve.coordinator.server import HttpApp, HttpServer
 from splitserve.coordinator.text.served_model import ServedModel
 
 TEXT = {"model": "tiny", "prompt": "Hi", "max_tokens": 1000, "temperature": 0}
@@ -103,7 +103,7 @@ def test_a_slow_reader_gets_everything_in_order(
     doubled."""
 
     async def scenario() -> None:
-        server = HttpServer(create_app(dispatcher, model, HttpLimits(max_buffered_bytes=64 << 20)))
+        server = HttpServer(HttpApp(dispatcher, model, HttpLimits(max_buffered_bytes=64 << 20)))
         server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         await server.start()
         client = slow_client(server.port)
@@ -146,7 +146,7 @@ def test_a_reader_too_slow_for_its_bound_is_cut_off(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def scenario() -> None:
-        server = HttpServer(create_app(dispatcher, model, HttpLimits(max_buffered_bytes=100_000)))
+        server = HttpServer(HttpApp(dispatcher, model, HttpLimits(max_buffered_bytes=100_000)))
         server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         await server.start()
         client = slow_client(server.port)
@@ -185,7 +185,7 @@ async def test_stopping_ends_what_does_not_end_by_itself(
     model: ServedModel, dispatcher: FakeDispatcher, stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     dispatcher.step_s = 0.01
-    server = HttpServer(create_app(dispatcher, model))
+    server = HttpServer(HttpApp(dispatcher, model))
     await server.start()
     async with httpx.AsyncClient(
         base_url=f"http://127.0.0.1:{server.port}", verify=False, timeout=60
@@ -207,7 +207,7 @@ def test_a_port_in_use_is_said_so(model: ServedModel, dispatcher: FakeDispatcher
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}"):
-            HttpServer(create_app(dispatcher, model), port=port)
+            HttpServer(HttpApp(dispatcher, model), port=port)
 
 
 async def test_pipelined_and_keep_alive_requests(server: HttpServer, dispatcher: FakeDispatcher) -> None:
@@ -320,7 +320,7 @@ async def test_dispatchers_that_answer_before_submit_returns(model: ServedModel)
             request.sink.end(Ended(finish_reason="stop"))
 
     ids = model.tokenizer.fast.encode(ANSWER, add_special_tokens=False).ids
-    server = HttpServer(create_app(Immediate(lambda request: ids), model))
+    server = HttpServer(HttpApp(Immediate(lambda request: ids), model))
     await server.start()
     async with httpx.AsyncClient(
         base_url=f"http://127.0.0.1:{server.port}", verify=False, timeout=60

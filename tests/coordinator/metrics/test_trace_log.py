@@ -11,7 +11,7 @@ from support.http_fakes import FakeDispatcher
 
 from splitserve.coordinator.lifecycle.request import Ended, Request
 from splitserve.coordinator.metrics.trace_log import BLOCK_SIZE, TraceLog
-from splitserve.coordinator.server import HttpServer, create_app
+from splitserve.coordinator.server import HttpApp, HttpServer
 from splitserve.coordinator.text.served_model import ServedModel
 from splitserve.planner.simulator.prompts import SINK
 from splitserve.planner.trace.readers import open_trace
@@ -61,7 +61,7 @@ async def test_it_tells_when_each_token_came_if_asked(
     dispatcher: FakeDispatcher, model: ServedModel, tmp_path: Path
 ) -> None:
     log = TraceLog(tmp_path, longest_request_s=60)
-    server = HttpServer(create_app(dispatcher, model))
+    server = HttpServer(HttpApp(dispatcher, model))
     server.app.generation.times_tokens = True
     await server.start()
     async with httpx.AsyncClient(

@@ -16,7 +16,7 @@ from support.http_fakes import FakeDispatcher
 from splitserve.coordinator.errors import Unauthorized
 from splitserve.coordinator.http.access.operators import Operators
 from splitserve.coordinator.routes.tenants import tenant_routes
-from splitserve.coordinator.server import HttpServer, create_app
+from splitserve.coordinator.server import HttpApp, HttpServer
 from splitserve.coordinator.settings import CoordinatorSettings
 from splitserve.coordinator.tenants.directory import KeyDirectory
 from splitserve.coordinator.tenants.errors import TenantsFileError, Unknown
@@ -143,7 +143,7 @@ async def test_the_server_asks_for_keys(
 ) -> None:
     key = store.create_key("acme").key
     caplog.set_level(logging.DEBUG)
-    server = HttpServer(create_app(dispatcher, model, tenancy=Tenancy(KeyDirectory(path))))
+    server = HttpServer(HttpApp(dispatcher, model, tenancy=Tenancy(KeyDirectory(path))))
     await server.start()
     async with httpx.AsyncClient(
         base_url=f"http://127.0.0.1:{server.port}", verify=False, timeout=60
@@ -177,7 +177,7 @@ async def test_the_server_asks_for_keys(
 async def test_a_wrong_key_is_refused_before_its_body_is_sent(
     store: TenantStore, path: Path, dispatcher: FakeDispatcher, model: ServedModel
 ) -> None:
-    server = HttpServer(create_app(dispatcher, model, tenancy=Tenancy(KeyDirectory(path))))
+    server = HttpServer(HttpApp(dispatcher, model, tenancy=Tenancy(KeyDirectory(path))))
     await server.start()
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(
@@ -193,7 +193,7 @@ async def test_tenants_by_http(
     store: TenantStore, path: Path, dispatcher: FakeDispatcher, model: ServedModel
 ) -> None:
     operators = Operators("0123456789abcdef")
-    app = create_app(
+    app = HttpApp(
         dispatcher,
         model,
         operators=operators,

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.http_fakes import ADMIN_KEY, OPERATOR, FakeDispatcher
 
 from splitserve.coordinator.http.access.operators import Operators
-from splitserve.coordinator.server import HttpServer, create_app
+from splitserve.coordinator.server import HttpApp, HttpServer
 from splitserve.coordinator.tenants import usage_database
 from splitserve.coordinator.tenants.directory import KeyDirectory
 from splitserve.coordinator.tenants.meter import Meter
@@ -235,7 +235,7 @@ async def test_sums_agree_with_the_metrics(
         keys.append(store.create_key(tenant).key)
     meter = make(tmp_path, write_every_s=0.01)
     tenancy = Tenancy(KeyDirectory(tmp_path / "tenants"), meter=meter)
-    server = HttpServer(create_app(dispatcher, model, operators=Operators(ADMIN_KEY), tenancy=tenancy))
+    server = HttpServer(HttpApp(dispatcher, model, operators=Operators(ADMIN_KEY), tenancy=tenancy))
     await server.start()
     async with httpx.AsyncClient(
         base_url=f"http://127.0.0.1:{server.port}", verify=False, timeout=60

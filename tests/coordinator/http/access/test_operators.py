@@ -20,7 +20,7 @@ from splitserve.coordinator.http.access.operators import (
     admin_key,
     make_admin_key,
 )
-from splitserve.coordinator.server import HttpApp, create_app
+from splitserve.coordinator.server import HttpApp
 from splitserve.coordinator.text.served_model import ServedModel
 
 FOR_OPERATORS = ("/metrics", "/debug/state", "/dashboard/feed", "/admin/flips")
@@ -47,7 +47,7 @@ def operators(clock: Clock) -> Operators:
 @pytest.fixture
 def app(dispatcher: FakeDispatcher, model: ServedModel, operators: Operators, tmp_path: Path) -> HttpApp:
     batches = BatchOptions(tmp_path / "batches")
-    return create_app(
+    return HttpApp(
         dispatcher, model, system=dispatcher.system, operators=operators, more_admin=[], batches=batches
     )
 
@@ -93,7 +93,7 @@ async def test_an_odd_path_is_told_of_no_missing_option(
 ) -> None:
     for inner, told in (
         (app, "There is no GET /v1/files/a/b."),
-        (create_app(dispatcher, model), "without --batch-file"),
+        (HttpApp(dispatcher, model), "without --batch-file"),
     ):
         async with visitor(inner) as http:
             answer = await http.get("/v1/files/a/b")
@@ -102,7 +102,7 @@ async def test_an_odd_path_is_told_of_no_missing_option(
 
 
 async def test_without_a_key_nobody_is_an_operator(dispatcher: FakeDispatcher, model: ServedModel) -> None:
-    async with visitor(create_app(dispatcher, model)) as http:
+    async with visitor(HttpApp(dispatcher, model)) as http:
         assert (await http.get("/metrics")).status_code == 401
 
 
@@ -132,7 +132,7 @@ async def test_a_session_is_no_other_keys_and_cannot_be_made_up(
     async with visitor(app) as http:
         await http.post(LOGIN, json={"key": ADMIN_KEY})
         ((name, session),) = http.cookies.items()
-    other = create_app(dispatcher, model, operators=Operators("other" * 8, clock))
+    other = HttpApp(dispatcher, model, operators=Operators("other" * 8, clock))
     late = f"{clock.now + 2 * SESSION_S:.0f}.{session.rpartition('.')[2]}"
     for server, value, status in (
         (app, session, 200),

@@ -20,7 +20,7 @@ from splitserve.cli.config import ConfigError
 from splitserve.cli.tls_trust import pinned, trust
 from splitserve.coordinator.http.access.operators import Operators
 from splitserve.coordinator.http.access.tls import TlsFiles
-from splitserve.coordinator.server import FrontDoor, HttpServer, admin_server, create_app
+from splitserve.coordinator.server import FrontDoor, HttpApp, HttpServer, admin_server
 from splitserve.coordinator.text.served_model import ServedModel
 
 BODY = {"model": "tiny", "prompt": "Hi", "temperature": 0, "max_tokens": 1000}
@@ -38,7 +38,7 @@ async def server(
     dispatcher: FakeDispatcher, model: ServedModel, files: TlsFiles
 ) -> AsyncIterator[HttpServer]:
     server = HttpServer(
-        create_app(dispatcher, model, front=FrontDoor(tls=files), operators=Operators(KEY), more_admin=[])
+        HttpApp(dispatcher, model, front=FrontDoor(tls=files), operators=Operators(KEY), more_admin=[])
     )
     await server.start()
     yield server
