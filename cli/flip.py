@@ -16,8 +16,8 @@ PATIENCE_S = 30.0
 POLL_S = 0.05
 
 
-def flip(worker: str, settings: FlipSettings) -> int:
-    """Returns the exit status."""
+def flip(settings: FlipSettings, worker: str) -> int:
+    """Have the worker change its role. Return the exit status."""
     url, headers = operator_access(settings.url, settings.admin_key_file, admin_port=True)
     asked = {
         "to": settings.to,

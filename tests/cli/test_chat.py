@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from support.fake_openai import USAGE, fake_openai
 
+from splitserve.cli import start
 from splitserve.cli.chat import account, answer_once, converse
-from splitserve.cli.main import run_bench
 from splitserve.cli.settings import ChatSettings
 from splitserve.loadgen.settings import LoadSettings
 from splitserve.transport.process.private_files import write_private
@@ -33,7 +33,7 @@ async def test_the_key_of_a_file_is_shown(tmp_path: Path) -> None:
     async with fake_openai() as server:
         assert await answer_once(ChatSettings(url=server.url, api_key_file=tmp_path / "key"), "count") == 0
         await asyncio.to_thread(
-            run_bench, LoadSettings(url=server.url, api_key_file=tmp_path / "key", requests=1, warmup=0)
+            start.bench, LoadSettings(url=server.url, api_key_file=tmp_path / "key", requests=1, warmup=0)
         )
         assert set(server.keys) == {"Bearer sk-split-abc"}
         assert len(server.keys) >= 2

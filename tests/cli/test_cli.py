@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from splitserve.cli import main
 from splitserve.cli.config import SECTIONS, ConfigError
 from splitserve.cli.main import cli
 from splitserve.cli.options import flag_of
@@ -119,6 +122,12 @@ def test_help_loads_neither_torch_nor_the_server() -> None:
         "'matplotlib') if m in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_every_command_names_a_function_that_is_there() -> None:
+    names = re.findall(r'"((?:cli|planner)\.[\w.]+:\w+)"', Path(main.__file__).read_text())
+    assert len(set(names)) == 21
+    assert all(callable(pkgutil.resolve_name(f"splitserve.{name}")) for name in names)
 
 
 def test_keygen_makes_a_private_key_once(tmp_path: Path) -> None:
