@@ -110,7 +110,7 @@ class Conversation:
         )
 
     async def ask(self, question: str) -> None:
-        """Prints the answer as it comes; Ctrl-C stops it and keeps what was said. Raises ChatError."""
+        """Print the answer as it comes; Ctrl-C stops it and keeps the text so far. Raises ChatError."""
         self.messages.append({"role": "user", "content": question})
         answer = Answer()
         try:
@@ -192,7 +192,7 @@ SHOWN_STAGES = {
 
 
 def account(usage: dict[str, Any], finish_reason: str = "") -> str:
-    """Where the time of one answer went: one line from the usage that ends a stream."""
+    """Return one line with the stages of an answer's time, from the usage that ends a stream."""
     num_tokens = usage.get("completion_tokens", 0)
     parts = []
     stages = usage.get("splitserve") or {}

@@ -32,8 +32,7 @@ def require_port(host: str, port: int) -> None:
 
 
 def require_device(device: str, gpus: int) -> None:
-    """Raises ConfigError where a GPU is asked for by name and torch, which finds so many, does not find
-    it."""
+    """Raise ConfigError where ``device`` names a GPU that is not among the ``gpus`` that torch finds."""
     if not device.startswith("cuda"):
         return
     if not gpus:
@@ -52,8 +51,8 @@ def require_runner(runner: str) -> None:
 
 
 def require_writable(settings: BaseModel) -> None:
-    """Raises ConfigError if a file that is to be written in the end could not be: better said now than after
-    the work."""
+    """Raise ConfigError if a file that the command writes at its end could not be written, before the work
+    begins."""
     for name in OUTPUTS:
         path = getattr(settings, name, None)
         if path is not None and (

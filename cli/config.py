@@ -1,5 +1,5 @@
-"""Where settings come from: a flag, an environment variable, one YAML file, the default. The first that says
-something wins.
+"""Sources of settings: a flag, an environment variable, one YAML file, the default. The first that has a
+setting wins.
 
     --max-queue 64                        flag
     SPLITSERVE_COORDINATOR_MAX_QUEUE=64   environment, for one command
@@ -76,8 +76,8 @@ COMMON = "common"
 ENV_PREFIX = "SPLITSERVE_"
 CONFIG_VARIABLE = "SPLITSERVE_CONFIG"
 SERVICE_VARIABLE = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$")
-"""What Kubernetes sets for a Service, but for NAME_PORT, which can be a setting's name and is told by its
-value."""
+"""Variables that Kubernetes sets for a Service, except NAME_PORT: that can be a setting's name, so its value
+decides."""
 SERVICE_PORT_VALUE = re.compile(r"(tcp|udp|sctp)://\S+:\d+$")
 PASSWORD = re.compile(r"://[^/?#@]*:[^/?#@]+@|[?&]\w*(key|password|secret|sig|token)\w*=", re.IGNORECASE)
 """In a URL."""
@@ -86,12 +86,12 @@ Settings = TypeVar("Settings", bound=BaseModel)
 
 
 class ConfigError(Exception):
-    """A setting that cannot be used. The message says which, where it came from, and what is allowed."""
+    """A setting that cannot be used. The message has its name, its origin and the allowed values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A setting as given, and who gave it: a flag, a variable, a place in a file."""
+    """A setting as given, and its origin: a flag, a variable, a place in a file."""
 
     value: Any
     origin: str
@@ -124,7 +124,7 @@ class Sources:
         return cls(layers)
 
     def of(self, section: str) -> list[Layer]:
-        """What is said for a section, strongest first; ``common`` narrowed to what the section has."""
+        """Return the layers of a section, strongest first; of ``common`` only the section's settings."""
         fields = SECTIONS[section].model_fields
         return [
             {name: value for name, value in layer.items() if name in fields} for layer in self.layers[section]
@@ -137,8 +137,8 @@ def load(section: str, flags: Layer, sources: Sources) -> BaseModel:
 
 
 def build(model: type[Settings], layers: Sequence[Layer]) -> Settings:
-    """``model`` from layers of values, strongest first. Raises ConfigError that names the origin of what is
-    wrong."""
+    """``model`` from layers of values, strongest first. Raise ConfigError that names the origin of a wrong
+    value."""
     chosen: dict[str, Value] = {}
     for layer in reversed(layers):
         chosen.update(layer)
@@ -189,7 +189,7 @@ def known_names() -> dict[str, list[str]]:
 
 
 def _from_env(env: Mapping[str, str]) -> dict[str, dict[str, Value]]:
-    """By section: what the variables say."""
+    """Return the settings that variables give, by section."""
     places = {
         variable_of(name, "" if section == COMMON else section): (section, name)
         for section, fields in known_names().items()
@@ -221,7 +221,7 @@ def _is_of_a_service(variable: str, text: str) -> bool:
 
 
 def _from_file(path: Path) -> dict[str, dict[str, Value]]:
-    """By section: what the YAML file says."""
+    """Return the settings that the YAML file gives, by section."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

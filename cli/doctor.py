@@ -1,5 +1,5 @@
-"""``splitserve doctor``: looks at everything that commonly keeps a machine from serving, and says what to do
-about it."""
+"""``splitserve doctor``: look at everything that commonly keeps a machine from serving, and name the
+remedy."""
 
 from __future__ import annotations
 

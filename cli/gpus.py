@@ -13,9 +13,9 @@ ANY_GPU = ("auto", "cuda")
 
 
 def num_gpus(devices: Sequence[str]) -> int:
-    """GPUs that torch finds, where any of these devices could be one. Torch is asked in a process of its own:
-    whoever starts workers should not hold torch or a GPU; and for ``auto`` only where there is a driver,
-    since that takes seconds."""
+    """Return the number of GPUs that torch finds, or 0 where none of these devices could be one. Torch is
+    asked in a process of its own, so that the supervisor holds neither torch nor a GPU; for ``auto`` only
+    where there is a driver, since that takes seconds."""
     named = any(device.startswith("cuda") for device in devices)
     if not named and not ("auto" in devices and any(map(Path.exists, map(Path, DRIVER_FILES)))):
         return 0
@@ -25,8 +25,8 @@ def num_gpus(devices: Sequence[str]) -> int:
 
 
 def deal(wanted: Mapping[str, Sequence[str]], gpus: int) -> dict[str, str]:
-    """A device for each worker, of those that it may have; ``auto`` and ``cuda`` stand for any of ``gpus``
-    GPUs. Each gets the one that fewest have, the first of those; whoever has least choice chooses first."""
+    """Return a device for each worker, of those that it may have; ``auto`` and ``cuda`` stand for any of
+    ``gpus`` GPUs. Each gets the device with the fewest workers; workers with the least choice go first."""
     choices = {
         worker: [each for name in devices for each in _meant(name, gpus)]
         for worker, devices in wanted.items()
@@ -39,20 +39,20 @@ def deal(wanted: Mapping[str, Sequence[str]], gpus: int) -> dict[str, str]:
 
 
 def shared(devices: Mapping[str, str]) -> str:
-    """Who shares a GPU with whom, as a sentence; empty where nobody does. ``devices``: by worker."""
+    """Return which workers share a GPU, as a sentence; empty if none do. ``devices``: by worker."""
     on: dict[str, list[str]] = {}
     for worker, device in devices.items():
         if device.startswith("cuda"):
             on.setdefault(device, []).append(worker)
-    said = [
+    sentences = [
         f"{', '.join(workers[:-1])} and {workers[-1]} share {device}"
         for device, workers in on.items()
         if len(workers) > 1
     ]
     return (
-        "; ".join(said)
+        "; ".join(sentences)
         + ": each holds weights and a KV cache of its own there, in its part of --gpu-memory-utilization"
-        if said
+        if sentences
         else ""
     )
 

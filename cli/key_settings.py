@@ -32,7 +32,7 @@ class _Limited(_OfTenantsFile):
     )
 
     def limits(self) -> dict[str, int | None]:
-        """By name; None: not said."""
+        """Return the limits by name; None: not given."""
         return {name: getattr(self, name) for name in LIMIT_NAMES}
 
 

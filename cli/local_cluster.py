@@ -62,7 +62,9 @@ def run(plan: Plan, entry: str) -> int:
 async def _run(plan: Plan, entry: str) -> int:
     interactive = plan.up.chat or plan.up.prompt is not None
     names = ["coordinator", *(worker.name for worker in plan.workers), "up"]
-    stream = open(plan.run_dir / "log", "a", encoding="utf-8", opener=private) if interactive else sys.stdout  # noqa: SIM115
+    stream: TextIO = sys.stdout
+    if interactive:
+        stream = open(plan.run_dir / "log", "a", encoding="utf-8", opener=private)  # noqa: SIM115
     log = json_log(stream) if plan.coordinator.log_format == "json" else prefixed_log(stream, names)
     forks = WorkerForks(entry, lambda text: log("up", f"{time.strftime('%H:%M:%S')} WARNING {text}"))
     supervisor = Supervisor(
@@ -86,20 +88,20 @@ async def _run(plan: Plan, entry: str) -> int:
     loop.add_signal_handler(signal.SIGUSR2, supervisor.signal_all, signal.SIGUSR2)  # debug on, off
     deliver_signals()
     mixed = f", and {plan.up.mixed} of both roles" if plan.up.mixed else ""
-    say(
+    notify(
         f"starting {plan.coordinator.model_name}: coordinator, {plan.up.prefill} prefill and "
         f"{plan.up.decode} decode workers{mixed} ..."
     )
     if sharing := shared({worker.name: worker.device for worker in plan.workers if worker.runner == "model"}):
-        say(sharing)
+        notify(sharing)
     status = await supervisor.run(_work(plan))
     forks.close()
     if supervisor.failure:
         if interactive and supervisor.failed:
             sys.stderr.writelines(f"  {line}\n" for line in list(supervisor.failed.last_lines)[:-1])
-        say(f"stopped: {supervisor.failure}")
+        notify(f"stopped: {supervisor.failure}")
     elif not interactive:
-        say("stopped")
+        notify("stopped")
     return status
 
 
@@ -110,9 +112,8 @@ def _work(plan: Plan) -> Callable[[], Awaitable[int]]:
     settings = ChatSettings(url=plan.url, api_key_file=plan.up.api_key_file)
 
     async def serve() -> int:
-        say(
-            f"ready at {plan.url}\n{dashboard_hint(plan, link=sys.stderr.isatty())}\n\n{curl_example(plan)}\n\nCtrl-C stops everything."
-        )
+        dashboard = dashboard_hint(plan, link=sys.stderr.isatty())
+        notify(f"ready at {plan.url}\n{dashboard}\n\n{curl_example(plan)}\n\nCtrl-C stops everything.")
         await asyncio.Event().wait()
         return 0
 
@@ -120,7 +121,7 @@ def _work(plan: Plan) -> Callable[[], Awaitable[int]]:
         return await answer_once(settings, plan.up.prompt or "", plan.coordinator.tls_cert)
 
     async def chat() -> int:
-        say(
+        notify(
             f"ready at {plan.url} (OpenAI-compatible); logs in "
             f"{plan.run_dir / 'log'}\n{dashboard_hint(plan, link=sys.stderr.isatty())}"
         )
@@ -144,11 +145,11 @@ def _command(
     run_dir: Path, role: str, name: str, settings: BaseModel, threads: int, fork: Start | None = None
 ) -> Command:
     path = run_dir / f"{name}.yaml"
-    said = settings.model_dump(mode="json", exclude_none=True)
+    values = settings.model_dump(mode="json", exclude_none=True)
     env = {key: value for key, value in os.environ.items() if not key.startswith(ENV_PREFIX)}
-    env |= {variable_of(name): said.pop(name) for name in SECRETS & set(said)}
+    env |= {variable_of(name): values.pop(name) for name in SECRETS & set(values)}
     try:
-        write_private(path, yaml.safe_dump({role: said}))
+        write_private(path, yaml.safe_dump({role: values}))
     except OSError as error:
         raise ConfigError(
             f"--run-dir: cannot write {path} ({error.strerror or error}); free some space there, "
@@ -259,6 +260,6 @@ def curl_example(plan: Plan) -> str:
     )
 
 
-def say(text: str) -> None:
+def notify(text: str) -> None:
     """A message of our own, apart from the processes' logs."""
     LogLines(sys.stderr).write(text)

@@ -96,7 +96,7 @@ def up_command() -> click.Command:
 def keygen(file: Path, step: Literal["add", "switch", "finish"] | None) -> None:
     """Make a new cluster key and write it to FILE, readable by you alone.
 
-    Copy the file to every host of the cluster: it lets its owner send work to the workers.
+    Copy the file to every host of the cluster: anyone with it can send work to the workers.
     """
     from ..transport.channels.keys import generate_key, rotate
 
@@ -188,7 +188,8 @@ for added in (
     command(
         "flip",
         "cli.flip:flip",
-        "Have WORKER, started as `splitserve worker` or by `splitserve up --flexible`, change its role in place.",
+        "Have WORKER, started as `splitserve worker` or by `splitserve up --flexible`, change its role "
+        "in place.",
         click.Argument(["worker"], metavar="WORKER"),
     ),
     command(

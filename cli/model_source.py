@@ -1,10 +1,10 @@
-"""Where a model comes from: a folder, the hub, or S3. Whatever is named becomes a folder on this host; files
-are fetched once.
+"""Sources of models: a folder, the hub, or S3. Each becomes a folder on this host; files are fetched once.
 
-/models/llama             that folder
-Qwen/Qwen3-0.6B           the hub, by huggingface_hub with all its settings (HF_HOME, HF_TOKEN, HF_ENDPOINT); what it has cached is
-                          used where the hub cannot be reached
-s3://bucket/prefix        an object store, by boto3 with all its settings (AWS_PROFILE, AWS_ENDPOINT_URL); needs splitserve[s3]
+/models/llama        that folder
+Qwen/Qwen3-0.6B      the hub, by huggingface_hub with all its settings (HF_HOME, HF_TOKEN, HF_ENDPOINT); its
+                     cache is used where the hub cannot be reached
+s3://bucket/prefix   an object store, by boto3 with all its settings (AWS_PROFILE, AWS_ENDPOINT_URL); needs
+                     splitserve[s3]
 """
 
 from __future__ import annotations
@@ -106,9 +106,7 @@ def _from_hub(model: str, revision: str, wanted: tuple[str, ...]) -> Path:
         reason = f"the hub cannot be reached ({_first_line(error)})"
         failure = error
         cached = try_to_load_from_cache(model, "config.json", revision=revision)
-        if isinstance(
-            cached, str
-        ):  # fetched by another program, perhaps in part: the check of the folder will say
+        if isinstance(cached, str):  # perhaps only a part of it: the folder is checked later
             _log.warning("%s, using what is cached of %s", reason, model)
             return Path(cached).parent
         home = os.environ.get("HF_HOME", "~/.cache/huggingface")
@@ -176,7 +174,7 @@ def _wanted_objects(
 
 
 def _fetched(client: Any, bucket: str, address: str, objects: Mapping[str, _Object]) -> Path:
-    """A folder of exactly these objects, named by what they hold: one that is complete never changes."""
+    """Return a folder of exactly these objects, named by their digests: a complete one never changes."""
     named = "\n".join(f"{name} {one.etag} {one.size}" for name, one in sorted(objects.items()))
     folder = cache_folder() / hashlib.sha256(f"{address}\n{named}".encode()).hexdigest()[:32]
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -208,7 +206,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def cache_folder() -> Path:
-    """Of models from S3."""
+    """Return the folder that keeps models from S3."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "splitserve" / "s3"
 
 

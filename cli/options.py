@@ -23,9 +23,10 @@ MAX_SHOWN = 30
 HELP_ALL = "help_all"
 EVERYDAY = frozenset(
     """
-    prefill decode flexible chat prompt model served_model_name host port control_address key_file insecure
-    max_model_len max_queue steer tenants_file open_access tls_cert tls_key admin_port processes batch_file log_level
-    log_requests name coordinator device dtype exact threads mover max_num_seqs max_batch_tokens
+    prefill decode flexible chat prompt model served_model_name host port control_address
+    key_file insecure
+    max_model_len max_queue steer tenants_file open_access tls_cert tls_key admin_port processes batch_file
+    log_level     log_requests name coordinator device dtype exact threads mover max_num_seqs max_batch_tokens
     gpu_memory_utilization kv_cache_gib listen data_listen advertise_host start_as
     """.split()  # noqa: SIM905
 )
@@ -142,7 +143,7 @@ def bounds(field: FieldInfo) -> str:
 
 
 def default(field: FieldInfo) -> str:
-    """The default as written; empty where the description tells it or the setting is needed."""
+    """Return the default as written; empty where the description has it or the setting is needed."""
     value = field.default
     if value is PydanticUndefined or value is None or value == "":
         return ""
@@ -154,7 +155,7 @@ def default(field: FieldInfo) -> str:
 def brief(text: str, field: FieldInfo) -> str:
     """Return the first clause of a description, and the default."""
     clause = re.split(r"[.;:] ", text or field.description or "")[0].rstrip(".")
-    shown = "" if text else default(field)  # a command's own text tells its own default
+    shown = "" if text else default(field)  # a command's own text has its default
     return f"{clause}." + (f"  [{shown}]" if shown not in ("", "off") else "")
 
 
@@ -163,8 +164,8 @@ def facts(field: FieldInfo) -> str:
     parts = [f"default: {text}" if (text := default(field)) else "", bounds(field)]
     if field.is_required():
         parts.append("needed")
-    said = "; ".join(part for part in parts if part)
-    return f"  [{said}]" if said else ""
+    facts_shown = "; ".join(part for part in parts if part)
+    return f"  [{facts_shown}]" if facts_shown else ""
 
 
 def _plain(annotation: Any) -> Any:

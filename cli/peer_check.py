@@ -3,7 +3,8 @@ fast.
 
 port     TCP, control and KV            key      CURVE handshake
 version  wire, splitserve               clock    offset at the shortest of a few round trips
-movers   those that both hosts offer    rate     64 MiB through the tcp mover, sealed and in the clear, checked by checksum
+movers   those that both hosts offer    rate     64 MiB through the tcp mover, sealed and in the clear,
+                                                 checked by checksum
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class NoAnswer(Exception):
 
 
 def check_peer(settings: DoctorSettings) -> Iterator[Finding]:
-    """Stops at the first problem: what comes after it could not be told apart from it."""
+    """Yield findings up to the first problem: later ones could be its consequences."""
     assert settings.key_file is not None, "checked with the settings"
     address = Address.of(settings.peer)
     try:
@@ -142,8 +143,8 @@ def _with(peer: PeerSocket, address: Address) -> Iterator[Finding]:
 
 
 def _clock(peer: PeerSocket) -> tuple[Who, float, float]:
-    """What it says of itself; by how much its clock is ahead, and the round trip that says so, the shortest.
-    Raises NoAnswer."""
+    """Return the peer's description, by how many seconds its clock is ahead, and the shortest round trip,
+    which measured that. Raise NoAnswer."""
     trips = []
     for _ in range(ROUND_TRIPS):
         began, asked = time.monotonic(), time.time()

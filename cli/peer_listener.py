@@ -36,7 +36,7 @@ DEFAULT_PORT = 7710  # as that of a decode worker in docs/hosts.md; KV blocks co
 
 
 class Question(msgspec.Struct, forbid_unknown_fields=True):
-    """``who``: introduce yourself; ``open``: take blocks; ``wait``: say when they have come."""
+    """``who``: introduce yourself; ``open``: take blocks; ``wait``: answer when they have arrived."""
 
     kind: str
     lease: int = 0

@@ -57,8 +57,8 @@ class UpSettings(BaseModel):
     flexible: bool = Field(
         default=False,
         description=(
-            "Workers that can change their roles (`splitserve flip`): `prefill` and `decode` say how "
-            "many begin as which."
+            "Workers that can change their roles (`splitserve flip`): `prefill` and `decode` count the "
+            "roles that they begin with."
         ),
     )
     run_dir: Path | None = Field(
@@ -78,9 +78,8 @@ class UpSettings(BaseModel):
         default=15,
         gt=0,
         le=86_400,
-        description="Seconds that a worker's process may run after the coordinator has given it up and not "
-        "heard of it again; then it is "
-        "killed and started anew. Raise it to look at a hanging worker with a debugger.",
+        description="Seconds that a worker's process may run after the coordinator has given it up; then it "
+        "is killed and started anew. Raise it to look at a hanging worker with a debugger.",
     )
     chat: bool = Field(
         default=False, description="When ready, start a chat in this terminal; stop everything when it ends."
@@ -150,7 +149,7 @@ class FlipSettings(AdminServer):
 
 
 class DoctorSettings(BaseModel):
-    """Checks whether this machine can serve, and says what to do where it cannot."""
+    """Checks whether this machine can serve, and names a remedy where it cannot."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

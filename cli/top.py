@@ -44,7 +44,7 @@ class Feed:
         self.requests: deque[dict[str, Any]] = deque(maxlen=MAX_REQUESTS)
 
     def picture(self) -> Picture:
-        """What is new, added to what was there. Raises TopError."""
+        """Return the state with everything new since the last call. Raise TopError."""
         state = self._ask()
         if state["boot"] != self._boot:  # the coordinator has started anew, and numbers from one
             again, self._boot = bool(self._boot), state["boot"]

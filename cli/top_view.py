@@ -49,8 +49,8 @@ class Picture(NamedTuple):
 
 
 def render(picture: Picture, width: int, height: int, coloured: bool = True) -> RenderableType:
-    """All of it, on ``width`` columns and ``height`` lines. Not ``coloured``: what colours tell, letters
-    do."""
+    """Return the whole picture, for ``width`` columns and ``height`` lines. Not ``coloured``: letters take
+    the place of colours."""
     workers = picture.state["workers"]
     room = max(
         3,
@@ -143,23 +143,23 @@ def _workers(workers: Sequence[dict[str, Any]], width: int) -> RenderableType:
 
 
 def _gpu(gauges: Mapping[str, float]) -> str:
-    """What the GPU has told of itself; empty without one."""
+    """Return the GPU's readings; empty without one."""
     units = {
         "gpu_utilization_ratio": "{:.0%}",
         "gpu_power_watts": "{:.0f} W",
         "gpu_temperature_celsius": "{:.0f} °C",
     }
-    told = [unit.format(gauges[name]) for name, unit in units.items() if name in gauges]
-    return f"GPU {' '.join(told)}" if told else ""
+    readings = [unit.format(gauges[name]) for name, unit in units.items() if name in gauges]
+    return f"GPU {' '.join(readings)}" if readings else ""
 
 
-def _steering(told: Mapping[str, Any]) -> RenderableType:
+def _steering(state: Mapping[str, Any]) -> RenderableType:
     """The pool controller: what it sees, and its newest decision."""
-    load = told["load"]
+    load = state["load"]
     seen = f"load {load['prefill']:.0%} prefill, {load['decode']:.0%} decode" if load else "no prediction"
-    lines = [f"pool controller ({told['mode']})  {seen}  {told['state']}"]
-    if told["decisions"]:
-        newest = told["decisions"][0]
+    lines = [f"pool controller ({state['mode']})  {seen}  {state['state']}"]
+    if state["decisions"]:
+        newest = state["decisions"][0]
         what = {"flip": f"{newest['worker']} to {newest['role']}", "scale_up": "one worker more"}.get(
             newest["kind"], "one worker fewer"
         )

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import click
-from pydantic import BaseModel
 
 from ..coordinator.http.access.operators import admin_key, make_admin_key
 from ..coordinator.http.access.url import url_of
 from ..coordinator.run_folder import ADMIN_KEY, RunFolder
 from ..engine.settings import WorkerSettings
-from ..worker.settings import DecodeSettings, FlexibleSettings, PrefillSettings
+from ..worker.settings import DecodeSettings, PrefillSettings
 from .checks import port_problem, read_key, require_device, require_model, require_port, require_runner
 from .config import ConfigError, Layer, Sources, Value, build
 from .extras import missing_for
-from .gpus import deal, num_gpus
+from .gpus import num_gpus
 from .model_source import with_folder
 from .options import options
 from .settings import DEMO_MODEL, DEMO_MODEL_NAME, ServerSettings, UpSettings
-
-FIXED = ("name", "coordinator", "listen", "data_listen", "advertise_host", "memory_shared_by")
-"""Settings of the roles that ``up`` decides."""
+from .up_workers import FIXED, on_each_device, only, workers_of
 
 TEXTS = {
     "model": "Hugging Face checkpoint folder (config.json, tokenizer and safetensors weights), a model of "
@@ -44,10 +39,6 @@ DEVICE = {
 KEY_NAME = "cluster.key"
 
 
-_OnDevices = list[PrefillSettings | DecodeSettings]
-"""One worker's settings on each of the devices that it may have."""
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Everything that ``up`` starts. ``processes``: name and settings, the coordinator first."""
@@ -60,12 +51,12 @@ class Plan:
 
     @property
     def url(self) -> str:
-        """Where a client on this machine reaches the HTTP server."""
+        """The HTTP server's URL for a client on this machine."""
         return url_of(self.coordinator.listen_host, self.coordinator.port, self.coordinator.scheme)
 
     @property
     def admin_key(self) -> str:
-        """Of the coordinator."""
+        """The coordinator's admin key."""
         assert self.coordinator.admin_key_file is not None, "plan() has made one"
         return admin_key(self.coordinator.admin_key_file)
 
@@ -104,7 +95,7 @@ def up_options() -> list[click.Parameter]:
 
 def plan(flags: Layer, sources: Sources) -> Plan:
     """Settings of all processes. Makes the run directory and the cluster's key. Raises ConfigError."""
-    up = build(UpSettings, [_only(UpSettings, flags), *sources.of("up")])
+    up = build(UpSettings, [only(UpSettings, flags), *sources.of("up")])
     if advice := missing_for("worker") or (missing_for("chat") if up.chat and sys.stdin.isatty() else ""):
         raise ConfigError(advice)
     if not (up.prefill or up.mixed) or not (up.decode or up.mixed):
@@ -117,7 +108,7 @@ def plan(flags: Layer, sources: Sources) -> Plan:
         "control_address": Value("tcp://127.0.0.1:0", "up"),
     }
     key = read_key("--api-key-file", up.api_key_file)
-    layers = [_only(ServerSettings, flags), *sources.of("coordinator")]
+    layers = [only(ServerSettings, flags), *sources.of("coordinator")]
     if not any({"key_file", "insecure"} & set(layer) for layer in layers):
         derived["key_file"] = Value(KEY_NAME, "up")
     if not any("model" in layer for layer in layers):
@@ -134,7 +125,7 @@ def plan(flags: Layer, sources: Sources) -> Plan:
     roles = [
         each
         for role in (PrefillSettings, DecodeSettings)
-        for each in _worker(role, "", coordinator, flags, sources)
+        for each in on_each_device(role, "", coordinator, flags, sources)
     ]
     computing = [of_role.device for of_role in roles if of_role.runner == "model"]
     coordinator = with_folder(coordinator, weights=bool(computing))
@@ -155,124 +146,13 @@ def plan(flags: Layer, sources: Sources) -> Plan:
             "port": coordinator.port or free_port(coordinator.listen_host),
         }
     )
-    if up.flexible:
-        wanted = _flexible(up, coordinator, flags, sources)
-    else:
-        wanted = [
-            _worker(model, f"{role}-{index}", coordinator, flags, sources)
-            for role, model, count in (
-                ("prefill", PrefillSettings, up.prefill),
-                ("decode", DecodeSettings, up.decode),
-            )
-            for index in range(count)
-        ]
-    wanted += _of_both_roles("mixed", up.mixed, coordinator, flags, sources, "mixed")
-    workers = _sharing(_on_devices(wanted, gpus))
+    workers = workers_of(up, coordinator, flags, sources, gpus)
     for runner in {worker.runner for worker in workers}:
         require_runner(runner)
-    if coordinator.steer != "off":
-        coordinator = coordinator.model_copy(update={"steer_keep": _kept(coordinator.steer_keep, workers)})
+    if coordinator.steer != "off":  # scaling down leaves alone what would be started again
+        keep = [*filter(None, [coordinator.steer_keep]), *(worker.name for worker in workers)]
+        coordinator = coordinator.model_copy(update={"steer_keep": ",".join(keep)})
     return Plan(up, run_dir, folder, coordinator, workers)
-
-
-def _kept(said: str, workers: list[PrefillSettings | DecodeSettings]) -> str:
-    """Whom scaling down leaves alone: what was said, and who would be started again."""
-    return ",".join([*filter(None, [said]), *(worker.name for worker in workers)])
-
-
-def _on_devices(wanted: list[_OnDevices], gpus: int) -> list[PrefillSettings | DecodeSettings]:
-    """Those that compute on the devices that are dealt to them."""
-    choices = {
-        each[0].name: [worker.device for worker in each] for each in wanted if each[0].runner == "model"
-    }
-    dealt = deal(choices, gpus)
-    return [each[0].model_copy(update={"device": dealt.get(each[0].name, each[0].device)}) for each in wanted]
-
-
-def _sharing(workers: list[PrefillSettings | DecodeSettings]) -> list[PrefillSettings | DecodeSettings]:
-    """Each gets an equal part of this host's memory, and of a GPU's that several are on."""
-    computing = [worker for worker in workers if worker.runner == "model"]
-    on = Counter(worker.device for worker in computing if worker.device.startswith("cuda"))
-    return [
-        worker.model_copy(
-            update={
-                "memory_shared_by": max(1, len(computing)),
-                "gpu_memory_utilization": worker.gpu_memory_utilization / max(1, on[worker.device]),
-            }
-        )
-        for worker in workers
-    ]
-
-
-def _flexible(
-    up: UpSettings, coordinator: ServerSettings, flags: Layer, sources: Sources
-) -> list[_OnDevices]:
-    """Workers of either role, each named by its number."""
-    return [
-        *_of_both_roles("worker", up.prefill, coordinator, flags, sources, "prefill"),
-        *_of_both_roles("worker", up.decode, coordinator, flags, sources, "decode", first=up.prefill),
-    ]
-
-
-def _of_both_roles(
-    called: str,
-    count: int,
-    coordinator: ServerSettings,
-    flags: Layer,
-    sources: Sources,
-    start_as: str,
-    first: int = 0,
-) -> list[_OnDevices]:
-    """An option for one role is for that role's part of a worker's settings."""
-    if not count:
-        return []
-    told = {name: value for name, value in flags.items() if not name.startswith(("prefill_", "decode_"))}
-    for flag, value in flags.items():
-        prefix, _, name = flag.partition("_")
-        if prefix in ("prefill", "decode") and name:
-            if name in WorkerSettings.model_fields or flag == "prefill_max_num_seqs":
-                raise ConfigError(
-                    f"--{flag.replace('_', '-')}: workers that are of both roles, or can be, have "
-                    f"one --{name.replace('_', '-')} for both"
-                )
-            told[name] = value
-    workers = [
-        _worker(FlexibleSettings, f"{called}-{first + index}", coordinator, told, sources)
-        for index in range(count)
-    ]
-    return [[worker.model_copy(update={"start_as": start_as}) for worker in each] for each in workers]
-
-
-def _worker(
-    model: type[PrefillSettings] | type[DecodeSettings],
-    name: str,
-    coordinator: ServerSettings,
-    flags: Layer,
-    sources: Sources,
-) -> _OnDevices:
-    """A worker's settings: flags for its role, flags for all workers, environment and file; then what ``up``
-    decides."""
-    prefix = f"{model.role}_"
-    for_role = {flag.removeprefix(prefix): value for flag, value in flags.items() if flag.startswith(prefix)}
-    fixed: dict[str, Any] = {
-        "model": coordinator.model,
-        "revision": "",
-        "name": name,
-        "coordinator": coordinator.control_address.replace("//0.0.0.0:", "//127.0.0.1:"),
-        "key_file": coordinator.key_file,
-        "insecure": coordinator.insecure,
-        "max_model_len": coordinator.max_model_len,
-    }
-    decided = {field: Value(value, "up") for field, value in fixed.items()}
-    said = [
-        {k: v for k, v in layer.items() if k not in FIXED}
-        for layer in (for_role, _only(model, flags), *sources.of(model.role))
-    ]
-    device = next((layer["device"] for layer in said if "device" in layer), None)
-    if device is None:
-        return [build(model, [decided, *said])]
-    named = [Value(name, device.origin) for name in str(device.value).split(",")]
-    return [build(model, [{**decided, "device": one}, *said]) for one in named]
 
 
 def _run_folder() -> RunFolder:
@@ -315,10 +195,6 @@ def _own_admin_key(run_dir: Path) -> Path:
     return path
 
 
-def _only(model: type[BaseModel], layer: Layer) -> Layer:
-    return {name: value for name, value in layer.items() if name in model.model_fields}
-
-
 def free_port(host: str) -> int:
     """A TCP port that nothing listens on at the moment."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -328,7 +204,7 @@ def free_port(host: str) -> int:
 
 
 def free_ports(host: str, count: int) -> int:
-    """The first of so many TCP ports in a row that nothing listens on at the moment."""
+    """Return the first of ``count`` TCP ports in a row that nothing listens on at the moment."""
     for _ in range(100):
         first = free_port(host)
         if first + count <= 65_536 and all(

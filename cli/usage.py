@@ -1,4 +1,4 @@
-"""``splitserve usage``: totals of what was metered."""
+"""``splitserve usage``: totals of the usage records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``splitserve version`` prints: everything that tells one installation from another."""
+"""The text of ``splitserve version``: everything in which installations differ."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class ChildProcess:
         try:
             process = await self._begin(sink)
         except OSError as error:  # no memory for it, or no process id
-            self._say([f"it cannot be started: {error}".encode()])
+            self._log_lines([f"it cannot be started: {error}".encode()])
             transport.close()
             return NOT_STARTED
         finally:
@@ -104,10 +104,9 @@ class ChildProcess:
         reader = asyncio.create_task(self._read(stream))
         status = await process.wait()
         self.running = False
-        # A grandchild may hold the pipe open: what the process itself said is there by now. (wait_for, from
-        # Python 3.12 on, would end the
-        # reader before it has taken that in, where this loop itself comes so late: what cannot start would
-        # have said nothing.)
+        # A grandchild may hold the pipe open: the process's own output is there by now. (wait_for, from
+        # Python 3.12 on, would end the reader before it has read that, where this loop is late: a process
+        # that cannot start would seem to have printed nothing.)
         try:
             await asyncio.wait({reader}, timeout=LAST_WORDS_S)
         finally:
@@ -144,10 +143,10 @@ class ChildProcess:
         rest = b""
         while chunk := await stream.read(READ_BYTES):
             *lines, rest = (rest + chunk).split(b"\n")
-            self._say(lines)
-        self._say([rest] if rest else [])
+            self._log_lines(lines)
+        self._log_lines([rest] if rest else [])
 
-    def _say(self, lines: list[bytes]) -> None:
+    def _log_lines(self, lines: list[bytes]) -> None:
         for line in lines:
             text = line.decode(errors="replace").rstrip()
             self.last_lines.append(text)

@@ -14,8 +14,8 @@ class HungWatch:
         self._last_known: dict[tuple[str, int], float] = {}
 
     def hung(self, known: Collection[str], running: Mapping[str, int], now: float) -> list[str]:
-        """``known``: workers that the coordinator counts as alive; ``running``: process ids by worker.
-        Returns whom to kill, each process once."""
+        """Return the workers to kill, each process once. ``known``: workers that the coordinator counts as
+        alive; ``running``: process ids by worker."""
         processes = {(name, pid) for name, pid in running.items()}
         self._last_known = {process: at for process, at in self._last_known.items() if process in processes}
         for process in processes:

@@ -18,8 +18,8 @@ TEXT = "%(asctime)s %(levelname)-7s %(message)s"
 
 
 class JsonFormatter(logging.Formatter):
-    """``process``: whose log it is. A record's own fields (``extra={"fields": {...}}``: request ids, say)
-    stand beside the message."""
+    """Formats records as JSON lines of ``process``. A record's own fields
+    (``extra={"fields": {...}}``, such as request ids) stand beside the message."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def toggle_debug(level: str) -> None:
 
 
 def json_line(process: str, message: str) -> str:
-    """What a process says that is no JSON itself, as a line of the same kind."""
+    """Return a plain line of a process's output as JSON."""
     return orjson.dumps({"time": timestamp(time.time()), "process": process, "message": message}).decode()
 
 

@@ -38,9 +38,8 @@ class Supervisor:
         hung_after_s: float = 15.0,
     ) -> None:
         """``known_workers``: process ids of the workers that the coordinator counts as alive; None where it
-        does not answer.
-        ``leave_within_s``: so long a worker may take to leave in a rolling restart; ``hung_after_s``: so long
-        one may run after the coordinator has given it up."""
+        does not answer. ``leave_within_s``: longest time in which a worker leaves in a rolling restart;
+        ``hung_after_s``: longest time that a worker runs after the coordinator has given it up."""
         self.children = [ChildProcess(command, log) for command in commands]
         self.failure = ""
         self.failed: ChildProcess | None = None
@@ -53,7 +52,7 @@ class Supervisor:
         self._leave_within_s = leave_within_s
         self._hung_after_s = hung_after_s
         self._rolling: asyncio.Task[None] | None = None
-        self._leaving = ""  # the process that a rolling restart has just told to leave
+        self._leaving = ""  # the process that a rolling restart has just stopped
         self._ever_ready = False
         self._stopping = asyncio.Event()
 
@@ -72,8 +71,8 @@ class Supervisor:
     async def run(self, work: Callable[[], Awaitable[int]]) -> int:
         """Starts all, waits until they are ready, then runs ``work`` until it returns or ``stop`` is called.
 
-        Returns the status of ``work``, 0 if stopped before, 1 if something could not start: then ``failure``
-        says what.
+        Return the status of ``work``, 0 if stopped before, 1 if something could not start: then ``failure``
+        names it.
         """
         keepers = [asyncio.create_task(self._keep(child)) for child in self.children]
         foreground = asyncio.create_task(self._serve(work))
@@ -118,7 +117,7 @@ class Supervisor:
             reap_adopted()
             known = await self._known_workers()
             if known is None:
-                watch = HungWatch(self._hung_after_s)  # nobody can tell who lives
+                watch = HungWatch(self._hung_after_s)  # it is not known which workers live
                 continue
             running = {
                 child.command.name: child.pid
@@ -128,7 +127,7 @@ class Supervisor:
             hung = watch.hung(known, running, time.monotonic())
             for child in self.children:
                 if child.command.name in hung:
-                    self._say(child, "hangs: the coordinator has given it up, killing it")
+                    self._warn(child, "hangs: the coordinator has given it up, killing it")
                     child.signal(signal.SIGKILL)
 
     async def _roll(self, known_workers: Callable[[], Awaitable[dict[str, int] | None]]) -> None:
@@ -159,8 +158,8 @@ class Supervisor:
     async def _answer(
         self, known_workers: Callable[[], Awaitable[dict[str, int] | None]]
     ) -> dict[str, int] | None:
-        """Who is there; None where the coordinator does not answer for as long as a worker may take to
-        leave."""
+        """Return the workers that are known; None where the coordinator does not answer for
+        ``leave_within_s``."""
         deadline = time.monotonic() + self._leave_within_s
         while (known := await known_workers()) is None and time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)
@@ -182,7 +181,7 @@ class Supervisor:
         return False
 
     async def _keep(self, child: ChildProcess) -> None:
-        """Runs one process again and again, until told to stop or it turns out that it cannot start."""
+        """Run one process again and again, until ``stop`` or until it cannot start."""
         policy, name = self._policy(), child.command.name
         again = replace(child.command, argv=[*child.command.argv, *child.command.argv_again])
         while not self._stopping.is_set():
@@ -195,21 +194,23 @@ class Supervisor:
                 continue
             delay = policy.delay_after_exit(time.monotonic(), ever_ready=self._ever_ready)
             if delay is None:
-                said = next((line for line in reversed(child.last_lines) if line.strip()), "it said nothing")
+                last_line = next(
+                    (line for line in reversed(child.last_lines) if line.strip()), "it printed nothing"
+                )
                 self.failed = child
                 self.failure = (
-                    f"{name} could not start ({_ending(status)}): {said.removeprefix('splitserve: ')}"
+                    f"{name} could not start ({_ending(status)}): {last_line.removeprefix('splitserve: ')}"
                 )
                 self._stopping.set()
                 return
-            self._say(child, f"ended ({_ending(status)}); starts again in {delay:g} s")
+            self._warn(child, f"ended ({_ending(status)}); starts again in {delay:g} s")
             child.command = again
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay)
 
     async def _stop_all(self, keepers: list[asyncio.Task[None]]) -> None:
         self.signal_all(signal.SIGTERM)
-        self.signal_all(signal.SIGCONT)  # a stopped process hears SIGTERM only when it goes on
+        self.signal_all(signal.SIGCONT)  # a stopped process receives SIGTERM only when it goes on
         _, late = await asyncio.wait(keepers, timeout=self._grace_s)
         if late:
             self.signal_all(signal.SIGKILL)
@@ -217,7 +218,7 @@ class Supervisor:
         for keeper in keepers:
             keeper.result()
 
-    def _say(self, child: ChildProcess, text: str) -> None:
+    def _warn(self, child: ChildProcess, text: str) -> None:
         """A line of the supervisor's own, in the form of the processes' lines."""
         self._log(child.command.name, f"{time.strftime('%H:%M:%S')} WARNING {text}")
 

@@ -36,10 +36,10 @@ class WorkerForks:
     """Starts workers; ``start`` is a ``child_process.Start``. Makes this process the subreaper of its
     descendants until ``close``."""
 
-    def __init__(self, entry: str, say: Callable[[str], None] = lambda text: None) -> None:
-        """``entry``: the function that ``splitserve`` runs, as MODULE:NAME; ``say`` takes a sentence when the
-        fork server has ended."""
-        self._say, self._entry = say, entry
+    def __init__(self, entry: str, notify: Callable[[str], None] = lambda text: None) -> None:
+        """``entry``: the function that ``splitserve`` runs, as MODULE:NAME; ``notify`` takes a sentence
+        when the fork server has ended."""
+        self._notify, self._entry = notify, entry
         self._context = get_context("forkserver")
         self._context.set_forkserver_preload([FORK_SERVER, entry.partition(":")[0], WORKER])
         os.environ |= dict.fromkeys(
@@ -78,9 +78,12 @@ class WorkerForks:
         raise OSError(f"the fork server ended {len(PAUSES_S)} times while it started {command.name}")
 
     def _fork(self, command: Command, output: int, first: Callable[[], None] | None) -> tuple[int, int]:
-        (receiver, sender), (born, told) = self._context.Pipe(duplex=False), self._context.Pipe(duplex=False)
+        (receiver, sender), (born, born_end) = (
+            self._context.Pipe(duplex=False),
+            self._context.Pipe(duplex=False),
+        )
         with receiver, born:
-            with sender, told:
+            with sender, born_end:
                 os.dup2(
                     output, sender.fileno(), inheritable=False
                 )  # a Connection, for that is what is handed to a fork
@@ -92,7 +95,7 @@ class WorkerForks:
                     tuple(command.argv),
                     dict(command.env),
                     sender,
-                    told,
+                    born_end,
                 )
                 between = self._context.Process(target=be_worker, args=arguments, daemon=True)
                 with _without_main():
@@ -119,7 +122,7 @@ class WorkerForks:
             self._server = None
 
     def _server_ended(self) -> None:
-        self._say(
+        self._notify(
             f"the fork server (process {self._server}) has ended; workers go on, and another one "
             "is started for later ones"
         )
