@@ -101,7 +101,7 @@ async def test_a_killed_fork_server_costs_no_worker(
     forks: WorkerForks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said, sentences = Said(), list[str]()
-    monkeypatch.setattr(forks, "_say", sentences.append)
+    monkeypatch.setattr(forks, "_notify", sentences.append)
     forks._unwatch()  # the loop of the test before this one
     child = ChildProcess(Command("prefill-0", WORKER, ENVIRON, forks.start), said)
     running = asyncio.create_task(child.run())
