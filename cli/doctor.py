@@ -166,7 +166,9 @@ def check_kernels(_: DoctorSettings) -> Iterator[Finding]:
     if missing_for("worker"):
         return
     if importlib.util.find_spec("splitserve.kernels._cpu"):
-        yield Finding("ok", "C++ kernels for CPUs are built")
+        from ..engine.device import cpu_kernels_in_words
+
+        yield Finding("ok", f"C++ kernels for CPUs are built: {cpu_kernels_in_words()}")
     else:
         compiler = shutil.which("c++") or shutil.which("g++")
         advice = (

@@ -9,7 +9,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from ..kernels.select import cpu_multiplies_bfloat16, cpu_widens_bfloat16
+from ..kernels.select import cpu_multiplies_bfloat16, cpu_widens_bfloat16, kernels_in_words
 from .errors import ModelConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -135,3 +135,8 @@ def passed(device: torch.device) -> Callable[[], None]:
 def send(values: Tensor, device: torch.device) -> Tensor:
     """Copy these host values to the device without waiting for it; on a CPU, return them."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
+
+
+def cpu_kernels_in_words() -> str:
+    """Which kernels multiply on this CPU; measures where that is not yet known."""
+    return kernels_in_words()

@@ -82,7 +82,12 @@ class LayerParts:
 
 
 class FusedLayers(Protocol):
-    """Several layers in one call, with the bits of the kernels called one by one."""
+    """Several layers in one call, with the bits of the kernels called one by one.
+
+    rows            it is for steps of fewer tokens than that: for more, other products are faster
+    """
+
+    rows: int
 
     def __call__(
         self,

@@ -1,5 +1,4 @@
-"""The kernels on CPUs: C++ from cpu/*.h, and oneDNN's matrix products where the CPU multiplies bfloat16
-itself.
+"""The kernels on CPUs: C++ from cpu/*.h, and oneDNN's matrix products where they are measured to be faster.
 
 The C++ module takes addresses; this file is where tensors become addresses, so it checks what the module
 believes.
@@ -7,7 +6,8 @@ believes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,24 +15,30 @@ from torch import Tensor
 from . import _cpu
 from .huge_pages import HugePageArena
 from .interface import AttentionInputs, LayerParts, Linear, RopeInputs
+from .measured_choice import NEVER, ROWS, KernelChoices, fastest, rows_of_onednn
 from .native_layers import BUILT, DTYPE_CODES, NO_WINDOW, NativeLayers
 
-INSTRUCTION_SET: str = _cpu.instruction_sets()[0]
-PANEL: int = _cpu.use_instruction_set(INSTRUCTION_SET)
+logger = logging.getLogger(__name__)
+
+MEASURED_WEIGHTS = 1 << 21  # of a linear: more than a core's caches hold
+PROBE_ROWS, PROBE_SIZE = 32, 768
 
 
 class PackedLinear:
-    """Weights in panels of ``PANEL`` columns, read in one stream."""
+    """Weights in panels of columns, read in one stream. ``rows``: it is used for fewer than that."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, arena: HugePageArena) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, arena: HugePageArena, panel: int, rows: int = NEVER
+    ) -> None:
         weight = weight.contiguous()
         self._n, self._k = weight.shape
         self._dtype = weight.dtype
         self._code = DTYPE_CODES[weight.dtype]
-        self._packed = arena.empty(-(-self._n // PANEL) * PANEL * -(-self._k // 2) * 2, weight.dtype)
+        self._packed = arena.empty(-(-self._n // panel) * panel * -(-self._k // 2) * 2, weight.dtype)
         _cpu.pack_linear(weight.data_ptr(), self._packed.data_ptr(), self._n, self._k, self._code)
         self._bias = None if bias is None else bias.contiguous()
         self.addresses = (self._packed.data_ptr(), 0 if self._bias is None else self._bias.data_ptr())
+        self.rows = rows
 
     def __call__(self, x: Tensor) -> Tensor:
         _check(x, self._dtype, self._k)
@@ -56,19 +62,80 @@ class OneDnnLinear:
         return y
 
 
+class LinearByRows:
+    """Few rows by the C++ kernels, many by oneDNN. Each has its own copy of the weights."""
+
+    def __init__(self, few: PackedLinear, many: OneDnnLinear) -> None:
+        self.few, self._many = few, many
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.few(x) if x.shape[0] < self.few.rows else self._many(x)
+
+
+def measured_instruction_set(choices: KernelChoices) -> str:
+    """The one whose products of bfloat16 are fastest, of those with the widest vectors. One thread measures: the
+    choice must not depend on how many there are."""
+    names = [name for name in _cpu.instruction_sets() if name.startswith("avx512")]
+    if len(names) < 2:
+        return _cpu.instruction_sets()[0]
+
+    def measure() -> int:
+        _cpu.set_num_threads(1)
+        linears = [_probe(name) for name in names]
+        seconds = fastest(linears)
+        return seconds.index(min(seconds))
+
+    return names[choices.get("instruction set", measure) % len(names)]
+
+
+def _probe(name: str) -> Callable[[], None]:
+    panel = _cpu.use_instruction_set(name)
+    weight = torch.ones(PROBE_SIZE, PROBE_SIZE, dtype=torch.bfloat16)
+    linear, x = PackedLinear(weight, None, HugePageArena(), panel), weight[:PROBE_ROWS]
+
+    def run() -> None:
+        _cpu.use_instruction_set(name)
+        linear(x)
+
+    return run
+
+
 class NativeCpuKernels:
     """See ``interface.Kernels`` for the contracts. Not for several threads at a time: they would share one
     pool of helpers."""
 
-    def __init__(self, num_threads: int, onednn_bfloat16: bool) -> None:
-        self._onednn_bfloat16 = onednn_bfloat16
+    def __init__(
+        self, num_threads: int, instruction_set: str, onednn_choices: KernelChoices | None = None
+    ) -> None:
+        """``onednn_choices``: where bfloat16 products may be oneDNN's, when that is faster."""
+        self._choices = onednn_choices
+        self._num_threads = num_threads
         self._arena = HugePageArena()
+        self._panel = _cpu.use_instruction_set(instruction_set)
+        self._onednn_rows: dict[str, int] = {}
         _cpu.set_num_threads(num_threads)
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        if weight.dtype == torch.bfloat16 and self._onednn_bfloat16:
+        rows = self._rows_of_onednn(weight)
+        if rows == 0:
             return OneDnnLinear(weight, bias)
-        return PackedLinear(weight, bias, self._arena)
+        own = PackedLinear(weight, bias, self._arena, self._panel, rows)
+        return own if rows == NEVER else LinearByRows(own, OneDnnLinear(weight, bias))
+
+    def _rows_of_onednn(self, weight: Tensor) -> int:
+        if self._choices is None or weight.dtype != torch.bfloat16:
+            return NEVER
+        n, k = weight.shape
+
+        def measure() -> int:
+            part = weight[: max(self._panel, MEASURED_WEIGHTS // k)]
+            own, onednn = PackedLinear(part, None, HugePageArena(), self._panel), OneDnnLinear(part, None)
+            rows = {count: torch.ones(count, k, dtype=torch.bfloat16) for count in ROWS}
+            return rows_of_onednn(lambda count: own(rows[count]), lambda count: onednn(rows[count]))
+
+        name = f"{n}x{k}"
+        self._onednn_rows[name] = self._choices.get(f"{name}, {self._num_threads} threads", measure)
+        return self._onednn_rows[name]
 
     def embedding(self, table: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
         return table.index_select(0, token_ids).to(dtype)
@@ -138,12 +205,14 @@ class NativeCpuKernels:
         return out
 
     def fuse_layers(self, layers: Sequence[LayerParts], eps: float) -> NativeLayers | None:
+        if self._choices is not None:
+            logger.info("kernels: products %s", products(self._onednn_rows))
         linears = [[layer.qkv, layer.o, layer.gate_up, layer.down] for layer in layers]
-        addresses = [
-            [linear.addresses for linear in row if isinstance(linear, PackedLinear)] for row in linears
-        ]
-        all_packed = all(len(row) == 4 for row in addresses)
-        return NativeLayers(layers, addresses, eps) if all_packed and BUILT else None
+        packed = [[own for linear in row if (own := _packed(linear)) is not None] for row in linears]
+        if not BUILT or not all(len(row) == 4 for row in packed):
+            return None
+        rows = min(own.rows for row in packed for own in row)
+        return NativeLayers(layers, [[own.addresses for own in row] for row in packed], eps, rows)
 
     def gumbel_argmax(self, logits: Tensor, keys: Tensor) -> Tensor:
         _check(logits, torch.float32, logits.shape[1])
@@ -167,6 +236,22 @@ class NativeCpuKernels:
             DTYPE_CODES[residual.dtype],
         )
         return y
+
+
+def products(onednn_rows: Mapping[str, int]) -> str:
+    """Whose products are used, in words. ``onednn_rows``: by shape."""
+    said = [
+        f"{name} by oneDNN" + (f" from {rows} rows" if rows else "")
+        for name, rows in onednn_rows.items()
+        if rows != NEVER
+    ]
+    return f"in C++, but {', '.join(said)}" if said else "in C++"
+
+
+def _packed(linear: Linear) -> PackedLinear | None:
+    if isinstance(linear, LinearByRows):
+        return linear.few
+    return linear if isinstance(linear, PackedLinear) else None
 
 
 def _check(x: Tensor, dtype: torch.dtype, columns: int) -> None:

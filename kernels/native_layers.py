@@ -21,16 +21,21 @@ class NativeLayers:
     """See ``interface.FusedLayers``. Keeps the addresses of weights that the layers own."""
 
     def __init__(
-        self, layers: Sequence[LayerParts], linears: Sequence[Sequence[tuple[int, int]]], eps: float
+        self,
+        layers: Sequence[LayerParts],
+        linears: Sequence[Sequence[tuple[int, int]]],
+        eps: float,
+        rows: int,
     ) -> None:
         """``linears``: for each layer the addresses of packed weights and bias (0: none) of qkv, o, gate_up
-        and down."""
+        and down. ``rows``: see ``FusedLayers``."""
+        self.rows = rows
         self._layers, self._eps = layers, eps  # the addresses are theirs
-        rows = []
+        table = []
         for layer, (qkv, o, gate_up, down) in zip(layers, linears, strict=True):
             norms = [0 if norm is None else norm.data_ptr() for norm in (layer.q_norm, layer.k_norm)]
             window = NO_WINDOW if layer.sliding_window is None else layer.sliding_window
-            rows.append(
+            table.append(
                 [
                     layer.input_norm.data_ptr(),
                     *qkv,
@@ -42,7 +47,7 @@ class NativeLayers:
                     window,
                 ]
             )
-        self._table = np.array(rows, np.int64)  # a LayerWeights each
+        self._table = np.array(table, np.int64)  # a LayerWeights each
         self._address = self._table.ctypes.data
 
     def __call__(

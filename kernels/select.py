@@ -51,7 +51,8 @@ def select_kernels(
         logger.warning("kernels: plain torch, slower: the C++ kernels know no float8 KV cache")
         return TorchKernels()
     try:
-        from .native_cpu import INSTRUCTION_SET, NativeCpuKernels
+        from .measured_choice import KernelChoices
+        from .native_cpu import NativeCpuKernels, measured_instruction_set
     except ImportError:
         if exact:
             raise UnsuitableKernelsError(
@@ -63,10 +64,12 @@ def select_kernels(
             "package again)"
         )
         return TorchKernels()
+    choices = KernelChoices.of_this_machine()
+    instruction_set = measured_instruction_set(choices)
     onednn = cpu_multiplies_bfloat16() and not exact  # its products change with the number of rows
-    how = ", exact" if exact else ", bfloat16 by oneDNN" if onednn else ""
-    logger.info("kernels: C++ for %s%s, %d thread(s)", INSTRUCTION_SET, how, num_threads)
-    return NativeCpuKernels(num_threads, onednn)
+    how = ", exact" if exact else ""
+    logger.info("kernels: C++ for %s%s, %d thread(s)", instruction_set, how, num_threads)
+    return NativeCpuKernels(num_threads, instruction_set, choices if onednn else None)
 
 
 def numerics(device: torch.device, exact: bool) -> str:
@@ -78,9 +81,28 @@ def numerics(device: torch.device, exact: bool) -> str:
         import triton
 
         return f"exact, Triton {triton.__version__} on {torch.cuda.get_device_name(device)}"
-    from .native_cpu import INSTRUCTION_SET
+    from .measured_choice import KernelChoices
+    from .native_cpu import measured_instruction_set
 
-    return f"exact, C++ {INSTRUCTION_SET}"
+    return f"exact, C++ {measured_instruction_set(KernelChoices.of_this_machine())}"
+
+
+def kernels_in_words() -> str:
+    """Which kernels multiply on this CPU; measures where that is not yet known."""
+    from .measured_choice import NEVER, KernelChoices
+    from .native_cpu import measured_instruction_set
+
+    choices = KernelChoices.of_this_machine()
+    words = f"{measured_instruction_set(choices)} measured as the fastest"
+    if not cpu_multiplies_bfloat16():
+        return words
+    shapes = {name: rows for name, rows in choices.made.items() if name.endswith("threads")}
+    if not shapes:
+        return f"{words}; oneDNN is measured when a model first loads"
+    faster = [f"{name} from {rows} rows" for name, rows in shapes.items() if rows != NEVER]
+    return f"{words}; oneDNN is " + (
+        f"faster for {', '.join(faster)}" if faster else "faster for no linear so far"
+    )
 
 
 def _cuda_kernels(device: torch.device, exact: bool, fp8_linears: bool, fp8_cache: bool) -> Kernels:

@@ -144,7 +144,7 @@ class DecoderModel:
         For other rows the last layer computes keys and values only: that saves 1 / num_layers of a prefill.
         """
         residual = self._kernels.embedding(self._embed_table, token_ids, self._dtype)
-        if rows is None and self._fused is not None:
+        if rows is None and self._fused is not None and len(token_ids) < self._fused.rows:
             return self._forward_fused(self._fused, residual, metadata, pool, on_layer)
         hidden: Tensor | None = None
         rope, attention = self._rope_inputs(metadata), self._attention_inputs(metadata)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from splitserve.kernels.interface import AttentionInputs, RopeInputs
+from splitserve.kernels.measured_choice import NEVER, KernelChoices
 from splitserve.kernels.reference import TorchKernels
 from splitserve.kernels.select import cpu_multiplies_bfloat16
 
@@ -31,12 +32,9 @@ several = settings(
 
 
 @pytest.fixture(params=_cpu.instruction_sets())
-def native(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[native_cpu.NativeCpuKernels]:
-    monkeypatch.setattr(native_cpu, "PANEL", _cpu.use_instruction_set(request.param))
-    yield native_cpu.NativeCpuKernels(num_threads=1, onednn_bfloat16=False)
-    _cpu.use_instruction_set(native_cpu.INSTRUCTION_SET)
+def native(request: pytest.FixtureRequest) -> Iterator[native_cpu.NativeCpuKernels]:
+    yield native_cpu.NativeCpuKernels(1, request.param)
+    _cpu.use_instruction_set(native_cpu.measured_instruction_set(KernelChoices.of_this_machine()))
 
 
 def assert_close(found: Tensor, expected: Tensor, scale: Tensor | None = None) -> None:
@@ -79,11 +77,16 @@ def test_linear(
 
 @pytest.mark.skipif(not cpu_multiplies_bfloat16(), reason="this CPU has neither AVX512-BF16 nor AMX")
 @pytest.mark.parametrize("bias", [True, False])
-def test_onednn_linear(bias: bool) -> None:
-    kernels = native_cpu.NativeCpuKernels(num_threads=1, onednn_bfloat16=True)
+@pytest.mark.parametrize("rows", [0, 8, NEVER])
+def test_a_linear_is_onednns_from_as_many_rows_as_were_measured(bias: bool, rows: int) -> None:
+    choices = KernelChoices(None, "")
+    choices.made["100x64, 1 threads"] = rows
+    kernels = native_cpu.NativeCpuKernels(1, _cpu.instruction_sets()[0], choices)
     weight = randn(100, 64, dtype=torch.bfloat16)
     linear = kernels.linear(weight, offset := randn(100, dtype=torch.bfloat16) if bias else None)
-    for m in (1, 7, 130):
+    kinds = {0: native_cpu.OneDnnLinear, 8: native_cpu.LinearByRows, NEVER: native_cpu.PackedLinear}
+    assert type(linear) is kinds[rows]
+    for m in (1, 7, 8, 130):
         x = randn(m, 64, dtype=torch.bfloat16, seed=m)
         exact = REFERENCE.linear(weight.float(), None if offset is None else offset.float())(x.float())
         assert_close(linear(x), exact.bfloat16())

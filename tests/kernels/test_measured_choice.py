@@ -1,0 +1,125 @@
+"""Kernels are chosen by measurement, once; what is remembered is believed only if it is whole and this
+machine's."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from splitserve.kernels import measured_choice
+from splitserve.kernels.measured_choice import NEVER, ROWS, KernelChoices
+
+native_cpu = pytest.importorskip(
+    "splitserve.kernels.native_cpu", reason="the C++ kernels were not built", exc_type=ImportError
+)
+
+
+def unwanted() -> int:
+    raise AssertionError("measured again")
+
+
+def test_a_choice_is_measured_once_and_remembered(tmp_path: Path) -> None:
+    path = tmp_path / "cache" / "kernels.json"
+    choices = KernelChoices(path, "this")
+    assert choices.get("a", lambda: 3) == 3
+    assert KernelChoices(path, "this").get("b", lambda: 4) == 4
+    assert choices.get("a", unwanted) == 3
+    later = KernelChoices(path, "this")
+    assert (later.get("a", unwanted), later.get("b", unwanted)) == (3, 4)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        "7",
+        '"text"',
+        json.dumps({"machine": "this"}),
+        json.dumps({"machine": "this", "choices": [1]}),
+        json.dumps({"machine": "this", "choices": {"a": "many"}}),
+        json.dumps({"machine": "other", "choices": {"a": 1}}),
+    ],
+)
+def test_a_damaged_or_foreign_file_is_measured_anew(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "kernels.json"
+    path.write_text(content)
+    assert KernelChoices(path, "this").get("a", lambda: 5) == 5
+    assert KernelChoices(path, "this").get("a", unwanted) == 5
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    choices = KernelChoices(tmp_path / "file" / "kernels.json", "this")
+    assert choices.get("a", lambda: 5) == 5
+    assert choices.get("a", unwanted) == 5
+
+
+def test_two_that_start_together_agree(tmp_path: Path) -> None:
+    """Or two exact workers of one host might not serve together."""
+    path = tmp_path / "kernels.json"
+    measuring, release = threading.Event(), threading.Event()
+
+    def measure() -> int:
+        measuring.set()
+        assert release.wait(60)
+        return 1
+
+    found: list[int] = []
+    first = threading.Thread(target=lambda: found.append(KernelChoices(path, "this").get("a", measure)))
+    first.start()
+    assert measuring.wait(60)
+    other = KernelChoices(path, "this")  # has read: there is no file yet
+    second = threading.Thread(target=lambda: found.append(other.get("a", unwanted)))
+    second.start()
+    release.set()
+    first.join(60)
+    second.join(60)
+    assert found == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("faster", "limit"),
+    [((), NEVER), ((128,), 128), ((32, 128), 32), (ROWS, 0), ((1, 8), NEVER), ((1, 128), 128)],
+)
+def test_onednn_is_taken_from_where_on_it_is_faster(
+    monkeypatch: pytest.MonkeyPatch, faster: tuple[int, ...], limit: int
+) -> None:
+    asked: list[int] = []
+
+    def seconds(candidates: list[object]) -> list[float]:
+        for run in candidates:
+            run()  # type: ignore[operator]
+        return [1.0, 0.5 if asked[-1] in faster else 0.95]
+
+    monkeypatch.setattr(measured_choice, "fastest", seconds)
+    assert measured_choice.rows_of_onednn(asked.append, asked.append) == limit
+
+
+def test_this_machine_chooses_an_instruction_set_that_it_has() -> None:
+    choices = KernelChoices(None, "")
+    chosen = native_cpu.measured_instruction_set(choices)
+    assert chosen in native_cpu._cpu.instruction_sets()
+    assert native_cpu.measured_instruction_set(choices) == chosen
+
+
+@pytest.mark.parametrize(("rows", "packed"), [(NEVER, 4), (8, 4), (0, 0)])
+def test_layers_are_fused_for_as_many_rows_as_all_linears_are_ours(rows: int, packed: int) -> None:
+    weight = torch.ones(32, 32, dtype=torch.bfloat16)
+    choices = KernelChoices(None, "")
+    choices.made["32x32, 1 threads"] = rows
+    kernels = native_cpu.NativeCpuKernels(1, native_cpu._cpu.instruction_sets()[0], choices)
+    norm = torch.ones(32, dtype=torch.bfloat16)
+    linears = [kernels.linear(weight, None) for _ in range(4)]
+    layer = native_cpu.LayerParts(
+        norm, linears[0], None, None, linears[1], norm, linears[2], linears[3], None, 16
+    )
+    fused = kernels.fuse_layers([layer], 1e-5)
+    assert (fused is not None) == bool(packed)
+    if fused is not None:
+        assert fused.rows == rows
