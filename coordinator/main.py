@@ -43,7 +43,7 @@ from .routes.usage import usage_routes
 from .run_folder import ADMIN_KEY, Door, RunFolder, announce
 from .server import HttpApp, HttpServer, admin_server, batches_of, front_door_of
 from .settings import CoordinatorSettings
-from .tenants.tenancy import tenancy_of
+from .tenants.opening import tenancy_of
 from .text.served_model import ServedModel
 
 _log = logging.getLogger(__name__)

@@ -22,8 +22,8 @@ from ..generate.plan import ON_TIMEOUT_HEADER
 from ..http.call import CallHandler, Endpoint
 from ..http.inner_call import InnerCall
 from ..listeners import ListenerFailures
-from ..tenants.directory import Directory
 from ..tenants.limits import Account
+from ..tenants.tenancy import Directory
 from .lines import Line, output_line, read_lines, unanswered_line, used_by
 from .store import BatchStore, Status, StoredBatch
 

@@ -29,9 +29,8 @@ from ..metrics.body_log import NAME as BODY_LOG
 from ..metrics.body_log import BodyLog
 from ..metrics.metrics import Metrics
 from ..tenants.buckets import Shortage
-from ..tenants.limiter import Admission, Answer, estimated_tokens, headers_of, refusal_of
 from ..tenants.limits import Account
-from ..tenants.tenancy import Tenancy
+from ..tenants.tenancy import Admission, Answer, Tenancy, estimated_tokens, headers_of, refusal_of
 from ..text.served_model import ServedModel
 from .bodies.fields import UnknownFields
 from .exchange import HttpExchange

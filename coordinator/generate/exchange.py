@@ -21,7 +21,7 @@ from ..lifecycle.request import Dispatcher, Ended, Request
 from ..lifecycle.time_ledger import server_timing
 from ..metrics.metrics import Metrics
 from ..metrics.token_times import TimedSink
-from ..tenants.limiter import Admission
+from ..tenants.tenancy import Admission
 from ..text.served_model import ServedModel
 from .accounting import Accounting
 from .choice import Choice

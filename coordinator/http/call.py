@@ -1,8 +1,8 @@
-"""One request for tokens on its HTTP connection: what has come in, and the way back to its client.
+"""One request for tokens on its HTTP connection: its body, and the response to its client.
 
 Each token of each stream is written here, and thousands of requests a second pass, so nothing lies between
-this and the connection: neither ASGI nor a task for each request. A client that reads too slowly has its text
-joined in a buffer; one that lets the buffer grow beyond its bound is cut off.
+this and the connection: neither ASGI nor a task for each request. The text for a client that reads too slowly
+is joined in a buffer; the connection is cut when the buffer exceeds its bound.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ JSON = (b"content-type", b"application/json")
 
 
 class Responder(Protocol):
-    """Who answers a call, once it has been understood."""
+    """Answers a call that was planned."""
 
     def client_gone(self) -> None:
-        """The connection has ended before the response was complete."""
+        """End: the connection has ended before the response was complete."""
 
     def client_too_slow(self) -> None:
-        """The connection is about to be cut off. Called from within a write."""
+        """End: the connection is about to be cut off. Called from within a write."""
 
 
 class Answering(Protocol):
-    """A call, as far as its answer goes."""
+    """A call's response."""
 
     account: Account
 
@@ -45,21 +45,14 @@ class Answering(Protocol):
     def client(self) -> str:
         """The client's address; see ``Call``."""
 
-    def respond(self, status: int, headers: Headers, body: bytes) -> None:
-        """A whole response."""
-
-    def start(self, status: int, headers: Headers) -> None:
-        """Status and headers of a stream; once, before the first write."""
-
-    def write(self, data: bytes) -> None:
-        """Part of a stream's body; not empty."""
-
-    def finish(self, data: bytes) -> None:
-        """The last part of a stream's body; not empty."""
+    def respond(self, status: int, headers: Headers, body: bytes) -> None: ...
+    def start(self, status: int, headers: Headers) -> None: ...
+    def write(self, data: bytes) -> None: ...
+    def finish(self, data: bytes) -> None: ...
 
 
 class CallHandler(Protocol):
-    """Who takes calls in."""
+    """Receives calls."""
 
     limits: HttpLimits
     access: Access
@@ -67,41 +60,38 @@ class CallHandler(Protocol):
     overload: Overload
 
     def opened(self, call: Call) -> None:
-        """A call is the next to be answered on its connection; its body may still be on its way."""
+        """Take note of a call that is the next on its connection; its body may be incomplete."""
 
     def account_of(self, call: Call) -> Account:
-        """Whose it is, by its headers: before any of its body is read. Raises Unauthorized."""
+        """Return its account by its headers, before its body is read. Raises Unauthorized."""
 
     def handle(self, call: Call) -> None:
-        """The call is complete."""
+        """Handle the complete call."""
 
     def refuse(self, call: Call, error: ApiError) -> None:
-        """The call cannot be taken."""
+        """Answer with an error."""
 
     def closed(self, call: Call) -> None:
-        """Its response is with the operating system, or its client has gone. Once, for every call that was
-        opened."""
+        """Forget it: its response was written, or its client has gone. Once for every opened call."""
 
 
 class Connection(Protocol):
-    """The HTTP connection, as its calls see it."""
+    """The HTTP connection of a call."""
 
     transport: asyncio.Transport
     flow: FlowControl
-
-    client: tuple[str, int] | None
-    """The other end: address and port."""
+    client: tuple[str, int] | None  # the other end: address and port
 
     @property
     def default_headers(self) -> Headers:
-        """Of every response."""
+        """Headers of every response."""
 
     def on_response_complete(self) -> None:
-        """The next request on this connection may be answered."""
+        """Answer the next request on this connection."""
 
 
-class _Unheard:
-    """An event that nobody waits for."""
+class _IgnoredEvent:
+    """An event that nothing waits for."""
 
     def set(self) -> None: ...
 
@@ -111,32 +101,12 @@ class Call:
     of its public fields."""
 
     __slots__ = (
-        "_begun",
-        "_buffer",
-        "_chunked",
-        "_completed",
-        "_connection",
-        "_cors",
-        "_flow",
-        "_handler",
-        "_held",
-        "_last",
-        "_parts",
-        "_transport",
-        "_wants_continue",
-        "_whole",
-        "account",
-        "disconnected",
-        "endpoint",
-        "gone",
-        "headers",
-        "keep_alive",
-        "method",
-        "responder",
-        "response_complete",
-    )
+        "_begun", "_buffer", "_chunked", "_completed", "_connection", "_cors", "_flow", "_handler", "_held",
+        "_last", "_parts", "_transport", "_wants_continue", "_whole", "account", "disconnected", "endpoint",
+        "gone", "headers", "keep_alive", "method", "responder", "response_complete",
+    )  # fmt: skip
 
-    message_event: ClassVar[_Unheard] = _Unheard()
+    message_event: ClassVar[_IgnoredEvent] = _IgnoredEvent()
 
     def __init__(
         self,
@@ -164,9 +134,7 @@ class Call:
         self._transport = connection.transport
         self._flow = connection.flow
         self._wants_continue = wants_continue
-        self._chunked = (
-            http_version != "1.0"
-        )  # for a stream; otherwise the end of the connection ends the body
+        self._chunked = http_version != "1.0"  # a stream; else the end of the connection ends the body
         self._cors = handler.access.cors(headers)
         self._begun = False
         self._whole = False  # all of the body is here
@@ -184,7 +152,7 @@ class Call:
         return self._parts
 
     def drop_body(self) -> None:
-        """It has been read, or nobody will: its memory is free again."""
+        """Free the body's memory: it has been read, or is not needed."""
         self._parts = bytearray()
         if self._held:
             self._handler.overload.give_back("body_bytes", self._held)
@@ -192,12 +160,12 @@ class Call:
 
     @property
     def client(self) -> str:
-        """The client's address, as far as trusted proxies tell it; empty where there is none."""
+        """The client's address, by trusted proxies if there are any; empty if it is unknown."""
         peer = self._connection.client
         return "" if peer is None else self._handler.proxies.client_of(peer[0], self.headers)[0]
 
     def begin(self) -> None:
-        """All earlier requests of this connection have been answered."""
+        """Begin to answer: all earlier requests of this connection have been answered."""
         self._begun = True
         self._handler.opened(self)
         try:
@@ -214,7 +182,7 @@ class Call:
         self._advance()
 
     def feed(self, data: bytes) -> None:
-        """More of the body."""
+        """Take more of the body."""
         if len(self._parts) <= self._handler.limits.max_body_bytes:
             self._parts += data
             self._held += len(data)
@@ -226,7 +194,7 @@ class Call:
         self._advance()
 
     def refuse(self, error: ApiError) -> None:
-        """What came of it is no request, or too little."""
+        """Answer with an error: the body is invalid, or incomplete."""
         self._handler.refuse(self, error)
 
     def _advance(self) -> None:
@@ -240,7 +208,7 @@ class Call:
     # --- the response ----------------------------------------------------------------------------
 
     def respond(self, status: int, headers: Headers, body: bytes) -> None:
-        """A whole response."""
+        """Write a whole response."""
         if self._completed:
             return
         length = b"content-length: %d\r\n" % len(body)
@@ -249,21 +217,20 @@ class Call:
         self._finished()
 
     def start(self, status: int, headers: Headers) -> None:
-        """Status and headers of a stream; once, before the first write."""
+        """Write status and headers of a stream; once, before the first write."""
         if not self._completed:
-            self._transport.write(
-                self._head(status, headers, b"transfer-encoding: chunked\r\n" if self._chunked else b"")
-            )
+            framing = b"transfer-encoding: chunked\r\n" if self._chunked else b""
+            self._transport.write(self._head(status, headers, framing))
 
     def write(self, data: bytes) -> None:
-        """Part of a stream's body; not empty."""
+        """Write part of a stream's body; not empty."""
         if self._flow.write_paused or self._completed:
             self._buffer_up(data)
         else:
             self._transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
 
     def finish(self, data: bytes) -> None:
-        """The last part of a stream's body; not empty."""
+        """Write the last part of a stream's body; not empty."""
         if self._completed:
             return
         self._last = True
@@ -275,19 +242,19 @@ class Call:
             self._put(data)
 
     def writable(self) -> None:
-        """The client has read on."""
+        """Write the buffered text: the client has read on."""
         if self._buffer:
             data = bytes(self._buffer)
             self._buffer.clear()
             self._put(data)
 
     def close(self) -> None:
-        """What is still written is dropped."""
+        """Drop everything that is written from now on."""
         self._completed = True
         self._buffer.clear()
 
     def lost(self) -> None:
-        """The connection has ended."""
+        """End: the connection has ended."""
         self.drop_body()
         if not self._begun or self.response_complete or self.gone:
             return
@@ -322,14 +289,7 @@ class Call:
             self._transport.abort()
 
     def _head(self, status: int, headers: Headers, framing: bytes) -> bytes:
-        lines = [
-            b"%b: %b\r\n" % header for header in (*self._connection.default_headers, *self._cors, *headers)
-        ]
-        return b"".join(
-            [
-                STATUS_LINE[status],
-                *lines,
-                framing,
-                b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n",
-            ]
-        )
+        all_headers = (*self._connection.default_headers, *self._cors, *headers)
+        lines = [b"%b: %b\r\n" % header for header in all_headers]
+        end = b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n"
+        return b"".join([STATUS_LINE[status], *lines, framing, end])

@@ -1,40 +1,28 @@
-"""uvicorn's HTTP protocol, with a way of its own for requests for tokens: they go to a ``Call`` straight from
-the parser.
+"""uvicorn's HTTP protocol, in which a request for tokens becomes a ``Call`` straight from the parser.
 
-ASGI costs such a request a scope, a task, an event and a future, a fifth of all that the coordinator does for
-it.
-
-``Upgrade`` is followed to a WebSocket on its own path, and ignored everywhere else (RFC 9110, section 7.8).
-llhttp, the parser below, ends a message at an ``Upgrade`` and leaves its body in the stream, where it would
-be read as the next request: so such a head is parsed again without that header, and the rest of the stream
-after it.
+ASGI costs such a request a scope, a task, an event and a future: a fifth of the coordinator's time for it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Final, NoReturn, cast
+from typing import Any, Final, cast
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from ..errors import ApiError, Headers, HeadersTooLarge, InvalidRequest, RequestTimeout, Unavailable
 from .access.access import is_preflight
 from .call import JSON, Call, CallHandler, Endpoint
 from .fair_reads import FairReads
 from .limits import LARGE_BODY_BYTES, MIN_BYTES_PER_S
-from .overload import Overload
+from .upgrades import UpgradingProtocol
 
 MAX_HEADER_BYTES = 64 << 10
-WEBSOCKET_PATH = b"/v1/stream"
 TOO_LARGE = "the request's headers are too large"
 MAX_PIPELINED = 16  # requests that a client may send ahead on one connection
 MAX_CHUNK_OVERHEAD = 64 << 10
 """Bytes of chunk sizes and chunk extensions that a body may have, beside 8 for each byte of it."""
-SINGLE = frozenset(
-    [b"host", b"content-length", b"transfer-encoding", b"content-type", b"authorization", b"origin"]
-)
-"""Headers that mean two different things to two readers where they come twice."""
 HEALTH = (b"/health", b"/ready", b"/ping", b"/metrics")
 """Answered also where there are too many connections."""
 ENDPOINTS: Final[dict[bytes, Endpoint]] = {
@@ -43,27 +31,18 @@ ENDPOINTS: Final[dict[bytes, Endpoint]] = {
 }
 
 
-class HttpProtocol(HttpToolsProtocol):
+class HttpProtocol(UpgradingProtocol):
     """One connection. The application must have a ``generation``, which takes the calls (None: there are
     none), and an ``overload``."""
 
     _answering: Call | None = None
-    _since: float | None = (
-        None  # a request has begun to come in, or the first is awaited: seconds of the loop's clock
-    )
+    _since: float | None = None  # when a request began to come in, or the first was awaited: loop's clock
     _has_head = False  # of that request all headers are here, and it is the ``cycle``
     _num_body_bytes = 0
     _num_header_bytes = 0
     _num_messages = 0
-    _num_wire_bytes = 0  # of a body with its chunks' framing, as far as it came in reads of its own
-    _upgrades = False  # the parser stops behind this head
-    _fault = ""  # what is wrong with the message, where we say so and not the parser
-    _is_crowded = False  # there are too many connections: this one is answered health checks alone
-
-    @property
-    def overload(self) -> Overload:
-        found: Overload = cast(Any, self.config.app).overload
-        return found
+    _num_wire_bytes = 0  # of a body with its chunks' framing, from reads that hold nothing else
+    _is_crowded = False  # one connection too many: only its health checks are answered
 
     @property
     def default_headers(self) -> Headers:
@@ -89,49 +68,11 @@ class HttpProtocol(HttpToolsProtocol):
         if in_body and message == self._num_messages and self._since is not None:
             self._num_wire_bytes += len(data)
             if self._num_wire_bytes > MAX_CHUNK_OVERHEAD + 9 * self._num_body_bytes:
-                self._break_off(
-                    InvalidRequest(
-                        "The body's chunks are mostly chunk extensions; send larger chunks, and no "
-                        "extensions."
-                    )
+                wrong = (
+                    "The body's chunks are mostly chunk extensions; send larger chunks, and no extensions."
                 )
+                self._break_off(InvalidRequest(wrong))
         self._reads.received(len(data))
-
-    def _parse_behind(self, data: memoryview) -> None:
-        """``data``: what came behind a head with an ``Upgrade``. Raises httptools.HttpParserError."""
-        while not self._should_upgrade():
-            self._parse_without_upgrade()
-            try:
-                self.parser.feed_data(data)
-            except httptools.HttpParserUpgrade as upgrade:
-                data = data[upgrade.args[0] :]
-            else:
-                return
-        if data:
-            self._refuse_message("A WebSocket client must wait for the answer to its handshake.")
-        self._open_websocket()
-
-    def _open_websocket(self) -> None:
-        self._begin_scope()
-        self.scope["method"] = "GET"
-        self.handle_websocket_upgrade()
-
-    def _parse_without_upgrade(self) -> None:
-        """Parses the head again as that of an ordinary request. Raises httptools.HttpParserError."""
-        method = self.parser.get_method()
-        if method == b"CONNECT":
-            self._refuse_message("This server is no proxy: it does not take CONNECT.")
-        lines = [b"%b %b HTTP/%b\r\n" % (method, self.url, self.parser.get_http_version().encode())]
-        for name, value in self.headers:
-            if name == b"connection":
-                value = b", ".join(
-                    option for option in value.split(b",") if option.strip().lower() != b"upgrade"
-                )
-            if name != b"upgrade":
-                lines.append(b"%b: %b\r\n" % (name, value))
-        self.parser = httptools.HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
-        self.parser.feed_data(b"".join([*lines, b"\r\n"]))
 
     def on_message_begin(self) -> None:
         if self._is_free:
@@ -152,8 +93,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self._num_header_bytes > MAX_HEADER_BYTES:
             raise ValueError(TOO_LARGE)
         if self._has_head:
-            # trailers are counted and dropped: nothing here is to be believed after the body (RFC 9110,
-            # 6.5.1)
+            # trailers are counted and dropped: nothing after the body is trusted (RFC 9110, 6.5.1)
             return
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
@@ -195,32 +135,9 @@ class HttpProtocol(HttpToolsProtocol):
             self._begin(call)
         else:
             if len(self.pipeline) >= MAX_PIPELINED:
-                # not sooner: while nothing is read, nobody notices that the client goes away
+                # not sooner: a client's departure shows only in reading
                 self.flow.pause_reading()
             self.pipeline.appendleft((cast(Any, call), self.app))
-
-    def _begin_scope(self) -> None:
-        """What uvicorn keeps of a request from its first byte on."""
-        url, headers, expects = self.url, self.headers, self.expect_100_continue
-        super().on_message_begin()
-        self.url, self.expect_100_continue = url, expects
-        self.headers += headers  # the list that the scope holds
-
-    def _should_upgrade(self) -> bool:
-        """To a WebSocket: on its own path alone, without a body, and only once all earlier requests have been
-        answered."""
-        headers = dict(self.headers)
-        return (
-            self._is_free
-            and self.url.partition(b"?")[0] == WEBSOCKET_PATH
-            and self.parser.get_method() == b"GET"
-            and headers.get(b"upgrade", b"").lower() == b"websocket"
-            and b"host" in headers
-            and self._doubled() is None
-            and headers.get(b"content-length", b"0") == b"0"
-            and b"transfer-encoding" not in headers
-            and self.config.ws_protocol_class is not None
-        )
 
     def on_body(self, body: bytes) -> None:
         self._num_body_bytes += len(body)
@@ -265,35 +182,27 @@ class HttpProtocol(HttpToolsProtocol):
             self._break_off(error)
 
     def hurry(self, now: float, timeout_s: float) -> None:
-        """Called now and then: a client that takes longer than this to send a request is refused."""
+        """Refuse a client that takes longer than this to send a request. Called now and then."""
         if self._since is None:
             if self._is_free and self.timeout_keep_alive_task is None:
-                self._since = now  # it has sent what is no request: an empty line, say
+                self._since = now  # it has sent something else than a request, such as an empty line
         elif self.pipeline or not (self._has_head or self._is_free):
-            self._since = now  # it may have been us who did not read: an earlier request is being answered
+            self._since = now  # reading may have paused here: an earlier request is being answered
         elif now > self._since + timeout_s + self._num_body_bytes / MIN_BYTES_PER_S:
             self._break_off(RequestTimeout(timeout_s))
 
     def send_400_response(self, msg: str) -> None:
-        """Called by uvicorn where it cannot understand what came."""
+        """Answer with an error; uvicorn calls it for what it cannot parse."""
         if self._num_header_bytes > MAX_HEADER_BYTES:
             self._break_off(HeadersTooLarge(MAX_HEADER_BYTES))
         elif self._is_crowded:
-            self._break_off(
-                Unavailable(
-                    "The server has as many connections as it may have; try again soon.", retry_after_s=1
-                )
-            )
+            full = "The server has as many connections as it may have; try again soon."
+            self._break_off(Unavailable(full, retry_after_s=1))
         else:
             self._break_off(InvalidRequest(msg))
 
-    @property
-    def _is_free(self) -> bool:
-        """All requests whose headers are here have been answered."""
-        return self.cycle is None or self.cycle.response_complete
-
     def _break_off(self, error: ApiError) -> None:
-        """Ends the connection, with an answer where none is under way."""
+        """End the connection, with an error as the answer if none has begun."""
         cycle: Any = self.cycle
         between = (
             not self._has_head or self._since is None
@@ -321,11 +230,9 @@ class HttpProtocol(HttpToolsProtocol):
         self.transport.write(b"".join([STATUS_LINE[error.status], *lines, b"\r\n", body]))
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-        """Called by uvicorn for a request that had to wait for earlier ones, too."""
+        """Begin a request; uvicorn calls it for those that waited for earlier ones, too."""
         if isinstance(cycle, Call):
-            self.loop.call_soon(
-                self._begin, cycle
-            )  # not within the end of the one before: there may be hundreds
+            self.loop.call_soon(self._begin, cycle)  # not within the end of the last one: hundreds may wait
         else:
             super()._start_asgi_task(cycle, app)
 
@@ -346,18 +253,9 @@ class HttpProtocol(HttpToolsProtocol):
             self._answering = call
             call.begin()
 
-    def _doubled(self) -> str | None:
-        """A header of ``SINGLE`` that is here twice."""
-        names = [name for name, _ in self.headers]
-        return next((name.decode().title() for name in SINGLE if names.count(name) > 1), None)
-
-    def _refuse_message(self, fault: str) -> NoReturn:
-        self._fault = fault
-        raise httptools.HttpParserError(fault)
-
 
 def _endpoint_of(url: bytes) -> Endpoint | None:
-    """Of a request line that is more than a path."""
+    """Return the endpoint of a request line that is more than a path."""
     try:
         return ENDPOINTS.get(httptools.parse_url(url).path)
     except httptools.HttpParserInvalidURLError:

@@ -19,8 +19,8 @@ from ..dashboard.routes import is_open
 from ..errors import ApiError
 from ..http.access.operators import Operators
 from ..http.access_gate import refuse
-from ..tenants.directory import Directory
 from ..tenants.limits import ANONYMOUS
+from ..tenants.tenancy import Directory
 
 OPEN = {"/health", "/ping", "/version", "/ready", "/openapi.json"}
 KEY_SUBPROTOCOL = "openai-insecure-api-key."

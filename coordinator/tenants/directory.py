@@ -1,5 +1,4 @@
-"""Whose a request is: every key that opens, in memory, and looked at again when the tenants file has
-changed."""
+"""The valid API keys in memory, read again whenever the tenants file has changed."""
 
 from __future__ import annotations
 
@@ -7,7 +6,6 @@ import asyncio
 import logging
 import time
 from pathlib import Path
-from typing import Protocol
 
 from ..errors import Unauthorized
 from .api_key import bearer, digest_of, same
@@ -20,36 +18,11 @@ WRONG = "The API key is not known here, or does not open any more."
 _log = logging.getLogger(__name__)
 
 
-class Directory(Protocol):
-    """Who may come in."""
-
-    def account(self, authorization: bytes) -> Account:
-        """Of the ``Authorization`` header's value (empty: none). Raises Unauthorized."""
-
-    def account_of_key(self, key_id: int) -> Account | None:
-        """As it stands now, for what runs without a client; None where the key does not open any more. 0: no
-        key was asked for."""
-
-
-class Everyone:
-    """No keys are configured: all are one tenant without a name or a limit."""
-
-    def account(self, authorization: bytes) -> Account:
-        return ANONYMOUS
-
-    def account_of_key(self, key_id: int) -> Account | None:
-        return ANONYMOUS if key_id == 0 else None
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
 class KeyDirectory:
     """A ``Directory`` of the keys in a tenants file. A lookup is one SHA-256 and one dict: 1 us.
 
-    Finding a digest in a dict takes a time that depends on the digest, which tells nothing of the key: nobody
-    can choose a key so that its digest begins with given bytes. The digests themselves are compared in
-    constant time.
+    Finding a digest in a dict takes a time that depends on the digest, which reveals nothing about the key:
+    nobody can choose a key so that its digest begins with given bytes. Digests are compared in constant time.
     """
 
     def __init__(self, path: Path) -> None:
@@ -76,7 +49,7 @@ class KeyDirectory:
 
     @property
     def num_keys(self) -> int:
-        """So many open."""
+        """Number of valid keys."""
         return len(self._accounts)
 
     def account(self, authorization: bytes) -> Account:
@@ -96,8 +69,7 @@ class KeyDirectory:
         return account if account is not None and account.expires > time.time() else None
 
     async def follow(self, every_s: float = LOOK_EVERY_S) -> None:
-        """Goes by what the file holds, whenever it changes, until cancelled: a revoked key is out within a
-        second, everywhere."""
+        """Read the file whenever it changes, until cancelled: a revoked key is out within a second."""
         while True:
             await asyncio.sleep(every_s)
             try:
@@ -107,9 +79,7 @@ class KeyDirectory:
                     self._accounts = await asyncio.to_thread(self._store.accounts, time.time())
                     self._version = version
                     _log.info("the tenants file has changed: %d keys open", len(self._accounts))
-            except (
-                Exception
-            ) as error:  # a disk that is full or gone for a while must not let go of the keys that are known
+            except Exception as error:  # keep the known keys while a disk is full or gone
                 _log.error(
                     "still going by the old keys: cannot read the tenants file %s: %s", self._path, error
                 )

@@ -23,8 +23,8 @@ from redis.exceptions import RedisError
 from ..background import Spawn, unwatched
 from .buckets import FILLED_AT, NUM_FIELDS, Holder, Room, Shortage, month_of, room, shortage_of, tokens_alone
 from .errors import TenantsFileError
-from .limiter import Admission, Answer
 from .limits import LIMIT_NAMES, Account, Limits
+from .tenancy import Admission, Answer
 
 PREFIX = "splitserve:limits:"
 ALIVE_S = 10

@@ -23,8 +23,8 @@ from ..background import Spawn, unwatched
 from ..full_disk import is_full
 from .buckets import NUM_FIELDS, Holder, Room, Shortage, admit, correct, settle
 from .errors import TenantsFileError
-from .limiter import Admission, Answer
 from .limits import Account, Rows
+from .tenancy import Admission, Answer
 
 FIRST_COLUMN = 8
 MAX_PROCESSES = 56

@@ -1,72 +1,160 @@
-"""Everything about tenants that the HTTP side asks, in one place; by default there are none."""
+"""Access of requests for tokens: the account of a key, the limits that it is held to, and its metering.
+
+By default there are no keys, no limits and no metering. ``opening.py`` opens what the settings name.
+"""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import NamedTuple, Protocol
 
-from ..background import Spawn
-from ..listeners import ListenerFailures
-from .directory import Directory, Everyone, KeyDirectory
-from .limiter import Limiter, NoLimits
+from ..background import Spawn, unwatched
+from ..errors import ApiError, Headers, RateLimited
+from .buckets import Room, Shortage
+from .limits import ANONYMOUS, Account
 from .meter import Meter
-from .settings import SQLITE, TenantSettings
-from .shared_limiter import SharedLimiter
 
-DAY_S = 86_400.0
+ASSUMED_OUTPUT_TOKENS = 512
+"""Estimate of an answer that may be longer, until it has ended."""
+WORDS = {
+    "requests": "requests per minute",
+    "tokens": "tokens per minute",
+    "streams": "requests open at the same time",
+    "day": "tokens per day",
+    "month": "tokens per month",
+}
+
+
+class Admission(NamedTuple):
+    """A request's share of the limits, until ``settle``."""
+
+    account: Account
+    tokens: int
+    room: Room
+
+
+Answer = Callable[[Admission | Shortage], None]
+
+
+class Directory(Protocol):
+    """Finds the accounts of API keys."""
+
+    def account(self, authorization: bytes) -> Account:
+        """Return the account for an ``Authorization`` header, empty if there is none. Raises Unauthorized."""
+
+    def account_of_key(self, key_id: int) -> Account | None:
+        """Return a key's present account, for work without a client; None if the key has ended.
+
+        0 stands for no key, where none is required.
+        """
+
+
+class Everyone:
+    """A ``Directory`` without keys: all requests are of one tenant without a name or a limit."""
+
+    def account(self, authorization: bytes) -> Account:
+        return ANONYMOUS
+
+    def account_of_key(self, key_id: int) -> Account | None:
+        return ANONYMOUS if key_id == 0 else None
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Limiter(Protocol):
+    """Called on the event loop; never blocks it for long."""
+
+    def admit(self, account: Account, tokens: int, answer: Answer) -> None:
+        """Ask for one request of about ``tokens``. ``answer`` is called once: now, or from the loop."""
+
+    def correct(self, admission: Admission, tokens: int, answer: Answer) -> None:
+        """Replace the estimate by ``tokens``. With a Shortage all is returned, except the count of requests."""
+
+    def settle(self, admission: Admission, tokens: int) -> None:
+        """End a request that used ``tokens``."""
+
+    async def start(self, spawn: Spawn = unwatched) -> None:
+        """Begin, before the first request; ``spawn`` starts background work."""
+
+    async def stop(self) -> None:
+        """End, after the last request."""
+
+
+class NoLimits:
+    """A ``Limiter`` that admits everything."""
+
+    def admit(self, account: Account, tokens: int, answer: Answer) -> None:
+        answer(Admission(account, tokens, Room()))
+
+    def correct(self, admission: Admission, tokens: int, answer: Answer) -> None:
+        answer(Admission(admission.account, tokens, admission.room))
+
+    def settle(self, admission: Admission, tokens: int) -> None: ...
+
+    async def start(self, spawn: Spawn = unwatched) -> None: ...
+
+    async def stop(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Tenancy:
-    """Whose a request is, what it may use, and what it has used."""
+    """The three parts: accounts by key, limits, metering."""
 
     directory: Directory = field(default_factory=Everyone)
     limiter: Limiter = field(default_factory=NoLimits)
     meter: Meter | None = None
 
 
-@asynccontextmanager
-async def tenancy_of(
-    settings: TenantSettings, failures: ListenerFailures, spawn: Spawn
-) -> AsyncIterator[Tenancy]:
-    """Open what the settings name; close it after the last request. Raises TenantsFileError."""
-    async with AsyncExitStack() as stack:
-        directory: Directory = Everyone()
-        if settings.tenants_file is not None:
-            directory = keys = KeyDirectory(settings.tenants_file)
-            stack.callback(keys.close)
-            stack.callback(spawn("keys of tenants", keys.follow()).cancel)
-        meter = _meter_of(settings, failures)
-        if meter is not None:
-            meter.start()
-            stack.push_async_callback(asyncio.to_thread, meter.stop)
-        limiter = _limiter_of(settings)
-        await limiter.start(spawn)
-        stack.push_async_callback(limiter.stop)
-        yield Tenancy(directory, limiter, meter)
+def estimated_tokens(num_prompt_tokens: int, max_tokens: int, num_choices: int) -> int:
+    """Return the estimate for a request: its prompts once, and each choice's answer."""
+    return num_prompt_tokens + num_choices * min(max_tokens, ASSUMED_OUTPUT_TOKENS)
 
 
-def _limiter_of(settings: TenantSettings) -> Limiter:
-    if settings.tenants_file is None:
-        return NoLimits()
-    if settings.redis_url is not None:
-        from .redis_limiter import RedisLimiter  # needs the extra `redis`
+def headers_of(room: Room) -> Headers:
+    """Return the rate limit headers; none without a limit."""
+    headers: Headers = []
+    if room.limit_requests is not None:
+        headers += _of(b"requests", room.limit_requests, room.remaining_requests, room.reset_requests_s)
+    if room.limit_tokens is not None:
+        headers += _of(b"tokens", room.limit_tokens, room.remaining_tokens, room.reset_tokens_s)
+    return headers
 
-        return RedisLimiter(settings.redis_url)
-    return SharedLimiter(settings.tenants_file.with_name(settings.tenants_file.name + "-limits"))
+
+def _of(name: bytes, limit: int, remaining: int, reset_s: float) -> Headers:
+    return [
+        (b"x-ratelimit-limit-" + name, b"%d" % limit),
+        (b"x-ratelimit-remaining-" + name, b"%d" % remaining),
+        (b"x-ratelimit-reset-" + name, duration(reset_s).encode()),
+    ]
 
 
-def _meter_of(settings: TenantSettings, failures: ListenerFailures) -> Meter | None:
-    url = settings.metered_to
-    if url is None:
-        return None
-    beside = (
-        settings.tenants_file
-        or Path(url.removeprefix(SQLITE) if url.startswith(SQLITE) else "usage").absolute()
+def refusal_of(shortage: Shortage) -> ApiError:
+    """Return the 429, with the request's need, the limit, and the time to try again."""
+    what, limit = WORDS[shortage.what], shortage.limit
+    if math.isinf(shortage.wait_s):
+        message = (
+            f"Request too large: it is taken for {shortage.asked} tokens (its prompt and up to "
+            f"{ASSUMED_OUTPUT_TOKENS} of each answer), "
+            f"and the limit is {limit} {what}. Shorten the prompt or ask for fewer tokens."
+        )
+        return RateLimited(message, "rate_limit_exceeded", shortage.what, headers_of(shortage.room), None)
+    code = "insufficient_quota" if shortage.what in ("day", "month") else "rate_limit_exceeded"
+    message = (
+        f"Rate limit reached: {limit} {what}, and this request needs {shortage.asked}. Try again in "
+        f"{duration(shortage.wait_s)}."
     )
-    keep_s = None if settings.usage_retention_days is None else settings.usage_retention_days * DAY_S
-    soon = asyncio.get_running_loop().call_soon
-    return Meter(url, beside.parent, f"{beside.name}-journal-", soon=soon, keep_s=keep_s, failures=failures)
+    return RateLimited(message, code, shortage.what, headers_of(shortage.room), shortage.wait_s)
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in OpenAI's notation: 6m0s, 1.5s, 20ms."""
+    milliseconds = math.ceil(max(0.0, seconds) * 1000)
+    if milliseconds < 1000:
+        return f"{milliseconds}ms"
+    minutes, milliseconds = divmod(milliseconds, 60_000)
+    hours, minutes = divmod(minutes, 60)
+    rest = f"{milliseconds / 1000:.3f}".rstrip("0").rstrip(".") + "s"
+    return f"{hours}h{minutes}m{rest}" if hours else f"{minutes}m{rest}" if minutes else rest

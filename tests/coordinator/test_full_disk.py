@@ -29,11 +29,11 @@ from splitserve.coordinator.lifecycle.request import Ended, Request
 from splitserve.coordinator.metrics.trace_log import TraceLog
 from splitserve.coordinator.server import HttpApp, HttpServer
 from splitserve.coordinator.tenants.directory import KeyDirectory
-from splitserve.coordinator.tenants.limiter import Admission
 from splitserve.coordinator.tenants.limits import Account, Limits
 from splitserve.coordinator.tenants.meter import Meter
 from splitserve.coordinator.tenants.shared_limiter import SharedLimiter
 from splitserve.coordinator.tenants.store import TenantStore
+from splitserve.coordinator.tenants.tenancy import Admission
 from splitserve.coordinator.tenants.usage_database import SQLITE, open_database
 from splitserve.coordinator.tenants.usage_record import UsageRecord
 from splitserve.coordinator.text.served_model import ServedModel

@@ -26,7 +26,7 @@ from splitserve.coordinator.batch.runner import BatchOptions, BatchRunner
 from splitserve.coordinator.batch.store import BatchStore
 from splitserve.coordinator.http.limits import HttpLimits
 from splitserve.coordinator.server import HttpApp, HttpServer
-from splitserve.coordinator.tenants.directory import Everyone
+from splitserve.coordinator.tenants.tenancy import Everyone
 from splitserve.coordinator.text.served_model import ServedModel
 
 CHAT = "/v1/chat/completions"

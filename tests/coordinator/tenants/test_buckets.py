@@ -20,8 +20,8 @@ from splitserve.coordinator.tenants.buckets import (
     admit,
     settle,
 )
-from splitserve.coordinator.tenants.limiter import duration, headers_of, refusal_of
 from splitserve.coordinator.tenants.limits import Limits
+from splitserve.coordinator.tenants.tenancy import duration, headers_of, refusal_of
 
 NOON = datetime(2026, 3, 31, 12, tzinfo=UTC).timestamp()
 

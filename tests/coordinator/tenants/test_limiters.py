@@ -15,10 +15,10 @@ import pytest
 
 from splitserve.coordinator.tenants import redis_limiter
 from splitserve.coordinator.tenants.buckets import NUM_FIELDS, Holder, Room, Shortage, admit, settle
-from splitserve.coordinator.tenants.limiter import Admission, Limiter
 from splitserve.coordinator.tenants.limits import Account, Limits
 from splitserve.coordinator.tenants.redis_limiter import RedisLimiter
 from splitserve.coordinator.tenants.shared_limiter import SharedLimiter
+from splitserve.coordinator.tenants.tenancy import Admission, Limiter
 
 ACCOUNT = Account(
     tenant="t",
