@@ -236,7 +236,7 @@ class DecodeCore:
     def block_tables(self) -> Iterator[list[int]]:
         """The blocks that are referenced, owner by owner."""
         yield from self.scheduler.block_tables()
-        yield from self.receiver.block_tables()
+        yield from self.receiver.leases.block_tables()
 
     def load(self, coordinator: int | None = None) -> Load:
         """The heartbeat, as it is to one of several coordinators; None: there is but one."""
@@ -250,7 +250,7 @@ class DecodeCore:
     def room(self) -> tuple[int, int]:
         """For the receiver: (rows free, blocks to leave for the sequences that run)."""
         running = self.scheduler.num_running + self.receiver.num_joining
-        return self.scheduler.row_limit - running - self.receiver.num_granted, running
+        return self.scheduler.row_limit - running - len(self.receiver.leases.granted), running
 
     def _settle(self, now: float) -> None:
         if self.moving is not None and self.moving.stirs:

@@ -38,8 +38,9 @@ class HandoffFeed:
     def layer_stride(self, step: PrefillStep) -> int:
         """Every how many layers ``layers_done`` is wanted while this step runs; 0: not at all."""
         strides = [
-            self._sender.layer_stride(c.sequence.key, self._num_final(c.sequence, c.start + c.count))
+            out.layer_stride(self._num_final(c.sequence, c.start + c.count))
             for c in step.chunks
+            if (out := self._sender.outgoing.get(c.sequence.key)) is not None
         ]
         return min((stride for stride in strides if stride), default=0)
 
@@ -47,8 +48,9 @@ class HandoffFeed:
         """How many layers of the running step must be done before ``layers_done`` has anything leave, as
         things are now; None: nothing leaves before the step's end."""
         nexts = [
-            self._sender.next_slice(c.sequence.key, self._num_final(c.sequence, c.start + c.count))
+            out.next_slice(self._num_final(c.sequence, c.start + c.count))
             for c in step.chunks
+            if (out := self._sender.outgoing.get(c.sequence.key)) is not None
         ]
         return min((layers for layers in nexts if layers is not None), default=None)
 

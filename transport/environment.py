@@ -1,7 +1,7 @@
-"""Everything that the shells of a worker may touch: four protocols, and one value that holds an
+"""Everything outside that the shells of a worker may use: four protocols, and one value that holds an
 implementation of each.
 
-The live ones are in ``live_environment.py``. The fault simulator hands the same shells a network, a device
+The live ones are in ``live_environment.py``. The fault simulator gives the same shells a network, a device
 and movers of its own, under virtual time.
 """
 
@@ -109,10 +109,10 @@ class Device(Protocol):
         others follow in order."""
 
     def sent_checksums(self, mover: str, blocks: Sequence[int]) -> list[int]:
-        """Of blocks all of whose layers have been added."""
+        """Return the checksums of blocks all of whose layers have been added."""
 
     def checksums(self, mover: str, blocks: Sequence[int]) -> list[int]:
-        """Of blocks as they are where this mover has written them."""
+        """Return the checksums of blocks as this mover has written them."""
 
     def store(self, mover: str, blocks: Sequence[int]) -> None:
         """Bring blocks that this mover has written to where they are computed on."""

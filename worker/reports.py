@@ -40,7 +40,7 @@ class WorkerReports:
     def received(self, message: Message, now: float) -> None:
         """Trace a message of a coordinator or a peer."""
         if self._trace is not None:
-            self._trace.heard(message, now)
+            self._trace.received(message, now)
 
     def send(self, *messages: Message) -> None:
         """Send the core's messages; each coordinator gets the load as it concerns that coordinator."""
@@ -48,7 +48,7 @@ class WorkerReports:
             self._links.report(self._load)
         self._links.send(*(message for message in messages if not isinstance(message, Load)))
         if self._trace is not None:
-            self._trace.said(messages, self._clock.now())
+            self._trace.sent(messages, self._clock.now())
 
     def heartbeat_is_due(self, now: float) -> bool:
         """Return whether a heartbeat is due."""

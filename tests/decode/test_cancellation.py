@@ -150,13 +150,13 @@ class System:
     def _look(self) -> None:
         """Which states there have been."""
         prefill, receiver = self.p.core.scheduler, self.d.core.receiver
-        quarantined = bool(receiver.num_leased_blocks) and not receiver.num_granted
+        quarantined = bool(receiver.leases.num_blocks) and not receiver.leases.granted
         states = {
             "queued": bool(prefill.waiting),
             "computing": self.p.step is not None,
-            "waiting for grant": bool(receiver.num_waiting),
-            "sending": bool(receiver.num_granted),
-            "verifying": bool(receiver.num_granted and prefill.pinned),
+            "waiting for grant": bool(receiver.granting.waiting),
+            "sending": bool(receiver.leases.granted),
+            "verifying": bool(receiver.leases.granted and prefill.pinned),
             "quarantined": quarantined,
             "decoding": bool(self.d.core.scheduler.num_running),
             "draining": self.d.core.load().draining,

@@ -31,22 +31,22 @@ Patch = pytest.MonkeyPatch
 
 
 def reuse_blocks_that_a_stalled_writer_may_still_write(patch: Patch) -> None:
-    end = HandoffReceiver._end
+    end = LeaseTable.end
 
     def broken(self: Any, incoming: Any, *args: Any) -> None:
         incoming.mover = "tcp"
         end(self, incoming, *args)
 
-    patch.setattr(HandoffReceiver, "_end", broken)
+    patch.setattr(LeaseTable, "end", broken)
 
 
 def let_the_quarantine_end_with_time(patch: Patch) -> None:
     tick = HandoffReceiver.tick
 
     def broken(self: Any, now: float) -> None:
-        for lease, ended in list(self._leases.quarantine.leases.items()):
+        for lease, ended in list(self.leases.quarantine.leases.items()):
             if ended.asked > 0 and now - ended.asked > 0.1:
-                self._leases.free(lease)
+                self.leases.free(lease)
         tick(self, now)
 
     patch.setattr(HandoffReceiver, "tick", broken)
@@ -72,17 +72,19 @@ def cache_blocks_before_they_are_verified(patch: Patch) -> None:
         check(self, incoming)
         for i, block_hash in enumerate(incoming.hashes):
             if i in incoming.checking:
-                self._pool.commit(incoming.blocks[i], block_hash, incoming.hashes[i - 1] if i else None)
+                self.leases._pool.commit(
+                    incoming.blocks[i], block_hash, incoming.hashes[i - 1] if i else None
+                )
 
     patch.setattr(HandoffReceiver, "_check", broken)
 
 
 def forget_the_blocks_of_a_released_lease(patch: Patch) -> None:
-    def broken(self: Any, peer: Any, message: Any) -> None:
-        if (incoming := self._leases.by_lease.get(message.lease)) is not None:
-            self._leases.take_back(incoming)
+    def broken(self: Any, lease: int, peer: Any) -> None:
+        if (incoming := self.by_lease.get(lease)) is not None:
+            self._close(incoming)
 
-    patch.setattr(HandoffReceiver, "_on_release", broken)
+    patch.setattr(LeaseTable, "release", broken)
 
 
 def let_leases_run_on(patch: Patch) -> None:
@@ -103,7 +105,7 @@ def take_an_echo_of_the_handoff_for_the_second(patch: Patch) -> None:
     on_handoff = HandoffReceiver._on_handoff
 
     def broken(self: Any, peer: Any, message: Any, now: float) -> None:
-        incoming = self._leases.by_lease.get(message.lease)
+        incoming = self.leases.by_lease.get(message.lease)
         on_handoff(self, peer, replace(message, again=incoming is not None and incoming.retried), now)
 
     patch.setattr(HandoffReceiver, "_on_handoff", broken)

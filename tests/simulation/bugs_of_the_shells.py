@@ -115,7 +115,7 @@ def say_hello_once(patch: Patch) -> None:
 
 
 def never_connect_to_the_coordinators_that_another_names(patch: Patch) -> None:
-    patch.setattr(CoordinatorLinks, "told_of", lambda self, addresses: None)
+    patch.setattr(CoordinatorLinks, "learn_addresses", lambda self, addresses: None)
 
 
 def tell_one_coordinator_what_is_anothers(patch: Patch) -> None:

@@ -137,8 +137,8 @@ class DecodeProcess(WorkerProcess):
     def written_by_itself(self, lease: int, blocks: list[int], start: int, slices: list[list[int]]) -> None:
         """By a communicator: what has been received is copied into the pool."""
         if (
-            not set(blocks) <= set(self.core.receiver.blocks_open_to(lease))
-            or self.core.receiver.mover_of(lease) != "nccl"
+            not set(blocks) <= set(self.core.receiver.leases.blocks_open_to(lease))
+            or self.core.receiver.leases.mover_of(lease) != "nccl"
         ):
             self.world.violated(
                 f"{self.name}: blocks {blocks} were written under lease {lease}, which had ended "
@@ -149,11 +149,11 @@ class DecodeProcess(WorkerProcess):
 
     def written_by_peer(self, lease: int, block: int, start: int, values: list[int]) -> None:
         """The one-sided mover: the memory changes, whatever this process thinks or does."""
-        if block not in self.core.receiver.blocks_open_to(lease):
+        if block not in self.core.receiver.leases.blocks_open_to(lease):
             self.world.violated(
                 f"{self.name}: block {block} was written under lease {lease}, which had ended"
             )
-        if self.core.receiver.mover_of(lease) in ("tcp", "nccl"):
+        if self.core.receiver.leases.mover_of(lease) in ("tcp", "nccl"):
             self.world.violated(
                 f"{self.name}: block {block} was written by its peer itself, under a lease of another mover"
             )

@@ -279,7 +279,7 @@ class ParcelTarget(BookTarget):
         if complete is None:
             process.world.counts["parcels refused"] += 1
             return
-        if process.core.receiver.mover_of(parcel.lease) != "tcp":
+        if process.core.receiver.leases.mover_of(parcel.lease) != "tcp":
             process.world.violated(
                 f"{process.name}: a parcel of lease {parcel.lease} was written, which had ended or "
                 "belongs to another mover"

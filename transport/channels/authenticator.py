@@ -1,4 +1,5 @@
-"""Who may connect: a ZAP handler (rfc.zeromq.org/spec/27) in a daemon thread, one per ZeroMQ context.
+"""Authentication of connecting peers: a ZAP handler (rfc.zeromq.org/spec/27) in a daemon thread, one per
+ZeroMQ context.
 
 A listening endpoint's *ZAP domain* names the one credential it accepts: the cluster's public key (z85). The
 domain never travels, so the handler needs no list and serves any number of endpoints. It ends when its
@@ -23,12 +24,14 @@ class Authenticator:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]):
         self._socket = context.socket(zmq.REP)
         self._socket.linger = 0
-        self._socket.bind(_ENDPOINT)  # before any server socket: without a handler nobody would be refused
+        self._socket.bind(
+            _ENDPOINT
+        )  # before any server socket: without a handler every peer would be accepted
         self._thread = threading.Thread(target=self._serve, name="zmq-authenticator", daemon=True)
         self._thread.start()
 
     def join(self) -> None:
-        """Waits for the thread's end, which the context's termination brings about."""
+        """Wait for the thread, which ends with its context."""
         self._thread.join()
 
     def _serve(self) -> None:

@@ -5,12 +5,12 @@ A ``RouterChannel`` listens and knows each peer by the identity that the peer ch
 connects to one router and reconnects by itself, for ever. Neither ever blocks:
 
 - ``send`` queues up to HIGH_WATER_MARK messages per peer. Where the queue is full or the peer unknown, the
-  message is dropped, counted, and ``send`` returns False. What was queued when a connection broke may be
-  lost: the protocol says things again.
-- ``receive`` returns what has arrived, up to a budget. What is no message of an allowed type is dropped,
-  counted and logged.
+  message is dropped, counted, and ``send`` returns False. Messages queued when a connection breaks may be
+  lost: the protocol repeats them.
+- ``receive`` returns messages that have arrived, up to a budget. Anything but a message of an allowed type is
+  dropped, counted and logged.
 
-Messages that are sent by one call travel as frames of one ZeroMQ message: the peer's thread, and both I/O
+Messages of one call of ``send`` travel as frames of one ZeroMQ message: the peer's thread, and both I/O
 threads, wake once for all. They are queued or dropped together.
 
 A channel belongs to the thread that uses it. Loops wait on it with ``zmq.Poller`` (``channel.socket``), event
@@ -20,152 +20,34 @@ only.
 
 from __future__ import annotations
 
-import errno
-import logging
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
-from typing import Self, TypeAlias
+from collections.abc import Collection
+from dataclasses import replace
 
 import zmq
 
-from ..errors import AddressError, BadMessage
-from ..messages.codec import MAX_MESSAGE_BYTES, decode, encode
+from ..errors import AddressError
+from ..messages.codec import MAX_MESSAGE_BYTES
 from ..messages.messages import Message
 from .authenticator import Authenticator
 from .connection_watch import ConnectionWatch, LostConnections
 from .keys import ClusterKey
 from .listening import refuse_taken, shared_listener
+from .message_socket import Context, MessageSocket
 
 HIGH_WATER_MARK = 10_000  # messages per peer and direction
 RECONNECT_MS, RECONNECT_MAX_MS = 50, 1_000  # doubling
 CONNECT_TIMEOUT_MS = 1_000
 HANDSHAKE_TIMEOUT_MS = 5_000
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 500, 2_000
-"""The coordinator's own heartbeats are tighter. These tell a prefill worker that it is cut off from a decode
+"""The coordinator's own heartbeats are tighter. These detect that a prefill worker is cut off from a decode
 worker, and replace a connection that a network has lost: TCP by itself would stand still for about as long
 again."""
 BACKLOG = 1_024
-REJOIN_S = 2.0  # after a change of keys that ends all connections they come back within so long
-MAX_TOGETHER = 256  # messages of one call of ``send``; a receiver refuses more
-LOG_EVERY_S = 5.0
-
-Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
-_log = logging.getLogger(__name__)
+REJOIN_S = 2.0  # time for members to connect again after a change of keys that ends all connections
 
 
-@dataclass
-class ChannelCounters:
-    """Messages since the channel was made."""
-
-    sent: int = 0
-    received: int = 0
-    dropped_full: int = 0  # the peer's queue was full
-    dropped_unknown: int = 0  # no peer of this identity is connected
-    dropped_too_large: int = 0
-    bad: int = 0  # arrived, but no message of an allowed type
-
-
-class _Channel:
-    """What both kinds share. ``socket`` is for polling only."""
-
-    def __init__(self, context: Context, socket: zmq.Socket[bytes], allowed: Collection[type[Message]]):
-        self.socket = socket
-        self.counters = ChannelCounters()
-        self.after_send: Callable[[], None] | None = None  # set by ``attach``
-        self._context = context
-        self._allowed = frozenset(allowed)
-        self._last_log = -LOG_EVERY_S
-
-    @property
-    def fd(self) -> int:
-        """Edge-triggered: see ``event_loop.attach``."""
-        return int(self.socket.getsockopt(zmq.FD))
-
-    @property
-    def readable(self) -> bool:
-        """Whether ``receive`` would return (or drop) something now."""
-        return bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
-
-    def _send(self, frames: list[bytes], messages: Sequence[Message]) -> bool:
-        if len(messages) > MAX_TOGETHER:
-            sent = self._send(frames, messages[:MAX_TOGETHER])
-            return self._send(frames, messages[MAX_TOGETHER:]) and sent
-        encoded = self._encode(messages)
-        if not encoded:
-            return False
-        try:
-            self.socket.send_multipart([*frames, *encoded], zmq.NOBLOCK)
-        except zmq.Again:
-            self.counters.dropped_full += len(encoded)
-            return False
-        except zmq.ZMQError as error:
-            if error.errno != errno.EHOSTUNREACH:
-                raise
-            self.counters.dropped_unknown += len(encoded)
-            return False
-        finally:
-            if self.after_send is not None:
-                self.after_send()
-        self.counters.sent += len(encoded)
-        return len(encoded) == len(messages)
-
-    def _encode(self, messages: Sequence[Message]) -> list[bytes]:
-        encoded = []
-        for message in messages:
-            try:
-                encoded.append(encode(message))
-            except BadMessage as error:
-                self.counters.dropped_too_large += 1
-                _log.error("not sent: %s", error)
-        return encoded
-
-    def _receive(self, limit: int, num_before: int) -> list[list[bytes]]:
-        """Up to ``limit`` arrivals as frames, of which the first ``num_before`` are no messages."""
-        arrivals: list[list[bytes]] = []
-        while len(arrivals) < limit and self.readable:  # to ask is cheaper than to be refused
-            arrivals.append(self.socket.recv_multipart(zmq.NOBLOCK))
-        most = num_before + MAX_TOGETHER
-        return [
-            frames
-            for frames in arrivals
-            if num_before < len(frames) <= most or self._reject(frames, "wrong number of frames")
-        ]
-
-    def _decode(self, data: bytes, frames: list[bytes]) -> Message | None:
-        try:
-            message = decode(data, self._allowed)
-        except BadMessage as error:
-            self._reject(frames, str(error))
-            return None
-        self.counters.received += 1
-        return message
-
-    def _reject(self, frames: list[bytes], reason: str) -> bool:
-        self.counters.bad += 1
-        now = time.monotonic()
-        if now - self._last_log >= LOG_EVERY_S:
-            self._last_log = now
-            peer = frames[0][:64] if len(frames) > 1 else b"the router"
-            _log.warning(
-                "dropped a message from %r: %s (%d bad ones so far)", peer, reason, self.counters.bad
-            )
-        return False
-
-    def close(self, linger_s: float = 0.0) -> None:
-        """Ends all connections; what is still queued is lost, but for what leaves within ``linger_s``
-        seconds."""
-        self.socket.close(linger=int(linger_s * 1000))
-        self._context.term()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class RouterChannel(_Channel):
+class RouterChannel(MessageSocket):
     """The listening end."""
 
     def __init__(
@@ -184,7 +66,7 @@ class RouterChannel(_Channel):
 
     @classmethod
     def bind(cls, address: str, key: ClusterKey | None, allowed: Collection[type[Message]]) -> RouterChannel:
-        """Listens on ``address``; ``tcp://host:*`` takes a free port, and ``.address`` tells which. Raises
+        """Listen on ``address``; ``tcp://host:*`` takes a free port, which ``.address`` contains. Raises
         AddressError."""
         context: Context = zmq.Context()
         authenticator = Authenticator(context) if key is not None else None
@@ -212,7 +94,7 @@ class RouterChannel(_Channel):
         return channel
 
     def change_key(self, key: ClusterKey) -> None:
-        """From now on lets those in who know one of the ``key``'s pairs. Where one that was good before is
+        """Accept peers that know one of the ``key``'s pairs, from now on. If a pair that was valid before is
         not among them, all connections end, and members connect again at once."""
         assert self._key is not None, "a channel without a key has none to change"
         before, self._key = self._key.pairs, key
@@ -225,12 +107,11 @@ class RouterChannel(_Channel):
                 _listen(self.socket, self.address, pair)
 
     def send(self, peer: bytes, *messages: Message) -> bool:
-        """Queues ``messages`` for ``peer``; False where any had to be dropped."""
+        """Queue ``messages`` for ``peer``. Return False where any had to be dropped."""
         return self._send([peer], messages)
 
     def receive(self, limit: int) -> list[tuple[bytes, Message]]:
-        """What has arrived, of up to ``limit`` calls of ``send``: messages, each with its sender's
-        identity."""
+        """Return the messages of up to ``limit`` calls of ``send``, each with its sender's identity."""
         return [
             (frames[0], message)
             for frames in self._receive(limit, 1)
@@ -239,12 +120,12 @@ class RouterChannel(_Channel):
         ]
 
     def watch_connections(self) -> None:
-        """From now on ``lost_any`` tells."""
+        """Let ``lost_any`` see connections that end from now on."""
         self._lost = LostConnections(self.socket)
 
     def lost_any(self, now: float) -> bool:
-        """Whether a peer's connection has ended since the last call, which must come again and again. (Whose:
-        ``send`` tells.) What ended because keys were changed does not count."""
+        """Return whether a peer's connection has ended since the last call; call it regularly. (Sending to
+        the peer shows which.) Connections that end because keys were changed do not count."""
         return self._lost is not None and self._lost.any_since_last_asked() and now >= self._rejoined_by
 
     def close(self, linger_s: float = 0.0) -> None:
@@ -255,7 +136,7 @@ class RouterChannel(_Channel):
             self._authenticator.join()
 
 
-class DealerChannel(_Channel):
+class DealerChannel(MessageSocket):
     """The connecting end. ``identity`` is how the router knows it."""
 
     def __init__(
@@ -272,7 +153,7 @@ class DealerChannel(_Channel):
     def connect(
         cls, address: str, identity: bytes, key: ClusterKey | None, allowed: Collection[type[Message]]
     ) -> DealerChannel:
-        """Connects in the background, now and whenever the connection breaks. Raises AddressError for a
+        """Connect in the background, now and whenever the connection breaks. Raises AddressError for a
         malformed address."""
         context: Context = zmq.Context()
         socket = _configured(context, zmq.DEALER, address)
@@ -297,7 +178,7 @@ class DealerChannel(_Channel):
         return cls(context, socket, allowed, watch)
 
     def gone_since(self, now: float) -> float | None:
-        """When the connection was first found missing; None where it is there."""
+        """Return when the connection was first found missing; None while it is there."""
         return self._watch.gone_since(now)
 
     @property
@@ -309,11 +190,11 @@ class DealerChannel(_Channel):
         super().close(linger_s)
 
     def send(self, *messages: Message) -> bool:
-        """Queues ``messages``; False where any had to be dropped."""
+        """Queue ``messages``. Return False where any had to be dropped."""
         return self._send([], messages)
 
     def receive(self, limit: int) -> list[Message]:
-        """What has arrived, of up to ``limit`` calls of ``send``."""
+        """Return the messages of up to ``limit`` calls of ``send``."""
         return [
             message
             for frames in self._receive(limit, 0)
@@ -323,8 +204,8 @@ class DealerChannel(_Channel):
 
 
 def _listen(socket: zmq.Socket[bytes], address: str, key: ClusterKey) -> None:
-    """Adds an endpoint that lets in who knows ``key``. ZeroMQ has one key for an endpoint; several share one
-    port, and who comes to the wrong one is turned away and comes again. Raises OSError."""
+    """Add an endpoint for peers that know ``key``. ZeroMQ has one key for an endpoint; several share one
+    port, and a peer that reaches the wrong one is refused and connects again. Raises OSError."""
     socket.curve_server = True
     socket.curve_secretkey = key.secret
     socket.zap_domain = key.public

@@ -1,4 +1,4 @@
-"""Whether a socket's connections are there, by the events that ZeroMQ tells of it."""
+"""Whether a socket's connections are there, by the events of its ZeroMQ monitor."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class ConnectionWatch:
         self.ever_there = False
 
     def gone_since(self, now: float) -> float | None:
-        """When the connection was first found missing (at first: when it was asked for); None where it is
-        there."""
+        """Return when the connection was first found missing (initially: when it was asked for); None while
+        it is there."""
         while self._events.poll(0):
             there = recv_monitor_message(self._events)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
             self.ever_there = self.ever_there or there
@@ -33,8 +33,8 @@ class ConnectionWatch:
 
 
 class LostConnections:
-    """Of a listening socket: that one of its connections has ended. Whose, ZeroMQ does not tell: it shows in
-    sending."""
+    """Watches a listening socket for connections that end. ZeroMQ does not name the peer: sending to it
+    fails."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._watched = socket
@@ -45,7 +45,8 @@ class LostConnections:
         self._events.connect(address)
 
     def any_since_last_asked(self) -> bool:
-        """To be asked again and again: what is not asked for is kept."""
+        """Return whether a connection has ended since the last call. Call it regularly: events are queued
+        until then."""
         found = False
         while self._events.poll(0):
             self._events.recv_multipart()

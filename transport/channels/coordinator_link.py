@@ -1,4 +1,4 @@
-"""A worker's line to the coordinator: says hello until it is welcome, and again under a new incarnation when
+"""A worker's connection to the coordinator: sends Hello until Welcome, and again under a new incarnation when
 it is fenced."""
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Protocol
 from ..environment import Channel, Network
 from ..messages.fields import WIRE_VERSION
 from ..messages.messages import FROM_COORDINATOR, Alive, Fenced, Hello, Message, Welcome
+from ..process.host import EVERYWHERE
 
 HELLO_EVERY_S = 1.0
 ORPHANED_AFTER_S = 10.0  # the coordinator answers every heartbeat
@@ -19,21 +20,21 @@ _log = logging.getLogger(__name__)
 
 
 class LinkedWorker(Protocol):
-    """What the link, or all links, ask of the worker behind them."""
+    """The worker, as its links use it."""
 
     def hello(self, incarnation: int) -> Hello:
-        """How the worker introduces itself."""
+        """Return the worker's introduction."""
 
     def welcomed(self, coordinator: int) -> None:
-        """This coordinator incarnation's work counts from now on; that of an earlier one behind the same link
-        does not."""
+        """Accept this coordinator incarnation's work from now on, and drop that of an earlier one behind the
+        same link."""
 
     def fenced(self, incarnation: int) -> None:
-        """All work is void; the worker goes on under a new incarnation."""
+        """Drop all work, and go on under a new incarnation."""
 
     def orphaned(self) -> None:
-        """This link's coordinator has not been heard of for long, or does not know the worker: nobody owns
-        what it had asked for."""
+        """Drop the work of this link's coordinator: it has been silent for long, or does not know the
+        worker."""
 
 
 class LinkOwner(LinkedWorker, Protocol):
@@ -41,19 +42,19 @@ class LinkOwner(LinkedWorker, Protocol):
 
     @property
     def alone(self) -> bool:
-        """Whether there is but one coordinator."""
+        """Whether there is one coordinator only."""
 
-    def told_of(self, addresses: Sequence[str]) -> None:
-        """Where other coordinators listen."""
+    def learn_addresses(self, addresses: Sequence[str]) -> None:
+        """Connect to other coordinators, at these addresses."""
 
 
 def identity_of(worker_id: str, incarnation: int, *more: int) -> bytes:
-    """A socket identity that names a worker's incarnation."""
+    """Return a socket identity that names a worker's incarnation."""
     return "\0".join([worker_id, *(f"{n:x}" for n in (incarnation, *more))]).encode()
 
 
 def worker_of(identity: bytes) -> tuple[str, int] | None:
-    """The worker id and incarnation in a socket identity; None where it names none."""
+    """Return the worker id and incarnation in a socket identity; None where it names none."""
     try:
         worker_id, incarnation, *_ = identity.decode().split("\0")
         return worker_id, int(incarnation, 16)
@@ -62,7 +63,7 @@ def worker_of(identity: bytes) -> tuple[str, int] | None:
 
 
 def opened_to(identity: bytes) -> int:
-    """The incarnation of the addressee that a peer's socket identity names; 0 where it names none."""
+    """Return the incarnation of the addressee that a peer's socket identity names; 0 where it names none."""
     try:
         return int(identity.decode().split("\0")[2], 16)
     except (ValueError, IndexError):
@@ -70,7 +71,7 @@ def opened_to(identity: bytes) -> int:
 
 
 class CoordinatorLink:
-    """One channel, made anew with each incarnation. ``incarnations`` gives a new one's number."""
+    """One channel, made anew with each incarnation. ``incarnations`` returns a new one's number."""
 
     def __init__(
         self,
@@ -85,12 +86,12 @@ class CoordinatorLink:
         """``incarnation``: where the worker has one already."""
         self._address, self._network, self._worker_id = address, network, worker_id
         self._worker, self._incarnations, self._orphaned_after_s = worker, incarnations, orphaned_after_s
-        self._heard = 0.0  # when the coordinator last spoke
+        self._received_at = 0.0  # when the last message came
         self.incarnation = incarnations() if incarnation is None else incarnation
         self.coordinator: int | None = None  # the coordinator's incarnation, once it has welcomed us
         self.heartbeat_s = 0.25
         self._misfit = ""
-        self._said_hello = float("-inf")
+        self._hello_at = float("-inf")
         self._waiting_since: float | None = None
         self._complain_after_s = COMPLAIN_AFTER_S
         self._channel = self._connect()
@@ -105,10 +106,10 @@ class CoordinatorLink:
         return self._channel.send(*messages)
 
     def receive(self, now: float) -> list[Message]:
-        """What the coordinator has said, but for what concerns the link itself."""
+        """Return the coordinator's messages, without those about the link itself."""
         messages = []
         for message in self._channel.receive(RECEIVE_LIMIT):
-            self._heard = now
+            self._received_at = now
             if isinstance(message, Welcome):
                 self._welcome(message)
             elif isinstance(message, Fenced):
@@ -121,30 +122,30 @@ class CoordinatorLink:
         return messages
 
     def tick(self, now: float) -> None:
-        """Says hello again where it was not answered."""
+        """Send Hello again where it was not answered."""
         self._complain(now)
-        if self.coordinator is not None and now - self._heard >= self._orphaned_after_s:
-            silent_s = now - self._heard
+        if self.coordinator is not None and now - self._received_at >= self._orphaned_after_s:
+            silent_s = now - self._received_at
             _log.warning(
-                "no word from the coordinator at %s for %.0f s: freeing all it had asked for",
+                "no message from the coordinator at %s for %.0f s: freeing all it had asked for",
                 self._address,
                 silent_s,
             )
-            self.coordinator, self._said_hello = None, float("-inf")
+            self.coordinator, self._hello_at = None, float("-inf")
             self._worker.orphaned()
-        if self.coordinator is None and now - self._said_hello >= HELLO_EVERY_S:
-            self._said_hello = now
+        if self.coordinator is None and now - self._hello_at >= HELLO_EVERY_S:
+            self._hello_at = now
             self.send(self._worker.hello(self.incarnation))
 
     def _note_misfit(self, misfit: str) -> None:
-        """Logs each change: a worker that gets no work looks healthy otherwise."""
+        """Log each change: a worker that gets no work looks healthy otherwise."""
         if misfit != self._misfit:
             self._misfit = misfit
             level = logging.WARNING if misfit else logging.INFO
             _log.log(level, "%s", misfit or "there is a worker of the other role that this one fits")
 
     def _complain(self, now: float) -> None:
-        """Says, less and less often, that nobody answers: a wrong key shows in no other way."""
+        """Log, less and less often, that there is no answer: a wrong key shows in no other way."""
         if self.coordinator is not None:
             self._waiting_since, self._complain_after_s = None, COMPLAIN_AFTER_S
             return
@@ -161,7 +162,7 @@ class CoordinatorLink:
             )
 
     def close(self, linger_s: float = 0.0) -> None:
-        """``linger_s``: how long what was sent last may take to leave."""
+        """End the channel. ``linger_s``: how long the last messages may take to leave."""
         self._network.close(self._channel, linger_s)
 
     def _connect(self) -> Channel:
@@ -173,14 +174,14 @@ class CoordinatorLink:
             _log.info("connected to the coordinator at %s", self._address)
         self.coordinator, self.heartbeat_s = message.coordinator, message.heartbeat_s
         self._worker.welcomed(message.coordinator)
-        self._worker.told_of([_with_host_of(self._address, other) for other in message.others])
+        self._worker.learn_addresses([_with_host_of(self._address, other) for other in message.others])
 
     def _fence(self, message: Fenced) -> None:
         if not self._worker.alone:
             _log.warning(
                 "fenced by the coordinator at %s (%s): dropping its work", self._address, message.reason
             )
-            self.coordinator, self._said_hello = None, float("-inf")
+            self.coordinator, self._hello_at = None, float("-inf")
             self._worker.orphaned()
             return
         _log.warning(
@@ -189,13 +190,13 @@ class CoordinatorLink:
         )
         self.close()
         self.incarnation = self._incarnations()
-        self.coordinator, self._said_hello = None, float("-inf")
+        self.coordinator, self._hello_at = None, float("-inf")
         self._channel = self._connect()
         self._worker.fenced(self.incarnation)
 
 
-def _with_host_of(known: str, told: str) -> str:
-    """An address where a coordinator listens, as this worker reaches it: 0.0.0.0 means the host of the one
-    that said so."""
-    host, _, port = told.removeprefix("tcp://").rpartition(":")
-    return f"{known.rpartition(':')[0]}:{port}" if host in ("0.0.0.0", "*", "[::]") else told
+def _with_host_of(known: str, other: str) -> str:
+    """Return the address of another coordinator, as this worker reaches it: 0.0.0.0 means the host of the one
+    that sent it."""
+    host, _, port = other.removeprefix("tcp://").rpartition(":")
+    return f"{known.rpartition(':')[0]}:{port}" if host in EVERYWHERE else other

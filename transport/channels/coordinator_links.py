@@ -1,13 +1,13 @@
-"""A worker's lines to all coordinators: one process, several on one host, several hosts. Each is the owner of
-what it asked for.
+"""A worker's connections to all coordinators: one process, several on one host, several hosts. Each is the
+owner of the requests that it sent.
 
-A worker is told of some by its settings, and each that welcomes it names the others of its host. What
-concerns one request goes to the coordinator that the message names; reports go to everyone who has welcomed
-the worker.
+The settings name some coordinators, and each that welcomes the worker names the others of its host. A message
+about one request goes to the coordinator that the message names; reports go to every coordinator that has
+welcomed the worker.
 
 Fenced by its only coordinator, a worker starts over as a new incarnation. Fenced by one of several, it drops
-that one's work and says hello again: the others' work is none of that one's business. (The line keeps
-messages in order, so nothing of before comes after the hello.)
+that one's work and sends Hello again; the others' work goes on. (A channel keeps messages in order, so no
+earlier message arrives after the Hello.)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class CoordinatorLinks:
-    """Stands between the worker and its links, and is to each of them the worker."""
+    """All links of a worker; each link sees this object as the worker."""
 
     def __init__(
         self,
@@ -50,29 +50,29 @@ class CoordinatorLinks:
 
     @property
     def coordinators(self) -> list[int]:
-        """Incarnations of those that have welcomed this worker: only their work counts."""
+        """Incarnations of the coordinators that have welcomed this worker: only their work is accepted."""
         return [link.coordinator for link in self._links.values() if link.coordinator is not None]
 
     @property
     def heartbeat_s(self) -> float:
-        """Between reports: as often as the most curious one wants them."""
+        """Seconds between reports: the shortest that any coordinator asks for."""
         return min(link.heartbeat_s for link in self._links.values())
 
     def send(self, *messages: Message) -> None:
-        """Each to whom it concerns. What is for a coordinator that is not there any more is dropped."""
+        """Send each message to its coordinators. One for a coordinator that is gone is dropped."""
         for coordinator in self.coordinators:
             mine = [m for m in messages if not isinstance(m, OF_A_REQUEST) or m.coordinator == coordinator]
             if mine:
                 self._link_to(coordinator).send(*mine)
 
     def report(self, load: Callable[[int], Load]) -> None:
-        """To each coordinator the load as it is to it."""
+        """Send each coordinator the load as ``load`` returns it for that one."""
         for coordinator in self.coordinators:
             self._link_to(coordinator).send(load(coordinator))
 
     def receive(self, ready: set[object], now: float) -> list[Message]:
-        """What coordinators have said, but for what concerns the links themselves; ``ready``: sockets with
-        something to read."""
+        """Return the coordinators' messages, without those about the links. ``ready``: sockets with something
+        to read."""
         messages = [
             message
             for link in list(self._links.values())
@@ -82,21 +82,21 @@ class CoordinatorLinks:
         newcomers, self._newcomers = self._newcomers, []
         for address in newcomers:
             if address not in self._links:
-                _log.info("told of another coordinator at %s", address)
+                _log.info("connecting to another coordinator at %s", address)
                 self._open(address)
         return messages
 
     def tick(self, now: float) -> None:
-        """Says hello again where it was not answered."""
+        """Send Hello again where it was not answered."""
         for link in list(self._links.values()):
             link.tick(now)
 
     def close(self, linger_s: float = 0.0) -> None:
-        """``linger_s``: how long what was sent last may take to leave."""
+        """End all channels. ``linger_s``: how long the last messages may take to leave."""
         for link in self._links.values():
             link.close(linger_s)
 
-    # --- what a link asks of the worker behind it ------------------------------------------------
+    # --- the worker, as its links see it --------------------------------------------------------
 
     def hello(self, incarnation: int) -> Hello:
         return self._worker.hello(incarnation)
@@ -104,12 +104,12 @@ class CoordinatorLinks:
     def welcomed(self, coordinator: int) -> None:
         self._worker.welcomed(coordinator)
 
-    def told_of(self, addresses: Sequence[str]) -> None:
-        """Where other coordinators listen."""
+    def learn_addresses(self, addresses: Sequence[str]) -> None:
+        """Connect to other coordinators, at these addresses, soon."""
         self._newcomers += addresses
 
     def fenced(self, incarnation: int) -> None:
-        """The only link has come back under this number."""
+        """Go on under this number, which the only link has taken."""
         self.incarnation = incarnation
         self._worker.fenced(incarnation)
 
@@ -118,7 +118,7 @@ class CoordinatorLinks:
 
     @property
     def alone(self) -> bool:
-        """Whether there is but one coordinator."""
+        """Whether there is one coordinator only."""
         return len(self._links) == 1
 
     def _link_to(self, coordinator: int) -> CoordinatorLink:

@@ -17,8 +17,8 @@ BUDGET = 256  # messages per turn of the loop
 
 
 class Attachment:
-    """Feeds ``callback`` with lists of what ``channel.receive`` returns, at most BUDGET a turn, until
-    closed."""
+    """Passes the lists that ``channel.receive`` returns to ``callback``, at most BUDGET messages a turn,
+    until closed."""
 
     def __init__(
         self,
@@ -62,6 +62,6 @@ def attach(
     channel: RouterChannel | DealerChannel,
     callback: Callable[[list[Any]], None],
 ) -> Attachment:
-    """``callback(messages)`` is called on ``loop`` with whatever arrives: (identity, message) pairs, or
+    """Call ``callback(messages)`` on ``loop`` with the messages that arrive: (identity, message) pairs, or
     messages for a dealer."""
     return Attachment(loop, channel, callback)

@@ -8,13 +8,13 @@ from typing import Protocol
 
 from ..messages.blocks import NO_BLOCK, num_behind
 from ..messages.incarnation import COUNT_BITS
-from ..messages.messages import Grant, ModelIdentity, Offer, PeerId, from_hashes, u32
+from ..messages.messages import Grant, ModelIdentity, Offer, PeerId, Refuse, from_hashes, u32
 from .incoming import Incoming
 from .protocol import Key, remember
 
 
 class BlockPool(Protocol):
-    """What the receiver needs of a block manager."""
+    """A block manager, as the receiver uses it."""
 
     @property
     def num_blocks(self) -> int: ...
@@ -29,9 +29,9 @@ class BlockPool(Protocol):
 
 
 class Granting:
-    """The offers that wait, and what a grant is made of.
+    """The offers that wait for room, and how a grant is made.
 
-    ``room`` answers (sequence slots free, blocks to leave for running sequences); ``secret`` draws a grant's
+    ``room`` returns (free sequence slots, blocks to leave for running sequences); ``secret`` draws a grant's
     secret.
     """
 
@@ -49,41 +49,46 @@ class Granting:
         self._epochs: OrderedDict[str, int] = OrderedDict()
         self._next_lease = 1
 
-    def is_newest(self, offer: Offer) -> bool:
-        """Whether no newer attempt at its request has been offered."""
-        return offer.epoch >= self._epochs.get(offer.request_id, -1)
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompts that wait."""
+        return sum(incoming.num_tokens for incoming in self.waiting.values())
 
-    def obstacle(self, offer: Offer, worker_id: str) -> tuple[str, bool] | None:
-        """Why this offer gets no grant, and whether it never will."""
+    def refusal(self, offer: Offer, worker_id: str) -> Refuse | None:
+        """Return the answer to an offer that cannot wait for room. ``worker_id``: this worker's."""
+        reason, final = "", False
         needed = self._num_blocks(offer.num_tokens) - self._num_behind(offer.num_tokens)
-        if needed >= self._pool.num_blocks:
+        if offer.epoch < self._epochs.get(offer.request_id, -1):
+            reason = "a newer epoch is known here"
+        elif needed >= self._pool.num_blocks:
+            final = True
             reason = (
                 f"the prompt needs {needed} KV blocks and room to grow; {worker_id} has "
                 f"{self._pool.num_blocks} in all"
             )
-            return reason, True
-        if len(from_hashes(offer.block_hashes)) != offer.num_tokens // self._block_size:
-            return "hashes do not match the token count", False
-        return None
+        elif len(from_hashes(offer.block_hashes)) != offer.num_tokens // self._block_size:
+            reason = "hashes do not match the token count"
+        if not reason:
+            return None
+        return Refuse(coordinator=offer.coordinator, dispatch=offer.dispatch, reason=reason, final=final)
 
-    def join(self, peer: PeerId, offer: Offer, now: float) -> None:
-        """One more waits for room."""
+    def add(self, peer: PeerId, offer: Offer, now: float) -> None:
+        """Let the offer wait for room."""
         remember(self._epochs, offer.request_id, offer.epoch)
         key = (offer.coordinator, offer.dispatch)
-        hashes = from_hashes(offer.block_hashes)
-        behind = self._num_behind(offer.num_tokens)
+        hashes, behind = from_hashes(offer.block_hashes), self._num_behind(offer.num_tokens)
         self.waiting[key] = Incoming(
             key, peer, offer.request_id, offer.epoch, offer.num_tokens, hashes, now, behind
         )
 
     def forget_silent(self, silent_s: float, now: float) -> None:
-        """Whoever has not repeated an offer for so long does not want it any more."""
-        for incoming in [i for i in self.waiting.values() if now - i.heard > silent_s]:
+        """Drop offers that have not been repeated for ``silent_s``: their senders have given them up."""
+        for incoming in [i for i in self.waiting.values() if now - i.offered_at > silent_s]:
             del self.waiting[incoming.key]
 
     def grant_next(self, incarnation: int, now: float) -> Incoming | None:
-        """The first in the line gets its blocks under a new lease, which names this worker's incarnation.
-        None: no room for it."""
+        """Give the first waiting offer its blocks under a new lease, which names this worker's incarnation.
+        Return None where none waits or there is no room."""
         incoming = next(iter(self.waiting.values()), None)
         if incoming is None or not self._has_room_for(incoming):
             return None
@@ -93,25 +98,20 @@ class Granting:
         fresh = self._pool.allocate(self._num_blocks(incoming.num_tokens) - behind - len(cached))
         assert fresh is not None, "room was checked"
         incoming.blocks, incoming.num_cached = [NO_BLOCK] * behind + cached + fresh, behind + len(cached)
-        incoming.lease, self._next_lease = (
-            _lease_bits(incarnation) << 32 | self._next_lease,
-            self._next_lease + 1,
-        )
+        incoming.lease = _lease_bits(incarnation) << 32 | self._next_lease
+        self._next_lease += 1
         incoming.expires = now + self._lease_s
-        incoming.grant = self._grant(incoming)
-        return incoming
-
-    def _grant(self, incoming: Incoming) -> Grant:
         coordinator, dispatch = incoming.key
-        return Grant(
+        incoming.grant = Grant(
             coordinator=coordinator,
             dispatch=dispatch,
             lease=incoming.lease,
             secret=self._secret(),
-            blocks=u32([0] * incoming.num_behind + incoming.blocks[incoming.num_behind :]),
+            blocks=u32([0] * behind + incoming.blocks[behind:]),
             num_cached_blocks=incoming.num_cached,
             lease_s=self._lease_s,
         )
+        return incoming
 
     def _has_room_for(self, incoming: Incoming) -> bool:
         slots, headroom = self._room()

@@ -1,4 +1,9 @@
-"""One prompt on its way in: what has arrived of it, what is verified, and what is still to be checked."""
+"""The handoff of one prompt, as its receiver knows it: its blocks' arrival and verification. Pure.
+
+WAITING    until there is room
+GRANTED    blocks arrive; one that has arrived and whose checksum is known is checked
+COMPLETE   Handoff has come: joined once every block is verified; corrupt ones are put again, once
+"""
 
 from __future__ import annotations
 
@@ -12,9 +17,9 @@ from .protocol import Key, Verify
 
 @dataclass(slots=True)
 class Incoming:
-    """``lease`` is 0 until granted. Positions count the prompt's blocks; those below ``num_cached`` do not
-    travel: they are cached here, or they are below ``num_behind``, behind the sliding window, and have no
-    block."""
+    """``lease`` is 0 until granted. Positions count the prompt's blocks. Those below ``num_cached`` do not
+    travel: they are cached here, or lie below ``num_behind``, behind the sliding window, and have no block.
+    """
 
     key: Key
     peer: PeerId
@@ -22,10 +27,10 @@ class Incoming:
     epoch: int
     num_tokens: int
     hashes: list[bytes]
-    heard: float
+    offered_at: float  # when Offer last came
     num_behind: int = 0
     lease: int = 0
-    mover: str = ""  # that its writer has for it
+    mover: str = ""  # by which its writer puts
     grant: Grant | None = None
     blocks: list[int] = field(default_factory=list)
     num_cached: int = 0
@@ -34,7 +39,7 @@ class Incoming:
     handoff_at: float = 0.0
     retried: bool = False
     arrived: set[int] = field(default_factory=set)
-    checksums: dict[int, int] = field(default_factory=dict)  # as the sender told them
+    checksums: dict[int, int] = field(default_factory=dict)  # from the sender
     due: set[int] = field(default_factory=set)  # has arrived, has a checksum, and is not checked yet
     checking: set[int] = field(default_factory=set)
     right: set[int] = field(default_factory=set)
@@ -56,19 +61,19 @@ class Incoming:
 
     @property
     def verifying(self) -> bool:
-        """The writer has done its part: what the lease waits for is our own check."""
+        """Whether the writer has done its part, and the lease waits for this worker's own check."""
         return self.handoff is not None and bool(self.checking)
 
     @property
     def verified(self) -> bool:
         return self.handoff is not None and len(self.right) == self.num_travelling
 
-    def told(self, first: int, checksums: list[int]) -> bool:
-        """Books what the sender says of the positions from ``first`` on. False: those are not positions that
-        travel."""
-        if first < self.num_cached or first + len(checksums) > len(self.blocks):
-            return False
+    def add_checksums(self, first: int, checksums: list[int]) -> None:
+        """Take the sender's checksums of the positions from ``first`` on; ignored unless all of them travel.
+        A one-sided writer sends them after the blocks."""
         positions, known = range(first, first + len(checksums)), self.checksums
+        if positions.start < self.num_cached or positions.stop > len(self.blocks):
+            return
         if self.right:  # some may have been put again with other content since they were checked
             self.right.difference_update(
                 p
@@ -76,20 +81,17 @@ class Incoming:
                 if known.get(p, checksum) != checksum
             )
         known.update(zip(positions, checksums, strict=True))
-        self._are_due(positions)
-        return True
+        if self.one_sided:
+            self.arrived.update(positions)
+        self._note_due(positions)
 
     def arrive(self, positions: Iterable[int]) -> None:
-        """These blocks have been written."""
+        """Note that these blocks have been written."""
         self.arrived.update(positions)
-        self._are_due(positions)
-
-    def _are_due(self, positions: Iterable[int]) -> None:
-        due = self.arrived.intersection(positions).intersection(self.checksums)
-        self.due |= due - self.right - self.checking - self.wrong
+        self._note_due(positions)
 
     def checks(self) -> Verify | None:
-        """What is due, from now on under way."""
+        """Return a check of what is due, which is under way from now on."""
         if not self.due:
             return None
         due = sorted(self.due)
@@ -98,7 +100,7 @@ class Incoming:
         return Verify(self.lease, due, [self.blocks[p] for p in due], [self.checksums[p] for p in due])
 
     def checked(self, positions: list[int], wrong: list[int]) -> None:
-        """Books the answer to (a part of) a Verify."""
+        """Take the result of (a part of) a check."""
         self.due.difference_update(positions)
         self.checking.difference_update(positions)
         self.right.update(positions)
@@ -106,9 +108,13 @@ class Incoming:
         self.wrong.update(wrong)
 
     def expect_again(self) -> list[int]:
-        """The wrong positions, which are now taken as not arrived."""
+        """Return the corrupt positions, which count as not arrived from now on."""
         wrong = sorted(self.wrong)
         self.arrived -= self.wrong
         self.wrong.clear()
         self.retried, self.handoff = True, None
         return wrong
+
+    def _note_due(self, positions: Iterable[int]) -> None:
+        due = self.arrived.intersection(positions).intersection(self.checksums)
+        self.due |= due - self.right - self.checking - self.wrong

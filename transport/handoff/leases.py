@@ -1,29 +1,38 @@
-"""The decode worker's leases: granted ones, and those that ended without their writer's word. Pure."""
+"""The decode worker's leases: the life of each from its grant until its blocks are free or joined. Pure.
+
+granted -- join -------------------> joined       the blocks are the sequence's
+granted -- release ----------------> free         the writer has stopped
+granted -- end, two-sided mover ---> free         expired, cancelled, or corrupt twice
+granted -- end, one-sided mover ---> quarantine   its writer may still write
+quarantine -- free ----------------> free         the writer has stopped, is dead, or is shut out
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..messages.messages import PeerId
+from ..messages.messages import Ack, PeerId, Revoke
 from .granting import BlockPool
 from .incoming import Incoming
-from .protocol import Key
+from .protocol import CloseLease, Join, Key, OpenLease, ReceiverAction, ToPeer, remember
 
 
 @dataclass(slots=True)
 class EndedLease:
-    """A lease that ended without its writer's word."""
+    """A lease that ended without its writer's Release."""
 
     key: Key
     writer: PeerId
     blocks: list[int]
-    asked: float = -1e9  # when the writer was last asked to let go
+    asked: float = -1e9  # when the writer was last asked to release
     since: float = 0.0  # when it was first asked
 
 
 class Quarantine:
-    """Time alone ends nothing here: the writer's Release does, or its death, or that it was shut out."""
+    """Leases that ended without their writer's Release. Time alone ends nothing here: the writer's Release
+    does, or its death, or that it was shut out."""
 
     def __init__(self) -> None:
         self.leases: dict[int, EndedLease] = {}
@@ -33,11 +42,11 @@ class Quarantine:
         return sum(len(ended.blocks) for ended in self.leases.values())
 
     def of_writer(self, peer: PeerId) -> list[int]:
-        """The leases that wait for this writer's word."""
+        """Return the leases that wait for this writer."""
         return [lease for lease, ended in self.leases.items() if ended.writer == peer]
 
-    def to_ask(self, every_s: float, now: float) -> Iterator[tuple[int, EndedLease]]:
-        """The leases whose writers are to be asked now."""
+    def due(self, every_s: float, now: float) -> Iterator[tuple[int, EndedLease]]:
+        """Yield the leases whose writers are to be asked now."""
         for lease, ended in self.leases.items():
             if now - ended.asked >= every_s:
                 ended.since = ended.since or now
@@ -45,26 +54,27 @@ class Quarantine:
                 yield lease, ended
 
     def silent_writers(self, silence_s: float, now: float) -> set[PeerId]:
-        """Those that have not answered for so long."""
+        """Return the writers that have not answered for ``silence_s``."""
         return {e.writer for e in self.leases.values() if e.since and now - e.since >= silence_s}
 
 
 class LeaseTable:
-    """Which blocks of ``pool`` somebody else may be writing."""
+    """The blocks of ``pool`` that a writer may be writing. Adds to ``actions``."""
 
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
+    def __init__(self, pool: BlockPool, actions: list[ReceiverAction]) -> None:
+        self._pool, self._actions = pool, actions
         self.granted: dict[Key, Incoming] = {}
         self.by_lease: dict[int, Incoming] = {}
+        self.joined: OrderedDict[Key, int] = OrderedDict()  # the lease of each, for late echoes
         self.quarantine = Quarantine()
 
     @property
     def num_blocks(self) -> int:
-        """Under a lease or in quarantine (they count as used in the pool)."""
+        """Blocks under a lease or in quarantine (they count as used in the pool)."""
         return sum(len(i.held) for i in self.granted.values()) + self.quarantine.num_blocks
 
     def blocks_open_to(self, lease: int) -> list[int]:
-        """The blocks that this lease's writer may still be writing."""
+        """Return the blocks that this lease's writer may still be writing."""
         incoming = self.by_lease.get(lease)
         if incoming is not None:
             return incoming.blocks[incoming.num_cached :]
@@ -72,44 +82,96 @@ class LeaseTable:
         return ended.blocks if ended is not None else []
 
     def block_tables(self) -> Iterator[list[int]]:
+        """Yield the blocks that are referenced here, lease by lease."""
         yield from (incoming.held for incoming in self.granted.values())
         yield from (ended.blocks for ended in self.quarantine.leases.values())
 
-    def ends(self) -> dict[int, float]:
-        """When each lease ends, by lease, unless it is renewed. (One whose blocks are being checked ends with
-        the check.)"""
-        return {i.lease: i.expires for i in self.granted.values() if not i.verifying}
-
-    def of_writer(self, peer: PeerId) -> list[Incoming]:
-        return [incoming for incoming in self.granted.values() if incoming.peer == peer]
+    def mover_of(self, lease: int) -> str:
+        """Return the mover of this lease's writer; empty if there is no such lease."""
+        incoming = self.by_lease.get(lease)
+        return incoming.mover if incoming is not None else ""
 
     def of(self, lease: int, peer: PeerId) -> Incoming | None:
-        """The lease, if it is this writer's."""
+        """Return the lease, if it is this writer's."""
         incoming = self.by_lease.get(lease)
         return incoming if incoming is not None and incoming.peer == peer else None
 
     def grant(self, incoming: Incoming) -> None:
+        """Begin the lease: open it to its writer and send the grant."""
+        assert incoming.grant is not None, "a grant has been made"
         self.granted[incoming.key] = self.by_lease[incoming.lease] = incoming
+        targets = dict(enumerate(incoming.blocks[incoming.num_cached :], start=incoming.num_cached))
+        self._actions.append(OpenLease(incoming.lease, incoming.grant.secret, targets))
+        self._actions.append(ToPeer(incoming.peer, incoming.grant))
 
-    def take_back(self, incoming: Incoming) -> None:
-        """The lease is over; what becomes of its blocks is for the caller to say."""
-        self.granted.pop(incoming.key, None)
-        self.by_lease.pop(incoming.lease, None)
+    def join(self, incoming: Incoming, now: float) -> None:
+        """End the lease with its handoff complete: the blocks are cached, and belong to the sequence."""
+        handoff = incoming.handoff
+        assert handoff is not None
+        self._close(incoming)
+        remember(self.joined, incoming.key, incoming.lease)
+        hashes, behind = incoming.hashes, incoming.num_behind
+        parent = hashes[behind - 1] if behind else None
+        self._pool.commit_all(incoming.blocks[behind : len(hashes)], hashes[behind:], parent)
+        self.acknowledge(incoming.key, incoming.lease, incoming.peer)
+        self._actions.append(
+            Join(
+                incoming.key,
+                handoff.spec,
+                incoming.blocks,
+                handoff.token,
+                handoff.logprobs,
+                incoming.num_cached - behind,
+                handoff.num_cached_tokens,
+                handoff.since_s + now - incoming.handoff_at,
+                hashes[-1] if hashes else None,
+            )
+        )
 
-    def end(self, incoming: Incoming, one_sided: bool) -> None:
-        """Without a join. A writer that writes by itself must be believed to have stopped before its blocks
-        are free."""
-        self.take_back(incoming)
-        if one_sided:
+    def end(self, incoming: Incoming, reason: str) -> None:
+        """End the lease without a join. The blocks of a one-sided writer are free only once it has
+        stopped."""
+        self._close(incoming)
+        if incoming.one_sided:
             self.quarantine.leases[incoming.lease] = EndedLease(incoming.key, incoming.peer, incoming.held)
         else:
             self._pool.release(incoming.held)
+        self.revoke(incoming.key, incoming.lease, incoming.peer, reason)
 
-    def free_of_writer(self, peer: PeerId) -> None:
-        """This writer writes no more: what its ended leases held is free."""
-        for lease in self.quarantine.of_writer(peer):
+    def release(self, lease: int, peer: PeerId) -> None:
+        """Free the lease's blocks: its writer has stopped."""
+        if (incoming := self.of(lease, peer)) is not None:
+            self._close(incoming)
+            self._pool.release(incoming.held)
+        elif lease in self.quarantine.of_writer(peer):
             self.free(lease)
 
     def free(self, lease: int) -> None:
-        """The writer of this ended lease has stopped."""
+        """Free the blocks of a lease in quarantine: its writer has stopped."""
         self._pool.release(self.quarantine.leases.pop(lease).blocks)
+
+    def free_of_writer(self, peer: PeerId) -> None:
+        """Free the blocks in quarantine of a writer that writes no more."""
+        for lease in self.quarantine.of_writer(peer):
+            self.free(lease)
+
+    def end_expired(self, now: float) -> None:
+        for incoming in [i for i in self.granted.values() if now >= i.expires and not i.verifying]:
+            self.end(incoming, "the lease expired: no renewal from the prefill worker")
+
+    def ask_writers(self, every_s: float, now: float) -> None:
+        """Ask the writers of leases in quarantine again to release them."""
+        for lease, ended in self.quarantine.due(every_s, now):
+            self.revoke(ended.key, lease, ended.writer, "the lease has ended")
+
+    def acknowledge(self, key: Key, lease: int, writer: PeerId) -> None:
+        self._actions.append(ToPeer(writer, Ack(coordinator=key[0], dispatch=key[1], lease=lease)))
+
+    def revoke(self, key: Key, lease: int, writer: PeerId, reason: str) -> None:
+        message = Revoke(coordinator=key[0], dispatch=key[1], lease=lease, reason=reason)
+        self._actions.append(ToPeer(writer, message))
+
+    def _close(self, incoming: Incoming) -> None:
+        self.granted.pop(incoming.key, None)
+        self.by_lease.pop(incoming.lease, None)
+        self._actions.append(CloseLease(incoming.lease))

@@ -116,13 +116,15 @@ class Outgoing:
         self._send_placed()
 
     def layer_stride(self, stop: int) -> int:
-        """See ``HandoffSender.layer_stride``."""
+        """Return after how many further layers each ``layers_ready`` is of use while the chunk up to block
+        ``stop`` is computed; 0: never."""
         num_blocks = stop - max(self._num_put, self._num_ready)
         stride = self._layers_per_put(num_blocks) if num_blocks > 0 else 0
         return stride if stride < self._slicing.num_layers else 0
 
     def next_slice(self, stop: int) -> int | None:
-        """See ``HandoffSender.next_slice``."""
+        """Return how many layers of the chunk up to block ``stop`` must be final for its next slice to leave,
+        as things are now. None: no slice leaves."""
         if self.grant is None or stop <= self._num_put or not self._may_leave_in_layers(stop):
             return None
         return self._layers_put + self._layers_per_put(stop - self._num_put)

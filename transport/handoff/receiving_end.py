@@ -1,5 +1,5 @@
-"""The receiving side's shell: the channel that prefill workers come in by, movers that their KV blocks arrive
-by, blocks to be checked, and writers that end."""
+"""The receiving side's shell: the listener for prefill workers, movers that write their KV blocks, blocks to
+be checked, and writers that end."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from .receiver import HandoffReceiver
 RECEIVING = (OpenLease, ExpectAgain, CloseLease, Verify)
 RECEIVE_LIMIT = 256
 CHECK_BYTES = 8 << 20  # verified in one turn of the loop: about a millisecond
+OnMessage = Callable[[Message, float], None]
 _log = logging.getLogger(__name__)
 
 
@@ -36,7 +37,7 @@ class ReceivingCore(Protocol):
 
 
 class ReceivingEnd:
-    """Carries out the actions of a ``HandoffReceiver``, and tells the core what comes."""
+    """Carries out the actions of a ``HandoffReceiver``, and passes events to the core."""
 
     def __init__(
         self,
@@ -48,43 +49,37 @@ class ReceivingEnd:
     ) -> None:
         """``listen``: for prefill workers, which find it at ``host``. ``check_bytes``: verified in one call
         of ``check``."""
-        self._network, self._device, self._movers, self._host = (
-            environment.network,
-            environment.device,
-            movers,
-            host,
-        )
+        self._network, self._device = environment.network, environment.device
+        self._movers, self._host = movers, host
         self.endpoints = movers.endpoints
         self._blocks_a_check = max(1, check_bytes // self._device.block_bytes)
-        self._identities: dict[PeerId, bytes] = {}
-        self._processes: dict[PeerId, LocalProcess | None] = {}
+        self._identities: dict[PeerId, bytes] = {}  # the channel to answer each writer on
+        self._processes: dict[PeerId, LocalProcess | None] = {}  # writers on this host
         self._checks: deque[Verify] = deque()
         self._peers = self._network.listen(listen, FROM_PREFILL)
 
     @property
     def address(self) -> str:
-        """Where prefill workers find it."""
+        """The address that prefill workers connect to."""
         return advertised_address(self._peers.address, self._host)
 
     @property
     def has_checks(self) -> bool:
-        """Blocks have arrived that are to be verified."""
+        """Whether blocks are waiting to be verified."""
         return bool(self._checks)
 
-    def receive(
-        self, ready: set[object], core: ReceivingCore, now: float, heard: Callable[[Message, float], None]
-    ) -> None:
-        """Pass on to the core what prefill workers have sent and which blocks have arrived; messages to
-        ``heard`` before."""
+    def receive(self, ready: set[object], core: ReceivingCore, now: float, on_message: OnMessage) -> None:
+        """Pass messages of prefill workers and arrived blocks to the core; ``on_message`` sees each message
+        before."""
         if self._peers.socket in ready:
-            self._receive_messages(core, now, heard)
+            self._receive_messages(core, now, on_message)
         for lease, position in self._movers.poll(ready, RECEIVE_LIMIT):
             core.receiver.arrived(lease, position)
         for peer, message in self._movers.take_messages():
             self._send(peer, message)
 
     def carry_out(self, action: ToPeer | OpenLease | ExpectAgain | CloseLease | Verify) -> None:
-        """One action of the receiver's; a message is one of ``FROM_DECODE``."""
+        """Carry out one action of the receiver. A message is one of ``FROM_DECODE``."""
         if isinstance(action, ToPeer):
             self._send(action.peer, action.message)
         elif isinstance(action, Verify):
@@ -98,7 +93,7 @@ class ReceivingEnd:
             self._checks = deque(check for check in self._checks if check.lease != action.lease)
 
     def check(self, core: ReceivingCore, now: float) -> None:
-        """Verify some of what has arrived: a little in each turn, so that a long prompt's blocks hold up no
+        """Verify some of the arrived blocks: a few in each turn, so that a long prompt's blocks delay no
         other sequence's tokens."""
         room = self._blocks_a_check
         while self._checks and room > 0:
@@ -110,84 +105,80 @@ class ReceivingEnd:
             self._verify(check, core, now)
 
     def release_dead_writers(self, core: ReceivingCore, now: float) -> None:
-        """A prefill process of this host that has ended writes no more: what it had leased is free. One of
-        another host that has gone silent is shut out first, where its mover can."""
+        """Free the leases of writers on this host whose process has ended. Shut out those of other hosts that
+        are silent, where their mover can."""
         for peer, process in list(self._processes.items()):
-            if (process is None or not process.alive()) and self._movers.ways_in.process_ended(
-                peer, core.receiver
-            ):
-                del self._processes[peer]
-                self._identities.pop(peer, None)
+            ended = process is None or not process.alive()
+            if ended and self._movers.ways_in.process_ended(peer, core.receiver):
+                self._forget(peer)
         self._movers.ways_in.look(self._processes, core.receiver, now)
 
     def close(self) -> None:
-        """End the channel and all movers."""
+        """End the listener and all movers."""
         self._movers.close_all()
         self._network.close(self._peers)
 
-    def _receive_messages(
-        self, core: ReceivingCore, now: float, heard: Callable[[Message, float], None]
-    ) -> None:
+    def _receive_messages(self, core: ReceivingCore, now: float, on_message: OnMessage) -> None:
         for identity, message in self._peers.receive(RECEIVE_LIMIT):
-            peer = worker_of(identity)
-            if peer is not None:
-                if _age(identity, core) >= _age(
-                    self._identities.get(peer, b""), core
-                ):  # an older channel is no way back
-                    self._identities[peer] = identity
-                if isinstance(message, Meet) and not self._note_writer(peer, message, core):
-                    continue  # it will be said again
-                if isinstance(message, Retire) and not self._movers.ways_in.may_retire(
-                    peer, message, core.receiver
-                ):
-                    continue  # likewise
-                if isinstance(message, BETWEEN_MOVERS):
-                    self._movers.receive(peer, message)
-                else:
-                    heard(message, now)
-                    core.from_peer(peer, message, now)
+            if (peer := worker_of(identity)) is None:
+                continue
+            known = self._identities.get(peer, b"")
+            if _age(identity, core) >= _age(known, core):  # an older channel is not answered on
+                self._identities[peer] = identity
+            if not self._is_acceptable(peer, message, core):
+                continue  # it will be sent again
+            if isinstance(message, BETWEEN_MOVERS):
+                self._movers.receive(peer, message)
+            else:
+                on_message(message, now)
+                core.from_peer(peer, message, now)
 
-    def _note_writer(self, peer: PeerId, meet: Meet, core: ReceivingCore) -> bool:
-        """Whether its end will be noticed, and what it began before can land no more: only then may it be
-        given anything."""
-        here = meet.host == self._network.host
+    def _is_acceptable(self, peer: PeerId, message: Message, core: ReceivingCore) -> bool:
+        """Return False where puts that were begun before may still land, or the writer's end would go
+        unnoticed."""
+        if isinstance(message, Retire):
+            return self._movers.ways_in.may_retire(peer, message, core.receiver)
+        if not isinstance(message, Meet):
+            return True
+        here = message.host == self._network.host
         if here:
             try:
-                self._processes[peer] = self._network.process(meet.pid)
+                self._processes[peer] = self._network.process(message.pid)
             except OSError as error:
                 _log.warning("cannot look at the process of %s: %s", peer[0], error.strerror)
                 return False
-        return self._movers.ways_in.may_meet(peer, meet, here, core.receiver)
+        return self._movers.ways_in.may_meet(peer, message, here, core.receiver)
 
     def _send(self, peer: PeerId, message: Message) -> None:
         complete = self._movers.complete(message, peer) if isinstance(message, Met) else message
         if complete is not None and peer in self._identities:
             self._peers.send(self._identities[peer], complete)
-        if isinstance(message, Retired) and has_ended(
-            peer[1], message.incarnation
-        ):  # nothing more comes from it
-            self._identities.pop(peer, None)
-            self._processes.pop(peer, None)
+        if isinstance(message, Retired) and has_ended(peer[1], message.incarnation):
+            self._forget(peer)  # nothing more comes from it
             self._movers.ways_in.forget(peer)
 
+    def _forget(self, peer: PeerId) -> None:
+        self._processes.pop(peer, None)
+        self._identities.pop(peer, None)
+
     def _verify(self, check: Verify, core: ReceivingCore, now: float) -> None:
-        mover = core.receiver.mover_of(check.lease)
+        mover = core.receiver.leases.mover_of(check.lease)
         found = self._device.checksums(mover, check.blocks)
-        rows = zip(check.positions, found, check.checksums, strict=True)
-        wrong = {position for position, checksum, sent in rows if checksum != sent}
+        rows = zip(check.positions, check.blocks, found, check.checksums, strict=True)
+        right, wrong = list[int](), list[int]()
+        for position, block, checksum, sent in rows:
+            if checksum == sent:
+                right.append(block)
+            else:
+                wrong.append(position)
         if wrong:
             _log.warning("%d of %d KV blocks arrived corrupt", len(wrong), len(check.blocks))
-        right = [
-            block
-            for position, block in zip(check.positions, check.blocks, strict=True)
-            if position not in wrong
-        ]
         self._device.store(mover, right)
         core.receiver.verified(check.lease, check.positions, sorted(wrong), now)
 
 
 def _age(identity: bytes, core: ReceivingCore) -> int:
-    """Ranks a peer's channels by the incarnation of this process that each was opened to: later is more; 0
+    """Return the incarnation of this process that a peer's channel was opened to: a later one ranks higher; 0
     for another process."""
     incarnation = opened_to(identity)
     return incarnation if same_process(incarnation, core.worker[1]) else 0

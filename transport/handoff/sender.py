@@ -29,7 +29,7 @@ from ..messages.messages import (
     u64,
 )
 from .layer_slicing import WHOLE_BLOCKS, LayerSlicing
-from .meetings import Meetings
+from .meetings import Contact, Meetings
 from .outgoing import Outgoing
 from .protocol import Delivered, HandoffTimes, Key, SenderAction, ToPeer, Undelivered, Wait
 
@@ -98,16 +98,6 @@ class HandoffSender:
         if (out := self.outgoing.get(key)) is not None:
             out.blocks_ready(blocks, num_ready)
 
-    def layer_stride(self, key: Key, stop: int) -> int:
-        """Return after how many further layers each ``layers_ready`` is of use while the chunk up to block
-        ``stop`` is computed; 0: never."""
-        return 0 if (out := self.outgoing.get(key)) is None else out.layer_stride(stop)
-
-    def next_slice(self, key: Key, stop: int) -> int | None:
-        """Return how many layers of the chunk up to block ``stop`` must be final for its next slice to leave,
-        as things are now. None: no slice leaves."""
-        return None if (out := self.outgoing.get(key)) is None else out.next_slice(stop)
-
     def layers_ready(self, key: Key, blocks: list[int], stop: int, num_layers: int) -> None:
         """A running chunk will make the first ``stop`` of the prompt's own ``blocks`` final; their first
         ``num_layers`` layers are final now. (If the first layers of other blocks have left, with a chunk that
@@ -138,7 +128,12 @@ class HandoffSender:
     def receive(self, peer: PeerId, message: Message, now: float) -> None:
         """Take a message from a decode worker."""
         if isinstance(message, Met):
-            self._on_met(peer, message, now)
+            result = self.meetings.receive(peer, message)
+            if isinstance(result, str):
+                self.peer_lost(peer, result)
+            for waiting in self.outgoing.values() if isinstance(result, Contact) else ():
+                if waiting.peer == peer:
+                    waiting.send(now)
         elif isinstance(message, Retired):
             self.meetings.retirement.answered(peer[0], message.incarnation)
         elif isinstance(message, Grant | Refuse | Ack | Nack | Revoke):
@@ -186,15 +181,6 @@ class HandoffSender:
         for peer, waited_s in self.meetings.greet(self._times.resend, now):
             if waited_s > self._times.grant:
                 self.peer_lost(peer, f"decode worker {peer[0]} did not answer in time")
-
-    def _on_met(self, peer: PeerId, met: Met, now: float) -> None:
-        result = self.meetings.receive(peer, met)
-        if isinstance(result, str):
-            self.peer_lost(peer, result)
-        elif result is not None:
-            for out in self.outgoing.values():
-                if out.peer == peer:
-                    out.send(now)
 
     def _on_answer(self, out: Outgoing, message: Grant | Refuse | Ack | Nack | Revoke, now: float) -> None:
         if isinstance(message, Grant):

@@ -1,4 +1,4 @@
-"""The prefill workers that a decode worker has met: who they are, and how each of them writes. Pure."""
+"""The prefill workers that a decode worker has met, and the mover that each of them writes by. Pure."""
 
 from __future__ import annotations
 
@@ -15,23 +15,20 @@ class Writers:
 
     def __init__(self, identity: ModelIdentity, endpoints: MoverEndpoints, num_blocks: int) -> None:
         self._identity, self._endpoints, self._num_blocks = identity, endpoints, num_blocks
-        self.movers: dict[PeerId, str] = {}
-        """By writer, the one in use."""
+        self.movers: dict[PeerId, str] = {}  # the one in use, by writer
         self.pids: dict[PeerId, int] = {}
         self._retired: OrderedDict[PeerId, int] = (
             OrderedDict()
-        )  # the newest incarnation, by worker id and process
-        self._num_failed: dict[
-            PeerId, int
-        ] = {}  # movers that a writer has named as failed: they only become more
+        )  # newest incarnation, by worker id and process
+        self._num_failed: dict[PeerId, int] = {}  # movers that a writer has named as failed; only grows
 
     def __contains__(self, peer: PeerId) -> bool:
         """Whether a mover was agreed on."""
         return peer in self.movers
 
     def meet(self, peer: PeerId, meet: Meet, worker: PeerId) -> Met:
-        """The answer to Meet. ``worker``: this decode worker as it is called now. An echo is told that name
-        and nothing else: what it came to would be taken for what the meeting that counts came to."""
+        """Return the answer to Meet. ``worker``: this decode worker's present name. The answer to an echo
+        contains that name and nothing else, so that it cannot be taken for the answer to the newest Meet."""
         worker_id, incarnation = worker
         self.pids[peer] = meet.pid
         if self._is_echo(peer, meet, incarnation):
@@ -40,9 +37,9 @@ class Writers:
         same_host = meet.host == ours.host
         able = [m for m in _movers_of(meet) if m in ours.movers and (same_host or m not in SAME_HOST_MOVERS)]
         common = [m for m in able if m not in meet.failed] or [FALLBACK_MOVER] * bool(meet.failed)
-        if refused := _difference(self._identity, meet.model) or self._nothing_common(
-            meet, common, same_host
-        ):
+        refused = _difference(self._identity, meet.model)
+        if refused or not common:
+            refused = refused or self._nothing_common(meet, same_host)
             return Met(worker_id=worker_id, incarnation=incarnation, refused=refused)
         self._num_failed[peer] = len(meet.failed)
         self.movers[peer] = common[0]
@@ -57,12 +54,11 @@ class Writers:
         )
 
     def earlier_runs(self, peer: PeerId) -> list[PeerId]:
-        """What the same process was called before: it has no put under way that it began under those
-        names."""
+        """Return the earlier names of the same process: no put that it began under those is under way."""
         return [known for known in self.pids if known[0] == peer[0] and is_earlier(known[1], peer[1])]
 
     def retire(self, peer: PeerId, message: Retire) -> list[PeerId]:
-        """Those that have ended so. An echo of what they once said does not bring them back."""
+        """Return the names that have ended. Echoes of their messages do not bring them back."""
         ended, process = message.incarnation, (peer[0], message.incarnation >> COUNT_BITS)
         remember(self._retired, process, max(ended, self._retired.get(process, 0)))
         return [known for known in self.pids if known[0] == peer[0] and has_ended(known[1], ended)]
@@ -71,34 +67,32 @@ class Writers:
         return peer[1] <= self._retired.get((peer[0], peer[1] >> COUNT_BITS), 0)
 
     def forget_choices(self) -> None:
-        """What failed with this worker's earlier incarnation may be tried again."""
+        """Allow movers again that failed with this worker's earlier incarnation."""
         self._num_failed.clear()
 
     def forget(self, peer: PeerId) -> None:
-        """Its process has ended."""
+        """Forget this writer: its process or its name has ended."""
         self.movers.pop(peer, None)
         self._num_failed.pop(peer, None)
         self.pids.pop(peer, None)
 
     def _is_echo(self, peer: PeerId, meet: Meet, incarnation: int) -> bool:
-        """Said to an earlier incarnation of ours, or before a mover failed."""
+        """Whether Meet was sent to an earlier incarnation of ours, or before a mover failed."""
         return meet.addressee not in (0, incarnation) or len(meet.failed) < self._num_failed.get(peer, 0)
 
-    def _nothing_common(self, meet: Meet, common: list[str], same_host: bool) -> str:
-        if common:
-            return ""
+    def _nothing_common(self, meet: Meet, same_host: bool) -> str:
         needs = "" if same_host else f" ({' and '.join(sorted(SAME_HOST_MOVERS))}: on the same host only)"
         ours = ", ".join(self._endpoints.movers)
         return f"no mover in common: prefill has {', '.join(_movers_of(meet))}; decode has {ours}{needs}"
 
 
 def _movers_of(meet: Meet) -> list[str]:
-    """By their present names, each once, best first."""
+    """Return the movers by their present names, each once, best first."""
     return list(dict.fromkeys(FALLBACK_MOVER if mover == FORMER_NAME else mover for mover in meet.movers))
 
 
 def _difference(ours: ModelIdentity, theirs: ModelIdentity) -> str:
-    """A sentence naming the first field that differs; empty where none does."""
+    """Return a sentence that names the first field that differs; empty if all are equal."""
     for name in ModelIdentity.__struct_fields__:
         a, b = getattr(ours, name), getattr(theirs, name)
         if a != b:

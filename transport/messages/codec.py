@@ -1,13 +1,12 @@
 """Messages to bytes and back: one tag byte, then the fields as a msgpack map.
 
-Decoding believes nothing before it is checked, in this order: the tag is one the caller allows; the size is
-within that type's bound; the msgpack is complete and well formed, and each field in it of its own type
-(msgspec, strict) and within that type's bounds: a list, a map or bytes are refused by the length that their
-header claims, before there is room made for them; last, columns end with a whole item and fields fit together
-(``Checks``). Nothing is nested deeper than the type is. Where the list that a type allows is long
-(LONG_LIST entries), all that headers claim is first looked for, by skipping over the message without building
-anything: so a claim can never make us reserve more than what really arrived. Whatever fails raises
-``BadMessage``.
+Decoding checks everything, in this order: the tag is one the caller allows; the size is within that type's
+bound; the msgpack is complete and well formed, and each field is of its type (msgspec, strict) and within
+that type's bounds: a list, a map or bytes are refused by the length that their header claims, before memory
+is reserved for them; last, columns end with a whole item and fields fit together (``Checks``). Nothing is
+nested deeper than the type is. Where a type allows a long list (LONG_LIST entries), the decoder first skips
+over the message without building anything, so that a claimed length reserves no more memory than the data
+that arrived. Every failure raises ``BadMessage``.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ KIB, MIB = 1 << 10, 1 << 20
 
 @dataclass(frozen=True)
 class Bounds:
-    """What one message type may hold, beside what its fields say. ``long_lists``: a list in it may have
-    LONG_LIST entries or more."""
+    """Bounds of one message type beyond those of its fields. ``long_lists``: a list in it may have LONG_LIST
+    entries or more."""
 
     max_bytes: int = 64 * KIB
     long_lists: bool = False
@@ -79,14 +78,14 @@ WIRE: dict[int, tuple[type[Message], Bounds]] = {
 
 
 class Checks:
-    """Those of one type of message, and of the messages that are its fields."""
+    """Checks of one type of message, and of the messages that are its fields."""
 
     def __init__(self, kind: type[Message]) -> None:
         self._columns = tuple((place, attrgetter(place), item_bytes) for place, item_bytes in _columns(kind))
         self._parts = tuple(attrgetter(place) if place else _whole_message for place in _parts(kind))
 
     def check(self, message: Message) -> None:
-        """Raises ValueError with a sentence that names the place."""
+        """Raise ValueError with a sentence that names the field."""
         for place, read, item_bytes in self._columns:
             if (size := len(read(message))) % item_bytes:
                 raise ValueError(f"{place}: {size} bytes are no whole number of {item_bytes}-byte items")
@@ -105,7 +104,7 @@ def _columns(kind: type[Message]) -> Iterator[tuple[str, int]]:
 
 
 def _parts(kind: type[Message]) -> Iterator[str]:
-    """The places of what has fields that must fit together; "" is the message itself."""
+    """Yield the places of the messages whose fields must fit together; "" is the message itself."""
     if kind.check is not Message.check:
         yield ""
     for name, within in _fields_that_are_messages(kind):
@@ -158,7 +157,7 @@ def encode(message: Message) -> bytes:
 
 
 def _fields_of(part: Message) -> dict[str, Any]:
-    """Of a message, or of one within it."""
+    """Return the fields of a message, or of one within it."""
     return msgspec.structs.asdict(part)
 
 

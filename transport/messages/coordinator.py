@@ -1,4 +1,4 @@
-"""What workers and the coordinator say to each other."""
+"""Messages between workers and the coordinator."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Load(Message, frozen=True, kw_only=True):
     dispatches: RowColumn = b""
     num_others: Count = 0  # dispatches of other coordinators that it holds
     num_others_tokens: Count = 0  # prompt tokens of theirs that it has not computed
-    num_cache_reports: Count = 0  # BlockEvents said so far: one that was lost shows here
+    num_cache_reports: Count = 0  # BlockEvents sent so far: one that was lost shows here
     counters: Readings = field(default_factory=dict)  # cumulative since start
     gauges: Readings = field(default_factory=dict)  # as they are now
 
@@ -121,15 +121,15 @@ class FirstToken(Message, frozen=True, kw_only=True):
 
 
 class Joined(Message, frozen=True, kw_only=True):
-    """The decode worker has verified the handoff and the sequence joins its batch. Repeats what FirstToken
-    says, should the coordinator hear that later, or never because the prefill worker has died."""
+    """The decode worker has verified the handoff and the sequence joins its batch. Repeats FirstToken, which
+    may arrive later, or never if the prefill worker has died."""
 
     coordinator: Incarnation
     dispatch: Dispatch
     index: Count
     token: TokenId
     logprobs: TokenLogprobs | None = None
-    transfer_s: Duration = 0.0  # from the first token to the verified join, but for the Handoff message's way
+    transfer_s: Duration = 0.0  # from the first token to the verified join, without the Handoff message's way
     num_cached_blocks: Count = 0  # blocks that did not travel
     num_cached_tokens: Count = 0  # of the prompt, found in the prefill worker's prefix cache
 
@@ -157,7 +157,7 @@ FailureKind = Literal["preempted", "handoff_failed", "peer_lost", "refused", "de
 
 
 class RequestFailed(Message, frozen=True, kw_only=True):
-    """The worker has given this dispatch up and holds nothing of it any more. ``refused`` and ``deadline``
+    """The worker has given this dispatch up and holds nothing for it any more. ``refused`` and ``deadline``
     are final; the other kinds may be dispatched again."""
 
     coordinator: Incarnation
@@ -167,7 +167,7 @@ class RequestFailed(Message, frozen=True, kw_only=True):
 
 
 class Goodbye(Message, frozen=True, kw_only=True):
-    """A draining worker holds nothing any more, and ends."""
+    """A draining worker holds no request any more, and ends."""
 
     worker_id: Name
     incarnation: Incarnation
@@ -177,7 +177,7 @@ class Goodbye(Message, frozen=True, kw_only=True):
 
 
 class Welcome(Message, frozen=True, kw_only=True):
-    """Answer to Hello, and said again where BlockEvents were lost. A worker drops all work of the coordinator
+    """Answer to Hello, and sent again where BlockEvents were lost. A worker drops all work of the coordinator
     that it knew at this address before, and sends its whole cache as BlockEvents. ``others``: where more
     coordinator processes of this host listen."""
 
@@ -188,7 +188,7 @@ class Welcome(Message, frozen=True, kw_only=True):
 
 class Alive(Message, frozen=True, kw_only=True, omit_defaults=True):
     """The coordinator's heartbeat. A worker that misses it for long has no owner: it frees all it holds and
-    says Hello again.
+    sends Hello again.
     ``misfit``: why it gets no work, where it fits no worker of the other role, as a sentence for its log."""
 
     coordinator: Incarnation
@@ -196,7 +196,7 @@ class Alive(Message, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Fenced(Message, frozen=True, kw_only=True):
-    """The coordinator had declared this incarnation dead: drop all work, take a new incarnation, say Hello
+    """The coordinator had declared this incarnation dead: drop all work, take a new incarnation, send Hello
     again."""
 
     coordinator: Incarnation
@@ -214,8 +214,8 @@ class Move(Message, frozen=True, kw_only=True):
     """Hand the running sequence of ``dispatch`` with its KV blocks to ``decode``, where it goes on as
     ``spec.dispatch``.
 
-    ``spec.token_ids`` are the tokens that the coordinator has heard of; the worker puts those in their place
-    that it has.
+    ``spec.token_ids`` are the tokens that have reached the coordinator; the worker replaces them by all that
+    it has.
     """
 
     dispatch: Dispatch
@@ -224,16 +224,16 @@ class Move(Message, frozen=True, kw_only=True):
 
 
 class Drain(Message, frozen=True, kw_only=True):
-    """Take no new work, hand over or finish what there is, say Goodbye and end. ``timeout_s``: give back by
-    then what is left; None: the worker's own setting."""
+    """Take no new work, hand over or finish the present work, send Goodbye and end. ``timeout_s``: give back
+    the rest by then; None: the worker's own setting."""
 
     coordinator: Incarnation
     timeout_s: Duration | None = None
 
 
 class Flip(Message, frozen=True, kw_only=True):
-    """To a worker whose process can change its role: ``role`` begins there at once, over the same weights,
-    blocks and prefix cache, as a worker of its own; the one that this is told to drains, and ends by itself.
+    """Change the role of a process that can: ``role`` begins there at once, over the same weights, blocks and
+    prefix cache, as a worker of its own; the addressee drains, and ends by itself.
     ``timeout_s``: see Drain."""
 
     coordinator: Incarnation
@@ -242,7 +242,7 @@ class Flip(Message, frozen=True, kw_only=True):
 
 
 class Cancel(Message, frozen=True, kw_only=True):
-    """Drop these dispatches, free their blocks, say nothing more of them."""
+    """Drop these dispatches, free their blocks, send nothing more about them."""
 
     coordinator: Incarnation
     dispatches: RowColumn

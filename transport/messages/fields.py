@@ -32,8 +32,8 @@ _INT63 = (1 << 63) - 1
 
 
 def _column(item_bytes: int, most_items: int) -> Meta:
-    """Of items one after the other. That it ends with a whole item is seen to where messages are decoded, by
-    what is noted here."""
+    """Return the bounds of a column of items. The decoder checks that it ends with a whole item, by the item
+    size noted here."""
     return Meta(max_length=item_bytes * most_items, extra={ITEM_BYTES: item_bytes})
 
 
@@ -42,13 +42,13 @@ WireVersion = Annotated[int, Meta(ge=WIRE_VERSION, le=WIRE_VERSION)]
 """First in the messages by which two processes meet; one of another version is refused with a sentence
 (``codec.decode``)."""
 Grammar = Annotated[bytes, Meta(max_length=MAX_GRAMMAR_BYTES)]
-"""As llguidance writes one; empty: any output."""
+"""In llguidance's notation; empty: any output."""
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Text = Annotated[str, Meta(max_length=4096)]
 Address = Annotated[str, Meta(max_length=512)]
 Count = Annotated[int, Meta(ge=0, le=_INT63)]
 ProcessNumber = Annotated[int, Meta(ge=0, lt=1 << 31)]
-"""Of an operating system: what it is asked of takes no larger ones."""
+"""A process id: the operating system's calls take no larger ones."""
 Incarnation = Annotated[int, Meta(ge=0, le=_INT63)]
 Dispatch = Annotated[int, Meta(ge=0, lt=1 << 32)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -69,11 +69,11 @@ LeaseColumn = Annotated[bytes, _column(8, MAX_ROWS)]
 
 
 class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all messages: immutable and closed. What is decoded has been checked against the types; what
-    our own code makes is not."""
+    """Base of all messages: immutable and closed. Decoded messages have been checked against the types; those
+    that our own code makes have not."""
 
     def check(self) -> None:
-        """Raises ValueError where fields that are right each do not fit together."""
+        """Raise ValueError if fields that are valid each do not fit together."""
 
 
 FinishReason = Literal["stop", "length"]
@@ -183,7 +183,7 @@ def from_u32(column: bytes) -> list[int]:
 
 
 def u32_array(column: bytes) -> array[int]:
-    """The same in a fraction of the time and of the memory, for those who look at few of them."""
+    """Return the numbers in a fraction of the time and of the memory, for callers that read few of them."""
     numbers = array("I", column)
     if sys.byteorder != "little":
         numbers.byteswap()

@@ -1,5 +1,4 @@
-"""What prefill workers and decode workers say to each other over a KV handoff (the protocol:
-docs/handoff.md)."""
+"""Messages between prefill workers and decode workers about a KV handoff (the protocol: docs/handoff.md)."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ from .fields import (
 
 
 class Meet(Message, frozen=True, kw_only=True):
-    """First contact of a prefill worker: who it is, and which movers it has, best first."""
+    """First contact of a prefill worker: its name, and its movers, best first."""
 
     wire_version: WireVersion = WIRE_VERSION
     worker_id: Name
@@ -93,9 +92,7 @@ class Handoff(Message, frozen=True, kw_only=True):
         0  # of the prompt, found in the prefill worker's prefix cache: Joined repeats it
     )
     since_s: Duration = 0.0  # the first token
-    # said after blocks that were wrong have been put again: an echo of what was said before is no word of
-    # those
-    again: bool = False
+    again: bool = False  # corrupt blocks have been put again; an echo of the first Handoff does not mean that
 
 
 class Release(Message, frozen=True, kw_only=True):
@@ -107,8 +104,8 @@ class Release(Message, frozen=True, kw_only=True):
 
 
 class Retire(Message, frozen=True, kw_only=True):
-    """What this process was called, by that name up to this incarnation, writes no more: whatever it was
-    granted is free. Said again until Retired."""
+    """This process writes no more under its name up to this incarnation: all blocks granted to it are free.
+    Repeated until Retired."""
 
     incarnation: Incarnation
 
@@ -117,9 +114,9 @@ class Retire(Message, frozen=True, kw_only=True):
 
 
 class Met(Message, frozen=True, kw_only=True):
-    """Answer to Meet: the mover both will use and what it needs, or ``refused`` with a sentence that says
-    which field differs. Neither: that Meet was meant for an earlier incarnation, or said before a mover
-    failed, and the answer only says who is here."""
+    """Answer to Meet: the mover both will use and its addresses, or ``refused`` with a sentence that names
+    the field that differs. Neither: that Meet was meant for an earlier incarnation, or sent before a mover
+    failed, and the answer only names the decode worker."""
 
     worker_id: Name
     incarnation: Incarnation
@@ -132,8 +129,8 @@ class Met(Message, frozen=True, kw_only=True):
 
 
 class RendezvousEntry(Message, frozen=True, kw_only=True):
-    """Said both ways by the ends of a mover that makes a connection of its own: what the other end needs for
-    it."""
+    """Sent both ways by the ends of a mover that makes a connection of its own: an entry of its
+    rendezvous."""
 
     session: Count
     key: Name
@@ -154,7 +151,7 @@ class ParcelComing(Message, frozen=True, kw_only=True):
 
 
 class SessionOver(Message, frozen=True, kw_only=True):
-    """Said both ways: this end has given the session's connection up."""
+    """Sent both ways: this end has given the session's connection up."""
 
     session: Count
     reason: Text
@@ -210,6 +207,6 @@ class Revoke(Message, frozen=True, kw_only=True):
 
 
 class Retired(Message, frozen=True, kw_only=True):
-    """Answer to Retire: nothing is held here any more for those names."""
+    """Answer to Retire: no block is held here any more for those names."""
 
     incarnation: Incarnation

@@ -1,5 +1,5 @@
-"""Python's collector of cyclic garbage in a process that serves: it must neither look at what stays nor come
-in mid-step for nothing."""
+"""Python's collector of cyclic garbage in a process that serves: it must neither scan objects that stay nor
+run in mid-step for nothing."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-THRESHOLD = (
-    10_000  # objects: a burst of 64 requests makes so many, and none of them is part of a cycle when it ends
-)
+THRESHOLD = 10_000  # objects: a burst of 64 requests makes that many, and leaves no cycle when it ends
 
 
 def settle_heap() -> None:
-    """Call it when all is loaded, before serving: what is here now stays, and the collector need not look at
-    it again."""
+    """Exempt all present objects from collection. Call it when all is loaded, before serving."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(THRESHOLD)
@@ -22,7 +19,7 @@ def settle_heap() -> None:
 
 @contextmanager
 def seldom_collected() -> Iterator[None]:
-    """The collector comes as seldom as in a process that serves, until this is over."""
+    """Let the collector run as seldom as in a process that serves."""
     before = gc.get_threshold()
     gc.set_threshold(THRESHOLD)
     try:

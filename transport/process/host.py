@@ -1,4 +1,4 @@
-"""Which machine this is, as far as sharing memory goes, and the address it is reached at."""
+"""This machine's identity, as far as sharing memory goes, and the address it is reached at."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def host_identity() -> str:
 
 
 def allow_many_files() -> None:
-    """Raises this process's limit of open files as far as it may: a connection is a file, also a stranger's
-    who never says who he is."""
+    """Raise this process's limit of open files as far as allowed: a connection is a file, even one that never
+    authenticates."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
@@ -35,8 +35,8 @@ EVERYWHERE = ("0.0.0.0", "*", "[::]")
 
 
 def host_towards(address: str) -> str:
-    """This host's own address, as seen by whoever listens at ``address`` (tcp://HOST:PORT). Nothing is sent.
-    Raises OSError."""
+    """Return this host's own address, as the listener at ``address`` (tcp://HOST:PORT) sees it. Nothing is
+    sent. Raises OSError."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     family, _, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
@@ -45,15 +45,14 @@ def host_towards(address: str) -> str:
 
 
 def advertised_address(bound: str, host: str) -> str:
-    """The address to give to others: ``bound`` (tcp://anything:port) with ``host`` in place of what was
-    listened on."""
+    """Return the address to give to others: ``bound`` (tcp://anything:port) with ``host`` in it."""
     port = bound.rpartition(":")[2]
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def advertised_host(listen: str, advertise_host: str, coordinator: str) -> str:
-    """The host that prefill workers connect to: where the worker listens on all addresses and names none, the
-    one that the coordinator sees it by. Raises AddressError where that cannot be found."""
+    """Return the host that prefill workers connect to. If the worker listens on all addresses and names none,
+    it is the one that the coordinator sees. Raises AddressError where that cannot be found."""
     listened = listen.removeprefix("tcp://").rpartition(":")[0]
     if advertise_host or listened not in EVERYWHERE:
         return advertise_host or listened.strip("[]")

@@ -17,9 +17,9 @@ _MADV_COLLAPSE = 25
 
 
 def collapse_heap() -> int:
-    """What is there now; call it again when more is. Takes a tenth of a second for some 300 MiB in small
-    pages, and next to nothing for what is in huge ones. Returns how many bytes were asked for; the kernel may
-    have done less, or nothing where it cannot."""
+    """Collapse the present heap; call it again when it has grown. This takes a tenth of a second for some 300
+    MiB in small pages, and next to nothing for huge ones. Return how many bytes were asked for; the kernel
+    may have done less, or nothing where it cannot."""
     if not sys.platform.startswith("linux"):
         return 0
     madvise, asked = ctypes.CDLL(None).madvise, 0
@@ -30,8 +30,8 @@ def collapse_heap() -> int:
 
 
 def _anonymous_ranges() -> Iterator[tuple[int, int]]:
-    """Of private memory that belongs to no file, whole huge pages. (Stacks of threads are among it; what was
-    never used stays unused.)"""
+    """Yield the whole huge pages of private memory that belongs to no file. (Threads' stacks are among them;
+    memory that was never used stays unused.)"""
     with open("/proc/self/maps", encoding="utf-8") as maps:
         for line in maps:
             addresses, rights, _, _, inode, *name = line.split(maxsplit=5)

@@ -1,9 +1,9 @@
 """Whether a certain process of this machine is still there; a process id alone may have been given to another
 since.
 
-Looked up in /proc by ourselves: psutil tells start times since the epoch, by when the machine was started,
-which it reads each time anew. Where the clock has been set since (a virtual machine that was resumed), a
-process that runs would be taken for another one, and the blocks that it still writes would be given away.
+This reads /proc itself: psutil returns start times since the epoch, from the machine's boot time, which it
+reads each time anew. If the clock has been set since (a virtual machine that was resumed), a running process
+would be taken for another one, and the blocks that it still writes would be reused.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ class ProcessIdentity:
         """False once it has ended, a zombie included."""
         try:
             seen = _look(self.pid)
-        except (
-            OSError
-        ):  # no file left to look with (strangers may have all connections for a moment): asked again soon
+        except OSError:  # no descriptor left, perhaps for a moment only: asked again soon
             return True
         return seen is not None and seen[0] not in ENDED and seen[1] == self.start_time
 

@@ -149,8 +149,8 @@ class RequestTrace:
 
 
 class _Ids:
-    """Of spans: drawn, or those that are ``next``, of a trace and of a span. An ``IdGenerator`` of
-    OpenTelemetry's, without its base."""
+    """Draws ids of traces and spans, unless they are given in ``next``. An ``IdGenerator`` of OpenTelemetry,
+    without its base."""
 
     def __init__(self) -> None:
         self.next = (0, 0)
@@ -159,7 +159,7 @@ class _Ids:
         return self.next[0] or random.getrandbits(128) or 1
 
     def generate_span_id(self) -> int:
-        """The last that a span asks for."""
+        """Called last for each span."""
         (_, given), self.next = self.next, (0, 0)
         return given or random.getrandbits(64) or 1
 

@@ -1,4 +1,4 @@
-"""What both worker roles tell the coordinator in the same words."""
+"""Reports to the coordinator that both worker roles make alike."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class LogprobsEntry(Protocol):
 
 
 class CacheReporter:
-    """Numbers what a worker says of its prefix cache."""
+    """Numbers a worker's reports about its prefix cache."""
 
     def __init__(self, cache: PrefixCache) -> None:
         self._cache, self._events = cache, cache.watch()
         self.num_reports = 0
 
     def report(self, worker: PeerId, everything: bool) -> BlockEvents | None:
-        """What the cache gained and lost since the last report; with ``everything``, all it has. None:
-        nothing to say."""
+        """Return the blocks that the cache gained and lost since the last report; with ``everything``, all it
+        has. None: no change."""
         stored, removed = self._events.take()
         if everything:
             stored, removed = self._cache.cached_hashes(), []
@@ -60,17 +60,17 @@ class CacheReporter:
         )
 
     def close(self) -> None:
-        """It reports no more."""
+        """Stop watching the cache."""
         self._events.close()
 
 
 def logprobs_message(entry: LogprobsEntry) -> TokenLogprobs:
-    """The engine's logprobs as they travel."""
+    """Return the engine's logprobs as a message."""
     return TokenLogprobs(logprob=entry.logprob, top_ids=entry.top_ids, top_logprobs=entry.top_logprobs)
 
 
 class Telemetry(Protocol):
-    """What a worker's device, or its process, reports of itself."""
+    """Readings of a worker's device or process."""
 
     @property
     def gauges(self) -> Mapping[str, float]: ...

@@ -55,8 +55,8 @@ class WorkerTrace:
         self._emit = emit
         self._open: dict[Key, _Open] = {}
 
-    def heard(self, message: Message, now: float) -> None:
-        """From the coordinator, or from a prefill worker."""
+    def received(self, message: Message, now: float) -> None:
+        """Note a message from the coordinator, or from a prefill worker."""
         if isinstance(message, Prefill):
             self._begin("prefill", message.spec, now)
         elif isinstance(message, Handoff):
@@ -65,12 +65,12 @@ class WorkerTrace:
             for dispatch in from_u32(message.dispatches):
                 self._end((message.coordinator, dispatch), now, cancelled=True)
 
-    def said(self, messages: Iterable[Message], now: float) -> None:
-        """To the coordinator."""
+    def sent(self, messages: Iterable[Message], now: float) -> None:
+        """Note messages to the coordinator."""
         for message in messages:
-            self._said(message, now)
+            self._sent(message, now)
 
-    def _said(self, message: Message, now: float) -> None:
+    def _sent(self, message: Message, now: float) -> None:
         """Most steps end nothing, and cost nothing here."""
         if isinstance(message, StepTokens):
             if message.finished:

@@ -12,7 +12,7 @@ import pytest
 from support.channels import HELLO, KEY, WELCOME, assert_still_serves, dealer, raw_socket, router, until
 from support.ports import kept_port
 
-from splitserve.transport.channels import channels
+from splitserve.transport.channels import channels, message_socket
 from splitserve.transport.channels.channels import RouterChannel
 from splitserve.transport.channels.keys import ClusterKey, new_key
 from splitserve.transport.errors import AddressError
@@ -38,7 +38,7 @@ def test_what_is_sent_together_arrives_in_order_however_much_it_is(stack: ExitSt
     worker = dealer(stack, server.address)
     sent = [
         RequestFailed(coordinator=1, dispatch=i, kind="internal", message="")
-        for i in range(channels.MAX_TOGETHER + 5)
+        for i in range(message_socket.MAX_TOGETHER + 5)
     ]
     assert worker.send(*sent)
     received: list[object] = []
@@ -53,7 +53,7 @@ def test_one_bad_message_among_several_takes_none_of_the_others_along(stack: Exi
     server = router(stack)
     peer = raw_socket(stack, server.address)
     peer.send_multipart([encode(HELLO), b"\xff", encode(HELLO)])
-    peer.send_multipart([encode(HELLO)] * (channels.MAX_TOGETHER + 1))
+    peer.send_multipart([encode(HELLO)] * (message_socket.MAX_TOGETHER + 1))
     peer.send(encode(HELLO))
     received: list[object] = []
     until(lambda: received.extend(message for _, message in server.receive(10)) or len(received) >= 3)
@@ -64,7 +64,7 @@ def test_one_bad_message_among_several_takes_none_of_the_others_along(stack: Exi
 def test_bad_messages_of_a_member_are_dropped_and_counted(
     stack: ExitStack, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channels, "LOG_EVERY_S", 1e9)
+    monkeypatch.setattr(message_socket, "LOG_EVERY_S", 1e9)
     server = router(stack)
     peer = raw_socket(stack, server.address)
     bad = [

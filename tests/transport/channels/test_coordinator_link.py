@@ -53,7 +53,7 @@ class Worker:
     def orphaned(self) -> None:
         self.told.append("orphaned")
 
-    def told_of(self, addresses: Sequence[str]) -> None:
+    def learn_addresses(self, addresses: Sequence[str]) -> None:
         if addresses:
             self.told.append(list(addresses))
 

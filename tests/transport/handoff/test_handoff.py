@@ -20,7 +20,7 @@ def test_a_handoff() -> None:
     assert (join.token, len(join.blocks), join.num_cached_blocks) == (42, 3, 0)
     assert pair.ended == [act.Delivered((7, 1))]
     assert pair.puts == [0, 1, 2]
-    assert pair.receiver.num_leased_blocks == 0
+    assert pair.receiver.leases.num_blocks == 0
 
 
 def test_what_the_receiver_has_is_not_sent() -> None:
@@ -88,7 +88,7 @@ def test_an_offer_that_waits_for_a_row_costs_no_look_at_its_blocks(monkeypatch: 
     pair.room = (0, 0)
     whole(pair, spec())
     pair.tick(0.1)
-    assert pair.receiver.num_waiting == 1
+    assert len(pair.receiver.granting.waiting) == 1
     assert not looks
     pair.room = (1, 0)
     pair.tick(0.1)

@@ -47,7 +47,7 @@ def test_a_lease_revoked_under_a_new_incarnation_is_not_written_any_more() -> No
     pair = Pair(movers=("shm",))
     pair.offer(spec())
     pair.deliver()
-    (lease,) = pair.receiver.leases()
+    (lease,) = pair.receiver.leases.by_lease
     revoke = Revoke(coordinator=7, dispatch=1, lease=lease, reason="fenced")
     pair.sender.receive(("d", 3), revoke, pair.now)
     pair.compute(spec())
@@ -276,7 +276,7 @@ def test_whatever_is_lost_every_handoff_ends_and_no_block_stays(
                 released.add(join.key)
                 pair.pool.release(join.blocks)  # the sequence has ended
     assert not pair.sender.outgoing
-    assert pair.receiver.num_granted == pair.receiver.num_waiting == 0
+    assert not pair.receiver.keys()
     assert pair.pool.num_used == 0
     ended = {e.key for e in pair.ended}
     assert ended | {(7, i) for i in cancelled} >= {(7, what.dispatch) for what in specs}
@@ -316,8 +316,8 @@ def test_the_answer_to_an_echo_of_a_meeting_decides_nothing() -> None:
     echo = Meet(worker_id="p", incarnation=1, host="h", pid=5, model=MODEL, movers=("tcp",), addressee=1)
     pair.receiver.receive(PREFILL, echo, pair.now)
     pair.deliver()
-    (lease,) = pair.receiver.leases()
-    assert pair.opened == [pair.receiver.mover_of(lease)] == ["shm"]
+    (lease,) = pair.receiver.leases.by_lease
+    assert pair.opened == [pair.receiver.leases.mover_of(lease)] == ["shm"]
 
 
 def test_a_meet_that_was_meant_for_an_earlier_incarnation_is_told_who_is_here() -> None:

@@ -120,7 +120,7 @@ def test_every_layer_of_every_block_leaves_once_in_order_when_it_is_final(
             moved_on(computed // BLOCK, lost_stop, lost_layers)
         before, computed = computed // BLOCK, computed + chunk
         stop = stop_of(computed)
-        assert 0 <= pair.sender.layer_stride((7, 2), stop) <= NUM_LAYERS
+        assert 0 <= pair.sender.outgoing[7, 2].layer_stride(stop) <= NUM_LAYERS
         for num_layers in sorted(seen):
             pair.sender.layers_ready((7, 2), blocks, stop, num_layers)
             moved_on(

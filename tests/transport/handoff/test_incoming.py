@@ -30,9 +30,9 @@ def _granted() -> Incoming:
 def _anything_happens(random: Random, incoming: Incoming) -> None:
     first = random.randrange(NUM_BLOCKS)
     positions = range(first, random.randint(first, NUM_BLOCKS))
-    event = random.choice(["told", "arrive", "checks", "checked", "again"])
-    if event == "told":
-        incoming.told(first, [random.choice([5, 5, 5, 6]) for _ in positions])
+    event = random.choice(["checksums", "arrive", "checks", "checked", "again"])
+    if event == "checksums":
+        incoming.add_checksums(first, [random.choice([5, 5, 5, 6]) for _ in positions])
     elif event == "arrive":
         incoming.arrive(positions)
     elif event == "checks":

@@ -59,8 +59,8 @@ def summary(spans: list[WorkerSpan]) -> list[tuple[str, float, float, str]]:
 def test_a_prefill_worker() -> None:
     spans: list[WorkerSpan] = []
     trace = WorkerTrace(spans.append)
-    trace.heard(Prefill(spec=spec(1), decode=PEER), 1.0)
-    trace.said(
+    trace.received(Prefill(spec=spec(1), decode=PEER), 1.0)
+    trace.sent(
         [FirstToken(coordinator=7, dispatch=1, index=0, token=5, queue_s=0.5, num_cached_tokens=2)], 3.0
     )
     assert summary(spans) == [("prefill queue", 1.0, 1.5, ""), ("prefill", 1.5, 3.0, "")]
@@ -76,13 +76,13 @@ def test_a_prefill_worker() -> None:
 def test_a_decode_worker() -> None:
     spans: list[WorkerSpan] = []
     trace = WorkerTrace(spans.append)
-    trace.heard(handoff(1), 1.0)
-    trace.heard(handoff(2), 1.0)
-    trace.said([Joined(coordinator=7, dispatch=1, index=0, token=5, num_cached_blocks=4)], 1.25)
-    trace.said([Joined(coordinator=7, dispatch=2, index=0, token=5)], 1.5)
-    trace.said([step((1, 1), (2, 1))], 2.0)
-    trace.said([step((1, 2), (2, 2), finished={1: "stop"})], 3.0)
-    trace.heard(Cancel(coordinator=7, dispatches=u32([1, 99])), 4.0)
+    trace.received(handoff(1), 1.0)
+    trace.received(handoff(2), 1.0)
+    trace.sent([Joined(coordinator=7, dispatch=1, index=0, token=5, num_cached_blocks=4)], 1.25)
+    trace.sent([Joined(coordinator=7, dispatch=2, index=0, token=5)], 1.5)
+    trace.sent([step((1, 1), (2, 1))], 2.0)
+    trace.sent([step((1, 2), (2, 2), finished={1: "stop"})], 3.0)
+    trace.received(Cancel(coordinator=7, dispatches=u32([1, 99])), 4.0)
     assert summary(spans) == [
         ("handoff", 1.0, 1.25, ""),
         ("handoff", 1.0, 1.5, ""),
@@ -97,8 +97,8 @@ def test_a_decode_worker() -> None:
 def test_a_failure_is_an_error() -> None:
     spans: list[WorkerSpan] = []
     trace = WorkerTrace(spans.append)
-    trace.heard(Prefill(spec=spec(1), decode=PEER), 1.0)
-    trace.said([RequestFailed(coordinator=7, dispatch=1, kind="internal", message="broke")], 2.0)
+    trace.received(Prefill(spec=spec(1), decode=PEER), 1.0)
+    trace.sent([RequestFailed(coordinator=7, dispatch=1, kind="internal", message="broke")], 2.0)
     assert summary(spans) == [("prefill", 1.0, 2.0, "internal: broke")]
 
 
@@ -108,8 +108,8 @@ def test_what_is_not_traced_leaves_nothing_and_what_never_ends_is_bounded(
     monkeypatch.setattr(worker_trace, "MAX_OPEN", 10)
     spans: list[WorkerSpan] = []
     trace = WorkerTrace(spans.append)
-    trace.heard(Prefill(spec=spec(1, traceparent=""), decode=PEER), 1.0)
-    trace.said([FirstToken(coordinator=7, dispatch=1, index=0, token=5)], 2.0)
+    trace.received(Prefill(spec=spec(1, traceparent=""), decode=PEER), 1.0)
+    trace.sent([FirstToken(coordinator=7, dispatch=1, index=0, token=5)], 2.0)
     assert spans == []
     lost = Prefill(spec=spec(2), decode=PEER)
     for dispatch in range(50):

@@ -1,0 +1,133 @@
+"""A ZeroMQ socket that carries our messages: encoding, decoding, and counts of dropped messages."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Self, TypeAlias
+
+import zmq
+
+from ..errors import BadMessage
+from ..messages.codec import decode, encode
+from ..messages.messages import Message
+
+MAX_TOGETHER = 256  # messages of one call of ``send``; a receiver refuses more
+LOG_EVERY_S = 5.0
+
+Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class ChannelCounters:
+    """Counts of messages since the channel was made."""
+
+    sent: int = 0
+    received: int = 0
+    dropped_full: int = 0  # the peer's queue was full
+    dropped_unknown: int = 0  # no peer of this identity is connected
+    dropped_too_large: int = 0
+    bad: int = 0  # arrived, but no message of an allowed type
+
+
+class MessageSocket:
+    """Sends and receives messages of the ``allowed`` types, without blocking. ``socket`` is for polling
+    only."""
+
+    def __init__(self, context: Context, socket: zmq.Socket[bytes], allowed: Collection[type[Message]]):
+        self.socket = socket
+        self.counters = ChannelCounters()
+        self.after_send: Callable[[], None] | None = None  # set by ``attach``
+        self._context = context
+        self._allowed = frozenset(allowed)
+        self._last_log = -LOG_EVERY_S
+
+    @property
+    def fd(self) -> int:
+        """Edge-triggered: see ``event_loop.attach``."""
+        return int(self.socket.getsockopt(zmq.FD))
+
+    @property
+    def readable(self) -> bool:
+        """Whether ``receive`` would return (or drop) anything now."""
+        return bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+    def _send(self, frames: list[bytes], messages: Sequence[Message]) -> bool:
+        if len(messages) > MAX_TOGETHER:
+            sent = self._send(frames, messages[:MAX_TOGETHER])
+            return self._send(frames, messages[MAX_TOGETHER:]) and sent
+        encoded = self._encode(messages)
+        if not encoded:
+            return False
+        try:
+            self.socket.send_multipart([*frames, *encoded], zmq.NOBLOCK)
+        except zmq.Again:
+            self.counters.dropped_full += len(encoded)
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != errno.EHOSTUNREACH:
+                raise
+            self.counters.dropped_unknown += len(encoded)
+            return False
+        finally:
+            if self.after_send is not None:
+                self.after_send()
+        self.counters.sent += len(encoded)
+        return len(encoded) == len(messages)
+
+    def _encode(self, messages: Sequence[Message]) -> list[bytes]:
+        encoded = []
+        for message in messages:
+            try:
+                encoded.append(encode(message))
+            except BadMessage as error:
+                self.counters.dropped_too_large += 1
+                _log.error("not sent: %s", error)
+        return encoded
+
+    def _receive(self, limit: int, num_before: int) -> list[list[bytes]]:
+        """Return up to ``limit`` arrivals as frames; the first ``num_before`` of each are no messages."""
+        arrivals: list[list[bytes]] = []
+        while len(arrivals) < limit and self.readable:  # a check is cheaper than a refused call
+            arrivals.append(self.socket.recv_multipart(zmq.NOBLOCK))
+        most = num_before + MAX_TOGETHER
+        return [
+            frames
+            for frames in arrivals
+            if num_before < len(frames) <= most or self._reject(frames, "wrong number of frames")
+        ]
+
+    def _decode(self, data: bytes, frames: list[bytes]) -> Message | None:
+        try:
+            message = decode(data, self._allowed)
+        except BadMessage as error:
+            self._reject(frames, str(error))
+            return None
+        self.counters.received += 1
+        return message
+
+    def _reject(self, frames: list[bytes], reason: str) -> bool:
+        self.counters.bad += 1
+        now = time.monotonic()
+        if now - self._last_log >= LOG_EVERY_S:
+            self._last_log = now
+            peer = frames[0][:64] if len(frames) > 1 else b"the router"
+            _log.warning(
+                "dropped a message from %r: %s (%d bad ones so far)", peer, reason, self.counters.bad
+            )
+        return False
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """End all connections; queued messages that do not leave within ``linger_s`` seconds are lost."""
+        self.socket.close(linger=int(linger_s * 1000))
+        self._context.term()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
