@@ -116,7 +116,7 @@ class StepModel(_Part):
 
     @property
     def base_s(self) -> float:
-        """What the smallest step takes: of two roles' work in one step this is paid once."""
+        """Seconds of the smallest step."""
         return max(0.0, self.pieces[0].curve[0][1])
 
     @property
@@ -244,6 +244,11 @@ class Profile(_Part):
     power: Power | None = None
     price_per_hour: Annotated[float, Field(ge=0)] | None = None
 
+    @property
+    def once_s(self) -> float:
+        """Seconds that any step takes, paid once by one of both prompts and sequences."""
+        return min(self.prefill.base_s, self.decode.base_s)
+
     @classmethod
     def read(cls, path: Path) -> Profile:
         """A file; or, by its name alone, one that is shipped. Raises ProfileError."""
@@ -322,8 +327,8 @@ class StepClock:
         paid once."""
         if not chunks or not num_seqs:
             return self.prefill(chunks) if chunks else self.decode(num_seqs, num_context_tokens)
-        once = min(self.profile.prefill.base_s, self.profile.decode.base_s)
-        return max(0.0, self.prefill(chunks) + self.decode(num_seqs, num_context_tokens) - once)
+        both = self.prefill(chunks) + self.decode(num_seqs, num_context_tokens)
+        return max(0.0, both - self.profile.once_s)
 
     def batch(self, batch: Batch) -> float:
         """Seconds of any batch."""

@@ -54,7 +54,6 @@ def _require_plain(cluster: Cluster) -> None:
         (bool(cluster.failures) or cluster.mean_seconds_between_failures is not None, "failures"),
         (cluster.workers_per_host > 1, "workers_per_host"),
         (cluster.routing != "hybrid", f"routing: {cluster.routing}"),
-        (any(pool.one_step for pool in cluster.pools), "one_step"),
     ]
     if found := [what for is_there, what in unknown if is_there]:
         raise SimulationError(

@@ -65,6 +65,8 @@ def bound(candidate: Candidate, hardware: Hardware, demand: Demand, tpot_s: floa
     )
     if not candidate.colocated:
         return min(computed, generated)
+    if rest:  # a step of prompts has sequences, too
+        prompt_s = max(prompt_s - demand.prompt / chunk * prefill.once_s, 1e-9)
     answer_s = max(rest * _per_token(prefill, candidate.max_num_seqs, demand, tpot_s), 1e-9)
     return _with_colocated(candidate.colocated, prompt_s, answer_s, computed, generated)
 

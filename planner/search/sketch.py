@@ -3,8 +3,8 @@ ranks; the simulator decides.
 
 Prompts go to the worker with the fewest tokens before it and are computed in chunks, shortest first with
 aging. Between two arrivals a decode batch is a fluid: its steps take the profiled time for its sequences and
-context. A worker of both roles alternates between prefill and decode steps. Without messages, full caches and
-protocol a request takes about forty microseconds.
+context. On a worker of both roles a step with prompts has its sequences, too. Without messages, full caches
+and protocol a request takes about forty microseconds.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class StepTimes:
 
     def __init__(self, profile: Profile, max_batch_tokens: int, max_num_seqs: int) -> None:
         self.max_batch_tokens, self.max_num_seqs = max_batch_tokens, max_num_seqs
+        self.least_prompt_tokens = min(profile.memory.block_size, max_batch_tokens)  # beside sequences
         self.num_tokens = profile.memory.num_blocks * profile.memory.block_size
         prefill, decode = profile.prefill.seconds, profile.decode.seconds
         self._prompt = [prefill(n, 0, 0) for n in range(max_batch_tokens + 1)]
@@ -57,6 +58,7 @@ class StepTimes:
         self._decode = [decode(n, 0, n) for n in range(max_num_seqs + 1)]
         self._decode_read = [decode(n, 1e6, n) * 1e-6 - 1e-6 * base for n, base in enumerate(self._decode)]
         self.prefill_loop_s, self.decode_loop_s = profile.prefill_loop_s, profile.decode_loop_s
+        self._once_s = self.prefill_loop_s + profile.once_s
         handoff = profile.handoff
         self._token_s = profile.memory.block_bytes / profile.memory.block_size / handoff.bytes_per_s
         self._handoff_s = 2 * handoff.message_s + handoff.put_s + handoff.join_s
@@ -75,6 +77,10 @@ class StepTimes:
             + self._prompt_cached * cached
         )
         return seconds + self.prefill_loop_s
+
+    def both_s(self, prompts_s: float, num_seqs: int, context: float) -> float:
+        """Seconds of a step of prompts that takes ``prompts_s`` without these sequences."""
+        return max(0.0, prompts_s + self.decode_s(num_seqs, context) - self._once_s)
 
     def handoff_s(self, num_new: int, computed_in_s: float) -> float:
         """What of the transfer is left when the prompt is computed: the last layer of the last chunk, or what
@@ -108,9 +114,8 @@ class _Worker:
     times: StepTimes
     prompts: list[tuple[tuple[bool, float], int]] = field(default_factory=list)  # by rank: requests
     pending: int = 0  # tokens of those
-    stepping: bool = False  # a step of prompts runs, or the one of sequences before it
-    due: float = 0.0  # of that one: which part of a step it is; 0: it is one of prompts
-    owes: bool = False  # a step of prompts is over, and the sequences' turn has come
+    stepping: bool = False  # a step of prompts runs, or what is left of the one of sequences before it
+    due: float = 0.0  # decode steps that this is: one, the part that is left, or 0 without sequences
     chunks: list[tuple[int, int]] = field(default_factory=list)  # of the step: (request, tokens)
     running: list[tuple[float, int]] = field(default_factory=list)  # by the number of steps at which they end
     steps: float = 0.0  # decode steps so far
@@ -173,9 +178,9 @@ class Sketch:
                 if worker is None:
                     self._join(value)
                 elif kind == _STEPPED:
-                    self._stepped(worker)
+                    self._stepped(worker, value)
                 elif kind == _DECODED:
-                    self._decoded(worker)
+                    self._decoded(worker, value)
                 elif worker.version == value:
                     self._follow(worker)
                     self._go_on(worker)
@@ -239,27 +244,33 @@ class Sketch:
         return prefill
 
     def _take_turn(self, worker: _Worker) -> None:
-        """A step of prompts, after what the sequences' turn lacks."""
+        """A step of prompts, after what is left of the running one of sequences."""
         begun = worker.steps % 1.0
-        if worker.running and (begun or worker.owes):
+        if worker.running and begun:
             worker.due, worker.stepping = 1.0 - begun, True
             worker.version += 1
             seconds = worker.due * worker.times.decode_s(len(worker.running), worker.context)
             worker.decode_s += seconds
-            self._at(self._now + seconds, _DECODED, worker, 0)
+            self._at(self._now + seconds, _DECODED, worker, len(worker.running))
         else:
             self._begin(worker)
 
-    def _decoded(self, worker: _Worker) -> None:
-        worker.at, worker.owes = self._now, False
-        worker.steps += worker.due
-        worker.context += worker.due * len(worker.running)
-        worker.due = 0.0
-        self._end_those_done(worker)
+    def _decoded(self, worker: _Worker, num_seqs: int) -> None:
+        self._advance(worker, num_seqs)
         self._begin(worker)
 
+    def _advance(self, worker: _Worker, num_seqs: int) -> None:
+        """A step, or the rest of one, is over that had these sequences."""
+        worker.at = self._now
+        worker.steps = float(round(worker.steps + worker.due)) if worker.due else worker.steps
+        worker.context += worker.due * num_seqs
+        worker.due = 0.0
+        self._end_those_done(worker)
+
     def _begin(self, worker: _Worker) -> None:
-        budget, reads, cached = worker.times.max_batch_tokens, 0.0, 0
+        num_seqs, times = len(worker.running), worker.times
+        budget = most = max(times.max_batch_tokens - num_seqs, times.least_prompt_tokens)
+        reads, cached = 0.0, 0
         while worker.prompts and budget:
             _, request = heappop(worker.prompts)
             arrival, left = self._arrivals[request], self._left[request]
@@ -269,16 +280,18 @@ class Sketch:
             cached += start
             budget -= count
             worker.chunks.append((request, count))
-        units = worker.times.max_batch_tokens - budget
-        seconds = worker.times.prompts_s(units, reads, len(worker.chunks), cached)
+        seconds = times.prompts_s(most - budget, reads, len(worker.chunks), cached)
+        if num_seqs:
+            seconds = times.both_s(seconds, num_seqs, worker.context)
+            worker.due = 1.0
         worker.stepping = True
         worker.version += 1
         worker.prefill_s += seconds
-        self._at(self._now + seconds, _STEPPED, worker, 0)
+        self._at(self._now + seconds, _STEPPED, worker, num_seqs)
 
-    def _stepped(self, worker: _Worker) -> None:
-        worker.stepping, worker.owes = False, bool(worker.running)
-        worker.at = self._now
+    def _stepped(self, worker: _Worker, num_seqs: int) -> None:
+        worker.stepping = False
+        self._advance(worker, num_seqs)
         chunks, worker.chunks = worker.chunks, []
         for request, count in chunks:
             self._left[request] -= count
@@ -307,7 +320,7 @@ class Sketch:
         worker, arrival = self._place[request], self._arrivals[request]
         assert worker is not None, "it was dispatched"
         self._follow(worker)
-        # what is left of the step of sequences that runs
+        # what is left of the decode step that runs
         of_running = worker.due if worker.stepping else 0.5 if worker.running else 0.0
         heappush(worker.running, (worker.steps + of_running + arrival.num_output - 1, request))
         worker.context += arrival.num_prompt

@@ -22,7 +22,7 @@ class _Part(BaseModel):
 
 class Pool(_Part):
     """``count`` equal workers. A colocated one is what ``splitserve up --mixed`` starts: of both roles over
-    one KV cache, their steps in turn."""
+    one KV cache, which share their steps."""
 
     role: PoolRole
     count: Annotated[int, Field(ge=1, le=100_000)]
@@ -34,16 +34,11 @@ class Pool(_Part):
     link_bytes_per_s: Annotated[float, Field(gt=0)] | None = None
     link_latency_s: Annotated[float, Field(ge=0)] = 0.0  # added to each message
     flexible: bool = False  # its workers can change their roles; ``role`` is the one that they begin with
-    one_step: bool = False  # colocated: prompts and sequences share steps, as other servers have it
 
     @model_validator(mode="after")
     def _has_a_role_to_change(self) -> Self:
         if self.flexible and self.role == "colocated":
             raise ValueError("a colocated worker is of both roles already: it is not flexible")
-        if self.one_step and self.role != "colocated":
-            raise ValueError(
-                f"one_step is for colocated workers: a {self.role} worker's steps are of one kind"
-            )
         return self
 
     @property

@@ -1,8 +1,7 @@
 """One device under virtual time: it runs one step at a time, of one worker or of the two that share it.
 
-Two workers' steps take turns, as on ``worker/turns.py``: each makes its next step when its last one has
-ended, and a step that is made while the other one's runs is the next to run. So a sequence waits for at most
-one step of prompts between two tokens."""
+A step of two workers has the sequences of one and prompts of the other in the rest of the budget, as in
+``worker/steps.py``. It is made when the last one has ended."""
 
 from __future__ import annotations
 
@@ -36,8 +35,8 @@ class PrefillSide(Protocol):
     def rouse(self) -> None:
         """It does not rest any more."""
 
-    def schedule(self, now: float) -> PrefillStep | None:
-        """Its next step."""
+    def schedule(self, now: float, num_decode_rows: int) -> PrefillStep | None:
+        """Its next step, beside this many sequences."""
 
     def begin(self, step: PrefillStep, loop_s: float, seconds: float) -> None:
         """The step runs from ``loop_s`` from now on, for ``seconds``."""
@@ -89,8 +88,7 @@ class Noise:
 
 
 class Device:
-    """``one_step``: what two workers want done is one step over the chunks and the sequences of both.
-    ``host``: that it shares with others whose steps slow its own down. ``pace``: in place of noise.
+    """``host``: that it shares with others whose steps slow its own down. ``pace``: in place of noise.
     ``jumps``: time passes over layers and heartbeats that nobody waits for."""
 
     def __init__(
@@ -100,17 +98,10 @@ class Device:
         noise: Noise,
         gaps: Distribution,
         jumps: bool = True,
-        one_step: bool = False,
         host: Host | None = None,
         pace: Pace | None = None,
     ) -> None:
-        self._queue, self._clock, self._noise, self._gaps, self._one_step = (
-            queue,
-            clock,
-            noise,
-            gaps,
-            one_step,
-        )
+        self._queue, self._clock, self._noise, self._gaps = queue, clock, noise, gaps
         self._host, self._pace = host, pace
         self._hosted: HostedStep | None = None  # the running step there
         self.jumps = jumps and pace is None
@@ -120,31 +111,23 @@ class Device:
         )  # the last decode step's end, and how many sequences may be in the next one
         self.prefill: PrefillSide | None = None
         self.decode: DecodeSide | None = None
-        self._prompts: PrefillStep | None = None  # made, and not begun
-        self._sequences: DecodeStep | None = None
-        self._made_at = 0.0  # the newer of the two
-        self._computing = self._generating = False  # whose step runs
         self.busy = False
         self.busy_s = 0.0
         self.prefill_s = self.decode_s = 0.0  # of that, in steps with prompts, and in steps without
         self.num_steps = 0
 
     def wake(self) -> None:
-        """Has the workers make their next steps, and begins one, if none is running and there is one."""
-        if self.busy and self._one_step:
+        """Make and begin the next step, if none is running and there is one."""
+        if self.busy:
             return
         now = self._queue.now
-        if self.prefill is not None and self._prompts is None and not self._computing:
-            self._prompts = self.prefill.schedule(now)
-            self._made_at = now if self._prompts is not None else self._made_at
-        if self.decode is not None and self._sequences is None and not self._generating:
-            self._sequences = self.decode.schedule(now)
-            if self._sequences is None:
-                self._num_decoded = 0
-            else:
-                self._made_at = now
-        if not self.busy:
-            self._begin_next()
+        sequences = self.decode.schedule(now) if self.decode is not None else None
+        if sequences is None:
+            self._num_decoded = 0
+        num_rows = len(sequences.sequences) if sequences is not None else 0
+        prompts = self.prefill.schedule(now, num_rows) if self.prefill is not None else None
+        if prompts is not None or sequences is not None:
+            self._begin(prompts, sequences)
 
     @property
     def rests(self) -> bool:
@@ -168,7 +151,7 @@ class Device:
         """Its machine has failed."""
         if self._host is not None and self._hosted is not None:
             self._host.stop(self._hosted)
-        self.prefill, self.decode, self._prompts, self._sequences = None, None, None, None
+        self.prefill, self.decode = None, None
 
     def let_go(self, worker: object) -> None:
         """It runs no steps here any more."""
@@ -177,27 +160,12 @@ class Device:
         if self.decode is worker:
             self.decode = None
 
-    def _begin_next(self) -> None:
-        """Of steps that were made: of two, that of prompts, or both in one."""
-        prompts, sequences = self._prompts, self._sequences
-        if prompts is not None:
-            self._prompts = None
-        if sequences is not None and (prompts is None or self._one_step):
-            self._sequences = None
-        else:
-            sequences = None
-        if prompts is not None or sequences is not None:
-            self._begin(prompts, sequences)
-
     def _begin(self, prompts: PrefillStep | None, sequences: DecodeStep | None) -> None:
         self.busy = True
-        self._computing, self._generating = prompts is not None, sequences is not None
         seconds = self._seconds(prompts, sequences)
         loop_s = (
             self._clock.profile.prefill_loop_s if sequences is None else self._clock.profile.decode_loop_s
         )
-        # the loop has turned while the other's step ran
-        loop_s = max(0.0, loop_s - (self._queue.now - self._made_at))
         self.busy_s += seconds
         self.num_steps += 1
         if prompts is not None:
@@ -246,9 +214,7 @@ class Device:
         return seconds * self._noise.next()
 
     def _done(self, prompts: PrefillStep | None, sequences: DecodeStep | None) -> None:
-        self.busy = self._computing = self._generating = False
-        if not self._one_step:
-            self._begin_next()
+        self.busy = False
         if prompts is not None and self.prefill is not None:
             self.prefill.complete(prompts, output_of(len(prompts.chunks)))
         if sequences is not None and self.decode is not None:

@@ -66,8 +66,8 @@ class PrefillShell(WorkerShell):
         if type(action) is not act.ToPeer:
             raise TypeError(f"the simulator does not know the action {action}")
 
-    def schedule(self, now: float) -> PrefillStep | None:
-        return self.core.schedule(now)
+    def schedule(self, now: float, num_decode_rows: int) -> PrefillStep | None:
+        return self.core.schedule(now, num_decode_rows)
 
     def begin(self, step: PrefillStep, loop_s: float, seconds: float) -> None:
         """The device runs this step from ``loop_s`` from now on, for ``seconds``."""

@@ -207,15 +207,13 @@ class Simulation:
         noise = Noise(f"{self._seed} {name}", pool.profile.noise_cv)
         shares = self.cluster.workers_per_host > 1 and pool.profile.contention is not None
         beside = self._hosts[len(self.machines) % len(self._hosts)] if shares else None
-        machine = _Machine(name, pool, self._device(pool, clock, noise, beside), noise, beside, [])
+        machine = _Machine(name, pool, self._device(clock, noise, beside), noise, beside, [])
         self.machines.append(machine)
         self._start(machine)
 
-    def _device(self, pool: Pool, clock: StepClock, noise: Noise, beside: Host | None) -> Device:
+    def _device(self, clock: StepClock, noise: Noise, beside: Host | None) -> Device:
         pace = None if self._pace is None else partial(self._pace_at, self._pace)
-        return Device(
-            self.queue, clock, noise, self.tallies.of["gap"], self._jumps, pool.one_step, beside, pace
-        )
+        return Device(self.queue, clock, noise, self.tallies.of["gap"], self._jumps, beside, pace)
 
     def _pace_at(self, pace: Pace, role: StepRole, now: float) -> float:
         return pace(role, now - self.began_at)
@@ -264,9 +262,8 @@ class Simulation:
             self.queue.after(DEAD_AFTER_S, self._seen_dead, dead.id)
         machine.shells = []
         machine.device.stop()
-        machine.device = self._device(
-            machine.pool, self.clocks[self.cluster.pools.index(machine.pool)], machine.noise, machine.beside
-        )
+        clock = self.clocks[self.cluster.pools.index(machine.pool)]
+        machine.device = self._device(clock, machine.noise, machine.beside)
         self.queue.after(down_s, self._start, machine)
 
     def _machine_of(self, shell: WorkerShell) -> _Machine:

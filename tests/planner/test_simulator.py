@@ -144,15 +144,11 @@ def colocated(count: int = 1, prefill: int = 0, of: Profile | None = None, **cha
 PROMPT_STEP_S, TOKEN_STEP_S = PREFILL_S + 400 * TOKEN_S, DECODE_S * 1.01
 
 
-@pytest.mark.parametrize("one_step", [False, True])
-def test_a_sequence_on_a_colocated_worker_waits_for_one_step_of_prompts_between_two_tokens(
-    one_step: bool,
-) -> None:
-    """``one_step``: what every step costs, whatever is in it, is paid once."""
-    between_s = PROMPT_STEP_S + TOKEN_STEP_S - (DECODE_S if one_step else 0.0)
+def test_a_sequence_on_a_colocated_worker_waits_for_one_step_of_prompts_between_two_tokens() -> None:
+    """What every step costs, whatever is in it, is paid once."""
+    between_s = PROMPT_STEP_S + TOKEN_STEP_S - DECODE_S
     talk = [TraceRequest(0.0, 50, 60), *(TraceRequest(0.2, 400, 1) for _ in range(10))]
-    simulation, records = run(colocated(max_batch_tokens=400, one_step=one_step), talk)
-    step_s = TOKEN_STEP_S if not one_step else 0.0  # of the sequence, before each prompt's
+    simulation, records = run(colocated(max_batch_tokens=401), talk)
     firsts = sorted(r.ttft_s for r in records[1:])
     assert [later - earlier for earlier, later in pairwise(firsts)] == pytest.approx(
         [between_s] * 9, rel=0.01
@@ -161,7 +157,7 @@ def test_a_sequence_on_a_colocated_worker_waits_for_one_step_of_prompts_between_
     assert gaps.percentile(100) == pytest.approx(between_s, rel=0.01)
     assert gaps.percentile(50) == pytest.approx(TOKEN_STEP_S, rel=0.01)
     assert summary(simulation)["pools"][0]["busy_prefill"] * simulation.elapsed_s == pytest.approx(
-        10 * (between_s - step_s) + PREFILL_S + 50 * TOKEN_S, rel=0.01
+        10 * between_s + PREFILL_S + 50 * TOKEN_S, rel=0.01
     )
     assert_no_block_is_lost(simulation)
 
@@ -204,8 +200,6 @@ def test_clusters_that_could_serve_nothing_are_refused() -> None:
     of = profile()
     with pytest.raises(ValueError, match="decode workers need prefill workers too"):
         Cluster(pools=(Pool(role="colocated", count=1, profile=of), Pool(role="decode", count=1, profile=of)))
-    with pytest.raises(ValueError, match="one_step is for colocated workers"):
-        Pool(role="decode", count=1, profile=of, one_step=True)
 
 
 def test_a_worker_that_dies_loses_no_request() -> None:

@@ -83,7 +83,6 @@ CASES = {
         colocated(3, of=UNEVEN).model_copy(update={"mean_seconds_between_failures": 2.0}),
         talk(),
     ),
-    "colocated, in one step": (colocated(2, of=UNEVEN, one_step=True), talk()),
     "pauses": (cluster(2, 2, UNEVEN, mean_seconds_between_failures=9.0), talk(40, every_s=1.7)),
     "colocated, pauses": (colocated(2, of=UNEVEN), talk(40, every_s=1.7)),
     "layers": (cluster(2, 3, LAYERED), talk()),
@@ -158,7 +157,7 @@ def clusters(draw: st.DrawFn) -> tuple[Cluster, bool]:
     if kind in ("split", "flexible", "beside both"):
         pools.append(Pool(role="decode", count=draw(count), flexible=kind == "flexible", **options))
     if kind not in ("split", "flexible"):
-        pools.append(Pool(role="colocated", count=draw(count), one_step=draw(st.booleans()), **options))
+        pools.append(Pool(role="colocated", count=draw(count), **options))
     names = [f"{pool.role}-{i}-{n}" for i, pool in enumerate(pools) for n in range(pool.count)]
     deaths = st.builds(Failure, worker=st.sampled_from(names), at_s=st.floats(0.013, 2.0))
     made = Cluster(
