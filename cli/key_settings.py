@@ -84,8 +84,8 @@ class KeysTenantSettings(_OfTenantsFile):
         default=None,
         max_length=256,
         description=(
-            "Group whose tenants share one prefix cache, and can tell by its speed what the others "
-            "sent; empty: none, the default."
+            "Group whose tenants share one prefix cache, and can guess by its speed the prompts of "
+            "the others; empty: none, the default."
         ),
     )
 

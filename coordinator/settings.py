@@ -56,13 +56,13 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
     tool_call_parser: Literal["auto", "hermes", "llama3", "mistral"] = Field(
         default="auto",
         description=(
-            "How the model writes tool calls: hermes is Qwen's way too. Default: told by its chat template."
+            "How the model writes tool calls: hermes is Qwen's way too. auto: by its chat template."
         ),
     )
     reasoning_parser: Literal["auto", "none", "think"] = Field(
         default="auto",
         description="Whether a chat's answer may begin with a thought in <think></think>, which then is its "
-        "reasoning_content. Default: told by the chat template.",
+        "reasoning_content. auto: by the chat template.",
     )
     routing: Routing = Field(default="hybrid", description="How workers are chosen for a request.")
     max_queue: int = Field(
@@ -81,20 +81,19 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
         default="",
         pattern=rf"^$|^{_CLASS_SECONDS}(,{_CLASS_SECONDS})*$",
         description="Seconds to the first token by priority class, such as premium=0.5,standard=2: a "
-        "request that would take longer, by what prefill workers have been measured to compute, "
-        "is refused at once with 429. Its deadline is held to in any case.",
+        "request that would take longer, by the measured speed of prefill workers, is refused at once with 429. Its deadline is held to in any case.",
     )
     heartbeat_s: float = Field(
         default=0.25, ge=0.01, le=60, description="Seconds between the workers' reports."
     )
     dead_after_s: float = Field(
-        default=1.5, ge=0.05, le=600, description="A worker silent for so many seconds is dead."
+        default=1.5, ge=0.05, le=600, description="Seconds of silence after which a worker is dead."
     )
     progress_timeout_s: float = Field(
         default=30,
         ge=0.1,
         le=3600,
-        description="A busy worker that ends no step for so many seconds is dead.",
+        description="Seconds without a finished step after which a busy worker is dead.",
     )
     processes: int = Field(
         default=1,

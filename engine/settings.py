@@ -120,8 +120,8 @@ class WorkerSettings(ComputeSettings, ClusterKeySettings, ReportSettings):
         gt=0,
         le=1,
         description="Share of the host's free memory (or the container's), less weights, for KV caches on "
-        "CPUs or the copy of a GPU's; for all workers of memory_shared_by together. A fifth of what is free "
-        "remains.",
+        "CPUs or the copy of a GPU's; for all workers of memory_shared_by together. A fifth of the free "
+        "memory remains.",
     )
     memory_shared_by: int = Field(
         default=1,

@@ -226,7 +226,7 @@ class PlanSettings(BaseModel):
         default=None,
         ge=1,
         le=1024,
-        description="With --profile: GPUs that one profiled worker spans. Default: what the profile says.",
+        description="With --profile: GPUs that one profiled worker spans. Default: the profile's.",
     )
     slo: str = Field(
         pattern=NOTATION.removeprefix("^$|"),

@@ -1,11 +1,11 @@
-"""How loaded so many prefill and decode workers would be, by the workers' latency model. Pure.
+"""The load of a number of prefill and decode workers, by the workers' latency model. Pure.
 
-    prefill load = arrivals x worker seconds per prompt / (workers x highest utilisation at which prompts still make their TTFT)
-    decode load  = batches that will run soon / (workers x 0.9), a batch being the largest that makes its TPOT
+    prefill load = arrivals x worker seconds per prompt / (workers x highest utilisation that meets the TTFT)
+    decode load  = batches that will run soon / (workers x 0.9); a batch is the largest that meets the TPOT
 
-1 means: the objectives are just met. What waits counts as further arrivals, spread over the time in which it
-is to be worked off. Of what runs now a part still will after that time (short answers have given way to
-others, long ones have not); the rest is what arrivals come to. The wait for a prefill worker is Sakasegawa's
+1 means: the objectives are just met. Waiting requests count as further arrivals, spread over ``work_off_s``.
+A part of the running sequences still runs after that time (the long ones); the others give way to arrivals.
+The wait for a prefill worker is Sakasegawa's
 approximation for several servers (https://doi.org/10.1007/BF00052925), its 90th percentile that of an
 exponential distribution.
 """
@@ -39,12 +39,12 @@ class Pressure:
 
 @dataclass(frozen=True, slots=True)
 class _Demand:
-    """What a load asks of one worker, whatever the ratio; see ``Capacity``."""
+    """The demand on one worker, whatever the ratio; see ``Capacity``."""
 
     prompt_s: float
     answer_s: float
     batch: int
-    staying: float  # share of the sequences that run now which will run still when ``work_off_s`` are over
+    staying: float  # share of the running sequences that still run after ``work_off_s``
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +57,18 @@ class Capacity:
     max_num_seqs: int = 64
 
     def pressure(self, picture: LoadPicture, prefill: int, decode: int) -> Pressure:
-        """With so many workers of each role."""
+        """Return the loads of these numbers of workers."""
         return self._pressure(picture, self._demand(picture), prefill, decode)
 
     def pressures(
         self, picture: LoadPicture, prefill: Iterable[int], num_workers: int
     ) -> list[tuple[int, Pressure]]:
-        """Of so many workers, with so many each that compute prompts."""
+        """Return the loads for each of these numbers of prefill workers among ``num_workers``."""
         demand = self._demand(picture)
         return [(each, self._pressure(picture, demand, each, num_workers - each)) for each in prefill]
 
     def best(self, picture: LoadPicture, num_workers: int) -> tuple[int, Pressure]:
-        """Of so many workers: how many should compute prompts."""
+        """Return the best number of prefill workers among ``num_workers``, and its loads."""
         found = self.pressures(picture, range(1, num_workers), num_workers)
         return min(found, key=lambda each: each[1].worst) if found else (0, Pressure(math.inf, math.inf))
 
@@ -92,7 +92,7 @@ class Capacity:
         return Pressure(rate * demand.prompt_s / (prefill * most), batches / (decode * DECODE_UTILISATION))
 
     def prompt_s(self, picture: LoadPicture) -> float:
-        """Seconds of one prefill worker for a mean prompt, in steps that are full."""
+        """Return the seconds of one prefill worker for a mean prompt, in full steps."""
         if not picture.new_tokens:
             return 0.0
         chunk = float(self.max_batch_tokens)
@@ -101,11 +101,11 @@ class Capacity:
         return steps * (self.profile.prefill.seconds(chunk, reads, seqs) + self.profile.prefill_loop_s)
 
     def _answer_s(self, picture: LoadPicture, batch: int) -> float:
-        """Seconds of one decode worker for a mean answer, as one of a batch of so many."""
+        """Return the seconds of one decode worker for a mean answer, in a batch of this size."""
         return max(0.0, picture.output_tokens - 1) * self._step_s(batch, picture) / batch
 
     def batch(self, picture: LoadPicture) -> int:
-        """The most sequences that run at the pace that is allowed and fit into the cache; at least 1."""
+        """Return the most sequences that meet the TPOT and fit into the cache; at least 1."""
         memory = self.profile.memory
         fits = int(memory.num_blocks * memory.block_size / max(1.0, picture.context))
         low, high = 1, max(1, min(self.max_num_seqs, fits))
@@ -121,7 +121,7 @@ class Capacity:
         return self.profile.decode.seconds(batch, batch * picture.context, batch) + self.profile.decode_loop_s
 
     def _utilisation(self, picture: LoadPicture, servers: int, service_s: float) -> float:
-        """The highest at which nine of ten prompts make their TTFT."""
+        """Return the highest utilisation at which nine of ten prompts meet their TTFT."""
         left = self.options.ttft_s - service_s
         power, scale = (
             math.sqrt(2 * (servers + 1)) - 1,

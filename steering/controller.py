@@ -1,32 +1,32 @@
 """Which workers should change their roles, and whether there should be more or fewer. Pure; times in seconds
 of a monotonic clock.
 
-Once a second: the ratio that the latency model likes best for the load as it is. It is taken up only where
+Once a second the latency model finds the best ratio for the present load. It is taken up only if
 
-    the present one is loaded enough to matter,                        (act_above)
-    the other one is clearly better, and has been for a while,         (hysteresis, confirm_s; more for the way back: undo_s)
-    what is won soon outweighs what the flips cost,                    (flip_cost_s, gain_over_s)
-    and the last flips are over and have had time to show.             (settle_s)
+    the present ratio is loaded enough to matter,              act_above
+    the other one is clearly better, and has been for a while, hysteresis, confirm_s; undo_s for the way back
+    the gain soon outweighs the cost of the flips,             flip_cost_s, gain_over_s
+    and the last flips are over and have had time to show.     settle_s
 
-Mixed workers are of both roles, change neither, and take from either what the others leave: what a ratio
-beside them is worth the model does not know. Where there are any, or were lately, roles are left as they are,
-and workers come and go by the rules that need no model.
+Mixed workers have both roles, change neither, and take work from either: the model does not know the worth of
+a ratio beside them. Where there are any, or were lately, roles stay as they are, and workers come and go by
+the rules that need no model.
 
-The model may be wrong. A change after which fewer requests than before, under the same load, meet the
-objective that the role which lost workers is there for, is taken back, and the controller holds still for a
-while, longer each time. (The other objective may be missed for long by what had queued up before the change.)
+The model may be wrong. A change is taken back if, under the same load, fewer requests than before meet the
+objective of the role that lost workers; the controller then changes nothing for a while, longer each time.
+(The other objective may be missed for long because of the queue from before the change.)
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import astuple, dataclass, field
-from typing import Literal
+from dataclasses import astuple, dataclass
 
 from ..engine.latency_profile import Profile
 from ..transport.messages.messages import Role
 from .capacity import Capacity, Pressure
+from .fleet import Decision, Fleet
 from .load_watch import MIN_JUDGED, LoadPicture
 from .options import SteeringOptions
 from .scaling import AnyRole, Kind, Scaling
@@ -34,41 +34,6 @@ from .scaling import AnyRole, Kind, Scaling
 SAME_LOAD = 0.35  # relative difference of the mix up to which two pictures are of one load
 WORSE = 0.1  # of attainment
 MAX_HOLD_S = 1800.0
-
-
-@dataclass(frozen=True, slots=True)
-class Fleet:
-    """Who could do what. ``flexible``: processes that can change their role, by the one they have, those with
-    least to do first;
-    ``changing``: how many are in mid-flip; ``spare``: the worker of a role that could go most easily, where
-    there is one that may and it is not the last; ``in_use``: how much of the workers of a role is, measured;
-    ``mixed``: how many are of both roles for good, and counted in neither."""
-
-    prefill: int
-    decode: int
-    flexible: dict[Role, list[str]]
-    changing: int = 0
-    max_batch_tokens: int = 512  # of a prefill step
-    max_num_seqs: int = 64  # of a decode batch
-    spare: dict[Role, str] = field(default_factory=dict)
-    mixed: int = 0
-    in_use: dict[Role, float] = field(default_factory=dict)
-
-    @property
-    def num_workers(self) -> int:
-        return self.prefill + self.decode + self.mixed
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """``at``: seconds of the monotonic clock. ``worker``: empty where it is up to whoever starts workers.
-    ``hold``: roles are left as they are, which is said once."""
-
-    at: float
-    kind: Literal["flip", "hold"] | Kind
-    worker: str
-    role: AnyRole  # that it is to have, or of the worker that is to come or go
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,21 +46,20 @@ class _Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
-    """A change that was decided, in prefill workers."""
+class _Proposal:
+    """A decided change, in prefill workers."""
 
     at: float
     before: int
     wanted: int
 
     def still_holds(self, present: int, wanted: int, since: float) -> bool:
-        """Whether nothing has come of it, and much the same is wanted again, so soon after."""
+        """Whether it has not been carried out, and much the same is wanted again soon after it."""
         return self.at > since and present == self.before and (wanted > present) == (self.wanted > present)
 
 
 class PoolController:
-    """``decide`` once a second. ``profile``: the workers' latency model; None: there is none, and no role is
-    changed."""
+    """Decides once a second. ``profile``: the workers' latency model; without one no role is changed."""
 
     def __init__(self, options: SteeringOptions, profile: Profile | None) -> None:
         self._options, self._profile = options, profile
@@ -104,22 +68,22 @@ class PoolController:
         self._better_since: float | None = None
         self._favoured = 0  # prefill workers, of the ratio that has been better since then
         self._quiet_until = -math.inf
-        self._last_flip: tuple[float, Role] | None = None  # when roles were last changed, and to what
-        self._told: _Told | None = None
+        self._last_flip: tuple[float, Role] | None = None  # time and role of the last change
+        self._proposal: _Proposal | None = None
         self._trial: _Trial | None = None
         self._hold_s = options.hold_s
         self.state = "nothing looked at yet"
-        """Why nothing is done, or what is, as a sentence."""
+        """The newest action, or why there is none, as a sentence."""
         self.pressure: Pressure | None = None
         self.picture: LoadPicture | None = None
         self.decisions: deque[Decision] = deque(maxlen=100)
         self._mixed_at = -math.inf  # when there last were mixed workers
         self._holds_for_mixed = False
         self.wanted: dict[AnyRole, int] = {}
-        """As many of each role as there are, or one more or fewer as long as that is wanted."""
+        """Workers of each role: the present number, or one more or fewer as long as that is wanted."""
 
     def decide(self, picture: LoadPicture, fleet: Fleet, now: float) -> list[Decision]:
-        """What is to be done now; already written down."""
+        """Return the decisions of this second; they are in ``decisions`` already."""
         self.picture = picture
         if self._profile is not None:
             self._capacity = Capacity(
@@ -145,8 +109,8 @@ class PoolController:
         return found
 
     def _hold(self, fleet: Fleet, now: float) -> list[Decision]:
-        """There are mixed workers, or were lately: one that is started again is not to find roles that were
-        right without it."""
+        """Change no role while there are mixed workers, or were lately: a mixed worker that is started again
+        needs the roles that fit beside it."""
         self.pressure = self._capacity = self._trial = None
         if not fleet.mixed:
             why = (
@@ -178,7 +142,7 @@ class PoolController:
             return self._rest(f"only {picture.num_requests} requests to judge by")
         present = self._capacity.pressure(picture, fleet.prefill, fleet.decode)
         if not math.isfinite(present.worst):
-            return self._rest("the latency model says nothing of this load")
+            return self._rest("the latency model does not cover this load")
         self.pressure = present
         if (back := self._regret(picture, fleet, now)) is not None:
             return back
@@ -208,9 +172,11 @@ class PoolController:
                 f"{prefill}P:{fleet.num_workers - prefill}D seems better; waiting whether it stays so"
             )
             return []
-        if self._told is not None and self._told.still_holds(fleet.prefill, prefill, now - options.repeat_s):
+        if self._proposal is not None and self._proposal.still_holds(
+            fleet.prefill, prefill, now - options.repeat_s
+        ):
             self.state = (
-                f"{prefill}P:{fleet.num_workers - prefill}D would be better; it was said, and has not "
+                f"{prefill}P:{fleet.num_workers - prefill}D would be better; it was proposed, and has not "
                 "been done"
             )
             return []
@@ -222,7 +188,7 @@ class PoolController:
             f"{picture.num_waiting} waiting, {picture.attainment:.0%} good)"
         )
         self._trial = _Trial(now, picture, fleet.prefill)
-        self._told = _Told(now, fleet.prefill, prefill)
+        self._proposal = _Proposal(now, fleet.prefill, prefill)
         return self._flip(fleet, prefill, reason, now)
 
     def _why_it_stays(self, picture: LoadPicture, fleet: Fleet, present: Pressure) -> str:
@@ -239,13 +205,13 @@ class PoolController:
         )
 
     def _hysteresis(self, role: Role, now: float) -> float:
-        """Twice as much on the way back."""
+        """Return the least gain; twice as much on the way back."""
         options, last = self._options, self._last_flip
         returns = last is not None and last[1] != role and now - last[0] < options.undo_s
         return (2 if returns else 1) * options.hysteresis
 
     def _reachable(self, picture: LoadPicture, fleet: Fleet) -> tuple[int, Pressure]:
-        """The best ratio that the flexible workers allow."""
+        """Return the best ratio that the flexible workers allow."""
         assert self._capacity is not None
         low = max(1, fleet.prefill - len(fleet.flexible.get("prefill", ())))
         high = min(fleet.num_workers - 1, fleet.prefill + len(fleet.flexible.get("decode", ())))
@@ -253,13 +219,13 @@ class PoolController:
         return min(found, key=lambda each: (each[1].worst, abs(each[0] - fleet.prefill)))
 
     def _regret(self, picture: LoadPicture, fleet: Fleet, now: float) -> list[Decision] | None:
-        """Takes back what has made things worse. None: there is nothing to regret."""
+        """Take back a change that made things worse. Return None if there is none."""
         trial = self._trial
         if trial is None or now - trial.at < self._options.regret_s:
             return None
         self._trial = None
         if fleet.prefill == trial.prefill:
-            return None  # nobody has done it
+            return None  # it was not carried out
         objective, before, after = ("TPOT", trial.before.in_pace, picture.in_pace)
         if fleet.prefill < trial.prefill:
             objective, before, after = ("TTFT", trial.before.in_time, picture.in_time)

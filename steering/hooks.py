@@ -1,8 +1,7 @@
-"""Tells the world what the pool controller has decided: a webhook, and a command that starts and stops
-workers.
+"""Pass the pool controller's decisions on: to a webhook, and to a command that starts and stops workers.
 
 COMMAND up ROLE        start one more worker that begins in that role: prefill, decode, or mixed
-COMMAND down WORKER    this one has drained and ended; let go of what it ran on
+COMMAND down WORKER    the worker has drained and ended; release its machine
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from .controller import Decision
+from .fleet import Decision
 from .options import Mode
 from .scaling import AnyRole
 
@@ -29,16 +28,16 @@ _log = logging.getLogger(__name__)
 
 
 class Hooks:
-    """What fails is logged, and not tried again: the next decision says how things are then."""
+    """Failures are logged and not retried: the next decision follows from the state at that time."""
 
     def __init__(self, mode: Mode, webhook: str | None, command: str | None) -> None:
-        """Raises ValueError where the command cannot be read as one."""
+        """Raise ValueError if the command cannot be parsed."""
         self._mode, self._webhook = mode, webhook
         self._command = shlex.split(command) if command else []
         self._tasks: set[asyncio.Task[None]] = set()
 
     def decided(self, decision: Decision, wanted_workers: Mapping[AnyRole, int]) -> None:
-        """To the webhook, whatever the mode. ``wanted_workers``: by role."""
+        """Post a decision to the webhook, in every mode. ``wanted_workers``: by role."""
         if self._webhook:
             body = {name: value for name, value in asdict(decision).items() if name != "at"}
             self._begin(
@@ -51,7 +50,7 @@ class Hooks:
         self._run("up", role)
 
     def worker_gone(self, worker: str) -> None:
-        """It has been told to leave, and has left."""
+        """Run the command for a worker that has drained and ended."""
         self._run("down", worker)
 
     @property
@@ -65,7 +64,7 @@ class Hooks:
         return bool(self._tasks)
 
     async def close(self) -> None:
-        """Commands that run are left to themselves; what has not been posted is not."""
+        """Cancel posts. Running commands go on by themselves."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -6,7 +6,7 @@ kind; of a kind
     mean output = tokens generated / requests ended, both of the last ``work_off_s``
 
 which in a steady state is exact whatever the lengths' distribution, and when a kind begins to answer at
-greater length says so long before its requests end. What the newest ended ones of the kind had is thrown in.
+greater length shows it long before its requests end. The newest ended requests of the kind are added.
 The mean over all is that over what arrives, by kind: those that wait count too, of which nothing is known but
 the prompt.
 """
@@ -30,7 +30,7 @@ OF_A_KIND = 50  # of these, the newest
 # found
 REMAINING = 0.7
 MIN_TOKENS = 8  # of a running sequence before its pace is judged
-MIN_JUDGED = 20  # requests before what share of them was good tells anything
+MIN_JUDGED = 20  # requests before the share of good ones means anything
 
 
 class Note(NamedTuple):
@@ -51,7 +51,7 @@ class Note(NamedTuple):
         return self.prompt.bit_length()
 
     def recent_tokens(self, since: float, now: float) -> float:
-        """Generated after ``since``."""
+        """Return the tokens generated after ``since``."""
         if not self.tpot_s:
             return self.output
         return min(self.output, max(0.0, (now if self.ended is None else self.ended) - since) / self.tpot_s)
@@ -210,7 +210,7 @@ def _share(notes: list[Note], holds: Callable[[Note], bool]) -> float:
 
 
 def _so_far(running: list[Note]) -> float:
-    """Where none has ended: those that run are half-way."""
+    """Return the mean output where no request has ended: the running ones count as half-way."""
     begun = [n.output for n in running if n.has_token]
     return 2 * sum(begun) / len(begun) if begun else 0.0
 

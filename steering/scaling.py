@@ -1,13 +1,13 @@
-"""Whether the whole should have one worker more or fewer, by the rules that operators write. Pure; times in
-seconds.
+"""Whether the cluster should have one worker more or fewer, by the operators' rules. Pure; times in seconds.
 
-more     for scale_up_after_s: the queue is deeper than queue_depth, or too few requests are good, or too few keep scale_up_ttft or
-         scale_up_tpot, or more of a role's workers is in use than scale_up_utilisation, or even the best
-         ratio is overloaded
-fewer    for scale_down_after_s: nothing of that, the best ratio of one worker fewer would have room, and there is one that may go
+more     for scale_up_after_s: the queue is deeper than queue_depth, or too few requests are good, or too few
+         keep scale_up_ttft or scale_up_tpot, or more of a role's workers is in use than
+         scale_up_utilisation, or even the best ratio is overloaded
+fewer    for scale_down_after_s: none of that holds, the best ratio of one worker fewer would have room, and
+         there is a worker that may leave
 
-Where there are mixed workers nothing is predicted: one more, which is mixed too, by the queue and by what is
-good; never fewer.
+Where there are mixed workers nothing is predicted: one more, also mixed, by the queue and the share of good
+requests; never fewer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Scaling:
         self._idle_since: float | None = None
         self._quiet_until = -math.inf
         self.change = 0
-        """How many workers more there should be, as long as that is so."""
+        """Number of workers to add, as long as that holds."""
         self.role: AnyRole = "prefill"  # of these
 
     def decide(
@@ -50,9 +50,9 @@ class Scaling:
         in_use: Mapping[Role, float],
         spare: Collection[Role],
     ) -> tuple[Kind, AnyRole, str] | None:
-        """What to do, of which role, and why; None: nothing. ``mixed``: workers of both roles, counted in
-        neither; then without a ``capacity``. ``in_use``: how much of the workers of a role is; ``spare``: the
-        roles of which a worker may go."""
+        """Return a change, its role and its reason, or None. ``mixed``: workers of both roles, counted in
+        neither; then without a ``capacity``. ``in_use``: share in use of a role's workers; ``spare``: the
+        roles of which a worker may leave."""
         options = self._options
         if not options.max_workers:
             return None
@@ -92,7 +92,7 @@ class Scaling:
         decode: int,
         in_use: Mapping[Role, float],
     ) -> tuple[str, Role | None]:
-        """Of workers, as a sentence, and of which role where that shows; empty where there is none."""
+        """Return the shortage of workers as a sentence, and its role where that shows; empty: none."""
         options = self._options
         if picture.num_waiting > options.queue_depth:
             return f"{picture.num_waiting} requests waited, more than {options.queue_depth}", None
@@ -133,7 +133,7 @@ class Scaling:
         return "", None
 
     def _spare(self, picture: LoadPicture, capacity: Capacity | None, prefill: int, decode: int) -> str:
-        """Why one worker fewer would do; empty where it would not, or nobody knows."""
+        """Return why one worker fewer would do; empty if it would not, or that is unknown."""
         if capacity is None or prefill + decode <= 2:
             return ""
         _, fewer = capacity.best(picture, prefill + decode - 1)
@@ -142,7 +142,7 @@ class Scaling:
         return f"the load would have been {fewer.worst:.2f} with {prefill + decode - 1} workers"
 
     def _comes(self, picture: LoadPicture, capacity: Capacity | None, prefill: int, decode: int) -> Role:
-        """The role of one more worker."""
+        """Return the role of one more worker."""
         if capacity is None:
             return "prefill" if picture.num_waiting else "decode"
         wanted, _ = capacity.best(picture, prefill + decode + 1)
@@ -156,8 +156,8 @@ class Scaling:
         decode: int,
         spare: Collection[Role],
     ) -> Role | None:
-        """The role of the worker that goes: the one that the best ratio has fewer of; where none of those may
-        go, the other one, if the ratio that is left has room as it is. None: there is none that may."""
+        """Return the role of the worker that leaves: that of which the best ratio has fewer. If none of those
+        may leave, the other role, if the remaining ratio has room as it is. None: no worker may."""
         if capacity is None:
             return None
         wanted, _ = capacity.best(picture, prefill + decode - 1)

@@ -18,7 +18,7 @@ class SteeringSettings(BaseModel):
 
     steer: Literal["off", "advise", "act"] = Field(
         default="off",
-        description="The pool controller. advise: say which workers should change their roles, and whether "
+        description="The pool controller. advise: propose which workers change their roles, and whether "
         "there should be more or fewer; act: also do it. Needs --steer-slo and --steer-profile.",
     )
     steer_slo: str = Field(
@@ -54,7 +54,7 @@ class SteeringSettings(BaseModel):
     steer_scale_up_latency: str = Field(
         default="",
         pattern=notation("ttft", "tpot"),
-        description="One more worker is wanted too where what was measured is slower: with "
+        description="One more worker is wanted where what was measured is slower: with "
         "ttft=1@p95,tpot=0.08@p99 where more than 5 of a hundred had their first token after 1 "
         "s (then a prefill worker), or more than 1 a longer time per token (a decode worker).",
     )

@@ -1,7 +1,7 @@
-"""The pool controller in a running coordinator: its clock, and what becomes of its decisions.
+"""The pool controller in a running coordinator: its clock, and what carries its decisions out.
 
 look      at the load and at the workers, once a second     -> core
-say       each decision with its reason: log, webhook
+report    each decision with its reason: log, webhook
 act       flip; drain a worker; have one started
 """
 
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from ..coordinator.lifecycle.snapshot import FinishedRequest, Snapshot
 from ..transport.messages.messages import Role
-from .controller import Decision
+from .fleet import Decision
 from .hooks import Hooks
 from .steering import Steering
 
@@ -31,15 +31,13 @@ class Workers(Protocol):
 
 
 class SteeringShell:
-    """``run`` until cancelled; ``note`` hears of every sequence that ends."""
+    """Runs until cancelled. ``note`` takes every sequence that ends."""
 
     def __init__(
         self, steering: Steering, snapshot: Callable[[], Snapshot], workers: Workers, hooks: Hooks
     ) -> None:
         self._core, self._snapshot, self._workers, self._hooks = steering, snapshot, workers, hooks
-        self._leaving: dict[
-            str, str
-        ] = {}  # workers that have been told to, and what the command knows them by
+        self._leaving: dict[str, str] = {}  # workers that drain, with their names for the command
         self._broken = ""
         self.counts: Counter[str] = Counter()
         """Decisions by kind."""
@@ -64,20 +62,20 @@ class SteeringShell:
 
     def as_json(self) -> dict[str, Any]:
         """For /debug/state, /metrics and the dashboard."""
-        said = self._core.as_json(time.monotonic())
-        return {**said, "state": self._broken or said["state"], "counts": dict(self.counts)}
+        state = self._core.as_json(time.monotonic())
+        return {**state, "state": self._broken or state["state"], "counts": dict(self.counts)}
 
     def _turn(self) -> None:
         snapshot = self._snapshot()
         for decision in self._core.look(snapshot, time.monotonic()):
             self.counts[decision.kind] += 1
-            self._say(decision)
+            self._report(decision)
             self._hooks.decided(decision, self._core.controller.wanted)
             if self._core.options.mode == "act":
                 self._act(decision, snapshot)
         self._look_after_leaving(snapshot)
 
-    def _say(self, decision: Decision) -> None:
+    def _report(self, decision: Decision) -> None:
         verb = {
             "flip": f"{decision.worker} should become a {decision.role} worker",
             "scale_up": f"one more {decision.role} worker",

@@ -11,7 +11,8 @@ from typing import Any
 from ..coordinator.lifecycle.snapshot import FinishedRequest, Snapshot, WorkerState
 from ..engine.latency_profile import Profile
 from ..transport.messages.messages import Role
-from .controller import Decision, Fleet, PoolController
+from .controller import PoolController
+from .fleet import Decision, Fleet
 from .load_watch import LoadWatch
 from .options import SteeringOptions
 from .pool_use import ROLES, PoolUse

@@ -24,8 +24,7 @@ class PrefillSettings(WorkerSettings):
         ge=0,
         le=1 << 20,
         description="Most prompt tokens computed in one step: the chunk budget. 0: 512 on CPUs, 2048 on "
-        "GPUs, where a step's kernels are launched one by one, which takes a small model longer than to "
-        "compute 512 tokens (an estimate: not yet measured on a GPU).",
+        "GPUs (an estimate, not yet measured).",
     )
     max_num_seqs: int = Field(default=64, ge=1, le=65_536, description="Most prompts in one step.")
 
@@ -71,7 +70,7 @@ class DecodeSettings(WorkerSettings):
 
 
 class FlexibleSettings(DecodeSettings, PrefillSettings):
-    """Runs as a prefill or a decode worker, and changes from one to the other when told to: weights, KV
+    """Runs as a prefill or a decode worker, and changes from one to the other on demand: weights, KV
     blocks and prefix cache stay. Or it is both, and stays so."""
 
     role: ClassVar[str] = "worker"

@@ -29,7 +29,7 @@ from ...planner.simulator.records import RequestRecord
 from ...planner.simulator.simulation import Simulation
 from ...planner.simulator.tallies import Slo
 from ...planner.trace.operators import cut
-from ...steering.controller import Decision
+from ...steering.fleet import Decision
 from ...steering.options import SteeringOptions
 from ...steering.steering import Steering
 from ..environment import environment

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from ...steering.controller import Decision
+from ...steering.fleet import Decision
 
 OF_ORACLE = 0.93
 RECOVERY_S = 30.0

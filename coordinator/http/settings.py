@@ -33,7 +33,7 @@ class HttpSettings(BaseModel):
     )
     open_access: bool = Field(
         default=False,
-        description="Without API keys, listen on --host all the same: whoever reaches it may use it.",
+        description="Without API keys, listen on --host all the same: anyone who reaches it may use it.",
     )
     allowed_hosts: str = Field(
         default="",
@@ -55,7 +55,7 @@ class HttpSettings(BaseModel):
         default="",
         max_length=65_536,
         description="Addresses or networks of proxies, with commas between, whose X-Forwarded-For, "
-        "X-Forwarded-Proto and Forwarded headers are believed. Default: none are.",
+        "X-Forwarded-Proto and Forwarded headers are trusted. Default: none.",
     )
     tls_cert: Path | None = Field(
         default=None,

@@ -37,14 +37,14 @@ class RecordSettings(ReportSettings):
         default=1.0,
         ge=0,
         le=1,
-        description="Share of requests that are traced, where the client does not say by its traceparent.",
+        description="Share of requests that are traced, unless the client decides by its traceparent.",
     )
     price_per_hour: float | None = Field(
         default=None,
         ge=0,
         le=1e9,
-        description="Price of one GPU for an hour, or of one worker that has none, in any currency; "
-        "/metrics then says what a million output tokens cost.",
+        description="Price of one GPU for an hour, or of one worker without a GPU, in any currency; "
+        "/metrics then has the price of a million output tokens.",
     )
 
     @model_validator(mode="after")

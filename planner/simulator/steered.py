@@ -6,7 +6,7 @@ from typing import Any
 
 from ...coordinator.lifecycle.snapshot import Snapshot
 from ...engine.latency_profile import Profile
-from ...steering.controller import Decision
+from ...steering.fleet import Decision
 from ...steering.options import SteeringOptions
 from ...steering.steering import Steering
 from ..errors import SimulationError

@@ -20,7 +20,7 @@ from splitserve.planner.errors import SimulationError
 from splitserve.planner.settings import SimulateSettings
 from splitserve.planner.simulate_command import simulate
 from splitserve.planner.trace.own_format import write_trace
-from splitserve.steering.controller import Decision
+from splitserve.steering.fleet import Decision
 from splitserve.transport.messages.messages import Role
 
 PHASE_S, NUM_WORKERS = 45.0, 4

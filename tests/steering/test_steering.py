@@ -10,7 +10,8 @@ import pytest
 
 from splitserve.bench.studies.steer_workload import worker
 from splitserve.steering.capacity import Capacity
-from splitserve.steering.controller import Decision, Fleet, PoolController
+from splitserve.steering.controller import PoolController
+from splitserve.steering.fleet import Decision, Fleet
 from splitserve.steering.load_watch import LoadPicture
 from splitserve.steering.options import SteeringOptions
 from splitserve.transport.latency_bounds import LatencyBound
@@ -270,7 +271,7 @@ def test_advice_that_nobody_takes_is_repeated_once_a_minute_and_never_regretted(
         said += tried.run(1, replace(CODE, attainment=0.9 - second / 200))
     assert [at - 100 for at in sorted({d.at for d in said})] == [3.0, 63.0, 123.0]
     assert {d.role for d in said} == {"prefill"}
-    assert "it was said" in tried.controller.state
+    assert "it was proposed" in tried.controller.state
 
 
 def test_where_no_worker_can_change_its_role_it_says_what_would_be_better() -> None:
