@@ -81,7 +81,8 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
         default="",
         pattern=rf"^$|^{_CLASS_SECONDS}(,{_CLASS_SECONDS})*$",
         description="Seconds to the first token by priority class, such as premium=0.5,standard=2: a "
-        "request that would take longer, by the measured speed of prefill workers, is refused at once with 429. Its deadline is held to in any case.",
+        "request that would take longer, by the measured speed of prefill workers, is refused at once with "
+        "429. Its deadline is held to in any case.",
     )
     heartbeat_s: float = Field(
         default=0.25, ge=0.01, le=60, description="Seconds between the workers' reports."
