@@ -25,7 +25,10 @@ def workers_of(
 ) -> list[PrefillSettings | DecodeSettings]:
     """Return the settings of all workers. Raise ConfigError."""
     if up.flexible:
-        wanted = _flexible(up, coordinator, flags, sources)
+        wanted = [  # each named by its number
+            *_of_both_roles("worker", up.prefill, coordinator, flags, sources, "prefill"),
+            *_of_both_roles("worker", up.decode, coordinator, flags, sources, "decode", first=up.prefill),
+        ]
     else:
         wanted = [
             on_each_device(model, f"{role}-{index}", coordinator, flags, sources)
@@ -60,16 +63,6 @@ def _sharing(workers: list[PrefillSettings | DecodeSettings]) -> list[PrefillSet
             }
         )
         for worker in workers
-    ]
-
-
-def _flexible(
-    up: UpSettings, coordinator: ServerSettings, flags: Layer, sources: Sources
-) -> list[_OnDevices]:
-    """Workers of either role, each named by its number."""
-    return [
-        *_of_both_roles("worker", up.prefill, coordinator, flags, sources, "prefill"),
-        *_of_both_roles("worker", up.decode, coordinator, flags, sources, "decode", first=up.prefill),
     ]
 
 
