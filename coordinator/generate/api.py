@@ -3,8 +3,7 @@
     arrived -> parse -> plan -> open an exchange -> admit -> submit
 
 From there the dispatcher pushes tokens through the exchange. A short prompt is planned with the next turn of
-the event loop, a long one on a thread, a large body in the reader process; before these two, the limits of
-its key are asked.
+the event loop; costly.py plans the others.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from time import monotonic
 from typing import Any, TypeVar
 
-from ...transport.process.otel import RequestTrace, Tracing
+from ...transport.process.otel import Tracing
 from ..errors import ApiError, InternalError, InvalidRequest, MethodNotAllowed, Overloaded, no_workers
 from ..http.access.access import Access
 from ..http.access.forwarded import TrustedProxies
@@ -28,13 +27,15 @@ from ..lifecycle.request import Dispatcher
 from ..metrics.body_log import NAME as BODY_LOG
 from ..metrics.body_log import BodyLog
 from ..metrics.metrics import Metrics
+from ..metrics.request_trace import begin_trace
 from ..tenants.buckets import Shortage
 from ..tenants.limits import Account
-from ..tenants.tenancy import Admission, Answer, Tenancy, estimated_tokens, headers_of, refusal_of
+from ..tenants.tenancy import Admission, Tenancy, estimated_tokens, headers_of, refusal_of
 from ..text.served_model import ServedModel
 from .bodies.fields import UnknownFields
+from .costly import CostlyPlanner
 from .exchange import HttpExchange
-from .plan import PLAN_HEADERS, GenerateRequest, Planner, RequestPlan, parse
+from .plan import GenerateRequest, Planner, RequestPlan, parse
 from .reader.body_reader import BodyReader
 
 STEMS: dict[Endpoint, str] = {"/v1/chat/completions": "chatcmpl", "/v1/completions": "cmpl"}
@@ -86,6 +87,7 @@ class GenerationApi:
         self._tenancy = tenancy or Tenancy()
         self._unknown = UnknownFields()
         self._planner = Planner(model, limits)
+        self._costly = CostlyPlanner(self._planner, self.reader, self._tenancy.limiter, dispatcher)
         self._preparing: set[asyncio.Task[None]] = set()
         self._id_stem = secrets.token_hex(10)  # of this process; requests are numbered
         self._num_requests = 0
@@ -118,7 +120,7 @@ class GenerationApi:
         call.responder = None
         exchange = self.open.pop(call, None)
         if self.bodies is not None:
-            named = (exchange.id, exchange.status) if exchange is not None else ()
+            named = (exchange.id, exchange.account.status) if exchange is not None else ()
             self.metrics.failures.call(BODY_LOG, self.bodies.closed, call, *named)
         if exchange is not None:
             exchange.let_go()
@@ -171,7 +173,7 @@ class GenerationApi:
         if self.refusal is not None:
             raise self.refusal
         if len(call.body) > LARGE_BODY_BYTES:
-            self._spawn(call, self._plan_aside(call, None, arrival))
+            self._set_aside(call, None, arrival)
             return None
         request = parse(call.endpoint, call.body)
         self.model.check_name(request.model)
@@ -183,57 +185,35 @@ class GenerationApi:
         """Return None if planning takes long: then a thread does it."""
         if self._planner.is_quick(request):
             return self._planner.plan(request, call.headers, call.account.priority_class)
-        self._spawn(call, self._plan_aside(call, request, arrival))
+        self._set_aside(call, request, arrival)
         return None
 
-    async def _plan_aside(self, call: Call, request: GenerateRequest | None, arrival: float) -> None:
-        """Plan a costly request once its key's limits allow one. ``request``: None if the body is not
-        parsed."""
-        limiter, own_class = self._tenancy.limiter, call.account.priority_class
-        admission = await self._asked(lambda answer: limiter.admit(call.account, 1, answer))
-        try:
-            if request is not None:
-                known = request
-                plan = await self.model.tokenizer.aside(
-                    lambda: self._planner.plan(known, call.headers, own_class)
-                )
-            else:
-                headers = {name: call.headers[name] for name in PLAN_HEADERS if name in call.headers}
-                plan = await self.reader.read("plan", call.body, call.endpoint, headers, own_class)
-                if gap := self.dispatcher.gap():
-                    raise no_workers(gap)
-            if call.gone:
-                raise ClientGone
-            exchange = self._open(call, plan, arrival)
-            while len(exchange.choices) < plan.num_choices:
-                await asyncio.sleep(0)
-                exchange.make_requests()
-        except BaseException:
-            limiter.settle(admission, 0)
-            raise
-        limiter.correct(admission, _estimate(plan), lambda answer: self._answered(call, exchange, answer))
-
-    async def _asked(self, ask: Callable[[Answer], None]) -> Admission:
-        """Wait for a limiter's answer. Raises RateLimited."""
-        answer: asyncio.Future[Admission | Shortage] = asyncio.get_running_loop().create_future()
-        ask(answer.set_result)
-        if isinstance(found := await answer, Shortage):
-            raise refusal_of(found)
-        return found
-
-    def _spawn(self, call: Call, work: Coroutine[None, None, None]) -> None:
-        async def stage() -> None:
-            try:
-                await work
-            except ClientGone:
-                pass  # ``closed`` has counted it
-            except Exception as error:
-                if not call.gone:
-                    self._failed(call, error)
-
-        task = asyncio.get_running_loop().create_task(stage())
+    def _set_aside(self, call: Call, request: GenerateRequest | None, arrival: float) -> None:
+        """Plan a costly request aside, then submit it. ``request``: None if the body is not parsed."""
+        task = asyncio.get_running_loop().create_task(self._prepare_aside(call, request, arrival))
         self._preparing.add(task)
         task.add_done_callback(self._preparing.discard)
+
+    async def _prepare_aside(self, call: Call, request: GenerateRequest | None, arrival: float) -> None:
+        limiter = self._tenancy.limiter
+        try:
+            plan, admission = await self._costly.plan(call, request)
+            try:
+                if call.gone:
+                    raise ClientGone
+                exchange = self._open(call, plan, arrival)
+                while len(exchange.choices) < plan.num_choices:
+                    await asyncio.sleep(0)
+                    exchange.make_requests()
+            except BaseException:
+                limiter.settle(admission, 0)
+                raise
+            limiter.correct(admission, _estimate(plan), lambda answer: self._answered(call, exchange, answer))
+        except ClientGone:
+            pass  # ``closed`` has counted it
+        except Exception as error:
+            if not call.gone:
+                self._failed(call, error)
 
     def _failed(self, call: Call, error: Exception) -> None:
         id = self._new_id(call.endpoint)
@@ -250,7 +230,9 @@ class GenerationApi:
             raise InvalidRequest(f"n: {asked}; at most {most} are allowed", param="n")
         if plan.unknown_fields:
             self._unknown.note(plan.unknown_fields)
-        id, trace = self._new_id(call.endpoint), self._begin_trace(call, arrival)
+        id, trace = self._new_id(call.endpoint), None
+        if self.tracing is not None:
+            trace = begin_trace(self.tracing, call.endpoint, call.headers, arrival, self.metrics.failures)
         answering: Answering = call if self.bodies is None else self.bodies.record(call)
         call.drop_body()
         exchange = HttpExchange(self, answering, plan, id, arrival, trace)
@@ -303,17 +285,6 @@ class GenerationApi:
             )
             if meter is not None:
                 failures.call("usage", lambda: meter.ended(account.billing()))
-
-    def _begin_trace(self, call: Call, arrival: float) -> RequestTrace | None:
-        if self.tracing is None:
-            return None
-        names = [name for name in (b"traceparent", b"tracestate") if call.headers.get(name)]
-        try:
-            context = {name.decode(): call.headers[name].decode("latin-1") for name in names}
-            return self.tracing.begin(f"POST {call.endpoint}", context, arrival)
-        except Exception as error:  # whatever a library of others raises
-            self.metrics.failures.note("tracing", error)
-            return None
 
     def _new_id(self, endpoint: Endpoint) -> str:
         self._num_requests += 1

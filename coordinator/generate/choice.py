@@ -257,3 +257,15 @@ class Choice:
         text = "".join(self._parts)
         self._parts.clear()
         return text
+
+
+def best_of(choices: Sequence[Choice], n: int) -> list[Choice]:
+    """Return each prompt's ``n`` likeliest choices by token, best first."""
+    by_prompt: dict[int, list[Choice]] = {}
+    for choice in choices:
+        by_prompt.setdefault(id(choice.prompt), []).append(choice)
+    return [
+        best
+        for group in by_prompt.values()
+        for best in sorted(group, key=lambda c: (not c.num_tokens, -c.mean_logprob))[:n]
+    ]

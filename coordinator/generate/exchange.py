@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from time import monotonic
 from typing import Protocol
@@ -24,7 +24,7 @@ from ..metrics.token_times import TimedSink
 from ..tenants.tenancy import Admission
 from ..text.served_model import ServedModel
 from .accounting import Accounting
-from .choice import Choice
+from .choice import Choice, best_of
 from .formats import DONE, error_event, format_of
 from .parsed_choice import ParsedChoice
 from .plan import MANY_CHOICES, RequestPlan
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 
 class Service(Protocol):
-    """The serving side of an exchange."""
+    """The service that an exchange belongs to."""
 
     dispatcher: Dispatcher
     metrics: Metrics
@@ -52,8 +52,7 @@ class Service(Protocol):
 
 
 class HttpExchange:
-    """Everything between a plan and the last byte of its answer. All of it runs on the event loop's
-    thread."""
+    """Everything between a plan and the last byte of its answer. Runs on the event loop's thread."""
 
     def __init__(
         self,
@@ -65,8 +64,7 @@ class HttpExchange:
         trace: RequestTrace | None = None,
     ) -> None:
         """``arrival``: monotonic seconds."""
-        self.id = id
-        self.plan = plan
+        self.id, self.plan = id, plan
         self.form = format_of(plan, id, service.model)
         self.itl = service.metrics.itl
         self.detokenizer = service.model.tokenizer.detokenizer
@@ -77,25 +75,18 @@ class HttpExchange:
         self.admission: Admission | None = None
         self.account = Accounting(id, plan, call, service.model.name, arrival, self.choices)
         self.usage_so_far = self.account.usage_so_far
-        self._service = service
-        self._call = call
-        self._dispatcher = service.dispatcher
-        self._metrics = service.metrics
-        self._trace = trace
+        self._service, self._call, self._trace = service, call, trace
+        self._dispatcher, self._metrics = service.dispatcher, service.metrics
         self._loop = asyncio.get_running_loop()
         self._begun = False
         self._num_open = 0  # choices that have not ended
         self._finished: set[int] = set()  # choices whose last chunk was written
         self._num_running = 0  # of these, with the dispatcher
         self._closed = False
-        self._over = False  # the response is complete, or nobody waits for it
+        self._id_header = (b"x-request-id", id.encode())
+        self._over = False  # the response is complete, or its client has gone
         self._reported = False  # the service knows that it is done
         self.requests: list[Request] = []  # made, and not submitted
-
-    @property
-    def status(self) -> str:
-        """As it is counted; empty while it runs."""
-        return self.account.status
 
     def submit(self) -> None:
         """Submit the requests, some with each turn of the loop. A refusal of one ends the exchange."""
@@ -109,7 +100,7 @@ class HttpExchange:
         self._look_if_done()
 
     def discard(self) -> None:
-        """Free requests and choices before any was submitted, without waiting for the collector of cycles."""
+        """Free requests and choices before any was submitted, without waiting for the collector."""
         self.requests.clear()
         self.choices.clear()
 
@@ -146,7 +137,7 @@ class HttpExchange:
         """See ``Exchange``."""
         if not self._begun:
             self._begun = True
-            self._call.start(200, STREAM_HEADERS + self._id_header())
+            self._call.start(200, [*STREAM_HEADERS, self._id_header, *self.more_headers])
 
     def stop_met(self, choice: Choice) -> None:
         self._loop.call_soon(
@@ -171,7 +162,7 @@ class HttpExchange:
             self.fail(InternalError(f"Internal error; the server's log says more under {self.id}."))
 
     def _answer(self, choice: Choice, ended: Ended) -> None:
-        """What the client is to have of it now."""
+        """Write a choice's end, as far as the response shows it now."""
         if ended.error == "deadline" and self.plan.on_timeout != "error":
             choice.timed_out = self.plan.on_timeout
         late = any(choice.timed_out for choice in self.choices)
@@ -181,74 +172,78 @@ class HttpExchange:
         if ended.error is not None and not (choice.timed_out and self.account.num_output_tokens()):
             error = from_ended(ended)
             if error.status >= 500:
-                _log.warning(
-                    "%s ends with %d: %s",
-                    self.id,
-                    error.status,
-                    error.message,
-                    extra={"fields": self._named(error)},
-                )
+                tenant = self._call.account.tenant
+                fields = {"request_id": self.id, "status": str(error.status), "tenant": tenant}
+                message = "%s ends with %d: %s"
+                _log.warning(message, self.id, error.status, error.message, extra={"fields": fields})
             self.fail(error)
         elif choice.finish_reason() is None:
             self.fail(InternalError("The request was cancelled on the server."))
         elif self.plan.streamed:
             self.begin()
-            self._write_chunks(b"".join(map(self._last_chunk, self.choices)))
+            self._write_chunks(b"".join(self._last_chunks()))
         elif not self._num_open:
             self._respond_whole()
 
     def fail(self, error: ApiError) -> None:
-        """Ends the response with an error, and what still runs for it."""
+        """End the response with an error, and cancel the rest of its requests."""
         if self._over:
             return
         self._end(str(error.status))
         if self._begun:
-            unfinished = [choice for choice in self.choices if choice.index not in self._finished]
-            chunks = b"".join(map(self._broken_off, unfinished))
+            chunks = b"".join(self._last_chunks(broken_off=True))
             self._call.finish(chunks + error_event(error.body()) + self._closing())
         else:
             self._metrics.refused(error)
-            self._respond(error.status, error.body(), error.headers(), server_timing(*self.account.close()))
+            timing = server_timing(*self.account.close())
+            headers = [
+                JSON,
+                self._id_header,
+                *self.more_headers,
+                (b"server-timing", timing),
+                *error.headers(),
+            ]
+            self._call.respond(error.status, headers, error.body())
         self._loop.call_soon(self._cancel_rest)  # not from within the dispatcher's own call
 
-    def _last_chunk(self, choice: Choice) -> bytes:
-        """Of a choice that has ended; once."""
-        reason = choice.finish_reason() if choice.ended is not None else None
-        if reason is None or choice.index in self._finished:
-            return b""
-        self._finished.add(choice.index)
-        return choice.last_chunk(reason)
+    def _last_chunks(self, *, broken_off: bool = False) -> Iterator[bytes]:
+        """Yield the last chunk of each choice that has ended, once; of all unfinished ones if broken off.
 
-    def _broken_off(self, choice: Choice) -> bytes:
-        """Its last chunk; nothing where its own text is what has failed."""
-        try:
-            return choice.last_chunk("error")
-        except Exception:
-            _log.exception("%s: choice %d cannot write its last chunk", self.id, choice.index)
-            return b""
+        If a choice's own text is what has failed, a broken off response leaves its last chunk out.
+        """
+        for choice in self.choices:
+            if choice.index in self._finished:
+                continue
+            reason = choice.finish_reason() if choice.ended is not None else None
+            if not broken_off and reason is not None:
+                self._finished.add(choice.index)
+                yield choice.last_chunk(reason)
+            elif broken_off:
+                try:
+                    yield choice.last_chunk("error")
+                except Exception:
+                    _log.exception("%s: choice %d cannot write its last chunk", self.id, choice.index)
 
     def overdue(self) -> None:
         """End it, though the dispatcher has not: its deadline has passed. It counts as running no more."""
         if not self._over:
-            _log.error("%s: not ended at its deadline by what should have; it is ended now", self.id)
+            _log.error("%s: the lifecycle did not end it at its deadline; it is ended now", self.id)
             self.fail(DeadlineExceeded("The request did not finish before its deadline."))
         self._num_running = 0
         self._look_if_done()
 
-    def client_gone(self) -> None:
-        """The connection has ended; nothing happens if the response was complete."""
-        if not self._over:
-            self._end("cancelled")
-            self._cancel_rest()
-
-    def client_too_slow(self) -> None:
-        """Called from within a write."""
-        _log.warning(
-            "a client reads its stream too slowly and is cut off", extra={"fields": {"request_id": self.id}}
-        )
-        if not self._over:
-            self._end("too_slow")
+    def client_gone(self, *, too_slow: bool = False) -> None:
+        """See ``Responder``; nothing happens if the response was complete."""
+        if too_slow:
+            fields = {"request_id": self.id}
+            _log.warning("a client reads its stream too slowly and is cut off", extra={"fields": fields})
+        if self._over:
+            return
+        self._end("too_slow" if too_slow else "cancelled")
+        if too_slow:
             self._loop.call_soon(self._cancel_rest)
+        else:
+            self._cancel_rest()
 
     def let_go(self) -> None:
         """Free exchange and choices once the response is complete, without waiting for the collector."""
@@ -278,17 +273,16 @@ class HttpExchange:
         self._call.finish(chunks)
 
     def _respond_whole(self) -> None:
-        chosen = self.choices if self.plan.num_best is None else _best(self.choices, self.plan.num_best)
+        chosen = self.choices if self.plan.num_best is None else best_of(self.choices, self.plan.num_best)
         results = [choice.result(choice.finish_reason() or "error") for choice in chosen]
         if self.plan.num_best is not None:
             results = [replace(result, index=index) for index, result in enumerate(results)]
         stages, total = self.account.close()
         body = self.form.response(results, self.account.usage(stages))
         self._end("200")
-        self._respond(200, body, [], server_timing(stages, total))
-
-    def _respond(self, status: int, body: bytes, headers: Headers, timing: bytes) -> None:
-        self._call.respond(status, [JSON, *self._id_header(), (b"server-timing", timing), *headers], body)
+        timing = server_timing(stages, total)
+        headers = [JSON, self._id_header, *self.more_headers, (b"server-timing", timing)]
+        self._call.respond(200, headers, body)
 
     def _end(self, status: str) -> None:
         self._over = True
@@ -301,24 +295,6 @@ class HttpExchange:
             self._metrics.prompts_done(self.plan.num_prompt_tokens, self.account.num_cached())
             self._service.done(self)
 
-    def _named(self, error: ApiError) -> dict[str, object]:
-        return {"request_id": self.id, "status": str(error.status), "tenant": self._call.account.tenant}
-
-    def _id_header(self) -> Headers:
-        return [(b"x-request-id", self.id.encode()), *self.more_headers]
-
     def _closing(self) -> bytes:
-        """How a stream ends. Clients of server-sent events skip the comment."""
+        """Return a stream's last bytes. Clients of server-sent events skip the comment."""
         return b": server-timing %b\n\n%b" % (server_timing(*self.account.close()), DONE)
-
-
-def _best(choices: Sequence[Choice], n: int) -> list[Choice]:
-    """The ``n`` likeliest by token of each prompt's, best first."""
-    by_prompt: dict[int, list[Choice]] = {}
-    for choice in choices:
-        by_prompt.setdefault(id(choice.prompt), []).append(choice)
-    return [
-        best
-        for group in by_prompt.values()
-        for best in sorted(group, key=lambda c: (not c.num_tokens, -c.mean_logprob))[:n]
-    ]

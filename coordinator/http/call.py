@@ -29,11 +29,11 @@ JSON = (b"content-type", b"application/json")
 class Responder(Protocol):
     """Answers a call that was planned."""
 
-    def client_gone(self) -> None:
-        """End: the connection has ended before the response was complete."""
+    def client_gone(self, *, too_slow: bool = False) -> None:
+        """End: the connection has ended before the response was complete.
 
-    def client_too_slow(self) -> None:
-        """End: the connection is about to be cut off. Called from within a write."""
+        ``too_slow``: it is about to be cut off, from within a write.
+        """
 
 
 class Answering(Protocol):
@@ -285,7 +285,7 @@ class Call:
         if len(self._buffer) > self._handler.limits.max_buffered_bytes:
             self.close()
             if self.responder is not None:
-                self.responder.client_too_slow()
+                self.responder.client_gone(too_slow=True)
             self._transport.abort()
 
     def _head(self, status: int, headers: Headers, framing: bytes) -> bytes:

@@ -1,13 +1,14 @@
-"""A request's trace as the coordinator tells it: one span, with an event where each stage of its ledger
-begins, and their sums."""
+"""A request's trace in the coordinator: one span, an event at the begin of each stage, and their sums."""
 
 from __future__ import annotations
 
 import socket
+from collections.abc import Mapping
 
-from ...transport.process.otel import Tracing
+from ...transport.process.otel import RequestTrace, Tracing
 from ...transport.process.worker_trace import Attribute
 from ..lifecycle.time_ledger import NAMES
+from ..listeners import ListenerFailures
 from .request_record import RequestRecord
 from .settings import RecordSettings
 
@@ -20,8 +21,25 @@ def tracing_of(settings: RecordSettings, port: int) -> Tracing | None:
     return Tracing.open(settings.otlp_endpoint, "coordinator", name, settings.trace_sample_ratio)
 
 
+def begin_trace(
+    tracing: Tracing,
+    endpoint: str,
+    headers: Mapping[bytes, bytes],
+    arrival: float,
+    failures: ListenerFailures,
+) -> RequestTrace | None:
+    """Begin a request's span, within its client's trace if there is one; None if the library fails."""
+    names = [name for name in (b"traceparent", b"tracestate") if headers.get(name)]
+    try:
+        context = {name.decode(): headers[name].decode("latin-1") for name in names}
+        return tracing.begin(f"POST {endpoint}", context, arrival)
+    except Exception as error:  # of the library
+        failures.note("tracing", error)
+        return None
+
+
 def end_trace(record: RequestRecord) -> None:
-    """A listener of ``Metrics``; by the names of OpenTelemetry's semantic conventions where there are any."""
+    """End a request's span: a listener of ``Metrics``. Names follow OpenTelemetry's conventions."""
     if record.trace is None:
         return
     attributes: dict[str, Attribute] = {
