@@ -84,11 +84,16 @@ class Worker:
         if self.roles:
             self._parts.wake()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the loop is to end."""
+        return self._stopped or not self.roles
+
     def run(self) -> None:
         """Loop until the end."""
         try:
-            while self.roles and not self._stopped:
-                ready = self._parts.wait(self._patience())
+            while not self.is_over:
+                ready = self._parts.wait(self.patience())
                 self.turn(ready, self._parts.clock.now())
         finally:
             self.close()
@@ -137,7 +142,7 @@ class Worker:
         self.roles.clear()
         self._parts.close()
 
-    def _patience(self) -> float:
+    def patience(self) -> float:
         """Return how many seconds the loop may wait."""
         return min(role.patience(self._parts.times.tick) for role in self.roles.values())
 

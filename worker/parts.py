@@ -11,10 +11,11 @@ from ..engine.cache.block_manager import BlockManager
 from ..engine.step.constraint import CompileGrammar
 from ..engine.step.grammar import CompilingCore
 from ..transport.environment import Clock, Environment
+from ..transport.handoff.layer_slicing import SlicingMode
 from ..transport.handoff.protocol import HandoffTimes
 from ..transport.handoff.reachability import ReachTimes
 from ..transport.handoff.receiving_end import CHECK_BYTES
-from ..transport.messages.messages import ModelIdentity
+from ..transport.messages.messages import ModelIdentity, Role
 from ..transport.movers.targets import MoverTargets
 from ..transport.process.reports import Telemetry
 from ..transport.process.worker_trace import WorkerTrace
@@ -76,11 +77,12 @@ class WorkerParts:
     pid: int
     incarnations: Callable[[], int]  # returns the number of the next incarnation of any role
     secret: Callable[[], bytes]  # returns the secret of a lease, SECRET_BYTES long
-    open: Callable[[PrefillSettings | DecodeSettings, str], RoleParts]  # of a role that begins
+    open: Callable[[PrefillSettings | DecodeSettings, Role], RoleParts]  # of a role that begins
     steps: Steps  # of all roles, around the device that computes them
     wait: Callable[[float], set[object]]  # at most these seconds; returns what ``Network.ready`` does
     wake: Callable[[], None]
     close: Callable[[], None]  # releases all but the model
     telemetry: Telemetry | None = None  # of the device
     times: WorkerTimes = field(default_factory=WorkerTimes)
+    slicing: SlicingMode = "auto"
     check_bytes: int = CHECK_BYTES  # of KV blocks, verified in one turn of a decode role

@@ -45,7 +45,7 @@ class PrefillRole(PlayedRole):
             model.max_model_len,
             process.times.handoff,
             settings.drain_timeout_s,
-            slicing=LayerSlicing(model.num_layers, identity.block_bytes),
+            slicing=LayerSlicing(model.num_layers, identity.block_bytes, process.slicing),
             is_local=host.hands_to_itself if host else lambda _: False,
         )
         self.sender = self.core.sender

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from simulation.worker_process import WorkerProcess
     from simulation.world import World
 
 
@@ -42,30 +43,33 @@ class Adversary:
     def _some_worker(self) -> str:
         return self.random.choice(sorted(self.world.workers))
 
+    def _some_process(self) -> WorkerProcess:
+        return self.world.workers[self._some_worker()].process
+
     def _some_seconds(self) -> float:
         """From a tenth of a second to three: shorter and longer than what anybody's patience is."""
         return 0.1 * 30.0 ** self.random.random()
 
     def kill(self) -> None:
-        worker = self.world.workers[self._some_worker()]
-        if worker.alive:
+        process = self._some_process()
+        if process.alive:
             self.counts["kills"] += 1
-            self.world.kill(worker)
+            self.world.kill(process)
 
     def freeze(self) -> None:
         self.counts["freezes"] += 1
-        self.world.workers[self._some_worker()].freeze(self._some_seconds())
+        self._some_process().freeze(self._some_seconds())
 
     def hang(self) -> None:
         """Longer than the coordinator's patience with a busy worker, or shorter."""
         self.counts["hangs"] += 1
         worker = self.world.workers[self._some_worker()]
-        worker.hung_until = self.world.queue.now + 2 * self._some_seconds()
+        worker.process.hung_until = self.world.queue.now + 2 * self._some_seconds()
         self.world.struck[worker.id] += 1
 
     def slow_down(self) -> None:
         self.counts["slow workers"] += 1
-        self.world.workers[self._some_worker()].slow_until = self.world.queue.now + self._some_seconds()
+        self._some_process().slow_until = self.world.queue.now + self._some_seconds()
 
     def partition(self) -> None:
         """Between any two processes, one way or both."""
@@ -86,7 +90,7 @@ class Adversary:
         worker = self.world.workers[self._some_worker()]
         if self.random.random() < 0.5:
             self.counts["drains by signal"] += 1
-            worker.leave()
+            worker.process.leave()
         else:
             self.counts["drains by the coordinator"] += 1
             coordinator = self.world.some_coordinator()
@@ -94,11 +98,8 @@ class Adversary:
 
     def flip(self) -> None:
         """By a person's word, or the pool controller's; whether it may be is the coordinator's to say."""
-        if self.world.processes:
-            coordinator, process = (
-                self.world.some_coordinator(),
-                self.random.choice(sorted(self.world.processes)),
-            )
+        if flexible := sorted(name for name, process in self.world.processes.items() if process.flexible):
+            coordinator, process = self.world.some_coordinator(), self.random.choice(flexible)
             role = self.random.choice(("prefill", "decode"))
             coordinator.run(coordinator.flip, process, role, self.random.choice((None, 0.3)))
 
@@ -109,7 +110,7 @@ class Adversary:
 
     def spill(self) -> None:
         self.counts["spills"] += 1
-        self.world.workers[self._some_worker()].blocks.spill()
+        self._some_process().blocks.spill()
 
     def restart_coordinator(self) -> None:
         if (coordinator := self.world.some_coordinator()).alive:

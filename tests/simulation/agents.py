@@ -15,8 +15,9 @@ from splitserve.transport.errors import MoverError
 from splitserve.transport.movers.interface import Arrival, Item, OneSidedTarget
 
 if TYPE_CHECKING:
-    from simulation.decode_process import DecodeProcess
-    from simulation.worker_process import PeerId, WorkerProcess
+    from simulation.worker_role import WorkerRole
+
+    from splitserve.transport.messages.messages import PeerId
 
 PUT_S = 0.8
 """What is not known to have landed within so long is taken to have failed; it may land all the same."""
@@ -31,13 +32,13 @@ class Agent:
     """One peer's way into a decode worker's memory."""
 
     number: int
-    process: DecodeProcess
+    process: WorkerRole
     is_over: bool = False
 
     def land(self, lease: int, block: int, start: int, values: list[int]) -> None:
         """A part of a put has arrived."""
         process = self.process
-        if self.is_over or not process.process_alive:
+        if self.is_over or not process.process.alive:
             process.world.counts["puts after their agent's end"] += 1
         elif process.alive:
             process.written_by_peer(lease, block, start, values)
@@ -53,7 +54,7 @@ class AgentTarget(OneSidedTarget):
 
     lingers = True
 
-    def __init__(self, process: DecodeProcess) -> None:
+    def __init__(self, process: WorkerRole) -> None:
         self._process, self._world = process, process.world
         self._agents: dict[PeerId, Agent] = {}
         self._ending: dict[PeerId, Agent] = {}
@@ -99,7 +100,7 @@ class AgentSource(Source):
     """The writer's side, for one peer. ``stir``: something has happened to it; its owner asks how it is."""
 
     def __init__(
-        self, writer: WorkerProcess, peer: str, agent: Agent, stir: Callable[[AgentSource], None]
+        self, writer: WorkerRole, peer: str, agent: Agent, stir: Callable[[AgentSource], None]
     ) -> None:
         super().__init__(writer, peer, agent.process.endpoint)
         self._agent, self._stir = agent, stir
@@ -142,7 +143,7 @@ class AgentSource(Source):
         """The adapter reads the blocks: whatever they hold by now."""
         if self._closed:
             return
-        if self._agent.is_over or not self._agent.process.process_alive:
+        if self._agent.is_over or not self._agent.process.process.alive:
             self._fail(write, "the decode worker takes nothing from here")
         elif not self.world.strikes(self.faults.lost_put, "puts lost"):
             delay = 0.0002 + 0.002 * self.random()

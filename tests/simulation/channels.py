@@ -8,7 +8,7 @@ against the rules that both ends of a handoff keep.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
@@ -17,16 +17,17 @@ from splitserve.transport.messages.incarnation import has_ended, is_earlier, sam
 from splitserve.transport.messages.messages import (
     Ack,
     Fenced,
+    Goodbye,
     Handoff,
     Message,
     PeerId,
     Placed,
     Release,
+    RequestFailed,
     Retired,
 )
 
 if TYPE_CHECKING:
-    from simulation.flexible_process import FlexibleProcess
     from simulation.process import Process
 
 NOTICED_S = 0.5
@@ -34,18 +35,26 @@ NOTICED_S = 0.5
 PLACED, HANDED_OVER, RELEASED = 1, 2, 3
 
 
-class VirtualNetwork:
-    """Of one process. ``successor``: the process to which channels are handed over that outlive it."""
+def name_at(address: str) -> str:
+    """Return the name of the worker or coordinator that listens there."""
+    return address.rpartition(":")[2].replace("/", ":")
 
-    def __init__(self, process: Process, host: str) -> None:
+
+class VirtualNetwork:
+    """Of one process, under ``name`` where that is not its own. ``wakes``: whether its loop waits for it."""
+
+    def __init__(self, process: Process, host: str, name: str = "", wakes: bool = True) -> None:
         self.owner, self.world, self.host = process, process.world, host
-        self.successor: Process | None = None
+        self.name, self.wakes = name or process.name, wakes
+        # by our own and the peer's incarnation: movers that failed since one of them handed something over
+        self.num_broken: Counter[tuple[PeerId, PeerId]] = Counter()
         self.readable: set[object] = set()
         self.channels: dict[tuple[str, int], VirtualChannel] = {}  # by the peer's name and incarnation
         self._incarnation = 0  # the newest that a channel was opened under
         self._stages: dict[int, tuple[int, int]] = {}  # of each lease: the last message about its blocks
 
     def connect(self, address: str, identity: bytes, allowed: Collection[type[Message]]) -> VirtualChannel:
+        address = name_at(address)
         self._check_incarnation(address, identity, to_coordinator=Fenced in allowed)
         self._check_addressee(address, opened_to(identity))
         channel = VirtualChannel(self, address, identity, frozenset(allowed))
@@ -53,7 +62,7 @@ class VirtualNetwork:
         return channel
 
     def listen(self, address: str, allowed: Collection[type[Message]]) -> VirtualListener:
-        listener = self.world.listeners[address] = VirtualListener(self, address, frozenset(allowed))
+        listener = self.world.listeners[name_at(address)] = VirtualListener(self, address, frozenset(allowed))
         return listener
 
     def ready(self) -> set[object]:
@@ -64,8 +73,7 @@ class VirtualNetwork:
         self.readable.discard(channel)
 
     def hand_over(self, channels: Sequence[VirtualChannel]) -> VirtualNetwork:
-        assert self.successor is not None
-        other = VirtualNetwork(self.successor, self.host)
+        other = VirtualNetwork(self.owner, self.host, self.name, wakes=False)
         for channel in channels:
             channel.network = other
             if channel.inbox:
@@ -75,7 +83,25 @@ class VirtualNetwork:
     def process(self, pid: int) -> VirtualPid:
         return VirtualPid(self.world.pids[pid])
 
-    def check_order(self, message: Message) -> None:
+    def woken(self, socket: object) -> None:
+        """Something has come to this socket."""
+        self.readable.add(socket)
+        if self.wakes:
+            self.owner.poll()
+
+    def note(self, message: Message) -> None:
+        """Look at a message that leaves."""
+        counts = self.world.counts
+        if type(message) is RequestFailed:
+            counts[f"given back: {message.kind}"] += 1
+            if message.kind != "preempted":
+                self.world.given_back.add((message.coordinator, message.dispatch))
+        elif type(message) is Goodbye:
+            counts["workers drained"] += 1
+        else:
+            self._check_order(message)
+
+    def _check_order(self, message: Message) -> None:
         """Of one lease: Placed in order, then Handoff, then Release, and nothing after that."""
         if isinstance(message, Placed):
             stage = (PLACED, message.first)
@@ -87,7 +113,7 @@ class VirtualNetwork:
             return
         if stage < self._stages.get(message.lease, stage):
             self.world.violated(
-                f"{self.owner.name}: a message of lease {message.lease} was sent after one that was due later"
+                f"{self.name}: a message of lease {message.lease} was sent after one that was due later"
             )
         self._stages[message.lease] = stage
 
@@ -102,7 +128,7 @@ class VirtualNetwork:
                 and not channel.closed
             ):
                 self.world.violated(
-                    f"{self.owner.name}: connects to incarnation {incarnation} of {address} beside {number}"
+                    f"{self.name}: connects to incarnation {incarnation} of {address} beside {number}"
                 )
 
     def _check_incarnation(self, address: str, identity: bytes, to_coordinator: bool) -> None:
@@ -116,7 +142,7 @@ class VirtualNetwork:
         )
         if named[1] < self._incarnation or again:
             self.world.violated(
-                f"{self.owner.name}: incarnation {named[1]} came after {self._incarnation}, or twice"
+                f"{self.name}: incarnation {named[1]} came after {self._incarnation}, or twice"
             )
         self._incarnation = max(self._incarnation, named[1])
 
@@ -124,7 +150,7 @@ class VirtualNetwork:
 class VirtualPid:
     """What this host knows of one of its processes."""
 
-    def __init__(self, process: Process | FlexibleProcess) -> None:
+    def __init__(self, process: Process) -> None:
         self._process = process
 
     def alive(self) -> bool:
@@ -150,20 +176,27 @@ class VirtualChannel:
         return self
 
     def gone_since(self, now: float) -> float | None:
-        if self.world.connected(self.network.owner, self.address):
+        if self.world.connected(self.network, self.address):
             self.ever_connected, self._gone_since = True, None
         elif self._gone_since is None:
             self._gone_since = now
         return self._gone_since
 
     def send(self, *messages: Message) -> bool:
+        """What a process sends that was stopped in the middle of its turn leaves when it goes on."""
         process = self.network.owner
         if self.closed or not process.alive:
             return False
-        for message in messages:
-            self.network.check_order(message)
-            self.world.network.send(process.name, self.address, message, self._reach)
+        if process.frozen:
+            process.run(self._send, messages)
+        else:
+            self._send(messages)
         return True
+
+    def _send(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            self.network.note(message)
+            self.world.network.send(self.network.name, self.address, message, self._reach)
 
     def receive(self, limit: int) -> list[Message]:
         messages = list(self.inbox)
@@ -183,18 +216,14 @@ class VirtualChannel:
         if self.closed or speaker < self._newest:  # one connection's messages come in order
             return
         if type(message) not in self._allowed:
-            self.world.violated(
-                f"{self.network.owner.name}: got a {type(message).__name__} from {self.address}"
-            )
+            self.world.violated(f"{self.network.name}: got a {type(message).__name__} from {self.address}")
         self._newest = speaker
-        process = self.network.owner
-        if isinstance(message, Ack):
-            process.num_broken.pop((self.address, opened_to(self.identity)), None)
+        if isinstance(message, Ack) and (named := worker_of(self.identity)) is not None:
+            self.network.num_broken.pop((named, (self.address, opened_to(self.identity))), None)
         if isinstance(message, Fenced) and len(self.world.coordinator_names) > 1:
             self.world.counts["fenced by one of several"] += 1
         self.inbox.append(message)
-        self.network.readable.add(self)
-        process.poll()
+        self.network.woken(self)
 
 
 class VirtualListener:
@@ -216,25 +245,31 @@ class VirtualListener:
 
     def send(self, peer: bytes, *messages: Message) -> bool:
         """False: no connection of this identity is there."""
-        self._check_way_back(peer, messages)
         channel, process = self._routes.get(peer), self.network.owner
         if channel is None or channel.closed or not channel.network.owner.alive or not process.alive:
             return False
-        for message in messages:
-            self.world.network.send(
-                process.name, channel.network.owner.name, message, channel.come, self.number
-            )
+        self._check_way_back(
+            peer, messages
+        )  # the channels of a dead peer are forgotten, late messages answered
+        if process.frozen:
+            process.run(self._send, channel, messages)
+        else:
+            self._send(channel, messages)
         return True
 
+    def _send(self, channel: VirtualChannel, messages: Sequence[Message]) -> None:
+        for message in messages:
+            self.world.network.send(
+                self.network.name, channel.network.name, message, channel.come, self.number
+            )
+
     def _check_way_back(self, identity: bytes, messages: Sequence[Message]) -> None:
-        """Of two channels of one peer the one that was opened to the later incarnation is answered on, as long
-        as the peer lives. (The listener forgets the channels of a dead one, and may answer late messages.)"""
+        """Of two channels of one peer the one that was opened to the later incarnation is answered on."""
         if (peer := worker_of(identity)) is None:
             return
-        lives = (channel := self._routes.get(identity)) is not None and channel.network.owner.alive
-        if lives and is_earlier(opened_to(identity), self._opened_to.get(peer, 0)):
+        if is_earlier(opened_to(identity), self._opened_to.get(peer, 0)):
             self.world.violated(
-                f"{self.address}: answers {peer[0]} on a channel to its incarnation {opened_to(identity)}"
+                f"{self.network.name}: answers {peer[0]} on a channel to its incarnation {opened_to(identity)}"
             )
         if any(
             isinstance(message, Retired) and has_ended(peer[1], message.incarnation) for message in messages
@@ -251,7 +286,7 @@ class VirtualListener:
             return
         if type(message) not in self._allowed:
             self.world.violated(
-                f"{self.address}: got a {type(message).__name__} from {channel.network.owner.name}"
+                f"{self.network.name}: got a {type(message).__name__} from {channel.network.name}"
             )
         known = self._routes.get(channel.identity)
         if known is None or channel.number >= known.number:
@@ -260,5 +295,4 @@ class VirtualListener:
         if peer is not None and not is_earlier(addressee, self._opened_to.get(peer, 0)):
             self._opened_to[peer] = addressee
         self.inbox.append((channel.identity, message))
-        self.network.readable.add(self)
-        self.network.owner.poll()
+        self.network.woken(self)

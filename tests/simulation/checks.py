@@ -2,7 +2,7 @@
 then, and at the end.
 
 What one event can break is checked where it happens: tokens and ends in clients.py, writes and reuse of
-blocks in watched_blocks.py and decode_process.py.
+blocks in watched_blocks.py and worker_role.py.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Iterable
 from math import inf
 from typing import TYPE_CHECKING
 
-from simulation.decode_process import DecodeProcess
 from simulation.scenario import Faults
+from simulation.worker_process import TICK_S
 
 if TYPE_CHECKING:
     from simulation.coordinator_process import CoordinatorProcess
-    from simulation.worker_process import WorkerProcess
+    from simulation.worker_role import WorkerRole
     from simulation.world import World
 
 
@@ -26,17 +26,16 @@ class Checks:
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def look(self, worker: WorkerProcess, thorough: bool) -> None:
-        """Nothing waits longer than it said it would; with ``thorough``, every block's owners too."""
+    def look(self, worker: WorkerRole) -> None:
+        """Nothing waits longer than it said it would, and until the next tick."""
         for wait in worker.core.waits():
-            if not worker.now < wait.until < inf:
+            if not worker.now - TICK_S < wait.until < inf:
                 self.world.violated(
                     f"{worker.name}: {wait.key} waits for {wait.what} until {wait.until}, and it "
                     f"is {worker.now}"
                 )
-        worker.reach_check.look()
-        if thorough:
-            worker.audit()
+        if worker.reach_check is not None:
+            worker.reach_check.look()
 
     def look_at_coordinator(self, coordinator: CoordinatorProcess) -> None:
         """Every client that waits is known, and its wait ends."""
@@ -71,7 +70,7 @@ class Checks:
         for worker in self.world.workers.values():
             if not worker.awake:
                 yield f"{worker.name} is dead or frozen"
-            elif worker.core.drains:
+            elif worker.played.departure.has_begun:
                 yield f"{worker.name} leaves"
             elif worker.blocks.num_used:
                 yield f"{worker.name}: {worker.blocks.num_used} blocks are in use"
@@ -80,8 +79,8 @@ class Checks:
         for process in self.world.processes.values():
             if not process.alive:
                 yield f"{process.name} is dead"
-            elif process.retiring:
-                yield f"{process.retiring[0].name} is over, and not everybody has heard it"
+            elif process.num_retiring:
+                yield f"a role of {process.name} is over, and not everybody has heard it"
         for coordinator in self.world.coordinators.values():
             yield from self._left_at(coordinator)
 
@@ -109,7 +108,7 @@ class Checks:
         if self.world.scenario.faults == Faults() and (again := self._done_again()):
             self.world.violated(f"without any fault: {again}")
         for worker in self.world.workers.values():
-            worker.audit()
+            worker.process.audit()
             if worker.blocks.num_free + worker.blocks.num_cached != worker.num_blocks:
                 self.world.violated(f"{worker.name}: {worker.blocks.num_used} blocks leaked")
             cached = set(worker.blocks.cached_hashes())
@@ -126,7 +125,7 @@ class Checks:
         if faults.drop or faults.mangle or faults.late or faults.double or faults.partition_every:
             return
         for worker in self.world.workers.values():
-            if isinstance(worker, DecodeProcess) and worker.rendezvous is not None:
+            if worker.rendezvous is not None:
                 for session in worker.rendezvous.left_over():
                     self.world.violated(
                         f"{worker.name}: the communicator with {session.peer[0]} was never torn down"

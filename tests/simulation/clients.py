@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from simulation.model import EOS, VOCABULARY, expected_output, logprob
 from simulation.poison import FUSES, PoisonousRequest
-from simulation.worker_process import BLOCK_SIZE, MAX_MODEL_LEN, PeerId
+from simulation.worker_process import BLOCK_SIZE, MAX_MODEL_LEN
 
 from splitserve.coordinator.lifecycle.actions import End, Push, PushPromptLogprobs
 from splitserve.coordinator.lifecycle.limits import LifecycleLimits
 from splitserve.coordinator.lifecycle.request import Ended, Request
-from splitserve.transport.messages.messages import Prefill, Sampling
+from splitserve.transport.messages.messages import PeerId, Prefill, Sampling
 
 if TYPE_CHECKING:
     from simulation.coordinator_process import CoordinatorProcess

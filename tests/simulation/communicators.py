@@ -30,8 +30,9 @@ from splitserve.transport.movers.nccl_receiver import (
 from splitserve.transport.movers.nccl_sender import LeavingParcel, SendingSession
 
 if TYPE_CHECKING:
-    from simulation.decode_process import DecodeProcess
-    from simulation.worker_process import PeerId, WorkerProcess
+    from simulation.worker_role import WorkerRole
+
+    from splitserve.transport.messages.messages import PeerId
 
 MEET_S, PARCEL_S = 2.0, 1.5
 """The library's own limits, where it keeps them."""
@@ -48,7 +49,7 @@ class CommunicatorEnd:
 
     def __init__(
         self,
-        process: WorkerProcess,
+        process: WorkerRole,
         met: Callable[[], None],
         broke: Callable[[str], None],
         came: Callable[[], None],
@@ -152,7 +153,7 @@ class RendezvousSource(Source):
     is."""
 
     def __init__(
-        self, writer: WorkerProcess, peer: str, process: int, stir: Callable[[RendezvousSource], None]
+        self, writer: WorkerRole, peer: str, process: int, stir: Callable[[RendezvousSource], None]
     ) -> None:
         super().__init__(writer, peer, process)
         self._stir = stir
@@ -285,7 +286,7 @@ class RendezvousSource(Source):
 class RendezvousTarget(BookTarget):
     """The receiving end of all writers."""
 
-    def __init__(self, process: DecodeProcess) -> None:
+    def __init__(self, process: WorkerRole) -> None:
         super().__init__(process)
         self._world = process.world
         self._words: list[tuple[PeerId, Message]] = []

@@ -15,8 +15,7 @@ from splitserve.transport.errors import MoverError
 from splitserve.transport.movers.interface import Arrival, Item
 
 if TYPE_CHECKING:
-    from simulation.decode_process import DecodeProcess
-    from simulation.worker_process import WorkerProcess
+    from simulation.worker_role import WorkerRole
 
 PUT_S = 0.8
 """What has not been copied within so long has failed, and its writer waits for its end."""
@@ -26,7 +25,7 @@ PUT_S = 0.8
 class Copy:
     """A put under way: layers [first, end) of ``left``."""
 
-    target: DecodeProcess
+    target: WorkerRole
     lease: int
     left: list[Item]
     first: int
@@ -39,7 +38,7 @@ class CopySource(SharedMemorySource):
     """The writer's side, for one peer. ``stir``: something has happened to it; its owner asks how it is."""
 
     def __init__(
-        self, writer: WorkerProcess, peer: str, process: int, stir: Callable[[CopySource], None]
+        self, writer: WorkerRole, peer: str, process: int, stir: Callable[[CopySource], None]
     ) -> None:
         super().__init__(writer, peer, process)
         self._stir = stir
@@ -84,8 +83,8 @@ class CopySource(SharedMemorySource):
         for copy in copies:
             if copy.hangs:
                 self.world.counts["ended with a copy that hangs"] += 1
-                self.world.kill(self.writer)
-            while copy.left and self.writer.process_alive:
+                self.world.kill(self.writer.process)
+            while copy.left and self.writer.process.alive:
                 self._copy_next(copy)
         return ()
 
@@ -93,7 +92,7 @@ class CopySource(SharedMemorySource):
         """The device has come to the next block, whatever the processes do."""
         if (
             copy not in self._copies
-            or not self.writer.process_alive
+            or not self.writer.process.alive
             or any(c.hangs for c in self._copies[: self._copies.index(copy) + 1])
         ):
             return

@@ -20,7 +20,8 @@ from splitserve.transport.handoff.sender import HandoffSender
 from splitserve.transport.messages.messages import Met, PeerId
 
 if TYPE_CHECKING:
-    from simulation.worker_process import WorkerProcess
+    from simulation.process import Process
+    from simulation.worker_role import WorkerRole
 
 REACH = ReachTimes(beyond_reach=0.4, first_contact=0.8, forgotten=8.0)
 BLOCK_BYTES = 1 << 18
@@ -29,7 +30,7 @@ LOOKED_S = 0.5
 
 
 class VirtualClock:
-    def __init__(self, process: WorkerProcess) -> None:
+    def __init__(self, process: Process) -> None:
         self._process = process
 
     def now(self) -> float:
@@ -42,7 +43,7 @@ class VirtualDevice:
 
     num_layers, block_bytes = NUM_LAYERS, BLOCK_BYTES
 
-    def __init__(self, process: WorkerProcess) -> None:
+    def __init__(self, process: WorkerRole) -> None:
         self._process, self._counts = process, process.world.counts
         self._begun: dict[int, tuple[int, list[int]]] = {}
         self._done: dict[int, int] = {}
@@ -80,7 +81,7 @@ class VirtualDevice:
 class VirtualMover:
     """``poll``: has the process's loop turn, for something has happened to a mover."""
 
-    def __init__(self, process: WorkerProcess) -> None:
+    def __init__(self, process: WorkerRole) -> None:
         self._process, self._world = process, process.world
 
     def open(self, met: Met) -> Source:
@@ -101,17 +102,17 @@ class VirtualMover:
 
     def _open_rendezvous(self, met: Met) -> RendezvousSource:
         """Made anew once; if that one fails too, another mover is to take its place."""
-        process, peer = self._process, (met.worker_id, met.incarnation)
+        process, peer = self._process, (self._process.id, (met.worker_id, met.incarnation))
         if process.num_broken[peer] >= 2:
             self._world.violated(
-                f"{process.name}: a mover to {peer[0]} that has failed twice in a row was made once more"
+                f"{process.name}: a mover to {met.worker_id} that has failed twice in a row was made once more"
             )
         source = RendezvousSource(process, met.worker_id, int(met.data_address), self._poll)
         source.failed = lambda: self._has_failed(peer)
         process.after(0.001, process.poll)
         return source
 
-    def _has_failed(self, peer: PeerId) -> None:
+    def _has_failed(self, peer: tuple[PeerId, PeerId]) -> None:
         self._world.counts["rendezvous movers failed"] += 1
         self._process.num_broken[peer] += 1
 
@@ -119,15 +120,17 @@ class VirtualMover:
         self._process.poll()
 
 
-def environment_of(process: WorkerProcess) -> Environment:
-    return Environment(VirtualClock(process), process.network, VirtualDevice(process), VirtualMover(process))  # type: ignore[arg-type]
+def environment_of(process: WorkerRole) -> Environment:
+    return Environment(
+        VirtualClock(process.process), process.network, VirtualDevice(process), VirtualMover(process)
+    )  # type: ignore[arg-type]
 
 
 class ReachCheck:
     """Holds what a sending end makes of peers that cannot be reached against the rule, in words of its
     own."""
 
-    def __init__(self, process: WorkerProcess, sender: HandoffSender) -> None:
+    def __init__(self, process: WorkerRole, sender: HandoffSender) -> None:
         self._process, self._sender = process, sender
         self._wanted_at: dict[PeerId, float] = {}
         self._take, self._peer_lost = sender.take, sender.peer_lost

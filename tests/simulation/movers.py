@@ -14,8 +14,9 @@ from simulation.model import NUM_LAYERS
 from simulation.network import LATE_S
 
 if TYPE_CHECKING:
-    from simulation.decode_process import DecodeProcess
-    from simulation.worker_process import PeerId, WorkerProcess
+    from simulation.worker_role import WorkerRole
+
+    from splitserve.transport.messages.messages import PeerId
 
 from splitserve.transport.errors import MoverError
 from splitserve.transport.movers.interface import Arrival, Item, OneSidedTarget
@@ -28,14 +29,14 @@ PARCEL = 4
 class Source(ABC):
     """The sending side of either mover, as far as they are alike."""
 
-    def __init__(self, writer: WorkerProcess, peer: str, process: int) -> None:
+    def __init__(self, writer: WorkerRole, peer: str, process: int) -> None:
         self.writer, self.world, self.peer, self.process = writer, writer.world, peer, process
         self.random, self.faults = self.world.random.random, self.world.scenario.faults
 
-    def target(self) -> DecodeProcess | None:
+    def target(self) -> WorkerRole | None:
         """The process that was met, if it still lives."""
         target = self.world.workers.get(self.peer)
-        return target if target is not None and target.alive and target.endpoint == self.process else None  # type: ignore[return-value]
+        return target if target is not None and target.alive and target.endpoint == self.process else None
 
     def content(self, block: int, first: int, end: int) -> list[int]:
         """What leaves: these layers of the block, or something else."""
@@ -104,14 +105,16 @@ class SharedMemorySource(Source):
             self.writer.run(self._copy, target, lease, block, start + half, values[half:])
             self.writer.run(self._copied, target, block)
 
-    def _about_to_write(self, items: Sequence[Item]) -> DecodeProcess:
+    def _about_to_write(self, items: Sequence[Item]) -> WorkerRole:
         """Whom; from now on these blocks have a writer. Raises MoverError."""
         target = self.target()
         if target is None:
             raise MoverError("the decode worker's process has ended")
         if self.world.strikes(self.faults.mover_error, "mover errors"):
             raise MoverError("the adversary says so")
-        target.writers.setdefault(self.writer, Counter()).update(block for _, _, block in items)
+        target.process.writers.setdefault(self.writer.process, Counter()).update(
+            block for _, _, block in items
+        )
         return target
 
     def cancel(self, lease: int) -> None:
@@ -122,37 +125,37 @@ class SharedMemorySource(Source):
 
     def _strike_writer(self) -> None:
         if self.world.strikes(self.faults.freeze_in_put, "freezes in mid-put"):
-            self.writer.freeze(0.1 + 3.0 * self.random())
+            self.writer.process.freeze(0.1 + 3.0 * self.random())
         if self.world.strikes(self.faults.die_in_put, "deaths in mid-put"):
-            self.world.kill(self.writer)
+            self.world.kill(self.writer.process)
 
-    def _copy(self, target: DecodeProcess, lease: int, block: int, start: int, values: list[int]) -> None:
+    def _copy(self, target: WorkerRole, lease: int, block: int, start: int, values: list[int]) -> None:
         if target.alive:
             target.written_by_peer(lease, block, start, values)
-        elif target.process is not None and target.process.alive and target.process.leaving:
+        elif target.process.alive and target.process.leaving:
             target.memory.write(
                 block, start, values
             )  # blocks that its first role has left behind are nobody's until the process ends
-        elif target.process_alive:
+        elif target.process.alive:
             self.world.violated(
                 f"{target.name}: block {block} was written under lease {lease}, and its process "
                 "has another role now"
             )
 
-    def _copied(self, target: DecodeProcess, block: int) -> None:
-        counter = target.writers.get(self.writer, Counter())
+    def _copied(self, target: WorkerRole, block: int) -> None:
+        counter = target.process.writers.get(self.writer.process, Counter())
         counter[block] -= 1
         if not counter[block]:
             del counter[block]
         if not counter:
-            target.writers.pop(self.writer, None)
+            target.process.writers.pop(self.writer.process, None)
 
 
 class ParcelSource(Source):
     """Sends parcels, which leave a little later with what their blocks hold then, and arrive as the adversary
     likes."""
 
-    def __init__(self, writer: WorkerProcess, peer: str, process: int) -> None:
+    def __init__(self, writer: WorkerRole, peer: str, process: int) -> None:
         super().__init__(writer, peer, process)
         self._cancelled: set[int] = set()  # leases
         self._closed = False
@@ -233,7 +236,7 @@ class BookTarget:
 
     one_sided = lingers = False
 
-    def __init__(self, process: DecodeProcess) -> None:
+    def __init__(self, process: WorkerRole) -> None:
         self._process, self._memory = process, process.memory
         self.book = LeaseBook(NUM_LAYERS, process.memory.block_size)
         self.fd = process.world.next_number()
@@ -259,8 +262,7 @@ class BookTarget:
 
     def _have_arrived(self, arrivals: list[Arrival]) -> None:
         self._arrivals += arrivals
-        self._process.network.readable.add(self.fd)
-        self._process.poll()
+        self._process.network.woken(self.fd)
 
 
 class ParcelTarget(BookTarget):

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from splitserve.coordinator.lifecycle.limits import LifecycleLimits
 
 if TYPE_CHECKING:
-    from simulation.worker_process import PeerId, WorkerProcess
+    from simulation.worker_process import WorkerProcess
+    from simulation.worker_role import WorkerRole
     from simulation.world import World
+
+    from splitserve.transport.messages.messages import PeerId
+    from splitserve.worker.steps import RunningStep
 
 FUSES = (0, 1, 16)
 """Steps on one worker that go well. After none a prefill worker dies, after one a decode worker (or a prefill
@@ -38,22 +42,24 @@ class Poison:
         self._world = world
         self.requests: dict[str, PoisonousRequest] = {}
 
-    def fells(self, worker: WorkerProcess, step: Any) -> bool:
-        """Whether the worker dies of this step: it is dead then."""
+    def fells(self, process: WorkerProcess, step: RunningStep) -> bool:
+        """Whether the process dies of this step: it is dead then."""
         if not self.requests:
             return False
-        for request_id in worker.request_ids(step):
+        parts = ((process.roles.get("decode"), step.sequences), (process.roles.get("prefill"), step.prompts))
+        computed = [(role, name) for role, part in parts if role and part for name in part.request_ids]
+        for worker, request_id in computed:
             request = self.requests.get(request_id)
             if request is not None and self._is_deadly(request, worker):
                 request.num_deaths += 1
                 self._check(request_id, request)
                 self._world.counts["deaths by poison"] += 1
-                self._world.kill(worker)
+                self._world.kill(process)
                 return True
         return False
 
     @staticmethod
-    def _is_deadly(request: PoisonousRequest, worker: WorkerProcess) -> bool:
+    def _is_deadly(request: PoisonousRequest, worker: WorkerRole) -> bool:
         request.num_steps[worker.id] += 1
         return request.num_steps[worker.id] > request.fuse
 

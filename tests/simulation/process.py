@@ -3,13 +3,17 @@ own."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from simulation.clock import Event
 
 if TYPE_CHECKING:
     from simulation.world import World
+
+
+class Killed(BaseException):
+    """Ends the turn of a loop whose process has been killed in its middle."""
 
 
 class Process:
@@ -29,9 +33,6 @@ class Process:
         self._backlog: deque[tuple[Event, tuple[Any, ...]]] = deque()
         self._rest: list[tuple[Event, tuple[Any, ...]]] = []  # of the event in whose middle the process froze
         self._inside = self._waking = False
-        self.num_broken: Counter[tuple[str, int]] = (
-            Counter()
-        )  # movers to each peer that failed since one of them handed something over
 
     @property
     def now(self) -> float:

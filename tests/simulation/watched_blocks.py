@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 from splitserve.engine.cache.block_manager import BlockManager
 
 if TYPE_CHECKING:
-    from simulation.flexible_process import FlexibleProcess
     from simulation.worker_process import WorkerProcess
 
 
 class WatchedBlocks(BlockManager):
     """Every change is checked when it happens; ``audit`` checks everything at once."""
 
-    def __init__(self, num_blocks: int, process: WorkerProcess | FlexibleProcess) -> None:
+    def __init__(self, num_blocks: int, process: WorkerProcess) -> None:
         super().__init__(num_blocks)
         self._process = process
         self.times_given = [0] * num_blocks

@@ -1,4 +1,4 @@
-"""The real cores of all three roles, and the shells between core and socket, under virtual time, with a
+"""The worker as it ships, and the coordinator's core, under virtual time, with a
 seeded adversary between them.
 
 Nothing that decides is written again here. To be read in this order:
@@ -8,8 +8,8 @@ Nothing that decides is written again here. To be read in this order:
     network.py, movers.py, agents.py, copies.py, communicators.py      what carries messages and KV blocks, badly
     channels.py, environment.py      the four protocols of transport/environment.py over these
     model.py, memory.py      a model whose tokens show every wrong slot; its pure function is the oracle
-    worker_process.py, prefill_process.py, decode_process.py, coordinator_process.py      the loops of processes
-    flexible_process.py      one that is of either role, and changes it
+    worker_process.py, worker_role.py      the worker's live loop, and each of its roles as the world sees it
+    step_device.py, coordinator_process.py      what computes its steps; the coordinator
     adversary.py, poison.py  what befalls processes
     clients.py, watched_blocks.py, checks.py      what must be true
     campaign.py              many worlds, and what they found
@@ -22,23 +22,21 @@ from random import Random
 
 from simulation.adversary import Adversary
 from simulation.agents import Agent
-from simulation.channels import NOTICED_S, VirtualListener
+from simulation.channels import NOTICED_S, VirtualListener, VirtualNetwork
 from simulation.checks import Checks
 from simulation.clients import Clients
 from simulation.clock import EventQueue
 from simulation.communicators import CommunicatorEnd
 from simulation.coordinator_process import CoordinatorProcess
-from simulation.decode_process import DecodeProcess
-from simulation.flexible_process import FlexibleProcess
 from simulation.host import Host
 from simulation.network import Network
 from simulation.poison import Poison
-from simulation.prefill_process import PrefillProcess
-from simulation.process import Process
+from simulation.process import Killed
 from simulation.scenario import Faults, Scenario
-from simulation.worker_process import PeerId, WorkerProcess
+from simulation.worker_process import Kind, WorkerProcess
+from simulation.worker_role import WorkerRole
 
-from splitserve.transport.messages.messages import Role
+from splitserve.transport.messages.messages import PeerId
 
 
 class World:
@@ -60,7 +58,7 @@ class World:
         self.communicator_ends: dict[int, CommunicatorEnd] = {}  # by what each says of itself
         self.agents: dict[int, Agent] = {}  # likewise
         self.listeners: dict[str, VirtualListener] = {}  # by address
-        self.pids: dict[int, WorkerProcess | FlexibleProcess] = {}
+        self.pids: dict[int, WorkerProcess] = {}
         self._number = 0
         self.queue = EventQueue()
         self.hosts = {
@@ -75,23 +73,16 @@ class World:
         self.coordinator_names = ("coordinator", "coordinator-1", "coordinator-2")[: cluster.num_coordinators]
         self.restarted: set[str] = set()  # coordinators that died at some time
         self.coordinators = {name: CoordinatorProcess(self, name) for name in self.coordinator_names}
-        self.workers: dict[str, WorkerProcess] = {}
-        self.kinds: dict[Role, type[WorkerProcess]] = {"prefill": PrefillProcess, "decode": DecodeProcess}
-        self.processes: dict[str, FlexibleProcess] = {}
+        self.workers: dict[str, WorkerRole] = {}  # by name; those of dead processes that have one role, too
+        self.processes: dict[str, WorkerProcess] = {}
         for i in range(cluster.num_decode):
-            name, host = f"decode-{i}", f"host-{i % cluster.num_hosts}"
-            self.workers[name] = DecodeProcess(self, name, host, cluster.decode_blocks)
+            self._begin("decode", i, cluster.decode_blocks)
         for i in range(cluster.num_prefill):
-            name, host = f"prefill-{i}", f"host-{i % cluster.num_hosts}"
-            self.workers[name] = PrefillProcess(self, name, host, cluster.prefill_blocks)
+            self._begin("prefill", i, cluster.prefill_blocks)
         for i in range(cluster.num_flexible):
-            name, host = f"flexible-{i}", f"host-{i % cluster.num_hosts}"
-            self.processes[name] = FlexibleProcess(
-                self, name, host, cluster.decode_blocks, "prefill" if i % 2 else "decode"
-            )
+            self._begin("flexible", i, cluster.decode_blocks, "prefill" if i % 2 else "decode")
         for i in range(cluster.num_mixed):
-            name, host = f"mixed-{i}", f"host-{i % cluster.num_hosts}"
-            self.processes[name] = FlexibleProcess(self, name, host, cluster.decode_blocks, "mixed")
+            self._begin("mixed", i, cluster.decode_blocks, "mixed")
         self.adversary = Adversary(self)
 
     def next_number(self) -> int:
@@ -124,48 +115,37 @@ class World:
         names = list(self.coordinator_names)
         return names if len(names) == 1 or self.random.random() < 0.5 else [self.random.choice(names)]
 
-    def connected(self, process: Process, address: str) -> bool:
+    def connected(self, network: VirtualNetwork, address: str) -> bool:
         """Whether a connection to the process that listens there is there."""
         listener = self.listeners.get(address)
         if listener is None or listener.closed or not listener.network.owner.alive:
             return False
         return not (
             listener.network.owner.stands_still(NOTICED_S)
-            or self.network.is_cut(process.name, address, NOTICED_S)
+            or self.network.is_cut(network.name, address, NOTICED_S)
         )
 
-    def kill(self, worker: WorkerProcess) -> None:
-        """It is started again a little later."""
-        if not worker.alive:
+    def kill(self, process: WorkerProcess) -> None:
+        """With all its roles. It is started again a little later, in the last one. Raises Killed in its own
+        turn."""
+        if not process.alive:
             return
-        if worker.process is not None:
-            self.kill_process(worker.process)
-            return
-        worker.die()
-        self.struck[worker.id] += 1
-        self._has_ended(worker)
-        self.queue.after(0.05 + 1.5 * self.random.random() ** 3, self._start_again, worker)
-
-    def kill_process(self, process: FlexibleProcess) -> None:
-        """With all its roles. It is started again in the last one."""
-        roles = list(process.roles.values())
-        self.struck.update(role.id for role in roles)
+        self.struck.update(role.id for role in process.roles.values())
         process.die()
-        self._has_ended(*roles)
-        self.queue.after(0.05 + 1.5 * self.random.random() ** 3, self._start_process, process)
-
-    def _has_ended(self, *workers: WorkerProcess) -> None:
         for coordinator in self.coordinators.values():
             coordinator.run(coordinator.connection_lost)
-        for other in self.workers.values():
-            for worker in workers:
-                other.writers.pop(worker, None)
+        for other in self.processes.values():
+            other.writers.pop(process, None)
+        self.queue.after(0.05 + 1.5 * self.random.random() ** 3, self._start_again, process)
+        if process.turning:
+            raise Killed
+
+    def _begin(self, name: str, number: int, num_blocks: int, kind: Kind | None = None) -> None:
+        host = f"host-{number % self.scenario.cluster.num_hosts}"
+        WorkerProcess(self, f"{name}-{number}", host, num_blocks, kind or name, kind is not None)  # type: ignore[arg-type]
 
     def _start_again(self, dead: WorkerProcess) -> None:
-        self.workers[dead.name] = type(dead)(self, dead.name, dead.host, dead.num_blocks)
-
-    def _start_process(self, dead: FlexibleProcess) -> None:
-        self.processes[dead.name] = FlexibleProcess(self, dead.name, dead.host, dead.num_blocks, dead.latest)
+        WorkerProcess(self, dead.name, dead.host, dead.num_blocks, dead.latest, dead.flexible)
 
     def restart_coordinator(self, coordinator: CoordinatorProcess, after: float) -> None:
         coordinator.die()
