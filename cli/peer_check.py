@@ -157,7 +157,7 @@ def _clock(peer: PeerSocket) -> tuple[Who, float, float]:
 
 def _bandwidth(peer: PeerSocket, who: Who, address: Address) -> Iterator[Finding]:
     """Raises NoAnswer."""
-    from ..transport.movers.sealing import DataAddress
+    from ..transport.movers.tcp.sealing import DataAddress
 
     data = replace(DataAddress.parse(who.data_address), host=address.host.strip("[]"))
     if problem := _unreachable(data.host, data.port):
@@ -191,7 +191,7 @@ def _rate(
 ) -> float:
     """Bytes per second, the best of some rounds. Raises MoverError where blocks are lost or changed,
     NoAnswer."""
-    from ..transport.movers.tcp_source import TcpSource
+    from ..transport.movers.tcp.source import TcpSource
 
     best, expected = 0.0, checksum_of(pool)
     source = TcpSource(data_address, pool, plain)

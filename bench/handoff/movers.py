@@ -48,10 +48,10 @@ from ...transport.movers.nccl import NcclTarget
 from ...transport.movers.nixl import NixlTarget
 from ...transport.movers.nixl import is_installed as nixl_is_installed
 from ...transport.movers.opening import open_source
-from ...transport.movers.parcels import RECORD_BYTES
-from ...transport.movers.sealing import GCM, OCB, TAG_BYTES, Seal
 from ...transport.movers.shm import SharedPool, ShmTarget
-from ...transport.movers.tcp_target import TcpTarget
+from ...transport.movers.tcp.parcels import RECORD_BYTES
+from ...transport.movers.tcp.sealing import GCM, OCB, TAG_BYTES, Seal
+from ...transport.movers.tcp.target import TcpTarget
 from ..environment import environment
 from .bare_transfer import TcpReceiver, TcpSender, ZmqReceiver, ZmqSender
 

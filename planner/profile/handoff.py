@@ -19,8 +19,8 @@ from ...transport.channels.channels import DealerChannel, RouterChannel
 from ...transport.messages.messages import SECRET_BYTES, Alive
 from ...transport.movers.checksum import RunningChecksums, block_checksum
 from ...transport.movers.shm import SharedPool, ShmSource, ShmTarget
-from ...transport.movers.tcp_source import TcpSource
-from ...transport.movers.tcp_target import TcpTarget
+from ...transport.movers.tcp.source import TcpSource
+from ...transport.movers.tcp.target import TcpTarget
 from ..errors import ProfilingError
 from .fit import PutPoint, fit_puts
 from .measure import middle_of, uncertainty_of

@@ -20,8 +20,8 @@ from splitserve.transport.handoff.outgoing import Outgoing
 from splitserve.transport.handoff.receiver import HandoffReceiver
 from splitserve.transport.handoff.sender import HandoffSender
 from splitserve.transport.messages.blocks import num_behind
+from splitserve.transport.movers.lease_book import Claim, LeaseBook
 from splitserve.transport.movers.nccl_sender import SendingSession
-from splitserve.transport.movers.parcels import Claim, LeaseBook
 from splitserve.transport.movers.targets import WaysIn
 
 Patch = pytest.MonkeyPatch

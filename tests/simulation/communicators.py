@@ -172,7 +172,8 @@ class RendezvousSource(Source):
         if self.world.strikes(self.faults.mover_error, "mover errors"):
             self.failed()
             raise MoverError("the adversary says so")
-        self.session.put(lease, secret, items, slice(first, end), PARCEL)
+        parcels = [items[at : at + PARCEL] for at in range(0, len(items), PARCEL)]
+        self.session.put(lease, secret, parcels, slice(first, end))
         self._given.update({(lease, block): self.writer.blocks.times_given[block] for _, block, _ in items})
         self._go_on()
 

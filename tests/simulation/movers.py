@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 from splitserve.transport.errors import MoverError
 from splitserve.transport.movers.interface import Arrival, Item, OneSidedTarget
-from splitserve.transport.movers.parcels import LeaseBook, ParcelHeader
+from splitserve.transport.movers.lease_book import LeaseBook, ParcelHeader
 
 PARCEL = 4
 """Blocks a parcel, at most."""

@@ -9,8 +9,9 @@ import pytest
 from support.kv_pools import BLOCK_BYTES, DEADLINE_S, SECRET, empty_pool
 
 from splitserve.transport.movers.interface import Pool
-from splitserve.transport.movers.parcels import RECORD_BYTES, SIZE, ParcelHeader, pack_header
-from splitserve.transport.movers.sealing import (
+from splitserve.transport.movers.lease_book import ParcelHeader
+from splitserve.transport.movers.tcp.parcels import RECORD_BYTES, SIZE, pack_header
+from splitserve.transport.movers.tcp.sealing import (
     ANSWER_BYTES,
     GCM,
     NONCE_BYTES,
@@ -22,8 +23,8 @@ from splitserve.transport.movers.sealing import (
     Seal,
     Transcript,
 )
-from splitserve.transport.movers.tcp_source import TcpSource
-from splitserve.transport.movers.tcp_target import TcpTarget
+from splitserve.transport.movers.tcp.source import TcpSource
+from splitserve.transport.movers.tcp.target import TcpTarget
 
 MODES = pytest.mark.parametrize("mode", [PLAIN, GCM, OCB], ids=["plain", "gcm", "ocb"])
 

@@ -32,9 +32,11 @@ from splitserve.transport.channels.keys import key_from_text, new_key
 from splitserve.transport.errors import BadMessage, KeyFileError, MoverError
 from splitserve.transport.messages.codec import WIRE, decode, encode
 from splitserve.transport.movers.cuda_ipc import HANDLE_BYTES, CudaIpcSource, CudaIpcTarget
-from splitserve.transport.movers.inbound import BadPeer, Desk, Inbound
-from splitserve.transport.movers.parcels import SIZE, LeaseBook, ParcelHeader, pack_header, unpack_header
-from splitserve.transport.movers.sealing import (
+from splitserve.transport.movers.lease_book import LeaseBook, ParcelHeader
+from splitserve.transport.movers.shm import SharedPool, ShmSource
+from splitserve.transport.movers.tcp.inbound import BadPeer, Desk, Inbound
+from splitserve.transport.movers.tcp.parcels import SIZE, pack_header, unpack_header
+from splitserve.transport.movers.tcp.sealing import (
     ANSWER_BYTES,
     GCM,
     HELLO_BYTES,
@@ -46,7 +48,6 @@ from splitserve.transport.movers.sealing import (
     Hello,
     Transcript,
 )
-from splitserve.transport.movers.shm import SharedPool, ShmSource
 
 MAX_SECONDS = 2.0
 HANG_SECONDS = 60.0

@@ -6,7 +6,8 @@ from contextlib import ExitStack
 import pytest
 
 from splitserve.transport.channels import channels
-from splitserve.transport.movers import parcels, tcp_source, tcp_target
+from splitserve.transport.movers import lease_book
+from splitserve.transport.movers.tcp import source, target
 
 
 @pytest.fixture
@@ -18,7 +19,7 @@ def stack() -> Iterator[ExitStack]:
 @pytest.fixture(autouse=True)
 def small_parcels(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that puts into the tests' small pools (support/kv_pools.py) take several."""
-    monkeypatch.setattr(parcels, "PARCEL_BYTES", 2 << 20)
+    monkeypatch.setattr(lease_book, "PARCEL_BYTES", 2 << 20)
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +28,6 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     given up says how soon.)"""
     monkeypatch.setattr(channels, "HANDSHAKE_TIMEOUT_MS", 60_000)
     monkeypatch.setattr(channels, "HEARTBEAT_TIMEOUT_MS", 60_000)
-    monkeypatch.setattr(tcp_source, "CONNECT_TIMEOUT_S", 60.0)
-    monkeypatch.setattr(tcp_source, "RETRY_S", 60.0)
-    monkeypatch.setattr(tcp_target, "HANDSHAKE_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(source, "CONNECT_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(source, "RETRY_S", 60.0)
+    monkeypatch.setattr(target, "HANDSHAKE_TIMEOUT_S", 60.0)

@@ -91,7 +91,7 @@ class Incoming:
         self._note_due(positions)
 
     def checks(self) -> Verify | None:
-        """Return a check of what is due, which is under way from now on."""
+        """Return a check of the due blocks, which is under way from now on."""
         if not self.due:
             return None
         due = sorted(self.due)

@@ -165,7 +165,7 @@ class Outgoing:
         self.send(now)
 
     def release(self) -> None:
-        """Stop writing, and tell the peer. The own blocks may be reused from now on: actions that would still
+        """Stop writing, and send Release. The own blocks may be reused from now on: actions that would still
         read them are dropped."""
         lease = self.lease or 0
         if lease:

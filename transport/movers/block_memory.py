@@ -25,7 +25,7 @@ class BlockMemory(Protocol):
         ``pack``."""
 
     def unpack(self, packed: Tensor, blocks: Sequence[int], layers: slice) -> None:
-        """The other way."""
+        """Write ``packed`` into these layers of these blocks."""
 
 
 class DevicePool(BlockMemory, Protocol):
@@ -33,14 +33,13 @@ class DevicePool(BlockMemory, Protocol):
 
     @property
     def pointer(self) -> int:
-        """Where it begins on its device."""
+        """Address on its device."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
     def checksums(self, blocks: Sequence[int]) -> list[int]:
-        """Of these blocks, in this order: the numbers that ``checksum.checksums`` gives for the same
-        bytes."""
+        """Return the checksums of these blocks, equal to those of ``checksum.checksums``."""
 
 
 class HostMemory:

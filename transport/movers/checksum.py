@@ -13,31 +13,31 @@ from .interface import Pool
 
 
 def block_checksum(block: NDArray[np.uint8]) -> int:
-    """Of one block, contiguous."""
+    """Return the checksum of one block, contiguous."""
     checksum: int = xxh3_64_intdigest(block.data)
     return checksum
 
 
 def checksums(pool: Pool, blocks: Sequence[int]) -> list[int]:
-    """Of these blocks of the pool, in this order."""
+    """Return the checksums of these blocks of the pool, in this order."""
     return [block_checksum(pool[block]) for block in blocks]
 
 
 class DeviceChecksums:
-    """Of blocks on a GPU, many at a time: once they are all put, and only when somebody asks. Takes the place
-    of RunningChecksums."""
+    """Checksums of own blocks on a GPU that are being sent, computed many at a time when they are asked for.
+    Replaces RunningChecksums."""
 
     def __init__(self, compute: Callable[[Sequence[int]], list[int]]) -> None:
         self._compute = compute
         self._done: dict[int, int] = {}
 
     def add(self, blocks: Iterable[int], first_layer: int = 0, num_layers: int | None = None) -> None:
-        """These layers of these blocks are being put: what was known of them is so no more."""
+        """These layers of these blocks are being put: forget their checksums."""
         for block in blocks:
             self._done.pop(block, None)
 
     def of(self, blocks: Iterable[int]) -> list[int]:
-        """The checksums of these blocks, all of whose layers are final."""
+        """Return the checksums of these blocks, all of whose layers are final."""
         wanted = list(blocks)
         if due := [block for block in wanted if block not in self._done]:
             self._done.update(zip(due, self._compute(due), strict=True))
@@ -54,8 +54,8 @@ class RunningChecksums:
         self._done: dict[int, int] = {}
 
     def add(self, blocks: Iterable[int], first_layer: int = 0, num_layers: int | None = None) -> None:
-        """These layers of these blocks are being put. Layer 0 starts a block's checksum anew; the others
-        follow in order."""
+        """Add these layers, which are being put. Layer 0 starts a block's checksum anew; the others follow in
+        order."""
         size = self._pool.shape[1]
         end = size if num_layers is None else first_layer + num_layers
         for block in blocks:
@@ -71,6 +71,6 @@ class RunningChecksums:
                 self._begun[block] = end, running
 
     def of(self, blocks: Iterable[int]) -> list[int]:
-        """The checksums of these blocks, each of which has been put with its last layer; equal to
+        """Return the checksums of these blocks, each of which has been put with its last layer; equal to
         ``block_checksum``."""
         return [self._done[block] for block in blocks]

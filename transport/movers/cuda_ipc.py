@@ -1,8 +1,8 @@
 """The ``cuda_ipc`` mover: the decode worker's pool on a GPU, mapped into a prefill worker of the same host; a
 put is a copy from device to device on a stream of its own, beside the computation. The two may share one GPU.
 
-The handle travels over the encrypted control channel as 64 bytes that only CUDA reads. As with ``shm``, who
-has mapped the pool can write as long as his process lives.
+The handle travels over the encrypted control channel as 64 bytes that only CUDA reads. As with ``shm``, a
+process that has mapped the pool can write as long as it lives.
 """
 
 from __future__ import annotations
@@ -139,13 +139,13 @@ _NOT_READY = 600
 
 
 class CudaRuntime(Protocol):
-    """All raise MoverError with what CUDA says. Streams and events are opaque."""
+    """All methods raise MoverError with CUDA's message. Streams and events are opaque."""
 
     def share(self, pointer: int) -> tuple[bytes, int]:
         """(handle, offset) of device memory."""
 
     def map(self, handle: bytes) -> int:
-        """Address here of what another process shares."""
+        """Map another process's memory. Return its address here."""
 
     def unmap(self, pointer: int) -> None: ...
 

@@ -1,7 +1,7 @@
-"""What every KV mover can do. A *put* takes some layers of a block into the same layers of a granted block of
-the peer's pool.
+"""The interface of every KV mover. A *put* takes some layers of a block into the same layers of a granted
+block of the peer's pool.
 
-Pools are uint8 arrays [num_blocks, num_layers, layer_bytes], the same on both sides but for the number of
+Pools are uint8 arrays [num_blocks, num_layers, layer_bytes], the same on both sides except for the number of
 blocks. Nothing here blocks; nothing is safe to use from two threads at once.
 """
 
@@ -52,23 +52,23 @@ class PutTarget(Protocol):
     """The receiving side: one per decode worker and mover."""
 
     one_sided: bool
-    """The writer writes our memory by itself: ``poll`` tells nothing, and closing a lease does not stop a
+    """The writer writes our memory by itself: ``poll`` returns nothing, and closing a lease does not stop a
     stalled writer."""
     lingers: bool
-    """What a writer has begun may land when its process has ended, or its end of the mover, until it is shut
+    """A put may land after its writer's process, or its end of the mover, has ended, until the writer is shut
     out."""
 
     @property
     def fd(self) -> int | None:
-        """Readable when ``poll`` has something to say; None for a one-sided mover."""
+        """Readable when ``poll`` would return an arrival; None for a one-sided mover."""
 
     def address(self, peer: PeerId) -> bytes | None:
-        """What the source of this peer needs beyond the other fields of ``Met``; None: not ready, the peer
+        """Return what this peer's source needs beyond the other fields of ``Met``; None: not ready, the peer
         will ask again."""
 
     def shut_out(self, peer: PeerId) -> bool:
-        """Ends what this peer may still be writing, if that can be done from here: once it is True, nothing
-        of it is written any more, and its next put fails."""
+        """End the peer's writing, if that can be done from here. Once this returns True, no put of the peer
+        lands any more, and its next one fails."""
 
     def open(self, lease: int, secret: bytes, targets: Mapping[int, int]) -> None:
         """From now on accept each layer of each position in ``targets`` once, into the own block that the
@@ -81,7 +81,7 @@ class PutTarget(Protocol):
         """From now on a two-sided mover drops whatever comes for this lease."""
 
     def poll(self, limit: int) -> list[Arrival]:
-        """Up to ``limit`` blocks that now lie in the pool with all their layers, each said once."""
+        """Return up to ``limit`` blocks that now lie in the pool with all their layers, each once."""
 
     def close_all(self) -> None:
         """The end of this target."""
@@ -104,69 +104,68 @@ class PutSource(Protocol):
         gone or ``items`` name blocks, or the range layers, that do not exist."""
 
     def poll(self) -> list[Arrival]:
-        """Keeps the transfer going; says what has left since the last call, an entry for each block of each
+        """Keep the transfer going. Return what has left since the last call, an entry for each block of each
         put. Raises MoverError where the peer is gone."""
 
     def pending(self) -> int:
         """Blocks of puts that have not left yet. Call ``poll`` soon while there are any."""
 
     def writing(self, lease: int) -> bool:
-        """Whether puts of this lease may still be writing the peer's memory by themselves (one-sided movers
-        that copy in the background). No word that lets the peer read or reuse those blocks may be said before
-        that has ended."""
+        """Return whether puts of this lease may still be writing the peer's memory by themselves (one-sided
+        movers that copy in the background). Until that has ended, no message may be sent that lets the peer
+        read or reuse those blocks."""
 
     def cancel(self, lease: int) -> None:
-        """Forgets this lease: what has not left does not leave, or leaves with whatever its block then
-        holds."""
+        """Forget this lease: puts that have not left are dropped, or leave with the content that the block
+        then has."""
 
     def close(self) -> Collection[int]:
-        """Ends the connection; what has not left is lost. The leases under which something may still land all
-        the same: their peer has to find out by itself when that is over."""
+        """End the connection; puts that have not left are lost. Return the leases under which a put may still
+        land: their peer has to find out by itself when that is over."""
 
 
 @runtime_checkable
 class TalkingSource(Protocol):
-    """A PutSource that has something to say to its target, over the control channel."""
+    """A PutSource that exchanges messages with its target, over the control channel."""
 
     def receive(self, message: Message) -> None:
-        """One of BETWEEN_MOVERS; whatever it says is checked."""
+        """Take one of BETWEEN_MOVERS; its content is checked."""
 
     def take_messages(self) -> list[Message]:
-        """What is to be said since the last call, in order; after ``close``, the last words."""
+        """Return the messages to send since the last call, in order; after ``close``, the last ones."""
 
 
 @runtime_checkable
 class TalkingTarget(Protocol):
-    """A PutTarget that talks with its sources. ``fd`` is readable when it has something to say, too."""
+    """A PutTarget that exchanges messages with its sources. ``fd`` is readable when there are any to send,
+    too."""
 
     def receive(self, peer: PeerId, message: Message) -> None:
-        """One of BETWEEN_MOVERS; whatever it says is checked."""
+        """Take one of BETWEEN_MOVERS; its content is checked."""
 
     def take_messages(self) -> list[tuple[PeerId, Message]]:
-        """What is to be said since the last call, in order."""
+        """Return the messages to send since the last call, in order."""
 
 
 def as_talking_source(source: PutSource | None) -> TalkingSource | None:
-    """The source, if it is one that talks."""
+    """Return the source, if it exchanges messages."""
     return (
         cast(TalkingSource, source) if source is not None and _is_a(source.__class__, TalkingSource) else None
     )
 
 
 def as_talking_target(target: PutTarget) -> TalkingTarget | None:
-    """The target, if it is one that talks."""
+    """Return the target, if it exchanges messages."""
     return cast(TalkingTarget, target) if _is_a(target.__class__, TalkingTarget) else None
 
 
 @cache
 def _is_a(kind: type, protocol: type) -> bool:
-    return issubclass(
-        kind, protocol
-    )  # which walks the protocol's members, 20 us, and workers ask in every turn of their loops
+    return issubclass(kind, protocol)  # walks the protocol's members: 20 us, in every turn of the loops
 
 
 def layer_slice(shape: Sequence[int], first_layer: int, num_layers: int | None) -> slice:
-    """The layers that a put names. Raises MoverError where a pool of this shape has no such layers."""
+    """Return the layers that a put names. Raises MoverError where a pool of this shape has no such layers."""
     end = shape[1] if num_layers is None else first_layer + num_layers
     if not 0 <= first_layer < end <= shape[1]:
         raise MoverError(f"put of layers {first_layer} up to {end}; the pool's blocks have {shape[1]}")
@@ -174,20 +173,20 @@ def layer_slice(shape: Sequence[int], first_layer: int, num_layers: int | None) 
 
 
 class OneSidedTarget:
-    """The receiving side has nothing to do: the writer writes, and Handoff tells that it has."""
+    """A receiving side that has nothing to do: the writer writes, and Handoff follows."""
 
     one_sided = True
     lingers = False
     fd: int | None = None
 
     def open(self, lease: int, secret: bytes, targets: Mapping[int, int]) -> None:
-        """Nothing to prepare: the grant itself tells the writer where to write."""
+        """Prepare nothing: the grant itself contains the writer's targets."""
 
     def expect_again(self, lease: int, positions: Sequence[int]) -> None:
-        """Nothing to prepare."""
+        """Prepare nothing."""
 
     def close(self, lease: int) -> None:
-        """Cannot stop the writer; see ``PutTarget.one_sided``."""
+        """Do nothing: the writer cannot be stopped; see ``PutTarget.one_sided``."""
 
     def poll(self, limit: int) -> list[Arrival]:
         return []
@@ -210,9 +209,9 @@ def runs(
     source: int,
     target: int,
 ) -> list[Run]:
-    """These layers of blocks of a pool of ``shape`` at address ``source``, into the peer's of
-    ``num_target_blocks`` at ``target``. Blocks side by side in both are one run. Raises MoverError for blocks
-    that do not exist."""
+    """Return the copies that put these layers from a pool of ``shape`` at address ``source`` into the peer's
+    of ``num_target_blocks`` at ``target``. Blocks side by side in both are one run. Raises MoverError for
+    blocks that do not exist."""
     num_blocks, num_layers, layer_bytes = shape
     block_bytes, offset, length = (
         num_layers * layer_bytes,

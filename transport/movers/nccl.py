@@ -20,14 +20,14 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..errors import MoverError
-from ..messages.messages import MAX_PARCEL_POSITIONS, Message, PeerId
+from ..messages.messages import Message, PeerId
 from . import communicator as library
 from .block_memory import BlockMemory
 from .communicator import Communicator, SharedStore
 from .interface import Arrival, Item, layer_slice
+from .lease_book import PARCEL_BYTES, BookedTarget, cut
 from .nccl_receiver import BeginSession, EndSession, PassEntry, ReceivingSession, ReceivingSessions
 from .nccl_sender import SendingSession
-from .parcels import PARCEL_BYTES, BookedTarget
 
 SLACK_S = 1.0  # the communicator's own limits come first
 CLOSE_S = 0.2
@@ -99,13 +99,10 @@ class NcclSource:
         first_layer: int = 0,
         num_layers: int | None = None,
     ) -> None:
-        num_blocks, _, layer_bytes = self._shape
         layers = layer_slice(self._shape, first_layer, num_layers)
-        if not all(0 <= block < num_blocks for _, block, _ in items):
-            raise MoverError(f"put of a block that does not exist; the pool has {num_blocks}")
-        size = min(MAX_PARCEL_POSITIONS, max(1, PARCEL_BYTES // ((layers.stop - layers.start) * layer_bytes)))
+        parts = cut(items, layers, self._shape)
         with self._changed:
-            self._session.put(lease, secret, items, layers, size)
+            self._session.put(lease, secret, parts, layers)
             self._changed.notify_all()
 
     def receive(self, message: Message) -> None:

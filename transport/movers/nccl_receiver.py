@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 from ..messages.incarnation import is_earlier
 from ..messages.messages import Message, ParcelComing, PeerId, RendezvousEntry, SessionOver, from_u32
 from .interface import Arrival
-from .parcels import Claim, LeaseBook, ParcelHeader
+from .lease_book import Claim, LeaseBook, ParcelHeader
 
 MAX_WAITING = 1 << 16  # parcels announced and not received; more end the session
 MAX_REASON = 4096  # characters
@@ -186,7 +186,7 @@ class ReceivingSessions:
         return ComingParcel(message.number, num_bytes, slice(first, first + count), granted)
 
     def _end(self, session: ReceivingSession, reason: str) -> bool:
-        """End the session, and tell the peer unless ``reason`` is empty. False if it was over already."""
+        """End the session; send the peer ``reason`` unless it is empty. False if it was over already."""
         if session.is_over:
             return False
         session.is_over = True

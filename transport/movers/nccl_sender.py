@@ -3,7 +3,7 @@ out.
 
     MEETING -- met --> IDLE <-- left -- LEAVING     one parcel at a time, as they were announced
        any -- broke, SessionOver, hung --> FAILED   ``poll`` raises; the next meeting begins another session
-       any -- close --> CLOSED                      and the other end is told
+       any -- close --> CLOSED                      and SessionOver is sent
 
 Every parcel is announced over the control channel when it is put, and numbered: it leaves whatever becomes of
 its lease."""
@@ -62,11 +62,10 @@ class SendingSession:
         busy = not self.is_over and (self._leaving is not None or not self._is_met)
         return self._since + self._patience_s if busy else None
 
-    def put(self, lease: int, secret: bytes, items: Sequence[Item], layers: slice, size: int) -> None:
-        """Queue and announce parcels of up to ``size`` blocks. MoverError once the session is over."""
+    def put(self, lease: int, secret: bytes, parcels: Sequence[Sequence[Item]], layers: slice) -> None:
+        """Queue and announce parcels. MoverError once the session is over."""
         self._raise_failure()
-        for start in range(0, len(items), size):
-            part = items[start : start + size]
+        for part in parcels:
             number, positions = self._num_announced, [item[0] for item in part]
             self._num_announced += 1
             self._waiting.append(LeavingParcel(number, lease, positions, [item[1] for item in part], layers))
@@ -108,7 +107,7 @@ class SendingSession:
         return left
 
     def close(self) -> None:
-        """End the session and tell the other end."""
+        """End the session, with a SessionOver to the other end."""
         if not self._is_closed:
             self._is_closed = True
             self._words = [SessionOver(session=self.number, reason="the sending end has closed it")]

@@ -2,8 +2,8 @@
 over RDMA where there is any.
 
 NIXL's UCX backend does the moving; the writer asks for completion by polling, and an answer that does not
-come in time is an error. Bytes travel in the clear, and whoever reaches a UCX port is not asked who he is:
-for networks that are trusted (``--plaintext-kv``).
+come in time is an error. Bytes travel in the clear, and a process that reaches a UCX port is not
+authenticated: for networks that are trusted (``--plaintext-kv``).
 
 **Dead writers.** A writer on another host that has gone silent may still have writes under way. So every peer
 gets an agent of its own at the decode worker: with it go the connection (TCP, where this process itself
@@ -90,8 +90,8 @@ class NixlTarget(OneSidedTarget):
         self._spare = None
 
     def _end(self, peer: PeerId, agent: _Agent) -> None:
-        """On a thread of its own. Where it fails the peer is never said to be shut out: its blocks stay up
-        with this process."""
+        """End the agent, on a thread of its own. If that fails, ``shut_out`` never returns True: the peer's
+        blocks stay in quarantine as long as this process lives."""
         try:
             agent.close()
         except Exception as error:  # NIXL's errors have no common type

@@ -1,5 +1,5 @@
-"""Which movers a worker offers; their receiving ends; and the sending end of the one that two workers agreed
-on."""
+"""The movers that a worker offers, their receiving ends, and the sending end of the one that two workers
+agreed on."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .nccl import NcclSource, NcclTarget
 from .nixl import NixlSource, NixlTarget
 from .shm import SharedPool, ShmSource, ShmTarget
 from .targets import MoverTargets
-from .tcp_source import TcpSource
-from .tcp_target import TcpTarget
+from .tcp.source import TcpSource
+from .tcp.target import TcpTarget
 
 MOVERS = ("cuda_ipc", "shm", "nccl", "nixl", "tcp")
 """Best first."""
 IN_THE_CLEAR = frozenset({"nccl", "nixl"})
-"""Always: so only with --plaintext-kv."""
+"""These encrypt nothing: only with --plaintext-kv."""
 ON_DEVICE = frozenset({"cuda_ipc", "nccl"})
 """They move blocks of a pool on a GPU from there to there; the others by its mirror in host memory."""
 BY_NAME = frozenset({"cuda_ipc", "nccl"})
@@ -35,8 +35,8 @@ _log = logging.getLogger(__name__)
 
 
 def offered(setting: str, plain_kv: bool, on_gpu: bool) -> tuple[str, ...]:
-    """What a worker offers its peers, best first; ``setting`` is a mover's name, or "auto": what is there and
-    of use. Raises MoverError where the one that is forced is not there."""
+    """Return the movers that a worker offers its peers, best first. ``setting``: a mover's name, or "auto":
+    all that are usable. Raises MoverError where the one that is forced is not usable."""
     if setting == "nixl" and not nixl.is_installed():
         raise MoverError("the mover nixl needs the package of that name: pip install 'splitserve[nixl]'")
     if setting == "cuda_ipc" and not on_gpu:
@@ -52,7 +52,7 @@ def offered(setting: str, plain_kv: bool, on_gpu: bool) -> tuple[str, ...]:
 
 def open_source(met: Met, pool: Pool, plain_kv: bool = False, device: DevicePool | None = None) -> PutSource:
     """A way to put blocks of ``pool``, or of the pool on a ``device`` where the mover leaves them there, into
-    the pool of the peer that said ``met``; between hosts in the clear where ``plain_kv`` and the peer agree.
+    the pool of the peer that sent ``met``; between hosts in the clear where ``plain_kv`` and the peer agree.
     Raises MoverError."""
     if met.mover in IN_THE_CLEAR and not plain_kv:
         raise MoverError(

@@ -55,7 +55,7 @@ class SharedPool:
         return cls(descriptor, mapping)
 
     def close(self) -> None:
-        """No new peer can map it. Who has mapped it, as ``buffer``'s users have, keeps it."""
+        """Let no new peer map it. Present mappings, such as ``buffer``, stay."""
         os.close(self._descriptor)
 
 
@@ -139,8 +139,8 @@ class ShmSource:
 
 
 def _map(shm_name: str, num_bytes: int) -> tuple[int, mmap.mmap]:
-    """(descriptor of the owning process, its memory). The inode tells that it is the memory meant, not a
-    later one's."""
+    """(descriptor of the owning process, its memory). The inode shows that it is the memory meant, not a
+    later one."""
     try:
         kind, *numbers = shm_name.split(":")
         pid, descriptor, inode = (int(number) for number in numbers)

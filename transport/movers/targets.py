@@ -1,5 +1,10 @@
-"""All the ways in which a decode worker takes KV blocks in, as one: leases are opened and closed on every one
-of them."""
+"""All mover targets of a decode worker as one: leases are opened and closed on each; and when a writer's puts
+can land no more.
+
+The receiving core frees blocks as soon as it learns that a writer has ended, has another name, or was shut
+out. By most movers nothing is written after that. By one that *lingers* (``nixl``) a put that has begun is on
+its way in a network, and lands whatever happens to the writer, until the target has ended the agent that it
+comes in by. So the core learns of such ends only after that (``WaysIn``)."""
 
 from __future__ import annotations
 
@@ -19,25 +24,24 @@ _log = logging.getLogger(__name__)
 
 
 class MoverTargets:
-    """``targets``: by mover; ``endpoints``: what the receiving core tells peers of them; ``tell``: see
-    ``WaysIn``."""
+    """``targets``: by mover; ``endpoints``: their addresses for peers; ``log``: see ``WaysIn``."""
 
     def __init__(
         self,
         targets: Mapping[str, PutTarget],
         endpoints: MoverEndpoints,
-        tell: Callable[[str], None] = _log.warning,
+        log: Callable[[str], None] = _log.warning,
     ) -> None:
         self._targets, self.endpoints = targets, endpoints
-        self.ways_in = WaysIn(targets, tell)
+        self.ways_in = WaysIn(targets, log)
 
     @property
     def fds(self) -> list[int]:
-        """To be polled for reading."""
+        """Descriptors to be polled for reading."""
         return [target.fd for target in self._targets.values() if target.fd is not None]
 
     def complete(self, met: Met, peer: PeerId) -> Met | None:
-        """``met`` with what this peer's mover needs. None: not ready, the peer will ask again."""
+        """Return ``met`` with the address of this peer's mover. None: not ready, the peer will ask again."""
         if met.refused or not met.mover:
             return met
         mover = FALLBACK_MOVER if met.mover == FORMER_NAME else met.mover
@@ -60,18 +64,18 @@ class MoverTargets:
             target.close(lease)
 
     def receive(self, peer: PeerId, message: Message) -> None:
-        """One of BETWEEN_MOVERS."""
+        """Take one of BETWEEN_MOVERS."""
         for target in self._targets.values():
             if (talking := as_talking_target(target)) is not None:
                 talking.receive(peer, message)
 
     def take_messages(self) -> list[tuple[PeerId, Message]]:
-        """What movers have to say to their other ends."""
+        """Return the movers' messages to their other ends."""
         talking = [as_talking_target(target) for target in self._targets.values()]
-        return [word for target in talking if target is not None for word in target.take_messages()]
+        return [message for target in talking if target is not None for message in target.take_messages()]
 
     def poll(self, ready: AbstractSet[object], limit: int) -> list[Arrival]:
-        """What has arrived by movers whose descriptor is among ``ready``, up to ``limit`` blocks each."""
+        """Return arrivals of movers whose descriptor is among ``ready``, up to ``limit`` blocks each."""
         return [
             arrival
             for target in self._targets.values()
@@ -97,7 +101,7 @@ class Way(Protocol):
 
 
 class Receiver(Protocol):
-    """What a HandoffReceiver is told here, and asked."""
+    """A HandoffReceiver, as it is used here."""
 
     def writers(self) -> dict[PeerId, int]: ...
     def writer_gone(self, peer: PeerId) -> None: ...
@@ -106,33 +110,33 @@ class Receiver(Protocol):
 
 
 class WaysIn:
-    """``targets``: by mover. ``tell``: hears, in a sentence, of each writer that is shut out."""
+    """Which movers each writer writes by. Pure, except that it calls the targets. ``log`` takes a sentence
+    about each writer that is shut out."""
 
-    def __init__(self, targets: Mapping[str, Way], tell: Callable[[str], None]) -> None:
-        self._targets, self._tell = targets, tell
+    def __init__(self, targets: Mapping[str, Way], log: Callable[[str], None]) -> None:
+        self._targets, self._log = targets, log
         self._met_by: dict[PeerId, set[str]] = {}
-        self._leaving: set[PeerId] = set()  # of whom ``shut_out`` has to be asked again
-        # Who came in by a mover that lingers. One that has been shut out may not know it, and be granted
-        # leases still: it fails at its
-        # next put, and says nothing of that lease.
+        self._leaving: set[PeerId] = set()  # ``shut_out`` has to be called again
+        # Writers by a mover that lingers. One that has been shut out may not know it, and be granted leases
+        # still: it fails at its next put, and does not release that lease.
         self._lingered: set[PeerId] = set()
 
     def met(self, peer: PeerId, mover: str) -> None:
-        """From now on it may write by this mover."""
+        """Note that the peer may write by this mover from now on."""
         self._met_by.setdefault(peer, set()).add(mover)
         if self._targets[mover].lingers:
             self._lingered.add(peer)
 
     def may_meet(self, peer: PeerId, meet: Meet, here: bool, receiver: Receiver) -> bool:
-        """Whether Meet may go to the core: not while what was begun under an earlier name of the same
-        process, or by a mover that has failed since, may still land. It will be said again. ``here``: the
-        writer is on this host."""
+        """Return whether Meet may go to the core: not while a put that was begun under an earlier name of the
+        same process, or by a mover that has failed since, may still land. It will be sent again. ``here``:
+        the writer is on this host."""
         for earlier in self._earlier(peer):
             if same_process(earlier[1], peer[1]):
                 if not self._is_over(earlier):
                     return False
-                self.forget(earlier)  # as the core does when it hears this
-            elif not here:  # it has been started anew: what it wrote before need not be waited for
+                self.forget(earlier)  # as the core does with this Meet
+            elif not here:  # it has been started anew: its earlier puts need not be waited for
                 self._shut_out(earlier, receiver)
         if meet.failed and peer in self._lingered:
             if not self._is_over(peer):
@@ -141,13 +145,14 @@ class WaysIn:
         return True
 
     def may_retire(self, peer: PeerId, retire: Retire, receiver: Receiver) -> bool:
-        """Whether Retire may go to the core; if not, it will be said again."""
+        """Return whether Retire may go to the core; if not, it will be sent again."""
         ended = [e for e in receiver.writers() if e[0] == peer[0] and has_ended(e[1], retire.incarnation)]
         waiting = [e for e in ended if not self._is_over(e)]
         return not waiting
 
     def process_ended(self, peer: PeerId, receiver: Receiver) -> bool:
-        """The writer's process has ended. Whether the core has been told; if not, say it again."""
+        """Report to the core that the writer's process has ended. Return False if that has to wait: call it
+        again."""
         if not self._is_over(peer):
             return False
         receiver.writer_gone(peer)
@@ -155,16 +160,16 @@ class WaysIn:
         return True
 
     def look(self, here: Container[PeerId], receiver: Receiver, now: float) -> None:
-        """Shuts out who has not answered for long. ``here``: the writers of this host. They end with their
-        process, unless what they have begun outlives that anyway."""
+        """Shut out writers that have not answered for long. ``here``: those of this host, which end with
+        their process, unless their puts outlive it anyway."""
         for peer in receiver.silent_writers(now) | self._leaving:
             if peer not in here:
                 self._shut_out(peer, receiver)
             elif peer in self._lingered and self._is_over(peer):
-                self._tell_shut_out(peer, receiver)
+                self._report_shut_out(peer, receiver)
 
     def forget(self, peer: PeerId) -> None:
-        """It writes no more, and has said so."""
+        """Forget the writer: it writes no more."""
         for mover in self._met_by.pop(peer, ()):
             self._targets[mover].shut_out(peer)
         self._leaving.discard(peer)
@@ -177,10 +182,10 @@ class WaysIn:
             return
         self._met_by.pop(peer, None)
         self._leaving.discard(peer)
-        self._tell_shut_out(peer, receiver)
+        self._report_shut_out(peer, receiver)
 
     def _is_over(self, peer: PeerId) -> bool:
-        """Nothing that it has begun lands any more, unless it begins something new."""
+        """Return whether no put that it has begun lands any more."""
         movers = self._met_by.get(peer, set())
         movers -= {
             mover for mover in movers if self._targets[mover].lingers and self._targets[mover].shut_out(peer)
@@ -193,8 +198,8 @@ class WaysIn:
         return any(self._targets[mover].lingers for mover in self._met_by.get(peer, ()))
 
     def _earlier(self, peer: PeerId) -> list[PeerId]:
-        """Earlier incarnations of this worker that may be writing. Of another process: if it was met before
-        this one was."""
+        """Return earlier incarnations of this worker that may be writing. One of another process counts if it
+        was met before this one."""
         before = itertools.takewhile(lambda known: known != peer, self._met_by)
         other_processes = [p for p in before if p[0] == peer[0] and not same_process(p[1], peer[1])]
         own = [p for p in self._met_by if p[0] == peer[0] and is_earlier(p[1], peer[1])]
@@ -204,8 +209,8 @@ class WaysIn:
             if any(self._targets[mover].one_sided for mover in self._met_by[p])
         ]
 
-    def _tell_shut_out(self, peer: PeerId, receiver: Receiver) -> None:
-        self._tell(
+    def _report_shut_out(self, peer: PeerId, receiver: Receiver) -> None:
+        self._log(
             f"{peer[0]} can write no more KV blocks here: it has not answered, or has been started anew"
         )
         receiver.writer_shut_out(peer)

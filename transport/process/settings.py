@@ -12,7 +12,7 @@ LogFormat = Literal["text", "json"]
 
 
 class ReportSettings(BaseModel):
-    """Where logs and traces go."""
+    """Destinations of logs and traces."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -16,9 +16,10 @@ from support.data_connections import MODES, RawPeer, body, frame, header, new_so
 from support.kv_pools import BLOCK_BYTES, DEADLINE_S, LAYER_BYTES, SECRET, arrivals, filled_pool, until
 
 from splitserve.transport.errors import MoverError
-from splitserve.transport.movers import tcp_source, tcp_target
-from splitserve.transport.movers.parcels import slices_per_parcel
-from splitserve.transport.movers.sealing import (
+from splitserve.transport.movers.lease_book import blocks_per_parcel
+from splitserve.transport.movers.tcp import source as tcp_source
+from splitserve.transport.movers.tcp import target as tcp_target
+from splitserve.transport.movers.tcp.sealing import (
     GCM,
     HELLO_BYTES,
     NONCE_BYTES,
@@ -28,7 +29,7 @@ from splitserve.transport.movers.sealing import (
     Hello,
     Transcript,
 )
-from splitserve.transport.movers.tcp_source import TcpSource
+from splitserve.transport.movers.tcp.source import TcpSource
 
 
 @MODES
@@ -72,7 +73,7 @@ def test_a_parcel_that_nobody_granted_is_dropped_and_touches_nothing(
         b"",
         b"XXXX" + header()[4:],
         header()[:4] + b"\x01" + header()[5:],
-        header() + bytes(4 * slices_per_parcel(LAYER_BYTES)),
+        header() + bytes(4 * blocks_per_parcel(LAYER_BYTES)),
         bytes(100_000),
     ],
 )

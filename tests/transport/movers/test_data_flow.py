@@ -13,11 +13,11 @@ from support.kv_pools import DEADLINE_S, NUM_BLOCKS, SECRET, arrivals, empty_poo
 
 from splitserve.transport.errors import AddressError, MoverError
 from splitserve.transport.messages.messages import Met
-from splitserve.transport.movers import tcp_source
 from splitserve.transport.movers.opening import open_source
-from splitserve.transport.movers.sealing import PLAIN
-from splitserve.transport.movers.tcp_source import TcpSource
-from splitserve.transport.movers.tcp_target import TcpTarget
+from splitserve.transport.movers.tcp import source as tcp_source
+from splitserve.transport.movers.tcp.sealing import PLAIN
+from splitserve.transport.movers.tcp.source import TcpSource
+from splitserve.transport.movers.tcp.target import TcpTarget
 
 
 @MODES

@@ -11,8 +11,8 @@ from support.data_connections import RawPeer, body, header, new_target
 from support.kv_pools import DEADLINE_S, LAYER_BYTES, NUM_BLOCKS, NUM_LAYERS, SECRET, arrivals, filled_pool
 
 from splitserve.transport.movers.interface import Pool
-from splitserve.transport.movers.parcels import RECORD_BYTES, pack_header, records, spans, unpack_header
-from splitserve.transport.movers.sealing import DataAddress, endpoint
+from splitserve.transport.movers.tcp.parcels import RECORD_BYTES, pack_header, records, spans, unpack_header
+from splitserve.transport.movers.tcp.sealing import DataAddress, endpoint
 
 
 def test_data_addresses_travel_as_text() -> None:

@@ -32,7 +32,7 @@ from splitserve.transport.movers.checksum import RunningChecksums, block_checksu
 from splitserve.transport.movers.interface import Arrival, Pool, PutSource, PutTarget
 from splitserve.transport.movers.opening import open_source, open_targets
 from splitserve.transport.movers.shm import SharedPool, ShmSource, ShmTarget
-from splitserve.transport.movers.tcp_target import TcpTarget
+from splitserve.transport.movers.tcp.target import TcpTarget
 from splitserve.transport.process.host import advertised_address, host_identity
 from splitserve.transport.process.liveness import ProcessIdentity
 

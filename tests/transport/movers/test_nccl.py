@@ -13,7 +13,7 @@ from support.kv_pools import DEADLINE_S, NUM_BLOCKS, NUM_LAYERS, SECRET, empty_p
 
 from splitserve.transport.errors import MoverError
 from splitserve.transport.messages.messages import Message, ParcelComing, RendezvousEntry, SessionOver, u32
-from splitserve.transport.movers import communicator, nccl
+from splitserve.transport.movers import communicator, lease_book
 from splitserve.transport.movers.block_memory import HostMemory
 from splitserve.transport.movers.interface import Arrival, Pool
 from splitserve.transport.movers.nccl import NcclSource, NcclTarget
@@ -72,7 +72,7 @@ def expected(pair: Pair, own: list[int], peers: list[int]) -> Pool:
 def test_blocks_and_layers_reach_their_places_and_no_other(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nccl, "PARCEL_BYTES", 3 * pair.pool[0].nbytes)  # several pieces
+    monkeypatch.setattr(lease_book, "PARCEL_BYTES", 3 * pair.pool[0].nbytes)  # several pieces
     rng = np.random.default_rng(1)
     own, peers = rng.permutation(NUM_BLOCKS)[:20].tolist(), rng.permutation(NUM_BLOCKS)[:20].tolist()
     pair.target.open(9, SECRET, dict(enumerate(peers)))

@@ -15,6 +15,7 @@ from splitserve.transport.messages.messages import (
     SessionOver,
     u32,
 )
+from splitserve.transport.movers.lease_book import LeaseBook
 from splitserve.transport.movers.nccl_receiver import (
     BeginSession,
     EndSession,
@@ -25,7 +26,6 @@ from splitserve.transport.movers.nccl_receiver import (
     SessionAction,
 )
 from splitserve.transport.movers.nccl_sender import LeavingParcel, SendingSession
-from splitserve.transport.movers.parcels import LeaseBook
 
 WRITER, SECRET = ("p0", 7), b"0123456789abcdef"
 NUM_LAYERS, LAYER_BYTES, WHOLE = 4, 10, slice(0, 4)
@@ -99,7 +99,7 @@ def over(words: list[tuple[PeerId, Message]]) -> list[tuple[PeerId, int]]:
 
 def test_parcels_are_announced_at_once_and_leave_one_by_one_once_both_ends_have_met() -> None:
     session = sending()
-    session.put(9, SECRET, items(0, 1, 2), WHOLE, size=2)
+    session.put(9, SECRET, [items(0, 1), items(2)], WHOLE)
     assert [(m.number, m.session) for m in session.take_messages() if isinstance(m, ParcelComing)] == [
         (0, 1),
         (1, 1),
@@ -116,8 +116,8 @@ def test_parcels_are_announced_at_once_and_leave_one_by_one_once_both_ends_have_
 def test_what_is_cancelled_leaves_and_is_not_told_of() -> None:
     session = sending()
     session.met()
-    session.put(8, SECRET, items(0), WHOLE, size=2)
-    session.put(9, SECRET, items(1), WHOLE, size=2)
+    session.put(8, SECRET, [items(0)], WHOLE)
+    session.put(9, SECRET, [items(1)], WHOLE)
     for _ in range(2):
         assert session.next(100.0) is not None
         session.left()
@@ -134,7 +134,7 @@ def test_a_meeting_and_a_parcel_that_never_end_are_given_up() -> None:
     session.met()
     assert session.hangs_at is None, "it waits for nobody"
     assert session.poll(1000.0) == []
-    session.put(9, SECRET, items(0), WHOLE, size=2)
+    session.put(9, SECRET, [items(0)], WHOLE)
     session.next(1000.0)
     assert session.hangs_at == 1000.0 + PATIENCE_S
     with pytest.raises(MoverError, match="hangs"):
@@ -144,20 +144,20 @@ def test_a_meeting_and_a_parcel_that_never_end_are_given_up() -> None:
 def test_a_session_that_has_failed_sends_nothing_more_and_says_why() -> None:
     session = sending(5)
     session.met()
-    session.put(9, SECRET, items(0), WHOLE, size=2)
+    session.put(9, SECRET, [items(0)], WHOLE)
     session.receive(SessionOver(session=4, reason="another's"))
     assert session.poll(100.0) == []
     session.receive(SessionOver(session=5, reason="announcements were lost"))
     session.fail("what followed from that")
     assert session.next(100.0) is None
-    for use in (lambda: session.poll(100.0), lambda: session.put(9, SECRET, items(1), WHOLE, size=2)):
+    for use in (lambda: session.poll(100.0), lambda: session.put(9, SECRET, [items(1)], WHOLE)):
         with pytest.raises(MoverError, match="announcements were lost"):
             use()
 
 
 def test_the_other_end_hears_that_a_session_is_closed() -> None:
     session = sending(5)
-    session.put(9, SECRET, items(0), WHOLE, size=2)
+    session.put(9, SECRET, [items(0)], WHOLE)
     session.close()
     session.close()
     assert [(type(word), getattr(word, "session", 0)) for word in session.take_messages()] == [

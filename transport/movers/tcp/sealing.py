@@ -41,7 +41,7 @@ from dataclasses import dataclass, field
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM, AESOCB3
 
-from ..errors import MoverError
+from ...errors import MoverError
 
 PLAIN, GCM, OCB = 0, 1, 2
 NONCE_BYTES = PROOF_BYTES = 32
@@ -70,7 +70,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """What both ends have said; ``secret`` is what makes it worth something."""
+    """The handshake of both ends, authenticated by ``secret``."""
 
     secret: bytes
     hello: Hello
@@ -89,8 +89,8 @@ class Transcript:
         return Seal(self._mac(b"sealed"), self.hello.mode) if self.hello.mode != PLAIN else None
 
     def _mac(self, purpose: bytes) -> bytes:
-        said = purpose + bytes([self.hello.mode]) + self.hello.nonce + self.server_nonce
-        return hmac.digest(self.secret, said, "sha256")
+        text = purpose + bytes([self.hello.mode]) + self.hello.nonce + self.server_nonce
+        return hmac.digest(self.secret, text, "sha256")
 
 
 def new_nonce() -> bytes:
@@ -111,8 +111,8 @@ class Seal:
         self._cipher.encrypt_into(self._next_nonce(), record, None, sealed)
 
     def open_into(self, sealed: memoryview, record: memoryview) -> bool:
-        """False where ``sealed`` is not what the other end sealed as its next record; ``record`` then holds
-        nothing of use."""
+        """Return False if ``sealed`` is not the other end's next record; ``record`` then has no valid
+        content."""
         try:
             self._cipher.decrypt_into(self._next_nonce(), sealed, None, record)
         except InvalidTag:
@@ -157,7 +157,7 @@ class DataAddress:
     takes_plain: bool
 
     def __str__(self) -> str:
-        """As it travels. Confidential."""
+        """Return its confidential text form."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"tcp://{host}:{self.port}#{self.secret.hex()}" + ("#plain" if self.takes_plain else "")
 
@@ -178,7 +178,7 @@ class DataAddress:
 
 
 def endpoint(address: str) -> tuple[str, int] | None:
-    """(host, port) of tcp://host:port; port * is 0; None where ``address`` is none."""
+    """Return (host, port) of tcp://host:port, with 0 for port *; None for another address."""
     match = _TCP.fullmatch(address)
     if match is None or (match["port"] != "*" and int(match["port"]) > 65_535):
         return None

@@ -1,104 +1,49 @@
-"""What flows over a data connection: parcels, each some layers of one or several blocks of a lease.
+"""The leases of a two-sided mover: which parcels may be written, and where to. What ``tcp`` and ``nccl``
+share.
 
-    size of the header u32 | header | body
-    header: "SSKV" | version u8 | 3 bytes 0 | lease u64 | secret 16 B | offset u64 | length u64
-            | positions u32 ...
-
-little-endian. The body holds, for each position in turn, bytes [offset, offset + length) of its block. Sealed
-(session.py), the header is one record and the body is cut into records of RECORD_BYTES, the last one shorter;
-each is followed by its tag, and the size counts the tag.
+A *parcel* is some layers of one or several blocks of a lease, in one piece.
 """
 
 from __future__ import annotations
 
 import hmac
-import struct
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
-from ..messages.messages import SECRET_BYTES
+from ..errors import MoverError
+from ..messages.messages import MAX_PARCEL_POSITIONS
 from ..process.wakeup import Wakeup
-from .interface import Arrival, Pool
+from .interface import Arrival, Item
 
-_HEADER = struct.Struct(f"<4sB3xQ{SECRET_BYTES}sQQ")
-_MAGIC, _VERSION = b"SSKV", 2
-SIZE = struct.Struct("<I")
-PARCEL_BYTES = 8 << 20
-RECORD_BYTES = 256 << 10
-MAX_POSITIONS = 1024
+PARCEL_BYTES = 8 << 20  # at most, unless one block has more
+
+
+def blocks_per_parcel(slice_bytes: int) -> int:
+    """Return how many blocks one parcel may hold, with ``slice_bytes`` of each."""
+    return min(MAX_PARCEL_POSITIONS, max(1, PARCEL_BYTES // slice_bytes))
+
+
+def cut(items: Sequence[Item], layers: slice, shape: Sequence[int]) -> list[Sequence[Item]]:
+    """Cut a put from a pool of ``shape`` into the items of its parcels. Raises MoverError for blocks that do
+    not exist."""
+    num_blocks, _, layer_bytes = shape
+    if not all(0 <= block < num_blocks for _, block, _ in items):
+        raise MoverError(f"put of a block that does not exist; the pool has {num_blocks}")
+    size = blocks_per_parcel((layers.stop - layers.start) * layer_bytes)
+    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 @dataclass(frozen=True, slots=True)
 class ParcelHeader:
+    """Bytes [offset, offset + length) of each block at these positions of a lease."""
+
     lease: int
     secret: bytes
     offset: int
     length: int
     positions: tuple[int, ...]
-
-
-def pack_header(header: ParcelHeader) -> bytes:
-    fixed = _HEADER.pack(_MAGIC, _VERSION, header.lease, header.secret, header.offset, header.length)
-    return fixed + struct.pack(f"<{len(header.positions)}I", *header.positions)
-
-
-def header_bytes(num_positions: int) -> int:
-    return _HEADER.size + 4 * num_positions
-
-
-def unpack_header(data: bytes | memoryview, max_positions: int) -> ParcelHeader | None:
-    """None where ``data`` is no header of this version, or names no position or more than
-    ``max_positions``."""
-    size = len(data) - _HEADER.size
-    if not 0 < size <= 4 * max_positions or size % 4:
-        return None
-    magic, version, lease, secret, offset, length = _HEADER.unpack_from(data)
-    if magic != _MAGIC or version != _VERSION or data[5:8] != b"\0\0\0":
-        return None
-    return ParcelHeader(
-        lease, secret, offset, length, struct.unpack_from(f"<{size // 4}I", data, _HEADER.size)
-    )
-
-
-def slices_per_parcel(slice_bytes: int) -> int:
-    """How many blocks one parcel may hold, of each of which it carries ``slice_bytes``."""
-    return min(MAX_POSITIONS, max(1, PARCEL_BYTES // slice_bytes))
-
-
-Span: TypeAlias = tuple[int, int]
-"""[start, end) in the pool's bytes"""
-
-
-def spans(pool: Pool, blocks: Sequence[int], offset: int, length: int) -> list[Span]:
-    """Where the body of a parcel lies in ``pool``: runs of bytes, as long as they can be."""
-    block_bytes = pool.shape[1] * pool.shape[2]
-    runs: list[Span] = []
-    for block in blocks:
-        start = block * block_bytes + offset
-        if runs and runs[-1][1] == start:
-            runs[-1] = (runs[-1][0], start + length)
-        else:
-            runs.append((start, start + length))
-    return runs
-
-
-def records(runs: Sequence[Span]) -> Iterator[list[Span]]:
-    """Cuts a body into records: for each one the runs that it consists of."""
-    record: list[Span] = []
-    room = RECORD_BYTES
-    for start, end in runs:
-        while start < end:
-            taken = min(room, end - start)
-            record.append((start, start + taken))
-            start, room = start + taken, room - taken
-            if room == 0:
-                yield record
-                record, room = [], RECORD_BYTES
-    if record:
-        yield record
 
 
 @dataclass(slots=True)
@@ -129,7 +74,7 @@ class Claim:
 
 
 class LeaseBook:
-    """For a pool of blocks of ``num_layers`` layers of ``layer_bytes``."""
+    """The open leases of a pool whose blocks have ``num_layers`` layers of ``layer_bytes``."""
 
     def __init__(self, num_layers: int, layer_bytes: int) -> None:
         self._num_layers, self._layer_bytes = num_layers, layer_bytes
@@ -145,7 +90,7 @@ class LeaseBook:
             self._expect(self._entries[lease], positions)
 
     def close(self, lease: int) -> None:
-        """Claims of this lease are void from now on."""
+        """End the lease: its claims are void from now on."""
         entry = self._entries.pop(lease, None)
         if entry is not None:
             entry.is_open = False
@@ -155,7 +100,7 @@ class LeaseBook:
             self.close(lease)
 
     def claim(self, header: ParcelHeader) -> Claim | str:
-        """The right to write a parcel's body, or what is wrong with it."""
+        """Return the right to write a parcel's body, or the name of the field that is wrong."""
         entry = self._entries.get(header.lease)
         if entry is None:
             return "lease"
@@ -172,7 +117,7 @@ class LeaseBook:
         return Claim(entry, header, [entry.targets[p] for p in positions], bits)
 
     def complete(self, claim: Claim) -> list[Arrival]:
-        """The body has been written: says which blocks that completes."""
+        """Note that the body has been written. Return the blocks that are complete with it."""
         if not claim.valid:
             return []
         done: list[Arrival] = []
@@ -184,7 +129,7 @@ class LeaseBook:
         return done
 
     def give_back(self, claim: Claim) -> None:
-        """The body did not come to its end: another parcel may bring it."""
+        """Allow another parcel to bring the body: this one was cut off."""
         for position in claim.header.positions:
             claim.entry.missing[position] |= claim.bits
 
@@ -202,8 +147,8 @@ class LeaseBook:
 
 
 class BookedTarget:
-    """Threads of this process write what comes in, as the book of leases allows. ``lock`` guards the book,
-    the leased blocks of the pool and what has arrived."""
+    """A target whose own threads write arriving parcels, as the book of leases allows. ``_lock`` guards the
+    book, the leased blocks of the pool and the arrivals."""
 
     one_sided = False
     lingers = False
@@ -242,7 +187,7 @@ class BookedTarget:
             self._book.close_all()
 
     def _arrived(self, arrivals: list[Arrival]) -> None:
-        """With the lock held."""
+        """Queue arrivals; call it with the lock held."""
         if arrivals:
             self._arrivals.extend(arrivals)
             self._news.set()

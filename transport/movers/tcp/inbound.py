@@ -1,4 +1,4 @@
-"""One data connection, receiving end: a generator that says which memory the next bytes belong into.
+"""One data connection, receiving end: a generator that yields the memory for the next bytes.
 
 It knows no socket: ``talk`` yields lists of buffers and is resumed once all of them are full. So the same
 code runs under the server's selector and under the fuzzer. A body is received straight into the pool where it
@@ -14,32 +14,22 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from .interface import Arrival, Pool
-from .parcels import (
-    RECORD_BYTES,
-    SIZE,
-    Claim,
-    LeaseBook,
-    Span,
-    header_bytes,
-    records,
-    slices_per_parcel,
-    spans,
-    unpack_header,
-)
+from ..interface import Arrival, Pool
+from ..lease_book import Claim, LeaseBook, blocks_per_parcel
+from .parcels import RECORD_BYTES, SIZE, Span, header_bytes, records, spans, unpack_header
 from .sealing import HELLO_BYTES, PLAIN, PROOF_BYTES, TAG_BYTES, Hello, Seal, Transcript, new_nonce
 
 Talk: TypeAlias = Generator[list[memoryview], None, None]
 
 
 class BadPeer(Exception):
-    """What came is not from a peer of ours, or not as a peer of ours would send it: the connection ends. The
-    text says what."""
+    """The bytes are not from a peer of ours, or not in its format: the connection ends. The text names the
+    reason."""
 
 
 @dataclass(frozen=True)
 class Desk:
-    """What all connections of a target share. ``lock`` guards ``book`` and the pool's leased blocks."""
+    """State that all connections of a target share. ``lock`` guards ``book`` and the pool's leased blocks."""
 
     pool: Pool
     book: LeaseBook
@@ -51,13 +41,13 @@ class Desk:
 
 
 class Inbound:
-    """``send`` puts a few bytes on the connection's way without waiting. After the last use, say ``end``."""
+    """``send`` sends a few bytes without waiting. Call ``end`` after the last use."""
 
     def __init__(self, desk: Desk, send: Callable[[bytes], None]) -> None:
         self._desk, self._send = desk, send
         _, num_layers, layer_bytes = desk.pool.shape
         self._block_bytes = num_layers * layer_bytes
-        self._max_positions = slices_per_parcel(layer_bytes)
+        self._max_positions = blocks_per_parcel(layer_bytes)
         self._bytes = desk.pool.reshape(-1).data
         self._scratch = self._opened = memoryview(b"")
         self._seal: Seal | None = None
@@ -71,8 +61,8 @@ class Inbound:
             yield from self._take_parcel()
 
     def safe(self, buffers: deque[memoryview]) -> deque[memoryview]:
-        """To be asked with the lock held, right before bytes are written: ``buffers``, or others of that size
-        where the lease that they belong to has ended since."""
+        """Return ``buffers``, or others of that size if their lease has ended. Call it with the lock held,
+        right before bytes are written."""
         if self._seal is not None or self._claim is None or self._claim.valid:
             return buffers
         self._claim, num_bytes = None, sum(len(buffer) for buffer in buffers)
@@ -88,9 +78,9 @@ class Inbound:
             self._claim = None
 
     def _meet(self) -> Talk:
-        said = bytearray(HELLO_BYTES)
-        yield [memoryview(said)]
-        hello = Hello.unpack(bytes(said))
+        data = bytearray(HELLO_BYTES)
+        yield [memoryview(data)]
+        hello = Hello.unpack(bytes(data))
         if hello is None or (hello.mode == PLAIN and not self._desk.takes_plain):
             raise BadPeer("malformed" if hello is None else "plain")
         transcript = Transcript(self._desk.secret, hello, new_nonce())

@@ -1,4 +1,4 @@
-"""The ``tcp`` mover, sending side (see tcp_target.py): blocks leave in parcels, over up to MAX_CONNECTIONS
+"""The ``tcp`` mover, sending side (see target.py): blocks leave in parcels, over up to MAX_CONNECTIONS
 connections at a time.
 
 Each connection has a thread that takes parcels from one queue, so that a further connection opens only when
@@ -18,9 +18,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..errors import MoverError
-from .interface import Arrival, Item, Pool, layer_slice
-from .parcels import RECORD_BYTES, SIZE, ParcelHeader, Span, pack_header, records, slices_per_parcel, spans
+from ...errors import MoverError
+from ..interface import Arrival, Item, Pool, layer_slice
+from ..lease_book import ParcelHeader, cut
+from .parcels import RECORD_BYTES, SIZE, Span, pack_header, records, spans
 from .sealing import (
     ANSWER_BYTES,
     NONCE_BYTES,
@@ -41,7 +42,7 @@ RETRY_S, RETRY_PAUSE_S = (
     5.0,
     0.05,
 )  # how long a lost connection is tried again, and the first pause (doubling)
-STALL_S = 20.0  # a peer that takes nothing in for so long is gone
+STALL_S = 20.0  # a peer that takes nothing in for that time is gone
 CLOSE_S = 0.2
 MAX_BUFFERS = 512  # in one system call (IOV_MAX is 1024)
 
@@ -83,21 +84,15 @@ class TcpSource:
         num_layers: int | None = None,
     ) -> None:
         layers = layer_slice(self._pool.shape, first_layer, num_layers)
-        if not all(0 <= block < len(self._pool) for _, block, _ in items):
-            raise MoverError(f"put of a block that does not exist; the pool has {len(self._pool)}")
-        slice_bytes = (layers.stop - layers.start) * self._pool.shape[2]
-        size = slices_per_parcel(slice_bytes)
+        parts = cut(items, layers, self._pool.shape)
         with self._changed:
             self._raise_failure()
-            for start in range(0, len(items), size):
-                part = items[start : start + size]
-                self._waiting.append(
-                    _Parcel(
-                        lease, secret, tuple(item[0] for item in part), [item[1] for item in part], layers
-                    )
-                )
+            for part in parts:
+                positions, blocks = tuple(item[0] for item in part), [item[1] for item in part]
+                self._waiting.append(_Parcel(lease, secret, positions, blocks, layers))
             self._changed.notify_all()
-            waiting = len(self._waiting) * size * slice_bytes
+            num_blocks = len(self._waiting) * max(map(len, parts), default=0)
+        waiting = num_blocks * (layers.stop - layers.start) * self._pool.shape[2]
         if waiting > BACKLOG_BYTES * len(self._connections) and len(self._connections) < MAX_CONNECTIONS:
             self._open_connection()
 
@@ -142,7 +137,7 @@ class TcpSource:
     # --- for the connections' threads ------------------------------------------------------------
 
     def next_parcel(self) -> _Parcel | None:
-        """Waits for one to send; None: the source is closed."""
+        """Wait for a parcel to send. None: the source is closed or has failed."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed or self._failure)
             if self._closed or self._failure:
@@ -213,7 +208,7 @@ class _Connection(threading.Thread):
         return True
 
     def _connect(self) -> bool:
-        """False: there is nobody to send to, and the source knows it."""
+        """Return False if the peer cannot be reached; the source has failed then."""
         give_up, pause = time.monotonic() + RETRY_S, RETRY_PAUSE_S
         wait = 0.0
         while self._source.pause(wait):
@@ -231,7 +226,7 @@ class _Connection(threading.Thread):
         return False
 
     def _open_stream(self) -> None:
-        """Connects and lets both ends prove who they are. Raises OSError, EOFError."""
+        """Connect and authenticate both ends. Raises OSError, EOFError."""
         if self._stream is not None:
             self._stream.close()
         stream = self._stream = socket.create_connection(

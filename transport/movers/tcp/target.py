@@ -1,5 +1,5 @@
-"""The ``tcp`` mover, receiving side. One thread takes all data connections in; the worker's loop hears of
-complete blocks.
+"""The ``tcp`` mover, receiving side. One thread serves all data connections; the worker's loop polls complete
+blocks.
 
 The name is the option's and the protocol's (``--mover tcp``); the data itself goes over plain TCP sockets:
 ZeroMQ copies each byte once more on either side and cannot receive into given memory (measured beside it in
@@ -22,12 +22,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 
-from ..errors import AddressError, MoverError
-from ..messages.messages import PeerId
-from ..process.wakeup import Wakeup
+from ...errors import AddressError, MoverError
+from ...messages.messages import PeerId
+from ...process.wakeup import Wakeup
+from ..interface import Arrival, Pool
+from ..lease_book import BookedTarget
 from .inbound import BadPeer, Desk, Inbound
-from .interface import Arrival, Pool
-from .parcels import BookedTarget
 from .sealing import SECRET_BYTES, DataAddress, endpoint
 
 HANDSHAKE_TIMEOUT_S = 5.0
@@ -41,8 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 class TcpTarget(BookedTarget):
-    """Every prefill worker connects here. ``dropped`` counts parcels, and ended connections, by what was
-    wrong with them."""
+    """Every prefill worker connects here. ``dropped`` counts parcels, and ended connections, by reason."""
 
     def __init__(self, address: str, pool: Pool, takes_plain: bool = False):
         """Listens on ``address`` (tcp://host:* takes a free port). Raises AddressError."""
@@ -57,7 +56,7 @@ class TcpTarget(BookedTarget):
         self._server.start()
 
     def data_address(self, host: str) -> str:
-        """What a peer that reaches us as ``host`` needs to connect. Confidential."""
+        """Return the confidential address for a peer that reaches us as ``host``."""
         port: int = self._listener.getsockname()[1]
         return str(DataAddress(host, port, self._secret, self._takes_plain))
 
@@ -65,7 +64,7 @@ class TcpTarget(BookedTarget):
         return b""
 
     def shut_out(self, peer: PeerId) -> bool:
-        """Nobody but us writes: what a closed lease brings is dropped."""
+        """Return True: only this process writes, and drops parcels of closed leases."""
         return True
 
     def poll(self, limit: int) -> list[Arrival]:
@@ -99,7 +98,7 @@ class _Connection:
         self._lock = desk.lock
 
     def read(self) -> None:
-        """Takes in what is there, up to a turn's worth. Raises BadPeer, OSError, EOFError."""
+        """Read the bytes that are there, up to TURN_BYTES. Raises BadPeer, OSError, EOFError."""
         taken = 0
         while taken < TURN_BYTES:
             with self._lock:
@@ -150,7 +149,7 @@ class _Server(threading.Thread):
     """Accepts connections and reads them all."""
 
     def __init__(self, listener: socket.socket, desk: Desk, wake: Callable[[], None]):
-        """``wake`` is called, from the thread, where it ends by itself: ``failure`` says why."""
+        """``wake`` is called, from the thread, if it ends by itself: ``failure`` is the reason."""
         super().__init__(name="kv-receiver", daemon=True)
         self._listener, self._desk, self._wake = listener, desk, wake
         self.failure: Exception | None = None
