@@ -62,8 +62,8 @@ def outcomes(report: str) -> list[Outcome]:
 
 
 def _outcome(case: ElementTree.Element) -> str:
-    told = {child.tag for child in case}
-    return next((tag for tag in ("failure", "error", "skipped") if tag in told), "passed")
+    tags = {child.tag for child in case}
+    return next((tag for tag in ("failure", "error", "skipped") if tag in tags), "passed")
 
 
 def _node() -> dict[str, str]:

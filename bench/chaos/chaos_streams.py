@@ -167,9 +167,9 @@ class Clients:
             index = choice["index"]
             stream.arrivals.setdefault(index, []).append(now)
             stream.texts[index] = stream.texts.get(index, "") + choice["text"]
-            if told := choice.get("logprobs"):
+            if logprobs := choice.get("logprobs"):
                 stream.logprobs.setdefault(index, []).extend(
-                    zip(told["tokens"], told["token_logprobs"], strict=True)
+                    zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)
                 )
             if choice["finish_reason"]:
                 stream.reasons[index] = choice["finish_reason"]

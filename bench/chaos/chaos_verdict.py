@@ -28,7 +28,7 @@ def judge(ended: list[Stream], expected: dict[int, Answer]) -> dict[str, Any]:
 
 def first_difference(got: Answer, wanted: Answer) -> dict[str, Any]:
     """The first difference of two answers."""
-    for choice, ((text, reason, told), (right, right_reason, right_told)) in enumerate(
+    for choice, ((text, reason, logprobs), (right, right_reason, right_logprobs)) in enumerate(
         zip(got, wanted, strict=False)
     ):
         if (text, reason) != (right, right_reason):
@@ -44,11 +44,11 @@ def first_difference(got: Answer, wanted: Answer) -> dict[str, Any]:
                 "wanted": right[at : at + 40],
                 "reason": reason,
             }
-        if told != right_told:
-            pairs = zip(told, right_told, strict=False)
+        if logprobs != right_logprobs:
+            pairs = zip(logprobs, right_logprobs, strict=False)
             return {
                 "choice": choice,
-                "logprobs": [len(told), len(right_told)],
+                "logprobs": [len(logprobs), len(right_logprobs)],
                 "first": next((p for p in pairs if p[0] != p[1]), None),
             }
     return {"choices": [len(got), len(wanted)]}

@@ -46,12 +46,12 @@ def main() -> None:
     parser.add_argument("--flips", type=int, default=20, help="half of them each way")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
-    told = environment()
+    machine = environment()
     found = asyncio.run(measure(options.model, options.flips))
     print(json.dumps(found["seconds"], indent=1))
     if options.json is not None:
         options.json.write_text(
-            json.dumps({"environment": told, "model": options.model.name, **found}, indent=1) + "\n"
+            json.dumps({"environment": machine, "model": options.model.name, **found}, indent=1) + "\n"
         )
 
 

@@ -57,7 +57,7 @@ class LivePace:
         actual, modelled = windows.get(window) or windows[min(windows, key=lambda other: abs(other - window))]
         return actual / modelled if modelled > 0 else 1.0
 
-    def told(self) -> dict[str, dict[str, float]]:
+    def summary(self) -> dict[str, dict[str, float]]:
         """By role: of all steps, and the tenth and ninetieth percentile of the windows."""
         found: dict[str, dict[str, float]] = {}
         for role, windows in self._sums.items():

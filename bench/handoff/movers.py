@@ -11,7 +11,7 @@ hits all alike.
     shm             the mover
     socket          one bare TCP connection, 2 MiB a call, received straight into the pool (bare_transfer.py)
     4 sockets       as many as the mover opens for large transfers, a thread for each
-    ZeroMQ          bare PUSH and PULL, without a copy at the sender: what the ``tcp`` mover would be over ZeroMQ
+    ZeroMQ          bare PUSH and PULL, without a copy at the sender: the ``tcp`` mover over ZeroMQ
     tcp plain       the mover, with --plaintext-kv
     tcp             the mover, encrypted
     nixl            the mover, over TCP, where NIXL is installed

@@ -1,6 +1,7 @@
 """Attacks over HTTP against a server that this command starts, and their cost for it and other clients.
 
-    python -m splitserve.bench.http.attacks [--splitserve PATH] [--only NAME ...] [--times 10] [--json bench/results/attacks.json]
+    python -m splitserve.bench.http.attacks [--splitserve PATH] [--only NAME ...] [--times 10] \\
+        [--json bench/results/attacks.json]
     python -m splitserve.bench.http.attacks --load-minutes 30        memory under ordinary load
 
 `--splitserve` is the command of any build (a script that runs it will do), so that builds can be compared;
@@ -160,7 +161,7 @@ def unfinished_bodies(target: Target) -> Counter[str]:
         except OSError as error:
             found[type(error).__name__] += 1
     time.sleep(1)
-    return found + told(held)
+    return found + answers_of(held)
 
 
 def unfinished_messages(target: Target) -> Counter[str]:
@@ -181,7 +182,7 @@ def unfinished_messages(target: Target) -> Counter[str]:
         except OSError as error:
             found[type(error).__name__] += 1
     time.sleep(1)
-    return found + told(held)
+    return found + answers_of(held)
 
 
 def idle_connections(target: Target) -> Counter[str]:
@@ -200,19 +201,19 @@ def idle_connections(target: Target) -> Counter[str]:
     return found
 
 
-def told(held: list[socket.socket]) -> Counter[str]:
+def answers_of(held: list[socket.socket]) -> Counter[str]:
     """Answers to clients that have not finished; closes them."""
     found: Counter[str] = Counter()
     for connection in held:
         connection.setblocking(False)
         try:
-            heard = connection.recv(4096)
+            data = connection.recv(4096)
         except BlockingIOError:
             found["still open"] += 1
         except OSError:
             found["closed"] += 1
         else:
-            found[heard[9:12].decode() if heard.startswith(b"HTTP") else "closed"] += 1
+            found[data[9:12].decode() if data.startswith(b"HTTP") else "closed"] += 1
         connection.close()
     return found
 

@@ -9,7 +9,10 @@ from typing import Any
 
 import uvicorn
 
-ANSWER = b'{"id":"chatcmpl-0","object":"chat.completion","choices":[{"index":0,"message":{"role":"assistant","content":"word"}}]}'
+ANSWER = (
+    b'{"id":"chatcmpl-0","object":"chat.completion","choices":'
+    b'[{"index":0,"message":{"role":"assistant","content":"word"}}]}'
+)
 HEADERS = [(b"content-type", b"application/json"), (b"content-length", str(len(ANSWER)).encode())]
 Message = MutableMapping[str, Any]
 

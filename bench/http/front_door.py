@@ -1,12 +1,14 @@
 """The coordinator as a front door: what a request costs before it is dispatched, how many streams and
 requests a second it holds.
 
-    python -m splitserve.bench.http.front_door [--seconds 60] [--processes 2] [--only admission] [--json bench/results/front_door.json]
+    python -m splitserve.bench.http.front_door [--seconds 60] [--processes 2] [--only admission] \\
+        [--json bench/results/front_door.json]
 
-    admission   key, validation, template, tokens, limits, journal: from a complete call to its submission, in this process, with the
-                coordinator's event loop and its settings of the collector
+    admission   key, validation, template, tokens, limits, journal: from a complete call to its
+                submission, in this process, with the coordinator's event loop and collector settings
     streams     10,000 open streams on one coordinator process, and some tokens to each of them
-    sustained   1,700 requests a second (100,000 a minute) over several processes on one port, against fake workers that answer at once
+    sustained   1,700 requests a second (100,000 a minute) over several processes on one port, against fake
+                workers that answer at once
     streamed    tokens a second with keys, limits, metering and tracing on, and without, in turn
 
 The server runs on the first core (several processes: on all cores), this process with clients and fake

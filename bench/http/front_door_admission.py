@@ -103,7 +103,7 @@ async def admission(model: Path, tenants: Path, key: str, count: int = 20_000) -
 async def _admission(
     served: ServedModel, tenancy: Tenancy, header: bytes, count: int, tracing: Tracing | None = None
 ) -> dict[str, float]:
-    dispatcher, heard, no_headers = Noting(), Heard(), dict[bytes, bytes]()
+    dispatcher, answers, no_headers = Noting(), Heard(), dict[bytes, bytes]()
     metrics = Metrics("bench", SystemSnapshot)
     metrics.listeners.add("tracing", end_trace)
     api = GenerationApi(dispatcher, served, HttpLimits(), metrics, tenancy)
@@ -113,7 +113,7 @@ async def _admission(
     for _ in range(count + WARM_UP):
         begin = time.perf_counter()
         account = tenancy.directory.account(header)
-        InnerCall(api, PATH, body, account, heard, no_headers).begin()
+        InnerCall(api, PATH, body, account, answers, no_headers).begin()
         await asyncio.sleep(0)  # it is looked at with the next turn of the loop
         times.append(dispatcher.reached - begin)
         for request in dispatcher.waiting:

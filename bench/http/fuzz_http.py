@@ -1,7 +1,8 @@
 """Hostile HTTP requests against a real coordinator with keys, limits, metering and batches on, and workers
 that answer at once.
 
-    python -m splitserve.bench.http.fuzz_http [--requests 1000000] [--minutes 60] [--json bench/results/fuzz_http.json]
+    python -m splitserve.bench.http.fuzz_http [--requests 1000000] [--minutes 60] \\
+        [--json bench/results/fuzz_http.json]
 
 Another client reads streams meanwhile: the record has its longest gap (this process plays the workers, so its
 own stalls are in it). Valid, changed, cut short, wrongly framed, huge, deep, slow, stalled, pipelined, half
@@ -109,7 +110,7 @@ def fuzz(
         return {
             "environment": environment(),
             "seed": seed,
-            **told(client.tally),
+            **as_json(client.tally),
             "seconds": round(seconds, 1),
             "coordinator_cpu_s": round(cpu_s, 1),
             "memory_mb": memory,
@@ -145,7 +146,7 @@ def attack(
     return {name: round(mb, 1) for name, mb in {**memory, "end": server.rss_mb()}.items()}
 
 
-def told(tally: Tally) -> dict[str, Any]:
+def as_json(tally: Tally) -> dict[str, Any]:
     """A tally, JSON-ready."""
 
     def sorted_counts(counts: Counter[Any]) -> dict[str, int]:

@@ -40,8 +40,8 @@ def trace_sink() -> Iterator[str]:
         process.join()
 
 
-def _serve(told: Connection) -> None:
+def _serve(port_pipe: Connection) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), _Sink) as server:
         server.daemon_threads = True
-        told.send(server.server_port)
+        port_pipe.send(server.server_port)
         server.serve_forever()

@@ -1,6 +1,7 @@
 """Decode and prefill time of the engine alone, beside what the machine could do at best.
 
-    python -m splitserve.bench.kernels.engine [--models 125m,500m] [--dtypes bfloat16,float32] [--exact] [--json FILE]
+    python -m splitserve.bench.kernels.engine [--models 125m,500m] [--dtypes bfloat16,float32] [--exact] \\
+        [--json FILE]
 
 The floors are measured in the same run, on the same core: a decode step cannot be faster than reading the
 weights and the batch's KV cache once at the rate at which a plain sum reads memory; a prefill no faster than

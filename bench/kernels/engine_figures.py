@@ -45,8 +45,8 @@ QWEN3_600M = {
     "num_attention_heads": 16,
     "intermediate_size": 3072,
 }
-TINY = {**QWEN3_600M, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
-        "intermediate_size": 32, "vocab_size": 60}  # fmt: skip
+TINY = {**QWEN3_600M, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 32, "vocab_size": 60}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {"Qwen3-0.6B": QWEN3_600M, "Llama-3.1-8B": LLAMA_8B, "Qwen3-4B": QWEN3_4B}
 DECODES = tuple((batch, context) for context in (1024, 4096, 16384) for batch in (1, 8, 32, 64, 128, 256))
 PREFILLS, CHUNK = (2048, 8192, 32768), 8192

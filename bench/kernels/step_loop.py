@@ -1,7 +1,8 @@
 """Steps made ahead beside steps made in turn: decode steps a second, and how long the thread that computes
 waits between two.
 
-    python -m splitserve.bench.kernels.step_loop [--model 125m] [--batch 8] [--seconds 4] [--rounds 5] [--json FILE]
+    python -m splitserve.bench.kernels.step_loop [--model 125m] [--batch 8] [--seconds 4] [--rounds 5] \\
+        [--json FILE]
 
 The scheduler and the step thread of a decode worker around a random model, and around a runner that takes no
 time. Both ways by turns, so that what else the machine does hits both; the ratio is that of the medians. The

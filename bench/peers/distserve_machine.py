@@ -1,7 +1,7 @@
 """A cluster as DistServe's own simulator models it, quirks included: for comparing with its results, and no
 physics.
 
-- A prefill worker joins all prompts that wait, whole and in order, up to what its KV cache could hold; a
+- A prefill worker joins all prompts that wait, whole and in order, as far as its KV cache could hold; a
   decode worker takes sequences from the head of its line up to a number of context tokens, and puts those
   that go on back at its end: beyond that number they take turns.
 - A sequence needs as many decode steps as it has output tokens: the prompt's own token is not counted.

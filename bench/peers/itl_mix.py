@@ -95,7 +95,7 @@ def _ttft_ms(samples: Sequence[Sample], short: bool) -> dict[str, float]:
     return {"p50": float(np.median(times)), "max": max(times)} if times else {}
 
 
-def said(result: dict[str, Any]) -> str:
+def summary(result: dict[str, Any]) -> str:
     """A line for a person."""
     itl = result["itl_ms"]
     return (
@@ -163,7 +163,7 @@ def main() -> None:
             "name": options.name,
             **measure(options.url, options.requests, options.seed),
         }
-        print(said(result))
+        print(summary(result))
         if options.json:
             options.json.write_text(json.dumps(result) + "\n")
         return
@@ -174,7 +174,7 @@ def main() -> None:
         )
     for result in results:
         times = result["itl_ms"]["p99"] / results[0]["itl_ms"]["p99"]
-        print(f"{said(result)}; p99 {times:.1f} times that of {results[0]['name']}")
+        print(f"{summary(result)}; p99 {times:.1f} times that of {results[0]['name']}")
     draw(results, options.png)
 
 

@@ -1,10 +1,11 @@
 """One OpenAI-compatible server under the loads that we compare servers by; with ``--against``, the ratios to
 another's figures.
 
-    splitserve up --model /tmp/llama-125m --port 8000 &                                     # bench/models.py makes the folder
+    splitserve up --model /tmp/llama-125m --port 8000 &  # bench/models.py makes the folder
     python -m splitserve.bench.peers.peer --url http://127.0.0.1:8000 --name splitserve --json ours.json
     # stop it, start the peer on the same cores, then
-    python -m splitserve.bench.peers.peer --url http://127.0.0.1:8001 --name vllm --json theirs.json --against ours.json
+    python -m splitserve.bench.peers.peer --url http://127.0.0.1:8001 --name vllm --json theirs.json \\
+        --against ours.json
 
 TTFT is the median of single requests with prompts of 512 and 2048 tokens; TPOT that of single requests of 512
 in and 64 out; throughput is with 8 and with 32 open requests of 256 in and 64 out.

@@ -31,8 +31,8 @@ def peer_us(path: Path, device: str, num_prompts: int, prompt_tokens: int, outpu
     except subprocess.TimeoutExpired as late:
         raise PeerFailed(f"transformers did not answer within {PATIENCE_S:.0f} s") from late
     if done.returncode != 0:
-        said = [line for line in done.stderr.splitlines() if line.strip()]
-        raise PeerFailed(said[-1] if said else f"it ended with {done.returncode}")
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        raise PeerFailed(lines[-1] if lines else f"it ended with {done.returncode}")
     return float(done.stdout.split()[-1])
 
 

@@ -1,8 +1,10 @@
 """The peer of our comparisons, split as we are: two vLLM servers, one a core, KV blocks over NIXL, and a
 proxy in front of them.
 
-    python -m splitserve.bench.peers.vllm_split --vllm /path/to/venv/bin/vllm --model /tmp/llama-125m --dtype bfloat16 --port 8805
-    python -m splitserve.bench.peers.peer --url http://127.0.0.1:8805 --name "vLLM split" --json theirs.json    # in another terminal
+    python -m splitserve.bench.peers.vllm_split --vllm /path/to/venv/bin/vllm --model /tmp/llama-125m \\
+        --dtype bfloat16 --port 8805
+    # in another terminal
+    python -m splitserve.bench.peers.peer --url http://127.0.0.1:8805 --name "vLLM split" --json theirs.json
 
 Needs vLLM's CPU build, with ``nixl`` (and ``nixl-cu12``: UCX is in it) in its own environment. The proxy does
 what vLLM's documentation asks of one: the prompt goes to the first server with ``max_tokens=1`` and

@@ -4,7 +4,8 @@ Plans on the first requests of the trace; then the whole trace, compressed as mu
 cluster that the plan recommends and on the one that a plan from means would build, at the rate that each
 expects; and the latter under Poisson arrivals of the same requests.
 
-    python -m splitserve.bench.studies.plan_bursts --trace ../shared/data/azure/AzureLLMInferenceTrace_code.csv \\
+    python -m splitserve.bench.studies.plan_bursts \\
+        --trace ../shared/data/azure/AzureLLMInferenceTrace_code.csv \\
         --profile h100.json --gpus 8 \\
         --slo ttft=2@p90,tpot=0.1@p90 --json out.json
 """
@@ -77,7 +78,7 @@ def checks(plan: Plan, requests: tuple[TraceRequest, ...], processes: int) -> di
     for name, question, one in tried:
         with crew(question, 1) as workers:
             (seen,) = workers.ask(look, [one])
-        found[name] = {"cluster": asked.hardware.words(one[0]), **_said(seen)}
+        found[name] = {"cluster": asked.hardware.words(one[0]), **_figures(seen)}
         print(
             f"{name}: {found[name]['cluster']} at {seen.rate:.2f} requests/s: {seen.tallies.attainment:.1%} "
             "good",
@@ -86,7 +87,7 @@ def checks(plan: Plan, requests: tuple[TraceRequest, ...], processes: int) -> di
     return found
 
 
-def _said(seen: Look) -> dict[str, Any]:
+def _figures(seen: Look) -> dict[str, Any]:
     latency = seen.tallies.percentiles()
     return {
         "rate_per_s": seen.rate,
@@ -124,11 +125,11 @@ def main() -> int:
         with_curves=arguments.plot is not None,
     )
     took = time.monotonic() - began
-    said = as_json(plan)
+    planned = as_json(plan)
     print(
         "\n".join(
             [
-                *said["recommendation"],
+                *planned["recommendation"],
                 f"Planned in {took:.0f} s. The trace's gaps have a CV of {cv(requests):.1f}.",
                 "",
             ]
@@ -140,7 +141,7 @@ def main() -> int:
             "environment": environment(),
             "planned_in_s": took,
             "cv_of_gaps": cv(requests),
-            "plan": said,
+            "plan": planned,
             "checks": found,
         }
         arguments.json.write_text(json.dumps(content, indent=1) + "\n")

@@ -2,7 +2,8 @@
 conversation trace is planned twice: with the default number of requests, and with enough to fill the cluster,
 which decides whether to disaggregate and takes more than a minute.
 
-    python -m splitserve.bench.studies.plan_sixteen --data ../shared/data/azure --json bench/results/plan_sixteen.json --plots docs
+    python -m splitserve.bench.studies.plan_sixteen --data ../shared/data/azure \\
+        --json bench/results/plan_sixteen.json --plots docs
 
 The exit status is 1 where one of the shorter plans takes longer than a minute, or the longer one's load is
 over too soon all the same.
@@ -60,25 +61,25 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plots", type=Path, help="folder for plan-code.png and the like")
     arguments = parser.parse_args()
-    told, found, missed = environment(), {}, False
+    machine, found, missed = environment(), {}, False
     for name, (file, num_requests) in CASES.items():
         plan, took = planned(
             arguments.data / file, num_requests, Profile.read(arguments.profile), arguments.processes
         )
         missed |= plan.is_short(plan.winner) if name in LASTING else took > ALLOWED_S
-        said: dict[str, Any] = as_json(plan)
+        described: dict[str, Any] = as_json(plan)
         found[name] = {
             "requests": num_requests,
             "planned_in_s": took,
             "simulated_requests": plan.num_simulated,
-            **said,
+            **described,
         }
-        print("\n".join([f"--- {name}: planned in {took:.1f} s", *said["recommendation"]]), flush=True)
+        print("\n".join([f"--- {name}: planned in {took:.1f} s", *described["recommendation"]]), flush=True)
         if arguments.plots:
             draw_plan(arguments.plots / f"plan-{name}.png", plan)
     if arguments.json:
         arguments.json.write_text(
-            json.dumps({"environment": told, "slo": SLO, "plans": found}, indent=1) + "\n"
+            json.dumps({"environment": machine, "slo": SLO, "plans": found}, indent=1) + "\n"
         )
     return int(missed)
 

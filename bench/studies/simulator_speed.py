@@ -6,8 +6,10 @@ busy: Poisson, with lengths of the Azure conversation trace's medians and spread
 compressed. Measured from the first arrival to the last end.
 
     python -m splitserve.bench.studies.simulator_speed --json out.json
-    python -m splitserve.bench.studies.simulator_speed --workers 1000 --requests 1000000 --loads conversation --json out.json
-    python -m splitserve.bench.studies.simulator_speed --workers 100 --trace ../shared/data/azure/AzureLLMInferenceTrace_conv.csv \\
+    python -m splitserve.bench.studies.simulator_speed --workers 1000 --requests 1000000 \\
+        --loads conversation --json out.json
+    python -m splitserve.bench.studies.simulator_speed --workers 100 \\
+        --trace ../shared/data/azure/AzureLLMInferenceTrace_conv.csv \\
         --json out.json
 """
 
@@ -158,8 +160,8 @@ def main() -> int:
                     flush=True,
                 )
     if arguments.json:
-        said = {"environment": environment(), "command": sys.argv[1:]}
-        arguments.json.write_text(json.dumps({**said, "results": results}, indent=1) + "\n")
+        head = {"environment": environment(), "command": sys.argv[1:]}
+        arguments.json.write_text(json.dumps({**head, "results": results}, indent=1) + "\n")
     return 0
 
 

@@ -4,7 +4,8 @@
 One run of any model, trace and design, with splitwise-sim's own measurements, to compare with a run of
 splitwise-sim:
 
-    python -m splitserve.bench.studies.splitwise_cluster --perf-model ../shared/data/splitwise-sim/perf_model.csv --model bloom-176b \\
+    python -m splitserve.bench.studies.splitwise_cluster \\
+        --perf-model ../shared/data/splitwise-sim/perf_model.csv --model bloom-176b \\
         --trace ../shared/data/splitwise-sim/traces/rr_code_70_2min.csv.gz --design Splitwise-HH
         --prompt-machines 35 --token-machines 5
 
@@ -71,8 +72,9 @@ class Imitation:
         for tag, hardware, count in kinds:
             prompt_time, token_time = splitwise_curves(perf_model, model, hardware, tensor_parallel)
             self._machines[tag] += [
-                Machine(self.clock, self.shape, prompt_time, token_time, tag, self._on_free) for _ in range(count)
-            ]  # fmt: skip
+                Machine(self.clock, self.shape, prompt_time, token_time, tag, self._on_free)
+                for _ in range(count)
+            ]
 
     def run(self, trace: Trace) -> list[Job]:
         """The jobs that were done."""

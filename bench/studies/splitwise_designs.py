@@ -8,7 +8,8 @@ Machines and scheduler are the imitation of splitwise-sim, which gives its publi
 (validate_splitwise.py). How a design divides its machines is searched: from the paper's own share on, as long
 as another share holds a higher rate.
 
-    python -m splitserve.bench.studies.splitwise_designs --data ../shared/data/splitwise-sim --json out.json --plot out.png
+    python -m splitserve.bench.studies.splitwise_designs --data ../shared/data/splitwise-sim \\
+        --json out.json --plot out.png
 """
 
 from __future__ import annotations
@@ -239,7 +240,8 @@ def tasks(arguments: argparse.Namespace) -> list[Task]:
 
 def shown(rows: list[Row]) -> str:
     lines = [
-        f"{'workload':9}{'comparison':16}{'design':17}{'prompt':>7}{'token':>6}{'rate/s':>8}{'price/h':>10}{'power':>9}   next rate misses"
+        f"{'workload':9}{'comparison':16}{'design':17}{'prompt':>7}{'token':>6}{'rate/s':>8}{'price/h':>10}"
+        f"{'power':>9}   next rate misses"
     ]
     for r in rows:
         missed = " ".join(r.missed_at_next)
@@ -262,7 +264,8 @@ def draw(path: Path, rows: list[Row]) -> None:
     for axis, (workload, comparison) in zip(axes.flat, groups, strict=True):
         of = [r for r in rows if (r.workload, r.comparison) == (workload, comparison)]
         labels = [
-            f"{r.design.replace('Splitwise-', '').replace('Baseline-', 'base ')}\n{r.num_prompt}+{r.num_token}"
+            f"{r.design.replace('Splitwise-', '').replace('Baseline-', 'base ')}\n"
+            f"{r.num_prompt}+{r.num_token}"
             for r in of
         ]
         if comparison == "iso-throughput":

@@ -1,7 +1,8 @@
 """The pool controller against an oracle, simulated: a load that shifts between code-like and
 conversation-like traffic.
 
-    python -m splitserve.bench.studies.steer [--phases 4] [--phase-s 180] [--seeds 1 2 3] [--json bench/results/steer.json]
+    python -m splitserve.bench.studies.steer [--phases 4] [--phase-s 180] [--seeds 1 2 3] \\
+        [--json bench/results/steer.json]
 
 The oracle knows afterwards which static ratio was best in each phase: it serves the very same requests, each
 phase's alone on idle workers, with every ratio. Goodput is the number of requests a second that met both
@@ -172,7 +173,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2, help="runs at a time")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
-    told = environment()
+    machine = environment()
     found = [
         study(options.phases, options.phase_s, seed, range(1, NUM_WORKERS), options.processes)
         for seed in options.seeds
@@ -187,7 +188,7 @@ def main() -> int:
     print("\n".join(f"missed: {sentence}" for sentence in missed) or "every goal was reached")
     if options.json is not None:
         options.json.write_text(
-            json.dumps({"environment": told, "missed": missed, "studies": found}, indent=1) + "\n"
+            json.dumps({"environment": machine, "missed": missed, "studies": found}, indent=1) + "\n"
         )
     return 1 if missed else 0
 

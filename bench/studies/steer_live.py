@@ -1,6 +1,7 @@
 """The pool controller live: real processes with paced workers, and a load that shifts in mid-run.
 
-    python -m splitserve.bench.studies.steer_live [--workers 8] [--mixed 0] [--phase-s 90] [--json bench/results/steer_live.json]
+    python -m splitserve.bench.studies.steer_live [--workers 8] [--mixed 0] [--phase-s 90] \\
+        [--json bench/results/steer_live.json]
 
 `splitserve up --flexible --steer act` with workers that take the time of bench/studies/steer_workload.py and
 compute nothing; sockets, cores and coordinator are real. First code-like requests, then conversation-like
@@ -93,7 +94,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
-    told = environment()
+    machine = environment()
     others = options.workers - options.mixed
     prefill = options.prefill if options.prefill is not None else min(others, max(1, others * 3 // 4))
     found = asyncio.run(
@@ -103,7 +104,9 @@ def main() -> int:
     missed = missed_live(found)
     print("\n".join(f"missed: {sentence}" for sentence in missed) or "every goal was reached")
     if options.json is not None:
-        options.json.write_text(json.dumps({"environment": told, "missed": missed, **found}, indent=1) + "\n")
+        options.json.write_text(
+            json.dumps({"environment": machine, "missed": missed, **found}, indent=1) + "\n"
+        )
     return 1 if missed else 0
 
 

@@ -63,11 +63,11 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2, help="runs at a time")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
-    told = environment()
+    machine = environment()
     found = study(options.mixed, options.phases, options.phase_s, options.seed, options.processes)
     show(found)
     if options.json is not None:
-        options.json.write_text(json.dumps({"environment": told, **found}, indent=1) + "\n")
+        options.json.write_text(json.dumps({"environment": machine, **found}, indent=1) + "\n")
 
 
 def show(found: dict[str, object]) -> None:

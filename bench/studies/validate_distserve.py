@@ -5,7 +5,8 @@ The same coefficients, traces and numbers of workers: percentiles of TTFT, TPOT 
 requests within two pairs of bounds. TPOT is DistServe's, (last token - first token) / tokens. Then its
 analytic case: two prefill workers for one decode worker.
 
-    python -m splitserve.bench.studies.validate_distserve --data ../shared/data/distserve --with-ours --json out.json
+    python -m splitserve.bench.studies.validate_distserve --data ../shared/data/distserve --with-ours \\
+        --json out.json
 """
 
 from __future__ import annotations
@@ -156,15 +157,15 @@ def main() -> int:
         error = worst_error(found, row)
         wrong += error > AGREES
         name = f"{row['model']} {row['P']}P{row['D']}D {row['trace'].split('_')[2]}"
-        said = [
+        parts = [
             f"{'agrees' if error <= AGREES else 'DIFFERS':8}{name:20} worst {error:.2%}",
             _words("theirs", row),
         ]
         result = {"cluster": name, "simdistserve": row, "imitated": found, "worst_error": error}
         if arguments.with_ours:
             result["ours"] = ours(arguments.data, row)
-            said.append(_words("ours", result["ours"]))
-        print("; ".join(said), flush=True)
+            parts.append(_words("ours", result["ours"]))
+        print("; ".join(parts), flush=True)
         results.append(result)
     example = two_to_one()
     print(

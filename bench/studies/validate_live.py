@@ -13,7 +13,8 @@ error from the simulator's.
 
     python -m splitserve.bench.studies.validate_live --clusters 2P2D 4P4D 6P2D 12P12D 1M --seconds 90 \\
         --traces AzureLLMInferenceTrace_conv.csv AzureLLMInferenceTrace_code.csv --json out.json
-    python -m splitserve.bench.studies.validate_live --runner model --model M --dtype float32 --profile P.json \\
+    python -m splitserve.bench.studies.validate_live --runner model --model M --dtype float32 \\
+        --profile P.json \\
         --clusters 1P1D 1M --json out.json
 
 A cluster is named by its prefill, decode and mixed workers: 6P2D, 1M, 1P2M.
@@ -83,20 +84,20 @@ ALONE = ((64, 1), (64, 33), (400, 2))
 
 def main() -> int:
     arguments = parsed()
-    found, told = {}, environment()
+    found, machine = {}, environment()
     for name, counts in arguments.clusters.items():
         print(f"--- {name}", flush=True)
         arguments.prefill, arguments.decode, arguments.mixed = counts
         found[name] = validated(arguments)
         misses, own_misses = list(missed(found, "error")), list(missed(found, "error_at_its_pace"))
         if arguments.json:
-            said = {
-                "environment": told,
+            record = {
+                "environment": machine,
                 "clusters": found,
                 "missed": misses,
                 "missed_at_its_pace": own_misses,
             }
-            arguments.json.write_text(json.dumps(said, indent=1) + "\n")
+            arguments.json.write_text(json.dumps(record, indent=1) + "\n")
     print("\n".join(misses) or "every percentile agrees", flush=True)
     if arguments.runner == "model":
         print(
@@ -116,10 +117,10 @@ def missed(found: dict[str, Any], which: str) -> Iterator[str]:
                 for percentile, error in errors.items():
                     if abs(error) > (allowed := one["bounds"][percentile]):
                         low, high = result["error_when_late"][name][percentile]
-                        told = f"{low:+.1%} to {high:+.1%} with arrivals up to {1e3 * LATE_S:.0f} ms late"
+                        text = f"{low:+.1%} to {high:+.1%} with arrivals up to {1e3 * LATE_S:.0f} ms late"
                         yield (
                             f"{cluster}, {workload}: {name} {percentile} is off by {error:+.1%} "
-                            f"({told}), {allowed:.0%} are allowed"
+                            f"({text}), {allowed:.0%} are allowed"
                         )
 
 
@@ -148,8 +149,11 @@ def validated(arguments: argparse.Namespace) -> dict[str, Any]:
         "loop_s": profile.decode_loop_s,
         "join_s": profile.handoff.join_s,
     }
-    said = {"bounds": BOUNDS[arguments.runner], "profile": profile.model_dump(mode="json", exclude_none=True)}
-    return {**constants, **said, "workloads": results}
+    record = {
+        "bounds": BOUNDS[arguments.runner],
+        "profile": profile.model_dump(mode="json", exclude_none=True),
+    }
+    return {**constants, **record, "workloads": results}
 
 
 def parsed() -> argparse.Namespace:
@@ -448,8 +452,8 @@ def at_its_pace(cluster: Cluster, path: Path, live: Percentiles, paces: Sequence
     modelled = medians_of(
         [percentiles(of_records(simulated(cluster, open_trace(path), pace))) for pace in paces]
     )
-    told = [pace.told() for pace in paces]
-    return {"pace": told, "simulated_at_its_pace": modelled, "error_at_its_pace": errors(modelled, live)}
+    measured = [pace.summary() for pace in paces]
+    return {"pace": measured, "simulated_at_its_pace": modelled, "error_at_its_pace": errors(modelled, live)}
 
 
 def errors(modelled: Percentiles, live: Percentiles) -> Percentiles:
@@ -487,11 +491,11 @@ def show(workload: str, result: dict[str, Any]) -> None:
         ]
         print(f"  {name:5}" + "   ".join(cells), flush=True)
     for one in result.get("pace", ()):
-        told = (
+        text = (
             f"{role} steps took {p['mean']:.2f} times (in {WINDOW_S:g} s: {p['p10']:.2f} to {p['p90']:.2f})"
             for role, p in one.items()
         )
-        print(f"  beside the profile, {' and '.join(told)}")
+        print(f"  beside the profile, {' and '.join(text)}")
     for name, found in result.get("error_at_its_pace", {}).items():
         print(
             f"  {name:5}told that, the simulator is off by "
