@@ -1,14 +1,16 @@
-"""Bugs for test_teeth.py, put into code that only the shells have: both ends of the handoff, and the links to
-coordinators."""
+"""Bugs for test_teeth.py, put into code that only the shells have: both ends of the handoff, the links to
+coordinators, and the steps of both roles."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import inf
 from typing import Any
 
 import pytest
 
+from splitserve.engine.step.batch import Batch, StepOutput
 from splitserve.transport.channels import coordinator_link
 from splitserve.transport.channels.coordinator_link import CoordinatorLink
 from splitserve.transport.channels.coordinator_links import CoordinatorLinks
@@ -16,6 +18,7 @@ from splitserve.transport.handoff import receiving_end, sending_end
 from splitserve.transport.handoff.reachability import Reachability
 from splitserve.transport.handoff.receiving_end import ReceivingEnd
 from splitserve.transport.handoff.sending_end import HeldBack, SendingEnd
+from splitserve.worker.steps import RunningStep
 
 Patch = pytest.MonkeyPatch
 
@@ -127,6 +130,41 @@ def tell_one_coordinator_what_is_anothers(patch: Patch) -> None:
     patch.setattr(CoordinatorLinks, "send", broken)
 
 
+# --- the steps of both roles ------------------------------------------------------------------------
+
+
+def give_rows_the_outputs_of_chunks(patch: Patch) -> None:
+    """Where there are as many of both: otherwise the cores would notice."""
+    split = StepOutput.split
+
+    def broken(self: Any, num_rows: int) -> Any:
+        rows, chunks = split(self, num_rows)
+        return (chunks, rows) if len(rows.token_ids) == len(chunks.token_ids) else (rows, chunks)
+
+    patch.setattr(StepOutput, "split", broken)
+
+
+def feed_no_row_beside_chunks(patch: Patch) -> None:
+    followed_by = Batch.followed_by
+
+    def broken(self: Any, chunks: Any) -> Any:
+        return replace(followed_by(self, chunks), fed_from=None)
+
+    patch.setattr(Batch, "followed_by", broken)
+
+
+def forget_the_rows_of_a_step_without_memory(patch: Patch) -> None:
+    shrink = RunningStep.shrink
+
+    def broken(self: Any, error: Any) -> None:
+        if self.sequences is not None and self.prompts is not None:
+            self.prompts.shrink(error)
+        else:
+            shrink(self, error)
+
+    patch.setattr(RunningStep, "shrink", broken)
+
+
 BUGS: list[tuple[Callable[[Patch], None], str]] = [
     (release_a_lease_while_a_put_is_in_flight, "copies"),
     (release_a_lease_whose_put_nobody_saw_end, "agents"),
@@ -143,5 +181,8 @@ BUGS: list[tuple[Callable[[Patch], None], str]] = [
     (say_hello_once, "network"),
     (never_connect_to_the_coordinators_that_another_names, "coordinators"),
     (tell_one_coordinator_what_is_anothers, "coordinators"),
+    (give_rows_the_outputs_of_chunks, "mixed"),
+    (feed_no_row_beside_chunks, "mixed"),
+    (forget_the_rows_of_a_step_without_memory, "mixed"),
 ]
 """Each with the scenario in which it is found quickly."""
