@@ -29,7 +29,7 @@ from .gpu.gumbel_argmax import gumbel_argmax
 from .gpu.norm import add_rms_norm, rms_norm
 from .gpu.prefill_attention import PrefillPlan, exact_tile, plan_prefill, prefill_attention, prefill_tile
 from .gpu.rope_store import rope_and_store
-from .interface import AttentionInputs, LayerParts, Linear, RopeInputs
+from .interface import AttentionInputs, LayerParts, Linear, RopeInputs, joined
 from .reference import TorchLinear
 
 Plans = tuple[DecodePlan | None, PrefillPlan | None]
@@ -54,12 +54,13 @@ class CudaKernels:
         self._fp8_linears = fp8_linears
         self._prefill_shape = prefill_shape
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def linear(self, weight: Tensor | Sequence[Tensor], bias: Tensor | None) -> Linear:
+        whole = joined(weight)
         if self._exact:
-            return ExactLinear(weight, bias)
-        if self._fp8_linears and weight.shape[0] % MULTIPLE == weight.shape[1] % MULTIPLE == 0:
-            return Fp8Linear(weight, bias)
-        return TorchLinear(weight, bias)
+            return ExactLinear(whole, bias)
+        if self._fp8_linears and whole.shape[0] % MULTIPLE == whole.shape[1] % MULTIPLE == 0:
+            return Fp8Linear(whole, bias)
+        return TorchLinear(whole, bias)
 
     def embedding(self, table: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
         return embedding(table, token_ids, dtype)

@@ -8,12 +8,16 @@ where Linux does not give huge pages, everything works as before.
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
+import os
 import sys
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from itertools import islice
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -28,7 +32,13 @@ POPULATING = "populate-kv"  # what `top -H` calls the thread that finds the rest
 PR_SET_NAME = 15  # of linux/prctl.h
 BACKGROUND_SHARE = 0.1  # of a core, for the rest: the first requests run beside it
 MADV_POPULATE_WRITE = 23  # Linux 5.14; not yet in the mmap module
+MAP_FIXED, MREMAP_MAYMOVE, MREMAP_FIXED = 0x10, 1, 2  # of linux/mman.h
+MOVED_BYTES = 8 << 20  # of mapped weights at a time
+MOVING_SHARE = 0.25  # of a core: until it is done, weights are read at half the rate
 ALIGNMENT = 64  # a cache line
+LEAST_SHARE = 0.5  # of weights on huge pages; below, the log says so
+SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_log = logging.getLogger(__name__)
 
 
 def huge_page_bytes(num_bytes: int) -> Tensor:
@@ -90,6 +100,100 @@ def _found(page: int, end: int) -> bool:
         madvise(ctypes.c_void_p(page), ctypes.c_size_t(min(HUGE_PAGE_BYTES, end - page)), MADV_POPULATE_WRITE)
         == 0
     )
+
+
+def map_file(file: int, num_bytes: int) -> Tensor:
+    """The first bytes of a file, uint8 [num_bytes], at an address where huge pages can take their place."""
+    memory = huge_page_bytes(num_bytes)
+    wanted = ctypes.c_void_p(memory.data_ptr())
+    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | MAP_FIXED
+    _call("mmap", wanted, ctypes.c_size_t(num_bytes), protection, flags, file, ctypes.c_long(0))
+    return memory
+
+
+def move_to_huge_pages(mapped: Tensor) -> None:
+    """Copy what ``map_file`` has mapped to huge pages at the same addresses, while it is read. It must not be
+    written meanwhile. What fills no whole huge page stays, and so does all where Linux refuses.
+
+    ``mremap`` replaces the pages of a piece at once: a thread that reads it waits for a moment at most."""
+    first, end = mapped.data_ptr(), mapped.data_ptr() + mapped.nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    used = weakref.ref(mapped)
+    del mapped
+    for start in range(first, end, MOVED_BYTES):
+        began, kept = time.monotonic(), used()
+        if kept is None:
+            return
+        try:
+            _move(start, min(MOVED_BYTES, end - start))
+        except OSError as error:
+            _log.info("packed weights stay on small pages: %s", error)
+            return
+        del kept
+        time.sleep((time.monotonic() - began) * (1 / MOVING_SHARE - 1))
+
+
+def huge_page_share(memory: Sequence[Tensor]) -> float | None:
+    """The share of this memory that lies on huge pages; None where Linux does not tell."""
+    spans = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in memory]
+    found, overlap = 0, 0
+    try:
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            name, _, rest = line.partition(" ")
+            if "-" in name:
+                first, last = (int(bound, 16) for bound in name.split("-"))
+                overlap = sum(max(0, min(last, end) - max(first, start)) for start, end in spans)
+            elif name == "AnonHugePages:":
+                found += min(overlap, int(rest.split()[0]) << 10)
+    except (OSError, ValueError):
+        return None
+    return found / max(1, sum(end - start for start, end in spans))
+
+
+def warn_of_small_pages(memory: Sequence[Tensor]) -> None:
+    """Say in the log where huge pages were asked for and most of the memory has none, and what to do."""
+    share = huge_page_share(memory)
+    if share is None or share >= LEAST_SHARE:
+        return
+    try:
+        is_off = "[never]" in SETTING.read_text()
+    except OSError:
+        is_off = True
+    _log.warning(
+        "%.0f%% of the weights lie on huge pages, so that decode steps take up to twice as long: %s",
+        100 * share,
+        f"they are off; allow them by `echo madvise > {SETTING}`"
+        if is_off
+        else "memory is fragmented; `echo 1 > /proc/sys/vm/compact_memory`, then start the worker again",
+    )
+
+
+def _move(start: int, num_bytes: int) -> None:
+    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    room, size = ctypes.c_size_t(num_bytes + HUGE_PAGE_BYTES), ctypes.c_size_t(num_bytes)
+    found = _call("mmap", None, room, protection, flags, -1, ctypes.c_long(0))
+    fresh = -(-found // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    try:
+        _call("madvise", ctypes.c_void_p(fresh), size, mmap.MADV_HUGEPAGE)
+        ctypes.memmove(fresh, start, num_bytes)  # without the GIL
+        flags = MREMAP_MAYMOVE | MREMAP_FIXED
+        _call("mremap", ctypes.c_void_p(fresh), size, size, flags, ctypes.c_void_p(start))
+    except OSError:
+        _call("munmap", ctypes.c_void_p(found), room)
+        raise
+    for left, right in ((found, fresh), (fresh + num_bytes, found + num_bytes + HUGE_PAGE_BYTES)):
+        if left < right:
+            _call("munmap", ctypes.c_void_p(left), ctypes.c_size_t(right - left))
+
+
+def _call(name: str, *arguments: object) -> int:
+    """A function of libc that returns an address or a status. Raises OSError."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), name)
+    function.restype = ctypes.c_ssize_t if name in ("mmap", "mremap") else ctypes.c_int
+    result = int(function(*arguments))
+    if result == -1:
+        error = ctypes.get_errno()
+        raise OSError(error, f"{name}: {os.strerror(error)}")
+    return result
 
 
 class HugePageArena:

@@ -64,6 +64,11 @@ class Linear(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
+def joined(weight: Tensor | Sequence[Tensor]) -> Tensor:
+    """What ``Kernels.linear`` gets, as one matrix."""
+    return weight if isinstance(weight, Tensor) else torch.cat(list(weight))
+
+
 @dataclass(frozen=True, slots=True)
 class LayerParts:
     """One decoder layer's weights: norms [hidden_size], q_norm and k_norm [head_dim] or None, linears as
@@ -105,9 +110,9 @@ class FusedLayers(Protocol):
 
 
 class Kernels(Protocol):
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        """Prepare weight [out_features, in_features] (any layout may come of it; the tensor may be dropped
-        afterwards)."""
+    def linear(self, weight: Tensor | Sequence[Tensor], bias: Tensor | None) -> Linear:
+        """Prepare weight [out_features, in_features], or several that become one, their outputs side by side.
+        Any layout may come of it; the tensors may be dropped afterwards."""
         ...
 
     def embedding(self, table: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from . import _cpu
-from .huge_pages import HugePageArena
-from .interface import AttentionInputs, LayerParts, Linear, RopeInputs
+from .interface import AttentionInputs, LayerParts, Linear, RopeInputs, joined
 from .measured_choice import NEVER, ROWS, KernelChoices, fastest, rows_of_onednn
 from .native_layers import BUILT, DTYPE_CODES, NO_WINDOW, NativeLayers
+from .packed_weights import PackedWeights
 
 logger = logging.getLogger(__name__)
 
@@ -28,14 +28,22 @@ class PackedLinear:
     """Weights in panels of columns, read in one stream. ``rows``: it is used for fewer than that."""
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, arena: HugePageArena, panel: int, rows: int = NEVER
+        self,
+        weight: Tensor | Sequence[Tensor],
+        bias: Tensor | None,
+        packed: PackedWeights,
+        panel: int,
+        rows: int = NEVER,
     ) -> None:
-        weight = weight.contiguous()
-        self._n, self._k = weight.shape
-        self._dtype = weight.dtype
-        self._code = DTYPE_CODES[weight.dtype]
-        self._packed = arena.empty(-(-self._n // panel) * panel * -(-self._k // 2) * 2, weight.dtype)
-        _cpu.pack_linear(weight.data_ptr(), self._packed.data_ptr(), self._n, self._k, self._code)
+        (self._n, self._k), self._dtype = _shape(weight), weight[0].dtype
+        self._code = DTYPE_CODES[self._dtype]
+
+        def pack(memory: Tensor) -> None:
+            whole = joined(weight).contiguous()
+            _cpu.pack_linear(whole.data_ptr(), memory.data_ptr(), self._n, self._k, self._code)
+
+        count = -(-self._n // panel) * panel * -(-self._k // 2) * 2
+        self._packed = packed.filled(count, self._dtype, pack)
         self._bias = None if bias is None else bias.contiguous()
         self.addresses = (self._packed.data_ptr(), 0 if self._bias is None else self._bias.data_ptr())
         self.rows = rows
@@ -91,7 +99,7 @@ def measured_instruction_set(choices: KernelChoices) -> str:
 def _probe(name: str) -> Callable[[], None]:
     panel = _cpu.use_instruction_set(name)
     weight = torch.ones(PROBE_SIZE, PROBE_SIZE, dtype=torch.bfloat16)
-    linear, x = PackedLinear(weight, None, HugePageArena(), panel), weight[:PROBE_ROWS]
+    linear, x = PackedLinear(weight, None, PackedWeights(), panel), weight[:PROBE_ROWS]
 
     def run() -> None:
         _cpu.use_instruction_set(name)
@@ -105,31 +113,35 @@ class NativeCpuKernels:
     pool of helpers."""
 
     def __init__(
-        self, num_threads: int, instruction_set: str, onednn_choices: KernelChoices | None = None
+        self,
+        num_threads: int,
+        instruction_set: str,
+        onednn_choices: KernelChoices | None = None,
+        packed: PackedWeights | None = None,
     ) -> None:
         """``onednn_choices``: where bfloat16 products may be oneDNN's, when that is faster."""
         self._choices = onednn_choices
         self._num_threads = num_threads
-        self._arena = HugePageArena()
+        self._packed = packed or PackedWeights()
         self._panel = _cpu.use_instruction_set(instruction_set)
         self._onednn_rows: dict[str, int] = {}
         _cpu.set_num_threads(num_threads)
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def linear(self, weight: Tensor | Sequence[Tensor], bias: Tensor | None) -> Linear:
         rows = self._rows_of_onednn(weight)
         if rows == 0:
-            return OneDnnLinear(weight, bias)
-        own = PackedLinear(weight, bias, self._arena, self._panel, rows)
-        return own if rows == NEVER else LinearByRows(own, OneDnnLinear(weight, bias))
+            return OneDnnLinear(joined(weight), bias)
+        own = PackedLinear(weight, bias, self._packed, self._panel, rows)
+        return own if rows == NEVER else LinearByRows(own, OneDnnLinear(joined(weight), bias))
 
-    def _rows_of_onednn(self, weight: Tensor) -> int:
-        if self._choices is None or weight.dtype != torch.bfloat16:
+    def _rows_of_onednn(self, weight: Tensor | Sequence[Tensor]) -> int:
+        if self._choices is None or weight[0].dtype != torch.bfloat16:
             return NEVER
-        n, k = weight.shape
+        n, k = _shape(weight)
 
         def measure() -> int:
-            part = weight[: max(self._panel, MEASURED_WEIGHTS // k)]
-            own, onednn = PackedLinear(part, None, HugePageArena(), self._panel), OneDnnLinear(part, None)
+            part = joined(weight)[: max(self._panel, MEASURED_WEIGHTS // k)]
+            own, onednn = PackedLinear(part, None, PackedWeights(), self._panel), OneDnnLinear(part, None)
             rows = {count: torch.ones(count, k, dtype=torch.bfloat16) for count in ROWS}
             return rows_of_onednn(lambda count: own(rows[count]), lambda count: onednn(rows[count]))
 
@@ -252,6 +264,12 @@ def _packed(linear: Linear) -> PackedLinear | None:
     if isinstance(linear, LinearByRows):
         return linear.few
     return linear if isinstance(linear, PackedLinear) else None
+
+
+def _shape(weight: Tensor | Sequence[Tensor]) -> tuple[int, int]:
+    """Of one or several weights, their outputs side by side."""
+    parts = [weight] if isinstance(weight, Tensor) else weight
+    return sum(len(part) for part in parts), parts[0].shape[1]
 
 
 def _check(x: Tensor, dtype: torch.dtype, columns: int) -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .gumbel_noise import gumbel_noise
-from .interface import AttentionInputs, LayerParts, Linear, RopeInputs
+from .interface import AttentionInputs, LayerParts, Linear, RopeInputs, joined
 
 E4M3_LARGEST = 448.0
 
@@ -31,8 +31,8 @@ class TorchLinear:
 class TorchKernels:
     """See ``interface.Kernels`` for the contracts."""
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        return TorchLinear(weight, bias)
+    def linear(self, weight: Tensor | Sequence[Tensor], bias: Tensor | None) -> Linear:
+        return TorchLinear(joined(weight), bias)
 
     def embedding(self, table: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
         return table.index_select(0, token_ids).to(dtype)

@@ -12,6 +12,7 @@ import logging
 import torch
 
 from .interface import Kernels
+from .packed_weights import PackedWeights
 from .reference import TorchKernels
 
 logger = logging.getLogger(__name__)
@@ -30,9 +31,11 @@ def select_kernels(
     exact: bool = False,
     fp8_linears: bool = False,
     fp8_cache: bool = False,
+    packed: PackedWeights | None = None,
 ) -> Kernels:
-    """Triton's on GPUs, C++ on CPUs; plain torch where Triton or a C++ compiler was missing at installation,
-    and for a float8 KV cache on a CPU. Raises UnsuitableKernelsError."""
+    """Triton's on GPUs; C++ on CPUs, which lay weights into ``packed``; plain torch where Triton or a C++
+    compiler was missing at installation, and for a float8 KV cache on a CPU. Raises
+    UnsuitableKernelsError."""
     if fp8_linears and exact:
         raise UnsuitableKernelsError(
             "exact products are not made in float8: leave exact off, or quantization at none"
@@ -69,7 +72,7 @@ def select_kernels(
     onednn = cpu_multiplies_bfloat16() and not exact  # its products change with the number of rows
     how = ", exact" if exact else ""
     logger.info("kernels: C++ for %s%s, %d thread(s)", instruction_set, how, num_threads)
-    return NativeCpuKernels(num_threads, instruction_set, choices if onednn else None)
+    return NativeCpuKernels(num_threads, instruction_set, choices if onednn else None, packed)
 
 
 def numerics(device: torch.device, exact: bool) -> str:

@@ -55,7 +55,7 @@ class LayerLoader:
 
     def column(self, names: Sequence[str], bias: bool) -> Linear:
         """Several projections of one input as one matrix: q, k, v or gate, up, outputs side by side."""
-        weight = torch.cat([self._tensor(f"{name}.weight") for name in names])
+        weight = [self._tensor(f"{name}.weight") for name in names]
         biases = torch.cat([self._tensor(f"{name}.bias") for name in names]) if bias else None
         return self.kernels.linear(weight, biases)
 

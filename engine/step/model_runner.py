@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels.interface import Kernels
+from ...kernels.packed_weights import PackedWeights, kept_files
 from ...kernels.reference import TorchKernels
 from ...kernels.select import UnsuitableKernelsError, numerics, select_kernels
 from ..cache.kv_cache import KVCache, KVCacheLayout, PoolAllocator
@@ -101,6 +102,11 @@ class ModelRunner:
         self.phases.done("fingerprint")
         if engine.quantization == "fp8":
             self.fingerprint += "-fp8"  # two such workers share their cache, but not with others
+        packed = PackedWeights(
+            kept_files(engine.model_path, self.fingerprint, engine.dtype, engine.exact)
+            if self.device.type == "cpu"
+            else ()
+        )
         try:
             kernels = select_kernels(
                 self.device,
@@ -108,6 +114,7 @@ class ModelRunner:
                 engine.exact,
                 fp8_linears=engine.quantization == "fp8",
                 fp8_cache=engine.kv_dtype == "fp8",
+                packed=packed,
             )
         except UnsuitableKernelsError as error:
             raise ModelConfigError(str(error)) from error
@@ -130,6 +137,7 @@ class ModelRunner:
             self._model = _load_model(
                 self.config, load, min(model_len, max(longest, 1)), fp8_cache=engine.kv_dtype == "fp8"
             )
+        packed.finish()
         self.phases.done("weights")
         self._sampler = _make_sampler(kernels, self.device, self.config.eos_token_ids)
         wish = wish_of(engine, layout, self.config.max_model_len)
@@ -224,7 +232,7 @@ class ModelRunner:
         On a GPU this is done in a thread that ends: cuBLAS makes a handle and a workspace for each thread,
         and the next thread, the one that computes, takes over what an ended one leaves."""
         if self.device.type == "cpu":
-            self._warm_up(WARM_UP_TOKENS[:1])
+            self._warm_up((16,))
             return
         with ThreadPoolExecutor(1, "warm-up") as thread:
             thread.submit(
