@@ -36,7 +36,7 @@ MAP_FIXED, MREMAP_MAYMOVE, MREMAP_FIXED = 0x10, 1, 2  # of linux/mman.h
 MOVED_BYTES = 8 << 20  # of mapped weights at a time
 MOVING_SHARE = 0.25  # of a core: until it is done, weights are read at half the rate
 ALIGNMENT = 64  # a cache line
-LEAST_SHARE = 0.5  # of weights on huge pages; below, the log says so
+LEAST_SHARE = 0.5  # of weights on huge pages; below, a warning is logged
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _log = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ def move_to_huge_pages(mapped: Tensor) -> None:
 
 
 def huge_page_share(memory: Sequence[Tensor]) -> float | None:
-    """The share of this memory that lies on huge pages; None where Linux does not tell."""
+    """The share of this memory that lies on huge pages; None where Linux does not report it."""
     spans = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in memory]
     found, overlap = 0, 0
     try:
@@ -150,7 +150,7 @@ def huge_page_share(memory: Sequence[Tensor]) -> float | None:
 
 
 def warn_of_small_pages(memory: Sequence[Tensor]) -> None:
-    """Say in the log where huge pages were asked for and most of the memory has none, and what to do."""
+    """Log a warning with the remedy if most of the memory, for which huge pages were asked, has none."""
     share = huge_page_share(memory)
     if share is None or share >= LEAST_SHARE:
         return

@@ -267,7 +267,7 @@ def _packed(linear: Linear) -> PackedLinear | None:
 
 
 def _shape(weight: Tensor | Sequence[Tensor]) -> tuple[int, int]:
-    """Of one or several weights, their outputs side by side."""
+    """[outputs, inputs] of one or several weights that become one."""
     parts = [weight] if isinstance(weight, Tensor) else weight
     return sum(len(part) for part in parts), parts[0].shape[1]
 

@@ -116,7 +116,7 @@ class PackedWeights:
 
 
 def kept_files(model: Path, *identity: object) -> list[Path]:
-    """Where the packed weights of a model folder are kept: beside it, or else in the user's cache folder.
+    """The files that may keep the packed weights of a model: in its folder, or else in the user's cache.
     ``identity``: what decides their content beside the build of the kernels."""
     try:
         from . import _cpu

@@ -1,8 +1,8 @@
 """The model families that are served: one entry each, by the architecture that config.json names.
 
-An entry says how its config.json reads and how its checkpoint names the tensors. Families share the decoder
-(``decoder.py``) and differ in these fields only. To add one, add an entry, and a small model of it to the
-comparison with transformers in tests/engine/model/test_transformers_parity.py.
+An entry describes how its config.json is read and how its checkpoint names the tensors. Families share the
+decoder (``decoder.py``) and differ in these fields only. To add one, add an entry, and a small model of it to
+the comparison with transformers in tests/engine/model/test_transformers_parity.py.
 """
 
 from __future__ import annotations
