@@ -6,13 +6,13 @@ import logging
 import sys
 from functools import partial
 
-from ..coordinator.dispatcher import SocketDispatcher
 from ..coordinator.errors import CannotStart
 from ..coordinator.http.access.operators import admin_key
 from ..coordinator.lifecycle.lifecycle import Lifecycle
 from ..coordinator.lifecycle.snapshot import snapshot_of
 from ..coordinator.main import run, run_one
 from ..coordinator.processes import CANNOT_START, Place
+from ..coordinator.socket_dispatcher import SocketDispatcher
 from ..coordinator.tenants.errors import TenantsError
 from ..deploy.process_log import log_to_stderr
 from ..engine.errors import EngineError

@@ -1,20 +1,19 @@
-"""The lifecycle's shell: the control socket that workers connect to, the clock, and the sinks of tokens."""
+"""The lifecycle's shell. It touches timers, a control socket, a watch on processes, and sinks.
+
+Live, these are an event loop, ZeroMQ and this host's processes (``socket_dispatcher.py``). The planner and
+the fault simulator run the same dispatcher under virtual time.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
-import os
-import time
 from collections import defaultdict
-from dataclasses import asdict
+from typing import Protocol
 
-from ..transport.channels.channels import RouterChannel
 from ..transport.channels.coordinator_link import identity_of, worker_of
-from ..transport.channels.event_loop import Attachment, attach
-from ..transport.channels.keys import ClusterKey
-from ..transport.messages.messages import FROM_WORKER, Message, Role
+from ..transport.environment import ControlSocket, Timer, Timers
+from ..transport.messages.messages import Fenced, Hello, Message, Role
 from .lifecycle.actions import Action, End, Push, PushPromptLogprobs, Send
 from .lifecycle.flips import FlipRecord
 from .lifecycle.lifecycle import Lifecycle
@@ -22,9 +21,6 @@ from .lifecycle.membership import DRAINED
 from .lifecycle.request import Ended, Request, Sink
 from .lifecycle.worker import WorkerId
 from .listeners import ListenerFailures, Listeners
-from .metrics.system_snapshot import SystemSnapshot
-from .process_watch import ProcessWatch
-from .system_view import debug_state, is_ready, system_snapshot
 
 TICK_S = 0.05
 TICK_LIMIT = 10_000  # messages
@@ -34,79 +30,74 @@ them."""
 _log = logging.getLogger(__name__)
 
 
-class SocketDispatcher:
-    """Carries out the lifecycle's actions. Lives on one event loop; ``start`` and ``stop`` are called
-    there."""
+class Processes(Protocol):
+    """Calls ``LifecycleDispatcher.process_ended`` when a watched worker's process has ended."""
+
+    def watch(self, hello: Hello) -> None:
+        """Watch the process of this worker, if its end can be seen from here."""
+
+    def forget(self, worker: WorkerId) -> None:
+        """Stop watching it."""
+
+
+class LifecycleDispatcher:
+    """Carries out every action that the lifecycle returns, once and in the order of its calls.
+
+    Sinks and listeners may raise, and may call ``submit`` and ``cancel``: what the lifecycle returns for such
+    a call is carried out after the actions that are being carried out.
+    """
 
     def __init__(
         self,
         lifecycle: Lifecycle,
-        control_address: str,
-        key: ClusterKey | None,
+        timers: Timers,
+        socket: ControlSocket,
+        processes: Processes,
         failures: ListenerFailures | None = None,
+        tick_s: float = TICK_S,
+        log: logging.Logger = _log,
     ) -> None:
-        """Bind the control socket. Raises AddressError."""
-        self._core = lifecycle
-        self._channel = RouterChannel.bind(control_address, key, FROM_WORKER)
-        self._channel.watch_connections()
-        self.address = self._channel.address
-        self._attachment: Attachment | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._processes = ProcessWatch(self._process_ended)
-        self._endings: dict[WorkerId, asyncio.TimerHandle] = {}
+        self._core, self._timers, self._socket, self._processes = lifecycle, timers, socket, processes
+        self._tick_s, self._log = tick_s, log
+        self._next_tick: Timer | None = None
+        self._endings: dict[WorkerId, Timer] = {}
         self._longest = 0
-        self._known: dict[tuple[str, int], str] = {}
+        self._known: dict[WorkerId, str] = {}
+        self._version = -1  # of the pools, when ``_known`` was taken
+        self._pending: list[Action] = []
+        self._carrying_out = False
         self._outbox: defaultdict[WorkerId, list[Message]] = defaultdict(list)
         self.listeners: Listeners[[Request, Ended]] = Listeners(failures)
         """Called for each request that has ended."""
 
     def start(self) -> None:
-        """Begin to receive from the workers."""
-        loop = asyncio.get_running_loop()
-        self._attachment = attach(loop, self._channel, self._receive)
+        """Begin to tick."""
         self._tick()
 
     def stop(self) -> None:
-        """Close the socket. Workers notice, and reconnect when there is a coordinator again."""
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._attachment is not None:
-            self._attachment.close()
-        self._send_outbox()
-        self._processes.close()
+        """Send what is pending, and set no timer any more."""
+        if self._next_tick is not None:
+            self._next_tick.cancel()
         for ending in self._endings.values():
             ending.cancel()
-        self._channel.close()
+        self._send_outbox()
 
-    def change_key(self, key: ClusterKey) -> None:
-        """Change the cluster's key; see ``RouterChannel.change_key``."""
-        self._channel.change_key(key)
-
-    # --- for the HTTP side (``Dispatcher``) ------------------------------------------------------
+    # --- the HTTP side and operators --------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
-        self._carry_out(self._core.submit(request, time.monotonic()))
+        self._carry_out(self._core.submit(request, self._timers.now()))
 
     def cancel(self, request_id: str) -> None:
-        self._carry_out(self._core.cancel(request_id, time.monotonic()))
-
-    def ready(self) -> bool:
-        return is_ready(self._core)
-
-    def failing(self) -> str:
-        return self._core.outcomes.failing
-
-    def gap(self) -> str:
-        return self._core.gap(time.monotonic())
+        self._carry_out(self._core.cancel(request_id, self._timers.now()))
 
     def drain(self, worker_id: str, timeout_s: float | None) -> dict[str, object] | None:
+        """Have a worker leave. Return what it holds, JSON-ready; None: there is no such worker."""
         worker, actions = self._core.drain(worker_id, timeout_s)
         self._carry_out(actions)
         if worker is None:
             return None
-        _log.info(
-            "%s worker %s is to leave; it holds %d requests", worker.role, worker_id, len(worker.dispatches)
-        )
+        held = len(worker.dispatches)
+        self._log.info("%s worker %s is to leave; it holds %d requests", worker.role, worker_id, held)
         return {
             "worker_id": worker_id,
             "role": worker.role,
@@ -115,81 +106,75 @@ class SocketDispatcher:
         }
 
     def flip(self, worker_id: str, role: Role, timeout_s: float | None) -> dict[str, object] | str | None:
-        now = time.monotonic()
+        """Have a worker change its role. Return a sentence where it cannot; None: there is no such worker."""
+        now = self._timers.now()
         ordered, actions = self._core.flip(worker_id, role, timeout_s, now)
         self._carry_out(actions)
         if not isinstance(ordered, FlipRecord):
             return ordered
-        _log.info("worker %s is to become a %s worker", ordered.process, role)
+        self._log.info("worker %s is to become a %s worker", ordered.process, role)
         return ordered.as_json(now)
 
-    def flips(self) -> list[dict[str, object]]:
-        now = time.monotonic()
-        return [record.as_json(now) for record in self._core.flips.latest]
+    # --- the workers ------------------------------------------------------------------------------------
 
-    def snapshot(self) -> dict[str, object]:
-        """Return the state for /debug/state, JSON-ready."""
-        return {
-            "coordinator": {
-                "pid": os.getpid(),
-                "incarnation": self._core.incarnation,
-                "control_address": self.address,
-                "ready": self.ready(),
-            },
-            "channel": asdict(self._channel.counters),
-            **debug_state(self._core, time.monotonic()),
-        }
-
-    def system(self) -> SystemSnapshot:
-        """Return the state for /metrics and the dashboard."""
-        return system_snapshot(self._core)
-
-    # --- the workers -----------------------------------------------------------------------------
-
-    def _receive(self, messages: list[tuple[bytes, Message]]) -> None:
+    def receive(self, messages: list[tuple[bytes, Message]]) -> None:
         """Receive messages that arrived together. Their tokens are written together, so that a coordinator
         that falls behind writes longer chunks, not more of them."""
-        now = time.monotonic()
+        now = self._timers.now()
         actions: list[Action] = []
-        for identity, message in messages:
-            worker = worker_of(identity)
-            if worker is not None:
-                actions += self._core.receive(worker, message, now)
-        self._carry_out(actions)
+        try:
+            for identity, message in messages:
+                worker = worker_of(identity)
+                if worker is not None:
+                    actions += self._core.receive(worker, message, now)
+        finally:  # one message that the lifecycle fails on takes no other's tokens with it
+            self._carry_out(actions)
 
-    def _process_ended(self, worker: WorkerId) -> None:
+    def process_ended(self, worker: WorkerId) -> None:
         """Remove a worker whose process has ended, once its last messages were read."""
         self._core.process_ending(worker)
-        self._endings[worker] = asyncio.get_running_loop().call_later(
-            LAST_MESSAGES_S, self._remove_ended, worker
-        )
+        self._endings[worker] = self._timers.call_later(LAST_MESSAGES_S, self._remove_ended, worker)
 
     def _remove_ended(self, worker: WorkerId) -> None:
         del self._endings[worker]
-        self._receive(self._channel.receive(TICK_LIMIT))
-        self._carry_out(self._core.process_ended(worker, time.monotonic()))
-        self._log_changes()
+        try:
+            self.receive(self._socket.receive(TICK_LIMIT))
+        finally:
+            self._carry_out(self._core.process_ended(worker, self._timers.now()))
+            self._note_changes()
 
     def _tick(self) -> None:
         # The next tick is set first: whatever this one raises, deadlines and dead workers are checked again.
-        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
-        self._receive(self._channel.receive(TICK_LIMIT))  # after a stall, read all messages first
-        now = time.monotonic()
-        if self._channel.lost_any(now):
+        self._next_tick = self._timers.call_later(self._tick_s, self._tick)
+        self.receive(self._socket.receive(TICK_LIMIT))  # after a stall, read all messages first
+        now = self._timers.now()
+        if self._socket.lost_any(now):
             self._core.connection_lost()
         self._carry_out(self._core.tick(now))
-        self._log_changes()
+        self._note_changes()
+
+    # --- actions ----------------------------------------------------------------------------------------
 
     def _carry_out(self, actions: list[Action]) -> None:
-        """Carry out all actions, whatever a sink or a listener raises: the lifecycle returns each action
-        once."""
+        if self._carrying_out:
+            self._pending += actions
+            return
+        self._carrying_out = True
+        try:
+            while actions:
+                self._carry_out_in_order(actions)
+                actions, self._pending = self._pending, []
+        finally:
+            self._carrying_out = False
+
+    def _carry_out_in_order(self, actions: list[Action]) -> None:
         touched: dict[Sink, Request] = {}
         for action in actions:
             if isinstance(action, Push):
-                request = action.request
+                request, token, logprobs = action
                 sink = request.sink
                 try:
-                    sink.push(action.token, action.logprobs)
+                    sink.push(token, logprobs)
                     touched[sink] = request
                 except Exception:
                     touched.pop(sink, None)
@@ -219,7 +204,7 @@ class SocketDispatcher:
 
     def _sink_failed(self, request: Request) -> None:
         """End this request alone with an error, for a defect of ours; nothing more is pushed to its sink."""
-        _log.exception("%s: its tokens cannot be written; it ends with an error", request.request_id)
+        self._log.exception("%s: its tokens cannot be written; it ends with an error", request.request_id)
         sink, request.sink = request.sink, ClosedSink()
         with contextlib.suppress(Exception):  # logged above; its deadline ends the response
             sink.end(
@@ -228,54 +213,59 @@ class SocketDispatcher:
                     message=f"Internal error; the server's log says more under {request.request_id}.",
                 )
             )
-        asyncio.get_running_loop().call_soon(self.cancel, request.request_id)
+        self.cancel(request.request_id)
 
     def _send_soon(self, send: Send) -> None:
         """Send with the end of this turn of the loop, all messages to a worker together: each alone would
         wake two I/O threads."""
         if not self._outbox:
-            asyncio.get_running_loop().call_soon(self._send_outbox)
+            self._timers.call_soon(self._send_outbox)
         self._outbox[send.worker].append(send.message)
 
     def _send_outbox(self) -> None:
+        """Send all of it. A worker that was removed meanwhile is sent nothing but that it is fenced."""
         outbox, self._outbox = self._outbox, defaultdict(list)
-        counters, now = self._channel.counters, time.monotonic()
+        now = self._timers.now()
         for worker, messages in outbox.items():
-            unknown = counters.dropped_unknown
-            self._channel.send(identity_of(*worker), *messages)
-            self._core.pools.reached(worker, counters.dropped_unknown == unknown, now)
+            if worker not in self._core.pools.workers:
+                messages = [message for message in messages if isinstance(message, Fenced)]
+            if not messages:
+                continue
+            try:
+                reached = self._socket.reach(identity_of(*worker), *messages)
+            except Exception:
+                self._log.exception("%d messages to worker %s cannot be sent", len(messages), worker[0])
+            else:
+                self._core.pools.reached(worker, reached, now)
 
-    def _log_changes(self) -> None:
-        """Log each worker that came or went."""
-        now: dict[tuple[str, int], str] = {
-            worker.id: worker.role for worker in self._core.pools.workers.values()
-        }
-        for worker_id, role in now.items():
-            if worker_id not in self._known:
-                self._processes.watch(self._core.pools.workers[worker_id].hello)
-                _log.info("%s worker %s is here", role, worker_id[0])
+    # --- changes ----------------------------------------------------------------------------------------
+
+    def _note_changes(self) -> None:
+        """Watch the processes of the workers that came, forget those that went, and log both."""
+        pools, known = self._core.pools, self._known
+        if pools.version == self._version:
+            return
+        self._version, self._known = pools.version, {w.id: w.role for w in pools.workers.values()}
         for worker_id, role in self._known.items():
-            if worker_id not in now:
+            if worker_id not in known:
+                self._processes.watch(pools.workers[worker_id].hello)
+                self._log.info("%s worker %s is here", role, worker_id[0])
+        for worker_id, role in known.items():
+            if worker_id not in self._known:
                 self._processes.forget(worker_id)
-                reason = self._core.pools.reasons_lost.get(worker_id, "lost")
-                _log.log(
-                    logging.INFO if reason == DRAINED else logging.WARNING,
-                    "%s worker %s is gone: %s",
-                    role,
-                    worker_id[0],
-                    reason,
-                )
-        if now != self._known:
-            for misfit in self._core.pools.misfits():
-                _log.warning(misfit)
-        longest = self._core.pools.max_sequence_tokens
+                reason = pools.reasons_lost.get(worker_id, "lost")
+                level = logging.INFO if reason == DRAINED else logging.WARNING
+                self._log.log(level, "%s worker %s is gone: %s", role, worker_id[0], reason)
+        if self._known != known:
+            for misfit in pools.misfits():
+                self._log.warning(misfit)
+        longest = pools.max_sequence_tokens
         if longest != self._longest:
             self._longest = longest
-            _log.info(
+            self._log.info(
                 "requests may have %d tokens, prompt and output together; --max-model-len may lower it",
                 longest,
             )
-        self._known = dict(now)
 
 
 class ClosedSink:

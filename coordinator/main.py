@@ -22,7 +22,6 @@ from ..transport.errors import KeyFileError
 from ..transport.messages.incarnation import incarnations
 from ..transport.process.collector import settle_heap
 from .background import background
-from .dispatcher import SocketDispatcher
 from .generate.reader.allocator import give_memory_back
 from .http.access.operators import Operators, admin_key, make_admin_key
 from .http.access.url import is_loopback, url_of
@@ -43,6 +42,7 @@ from .routes.usage import usage_routes
 from .run_folder import ADMIN_KEY, Door, RunFolder, announce
 from .server import HttpApp, HttpServer, admin_server, batches_of, front_door_of
 from .settings import CoordinatorSettings
+from .socket_dispatcher import SocketDispatcher
 from .tenants.opening import tenancy_of
 from .text.served_model import ServedModel
 

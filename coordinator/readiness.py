@@ -8,8 +8,9 @@ import logging
 import time
 
 from ..transport.messages.messages import Sampling
-from .dispatcher import ClosedSink, SocketDispatcher
+from .dispatcher import ClosedSink
 from .lifecycle.request import Request
+from .socket_dispatcher import SocketDispatcher
 
 PROBE_TOKENS = 4
 PROBE_S = 10.0

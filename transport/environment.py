@@ -1,13 +1,13 @@
 """Everything outside that the shells of a worker may use: four protocols, and one value that holds an
-implementation of each.
+implementation of each. And what the coordinator's dispatcher may use: timers and a control socket.
 
-The live ones are in ``live_environment.py``. The fault simulator gives the same shells a network, a device
-and movers of its own, under virtual time.
+The live ones are in ``live_environment.py`` and ``channels/``. The fault simulator gives the same shells a
+network, a device, movers and timers of its own, under virtual time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +18,34 @@ from .movers.interface import PutSource
 class Clock(Protocol):
     def now(self) -> float:
         """Seconds of this process's monotonic clock."""
+
+
+class Timer(Protocol):
+    def cancel(self) -> None:
+        """Do not call it, if it has not been called."""
+
+
+class Timers(Clock, Protocol):
+    """The clock of an event loop, which makes one call after the other."""
+
+    def call_soon(self, callback: Callable[..., object], *args: object) -> object:
+        """Call once the call that is being made has returned, in the order of ``call_soon``."""
+
+    def call_later(self, delay_s: float, callback: Callable[..., object], *args: object) -> Timer:
+        """Call after ``delay_s`` seconds, or later."""
+
+
+class ControlSocket(Protocol):
+    """The coordinator's end of all workers' channels; it knows each by the identity that the worker chose."""
+
+    def reach(self, peer: bytes, *messages: Message) -> bool:
+        """Queue messages for ``peer``; return whether it is connected."""
+
+    def receive(self, limit: int) -> list[tuple[bytes, Message]]:
+        """Return what has arrived, of up to ``limit`` calls of ``reach``, each with its sender's identity."""
+
+    def lost_any(self, now: float) -> bool:
+        """Return whether a connection has ended since the last call. Whose shows in ``reach``."""
 
 
 class Channel(Protocol):

@@ -220,10 +220,9 @@ class Lifecycle:
         return actions if num_moved == self.outcomes.num_moved else actions + self._evacuation.evacuate(now)
 
     def process_ending(self, worker_id: WorkerId) -> None:
-        """Note that a worker's process has ended. Its last messages are still to be read: its silence
-        means nothing now."""
+        """Note that a worker's process has ended. Its last messages are still to be read."""
         if (worker := self.pools.workers.get(worker_id)) is not None:
-            worker.ended = True
+            self.pools.process_ending(worker)
 
     def process_ended(self, worker_id: WorkerId, now: float) -> list[Action]:
         """Remove a worker whose process has ended, once all its messages were read."""

@@ -87,6 +87,11 @@ class Pools:
         self._unlist(worker)
         self._workers_changed()
 
+    def process_ending(self, worker: WorkerRecord) -> None:
+        """Give the worker no new work, and do not count its silence: its process has ended."""
+        worker.ended = True
+        self._unlist(worker)
+
     def _unlist(self, worker: WorkerRecord) -> None:
         if worker.listed is not None:
             worker.listed.remove(worker)

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable
 from typing import Any
 
-Event = Callable[..., None]
+Event = Callable[..., object]
 
 
 class EventQueue:

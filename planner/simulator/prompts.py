@@ -3,33 +3,15 @@ unique."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 
-from ...coordinator.lifecycle.request import Ended, Request
-from ...transport.messages.messages import Sampling, TokenLogprobs
+from ...coordinator.dispatcher import ClosedSink
+from ...coordinator.lifecycle.request import Request
+from ...transport.messages.messages import Sampling
 from ..trace.request import TraceRequest
 
 WORD = (1 << 32) - 1
-
-
-class NullSink:
-    """The lifecycle calls no sink: its shell does, and this one's has no client."""
-
-    def push(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        """Not called."""
-
-    def push_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
-        """Not called."""
-
-    def flush(self) -> None:
-        """Not called."""
-
-    def end(self, ended: Ended) -> None:
-        """Not called."""
-
-
-SINK = NullSink()
+NO_SINK = ClosedSink()
 
 
 def generation_request(
@@ -41,7 +23,7 @@ def generation_request(
         request_id=f"r{number}",
         prompt_token_ids=prompt_tokens(number, request, block_size),
         sampling=_sampling(request.num_output_tokens),
-        sink=SINK,
+        sink=NO_SINK,
         arrival=arrival,
         deadline=arrival + timeout_s,
         session=request.session,

@@ -2,7 +2,7 @@
 runner.
 
 To be read in this order: events.py, cluster.py (what is simulated), device.py and host.py (steps take their
-time), worker_shell.py with prefill_shell.py and decode_shell.py, coordinator_shell.py, then records.py and
+time), worker_shell.py with prefill_shell.py and decode_shell.py, coordinator.py, then records.py and
 tallies.py (what comes out). No core is written again here. The same cluster, trace and seed give the same
 results bit for bit.
 """
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
+from ...coordinator.dispatcher import LAST_MESSAGES_S
 from ...engine.cache.block_manager import BlockManager
 from ...engine.latency_profile import StepClock, StepRole
 from ...steering.steering import Steering
@@ -24,7 +25,7 @@ from ...worker.roles import RoleHost, worker_name
 from ..errors import SimulationError
 from ..trace.request import Trace, TraceRequest
 from .cluster import Cluster, Pool
-from .coordinator_shell import CoordinatorShell
+from .coordinator import Coordinator
 from .decode_shell import DecodeShell
 from .device import Device, Noise, Pace
 from .events import EventQueue
@@ -43,7 +44,7 @@ BOTH = ("decode", "prefill")
 COLLAPSE_EVERY = 1000
 """Arrivals between two looks at what has come to the heap."""
 DEAD_AFTER_S = 0.3
-"""A process's end is seen by its peers and the coordinator so much later."""
+"""Seconds after the end of a process at which its peers see it and the coordinator has removed it."""
 
 
 @dataclass(slots=True)
@@ -98,7 +99,7 @@ class Simulation:
         self.decode_workers: dict[str, DecodeShell] = {}
         self.machines: list[_Machine] = []
         self._hosts = [Host(self.queue) for _ in range(cluster.num_hosts)]
-        self.coordinator = CoordinatorShell(self, steering)
+        self.coordinator = Coordinator(self, steering)
         self.clocks = [StepClock(pool.profile, warns=False) for pool in cluster.pools]
         for index, (pool, clock) in enumerate(zip(cluster.pools, self.clocks, strict=True)):
             for _ in range(pool.count):
@@ -260,6 +261,7 @@ class Simulation:
             del self.workers[dead.name]
             self.decode_workers.pop(dead.name, None)
             self.queue.after(DEAD_AFTER_S, self._seen_dead, dead.id)
+            self.queue.after(DEAD_AFTER_S - LAST_MESSAGES_S, self.coordinator.worker_ended, dead.id)
         machine.shells = []
         machine.device.stop()
         clock = self.clocks[self.cluster.pools.index(machine.pool)]
@@ -278,7 +280,6 @@ class Simulation:
     def _seen_dead(self, worker: tuple[str, int]) -> None:
         for decode in self.decode_workers.values():
             decode.peer_died(worker)
-        self.coordinator.worker_ended(worker)
 
     def _plan_failures(self) -> None:
         machines = {machine.name: machine for machine in self.machines}

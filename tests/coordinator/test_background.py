@@ -20,13 +20,13 @@ from splitserve.cli.settings import DEMO_MODEL, ServerSettings
 from splitserve.coordinator import main
 from splitserve.coordinator.background import background
 from splitserve.coordinator.batch.runner import BatchRunner
-from splitserve.coordinator.dispatcher import SocketDispatcher
 from splitserve.coordinator.http.access.tls import TlsFiles
 from splitserve.coordinator.http.listening_server import ListeningServer
 from splitserve.coordinator.metrics.body_log import BodyLog
 from splitserve.coordinator.metrics.sampler import Sampler
 from splitserve.coordinator.processes import Place
 from splitserve.coordinator.server import HttpServer
+from splitserve.coordinator.socket_dispatcher import SocketDispatcher
 from splitserve.coordinator.tenants.directory import KeyDirectory
 from splitserve.coordinator.tenants.meter import Meter
 from splitserve.coordinator.tenants.redis_limiter import RedisLimiter

@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from splitserve.coordinator.dispatcher import SocketDispatcher
 from splitserve.coordinator.lifecycle.actions import Action
 from splitserve.coordinator.lifecycle.lifecycle import Lifecycle, LifecycleLimits
 from splitserve.coordinator.lifecycle.membership import DRAINED
+from splitserve.coordinator.socket_dispatcher import SocketDispatcher
 from splitserve.transport.channels.channels import DealerChannel
 from splitserve.transport.channels.coordinator_link import identity_of
 from splitserve.transport.messages.messages import FROM_COORDINATOR, Goodbye, Hello, ModelIdentity

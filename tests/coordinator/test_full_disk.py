@@ -24,6 +24,7 @@ from support.small_disk import SmallDisk, small_disk
 
 from splitserve.cli.settings import DEMO_MODEL
 from splitserve.coordinator.batch.runner import BatchOptions
+from splitserve.coordinator.dispatcher import ClosedSink
 from splitserve.coordinator.http.limits import HttpLimits
 from splitserve.coordinator.lifecycle.request import Ended, Request
 from splitserve.coordinator.metrics.trace_log import TraceLog
@@ -37,7 +38,6 @@ from splitserve.coordinator.tenants.tenancy import Admission
 from splitserve.coordinator.tenants.usage_database import SQLITE, open_database
 from splitserve.coordinator.tenants.usage_record import UsageRecord
 from splitserve.coordinator.text.served_model import ServedModel
-from splitserve.planner.simulator.prompts import SINK
 from splitserve.planner.trace.readers import open_trace
 from splitserve.transport.messages.messages import Sampling
 
@@ -68,7 +68,7 @@ async def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> 
 
 def ended(log: TraceLog) -> None:
     now = monotonic()
-    request = Request("name", list(range(1000)), Sampling(max_tokens=9), SINK, now, now + 60)
+    request = Request("name", list(range(1000)), Sampling(max_tokens=9), ClosedSink(), now, now + 60)
     log.note(request, Ended("length", num_output_tokens=5))
 
 

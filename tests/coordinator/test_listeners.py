@@ -11,7 +11,6 @@ import httpx
 import pytest
 from support.http_fakes import FakeDispatcher
 
-from splitserve.coordinator.dispatcher import SocketDispatcher
 from splitserve.coordinator.generate.choice import Choice
 from splitserve.coordinator.lifecycle.actions import Action, End, Push
 from splitserve.coordinator.lifecycle.lifecycle import Lifecycle
@@ -20,6 +19,7 @@ from splitserve.coordinator.listeners import LOG_EVERY_S, ListenerFailures, List
 from splitserve.coordinator.metrics.request_record import RequestRecord
 from splitserve.coordinator.metrics.trace_log import TraceLog
 from splitserve.coordinator.server import HttpServer
+from splitserve.coordinator.socket_dispatcher import SocketDispatcher
 from splitserve.transport.messages.messages import Sampling
 
 BODY = {"prompt": "quick", "max_tokens": 5}

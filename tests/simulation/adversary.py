@@ -94,7 +94,7 @@ class Adversary:
         else:
             self.counts["drains by the coordinator"] += 1
             coordinator = self.world.some_coordinator()
-            coordinator.run(coordinator.drain, worker.name, self.random.choice((None, 0.3)))
+            coordinator.run(coordinator.dispatcher.drain, worker.name, self.random.choice((None, 0.3)))
 
     def flip(self) -> None:
         """By a person's word, or the pool controller's; whether it may be is the coordinator's to say."""

@@ -194,6 +194,8 @@ class VirtualChannel:
         return True
 
     def _send(self, messages: Sequence[Message]) -> None:
+        if (listener := self.world.listeners.get(self.address)) is not None:
+            listener.on_the_way[self.identity] += len(messages)
         for message in messages:
             self.network.note(message)
             self.world.network.send(self.network.name, self.address, message, self._reach)
@@ -210,7 +212,8 @@ class VirtualChannel:
 
     def _reach(self, message: Message) -> None:
         if (listener := self.world.listeners.get(self.address)) is not None:
-            listener.network.owner.run(listener.arrive, self, message)
+            listener.on_the_way[self.identity] -= 1
+            listener.come(self, message)
 
     def _arrive(self, speaker: int, message: Message) -> None:
         if self.closed or speaker < self._newest:  # one connection's messages come in order
@@ -234,6 +237,7 @@ class VirtualListener:
         self.number = self.world.next_number()
         self.inbox: list[tuple[bytes, Message]] = []
         self.closed = False
+        self.on_the_way: Counter[bytes] = Counter()  # messages to it, by sender, where the network loses none
         self._routes: dict[bytes, VirtualChannel] = {}  # the newest of each identity
         self._opened_to: dict[
             PeerId, int
@@ -280,6 +284,9 @@ class VirtualListener:
         messages, self.inbox = self.inbox, []
         self.network.readable.discard(self)
         return messages
+
+    def come(self, channel: VirtualChannel, message: Message) -> None:
+        self.network.owner.run(self.arrive, channel, message)
 
     def arrive(self, channel: VirtualChannel, message: Message) -> None:
         if self.closed:

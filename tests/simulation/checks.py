@@ -39,16 +39,19 @@ class Checks:
 
     def look_at_coordinator(self, coordinator: CoordinatorProcess) -> None:
         """Every client that waits is known, and its wait ends."""
+        coordinator.sends.look()
+        coordinator.processes.look()
+        self.world.clients.look(coordinator)
         requests = coordinator.core.requests
         if set(requests) != {
             i for i, c in self.world.clients.pending.items() if c.coordinator is coordinator
         }:
             self.world.violated("the coordinator and the clients do not agree on who waits")
         for request in requests.values():
-            if not coordinator.now < request.deadline < inf:
+            if not coordinator.ticked_at < request.deadline < inf:
                 self.world.violated(
                     f"{coordinator.name}: {request.request_id} is late in {request.state} at "
-                    f"{coordinator.now}"
+                    f"{coordinator.ticked_at}"
                 )
 
     def at_rest(self) -> bool:
@@ -92,6 +95,8 @@ class Checks:
             yield f"{name} holds {len(core.requests)} requests"
         if {w.id for w in self.world.workers.values()} != set(core.pools.workers):
             yield f"{name} knows {sorted(core.pools.workers)}"
+        for worker_id in coordinator.processes.left():
+            yield f"{name} watches the process of {worker_id[0]}, which it does not know"
         for known in core.pools.workers.values():
             if known.dispatches or known.pending or known.pending_blocks:
                 yield f"{name} counts work for {known.hello.worker_id}"

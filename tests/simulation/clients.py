@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from random import Random
 from typing import TYPE_CHECKING
 
+from simulation.client import BrokenSink, Client, ClientSink
 from simulation.model import EOS, VOCABULARY, expected_output, logprob
 from simulation.poison import FUSES, PoisonousRequest
 from simulation.worker_process import BLOCK_SIZE, MAX_MODEL_LEN
 
-from splitserve.coordinator.lifecycle.actions import End, Push, PushPromptLogprobs
+from splitserve.coordinator.dispatcher import ClosedSink
 from splitserve.coordinator.lifecycle.limits import LifecycleLimits
 from splitserve.coordinator.lifecycle.request import Ended, Request
-from splitserve.transport.messages.messages import PeerId, Prefill, Sampling
+from splitserve.transport.messages.messages import PeerId, Prefill, Sampling, TokenLogprobs
 
 if TYPE_CHECKING:
     from simulation.coordinator_process import CoordinatorProcess
@@ -28,42 +29,13 @@ FAIR_ENDS = ("deadline", "unavailable", "overloaded")
 ``failed``.)"""
 
 
-class NullSink:
-    """The lifecycle never calls a sink; its shell does."""
-
-    def push(self, token_id: int, logprobs: object) -> None: ...
-    def push_prompt_logprobs(self, logprobs: object) -> None: ...
-    def flush(self) -> None: ...
-    def end(self, ended: object) -> None: ...
-
-
-SINK = NullSink()
-
-
-@dataclass(slots=True)
-class Client:
-    """What one client has seen."""
-
-    request: Request
-    coordinator: CoordinatorProcess  # its connection breaks with this process
-    expected: list[int]
-    reason: str
-    num_tokens: int = 0
-    has_prompt_logprobs: bool = False
-    tries: dict[tuple[int, int], tuple[PeerId, PeerId]] = field(
-        default_factory=dict
-    )  # by coordinator and dispatch: who was to run it
-    ended: Ended | None = None
-    cancelled: bool = False
-    orphaned: bool = False
-
-
 class Clients:
     """Every client that ever was. Each event is checked when it comes."""
 
     def __init__(self, world: World) -> None:
         self.world, self.random, self.counts = world, world.random, world.counts
         self.faults = world.scenario.faults
+        self._draw = Random(f"sinks {world.seed}")
         self.all: dict[str, Client] = {}
         self.pending: dict[str, Client] = {}
         self._system_prompts = [self.random.choices(TOKENS, k=max(SHARED)) for _ in range(3)]
@@ -87,7 +59,7 @@ class Clients:
             prompt, sampling, num_choices, timeout = prompt[: min(OWN)], self._long_answer(), 1, 90.0
             self.world.poison.requests[f"r{number}"] = PoisonousRequest(draw.choice(FUSES))
         for i in range(num_choices):
-            request = Request(f"r{number + i}", prompt, sampling, SINK, 0.0, timeout, priority, salt)
+            request = Request(f"r{number + i}", prompt, sampling, ClosedSink(), 0.0, timeout, priority, salt)
             request.prompt_logprobs, request.session = prompt_logprobs, draw.choice(("", "a", "b"))
             coordinator.run(self._submit, request, coordinator)
         return num_choices
@@ -135,8 +107,9 @@ class Clients:
         )
         expected, reason = expected_output(request.prompt_token_ids, *bounds)
         client = Client(request, coordinator, expected, reason)
+        request.sink = ClientSink(self, client)
         self.all[request.request_id] = self.pending[request.request_id] = client
-        coordinator.submit(request)
+        coordinator.dispatcher.submit(request)
         if self.faults.cancel and self.random.random() < self.faults.cancel:
             self.world.queue.after(
                 self.random.choice((0.02, 0.2, 1.0)) * self.random.random(), self._leave, client
@@ -146,7 +119,17 @@ class Clients:
         if client.ended is None and not client.orphaned:
             self.counts["cancellations"] += 1
             client.cancelled = True
-            client.coordinator.run(client.coordinator.cancel, client.request.request_id)
+            client.coordinator.run(client.coordinator.dispatcher.cancel, client.request.request_id)
+
+    def maybe_break(self, client: Client, where: str) -> None:
+        """Raise BrokenSink with the scenario's probability."""
+        if client.broken and where != "end":
+            self._violated(client, f"a {where} after its sink has raised")
+        if self.world.strikes(self.faults.sink_error, f"sinks that raised at a {where}"):
+            client.broken = True
+            if where == "end":
+                self.pending.pop(client.request.request_id, None)
+            raise BrokenSink
 
     def coordinator_died(self, coordinator: CoordinatorProcess) -> None:
         for client in list(self.pending.values()):
@@ -165,34 +148,49 @@ class Clients:
 
     # --- what they see ---------------------------------------------------------------------------
 
-    def pushed(self, push: Push) -> None:
-        client = self.all[push.request.request_id]
-        at, token = client.num_tokens, push.token
+    def pushed(self, client: Client, token: int, logprobs: TokenLogprobs | None) -> None:
+        at = client.num_tokens
         client.num_tokens += 1
+        client.flushed = False
         if client.ended is not None:
             self._violated(client, "a token after the end")
         if at >= len(client.expected) or client.expected[at] != token:
             self._violated(client, f"token {at} is wrong")
         asked = client.request.sampling.logprobs is not None
-        if asked != (push.logprobs is not None) or (
-            push.logprobs is not None and push.logprobs.logprob != logprob(token)
-        ):
+        if asked != (logprobs is not None) or (logprobs is not None and logprobs.logprob != logprob(token)):
             self._violated(client, f"the logprobs of token {at} are wrong")
         if client.request.prompt_logprobs is not None and not client.has_prompt_logprobs:
             self._violated(client, "a token before the prompt's logprobs")
+        if (
+            self.faults.leave_in_push
+            and self._draw.random() < self.faults.leave_in_push
+            and not self.world.calm
+        ):
+            self._leave_in_push(client)
 
-    def pushed_prompt_logprobs(self, push: PushPromptLogprobs) -> None:
-        client = self.all[push.request.request_id]
+    def _leave_in_push(self, client: Client) -> None:
+        """Its own stop string was met; or another choice of the same call is not wanted any more."""
+        others = [other for other in self.pending.values() if other.coordinator is client.coordinator]
+        if self._draw.random() < 0.5 and others:
+            client = self._draw.choice(others)
+        self.counts["cancellations in the middle of a push"] += 1
+        self._leave(client)
+
+    def pushed_prompt_logprobs(self, client: Client, logprobs: Sequence[TokenLogprobs]) -> None:
         if client.has_prompt_logprobs or client.ended is not None:
             self._violated(client, "the prompt's logprobs came again or too late")
         client.has_prompt_logprobs = True
-        if [entry.logprob for entry in push.logprobs] != [
-            logprob(t) for t in client.request.prompt_token_ids[1:]
-        ]:
+        if [entry.logprob for entry in logprobs] != [logprob(t) for t in client.request.prompt_token_ids[1:]]:
             self._violated(client, "the prompt's logprobs are wrong")
 
-    def ended(self, end: End, coordinator: CoordinatorProcess) -> None:
-        ended, client = end.ended, self.all[end.request.request_id]
+    def look(self, coordinator: CoordinatorProcess) -> None:
+        """Between two turns of a coordinator's loop everything is written."""
+        for client in self.pending.values():
+            if client.coordinator is coordinator and not client.flushed:
+                self._violated(client, "tokens were pushed and not flushed")
+
+    def ended(self, client: Client, ended: Ended) -> None:
+        coordinator = client.coordinator
         if client.ended is not None:
             self._violated(client, "ended twice")
             return
@@ -210,6 +208,10 @@ class Clients:
             or ledger.end > now
         ):
             yield f"its stages are not its time: {ended.stages}"
+        if client.broken:
+            if ended.error != "failed" or not ended.message.startswith("Internal error"):
+                yield f"its sink has raised, and it ended otherwise: {ended}"
+            return
         if ended.error == "failed" and self.world.scenario.product_limits:
             if not self._was_due(client, ended.message):
                 yield f"given up too soon: {ended.message}"
@@ -271,7 +273,14 @@ class Clients:
             faults.kill_every or faults.die_in_put or faults.poison or faults.drain_every or faults.flip_every
         )
         return (
-            bool(faults.drop or faults.mangle or faults.late or faults.coordinator_restart_every or ends)
+            bool(
+                faults.drop
+                or faults.mangle
+                or faults.defect
+                or faults.late
+                or faults.coordinator_restart_every
+                or ends
+            )
             or self._anybody_was_slow
         )
 
@@ -280,6 +289,7 @@ class Clients:
         faults = self.faults
         return bool(
             faults.slow_every
+            or faults.late_turn
             or faults.freeze_every
             or faults.hang_every
             or faults.partition_every

@@ -6,22 +6,30 @@ from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING
 
-from simulation.channels import VirtualNetwork
+from simulation.coordinator_environment import (
+    HOST,
+    LATE_TURN_S,
+    READ_S,
+    Defect,
+    SendCheck,
+    VirtualControlSocket,
+    VirtualProcesses,
+    VirtualTimers,
+)
 from simulation.process import Process
 from simulation.worker_process import HEARTBEAT_S
 
-from splitserve.coordinator.lifecycle.actions import Action, End, Push, PushPromptLogprobs, Send
-from splitserve.coordinator.lifecycle.flips import FlipRecord
+from splitserve.coordinator.dispatcher import LifecycleDispatcher
+from splitserve.coordinator.lifecycle.actions import Action
 from splitserve.coordinator.lifecycle.lifecycle import Lifecycle, LifecycleLimits
-from splitserve.coordinator.lifecycle.request import Request
-from splitserve.transport.channels.coordinator_link import identity_of, worker_of
-from splitserve.transport.messages.messages import FROM_WORKER, Message, Prefill, Role
+from splitserve.coordinator.lifecycle.worker import WorkerId
+from splitserve.transport.channels.event_loop import BUDGET
+from splitserve.transport.messages.messages import Message, Role
 
 if TYPE_CHECKING:
     from simulation.world import World
 
 TICK_S = 0.1
-HOST = "host-0"
 PRODUCT_LIMITS = LifecycleLimits()
 LIMITS = LifecycleLimits(
     max_queue=10**6,
@@ -37,82 +45,82 @@ LIMITS = LifecycleLimits(
 
 
 class CoordinatorProcess(Process):
-    """The real lifecycle; what it says to clients goes to ``world.clients``."""
+    """The live lifecycle and dispatcher; ``world.clients`` are its sinks."""
 
     def __init__(self, world: World, name: str) -> None:
         super().__init__(world, name)
         siblings = tuple(other for other in world.coordinator_names if other != name)
         limits = replace(PRODUCT_LIMITS if world.scenario.product_limits else LIMITS, siblings=siblings)
         self.number = world.next_number()  # of this process, among those of its name
-        self._listener = VirtualNetwork(self, HOST).listen(name, FROM_WORKER)
         self.core = Lifecycle(world.hosts[HOST].incarnations()(), world.scenario.cluster.policy, limits)
-        self._num_ticks = 0
         # Half of them see that a worker's connection is gone, as ZeroMQ tells; the others go by its silence.
-        kills = world.scenario.faults.kill_every > 0
-        self._sees_connections = kills and Random(f"{world.seed} {name} {self.number}").random() < 0.5
-        self._tick()
-
-    def submit(self, request: Request) -> None:
-        self._carry_out(self.core.submit(request, self.now))
-
-    def cancel(self, request_id: str) -> None:
-        self._carry_out(self.core.cancel(request_id, self.now))
-
-    def drain(self, worker_id: str, timeout_s: float | None) -> None:
-        self._carry_out(self.core.drain(worker_id, timeout_s)[1])
+        random, kills = Random(f"{world.seed} {name} {self.number}"), world.scenario.faults.kill_every > 0
+        self.control = VirtualControlSocket(self, sees_connections=kills and random.random() < 0.5)
+        world.listeners[name] = self.control
+        self.processes = VirtualProcesses(self, random)
+        self.timers = VirtualTimers(self)
+        self._is_reading, self._num_ticks, self.ticked_at = False, 0, self.now
+        self.sends = SendCheck(self)
+        self._receive, self._tick, self._process_ended = (
+            self.core.receive,
+            self.core.tick,
+            self.core.process_ended,
+        )
+        self.core.receive = self._watch_receive  # type: ignore[method-assign]
+        self.core.tick = self._watch_tick  # type: ignore[method-assign]
+        self.core.process_ended = self._watch_process_ended  # type: ignore[method-assign]
+        self.dispatcher = LifecycleDispatcher(
+            self.core, self.timers, self.control, self.processes, tick_s=TICK_S
+        )
+        self.timers.call_soon(self.dispatcher.start)
 
     def flip(self, process: str, role: Role, timeout_s: float | None) -> None:
-        ordered, actions = self.core.flip(process, role, timeout_s, self.now)
-        self.world.counts["flips ordered"] += isinstance(ordered, FlipRecord)
-        self._carry_out(actions)
+        self.world.counts["flips ordered"] += isinstance(self.dispatcher.flip(process, role, timeout_s), dict)
 
-    def connection_lost(self) -> None:
-        """Some worker's process has ended."""
-        if self._sees_connections:
-            self.core.connection_lost()
+    def process_ended(self, pid: int) -> None:
+        """Notice that a worker's process has ended."""
+        self.control.connection_lost()
+        self.processes.ended(pid)
 
     def poll(self) -> None:
-        for identity, message in self._listener.receive(1000):
-            if (worker := worker_of(identity)) is not None:
-                self._check_owner(message)
-                self._carry_out(self.core.receive(worker, message, self.now))
+        if not self._is_reading:
+            self._is_reading = True
+            late = self.world.strikes(self.world.scenario.faults.late_turn, "late turns of a coordinator")
+            self.after((LATE_TURN_S if late else READ_S) * self.world.random.random() ** 2, self._read)
 
-    def _check_owner(self, message: Message) -> None:
-        """A request is its coordinator's alone."""
-        others = {
-            other.core.incarnation for other in self.world.coordinators.values() if other.name != self.name
-        }
-        if getattr(message, "coordinator", 0) in others:
-            self.world.violated(
-                f"{self.name}: got a {type(message).__name__} about a request of another coordinator"
-            )
+    def maybe_defect(self) -> None:
+        """Raise Defect with the scenario's probability."""
+        if self.world.strikes(self.world.scenario.faults.defect, "defects"):
+            raise Defect
 
-    def _tick(self) -> None:
-        self.after(TICK_S, self._tick)
-        self._carry_out(self.core.tick(self.now))
+    def _read(self) -> None:
+        self._is_reading = False
+        self.timers.call_now(self._receive_all)
+
+    def _receive_all(self) -> None:
+        messages = self.control.receive(BUDGET)
+        if self.control.inbox:
+            self.poll()
+        self.dispatcher.receive(messages)
+
+    # --- between the dispatcher and the lifecycle ------------------------------------------------
+
+    def _watch_receive(self, worker: WorkerId, message: Message, now: float) -> list[Action]:
+        self.maybe_defect()
+        return self._receive(worker, message, now)
+
+    def _watch_tick(self, now: float) -> list[Action]:
+        if self.control.inbox:
+            self.world.violated(f"{self.name}: ticks, and has messages that it has not read")
+        self.maybe_defect()
         self._num_ticks += 1
+        self.ticked_at = now
         if self._num_ticks % 4 == 0:
-            self.world.checks.look_at_coordinator(self)
+            self.after(1e-6, self.world.checks.look_at_coordinator, self)
+        return self._tick(now)
 
-    def _carry_out(self, actions: list[Action]) -> None:
-        clients = self.world.clients
-        for action in actions:
-            if type(action) is Push:
-                clients.pushed(action)
-            elif type(action) is Send:
-                self._send(action)
-            elif type(action) is End:
-                clients.ended(action, self)
-            elif type(action) is PushPromptLogprobs:
-                clients.pushed_prompt_logprobs(action)
-            else:
-                raise TypeError(f"the simulator does not know the action {action}")
-
-    def _send(self, send: Send) -> None:
-        if type(send.message) is Prefill:
-            self.world.clients.tried(send.message, send.worker)
-        sent = self._listener.send(identity_of(*send.worker), send.message)
-        if self._sees_connections:
-            if not sent and send.worker in self.core.pools.workers:
-                self.world.counts["connections found gone"] += 1
-            self.core.pools.reached(send.worker, sent, self.now)
+    def _watch_process_ended(self, worker: WorkerId, now: float) -> list[Action]:
+        self.processes.ending.pop(worker, None)
+        if worker in self.core.pools.workers and (unread := self.control.unread(worker)):
+            self.world.violated(f"{self.name}: removes {worker[0]} before {unread}")
+        return self._process_ended(worker, now)

@@ -56,6 +56,11 @@ class Faults:
     poison: float = (
         0.0  # share of requests that kill each worker that runs them, at once or after a few steps
     )
+    # around a coordinator's dispatcher
+    late_turn: float = 0.0  # share of its timers and reads that come up to ``LATE_TURN_S`` late
+    defect: float = 0.0  # share of the calls that its dispatcher makes to raise
+    sink_error: float = 0.0  # share of the calls of a sink that raise
+    leave_in_push: float = 0.0  # share of pushed tokens at which a client leaves in the middle of the push
 
 
 @dataclass(frozen=True)
@@ -139,6 +144,10 @@ EVERYTHING = replace(
     failed_rendezvous=0.1,
     broken_communicator=0.01,
     poison=0.002,
+    late_turn=0.01,
+    defect=0.001,
+    sink_error=0.002,
+    leave_in_push=0.005,
 )
 FLIPS = Faults(
     flip_every=0.15, freeze_in_put=0.03, partition_every=0.3, drop=0.02, double=0.05, late=0.02, cancel=0.1
@@ -280,6 +289,17 @@ NAMED = {
         Faults(kill_every=0.12, cancel=0.05), Cluster(num_prefill=2, num_decode=2), product_limits=True
     ),
     "poison": Scenario(Faults(poison=0.005), Cluster(num_prefill=3, num_decode=3), product_limits=True),
+    "dispatchers": Scenario(
+        Faults(
+            late_turn=0.05,
+            defect=0.01,
+            sink_error=0.01,
+            leave_in_push=0.02,
+            kill_every=0.8,
+            coordinator_freeze_every=1.0,
+        ),
+        Cluster(num_prefill=3, num_decode=3),
+    ),
     "everything": Scenario(
         EVERYTHING,
         Cluster(num_coordinators=2, num_flexible=2, one_sided=1.0, rendezvous=0.5, copies=0.3),
@@ -289,7 +309,8 @@ NAMED = {
 
 
 OF_A_RENDEZVOUS = ("failed_rendezvous", "broken_communicator")
-DRAWN_APART = {"flip_every", "poison", "clock_jump_every", *OF_A_RENDEZVOUS}
+OF_A_DISPATCHER = ("late_turn", "defect", "sink_error", "leave_in_push")
+DRAWN_APART = {"flip_every", "poison", "clock_jump_every", *OF_A_RENDEZVOUS, *OF_A_DISPATCHER}
 
 
 def draw_scenario(seed: int) -> Scenario:
@@ -310,6 +331,10 @@ def draw_scenario(seed: int) -> Scenario:
             chosen[name] = vars(EVERYTHING)[name] * 2 ** meetings.uniform(-1.0, 1.0)
     if (clocks := Random(f"clocks {seed}")).random() < 0.5:
         chosen["clock_jump_every"] = EVERYTHING.clock_jump_every * 2 ** clocks.uniform(-1.0, 1.0)
+    dispatchers = Random(f"dispatchers {seed}")
+    for name in OF_A_DISPATCHER:
+        if dispatchers.random() < 0.4:
+            chosen[name] = vars(EVERYTHING)[name] * 2 ** dispatchers.uniform(-1.0, 1.0)
     agents = Random(f"agents {seed}").choice([0.0, 0.0, 0.5, 1.0])
     limits = Random(f"limits {seed}")
     if (product_limits := limits.random() < 0.3) and limits.random() < 0.4:

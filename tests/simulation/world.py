@@ -9,7 +9,8 @@ Nothing that decides is written again here. To be read in this order:
     channels.py, environment.py      the four protocols of transport/environment.py over these
     model.py, memory.py      a model whose tokens show every wrong slot; its pure function is the oracle
     worker_process.py, worker_role.py      the worker's live loop, and each of its roles as the world sees it
-    step_device.py, coordinator_process.py      what computes its steps; the coordinator
+    step_device.py           what computes its steps
+    coordinator_process.py, coordinator_environment.py      the coordinator, and what its dispatcher is given
     adversary.py, poison.py  what befalls processes
     clients.py, watched_blocks.py, checks.py      what must be true
     campaign.py              many worlds, and what they found
@@ -133,7 +134,7 @@ class World:
         self.struck.update(role.id for role in process.roles.values())
         process.die()
         for coordinator in self.coordinators.values():
-            coordinator.run(coordinator.connection_lost)
+            coordinator.process_ended(process.pid)
         for other in self.processes.values():
             other.writers.pop(process, None)
         self.queue.after(0.05 + 1.5 * self.random.random() ** 3, self._start_again, process)
@@ -148,6 +149,10 @@ class World:
         WorkerProcess(self, dead.name, dead.host, dead.num_blocks, dead.latest, dead.flexible)
 
     def restart_coordinator(self, coordinator: CoordinatorProcess, after: float) -> None:
+        """It is killed, or ends in good order."""
+        if coordinator.awake and coordinator.number % 2:
+            coordinator.dispatcher.stop()
+            coordinator.sends.look()
         coordinator.die()
         self.restarted.add(coordinator.name)
         self.clients.coordinator_died(coordinator)

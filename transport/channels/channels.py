@@ -110,6 +110,12 @@ class RouterChannel(MessageSocket):
         """Queue ``messages`` for ``peer``. Return False where any had to be dropped."""
         return self._send([peer], messages)
 
+    def reach(self, peer: bytes, *messages: Message) -> bool:
+        """``send``; return whether ``peer`` is connected, also where its queue is full."""
+        unknown = self.counters.dropped_unknown
+        self.send(peer, *messages)
+        return self.counters.dropped_unknown == unknown
+
     def receive(self, limit: int) -> list[tuple[bytes, Message]]:
         """Return the messages of up to ``limit`` calls of ``send``, each with its sender's identity."""
         return [

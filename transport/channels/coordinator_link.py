@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Protocol
 
 from ..environment import Channel, Network
@@ -48,11 +49,13 @@ class LinkOwner(LinkedWorker, Protocol):
         """Connect to other coordinators, at these addresses."""
 
 
+@lru_cache(maxsize=4096)
 def identity_of(worker_id: str, incarnation: int, *more: int) -> bytes:
     """Return a socket identity that names a worker's incarnation."""
     return "\0".join([worker_id, *(f"{n:x}" for n in (incarnation, *more))]).encode()
 
 
+@lru_cache(maxsize=4096)
 def worker_of(identity: bytes) -> tuple[str, int] | None:
     """Return the worker id and incarnation in a socket identity; None where it names none."""
     try:

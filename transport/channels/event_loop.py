@@ -1,5 +1,5 @@
-"""A channel on an asyncio (or uvloop) event loop, by the loop's reader on the socket's FD; zmq.asyncio is 4
-times slower.
+"""Timers and channels on an asyncio (or uvloop) event loop. A channel is read by the loop's reader on the
+socket's FD; zmq.asyncio is 4 times slower.
 
 The FD is edge-triggered, and *any* use of the socket may consume the edge. So: read until nothing is left or
 the budget is spent, then look again in the next turn; and look again after every send.
@@ -8,12 +8,23 @@ the budget is spent, then look again in the next turn; and look again after ever
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
 from .channels import DealerChannel, RouterChannel
 
 BUDGET = 256  # messages per turn of the loop
+
+
+class LoopTimers:
+    """An event loop's timers. uvloop's own clock stands still during a callback; this one goes on."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.call_soon, self.call_later = loop.call_soon, loop.call_later
+
+    def now(self) -> float:
+        return time.monotonic()
 
 
 class Attachment:

@@ -28,6 +28,15 @@ def test_a_silent_decode_worker_is_dead_and_its_request_goes_on() -> None:
     assert [f.reason != "" for f in sent(bench.load("d", [1]), Fenced)] == [True]  # should it come back
 
 
+def test_a_worker_whose_process_has_ended_gets_no_new_work() -> None:
+    """It was dispatched to until its last messages had been read, and its death charged to those requests."""
+    bench = Bench()
+    bench.core.process_ending(("p", 1))
+    assert not sent(bench.submit(), Prefill)
+    bench.hello("p2", "prefill")
+    assert [request.route[0] for request in bench.core.requests.values()] == ["p2"]
+
+
 def test_of_a_worker_whose_end_is_known_silence_says_nothing_more() -> None:
     """A coordinator that stalls between hearing of the end and acting on it still says why that worker is
     gone."""

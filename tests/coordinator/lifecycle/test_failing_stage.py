@@ -7,10 +7,10 @@ import asyncio
 import pytest
 from support.lifecycle_bench import Bench
 
-from splitserve.coordinator.dispatcher import SocketDispatcher
 from splitserve.coordinator.lifecycle.lifecycle import Lifecycle, LifecycleLimits
 from splitserve.coordinator.lifecycle.request import Ended, Request
 from splitserve.coordinator.readiness import prove
+from splitserve.coordinator.socket_dispatcher import SocketDispatcher
 from splitserve.transport.messages.messages import RequestFailed
 
 BROKEN = "the decode worker has been started anew"

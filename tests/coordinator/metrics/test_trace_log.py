@@ -9,18 +9,20 @@ from time import monotonic
 import httpx
 from support.http_fakes import FakeDispatcher
 
+from splitserve.coordinator.dispatcher import ClosedSink
 from splitserve.coordinator.lifecycle.request import Ended, Request
 from splitserve.coordinator.metrics.trace_log import BLOCK_SIZE, TraceLog
 from splitserve.coordinator.server import HttpApp, HttpServer
 from splitserve.coordinator.text.served_model import ServedModel
-from splitserve.planner.simulator.prompts import SINK
 from splitserve.planner.trace.readers import open_trace
 from splitserve.transport.messages.messages import Sampling
 
 
 def request(tokens: list[int], arrival: float, session: str = "", salt: bytes = b"") -> Request:
     sampling = Sampling(max_tokens=9)
-    return Request("secret-name", tokens, sampling, SINK, arrival, arrival + 60, session=session, salt=salt)
+    return Request(
+        "secret-name", tokens, sampling, ClosedSink(), arrival, arrival + 60, session=session, salt=salt
+    )
 
 
 def logged(folder: Path) -> TraceLog:
