@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import msgpack
+import msgspec
 import orjson
 
 from ...transport.process.private_files import make_private
@@ -280,7 +280,9 @@ def _forget_accounts(db: sqlite3.Connection) -> None:
     if "account" in columns():  # another process may have been first
         db.execute("ALTER TABLE batches ADD COLUMN key_id INTEGER NOT NULL DEFAULT 0")
         for id, account in db.execute("SELECT id, account FROM batches").fetchall():
-            db.execute("UPDATE batches SET key_id = ? WHERE id = ?", (msgpack.unpackb(account)["key_id"], id))
+            db.execute(
+                "UPDATE batches SET key_id = ? WHERE id = ?", (msgspec.msgpack.decode(account)["key_id"], id)
+            )
         db.execute("ALTER TABLE batches DROP COLUMN account")
     db.execute("COMMIT")
     db.execute("PRAGMA wal_checkpoint(TRUNCATE)")

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, get_type_hints
 
-import msgpack
 import msgspec
 
 from ..errors import BadMessage
@@ -122,7 +121,7 @@ def _fields_that_are_messages(kind: type[Message]) -> Iterator[tuple[str, type[M
             yield name, hint
 
 
-_UNDECODABLE = (msgspec.MsgspecError, msgpack.UnpackException, ValueError, RecursionError)
+_UNDECODABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 """What the decoders raise: ValueError also for text that is not UTF-8, RecursionError for nested unknown
 fields."""
 
@@ -130,6 +129,10 @@ MAX_MESSAGE_BYTES = 1 + max(bounds.max_bytes for _, bounds in WIRE.values())
 
 _TAGS = {kind: (bytes([tag]), bounds) for tag, (kind, bounds) in WIRE.items()}
 _DECODERS = {kind: (msgspec.msgpack.Decoder(kind), Checks(kind)) for kind, _ in WIRE.values()}
+
+
+_SKIPPER = msgspec.msgpack.Decoder(msgspec.Raw)
+"""Raises where the payload is not one whole msgpack value; builds nothing."""
 
 
 def _plain(value: object) -> float:
@@ -148,7 +151,7 @@ def encode(message: Message) -> bytes:
     try:
         payload = _ENCODER.encode(message)
     except UnicodeEncodeError:  # half a character, as in a file's name that is no UTF-8
-        payload = msgpack.packb(message, default=_fields_of, unicode_errors="replace")
+        payload = _ENCODER.encode(_without_surrogates(message))
     if len(payload) > bounds.max_bytes:
         raise BadMessage(
             f"{type(message).__name__} of {len(payload)} bytes; at most {bounds.max_bytes} are allowed"
@@ -156,9 +159,15 @@ def encode(message: Message) -> bytes:
     return tag + payload
 
 
-def _fields_of(part: Message) -> dict[str, Any]:
-    """Return the fields of a message, or of one within it."""
-    return msgspec.structs.asdict(part)
+def _without_surrogates(value: Any) -> Any:
+    """Return a message, or a value within it, with a question mark for each half a character."""
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, Message):
+        value = msgspec.structs.asdict(value)
+    if isinstance(value, dict):
+        return {_without_surrogates(key): _without_surrogates(item) for key, item in value.items()}
+    return [_without_surrogates(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def decode(data: bytes | memoryview, allowed: Collection[type[Message]]) -> Message:
@@ -177,7 +186,7 @@ def decode(data: bytes | memoryview, allowed: Collection[type[Message]]) -> Mess
     payload = data[1:]
     try:
         if bounds.long_lists:
-            _look_for_all(payload)
+            _SKIPPER.decode(payload)
         message = decoder.decode(payload)
         checks.check(message)
         return message
@@ -209,14 +218,3 @@ def _version_difference(kind: type[Message], payload: bytes | memoryview) -> str
         "install the same version of splitserve on both (`splitserve version` says which wire version it has)"
     )
     return f"{kind.__name__} of wire version {theirs}, and here it is {WIRE_VERSION}: {advice}"
-
-
-def _look_for_all(payload: bytes | memoryview) -> None:
-    """Raises ValueError or UnpackException where the payload is not one whole msgpack value."""
-    if not payload:
-        raise ValueError("nothing but a tag")  # an Unpacker for nothing reserves 1 MiB
-    scan = msgpack.Unpacker(
-        max_buffer_size=len(payload), read_size=len(payload)
-    )  # by default it reserves 1 MiB
-    scan.feed(payload)
-    scan.skip()

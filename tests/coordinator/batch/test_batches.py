@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import httpx
-import msgpack
+import msgspec
 import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError
 from starlette.datastructures import UploadFile
@@ -322,7 +322,7 @@ def test_a_file_of_an_earlier_version_forgets_salts_and_digests(tmp_path: Path) 
     )
     old.execute(
         "INSERT INTO batches VALUES ('b', 'acme', 1, ?, 'in_progress', '{}')",
-        (msgpack.packb({"key_id": 12, "salt": secret}),),
+        (msgspec.msgpack.encode({"key_id": 12, "salt": secret}),),
     )
     old.commit()
     old.close()

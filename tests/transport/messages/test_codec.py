@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import msgspec
 import numpy as np
 import pytest
@@ -68,15 +67,15 @@ def test_a_message_for_somebody_else_is_refused() -> None:
         (b"\x33", "Ack: "),
         (b"\x33\x80", "Ack: Object missing required field `coordinator`"),
         (
-            b"\x33" + msgpack.packb({"coordinator": 1, "dispatch": 2, "lease": "3"}),
+            b"\x33" + msgspec.msgpack.encode({"coordinator": 1, "dispatch": 2, "lease": "3"}),
             r"Ack: Expected `int`, got `str` - at `\$.lease`",
         ),
         (
-            b"\x33" + msgpack.packb({"coordinator": 1, "dispatch": 2, "lease": 3, "more": 4}),
+            b"\x33" + msgspec.msgpack.encode({"coordinator": 1, "dispatch": 2, "lease": 3, "more": 4}),
             "Ack: .*unknown field `more`",
         ),
         (
-            b"\x33" + msgpack.packb({"coordinator": 1, "dispatch": 2, "lease": 3}) + b"\x00",
+            b"\x33" + msgspec.msgpack.encode({"coordinator": 1, "dispatch": 2, "lease": 3}) + b"\x00",
             "Ack: .*trailing characters",
         ),
         (b"\x34\x81\xa6reason\xa2\xff\xfe", "Nack: .*unknown field"),
@@ -150,7 +149,7 @@ def test_no_value_of_another_type_or_out_of_bounds_is_taken(
     (example,) = (example for example in EXAMPLES if type(example) is kind)
     for value in values:
         with pytest.raises(BadMessage, match=f"^{kind.__name__}: "):
-            decode(_tag(kind) + msgpack.packb({**_fields(example), field: value}), EVERY_TYPE)
+            decode(_tag(kind) + msgspec.msgpack.encode({**_fields(example), field: value}), EVERY_TYPE)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +168,7 @@ def test_sampling_is_checked_within_its_message(field: str, values: list[object]
     for value in values:
         fields["spec"]["sampling"][field] = value
         with pytest.raises(BadMessage, match=r"^Handoff: "):
-            decode(_tag(m.Handoff) + msgpack.packb(fields), EVERY_TYPE)
+            decode(_tag(m.Handoff) + msgspec.msgpack.encode(fields), EVERY_TYPE)
 
 
 def test_whole_numbers_are_taken_for_fractions_and_logprobs_may_be_anything() -> None:
@@ -237,15 +236,15 @@ def test_declared_sizes_reserve_no_memory() -> None:
     """The costliest lies: huge lists that are not there, and as many containers as fit."""
     first_token, limit = 4, 1 << 20
     lies = [
-        bytes([first_token]) + b"\x81" + msgpack.packb("prompt_logprobs") + b"\xdd\x00\x10\x00\x00",
+        bytes([first_token]) + b"\x81" + msgspec.msgpack.encode("prompt_logprobs") + b"\xdd\x00\x10\x00\x00",
         bytes([first_token])
         + b"\x81"
-        + msgpack.packb("prompt_logprobs")
+        + msgspec.msgpack.encode("prompt_logprobs")
         + b"\xdd\x00\x10\x00\x00"
         + b"\x80" * 300,
-        b"\x06\x81" + msgpack.packb("logprobs") + b"\xdf\x00\x01\x00\x00\x01",
-        b"\x06\x81" + msgpack.packb("tokens") + b"\xc6\x00\x04\x00\x00\x01",
-        b"\x21\x81" + msgpack.packb("grammar") + b"\xc6\x00\x04\x00\x00\x01",
+        b"\x06\x81" + msgspec.msgpack.encode("logprobs") + b"\xdf\x00\x01\x00\x00\x01",
+        b"\x06\x81" + msgspec.msgpack.encode("tokens") + b"\xc6\x00\x04\x00\x00\x01",
+        b"\x21\x81" + msgspec.msgpack.encode("grammar") + b"\xc6\x00\x04\x00\x00\x01",
         bytes([first_token]) + b"\xdd\x00\x10\x00\x00" * 400,
         bytes([first_token]) + b"\xdf\x00\x10\x00\x00" * 400,
         b"\x33" + b"\xdd\x00\x00\xea\x60" + b"\x80" * 60_000,
@@ -304,7 +303,7 @@ _VALUES = st.recursive(
 def test_wrong_values_in_right_fields(example: m.Message, data: st.DataObject) -> None:
     fields = _fields(example)
     fields[data.draw(st.sampled_from(sorted(fields)))] = data.draw(_VALUES)
-    decodes_or_is_bad(_tag(type(example)) + msgpack.packb(fields))
+    decodes_or_is_bad(_tag(type(example)) + msgspec.msgpack.encode(fields))
 
 
 def test_a_step_of_64_rows_is_cheap() -> None:
