@@ -21,7 +21,7 @@ from splitserve.transport.handoff.receiver import HandoffReceiver
 from splitserve.transport.handoff.sender import HandoffSender
 from splitserve.transport.messages.blocks import num_behind
 from splitserve.transport.movers.lease_book import Claim, LeaseBook
-from splitserve.transport.movers.nccl_sender import SendingSession
+from splitserve.transport.movers.nccl.sending import SendingSession
 from splitserve.transport.movers.targets import WaysIn
 
 Patch = pytest.MonkeyPatch
@@ -176,13 +176,13 @@ def write_what_comes_when_its_lease_has_ended(patch: Patch) -> None:
 
 
 def leave_the_other_end_of_a_closed_communicator_alone(patch: Patch) -> None:
-    close = SendingSession.close
+    close = SendingSession.close_session
 
     def broken(self: Any) -> None:
         close(self)
         self.take_messages()
 
-    patch.setattr(SendingSession, "close", broken)
+    patch.setattr(SendingSession, "close_session", broken)
 
 
 def make_a_mover_that_breaks_anew_again_and_again(patch: Patch) -> None:

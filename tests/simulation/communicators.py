@@ -20,14 +20,8 @@ from simulation.network import LATE_S
 from splitserve.transport.errors import MoverError
 from splitserve.transport.messages.messages import Message
 from splitserve.transport.movers.interface import Arrival, Item
-from splitserve.transport.movers.nccl_receiver import (
-    BeginSession,
-    PassEntry,
-    Receive,
-    ReceivingSession,
-    ReceivingSessions,
-)
-from splitserve.transport.movers.nccl_sender import LeavingParcel, SendingSession
+from splitserve.transport.movers.nccl.receiving import ReceivingSession, ReceivingSessions
+from splitserve.transport.movers.nccl.sending import LeavingParcel, SendingSession
 
 if TYPE_CHECKING:
     from simulation.worker_role import WorkerRole
@@ -74,9 +68,9 @@ class CommunicatorEnd:
         """Its other end is there no more."""
         return self.other is None or self.other.is_torn or not self.other.process.alive
 
-    def receive(self, entry: bytes) -> None:
+    def receive(self, key: str, value: bytes) -> None:
         """The other end's part of the rendezvous."""
-        self.other = self.world.communicator_ends[int(entry)]
+        self.other = self.world.communicator_ends[int(value)]
         if self.other.other is self:
             _meet(self, self.other)
 
@@ -158,9 +152,9 @@ class RendezvousSource(Source):
         super().__init__(writer, peer, process)
         self._stir = stir
         self.failed: Callable[[], None] = _nothing
-        self.session = SendingSession(self.world.next_number(), PATIENCE_S, writer.now)
+        self.session = SendingSession(self.world.next_number(), PATIENCE_S, lambda: writer.now)
         self._end = CommunicatorEnd(writer, self._met, self._broke, _nothing)
-        self.session.entry("0", str(self._end.number).encode())
+        self.session.send_entry("0", str(self._end.number).encode())
         self._given: dict[
             tuple[int, int], int
         ] = {}  # by lease and own block: how often it had been given to somebody when it was put
@@ -173,20 +167,20 @@ class RendezvousSource(Source):
             self.failed()
             raise MoverError("the adversary says so")
         parcels = [items[at : at + PARCEL] for at in range(0, len(items), PARCEL)]
-        self.session.put(lease, secret, parcels, slice(first, end))
+        self.session.put_parcels(lease, secret, parcels, slice(first, end))
         self._given.update({(lease, block): self.writer.blocks.times_given[block] for _, block, _ in items})
         self._go_on()
 
     def receive(self, message: Message) -> None:
-        if (entry := self.session.receive(message)) is not None:
-            self._end.receive(entry.value)
+        if (entry := self.session.entry_in(message)) is not None:
+            self._end.receive(entry.key, entry.value)
 
     def take_messages(self) -> list[Message]:
         return self.session.take_messages()
 
     def poll(self) -> list[Arrival]:
         try:
-            self.session.poll(self.writer.now)
+            self.session.poll()
         except MoverError:
             self.failed()
             raise
@@ -197,7 +191,7 @@ class RendezvousSource(Source):
         self.session.cancel(lease)
 
     def close(self) -> tuple[()]:
-        self.session.close()
+        self.session.close_session()
         self._end.is_torn = True
         return ()
 
@@ -211,7 +205,7 @@ class RendezvousSource(Source):
         self._stir(self)
 
     def _go_on(self) -> None:
-        if (parcel := self.session.next(self.writer.now)) is not None:
+        if (parcel := self.session.next()) is not None:
             self._end.begin()
             self._watch()
             self.writer.after(0.001 * self.random() ** 2, self._leave, parcel)
@@ -291,16 +285,18 @@ class RendezvousTarget(BookTarget):
         super().__init__(process)
         self._world = process.world
         self._words: list[tuple[PeerId, Message]] = []
+        size = process.memory.block_size
         self.sessions = ReceivingSessions(
-            self.book, NUM_LAYERS, process.memory.block_size, PARCEL * NUM_LAYERS * process.memory.block_size
+            self.book, NUM_LAYERS, size, PARCEL * NUM_LAYERS * size, self._begin
         )
-        self._ends: dict[ReceivingSession, CommunicatorEnd] = {}
+        self._open: list[ReceivingSession[CommunicatorEnd]] = []
 
-    def left_over(self) -> Iterator[ReceivingSession]:
+    def left_over(self) -> Iterator[ReceivingSession[CommunicatorEnd]]:
         """Those whose communicator is there, though the sending end has closed its own, and its process
         lives."""
-        for session, end in self._ends.items():
-            if end.other is not None and end.other.is_torn and end.other.process.alive:
+        for session in self._open:
+            other = session.end.other
+            if other is not None and other.is_torn and other.process.alive:
                 yield session
 
     def receive(self, peer: PeerId, message: Message) -> None:
@@ -322,37 +318,34 @@ class RendezvousTarget(BookTarget):
 
     def settle(self) -> None:
         """Whatever the sessions want done, and said."""
-        for action in self.sessions.take():
-            session = action.session
-            if isinstance(action, BeginSession):
-                self._begin(session)
-            elif isinstance(action, PassEntry):
-                self._ends[session].receive(action.value)
-            elif isinstance(action, Receive):
-                self._go_on(session)
-            else:
-                self._ends.pop(session).is_torn = True
-                self._world.counts["communicators torn down"] += 1
+        for session in self.sessions.ended:
+            session.end.is_torn = True
+            self._open.remove(session)
+            self._world.counts["communicators torn down"] += 1
+        self.sessions.ended.clear()
+        for session in self._open:
+            self._go_on(session)
         self._words += self.sessions.take_messages()
         if self._words:
             self._process.after(0.0, self._process.poll)
 
-    def _begin(self, session: ReceivingSession) -> None:
+    def _begin(self, session: ReceivingSession[CommunicatorEnd]) -> CommunicatorEnd:
         def go_on() -> None:
             self._go_on(session)
 
-        end = self._ends[session] = CommunicatorEnd(
-            self._process, go_on, lambda reason: self._broke(session, reason), go_on
-        )
-        self.sessions.entry(session, "1", str(end.number).encode())
+        end = CommunicatorEnd(self._process, go_on, lambda reason: self._broke(session, reason), go_on)
+        self._open.append(session)
+        self.sessions.send_entry(session, "1", str(end.number).encode())
+        return end
 
-    def _broke(self, session: ReceivingSession, reason: str) -> None:
+    def _broke(self, session: ReceivingSession[CommunicatorEnd], reason: str) -> None:
         self.sessions.broke(session, reason)
         self.settle()
 
-    def _go_on(self, session: ReceivingSession) -> None:
+    def _go_on(self, session: ReceivingSession[CommunicatorEnd]) -> None:
         """With what is to be received next; with what has come of it."""
-        if (end := self._ends.get(session)) is None or end.is_receiving:
+        end = session.end
+        if end.is_torn or end.is_receiving:
             return
         if session.receiving is None and self.sessions.next(session) is not None:
             end.begin()
@@ -363,7 +356,9 @@ class RendezvousTarget(BookTarget):
                 0.0005 * self._world.random.random() + piece.takes_s, self._received, session, end, piece
             )
 
-    def _received(self, session: ReceivingSession, end: CommunicatorEnd, piece: Piece) -> None:
+    def _received(
+        self, session: ReceivingSession[CommunicatorEnd], end: CommunicatorEnd, piece: Piece
+    ) -> None:
         """Also when it has been torn down since: then what comes is a late collective of an old
         communicator."""
         if end.is_torn and self._world.random.random() < 0.5:
@@ -371,15 +366,15 @@ class RendezvousTarget(BookTarget):
         self._world.counts["late collectives"] += end.is_torn
         end.is_receiving = False
         end.end()
-        parcel = self.sessions.received(session)
-        if parcel is not None and parcel.claim is not None:
-            if sum(map(len, piece.slices)) != parcel.num_bytes:
+        claim = self.sessions.received(session)
+        if claim is not None:
+            if sum(map(len, piece.slices)) != claim.header.length * len(claim.blocks):
                 self._broke(session, "a piece of another size came")
                 return
             self._process.written_by_itself(
-                parcel.claim.header.lease, parcel.claim.blocks, parcel.claim.header.offset, piece.slices
+                claim.header.lease, claim.blocks, claim.header.offset, piece.slices
             )
-            self._have_arrived(self.sessions.written(parcel))
+            self._have_arrived(self.book.complete(claim))
         piece.received()
         self._go_on(session)
 

@@ -15,7 +15,8 @@ from . import nixl
 from .block_memory import DevicePool, HostMemory
 from .cuda_ipc import CudaIpcSource, CudaIpcTarget, LoadedCudart
 from .interface import FALLBACK_MOVER, MoverEndpoints, Pool, PutSource, PutTarget
-from .nccl import NcclSource, NcclTarget
+from .nccl.receiving import NcclTarget
+from .nccl.sending import NcclSource
 from .nixl import NixlSource, NixlTarget
 from .shm import SharedPool, ShmSource, ShmTarget
 from .targets import MoverTargets

@@ -13,10 +13,12 @@ from support.kv_pools import DEADLINE_S, NUM_BLOCKS, NUM_LAYERS, SECRET, empty_p
 
 from splitserve.transport.errors import MoverError
 from splitserve.transport.messages.messages import Message, ParcelComing, RendezvousEntry, SessionOver, u32
-from splitserve.transport.movers import communicator, lease_book
+from splitserve.transport.movers import lease_book
 from splitserve.transport.movers.block_memory import HostMemory
 from splitserve.transport.movers.interface import Arrival, Pool
-from splitserve.transport.movers.nccl import NcclSource, NcclTarget
+from splitserve.transport.movers.nccl import communicator
+from splitserve.transport.movers.nccl.receiving import NcclTarget
+from splitserve.transport.movers.nccl.sending import NcclSource
 
 WRITER = ("p0", 1)
 
@@ -106,7 +108,7 @@ def test_a_piece_that_comes_after_its_lease_has_ended_reaches_no_block(pair: Pai
     pair.source.put(9, SECRET, [(0, 1, 7)])
     pair.until(lambda: pair.arrived)
     announced = ParcelComing(
-        session=pair.source.session,
+        session=pair.source.number,
         number=1,
         lease=9,
         secret=SECRET,
@@ -155,7 +157,7 @@ def test_a_source_that_stops_sending_breaks_its_session_only(
     pair.target.open(9, SECRET, {0: 7, 1: 8})
     pair.source.put(9, SECRET, [(0, 1, 7)])
     pair.until(lambda: pair.arrived)
-    session = pair.source.session
+    session = pair.source.number
     announced = ParcelComing(
         session=session, number=1, lease=9, secret=SECRET, first_layer=0, num_layers=1, positions=u32([1])
     )
@@ -178,8 +180,8 @@ def test_a_source_that_stops_sending_breaks_its_session_only(
 def test_announcements_that_cannot_be_end_the_session(
     pair: Pair, first_layer: int, num_layers: int, positions: list[int]
 ) -> None:
-    pair.until(lambda: pair.source._end.communicator)
-    session = pair.source.session
+    pair.until(lambda: pair.source._thread.communicator)
+    session = pair.source.number
     pair.target.receive(
         WRITER,
         ParcelComing(
@@ -201,18 +203,18 @@ def test_a_source_that_is_closed_has_the_other_ends_communicator_torn_down(pair:
     pair.target.open(9, SECRET, {0: 7})
     pair.source.put(9, SECRET, [(0, 1, 7)])
     pair.until(lambda: pair.arrived)
-    (receiver,) = pair.target._ends.values()
+    (session,) = pair.target._sessions.sessions.values()
     pair.source.close()
     pair.turn()
-    assert not pair.target._ends
-    receiver.join(DEADLINE_S)
-    assert not receiver.is_alive()
+    assert session.is_over
+    session.end.join(DEADLINE_S)
+    assert not session.end.is_alive()
 
 
 def test_strangers_words_make_nothing(pair: Pair) -> None:
     for message in (RendezvousEntry(session=5, key="0/0", value=b"x"), SessionOver(session=5, reason="no")):
         pair.target.receive(("p9", 1), message)
-    assert all(session.peer == WRITER for session in pair.target._ends)
+    assert set(pair.target._sessions.sessions) <= {WRITER}
     assert pair.target.take_messages() == []
 
 

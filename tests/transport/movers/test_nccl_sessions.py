@@ -16,28 +16,37 @@ from splitserve.transport.messages.messages import (
     u32,
 )
 from splitserve.transport.movers.lease_book import LeaseBook
-from splitserve.transport.movers.nccl_receiver import (
-    BeginSession,
-    EndSession,
-    PassEntry,
-    Receive,
-    ReceivingSession,
-    ReceivingSessions,
-    SessionAction,
-)
-from splitserve.transport.movers.nccl_sender import LeavingParcel, SendingSession
+from splitserve.transport.movers.nccl.receiving import ReceivingSession, ReceivingSessions
+from splitserve.transport.movers.nccl.sending import LeavingParcel, SendingSession
 
 WRITER, SECRET = ("p0", 7), b"0123456789abcdef"
 NUM_LAYERS, LAYER_BYTES, WHOLE = 4, 10, slice(0, 4)
 PATIENCE_S = 16.0
 
 
-def sending(number: int = 1) -> SendingSession:
-    return SendingSession(number, PATIENCE_S, now=100.0)
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def sending(number: int = 1, clock: Clock | None = None) -> SendingSession:
+    return SendingSession(number, PATIENCE_S, clock or Clock())
 
 
 def items(*positions: int) -> list[tuple[int, int, int]]:
     return [(position, 10 + position, 20 + position) for position in positions]
+
+
+class End:
+    """The receiving end of a communicator: the entries that it got."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[str, bytes]] = []
+
+    def receive(self, key: str, value: bytes) -> None:
+        self.entries.append((key, value))
 
 
 class Receiving:
@@ -46,24 +55,32 @@ class Receiving:
     def __init__(self) -> None:
         self.book = LeaseBook(NUM_LAYERS, LAYER_BYTES)
         self.book.open(9, SECRET, {0: 20, 1: 21, 2: 22})
-        self.sessions = ReceivingSessions(self.book, NUM_LAYERS, LAYER_BYTES, parcel_bytes=80)
+        self.begun: list[ReceivingSession[End]] = []
+        self.sessions = ReceivingSessions(self.book, NUM_LAYERS, LAYER_BYTES, 80, self._make_end)
         self.sessions.meet(WRITER)
 
-    def receive(self, *messages: Message, peer: PeerId = WRITER) -> list[SessionAction]:
+    def _make_end(self, session: ReceivingSession[End]) -> End:
+        self.begun.append(session)
+        return End()
+
+    def receive(self, *messages: Message, peer: PeerId = WRITER) -> list[ReceivingSession[End]]:
+        """The sessions that end with these messages."""
         for message in messages:
             self.sessions.receive(peer, message)
-        return self.sessions.take()
+        ended, self.sessions.ended = self.sessions.ended, []
+        return ended
 
-    def begin(self, number: int = 1, peer: PeerId = WRITER) -> ReceivingSession:
-        begun = [a.session for a in self.receive(entry(number), peer=peer) if isinstance(a, BeginSession)]
-        assert len(begun) == 1
-        return begun[0]
+    def begin(self, number: int = 1, peer: PeerId = WRITER) -> ReceivingSession[End]:
+        before = len(self.begun)
+        self.receive(entry(number), peer=peer)
+        (begun,) = self.begun[before:]
+        return begun
 
-    def receives(self, session: ReceivingSession) -> list[int] | None:
+    def receives(self, session: ReceivingSession[End]) -> list[int] | None:
         """The blocks that the next parcel is written into."""
         assert self.sessions.next(session) is not None
-        parcel = self.sessions.received(session)
-        return None if parcel is None or parcel.claim is None else parcel.claim.blocks
+        claim = self.sessions.received(session)
+        return None if claim is None else claim.blocks
 
 
 @pytest.fixture
@@ -99,78 +116,83 @@ def over(words: list[tuple[PeerId, Message]]) -> list[tuple[PeerId, int]]:
 
 def test_parcels_are_announced_at_once_and_leave_one_by_one_once_both_ends_have_met() -> None:
     session = sending()
-    session.put(9, SECRET, [items(0, 1), items(2)], WHOLE)
+    session.put_parcels(9, SECRET, [items(0, 1), items(2)], WHOLE)
     assert [(m.number, m.session) for m in session.take_messages() if isinstance(m, ParcelComing)] == [
         (0, 1),
         (1, 1),
     ]
-    assert (session.next(100.0), session.num_pending) == (None, 3)
+    assert (session.next(), session.pending()) == (None, 3)
     session.met()
-    assert session.next(101.0) == LeavingParcel(0, 9, [0, 1], [10, 11], WHOLE)
-    assert session.next(101.0) is None, "one at a time"
+    assert session.next() == LeavingParcel(0, 9, [0, 1], [10, 11], WHOLE)
+    assert session.next() is None, "one at a time"
     session.left()
-    assert session.poll(101.0) == [(9, 0), (9, 1)]
-    assert session.next(101.0) == LeavingParcel(1, 9, [2], [12], WHOLE)
+    assert session.poll() == [(9, 0), (9, 1)]
+    assert session.next() == LeavingParcel(1, 9, [2], [12], WHOLE)
 
 
 def test_what_is_cancelled_leaves_and_is_not_told_of() -> None:
     session = sending()
     session.met()
-    session.put(8, SECRET, [items(0)], WHOLE)
-    session.put(9, SECRET, [items(1)], WHOLE)
+    session.put_parcels(8, SECRET, [items(0)], WHOLE)
+    session.put_parcels(9, SECRET, [items(1)], WHOLE)
     for _ in range(2):
-        assert session.next(100.0) is not None
+        assert session.next() is not None
         session.left()
     session.cancel(8)
-    assert session.poll(100.0) == [(9, 1)]
+    assert session.poll() == [(9, 1)]
 
 
 def test_a_meeting_and_a_parcel_that_never_end_are_given_up() -> None:
-    session = sending()
-    assert session.poll(100.0 + PATIENCE_S) == []
+    clock = Clock()
+    session = sending(clock=clock)
+    clock.now = 100.0 + PATIENCE_S
+    assert session.poll() == []
+    clock.now += 0.1
     with pytest.raises(MoverError, match="hangs"):
-        session.poll(100.1 + PATIENCE_S)
-    session = sending()
+        session.poll()
+    session = sending(clock=clock)
     session.met()
     assert session.hangs_at is None, "it waits for nobody"
-    assert session.poll(1000.0) == []
-    session.put(9, SECRET, [items(0)], WHOLE)
-    session.next(1000.0)
+    clock.now = 1000.0
+    assert session.poll() == []
+    session.put_parcels(9, SECRET, [items(0)], WHOLE)
+    session.next()
     assert session.hangs_at == 1000.0 + PATIENCE_S
+    clock.now = 1000.1 + PATIENCE_S
     with pytest.raises(MoverError, match="hangs"):
-        session.poll(1000.1 + PATIENCE_S)
+        session.poll()
 
 
 def test_a_session_that_has_failed_sends_nothing_more_and_says_why() -> None:
     session = sending(5)
     session.met()
-    session.put(9, SECRET, [items(0)], WHOLE)
-    session.receive(SessionOver(session=4, reason="another's"))
-    assert session.poll(100.0) == []
-    session.receive(SessionOver(session=5, reason="announcements were lost"))
+    session.put_parcels(9, SECRET, [items(0)], WHOLE)
+    session.entry_in(SessionOver(session=4, reason="another's"))
+    assert session.poll() == []
+    session.entry_in(SessionOver(session=5, reason="announcements were lost"))
     session.fail("what followed from that")
-    assert session.next(100.0) is None
-    for use in (lambda: session.poll(100.0), lambda: session.put(9, SECRET, [items(1)], WHOLE)):
+    assert session.next() is None
+    for use in (lambda: session.poll(), lambda: session.put_parcels(9, SECRET, [items(1)], WHOLE)):
         with pytest.raises(MoverError, match="announcements were lost"):
             use()
 
 
 def test_the_other_end_hears_that_a_session_is_closed() -> None:
     session = sending(5)
-    session.put(9, SECRET, [items(0)], WHOLE)
-    session.close()
-    session.close()
+    session.put_parcels(9, SECRET, [items(0)], WHOLE)
+    session.close_session()
+    session.close_session()
     assert [(type(word), getattr(word, "session", 0)) for word in session.take_messages()] == [
         (SessionOver, 5)
     ]
-    assert (session.num_pending, session.is_over, session.hangs_at) == (0, True, None)
+    assert (session.pending(), session.is_over, session.hangs_at) == (0, True, None)
 
 
 def test_only_its_own_entries_are_for_the_communicator() -> None:
     session = sending(5)
-    assert session.receive(entry(4)) is None
-    assert session.receive(entry(5)) == entry(5)
-    session.entry("0", b"here")
+    assert session.entry_in(entry(4)) is None
+    assert session.entry_in(entry(5)) == entry(5)
+    session.send_entry("0", b"here")
     assert session.take_messages() == [entry(5)]
 
 
@@ -178,14 +200,14 @@ def test_only_its_own_entries_are_for_the_communicator() -> None:
 
 
 def test_the_first_word_begins_a_session_and_parcels_come_in_order(receiving: Receiving) -> None:
-    actions = receiving.receive(entry(1), coming(0, [0]), coming(1, [2, 1]))
-    assert [type(action) for action in actions] == [BeginSession, PassEntry, Receive, Receive]
-    session, sessions = actions[0].session, receiving.sessions
+    assert receiving.receive(entry(1), coming(0, [0]), coming(1, [2, 1])) == []
+    (session,), sessions = receiving.begun, receiving.sessions
+    assert session.end.entries == [("0", b"here")]
     assert sessions.next(session) is not None
     assert sessions.next(session) is None, "one at a time"
-    parcel = sessions.received(session)
-    assert parcel is not None
-    assert sessions.written(parcel) == [(9, 0)]
+    claim = sessions.received(session)
+    assert claim is not None
+    assert receiving.book.complete(claim) == [(9, 0)]
     assert receiving.receives(session) == [22, 21]
 
 
@@ -205,10 +227,9 @@ def test_what_an_old_communicator_still_brings_is_written_nowhere(receiving: Rec
     old = receiving.begin(1)
     receiving.receive(coming(0, [0]))
     assert receiving.sessions.next(old) is not None
-    actions = receiving.receive(entry(2), coming(0, [0], session=2))
-    assert actions[0] == EndSession(old)
+    assert receiving.receive(entry(2), coming(0, [0], session=2)) == [old]
     assert receiving.sessions.received(old) is None
-    assert receiving.receives(actions[1].session) == [20]
+    assert receiving.receives(receiving.begun[-1]) == [20]
     assert over(receiving.sessions.take_messages()) == [(WRITER, 1)]
 
 
@@ -217,14 +238,16 @@ def test_older_sessions_and_strangers_are_not_heard(receiving: Receiving) -> Non
     receiving.sessions.take_messages()
     assert receiving.receive(entry(4), coming(0, [0], session=4), SessionOver(session=4, reason="late")) == []
     assert receiving.receive(entry(6), peer=("p9", 1)) == []
+    assert len(receiving.begun) == 1
     assert receiving.sessions.take_messages() == []
 
 
 def test_a_worker_that_comes_under_a_new_name_has_no_session_under_the_old_one(receiving: Receiving) -> None:
     old, newer = receiving.begin(1), (WRITER[0], WRITER[1] + 1)
     receiving.sessions.meet(newer)
-    assert EndSession(old) in receiving.receive(entry(2), peer=newer)
+    assert receiving.receive(entry(2), peer=newer) == [old]
     assert receiving.receive(entry(3)) == [], "an echo under the old name"
+    assert len(receiving.begun) == 2
 
 
 @pytest.mark.parametrize(
@@ -234,7 +257,7 @@ def test_announcements_out_of_order_end_the_session_once(
     receiving: Receiving, messages: list[Message]
 ) -> None:
     session = receiving.begin()
-    assert EndSession(session) in receiving.receive(*messages)
+    assert receiving.receive(*messages) == [session]
     assert receiving.receive(coming(0, [0]), coming(1, [0])) == []
     assert over(receiving.sessions.take_messages()) == [(WRITER, 1)]
     assert receiving.sessions.next(session) is None
@@ -246,7 +269,7 @@ def test_announcements_out_of_order_end_the_session_once(
 )
 def test_a_parcel_that_cannot_be_ends_the_session(receiving: Receiving, announced: ParcelComing) -> None:
     session = receiving.begin()
-    assert receiving.receive(announced) == [EndSession(session)]
+    assert receiving.receive(announced) == [session]
 
 
 def test_what_was_announced_may_come_again_when_a_session_has_ended(receiving: Receiving) -> None:
@@ -264,8 +287,8 @@ def test_a_writer_that_has_closed_its_end_or_is_shut_out_has_its_communicator_to
     receiving: Receiving,
 ) -> None:
     session = receiving.begin(1)
-    assert receiving.receive(SessionOver(session=1, reason="closed")) == [EndSession(session)]
+    assert receiving.receive(SessionOver(session=1, reason="closed")) == [session]
     assert receiving.sessions.take_messages() == [], "it knows"
     session = receiving.begin(2)
     receiving.sessions.shut_out(WRITER)
-    assert receiving.receive(entry(3)) == [EndSession(session)]
+    assert receiving.receive(entry(3)) == [session]

@@ -1,8 +1,13 @@
-"""Two processes and a way for tensors between them by torch.distributed: NCCL between GPUs, Gloo between host
-pools.
+"""The ``nccl`` mover: packed blocks by torch.distributed send and receive; NCCL between GPUs, Gloo between
+host pools. This file has the communicator of two processes and its thread.
 
-What the libraries need to find each other travels over the workers' encrypted control channel, so no store
-listens anywhere. The data itself travels in the clear."""
+Two workers make a communicator of two ranks at their first meeting. The libraries' rendezvous travels over
+the workers' encrypted control channel, so no store listens anywhere; the data itself travels in the clear.
+Each parcel is announced over the control channel (lease, secret, positions) in the order in which parcels
+leave. The receiver takes each into a buffer of its own and copies it into the pool only while its lease
+stands, so no peer writes the pool by itself. A communicator that breaks ends with its source; the next
+meeting makes another.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +26,7 @@ from torch._C._distributed_c10d import ProcessGroupGloo, Store, Work
 MEET_S = 15.0  # both ends must have exchanged their addresses by then
 PARCEL_S = 10.0  # a parcel that has not left, or not come, by then breaks the communicator
 LOOK_S = 0.0002
+CLOSE_S = 0.2
 
 
 class SharedStore(Store):
@@ -110,3 +116,39 @@ class Communicator:
         """Also while another thread waits: its call fails then, at the latest with its time-out."""
         with contextlib.suppress(RuntimeError):
             self._group.abort()
+
+
+class CommunicatorThread(threading.Thread):
+    """Makes a communicator, then calls ``carry_next`` with it until that returns False."""
+
+    def __init__(
+        self,
+        rank: int,
+        device: torch.device,
+        send_entry: Callable[[str, bytes], None],
+        carry_next: Callable[[Communicator], bool],
+        failed: Callable[[str], None],
+    ) -> None:
+        super().__init__(name=f"kv-nccl-{rank}", daemon=True)
+        self._rank, self._device, self._carry_next, self._failed = rank, device, carry_next, failed
+        self._store = SharedStore(send_entry)
+        self.communicator: Communicator | None = None
+
+    def receive(self, key: str, value: bytes) -> None:
+        """Take a rendezvous entry of the other end."""
+        self._store.receive(key, value)
+
+    def run(self) -> None:
+        try:
+            self.communicator = Communicator(self._store, self._rank, self._device)
+            while self._carry_next(self.communicator):
+                pass
+        except Exception as error:  # torch.distributed raises anything
+            self._failed(str(error))
+        self.tear_down()
+
+    def tear_down(self) -> None:
+        """End the communicator, from any thread."""
+        self._store.give_up()
+        if self.communicator is not None:
+            self.communicator.close()
