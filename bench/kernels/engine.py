@@ -4,11 +4,12 @@
         [--json FILE]
 
 The floors are measured in the same run, on the same core: a decode step cannot be faster than reading the
-weights and the batch's KV cache once at the rate at which a plain sum reads memory; a prefill no faster than
-its multiply-adds at the rate of a large square matrix product. (On a CPU without bfloat16 instructions both
-dtypes multiply at the rate of float32.) The models are random: the time does not depend on the weights. The
-last row is a decode step of a model so small that its kernels take next to nothing: what Python spends on a
-step. Times are this thread's processor time, the best of several runs.
+weights and the batch's KV cache once at the rate at which a plain sum reads memory from huge pages; a prefill
+no faster than its multiply-adds at the rate of a large square matrix product. (On a CPU without bfloat16
+instructions both dtypes multiply at the rate of float32.) Beside each step stands what its matrix products take
+alone. The models are random: the time does not depend on the weights. The last row is a decode step of a model
+so small that its kernels take next to nothing: what Python spends on a step. Times are this thread's processor
+time, the best of several runs.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ import torch
 
 from ...engine.step.batch import Batch, SamplingParams, SamplingState
 from ...engine.step.model_runner import EngineConfig, ModelRunner
+from ...kernels.huge_pages import huge_page_bytes
 from ..environment import environment
 from ..models import LLAMA_TINY, SHAPES, make_random_llama
 
 CONTEXT = 1024  # tokens in the cache of each decoding sequence
 DECODE_BATCHES = (1, 8, 32)
-PREFILL_TOKENS = (512, 2048)
+PREFILLS = ((0, 128), (0, 512), (0, 2048), (448, 64))  # tokens: in the prefix cache, computed
 BLOCK_SIZE = 16
 OVERHEAD_MS = 0.3
 
@@ -44,6 +46,7 @@ class Row:
     ms: float
     floor_ms: float
     tokens_per_s: float
+    products_ms: float = 0.0  # of ms: the linear layers alone
 
     @property
     def fraction(self) -> float:
@@ -63,8 +66,8 @@ def best_seconds(run: Callable[[], object], repeats: int) -> float:
 
 
 def read_rate() -> float:
-    """Bytes a second that one core reads from memory."""
-    block = torch.ones(64 << 20)  # 256 MiB
+    """Bytes a second that one core reads from memory on huge pages."""
+    block = huge_page_bytes(512 << 20).view(torch.float32).fill_(1)
     return block.nbytes / best_seconds(block.sum, 5)
 
 
@@ -77,6 +80,31 @@ def multiply_rate(dtype: torch.dtype) -> float:
         return 2 * n**3 / best_seconds(lambda: square @ square, 3)
 
     return max(rate(torch.randn(n, n)), rate(torch.randn(n, n).to(dtype)))
+
+
+def products_seconds(runner: ModelRunner, rows: int, sampled: int) -> float:
+    """Seconds of all linear layers with this many token rows, and of the output layer with ``sampled``."""
+    c, model = runner.config, runner._model
+    wide = max(c.intermediate_size, c.num_heads * c.head_dim, c.hidden_size)
+    x = torch.randn(rows * wide).to(runner.dtype)
+    linears = [
+        (linear, x[: rows * size].view(rows, size))
+        for layer in (layer.parts for layer in model._layers)
+        for linear, size in (
+            (layer.qkv, c.hidden_size),
+            (layer.o, c.num_heads * c.head_dim),
+            (layer.gate_up, c.hidden_size),
+            (layer.down, c.intermediate_size),
+        )
+    ]
+    linears.append((model._head, x[: sampled * c.hidden_size].view(sampled, c.hidden_size)))
+
+    def run() -> None:
+        for linear, inputs in linears:
+            linear(inputs)
+
+    with torch.inference_mode():
+        return best_seconds(run, 3)
 
 
 def make_batch(num_seqs: int, start: int, count: int, block_size: int = BLOCK_SIZE) -> Batch:
@@ -116,11 +144,13 @@ def measure(model: str, runner: ModelRunner) -> list[Row]:
     )
     rows = []
 
-    def add(what: str, seconds: float, floor: float, num_tokens: int) -> None:
-        rows.append(row := Row(model, dtype, what, seconds * 1e3, floor * 1e3, num_tokens / seconds))
+    def add(what: str, seconds: float, floor: float, num_tokens: int, products: float) -> None:
+        row = Row(model, dtype, what, seconds * 1e3, floor * 1e3, num_tokens / seconds, products * 1e3)
+        rows.append(row)
         print(
-            f"  {what:32} {row.ms:8.1f} ms  floor {row.floor_ms:7.1f} ms  {row.fraction:4.0%}  "
-            f"{row.tokens_per_s:8.0f} tokens/s"
+            f"  {what:36} {row.ms:8.1f} ms  floor {row.floor_ms:7.1f} ms  {row.fraction:4.0%}  "
+            f"products {row.products_ms:7.1f} ms  {row.tokens_per_s:8.0f} tokens/s",
+            flush=True,
         )
 
     for batch in DECODE_BATCHES:
@@ -128,13 +158,16 @@ def measure(model: str, runner: ModelRunner) -> list[Row]:
         seconds = best_seconds(lambda step=step: runner.execute(step), 10 if batch < 32 else 5)  # type: ignore[misc]
         floor = ((weights + head) * item + batch * CONTEXT * kv_token_bytes) / bytes_per_s
         floor = max(floor, 2 * batch * (weights + head) / flops_per_s)
-        add(f"decode, batch {batch}, context {CONTEXT}", seconds, floor, batch)
-    for tokens in PREFILL_TOKENS:
-        step = make_batch(1, 0, tokens)
+        products = products_seconds(runner, batch, batch)
+        add(f"decode, batch {batch}, context {CONTEXT}", seconds, floor, batch, products)
+    for cached, tokens in PREFILLS:
+        step = make_batch(1, cached, tokens)
         seconds = best_seconds(lambda step=step: runner.execute(step), 3)  # type: ignore[misc]
-        attention = 2 * c.num_layers * c.num_heads * c.head_dim * tokens**2  # two products over half a square
+        pairs = tokens * (cached + tokens / 2)
+        attention = 4 * c.num_layers * c.num_heads * c.head_dim * pairs
         floor = (2 * tokens * weights + attention + 2 * head) / flops_per_s
-        add(f"prefill, {tokens} tokens", seconds, floor, tokens)
+        after = f" after {cached} cached" if cached else ""
+        add(f"prefill, {tokens} tokens{after}", seconds, floor, tokens, products_seconds(runner, tokens, 1))
     return rows
 
 
