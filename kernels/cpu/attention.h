@@ -4,11 +4,24 @@
 //   many queries: tiles of KEYS keys are copied out once (transposed for q k^T) and serve all rows of a query tile. Compute-bound.
 // Keys are taken in runs that begin at multiples of the run's length in the sequence, and both kernels add in one order: a row's bits
 // are the same whichever of them computes it, in whatever chunk and batch.
-//   score:   one chain of fused multiply-adds in the order of d. Keys lie in the lanes, so they are transposed first.
+//   score:   one chain of multiply-adds in the order of d. Keys lie in the lanes, so they are transposed first.
 //   softmax: key t of a run adds to partial sum t % W; then those are added by halves (sum).
-//   values:  one chain of fused multiply-adds in the order of the keys.
+//   values:  one chain of multiply-adds in the order of the keys.
+// With bfloat16 units both products are theirs: two d, or two keys, a step; probabilities are rounded to bfloat16, all sums are float32.
 
 constexpr int64_t KEYS = 64;  // in a run
+
+// What a query (by words of its keys) and probabilities are multiplied as: see multiply_tile.
+template <class T>
+struct As { using Query = float; using Weight = float; };
+template <>
+struct As<bf16> {
+#if BF16_UNITS
+  using Query = Pair; using Weight = Pair;
+#else
+  using Query = Two; using Weight = float;
+#endif
+};
 
 template <class T>
 struct KeyValues {  // where one sequence's keys and values of one layer lie
@@ -60,8 +73,34 @@ static inline void transpose8(const uint32_t* const* rows, int64_t word, uint32_
 #endif
 }
 
-// The running softmax of one row: p becomes exp(scores - new maximum), padded with 0 to a multiple of W.
-static inline float update_row(float& row_m, float& row_l, float* scores, int64_t count) {
+// words[j][i] = keys[i][j] for eight keys; rows of `words` are KEYS apart.
+static inline void transpose_words(const uint32_t* const* keys, int64_t num_words, uint32_t* words) {
+  int64_t word = 0;
+  for (; word + 8 <= num_words; word += 8) transpose8(keys, word, words + word * KEYS);
+  for (; word < num_words; ++word)
+    for (int64_t i = 0; i < 8; ++i) words[word * KEYS + i] = keys[i][word];
+}
+
+// Vectors of values as weights multiply them: of one key, or two keys interleaved.
+static inline vf load_values(const float* key, const float*) { return load(key); }
+static inline vf load_values(const bf16* key, const bf16* next) {
+#if BF16_UNITS
+  const vu first = __builtin_convertvector((vh)*reinterpret_cast<const vh_any*>(key), vu);
+  return (vf)(first | __builtin_convertvector((vh)*reinterpret_cast<const vh_any*>(next), vu) << 16);
+#else
+  return load(key);
+#endif
+}
+
+// Probabilities as weights.
+static inline const float* as_weights(const float* scores, int64_t, float*) { return scores; }
+static inline const Pair* as_weights(const float* scores, int64_t count, Pair* out) {
+  for (int64_t i = 0; i < count; i += W) store(reinterpret_cast<bf16*>(out) + i, load(scores + i));
+  return out;
+}
+
+// The running softmax of one row: p becomes exp(scale (scores - new maximum)), padded with 0 to a multiple of W.
+static inline float update_row(float& row_m, float& row_l, float* scores, int64_t count, float scale) {
   const int64_t padded = (count + W - 1) / W * W;
   for (int64_t t = count; t < padded; ++t) scores[t] = -INFINITY;
   vf top = splat(-INFINITY);
@@ -73,11 +112,11 @@ static inline float update_row(float& row_m, float& row_l, float* scores, int64_
   }
   vf total = {};
   for (int64_t t = 0; t < padded; t += W) {
-    const vf p = vexp(load(scores + t) - m);
+    const vf p = vexp((load(scores + t) - m) * scale);
     store(scores + t, p);
     total += p;
   }
-  const float rescale = row_m == m ? 1.0f : row_m == -INFINITY ? 0.0f : vexp(splat(row_m - m))[0];
+  const float rescale = row_m == m ? 1.0f : row_m == -INFINITY ? 0.0f : vexp(splat((row_m - m) * scale))[0];
   row_l = row_l * rescale + sum(total);
   row_m = m;
   return rescale;
@@ -89,15 +128,17 @@ static inline void write_rows(const float* acc, const float* l, int64_t count, i
     for (int64_t d = 0; d < head_dim; d += W) store(out + g * head_dim + d, load(acc + g * head_dim + d) * (1.0f / l[g]));
 }
 
-static inline void widen_row(const float* from, float* to, int64_t n, float scale) {
-  for (int64_t d = 0; d < n; d += W) store(to + d, load(from + d) * scale);
+// A row of a query.
+template <class T>
+static inline void take_query(const T* from, float* to, int64_t n) {
+  for (int64_t d = 0; d < n; d += W) store(to + d, load(from + d));
 }
-static inline void widen_row(const bf16* from, float* to, int64_t n, float scale) {
-  for (int64_t d = 0; d < n; d += W) store(to + d, load(from + d) * scale);
-}
+template <class T>
+static inline void take_query(const T* from, Two* to, int64_t n) { take_query(from, &to->first, n); }
+static inline void take_query(const bf16* from, Pair* to, int64_t n) { std::memcpy(to, from, size_t(n) * sizeof(bf16)); }
 
 struct Scratch {  // kept by its thread from call to call
-  Floats q, acc, scores, keys, values, m, l, rescale;
+  Floats q, acc, scores, weights, keys, values, m, l, rescale;
 };
 
 // Asks for the rows of a run one after the other, in the order in which they lie, a few lines at a time.
@@ -124,15 +165,22 @@ struct OneQuery {
   const AttentionArgs& g;
   const KeyValues<T> kv;
   const int64_t D, group, num_heads, rows, length, num_words;
+  using Query = typename As<T>::Query;
+  using Weight = typename As<T>::Weight;
+  static constexpr int64_t depth = kStepDepth<Weight>;  // keys that are added in one step
   Run<T> runs[2], *now = runs, *next = runs + 1;
-  float *queries, *acc, *scores, *m, *l, *rescale;
-  uint32_t* words;  // [num_words][KEYS]
+  float *acc, *scores, *m, *l, *rescale;
+  Query* queries;         // [rows][num_words]
+  const Weight* weights;  // [rows][KEYS / depth]
+  uint32_t* words;        // [num_words][KEYS]
   Ahead<T> ahead;
+
+  Scratch& s;
 
   OneQuery(const AttentionArgs& g, const AttentionItem& item, Scratch& s)
       : g(g), kv(g, item.seq), D(g.head_dim), group(g.num_heads / g.num_kv_heads), num_heads(item.num_heads), rows(num_heads * group),
-        length(g.seq_lens[item.seq]), num_words(D * int64_t(sizeof(T)) / 4) {
-    queries = s.q.reserve(rows * D); acc = s.acc.filled(rows * D, 0.0f); scores = s.scores.reserve(rows * KEYS);
+        length(g.seq_lens[item.seq]), num_words(D * int64_t(sizeof(T)) / 4), s(s) {
+    queries = reinterpret_cast<Query*>(s.q.reserve(rows * D)); acc = s.acc.filled(rows * D, 0.0f); scores = s.scores.reserve(rows * KEYS);
     m = s.m.filled(rows, -INFINITY); l = s.l.filled(rows, 0.0f); rescale = s.rescale.reserve(rows);
     words = reinterpret_cast<uint32_t*>(s.keys.reserve(num_words * KEYS));
   }
@@ -146,36 +194,24 @@ struct OneQuery {
         keys[i] = reinterpret_cast<const uint32_t*>(kv.pool + now->offsets[at] + head * D);
         ahead.step(D * int64_t(sizeof(T)));
       }
-      int64_t word = 0;
-      for (; word + 8 <= num_words; word += 8) transpose8(keys, word, words + word * KEYS + t);
-      for (; word < num_words; ++word)
-        for (int64_t i = 0; i < 8; ++i) words[word * KEYS + t + i] = keys[i][word];
+      transpose_words(keys, num_words, words + t);
     }
   }
 
   // Scores of G query heads from row on with the NV vectors of keys from t on.
   template <int G, int NV>
   inline __attribute__((always_inline)) void score(int64_t row, int64_t t) {
-    const float* q = queries + row * D;
-    const uint32_t* at = words + t;
+    const Query* q = queries + row * num_words;
+    const float* at = reinterpret_cast<const float*>(words + t);
     vf total[G][NV] = {};
     for (int64_t word = 0, end = num_words; word < end; ++word, at += KEYS) {
-      vf key[NV], second[NV];
+      vf key[NV];
 #pragma GCC unroll 4
-      for (int j = 0; j < NV; ++j) {
-        if (sizeof(T) == 4) key[j] = load(reinterpret_cast<const float*>(at) + j * W);
-        else load_two(reinterpret_cast<const bf16*>(at + j * W), key[j], second[j]);
-      }
-      const int64_t d = word * 4 / int64_t(sizeof(T));
+      for (int j = 0; j < NV; ++j) key[j] = load(at + j * W);
 #pragma GCC unroll 4
       for (int i = 0; i < G; ++i)
 #pragma GCC unroll 4
-        for (int j = 0; j < NV; ++j) total[i][j] += splat(q[i * D + d]) * key[j];
-      if (sizeof(T) == 4) continue;
-#pragma GCC unroll 4
-      for (int i = 0; i < G; ++i)
-#pragma GCC unroll 4
-        for (int j = 0; j < NV; ++j) total[i][j] += splat(q[i * D + d + 1]) * second[j];
+        for (int j = 0; j < NV; ++j) total[i][j] = multiply_add(total[i][j], q[i * end + word], key[j]);
     }
 #pragma GCC unroll 4
     for (int i = 0; i < G; ++i)
@@ -203,8 +239,9 @@ struct OneQuery {
   void update() {  // scores become exp(scores - new maximum)
     for (int64_t row = 0; row < rows; ++row) {
       for (int64_t t = 0; t < now->begin; ++t) scores[row * KEYS + t] = -INFINITY;
-      rescale[row] = update_row(m[row], l[row], scores + row * KEYS, now->end);
+      rescale[row] = update_row(m[row], l[row], scores + row * KEYS, now->end, g.scale);
     }
+    weights = as_weights(scores, rows * KEYS, reinterpret_cast<Weight*>(s.weights.reserve(depth > 1 ? rows * KEYS / 2 : 0)));
   }
 
   // acc = rescale acc + scores values, G query heads from row on, NV vectors from d on.
@@ -216,21 +253,20 @@ struct OneQuery {
 #pragma GCC unroll 4
       for (int j = 0; j < NV; ++j) total[i][j] = load(acc + (row + i) * D + d + j * W) * rescale[row + i];
     const T* const values = kv.pool + kv.value_offset + head * D + d;
-    const float* const weights = scores + row * KEYS;
+    const Weight* const weight = weights + row * (KEYS / depth);
     const int64_t* const offsets = now->offsets;
     Ahead<T> asked = ahead;
-    for (int64_t t = now->begin, end = now->end; t < end; ++t) {
-      const T* value = values + offsets[t];
-      asked.step(NV * W * int64_t(sizeof(T)));
+    for (int64_t t = now->begin / depth * depth, begin = now->begin, end = now->end; t < end; t += depth) {  // beside a run's ends lies weight 0
+      const T* value = values + offsets[depth == 1 ? t : larger(t, begin)];
+      const T* next_value = depth == 1 ? value : values + offsets[smaller(t + depth, end) - 1];
+      asked.step(depth * NV * W * int64_t(sizeof(T)));
       vf v[NV];
 #pragma GCC unroll 4
-      for (int j = 0; j < NV; ++j) v[j] = load(value + j * W);
+      for (int j = 0; j < NV; ++j) v[j] = load_values(value + j * W, next_value + j * W);
 #pragma GCC unroll 4
-      for (int i = 0; i < G; ++i) {
-        const vf p = splat(weights[i * KEYS + t]);
+      for (int i = 0; i < G; ++i)
 #pragma GCC unroll 4
-        for (int j = 0; j < NV; ++j) total[i][j] += p * v[j];
-      }
+        for (int j = 0; j < NV; ++j) total[i][j] = multiply_add(total[i][j], weight[i * (KEYS / depth) + t / depth], v[j]);
     }
     ahead = asked;
 #pragma GCC unroll 4
@@ -260,7 +296,7 @@ struct OneQuery {
   void run(const AttentionItem& item) {
     const int64_t row0 = g.query_start_loc[item.seq];
     const T* q = static_cast<const T*>(g.q) + row0 * g.q_stride + item.head * group * D;
-    for (int64_t i = 0; i < rows; ++i) widen_row(q + i * D, queries + i * D, D, g.scale);
+    for (int64_t i = 0; i < rows; ++i) take_query(q + i * D, queries + i * num_words, D);
     next->find(kv, larger(0, length - g.window), length, item.head * D);
     for (int64_t stop = 0; stop < length;) {
       Run<T>* const used = now;
@@ -279,54 +315,73 @@ struct OneQuery {
   }
 };
 
-template <int MR>
-static void score_rows(const float* q, int64_t head_dim, const float* keys, float* scores) {
-  for (int64_t t = 0; t < KEYS; t += 2 * W) multiply_tile<MR, 2>(q, head_dim, 1, keys + t, KEYS, head_dim, false, nullptr, scores + t, KEYS);
+constexpr int STRIP = ROW_TILE;  // rows of a query tile whose scores are made together
+
+// scores[rows][KEYS] = q keys, and acc[rows][head_dim] = scale acc + weights values.
+template <int R, class X>
+static void score_rows(const X* q, int64_t steps, const float* keys, float* scores) {
+  for (int64_t t = 0; t < KEYS; t += 2 * W) multiply_tile<R, 2>(q, steps, 1, keys + t, KEYS, steps, false, nullptr, scores + t, KEYS);
+}
+template <int R, class X>
+static void add_values(const X* weights, const float* values, int64_t head_dim, const float* scale, float* acc) {
+  constexpr int64_t steps = KEYS / kStepDepth<X>;
+  int64_t d = 0;
+  for (; d + 2 * W <= head_dim; d += 2 * W)
+    multiply_tile<R, 2>(weights, steps, 1, values + d, head_dim, steps, true, scale, acc + d, head_dim);
+  for (; d < head_dim; d += W) multiply_tile<R, 1>(weights, steps, 1, values + d, head_dim, steps, true, scale, acc + d, head_dim);
 }
 
-// scores[rows][KEYS] = q keys.
-static inline void score_strip(int rows, const float* q, int64_t head_dim, const float* keys, float* scores) {
+template <class X>
+static void score_strip(int rows, const X* q, int64_t steps, const float* keys, float* scores) {
   switch (rows) {
-#define ROWS(R) case R: return score_rows<R>(q, head_dim, keys, scores);
-    ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
+#define ROWS(R) case R: return score_rows<R>(q, steps, keys, scores);
+    ALL_ROWS
 #undef ROWS
   }
 }
-static inline void value_strip(int rows, const float* p, const float* v, int64_t head_dim, const float* scale, float* acc) {
-  int64_t d = 0;
-#define ROWS(R, NV) case R: multiply_tile<R, NV>(p, KEYS, 1, v + d, head_dim, KEYS, true, scale, acc + d, head_dim); break;
-  for (; d + 2 * W <= head_dim; d += 2 * W) switch (rows) { ROWS(1, 2) ROWS(2, 2) ROWS(3, 2) ROWS(4, 2) ROWS(5, 2) ROWS(6, 2) }
-  for (; d < head_dim; d += W) switch (rows) { ROWS(1, 1) ROWS(2, 1) ROWS(3, 1) ROWS(4, 1) ROWS(5, 1) ROWS(6, 1) }
+template <class X>
+static void value_strip(int rows, const X* weights, const float* values, int64_t head_dim, const float* scale, float* acc) {
+  switch (rows) {
+#define ROWS(R) case R: return add_values<R>(weights, values, head_dim, scale, acc);
+    ALL_ROWS
 #undef ROWS
+  }
 }
 
-// Copies KEYS keys (transposed) and values from position t on; 0 where the sequence has ended.
+// Copies KEYS keys (transposed) and values from position t on, as weights multiply them. Where the sequence has ended lies its last token.
 template <class T>
 static void load_tile(const KeyValues<T>& kv, int64_t head_offset, int64_t t, int64_t length, int64_t D, float* keys, float* values) {
-  for (int64_t i = 0; i < KEYS; ++i) {
-    if (t + i >= length) {
-      for (int64_t d = 0; d < D; ++d) keys[d * KEYS + i] = values[i * D + d] = 0.0f;
-      continue;
-    }
-    const T* key = kv.key(t + i) + head_offset;
-    for (int64_t d = 0; d < D; ++d) keys[d * KEYS + i] = widen(key[d]);
-    widen_row(key + kv.value_offset, values + i * D, D, 1.0f);
-  }
+  constexpr int64_t depth = kStepDepth<typename As<T>::Weight>;
+  const int64_t num_words = D * int64_t(sizeof(T)) / 4;
+  const bool widened = sizeof(T) == 2 && depth == 1;  // words of two bfloat16 become two rows
+  const T* at[KEYS];
+  for (int64_t i = 0; i < KEYS; ++i) at[i] = kv.key(smaller(t + i, length - 1)) + head_offset;
+  float* const words = widened ? keys + num_words * KEYS : keys;
+  for (int64_t i = 0; i < KEYS; i += 8)
+    transpose_words(reinterpret_cast<const uint32_t* const*>(at + i), num_words, reinterpret_cast<uint32_t*>(words + i));
+  if (widened)
+    for (int64_t word = 0; word < num_words; ++word)
+      for (int64_t i = 0; i < KEYS; i += W)
+        load_two(reinterpret_cast<const bf16*>(words + word * KEYS + i), keys + 2 * word * KEYS + i, keys + (2 * word + 1) * KEYS + i);
+  for (int64_t i = 0; i < KEYS; i += depth, values += D)
+    for (int64_t d = 0; d < D; d += W)
+      store(values + d, load_values(at[i] + kv.value_offset + d, at[i + depth - 1] + kv.value_offset + d));
 }
 
 // Many query tokens, one key-value head: rows are (token, query head of the group).
 template <class T>
 static void attend_many(const AttentionArgs& g, const AttentionItem& item, Scratch& s) {
-  constexpr int STRIP = 6;
+  using X = typename As<T>::Weight;  // and what queries are multiplied as: keys lie widened
   const KeyValues<T> kv(g, item.seq);
-  const int64_t D = g.head_dim, group = g.num_heads / g.num_kv_heads, rows = item.num_queries * group;
+  const int64_t D = g.head_dim, group = g.num_heads / g.num_kv_heads, rows = item.num_queries * group, steps = D / kStepDepth<X>;
   const int64_t row0 = int64_t(g.query_start_loc[item.seq]) + item.query, length = g.seq_lens[item.seq];
   const int64_t first = length - (g.query_start_loc[item.seq + 1] - g.query_start_loc[item.seq]) + item.query;  // position of row 0
-  float *queries = s.q.reserve(rows * D), *acc = s.acc.filled(rows * D, 0.0f), *scores = s.scores.reserve(STRIP * KEYS);
+  X* const queries = reinterpret_cast<X*>(s.q.reserve(rows * D));
+  float *acc = s.acc.filled(rows * D, 0.0f), *scores = s.scores.reserve(STRIP * KEYS);
   float *m = s.m.filled(rows, -INFINITY), *l = s.l.filled(rows, 0.0f);
-  float *keys = s.keys.reserve(KEYS * D), *values = s.values.reserve(KEYS * D);
+  float *keys = s.keys.reserve(2 * KEYS * D), *values = s.values.reserve(KEYS * D), *weights = s.weights.reserve(STRIP * KEYS);
   const T* q = static_cast<const T*>(g.q) + row0 * g.q_stride + item.head * group * D;
-  for (int64_t r = 0; r < rows; ++r) widen_row(q + r / group * g.q_stride + r % group * D, queries + r * D, D, g.scale);
+  for (int64_t r = 0; r < rows; ++r) take_query(q + r / group * g.q_stride + r % group * D, queries + r * steps, D);
   const int64_t end = first + item.num_queries, begin = larger(0, first + 1 - g.window) / KEYS * KEYS;
   for (int64_t t = begin; t < end; t += KEYS) {
     load_tile(kv, item.head * D, t, length, D, keys, values);
@@ -334,16 +389,16 @@ static void attend_many(const AttentionArgs& g, const AttentionItem& item, Scrat
       const int64_t strip = smaller(STRIP, rows - r);
       if (first + (r + strip - 1) / group < t) continue;                  // all of it lies before this tile
       if (first + r / group - g.window >= t + KEYS - 1) continue;         // or has moved past it
-      score_strip(int(strip), queries + r * D, D, keys, scores);
+      score_strip(int(strip), queries + r * steps, steps, keys, scores);
       float rescale[STRIP];
       for (int64_t i = 0; i < strip; ++i) {
         float* row = scores + i * KEYS;
         const int64_t position = first + (r + i) / group;
         for (int64_t j = larger(0, position + 1 - t); j < KEYS; ++j) row[j] = -INFINITY;
         for (int64_t j = smaller(KEYS, position + 1 - g.window - t) - 1; j >= 0; --j) row[j] = -INFINITY;
-        rescale[i] = update_row(m[r + i], l[r + i], row, KEYS);
+        rescale[i] = update_row(m[r + i], l[r + i], row, KEYS, g.scale);
       }
-      value_strip(int(strip), scores, values, D, rescale, acc + r * D);
+      value_strip(int(strip), as_weights(scores, strip * KEYS, reinterpret_cast<X*>(weights)), values, D, rescale, acc + r * D);
     }
   }
   T* out = static_cast<T*>(g.out) + (row0 * g.num_heads + item.head * group) * D;

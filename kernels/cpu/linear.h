@@ -6,7 +6,6 @@
 
 constexpr int kPanelVectors = 2;
 constexpr int64_t PANEL = kPanelVectors * W;
-constexpr int ROW_TILE = VECTOR_BYTES == 64 ? 12 : 6;       // accumulators fill the register file
 constexpr int64_t FEW_ROWS = VECTOR_BYTES == 64 ? 24 : 16;  // for these a panel is widened as it is multiplied; for more, once before
 constexpr int64_t PIECE_BYTES = 16 << 10;
 constexpr int64_t X_BLOCK_BYTES = 512 << 10;
@@ -72,10 +71,7 @@ template <int64_t kAhead, class X>
 static void multiply_rows(int rows, const X* x, const float* b, int64_t steps, bool add, float* c, const char* stream) {
   switch (rows) {
 #define ROWS(R) case R: return multiply_tile<R, kPanelVectors, kAhead>(x, 1, R, b, PANEL, steps, add, nullptr, c, PANEL, stream);
-    ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
-#if VECTOR_BYTES == 64
-    ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
-#endif
+    ALL_ROWS
 #undef ROWS
   }
 }

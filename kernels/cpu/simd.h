@@ -155,6 +155,15 @@ static inline vf multiply_add(vf sum, Pair a, vf b) {
 }
 #endif
 
+// Rows whose accumulators of two vectors fill the register file; and a case for each number of them.
+#if VECTOR_BYTES == 64
+constexpr int ROW_TILE = 12;
+#define ALL_ROWS ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
+#else
+constexpr int ROW_TILE = 6;
+#define ALL_ROWS ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
+#endif
+
 // C tile [MR][NV vectors] = A B, plus scale[i] * C where `add`: step k of A's row i at a[i * row + k * column], B's at b + k * ldb, C rows ldc
 // apart. Each output is one chain of multiply-adds in the order of k, whatever MR: its value does not depend on its neighbours.
 // `stream`: where in memory B comes from, kStream bytes with each step; what follows is prefetched, first to L2, then to L1. (Prefetches to
