@@ -169,6 +169,12 @@ def check_kernels(_: DoctorSettings) -> Iterator[Finding]:
         from ..engine.device import cpu_kernels_in_words
 
         yield Finding("ok", f"C++ kernels for CPUs are built: {cpu_kernels_in_words()}")
+        from ..engine.cache.memory_claims import MemoryClaims
+        from ..engine.cpu_threads import AUTO, choose_threads, cpu_quota, usable_cores
+
+        with MemoryClaims("").turn() as others:
+            threads = choose_threads(AUTO, usable_cores(), cpu_quota(), others.cores, 0)
+        yield Finding("ok", f"--threads auto would compute with {threads}")
     else:
         compiler = shutil.which("c++") or shutil.which("g++")
         advice = (

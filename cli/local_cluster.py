@@ -136,7 +136,14 @@ def commands(plan: Plan, fork: Start | None = None) -> list[Command]:
     result = [_command(plan.run_dir, "coordinator", "coordinator", plan.coordinator, threads=1)]
     for worker in plan.workers:
         result.append(
-            _command(plan.run_dir, worker.role, worker.name, worker, threads=worker.threads, fork=fork)
+            _command(
+                plan.run_dir,
+                worker.role,
+                worker.name,
+                worker,
+                threads=1 if worker.threads == "auto" else worker.threads,
+                fork=fork,
+            )
         )
     return result
 

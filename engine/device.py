@@ -61,49 +61,38 @@ def available_bytes(device: torch.device) -> int:
 def free_host_bytes() -> int:
     """Memory that this process could still take: the host's available memory, or what its container's limits
     leave of it."""
-    return max(
-        0,
-        min(
-            int(psutil.virtual_memory().available),
-            *(_left(folder, *names) for folder, *names in _cgroups(CGROUP, CGROUP_ROOT)),
-        ),
-    )
+    left = [int(psutil.virtual_memory().available), *(_left(*cgroup) for cgroup in cgroups("memory"))]
+    return max(0, min(left))
 
 
-def _cgroups(own: Path, root: Path) -> Iterator[tuple[Path, str, str, str]]:
-    """(folder, limit, usage, reclaimable) of each memory cgroup over this process, v2 and v1; a no-limit
-    entry at least."""
-    yield root / "none", "", "", ""
+def cgroups(controller: str) -> Iterator[tuple[Path, bool]]:
+    """(folder, whether it is of version 2) of each cgroup over this process that may limit this."""
     try:
-        lines = own.read_text().splitlines()
+        lines = CGROUP.read_text().splitlines()
     except OSError:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            top, names = root, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            top, names = (
-                root / "memory",
-                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-            )
-        else:
+        if controllers and controller not in controllers.split(","):
             continue
+        top = CGROUP_ROOT / controller if controllers else CGROUP_ROOT
         inner = top / path.lstrip("/")
         for folder in (inner, *inner.parents):
-            yield folder, *names
+            yield folder, not controllers
             if folder == top:
                 break
 
 
-def _left(folder: Path, limit: str, usage: str, reclaimable: str) -> int:
+def _left(folder: Path, is_v2: bool) -> int:
     """Bytes below one cgroup's limit; page cache that the kernel gives back counts as free."""
+    names = ("max", "current") if is_v2 else ("limit_in_bytes", "usage_in_bytes")
     try:
-        most, used = int((folder / limit).read_text()), int((folder / usage).read_text())
+        most, used = (int((folder / f"memory.{name}").read_text()) for name in names)
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):  # no such cgroup, or "max"
         return UNLIMITED
-    return most - used + int(stat.get(reclaimable, 0)) if most < UNLIMITED else UNLIMITED
+    reclaimable = stat.get("inactive_file" if is_v2 else "total_inactive_file", 0)
+    return most - used + int(reclaimable) if most < UNLIMITED else UNLIMITED
 
 
 def bring(tensors: Sequence[Tensor]) -> Arrival:

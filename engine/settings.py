@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -68,7 +68,11 @@ class ComputeSettings(BaseModel):
         description="The same request gives the same tokens whatever shares its batch, is cached, or fails; "
         "the same on all workers. On GPUs not yet confirmed.",
     )
-    threads: int = Field(default=1, ge=1, le=1024, description="CPU threads for computing.")
+    threads: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field(
+        default=1,
+        description="CPU threads for computing, 1 to 1024; auto: this worker's share of the cores that are left "
+        "on this host.",
+    )
     runner: str = Field(
         default="model",
         pattern=r"^(model|paced:.+)$",

@@ -220,9 +220,11 @@ def _contention(
 
     if model.device.type != "cpu" or settings.runner != "model" or not settings.contention_s:
         return None
-    if (cores := len(os.sched_getaffinity(0))) < 2 * settings.threads:
+    cores = len(os.sched_getaffinity(0))
+    threads = cores if settings.threads == "auto" else settings.threads
+    if cores < 2 * threads:
         console.print(
-            f"contention was not measured: two workers of {settings.threads} threads need more "
+            f"contention was not measured: two workers of {threads} threads need more "
             f"than the {cores} cores here"
         )
         return None

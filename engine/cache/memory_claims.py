@@ -16,10 +16,10 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-CLAIM_BYTES = 1024  # of a claim's file
+CLAIM_BYTES = 4096  # of a claim's file
 LOCK_S = 10.0  # longest wait for another worker that counts; then without its turn
 
 
@@ -33,9 +33,9 @@ class Claim:
     before: int
     weights: int
     kv_cache: int = 0
-    committed: int = (
-        0  # of these, taken in full already where private memory does not show it (a shared pool)
-    )
+    committed: int = 0
+    """Of these, taken in full already where private memory does not show it (a shared pool)."""
+    cores: tuple[int, ...] = ()  # on which it computes
 
     def pending(self, private: int) -> int:
         """Bytes that it has not touched yet; ``private``: of its memory now."""
@@ -44,11 +44,12 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Others:
-    """What the other workers of this host will still take (``pending``), and the KV caches of the same
-    cluster among them."""
+    """What the other workers of this host will still take (``pending``), the KV caches of the same cluster
+    among them, and the cores on which they compute."""
 
     pending: int
     siblings: tuple[int, ...]
+    cores: frozenset[int] = frozenset()
 
 
 class MemoryClaims:
@@ -74,7 +75,14 @@ class MemoryClaims:
 
     def claim(self, weights: int = 0, kv_cache: int = 0, committed: int = 0) -> None:
         """What this worker takes in all, from now on."""
-        self._claim = Claim(self._pid, self._cluster, self._claim.before, weights, kv_cache, committed)
+        self._record(replace(self._claim, weights=weights, kv_cache=kv_cache, committed=committed))
+
+    def claim_cores(self, cores: tuple[int, ...]) -> None:
+        """The cores on which this worker computes from now on."""
+        self._record(replace(self._claim, cores=cores))
+
+    def _record(self, claim: Claim) -> None:
+        self._claim = claim
         if self._file is not None:
             with suppress(
                 OSError
@@ -100,7 +108,8 @@ class MemoryClaims:
     def _others(self) -> Others:
         claims = [claim for claim in _live_claims(self._folder) if claim.pid != self._pid]
         siblings = tuple(claim.kv_cache for claim in claims if claim.cluster == self._cluster)
-        return Others(sum(claim.pending(private_bytes(claim.pid)) for claim in claims), siblings)
+        cores = frozenset(core for claim in claims for core in claim.cores)
+        return Others(sum(claim.pending(private_bytes(claim.pid)) for claim in claims), siblings, cores)
 
 
 def _forget(file: int, path: Path, pid: int) -> None:

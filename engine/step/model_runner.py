@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -30,6 +32,7 @@ from ..cache.kv_cache_size import (
     step_bytes,
 )
 from ..cache.memory_claims import MemoryClaims
+from ..cpu_threads import AUTO, CpuThreads, choose_threads, cpu_quota, new_threads_bound, usable_cores
 from ..device import available_bytes, bring, free_host_bytes, passed, select_device, select_dtype, send
 from ..errors import ModelConfigError, OutOfMemoryError, is_out_of_memory
 from ..model.config import ModelConfig, weight_bytes
@@ -53,6 +56,7 @@ DEFAULT_BLOCK_SIZE = {"cpu": 16, "cuda": 64}
 NO_LOGPROBS: dict[int, list[Logprobs]] = {}
 LOGPROB_ROWS = 64  # logits of this many prompt tokens are held at a time
 LOADING_THREADS = {"cpu": 1, "cuda": 8}
+TORCH_SPLITS = 1 << 20  # elements that torch sums on several threads
 WARM_UP_TOKENS = (64, 512)  # and on a GPU ``max_prefill_tokens``: its kernels come in sizes
 
 
@@ -75,7 +79,7 @@ class EngineConfig:
     max_model_len: int | None = (
         None  # prompt and output tokens of one sequence; None: the model's, or what fits
     )
-    num_threads: int = 1  # CPU threads of one step
+    num_threads: int | Literal["auto"] = 1  # CPU threads of one step
     exact: bool = False  # batch-invariant: see kernels/select.py
     kv_dtype: str = "auto"  # auto: as dtype; fp8
     quantization: str = "none"  # of linear layers: none, fp8
@@ -92,12 +96,14 @@ class ModelRunner:
 
     def __init__(self, engine: EngineConfig) -> None:
         self.phases = StartPhases()
-        self._num_torch_threads = 1 if engine.exact else engine.num_threads  # torch's own sums change with it
         self.config = ModelConfig.from_folder(engine.model_path)
         self.device = select_device(engine.device)
-        self._use_this_thread()
         model_len = _max_model_len(engine.max_model_len, self.config)
         self.claims = MemoryClaims(engine.cluster)
+        threads = self._claim_threads(engine)
+        self._num_torch_threads = 1 if engine.exact else threads.count  # torch's own sums change with it
+        self._bound_cores, self._bound = threads.bound, threading.local()
+        self._use_this_thread()
         self.fingerprint = model_fingerprint(engine.model_path)
         self.phases.done("fingerprint")
         if engine.quantization == "fp8":
@@ -108,14 +114,15 @@ class ModelRunner:
             else ()
         )
         try:
-            kernels = select_kernels(
-                self.device,
-                engine.num_threads,
-                engine.exact,
-                fp8_linears=engine.quantization == "fp8",
-                fp8_cache=engine.kv_dtype == "fp8",
-                packed=packed,
-            )
+            with new_threads_bound(threads.bound[1:]):
+                kernels = select_kernels(
+                    self.device,
+                    threads.count,
+                    engine.exact,
+                    fp8_linears=engine.quantization == "fp8",
+                    fp8_cache=engine.kv_dtype == "fp8",
+                    packed=packed,
+                )
         except UnsuitableKernelsError as error:
             raise ModelConfigError(str(error)) from error
         self.numerics = numerics(self.device, engine.exact)
@@ -222,8 +229,29 @@ class ModelRunner:
     def _use_this_thread(self) -> None:
         """The number of threads and the device are settings of the calling thread."""
         torch.set_num_threads(self._num_torch_threads)
+        if self._bound_cores and threading.current_thread() is not threading.main_thread():
+            self._bind_this_thread()
         if self.device.index is not None:
             torch.cuda.set_device(self.device)
+
+    def _bind_this_thread(self) -> None:
+        """Once, after the threads of torch that it brings along: they would inherit its one core."""
+        if not getattr(self._bound, "done", False):
+            with new_threads_bound(self._bound_cores[1:]):
+                torch.ones(TORCH_SPLITS).sum()
+            os.sched_setaffinity(0, self._bound_cores[:1])
+            self._bound.done = True
+
+    def _claim_threads(self, engine: EngineConfig) -> CpuThreads:
+        """Those of this worker, by the cores that others have claimed."""
+        if self.device.type != "cpu":
+            return CpuThreads(1 if engine.num_threads == AUTO else engine.num_threads, (), False, "")
+        with self.claims.turn() as others:
+            absent = max(0, engine.memory_shared_by - 1 - len(others.siblings))
+            threads = choose_threads(engine.num_threads, usable_cores(), cpu_quota(), others.cores, absent)
+            self.claims.claim_cores(threads.cores)
+        logger.info("%s", threads)
+        return threads
 
     def warm_up(self) -> None:
         """Runs prompts and a decode step, so that the first request pays for no first use; on a GPU then

@@ -34,6 +34,7 @@ def test_this_machine_can_serve() -> None:
     assert status == 0
     assert "CURVE" in said
     assert "LlamaForCausalLM" in said
+    assert "--threads auto would compute with" in said
 
 
 def test_what_blocks_is_named_with_advice(tmp_path: Path) -> None:

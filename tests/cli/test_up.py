@@ -72,6 +72,8 @@ def test_an_option_of_one_role_beats_that_of_all_workers(
     assert (prefill.num_blocks, decode.num_blocks) == (50, 60)
     assert (prefill.max_num_seqs, decode.max_num_seqs) == (7, 64)
     assert (prefill.threads, decode.threads) == (3, 3)
+    made = planned(model, tmp_path, env, device="cpu", decode_threads="auto")
+    assert [worker.threads for worker in made.workers] == [3, "auto"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,107 @@
+"""A worker computes on cores that others leave, as many as its affinity and its container allow."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from support.models import make_checkpoint
+
+from splitserve.engine import cpu_threads, device
+from splitserve.engine.cache import memory_claims
+from splitserve.engine.cache.memory_claims import MemoryClaims
+from splitserve.engine.cpu_threads import choose_threads, cpu_quota, usable_cores
+from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
+
+NO_LIMIT = float("inf")
+
+
+@pytest.mark.parametrize(
+    ("asked", "cores", "quota", "taken", "absent", "expected"),
+    [
+        ("auto", range(2), NO_LIMIT, (), 0, (2, (0, 1))),  # a worker by itself
+        ("auto", range(2), NO_LIMIT, (), 1, (1, (0,))),  # the first of two
+        ("auto", range(2), NO_LIMIT, (0,), 0, (1, (1,))),  # the second
+        ("auto", range(16), NO_LIMIT, (0, 1), 1, (7, tuple(range(2, 9)))),
+        ("auto", range(16), 4.5, (), 0, (4, (0, 1, 2, 3))),  # a container of four and a half
+        ("auto", range(16), 4, (0, 1, 2), 0, (1, (3,))),
+        ("auto", range(16), 0.5, (), 0, (1, (0,))),
+        ("auto", (3, 5), NO_LIMIT, (0, 1), 0, (2, (3, 5))),  # an affinity mask
+        ("auto", range(2), NO_LIMIT, (0, 1), 0, (1, (0,))),  # nothing is left
+        (2, range(2), NO_LIMIT, (0,), 0, (2, (1, 0))),  # asked for
+    ],
+)
+def test_threads_by_what_is_left(
+    asked: int, cores: range, quota: float, taken: tuple[int, ...], absent: int, expected: tuple[int, object]
+) -> None:
+    chosen = choose_threads(asked, cores, quota, taken, absent)
+    assert (chosen.count, chosen.cores) == expected
+
+
+def test_threads_are_bound_if_they_wait_for_each_other_on_cores_of_their_own() -> None:
+    assert choose_threads(2, range(4), NO_LIMIT, (0,), 0).bound == (1, 2)
+    assert choose_threads(1, range(4), NO_LIMIT, (), 0).bound == ()  # a lone one waits for none
+    shared = choose_threads(2, range(2), NO_LIMIT, (0,), 0)
+    assert shared.bound == ()
+    assert str(shared) == (
+        "2 threads (asked; 1 of 2 cores are left on this host; its threads share cores with other workers)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "files", "quota"),
+    [
+        ("0::/pod/box", {"pod/box/cpu.max": "150000 100000", "pod/cpu.max": "400000 100000"}, 1.5),
+        ("0::/pod/box", {"pod/box/cpu.max": "max 100000"}, NO_LIMIT),
+        ("4:cpu:/box", {"cpu/box/cpu.cfs_quota_us": "200000", "cpu/box/cpu.cfs_period_us": "100000"}, 2.0),
+        ("4:cpu:/box", {"cpu/box/cpu.cfs_quota_us": "-1", "cpu/box/cpu.cfs_period_us": "100000"}, NO_LIMIT),
+        ("4:memory:/box", {}, NO_LIMIT),
+    ],
+)
+def test_a_containers_quota(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, files: dict[str, str], quota: float
+) -> None:
+    monkeypatch.setattr(device, "CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(device, "CGROUP_ROOT", tmp_path)
+    (tmp_path / "cgroup").write_text(f"{line}\n")
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{content}\n")
+    assert cpu_quota() == quota
+
+
+def test_other_workers_see_the_cores_that_one_has_claimed(tmp_path: Path) -> None:
+    first = MemoryClaims("tcp://c:1", tmp_path)
+    first.claim_cores((0, 3))
+    first.claim(weights=5)
+    second = MemoryClaims("tcp://c:1", tmp_path)
+    second._pid = -1  # as if it were another process
+    with second.turn() as others:
+        assert others.cores == {0, 3}
+
+
+@pytest.mark.skipif(len(usable_cores()) < 2, reason="needs two cores")
+def test_the_threads_of_a_step_are_bound_one_to_a_core(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_claims, "default_folder", lambda: tmp_path / "claims")
+    make_checkpoint(tmp_path / "model", "llama3")
+    all_cores = os.sched_getaffinity(0)
+    before = cpu_threads._threads()
+    runner = ModelRunner(EngineConfig(tmp_path / "model", num_blocks=64, num_threads=2))
+    helpers = [os.sched_getaffinity(thread) for thread in cpu_threads._threads() - before]
+    mine = []
+
+    def step() -> None:
+        runner.warm_up()
+        mine.append(os.sched_getaffinity(0))
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    thread.join(60)
+    first, second = sorted(all_cores)[:2]
+    assert mine == [{first}]
+    assert {second} in helpers  # of the C++ kernels
+    assert os.sched_getaffinity(0) == all_cores  # the loop's thread is not bound
