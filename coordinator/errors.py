@@ -35,7 +35,7 @@ RETRY_AFTER_S = 1.0
 
 
 class CannotStart(Exception):
-    """The coordinator cannot serve with these settings. The message says why, and what to do."""
+    """The coordinator cannot serve with these settings. The message names the reason and the remedy."""
 
 
 class ApiError(Exception):
@@ -193,8 +193,7 @@ class Overloaded(ApiError):
 
 
 class RateLimited(ApiError):
-    """A limit of the client's key or tenant is reached. ``what``: which; ``more``: headers that say what is
-    left."""
+    """A limit of the client's key or tenant is reached. ``what``: its name; ``more``: rate limit headers."""
 
     status = 429
     kind = "rate_limit_error"
@@ -228,7 +227,7 @@ class InternalError(ApiError):
 
 
 def no_workers(gap: str) -> Unavailable:
-    """The answer while no pair of workers is connected; ``gap`` says who is missing."""
+    """Return the error while no pair of workers is connected; ``gap``: the missing role, as a sentence."""
     message = (
         f"{gap[0].upper()}{gap[1:]}. Service resumes by itself when there is one of each role that fit "
         "together."

@@ -7,8 +7,8 @@ import sqlite3
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 SQLITE_FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
-"""Of a write-ahead log whose index finds no space it says "disk I/O error", of a file for which there is no
-inode "unable to open"."""
+"""SQLite reports a write-ahead log whose index finds no space as "disk I/O error", and a missing inode as
+"unable to open"."""
 
 
 def is_full(error: BaseException) -> bool:

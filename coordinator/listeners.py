@@ -1,4 +1,4 @@
-"""Functions that are told of requests and are no condition of them: the trace file, metrics, the usage
+"""Functions that are called for requests, and on which no request depends: the trace file, metrics, the usage
 journal, steering, the dashboard.
 
 One that raises is counted and logged, and nothing else happens: the request, the other listeners and the
@@ -21,8 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class ListenerFailures:
-    """Calls listeners one at a time; says each kind of failure once, then how often it came, at most once in
-    LOG_EVERY_S."""
+    """Calls listeners one at a time; logs each kind of failure once, then its count every LOG_EVERY_S."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.counts: Counter[str] = Counter()
@@ -30,7 +29,7 @@ class ListenerFailures:
         self._clock = clock
         self._kinds: dict[
             tuple[str, str], tuple[float, int]
-        ] = {}  # when it may be said again, and how often it came unsaid
+        ] = {}  # when it may be logged again, and how often it was not logged
 
     def call(self, name: str, listener: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
         """Never raises an Exception."""
@@ -47,20 +46,20 @@ class ListenerFailures:
             self._kinds[kind] = (now + LOG_EVERY_S, 0)
             traceback = (
                 None if isinstance(error, OSError | ApiError) else error
-            )  # of those the sentence says it all
+            )  # for those the sentence is enough
             _log.error(
                 "%s has failed, requests go on without it: %s", name, _sentence(error), exc_info=traceback
             )
             return
-        said_at, unsaid = self._kinds[kind]
-        if now < said_at:
-            self._kinds[kind] = (said_at, unsaid + 1)
+        log_at, unlogged = self._kinds[kind]
+        if now < log_at:
+            self._kinds[kind] = (log_at, unlogged + 1)
         else:
             self._kinds[kind] = (now + LOG_EVERY_S, 0)
             _log.error(
                 "%s has failed %d times more, requests go on without it: %s",
                 name,
-                unsaid + 1,
+                unlogged + 1,
                 _sentence(error),
             )
 

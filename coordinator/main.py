@@ -85,7 +85,7 @@ def run(settings: CoordinatorSettings, in_child: Serve, make_controller: MakeCon
 
 
 def run_one(settings: CoordinatorSettings, place: Place, make_controller: MakeController) -> None:
-    """Run one process, alone or of several. Exit status 1: background work has failed, as the log says."""
+    """Run one process, alone or of several. Exit status 1: background work has failed; see the log."""
     try:
         uvloop.run(serve(settings, place, make_controller))
     except ExceptionGroup:

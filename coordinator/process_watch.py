@@ -20,15 +20,14 @@ class ProcessWatch:
         self._fds: dict[WorkerId, int] = {}
 
     def watch(self, hello: Hello) -> None:
-        """Begins with a worker that has said hello, if it runs on this host (and in this process
-        namespace)."""
+        """Watch a new worker's process, if it runs on this host and in this process namespace."""
         worker = (hello.worker_id, hello.incarnation)
         if hello.host != self._here or worker in self._fds:
             return
         try:
             fd = os.pidfd_open(hello.pid)
         except OSError:
-            return  # ended already, or the system has no such thing: its silence tells
+            return  # ended already, or not supported: its silence will show its end
         self._fds[worker] = fd
         asyncio.get_running_loop().add_reader(fd, self._ended, worker)
 

@@ -43,14 +43,14 @@ Serve = Callable[[Any, Place], None]
 
 
 def settings_of(settings: CoordinatorSettings, index: int) -> CoordinatorSettings:
-    """Of process number ``index``: ports of its own, but for the HTTP server's."""
+    """Return the settings of process ``index``: its own ports, except the HTTP server's."""
     control = address_of(settings.control_address, index)
     admin_port = settings.admin_port + index if settings.admin_port else settings.admin_port
     return settings.model_copy(update={"control_address": control, "admin_port": admin_port})
 
 
 def address_of(control_address: str, index: int) -> str:
-    """Where process number ``index`` listens to workers."""
+    """Return the address at which process ``index`` listens to workers."""
     host, _, port = control_address.rpartition(":")
     return f"{host}:{int(port) + index}"
 
@@ -73,7 +73,7 @@ def run_all(settings: CoordinatorSettings, serve: Serve, run_folder: Path | None
         for process in processes:
             process.signal(number)
 
-    signal.signal(signal.SIGUSR2, pass_on)  # debug on, off: it is they who log
+    signal.signal(signal.SIGUSR2, pass_on)  # debug on, off: the processes do the logging
     try:
         while not stopping:
             now = time.monotonic()

@@ -32,13 +32,13 @@ DOOR = "coordinator-{}.json"
 
 
 class Door(BaseModel):
-    """Where a coordinator process of this host answers, and the file with its admin key."""
+    """The addresses of a coordinator process of this host, and the file with its admin key."""
 
     model_config = ConfigDict(frozen=True)
 
     url: str
     admin_url: str
-    """Of its admin port; ``url`` where it has none."""
+    """URL of its admin port; ``url`` if it has none."""
     control_address: str
     admin_key_file: Path
     tls_cert: Path | None = None
@@ -74,8 +74,7 @@ def announce(folder: Path, number: int, door: Door) -> None:
 
 
 def find_door(url: str) -> Door | None:
-    """Of the coordinator of this user on this host that has this URL, its own or its admin port's; None: none
-    of them has.
+    """Return this user's coordinator on this host that has this URL, its own or its admin port's, or None.
 
     The caller must send the key to the door's own URLs: ``localhost`` may be another process's address.
     """

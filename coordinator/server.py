@@ -57,7 +57,7 @@ class FrontDoor:
 
     access: Access = field(default_factory=Access)
     admin_access: Access = field(default_factory=Access)
-    """Of the admin port, where a key is always asked for."""
+    """Access to the admin port, where a key is always required."""
     tls: TlsFiles | None = None
     proxies: TrustedProxies = field(default_factory=TrustedProxies)
 
@@ -222,7 +222,7 @@ class HttpServer:
             self.app.batches.start(spawn)
 
     async def stop(self, grace_s: float = 5.0) -> None:
-        """End open requests as ``HttpApp.drain`` says, then all connections; also before ``start``."""
+        """End open requests by ``HttpApp.drain``, then all connections; also before ``start``."""
         for task in self._running:
             task.cancel()
         if self.app.batches is not None:
@@ -240,5 +240,5 @@ class HttpServer:
 
 
 def admin_server(app: AccessGate, host: str, port: int, tls: TlsFiles | None = None) -> ListeningServer:
-    """Binds at once. Raises OSError. ``app`` checks who asks."""
+    """Bind at once. Raises OSError. ``app`` checks the caller."""
     return ListeningServer(app, bind(host, port), tls)

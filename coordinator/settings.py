@@ -175,7 +175,7 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
 
     @property
     def listen_host(self) -> str:
-        """Where the HTTP server listens: on loopback, unless API keys or --open-access allow --host."""
+        """The HTTP server's host: loopback, unless API keys or --open-access allow --host."""
         if self.tenants_file is not None or self.open_access or is_loopback(self.host):
             return self.host
         return "::1" if ":" in self.host else "127.0.0.1"

@@ -91,7 +91,7 @@ def _json_fault(message: str) -> str:
 
 
 def _named_field(message: str) -> str | None:
-    """Of a sentence about several fields, the one that it begins with."""
+    """Return the field that begins a sentence about several fields."""
     found = re.match(r"(\w+): ", message)
     return found[1] if found else None
 

@@ -366,7 +366,7 @@ def _answers(port: int) -> bool:
 @contextmanager
 def bare_server(module: str, cores: list[int]) -> Iterator[Server]:
     """A floor."""
-    with pinned([sys.executable, "-m", f"splitserve.bench.{module}"], cores) as process:
+    with pinned([sys.executable, "-m", f"splitserve.bench.http.{module}"], cores) as process:
         assert process.stdout is not None
         port, control = process.stdout.readline().split()
         yield Server(int(port), control, psutil.Process(process.pid))

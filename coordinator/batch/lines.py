@@ -35,7 +35,7 @@ class LineError(NamedTuple):
     code: str = "invalid_request"
 
     def as_dict(self) -> dict[str, Any]:
-        """As a batch's ``errors`` list them."""
+        """Return it as an entry of a batch's ``errors``."""
         return {"code": self.code, "line": self.number, "message": self.message, "param": None}
 
 
@@ -86,15 +86,15 @@ def _line(number: int, raw: bytes, endpoint: str, seen: set[str]) -> Line:
 
 
 def used_by(status: int, body: bytes) -> Used:
-    """What an answer says that it used: nothing where it is an error."""
+    """Return the usage in an answer: nothing for an error."""
     if status != 200:
         return Used()
-    told = orjson.loads(body)["usage"]
+    usage = orjson.loads(body)["usage"]
     cached, reasoning = (
-        told["prompt_tokens_details"]["cached_tokens"],
-        told["completion_tokens_details"]["reasoning_tokens"],
+        usage["prompt_tokens_details"]["cached_tokens"],
+        usage["completion_tokens_details"]["reasoning_tokens"],
     )
-    return Used(told["prompt_tokens"], cached, told["completion_tokens"], reasoning)
+    return Used(usage["prompt_tokens"], cached, usage["completion_tokens"], reasoning)
 
 
 def output_line(batch_id: str, line: Line, status: int, body: bytes, request_id: str) -> bytes:

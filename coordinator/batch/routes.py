@@ -27,7 +27,7 @@ from .store import BatchStore, StoredBatch, StoredFile
 
 MAX_FILE_BYTES = 200 << 20
 FORM_BYTES = 1 << 20
-"""Of a form beside its file."""
+"""Bytes of a form beside its file."""
 MAX_BODY_BYTES = 1 << 20
 WINDOW_S = 24 * 3600
 PAGE, MAX_PAGE = 20, 100
@@ -137,9 +137,9 @@ class BatchRoutes:
         batch = await self._runner.call(
             lambda store: store.add_batch(account.tenant, account.key_id, details, now)
         )
-        told = await self._runner.call(lambda store: _batch(store, batch))
+        answer = await self._runner.call(lambda store: _batch(store, batch))
         self._runner.wake()
-        return _json(told)
+        return _json(answer)
 
     async def _list_batches(self, request: Request) -> Response:
         tenant, after, limit = (
@@ -239,7 +239,7 @@ def _batch(store: BatchStore, batch: StoredBatch) -> dict[str, Any]:
 
 
 def _usage(used: Used) -> dict[str, Any]:
-    """Of the requests that were answered, named as OpenAI names a batch's."""
+    """Return the usage of the answered requests, with the names of OpenAI's batches."""
     return {
         "input_tokens": used.prompt,
         "input_tokens_details": {"cached_tokens": used.cached},

@@ -30,7 +30,7 @@ from .store import BatchStore, Status, StoredBatch
 T = TypeVar("T")
 LOOK_EVERY_S = 1.0  # for what other processes have put there
 PRUNE_EVERY_S = 3600.0
-WAIT_S = 1.0  # before a request that found no room is tried again, where the answer says nothing
+WAIT_S = 1.0  # before a request without room is tried again, if the answer names no time
 MAX_TIMEOUTS = 10  # of one request
 AGAIN = (429, 503, 504)
 NO_KEY = "The API key of this batch was revoked or has expired; submit what is left with a key that opens."
@@ -45,7 +45,7 @@ class Answer(NamedTuple):
 
 
 class BatchOptions(NamedTuple):
-    """Where batches are kept, and how many of their requests run at a time."""
+    """The file of the batches, and the number of their requests that run at a time."""
 
     path: Path
     max_running: int = 16
@@ -162,7 +162,7 @@ class BatchRunner:
         await self._fill()
 
     async def _fill(self) -> None:
-        """As many requests as may run."""
+        """Start requests, up to the bound."""
         limit = self._max_running + len(self._running)
         found = await self.call(lambda store: store.open_lines(None, limit))
         for batch_id, line in found:
@@ -197,8 +197,8 @@ class BatchRunner:
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _ask_until_answered(self, batch: StoredBatch, line: Line) -> Answer:
-        """No room, no workers, a limit reached, too late: it waits and asks again, each time as what its key
-        then is."""
+        """Ask again, after a wait, while there is no room, no worker, a limit or a timeout; by the key's
+        present account."""
         num_timeouts = 0
         while True:
             if (account := self._account(batch)) is None:
@@ -215,7 +215,7 @@ class BatchRunner:
             await asyncio.sleep(float(wait) if wait.isdigit() else WAIT_S)
 
     def _account(self, batch: StoredBatch) -> Account | None:
-        """As its key stands now, behind all others; None where that does not open any more."""
+        """Return its key's present account, in class batch; None if the key is no longer valid."""
         account = self._directory.account_of_key(batch.key_id)
         return None if account is None else account.model_copy(update={"priority_class": "batch"})
 
@@ -241,12 +241,12 @@ class BatchRunner:
             while found := store.open_lines(batch.id, 1000):
                 for _, line in found:
                     store.answer(batch.id, line.number, 0, unanswered_line(batch.id, line, code, message))
-            told = {"code": code, "line": None, "message": message, "param": None}
+            failure = {"code": code, "line": None, "message": message, "param": None}
             _finish(
                 store,
                 batch,
                 status,
-                {"errors": {"object": "list", "data": [told]}} if status == "failed" else {},
+                {"errors": {"object": "list", "data": [failure]}} if status == "failed" else {},
             )
 
         await self.call(end)
@@ -270,8 +270,8 @@ def _validate(store: BatchStore, batch: StoredBatch) -> None:
     content = store.content(store.tenant_of(batch.id), batch.details["input_file_id"])
     lines, errors = read_lines(content or b"", batch.details["endpoint"])
     if errors:
-        told = {"object": "list", "data": [error.as_dict() for error in errors]}
-        store.change(batch.id, "failed", {"errors": told, "failed_at": int(time.time())}, ("validating",))
+        failures = {"object": "list", "data": [error.as_dict() for error in errors]}
+        store.change(batch.id, "failed", {"errors": failures, "failed_at": int(time.time())}, ("validating",))
         return
     store.add_lines(batch.id, lines)
     store.change(batch.id, "in_progress", {"in_progress_at": int(time.time())}, ("validating",))

@@ -199,8 +199,8 @@ class BatchStore:
             return changed
 
     def prune(self, before: float) -> int:
-        """Deletes batches that are over and were made before, and files as old, but for those of batches that
-        are not over. How many."""
+        """Delete ended batches made before ``before``, and older files that no open batch needs. Return the
+        number."""
         marks = ", ".join("?" * len(OPEN))
         with self._transaction():
             over = f"SELECT id FROM batches WHERE created < ? AND status NOT IN ({marks})"

@@ -33,7 +33,7 @@ class CallScanner:
 
     @classmethod
     def of_arguments(cls, name: str) -> CallScanner:
-        """Of a call whose name is known, and of which only the arguments follow."""
+        """Return a scanner of a call whose name is known: only its arguments follow."""
         scanner = cls()
         scanner.name, scanner.stage, scanner._key, scanner._bare = name, "value", "arguments", True
         return scanner

@@ -13,7 +13,7 @@ class Content(NamedTuple):
 
 
 class Reasoning(NamedTuple):
-    """More of what the model thinks before it answers."""
+    """More of the model's thought before its answer."""
 
     text: str
 
@@ -36,10 +36,10 @@ Event = Content | Reasoning | CallStarted | CallArguments
 
 
 class OutputParser(Protocol):
-    """Reads one answer. How the text is cut into pieces makes no difference to what the events add up to."""
+    """Reads one answer. The events add up to the same however the text is cut into pieces."""
 
     def feed(self, text: str) -> list[Event]:
-        """What is certain now."""
+        """Return the events that are certain now."""
 
     def finish(self) -> list[Event]:
         """What was held back, once no text follows."""

@@ -1,4 +1,4 @@
-"""What a model thinks between ``<think>`` and ``</think>`` before it answers, told apart from the answer."""
+"""Separates a thought between ``<think>`` and ``</think>`` from the answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ReasoningParser:
         self._open, self._close = MarkFinder([OPEN]), MarkFinder([CLOSE])
         self._mode = "thinking" if opened else "start"
         self._space = ""  # at the start: content, if nothing is thought
-        self._said = False  # something of the present part
+        self._has_text = False  # something of the present part
 
     def feed(self, text: str) -> list[Event]:
         """See ``OutputParser``."""
@@ -76,12 +76,12 @@ class ReasoningParser:
     _open_begun = False
 
     def _think(self, text: str, events: list[Event]) -> str:
-        if not self._said:
+        if not self._has_text:
             text = text.lstrip(SPACE)
             if not text:
                 return ""
         before, mark, after = self._close.feed(text)
-        self._said = True
+        self._has_text = True
         events.append(Reasoning(before))
         if mark is None:
             return ""

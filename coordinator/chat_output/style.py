@@ -1,4 +1,4 @@
-"""In which way a model was taught to call tools and to think: told by its chat template, or by an option."""
+"""A model's own way to call tools and to think, read from its chat template or set by an option."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ChatStyle:
     def of(
         cls, template: str, tools: ToolParserOption = "auto", reasoning: ReasoningOption = "auto"
     ) -> ChatStyle:
-        """Of a chat template's source; options other than ``auto`` are taken as they are."""
+        """Return the style by a chat template's source; options other than ``auto`` take precedence."""
         thinks = (
             any(mark in template for mark in THOUGHT_MARKS) if reasoning == "auto" else reasoning == "think"
         )

@@ -38,7 +38,7 @@ class _Parser(ABC):
         self._events: list[Event] = []
         self._num_calls = 0
         self._scanner = CallScanner()
-        self._started = False  # the client has heard of the scanner's call
+        self._started = False  # the client was sent the begin of the scanner's call
         self._space = ""  # white space that is content only if content follows
         self._mode: Callable[[str], str] = self._first
 
@@ -59,7 +59,7 @@ class _Parser(ABC):
 
     @abstractmethod
     def _end(self) -> None:
-        """No text follows: what was held back is said."""
+        """Emit the text that was held back: no text follows."""
 
     def _take(self) -> list[Event]:
         events, self._events = joined(self._events), []
@@ -68,11 +68,11 @@ class _Parser(ABC):
     def _content(self, text: str) -> None:
         """White space around calls is nobody's content: it waits for what follows."""
         text = self._space + text
-        said = text.rstrip(SPACE)
-        self._space = text[len(said) :]
-        self._events.append(Content(said))
+        content = text.rstrip(SPACE)
+        self._space = text[len(content) :]
+        self._events.append(Content(content))
 
-    def _say_space(self) -> None:
+    def _emit_space(self) -> None:
         """The end: without calls it is content."""
         if self._space and not self._num_calls:
             self._events.append(Content(self._space))
@@ -81,17 +81,17 @@ class _Parser(ABC):
         self._scanner, self._started = CallScanner(self._names), False
 
     def _scan(self, text: str) -> str:
-        """As far as the call goes."""
+        """Read up to the end of the call."""
         scanner = self._scanner
         for at, char in enumerate(text):
             if scanner.over:
-                self._tell()
+                self._emit_start()
                 return text[at:]
             scanner.feed(char)
-        self._tell()
+        self._emit_start()
         return ""
 
-    def _tell(self) -> None:
+    def _emit_start(self) -> None:
         scanner = self._scanner
         if scanner.name is not None and not self._started and (arguments := scanner.take()):
             self._started = True
@@ -127,7 +127,7 @@ class HermesParser(_Parser):
         return rest
 
     def _after_call(self, text: str) -> str:
-        """Up to the closing mark. If no call was told of, all of it is content."""
+        """Read up to the closing mark. If no call was emitted, all of it is content."""
         before, mark, after = self._close.feed(text)
         if not self._started:
             self._scanner.raw += before
@@ -142,7 +142,7 @@ class HermesParser(_Parser):
             self._content(self._open.finish())
         elif not self._started:
             self._content(OPEN + self._scanner.raw + self._close.finish())
-        self._say_space()
+        self._emit_space()
 
 
 class Llama3Parser(_Parser):
@@ -198,7 +198,7 @@ class Llama3Parser(_Parser):
             self._content(held)
         elif self._mode == self._in_call and not self._started:
             self._content(self._tagged + self._scanner.raw)
-        self._say_space()
+        self._emit_space()
 
 
 class MistralParser(_Parser):
@@ -249,7 +249,7 @@ class MistralParser(_Parser):
         return rest
 
     def _naming(self, text: str) -> str:
-        """A name, up to its arguments: they are scanned as if the older way had said them."""
+        """Read a name, up to its arguments, which are scanned as in the older way."""
         before, mark, after = self._args.feed(text)
         self._name += before
         if mark is not None:
@@ -278,7 +278,7 @@ class MistralParser(_Parser):
             self._content(self._broken_text())
         elif self._mode == self._after_mark:
             self._content(TOOL_CALLS)
-        self._say_space()
+        self._emit_space()
 
 
 def tool_parser(style: ToolStyle, names: Collection[str]) -> OutputParser:

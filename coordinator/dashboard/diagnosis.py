@@ -2,7 +2,7 @@
 
 Each rule reads one ``Window`` and finds nothing or one thing. Findings are ordered: what fails requests
 before what slows them, and of these the one that takes the larger share of requests' time first. Where no
-rule finds anything, that is said.
+rule finds anything, the result states it.
 
 Expected gains: of one more worker where requests queue, ``queueing``; of a faster stage, Amdahl's law (AFIPS
 1967), a bound; of one more decode worker for the time per token, processor sharing (L. Kleinrock,
@@ -19,15 +19,15 @@ from ..metrics.load_window import Window
 from .queueing import SATURATED, ttft_with_one_more
 
 MIN_REQUESTS = 20
-"""Requests in the window below which nothing is said of their times."""
+"""Requests in the window below which their times are not judged."""
 QUEUE_SHARE, QUEUE_TTFT_SHARE, QUEUE_S = 0.2, 0.5, 1.0
-"""A queue is a finding from this share of requests' time on; or of the TTFT, if it takes so many seconds or
+"""A queue is a finding from this share of requests' time on; or of the TTFT, if it takes QUEUE_S seconds or
 the objective is missed."""
 HANDOFF_SHARE, HANDOFF_S = 0.1, 0.01
 COORDINATOR_SHARE, COORDINATOR_S = 0.15, 0.01
 CLIENT_SHARE, CLIENT_S = 0.15, 0.05
 TROUBLE_SHARE = 0.01
-"""Of requests: fewer failed, refused or preempted ones are left to the log of events."""
+"""Share of requests: fewer failed, refused or preempted ones are left to the log of events."""
 BUSY = 0.7
 """Mean busy share from which on requests queue for prefill because it is busy."""
 FULL = 0.9
@@ -39,14 +39,13 @@ UNKNOWN_BUSY = 0.95
 
 
 class Finding(NamedTuple):
-    """``level``: good, idle, unknown (too little to tell), warn (requests are slowed down), bad (requests
-    fail). Sentences for people."""
+    """``level``: good, idle, unknown (too little data), warn (requests are slow), bad (requests fail)."""
 
     kind: str
     level: Literal["good", "idle", "unknown", "warn", "bad"]
     what: str
     remedy: str = ""
-    basis: str = ""  # by what the expected gain was computed
+    basis: str = ""  # method of the expected gain
     share: float = 0.0  # of requests' time, for the order
 
     def as_json(self) -> dict[str, Any]:
@@ -282,7 +281,7 @@ def _client(w: Window) -> Iterator[Finding]:
 
 
 def _objectives(w: Window, slow: list[Finding]) -> Iterator[Finding]:
-    """An objective is missed and no rule has said why: the first token is late without a queue."""
+    """An objective is missed and no rule explains it: the first token is late without a queue."""
     if slow or w.kept is None or w.kept >= w.objectives.attainment:
         return
     missed = (
@@ -386,5 +385,5 @@ def _percent(share: float) -> str:
 
 
 def _seconds(seconds: float) -> str:
-    """To two digits, of which the model is worth no more."""
+    """Return a duration with two digits, the model's precision."""
     return f"{float(f'{seconds:.2g}'):g} s" if seconds >= 1 else f"{float(f'{1e3 * seconds:.2g}'):g} ms"

@@ -6,7 +6,7 @@ is used, so that what they leave out (how arrivals and lengths vary) cancels as 
 - Below saturation, arrivals that wait for nobody. The mean wait is proportional to rho^(sqrt(2(c+1)) - 1) /
   (c (1 - rho)), where rho is the servers' busy share: H. Sakasegawa, "An approximation formula Lq = alpha
   rho^beta / (1 - rho)", Annals of the Institute of Statistical Mathematics 29, 1977.
-- At saturation rho says nothing of the wait, and clients that ask again only when they are answered are its
+- At saturation rho predicts no wait, and clients that ask again only when they are answered are its
   likely cause: as many requests stay in flight. Mean value analysis (M. Reiser, S. Lavenberg, Journal of the
   ACM 27, 1980) of one queue and a delay; c servers are one of c times the speed and a delay of (c-1)/c of
   the work (A. Seidmann et al., Computer Performance 8, 1987). Where arrivals do not wait for answers, the

@@ -1,6 +1,6 @@
 """The dashboard: its files, as they lie in ``dashboard/``, and the one feed that they ask once a second.
 
-The files say nothing of anybody and are for everyone; the feed is an operators' page (see
+The files hold no data and are for everyone; the feed is an operators' page (see
 ``routes/gate.py``).
 """
 

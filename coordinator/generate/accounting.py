@@ -20,8 +20,7 @@ _USAGE_KEYS = [f"{name}_s" for name in NAMES]
 
 
 class Accounting:
-    """Of several choices, the one that ended last gives stages and workers. ``arrival``: monotonic
-    seconds."""
+    """One exchange's numbers. The choice that ended last gives stages and workers. Monotonic seconds."""
 
     def __init__(
         self,

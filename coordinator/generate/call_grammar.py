@@ -51,13 +51,13 @@ def calls_at_will(
     mark = _mark(style)
     assert mark is not None, "it tells calls from text"
     begin = term(mark)
-    said = f"said[suffix={begin}]: {ANYTHING}" if begin.startswith('"') else f"said: ANYTHING {begin}"
+    before = f"before[suffix={begin}]: {ANYTHING}" if begin.startswith('"') else f"before: ANYTHING {begin}"
     if style == "mistral" and not has_args_mark:
-        start = f"start: ANYTHING | said {_array(parallel)}"
+        start = f"start: ANYTHING | before {_array(parallel)}"
     else:
-        start = "start: (said call)* ANYTHING" if parallel else "start: ANYTHING | said call"
+        start = "start: (before call)* ANYTHING" if parallel else "start: ANYTHING | before call"
     return "\n".join(
-        [start, said, f"ANYTHING: {ANYTHING}", *_calls(style, tools, term, has_args_mark), *arguments]
+        [start, before, f"ANYTHING: {ANYTHING}", *_calls(style, tools, term, has_args_mark), *arguments]
     ).encode()
 
 
@@ -82,7 +82,7 @@ def either(grammar: bytes, other: bytes) -> bytes:
 
 
 def _parts(grammar: bytes) -> list[dict[str, Any]]:
-    """As llguidance's JSON lists them."""
+    """Return the parts in llguidance's JSON form."""
     text = grammar.decode()
     if not text.startswith("{"):
         return [{"lark_grammar": text}]
@@ -91,7 +91,7 @@ def _parts(grammar: bytes) -> list[dict[str, Any]]:
 
 
 def _mark(style: ToolStyle) -> str | None:
-    """Where a call begins, or an array of them."""
+    """Return the mark at which a call, or an array of calls, begins."""
     return {"hermes": OPEN, "mistral": TOOL_CALLS, "llama3": None}[style]
 
 
@@ -144,7 +144,7 @@ def _llama3_at_will(names: Sequence[str], tag: str) -> list[str]:
     typed = f'("type"{colon}"function"{space},{space})?'
     head = rf"{space}\{{{space}{typed}"
     tools = "|".join(map(re.escape, names))
-    # the latter: before the name there is no telling whose they are
+    # the latter: before the name they may be any tool's
     taken = f'"name"{colon}"({tools})"|"(parameters|arguments)"'
     given = f'{space},{space}"(parameters|arguments)"{colon}'
     heads = [f'HEAD_{i}: /{head}"name"{colon}"{re.escape(name)}"{given}/' for i, name in enumerate(names)]

@@ -1,4 +1,4 @@
-"""One choice of a response: takes a sequence's tokens in, gives text out."""
+"""One choice of a response: turns a sequence's tokens into text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .prompts import Prompt
 
 
 class Exchange(Protocol):
-    """The HTTP exchange, as its choices see it."""
+    """The HTTP exchange of a choice."""
 
     plan: RequestPlan
     form: CompletionFormat
@@ -29,23 +29,23 @@ class Exchange(Protocol):
         """Return a new detokenizer of the output that follows this prompt."""
 
     def begin(self) -> None:
-        """Sends the headers of the stream, once."""
+        """Send the headers of the stream, once."""
 
     def write(self, data: bytes) -> None:
-        """Sends chunks."""
+        """Send chunks."""
 
     def usage_so_far(self) -> Usage:
-        """For clients that want it on every chunk."""
+        """Return the usage so far, for clients that want it on every chunk."""
 
     def stop_met(self, choice: Choice) -> None:
-        """The choice is complete before the worker knows."""
+        """Cancel the sequence of a choice that a stop string has completed."""
 
     def choice_ended(self, choice: Choice, ended: Ended) -> None:
-        """The choice's sequence has ended, for whatever reason."""
+        """Take note that the choice's sequence has ended."""
 
 
 class Choice:
-    """A ``Sink``. Stop strings and log probabilities are seen to as each token comes, so that a stream and a
+    """A ``Sink``. Stop strings and log probabilities are handled as each token comes, so that a stream and a
     whole response are cut at the same place; a plain token costs one list lookup and one append.
 
     Log probabilities wait with the text of their tokens: those of a stop string are never shown.
@@ -151,27 +151,27 @@ class Choice:
         self._exchange.choice_ended(self, ended)
 
     def finish_reason(self) -> ReportedReason | None:
-        """None if it was cancelled or has failed."""
+        """Return the finish reason; None if it was cancelled or has failed."""
         if self._stops is not None and self._stops.matched:
             return "stop"
         return self.timed_out or (self.ended.finish_reason if self.ended else None)
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Of its tokens: those of a thought."""
+        """Number of its tokens in a thought."""
         return 0
 
     @property
     def mean_logprob(self) -> float:
-        """Of its tokens, where they were reported."""
+        """Mean log probability of its tokens, if they were reported."""
         return self._logprob_sum / max(1, self.num_tokens)
 
     def last_chunk(self, reason: ReportedReason) -> bytes:
-        """The rest of the text and the finish reason, as a chunk."""
+        """Return the rest of the text and the finish reason, as a chunk."""
         return self._opening() + self._chunk(self._rest(), reason)
 
     def result(self, reason: ReportedReason) -> ChoiceResult:
-        """The whole choice, if it was not streamed."""
+        """Return the whole choice, if it was not streamed."""
         text = self._rest()
         return ChoiceResult(self.index, text, self._show(text, last=True), reason, more=self._more())
 
@@ -229,7 +229,7 @@ class Choice:
         )
 
     def _more(self) -> dict[str, Any] | None:
-        """Token ids that were not shown yet; before the first, the prompt's."""
+        """Return the token ids that were not shown yet; before the first, also the prompt's."""
         if self._token_ids is None:
             return None
         shown, self._token_ids = self._token_ids, []
@@ -238,7 +238,7 @@ class Choice:
         return {**prompt, "token_ids": shown}
 
     def _show(self, text: str, *, last: bool) -> list[TokenEntry] | None:
-        """Log probabilities of the tokens whose text begins before the end of what has now been shown."""
+        """Return the log probabilities of tokens whose text begins before the end of the shown text."""
         self._num_shown += len(text)
         if self._entries is None:
             return None

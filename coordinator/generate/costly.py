@@ -1,5 +1,5 @@
-"""Planning of requests that take long, away from the event loop: long prompts on a thread, large bodies in the
-reader process. A key's limits are asked first."""
+"""Planning of costly requests away from the event loop: long prompts on a thread, large bodies in the reader
+process. A key's limits are asked first."""
 
 from __future__ import annotations
 

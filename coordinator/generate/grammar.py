@@ -24,7 +24,7 @@ from .prompts import Prompt
 
 MAX_REMEMBERED = 1024
 MAX_LEXER_STATES = 50_000
-"""As on the workers; with the library's other limits it bounds the work: a second or so for the worst."""
+"""The workers' limit; with the library's others it bounds the work to about a second."""
 MAX_REASON_CHARS = 500
 
 

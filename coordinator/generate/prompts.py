@@ -34,7 +34,7 @@ class Prompt(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """What it takes in memory once it is packed, with the column that workers are sent."""
+        """Bytes in memory once it is packed, with the column that is sent to workers."""
         return 8 * len(self.token_ids) + len(self.text)
 
     def packed(self) -> Prompt:
@@ -42,7 +42,7 @@ class Prompt(NamedTuple):
         return Prompt(array("I", self.token_ids), self.text)
 
     def without_text(self) -> Prompt:
-        """Drop the text but for its end, which shows whether the chat template has opened a thought."""
+        """Keep only the end of the text, which shows whether the chat template has opened a thought."""
         return self if len(self.text) <= TAIL_CHARS else Prompt(self.token_ids, self.text[-TAIL_CHARS:])
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -69,12 +69,12 @@ def is_long(request: CompletionRequest | ChatCompletionRequest) -> bool:
 
 
 def num_choices(request: CompletionRequest | ChatCompletionRequest) -> int:
-    """Sequences that it asks for."""
+    """Return the number of sequences that it asks for."""
     return request.num_candidates * (len(request.prompt) if isinstance(request, CompletionRequest) else 1)
 
 
 def prompts_of(request: CompletionRequest | ChatCompletionRequest, model: ServedModel) -> list[Prompt]:
-    """One for a chat, one or several for a completion. Raises InvalidRequest."""
+    """Return the prompts: one for a chat, one or several for a completion. Raises InvalidRequest."""
     keep = None if request.truncate_prompt_tokens is None else _num_kept(request, model)
     if isinstance(request, ChatCompletionRequest):
         tools = [tool.model_dump(exclude_none=True) for tool in request.offered_tools]
@@ -95,7 +95,7 @@ def prompts_of(request: CompletionRequest | ChatCompletionRequest, model: Served
 
 
 def _num_kept(request: CompletionRequest | ChatCompletionRequest, model: ServedModel) -> int:
-    """Of a prompt's tokens: as many as asked for, or as there is room for beside the new ones."""
+    """Return the number of a prompt's last tokens to keep: as asked, or by the room beside the new ones."""
     if (asked := request.truncate_prompt_tokens) is not None and asked > 0:
         return asked
     return max(1, model.max_model_len - (request.max_new_tokens or 1))
@@ -118,8 +118,7 @@ def chat_prompt(
     most: int | None = None,
     keep: int | None = None,
 ) -> Prompt:
-    """Messages through the chat template, which writes BOS itself where the model wants one. Raises
-    InvalidRequest."""
+    """Render messages by the chat template, which writes BOS if the model has one. Raises InvalidRequest."""
     template = model.chat_template
     if template is None:
         raise InvalidRequest(
@@ -140,8 +139,11 @@ def encode(
     keep: int | None = None,
     param: str = "prompt",
 ) -> list[list[int]]:
-    """Token ids of each text. ``keep``: only its last tokens are needed. Raises ContextTooLong where a text
-    has more than ``most`` tokens (default: the model's context), without tokenizing it whole."""
+    """Return the token ids of each text. ``keep``: only its last tokens are needed.
+
+    Raises ContextTooLong if a text has more than ``most`` tokens (default: the model's context), without
+    tokenizing it whole.
+    """
     tokenizer, most = model.tokenizer, model.max_model_len if most is None else most
     if keep is not None:
         texts = [tokenizer.ending(text, keep) if len(text) > 2 * PIECE_CHARS else text for text in texts]
@@ -162,7 +164,7 @@ def encode(
 
 
 def _batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Texts that are tokenized together: that takes some 200 bytes of memory for each token."""
+    """Yield texts to tokenize together: that takes some 200 bytes of memory for each token."""
     begin = num_chars = 0
     for i, text in enumerate(texts):
         num_chars += len(text)

@@ -1,5 +1,4 @@
-"""A request for tokens that did not come by HTTP: out of a batch, or over a WebSocket. It is answered like
-any other."""
+"""A request for tokens from a batch or a WebSocket, which is answered like one by HTTP."""
 
 from __future__ import annotations
 
@@ -12,13 +11,13 @@ from .call import Call, CallHandler, Endpoint
 
 
 class Listener(Protocol):
-    """Who hears the answer, on the event loop's thread. Must not block or raise."""
+    """Receives the answer, on the event loop's thread. Must not block or raise."""
 
     def answered(self, status: int, headers: Headers, body: bytes) -> None:
-        """All of it, not streamed."""
+        """Take the whole answer, not streamed."""
 
     def streamed(self, data: bytes, *, last: bool) -> None:
-        """More of a stream: whole server-sent events."""
+        """Take more of a stream: whole server-sent events."""
 
 
 class InnerCall(Call):
@@ -48,7 +47,7 @@ class InnerCall(Call):
         return ""
 
     def begin(self) -> None:
-        """Hands it to the handler; once."""
+        """Pass it to the handler; once."""
         self._handler.overload.hold("body_bytes", self._held)
         self._handler.opened(self)
         self._handler.handle(self)
@@ -76,7 +75,7 @@ class InnerCall(Call):
             self._close()
 
     def abandon(self) -> None:
-        """Nobody waits for the answer any more."""
+        """End: the answer is not needed any more."""
         if not self.response_complete and not self.gone:
             self.gone = self._completed = True
             self.drop_body()

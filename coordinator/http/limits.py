@@ -8,7 +8,7 @@ LARGE_BODY_BYTES = 64 << 10
 """A larger body is read in another process. Measured: the loop parses one of this size in 2 to 17 ms,
 whatever it holds."""
 MIN_BYTES_PER_S = 16 << 10
-"""Of a body or a WebSocket message, beyond the time that every request has."""
+"""Least rate of a body or WebSocket message, beyond the time that every request has."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,8 +128,10 @@ class ListeningServer(uvicorn.Server):
 
 
 def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """A socket to listen on; ``shared``: other processes that say so too get their part of the connections.
-    Raises OSError."""
+    """Return a listening socket. ``shared``: connections are spread over all processes that share the port.
+
+    Raises OSError.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(
         family, socket.SOCK_STREAM, socket.IPPROTO_TCP

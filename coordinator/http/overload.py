@@ -34,7 +34,7 @@ OTHER_FILES = 64
 """Descriptors left to workers' connections, files and pipes."""
 SHED_EVERY_S = 0.01
 CALM = 0.9
-"""Of its bound: a resource that has fallen below is told of anew when it next meets it."""
+"""Share of its bound: a resource that has fallen below it is logged again when it next meets its bound."""
 MAX_CONNECTIONS = 20_000
 """More are another coordinator process's work: each costs some 50 KB and a share of one event loop."""
 MIN_HELD_BYTES = 64 << 20
@@ -60,8 +60,8 @@ class OverloadLimits:
     max_connections: int = MAX_CONNECTIONS
     """Or as many as the process may open files, if that is fewer."""
     max_held_bytes: int = MIN_HELD_BYTES
-    """Of bodies; of WebSocket messages once more; half of it of bodies that are being tokenized; 4 times of
-    it of prompts."""
+    """Bound of bodies, and of WebSocket messages; half of it for bodies that are tokenized, 4 times for
+    prompts."""
 
     @classmethod
     def for_bodies_of(cls, max_body_bytes: int) -> OverloadLimits:
@@ -93,7 +93,7 @@ class Overload:
         self.actions: Counter[tuple[Resource, Action]] = Counter()
         self._idle: dict[Connection, None] = {}  # longest first
         self._sending: dict[Connection, None] = {}
-        self._told: set[Resource] = set()
+        self._logged: set[Resource] = set()
         self._is_shedding = False
 
     # --- connections -----------------------------------------------------------------------------
@@ -131,16 +131,15 @@ class Overload:
     # --- bytes -----------------------------------------------------------------------------------
 
     def hold(self, what: Resource, count: int) -> None:
-        """So many bytes more have come. Above the bound clients that are still sending are ended, from the
-        next turn of the loop on."""
+        """Count received bytes. Above the bound, clients that are still sending are ended, from the next turn
+        of the loop on."""
         self.used[what] += count
         if self.used[what] > self.limits[what] and not self._is_shedding:
             self._is_shedding = True
             asyncio.get_running_loop().call_soon(self._shed_senders, what)
 
     def take(self, what: Resource, count: int) -> bool:
-        """Whether there is room for so many more, which then are held. One of any size always finds room
-        where nothing is held."""
+        """Hold ``count`` more if there is room. Anything has room while nothing is held."""
         if self.used[what] and self.used[what] + count > self.limits[what]:
             self._count(what, "refused")
             return False
@@ -204,8 +203,8 @@ class Overload:
 
     def _count(self, what: Resource, action: Action) -> None:
         self.actions[what, action] += 1
-        if what not in self._told:
-            self._told.add(what)
+        if what not in self._logged:
+            self._logged.add(what)
             _log.warning(
                 "%d %s; clients that are idle or slow give way, others may be refused",
                 self.used[what],
@@ -213,8 +212,8 @@ class Overload:
             )
 
     def _calm(self, what: Resource) -> None:
-        if self._told and self.used[what] < CALM * self.limits[what]:
-            self._told.discard(what)
+        if self._logged and self.used[what] < CALM * self.limits[what]:
+            self._logged.discard(what)
 
 
 def _most_files() -> int:

@@ -1,7 +1,7 @@
 """uvicorn's WebSocket protocol, with bounds: on how long a message may take to arrive, and on the bytes of
 all that are held.
 
-It writes no traceback into the log for each client that sends text that is none.
+It writes no traceback into the log for a client that sends invalid text.
 """
 
 from __future__ import annotations

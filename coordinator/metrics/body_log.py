@@ -1,5 +1,4 @@
-"""Requests for tokens and their answers, as they were (--log-bodies). Personal data: docs/observability.md
-says what that asks of you.
+"""Requests for tokens and their answers, verbatim (--log-bodies). Personal data: see docs/observability.md.
 
 One JSON object a line: ``time``, ``request_id``, ``endpoint``, ``tenant``, ``status``, ``request``,
 ``answer``; ``truncated`` where one of the two was longer than MAX_BYTES. The chunks of a stream are joined to
@@ -28,7 +27,7 @@ from ..tenants.api_key import bearer
 from .settings import RecordSettings
 
 MAX_BYTES = 1 << 20
-"""Of a request's body, and of an answer's text."""
+"""Most bytes of a request's body, and of an answer's text."""
 MAX_FILE_BYTES = 100 << 20
 """Of FILE and FILE.1 together: some hours of a busy server, and a disk's small change."""
 MAX_PENDING_BYTES = 32 << 20
@@ -137,7 +136,7 @@ class BodyLog:
         self._thread.start()
 
     def record(self, call: Call) -> RecordedCall:
-        """To be answered instead of the call."""
+        """Return what is to be answered instead of the call."""
         self._calls[call] = RecordedCall(call, self._failures)
         return self._calls[call]
 

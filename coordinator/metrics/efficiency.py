@@ -38,7 +38,7 @@ class Efficiency:
         """Since the start."""
 
     def sample(self, now: float, system: SystemSnapshot) -> None:
-        """Books the time since the last sample to who is here now."""
+        """Book the time since the last sample to the present workers."""
         seconds = 0.0 if self._sampled_at is None else max(0.0, now - self._sampled_at)
         self._sampled_at = now
         gpus = {worker.device: worker for worker in system.workers if worker.device}
@@ -77,5 +77,5 @@ class Efficiency:
 
 
 def _one_a_gpu(gpus: dict[str, WorkerSnapshot]) -> Iterable[WorkerSnapshot]:
-    """Named by the GPU: its energy is the same whoever reports it."""
+    """Return one worker for each GPU, under the GPU's name: its energy counts once."""
     return [worker._replace(worker_id=device) for device, worker in gpus.items()]

@@ -98,7 +98,7 @@ class Window:
         return sum(self.stages.values())
 
     def share(self, *stages: str) -> float:
-        """Of requests' time."""
+        """Return the stages' share of requests' time."""
         return sum(self.stages.get(stage, 0.0) for stage in stages) / self.total_s if self.total_s else 0.0
 
 

@@ -30,12 +30,12 @@ MIN_SCRAPE_INTERVAL_S = 1.0
 milliseconds."""
 
 SECONDS = (
-    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
-    80, 160, 640,
+    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5,
+    0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
 )  # fmt: skip
 TOKEN_SECONDS = (
-    0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5,
-    10,
+    0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05,
+    0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5, 10,
 )  # fmt: skip
 TOKENS = tuple(1 << n for n in range(18))
 BATCH = 512
@@ -190,7 +190,7 @@ class Metrics:
         self.counts.cached_tokens += num_cached
 
     def request_closed(self, record: RequestRecord) -> None:
-        """Count a request whose response is complete, or whose client has gone. Its stages sum to its time."""
+        """Count a request that is over: its response is complete, or its client has gone."""
         self._closed.append(record)
         if len(self._closed) >= BATCH:
             self._book_closed()

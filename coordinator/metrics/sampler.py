@@ -1,4 +1,4 @@
-"""Looks at the system every two seconds, for whoever keeps a history of it."""
+"""Samples the system every two seconds, for all that keep a history of it."""
 
 from __future__ import annotations
 

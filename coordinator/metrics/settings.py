@@ -1,4 +1,4 @@
-"""Settings of what the coordinator records: logs, traces, prices."""
+"""Settings of the coordinator's records: logs, traces, prices."""
 
 from __future__ import annotations
 

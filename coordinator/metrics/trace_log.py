@@ -6,8 +6,8 @@ ends. Its block hashes are keyed with a secret that is drawn at the start and ke
 equal hashes mean equal tokens (of one tenant's salt), and nobody can find out by guessing which. Sessions are
 hashed with it too.
 
-While its disk is full rows are lost, and nothing else is: the log and ``splitserve_listener_failures_total``
-say so.
+While its disk is full rows are lost, and nothing else; the log and ``splitserve_listener_failures_total``
+report it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from ..lifecycle.request import Ended, Request
 from .token_times import TimedSink
 
 BLOCK_SIZE = 64
-"""Tokens of a hashed block: finer ones than the workers' would say no more, coarser ones keep the file
-small."""
+"""Tokens of a hashed block: smaller than the workers' would add nothing, larger ones keep the file small."""
 HASH_DIGITS = 16
 _log = logging.getLogger(__name__)
 
@@ -42,8 +41,7 @@ class TraceLog:
     which is made."""
 
     def __init__(self, folder: Path, longest_request_s: float) -> None:
-        """``longest_request_s``: no request ends later after its arrival. Raises OSError, but for a disk that
-        is full."""
+        """``longest_request_s``: longest time of any request. Raises OSError, except for a full disk."""
         self._began, origin_s = time.monotonic(), time.time()
         self._secret = secrets.token_bytes(16)
         self._root = secrets.token_hex(16)

@@ -1,5 +1,5 @@
-"""What an operator may tell the running system: POST /admin/drain/{worker}, /admin/flip/{worker}?to=ROLE and
-/admin/log-level/{level}, GET /admin/flips. The gate (``routes/gate.py``) has let it in."""
+"""Operators' requests: POST /admin/drain/{worker}, /admin/flip/{worker}?to=ROLE, /admin/log-level/{level},
+GET /admin/flips. The gate (``routes/gate.py``) checks their key."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""What /health says: whether anything is wrong, and what. It answers 200 while the process serves, for
-Kubernetes would kill it otherwise: a restart mends none of this. /ready is what takes a coordinator out of a
-load balancer."""
+"""/health: the list of faults. It answers 200 while the process serves, because Kubernetes would kill it
+otherwise, and a restart mends none of this. /ready is for load balancers."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from ..lifecycle.request import Dispatcher
 from ..listeners import ListenerFailures
 
 RECENT_S = 60.0
-"""A listener that has failed counts as failing for so long."""
+"""A listener that has failed counts as failing for this time."""
 MIN_FREE_BYTES = 256 << 20
 DISK_PATIENCE_S = 0.5
 """A network file system may hang: then it is reported as not answering."""
@@ -23,8 +22,8 @@ NO_PROOF = "no request has passed prefill, handoff and decode yet"
 
 
 class Health:
-    """``folders``: where files are written, by the option that says so. Reasons name options and workers'
-    roles, never a path or a request: anybody may read them."""
+    """``folders``: where files are written, by option. Reasons name options and workers' roles, never a path
+    or a request: anyone may read them."""
 
     def __init__(
         self, dispatcher: Dispatcher, failures: ListenerFailures, folders: Mapping[str, Path] | None = None

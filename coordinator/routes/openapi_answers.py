@@ -166,6 +166,6 @@ BATCH = record(
 
 
 def page(item: dict[str, Any]) -> dict[str, Any]:
-    """Of a list, newest first."""
+    """Return the schema of a list, newest first."""
     ends = {"first_id": STRING_OR_NULL, "last_id": STRING_OR_NULL}
     return record({"object": {"const": "list"}, "data": array(item), **ends, "has_more": {"type": "boolean"}})

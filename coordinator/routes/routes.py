@@ -58,7 +58,7 @@ class OrdinaryRoutes:
         self._unknown = UnknownFields()
 
     def application(self) -> Starlette:
-        """As an ASGI application whose every error has OpenAI's shape."""
+        """Return an ASGI application whose every error has OpenAI's shape."""
         routes = [
             Route("/v1/models", self._models),
             Route("/v1/models/", self._models),
@@ -196,7 +196,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _no_space(request: Request, error: Exception) -> Response:
-    """Of a disk that is full; other errors of files stay what they are."""
+    """Answer for a full disk; other errors of files are raised again."""
     if not is_full(error):
         raise error
     where = getattr(error, "filename", None) or f"temporary files, {tempfile.gettempdir()}"

@@ -1,4 +1,4 @@
-"""GET /admin/usage: totals of what was metered.
+"""GET /admin/usage: totals of the metered usage.
 
 ?by=tenant,day         one row for each; of tenant, key, model, endpoint, priority_class, status, day
 ?since=2026-11-01      from this day on (or unix seconds), by default the beginning of this month
@@ -60,7 +60,7 @@ def totals(url: str, by: Sequence[By], since: float, until: float) -> list[dict[
 
 
 def groups(text: str) -> list[By]:
-    """Of a list with commas. Raises InvalidRequest."""
+    """Return the groups of a list with commas. Raises InvalidRequest."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in get_args(By):
@@ -69,8 +69,10 @@ def groups(text: str) -> list[By]:
 
 
 def moment(text: str, default: float) -> float:
-    """Unix seconds, of a date, a date and time (UTC where it says nothing else), or unix seconds. Raises
-    InvalidRequest."""
+    """Return the unix seconds of a date, a date and time (UTC by default), or unix seconds.
+
+    Raises InvalidRequest.
+    """
     if not text:
         return default
     try:
@@ -87,5 +89,5 @@ def moment(text: str, default: float) -> float:
 
 
 def month_start() -> float:
-    """Of the current month, by UTC."""
+    """Return the begin of the current month, by UTC."""
     return datetime.now(UTC).replace(day=1, hour=0, minute=0, second=0, microsecond=0).timestamp()

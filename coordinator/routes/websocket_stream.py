@@ -31,7 +31,7 @@ from ..tenants.limits import ANONYMOUS, Account
 PATH = "/v1/stream"
 SUBPROTOCOL = "splitserve"
 MAX_RUNNING = 64
-"""Of one connection."""
+"""Requests of one connection."""
 TOO_SLOW = 1008
 ENDPOINTS: dict[str, Endpoint] = {
     "/v1/chat/completions": "/v1/chat/completions",
@@ -86,8 +86,8 @@ class _Connection:
                 call.abandon()
             await asyncio.gather(writing, reading, return_exceptions=True)
 
-    def say(self, message: dict[str, Any]) -> None:
-        """To the client."""
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message to the client."""
         data = orjson.dumps(message)
         self._outbox.append(data)
         self._num_waiting_bytes += len(data)
@@ -96,7 +96,7 @@ class _Connection:
     def over(self, id: str) -> None:
         """Nothing more of this one."""
         self._calls.pop(id, None)
-        self.say({"id": id, "done": True})
+        self.send({"id": id, "done": True})
 
     async def _write(self) -> None:
         with contextlib.suppress(WebSocketDisconnect, RuntimeError):  # starlette's, once the client has gone
@@ -123,7 +123,7 @@ class _Connection:
                 id = message["id"]
                 self._take(id, message, body)
             except ApiError as error:
-                self.say({"id": id, "error": orjson.loads(error.body())["error"], "status": error.status})
+                self.send({"id": id, "error": orjson.loads(error.body())["error"], "status": error.status})
 
     def _take(self, id: str, message: dict[str, Any], body: bytes | None) -> None:
         """``body``: the request's, where it is not in the message. Raises InvalidRequest."""
@@ -154,14 +154,14 @@ class _Listener:
 
     def answered(self, status: int, headers: Headers, body: bytes) -> None:
         if status == 200:
-            self._connection.say({"id": self._id, "event": orjson.Fragment(body)})
+            self._connection.send({"id": self._id, "event": orjson.Fragment(body)})
         else:
-            self._connection.say({"id": self._id, "error": orjson.loads(body)["error"], "status": status})
+            self._connection.send({"id": self._id, "error": orjson.loads(body)["error"], "status": status})
         self._connection.over(self._id)
 
     def streamed(self, data: bytes, *, last: bool) -> None:
         for event in data.split(b"\n\n"):
             if event.startswith(b"data: ") and event + b"\n\n" != DONE:
-                self._connection.say({"id": self._id, "event": orjson.Fragment(event[6:])})
+                self._connection.send({"id": self._id, "event": orjson.Fragment(event[6:])})
         if last:
             self._connection.over(self._id)

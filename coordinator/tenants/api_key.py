@@ -1,4 +1,4 @@
-"""API keys as clients hold them, and what is kept of them.
+"""API keys, and the digests of them that are stored.
 
     sk-split-<43 characters>: 32 random bytes in URL-safe base64
 
@@ -19,26 +19,26 @@ NUM_RANDOM_BYTES = 32
 
 
 def new_key() -> str:
-    """A key that nobody has."""
+    """Return a new random key."""
     return PREFIX + base64.urlsafe_b64encode(secrets.token_bytes(NUM_RANDOM_BYTES)).rstrip(b"=").decode()
 
 
 def digest_of(key: bytes) -> bytes:
-    """What is stored and looked up: 32 bytes."""
+    """Return the SHA-256 that is stored and looked up: 32 bytes."""
     return hashlib.sha256(key).digest()
 
 
 def hint_of(key: str) -> str:
-    """Enough for people to tell their keys apart."""
+    """Return a short form by which a key can be recognised."""
     return f"{PREFIX}...{key[-4:]}"
 
 
 def same(a: bytes, b: bytes) -> bool:
-    """In a time that does not depend on where they differ."""
+    """Compare in constant time."""
     return hmac.compare_digest(a, b)
 
 
 def bearer(authorization: bytes) -> bytes:
-    """The key in an ``Authorization`` header; empty where there is none."""
+    """Return the key in an ``Authorization`` header; empty if there is none."""
     scheme, _, key = authorization.partition(b" ")
     return key.strip() if scheme.lower() == b"bearer" else b""

@@ -47,7 +47,7 @@ class Shortage:
 
 
 class Room(NamedTuple):
-    """What is left, of the holder who has less; None: no limit. Resets: seconds until all is there again."""
+    """The remaining room, of the holder that has less; None: no limit. Resets: seconds until it is full."""
 
     limit_requests: int | None = None
     remaining_requests: int = 0
@@ -58,7 +58,7 @@ class Room(NamedTuple):
 
 
 def admit(holders: Sequence[Holder], tokens: int, now: float) -> Shortage | Room:
-    """Takes one request and so many tokens from each holder, or nothing from any."""
+    """Take one request and ``tokens`` from each holder, or nothing from any."""
     for holder in holders:
         fill(holder, now)
     if (shortage := shortage_of(holders, tokens, now)) is not None:
@@ -83,13 +83,12 @@ def correct(holders: Sequence[Holder], estimated: int, tokens: int, now: float) 
 
 
 def tokens_alone(limits: Limits) -> Limits:
-    """Of requests and streams it has its part already."""
+    """Return the limits on tokens only: requests and streams were counted before."""
     return limits.model_copy(update={"requests_per_minute": None, "max_streams": None})
 
 
 def shortage_of(holders: Sequence[Holder], tokens: int, now: float) -> Shortage | None:
-    """What keeps one request of so many tokens out the longest; the holders' buckets are filled up to
-    ``now``."""
+    """Return the longest shortage for one request of ``tokens``; the buckets are filled up to ``now``."""
     full = [holder for holder in holders if not _has_room(holder, tokens)]
     if not full:
         return None  # mostly, and every request asks
@@ -99,7 +98,7 @@ def shortage_of(holders: Sequence[Holder], tokens: int, now: float) -> Shortage 
 
 
 def settle(holders: Sequence[Holder], estimated: int, used: int, now: float) -> None:
-    """The request has ended and used so many tokens."""
+    """Replace the estimate by the ``used`` tokens of a request that has ended."""
     for holder in holders:
         fill(holder, now)
         take(holder.state, holder.limits, used - estimated)
@@ -169,7 +168,7 @@ def _left(level: float, limit: int) -> tuple[int | None, int, float]:
 
 
 def _has_room(holder: Holder, tokens: int) -> bool:
-    """For one request of so many tokens; ``_shortages`` says what there is too little of."""
+    """Whether one request of ``tokens`` fits; ``_shortages`` lists the limits that it exceeds."""
     state, limits, num_streams = holder
     return (
         (limits.requests_per_minute is None or state[REQUESTS] >= 1)

@@ -1,15 +1,15 @@
-"""What can be wrong with the tenants' files.
+"""Errors of the tenants' files.
 
 TenantsError
 ├── TenantsFileError    a file or database that cannot be used
-└── Unknown             a tier, tenant or key that there is not; ``param`` says which of them
+└── Unknown             a tier, tenant or key that does not exist; ``param`` names which
 """
 
 from __future__ import annotations
 
 
 class TenantsError(Exception):
-    """The message says what was wrong and what to do."""
+    """The message names the fault and the remedy."""
 
 
 class TenantsFileError(TenantsError):

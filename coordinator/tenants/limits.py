@@ -1,4 +1,4 @@
-"""What a key or a tenant may use, and whose a request is. Plain values."""
+"""Limits of keys and tenants, and the account of a request. Plain values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Limits(BaseModel):
 
     @cached_property
     def bounded(self) -> bool:
-        """Whether there is anything to hold to."""
+        """Whether any bound is set."""
         return any(getattr(self, name) is not None for name in type(self).model_fields)
 
 
@@ -53,16 +53,15 @@ class Account(BaseModel):
 
     @cached_property
     def rows(self) -> Rows:
-        """Whom it is held to: tenant and key, as far as they have limits, each by a number that no other
-        tenant or key has."""
+        """The holders of its limits: tenant and key, as far as they have limits, each by a unique number."""
         both = ((2 * self.tenant_id, self.tenant_limits), (2 * self.key_id + 1, self.key_limits))
         return tuple([(row, limits) for row, limits in both if limits.bounded])
 
     @cached_property
     def key(self) -> str:
-        """The key's name for people and records; empty for nobody's."""
+        """The key's name in records and logs; empty without a key."""
         return f"key_{self.key_id}" if self.key_id else ""
 
 
 ANONYMOUS = Account()
-"""Who asks where no keys are configured."""
+"""The account of every request where no keys are configured."""

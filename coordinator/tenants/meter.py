@@ -6,8 +6,8 @@ come together into the database in one transaction, and keeps at it while the da
 process has left behind, the next one finds in its journal: requests that had ended are kept, requests that
 were running are kept as "lost", and the log names them.
 
-A disk that is full takes no journal lines: records wait in memory, at most MAX_WAITING, and the log says so
-every minute.
+A full disk takes no journal lines: records wait in memory, at most MAX_WAITING, and the log repeats it every
+minute.
 """
 
 from __future__ import annotations

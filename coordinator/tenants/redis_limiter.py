@@ -3,8 +3,8 @@ speaks its protocol and Lua).
 
 The script has the rules of ``buckets.py``: fill, look, take; it runs as one, so that two hosts cannot take
 the same tokens. Time is the server's. Open streams are counted for each process, under a sign of life that
-ends by itself: what a killed process held is free seconds later. A server that does not answer lets everybody
-in, which the log says: a limit is no reason to stop serving.
+ends by itself: what a killed process held is free seconds later. While the server does not answer, requests
+are admitted and the log warns: a limit is no reason to stop serving.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class RedisLimiter:
 
     async def start(self, spawn: Spawn = unwatched) -> None:
         """Gives its first sign of life, and more from then on."""
-        await self._say_alive()
+        await self._renew_alive()
         self._alive = spawn("limits in Redis", self._stay_alive())
 
     def admit(self, account: Account, tokens: int, answer: Answer) -> None:
@@ -142,7 +142,7 @@ class RedisLimiter:
             self._spawn(self._settle(holders, tokens - admission.tokens))
 
     async def stop(self) -> None:
-        """Says what is still to be said, and goes."""
+        """Send what is pending, and close."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=TIMEOUT_S)
         for task in (*self._tasks, *([self._alive] if self._alive is not None else [])):
@@ -204,9 +204,9 @@ class RedisLimiter:
     async def _stay_alive(self) -> None:
         while True:
             await asyncio.sleep(RENEW_S)
-            await self._say_alive()
+            await self._renew_alive()
 
-    async def _say_alive(self) -> None:
+    async def _renew_alive(self) -> None:
         try:
             await self._redis.set(f"{self._prefix}alive:{self._process}", 1, ex=ALIVE_S)
         except (RedisError, OSError) as error:

@@ -3,9 +3,9 @@ into memory.
 
 One row of doubles for each key and each tenant: the numbers of ``buckets.py``, then one column for each
 process with its open streams. An admission is a lock on the file, a few lines of arithmetic, an unlock: 10
-us, and no process that could be down. What the file says outlives the processes. A process owns a column as
-long as it lives, by a lock that the kernel takes back: the streams of a killed one are dropped by who takes
-its column, or misses them first.
+us, and no process that could be down. The file outlives the processes. A process owns a column as long as it
+lives, by a lock that the kernel releases: the streams of a killed one are dropped by the next process that
+takes its column, or looks at it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class SharedLimiter:
         with self._lock:
             holders = self._holders(rows)
             result = admit(holders, tokens, self._clock())
-            if isinstance(result, Shortage) and result.what == "streams" and self._bury_dead(rows):
+            if isinstance(result, Shortage) and result.what == "streams" and self._release_dead(rows):
                 holders = self._holders(rows)
                 result = admit(holders, tokens, self._clock())
             if isinstance(result, Room):
@@ -127,7 +127,7 @@ class SharedLimiter:
         return holders
 
     def _store(self, rows: Rows, holders: list[Holder], change: float) -> None:
-        """Writes the holders' numbers back, and counts so many more streams of this process."""
+        """Write the holders' numbers back, and add ``change`` to this process's streams."""
         for (row, _), (state, _, _) in zip(rows, holders, strict=True):
             at = row * ROW_DOUBLES
             STATE.pack_into(self._map, 8 * at, *state)
@@ -142,7 +142,7 @@ class SharedLimiter:
             try:
                 os.posix_fallocate(
                     self._fd, 0, num_rows * ROW_BYTES
-                )  # a page for which there is no space would kill who writes to it
+                )  # writing to a page without disk space would kill the process
             except OSError as error:
                 if not is_full(error):
                     raise
@@ -162,7 +162,7 @@ class SharedLimiter:
         os.dup2(memory, self._fd, inheritable=False)
         os.close(memory)
 
-    def _bury_dead(self, rows: Rows) -> bool:
+    def _release_dead(self, rows: Rows) -> bool:
         """Drops what processes that have ended still hold of these rows; whether there was anything."""
         found = False
         for row, _ in rows:

@@ -170,7 +170,7 @@ class TenantStore:
         limits: Mapping[str, int | None] | None = None,
         expires: float | None = None,
     ) -> NewKey:
-        """Of a tenant that there is. ``expires``: unix seconds. Raises Unknown."""
+        """Make a key of an existing tenant. ``expires``: unix seconds. Raises Unknown."""
         found = self._db.execute("SELECT id FROM tenants WHERE name = ?", (tenant,)).fetchone()
         if found is None:
             raise Unknown(f"there is no tenant {tenant!r}", "tenant")

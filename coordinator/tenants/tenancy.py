@@ -71,7 +71,7 @@ class Limiter(Protocol):
         """Ask for one request of about ``tokens``. ``answer`` is called once: now, or from the loop."""
 
     def correct(self, admission: Admission, tokens: int, answer: Answer) -> None:
-        """Replace the estimate by ``tokens``. With a Shortage all is returned, except the count of requests."""
+        """Replace the estimate by ``tokens``. A Shortage returns all but the count of requests."""
 
     def settle(self, admission: Admission, tokens: int) -> None:
         """End a request that used ``tokens``."""

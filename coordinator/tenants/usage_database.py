@@ -1,5 +1,4 @@
-"""Where usage records are kept for good: SQLite, or PostgreSQL by URL. A record that is there already is not
-added again."""
+"""The database of usage records: SQLite, or PostgreSQL by URL. A record is added once, by its id."""
 
 from __future__ import annotations
 

@@ -1,14 +1,13 @@
-"""What a process has to say of its requests before the database has it: a file that outlives the process.
+"""A process's usage records until the database has them: a file that outlives the process.
 
-    {"began": [...]}   a request is taken in: a record of what is known by then
+    {"began": [...]}   a request is admitted: its record so far
     {"ended": [...]}   it is over: its whole record
     {"at": seconds}    everything before this was on disk by then
 
-Lines of one turn of the event loop are one write, which the kernel keeps when the process is killed in the
-next instant: who is killed within a turn loses what that turn has said. While the disk is full nothing is
-written here; the owner keeps its records in memory. A host that goes down can lose lines: those after the
-last ``at``, which is at most a second old. Whoever owns a journal holds a lock on it, which ends with its
-process.
+Lines of one turn of the event loop are one write, which the kernel keeps if the process is then killed; a
+process that is killed within a turn loses that turn's lines. While the disk is full nothing is written here;
+the owner keeps its records in memory. A host that goes down can lose the lines after the last ``at``, which
+is at most a second old. The owner of a journal holds a lock on it, which ends with its process.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ class UsageJournal:
     space."""
 
     def __init__(self, path: Path, soon: Soon = at_once) -> None:
-        """Raises OSError, but for a disk that is full."""
+        """Open the file. Raises OSError, except for a full disk."""
         self.path = path
         self._soon = soon
-        self._said: list[tuple[bytes, UsageRecord]] = []  # to be written at the end of the turn
+        self._lines: list[tuple[bytes, UsageRecord]] = []  # to be written at the end of the turn
         self._fd = -1  # none yet
         self._torn = False  # the last line is not whole
         self.num_bytes = 0
@@ -61,10 +60,10 @@ class UsageJournal:
             )
 
     def began(self, record: UsageRecord) -> None:
-        self._say(b"began", record)
+        self._note(b"began", record)
 
     def ended(self, record: UsageRecord) -> None:
-        self._say(b"ended", record)
+        self._note(b"ended", record)
 
     def sync(self, now: float) -> None:
         """Everything so far is on disk when this returns. May be called on another thread."""
@@ -74,25 +73,24 @@ class UsageJournal:
 
     def remove(self) -> None:
         """The database has all of it."""
-        self._said.clear()
+        self._lines.clear()
         if self._fd >= 0:
             self.path.unlink()
             os.close(self._fd)
 
-    def _say(self, what: bytes, record: UsageRecord) -> None:
-        self._said.append((what, record))
-        if len(self._said) == 1:
+    def _note(self, what: bytes, record: UsageRecord) -> None:
+        self._lines.append((what, record))
+        if len(self._lines) == 1:
             self._soon(self.flush)
 
     def flush(self) -> None:
-        """What was said in this turn is with the kernel when this returns. Raises OSError; it is lost to the
-        journal then."""
-        said, self._said = self._said, []
-        if said:
+        """Write this turn's lines. Raises OSError; then the journal has lost them."""
+        lines, self._lines = self._lines, []
+        if lines:
             if self._fd < 0:
                 self._open()
             self._write(
-                b"".join([b'{"%b":%b}\n' % (what, orjson.dumps(tuple(record))) for what, record in said])
+                b"".join([b'{"%b":%b}\n' % (what, orjson.dumps(tuple(record))) for what, record in lines])
             )
 
     def _open(self) -> None:
@@ -147,7 +145,7 @@ class Left:
 @contextmanager
 def left_behind(folder: Path, stem: str) -> Iterator[Left]:
     """All journals whose owners are gone, together: a request may have begun in one and ended in the next.
-    One process at a time looks; who comes meanwhile finds nothing."""
+    One process at a time reads them; any other finds nothing meanwhile."""
     left = Left()
     with ExitStack() as files:
         if _locked(files.enter_context((folder / f".{stem}recovery").open("wb"))):

@@ -173,14 +173,13 @@ class ChatCompletionRequest(SamplingFields):
     parallel_tool_calls: bool | None = None
     functions: Annotated[list[Function], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
     function_call: Annotated[Any, BeforeValidator(check_function_call), FUNCTION_CALL] = None
-    """Both are what OpenAI had before tools. Answers to them tell of their one call in the way of that time,
-    too."""
+    """OpenAI's fields before ``tools``; their answers report the one call in the old form, too."""
     modalities: Annotated[
         Any, AfterValidator(only(None, ["text"])), WithJsonSchema({"enum": [None, ["text"]]})
     ] = None
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
     verbosity: Annotated[str, Field(max_length=32)] | None = None
-    """Both are for the chat template, if it knows of them."""
+    """Both are for the chat template, if it uses them."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -189,7 +188,7 @@ class ChatCompletionRequest(SamplingFields):
         if self.max_tokens == 0:
             raise PydanticCustomError("invalid", "max_tokens: must be at least 1")
         if self.functions is not None or self.function_call is not None:
-            self._functions_are_told_rightly()
+            self._check_functions()
         return self if self.choice_of_tools is None and not self.all_tools else self._calls_are_possible()
 
     def unknown_fields(self) -> list[str]:
@@ -208,14 +207,14 @@ class ChatCompletionRequest(SamplingFields):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """Beside messages and tools."""
+        """The template's variables beside messages and tools."""
         words = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
         return {
             **{name: word for name, word in words.items() if word is not None},
             **(self.chat_template_kwargs or {}),
         }
 
-    def _functions_are_told_rightly(self) -> None:
+    def _check_functions(self) -> None:
         if self.tools is not None or self.tool_choice is not None:
             raise invalid(
                 "functions: not allowed beside `tools` and `tool_choice`, which came after "
@@ -242,12 +241,12 @@ class ChatCompletionRequest(SamplingFields):
 
     @property
     def field_of_tools(self) -> str:
-        """Where they are told of."""
+        """The name of the body's field of tools."""
         return "tools" if self.functions is None else "functions"
 
     @property
     def all_tools(self) -> list[Tool] | None:
-        """Told of in the field of now or in the one of before."""
+        """All tools, from ``tools`` or ``functions``."""
         return (
             self.tools
             if self.functions is None
@@ -256,19 +255,19 @@ class ChatCompletionRequest(SamplingFields):
 
     @property
     def choice_of_tools(self) -> ToolChoice | None:
-        """Likewise."""
+        """The choice, from ``tool_choice`` or ``function_call``."""
         choice: ToolChoice | None = self.tool_choice if self.functions is None else self.function_call
         return choice
 
     @property
     def offered_tools(self) -> list[Tool]:
-        """What the model is told of."""
+        """The tools that the template shows to the model."""
         choice = self.choice_of_tools
         return [] if choice is not None and choice.mode == "none" else self.all_tools or []
 
     @property
     def callable_tools(self) -> list[Tool]:
-        """Those of them that it may call."""
+        """The offered tools that may be called."""
         choice = self.choice_of_tools
         names = choice.names if choice is not None else None
         return (
@@ -284,12 +283,12 @@ class ChatCompletionRequest(SamplingFields):
 
     @property
     def must_call(self) -> bool:
-        """Rather than as the model likes."""
+        """Whether a call is required."""
         return (choice := self.choice_of_tools) is not None and choice.mode == "required"
 
     @property
     def one_call(self) -> bool:
-        """At most, in an answer."""
+        """Whether an answer has at most one call."""
         choice = self.choice_of_tools
         return (
             self.parallel_tool_calls is False
@@ -299,8 +298,7 @@ class ChatCompletionRequest(SamplingFields):
 
     @property
     def holds_calls(self) -> bool:
-        """Whether a grammar sees to the calls: one must be made, not all tools may be called, or one of them
-        is strict."""
+        """Whether a grammar binds the calls: one is required, some tools are excluded, or one is strict."""
         if not self.offered_tools:
             return False
         limited = (choice := self.choice_of_tools) is not None and choice.names is not None

@@ -1,5 +1,4 @@
-"""What the bodies of several endpoints have in common: strictness, checks, and schemas of fields whose check
-is a function."""
+"""The base of all bodies: strictness, checks, and schemas of fields whose check is a function."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, hide_input_in_errors=True)
 
     def unknown_fields(self) -> list[str]:
-        """Paths of fields that have a value and that this server does not know."""
+        """Return the paths of unknown fields that have a value."""
         return (
             sorted(name for name, value in self.model_extra.items() if value is not None)
             if self.model_extra
@@ -34,7 +33,7 @@ class Body(BaseModel):
 
 
 def unknown_within(path: str, inner: Body) -> list[str]:
-    """Unknown fields of what a field holds, with its path before theirs."""
+    """Return the unknown fields of an inner object, with its path before theirs."""
     return [f"{path}.{name}" for name in inner.unknown_fields()]
 
 
@@ -52,7 +51,7 @@ def only(*allowed: Any) -> Callable[[Any], Any]:
 
 
 def schema(*kinds: dict[str, Any]) -> WithJsonSchema:
-    """What a field takes whose check is a function."""
+    """Return the JSON schema of a field whose check is a function."""
     return WithJsonSchema({"anyOf": [*kinds]})
 
 

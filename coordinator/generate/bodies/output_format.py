@@ -1,4 +1,4 @@
-"""What a request wants its output to look like, as a grammar that the workers' masks follow.
+"""The output format that a request asks for, as a grammar for the workers' masks.
 
 ``response_format`` is OpenAI's; ``structured_outputs`` and the older ``guided_*`` are named as vLLM names
 them. A request has at most one.
@@ -20,7 +20,7 @@ WHITESPACE = r"[ \n\t]{0,20}"
 """Between JSON's tokens: bounded, for small models would go on with newlines for ever."""
 MAX_CHOICES = 1000
 MAX_CHARS = 100_000
-"""Of one schema, regex or grammar, as JSON."""
+"""Characters of one schema, regex or grammar, as JSON."""
 KINDS = ("json", "regex", "choice", "grammar")
 Kind = Literal["json", "regex", "choice", "grammar"]
 
@@ -32,12 +32,11 @@ class OutputFormat(NamedTuple):
     kind: Kind
     value: Any
     param: str  # the field that asked for it
-    unknown: tuple[str, ...] = ()  # paths of what else it says, and nobody knows
+    unknown: tuple[str, ...] = ()  # paths of its unknown fields
 
 
 def grammar_of(wanted: OutputFormat) -> bytes:
-    """As llguidance takes it. Whether it is one shows when it is compiled. Raises InvalidRequest where it
-    shows before."""
+    """Return the grammar for llguidance, not compiled yet. Raises InvalidRequest."""
     try:
         return _grammar_of(wanted).encode()
     except ValueError as error:
@@ -63,7 +62,7 @@ def _grammar_of(wanted: OutputFormat) -> str:
 
 
 def check_response_format(value: Any) -> OutputFormat | None:
-    """Of the field's value. Raises PydanticCustomError."""
+    """Return the format of ``response_format``. Raises PydanticCustomError."""
     kind = value.get("type") if isinstance(value, dict) else None if value is None else value
     unknown = _unknown_within(value, ("type", "json_schema"), "response_format")
     if value is None or kind == "text":
@@ -86,8 +85,7 @@ def _unknown_within(value: Any, known: Collection[str], path: str) -> tuple[str,
 
 
 def check_structured_outputs(value: Any) -> OutputFormat | None:
-    """Of the field's value: an object with one of ``json``, ``json_object``, ``regex``, ``choice`` and
-    ``grammar``."""
+    """Return the format of ``structured_outputs``: an object with one of KINDS, or ``json_object``."""
     if value is None:
         return None
     if not isinstance(value, dict):
@@ -102,7 +100,7 @@ def check_structured_outputs(value: Any) -> OutputFormat | None:
 
 
 def check_guided(kind: Kind) -> Any:
-    """The check of the field ``guided_<kind>``."""
+    """Return the check of the field ``guided_<kind>``."""
     return lambda value: None if value is None else _CHECKS[kind](value, f"guided_{kind}")
 
 

@@ -1,5 +1,4 @@
-"""What both generation endpoints share. Wrong types are refused, nulls mean "not given", unknown fields are
-kept apart."""
+"""The fields that both generation endpoints share. Wrong types are refused; null means "not given"."""
 
 from __future__ import annotations
 
@@ -81,8 +80,7 @@ class StreamOptions(Body):
 
 
 class SamplingFields(Body):
-    """What both generation endpoints share. Ranges are OpenAI's; the fields it does not have are named as
-    vLLM names them."""
+    """Fields of both generation endpoints. Ranges are OpenAI's; fields that it lacks have vLLM's names."""
 
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -105,7 +103,7 @@ class SamplingFields(Body):
     user: Annotated[str, Field(max_length=512)] | None = None
     safety_identifier: Annotated[str, Field(max_length=512)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
-    """Requests with the same key like to meet the same workers."""
+    """Requests with the same key prefer the same workers."""
     metadata: (
         Annotated[
             dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
@@ -119,11 +117,11 @@ class SamplingFields(Body):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_TOKENS), AfterValidator(_not_zero)] | None = (
         None
     )
-    """The prompt's last so many tokens are taken; -1: as many as there is room for."""
+    """Number of the prompt's last tokens that are kept; -1: as many as there is room for."""
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
     """Seconds until the request must have ended; ours, not OpenAI's."""
     on_timeout: OnTimeout | None = None
-    """What an answer is that its deadline cuts; ours."""
+    """The form of an answer that its deadline cuts; ours."""
     response_format: Annotated[Any, BeforeValidator(check_response_format), RESPONSE_FORMAT] = None
     structured_outputs: Annotated[Any, BeforeValidator(check_structured_outputs), STRUCTURED_OUTPUTS] = None
     guided_json: Annotated[Any, BeforeValidator(check_guided("json")), GUIDED["json"]] = None
@@ -156,7 +154,7 @@ class SamplingFields(Body):
 
     @property
     def output_format(self) -> OutputFormat | None:
-        """What the output is to look like; None: anything."""
+        """The format of the output; None: any."""
         found: OutputFormat | None = (
             self.response_format
             or self.structured_outputs
@@ -198,15 +196,15 @@ class SamplingFields(Body):
 
     @property
     def obfuscated(self) -> bool:
-        """Whether chunks are padded, so that their lengths on the wire do not tell the tokens."""
+        """Whether chunks are padded, so that their lengths on the wire do not reveal the tokens."""
         return self.stream_options is not None and bool(self.stream_options.include_obfuscation)
 
     @property
     def num_candidates(self) -> int:
-        """Sequences that are generated for each prompt."""
+        """Number of sequences for each prompt."""
         return self.n or 1
 
     @property
     def max_new_tokens(self) -> int | None:
-        """What the client asked for."""
+        """The client's limit of output tokens."""
         return self.max_tokens

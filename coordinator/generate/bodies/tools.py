@@ -51,7 +51,7 @@ class ToolChoice(NamedTuple):
 
 
 def check_tool_choice(value: Any) -> ToolChoice | None:
-    """Of the field's value. Raises PydanticCustomError."""
+    """Return the choice of ``tool_choice``. Raises PydanticCustomError."""
     match value:
         case None:
             return None
@@ -71,7 +71,7 @@ def check_tool_choice(value: Any) -> ToolChoice | None:
 
 
 def check_function_call(value: Any) -> ToolChoice | None:
-    """Of the value of what the field was called before ``tool_choice``. Raises PydanticCustomError."""
+    """Return the choice of ``function_call``, the older field. Raises PydanticCustomError."""
     match value:
         case None:
             return None
@@ -131,5 +131,5 @@ FUNCTION_CALL = WithJsonSchema(
 
 
 def parameters_of(tool: Tool) -> str:
-    """The JSON text of the schema of its arguments: an object, whatever was left unsaid."""
+    """Return the JSON text of the schema of its arguments, which is always an object."""
     return orjson.dumps({"type": "object", **(tool.function.parameters or {})}).decode()

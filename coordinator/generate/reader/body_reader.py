@@ -23,7 +23,7 @@ from .frames import receive, send
 
 MOST_PROCESSES = 4
 ANSWER_TIMEOUT_S = 120.0
-"""With no byte from a process for so long it is ended. The slowest bodies that were found take 2 s."""
+"""A process that sends no byte for this time is ended. The slowest known bodies take 2 s."""
 _log = logging.getLogger(__name__)
 
 

@@ -37,7 +37,7 @@ MAX_VALUES = 1 << 20
 """JSON values in one body: bounds the memory that parsing takes, some 100 bytes each. A prompt as ids has one
 for each token."""
 MEMBER_VALUES = 3
-"""Values that a member of an object counts as, beside its own: it takes so much more memory."""
+"""Extra values that a member of an object counts as, for its memory."""
 SCAN_BYTES = 1 << 20
 
 

@@ -1,5 +1,4 @@
-"""The address and scheme of a client behind proxies. Pure. Whatever a header says counts only where a trusted
-proxy sent it."""
+"""The address and scheme of a client behind proxies. Only headers of trusted proxies count. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is an operator: a client that shows the admin key, or a browser with a session that was opened by it.
+"""Operators: clients that send the admin key, and browsers with a session that was opened by it.
 
     Authorization: Bearer KEY           any request
     the session's cookie                GET and HEAD only: nothing changes by it
@@ -89,7 +89,7 @@ class Operators:
         return self._with_session(request, Response(status_code=204, headers=HEADERS))
 
     async def _by_token(self, request: Request) -> Response:
-        """A used or expired token leads to the dashboard too, which says so and asks for the key."""
+        """Open a session by a token. A used or expired one leads to the dashboard, which asks for the key."""
         token, now = request.query_params.get("token", ""), self._clock()
         self._used = {used: expires for used, expires in self._used.items() if expires > now}
         if not self._is_valid("token", token) or token in self._used:

@@ -1,4 +1,4 @@
-"""Names and addresses of what listens. Apart from the server itself, which commands need not import."""
+"""Names and addresses of listening servers. Commands import this file without the server."""
 
 from __future__ import annotations
 
