@@ -100,21 +100,21 @@ class Worker:
 
     def turn(self, ready: set[object], now: float) -> None:
         """Do what there is to do. ``ready``: see ``Network.ready``."""
-        roles, steps = list(self.roles.items()), self._parts.steps
-        for _, role in roles:
+        roles, steps = list(self.roles.values()), self._parts.steps
+        for role in roles:
             role.complete_steps(now)
-        for _, role in roles:
+        for role in roles:
             role.receive(ready, now)
         if steps.launch(now):
-            for _, role in roles:
+            for role in roles:
                 role.complete_steps(now)
-        for _, role in roles:
+        for role in roles:
             role.carry_out(now)
         steps.launch(now)  # blocks that were just freed, or verified, are used at once
-        for name, role in roles:
+        for role in roles:
             role.report(now)
             if role.has_ended(now):
-                self.end(name)
+                self.end(role.role)
         self._end_together(now)
         self._answer_late_peers(now)
 

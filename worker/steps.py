@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from ..decode.core import DecodeCore
 from ..decode.rows import DecodeStep
 from ..engine.errors import DeviceLostError
-from ..engine.step.batch import Batch, StepOutput
+from ..engine.step.batch import StepOutput
 from ..engine.step.step_progress import LayerProgress
 from ..engine.step.step_thread import Finished, StepDevice
 from ..prefill.core import PrefillCore
@@ -26,7 +26,7 @@ HEAD_START_S = 1e-4  # of a step, before its prompts are offered to decode worke
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Sequences:
     """The decode rows of a step."""
 
@@ -49,7 +49,7 @@ class Sequences:
         self.core.shrink_step(self.step)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Prompts:
     """The chunks of a step."""
 
@@ -93,7 +93,13 @@ class RunningStep:
         """``half``: the number of layers at which the step is half done."""
         self.sequences, self.prompts, self._stride = sequences, prompts, stride
         self._half, self.progress = half, progress
-        self.batch = _batch_of(sequences, prompts)
+        if sequences is None:
+            assert prompts is not None, "an empty step"
+            self.batch = prompts.step.batch
+        elif prompts is None:
+            self.batch = sequences.step.batch
+        else:
+            self.batch = sequences.step.batch.followed_by(prompts.step.batch)
 
     @property
     def is_half_done(self) -> bool:
@@ -105,13 +111,14 @@ class RunningStep:
 
     def complete(self, output: StepOutput, now: float) -> None:
         """Hand the output to the cores, to each its own rows."""
-        of_sequences = of_prompts = output
-        if self.sequences is not None and self.prompts is not None:
-            of_sequences, of_prompts = output.split(len(self.sequences.step.sequences))
-        if self.prompts is not None:
-            self.prompts.core.complete(self.prompts.step, of_prompts, now)
-        if self.sequences is not None:
-            self.sequences.core.complete(self.sequences.step, of_sequences, now)
+        sequences, prompts = self.sequences, self.prompts
+        if prompts is not None:
+            of_prompts = output
+            if sequences is not None:
+                output, of_prompts = output.split(len(sequences.step.sequences))
+            prompts.core.complete(prompts.step, of_prompts, now)
+        if sequences is not None:
+            sequences.core.complete(sequences.step, output, now)
 
     def skip(self) -> None:
         """The step has not run."""
@@ -162,7 +169,8 @@ class Steps:
         layers (see ``LayerProgress``). ``launches``: whether the device begins a step that is submitted
         behind another by itself, as a GPU does."""
         self._device, self._clock, self._launches = device, clock, launches
-        self._progress, self._half = progress, max(1, num_layers // 2)
+        self._progress, self._no_progress = progress, progress(0)
+        self._half = max(1, num_layers // 2)
         self._decode: DecodeCore | None = None
         self._prefill: PrefillCore | None = None
         self._running: deque[RunningStep] = deque()  # the oldest first
@@ -185,28 +193,32 @@ class Steps:
     def launch(self, now: float) -> bool:
         """Submit the steps that the device wants by now. Return whether a step has ended meanwhile, and gone
         to its cores."""
-        ended = False
-        while self._wants_next() and (running := self._make(now)) is not None:
-            begins, self._had_sequences = not self._running, running.sequences is not None
-            self._running.append(running)
-            self._device.submit(running, running.progress.reached if running.prompts is not None else None)
-            ended = (begins and running.prompts is not None and self._give_head_start()) or ended
+        ended, running, device = False, self._running, self._device
+        while device.wants_next and not (running and running[-1].prompts is not None and self._is_early()):
+            if (step := self._make(now)) is None:
+                break
+            self._had_sequences = step.sequences is not None
+            running.append(step)
+            if step.prompts is None:
+                device.submit(step)
+            else:
+                device.submit(step, step.progress.reached)
+                ended = (len(running) == 1 and self._give_head_start()) or ended
         return ended
 
     def collect(self, now: float) -> None:
         """Hand steps that are over to their cores. Raises DeviceLostError."""
         while (finished := self._device.collect()) is not None:
             self._book(finished, now)
-        if self._running and (num_layers := self._running[0].num_layers_to_send()):
-            prompts = self._running[0].prompts
-            assert prompts is not None, "nothing leaves of sequences"
+        prompts = self._running[0].prompts if self._running else None
+        if prompts is not None and (num_layers := self._running[0].num_layers_to_send()):
             prompts.core.feed.layers_done(prompts.step, num_layers)
 
     @property
     def pending(self) -> bool:
         """Whether ``collect`` must be called soon, though nothing wakes the loop: layers are under way on a
         GPU."""
-        return any(running.progress.pending for running in self._running)
+        return self._launches and any(running.progress.pending for running in self._running)
 
     @property
     def busy_seconds(self) -> float:
@@ -222,42 +234,32 @@ class Steps:
         step.
 
         A prompt that is tried apart has steps of its own, between those of the sequences."""
-        sequences, prompts, prefill = None, None, self._prefill
+        rows, prompts, prefill, num_rows = None, None, self._prefill, 0
         if self._had_sequences and prefill is not None and prefill.scheduler.tries_apart:
             prompts = prefill.schedule(now)
         if prompts is None and self._decode is not None:
             sequences = self._decode.schedule(now)
-            if sequences is None and self._decode.scheduler.in_step:
+            if sequences is not None:
+                rows, num_rows = Sequences(self._decode, sequences), len(sequences.sequences)
+            elif self._decode.scheduler.in_step:
                 return None
-        if prompts is None and prefill is not None and not (sequences is not None and sequences.alone):
-            prompts = prefill.schedule(now, len(sequences.sequences) if sequences is not None else 0)
-        if sequences is None and prompts is None:
-            return None
-        stride = half = 0
-        if prompts is not None:
-            assert prefill is not None
-            stride = prefill.feed.layer_stride(prompts)
-            half = self._half if self._launches else 0  # of interest where the next step is launched ahead
-        return RunningStep(
-            Sequences(self._decode, sequences)
-            if self._decode is not None and sequences is not None
-            else None,
-            Prompts(prefill, prompts) if prefill is not None and prompts is not None else None,
-            stride,
-            self._half,
-            self._progress(min(filter(None, (stride, half)), default=0)),
-        )
+        if prompts is None and prefill is not None and not (rows is not None and rows.step.alone):
+            prompts = prefill.schedule(now, num_rows)
+        if prompts is None or prefill is None:
+            return None if rows is None else RunningStep(rows, None, 0, self._half, self._no_progress)
+        stride = prefill.feed.layer_stride(prompts)
+        half = self._half if self._launches else 0  # of interest where the next step is launched ahead
+        progress = self._progress(min(filter(None, (stride, half)), default=0))
+        return RunningStep(rows, Prompts(prefill, prompts), stride, self._half, progress)
 
-    def _wants_next(self) -> bool:
-        """The next step is made before the running one has ended, but late, so that what arrives until then
-        takes part: sequences then have no gap. A GPU has none between steps of prompts either; on a CPU it is
+    def _is_early(self) -> bool:
+        """Whether the next step is to be made later, behind a step with prompts: what arrives until then takes
+        part. Sequences are to have no gap. A GPU has none between steps of prompts either; on a CPU it is
         nothing beside such a step, and the next one is made when the last one has ended."""
-        newest = self._running[-1] if self._running else None
-        if newest is None or newest.prompts is None:
-            return self._device.wants_next
+        newest = self._running[-1]
         if self._launches:
-            return self._device.wants_next and newest.is_half_done
-        return self._device.wants_next and (newest.sequences is not None or not self._device.busy)
+            return not newest.is_half_done
+        return newest.sequences is None and self._device.busy
 
     def _give_head_start(self) -> bool:
         """Let the step that was just launched begin. Return whether one has ended by then, and gone to its
@@ -283,12 +285,3 @@ class Steps:
             running.shrink(finished.error)
         else:
             running.fail(finished.error)
-
-
-def _batch_of(sequences: Sequences | None, prompts: Prompts | None) -> Batch:
-    if sequences is None:
-        assert prompts is not None, "an empty step"
-        return prompts.step.batch
-    if prompts is None:
-        return sequences.step.batch
-    return sequences.step.batch.followed_by(prompts.step.batch)

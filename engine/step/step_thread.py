@@ -169,6 +169,8 @@ class StepThread(Generic[S]):
 
     def collect(self, patience_s: float = 0.0) -> Finished[S] | None:
         """See ``StepDevice``."""
+        if not patience_s and self._outbox.empty():
+            return None
         try:
             finished = self._outbox.get(patience_s > 0, patience_s)
         except queue.Empty:
