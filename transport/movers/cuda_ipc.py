@@ -14,13 +14,12 @@ import select
 import struct
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import MoverError, PeerEnded
 from ..messages.messages import PeerId
-from .interface import Arrival, Item, OneSidedTarget, layer_slice, runs
+from .interface import Arrival, BackgroundSource, Item, OneSidedTarget, layer_slice, runs
 
 HANDLE_BYTES = 64
 PUT_S, SLOWEST_BYTES_PER_S = 5.0, 1e9  # a put may take that long, and as long as its bytes at that rate
@@ -43,17 +42,7 @@ class CudaIpcTarget(OneSidedTarget):
         return False
 
 
-@dataclass(slots=True)
-class _Copy:
-    """A put under way."""
-
-    lease: int
-    positions: list[int]
-    event: Any
-    deadline: float
-
-
-class CudaIpcSource:
+class CudaIpcSource(BackgroundSource):
     """The sending side: the peer's pool, mapped."""
 
     def __init__(
@@ -64,7 +53,7 @@ class CudaIpcSource:
             raise MoverError("the decode worker shares no pool on a GPU")
         handle, offset, pid = _ADDRESS.unpack(address)
         self._num_blocks, self._pointer, self._shape, self._cuda = num_blocks, pointer, tuple(shape), cuda
-        self._copies: list[_Copy] = []
+        super().__init__()
         try:
             self._process = os.pidfd_open(pid)
         except OSError as error:
@@ -95,36 +84,25 @@ class CudaIpcSource:
             raise PeerEnded("the decode worker's process has ended")
         for run in found:
             self._cuda.copy(run.target, run.source, run.num_bytes, self._stream)
-        deadline = time.monotonic() + PUT_S + sum(run.num_bytes for run in found) / SLOWEST_BYTES_PER_S
-        positions = [position for position, _, _ in items]
-        self._copies.append(_Copy(lease, positions, self._cuda.record(self._stream), deadline))
+        seconds = PUT_S + sum(run.num_bytes for run in found) / SLOWEST_BYTES_PER_S
+        self._begin(lease, items, self._cuda.record(self._stream), seconds)
 
     def poll(self) -> list[Arrival]:
         left: list[Arrival] = []
-        while self._copies and self._cuda.is_over(self._copies[0].event):  # one stream: they end in order
-            copy = self._copies.pop(0)
-            left += [(copy.lease, position) for position in copy.positions]
-        if self._copies and time.monotonic() > self._copies[0].deadline:
+        while self._puts and self._cuda.is_over(self._puts[0].handle):  # one stream: they end in order
+            left += self._puts.pop(0).arrivals
+        if self._puts and time.monotonic() > self._puts[0].deadline:
             raise MoverError("a copy between GPUs was not complete in time")
         return left
-
-    def pending(self) -> int:
-        return sum(len(copy.positions) for copy in self._copies)
-
-    def writing(self, lease: int) -> bool:
-        return any(copy.lease == lease for copy in self._copies)
-
-    def cancel(self, lease: int) -> None:
-        """What is under way cannot be called back: see ``writing``."""
 
     def close(self) -> tuple[()]:
         """Waits for what is under way. Raises MoverError where the GPU does not end it: only the end of this
         process can then be believed to end the writing, so nobody may catch it and go on."""
         os.close(self._process)
         until = time.monotonic() + CLOSE_S
-        while self._copies:
-            if self._cuda.is_over(self._copies[0].event):
-                self._copies.pop(0)
+        while self._puts:
+            if self._cuda.is_over(self._puts[0].handle):
+                self._puts.pop(0)
             elif time.monotonic() > until:
                 raise MoverError("copies between GPUs do not end: this worker has to be started anew")
             else:

@@ -7,10 +7,11 @@ blocks. Nothing here blocks; nothing is safe to use from two threads at once.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -193,6 +194,41 @@ class OneSidedTarget:
 
     def close_all(self) -> None:
         """The pool's memory is its owner's."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackgroundPut:
+    """A put under way. ``handle``: the mover's own."""
+
+    lease: int
+    positions: list[int]
+    handle: Any
+    deadline: float
+
+    @property
+    def arrivals(self) -> list[Arrival]:
+        return [(self.lease, position) for position in self.positions]
+
+
+class BackgroundSource:
+    """The sending side of a one-sided mover that copies in the background."""
+
+    def __init__(self) -> None:
+        self._puts: list[BackgroundPut] = []
+
+    def _begin(self, lease: int, items: Sequence[Item], handle: Any, seconds: float) -> None:
+        """Note a put that has begun, and has to end within ``seconds``."""
+        positions = [position for position, _, _ in items]
+        self._puts.append(BackgroundPut(lease, positions, handle, time.monotonic() + seconds))
+
+    def pending(self) -> int:
+        return sum(len(put.positions) for put in self._puts)
+
+    def writing(self, lease: int) -> bool:
+        return any(put.lease == lease for put in self._puts)
+
+    def cancel(self, lease: int) -> None:
+        """Do nothing: a put under way cannot be called back; see ``writing``."""
 
 
 class Run(NamedTuple):

@@ -25,12 +25,11 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ..errors import MoverError
 from ..messages.messages import PeerId
-from .interface import Arrival, Item, OneSidedTarget, Pool, layer_slice, runs
+from .interface import Arrival, BackgroundSource, Item, OneSidedTarget, Pool, layer_slice, runs
 
 PUT_S, SLOWEST_BYTES_PER_S = 10.0, 50e6  # a put may take that long, and as long as its bytes at that rate
 Descriptor: TypeAlias = tuple[int, int, int]
@@ -113,17 +112,7 @@ class NixlTarget(OneSidedTarget):
             _log.warning("%s", error)  # the next peer's meeting tries again
 
 
-@dataclass(slots=True)
-class _Write:
-    """A put under way."""
-
-    lease: int
-    positions: list[int]
-    handle: Any
-    deadline: float
-
-
-class NixlSource:
+class NixlSource(BackgroundSource):
     """The sending side: an agent for one peer."""
 
     def __init__(self, address: bytes, num_blocks: int, pool: Pool) -> None:
@@ -132,7 +121,7 @@ class NixlSource:
             raise MoverError("the decode worker gave no NIXL address")
         self._pool, self._num_blocks = pool, num_blocks
         (self._peer_base,) = _BASE.unpack_from(address)
-        self._writes: list[_Write] = []
+        super().__init__()
         self._agent = _Agent(pool)
         self._peer = self._agent.meet(address[_BASE.size :])
         if not self._peer:
@@ -157,39 +146,29 @@ class NixlSource:
         handle = self._agent.start(own, [(run.target, run.num_bytes, 0) for run in found], self._peer)
         if isinstance(handle, str):
             raise MoverError(f"NIXL cannot write to the decode worker: {handle}")
-        deadline = time.monotonic() + PUT_S + sum(length for _, length, _ in own) / SLOWEST_BYTES_PER_S
-        self._writes.append(_Write(lease, [position for position, _, _ in items], handle, deadline))
+        self._begin(lease, items, handle, PUT_S + sum(length for _, length, _ in own) / SLOWEST_BYTES_PER_S)
 
     def poll(self) -> list[Arrival]:
         left: list[Arrival] = []
-        for write in list(self._writes):
-            status = self._agent.status(write.handle)
+        for put in list(self._puts):
+            status = self._agent.status(put.handle)
             if status == "DONE":
-                self._writes.remove(write)
-                self._agent.release(write.handle)
-                left += [(write.lease, position) for position in write.positions]
-            elif status != "PROC" or time.monotonic() > write.deadline:
+                self._puts.remove(put)
+                self._agent.release(put.handle)
+                left += put.arrivals
+            elif status != "PROC" or time.monotonic() > put.deadline:
                 raise MoverError(
                     "a write by NIXL "
                     + (f"failed: {status}" if status != "PROC" else "was not complete in time")
                 )
         return left
 
-    def pending(self) -> int:
-        return sum(len(write.positions) for write in self._writes)
-
-    def writing(self, lease: int) -> bool:
-        return any(write.lease == lease for write in self._writes)
-
-    def cancel(self, lease: int) -> None:
-        """What is under way cannot be called back: see ``writing``."""
-
     def close(self) -> set[int]:
         """With the agent its connections end. What had left by them is with the adapters, or in sockets'
         buffers, and may still land."""
-        leases = {write.lease for write in self._writes}
-        while self._writes:
-            self._agent.release(self._writes.pop().handle)
+        leases = {put.lease for put in self._puts}
+        while self._puts:
+            self._agent.release(self._puts.pop().handle)
         self._agent.close()
         return leases
 
