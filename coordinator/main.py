@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import uvloop
-from starlette.routing import Route
 
 from ..transport.channels.keys import KeyFile
 from ..transport.errors import KeyFileError
@@ -23,24 +22,20 @@ from ..transport.messages.incarnation import incarnations
 from ..transport.process.collector import settle_heap
 from .background import background
 from .generate.reader.allocator import give_memory_back
-from .http.access.operators import Operators, admin_key, make_admin_key
+from .http.access.operators import make_admin_key
 from .http.access.url import is_loopback, url_of
-from .http.overload import Overload
 from .lifecycle.lifecycle import Lifecycle
 from .lifecycle.request import Ended, Request
 from .lifecycle.snapshot import FinishedRequest, finished
 from .listeners import ListenerFailures
 from .metrics.body_log import body_log_of
-from .metrics.request_log import log_request
-from .metrics.request_trace import end_trace, tracing_of
+from .metrics.request_trace import tracing_of
 from .metrics.system_snapshot import SystemSnapshot
 from .metrics.trace_log import TraceLog
 from .processes import Place, Serve, run_all
 from .readiness import prove
-from .routes.tenants import tenant_routes
-from .routes.usage import usage_routes
 from .run_folder import ADMIN_KEY, Door, RunFolder, announce
-from .server import HttpApp, HttpServer, admin_server, batches_of, front_door_of
+from .server import HttpServer, admin_server, app_of
 from .settings import CoordinatorSettings
 from .socket_dispatcher import SocketDispatcher
 from .tenants.opening import tenancy_of
@@ -117,38 +112,13 @@ async def serve(
         dispatcher = SocketDispatcher(lifecycle, settings.control_address, key, failures)
         stack.callback(dispatcher.stop)
         controller = make_controller(settings, lifecycle, dispatcher)
-        app = HttpApp(
-            dispatcher,
-            model,
-            settings.http_limits,
-            partial(_system, dispatcher, controller),
-            operators=None
-            if settings.admin_key_file is None
-            else Operators(admin_key(settings.admin_key_file)),
-            tenancy=tenancy,
-            more_admin=None if settings.admin_port is None else _admin_routes(settings),
-            batches=batches_of(settings),
-            price_per_hour=settings.price_per_hour,
-            front=front_door_of(settings),
-            overload=Overload(settings.overload_limits),
-            failures=failures,
-            objectives=settings.objectives,
-            folders=settings.folders,
-            bodies=bodies,
-            tracing=tracing,
-            times_tokens=settings.trace_token_times,
-        )
+        system = partial(_system, dispatcher, controller)
+        app = app_of(settings, dispatcher, model, system, failures, tenancy, bodies, tracing)
         if settings.trace_folder is not None:
-            trace_log = stack.enter_context(
-                closing(TraceLog(settings.trace_folder, settings.request_timeout_s))
-            )
-            dispatcher.listeners.add("trace file", trace_log.note)
+            trace_log = TraceLog(settings.trace_folder, settings.request_timeout_s)
+            dispatcher.listeners.add("trace file", stack.enter_context(closing(trace_log)).note)
         if controller is not None:
             dispatcher.listeners.add("steering", partial(_note, controller))
-        if settings.log_requests:
-            app.metrics.listeners.add("request log", log_request)
-        if tracing is not None:
-            app.metrics.listeners.add("tracing", end_trace)
         admin = None
         if settings.admin_port is not None:
             admin = admin_server(app.admin, settings.admin_host, settings.admin_port, app.front.tls)
@@ -204,10 +174,6 @@ def _system(dispatcher: SocketDispatcher, controller: Controller | None) -> Syst
 def _note(controller: Controller, request: Request, ended: Ended) -> None:
     if (over := finished(request, ended)) is not None:
         controller.note(over)
-
-
-def _admin_routes(settings: CoordinatorSettings) -> list[Route]:
-    return [*tenant_routes(settings.tenants_file), *usage_routes(settings.metered_to)]
 
 
 async def follow(keys: KeyFile, dispatcher: SocketDispatcher, every_s: float = 1.0) -> None:

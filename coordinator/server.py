@@ -24,7 +24,7 @@ from .errors import CannotStart, Unavailable
 from .generate.api import GenerationApi
 from .http.access.access import Access
 from .http.access.forwarded import TrustedProxies
-from .http.access.operators import Operators
+from .http.access.operators import Operators, admin_key
 from .http.access.tls import TlsFiles
 from .http.access.url import is_loopback, listed
 from .http.access_gate import AccessGate
@@ -35,12 +35,16 @@ from .listeners import ListenerFailures, Listeners
 from .metrics.body_log import BodyLog
 from .metrics.metrics import Metrics
 from .metrics.objectives import Objectives
+from .metrics.request_log import log_request
+from .metrics.request_trace import end_trace
 from .metrics.sampler import Sampler
 from .metrics.system_snapshot import SystemSnapshot
 from .routes.admin import AdminRoutes, Fleet
 from .routes.gate import Gate
 from .routes.health import Health
 from .routes.routes import OrdinaryRoutes
+from .routes.tenants import tenant_routes
+from .routes.usage import usage_routes
 from .routes.websocket_stream import WebSocketStreams
 from .settings import CoordinatorSettings
 from .tenants.tenancy import Tenancy
@@ -183,6 +187,46 @@ class HttpApp:
             await asyncio.sleep(POLL_S)
         for exchange in list(self.generation.open.values()):
             exchange.fail(refusal)
+
+
+def app_of(
+    settings: CoordinatorSettings,
+    dispatcher: Fleet,
+    model: ServedModel,
+    system: Callable[[], SystemSnapshot],
+    failures: ListenerFailures,
+    tenancy: Tenancy,
+    bodies: BodyLog | None,
+    tracing: Tracing | None,
+) -> HttpApp:
+    """Make the application that the settings describe. Raises CannotStart."""
+    key_file = settings.admin_key_file
+    app = HttpApp(
+        dispatcher,
+        model,
+        settings.http_limits,
+        system,
+        operators=None if key_file is None else Operators(admin_key(key_file)),
+        tenancy=tenancy,
+        more_admin=None
+        if settings.admin_port is None
+        else [*tenant_routes(settings.tenants_file), *usage_routes(settings.metered_to)],
+        batches=batches_of(settings),
+        price_per_hour=settings.price_per_hour,
+        front=front_door_of(settings),
+        overload=Overload(settings.overload_limits),
+        failures=failures,
+        objectives=settings.objectives,
+        folders=settings.folders,
+        bodies=bodies,
+        tracing=tracing,
+        times_tokens=settings.trace_token_times,
+    )
+    if settings.log_requests:
+        app.metrics.listeners.add("request log", log_request)
+    if tracing is not None:
+        app.metrics.listeners.add("tracing", end_trace)
+    return app
 
 
 class HttpServer:

@@ -267,7 +267,7 @@ class _Waiting:
 
 
 def _validate(store: BatchStore, batch: StoredBatch) -> None:
-    content = store.content(store.tenant_of(batch.id), batch.details["input_file_id"])
+    content = store.content(batch.tenant, batch.details["input_file_id"])
     lines, errors = read_lines(content or b"", batch.details["endpoint"])
     if errors:
         failures = {"object": "list", "data": [error.as_dict() for error in errors]}
@@ -285,7 +285,7 @@ def _finish(store: BatchStore, batch: StoredBatch, status: Status, more: Mapping
     """Writes the files. After a crash in between it is done again, and a file may lie there twice."""
     if status == "completed":
         store.change(batch.id, "finalizing", {"finalizing_at": int(time.time())}, ("in_progress",))
-    tenant, made = store.tenant_of(batch.id), {}
+    tenant, made = batch.tenant, {}
     for field, good in (("output_file_id", True), ("error_file_id", False)):
         if content := store.outputs(batch.id, good=good):
             made[field] = store.add_file(

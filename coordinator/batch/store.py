@@ -64,6 +64,7 @@ class StoredBatch(NamedTuple):
     status: Status
     details: dict[str, Any]
     key_id: int
+    tenant: str
 
 
 class Counts(NamedTuple):
@@ -105,18 +106,6 @@ class BatchStore:
             self._opened = db
         return self._opened
 
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        """All of it or nothing. (Of a full disk SQLite itself may have rolled it back.)"""
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-            self._db.execute("COMMIT")
-        except BaseException:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-            raise
-
     def close(self) -> None:
         if self._opened is not None:
             self._opened.close()
@@ -136,9 +125,8 @@ class BatchStore:
         return None if row is None else StoredFile(*row)
 
     def content(self, tenant: str, id: str) -> bytes | None:
-        row = self._db.execute(
-            "SELECT content FROM files WHERE id = ? AND tenant = ?", (id, tenant)
-        ).fetchone()
+        query = "SELECT content FROM files WHERE id = ? AND tenant = ?"
+        row = self._db.execute(query, (id, tenant)).fetchone()
         return None if row is None else bytes(row[0])
 
     def files(
@@ -155,7 +143,7 @@ class BatchStore:
     # --- batches ---------------------------------------------------------------------------------
 
     def add_batch(self, tenant: str, key_id: int, details: dict[str, Any], now: float) -> StoredBatch:
-        batch = StoredBatch(f"batch_{secrets.token_hex(12)}", "validating", details, key_id)
+        batch = StoredBatch(f"batch_{secrets.token_hex(12)}", "validating", details, key_id, tenant)
         row = (batch.id, tenant, now, key_id, batch.status, orjson.dumps(details))
         self._db.execute(
             "INSERT INTO batches (id, tenant, created, key_id, status, details) VALUES (?, ?, ?, ?, ?, ?)",
@@ -164,10 +152,9 @@ class BatchStore:
         return batch
 
     def batch(self, tenant: str | None, id: str) -> StoredBatch | None:
-        """``tenant`` None: anybody's."""
-        row = self._db.execute(
-            f"{_BATCH} WHERE id = ? AND tenant = coalesce(?, tenant)", (id, tenant)
-        ).fetchone()
+        """Return a batch; ``tenant`` None: of any tenant."""
+        query = f"{_BATCH} WHERE id = ? AND tenant = coalesce(?, tenant)"
+        row = self._db.execute(query, (id, tenant)).fetchone()
         return None if row is None else _batch(row)
 
     def batches(self, tenant: str, after: str | None, limit: int) -> list[StoredBatch]:
@@ -177,17 +164,15 @@ class BatchStore:
     def open_batches(self) -> list[StoredBatch]:
         """Those that are not over, oldest first."""
         marks = ", ".join("?" * len(OPEN))
-        return [
-            _batch(row)
-            for row in self._db.execute(f"{_BATCH} WHERE status IN ({marks}) ORDER BY created", OPEN)
-        ]
+        rows = self._db.execute(f"{_BATCH} WHERE status IN ({marks}) ORDER BY created", OPEN)
+        return [_batch(row) for row in rows]
 
     def change(
         self, id: str, status: Status, details: dict[str, Any], only_from: Collection[str] = OPEN
     ) -> StoredBatch | None:
         """A new status and new details; None, and nothing happens, where the batch is in none of
         ``only_from``."""
-        with self._transaction():
+        with _transaction(self._db):
             batch = self.batch(None, id)
             if batch is None or batch.status not in only_from:
                 return None
@@ -202,7 +187,7 @@ class BatchStore:
         """Delete ended batches made before ``before``, and older files that no open batch needs. Return the
         number."""
         marks = ", ".join("?" * len(OPEN))
-        with self._transaction():
+        with _transaction(self._db):
             over = f"SELECT id FROM batches WHERE created < ? AND status NOT IN ({marks})"
             for table in ("lines", "used"):
                 self._db.execute(f"DELETE FROM {table} WHERE batch IN ({over})", (before, *OPEN))
@@ -216,7 +201,7 @@ class BatchStore:
     def add_lines(self, batch: str, lines: Sequence[Line]) -> None:
         """Again after a restart: those that are there stay as they are."""
         rows = [(batch, line.number, line.custom_id, line.body) for line in lines]
-        with self._transaction():
+        with _transaction(self._db):
             self._db.executemany(
                 "INSERT OR IGNORE INTO lines (batch, number, custom_id, body) VALUES (?, ?, ?, ?)", rows
             )
@@ -236,35 +221,39 @@ class BatchStore:
     def answer(self, batch: str, number: int, status: int, output: bytes, used: Used = NOTHING) -> None:
         """For good. A second answer changes nothing."""
         query = "UPDATE lines SET status = ?, output = ? WHERE batch = ? AND number = ? AND status IS NULL"
-        with self._transaction():
+        with _transaction(self._db):
             if self._db.execute(query, (status, output, batch, number)).rowcount and used != NOTHING:
                 self._db.execute(_ADD_USED, (batch, *used))
 
     def outputs(self, batch: str, *, good: bool) -> bytes:
         """The content of the output file, or of the error file."""
-        query = (
-            "SELECT output FROM lines WHERE batch = ? AND status IS NOT NULL AND (status = 200) = ? "
-            "ORDER BY number"
-        )
+        query = """SELECT output FROM lines
+            WHERE batch = ? AND status IS NOT NULL AND (status = 200) = ? ORDER BY number"""
         return b"".join(bytes(row[0]) + b"\n" for row in self._db.execute(query, (batch, good)))
 
     def counts(self, batch: str) -> Counts:
-        query = (
-            "SELECT count(*), coalesce(sum(status = 200), 0), coalesce(sum(status <> 200), 0) FROM "
-            "lines WHERE batch = ?"
-        )
+        query = """SELECT count(*), coalesce(sum(status = 200), 0), coalesce(sum(status <> 200), 0)
+            FROM lines WHERE batch = ?"""
         return Counts(*self._db.execute(query, (batch,)).fetchone())
 
     def used(self, batch: str) -> Used:
         """By all of its requests that are answered."""
-        row = self._db.execute(
-            "SELECT prompt, cached, completion, reasoning FROM used WHERE batch = ?", (batch,)
-        ).fetchone()
+        query = "SELECT prompt, cached, completion, reasoning FROM used WHERE batch = ?"
+        row = self._db.execute(query, (batch,)).fetchone()
         return Used(*row) if row is not None else NOTHING
 
-    def tenant_of(self, batch: str) -> str:
-        tenant: str = self._db.execute("SELECT tenant FROM batches WHERE id = ?", (batch,)).fetchone()[0]
-        return tenant
+
+@contextmanager
+def _transaction(db: sqlite3.Connection) -> Iterator[None]:
+    """Commit all of it or nothing. (SQLite itself may have rolled it back on a full disk.)"""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        db.execute("COMMIT")
+    except BaseException:
+        if db.in_transaction:
+            db.execute("ROLLBACK")
+        raise
 
 
 def _forget_accounts(db: sqlite3.Connection) -> None:
@@ -288,18 +277,15 @@ def _forget_accounts(db: sqlite3.Connection) -> None:
     db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
-_ADD_USED = (
-    "INSERT INTO used VALUES (?, ?, ?, ?, ?) ON CONFLICT (batch) DO UPDATE SET prompt = prompt + "
-    "excluded.prompt,"
-    " cached = cached + excluded.cached, completion = completion + excluded.completion, reasoning "
-    "= reasoning + excluded.reasoning"
-)
+_ADD_USED = """INSERT INTO used VALUES (?, ?, ?, ?, ?) ON CONFLICT (batch) DO UPDATE SET
+    prompt = prompt + excluded.prompt, cached = cached + excluded.cached,
+    completion = completion + excluded.completion, reasoning = reasoning + excluded.reasoning"""
 _FILE = "SELECT id, filename, purpose, num_bytes, created FROM files"
-_BATCH = "SELECT id, status, details, key_id FROM batches"
+_BATCH = "SELECT id, status, details, key_id, tenant FROM batches"
 
 
 def _batch(row: Any) -> StoredBatch:
-    return StoredBatch(row[0], row[1], orjson.loads(row[2]), row[3])
+    return StoredBatch(row[0], row[1], orjson.loads(row[2]), row[3], row[4])
 
 
 def _page(found: list[Any], after: str | None, limit: int) -> list[Any]:

@@ -247,11 +247,9 @@ class ChatCompletionRequest(SamplingFields):
     @property
     def all_tools(self) -> list[Tool] | None:
         """All tools, from ``tools`` or ``functions``."""
-        return (
-            self.tools
-            if self.functions is None
-            else [Tool(type="function", function=function) for function in self.functions]
-        )
+        if self.functions is None:
+            return self.tools
+        return [Tool(type="function", function=function) for function in self.functions]
 
     @property
     def choice_of_tools(self) -> ToolChoice | None:
@@ -270,11 +268,7 @@ class ChatCompletionRequest(SamplingFields):
         """The offered tools that may be called."""
         choice = self.choice_of_tools
         names = choice.names if choice is not None else None
-        return (
-            self.offered_tools
-            if names is None
-            else [tool for tool in self.offered_tools if tool.function.name in names]
-        )
+        return [tool for tool in self.offered_tools if names is None or tool.function.name in names]
 
     @property
     def has_grammar(self) -> bool:
@@ -290,11 +284,8 @@ class ChatCompletionRequest(SamplingFields):
     def one_call(self) -> bool:
         """Whether an answer has at most one call."""
         choice = self.choice_of_tools
-        return (
-            self.parallel_tool_calls is False
-            or self.functions is not None
-            or (choice is not None and choice.one)
-        )
+        older = self.functions is not None
+        return older or self.parallel_tool_calls is False or (choice is not None and choice.one)
 
     @property
     def holds_calls(self) -> bool:

@@ -15,8 +15,7 @@ from websockets.typing import Origin
 
 from splitserve.coordinator.errors import ApiError, InvalidRequest
 from splitserve.coordinator.http.access.access import Access
-from splitserve.coordinator.main import front_door_of
-from splitserve.coordinator.server import FrontDoor, HttpApp, HttpServer
+from splitserve.coordinator.server import FrontDoor, HttpApp, HttpServer, front_door_of
 from splitserve.coordinator.settings import CoordinatorSettings
 from splitserve.coordinator.text.served_model import ServedModel
 
