@@ -36,7 +36,8 @@ class Worker:
         self._settings, self._parts = settings, parts
         self.roles: dict[Role, PrefillRole | DecodeRole] = {}
         self._retiring: list[RetiringEnd] = []  # of roles that have ended
-        self._stopped = self._leaving = False
+        self._stopped = self._ordered = False
+        self._leaving = False  # the process ends with its last role, and begins none
         self._host: RoleHost | None = None
         if isinstance(settings, FlexibleSettings):
             self._host = RoleHost(
@@ -78,7 +79,7 @@ class Worker:
     def leave(self) -> None:
         """Drain, then leave the loop; the second time, leave it at once. May be called from a signal
         handler."""
-        self._stopped, self._leaving = self._leaving, True
+        self._stopped, self._ordered, self._leaving = self._ordered, True, True
         for role in list(self.roles.values()):
             role.departure.ordered = True
         if self.roles:
@@ -154,6 +155,7 @@ class Worker:
             and host.mixed
             and (len(roles) < 2 or any(role.departure.has_begun for role in roles))
         ):
+            self._leaving = True
             for role in roles:
                 role.departure.begin(now)
 

@@ -50,6 +50,7 @@ class VirtualNetwork:
         self.num_broken: Counter[tuple[PeerId, PeerId]] = Counter()
         self.readable: set[object] = set()
         self.channels: dict[tuple[str, int], VirtualChannel] = {}  # by the peer's name and incarnation
+        self._left: set[int] = set()  # incarnations that have said Goodbye
         self._incarnation = 0  # the newest that a channel was opened under
         self._stages: dict[int, tuple[int, int]] = {}  # of each lease: the last message about its blocks
 
@@ -89,9 +90,14 @@ class VirtualNetwork:
         if self.wakes:
             self.owner.poll()
 
-    def note(self, message: Message) -> None:
+    def note(self, message: Message, identity: bytes, to_coordinator: bool) -> None:
         """Look at a message that leaves."""
-        counts = self.world.counts
+        counts, named = self.world.counts, worker_of(identity)
+        if to_coordinator and named is not None:
+            if named[1] in self._left and type(message) is not Goodbye:
+                self.world.violated(f"{self.name}: sent a {type(message).__name__} after its Goodbye")
+            elif type(message) is Goodbye:
+                self._left.add(named[1])
         if type(message) is RequestFailed:
             counts[f"given back: {message.kind}"] += 1
             if message.kind != "preempted":
@@ -197,7 +203,7 @@ class VirtualChannel:
         if (listener := self.world.listeners.get(self.address)) is not None:
             listener.on_the_way[self.identity] += len(messages)
         for message in messages:
-            self.network.note(message)
+            self.network.note(message, self.identity, Fenced in self._allowed)
             self.world.network.send(self.network.name, self.address, message, self._reach)
 
     def receive(self, limit: int) -> list[Message]:

@@ -14,7 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from simulation import bugs_of_the_dispatcher, bugs_of_the_handoff, bugs_of_the_processes, bugs_of_the_shells
+from simulation import (
+    bugs_of_the_dispatcher,
+    bugs_of_the_handoff,
+    bugs_of_the_loop,
+    bugs_of_the_processes,
+    bugs_of_the_shells,
+)
 from simulation.campaign import run
 
 BUDGET = 6_000
@@ -24,12 +30,14 @@ A_WORLD = 50
 """Requests: what a bug leaves behind shows at a world's end, if nothing that comes later mends it."""
 OF_THE_PATCH = ("AttributeError", "NameError", "TypeError")
 """What a bug raises that no longer fits the code it was made for."""
-BUGS = [
-    *bugs_of_the_handoff.BUGS,
-    *bugs_of_the_processes.BUGS,
-    *bugs_of_the_shells.BUGS,
-    *bugs_of_the_dispatcher.BUGS,
-]
+FILES = (
+    bugs_of_the_handoff,
+    bugs_of_the_processes,
+    bugs_of_the_shells,
+    bugs_of_the_loop,
+    bugs_of_the_dispatcher,
+)
+BUGS = [bug for file in FILES for bug in file.BUGS]
 
 
 @pytest.mark.parametrize(("bug", "scenario"), BUGS, ids=[bug.__name__ for bug, _ in BUGS])

@@ -142,6 +142,8 @@ class WorkerProcess(Process):
             self._end()
             return
         self._watch_roles()
+        if self.latest == "mixed":
+            self._check_roles()
         for role, message in cancelled:
             if role.alive and not self.frozen:
                 role.check_cancelled(
@@ -155,6 +157,12 @@ class WorkerProcess(Process):
     def _watch_roles(self) -> None:
         for role in self.roles.values():
             role.watch()
+
+    def _check_roles(self) -> None:
+        """A mixed worker has both roles, or ends."""
+        leaves = [role.played.departure.has_begun for role in self.roles.values()]
+        if not all(leaves) and (len(leaves) < 2 or any(leaves)):
+            self.world.violated(f"{self.name}: one of both roles has ended or leaves, the other goes on")
 
     def _end(self) -> None:
         self.turning = True

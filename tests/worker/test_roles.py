@@ -65,3 +65,14 @@ def test_a_mixed_worker_is_of_both_roles_or_of_none(flexible: Worker) -> None:
     with process_settings_kept():
         serve(flexible)
     assert not flexible.roles
+
+
+@pytest.mark.parametrize("flexible", ["mixed"], indirect=True)
+def test_the_first_role_of_a_drained_mixed_worker_ends_as_its_process_will(flexible: Worker) -> None:
+    """It was taken for a role after a flip: told its peers that it had retired, with requests under way, and
+    could have begun again."""
+    flexible.roles["prefill"].core.drain(0.0)
+    flexible.turn(set(), 0.0)
+    assert len(flexible.roles) < 2
+    assert not flexible._retiring
+    assert not flexible.begin("prefill")
