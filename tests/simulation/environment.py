@@ -142,7 +142,9 @@ class ReachCheck:
             setattr(sender, name, method)
 
     def look(self) -> None:
-        """No handoff waits for a peer whose time is over."""
+        """No handoff waits for a peer whose time is over, once the worker has heard all that came."""
+        if not self._process.awake:
+            return
         for out in self._sender.outgoing.values():
             away_s, patience_s = self._away_s(out.peer) or 0.0, self._patience_s(out.peer)
             if away_s > patience_s + LOOKED_S:

@@ -11,6 +11,7 @@ from support.worker_pair import process_settings_kept
 from splitserve.bench.studies.steer_workload import worker as profile
 from splitserve.cli.settings import DEMO_MODEL
 from splitserve.engine.paced_runner import paced_model
+from splitserve.transport.handoff.protocol import CloseLease
 from splitserve.worker.live_parts import live_parts
 from splitserve.worker.loop import Worker
 from splitserve.worker.main import serve
@@ -65,6 +66,19 @@ def test_a_mixed_worker_is_of_both_roles_or_of_none(flexible: Worker) -> None:
     with process_settings_kept():
         serve(flexible)
     assert not flexible.roles
+
+
+def test_a_lease_that_a_heartbeat_ends_is_closed_in_the_same_turn(
+    flexible: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next turn reads what has arrived first: a parcel of a dead writer was written into freed blocks."""
+    receiving, done = flexible.roles["decode"]._receiving, []
+    monkeypatch.setattr(
+        receiving, "release_dead_writers", lambda core, now: core._actions.append(CloseLease(7))
+    )
+    monkeypatch.setattr(receiving, "carry_out", done.append)
+    flexible.turn(set(), 1e6)
+    assert done == [CloseLease(7)]
 
 
 @pytest.mark.parametrize("flexible", ["mixed"], indirect=True)
