@@ -26,7 +26,7 @@ from .search.words import sentences
 from .settings import PlanSettings
 from .simulator.cluster import alone_on_their_hosts
 from .simulator.report import slo_words
-from .slo import parse_slo
+from .simulator.slo import parse_slo
 from .trace.readers import open_trace
 from .trace.request import TraceRequest
 

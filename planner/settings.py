@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..coordinator.lifecycle.routing import Policy as Routing
 from ..engine.settings import ComputeSettings
-from .slo import NOTATION
+from .simulator.slo import NOTATION
 
 IN_THE_FILE = {  # of `splitserve simulate`: what a cluster's file says
     "prefill": "a pool with `role: prefill` and `count`",

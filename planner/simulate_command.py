@@ -16,9 +16,9 @@ from .simulator.cluster import Cluster, Pool, PoolRole, alone_on_their_hosts, re
 from .simulator.record_file import record_file
 from .simulator.report import print_report, summary
 from .simulator.simulation import Simulation
+from .simulator.slo import ServiceLevel, parse_slo
 from .simulator.steered import RecordedSteering, steering_of, steering_summary, steering_words
 from .sketched_cluster import print_sketch, sketch_summary, sketched
-from .slo import ServiceLevel, parse_slo
 from .trace.operators import cut, mean_rate, scaled
 from .trace.readers import open_trace
 from .trace.request import Trace

@@ -118,6 +118,7 @@ ORDERED = [
     "decode",
     "worker",
     "steering",
+    "planner",
     "loadgen",
     "cli",
     "deploy",

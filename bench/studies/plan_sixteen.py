@@ -26,7 +26,7 @@ from ...planner.search.goodput import Load, Question
 from ...planner.search.plan import Plan, search
 from ...planner.search.plan_json import as_json
 from ...planner.search.plots import draw_plan
-from ...planner.slo import parse_slo
+from ...planner.simulator.slo import parse_slo
 from ...planner.trace.readers import open_trace
 from ..environment import environment
 

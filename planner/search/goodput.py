@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from ..simulator.simulation import Simulation
+from ..simulator.slo import ServiceLevel
 from ..simulator.tallies import Tallies
-from ..slo import ServiceLevel
 from ..trace.request import Trace, TraceRequest
 from .candidates import Candidate, Hardware, with_mover
 from .demand import Demand, arrivals, bound

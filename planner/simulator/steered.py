@@ -10,9 +10,9 @@ from ...steering.fleet import Decision
 from ...steering.options import SteeringOptions
 from ...steering.steering import Steering
 from ..errors import SimulationError
-from ..slo import ServiceLevel
 from .cluster import Cluster
 from .simulation import Simulation
+from .slo import ServiceLevel
 
 MOST_SHOWN = 20
 """Changes of ratio that are printed; the JSON file has all."""

@@ -24,8 +24,8 @@ from splitserve.planner.search.plan import search
 from splitserve.planner.search.plan_json import as_json
 from splitserve.planner.search.words import sentences
 from splitserve.planner.settings import PlanSettings
+from splitserve.planner.simulator.slo import ServiceLevel
 from splitserve.planner.simulator.tallies import Slo
-from splitserve.planner.slo import ServiceLevel
 from splitserve.planner.trace.own_format import write_trace
 from splitserve.planner.trace.request import Trace, TraceRequest
 

@@ -30,8 +30,8 @@ from splitserve.planner.simulator.plots import rows_by_pool
 from splitserve.planner.simulator.records import COLUMNS, RequestRecord
 from splitserve.planner.simulator.report import print_report, summary
 from splitserve.planner.simulator.simulation import Simulation
+from splitserve.planner.simulator.slo import parse_slo
 from splitserve.planner.simulator.tallies import Distribution, Slo
-from splitserve.planner.slo import parse_slo
 from splitserve.planner.trace.request import Trace, TraceRequest
 from splitserve.transport.handoff import protocol
 

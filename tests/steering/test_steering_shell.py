@@ -17,7 +17,7 @@ from splitserve.cli.settings import ServerSettings
 from splitserve.coordinator.lifecycle.snapshot import snapshot_of
 from splitserve.coordinator.metrics.system_collector import SystemCollector
 from splitserve.coordinator.metrics.system_snapshot import SystemSnapshot
-from splitserve.planner.slo import parse_slo
+from splitserve.planner.simulator.slo import parse_slo
 from splitserve.steering.fleet import Decision
 from splitserve.steering.hooks import Hooks
 from splitserve.steering.options import SteeringOptions

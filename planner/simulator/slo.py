@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..transport.latency_bounds import attainment, notation, parse_bounds
-from .errors import SimulationError
-from .simulator.tallies import Slo
+from ...transport.latency_bounds import attainment, notation, parse_bounds
+from ..errors import SimulationError
+from .tallies import Slo
 
 NOTATION = notation("ttft", "tpot", "e2e")
 
