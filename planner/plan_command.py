@@ -20,8 +20,9 @@ from .search.goal import Goal, Limits
 from .search.goodput import Load, Question, sketch
 from .search.hardware_file import read_hardware
 from .search.launch import write_launch
-from .search.plan import Plan, search
+from .search.plan import Plan
 from .search.plan_json import as_json
+from .search.search import search
 from .search.words import sentences
 from .settings import PlanSettings
 from .simulator.cluster import alone_on_their_hosts
@@ -64,11 +65,11 @@ def plan(settings: PlanSettings) -> int:
 def launch(path: Path, found: Plan, console: Console) -> None:
     """The recommended cluster's configuration: colocated workers are started as mixed ones."""
     hardware, winner, bounds = found.question.hardware, found.winner, slo_words(found.question.level.bounds)
-    said = (
+    comment = (
         f"splitserve plan: {hardware.words(winner.candidate)}, for {winner.goodput:.2f} requests/s "
         f"with {bounds}"
     )
-    write_launch(path, hardware, winner.candidate, ". ".join([said, *found.warnings]))
+    write_launch(path, hardware, winner.candidate, ". ".join([comment, *found.warnings]))
     console.print(
         f"wrote the configuration to {path}: splitserve up --config {path} --model ...", highlight=False
     )
@@ -125,7 +126,7 @@ def require_reachable(question: Question, max_batch_tokens: int) -> None:
 
 
 def beyond(path: Path, found: Plan) -> Iterable[str]:
-    """A warning where the rest of the trace is harder than what was planned on, by the sketch."""
+    """Return a warning where the sketch finds the rest of the trace harder than the planned part."""
     planned, winner = found.question, found.winner
     trace = open_trace(path)
     requests: tuple[TraceRequest, ...] = tuple(islice(trace, MOST_CHECKED))

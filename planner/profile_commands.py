@@ -95,28 +95,28 @@ def show(profile: Profile, console: Console) -> None:
 
 def numerics_words(numerics: Numerics) -> str:
     """In one line."""
-    said: list[str] = [numerics.dtype]
-    said += ["KV cache in float8"] * (numerics.kv_dtype == "fp8") + ["linear layers in float8"] * (
+    parts: list[str] = [numerics.dtype]
+    parts += ["KV cache in float8"] * (numerics.kv_dtype == "fp8") + ["linear layers in float8"] * (
         numerics.quantization == "fp8"
     )
-    return ", ".join(said + ["exact"] * numerics.exact)
+    return ", ".join(parts + ["exact"] * numerics.exact)
 
 
 def contention_words(contention: Contention | None) -> list[str]:
     """A line for each pair of roles; none where nothing was measured."""
     if contention is None:
         return []
-    said = []
+    lines = []
     for role in ("prefill", "decode"):
         for neighbour in ("prefill", "decode"):
             name = f"{role}_beside_{neighbour}"
             least_most = contention.ranges.get(name)
             by_shape = f" ({least_most[0]:.2f} to {least_most[1]:.2f})" if least_most else ""
-            said.append(
+            lines.append(
                 f"a {role} step beside {neighbour} steps takes {getattr(contention, name):.2f} "
                 f"times as long{by_shape}"
             )
-    return said
+    return lines
 
 
 def _errors(residuals: Residuals | None) -> tuple[str, ...]:

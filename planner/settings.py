@@ -12,7 +12,7 @@ from ..coordinator.lifecycle.routing import Policy as Routing
 from ..engine.settings import ComputeSettings
 from .simulator.slo import NOTATION
 
-IN_THE_FILE = {  # of `splitserve simulate`: what a cluster's file says
+IN_THE_FILE = {  # options of `splitserve simulate` that a cluster's file replaces
     "prefill": "a pool with `role: prefill` and `count`",
     "decode": "a pool with `role: decode` and `count`",
     "colocated": "a pool with `role: colocated` and `count`",

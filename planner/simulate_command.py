@@ -42,19 +42,19 @@ def simulate(settings: SimulateSettings) -> int:
         simulation.run(trace)
         took = time.process_time() - began
     print_report(simulation, console)
-    said = summary(simulation)
-    if level.says_share:
-        said["attainment_wanted"] = level.attainment
-        console.print(enough(said["attainment"], level.attainment), highlight=False)
+    result = summary(simulation)
+    if level.share_given:
+        result["attainment_wanted"] = level.attainment
+        console.print(enough(result["attainment"], level.attainment), highlight=False)
     if steering is not None:
         left_alone = Simulation(cluster, settings.seed, level.bounds)
         left_alone.run(trace)
-        said["steering"] = steering_summary(simulation, steering, left_alone)
+        result["steering"] = steering_summary(simulation, steering, left_alone)
         for line in steering_words(simulation, steering, left_alone):
             console.print(line, highlight=False, markup=False)
     console.print(f"{simulation.num_ended / took:,.0f} simulated requests a second of processor time")
     if settings.json_file is not None:
-        _write(settings.json_file, orjson.dumps(said, option=orjson.OPT_INDENT_2))
+        _write(settings.json_file, orjson.dumps(result, option=orjson.OPT_INDENT_2))
     if settings.plot_file is not None:
         from .simulator.plots import draw_timeline
 
@@ -72,14 +72,14 @@ def _sketch(
     began = time.process_time()
     found = sketched(cluster, trace, level.bounds)
     took = time.process_time() - began
-    said = sketch_summary(found, cluster, trace, level.bounds)
-    print_sketch(said, console)
-    if level.says_share:
-        said["attainment_wanted"] = level.attainment
-        console.print(enough(said["attainment"], level.attainment), highlight=False)
+    result = sketch_summary(found, cluster, trace, level.bounds)
+    print_sketch(result, console)
+    if level.share_given:
+        result["attainment_wanted"] = level.attainment
+        console.print(enough(result["attainment"], level.attainment), highlight=False)
     console.print(f"{found.num_ended / took:,.0f} sketched requests a second of processor time")
     if settings.json_file is not None:
-        _write(settings.json_file, orjson.dumps(said, option=orjson.OPT_INDENT_2))
+        _write(settings.json_file, orjson.dumps(result, option=orjson.OPT_INDENT_2))
     return 0
 
 
@@ -95,7 +95,7 @@ def the_steering(
 
 
 def warn_of_no_effect(cluster: Cluster, console: Console, steers: bool) -> None:
-    """Says what of the cluster's description changes nothing."""
+    """Print which parts of the cluster's description change nothing."""
     warnings = [alone_on_their_hosts(cluster.workers_per_host, (pool.profile for pool in cluster.pools))]
     if not steers and any(pool.flexible for pool in cluster.pools):
         warnings.append("`flexible: true` changes nothing without --steer: nobody orders a change of role.")
@@ -121,7 +121,7 @@ def the_trace(path: Path, duration_s: float | None, rate: float | None) -> Trace
 
 
 def the_cluster(settings: SimulateSettings) -> Cluster:
-    """Of the file, or of the numbers of workers."""
+    """Return the cluster of the file, or of the numbers of workers."""
     if settings.cluster is not None:
         return read_cluster(settings.cluster)
     assert settings.profile is not None, "one of the two is given"

@@ -1,5 +1,5 @@
-"""``splitserve simulate --sketch``: about how a cluster would do under a trace, thirty times as fast as the
-simulator says it, or more."""
+"""``splitserve simulate --sketch``: about how a cluster would do under a trace, at least thirty times as fast
+as the simulator."""
 
 from __future__ import annotations
 
@@ -120,21 +120,21 @@ def _spread(values: list[float]) -> dict[str, float]:
     }
 
 
-def print_sketch(said: dict[str, Any], console: Console) -> None:
-    """What ``sketch_summary`` says, for people."""
-    console.print(latency_table(said["latency_s"]))
+def print_sketch(result: dict[str, Any], console: Console) -> None:
+    """Print what ``sketch_summary`` returns."""
+    console.print(latency_table(result["latency_s"]))
     table = Table(
         "pool",
         *(Column(name, justify="right") for name in ("workers", "busy", "with prompts", "decode only")),
         box=box.SIMPLE,
     )
-    for row in said["pools"]:
+    for row in result["pools"]:
         shares = (f"{row[name]:.0%}" for name in ("busy", "busy_prefill", "busy_decode"))
         table.add_row(row["role"], str(row["count"]), *shares)
     console.print(table)
     console.print(
-        f"{said['requests']['finished']:,} finished in {said['simulated_s']:.1f} s", highlight=False
+        f"{result['requests']['finished']:,} finished in {result['simulated_s']:.1f} s", highlight=False
     )
-    if said["slo"]:
-        console.print(f"{said['slo']}: met by {said['attainment']:.2%} of the requests", highlight=False)
+    if result["slo"]:
+        console.print(f"{result['slo']}: met by {result['attainment']:.2%} of the requests", highlight=False)
     console.print(NOTE, highlight=False)

@@ -32,9 +32,10 @@ from ...planner.search.goal import Goal, Limits
 from ...planner.search.goodput import Load, Question
 from ...planner.search.look import Look
 from ...planner.search.looks import look
-from ...planner.search.plan import Plan, search
+from ...planner.search.plan import Plan
 from ...planner.search.plan_json import as_json
 from ...planner.search.plots import draw_plan
+from ...planner.search.search import search
 from ...planner.simulator.slo import parse_slo
 from ...planner.trace.readers import open_trace
 from ...planner.trace.request import TraceRequest

@@ -23,9 +23,10 @@ from ...engine.latency_profile import Profile
 from ...planner.search.candidates import Hardware, Kind
 from ...planner.search.goal import Goal, Limits
 from ...planner.search.goodput import Load, Question
-from ...planner.search.plan import Plan, search
+from ...planner.search.plan import Plan
 from ...planner.search.plan_json import as_json
 from ...planner.search.plots import draw_plan
+from ...planner.search.search import search
 from ...planner.simulator.slo import parse_slo
 from ...planner.trace.readers import open_trace
 from ..environment import environment

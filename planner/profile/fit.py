@@ -35,7 +35,7 @@ def fit_steps(
     extras: Sequence[str] = ("read_s", "seq_s", "cached_s"),
 ) -> StepModel:
     """``knots``: units at which the curve may bend; those without a point near them are left out. ``extras``:
-    which slopes the points can tell apart from the curve."""
+    the slopes that the points can separate from the curve."""
     assert points, "nothing was measured"
     units = np.array([p.units for p in points])
     seconds = np.array([p.seconds for p in points])

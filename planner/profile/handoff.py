@@ -45,7 +45,7 @@ def measure_movers(block_bytes: int, num_layers: int, precision: float = 0.02) -
 
 
 def _shm(own: Blocks, message_s: float, precision: float) -> HandoffModel:
-    """One copy, and the sum of what was copied; then the receiver's check."""
+    """Measure one copy and its checksum, then the receiver's check."""
     shared = SharedPool.create(own.nbytes)
     target = ShmTarget(shared)
     theirs = np.frombuffer(shared.buffer, np.uint8, own.nbytes).reshape(own.shape)

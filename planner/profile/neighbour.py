@@ -79,7 +79,7 @@ def _serve(
             role: Role | None = line.recv()
             steps = cycle([batch_of(e, bounds.block_size) for e in experiments if e.role == role])
             if role is not None:
-                runner.execute(next(steps))  # it computes before it says so
+                runner.execute(next(steps))  # it computes before it reports
             line.send(None)
             while role is not None and not line.poll():
                 runner.execute(next(steps))

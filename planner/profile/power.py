@@ -38,7 +38,7 @@ def measure_power(
 def _watts(meter: Meter, work: Callable[[], object], clock: Callable[[], float]) -> float | None:
     """Mean watts while ``work`` is repeated, without the first third, which still averages the time
     before."""
-    began, asked, told = clock(), clock(), []
+    began, asked, readings = clock(), clock(), []
     while (now := clock()) < began + SECONDS:
         work()
         if now - asked >= EVERY_S and now - began > SECONDS / 3:
@@ -46,5 +46,5 @@ def _watts(meter: Meter, work: Callable[[], object], clock: Callable[[], float])
             meter.sample()
             if (watts := meter.gauges.get("gpu_power_watts")) is None:
                 return None
-            told.append(watts)
-    return sum(told) / len(told) if told else None
+            readings.append(watts)
+    return sum(readings) / len(readings) if readings else None

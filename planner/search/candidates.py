@@ -51,6 +51,11 @@ class Candidate:
         return self.prefill + self.decode + self.colocated
 
     @property
+    def shape(self) -> Candidate:
+        """These workers, whatever their settings."""
+        return replace(self, max_batch_tokens=1, max_num_seqs=1, mover="")
+
+    @property
     def is_split(self) -> bool:
         """Every worker does one thing only."""
         return self.prefill > 0 and not self.colocated

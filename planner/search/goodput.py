@@ -189,7 +189,7 @@ def simulate(question: Question, candidate: Candidate, rate: float, give_up: boo
     simulation = Simulation(cluster, question.seed, question.level.bounds)
     allowed, look_at = question.allowed, 0.0
 
-    def hopeless(_: Tallies) -> bool:
+    def too_many_failed(_: Tallies) -> bool:
         nonlocal look_at
         now = simulation.queue.now
         if now < look_at:
@@ -197,7 +197,7 @@ def simulate(question: Question, candidate: Candidate, rate: float, give_up: boo
         look_at = now + LOOK_S
         return num_failed(simulation) > allowed
 
-    simulation.run(question.load.at_rate(rate), give_up=hopeless if give_up else None)
+    simulation.run(question.load.at_rate(rate), give_up=too_many_failed if give_up else None)
     return simulation
 
 

@@ -15,9 +15,9 @@ SECTIONS: dict[PoolRole, str] = {"prefill": "prefill", "decode": "decode", "colo
 Section = dict[str, str | int]
 
 
-def write_launch(path: Path, hardware: Hardware, candidate: Candidate, said: str = "") -> None:
+def write_launch(path: Path, hardware: Hardware, candidate: Candidate, comment: str = "") -> None:
     """Write the plan's cluster: workers of each role, their steps and batches, and the memory and types of
-    their profile. Colocated workers are what ``splitserve up --mixed`` starts. ``said``: one line of comment
+    their profile. Colocated workers are what ``splitserve up --mixed`` starts. ``comment``: one line of comment
     for the reader. Raises SimulationError."""
     pools = {role: (count, kind) for role, count, kind in hardware.pools(candidate)}
     up: Section = {"prefill": candidate.prefill, "decode": candidate.decode}
@@ -32,7 +32,7 @@ def write_launch(path: Path, hardware: Hardware, candidate: Candidate, said: str
             **_memory(kind),
             "max_model_len": longest,
         }
-    comments = [f"# {line}\n" for line in (said, *_remarks(pools)) if line]
+    comments = [f"# {line}\n" for line in (comment, *_remarks(pools)) if line]
     try:
         path.write_text("".join(comments) + yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
     except OSError as error:

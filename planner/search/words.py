@@ -8,7 +8,8 @@ from ..simulator.report import slo_words
 from .goodput import LOWEST, Answer
 from .look import Look
 from .plan import GROWTH, Plan
-from .verdict import compared, whether_to_disaggregate
+
+NEARLY_AS_GOOD = 0.95
 
 
 def sentences(plan: Plan) -> list[str]:
@@ -24,7 +25,7 @@ def sentences(plan: Plan) -> list[str]:
             ),
         ]
     gpus = plan.question.hardware.num_gpus(winner.candidate)
-    said = [
+    lines = [
         f"Recommended: {plan.question.hardware.words(winner.candidate)}, {_options(winner)}.",
         (
             f"It serves {winner.goodput:.2f} requests/s ({winner.goodput / gpus:.3f} a GPU) with "
@@ -38,23 +39,23 @@ def sentences(plan: Plan) -> list[str]:
             f"{plan.relaxed.tallies.attainment:.1%} are good."
         ),
     ]
-    said += [f"Neighbour {a.candidate.ratio}: {compared(plan, a)}." for a in plan.neighbours]
-    said += _mixed(plan)
-    said.append(whether_to_disaggregate(plan))
-    said.append(_growth(plan))
+    lines += [f"Neighbour {a.candidate.ratio}: {compared(plan, a)}." for a in plan.neighbours]
+    lines += _mixed(plan)
+    lines.append(whether_to_disaggregate(plan))
+    lines.append(_growth(plan))
     means = plan.means
-    said.append(
+    lines.append(
         "A plan from mean lengths and service times would build "
         f"{plan.question.hardware.words(means.candidate)} and expect {means.expected:.2f} requests/s; "
         f"simulated at that rate, {means.attainment:.1%} of the requests are good."
     )
     extrapolated = plan.at_goodput.extrapolated.items()
-    said += [
+    lines += [
         f"Extrapolated: {what} in {share:.1%} of the steps; profile further out."
         for what, share in extrapolated
     ]
-    said.append("TPOT here is (last token - first token) / (tokens - 1). " + _effort(plan))
-    return said + plan.warnings
+    lines.append("TPOT here is (last token - first token) / (tokens - 1). " + _effort(plan))
+    return lines + plan.warnings
 
 
 def _at_rate(plan: Plan) -> str:
@@ -100,9 +101,9 @@ def _if_slower(plan: Plan) -> str:
 def _at_most(plan: Plan) -> list[str]:
     """What the goodput means where not the cluster has ended the search for it, or the load was over before
     it could."""
-    winner, said = plan.winner, []
+    winner, lines = plan.winner, []
     if winner.at_bound and plan.goal.objective == "goodput":
-        said.append(
+        lines.append(
             "That is what these workers could keep up with for long, by mean lengths. This load met the "
             "bounds up to there, so the search ended there: read it as `at most`, and plan on more "
             "requests, or on tighter bounds, to tell more."
@@ -110,30 +111,30 @@ def _at_most(plan: Plan) -> list[str]:
     if plan.sustained is not None:
         lasts_s, least = len(plan.question.load.requests) / winner.goodput, winner.bound / LOWEST
         for_long = f"about {plan.sustained:.2f}" if plan.sustained > 0 else f"less than {least:.2f}"
-        said.append(
+        lines.append(
             f"At that rate these requests last {lasts_s:.1f} s, and one lives {plan.life_s:.1f} s: they are "
             f"over before the cluster has filled. If they came over and over it would serve {for_long} "
-            "requests/s (sketched); what is said of others below is as optimistic. Plan on more "
+            "requests/s (sketched); what follows about others is as optimistic. Plan on more "
             "(--requests)."
         )
-    return said
+    return lines
 
 
 def _costs(plan: Plan) -> list[str]:
     hardware, winner = plan.question.hardware, plan.winner
-    said = []
+    lines = []
     price, watts = hardware.price_per_hour(winner.candidate), hardware.watts(winner.candidate)
     if price is not None:
-        said.append(
+        lines.append(
             f"That is {price:.2f} an hour, {price / (3.6 * winner.goodput):.4f} a thousand good "
             "requests at that rate."
         )
     if watts is not None and plan.energy_wh is not None:
-        said.append(
+        lines.append(
             f"It draws up to {watts:,.0f} W; at {plan.relaxed.rate:.2f} requests/s about "
             f"{plan.energy_wh:.2f} Wh a request."
         )
-    return said
+    return lines
 
 
 def _latencies(plan: Plan) -> str:
@@ -229,3 +230,50 @@ def _effort(plan: Plan) -> str:
         f"{len(plan.sketches)} clusters at their best settings were sketched, {len(plan.answers)} "
         f"simulated{sketch}: {plan.num_simulated:,} requests."
     )
+
+
+# --- whether to disaggregate at all ---------------------------------------------------------------
+
+
+def whether_to_disaggregate(plan: Plan) -> str:
+    """One sentence. Both sides are in it, but the one that is recommended."""
+    sides = [
+        ("purely split", plan.split, ""),
+        ("the same GPUs colocated with chunked prefill", plan.colocated, " in turn with steps of sequences"),
+    ]
+    others = [f"{name}{_described(plan, one, turns)}" for name, one, turns in sides if one is not plan.winner]
+    return f"{_verdict(plan)}: {'; '.join(others)}."
+
+
+def _verdict(plan: Plan) -> str:
+    if plan.is_at_most(plan.best) and plan.is_at_most(plan.colocated):
+        return "Whether to disaggregate this load does not tell"
+    if not plan.disaggregates:
+        return "Do not disaggregate"
+    if plan.goal.objective == "goodput" and plan.colocated.goodput > NEARLY_AS_GOOD * plan.best.goodput:
+        return "Disaggregating gains little"
+    return "Disaggregate" if plan.winner is plan.split else "Disaggregate in part"
+
+
+def _described(plan: Plan, one: Answer, turns: str) -> str:
+    c = one.candidate
+    if not c.num_workers:
+        return ": cannot be built"
+    what = f", {plan.question.hardware.words(c)}, steps of {c.max_batch_tokens} prompt tokens{turns}"
+    return f"{what}: {compared(plan, one)}"
+
+
+def compared(plan: Plan, one: Answer) -> str:
+    """What another cluster would do, in the goal's units, and by how much that is more or less than the
+    recommended one."""
+    if one.goodput <= 0:
+        lowest = min((rate for rate, _ in one.tried), default=0.0)
+        return (
+            f"not good enough at {lowest:.2f} requests/s, the lowest rate tried" if one.tried else "not tried"
+        )
+    if plan.goal.objective != "goodput" and one.goodput < plan.goal.rate:
+        return f"serves {one.goodput:.2f} requests/s only"
+    ours, theirs = abs(plan.value(plan.winner)), abs(plan.value(one))
+    at_most = "at most " if plan.is_at_most(one) else ""
+    unit = {"goodput": "requests/s", "cost": "an hour", "energy": "Wh a request"}[plan.goal.objective]
+    return f"{at_most}{theirs:.2f} {unit} ({theirs / ours - 1:+.0%})"

@@ -69,7 +69,7 @@ class Cluster(_Part):
     routing: Policy = "hybrid"
     max_queue: Annotated[int, Field(ge=0)] = 1024
     request_timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    # a request spends so long in HTTP, chat template and tokenizer
+    # seconds a request spends in HTTP, chat template and tokenizer
     coordinator_s: Annotated[float, Field(ge=0)] = 1e-3
     # they slow each other where their profiles know ``contention``
     workers_per_host: Annotated[int, Field(ge=1)] = 1
@@ -105,8 +105,8 @@ class Cluster(_Part):
 
 
 def alone_on_their_hosts(workers_per_host: int, profiles: Iterable[Profile]) -> str:
-    """A warning where workers share hosts and their profiles do not say what that costs; empty where there is
-    none to give."""
+    """Return a warning where workers share hosts and their profiles lack the cost of that; empty: no
+    warning."""
     unknown = (
         sorted({profile.name for profile in profiles if profile.contention is None})
         if workers_per_host > 1

@@ -28,7 +28,7 @@ class EventQueue:
         heapq.heappush(self._heap, (self.now + delay, self.num_events, event, args))
 
     def run_while(self, going_on: Callable[[], bool]) -> None:
-        """Until ``going_on`` says no (asked after every event), or nothing is left."""
+        """Run events until ``going_on`` returns False (asked after every event), or none is left."""
         heap, pop = self._heap, heapq.heappop
         while heap and going_on():
             self.now, _, event, args = pop(heap)

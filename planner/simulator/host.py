@@ -43,8 +43,8 @@ class Host:
         on_moved: Callable[[float, float], None],
         on_done: Callable[[], None],
     ) -> HostedStep:
-        """A step that computes from ``loop_s`` from now on, alone for ``seconds``. ``on_moved``: hears each
-        time that its end moves, until when and by how much (seconds, of the simulation and of time)."""
+        """Begin a step in ``loop_s`` from now that takes ``seconds`` alone. ``on_moved`` is called whenever
+        its end moves, with the new end and the difference in seconds."""
         now = self._queue.now
         step = HostedStep(role, contention, now + (loop_s + seconds), on_moved, on_done)
         self._queue.at(step.ends_at, self._end, step, step.ends_at)
@@ -55,7 +55,7 @@ class Host:
         return step
 
     def stop(self, step: HostedStep) -> None:
-        """It ends now, done or not, and nobody hears of it."""
+        """End it now, done or not, without a callback."""
         step.over = True
         if step in self._computing:
             self._computing.remove(step)

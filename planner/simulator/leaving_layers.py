@@ -17,10 +17,10 @@ class LeavingLayers:
     seconds: float  # that all layers take
     stride: int
     num_layers: int
-    awaited: int = 0  # the next look is when so many are final
+    awaited: int = 0  # number of final layers at the next look
 
     def time_of(self, num_layers: int) -> float:
-        """When so many are final."""
+        """Return the time at which this number of layers is final."""
         return self.made_at + (self.loop_s + self.seconds * num_layers / self.num_layers)
 
     def num_done(self, now: float) -> int:

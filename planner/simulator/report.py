@@ -1,4 +1,4 @@
-"""What a simulation says at its end: tables for people, JSON for programs."""
+"""The results of a simulation: tables for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def pools(simulation: Simulation) -> list[dict[str, Any]]:
 
 
 def energy_wh(simulation: Simulation, pool: Any) -> float | None:
-    """Of all workers of a pool; None where the profile knows no power."""
+    """Return the energy of all workers of a pool; None where the profile knows no power."""
     power = pool.profile.power
     if power is None:
         return None
@@ -116,33 +116,34 @@ def print_report(simulation: Simulation, console: Console) -> None:
     console.print(
         "; ".join(f"{row['role']} workers: {row['profile']}" for row in pools(simulation)), highlight=False
     )
-    said = summary(simulation)
-    ended = ", ".join(f"{count:,} {outcome}" for outcome, count in said["requests"].items())
+    result = summary(simulation)
+    ended = ", ".join(f"{count:,} {outcome}" for outcome, count in result["requests"].items())
     console.print(
-        f"{ended} in {said['simulated_s']:.1f} s; {said['cached_share']:.1%} of the prompt tokens "
+        f"{ended} in {result['simulated_s']:.1f} s; {result['cached_share']:.1%} of the prompt tokens "
         "came from a prefix cache"
     )
-    if said["killed"]:
+    if result["killed"]:
         console.print(
-            f"{said['killed']:,} times a worker died and started again; {said['redispatched']:,} "
+            f"{result['killed']:,} times a worker died and started again; {result['redispatched']:,} "
             "dispatches were made anew"
         )
-    if said["slo"]:
+    if result["slo"]:
         console.print(
-            f"{said['slo']}: met by {said['attainment']:.2%} of the requests{_rates(said)}", highlight=False
+            f"{result['slo']}: met by {result['attainment']:.2%} of the requests{_rates(result)}",
+            highlight=False,
         )
-    for what, share in said["steps_outside_the_profile"].items():
+    for what, share in result["steps_outside_the_profile"].items():
         console.print(f"[yellow]extrapolated: {what} in {share:.2%} of the steps[/yellow]")
 
 
-def _rates(said: dict[str, Any]) -> str:
-    if said["goodput_per_s"] is None:
+def _rates(result: dict[str, Any]) -> str:
+    if result["goodput_per_s"] is None:
         return ""
-    return f": {said['goodput_per_s']:.2f} good requests/s while {said['offered_per_s']:.2f}/s arrived"
+    return f": {result['goodput_per_s']:.2f} good requests/s while {result['offered_per_s']:.2f}/s arrived"
 
 
 def latency_table(percentiles: Mapping[str, Mapping[str, float]]) -> Table:
-    """Of what ``Tallies.percentiles`` gives."""
+    """Return a table of ``Tallies.percentiles``."""
     table = Table(
         "ms",
         *(Column(name, justify="right", no_wrap=True) for name in ("mean", "p50", "p90", "p99", "max")),

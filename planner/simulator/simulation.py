@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
 from ...coordinator.dispatcher import LAST_MESSAGES_S
 from ...engine.cache.block_manager import BlockManager
-from ...engine.latency_profile import StepClock, StepRole
+from ...engine.latency_profile import StepClock
 from ...steering.steering import Steering
 from ...transport.process.collector import seldom_collected
 from ...transport.process.huge_heap import collapse_heap
@@ -30,48 +29,26 @@ from .decode_shell import DecodeShell
 from .device import Device, Noise, Pace
 from .events import EventQueue
 from .host import Host
+from .machine import SimulatedMachine
 from .prefill_shell import PrefillShell
 from .prompts import generation_request
 from .records import RequestRecord
 from .tallies import Slo, Tallies
-from .timeline import Sample, Timeline, WorkerSample
+from .timeline import Sample, Timeline
 from .worker_shell import WorkerShell
 
 WARM_UP_S = 2.0
-"""Virtual seconds before the trace begins: workers say hello."""
+"""Virtual seconds before the trace begins: workers send Hello."""
 BOTH = ("decode", "prefill")
-"""Of a colocated worker, in the order in which a live mixed one begins them."""
+"""The roles of a colocated worker, in the order in which a live mixed one begins them."""
 COLLAPSE_EVERY = 1000
 """Arrivals between two looks at what has come to the heap."""
 DEAD_AFTER_S = 0.3
 """Seconds after the end of a process at which its peers see it and the coordinator has removed it."""
 
 
-@dataclass(slots=True)
-class _Machine:
-    """One device and the workers on it: the process ``name``, in one role or in both."""
-
-    name: str
-    pool: Pool
-    device: Device
-    noise: Noise
-    beside: Host | None  # those that slow its steps are there too; None: nobody does
-    shells: list[WorkerShell]
-    host: RoleHost | None = None  # where its role can change, or it has both
-
-    @property
-    def num_rows(self) -> int:
-        """Of the timeline."""
-        return 2 if self.pool.role == "colocated" else 1
-
-    def let_go(self, shell: WorkerShell) -> None:
-        """It is of this worker's role no more."""
-        self.shells.remove(shell)
-        self.device.let_go(shell)
-
-
 class Simulation:
-    """``on_record`` hears of every request when it ends."""
+    """One simulated cluster. ``on_record`` is called with every request that ends."""
 
     def __init__(
         self,
@@ -94,10 +71,10 @@ class Simulation:
         self.tallies = Tallies(slo or Slo())
         self._on_record = on_record
         self._seed, self._jumps, self._pace = seed, jumps, pace
-        self._numbers = count(1)
+        self.next_number = partial(next, count(1))  # of incarnations
         self.workers: dict[str, WorkerShell] = {}
         self.decode_workers: dict[str, DecodeShell] = {}
-        self.machines: list[_Machine] = []
+        self.machines: list[SimulatedMachine] = []
         self._hosts = [Host(self.queue) for _ in range(cluster.num_hosts)]
         self.coordinator = Coordinator(self, steering)
         self.clocks = [StepClock(pool.profile, warns=False) for pool in cluster.pools]
@@ -107,24 +84,19 @@ class Simulation:
         self.timeline = Timeline(
             [name for m in self.machines for name in (shell.name for shell in m.shells)], sample_s or 0.0
         )
-        self._busy_before = [0.0] * len(self.machines)
         self._arriving = True
         self.num_arrived = self.num_ended = self.num_killed = 0
         self.arrival_span_s = 0.0  # from the first arrival to the last
         self.began_at = self.queue.now + WARM_UP_S
         self._plan_failures()
 
-    def next_number(self) -> int:
-        """Incarnations."""
-        return next(self._numbers)
-
     # --- running ---------------------------------------------------------------------------------
 
     def run(
         self, trace: Trace, until_s: float | None = None, give_up: Callable[[Tallies], bool] | None = None
     ) -> Tallies:
-        """Until every request has ended, or until ``until_s`` seconds of the trace, or until ``give_up`` says
-        so (asked when a request ends). Raises SimulationError where nothing goes on any more."""
+        """Run until every request has ended, until ``until_s`` seconds of the trace, or until ``give_up``
+        returns True (asked after each event). Raises SimulationError where nothing goes on any more."""
         requests = iter(trace)
         first = next(requests, None)
         if first is None:
@@ -208,18 +180,16 @@ class Simulation:
         noise = Noise(f"{self._seed} {name}", pool.profile.noise_cv)
         shares = self.cluster.workers_per_host > 1 and pool.profile.contention is not None
         beside = self._hosts[len(self.machines) % len(self._hosts)] if shares else None
-        machine = _Machine(name, pool, self._device(clock, noise, beside), noise, beside, [])
+        machine = SimulatedMachine(name, pool, self._device(clock, noise, beside), noise, beside)
         self.machines.append(machine)
         self._start(machine)
 
     def _device(self, clock: StepClock, noise: Noise, beside: Host | None) -> Device:
-        pace = None if self._pace is None else partial(self._pace_at, self._pace)
+        paced = self._pace
+        pace = None if paced is None else (lambda role, now: paced(role, now - self.began_at))
         return Device(self.queue, clock, noise, self.tallies.of["gap"], self._jumps, beside, pace)
 
-    def _pace_at(self, pace: Pace, role: StepRole, now: float) -> float:
-        return pace(role, now - self.began_at)
-
-    def _start(self, machine: _Machine) -> None:
+    def _start(self, machine: SimulatedMachine) -> None:
         pool, device = machine.pool, machine.device
         mixed = pool.role == "colocated"
         if mixed or pool.flexible:
@@ -235,7 +205,7 @@ class Simulation:
         for role in BOTH if mixed else (pool.role,):
             self._begin(machine, role)
 
-    def _begin(self, machine: _Machine, role: str) -> bool:
+    def _begin(self, machine: SimulatedMachine, role: str) -> bool:
         """It is of this role from now on. False: it has not quite ended being so, and cannot begin again
         yet."""
         present = next((shell for shell in machine.shells if shell.role == role), None)
@@ -255,7 +225,7 @@ class Simulation:
         """Its machine's processes end now and start again after ``down_s``."""
         self._restart(self._machine_of(shell), down_s)
 
-    def _restart(self, machine: _Machine, down_s: float) -> None:
+    def _restart(self, machine: SimulatedMachine, down_s: float) -> None:
         for dead in machine.shells:
             dead.die()
             del self.workers[dead.name]
@@ -268,12 +238,12 @@ class Simulation:
         machine.device = self._device(clock, machine.noise, machine.beside)
         self.queue.after(down_s, self._start, machine)
 
-    def _machine_of(self, shell: WorkerShell) -> _Machine:
+    def _machine_of(self, shell: WorkerShell) -> SimulatedMachine:
         return next(m for m in self.machines if shell in m.shells)
 
     def left(self, shell: WorkerShell) -> None:
         """It has drained, and ended in good order."""
-        self._machine_of(shell).let_go(shell)
+        self._machine_of(shell).remove(shell)
         self.workers.pop(shell.name, None)
         self.decode_workers.pop(shell.name, None)
 
@@ -294,16 +264,16 @@ class Simulation:
             for machine in self.machines:
                 self._fail_again(machine)
 
-    def _fail_again(self, machine: _Machine) -> None:
+    def _fail_again(self, machine: SimulatedMachine) -> None:
         mean = self.cluster.mean_seconds_between_failures
         assert mean is not None
         self.queue.after(WARM_UP_S + self.draw.expovariate(1 / mean), self._fail_machine, machine)
 
-    def _fail_machine(self, machine: _Machine) -> None:
+    def _fail_machine(self, machine: SimulatedMachine) -> None:
         self._fail(machine)
         self._fail_again(machine)
 
-    def _fail(self, machine: _Machine) -> None:
+    def _fail(self, machine: SimulatedMachine) -> None:
         if machine.shells:  # else it is down already
             self.num_killed += 1
             self._restart(machine, machine.pool.profile.start_s)
@@ -312,13 +282,7 @@ class Simulation:
 
     def _sample(self) -> None:
         self.queue.after(self.timeline.interval_s, self._sample)
-        workers, interval = [], self.timeline.interval_s
-        for index, machine in enumerate(self.machines):
-            busy = (machine.device.busy_s - self._busy_before[index]) / interval
-            self._busy_before[index] = machine.device.busy_s
-            workers += [
-                _sample_of(shell, min(max(busy, 0.0), 1.0)) for shell in machine.shells[-machine.num_rows :]
-            ] or [WorkerSample(0, 0, 0.0, 0.0, 0.0)] * machine.num_rows
+        workers = [one for machine in self.machines for one in machine.sample(self.timeline.interval_s)]
         core = self.coordinator.core
         self.timeline.add(
             Sample(
@@ -330,15 +294,3 @@ class Simulation:
                 tuple(workers),
             )
         )
-
-
-def _sample_of(shell: WorkerShell, busy: float) -> WorkerSample:
-    blocks = shell.core.blocks
-    load = shell.core.load()
-    return WorkerSample(
-        load.num_running,
-        load.num_waiting,
-        blocks.num_used / blocks.num_blocks,
-        blocks.num_cached / blocks.num_blocks,
-        busy,
-    )

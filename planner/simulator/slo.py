@@ -14,12 +14,12 @@ NOTATION = notation("ttft", "tpot", "e2e")
 @dataclass(frozen=True, slots=True)
 class ServiceLevel:
     """``bounds``: seconds a request may take. ``attainment``: which share of all requests must be within
-    *all* of them at once (as DistServe defines goodput). Several percents are taken by the largest that is
-    said. ``says_share``: one was said, and not taken for granted."""
+    *all* of them at once (as DistServe defines goodput); of several percents, the largest. ``share_given``:
+    whether the user has given one."""
 
     bounds: Slo
     attainment: float = 0.9
-    says_share: bool = False
+    share_given: bool = False
 
 
 def parse_slo(text: str) -> ServiceLevel:

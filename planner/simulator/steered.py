@@ -75,21 +75,21 @@ def steering_words(steered: Simulation, steering: RecordedSteering, left_alone: 
     changes: dict[tuple[float, str], list[Decision]] = {}
     for decision in steering.decided:
         changes.setdefault((decision.at, decision.reason), []).append(decision)
-    said = [
+    lines = [
         f"{at - steered.began_at:.0f} s: {_who(found)}: {reason}"
         for (at, reason), found in list(changes.items())[:MOST_SHOWN]
     ]
     if len(changes) > MOST_SHOWN:
-        said.append(f"and {len(changes) - MOST_SHOWN} more times (--json-file has all)")
+        lines.append(f"and {len(changes) - MOST_SHOWN} more times (--json-file has all)")
     if not changes:
-        said.append(f"The pool controller decided nothing; at the end: {steering.controller.state}.")
+        lines.append(f"The pool controller decided nothing; at the end: {steering.controller.state}.")
     met, unmet = steered.tallies.attainment, left_alone.tallies.attainment
-    said.append(
+    lines.append(
         f"Steered {met:.2%} of the requests were good{_rate(steered)}; with every worker in the "
         f"role that it began with {unmet:.2%}"
         f"{_rate(left_alone)}."
     )
-    return said
+    return lines
 
 
 def _who(found: list[Decision]) -> str:

@@ -20,8 +20,8 @@ from splitserve.planner.search.goal import Goal, Limits, shapes
 from splitserve.planner.search.goodput import Load, Question, answer, num_failed, simulate
 from splitserve.planner.search.hardware_file import read_hardware
 from splitserve.planner.search.looks import glance
-from splitserve.planner.search.plan import search
 from splitserve.planner.search.plan_json import as_json
+from splitserve.planner.search.search import search
 from splitserve.planner.search.words import sentences
 from splitserve.planner.settings import PlanSettings
 from splitserve.planner.simulator.slo import ServiceLevel
@@ -53,7 +53,7 @@ def test_a_neighbour_that_was_a_rival_before_is_told_with_its_own_goodput(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As a rival it was given up as soon as it was not better."""
-    monkeypatch.setattr("splitserve.planner.search.plan.NEARLY", 0.0)
+    monkeypatch.setattr("splitserve.planner.search.search.NEARLY", 0.0)
     asked = question(400, 3, count=24)
     (neighbour,) = search(asked, Goal("goodput", Limits(3), chunks=(512,)), processes=1).neighbours
     assert neighbour.candidate.ratio == "1P:2D"
