@@ -146,7 +146,7 @@ def test_told_how_fast_the_machine_was_the_simulator_has_its_steps_take_as_long(
         "what was before the run does not count"
     )
     assert pace("prefill", 7.0) == pytest.approx(2.0)
-    assert pace.told()["decode"]["mean"] == pytest.approx(2.0)
+    assert pace.summary()["decode"]["mean"] == pytest.approx(2.0)
     assert LivePace([], profile, 100.0)("decode", 1.0) == 1.0
     arguments = argparse.Namespace(
         prefill=1, decode=1, mixed=0, max_batch_tokens=512, max_num_seqs=64, runner="model"
