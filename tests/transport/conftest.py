@@ -24,8 +24,8 @@ def small_parcels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody here is given up because the machine stood still for some seconds. (Who tests how peers are
-    given up says how soon.)"""
+    """No peer is given up because the machine stood still for some seconds. (Tests of how peers are given up
+    set their own limits.)"""
     monkeypatch.setattr(channels, "HANDSHAKE_TIMEOUT_MS", 60_000)
     monkeypatch.setattr(channels, "HEARTBEAT_TIMEOUT_MS", 60_000)
     monkeypatch.setattr(source, "CONNECT_TIMEOUT_S", 60.0)

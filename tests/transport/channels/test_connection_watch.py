@@ -1,5 +1,5 @@
-"""A connection that is not there is known: by who connects with the time since when, by who listens only that
-one has ended."""
+"""A missing connection is noticed: by the connecting end with the time since when, by the listening end only
+that one has ended."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEADLINE_S = 60.0  # against hanging alone
 
 
 def until_gone(channel: DealerChannel, gone: bool, router: RouterChannel | None = None) -> None:
-    """``router``: goes on meanwhile, as whoever has one does all the time."""
+    """``router``: it is served meanwhile, as its owner always does."""
     deadline = time.monotonic() + DEADLINE_S
     while (channel.gone_since(time.monotonic()) is not None) is not gone:
         assert time.monotonic() < deadline
@@ -65,7 +65,7 @@ def test_who_listens_hears_that_a_connection_has_ended() -> None:
 
 
 def test_a_change_of_keys_is_no_loss() -> None:
-    """It ends all connections, which come back; who asked at once would find everybody missing."""
+    """It ends all connections, which come back; a check at once would find all of them missing."""
     key = new_key()
     with RouterChannel.bind("tcp://127.0.0.1:*", key, FROM_PREFILL) as router:
         router.watch_connections()

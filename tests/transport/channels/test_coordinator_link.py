@@ -26,10 +26,10 @@ MODEL = ModelIdentity(fingerprint="f", dtype="float32", block_size=16, layout="l
 
 
 class Worker:
-    """Notes what its link tells it."""
+    """Notes the calls of its link."""
 
     def __init__(self) -> None:
-        self.told: list[object] = []
+        self.noted: list[object] = []
         self.alone = True
 
     def hello(self, incarnation: int) -> Hello:
@@ -45,17 +45,17 @@ class Worker:
         )
 
     def welcomed(self, coordinator: int) -> None:
-        self.told.append(("welcomed", coordinator))
+        self.noted.append(("welcomed", coordinator))
 
     def fenced(self, incarnation: int) -> None:
-        self.told.append(("fenced", incarnation))
+        self.noted.append(("fenced", incarnation))
 
     def orphaned(self) -> None:
-        self.told.append("orphaned")
+        self.noted.append("orphaned")
 
     def learn_addresses(self, addresses: Sequence[str]) -> None:
         if addresses:
-            self.told.append(list(addresses))
+            self.noted.append(list(addresses))
 
 
 class Line:
@@ -70,7 +70,7 @@ class Line:
             self.router.address, network, "w", self.worker, lambda: next(counter), orphaned_after_s=10.0
         )
 
-    def hear_hello(self) -> bytes:
+    def receive_hello(self) -> bytes:
         """The identity that the worker's Hello came from."""
         self.link.tick(self.now)
         assert self.router.socket.poll(60_000)
@@ -78,7 +78,7 @@ class Line:
         assert isinstance(message, Hello)
         return identity
 
-    def say(self, identity: bytes, message: Message) -> None:
+    def send(self, identity: bytes, message: Message) -> None:
         self.router.send(identity, message)
         assert isinstance(self.link.socket, zmq.Socket)
         assert self.link.socket.poll(60_000)
@@ -100,33 +100,33 @@ def later(line: Line, seconds: float, do: Callable[[], None] = lambda: None) -> 
 
 
 def test_what_nobody_owns_is_freed_within_the_time_and_the_worker_serves_again_at_once(line: Line) -> None:
-    identity = line.hear_hello()
-    line.say(identity, Welcome(coordinator=1, heartbeat_s=0.2))
+    identity = line.receive_hello()
+    line.send(identity, Welcome(coordinator=1, heartbeat_s=0.2))
     for _ in range(5):
-        later(line, 9.0, lambda: line.say(identity, Alive(coordinator=1)))
-    assert line.worker.told == [("welcomed", 1)]
+        later(line, 9.0, lambda: line.send(identity, Alive(coordinator=1)))
+    assert line.worker.noted == [("welcomed", 1)]
     later(line, 10.0)
-    assert line.worker.told == [("welcomed", 1), "orphaned"]
-    line.say(line.hear_hello(), Welcome(coordinator=2, heartbeat_s=0.2))
-    assert (line.link.coordinator, line.worker.told[-1]) == (2, ("welcomed", 2))
+    assert line.worker.noted == [("welcomed", 1), "orphaned"]
+    line.send(line.receive_hello(), Welcome(coordinator=2, heartbeat_s=0.2))
+    assert (line.link.coordinator, line.worker.noted[-1]) == (2, ("welcomed", 2))
 
 
 def test_a_fenced_worker_says_hello_as_another_incarnation(line: Line) -> None:
-    identity = line.hear_hello()
-    line.say(identity, Fenced(coordinator=1, reason="late"))
-    assert line.worker.told == [("fenced", 6)]
-    assert line.hear_hello() != identity
+    identity = line.receive_hello()
+    line.send(identity, Fenced(coordinator=1, reason="late"))
+    assert line.worker.noted == [("fenced", 6)]
+    assert line.receive_hello() != identity
 
 
 def test_a_worker_that_fits_no_other_says_so_in_its_own_log_once(
     line: Line, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    identity = line.hear_hello()
+    identity = line.receive_hello()
     sentence = (
         "this decode worker gets no work: its dtype is not that of p0 ('float32' here, 'bfloat16' there)"
     )
     for misfit in (sentence, sentence, "", ""):
-        line.say(identity, Alive(coordinator=1, misfit=misfit))
-    said = [(record.levelname, record.getMessage()) for record in caplog.records]
-    assert said == [("WARNING", sentence), ("INFO", "there is a worker of the other role that this one fits")]
+        line.send(identity, Alive(coordinator=1, misfit=misfit))
+    sent = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert sent == [("WARNING", sentence), ("INFO", "there is a worker of the other role that this one fits")]

@@ -1,4 +1,5 @@
-"""One worker, several coordinators: each hears what concerns it, and none loses work by another's fault."""
+"""One worker, several coordinators: each receives its own messages, and none loses work by another's
+fault."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ class Cluster:
 
     def __init__(self, num_known: int) -> None:
         self.routers = [RouterChannel.bind("tcp://127.0.0.1:*", None, FROM_WORKER) for _ in range(2)]
-        self.told: list[object] = []
+        self.noted: list[object] = []
         self.poller, counter = zmq.Poller(), itertools.count(5)
         known = [router.address for router in self.routers[:num_known]]
         network = LiveNetwork(None, self.poller)
@@ -63,23 +64,23 @@ class Cluster:
         )
 
     def welcomed(self, coordinator: int) -> None:
-        self.told.append(("welcomed", coordinator))
+        self.noted.append(("welcomed", coordinator))
 
     def fenced(self, incarnation: int) -> None:
-        self.told.append(("fenced", incarnation))
+        self.noted.append(("fenced", incarnation))
 
     def orphaned(self) -> None:
-        self.told.append(("orphaned", self.links.coordinators))
+        self.noted.append(("orphaned", self.links.coordinators))
 
-    def hears(self, number: int) -> list[Message]:
+    def receive(self, number: int) -> list[Message]:
         """What has come to this coordinator; waits for something."""
         router = self.routers[number]
-        assert router.socket.poll(60_000), f"coordinator {number} heard nothing"
+        assert router.socket.poll(60_000), f"coordinator {number} received nothing"
         received = router.receive(100)
         self.identity = received[0][0]
         return [message for _, message in received]
 
-    def says(self, number: int, message: Message) -> list[Message]:
+    def send(self, number: int, message: Message) -> list[Message]:
         """What the worker is to do about it."""
         self.routers[number].send(self.identity, message)
         ready = {socket for socket, _ in self.poller.poll(60_000)}
@@ -87,8 +88,8 @@ class Cluster:
         return self.links.receive(ready, 0.0)
 
     def welcome(self, number: int, others: Sequence[str] = ()) -> None:
-        assert [type(message) for message in self.hears(number)] == [Hello]
-        self.says(number, Welcome(coordinator=100 + number, heartbeat_s=0.25 + number, others=tuple(others)))
+        assert [type(message) for message in self.receive(number)] == [Hello]
+        self.send(number, Welcome(coordinator=100 + number, heartbeat_s=0.25 + number, others=tuple(others)))
 
 
 @pytest.fixture
@@ -126,14 +127,14 @@ def load(coordinator: int) -> Load:
 def test_a_request_is_its_coordinators_and_reports_are_for_all(two: Cluster) -> None:
     events = BlockEvents(worker_id="w", incarnation=5, number=1, stored=b"h" * 16)
     two.links.send(joined(101), joined(100), events, joined(7))
-    assert two.hears(0) == [joined(100), events]
-    assert two.hears(1) == [joined(101), events]
+    assert two.receive(0) == [joined(100), events]
+    assert two.receive(1) == [joined(101), events]
     two.links.report(load)
-    assert two.hears(0) == [load(100)]
-    assert two.hears(1) == [load(101)]
+    assert two.receive(0) == [load(100)]
+    assert two.receive(1) == [load(101)]
     assert two.links.heartbeat_s == 0.25
     cancel = Cancel(coordinator=101, dispatches=u32([3]))
-    assert two.says(1, cancel) == [cancel]
+    assert two.send(1, cancel) == [cancel]
 
 
 def test_whoever_has_not_welcomed_the_worker_hears_its_hello_alone() -> None:
@@ -141,8 +142,8 @@ def test_whoever_has_not_welcomed_the_worker_hears_its_hello_alone() -> None:
     cluster.links.tick(0.0)
     cluster.welcome(0)
     cluster.links.report(load)
-    assert cluster.hears(0) == [load(100)]
-    assert [type(message) for message in cluster.hears(1)] == [Hello]
+    assert cluster.receive(0) == [load(100)]
+    assert [type(message) for message in cluster.receive(1)] == [Hello]
     close(cluster)
 
 
@@ -160,15 +161,15 @@ def test_one_coordinator_names_the_others_of_its_host() -> None:
 def test_fenced_by_one_of_several_the_others_work_goes_on(two: Cluster) -> None:
     two.links.tick(0.1)
     two.links.report(load)
-    two.hears(0)
-    two.hears(1)
-    two.says(1, Fenced(coordinator=101, reason="late"))
-    assert two.told[-1] == ("orphaned", [100])
+    two.receive(0)
+    two.receive(1)
+    two.send(1, Fenced(coordinator=101, reason="late"))
+    assert two.noted[-1] == ("orphaned", [100])
     two.links.tick(0.2)
-    (hello,) = two.hears(1)
+    (hello,) = two.receive(1)
     assert isinstance(hello, Hello)
     assert hello.incarnation == 5  # the same: to the other one nothing has happened
-    two.says(1, Welcome(coordinator=111, heartbeat_s=1.0))
+    two.send(1, Welcome(coordinator=111, heartbeat_s=1.0))
     assert two.links.coordinators == [100, 111]
 
 
@@ -176,7 +177,7 @@ def test_fenced_by_its_only_coordinator_it_is_another_incarnation() -> None:
     cluster = Cluster(num_known=1)
     cluster.links.tick(0.0)
     cluster.welcome(0)
-    cluster.says(0, Fenced(coordinator=100, reason="late"))
-    assert cluster.told[-1] == ("fenced", 6)
+    cluster.send(0, Fenced(coordinator=100, reason="late"))
+    assert cluster.noted[-1] == ("fenced", 6)
     assert cluster.links.incarnation == 6
     close(cluster)

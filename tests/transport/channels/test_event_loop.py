@@ -1,4 +1,4 @@
-"""An event loop hears every message of a channel, and a thread wakes a poll."""
+"""An event loop receives every message of a channel, and a thread wakes a poll."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ async def test_an_event_loop_hears_every_message(stack: ExitStack) -> None:
     """A flood over several budgets, answered one by one from the callback: no edge is lost."""
     server = router(stack)
     worker = dealer(stack, server.address)
-    total, heard, answers = 3 * BUDGET + 5, 0, 0
+    total, received, answers = 3 * BUDGET + 5, 0, 0
     done = asyncio.Event()
 
     def on_worker_messages(messages: list[tuple[bytes, RequestFailed]]) -> None:
-        nonlocal heard
-        heard += len(messages)
+        nonlocal received
+        received += len(messages)
         for identity, message in messages:
             server.send(identity, Cancel(coordinator=1, dispatches=u32([message.dispatch])))
 
@@ -44,7 +44,7 @@ async def test_an_event_loop_hears_every_message(stack: ExitStack) -> None:
         await asyncio.sleep(0.001)
     await asyncio.wait_for(done.wait(), DEADLINE_S)
     at_server.close(), at_worker.close()
-    assert heard == answers == total
+    assert received == answers == total
 
 
 async def test_an_event_loop_goes_on_after_an_error_in_the_callback(stack: ExitStack) -> None:
@@ -52,20 +52,20 @@ async def test_an_event_loop_goes_on_after_an_error_in_the_callback(stack: ExitS
     worker = dealer(stack, server.address)
     loop = asyncio.get_running_loop()
     errors: list[object] = []
-    heard = asyncio.Event()
+    received = asyncio.Event()
     loop.set_exception_handler(lambda _, context: errors.append(context["exception"]))
 
     def callback(messages: list[tuple[bytes, RequestFailed]]) -> None:
         if messages[-1][1].kind == "internal":
             raise RuntimeError("first")
-        heard.set()
+        received.set()
 
     attachment = attach(loop, server, callback)
     worker.send(HELLO)
     while not errors:
         await asyncio.sleep(0.002)
     worker.send(RequestFailed(coordinator=1, dispatch=2, kind="deadline", message=""))
-    await asyncio.wait_for(heard.wait(), DEADLINE_S)
+    await asyncio.wait_for(received.wait(), DEADLINE_S)
     attachment.close()
 
 

@@ -1,4 +1,4 @@
-"""The cluster key file is private, whole, and says what to do when it is not."""
+"""The cluster key file is private, whole, and errors name the remedy."""
 
 from __future__ import annotations
 

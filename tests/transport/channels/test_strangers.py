@@ -1,5 +1,5 @@
-"""Who has not the cluster's key gets nothing through a channel, and breaks nothing; a key is changed under
-those who talk."""
+"""A peer without the cluster's key gets nothing through a channel, and breaks nothing; a key is changed while
+channels are in use."""
 
 from __future__ import annotations
 
@@ -80,24 +80,25 @@ def test_raw_tcp_noise_breaks_nothing(stack: ExitStack) -> None:
 
 def all_of(server: RouterChannel) -> list[tuple[bytes, object]]:
     """What has come."""
-    heard: list[tuple[bytes, object]] = []
+    arrivals: list[tuple[bytes, object]] = []
     while arrived := server.receive(100):
-        heard += arrived
-    return heard
+        arrivals += arrived
+    return arrivals
 
 
 def talk(server: RouterChannel, member: DealerChannel, identity: bytes) -> None:
-    """Both ways. Says it again, as the protocol does: what is under way when a connection ends is lost. (Only
-    while it is connected: what it says before would pile up, to be heard after the key has been changed.)"""
+    """Send both ways, and repeat, as the protocol does: messages under way when a connection ends are lost.
+    (Only while it is connected: earlier messages would pile up, and arrive after the key has been
+    changed.)"""
 
-    def heard() -> object:
+    def arrivals() -> object:
         if member.gone_since(time.monotonic()) is None:
             member.send(HELLO)
         return (
             (identity, HELLO) in all_of(server) and server.send(identity, WELCOME) and member.socket.poll(200)
         )
 
-    until(heard)
+    until(arrivals)
     assert WELCOME in member.receive(100)
 
 
@@ -155,15 +156,15 @@ with RouterChannel.bind("tcp://127.0.0.1:*", ClusterKey(public, secret), FROM_WO
         print("there are files left", flush=True)
     except OSError:
         print(parent.alive(), flush=True)
-    while not (heard := server.receive(10)):
+    while not (arrivals := server.receive(10)):
         server.socket.poll(50)
-    print(heard[0][1].kind, flush=True)
+    print(arrivals[0][1].kind, flush=True)
 """
 
 
 def test_strangers_that_take_all_connections_end_nothing(stack: ExitStack) -> None:
-    """A process that has no file left for a moment believes nobody dead, and hears members once the strangers
-    are gone."""
+    """A process that has no descriptor left for a moment takes no peer for dead, and receives from members
+    once those are gone."""
     argv = [sys.executable, "-c", SHORT_OF_FILES, KEY.public.decode(), KEY.secret.decode(), str(os.getpid())]
     server = stack.enter_context(
         subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -32,8 +32,8 @@ from splitserve.transport.messages.messages import (
 
 def test_what_was_not_put_yet_is_not_put_of_a_dropped_prompt() -> None:
     """A step had ended, and a Cancel came before its blocks left: when they were put they were free, and a
-    new step perhaps wrote them; their checksums were of what they held by then, and the Handoff told the
-    decode worker to join them."""
+    new step perhaps wrote them; their checksums were those of the new content, and with the Handoff the
+    decode worker joined them."""
     pair = Pair()
     pair.offer(spec())
     pair.deliver()
@@ -129,7 +129,7 @@ def test_meeting_a_newer_incarnation_of_the_same_process_ends_the_quarantine() -
 
 
 def _cut_off_and_retired() -> Pair:
-    """A writer by shm whose grant was lost, and who is called otherwise since; the decode worker asks in vain
+    """A writer by shm whose grant was lost, and which has another name since; the decode worker asks in vain
     for three blocks."""
     pair = Pair(movers=("shm",))
     pair.offer(spec())
@@ -308,9 +308,9 @@ def test_a_mover_that_fails_is_replaced_by_zmq() -> None:
 
 def test_the_answer_to_an_echo_of_a_meeting_decides_nothing() -> None:
     """A Meet meant for the decode worker's earlier incarnation, with which shm had failed, came late; its
-    answer named tcp, and was taken for the answer to the Meet that followed. The receiver went by shm: what
-    was said to be placed it believed to be there, while parcels were still on their way into blocks that it
-    had verified."""
+    answer named tcp, and was taken for the answer to the Meet that followed. The receiver went by shm: it
+    took blocks in Placed for written, while parcels were still on their way into blocks that it had
+    verified."""
     pair = Pair(movers=("shm", "tcp"))
     pair.offer(spec())
     echo = Meet(worker_id="p", incarnation=1, host="h", pid=5, model=MODEL, movers=("tcp",), addressee=1)

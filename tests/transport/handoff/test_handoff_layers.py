@@ -80,7 +80,7 @@ def test_every_layer_of_every_block_leaves_once_in_order_when_it_is_final(
     granted_after: int,
     num_cached: int,
 ) -> None:
-    """``lost``: of so many tokens was each chunk when it ran out of memory, before it was made again (0: it
+    """``lost``: the size in tokens of each chunk when it ran out of memory, before it was made again (0: it
     did not)."""
     num_tokens = sum(chunks)
     pair = Pair(slicing=LayerSlicing(NUM_LAYERS, 64, mode), num_blocks=32)

@@ -68,7 +68,7 @@ def end_of(sender: HandoffSender) -> SendingEnd:
 
 
 class SlowMover:
-    """Writes the peer's memory by itself, until the test says that it has."""
+    """Writes the peer's memory by itself, until the test ends that."""
 
     def __init__(self) -> None:
         self.under_way: list[Arrival] = []
@@ -115,10 +115,10 @@ class Channel:
         """It is there."""
 
     def __init__(self) -> None:
-        self.said: list[Message] = []
+        self.sent: list[Message] = []
 
     def send(self, *messages: Message) -> bool:
-        self.said += messages
+        self.sent += messages
         return True
 
 
@@ -131,9 +131,9 @@ def end() -> SendingEnd:
     return end
 
 
-def said(end: SendingEnd) -> list[type[Message]]:
+def sent(end: SendingEnd) -> list[type[Message]]:
     end.receive(set(), 0.0)
-    return [type(message) for message in end._channels[PEER].said]  # type: ignore[attr-defined]
+    return [type(message) for message in end._channels[PEER].sent]  # type: ignore[attr-defined]
 
 
 def test_words_about_blocks_wait_for_their_lease_and_others_do_not(end: SendingEnd) -> None:
@@ -146,17 +146,17 @@ def test_words_about_blocks_wait_for_their_lease_and_others_do_not(end: SendingE
     end.carry_out(CancelPuts(PEER, 2))
     end.carry_out(ToPeer(PEER, Release(lease=2, coordinator=1, dispatch=2)))
     end.carry_out(ToPeer(PEER, Renew(leases=u64([1]))))
-    assert said(end) == [Renew]
+    assert sent(end) == [Renew]
     mover.finish(2)
-    assert said(end) == [Renew, Release]
+    assert sent(end) == [Renew, Release]
     mover.finish(1)
-    assert said(end) == [Renew, Release, Placed, Handoff]
+    assert sent(end) == [Renew, Release, Placed, Handoff]
 
 
 def test_of_a_lease_that_nobody_writes_it_speaks_at_once(end: SendingEnd) -> None:
     end.carry_out(Put(PEER, 1, b"s" * 16, [(0, 1, 1)]))
     end.carry_out(ToPeer(PEER, Release(lease=7, coordinator=1, dispatch=2)))
-    assert said(end) == [Release]
+    assert sent(end) == [Release]
 
 
 class TalkingMover(SlowMover):
@@ -168,7 +168,7 @@ class TalkingMover(SlowMover):
         return super().poll()
 
     def receive(self, message: Message) -> None:
-        """Nothing is said to it."""
+        """Ignored."""
 
     def take_messages(self) -> list[Message]:
         return [SessionOver(session=1, reason="closed")] if self.is_closed else []
@@ -181,7 +181,7 @@ class TalkingMover(SlowMover):
 def test_a_movers_last_words_are_said_when_it_is_closed(end: SendingEnd) -> None:
     end._movers[PEER] = mover = TalkingMover()
     mover.fails = True
-    assert said(end) == [SessionOver]
+    assert sent(end) == [SessionOver]
     assert end._movers == {}
 
 
@@ -192,10 +192,10 @@ def test_of_what_may_still_land_when_its_mover_is_closed_nothing_is_said_any_mor
     end.carry_out(Put(PEER, 2, b"s" * 16, [(0, 1, 2)]))
     mover.finish(2)
     mover.fails = True
-    assert said(end) == [SessionOver]
+    assert sent(end) == [SessionOver]
     for lease in (1, 2):
         end.carry_out(ToPeer(PEER, Release(lease=lease, coordinator=1, dispatch=2)))
-    assert [message.lease for message in end._channels[PEER].said if isinstance(message, Release)] == [2]  # type: ignore[attr-defined]
+    assert [message.lease for message in end._channels[PEER].sent if isinstance(message, Release)] == [2]  # type: ignore[attr-defined]
 
 
 class Reached:
@@ -229,7 +229,7 @@ class Reached:
         return since or 0.0
 
     def connect(self, peer: PeerId) -> set[PeerId]:
-        """Returns who has a channel then."""
+        """Return the peers that have a channel then."""
         self.end.carry_out(Connect(Peer(worker_id=peer[0], incarnation=peer[1], address=self.router.address)))
         return set(self.end._channels)
 
@@ -305,13 +305,13 @@ def test_a_role_that_is_over_says_so_until_it_is_answered() -> None:
     mover.put(1, b"s" * 16, [(0, 1, 1)])
     retiring = RetiringEnd(reached.end, reached.sender)
     assert not mover.under_way, "nothing is written any more by the time that it says so"
-    said: list[tuple[bytes, Message]] = []
+    sent: list[tuple[bytes, Message]] = []
     for second in (100, 200):
         retiring.turn(time.monotonic() + second)
-        while not (said and said[-1][1] == Retire(incarnation=1)):
+        while not (sent and sent[-1][1] == Retire(incarnation=1)):
             assert reached.router.socket.poll(60_000), "it says Retire"
-            said += reached.router.receive(1)
-        identity, _ = said.pop()
+            sent += reached.router.receive(1)
+        identity, _ = sent.pop()
     assert not retiring.is_over
     assert reached.router.send(identity, Retired(incarnation=1))
     socket = reached.end._channels[PEER].socket

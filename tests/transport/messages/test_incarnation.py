@@ -1,4 +1,4 @@
-"""Numbers that tell the lives of a worker apart, whatever its host's clock does."""
+"""Numbers that distinguish the lives of a worker, whatever its host's clock does."""
 
 from __future__ import annotations
 

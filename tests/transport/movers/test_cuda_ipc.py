@@ -1,4 +1,4 @@
-"""The mover cuda_ipc, with a stand-in for CUDA whose copies happen when the test says so."""
+"""The mover cuda_ipc, with a stand-in for CUDA whose copies happen on the test's command."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The ``tcp`` mover's data connections: who may write what, sealed or plain, and what becomes of everything
-else."""
+"""The ``tcp`` mover's data connections: which parcels are written, sealed or plain, and the fate of
+everything else."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_what_is_not_sealed_is_taken_only_where_both_ends_say_so(stack: ExitStac
     assert target.dropped == Counter({"plain": 1})
     source = new_source(
         stack, target, filled_pool(), PLAIN
-    )  # it heard that the target takes nothing in the clear
+    )  # it knows that the target takes nothing in the clear
     source.put(9, SECRET, [(0, 1, 3)])
     assert arrivals(target, 1) == [(9, 0)]
 
@@ -147,11 +147,11 @@ def test_a_sealed_record_that_was_tampered_with_does_not_open(stack: ExitStack, 
     first, second = (frame(header(positions=(position,)), body(), peer.seal) for position in (0, 1))
     flipped = bytearray(first)
     flipped[-1] ^= 1
-    said = {"flip": bytes(flipped), "repeat": first + first, "leave out": second, "swap": second + first}[
+    data = {"flip": bytes(flipped), "repeat": first + first, "leave out": second, "swap": second + first}[
         damage
     ]
     with suppress(ConnectionError):
-        peer.stream.sendall(said)
+        peer.stream.sendall(data)
     assert peer.ended()
     assert target.dropped == Counter({"forged": 1})
     assert len(target.poll(9)) == (damage == "repeat")
@@ -162,7 +162,7 @@ def test_a_sealed_record_that_was_tampered_with_does_not_open(stack: ExitStack, 
 def test_a_source_trusts_only_the_one_it_was_sent_to(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who took over the port of a decode worker that has ended gets no block."""
+    """A process that took over the port of an ended decode worker gets no block."""
     monkeypatch.setattr(tcp_source, "RETRY_S", 0.2)
     target, pool = new_target(stack)
     address = DataAddress.parse(target.data_address("127.0.0.1"))
@@ -196,8 +196,8 @@ def test_strangers_have_little_time_and_are_few(stack: ExitStack, monkeypatch: p
 def test_a_stranger_that_speaks_while_it_is_sent_away_breaks_nothing(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both in one turn of the receiving thread: a newcomer, for whom the oldest stranger has to go, and a
-    word of that stranger's."""
+    """Both in one turn of the receiving thread: a newcomer, for which the oldest one has to go, and
+    bytes of that one."""
     monkeypatch.setattr(tcp_target, "MAX_STRANGERS", 1)
     target, pool = new_target(stack)
     address, selector, together = (

@@ -62,11 +62,11 @@ def test_zmq_takes_the_place_of_a_mover_that_breaks(
     failed = [m for m in pair.heard if isinstance(m, RequestFailed)]
     assert {m.kind for m in failed} == {"peer_lost"}
     assert "the KV mover failed: broken by a test" in failed[-1].message
-    said = [record.message for record in caplog.records if "KV blocks to d" in record.message]
-    assert said[-2:] == [
+    logged = [record.message for record in caplog.records if "KV blocks to d" in record.message]
+    assert logged[-2:] == [
         "cannot hand KV blocks to d: broken by a test; from now on by tcp",
         "hands KV blocks to d by tcp",
     ]
-    assert sum("from now on" in line for line in said) == 1
+    assert sum("from now on" in line for line in logged) == 1
     name = "shm" if mover == "auto" else mover
-    assert said[0] == f"hands KV blocks to d by {name}"
+    assert logged[0] == f"hands KV blocks to d by {name}"

@@ -119,7 +119,9 @@ def test_a_piece_that_comes_after_its_lease_has_ended_reaches_no_block(pair: Pai
     pair.target.receive(WRITER, announced)
     pair.target.close(9)
     pair.target.open(10, SECRET, {0: 9})
-    pair.lost = lambda message: isinstance(message, ParcelComing) and message.number == 1  # it has been heard
+    pair.lost = lambda message: (
+        isinstance(message, ParcelComing) and message.number == 1
+    )  # it has come already
     pair.source.put(9, SECRET, [(1, 2, 8)])
     pair.source.put(10, SECRET, [(0, 3, 9)])
     pair.until(lambda: (10, 0) in pair.arrived)

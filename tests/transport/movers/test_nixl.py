@@ -1,5 +1,5 @@
-"""One-sided writes by NIXL over TCP: right bytes, errors instead of hangs, and nothing is written by who has
-been shut out."""
+"""One-sided writes by NIXL over TCP: right bytes, errors instead of hangs, and a writer that has been
+shut out writes nothing."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class Target:
     one_sided: bool
     lingers: bool
     closes: bool  # whether it can shut anybody out
-    shut: set[PeerId] = field(default_factory=set)  # who is
+    shut: set[PeerId] = field(default_factory=set)  # writers that are
     asked: list[PeerId] = field(default_factory=list)
 
     def shut_out(self, peer: PeerId) -> bool:
@@ -31,16 +31,16 @@ class Target:
 class Receiver:
     pids: dict[PeerId, int]
     silent: set[PeerId] = field(default_factory=set)
-    told: list[tuple[str, PeerId]] = field(default_factory=list)
+    reported: list[tuple[str, PeerId]] = field(default_factory=list)
 
     def writers(self) -> dict[PeerId, int]:
         return self.pids
 
     def writer_gone(self, peer: PeerId) -> None:
-        self.told.append(("gone", peer))
+        self.reported.append(("gone", peer))
 
     def writer_shut_out(self, peer: PeerId) -> None:
-        self.told.append(("shut out", peer))
+        self.reported.append(("shut out", peer))
         self.silent.discard(peer)
 
     def silent_writers(self, now: float) -> set[PeerId]:
@@ -73,13 +73,13 @@ class Ways:
 def test_a_dead_writers_blocks_are_free_when_nothing_of_it_is_under_way(mover: str, at_once: bool) -> None:
     w = Ways(mover)
     assert w.ways.process_ended(OLD, w.receiver) is at_once
-    assert w.receiver.told == ([("gone", OLD)] if at_once else [])
+    assert w.receiver.reported == ([("gone", OLD)] if at_once else [])
     w.nixl.shut.add(OLD)
     if not at_once:
         assert w.ways.process_ended(OLD, w.receiver)
-    assert w.receiver.told == [("gone", OLD)]
+    assert w.receiver.reported == [("gone", OLD)]
     w.ways.look((), w.receiver, 0.0)
-    assert w.receiver.told == [("gone", OLD)], "nobody is asked for it again"
+    assert w.receiver.reported == [("gone", OLD)], "nobody is asked for it again"
 
 
 @pytest.mark.parametrize(("mover", "at_once"), [("shm", True), ("nixl", False)])
@@ -90,7 +90,7 @@ def test_a_process_of_another_name_is_met_when_nothing_of_the_old_one_is_under_w
     assert w.ways.may_meet(NEW, meet(NEW[1]), True, w.receiver) is at_once
     w.nixl.shut.add(OLD)
     assert w.ways.may_meet(NEW, meet(NEW[1]), True, w.receiver)
-    assert w.receiver.told == [], "the core itself sees that it is the same process"
+    assert w.receiver.reported == [], "the core itself sees that it is the same process"
 
 
 @pytest.mark.parametrize(("mover", "at_once"), [("shm", True), ("nixl", False)])
@@ -117,10 +117,10 @@ def test_who_was_started_anew_elsewhere_is_met_at_once_and_its_old_name_shut_out
     assert w.nixl.asked == [OLD], (
         "what comes late of the one that was met first ends nothing of the one that came after it"
     )
-    assert not w.receiver.told
+    assert not w.receiver.reported
     w.nixl.shut.add(OLD)
     w.ways.look((), w.receiver, 0.0)
-    assert w.receiver.told == [("shut out", OLD)]
+    assert w.receiver.reported == [("shut out", OLD)]
     assert "p0 can write no more" in w.sentences[0]
 
 
@@ -130,10 +130,10 @@ def test_whose_mover_has_failed_is_met_anew_when_nothing_by_that_one_is_under_wa
     assert not w.ways.may_meet(OLD, again, False, w.receiver)
     w.nixl.shut.add(OLD)
     assert w.ways.may_meet(OLD, again, False, w.receiver)
-    assert w.receiver.told == [("shut out", OLD)], "what it held by that mover is free"
+    assert w.receiver.reported == [("shut out", OLD)], "what it held by that mover is free"
     w.ways.met(OLD, "tcp")
     assert w.ways.may_meet(OLD, again, False, w.receiver)
-    assert w.receiver.told == [("shut out", OLD)] * 2, (
+    assert w.receiver.reported == [("shut out", OLD)] * 2, (
         "for leases granted meanwhile; tcp's do not end by this"
     )
 
@@ -150,24 +150,24 @@ def test_a_silent_writer_is_shut_out_unless_it_has_mapped_the_pool(
     w.nixl.shut.add(OLD)
     for now in (0.0, 1.0):
         w.ways.look([OLD] if here else [], w.receiver, now)
-    assert w.receiver.told == ([("shut out", OLD)] if ends else [])
+    assert w.receiver.reported == ([("shut out", OLD)] if ends else [])
 
 
 @pytest.mark.parametrize("how", ["it says that its mover has failed", "it says nothing"])
 def test_one_that_was_shut_out_and_granted_a_lease_after_that_does_not_keep_its_blocks(how: str) -> None:
     """It was silent for long, and its way in was closed; it lives on this host, does not know that, and fails
-    at its next put only, of whose lease it says nothing, for what a failed mover has begun is not known to be
-    over."""
+    at its next put only. It does not release that lease: nobody knows whether a failed mover's puts are over.
+    """
     w = Ways("nixl")
     w.receiver.silent.add(OLD)
     w.nixl.shut.add(OLD)
     w.ways.look({OLD}, w.receiver, 0.0)
-    assert w.receiver.told == [("shut out", OLD)]
+    assert w.receiver.reported == [("shut out", OLD)]
     w.ways.look({OLD}, w.receiver, 1.0)
-    assert w.receiver.told == [("shut out", OLD)], "it holds nothing now"
+    assert w.receiver.reported == [("shut out", OLD)], "it holds nothing now"
     if how == "it says nothing":
         w.receiver.silent.add(OLD)
         w.ways.look({OLD}, w.receiver, 9.0)
     else:
         assert w.ways.may_meet(OLD, meet(OLD[1], failed=("nixl",)), True, w.receiver)
-    assert w.receiver.told == [("shut out", OLD)] * 2
+    assert w.receiver.reported == [("shut out", OLD)] * 2

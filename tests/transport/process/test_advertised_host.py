@@ -1,4 +1,4 @@
-"""Where a decode worker that listens everywhere is found."""
+"""The address of a decode worker that listens everywhere."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def test_listening_everywhere_it_is_found_where_the_coordinator_sees_it(
 ) -> None:
     caplog.set_level(logging.INFO)
     assert advertised_host(listen, "", COORDINATOR) == "127.0.0.1"
-    (said,) = caplog.messages
-    assert listen in said
-    assert "127.0.0.1; --advertise-host names another" in said
+    (logged,) = caplog.messages
+    assert listen in logged
+    assert "127.0.0.1; --advertise-host names another" in logged
     assert advertised_host(listen, "alpha", COORDINATOR) == "alpha"
 
 
