@@ -79,12 +79,12 @@ class DecodeCore:
         return self.scheduler.blocks
 
     @property
-    def stirs(self) -> bool:
+    def has_actions(self) -> bool:
         """Whether there may be anything to ``take``."""
         return (
             bool(self._actions)
             or self.receiver.has_actions
-            or (self.moving is not None and self.moving.stirs)
+            or (self.moving is not None and self.moving.has_actions)
         )
 
     def take(self, now: float) -> list[DecodeAction]:
@@ -118,11 +118,11 @@ class DecodeCore:
         """Answers CompileGrammar: no worker could."""
         if self.scheduler.get(key) is not None:
             self._drop(key)
-            self._say_failed(key, "refused", f"response_format: {reason}")
+            self._report_failed(key, "refused", f"response_format: {reason}")
 
     def drain(self, now: float, timeout_s: float | None = None) -> None:
-        """Says so to the coordinator, which sends nothing new and orders what runs here to other workers.
-        What is left after ``timeout_s`` (default: as configured) is given back."""
+        """Report it to the coordinator, which sends nothing new and moves what runs here to other workers.
+        Sequences left after ``timeout_s`` (default: as configured) are given back."""
         if self._draining.begin(now, timeout_s):
             self._heartbeat.cache.close()
             self._actions.append(ToCoordinator(self.load()))
@@ -146,12 +146,12 @@ class DecodeCore:
     def schedule(self, now: float) -> DecodeStep | None:
         """The next step, made ahead if one is in flight; sequences that found no block are given back to the
         coordinator."""
-        if self.stirs:
+        if self.has_actions:
             self._settle(now)
         step = self.scheduler.schedule()
         if self.scheduler.preempted:
             for sequence in self.scheduler.preempted:
-                self._say_failed(sequence.key, "preempted", "the decode worker ran out of KV blocks")
+                self._report_failed(sequence.key, "preempted", "the decode worker ran out of KV blocks")
             self.scheduler.preempted.clear()
         return step
 
@@ -163,29 +163,29 @@ class DecodeCore:
         self._heartbeat.count(1, num_seqs, num_seqs - len(result.dropped))
         self._actions += [ToCoordinator(message) for message in step_tokens(result, now)]
         for sequence, reason in result.failed.items():
-            self._say_failed(sequence.key, "refused", f"response_format: {reason}")
+            self._report_failed(sequence.key, "refused", f"response_format: {reason}")
         if result.finished or result.dropped:
             self.receiver.grant_waiting(now)
 
     def fail_step(self, step: DecodeStep, reason: str, shared: bool = False) -> None:
         """The step raised: a sequence that was alone in it is given back to the coordinator. Several are
-        tried apart, so that a request whose step raises takes no other along. ``shared``: prompts were in it,
+        tried apart, so that a request whose step raises ends no other. ``shared``: prompts were in it,
         too."""
         for sequence in self.scheduler.separate(step, shared):
             self._step_failures.book(sequence.request_id)
-            self._say_failed(sequence.key, "internal", reason)
+            self._report_failed(sequence.key, "internal", reason)
 
     @property
     def is_broken(self) -> bool:
-        """Whether steps raise whoever is in them."""
+        """Whether steps raise whatever they compute."""
         return self._step_failures.means_broken
 
     def shrink_step(self, step: DecodeStep) -> None:
         """The step ran out of memory: its younger sequences are given back to the coordinator, the others go
         on. One that was alone counts as failed, so that it is not tried for ever."""
-        alone = sum(not s.doomed for s in step.sequences) == 1
+        alone = sum(not s.ended for s in step.sequences) == 1
         for sequence in self.scheduler.shrink(step):
-            self._say_failed(
+            self._report_failed(
                 sequence.key,
                 "internal" if alone else "preempted",
                 "the decode worker ran out of memory in a step",
@@ -205,7 +205,7 @@ class DecodeCore:
         if now >= self._next_deadline:
             for sequence in [s for s in self.scheduler.sequences() if now >= s.deadline]:
                 self._drop(sequence.key)
-                self._say_failed(
+                self._report_failed(
                     sequence.key, "deadline", "the request's deadline passed on the decode worker"
                 )
             self._next_deadline = min((s.deadline for s in self.scheduler.sequences()), default=float("inf"))
@@ -239,12 +239,12 @@ class DecodeCore:
         yield from self.receiver.leases.block_tables()
 
     def load(self, coordinator: int | None = None) -> Load:
-        """The heartbeat, as it is to one of several coordinators; None: there is but one."""
+        """Return the heartbeat for one of several coordinators; None: for the only one."""
         return self._heartbeat.load(self.worker, self._held(), self.drains, coordinator)
 
     def block_events(self, everything: bool = False) -> BlockEvents | None:
-        """What the prefix cache gained and lost; with ``everything``, all it has. Of one that leaves nobody
-        wants to know; what takes its place over the same blocks does tell."""
+        """Return the changes of the prefix cache; with ``everything``, its whole contents. None while draining:
+        the role that takes over the same blocks reports them."""
         return None if self.drains else self._heartbeat.cache.report(self.worker, everything)
 
     def room(self) -> tuple[int, int]:
@@ -253,7 +253,7 @@ class DecodeCore:
         return self.scheduler.row_limit - running - len(self.receiver.leases.granted), running
 
     def _settle(self, now: float) -> None:
-        if self.moving is not None and self.moving.stirs:
+        if self.moving is not None and self.moving.has_actions:
             self.moving.advance(now)
             self._actions += self.moving.take()
         for action in self.receiver.take():
@@ -284,7 +284,7 @@ class DecodeCore:
                 CompileGrammar(join.key, state.params.grammar, tuple(state.output_token_ids))
             )
 
-    def _say_failed(self, key: Key, kind: FailureKind, reason: str) -> None:
+    def _report_failed(self, key: Key, kind: FailureKind, reason: str) -> None:
         self._actions.append(
             ToCoordinator(
                 RequestFailed(coordinator=key[0], dispatch=key[1], kind=kind, message=reason[:4096])
@@ -295,7 +295,7 @@ class DecodeCore:
         if self.moving is not None:
             self.moving.begin(order)
         else:
-            self._say_failed(
+            self._report_failed(
                 (order.spec.coordinator, order.spec.dispatch),
                 "handoff_failed",
                 "this worker hands nothing over",
@@ -308,7 +308,7 @@ class DecodeCore:
     def _give_back_all(self) -> None:
         for key in self._held():
             self._drop(key)
-            self._say_failed(key, "preempted", "the decode worker leaves, and no other had room in time")
+            self._report_failed(key, "preempted", "the decode worker leaves, and no other had room in time")
 
     def _drop(self, key: Key) -> None:
         if self.moving is not None:

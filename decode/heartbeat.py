@@ -1,5 +1,4 @@
-"""What coordinators hear of a decode worker at every heartbeat: its load, and what its prefix cache has
-gained and lost. Pure."""
+"""The heartbeat of a decode worker: its load, and the changes of its prefix cache. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from .scheduler import DecodeScheduler
 
 
 class Heartbeat:
-    """Counts what has run; all else it reads off those who know it."""
+    """Counts steps; reads everything else from the scheduler and the handoff."""
 
     def __init__(self, scheduler: DecodeScheduler, receiver: HandoffReceiver, moving: Moving | None) -> None:
         self._scheduler, self._receiver, self._moving = scheduler, receiver, moving
@@ -33,8 +32,8 @@ class Heartbeat:
         self._largest_batch = max(self._largest_batch, num_step_sequences // max(1, num_steps))
 
     def load(self, worker: PeerId, held: Sequence[Key], draining: bool, coordinator: int | None) -> Load:
-        """As it is to one of several coordinators; None: there is but one. ``held``: every dispatch of which
-        anything is here."""
+        """Return the load for one of several coordinators; None: for the only one. ``held``: every dispatch
+        with anything here."""
         own = [dispatch for owner, dispatch in held if coordinator is None or owner == coordinator]
         b, s, r = self._scheduler.blocks, self._scheduler, self._receiver
         return Load(

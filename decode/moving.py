@@ -3,8 +3,8 @@
     runs --Move--> paused: out of the batch, keeps its blocks --offer, puts, Handoff--> Ack: it runs there now
                       \\--refused, cancelled, no answer in time--> runs on here
 
-The other worker cannot tell it from a prompt that a prefill worker hands over: here too its blocks are kept
-until it has verified them."""
+To the other worker it looks like a prompt that a prefill worker hands over: its blocks are kept here too,
+until they have been verified there."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .rows import DecodeSequence
 from .scheduler import DecodeScheduler
 
 TIMES = HandoffTimes(resend=0.25, grant=2.0, ack=5.0)
-"""A stream stands still meanwhile: better it goes on here soon."""
+"""Short, because the stream stands still meanwhile."""
 
 
 @dataclass(slots=True)
@@ -53,15 +53,14 @@ class Moving:
         return list(self._leaving)
 
     def begin(self, order: Move) -> None:
-        """The coordinator wants a sequence moved. One that is not here any more has ended, or has been told
-        to."""
+        """Begin to move a sequence. An unknown one has ended, or is moving already."""
         here, there = (order.spec.coordinator, order.dispatch), (order.spec.coordinator, order.spec.dispatch)
         if self._scheduler.get(here) is not None and there not in self._leaving:
             self._leaving[there] = _Leaving(here, order)
             self._scheduler.pause(here)
 
     @property
-    def stirs(self) -> bool:
+    def has_actions(self) -> bool:
         """Whether ``advance`` or ``take`` may have something to do."""
         return bool(self._leaving) or self.sender.has_actions
 

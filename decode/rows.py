@@ -2,7 +2,7 @@
 them. Pure.
 
 The rows are those of the next step. It may be built while the one before still runs, whose tokens nobody
-knows yet: ``fed_from`` then says from which row of that step a sequence's input token comes.
+knows yet: ``fed_from`` is the row of that step from which a sequence's input token comes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DecodeSequence:
     joined_at: float = 0.0
     row: int = -1  # in the next step
     in_flight: int = 0  # steps under way that it is in: they read and write its blocks
-    doomed: bool = False  # it is over here; its blocks are free when nothing in flight has them
+    ended: bool = False  # it is over here; its blocks are free when nothing in flight has them
     paused: bool = False  # it keeps its blocks and is in no further step
     last_logprobs: TokenLogprobs | None = None  # of its newest token, where they are asked for
 
@@ -157,7 +157,7 @@ class DecodeRows:
         self._fed_from[fed] = KNOWN
 
     def recover(self) -> None:
-        """What was built last has not run: every row is as its sequence's tokens say."""
+        """Undo the step built last, which has not run: set every row from its sequence's tokens."""
         for sequence in self.sequences:
             self._read_state(sequence)
 
@@ -169,8 +169,8 @@ class DecodeRows:
         self._find_slot(sequence, position)
 
     def _find_slot(self, sequence: DecodeSequence, position: int) -> None:
-        """Where the token at ``position`` goes. The block may be there already: of a step that was made and
-        has not run."""
+        """Set the slot of the token at ``position``. The block may be there already, from a step that was made
+        and has not run."""
         at_block, offset = divmod(position, self._block_size)
         if at_block < len(sequence.blocks):
             self._slots[sequence.row] = sequence.blocks[at_block] * self._block_size + offset

@@ -1,7 +1,7 @@
 """Which sequences take part in the next decode step, and with which blocks: continuous batching. Pure.
 
 The next step may be made while the one before runs (``MAX_IN_FLIGHT``): its input tokens are then fed on by
-whoever runs the steps, and a sequence that turns out to have ended has one row too many, whose token is
+the runner of the steps, and a sequence that turns out to have ended has one row too many, whose token is
 dropped. What needs to know more waits for the running step: preemption, a sequence that comes back into the
 batch, and any step with a grammar in it, whose mask follows from the newest token.
 
@@ -54,8 +54,8 @@ class DecodeScheduler:
         prefix_cache: bool = True,
         window: int = 0,
     ) -> None:
-        """``prefix_cache``: whether blocks may be found again by what is in them; ``window``: the model's
-        widest, in tokens; 0: none."""
+        """``prefix_cache``: whether blocks may be found again by their hashes; ``window``: the model's widest,
+        in tokens; 0: none."""
         self.blocks, self.block_size, self.max_num_seqs = blocks, block_size, max_num_seqs
         self.prefix_cache, self._window = prefix_cache, window
         self.row_limit = max_num_seqs  # lower for a while after a step that ran out of memory
@@ -65,7 +65,7 @@ class DecodeScheduler:
         self._joining: list[DecodeSequence] = []
         self._by_key: dict[Key, DecodeSequence] = {}
         self._by_request: dict[str, DecodeSequence] = {}
-        self._doomed: dict[DecodeSequence, None] = {}
+        self._ended: dict[DecodeSequence, None] = {}
         self._in_flight: deque[DecodeStep] = deque()  # oldest first
         self._failed = False  # a step did not run; what is in flight behind it will not either
         self._apart: list[
@@ -106,7 +106,7 @@ class DecodeScheduler:
     def block_tables(self) -> Iterator[list[int]]:
         """The blocks that are referenced here; those of a dropped sequence too while a step uses them."""
         yield from (held(sequence.blocks) for sequence in self._by_key.values())
-        yield from (held(sequence.blocks) for sequence in self._doomed)
+        yield from (held(sequence.blocks) for sequence in self._ended)
 
     def join(
         self,
@@ -185,7 +185,7 @@ class DecodeScheduler:
         result = DecodeResult(step, output)
         rows = zip(step.sequences, output.token_ids.tolist(), step.indices.tolist(), strict=True)
         for row, (sequence, token, index) in enumerate(rows):
-            if sequence.doomed:
+            if sequence.ended:
                 result.dropped.append(row)
                 continue
             if (
@@ -205,24 +205,24 @@ class DecodeScheduler:
                 if reason is not None:
                     result.finished[row] = reason
         for row in step.filling if self.prefix_cache else ():
-            if step.sequences[row].blocks and not step.sequences[row].doomed:
+            if step.sequences[row].blocks and not step.sequences[row].ended:
                 self._commit(step.sequences[row], int(step.batch.seq_lens[row]) // self.block_size - 1)
         if self._window:
             self._release_behind_window(step)
         for row in result.finished:
             self._end(step.sequences[row])
-        self._free_doomed(step)
+        self._free_ended(step)
         if not self._in_flight:
             self._rows.settle(output.token_ids)
         return result
 
     def separate(self, step: DecodeStep, shared: bool = False) -> list[DecodeSequence]:
         """The step raised, and what it wrote will be written again: in halves, until it is known whose fault
-        it was. Return the one that was alone in it, and is over here.
+        it was. Return the one that was alone in it and has ended here.
 
         ``shared``: prompts were in it, too. Its sequences are tried without them, and none is over."""
         self._take_out(step)
-        left = [s for s in step.sequences if not s.doomed and not s.paused]
+        left = [s for s in step.sequences if not s.ended and not s.paused]
         half = len(left) // 2
         if shared:
             self._apart.append(left)
@@ -239,7 +239,7 @@ class DecodeScheduler:
         sequences leave, and no more than the others are admitted for a while. Returns those that leave: all,
         where the step had but one."""
         self._take_out(step)
-        staying = [s for s in step.sequences if not s.doomed and not s.paused]
+        staying = [s for s in step.sequences if not s.ended and not s.paused]
         staying.sort(key=list(self._by_key.values()).index)
         self.row_limit, self._steps_at_limit = max(1, len(staying) // 2), 0
         leaving = staying[len(staying) // 2 :]
@@ -260,7 +260,7 @@ class DecodeScheduler:
             sequence.in_flight -= 1
 
     def _after_failure(self, step: DecodeStep) -> None:
-        self._free_doomed(step)
+        self._free_ended(step)
         self._failed = bool(self._in_flight)
         if not self._failed:
             self._rows.recover()
@@ -269,27 +269,27 @@ class DecodeScheduler:
                     self._joining.append(sequence)
 
     def _raise_row_limit(self) -> None:
-        """One row more after every so many good steps."""
+        """Raise the limit by one row after STEPS_AT_LIMIT good steps."""
         if self.row_limit < self.max_num_seqs:
             self._steps_at_limit += 1
             if self._steps_at_limit == STEPS_AT_LIMIT:
                 self.row_limit, self._steps_at_limit = self.row_limit + 1, 0
 
     def _admit(self) -> None:
-        """Takes into the batch who has joined, but for those whose grammar is still being compiled, and those
-        that are still in a step: their newest token is not known."""
+        """Take joined sequences into the batch, except those whose grammar is still being compiled, and those
+        still in a step: their newest token is not known."""
         for sequence in self._joining:
             if not sequence.state.lacks_matcher and not sequence.in_flight:
                 self._rows.enter(sequence)
         self._joining = [sequence for sequence in self._joining if sequence.row < 0]
 
     def _admit_apart(self) -> bool:
-        """Only the next group of a step that raised is in the batch; the others stay with those that join.
+        """Only the next group of a step that raised is in the batch; the others stay with the joining ones.
         Return False if all groups have ended meanwhile."""
         group: list[DecodeSequence] = []
         while self._apart and not group:
             group = [
-                s for s in self._apart.pop() if not s.doomed and not s.paused and self._by_key.get(s.key) is s
+                s for s in self._apart.pop() if not s.ended and not s.paused and self._by_key.get(s.key) is s
             ]
         if not group:
             self._admit()
@@ -304,8 +304,8 @@ class DecodeScheduler:
         return True
 
     def _may_run_ahead(self) -> bool:
-        """Whether a step can be made of what is known while another runs. What that one gives its last token
-        is in no further one."""
+        """Return whether a step can be made while another runs. Sequences that get their last token from that
+        one are in no further step."""
         for sequence in self._rows.finished():
             self._rows.leave(sequence)
         return not self._rows.num_constrained and len(self._rows.beginning) <= self.blocks.num_available
@@ -341,7 +341,7 @@ class DecodeScheduler:
         not."""
         for sequence, num_tokens in zip(step.sequences, step.batch.seq_lens.tolist(), strict=True):
             last = num_behind(num_tokens, self._window, self.block_size) - 1
-            if last >= 0 and sequence.blocks and not sequence.doomed and sequence.blocks[last] != NO_BLOCK:
+            if last >= 0 and sequence.blocks and not sequence.ended and sequence.blocks[last] != NO_BLOCK:
                 self.blocks.release(sequence.blocks[last : last + 1])
                 sequence.blocks[last] = NO_BLOCK
 
@@ -352,8 +352,8 @@ class DecodeScheduler:
             del self._by_request[sequence.request_id]
         self._leave_batch(sequence)
         if sequence.in_flight:
-            sequence.doomed = True
-            self._doomed[sequence] = None
+            sequence.ended = True
+            self._ended[sequence] = None
         else:
             self._free(sequence)
 
@@ -363,10 +363,10 @@ class DecodeScheduler:
         elif sequence in self._joining:
             self._joining.remove(sequence)
 
-    def _free_doomed(self, step: DecodeStep) -> None:
+    def _free_ended(self, step: DecodeStep) -> None:
         for sequence in step.sequences:
-            if sequence.doomed and not sequence.in_flight:
-                del self._doomed[sequence]
+            if sequence.ended and not sequence.in_flight:
+                del self._ended[sequence]
                 self._free(sequence)
 
     def _free(self, sequence: DecodeSequence) -> None:

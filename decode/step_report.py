@@ -1,7 +1,7 @@
-"""What coordinators are told of the tokens of decode steps. Pure.
+"""The tokens of decode steps as messages to coordinators. Pure.
 
-All tokens of a step are one message of columns; where several coordinators have sequences in it, each hears
-of its own rows alone.
+All tokens of a step are one message of columns; where several coordinators have sequences in it, each gets
+its own rows alone.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Entry = TypeVar("Entry")
 
 
 def step_tokens(result: DecodeResult, now: float) -> list[StepTokens]:
-    """Of a step that has run by ``now``. Logprobs stay with their sequence too: if it moves, its newest
-    token's go along."""
+    """Return the messages of a step that has run by ``now``. Logprobs stay with their sequence too: if it
+    moves, those of its newest token move with it."""
     step, output, finished = result.step, result.output, result.finished
     sequences, columns = step.sequences, [step.dispatches, step.indices, output.token_ids.astype(np.uint32)]
     logprobs = {row: logprobs_message(lp) for row, lp in output.logprobs.items()}
@@ -30,8 +30,8 @@ def step_tokens(result: DecodeResult, now: float) -> list[StepTokens]:
         rows = [row for row in range(len(sequences)) if row not in dropped]
         sequences, columns = [sequences[row] for row in rows], [column[rows] for column in columns]
         finished, logprobs, seconds = _only(rows, finished), _only(rows, logprobs), _only(rows, seconds)
-    for row, told in logprobs.items():
-        sequences[row].last_logprobs = told
+    for row, entry in logprobs.items():
+        sequences[row].last_logprobs = entry
     owners = {sequence.key[0] for sequence in sequences}
     if len(owners) == 1:
         return [_step_tokens(owners.pop(), columns, finished, logprobs, seconds)]
@@ -66,5 +66,5 @@ def _step_tokens(
 
 
 def _only(rows: Sequence[int], entries: Mapping[int, Entry]) -> dict[int, Entry]:
-    """Of these rows, by their new places."""
+    """Return the entries of these rows, by their new places."""
     return {place: entries[row] for place, row in enumerate(rows) if row in entries} if entries else {}

@@ -43,7 +43,7 @@ from .first_token import FirstTokens
 from .handoff_feed import HandoffFeed
 from .heartbeat import Heartbeat
 from .scheduler import PrefillScheduler, PrefillSequence, PrefillStep
-from .steps_in_flight import StepsInFlight
+from .steps_in_flight import PendingSteps
 
 PrefillAction = ToCoordinator | SenderAction | CompileGrammar
 
@@ -70,7 +70,7 @@ class PrefillCore:
         self.sender = HandoffSender(meet, times, slicing)
         self.feed = HandoffFeed(self.sender, scheduler.block_size, is_local)
         self._first_tokens = FirstTokens(eos_token_ids, max_model_len)
-        self._steps = StepsInFlight()
+        self._steps = PendingSteps()
         self._step_failures = StepFailures()
         self._heartbeat = Heartbeat(scheduler, self.sender)
         self._draining = Draining(drain_timeout_s)
@@ -83,19 +83,19 @@ class PrefillCore:
         return self.scheduler.blocks
 
     @property
-    def stirs(self) -> bool:
+    def has_actions(self) -> bool:
         """Whether there is anything to ``take``."""
         return bool(self._actions) or self.sender.has_actions
 
     def take(self) -> list[PrefillAction]:
-        """What is to be done since the last call, in order."""
+        """Return the actions since the last call, in order."""
         self._settle()
         actions, self._actions = self._actions, []
         return actions
 
     def take_reports(self) -> list[Message]:
-        """What the coordinator is to be told, in order, before anything else of ``take`` is done: a first
-        token waits for nothing."""
+        """Return the messages to the coordinator, in order, to be sent before the other actions of ``take``:
+        a first token waits for nothing."""
         reports = [action.message for action in self._actions if isinstance(action, ToCoordinator)]
         if reports:
             self._actions = [action for action in self._actions if not isinstance(action, ToCoordinator)]
@@ -129,8 +129,8 @@ class PrefillCore:
             self._fail(key, "refused", f"response_format: {reason}")
 
     def drain(self, now: float, timeout_s: float | None = None) -> None:
-        """Says so to the coordinator, gives back what has not begun and finishes the rest. What is left after
-        ``timeout_s`` (default: as configured) is given back too."""
+        """Report it to the coordinator, give back prompts that have not begun and finish the rest. Those left
+        after ``timeout_s`` (default: as configured) are given back too."""
         if self._draining.begin(now, timeout_s):
             self._heartbeat.cache.close()
             self._actions.append(ToCoordinator(self.load()))
@@ -197,11 +197,11 @@ class PrefillCore:
 
     @property
     def is_broken(self) -> bool:
-        """Whether steps raise whoever is in them."""
+        """Whether steps raise whatever they compute."""
         return self._step_failures.means_broken
 
     def _give_up_step(self, step: PrefillStep, reason: str) -> None:
-        failed = [chunk.sequence.key for chunk in step.chunks if not chunk.sequence.doomed]
+        failed = [chunk.sequence.key for chunk in step.chunks if not chunk.sequence.cancelled]
         self.scheduler.skip(step)
         for key in failed:
             self._fail(key, "internal", reason)
@@ -231,7 +231,7 @@ class PrefillCore:
             *self.scheduler.running.values(),
             *self.scheduler.pinned.values(),
         ]:
-            if now >= sequence.deadline and not sequence.doomed:
+            if now >= sequence.deadline and not sequence.cancelled:
                 self._fail(sequence.key, "deadline", "the request's deadline passed on the prefill worker")
 
     def drop_others(self, *coordinators: int) -> None:
@@ -257,12 +257,12 @@ class PrefillCore:
         return self.scheduler.block_tables()
 
     def load(self, coordinator: int | None = None) -> Load:
-        """The heartbeat, as it is to one of several coordinators; None: there is but one."""
+        """Return the heartbeat for one of several coordinators; None: for the only one."""
         return self._heartbeat.load(self.worker, self.drains, coordinator)
 
     def block_events(self, everything: bool = False) -> BlockEvents | None:
-        """What the prefix cache gained and lost; with ``everything``, all it has. Of one that leaves nobody
-        wants to know; what takes its place over the same blocks does tell."""
+        """Return the changes of the prefix cache; with ``everything``, its whole contents. None while draining:
+        the role that takes over the same blocks reports them."""
         return None if self.drains else self._heartbeat.cache.report(self.worker, everything)
 
     def _add(self, message: Prefill, now: float) -> None:
@@ -275,13 +275,13 @@ class PrefillCore:
             return
         remember(self._past, key, None)
         if self.drains:
-            self._say_failed(key, "preempted", f"prefill worker {self.worker[0]} leaves")
+            self._report_failed(key, "preempted", f"prefill worker {self.worker[0]} leaves")
         elif needed > self.blocks.num_blocks:
             reason = (
                 f"the prompt needs {needed} KV blocks; prefill worker {self.worker[0]} has "
                 f"{self.blocks.num_blocks} in all"
             )
-            self._say_failed(key, "refused", reason)
+            self._report_failed(key, "refused", reason)
         else:
             state = self.scheduler.add(spec, message.decode, now).state
             if state.params.grammar:
@@ -306,7 +306,7 @@ class PrefillCore:
             if isinstance(action, Delivered):
                 self.scheduler.unpin(action.key)
             elif isinstance(action, Undelivered):
-                self._say_failed(action.key, action.kind, action.message)
+                self._report_failed(action.key, action.kind, action.message)
                 self._drop(action.key)
             self._actions.append(action)
 
@@ -316,9 +316,9 @@ class PrefillCore:
 
     def _fail(self, key: Key, kind: FailureKind, reason: str) -> None:
         self._drop(key)
-        self._say_failed(key, kind, reason)
+        self._report_failed(key, kind, reason)
 
-    def _say_failed(self, key: Key, kind: FailureKind, reason: str) -> None:
+    def _report_failed(self, key: Key, kind: FailureKind, reason: str) -> None:
         self._actions.append(
             ToCoordinator(
                 RequestFailed(coordinator=key[0], dispatch=key[1], kind=kind, message=reason[:4096])

@@ -18,7 +18,7 @@ class FirstTokens:
         self._prompt_logprobs: dict[Key, list[TokenLogprobs]] = {}
 
     def gather(self, key: Key, logprobs: list[Logprobs]) -> None:
-        """Of the prompt's next chunk, a position each."""
+        """Keep the logprobs of the prompt's next chunk, one entry for each position."""
         self._prompt_logprobs.setdefault(key, []).extend(logprobs_message(entry) for entry in logprobs)
 
     def may_be_followed(self, sequence: PrefillSequence) -> bool:

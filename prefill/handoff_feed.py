@@ -59,7 +59,7 @@ class HandoffFeed:
         ``num_layers`` layers."""
         for chunk in step.chunks:
             sequence = chunk.sequence
-            if sequence.in_step and not sequence.doomed:
+            if sequence.in_step and not sequence.cancelled:
                 stop = self._num_final(sequence, chunk.start + chunk.count)
                 self._sender.layers_ready(sequence.key, sequence.blocks, stop, num_layers)
 

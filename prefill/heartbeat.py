@@ -1,5 +1,4 @@
-"""What coordinators hear of a prefill worker at every heartbeat: its load, and what its prefix cache has
-gained and lost. Pure."""
+"""The heartbeat of a prefill worker: its load, and the changes of its prefix cache. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from .scheduler import PrefillScheduler, PrefillStep
 
 
 class Heartbeat:
-    """Counts what has run; all else it reads off those who know it."""
+    """Counts steps; reads everything else from the scheduler and the handoff."""
 
     def __init__(self, scheduler: PrefillScheduler, sender: HandoffSender) -> None:
         self._scheduler, self._sender = scheduler, sender
@@ -24,7 +23,7 @@ class Heartbeat:
         self._largest_batch = self._largest_batch_tokens = 0
 
     def count_step(self, step: PrefillStep, seconds: float) -> None:
-        """One more has run, for so long."""
+        """Count a step that has run."""
         self._num_steps += 1
         self._num_step_sequences += len(step.chunks)
         self._largest_batch = max(self._largest_batch, len(step.chunks))
@@ -38,7 +37,7 @@ class Heartbeat:
         self._num_first_tokens += 1
 
     def load(self, worker: PeerId, draining: bool, coordinator: int | None) -> Load:
-        """As it is to one of several coordinators; None: there is but one."""
+        """Return the load for one of several coordinators; None: for the only one."""
         s, b = self._scheduler, self._scheduler.blocks
         held = s.held
         own = [dispatch for owner, dispatch in held if coordinator is None or owner == coordinator]

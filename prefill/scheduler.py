@@ -49,7 +49,7 @@ class PrefillSequence:
     num_steps: int = 0  # those steps
     num_cached_tokens: int = 0
     started: float = 0.0
-    doomed: bool = False  # cancelled while a step that writes its blocks is running
+    cancelled: bool = False  # cancelled while a step that writes its blocks is running
     alone: bool = False  # a step raised that it was in: nobody else is in its next ones
 
     @property
@@ -141,7 +141,7 @@ class PrefillScheduler:
         return sum(s.remaining for s in (*self.waiting.values(), *self.running.values()))
 
     def num_waiting_tokens_but_of(self, coordinator: int) -> int:
-        """Of other coordinators' prompts."""
+        """Return the tokens that wait for other coordinators."""
         return sum(
             s.remaining for s in (*self.waiting.values(), *self.running.values()) if s.key[0] != coordinator
         )
@@ -152,9 +152,9 @@ class PrefillScheduler:
         return [*self.waiting, *self.running, *self.pinned]
 
     def waits(self) -> Iterator[Wait]:
-        """Every prompt here, but for those that the running step takes along."""
+        """Yield a wait for every prompt here that is not cancelled."""
         for sequence in (*self.waiting.values(), *self.running.values(), *self.pinned.values()):
-            if not sequence.doomed:
+            if not sequence.cancelled:
                 yield Wait(
                     sequence.key,
                     "its handoff" if sequence.key in self.pinned else "its turn",
@@ -193,7 +193,7 @@ class PrefillScheduler:
         if sequence is None:
             return None
         if sequence.in_step:
-            sequence.doomed = True
+            sequence.cancelled = True
         else:
             self.running.pop(key, None)
             self._free(sequence)
@@ -241,7 +241,7 @@ class PrefillScheduler:
                 if block_hash := self._next_hash(sequence, sequence.num_computed // self.block_size):
                     computing.add(block_hash)
             count = min(budget, sequence.unscheduled)
-            if count == 0 or sequence.doomed or (sequence.alone and (chunks or num_decode_rows)):
+            if count == 0 or sequence.cancelled or (sequence.alone and (chunks or num_decode_rows)):
                 continue
             if sequence.state.lacks_matcher and count == sequence.unscheduled and not sequence.scores_only:
                 continue  # nothing could be sampled yet
@@ -258,7 +258,7 @@ class PrefillScheduler:
     @property
     def tries_apart(self) -> bool:
         """Whether a prompt waits for a step of its own, because one with others raised."""
-        return any(s.alone and s.unscheduled and not s.doomed for s in self.running.values())
+        return any(s.alone and s.unscheduled and not s.cancelled for s in self.running.values())
 
     def take_started(self) -> list[PrefillSequence]:
         """Those that have their blocks since the last call: in a step, or before one while their grammar is
@@ -295,11 +295,11 @@ class PrefillScheduler:
             sequence = chunk.sequence
             sequence.num_steps -= 1
             sequence.num_scheduled = sequence.num_computed
-            if sequence.doomed:
+            if sequence.cancelled:
                 self.drop(sequence.key)
 
     def _raise_budget(self) -> None:
-        """Twice as much after every so many steps that did not run out of memory."""
+        """Double the limit after a number of steps that did not run out of memory."""
         if self._budget < self._max_batch_tokens:
             self._steps_at_budget += 1
             if self._steps_at_budget > STEPS_AT_BUDGET:
@@ -310,7 +310,7 @@ class PrefillScheduler:
         step."""
         sequence = chunk.sequence
         sequence.num_steps -= 1
-        if sequence.doomed:
+        if sequence.cancelled:
             self.drop(sequence.key)
             return False
         first, last = sequence.num_computed // self.block_size, (chunk.start + chunk.count) // self.block_size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class StepsInFlight:
+class PendingSteps:
     """They run one after the other, in the order in which they were made."""
 
     def __init__(self) -> None:

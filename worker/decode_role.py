@@ -15,7 +15,7 @@ from .settings import DecodeSettings
 
 
 class DecodeRole(PlayedRole):
-    """Receives prompts' blocks and generates; hands sequences over to other decode workers when told to."""
+    """Receives prompts' blocks and generates; hands sequences over to other decode workers on demand."""
 
     role = "decode"
     core: DecodeCore

@@ -44,7 +44,7 @@ class GpuTelemetry:
         """Asks the driver once."""
         n, gpu = self._nvml, self._handle
         link_in, link_out = n.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX, n.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX
-        self.gauges = self._told(
+        self.gauges = self._answers(
             gpu_utilization_ratio=lambda: n.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
             gpu_memory_used_bytes=lambda: n.nvmlDeviceGetMemoryInfo(gpu).used,
             gpu_memory_total_bytes=lambda: n.nvmlDeviceGetMemoryInfo(gpu).total,
@@ -57,7 +57,7 @@ class GpuTelemetry:
                 n.nvmlDeviceGetPcieThroughput(gpu, n.NVML_PCIE_UTIL_TX_BYTES) * 1024
             ),
         )
-        self.counters = self._told(
+        self.counters = self._answers(
             gpu_energy_joules=lambda: n.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3,
             gpu_nvlink_receive_bytes=lambda: self._field(link_in) * 1024,
             gpu_nvlink_transmit_bytes=lambda: self._field(link_out) * 1024,
@@ -68,7 +68,7 @@ class GpuTelemetry:
             self.sample()
             self._stopping.wait(EVERY_S)
 
-    def _told(self, **questions: Callable[[], float]) -> Mapping[str, float]:
+    def _answers(self, **questions: Callable[[], float]) -> Mapping[str, float]:
         answers: dict[str, float] = {}
         for name, ask in questions.items():
             try:
@@ -78,7 +78,7 @@ class GpuTelemetry:
         return MappingProxyType(answers)
 
     def _field(self, field: int) -> float:
-        """Of all NVLinks together, in KiB."""
+        """Return the counter of all NVLinks together, in KiB."""
         (value,) = self._nvml.nvmlDeviceGetFieldValues(self._handle, [(field, ALL_LINKS)])
         if value.nvmlReturn != self._nvml.NVML_SUCCESS:
             raise self._nvml.NVMLError(value.nvmlReturn)
@@ -86,7 +86,7 @@ class GpuTelemetry:
 
 
 def telemetry_of(device: torch.device) -> GpuTelemetry | None:
-    """Of the GPU that torch calls ``device``, started; None without one, or without a driver that answers."""
+    """Return the started telemetry of a torch device; None without a GPU, or without a driver that answers."""
     if device.type != "cuda":
         return None
     import pynvml

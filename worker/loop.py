@@ -126,7 +126,7 @@ class Worker:
         role = self.roles.pop(name)
         if self._leaving or not self.roles:
             _log.info("drained: nothing is left here, leaving")
-            role.close()  # the process ends, which says it all
+            role.close()  # the process ends
         else:
             self._retiring.append(RetiringEnd(role.sending, role.sender))
             role.stop()
@@ -162,7 +162,7 @@ class Worker:
                 role.departure.begin(now)
 
     def _answer_late_peers(self, now: float) -> None:
-        """A role that has ended tells the workers that may hold blocks for it until they have answered."""
+        """A role that has ended informs the workers that may hold blocks for it until they have answered."""
         for end in list(self._retiring):
             end.turn(now)
             if end.is_over:

@@ -59,7 +59,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class WorkerTimes:
-    """The patience of a worker's loop, in seconds, where no setting says otherwise."""
+    """The patience of a worker's loop, in seconds, where no setting gives another."""
 
     tick: float = 0.05  # between two looks at deadlines
     rest: float = 1.0  # before a role at rest ends: a lease of a peer may wait for its last message

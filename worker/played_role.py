@@ -133,8 +133,8 @@ class PlayedRole(ABC):
             self._reports.send_heartbeat(now)
 
     def has_ended(self, now: float) -> bool:
-        """Return whether the role has drained; its coordinators are told. Raises EngineError if every step
-        fails."""
+        """Return whether the role has drained; then its coordinators get Goodbye. Raise EngineError if every
+        step fails."""
         self.departure.raise_if_broken()
         if not self.departure.is_due(now):
             return False

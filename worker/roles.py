@@ -27,7 +27,7 @@ class RoleHost:
     process: str
     """The process's name."""
     blocks: BlockManager
-    """Of its one KV cache."""
+    """The blocks of its one KV cache."""
     flip: Callable[[str], bool]
     """Begins the role of this name beside this one. False: it cannot yet, for the last one of that role still
     leaves."""

@@ -1,4 +1,4 @@
-"""The steps of a process: made of what the cores of its roles schedule, computed by one device, and handed
+"""The steps of a process: scheduled by the cores of its roles, computed by one device, and handed
 back to the cores that scheduled them.
 
 A step has a row for each sequence that generates, whose token is due, and behind these chunks of prompts, in

@@ -172,7 +172,7 @@ class WorkerShell(ABC):
     def carry_out_all(self) -> bool:
         """Whatever the core wants done now. False: nothing."""
         busy = False
-        while self.core.stirs and (actions := self.take()):
+        while self.core.has_actions and (actions := self.take()):
             busy = True
             for action in actions:
                 if type(action) is act.ToCoordinator:
@@ -189,7 +189,7 @@ class WorkerShell(ABC):
         reports = self._welcomed and self._report_is_due(now)
         if reports:
             self._report(now)
-        if self.core.stirs or not self.device.busy:
+        if self.core.has_actions or not self.device.busy:
             self.turn()
         if self.departure.is_due(now):
             self._leave()

@@ -207,7 +207,7 @@ def test_a_coordinator_that_can_never_serve_says_why_and_ends(processes: str) ->
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (
             ["trace", "make", "--requests", "5", "--output", "nowhere/trace.jsonl"],
@@ -220,10 +220,10 @@ def test_a_coordinator_that_can_never_serve_says_why_and_ends(processes: str) ->
         ),
     ],
 )
-def test_a_file_that_cannot_be_written_is_said_before_the_work(arguments: list[str], said: str) -> None:
+def test_a_file_that_cannot_be_written_is_said_before_the_work(arguments: list[str], message: str) -> None:
     error = CliRunner().invoke(cli, arguments).exception
     assert isinstance(error, ConfigError)
-    assert str(error) == said
+    assert str(error) == message
 
 
 def test_an_admin_key_for_a_flip_that_is_not_there_is_said_so(tmp_path: Path) -> None:

@@ -29,12 +29,12 @@ def doctor(**settings: object) -> tuple[int, str]:
 
 
 def test_this_machine_can_serve() -> None:
-    status, said = doctor()
-    assert "this machine can serve" in said
+    status, message = doctor()
+    assert "this machine can serve" in message
     assert status == 0
-    assert "CURVE" in said
-    assert "LlamaForCausalLM" in said
-    assert "--threads auto would compute with" in said
+    assert "CURVE" in message
+    assert "LlamaForCausalLM" in message
+    assert "--threads auto would compute with" in message
 
 
 def test_what_blocks_is_named_with_advice(tmp_path: Path) -> None:
@@ -42,12 +42,12 @@ def test_what_blocks_is_named_with_advice(tmp_path: Path) -> None:
     key.write_text("open to all")
     key.chmod(0o644)
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        status, said = doctor(port=taken.getsockname()[1], key_file=key, model=tmp_path / "none")
+        status, message = doctor(port=taken.getsockname()[1], key_file=key, model=tmp_path / "none")
     assert status == 1
-    assert "HTTP port: cannot listen on" in said
-    assert "chmod 600" in said
-    assert "there is no folder" in said
-    assert "3 problems" in said
+    assert "HTTP port: cannot listen on" in message
+    assert "chmod 600" in message
+    assert "there is no folder" in message
+    assert "3 problems" in message
 
 
 def test_the_coordinator_that_runs_already_is_no_problem(
@@ -61,10 +61,10 @@ def test_the_coordinator_that_runs_already_is_no_problem(
         announce(
             folder.path, 0, Door(url=url, admin_url=url, control_address=address, admin_key_file=tmp_path)
         )
-        status, said = doctor(port=port, control_address=address)
+        status, message = doctor(port=port, control_address=address)
     folder.close()
     assert status == 0
-    assert said.count("is used by a splitserve coordinator that runs already") == 2
+    assert message.count("is used by a splitserve coordinator that runs already") == 2
 
 
 def test_each_gap_in_a_model_folder_is_named(tmp_path: Path) -> None:
@@ -95,9 +95,9 @@ def test_an_unsupported_model_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MambaForCausalLM"]}))
     for name in ("tokenizer.json", "model.safetensors"):
         (tmp_path / name).write_text("{}")
-    status, said = doctor(model=tmp_path)
+    status, message = doctor(model=tmp_path)
     assert status == 1
-    assert "MambaForCausalLM" in said
+    assert "MambaForCausalLM" in message
 
 
 def test_the_sizing_is_that_of_a_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -109,29 +109,29 @@ def test_the_sizing_is_that_of_a_worker(monkeypatch: pytest.MonkeyPatch, tmp_pat
             monkeypatch.setattr(module, "free_host_bytes", lambda: num_bytes)
         return doctor()
 
-    status, said = with_free(100 << 20)
+    status, message = with_free(100 << 20)
     assert status == 0
-    assert "takes sequences of 2,048 tokens" in said
+    assert "takes sequences of 2,048 tokens" in message
     with_free(
         (100 << 20) - expected_worker(DEMO_MODEL).weights
     )  # they are loaded by the time that a worker looks
     runner = ModelRunner(EngineConfig(DEMO_MODEL, memory_shared_by=2))
-    assert f"GiB, {runner.kv_cache.num_blocks:,} blocks" in said
-    status, said = with_free(28 << 20)
+    assert f"GiB, {runner.kv_cache.num_blocks:,} blocks" in message
+    status, message = with_free(28 << 20)
     assert status == 0
-    assert "-> the model's own 2,048 tokens need more memory" in said
-    status, said = with_free(10 << 20)
+    assert "-> the model's own 2,048 tokens need more memory" in message
+    status, message = with_free(10 << 20)
     assert status == 1
-    assert "of weights do not fit" in said
+    assert "of weights do not fit" in message
 
 
 def test_a_truncated_weight_file_is_found(tmp_path: Path) -> None:
     for file in DEMO_MODEL.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes()[:100_000])
     (tmp_path / "tokenizer.json").write_bytes((DEMO_MODEL / "tokenizer.json").read_bytes())
-    status, said = doctor(model=tmp_path)
+    status, message = doctor(model=tmp_path)
     assert status == 1
     assert (
         f"{tmp_path / 'model.safetensors'} is not a readable safetensors file (it holds 94,936 "
         "bytes of tensors"
-    ) in said
+    ) in message

@@ -133,8 +133,8 @@ def test_a_coordinator_fetches_no_weights(hub: str, tmp_path: Path) -> None:
 
 
 def test_what_the_hub_has_not_is_said_with_what_to_do(hub: str, tmp_path: Path) -> None:
-    said = resolve("theirs/none", tmp_path, hub)
-    assert said == (
+    message = resolve("theirs/none", tmp_path, hub)
+    assert message == (
         "refused: --model theirs/none: there is neither such a folder nor such a model on the hub "
         "(or it is private: set HF_TOKEN)"
     )
@@ -144,9 +144,9 @@ def test_what_the_hub_has_not_is_said_with_what_to_do(hub: str, tmp_path: Path) 
     assert "it has no revision v9; --revision is a branch, a tag or a commit" in resolve(
         "ours/tiny", tmp_path, hub, revision="v9"
     )
-    said = resolve("ours/tiny", tmp_path, "http://127.0.0.1:9")
-    assert "the hub cannot be reached" in said
-    assert f"and {tmp_path} has no copy; run `hf download ours/tiny`" in said
+    message = resolve("ours/tiny", tmp_path, "http://127.0.0.1:9")
+    assert "the hub cannot be reached" in message
+    assert f"and {tmp_path} has no copy; run `hf download ours/tiny`" in message
 
 
 def test_what_another_program_has_cached_is_found_offline(tmp_path: Path) -> None:

@@ -64,33 +64,33 @@ def check(peer: str, key: Path) -> tuple[int, str]:
 def test_two_hosts_that_fit(key: Path) -> None:
     with running(key) as (_, peer):
         for _ in range(2):  # the listener goes on
-            status, said = check(peer, key)
+            status, message = check(peer, key)
             assert status == 0
-    assert "the cluster key is the same on both hosts" in said
-    assert "both speak wire version" in said
-    assert "movers of both: shm" in said  # it is this host
-    assert "sealed, the default" in said
-    assert said.count("GB/s; 1,000 tokens of Llama-3.1-8B take") == 2
-    assert "the two hosts can serve together" in said
+    assert "the cluster key is the same on both hosts" in message
+    assert "both speak wire version" in message
+    assert "movers of both: shm" in message  # it is this host
+    assert "sealed, the default" in message
+    assert message.count("GB/s; 1,000 tokens of Llama-3.1-8B take") == 2
+    assert "the two hosts can serve together" in message
 
 
 def test_another_key_is_told(key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_check, "CONNECT_S", 0.7)
     generate_key(tmp_path / "other.key")
     with running(key) as (_, peer):
-        status, said = check(peer, tmp_path / "other.key")
+        status, message = check(peer, tmp_path / "other.key")
     assert status == 1
-    assert "does not accept this cluster key" in said
-    assert "-> copy the key" in said
+    assert "does not accept this cluster key" in message
+    assert "-> copy the key" in message
 
 
 def test_what_keeps_the_hosts_apart_is_named(key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    status, said = check(f"127.0.0.1:{port}", key)
+    status, message = check(f"127.0.0.1:{port}", key)
     assert status == 1
-    assert f"nothing listens on port {port}" in said
-    assert "run there `splitserve doctor --listen" in said
+    assert f"nothing listens on port {port}" in message
+    assert "run there `splitserve doctor --listen" in message
     assert "has no address here" in check("no-such-host.invalid", key)[1]
 
     def dropped(*_: object, **__: object) -> socket.socket:
@@ -108,31 +108,31 @@ def test_a_clock_that_is_off_is_a_note(key: Path, monkeypatch: pytest.MonkeyPatc
     )
     monkeypatch.setattr(peer_listener, "WIRE_VERSION", 99)
     with running(key) as (_, peer):
-        status, said = check(peer, key)
+        status, message = check(peer, key)
     assert status == 1
-    assert "its clock is 90.0" in said
-    assert "s behind this one's" in said
-    assert "it speaks wire version 99" in said
+    assert "its clock is 90.0" in message
+    assert "s behind this one's" in message
+    assert "it speaks wire version 99" in message
 
 
 def test_blocks_that_are_changed_on_the_way_are_told(key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_listener, "checksum_of", lambda _: "0")
     with running(key) as (_, peer):
-        status, said = check(peer, key)
+        status, message = check(peer, key)
     assert status == 1
-    assert "what came is not what was sent" in said
+    assert "what came is not what was sent" in message
 
 
 def test_a_running_worker_shows_port_and_key(key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_check, "ANSWER_S", 0.3)
     channel = RouterChannel.bind("tcp://127.0.0.1:*", load_key(key), [Hello])
     try:
-        status, said = check(channel.address.removeprefix("tcp://"), key)
+        status, message = check(channel.address.removeprefix("tcp://"), key)
     finally:
         channel.close()
     assert status == 0
-    assert "the cluster key is the same" in said
-    assert "a worker or a coordinator, which answers no doctor" in said
+    assert "the cluster key is the same" in message
+    assert "a worker or a coordinator, which answers no doctor" in message
 
 
 def test_a_stranger_gets_no_answer(key: Path) -> None:

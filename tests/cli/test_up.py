@@ -123,8 +123,10 @@ def test_several_devices_in_a_file_are_dealt_out_too(
 
 def test_who_shares_a_gpu_is_said() -> None:
     assert not shared({"prefill-0": "cuda:0", "decode-0": "cuda:1", "decode-1": "cpu", "decode-2": "cpu"})
-    said = shared({"prefill-0": "cuda:0", "decode-0": "cuda:1", "decode-1": "cuda:0", "decode-2": "cuda:0"})
-    assert said.startswith("prefill-0, decode-1 and decode-2 share cuda:0: ")
+    message = shared(
+        {"prefill-0": "cuda:0", "decode-0": "cuda:1", "decode-1": "cuda:0", "decode-2": "cuda:0"}
+    )
+    assert message.startswith("prefill-0, decode-1 and decode-2 share cuda:0: ")
 
 
 @pytest.mark.parametrize(
@@ -133,9 +135,9 @@ def test_who_shares_a_gpu_is_said() -> None:
 def test_torch_is_asked_for_gpus_only_where_there_may_be_some(
     monkeypatch: pytest.MonkeyPatch, answer: str, devices: list[str], found: int
 ) -> None:
-    told = subprocess.CompletedProcess([], 0, stdout=f"{answer}\n")
+    reported = subprocess.CompletedProcess([], 0, stdout=f"{answer}\n")
     monkeypatch.setattr(gpus, "DRIVER_FILES", ("/nowhere/nvidiactl",))
-    monkeypatch.setattr(gpus.subprocess, "run", lambda *_, **__: told)
+    monkeypatch.setattr(gpus.subprocess, "run", lambda *_, **__: reported)
     assert gpus.num_gpus(devices) == found
 
 

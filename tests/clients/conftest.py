@@ -29,12 +29,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
 def base_url(served: ServedModel, tmp_path: Path) -> Iterator[str]:
     """Of a server."""
 
-    def says(request: Request) -> list[int]:
+    def expected(request: Request) -> list[int]:
         grammar = request.sampling.grammar
         text = ANSWER if not grammar else CALL if b"weather" in grammar else CITY
         return served.tokenizer.fast.encode(text, add_special_tokens=False).ids
 
-    dispatcher = FakeDispatcher(says)
+    dispatcher = FakeDispatcher(expected)
     ports: Queue[int] = Queue()
     done = threading.Event()
 

@@ -209,15 +209,15 @@ def test_the_process_ends_with_a_status(way: str, tmp_path: Path) -> None:
         env={**os.environ, "TMPDIR": str(tmp_path)},
     ) as process:
         assert process.stderr is not None
-        said = ""
-        while way == "stop" and "workers connect to" not in said:
-            said += process.stderr.readline()
+        message = ""
+        while way == "stop" and "workers connect to" not in message:
+            message += process.stderr.readline()
         if way == "stop":
             process.send_signal(signal.SIGTERM)
         try:
-            said += process.communicate(timeout=60)[1]
+            message += process.communicate(timeout=60)[1]
         finally:
             process.kill()
-    assert process.returncode == (0 if way == "stop" else 1), said
-    assert ("RuntimeError: a mistake of ours" in said) == (way != "stop")
+    assert process.returncode == (0 if way == "stop" else 1), message
+    assert ("RuntimeError: a mistake of ours" in message) == (way != "stop")
     assert not list(tmp_path.glob("splitserve-*/run-*")), "its folder is gone"

@@ -298,16 +298,16 @@ def test_a_coordinator_starts_on_a_full_disk(disk: SmallDisk) -> None:
     ]
     environ = {**os.environ, "TMPDIR": str(disk.path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "splitserve.cli.main", *argv]
-    said: list[str] = []
+    sentence: list[str] = []
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ) as process:
         assert process.stderr is not None
         for line in process.stderr:
-            said.append(line)
+            sentence.append(line)
             if "HTTP on" in line:
                 break
         else:
-            pytest.fail("".join(said))
-        url = next(word for word in said[-1].split() if word.startswith("http://")).rstrip(",")
+            pytest.fail("".join(sentence))
+        url = next(word for word in sentence[-1].split() if word.startswith("http://")).rstrip(",")
         with httpx.Client(
             base_url=url, headers={"authorization": f"Bearer {key}"}, verify=False, timeout=60
         ) as client:
@@ -319,10 +319,10 @@ def test_a_coordinator_starts_on_a_full_disk(disk: SmallDisk) -> None:
             )
             assert (big.status_code, "no space on the disk" in big.text) == (507, True)
         process.send_signal(signal.SIGTERM)
-        said += process.stderr.readlines()
+        sentence += process.stderr.readlines()
         assert process.wait(60) == 0
-    text = "".join(said)
-    assert Counter("there is no space" in line for line in said)[True] >= 4, text
+    text = "".join(sentence)
+    assert Counter("there is no space" in line for line in sentence)[True] >= 4, text
     for what in ("tenants.db-limits", "tenants.db", "batches.db", "traces/requests-", "usage"):
-        assert any("there is no space" in line and what in line for line in said), f"{what}: {text}"
+        assert any("there is no space" in line and what in line for line in sentence), f"{what}: {text}"
     assert "Traceback" not in text

@@ -36,14 +36,14 @@ def broken(*_: object) -> None:
 def test_one_that_raises_is_counted_and_the_others_are_called(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
     listeners: Listeners[[int]] = Listeners(ListenerFailures(lambda: now))
-    told: list[int] = []
+    reported: list[int] = []
     listeners.add("trace file", full)
-    listeners.add("dashboard", told.append)
+    listeners.add("dashboard", reported.append)
     for number in range(300):
         listeners(number)
     now += LOG_EVERY_S
     listeners(300)
-    assert told == list(range(301))
+    assert reported == list(range(301))
     assert listeners.failures.counts == Counter({"trace file": 301})
     first, later = (record.getMessage() for record in caplog.records)
     assert first.startswith(
@@ -68,24 +68,24 @@ class Recorded:
     """A sink."""
 
     def __init__(self, breaks_at: str = "") -> None:
-        self.heard: list[object] = []
+        self.received: list[object] = []
         self._breaks_at = breaks_at
 
     def push(self, token_id: int, logprobs: object) -> None:
-        self._hear("push", token_id)
+        self._record("push", token_id)
 
     def push_prompt_logprobs(self, logprobs: object) -> None: ...
 
     def flush(self) -> None:
-        self._hear("flush", "flush")
+        self._record("flush", "flush")
 
     def end(self, ended: Ended) -> None:
-        self._hear("end", ended.error or ended.finish_reason)
+        self._record("end", ended.error or ended.finish_reason)
 
-    def _hear(self, what: str, said: object) -> None:
+    def _record(self, what: str, message: object) -> None:
         if what == self._breaks_at:
             raise RuntimeError("a mistake of ours")
-        self.heard.append(said)
+        self.received.append(message)
 
 
 def request_to(sink: Recorded, name: str) -> Request:
@@ -112,15 +112,15 @@ async def test_a_trace_file_that_cannot_be_written_ends_no_stream(
     dispatcher.listeners.add("trace file", trace_log.note)
     dispatcher.submit(one)
     dispatcher.stop()
-    assert [sink.heard for sink in sinks] == [["stop"], ["length"]]
+    assert [sink.received for sink in sinks] == [["stop"], ["length"]]
     assert dispatcher.listeners.failures.counts == Counter({"trace file": 1})
 
 
 @pytest.mark.parametrize(
-    ("breaks_at", "heard"), [("push", ["failed"]), ("flush", [5, "failed"]), ("end", [5, 6])]
+    ("breaks_at", "received"), [("push", ["failed"]), ("flush", [5, "failed"]), ("end", [5, 6])]
 )
 async def test_a_sink_that_raises_ends_alone(
-    breaks_at: str, heard: list[object], monkeypatch: pytest.MonkeyPatch
+    breaks_at: str, received: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken, whole = Recorded(breaks_at), Recorded()
     one, two = request_to(broken, "broken"), request_to(whole, "whole")
@@ -137,8 +137,8 @@ async def test_a_sink_that_raises_ends_alone(
     dispatcher.submit(one)
     dispatcher._carry_out([Push(one, 7, None), End(one, Ended("length"))])
     dispatcher.stop()
-    assert whole.heard == [5, 6, "stop"]
-    assert broken.heard == ([5, 6, "failed"] if breaks_at == "flush" else heard)
+    assert whole.received == [5, 6, "stop"]
+    assert broken.received == ([5, 6, "failed"] if breaks_at == "flush" else received)
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -20,7 +20,7 @@ OTHERS_WORDS = re.compile(
 )
 
 
-def told(endpoint: Endpoint, body: Any) -> str:
+def reported(endpoint: Endpoint, body: Any) -> str:
     """The message; empty where the body is good."""
     try:
         parse(endpoint, body if isinstance(body, bytes) else json.dumps(body).encode())
@@ -54,7 +54,7 @@ def told(endpoint: Endpoint, body: Any) -> str:
     ],
 )
 def test_the_sentence_names_the_field_what_it_must_be_and_what_it_was(body: Any, message: str) -> None:
-    assert told(TEXT, body) == message
+    assert reported(TEXT, body) == message
 
 
 @pytest.mark.parametrize("endpoint", [TEXT, CHAT])
@@ -62,6 +62,6 @@ def test_no_sentence_is_the_librarys(endpoint: Endpoint) -> None:
     good: dict[str, Any] = (
         {"prompt": "a"} if endpoint == TEXT else {"messages": [{"role": "user", "content": "a"}]}
     )
-    messages = {told(endpoint, {**good, field: value}) for field in FIELDS for value in SOME_VALUES}
+    messages = {reported(endpoint, {**good, field: value}) for field in FIELDS for value in SOME_VALUES}
     assert len(messages) > 100
     assert [message for message in messages if OTHERS_WORDS.search(message)] == []

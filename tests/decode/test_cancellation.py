@@ -100,10 +100,10 @@ class System:
             Prefill(spec=spec, decode=Peer(worker_id="d", incarnation=1, address="x")), self.now
         )
 
-    def cancel(self, prefill_hears_after: int) -> None:
+    def cancel(self, prefill_receives_after: int) -> None:
         cancel = Cancel(coordinator=7, dispatches=u32([1]))
         self.d.core.from_coordinator(cancel, self.now)
-        self.after(prefill_hears_after, lambda: self.p.core.from_coordinator(cancel, self.now))
+        self.after(prefill_receives_after, lambda: self.p.core.from_coordinator(cancel, self.now))
 
     def after(self, turns: int, event: Any) -> None:
         self.events.append((self.turn + turns, event))
@@ -125,16 +125,16 @@ class System:
         for action in self.p.core.take() if side is self.p else self.d.core.take(self.now):
             match action:
                 case act.ToPeer(message=message):
-                    self._say(other, me, message)
+                    self._send(other, me, message)
                 case act.SendPlaced():
-                    self._say(
+                    self._send(
                         other,
                         me,
                         Placed(lease=action.lease, first=action.first, checksums=u64(action.source_blocks)),
                     )
                 case act.SendHandoff():
                     sums = u64(action.source_blocks)
-                    self._say(other, me, action.message(sums, 0.0))
+                    self._send(other, me, action.message(sums, 0.0))
                 case act.Put() if not self.one_sided:
                     for position, _, _ in action.items:
                         self.after(2, lambda a=action, i=position: self.d.core.receiver.arrived(a.lease, i))
@@ -143,7 +143,7 @@ class System:
                         2, lambda a=action: self.d.core.receiver.verified(a.lease, a.positions, [], self.now)
                     )
 
-    def _say(self, to: Side, me: tuple[str, int], message: Any) -> None:
+    def _send(self, to: Side, me: tuple[str, int], message: Any) -> None:
         assert isinstance(message, FROM_DECODE) == (to is self.p)
         self.after(1, lambda: to.core.from_peer(me, message, self.now))
 
@@ -168,7 +168,7 @@ class System:
         return self.prefill_blocks.num_used, self.decode_blocks.num_used - len(self.others or ())
 
 
-def cancelled_at(moment: int, system: System, prefill_hears_after: int) -> set[str]:
+def cancelled_at(moment: int, system: System, prefill_receives_after: int) -> set[str]:
     """Cancels after so many turns; the states that there have been."""
     if moment % 2:
         system.after(40, lambda: system.d.core.drain(system.now, 50.0))
@@ -176,7 +176,7 @@ def cancelled_at(moment: int, system: System, prefill_hears_after: int) -> set[s
     system._look()
     for _ in range(moment):
         system.one_turn()
-    system.cancel(prefill_hears_after)
+    system.cancel(prefill_receives_after)
     for _ in range(int(WITHIN_S / TURN_S)):
         system.one_turn()
     assert system.num_used == (0, 0), f"moment {moment}: {system.seen}"
@@ -187,7 +187,7 @@ def cancelled_at(moment: int, system: System, prefill_hears_after: int) -> set[s
 
 def test_cancelled_at_any_moment_in_any_state() -> None:
     seen: set[str] = set()
-    for mover, full, prefill_hears_after in itertools.product(("shm", "tcp"), (False, True), (1, 4)):
+    for mover, full, prefill_receives_after in itertools.product(("shm", "tcp"), (False, True), (1, 4)):
         for moment in range(60):
-            seen |= cancelled_at(moment, System(mover, full), prefill_hears_after)
+            seen |= cancelled_at(moment, System(mover, full), prefill_receives_after)
     assert seen == EVERY_STATE

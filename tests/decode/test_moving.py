@@ -44,14 +44,14 @@ MODEL = ModelIdentity(fingerprint="m", dtype="float32", block_size=BLOCK, layout
 PARAMS = {"max_tokens": 30, "temperature": 0.0, "presence_penalty": 0.5, "seed": 7, "logprobs": 0}
 
 
-def say_next(tokens: list[int]) -> int:
+def generate_next(tokens: list[int]) -> int:
     return (sum((i + 1) * t for i, t in enumerate(tokens)) * 31 + 7) % 251 + 1
 
 
 def expected(prompt: list[int], count: int) -> list[int]:
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(say_next(tokens))
+        tokens.append(generate_next(tokens))
     return tokens[len(prompt) :]
 
 
@@ -68,7 +68,7 @@ class Worker:
         )
         meet = Meet(worker_id=name, incarnation=1, host="h", pid=1, model=MODEL, movers=("tcp",))
         self.core = DecodeCore((name, 1), scheduler, receiver, MODEL.fingerprint, meet)
-        self.said: list[Message] = []
+        self.sent: list[Message] = []
         self.step: DecodeStep | None = None
 
     def begin(self) -> None:
@@ -82,7 +82,7 @@ class Worker:
         if step is not None:
             states = [s.state for s in step.sequences]
             tokens = np.array(
-                [say_next([*s.prompt_token_ids, *s.output_token_ids]) for s in states], np.int32
+                [generate_next([*s.prompt_token_ids, *s.output_token_ids]) for s in states], np.int32
             )
             logprobs = {row: Logprobs(-float(token)) for row, token in enumerate(tokens)}
             self.core.complete(step, StepOutput(tokens, logprobs), self.pair.now)
@@ -95,7 +95,7 @@ class Worker:
     def _carry_out(self, action: Any, lossy: Callable[[Message], int]) -> None:
         other = self.pair.other(self)
         if isinstance(action, act.ToCoordinator):
-            self.said.append(action.message)
+            self.sent.append(action.message)
         elif isinstance(action, act.ToPeer):
             self._send(other, action.message, lossy)
         elif isinstance(action, act.SendHandoff):
@@ -112,7 +112,7 @@ class Worker:
         for _ in range(lossy(message)):
             self.pair.mail.append((self, other, message))
 
-    def hear(self, sender: Worker, message: Message) -> None:
+    def receive(self, sender: Worker, message: Message) -> None:
         moving = self.core.moving
         assert moving is not None
         if message.__class__.__name__ in ("Met", "Grant", "Refuse", "Ack", "Nack", "Revoke"):
@@ -159,7 +159,7 @@ class Pair:
         self.now += seconds
         mail, self.mail = self.mail, []
         for sender, receiver, message in mail:
-            receiver.hear(sender, message)
+            receiver.receive(sender, message)
         for worker in (self.a, self.b):
             worker.core.tick(self.now)
             worker.end()
@@ -170,7 +170,7 @@ class Pair:
     def tokens(self) -> dict[int, int]:
         """What the coordinator makes of it: by index, from whoever says it first. All who say it agree."""
         found = {0: self.want[0]}
-        for message in (*self.a.said, *self.b.said):
+        for message in (*self.a.sent, *self.b.sent):
             if isinstance(message, StepTokens):
                 for index, token in zip(from_u32(message.indices), from_u32(message.tokens), strict=True):
                     assert found.setdefault(index, token) == token
@@ -179,7 +179,7 @@ class Pair:
         return found
 
     def joined(self) -> list[Joined]:
-        return [m for m in self.b.said if isinstance(m, Joined)]
+        return [m for m in self.b.sent if isinstance(m, Joined)]
 
 
 def test_a_sequence_goes_on_at_the_other_worker_with_all_of_its_state() -> None:
@@ -200,7 +200,7 @@ def test_a_sequence_goes_on_at_the_other_worker_with_all_of_its_state() -> None:
         pair.turn()
     assert pair.tokens() == dict(enumerate(pair.want))
     assert pair.b.blocks.num_used == 0
-    steps = [m for m in pair.b.said if isinstance(m, StepTokens)]
+    steps = [m for m in pair.b.sent if isinstance(m, StepTokens)]
     assert [m for m in steps if m.finished][-1].finished == {0: "length"}
 
 
@@ -234,8 +234,8 @@ def test_a_move_that_fails_leaves_the_sequence_running_where_it_is(how: str) -> 
     assert not pair.joined()
     assert pair.a.blocks.num_used == 0
     assert pair.b.blocks.num_used == (32 if how == "full" else 0)
-    told = [m for m in pair.a.said if isinstance(m, RequestFailed)]
-    assert [m.dispatch for m in told] == ([] if how == "cancelled" else [2])
+    reported = [m for m in pair.a.sent if isinstance(m, RequestFailed)]
+    assert [m.dispatch for m in reported] == ([] if how == "cancelled" else [2])
 
 
 def test_a_sequence_that_is_cancelled_while_it_leaves_is_free_on_both_sides() -> None:
@@ -256,15 +256,15 @@ def test_what_nobody_takes_is_given_back_when_the_time_is_over() -> None:
     pair = Pair()
     pair.turn()
     pair.a.core.drain(pair.now, 0.5)
-    loads = [m for m in pair.a.said if isinstance(m, Load)]
+    loads = [m for m in pair.a.sent if isinstance(m, Load)]
     pair.turn()
-    loads = [m for m in pair.a.said if isinstance(m, Load)]
+    loads = [m for m in pair.a.sent if isinstance(m, Load)]
     assert [m.draining for m in loads] == [True]
     assert not pair.a.core.may_leave
     for _ in range(11):
         pair.turn()
     assert pair.a.core.may_leave
-    assert [(m.dispatch, m.kind) for m in pair.a.said if isinstance(m, RequestFailed)] == [(1, "preempted")]
+    assert [(m.dispatch, m.kind) for m in pair.a.sent if isinstance(m, RequestFailed)] == [(1, "preempted")]
 
 
 @settings(max_examples=80, deadline=None)

@@ -41,25 +41,25 @@ def step(
     made = core.schedule(0.0)
     assert made is not None
     core.complete(made, StepOutput(np.array(tokens, np.int32), logprobs or {}), 0.0)
-    said = [
+    text = [
         a.message
         for a in core.take(0.0)
         if isinstance(a, ToCoordinator) and isinstance(a.message, StepTokens)
     ]
-    assert len({message.coordinator for message in said}) == len(said)
-    return {message.coordinator: message for message in said}
+    assert len({message.coordinator for message in text}) == len(text)
+    return {message.coordinator: message for message in text}
 
 
 def test_each_is_told_of_its_own_rows() -> None:
     core = make()
     for coordinator, dispatch, max_tokens in ((100, 1, 5), (200, 1, 2), (100, 2, 5), (200, 2, 5)):
         join(core, coordinator, dispatch, max_tokens)
-    told = step(core, [5, 6, 7, 8], {3: Logprobs(-0.5, (), ())})
-    assert {c: (from_u32(m.dispatches), from_u32(m.tokens), m.finished) for c, m in told.items()} == {
+    reported = step(core, [5, 6, 7, 8], {3: Logprobs(-0.5, (), ())})
+    assert {c: (from_u32(m.dispatches), from_u32(m.tokens), m.finished) for c, m in reported.items()} == {
         100: ([1, 2], [5, 7], {}),
         200: ([1, 2], [6, 8], {0: "length"}),
     }
-    assert [list(told[c].logprobs) for c in (100, 200)] == [[], [1]]
+    assert [list(reported[c].logprobs) for c in (100, 200)] == [[], [1]]
 
 
 def test_a_cancellation_is_its_coordinators_alone() -> None:

@@ -17,7 +17,7 @@ from splitserve.engine.step.batch import SamplingParams, SamplingState, StepOutp
 BLOCK, EOS = 4, 0
 
 
-def say_next(token: int, position: int) -> int:
+def generate_next(token: int, position: int) -> int:
     """A token from its input token and that one's position; now and then the end."""
     return (token * 31 + position * 17 + 7) % 23
 
@@ -25,7 +25,7 @@ def say_next(token: int, position: int) -> int:
 def answer(num_prompt: int, max_tokens: int) -> list[int]:
     tokens = [9]
     while len(tokens) < max_tokens and tokens[-1] != EOS:
-        tokens.append(say_next(tokens[-1], num_prompt + len(tokens) - 1))
+        tokens.append(generate_next(tokens[-1], num_prompt + len(tokens) - 1))
     return tokens
 
 
@@ -45,7 +45,7 @@ class Device:
             for f, t in zip(batch.fed_from, batch.token_ids, strict=True)
         ]
         self.sampled = np.array(
-            [say_next(t, int(p)) for t, p in zip(inputs, batch.positions, strict=True)], np.int32
+            [generate_next(t, int(p)) for t, p in zip(inputs, batch.positions, strict=True)], np.int32
         )
         return step, StepOutput(self.sampled)
 

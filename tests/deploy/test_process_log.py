@@ -95,7 +95,7 @@ def test_each_request_is_a_line_with_its_id_and_its_stages(caplog: pytest.LogCap
     )
     with caplog.at_level(logging.INFO):
         log_request(record)
-    (logged,) = [said for said in caplog.records if said.name == log_request.__module__]
+    (logged,) = [message for message in caplog.records if message.name == log_request.__module__]
     assert logged.getMessage() == (
         "cmpl-1 200 in 2000.0 ms (parse 500.0, decode 1500.0): 10 prompt tokens (4 cached), 7 "
         "output tokens, p0 to d0"
@@ -138,6 +138,6 @@ def test_a_log_on_a_full_disk_costs_lines_and_no_process(tmp_path: Path) -> None
             log("coordinator", f"line {number}")
         os.dup2(os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT), full.fileno())  # there is space again
         log("coordinator", "line 3")
-    said = (tmp_path / "log").read_text()
-    assert "line 3\n" in said
-    assert "about 3 lines before this one are lost: there was no space" in said
+    message = (tmp_path / "log").read_text()
+    assert "line 3\n" in message
+    assert "about 3 lines before this one are lost: there was no space" in message

@@ -111,13 +111,13 @@ async def test_a_crashed_process_starts_again(tmp_path: Path) -> None:
 
 async def test_a_process_that_starts_again_gets_more_arguments() -> None:
     lines = Lines()
-    said = Command(
+    message = Command(
         "worker",
         [sys.executable, "-c", "import sys; print('got', sys.argv[1:])"],
         dict(os.environ),
         argv_again=["--less"],
     )
-    watched = supervisor([python("steady", SLEEPER), said], lines)
+    watched = supervisor([python("steady", SLEEPER), message], lines)
     assert await watched.run(returning(0, lambda: lines.until(2, "got ['--less']"))) == 0
     assert next(line for _, line in lines.seen if "got" in line) == "got []"
 

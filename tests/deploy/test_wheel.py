@@ -186,8 +186,8 @@ def test_the_coordinator_runs_without_torch(bare: Path, tmp_path: Path) -> None:
             operator = {"authorization": f"Bearer {key.read_text()}"}
             assert "splitserve_workers" in http.get("/metrics", headers=operator).text
             assert http.get("/").status_code == 200, "the dashboard is in the wheel"
-            told = run(bare, "top", "--url", f"http://127.0.0.1:{port}", "--admin-key-file", str(key))
-            assert "No workers are connected" in told.stdout, told.stderr
+            reported = run(bare, "top", "--url", f"http://127.0.0.1:{port}", "--admin-key-file", str(key))
+            assert "No workers are connected" in reported.stdout, reported.stderr
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)

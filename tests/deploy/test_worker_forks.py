@@ -56,28 +56,30 @@ def forks() -> Iterator[WorkerForks]:
 
 
 async def test_output_and_status_are_the_command_s_own(forks: WorkerForks) -> None:
-    said = Said()
-    assert await ChildProcess(Command("asks", ["version"], ENVIRON, forks.start), said).run() == 0
-    assert said.lines[0].startswith("splitserve "), "the command's own words come first"
+    message = Said()
+    assert await ChildProcess(Command("asks", ["version"], ENVIRON, forks.start), message).run() == 0
+    assert message.lines[0].startswith("splitserve "), "the command's own words come first"
     assert (
-        await ChildProcess(Command("wrong", ["prefill", "--blocks", "8"], ENVIRON, forks.start), said).run()
+        await ChildProcess(
+            Command("wrong", ["prefill", "--blocks", "8"], ENVIRON, forks.start), message
+        ).run()
         == 2
     )
-    assert "No such option" in said.lines[-1]
+    assert "No such option" in message.lines[-1]
 
 
 async def test_a_worker_has_torch_from_its_server_and_an_environment_of_its_own(forks: WorkerForks) -> None:
-    said = Said()
+    message = Said()
     child = ChildProcess(
-        Command("prefill-0", WORKER, ENVIRON | {"SPLITSERVE_LOG_FORMAT": "json"}, forks.start), said
+        Command("prefill-0", WORKER, ENVIRON | {"SPLITSERVE_LOG_FORMAT": "json"}, forks.start), message
     )
     running = asyncio.create_task(child.run())
-    await said.until(UP)
+    await message.until(UP)
     assert child.pid is not None
     worker = psutil.Process(child.pid)
     assert worker.name() == "prefill-0"
     assert os.getsid(child.pid) == child.pid  # Ctrl-C in the supervisor's terminal does not reach it
-    assert said.lines[0].startswith('{"time"'), said.lines
+    assert message.lines[0].startswith('{"time"'), message.lines
     child.signal(signal.SIGKILL)
     assert await running == -signal.SIGKILL
     assert not child.running
@@ -100,16 +102,16 @@ def server_of(forks: WorkerForks) -> psutil.Process:
 async def test_a_killed_fork_server_costs_no_worker(
     forks: WorkerForks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said, sentences = Said(), list[str]()
+    message, sentences = Said(), list[str]()
     monkeypatch.setattr(forks, "_notify", sentences.append)
     forks._unwatch()  # the loop of the test before this one
-    child = ChildProcess(Command("prefill-0", WORKER, ENVIRON, forks.start), said)
+    child = ChildProcess(Command("prefill-0", WORKER, ENVIRON, forks.start), message)
     running = asyncio.create_task(child.run())
-    await said.until(UP)
+    await message.until(UP)
     assert child.pid is not None
     server = server_of(forks)
     server.kill()
-    assert await ChildProcess(Command("later", ["version"], ENVIRON, forks.start), said).run() == 0
+    assert await ChildProcess(Command("later", ["version"], ENVIRON, forks.start), message).run() == 0
     assert server_of(forks).pid != server.pid, "another one made the later worker"
     assert [str(server.pid) in sentence for sentence in sentences] == [True]
     worker = psutil.Process(child.pid)
@@ -126,11 +128,13 @@ async def test_a_fork_server_that_always_dies_fails_the_start_and_not_the_superv
     def died(*_: object) -> tuple[int, int]:
         raise EOFError
 
-    said = Said()
+    message = Said()
     monkeypatch.setattr(forks, "_fork", died)
     monkeypatch.setattr("splitserve.deploy.worker_forks.PAUSES_S", (0.0, 0.0, 0.0))
-    assert await ChildProcess(Command("never", ["version"], ENVIRON, forks.start), said).run() == NOT_STARTED
-    assert said.lines == ["it cannot be started: the fork server ended 3 times while it started never"]
+    assert (
+        await ChildProcess(Command("never", ["version"], ENVIRON, forks.start), message).run() == NOT_STARTED
+    )
+    assert message.lines == ["it cannot be started: the fork server ended 3 times while it started never"]
 
 
 ORPHANS = "import os, sys; sys.exit(0) if os.fork() else os._exit(7)"

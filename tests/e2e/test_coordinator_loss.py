@@ -66,7 +66,7 @@ def test_workers_free_what_nobody_owns_and_take_new_work_at_once(forked_cluster:
     pids = {w["pid"] for w in cluster.state()["workers"]}
 
     def went_on_meanwhile() -> bool:
-        said = {name: len(cluster.log_of(name)) for name in NAMES}
+        text = {name: len(cluster.log_of(name)) for name in NAMES}
         silent = lose_the_coordinator(cluster)
         wait_for("the next coordinator serves", cluster.ready)
         cluster.wait_whole(2, 2)
@@ -75,7 +75,7 @@ def test_workers_free_what_nobody_owns_and_take_new_work_at_once(forked_cluster:
         assert {w["pid"] for w in cluster.state()["workers"]} == pids
         for name in NAMES:
             gave_up = re.findall(
-                r"for (\d+) s: freeing all it had asked for", cluster.log_of(name)[said[name] :]
+                r"for (\d+) s: freeing all it had asked for", cluster.log_of(name)[text[name] :]
             )
             assert gave_up, name
             assert all(int(seconds) >= ORPHANED_AFTER_S for seconds in gave_up), (

@@ -126,10 +126,10 @@ def test_the_command(flexible: Cluster) -> None:
         result = command.invoke(cli, [*arguments, "--url", flexible.url])
         return result.exit_code, result.output
 
-    status, said = splitserve("flip", prefill["process"], "--to", "decode")
-    assert (status, "last prefill worker" in said) == (1, True), said
+    status, message = splitserve("flip", prefill["process"], "--to", "decode")
+    assert (status, "last prefill worker" in message) == (1, True), message
     assert splitserve("flip", "nobody", "--to", "decode")[0] == 1
-    status, said = splitserve("flip", decode["process"], "--to", "prefill")
-    assert (status, f"{decode['process']} is a prefill worker" in said) == (0, True), said
+    status, message = splitserve("flip", decode["process"], "--to", "prefill")
+    assert (status, f"{decode['process']} is a prefill worker" in message) == (0, True), message
     flexible.wait_whole(2, 1)
     assert "is a prefill worker already" in splitserve("flip", decode["process"], "--to", "prefill")[1]

@@ -63,8 +63,8 @@ def test_a_killed_worker_is_noticed_before_it_is_missed(cluster: Cluster, role: 
     os.kill(victim["pid"], signal.SIGKILL)
 
     def reasons() -> list[str]:
-        said = cluster.log.read_bytes()[begins:].decode()
-        return re.findall(f"{role} worker {victim['worker_id']} is gone: (.*)\n", said)
+        message = cluster.log.read_bytes()[begins:].decode()
+        return re.findall(f"{role} worker {victim['worker_id']} is gone: (.*)\n", message)
 
     wait_for("the loss is noticed", lambda: bool(reasons()))
     assert reasons()[0] == "its process has ended", "and not: silent for so many seconds"

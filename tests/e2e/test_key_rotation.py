@@ -60,14 +60,14 @@ def test_the_key_is_changed_under_streams(tmp_path: Path) -> None:
         with ThreadPoolExecutor(NUM_STREAMS) as pool:
             streams = [pool.submit(stream_until_enough) for _ in range(NUM_STREAMS)]
             try:
-                for number, (step, says) in enumerate(STEPS.items(), 1):
-                    told = CliRunner().invoke(cli, ["keygen", str(key_file), "--rotate", step])
-                    assert told.exit_code == 0, told.output
+                for number, (step, expected) in enumerate(STEPS.items(), 1):
+                    reported = CliRunner().invoke(cli, ["keygen", str(key_file), "--rotate", step])
+                    assert reported.exit_code == 0, reported.output
                     wait_for(
                         f"the coordinator follows {step}",
                         lambda n=number: cluster.log.read_text().count(FOLLOWED) == n,
                     )  # type: ignore[misc]
-                    assert cluster.log.read_text().rpartition(FOLLOWED)[2].startswith(says)
+                    assert cluster.log.read_text().rpartition(FOLLOWED)[2].startswith(expected)
                     restart_workers(cluster, number)
             finally:
                 enough.set()

@@ -52,9 +52,11 @@ def test_a_mover_that_breaks_is_replaced_by_zmq(
         assert Streams(broken, PROMPTS, NUM_TOKENS).texts() == expected
         broken.wait_log("broken by a test; from now on by tcp")
         broken.wait_log("hands KV blocks to decode-0 by tcp")
-        said = broken.log.read_text()
+        message = broken.log.read_text()
         assert (
-            said.index("decode-0 by shm") < said.index("from now on by tcp") < said.index("decode-0 by tcp")
+            message.index("decode-0 by shm")
+            < message.index("from now on by tcp")
+            < message.index("decode-0 by tcp")
         )
         wait_for("the count is told", lambda: fallbacks(HTTP.get(f"{broken.url}/metrics").text) == 1)
         broken.wait_at_rest()

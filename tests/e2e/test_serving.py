@@ -135,8 +135,8 @@ def test_metrics_tell_of_the_work(cluster: Cluster) -> None:
         "request_handoff_time_seconds",
         "kv_blocks",
     ):
-        told = lambda name=name: f"splitserve_{name}" in HTTP.get(f"{cluster.url}/metrics").text  # noqa: E731
-        wait_for(name, told)  # a scrape within a second of another gets the same text
+        reported = lambda name=name: f"splitserve_{name}" in HTTP.get(f"{cluster.url}/metrics").text  # noqa: E731
+        wait_for(name, reported)  # a scrape within a second of another gets the same text
 
 
 def test_metrics_tell_how_busy_each_worker_is_and_how_long_its_start_took(cluster: Cluster) -> None:
@@ -260,7 +260,7 @@ def test_workers_of_different_block_sizes_are_refused_in_a_sentence(tiny: Tiny, 
         ["decode", *worker, "--block-size", "32"],
     ]
 
-    def said() -> str:
+    def sentence() -> str:
         try:
             answer = HTTP.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "x"})
         except httpx.TransportError:
@@ -274,7 +274,7 @@ def test_workers_of_different_block_sizes_are_refused_in_a_sentence(tiny: Tiny, 
         try:
             wait_for(
                 "both workers are compared",
-                lambda: "do not fit together: their block size differs (16 and 32)" in said(),
+                lambda: "do not fit together: their block size differs (16 and 32)" in sentence(),
             )
             wait_for(
                 "the log says so too",

@@ -29,7 +29,7 @@ EXPECTED = {
 
 
 @contextmanager
-def otlp_receiver(heard: list[tuple[str, str, str, bytes]]) -> Iterator[str]:
+def otlp_receiver(received: list[tuple[str, str, str, bytes]]) -> Iterator[str]:
     """Its address; ``heard`` gets (service, span, trace id, parent)."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -40,7 +40,9 @@ def otlp_receiver(heard: list[tuple[str, str, str, bytes]]) -> Iterator[str]:
                     a.value.string_value for a in resource.resource.attributes if a.key == "service.name"
                 ]
                 spans = [span for scope in resource.scope_spans for span in scope.spans]
-                heard.extend((service, span.name, span.trace_id.hex(), span.parent_span_id) for span in spans)
+                received.extend(
+                    (service, span.name, span.trace_id.hex(), span.parent_span_id) for span in spans
+                )
             answer = ExportTraceServiceResponse().SerializeToString()
             self.send_response(200)
             self.send_header("content-length", str(len(answer)))
@@ -71,9 +73,9 @@ def check_ledger(server_timing: str, took: float) -> dict[str, float]:
 
 
 def test_one_trace_across_three_processes(tiny: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
-    heard: list[tuple[str, str, str, bytes]] = []
+    received: list[tuple[str, str, str, bytes]] = []
     with (
-        otlp_receiver(heard) as endpoint,
+        otlp_receiver(received) as endpoint,
         running(tiny[0], tmp_path, "--kv-cache-gib", "0.1", "--otlp-endpoint", endpoint) as cluster,
     ):
         body = {"model": MODEL_NAME, "prompt": "x", "max_tokens": 5, "ignore_eos": True}
@@ -90,7 +92,9 @@ def test_one_trace_across_three_processes(tiny: tuple[Path, PreTrainedModel], tm
             lambda: min(ask({})[stage] for stage in ("prefill", "handoff", "decode")) > 0,
         )
         wait_for(
-            "spans of all three", lambda: {span[:2] for span in heard if span[2] == TRACE_ID} >= EXPECTED
+            "spans of all three", lambda: {span[:2] for span in received if span[2] == TRACE_ID} >= EXPECTED
         )
-        parents = {span[3] for span in heard if span[0] != "splitserve-coordinator" and span[2] == TRACE_ID}
+        parents = {
+            span[3] for span in received if span[0] != "splitserve-coordinator" and span[2] == TRACE_ID
+        }
         assert len(parents) == 1  # the workers' spans lie below the coordinator's

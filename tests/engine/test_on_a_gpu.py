@@ -65,7 +65,7 @@ def generate(runner: ModelRunner, ahead: bool, waits: list[str] | None = None) -
     random = np.random.default_rng(4)
     long = HandSequence(random.integers(0, VOCAB_SIZE, 10).tolist(), [9, 3], EDITED)
     short = HandSequence(random.integers(0, VOCAB_SIZE, 4).tolist(), [1], PLAIN)
-    told, waiting = [], []
+    reported, waiting = [], []
     steps = [
         ([long], [7], None),
         ([long, short], [3, 4], None),
@@ -81,11 +81,11 @@ def generate(runner: ModelRunner, ahead: bool, waits: list[str] | None = None) -
         before = len(waits or ())
         waiting.append(runner.launch(batch, (lambda _: None) if rows is None else None))
         assert len(waits or ()) == before, f"the host waits for the device in a launch: {waits}"
-        told.append(waiting.pop()())
-        for sequence, count, token in zip(sequences, counts, told[-1].token_ids.tolist(), strict=True):
+        reported.append(waiting.pop()())
+        for sequence, count, token in zip(sequences, counts, reported[-1].token_ids.tolist(), strict=True):
             sequence.num_computed += count
             sequence.output += [token] if token >= 0 else []
-    return told
+    return reported
 
 
 def test_a_worker_starts_and_steps_without_a_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,8 +112,8 @@ def test_a_worker_starts_and_steps_without_a_wait(tmp_path: Path, monkeypatch: p
         model.fetch([9, 3])
     for step, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert one.token_ids.tolist() == other.token_ids.tolist(), step
-        assert {row: told.top_ids for row, told in one.logprobs.items()} == {
-            row: told.top_ids for row, told in other.logprobs.items()
+        assert {row: reported.top_ids for row, reported in one.logprobs.items()} == {
+            row: reported.top_ids for row, reported in other.logprobs.items()
         }
     held = model.runner.kv_cache.pool.as_subclass(torch.Tensor).view(torch.uint8).view(NUM_BLOCKS, 1, -1)
     assert np.array_equal(model.pool[[9, 3]], held[[9, 3]].numpy())

@@ -47,14 +47,14 @@ def three_steps(
     params = SamplingParams(max_tokens=9, temperature=0.8, seed=5, logprobs=2)
     long = HandSequence(random.integers(0, VOCAB_SIZE, 30).tolist(), [9, 3, 50, 4], params)
     short = HandSequence(random.integers(0, VOCAB_SIZE, 7).tolist(), [1, 40], params)
-    told = []
+    reported = []
     for steps in ([(long, 20), (short, 7)], [(long, 10), (short, 1)], [(long, 1), (short, 1)]):
         output = runner.execute(make_batch(steps, BLOCK_SIZE))
         for (sequence, count), token in zip(steps, output.token_ids.tolist(), strict=True):
             sequence.num_computed += count
             sequence.output += [token] if token >= 0 else []
-        told.append(output)
-    return told, runner.kv_cache.pool
+        reported.append(output)
+    return reported, runner.kv_cache.pool
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
@@ -67,9 +67,9 @@ def test_a_model_runs_the_same(family: str, tmp_path: Path, monkeypatch: pytest.
     assert relative_error(pool.nan_to_num(), expected_pool.nan_to_num()) < 1e-5
     for step, expected_step in zip(found, expected, strict=True):
         assert step.token_ids.tolist() == expected_step.token_ids.tolist()
-        for row, told in expected_step.logprobs.items():
-            assert step.logprobs[row].top_ids == told.top_ids
-            assert step.logprobs[row].top_logprobs == pytest.approx(told.top_logprobs, abs=1e-4)
+        for row, reported in expected_step.logprobs.items():
+            assert step.logprobs[row].top_ids == reported.top_ids
+            assert step.logprobs[row].top_logprobs == pytest.approx(reported.top_logprobs, abs=1e-4)
 
 
 @pytest.mark.usefixtures("guarded_memory")

@@ -78,9 +78,9 @@ def test_the_same_tokens_as_on_a_cpu(rows: list[SamplingState], seed: int, ties:
     found, logprobs = DeviceSampler((EOS,)).sample(logits, sampled)
     assert found.tolist() == expected.tolist()
     assert logprobs.keys() == expected_logprobs.keys()
-    for row, told in expected_logprobs.items():
-        assert logprobs[row].logprob == pytest.approx(told.logprob, abs=1e-5)
-        assert logprobs[row].top_logprobs == pytest.approx(told.top_logprobs, abs=1e-5)
+    for row, reported in expected_logprobs.items():
+        assert logprobs[row].logprob == pytest.approx(reported.logprob, abs=1e-5)
+        assert logprobs[row].top_logprobs == pytest.approx(reported.top_logprobs, abs=1e-5)
 
 
 def test_a_vocabulary_of_several_slices() -> None:
@@ -126,9 +126,9 @@ def test_rows_that_follow_a_grammar() -> None:
     assert found.tolist() == expected.tolist()
     assert set(found[:3].tolist()) <= {7, 8, VOCAB - 1}
     assert found[3] == logits[3].argmax()
-    for row, told in expected_logprobs.items():
-        assert logprobs[row].logprob == pytest.approx(told.logprob, abs=1e-5)
-        assert logprobs[row].top_ids == told.top_ids
+    for row, reported in expected_logprobs.items():
+        assert logprobs[row].logprob == pytest.approx(reported.logprob, abs=1e-5)
+        assert logprobs[row].top_ids == reported.top_ids
 
 
 def test_the_chosen_tokens_are_counted_on_the_device() -> None:

@@ -84,11 +84,11 @@ def test_a_part_that_is_out_of_time_leaves_the_others_theirs(
     monkeypatch.setattr("splitserve.bench.kernels.gpu_check.CHECKS_WEIGHT", 0.0)
     report = Report(None, deadline=190.0)
     run_parts(report, "cpu")
-    said = capsys.readouterr().out
-    assert said.count("ran   30 s") == 2, "a third of 90 s, and the one that it was at"
-    assert "slow: out of time, the rest is left out" in said
-    assert said.count("ran   1 s") == 3
-    assert said.count("ran   5 s") == 4
+    message = capsys.readouterr().out
+    assert message.count("ran   30 s") == 2, "a third of 90 s, and the one that it was at"
+    assert "slow: out of time, the rest is left out" in message
+    assert message.count("ran   1 s") == 3
+    assert message.count("ran   5 s") == 4
     assert not report.wrong
 
 

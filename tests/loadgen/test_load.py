@@ -140,6 +140,6 @@ async def test_failures_are_reported_not_hidden() -> None:
 
 def test_no_server_is_one_sentence_among_the_errors(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(LoadSettings(url="http://127.0.0.1:9", requests=1)) == 1
-    said = capsys.readouterr()
-    assert said.err.startswith("splitserve: http://127.0.0.1:9 does not list its models")
-    assert "does not list" not in said.out
+    message = capsys.readouterr()
+    assert message.err.startswith("splitserve: http://127.0.0.1:9 does not list its models")
+    assert "does not list" not in message.out

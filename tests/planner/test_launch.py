@@ -37,12 +37,12 @@ def test_the_command_writes_a_configuration_that_up_reads(
     for part in ("Recommended: ", "in other orders", "isaggregat", "colocated", "load grows by 50%", "A plan from mean", "TPOT here is",
                  "2 workers to a host change nothing for"):  # fmt: skip
         assert part in text
-    said = json.loads((tmp_path / "j.json").read_text())
-    assert said["best"]["goodput_per_s"] > 0
-    assert said["tpot"] == "(last token - first token) / (tokens - 1)"
+    message = json.loads((tmp_path / "j.json").read_text())
+    assert message["best"]["goodput_per_s"] > 0
+    assert message["tpot"] == "(last token - first token) / (tokens - 1)"
     assert (tmp_path / "p.png").stat().st_size > 10_000
-    best = said["best"]
-    assert (tmp_path / "up.yaml").read_text().startswith(f"# splitserve plan: {said['recommended']}, for ")
+    best = message["best"]
+    assert (tmp_path / "up.yaml").read_text().startswith(f"# splitserve plan: {message['recommended']}, for ")
     launched = up(
         {"run_dir": Value(tmp_path / "run", "test"), "port": Value(0, "test")},
         Sources.read(tmp_path / "up.yaml", env={}),
@@ -102,10 +102,10 @@ def test_several_kinds_of_hardware_are_launched_each_as_its_profile_is(tmp_path:
     alone = [load(role, flags, Sources.read(path, env={})) for role in ("coordinator", "prefill", "decode")]
     assert {settings.max_model_len for settings in alone} == {1024}  # type: ignore[attr-defined]
     assert alone[2].num_blocks == 300  # type: ignore[attr-defined]
-    said = path.read_text()
-    assert "`splitserve prefill` on large (2 of them), `splitserve decode` on small (1 of them)" in said
-    assert "A worker of large is 2 GPUs in its profile" in said
-    assert "block sizes" not in said
+    message = path.read_text()
+    assert "`splitserve prefill` on large (2 of them), `splitserve decode` on small (1 of them)" in message
+    assert "A worker of large is 2 GPUs in its profile" in message
+    assert "block sizes" not in message
 
 
 @pytest.mark.parametrize("candidate", [Candidate(0, 0, 3, 512, 16, mover="tcp"), Candidate(2, 1, 3, 512, 16)])

@@ -154,8 +154,8 @@ def test_a_worker_spans_the_gpus_that_its_profile_says(tmp_path: Path) -> None:
         "gpus": 8,
         "slo": "ttft=0.5@p90",
     }
-    for told, spanned in ((None, 4), (2, 2)):
-        (kind,) = the_hardware(PlanSettings(**common, gpus_per_worker=told)).kinds
+    for reported, spanned in ((None, 4), (2, 2)):
+        (kind,) = the_hardware(PlanSettings(**common, gpus_per_worker=reported)).kinds
         assert kind.gpus == spanned
 
 
@@ -248,10 +248,10 @@ def test_a_load_that_is_over_before_the_cluster_has_filled_is_told_as_a_bound() 
     found = search(asked, Goal("goodput", Limits(3), chunks=(512,)), processes=1)
     assert found.winner.at_bound
     assert found.winner.goodput <= found.winner.bound
-    said = sentences(found)
-    assert any(line.startswith("That is what these workers could keep up with for long") for line in said)
-    assert any(line.startswith("Whether to disaggregate this load does not tell: ") for line in said)
-    (growth,) = (line for line in said if line.startswith("When load grows by 50%"))
+    message = sentences(found)
+    assert any(line.startswith("That is what these workers could keep up with for long") for line in message)
+    assert any(line.startswith("Whether to disaggregate this load does not tell: ") for line in message)
+    (growth,) = (line for line in message if line.startswith("When load grows by 50%"))
     assert f"keep up with {found.winner.bound:.2f} for long; go to " in growth
     assert asked.bound(found.growth.candidate) >= 1.5 * found.winner.goodput
 
@@ -266,13 +266,13 @@ def test_a_load_that_is_over_too_soon_is_not_taken_for_what_the_cluster_serves_f
     assert simulate(over_and_over, winner.candidate, winner.goodput, give_up=False).tallies.attainment < 0.3
     assert found.sustained is not None
     assert simulate(over_and_over, winner.candidate, found.sustained, give_up=False).tallies.attainment >= 0.9
-    said = sentences(found)
+    message = sentences(found)
     assert any(
-        f"over and over it would serve about {found.sustained:.2f} requests/s" in line for line in said
+        f"over and over it would serve about {found.sustained:.2f} requests/s" in line for line in message
     )
     assert any(
         line.startswith("Whether to disaggregate this load does not tell: ") and "at most" in line
-        for line in said
+        for line in message
     )
     assert as_json(found)["sustained_per_s"] == found.sustained
 
@@ -326,9 +326,9 @@ def test_the_best_pure_split_is_told_beside_a_colocated_recommendation() -> None
     assert any(
         f"purely split, {found.split.candidate.ratio}" in line and worse in line for line in sentences(found)
     )
-    said = as_json(found)
-    assert said["split"]["compared"] == pytest.approx(found.split.goodput / found.winner.goodput)
-    assert said["colocated"]["compared"] == 1.0
+    message = as_json(found)
+    assert message["split"]["compared"] == pytest.approx(found.split.goodput / found.winner.goodput)
+    assert message["colocated"]["compared"] == 1.0
     assert found.split.candidate in found.curves
     assert found.winner.candidate in found.curves
     assert {c.colocated > 0 for c in found.sizes} == {True, False}
@@ -370,10 +370,10 @@ def test_a_harder_rest_of_the_trace_is_told_wherever_the_plan_is_read(
         json_file=tmp_path / "j.json", requests=40, launch_file=tmp_path / "up.yaml",
     )  # fmt: skip
     assert plan_command(settings) == 0
-    said = json.loads((tmp_path / "j.json").read_text())
-    (warning,) = said["warnings"]
+    message = json.loads((tmp_path / "j.json").read_text())
+    (warning,) = message["warnings"]
     assert warning.startswith("Over 100 requests of the trace, at the same compression, only about ")
-    assert warning in said["recommendation"]
+    assert warning in message["recommendation"]
     assert warning in " ".join(capsys.readouterr().out.split())
     first, *_ = (tmp_path / "up.yaml").read_text().splitlines()
     assert first.startswith("# ")

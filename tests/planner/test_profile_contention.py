@@ -44,14 +44,14 @@ class Host:
     def __init__(self) -> None:
         self.now, self.num_steps, self._times = 0.0, 0, StepClock(TRUTH, warns=False)
         self.beside: Role | None = None
-        self.told: list[Role | None] = []
+        self.reported: list[Role | None] = []
 
     def clock(self) -> float:
         return self.now
 
     def compute(self, role: Role | None) -> None:
         self.beside = role
-        self.told.append(role)
+        self.reported.append(role)
 
     def execute(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> StepOutput:
         self.num_steps += 1
@@ -92,7 +92,7 @@ def test_what_a_neighbour_costs_is_found_again_in_spite_of_interruptions() -> No
 def test_the_time_allowed_ends_the_measuring_but_not_before_a_few_rounds() -> None:
     host = Host()
     assert {len(b.ratios) for b in measured(host, precision=1e-9, budget_s=1.0)} == {MIN_ROUNDS}
-    assert host.told[-1] is None
+    assert host.reported[-1] is None
     assert {len(b.ratios) for b in measured(Host(), precision=1e-9)} == {MAX_ROUNDS}
 
 

@@ -161,12 +161,12 @@ def test_a_change_of_role_is_timed_on_real_workers_that_no_coordinator_hears_of(
 class Driver:
     """Tells the watts of what was last done, on a clock of its own."""
 
-    def __init__(self, tells: bool = True) -> None:
-        self.now, self.drawn, self._tells = 0.0, 70.0, tells
+    def __init__(self, shows: bool = True) -> None:
+        self.now, self.drawn, self._shows = 0.0, 70.0, shows
         self.gauges: dict[str, float] = {}
 
     def sample(self) -> None:
-        self.gauges = {"gpu_power_watts": self.drawn} if self._tells else {}
+        self.gauges = {"gpu_power_watts": self.drawn} if self._shows else {}
 
     def step(self, watts: float) -> None:
         self.now, self.drawn = self.now + 0.04, watts
@@ -178,7 +178,7 @@ class Driver:
 
 def test_power_is_told_apart_by_what_the_gpu_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.sleep", lambda _: None)
-    driver, silent = Driver(), Driver(tells=False)
+    driver, silent = Driver(), Driver(shows=False)
     power = measure_power(driver, lambda: driver.step(600.0), lambda: driver.step(350.0), driver.clock)
     assert power is not None
     assert (power.idle_w, power.prefill_w, power.decode_w) == pytest.approx((70, 600, 350))

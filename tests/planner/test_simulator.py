@@ -337,9 +337,9 @@ def test_the_command_writes_what_it_was_asked_for(tmp_path: Path, capsys: pytest
     records = list(csv.DictReader((tmp_path / "r.csv").read_text().splitlines()))
     assert len(records) == 30
     assert tuple(records[0]) == COLUMNS
-    said = json.loads((tmp_path / "j.json").read_text())
-    assert said["requests"] == {"finished": 30}
-    assert said["attainment"] == 1.0
+    message = json.loads((tmp_path / "j.json").read_text())
+    assert message["requests"] == {"finished": 30}
+    assert message["attainment"] == 1.0
     assert (tmp_path / "p.png").stat().st_size > 10_000
     assert "prefill-0-0" in (tmp_path / "h.html").read_text()
     assert "good requests/s" in " ".join(capsys.readouterr().out.split())
@@ -368,7 +368,7 @@ def test_what_a_clusters_file_says_is_not_said_by_an_option_too(given: dict[str,
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"slo": "ttft=0.2@p90"}, "That is enough: 90 of a hundred were asked for."),
         ({"slo": "ttft=0.001@p95"}, "That is too few: 95 of a hundred were asked for."),
@@ -379,7 +379,7 @@ def test_what_a_clusters_file_says_is_not_said_by_an_option_too(given: dict[str,
     ],
 )
 def test_the_command_says_what_came_of_each_option(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: dict[str, Any], said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: dict[str, Any], message: str
 ) -> None:
     profile().write(tmp_path / "p.json")
     usual = {
@@ -389,7 +389,7 @@ def test_the_command_says_what_came_of_each_option(
         "decode": 1,
     }
     assert simulate(SimulateSettings(**{**usual, **given})) == 0
-    assert said in " ".join(capsys.readouterr().out.split())
+    assert message in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_timeline_is_drawn_by_pool_and_two_pools_of_a_role_are_two() -> None:
@@ -414,11 +414,11 @@ def test_goodput_is_over_the_time_in_which_requests_arrive() -> None:
     """What the last answer takes after the last arrival is no part of it: the rate is that of a plan."""
     requests = [TraceRequest(0.5 * i, 100, 40) for i in range(9)]
     simulation, _ = run(cluster(), requests, slo=parse_slo("ttft=1").bounds)
-    said = summary(simulation)
-    assert said["simulated_s"] > said["arrivals_s"] == pytest.approx(4.0)
+    message = summary(simulation)
+    assert message["simulated_s"] > message["arrivals_s"] == pytest.approx(4.0)
     assert (
-        said["offered_per_s"]
-        == said["goodput_per_s"]
+        message["offered_per_s"]
+        == message["goodput_per_s"]
         == pytest.approx(9 / 4)
         == pytest.approx(Load(tuple(requests), None).rate)
     )

@@ -50,9 +50,9 @@ def test_the_command_sketches_where_it_is_asked_to(
         ]
         busy = ("busy", "busy_prefill", "busy_decode")
         assert [ours[name] for name in busy] == pytest.approx([theirs[name] for name in busy], rel=0.1)
-    said = " ".join(capsys.readouterr().out.split())
-    assert "Sketched: prompts queue" in said
-    assert "sketched requests a second of processor time" in said
+    message = " ".join(capsys.readouterr().out.split())
+    assert "Sketched: prompts queue" in message
+    assert "sketched requests a second of processor time" in message
 
 
 def test_a_sketch_sees_a_pools_own_memory_and_link() -> None:

@@ -62,7 +62,7 @@ REACHED = {
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         ({}, []),
         ({"of_oracle": 0.929}, ["0.929 of the oracle's goodput, below 0.93"]),
@@ -73,12 +73,12 @@ REACHED = {
         ),
     ],
 )
-def test_a_missed_goal_is_said(more: dict[str, object], said: list[str]) -> None:
-    assert missed_in_simulation({**REACHED, **more}) == said
+def test_a_missed_goal_is_said(more: dict[str, object], message: list[str]) -> None:
+    assert missed_in_simulation({**REACHED, **more}) == message
 
 
 @pytest.mark.parametrize(
-    ("lost", "recovery_s", "said"),
+    ("lost", "recovery_s", "message"),
     [
         (0, 29.0, []),
         (1, 0.0, ["1 of 10 streams were lost"]),
@@ -86,8 +86,10 @@ def test_a_missed_goal_is_said(more: dict[str, object], said: list[str]) -> None
         (0, 31.0, ["the objectives had recovered 31 s after the shift, later than 30 s"]),
     ],
 )
-def test_a_missed_goal_of_the_live_run_is_said(lost: int, recovery_s: float | None, said: list[str]) -> None:
-    assert missed_live({"num_streams": 10, "num_lost": lost, "recovery_s": recovery_s}) == said
+def test_a_missed_goal_of_the_live_run_is_said(
+    lost: int, recovery_s: float | None, message: list[str]
+) -> None:
+    assert missed_live({"num_streams": 10, "num_lost": lost, "recovery_s": recovery_s}) == message
 
 
 def test_changes_that_undo_the_one_before_are_counted_whatever_number_of_flips_they_have() -> None:
@@ -134,13 +136,13 @@ def test_the_command_tells_what_was_changed_on_a_trace_of_ones_own_and_what_that
     }
     assert simulate(SimulateSettings(**usual, slo="ttft=1.5,tpot=0.15", steer=True)) == 0
     text = " ".join(capsys.readouterr().out.split())
-    said = json.loads((tmp_path / "j.json").read_text())["steering"]
-    assert said["flips"] == len([d for d in said["decisions"] if d["kind"] == "flip"]) >= 1
-    assert {d["role"] for d in said["decisions"]} == {"prefill"}
-    assert said["decisions"][0]["worker"].startswith("decode-1-")
-    assert said["decisions"][0]["reason"] in text
+    message = json.loads((tmp_path / "j.json").read_text())["steering"]
+    assert message["flips"] == len([d for d in message["decisions"] if d["kind"] == "flip"]) >= 1
+    assert {d["role"] for d in message["decisions"]} == {"prefill"}
+    assert message["decisions"][0]["worker"].startswith("decode-1-")
+    assert message["decisions"][0]["reason"] in text
     assert "with every worker in the role that it began with" in text
-    alone = said["left_alone"]["attainment"]
+    alone = message["left_alone"]["attainment"]
     assert json.loads((tmp_path / "j.json").read_text())["attainment"] > alone
     assert simulate(SimulateSettings(**usual)) == 0
     assert "`flexible: true` changes nothing without --steer" in " ".join(capsys.readouterr().out.split())

@@ -56,14 +56,14 @@ class Rig:
 
     def report(self) -> None:
         """What has happened, then a heartbeat."""
-        said: list[Message] = []
+        text: list[Message] = []
         for action in self.prefill.take():
             if isinstance(action, act.ToCoordinator):
-                said.append(action.message)
+                text.append(action.message)
             elif not isinstance(action, act.Delivered):
                 self.unheard.append(action)  # type: ignore[arg-type]
-        for message in [*said, self.prefill.load()]:
-            self._obey(self.bench.say("p", message))
+        for message in [*text, self.prefill.load()]:
+            self._obey(self.bench.send("p", message))
 
     def wake(self) -> None:
         """The decode worker hears all, and takes in what it is sent."""

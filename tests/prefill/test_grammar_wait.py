@@ -55,7 +55,7 @@ def asked() -> PrefillCore:
     return core
 
 
-def told(core: PrefillCore) -> list[object]:
+def reported(core: PrefillCore) -> list[object]:
     return [action.message for action in core.take() if isinstance(action, act.ToCoordinator)]
 
 
@@ -71,7 +71,7 @@ def test_it_is_offered_before_its_grammar_is_there() -> None:
     step = core.schedule(0.0)
     assert step is not None
     core.complete(step, StepOutput(np.array([5], np.int32)), 0.1)
-    (first,) = told(core)
+    (first,) = reported(core)
     assert isinstance(first, FirstToken)
     assert (first.index, first.token) == (1, 5)
 
@@ -79,15 +79,15 @@ def test_it_is_offered_before_its_grammar_is_there() -> None:
 def test_a_grammar_that_is_none_ends_the_request_and_no_other() -> None:
     core = asked()
     core.schedule(0.0)
-    told(core)
+    reported(core)
     core.grammar_failed(KEY, "no grammar")
-    (failed,) = told(core)
+    (failed,) = reported(core)
     assert isinstance(failed, RequestFailed)
     assert failed.kind == "refused"
     assert core.blocks.num_used == 0
     core.grammar_failed(KEY, "again")
     core.grammar_compiled(KEY, Matcher())
-    assert told(core) == []
+    assert reported(core) == []
 
 
 def test_a_grammar_that_cannot_go_on_ends_the_request() -> None:
@@ -97,7 +97,7 @@ def test_a_grammar_that_cannot_go_on_ends_the_request() -> None:
     assert step is not None
     matcher.failure = "too complex"
     core.complete(step, StepOutput(np.array([0], np.int32)), 0.1)
-    (failed,) = told(core)
+    (failed,) = reported(core)
     assert isinstance(failed, RequestFailed)
     assert "too complex" in failed.message
     assert core.blocks.num_used == 0

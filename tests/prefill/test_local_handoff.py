@@ -48,7 +48,7 @@ class Process:
         self.offers: list[Offer] = []
         self.puts: list[int] = []  # positions
         self.joined: list[act.Join] = []
-        self.said: list[Message] = []  # to the coordinator
+        self.sent: list[Message] = []  # to the coordinator
 
     def ask(self, dispatch: int, num_tokens: int) -> None:
         spec = RequestSpec(
@@ -84,7 +84,7 @@ class Process:
 
     def _carry_out(self, action: object) -> None:
         if isinstance(action, act.ToCoordinator):
-            self.said.append(action.message)
+            self.sent.append(action.message)
         elif isinstance(action, act.ToPeer):
             self.offers += [action.message] if isinstance(action.message, Offer) else []
             self.decode.receive(PREFILL, action.message, 0.0)
@@ -138,7 +138,7 @@ def test_what_was_begun_is_given_back_when_the_process_leaves() -> None:
     process.step()
     process.prefill.drain(0.0)
     process.settle()
-    (failed,) = [message for message in process.said if isinstance(message, RequestFailed)]
+    (failed,) = [message for message in process.sent if isinstance(message, RequestFailed)]
     assert (failed.dispatch, failed.kind) == (1, "preempted")
     assert process.blocks.num_used == 0
     assert process.prefill.may_leave

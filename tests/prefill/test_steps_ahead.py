@@ -220,19 +220,19 @@ class OnGpu(torch.Tensor):
 
 
 def test_blocks_come_to_the_host_on_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
+    text: list[str] = []
 
     class Stream:
         def __init__(self, device: object) -> None: ...
 
         def synchronize(self) -> None:
-            said.append("waited for the side stream")
+            text.append("waited for the side stream")
 
     @contextmanager
     def stream(side: Stream | None) -> Iterator[None]:
-        said.append("onto the side stream" if side is not None else "nowhere")
+        text.append("onto the side stream" if side is not None else "nowhere")
         yield
-        said.append("off it")
+        text.append("off it")
 
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", stream)
@@ -240,12 +240,12 @@ def test_blocks_come_to_the_host_on_a_stream_of_their_own(monkeypatch: pytest.Mo
     pool = torch.arange(64, dtype=torch.uint8).view(4, 2, 8)
     mirror = HostMirror(pool.as_subclass(OnGpu), lambda num_bytes: memoryview(bytearray(num_bytes)))
     mirror.fetch([2], 1, 1)
-    assert said == ["onto the side stream", "off it", "waited for the side stream"]
+    assert text == ["onto the side stream", "off it", "waited for the side stream"]
     assert mirror.pool[2, 1].tolist() == pool[2, 1].tolist()
     assert not mirror.pool[2, 0].any()
-    said.clear()
+    text.clear()
     mirror.store([2])
-    assert said == [], "in the order of the computation, which nobody waits for"
+    assert text == [], "in the order of the computation, which nobody waits for"
 
 
 def test_a_launched_model_computes_chunk_after_chunk(tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def test_a_launched_model_computes_chunk_after_chunk(tmp_path: Path) -> None:
     model = load_model(settings)
 
     def tokens(at_once: int) -> list[int]:
-        core, told, waiting = make_core(), [], deque[tuple[PrefillStep, Callable[[], StepOutput]]]()
+        core, reported, waiting = make_core(), [], deque[tuple[PrefillStep, Callable[[], StepOutput]]]()
         for dispatch, length in enumerate((30, 5, 17)):
             message = prompt(dispatch, length)
             spec = replace(message.spec, token_ids=u32(range(3, 3 + length)))
@@ -273,10 +273,10 @@ def test_a_launched_model_computes_chunk_after_chunk(tmp_path: Path) -> None:
             while len(waiting) < at_once and (step := core.schedule(0.0)) is not None:
                 waiting.append((step, model.runner.launch(step.batch)))  # type: ignore[attr-defined]
             if not waiting:
-                return told
+                return reported
             step, wait = waiting.popleft()
             result = wait()
-            told += [int(token) for token in result.token_ids if token >= 0]
+            reported += [int(token) for token in result.token_ids if token >= 0]
             core.complete(step, result, 0.0)
 
     assert sorted(tokens(2)) == sorted(tokens(1))

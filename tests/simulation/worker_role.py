@@ -154,7 +154,7 @@ class WorkerRole:
             yield from keys.intersection(core.sender.outgoing)
             for key in keys.intersection(core.scheduler.held):
                 sequence = core.scheduler.running.get(key)
-                if sequence is None or not (sequence.in_step and sequence.doomed):
+                if sequence is None or not (sequence.in_step and sequence.cancelled):
                     yield key
         else:
             yield from keys.intersection((*core.scheduler.held, *core.receiver.keys(), *core.moving.keys()))

@@ -214,7 +214,7 @@ def test_scaling_down_takes_only_workers_that_may_go() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "shows", "in_use", "role", "said"),
+    ("rule", "shows", "in_use", "role", "message"),
     [
         (
             {"scale_up_ttft": LatencyBound(1.0, 0.95)},
@@ -244,14 +244,14 @@ def test_scaling_down_takes_only_workers_that_may_go() -> None:
     ],
 )
 def test_scaling_up_by_what_was_measured(
-    rule: dict[str, object], shows: dict[str, float], in_use: dict[Role, float], role: str, said: str
+    rule: dict[str, object], shows: dict[str, float], in_use: dict[Role, float], role: str, message: str
 ) -> None:
     options = replace(OPTIONS, max_workers=9, scale_up_after_s=10.0, **rule)  # type: ignore[arg-type]
     controller = PoolController(options, worker())
     picture, fleet = replace(CHAT, rate=1.0, **shows), replace(cluster(4, 4).fleet, in_use=in_use)  # type: ignore[arg-type]
     found = [d for now in range(15) for d in controller.decide(picture, fleet, float(now))]
     assert [(d.at, d.kind, d.role) for d in found] == ([(10.0, "scale_up", role)] if role else [])
-    assert said in "".join(d.reason for d in found)
+    assert message in "".join(d.reason for d in found)
 
 
 class Advised(Cluster):
@@ -266,11 +266,11 @@ class Advised(Cluster):
 
 def test_advice_that_nobody_takes_is_repeated_once_a_minute_and_never_regretted() -> None:
     tried = Advised(PoolController(replace(OPTIONS, mode="advise"), worker()), 4, 4)
-    said: list[Decision] = []
+    message: list[Decision] = []
     for second in range(130):
-        said += tried.run(1, replace(CODE, attainment=0.9 - second / 200))
-    assert [at - 100 for at in sorted({d.at for d in said})] == [3.0, 63.0, 123.0]
-    assert {d.role for d in said} == {"prefill"}
+        message += tried.run(1, replace(CODE, attainment=0.9 - second / 200))
+    assert [at - 100 for at in sorted({d.at for d in message})] == [3.0, 63.0, 123.0]
+    assert {d.role for d in message} == {"prefill"}
     assert "it was proposed" in tried.controller.state
 
 
@@ -285,11 +285,11 @@ def test_where_no_worker_can_change_its_role_it_says_what_would_be_better() -> N
 def test_beside_mixed_workers_roles_stay_and_that_is_said_once() -> None:
     controller = PoolController(replace(OPTIONS, max_workers=9, scale_up_after_s=10.0), worker())
     mixed = replace(cluster(2, 4).fleet, mixed=2)
-    said = [
+    message = [
         d for now in range(60) for d in controller.decide(replace(CODE, num_waiting=60), mixed, float(now))
     ]
-    assert [(d.kind, d.role, d.worker) for d in said] == [("hold", "mixed", ""), ("scale_up", "mixed", "")]
-    assert "2 of 8 workers are mixed" in said[0].reason
+    assert [(d.kind, d.role, d.worker) for d in message] == [("hold", "mixed", ""), ("scale_up", "mixed", "")]
+    assert "2 of 8 workers are mixed" in message[0].reason
     assert "not predicted" in controller.state
     assert controller.pressure is None
     assert controller.wanted == {"prefill": 2, "decode": 4, "mixed": 3}

@@ -70,9 +70,9 @@ async def carry_out(
 ) -> tuple[Workers, list[dict[str, Any]], list[str], dict[str, Any]]:
     """What was done, posted and run."""
     posted: list[dict[str, Any]] = []
-    heard = asyncio.Event()
+    received = asyncio.Event()
 
-    async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def receive(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
         size = int(head.split("content-length: ")[1].split("\r\n")[0])
         posted.append(json.loads(await reader.readexactly(size)))
@@ -80,21 +80,21 @@ async def carry_out(
         await writer.drain()
         writer.close()
         if len(posted) == len(DECISIONS):
-            heard.set()
+            received.set()
 
-    server = await asyncio.start_server(hear, "127.0.0.1", 0)
-    port, told = server.sockets[0].getsockname()[1], tmp_path / "told"
-    script = f"import sys; open({str(told)!r}, 'a').write(' '.join(sys.argv[1:]) + chr(10))"
+    server = await asyncio.start_server(receive, "127.0.0.1", 0)
+    port, reported = server.sockets[0].getsockname()[1], tmp_path / "reported"
+    script = f"import sys; open({str(reported)!r}, 'a').write(' '.join(sys.argv[1:]) + chr(10))"
     bench, workers = Bench(), Workers()
     bench.hello("p2", "prefill")
     hooks = Hooks(mode, f"http://127.0.0.1:{port}/", f'{sys.executable} -c "{script}"' if commanded else None)
     shell = SteeringShell(Scripted(mode, *DECISIONS), lambda: snapshot_of(bench.core), workers, hooks)
     task = asyncio.create_task(shell.run())
-    await asyncio.wait_for(heard.wait(), PATIENCE_S)
+    await asyncio.wait_for(received.wait(), PATIENCE_S)
     if mode == "act" and commanded:
         bench.core.process_ended((workers.done[-1][1], 1), bench.now)
         async with asyncio.timeout(PATIENCE_S):
-            while not told.exists() or told.read_text().count("\n") < 2:
+            while not reported.exists() or reported.read_text().count("\n") < 2:
                 await asyncio.sleep(0.01)
     async with asyncio.timeout(PATIENCE_S):
         while hooks.busy:
@@ -103,27 +103,27 @@ async def carry_out(
     await asyncio.gather(task, return_exceptions=True)
     server.close()
     await server.wait_closed()
-    return workers, posted, told.read_text().splitlines() if told.exists() else [], shell.as_json()
+    return workers, posted, reported.read_text().splitlines() if reported.exists() else [], shell.as_json()
 
 
 async def test_what_it_may_do_is_done(tmp_path: Path) -> None:
-    workers, posted, told, state = await carry_out("act", tmp_path)
+    workers, posted, reported, state = await carry_out("act", tmp_path)
     assert workers.done == [("flip", "w1", "prefill"), ("drain", "p2")]
-    assert sorted(told) == ["down p2", "up decode"]
+    assert sorted(reported) == ["down p2", "up decode"]
     assert sorted(d["kind"] for d in posted) == ["flip", "scale_down", "scale_up"]
     assert {d["reason"] for d in posted} == {"because", "too few", "too many"}
     assert state["counts"] == {"flip": 1, "scale_up": 1, "scale_down": 1}
 
 
 async def test_advice_is_posted_and_nothing_done(tmp_path: Path) -> None:
-    workers, posted, told, _ = await carry_out("advise", tmp_path)
-    assert (workers.done, told, len(posted)) == ([], [], 3)
+    workers, posted, reported, _ = await carry_out("advise", tmp_path)
+    assert (workers.done, reported, len(posted)) == ([], [], 3)
     assert {d["mode"] for d in posted} == {"advise"}
 
 
 async def test_without_a_command_nobody_is_told_to_leave(tmp_path: Path) -> None:
-    workers, posted, told, _ = await carry_out("act", tmp_path, commanded=False)
-    assert (workers.done, told, len(posted)) == ([("flip", "w1", "prefill")], [], 3)
+    workers, posted, reported, _ = await carry_out("act", tmp_path, commanded=False)
+    assert (workers.done, reported, len(posted)) == ([("flip", "w1", "prefill")], [], 3)
 
 
 async def test_decisions_are_logged_with_their_reasons(
@@ -191,7 +191,7 @@ def test_metrics() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         ({"steer": "act"}, "--steer-slo"),
         (
@@ -203,13 +203,13 @@ def test_metrics() -> None:
         ({"steer_slo": "ttft=1@p0,tpot=0.1"}, "between p0 and p100"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(more: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
+def test_settings_that_cannot_work_are_refused(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         ServerSettings(model=Path("m"), insecure=True, **more)
 
 
 @pytest.mark.parametrize(
-    ("said", "attainment"),
+    ("message", "attainment"),
     [
         ("ttft=2,tpot=0.05", 0.9),
         ("ttft=2,tpot=0.05@p80", 0.8),
@@ -217,9 +217,9 @@ def test_settings_that_cannot_work_are_refused(more: dict[str, Any], said: str) 
         ("tpot=0.05@p99.5,ttft=2@p90", 0.995),
     ],
 )
-def test_objectives_are_read_as_the_planner_reads_them(said: str, attainment: float) -> None:
+def test_objectives_are_read_as_the_planner_reads_them(message: str, attainment: float) -> None:
     settings = ServerSettings(
-        model=Path("m"), insecure=True, steer="act", steer_slo=said, steer_profile=Path("x")
+        model=Path("m"), insecure=True, steer="act", steer_slo=message, steer_profile=Path("x")
     )
     assert settings.steering is not None
     assert (settings.steering.ttft_s, settings.steering.tpot_s, settings.steering.attainment) == (
@@ -227,7 +227,7 @@ def test_objectives_are_read_as_the_planner_reads_them(said: str, attainment: fl
         0.05,
         attainment,
     )
-    level = parse_slo(said)
+    level = parse_slo(message)
     assert (level.bounds.ttft_s, level.bounds.tpot_s, level.attainment) == (2.0, 0.05, attainment)
 
 

@@ -169,9 +169,9 @@ def _converse(data: bytes) -> bool:
     pool = np.zeros((8, 4, LAYER_BYTES), dtype=np.uint8)
     book, arrived = LeaseBook(4, LAYER_BYTES), list[tuple[int, int]]()
     book.open(9, GRANT, {0: 3, 1: 5})
-    said = bytearray()
+    message = bytearray()
     inbound = Inbound(
-        Desk(pool, book, threading.Lock(), SECRET, True, Counter(), arrived.extend), said.extend
+        Desk(pool, book, threading.Lock(), SECRET, True, Counter(), arrived.extend), message.extend
     )
     talk = inbound.talk()
     buffers = next(talk)
@@ -183,8 +183,8 @@ def _converse(data: bytes) -> bool:
     if member:
         hello = Hello(mode, bytes(NONCE_BYTES))
         buffers = _feed(talk, buffers, hello.pack())
-        transcript = Transcript(SECRET, hello, bytes(said[:NONCE_BYTES]))
-        assert len(said) == ANSWER_BYTES
+        transcript = Transcript(SECRET, hello, bytes(message[:NONCE_BYTES]))
+        assert len(message) == ANSWER_BYTES
         buffers = _feed(talk, buffers, transcript.client_proof)
         assert inbound.authenticated
         seal = transcript.seal()

@@ -84,22 +84,24 @@ class Bench:
         }
         return self.core.submit(Request(name, sink=Sink(), **{**fields, **more}), self.now)
 
-    def say(self, name: str, message: Message, incarnation: int = 1) -> list[Action]:
+    def send(self, name: str, message: Message, incarnation: int = 1) -> list[Action]:
         return self.core.receive((name, incarnation), message, self.now)
 
     def first(self, dispatch: int, token: int = 5, index: int = 0, **more: Any) -> list[Action]:
-        return self.say("p", FirstToken(coordinator=7, dispatch=dispatch, index=index, token=token, **more))
+        return self.send("p", FirstToken(coordinator=7, dispatch=dispatch, index=index, token=token, **more))
 
     def joined(
         self, dispatch: int, token: int = 5, index: int = 0, worker: str = "d", **more: Any
     ) -> list[Action]:
-        return self.say(worker, Joined(coordinator=7, dispatch=dispatch, index=index, token=token, **more))
+        return self.send(worker, Joined(coordinator=7, dispatch=dispatch, index=index, token=token, **more))
 
     def step(
         self, dispatch: int, index: int, token: int, finished: Any = None, worker: str = "d"
     ) -> list[Action]:
         rows = {"dispatches": u32([dispatch]), "indices": u32([index]), "tokens": u32([token])}
-        return self.say(worker, StepTokens(coordinator=7, finished={0: finished} if finished else {}, **rows))
+        return self.send(
+            worker, StepTokens(coordinator=7, finished={0: finished} if finished else {}, **rows)
+        )
 
     def load(
         self,
@@ -130,7 +132,7 @@ class Bench:
             "dispatches": u32(held),
             **other,
         }
-        return self.say(name, Load(worker_id=name, incarnation=1, **{**numbers, **more}))
+        return self.send(name, Load(worker_id=name, incarnation=1, **{**numbers, **more}))
 
 
 def tokens(actions: list[Action]) -> list[int]:

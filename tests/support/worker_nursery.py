@@ -74,8 +74,8 @@ def catch(kills: int, hangs: int, log: Path) -> None:
         seeds = {state.params.seed for state in batch.sampling if state is not None}
         if hangs in seeds and not hung.exists():
             hung.touch()
-            said = log.stat().st_size
-            while FENCED not in log.read_bytes()[said:]:
+            message = log.stat().st_size
+            while FENCED not in log.read_bytes()[message:]:
                 time.sleep(LOOK_S)
             os.kill(os.getpid(), signal.SIGKILL)
         if kills in seeds:

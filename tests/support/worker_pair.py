@@ -104,7 +104,7 @@ class WorkerPair:
         self.threads: dict[str, threading.Thread] = {}
         self.errors: dict[str, EngineError] = {}
         """By role, what ended a worker's loop."""
-        self.heard: list[Message] = []
+        self.received: list[Message] = []
         self._hellos: dict[str, tuple[bytes, Hello]] = {}
 
     def __enter__(self) -> Self:
@@ -141,7 +141,7 @@ class WorkerPair:
         deadline = time.monotonic() + DEADLINE_S
         while not condition():
             assert time.monotonic() < deadline, [
-                message for message in self.heard if type(message).__name__ not in ("Load", "StepTokens")
+                message for message in self.received if type(message).__name__ not in ("Load", "StepTokens")
             ]
             self._channel.socket.poll(50)
             for identity, message in self._channel.receive(256):
@@ -149,4 +149,4 @@ class WorkerPair:
                     self._hellos[message.role] = identity, message
                     self._channel.send(identity, Welcome(coordinator=COORDINATOR, heartbeat_s=0.25))
                 else:
-                    self.heard.append(message)
+                    self.received.append(message)

@@ -40,11 +40,11 @@ def test_a_request_whose_steps_raise_fails_alone(role: str) -> None:
         pair.ask(*(spec(i, max_tokens=NUM_TOKENS) for i in range(NUM_SEQS)))
 
         def ended() -> set[int]:
-            steps = [m for m in pair.heard if isinstance(m, StepTokens)]
+            steps = [m for m in pair.received if isinstance(m, StepTokens)]
             return {from_u32(m.dispatches)[row] for m in steps for row in m.finished}
 
         def failed() -> list[RequestFailed]:
-            return [m for m in pair.heard if isinstance(m, RequestFailed)]
+            return [m for m in pair.received if isinstance(m, RequestFailed)]
 
         pair.until(lambda: len(ended()) + len(failed()) == NUM_SEQS)
         assert ended() == set(range(NUM_SEQS)) - {POISON}
@@ -59,7 +59,7 @@ def test_a_worker_whose_steps_all_raise_ends_and_gives_back_what_failed(role: st
         for number in range(BROKEN_AFTER):
             assert pair.threads[role].is_alive()
             pair.ask(spec(number))
-            pair.until(lambda: sum(isinstance(m, RequestFailed) for m in pair.heard) == number + 1)  # noqa: B023
+            pair.until(lambda: sum(isinstance(m, RequestFailed) for m in pair.received) == number + 1)  # noqa: B023
         pair.threads[role].join(60)
         error = pair.errors[role]
     assert isinstance(error, EngineError)

@@ -107,9 +107,9 @@ def test_what_a_gpu_does_not_tell_is_left_out_of_the_heartbeat() -> None:
         counters={"preemptions": 1.0},
         **dict.fromkeys(numbers, 0),
     )
-    told = with_telemetry(load, telemetry)
-    assert told.counters == {"preemptions": 1.0, "gpu_energy_joules": 5.0}
-    assert told.gauges["gpu_power_watts"] == 412.5
+    reported = with_telemetry(load, telemetry)
+    assert reported.counters == {"preemptions": 1.0, "gpu_energy_joules": 5.0}
+    assert reported.gauges["gpu_power_watts"] == 412.5
 
 
 def test_without_a_gpu_there_is_no_telemetry() -> None:

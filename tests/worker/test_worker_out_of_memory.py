@@ -46,21 +46,21 @@ def test_a_step_out_of_memory_does_not_end_the_worker(role: str) -> None:
     with WorkerPair(runners={role: short}) as pair:
         pair.ask(*map(spec, range(NUM_SEQS)))
         if role == "decode":  # else the first ones may be through before the others join
-            pair.until(lambda: sum(isinstance(m, Joined) for m in pair.heard) == NUM_SEQS)
+            pair.until(lambda: sum(isinstance(m, Joined) for m in pair.received) == NUM_SEQS)
         short.may_begin.set()
-        pair.until(lambda: _served(pair.heard, role))
+        pair.until(lambda: _served(pair.received, role))
         assert short.num_failed
         assert pair.threads[role].is_alive()
-    failed = [m for m in pair.heard if isinstance(m, RequestFailed)]
+    failed = [m for m in pair.received if isinstance(m, RequestFailed)]
     assert all(m.kind == "preempted" for m in failed)
     assert bool(failed) == (role == "decode")  # a prefill step is done again in smaller ones
 
 
-def _served(heard: list[Message], role: str) -> bool:
+def _served(received: list[Message], role: str) -> bool:
     """decode: what stayed goes on while the rest was given back. prefill: every prompt has its first
     token."""
     if role == "prefill":
-        return len({m.dispatch for m in heard if isinstance(m, FirstToken)}) == NUM_SEQS
-    given_back = {m.dispatch for m in heard if isinstance(m, RequestFailed)}
-    steps = [m for m in heard if isinstance(m, StepTokens)]
+        return len({m.dispatch for m in received if isinstance(m, FirstToken)}) == NUM_SEQS
+    given_back = {m.dispatch for m in received if isinstance(m, RequestFailed)}
+    steps = [m for m in received if isinstance(m, StepTokens)]
     return bool(given_back) and bool(steps) and len(set(from_u32(steps[-1].dispatches)) - given_back) > 0

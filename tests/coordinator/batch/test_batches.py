@@ -114,12 +114,12 @@ async def test_every_request_is_answered_in_a_file(client: AsyncOpenAI, dispatch
     assert bad["custom_id"] == "r9"
     assert bad["response"]["status_code"] == 400
     assert bad["response"]["body"]["error"]["param"] == "temperature"
-    told = [each["response"]["body"]["usage"] for each in good]
-    assert batch.usage.input_tokens == sum(usage["prompt_tokens"] for usage in told) > 0
-    assert batch.usage.output_tokens == sum(usage["completion_tokens"] for usage in told) > 0
+    reported = [each["response"]["body"]["usage"] for each in good]
+    assert batch.usage.input_tokens == sum(usage["prompt_tokens"] for usage in reported) > 0
+    assert batch.usage.output_tokens == sum(usage["completion_tokens"] for usage in reported) > 0
     assert batch.usage.total_tokens == batch.usage.input_tokens + batch.usage.output_tokens
     assert batch.usage.input_tokens_details.cached_tokens == sum(
-        usage["prompt_tokens_details"]["cached_tokens"] for usage in told
+        usage["prompt_tokens_details"]["cached_tokens"] for usage in reported
     )
     assert {request.priority_class for request in dispatcher.requests} == {"batch"}
     assert [listed.id async for listed in client.batches.list()] == [batch.id]

@@ -240,11 +240,11 @@ def test_templates_get_tools_and_calls_as_they_want_them() -> None:
     )
     messages = [message.for_template() for message in request.messages]
     assert ChatTemplate(source).render(messages, tools=[WEATHER]) == "weather|3|a"
-    told = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}").render(
+    reported = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}").render(
         messages, tools=[WEATHER]
     )
-    assert told.startswith("system: ")
-    assert json.dumps(PARAMETERS) in told
+    assert reported.startswith("system: ")
+    assert json.dumps(PARAMETERS) in reported
 
 
 FUNCTIONS: Any = {"functions": [WEATHER["function"], NOW["function"]]}
@@ -294,7 +294,7 @@ async def test_no_function_where_none_is_wanted(answering: Answering) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "sentence"),
     [
         ({**FUNCTIONS, "tools": [WEATHER]}, "not allowed beside `tools`"),
         ({"function_call": "auto"}, "needs `functions`"),
@@ -304,9 +304,9 @@ async def test_no_function_where_none_is_wanted(answering: Answering) -> None:
         ({**FUNCTIONS, "function_call": {"name": "now"}, "ignore_eos": True}, "ignore_eos"),
     ],
 )
-async def test_functions_that_cannot_be(answering: Answering, fields: dict[str, Any], said: str) -> None:
+async def test_functions_that_cannot_be(answering: Answering, fields: dict[str, Any], sentence: str) -> None:
     client, _ = await answering(HERMES)
-    with pytest.raises(BadRequestError, match=said):
+    with pytest.raises(BadRequestError, match=sentence):
         await client.chat.completions.create(**ASK, extra_body=fields)
 
 
@@ -324,7 +324,7 @@ def test_a_chat_of_functions_reads_as_one_of_tools() -> None:
         {"role": "tool", "name": "weather", "tool_call_id": "function0", "content": "12"},
     ]
     template = ChatTemplate("{% for m in messages %}{{ m | tojson }}\n{% endfor %}")
-    told = [
+    reported = [
         template.render(
             [
                 m.for_template()
@@ -333,6 +333,6 @@ def test_a_chat_of_functions_reads_as_one_of_tools() -> None:
         )
         for messages in (before, since)
     ]
-    assert [json.loads(line) for line in told[0].splitlines()] == [
-        json.loads(line) for line in told[1].splitlines()
+    assert [json.loads(line) for line in reported[0].splitlines()] == [
+        json.loads(line) for line in reported[1].splitlines()
     ]

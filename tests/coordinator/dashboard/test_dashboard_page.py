@@ -53,9 +53,9 @@ async def test_by_keyboard(dispatcher: FakeDispatcher, model: ServedModel, tmp_p
         assert await page.text("#model") == "tiny"
         assert "curl" in await page.text("#gantt")  # an empty list says what to do
         assert HOSTILE in await page.text("#flow")  # what a worker calls itself is text
-        told = await page.text("#steering")
+        reported = await page.text("#steering")
         assert all(
-            words in told for words in ("advise", "125%", "7P:1D is the best ratio", "worker-3", HOSTILE)
+            words in reported for words in ("advise", "125%", "7P:1D is the best ratio", "worker-3", HOSTILE)
         )
 
         await page.press("Tab")
@@ -214,10 +214,10 @@ async def test_it_tells_what_is_in_the_way_and_shows_many_workers(
     async with browser(tmp_path) as page:
         await page.open(f"http://127.0.0.1:{server.port}{LOGIN}?token={operators.token()}")
         await page.until("document.querySelector('#verdict').dataset.level === 'bad'")
-        told = await page.text("#verdict")
-        assert "queueing for prefill, whose workers are busy 95% of the time" in told
-        assert "One more prefill worker would" in told
-        assert HOSTILE in told  # lost; a name is text
+        reported = await page.text("#verdict")
+        assert "queueing for prefill, whose workers are busy 95% of the time" in reported
+        assert "One more prefill worker would" in reported
+        assert HOSTILE in reported  # lost; a name is text
         assert "Slow" not in await page.text("#announce")
         events = await page.text("#events")
         assert f"{HOSTILE} lost" in events

@@ -22,7 +22,7 @@ def system(
     return SystemSnapshot(ready=ready, workers=workers, reasons_lost=reasons or {}, last_retries=retries)
 
 
-def told(log: EventLog) -> list[tuple[str, str]]:
+def reported(log: EventLog) -> list[tuple[str, str]]:
     return [(event["kind"], event["text"]) for event in log.newest()]
 
 
@@ -32,7 +32,7 @@ def test_workers_come_and_go_and_the_reason_is_named() -> None:
     log.note(2.0, system("prefill-0", "decode-0", "decode-1"), {}, {})
     log.note(4.0, system("prefill-0", "decode-1", reasons={"decode-0": "silent for 1.5 s"}), {}, {})
     log.note(6.0, system("prefill-0", ready=False, reasons={"decode-1": DRAINED}), {}, {})
-    assert told(log) == [
+    assert reported(log) == [
         ("worker", "decode-0, decode-1 joined"),
         ("ready", "ready"),
         ("lost", "decode-0 lost: silent for 1.5 s"),
@@ -49,14 +49,14 @@ def test_a_worker_that_restarts_between_two_looks_was_lost() -> None:
     log = EventLog(0.0)
     log.note(0.0, system("decode-0", pid=1), {}, {})
     log.note(2.0, system("decode-0", pid=2, reasons={"decode-0": "restarted"}), {}, {})
-    assert told(log) == [("worker", "decode-0 joined"), ("lost", "decode-0 lost: restarted")]
+    assert reported(log) == [("worker", "decode-0 joined"), ("lost", "decode-0 lost: restarted")]
 
 
 def test_many_workers_are_counted_by_role() -> None:
     log = EventLog(0.0)
     log.note(0.0, system(), {}, {})
     log.note(2.0, system(*[f"prefill-{i}" for i in range(64)], *[f"decode-{i}" for i in range(64)]), {}, {})
-    assert told(log) == [("worker", "64 decode workers and 64 prefill workers joined")]
+    assert reported(log) == [("worker", "64 decode workers and 64 prefill workers joined")]
 
 
 def test_what_goes_on_is_one_event_and_what_comes_again_is_another() -> None:
@@ -73,7 +73,7 @@ def test_what_goes_on_is_one_event_and_what_comes_again_is_another() -> None:
     ]
     assert log.newest()[-1]["text"] == "12 requests refused (429)"
     log.note(60.0, system(), {}, {"429": 1})
-    assert told(log)[-2:] == [
+    assert reported(log)[-2:] == [
         ("refused", "12 requests refused (429)"),
         ("refused", "1 request refused (429)"),
     ]

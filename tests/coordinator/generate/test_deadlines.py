@@ -82,7 +82,7 @@ def test_a_worker_that_sees_it_first_changes_nothing_in_what_the_client_reads() 
     bench.first(1)
     bench.joined(1)
     late = RequestFailed(coordinator=7, dispatch=1, kind="deadline", message="the deadline passed here")
-    (ended,) = ends(bench.say("d", late))
+    (ended,) = ends(bench.send("d", late))
     assert ended.error == "deadline"
     assert (
         ended.message

@@ -94,7 +94,7 @@ async def test_a_tier_is_answered_where_one_is_asked_for(http: httpx.AsyncClient
 
 
 @pytest.mark.parametrize(
-    ("asked", "own", "runs_in", "told"),
+    ("asked", "own", "runs_in", "reported"),
     [
         ("auto", "premium", "premium", "priority"),
         ("scale", "free", "free", "default"),
@@ -107,10 +107,10 @@ async def test_a_tier_is_answered_where_one_is_asked_for(http: httpx.AsyncClient
     ],
 )
 def test_a_tier_asks_for_less_than_the_keys_class_and_never_for_more(
-    asked: ServiceTier, own: PriorityClass, runs_in: PriorityClass, told: ServiceTier
+    asked: ServiceTier, own: PriorityClass, runs_in: PriorityClass, reported: ServiceTier
 ) -> None:
     assert class_in_force(asked, own) == runs_in
-    assert CLASS_TIERS[runs_in] == told
+    assert CLASS_TIERS[runs_in] == reported
     assert class_in_force(None, own) == own
 
 

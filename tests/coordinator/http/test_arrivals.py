@@ -32,7 +32,7 @@ class Client:
     def __init__(self, app: HttpApp, body: dict[str, Any]) -> None:
         self.status = 0
         self.answer: dict[str, Any] = {}
-        self.heard = asyncio.Event()
+        self.received = asyncio.Event()
         self.call = InnerCall(
             app.generation, "/v1/completions", json.dumps(body).encode(), ANONYMOUS, self, {}
         )
@@ -40,7 +40,7 @@ class Client:
 
     def answered(self, status: int, headers: Headers, body: bytes) -> None:
         self.status, self.answer = status, json.loads(body)
-        self.heard.set()
+        self.received.set()
 
     def streamed(self, data: bytes, *, last: bool) -> None: ...
 
@@ -60,7 +60,7 @@ async def test_each_gets_its_own_answer(dispatcher: FakeDispatcher, model: Serve
     gone = Client(app, SHORT)
     gone.call.abandon()
     async with asyncio.timeout(60):
-        await asyncio.gather(*(client.heard.wait() for client in clients))
+        await asyncio.gather(*(client.received.wait() for client in clients))
     assert [client.status for client in clients] == [200, 400, 200, 400, 200, 404, 200]
     assert clients[1].answer["error"]["param"] == "n"
     assert [len(client.answer["choices"]) for client in clients if client.status == 200] == [1, 1, 2, 1]
@@ -81,7 +81,7 @@ async def test_a_mistake_of_ours_is_one_request_s(
     app = HttpApp(dispatcher, model)
     clients = [Client(app, {**SHORT, "priority": priority}) for priority in (0, 7, 0)]
     async with asyncio.timeout(60):
-        await asyncio.gather(*(client.heard.wait() for client in clients))
+        await asyncio.gather(*(client.received.wait() for client in clients))
     assert [client.status for client in clients] == [200, 500, 200]
 
 

@@ -172,9 +172,9 @@ async def test_the_model_is_told_of_all_and_calls_what_it_may(answering: Answeri
         0
     ]
     assert choice.finish_reason == "tool_calls"  # what this fake says, held to or not
-    told = len(dispatcher.requests[-1].prompt_token_ids)
+    reported = len(dispatcher.requests[-1].prompt_token_ids)
     await client.chat.completions.create(**ASK, tools=[STRICT, NOW])
-    assert told == len(dispatcher.requests[-1].prompt_token_ids)
+    assert reported == len(dispatcher.requests[-1].prompt_token_ids)
 
 
 @pytest.mark.parametrize(

@@ -55,10 +55,10 @@ async def opened(server: HttpServer) -> AsyncIterator[Callable[[bytes], Any]]:
     """Opens connections that say this first."""
     writers: list[asyncio.StreamWriter] = []
 
-    async def open_one(said: bytes) -> Opened:
+    async def open_one(sentence: bytes) -> Opened:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writers.append(writer)
-        writer.write(said)
+        writer.write(sentence)
         await writer.drain()
         return reader, writer
 
@@ -189,10 +189,10 @@ async def test_a_large_message_is_answered(server: HttpServer) -> None:
     async with connect(f"ws://127.0.0.1:{server.port}/v1/stream") as socket:
         body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "x": "é" * 100_000}
         await socket.send(json.dumps({"id": "a", "body": body}, ensure_ascii=False))
-        heard = [json.loads(await socket.recv())]
-        while "done" not in heard[-1]:
-            heard.append(json.loads(await socket.recv()))
-        assert heard[0]["event"]["object"] == "chat.completion.chunk"
+        received = [json.loads(await socket.recv())]
+        while "done" not in received[-1]:
+            received.append(json.loads(await socket.recv()))
+        assert received[0]["event"]["object"] == "chat.completion.chunk"
         await socket.send(json.dumps({"id": "a", "body": 5, "x": "y" * 100_000}))
         refused = json.loads(await socket.recv())
         assert (refused["status"], refused["error"]["param"]) == (400, "body")

@@ -51,7 +51,7 @@ async def connection(server: HttpServer) -> AsyncIterator[tuple[asyncio.StreamRe
         writer.transport.abort()
 
 
-async def heard(server: HttpServer, *pieces: bytes) -> bytes:
+async def answer_to(server: HttpServer, *pieces: bytes) -> bytes:
     """All that the server says until it closes the connection."""
     async with connection(server) as (reader, writer):
         for piece in pieces:
@@ -62,7 +62,7 @@ async def heard(server: HttpServer, *pieces: bytes) -> bytes:
 
 @pytest.mark.parametrize("receive_timeout_s", [0.2])
 async def test_who_sends_nothing_is_refused_in_time(server: HttpServer) -> None:
-    assert refused(await heard(server))
+    assert refused(await answer_to(server))
 
 
 @pytest.mark.parametrize(
@@ -132,13 +132,13 @@ async def test_a_large_body_has_longer(server: HttpServer) -> None:
     ],
 )
 async def test_what_is_no_request_gets_an_error_in_openai_shape(server: HttpServer, rubbish: bytes) -> None:
-    head, _, body = (await heard(server, rubbish)).partition(b"\r\n\r\n")
+    head, _, body = (await answer_to(server, rubbish)).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400")
     assert json.loads(body)["error"]["type"] == "invalid_request_error"
 
 
 async def test_a_broken_body_is_refused_and_counted(server: HttpServer) -> None:
-    answer = await heard(
+    answer = await answer_to(
         server, HEAD.replace(b"content-length: %d", b"transfer-encoding: chunked"), b"zz\r\n"
     )
     assert answer.count(b"HTTP/1.1 400") == 1

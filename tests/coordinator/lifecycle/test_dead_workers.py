@@ -20,7 +20,7 @@ def test_a_silent_decode_worker_is_dead_and_its_request_goes_on() -> None:
     bench.hello("d2", "decode")
     bench.now = 1.0
     bench.load("p", [])
-    bench.say("d2", Load(**_idle("d2")))
+    bench.send("d2", Load(**_idle("d2")))
     bench.now = 2.0
     actions = bench.core.tick(bench.now)
     (again,) = sent(actions, Prefill)
@@ -49,7 +49,7 @@ def test_of_a_worker_whose_end_is_known_silence_says_nothing_more() -> None:
     bench.core.process_ending(("d", 1))
     bench.now = 1.0
     bench.load("p", [])
-    bench.say("d2", Load(**_idle("d2")))
+    bench.send("d2", Load(**_idle("d2")))
     bench.now = 2.0
     assert not sent(bench.core.tick(bench.now), Prefill)
     (again,) = sent(bench.core.process_ended(("d", 1), bench.now), Prefill)
@@ -135,7 +135,7 @@ def test_a_worker_whose_connection_is_gone_is_dead_sooner_unless_it_comes_back()
     assert "its connection is gone" in bench.core.pools.reasons_lost[("d", 1)]
 
 
-def _found_dead_after(phase: float, told: bool) -> float:
+def _found_dead_after(phase: float, reported: bool) -> float:
     """Seconds from the end of worker d's process, on another host, until its requests go elsewhere.
     ``phase``: of its heartbeats, and of the coordinator's ticks; ``told``: ZeroMQ says that some connection
     has ended."""
@@ -150,12 +150,12 @@ def _found_dead_after(phase: float, told: bool) -> float:
                 bench.load("d", [])
             heartbeat += 0.25
         else:
-            if told and killed <= bench.now < killed + 0.05:
+            if reported and killed <= bench.now < killed + 0.05:
                 bench.core.connection_lost()
-            for said in bench.core.tick(bench.now):
-                if isinstance(said, Send):
+            for sends in bench.core.tick(bench.now):
+                if isinstance(sends, Send):
                     too_early = bench.now < killed + 0.002  # ZeroMQ has not taken the connection down yet
-                    bench.core.pools.reached(said.worker, said.worker[0] == "p" or too_early, bench.now)
+                    bench.core.pools.reached(sends.worker, sends.worker[0] == "p" or too_early, bench.now)
             tick += 0.05
     assert ("p", 1) in bench.core.pools.workers
     return bench.now - killed
@@ -165,8 +165,8 @@ def test_a_killed_worker_of_another_host_is_found_within_0_4_s() -> None:
     """In virtual time with the ordinary limits, whenever it dies. (On the coordinator's host its end is seen
     at once.) Without word of a lost connection it is 0.65 s: a heartbeat has to be late first."""
     phases = [i / 97 for i in range(97)]
-    assert 0.25 < max(_found_dead_after(phase, told=True) for phase in phases) <= 0.4
-    assert 0.5 < max(_found_dead_after(phase, told=False) for phase in phases) <= 0.65
+    assert 0.25 < max(_found_dead_after(phase, reported=True) for phase in phases) <= 0.4
+    assert 0.5 < max(_found_dead_after(phase, reported=False) for phase in phases) <= 0.65
 
 
 def test_whose_connection_comes_back_in_time_is_not_dead() -> None:
@@ -174,9 +174,9 @@ def test_whose_connection_comes_back_in_time_is_not_dead() -> None:
     bench.core.connection_lost()
     for spoken in (False, False, False, True, True, True, True, True):
         bench.now += 0.05
-        said = [a for a in bench.core.tick(bench.now) if isinstance(a, Send)]
-        assert said or bench.now > 0.2, "until it is reached again it is spoken to"
-        for send in said:
+        sends = [a for a in bench.core.tick(bench.now) if isinstance(a, Send)]
+        assert sends or bench.now > 0.2, "until it is reached again it is spoken to"
+        for send in sends:
             bench.core.pools.reached(send.worker, send.worker[0] == "p" or spoken, bench.now)
     assert len(bench.core.pools.workers) == 2
 
@@ -188,9 +188,9 @@ def test_a_coordinator_that_stands_still_just_as_a_connection_ends_finds_out_who
     bench.core.connection_lost()
     for seconds in (0.0, 3.0, *[0.05] * 10):
         bench.now += seconds
-        for said in bench.core.tick(bench.now):
-            if isinstance(said, Send):
-                bench.core.pools.reached(said.worker, said.worker[0] == "p" or bench.now == 0.0, bench.now)
+        for sends in bench.core.tick(bench.now):
+            if isinstance(sends, Send):
+                bench.core.pools.reached(sends.worker, sends.worker[0] == "p" or bench.now == 0.0, bench.now)
     assert set(bench.core.pools.workers) == {("p", 1)}
 
 
@@ -232,7 +232,7 @@ def test_a_restarted_worker_replaces_itself() -> None:
     assert len(sent(actions, Welcome)) == 1
     assert len(sent(actions, Prefill)) == 1
     assert (
-        bench.say("p", FirstToken(coordinator=7, dispatch=1, index=0, token=5)) != []
+        bench.send("p", FirstToken(coordinator=7, dispatch=1, index=0, token=5)) != []
     )  # the old incarnation: fenced
     assert len(bench.core.requests) == 1
 

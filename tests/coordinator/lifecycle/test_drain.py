@@ -33,7 +33,7 @@ def leaving(bench: Bench) -> list[Action]:
 
 
 def goodbye(bench: Bench, name: str) -> list[Action]:
-    return bench.say(name, Goodbye(worker_id=name, incarnation=1))
+    return bench.send(name, Goodbye(worker_id=name, incarnation=1))
 
 
 def test_a_running_sequence_moves_with_its_tokens_and_streams_on() -> None:
@@ -69,7 +69,7 @@ def test_no_new_work_goes_to_who_leaves_and_prompts_on_their_way_there_are_sent_
 def test_a_move_that_fails_is_tried_again_and_the_stream_goes_on_meanwhile(who: str) -> None:
     bench = running()
     leaving(bench)
-    actions = bench.say(
+    actions = bench.send(
         who, RequestFailed(coordinator=7, dispatch=2, kind="handoff_failed", message="no room")
     )
     assert [from_u32(c.dispatches) for c in sent(actions, Cancel)] == [[2], [2]]
@@ -147,7 +147,7 @@ def test_without_another_worker_it_runs_on_and_what_is_given_back_waits_for_the_
     bench.joined(1)
     assert not sent(leaving(bench), Move)
     assert tokens(bench.step(1, 1, 6)) == [6]
-    bench.say("d", RequestFailed(coordinator=7, dispatch=1, kind="preempted", message="it leaves"))
+    bench.send("d", RequestFailed(coordinator=7, dispatch=1, kind="preempted", message="it leaves"))
     assert not ends(goodbye(bench, "d"))
     assert bench.core.pools.gap != ""
     assert not ends(bench.submit("later"))  # who left in good order is expected back

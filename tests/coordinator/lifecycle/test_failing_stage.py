@@ -24,7 +24,7 @@ def _fail(bench: Bench, name: str, kind: str = "handoff_failed", message: str = 
         bench.core.tick(bench.now)
         for request in list(bench.core.requests.values()):
             if request.state == "prefill":
-                bench.say(
+                bench.send(
                     "p", RequestFailed(coordinator=7, dispatch=request.dispatch, kind=kind, message=message)
                 )  # type: ignore[arg-type]
     assert not bench.core.requests

@@ -172,12 +172,12 @@ def test_tokens_ahead_are_those_that_are_served_before() -> None:
             queue.add(make("b", 5, n))
             queue.add(make("p", 10, n, priority_class="premium"))
         serve(queue, 20)
-        told = queue.tokens_ahead(name, tenant)  # type: ignore[arg-type]
+        reported = queue.tokens_ahead(name, tenant)  # type: ignore[arg-type]
         queue.add(newcomer := make(tenant, 10, 1e6, priority_class=name))
         before = []
         while newcomer not in (served := serve(queue, 1)):
             before += served
-        assert told == pytest.approx(sum(f.num_tokens for f in before), abs=25), (tenant, name)
+        assert reported == pytest.approx(sum(f.num_tokens for f in before), abs=25), (tenant, name)
 
 
 # --- early refusal -------------------------------------------------------------------------------
@@ -221,15 +221,17 @@ def test_the_forecast_follows_the_workers_and_their_caches() -> None:
     here = bench.core.pools.open_of_role("prefill")
     (worker,) = here
 
-    def hear(**counters: float) -> None:
+    def receive(**counters: float) -> None:
         bench.load("p", [], counters=counters)
         assert worker.load is not None
         forecast.report(worker, worker.load)
 
     for n in (1, 2):
-        hear(full_step_tokens=1000.0 * n, full_step_seconds=10.0 * n, prompt_tokens=100.0, cached_tokens=75.0)
+        receive(
+            full_step_tokens=1000.0 * n, full_step_seconds=10.0 * n, prompt_tokens=100.0, cached_tokens=75.0
+        )
         assert forecast.tokens_per_s(here) is None, "too little is known"
-    hear(
+    receive(
         full_step_tokens=2010.0, full_step_seconds=50.0, prompt_tokens=100.0, cached_tokens=75.0
     )  # a step hung
     assert forecast.seconds(here, 300, 100) == pytest.approx(1.0)  # a quarter of 400 at 100 a second
@@ -237,7 +239,7 @@ def test_the_forecast_follows_the_workers_and_their_caches() -> None:
     assert forecast.tokens_per_s(here) == 200
     assert forecast.seconds(here, 300, 100) == pytest.approx(0.5)
     for n in range(1, 16):
-        hear(
+        receive(
             full_step_tokens=2010.0 + 20_000 * n,
             full_step_seconds=50.0 + 100 * n,
             prompt_tokens=100.0,

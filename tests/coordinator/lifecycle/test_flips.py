@@ -15,7 +15,7 @@ def flexible() -> Bench:
     for name, role in (("w0", "prefill"), ("w1", "decode"), ("w2", "decode")):
         bench.hello(f"{name}:{role}", role, process=name)
     for name in ("p", "d"):
-        bench.say(name, Goodbye(worker_id=name, incarnation=1))
+        bench.send(name, Goodbye(worker_id=name, incarnation=1))
     return bench
 
 
@@ -36,7 +36,7 @@ def test_who_may_not(name: str, role: str, reason: str) -> None:
     bench = flexible()
     bench.hello("p", "prefill", incarnation=2)
     if name == "w0":
-        bench.say("p", Goodbye(worker_id="p", incarnation=2), incarnation=2)
+        bench.send("p", Goodbye(worker_id="p", incarnation=2), incarnation=2)
     answer = order(bench, name, role)
     assert isinstance(answer, str)
     assert reason in answer
@@ -71,9 +71,9 @@ def test_a_change_from_the_order_to_its_end() -> None:
     bench = flexible()
     record, actions = bench.core.flip("w1", "prefill", 3.0, bench.now)
     assert isinstance(record, FlipRecord)
-    (told,) = sent(actions, Flip)
-    assert (told.role, told.timeout_s) == ("prefill", 3.0)
-    assert sent(bench.load("w1:decode", []), Flip) == [told], "it is said until it is heeded"
+    (reported,) = sent(actions, Flip)
+    assert (reported.role, reported.timeout_s) == ("prefill", 3.0)
+    assert sent(bench.load("w1:decode", []), Flip) == [reported], "it is said until it is heeded"
     assert sent(bench.load("w1:decode", [], draining=True), Flip) == []
     again = order(bench, "w1", "prefill")
     assert again == "w1 leaves"
@@ -84,9 +84,9 @@ def test_a_change_from_the_order_to_its_end() -> None:
     sent_to = [a.worker[0] for i in range(4) for a in bench.submit(f"r{i}") if isinstance(a.message, Prefill)]  # type: ignore[union-attr]
     assert "w1:prefill" in sent_to
     dispatch = sent_to.index("w1:prefill") + 1
-    bench.say("w1:prefill", _first(dispatch))
+    bench.send("w1:prefill", _first(dispatch))
     bench.now = 1.0
-    bench.say("w1:decode", Goodbye(worker_id="w1:decode", incarnation=1))
+    bench.send("w1:decode", Goodbye(worker_id="w1:decode", incarnation=1))
     assert (record.began_s, record.worked_s, record.ended_s) == (0.1, 0.4, 1.0)
     assert isinstance(order(bench, "w1", "decode"), FlipRecord), "and back"
     assert bench.core.counters()["flips"] == 2
@@ -97,7 +97,7 @@ def test_what_runs_moves_and_streams_on() -> None:
     (prefill,) = sent(bench.submit(), Prefill)
     here = prefill.decode.worker_id
     process = here.partition(":")[0]
-    bench.say("w0:prefill", _first(1))
+    bench.send("w0:prefill", _first(1))
     bench.joined(1, worker=here)
     order(bench, process, "prefill")
     (move,) = sent(bench.load(here, [1], draining=True), Move)
@@ -119,7 +119,7 @@ def test_one_whose_old_role_has_not_ended_stays_as_it_is() -> None:
     bench.load("w1:decode", [], draining=True)
     bench.hello("w1:prefill", "prefill", process="w1")
     assert order(bench, "w1", "decode") == "w1 is changing its role already"
-    bench.say("w1:decode", Goodbye(worker_id="w1:decode", incarnation=1))
+    bench.send("w1:decode", Goodbye(worker_id="w1:decode", incarnation=1))
     assert isinstance(order(bench, "w1", "decode"), FlipRecord)
 
 

@@ -58,7 +58,7 @@ def test_cached_tokens_are_what_the_first_word_of_the_first_attempt_says(joined_
     bench.submit()
     for word in (bench.joined, bench.first) if joined_first else (bench.first, bench.joined):
         word(1, num_cached_tokens=2)
-    bench.say("d", RequestFailed(coordinator=7, dispatch=1, kind="preempted", message="no room"))
+    bench.send("d", RequestFailed(coordinator=7, dispatch=1, kind="preempted", message="no room"))
     bench.first(2, index=1, num_cached_tokens=3)  # its own blocks of the first time
     bench.joined(2, index=1)
     (ended,) = ends(bench.step(2, 2, 7, "stop"))
@@ -92,10 +92,10 @@ def test_retries_are_bounded_but_preemption_is_no_failure() -> None:
     for dispatch in range(1, 8):
         bench.joined(dispatch, index=0)
         failed = RequestFailed(coordinator=7, dispatch=dispatch, kind="preempted", message="full")
-        last = bench.say("d", failed)
+        last = bench.send("d", failed)
         assert not ends(last)
     for dispatch in range(8, 11):
-        last = bench.say(
+        last = bench.send(
             "p", RequestFailed(coordinator=7, dispatch=dispatch, kind="internal", message="boom")
         )
         if dispatch == 9:  # the second failure in a row: the next attempt waits a little
@@ -114,7 +114,7 @@ def test_a_retry_waits_four_seconds_at_most() -> None:
     bench = Bench(max_attempts=20)
     bench.submit()
     for dispatch in range(1, 12):
-        bench.say("p", RequestFailed(coordinator=7, dispatch=dispatch, kind="internal", message="boom"))
+        bench.send("p", RequestFailed(coordinator=7, dispatch=dispatch, kind="internal", message="boom"))
         bench.now += 4.01
         bench.load("p", [])
         bench.load("d", [])
@@ -127,7 +127,7 @@ def test_what_failed_at_one_decode_worker_is_tried_at_another() -> None:
     (prefill,) = sent(bench.submit(), Prefill)
     for dispatch in (1, 2, 3):
         worker = prefill.decode.worker_id
-        actions = bench.say(
+        actions = bench.send(
             "p",
             RequestFailed(coordinator=7, dispatch=dispatch, kind="handoff_failed", message="corrupt twice"),
         )
@@ -190,7 +190,7 @@ def test_nobody_takes_the_room_that_one_who_comes_back_needs() -> None:
     bench.submit("long", prompt_token_ids=[1] * 40)
     bench.submit("other", prompt_token_ids=[2] * 4)
     bench.load("d", [2], blocks_free=8)  # too little for the long one
-    bench.say("p", RequestFailed(coordinator=7, dispatch=1, kind="preempted", message="no"))
+    bench.send("p", RequestFailed(coordinator=7, dispatch=1, kind="preempted", message="no"))
     assert len(bench.core.queue) == 1
     assert not sent(bench.submit("short", prompt_token_ids=[3] * 4), Prefill)
     (again, after) = sent(bench.load("d", [2], blocks_free=50), Prefill)
@@ -239,7 +239,7 @@ def test_who_is_missing_or_does_not_fit_is_said() -> None:
     (misfit, _) = bench.core.pools.misfits()
     assert "block size differs (4 and 8)" in misfit
     assert "block size differs (4 and 8)" in ends(bench.submit())[0].message
-    (alive,) = sent(bench.say("x", Load(worker_id="x", incarnation=1, **IDLE)), Alive)
+    (alive,) = sent(bench.send("x", Load(worker_id="x", incarnation=1, **IDLE)), Alive)
     assert "this decode worker gets no work" in alive.misfit
     assert "its block size is not that of p (8 here, 4 there)" in alive.misfit
     bench.hello("d", "decode")

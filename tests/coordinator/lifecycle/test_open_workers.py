@@ -95,12 +95,12 @@ class Rooms(RuleBasedStateMachine):
     )
     def reports(self, place: int, free: int, cached: int, accepting: bool, others: int) -> None:
         worker = self.one(place)
-        said: dict[str, Any] = dict.fromkeys(
+        message: dict[str, Any] = dict.fromkeys(
             ("blocks_used", "blocks_leased", "num_running", "num_waiting", "num_waiting_tokens", "steps"), 0
         )
-        said |= {"blocks_free": free, "blocks_cached": cached, "accepting": accepting, "busy": False}
+        message |= {"blocks_free": free, "blocks_cached": cached, "accepting": accepting, "busy": False}
         load = Load(
-            worker_id=worker.id[0], incarnation=1, num_others=others, num_others_tokens=8 * others, **said
+            worker_id=worker.id[0], incarnation=1, num_others=others, num_others_tokens=8 * others, **message
         )
         self.pools.report(load, 0.0)
 

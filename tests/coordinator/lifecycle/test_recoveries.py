@@ -39,9 +39,9 @@ def test_a_lost_attempt_whose_successor_fails_too_is_one_recovery() -> None:
     bench = Bench()
     bench.submit()
     bench.now = 1.0
-    bench.say("p", RequestFailed(coordinator=7, dispatch=1, kind="internal", message="no"))
+    bench.send("p", RequestFailed(coordinator=7, dispatch=1, kind="internal", message="no"))
     bench.now = 2.0
-    bench.say("p", RequestFailed(coordinator=7, dispatch=2, kind="preempted", message="again"))
+    bench.send("p", RequestFailed(coordinator=7, dispatch=2, kind="preempted", message="again"))
     bench.now = 3.0
     bench.joined(3)
     (recovery,) = bench.core.outcomes.last_recoveries

@@ -14,7 +14,7 @@ def fail(bench: Bench, dispatch: int, kind: Literal["handoff_failed", "internal"
     failed = RequestFailed(
         coordinator=7, dispatch=dispatch, kind=kind, message="1 KV blocks arrived corrupt twice"
     )
-    ended = [e.message for e in ends(bench.say("p", failed))]
+    ended = [e.message for e in ends(bench.send("p", failed))]
     bench.now += 4.0
     bench.load("p", [])
     bench.load("d", [])

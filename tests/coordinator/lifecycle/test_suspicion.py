@@ -51,7 +51,7 @@ class Cluster(Bench):
             if spec.request_id == self.poison:
                 self.dies_at[spec.dispatch] = index + 1 + self.fuse
             joined = Joined(coordinator=7, dispatch=spec.dispatch, index=index, token=3)
-            self.play(self.say(decode, joined, self.incarnations[decode]))
+            self.play(self.send(decode, joined, self.incarnations[decode]))
 
     def turn(self) -> None:
         """Each decode worker makes a step, or dies of it."""
@@ -73,7 +73,7 @@ class Cluster(Bench):
                 )
                 self.running = {d: r for d, r in self.running.items() if r[1] != worker or r[2] < r[3]}
                 self.running |= {d: (r[0], r[1], r[2] + 1, r[3]) for d, r in here.items() if r[2] < r[3]}
-                self.play(self.say(worker, step, self.incarnations[worker]))
+                self.play(self.send(worker, step, self.incarnations[worker]))
         self.now += 0.01
         self.play(self.core.tick(self.now))
 
@@ -116,10 +116,10 @@ class OneByOne(Bench):
         """The request runs, and brings its tokens."""
         dispatch = self.core.pools.workers[("d", self.life)].dispatches.copy().pop()
         start = len(self.core.requests["r"].tokens)
-        self.say("d", Joined(coordinator=7, dispatch=dispatch, index=start, token=1), self.life)
+        self.send("d", Joined(coordinator=7, dispatch=dispatch, index=start, token=1), self.life)
         for index in range(start + 1, start + self.gain):
             rows = {"dispatches": u32([dispatch]), "indices": u32([index]), "tokens": u32([2])}
-            self.say("d", StepTokens(coordinator=7, **rows), self.life)
+            self.send("d", StepTokens(coordinator=7, **rows), self.life)
 
     def die(self) -> list[str]:
         """Its worker dies, and comes back: what ended the request, if anything did."""
@@ -128,7 +128,7 @@ class OneByOne(Bench):
 
     def leave(self) -> list[str]:
         """Its worker leaves in good order, without having found another one for it, and comes back."""
-        self.say("d", Goodbye(worker_id="d", incarnation=self.life), self.life)
+        self.send("d", Goodbye(worker_id="d", incarnation=self.life), self.life)
         return self.die()
 
 
@@ -189,7 +189,7 @@ def test_who_is_there_at_death_after_death_is_charged_though_a_suspect_is_too() 
             assert request.decode is not None, (
                 "one suspect alone does not keep others away where there is one worker"
             )
-            bench.say(
+            bench.send(
                 "d",
                 Joined(coordinator=7, dispatch=request.dispatch, index=len(request.tokens), token=1),
                 life,

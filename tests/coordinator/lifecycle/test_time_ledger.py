@@ -57,16 +57,16 @@ def test_stages_sum_to_the_whole_whatever_workers_say(
     times = AttemptTimes(ledger)
     for kind, later_s, ago_s, seconds, more in words:
         now += later_s
-        heard = Milestone(now, now - ago_s, seconds)
+        received = Milestone(now, now - ago_s, seconds)
         if kind == "first":
-            times.first_token(heard, more)
+            times.first_token(received, more)
         elif kind == "joined":
-            times.joined(heard)
+            times.joined(received)
         elif kind == "moved":
             ledger.enter("decode", now)
             times.moved()
         else:
-            times.ended(heard)
+            times.ended(received)
         assert ledger.newest_began <= now, "no stage begins in the future"
     ledger.close(now)
     _is_whole(ledger, 1.0)
@@ -99,8 +99,8 @@ def test_a_coordinator_that_hears_late_makes_no_stage_of_the_workers_longer(
         lambda: times.first_token(Milestone(max(12.25, blocked_until), 11.0, 1.25), 1.0),
         lambda: times.joined(Milestone(max(12.75, blocked_until), 11.0, 0.5)),
     ]
-    for say in reversed(words) if joined_first else words:
-        say()
+    for send in reversed(words) if joined_first else words:
+        send()
     end = max(14.75, blocked_until)
     times.ended(Milestone(end, 11.0, 2.0))
     ledger.close(end)
@@ -132,7 +132,7 @@ def test_a_blocked_event_loop_is_charged_to_the_coordinator() -> None:
     bench.joined(1, transfer_s=0.125)
     rows = {"dispatches": u32([1]), "indices": u32([1]), "tokens": u32([7])}
     (ended,) = ends(
-        bench.say("d", StepTokens(coordinator=7, finished={0: "stop"}, decode_s={0: 0.5}, **rows))
+        bench.send("d", StepTokens(coordinator=7, finished={0: "stop"}, decode_s={0: 0.5}, **rows))
     )
     assert ended.stages == Stages(queue=0.125, prefill=0.25, handoff=0.125, decode=0.5, coordinator=2.0)
 
@@ -150,7 +150,7 @@ def test_messages_that_arrive_after_a_stall_are_charged_to_the_coordinator(ticks
     bench.now = 5.125
     rows = {"dispatches": u32([1]), "indices": u32([1]), "tokens": u32([7])}
     (ended,) = ends(
-        bench.say("d", StepTokens(coordinator=7, finished={0: "stop"}, decode_s={0: 0.125}, **rows))
+        bench.send("d", StepTokens(coordinator=7, finished={0: "stop"}, decode_s={0: 0.125}, **rows))
     )
     assert ended.stages == Stages(decode=0.125, coordinator=5.0)
 
@@ -167,7 +167,7 @@ def test_a_stall_is_the_coordinators_also_where_no_worker_says_what_it_took() ->
     bench.core.tick(5.0)
     bench.now = 5.125
     bench.submit("new")
-    bench.say("d", RequestFailed(coordinator=7, dispatch=1, kind="internal", message="broke"))
+    bench.send("d", RequestFailed(coordinator=7, dispatch=1, kind="internal", message="broke"))
     bench.now = 5.25
     ended = {
         name: ends(bench.core.cancel(name, bench.now))[0].stages for name in ("tried again", "waits", "new")
@@ -200,7 +200,7 @@ def test_a_request_that_is_tried_again_has_all_of_its_attempts_in_the_ledger() -
     bench.now = 2.0
     bench.joined(1, transfer_s=1.0)
     bench.now = 3.0
-    bench.say("d", RequestFailed(coordinator=7, dispatch=1, kind="internal", message="broke"))
+    bench.send("d", RequestFailed(coordinator=7, dispatch=1, kind="internal", message="broke"))
     bench.now = 5.0
     bench.first(2, index=1, prefill_s=2.0)
     bench.joined(2, index=1)

@@ -99,12 +99,12 @@ async def test_every_query_names_a_metric_that_exists(metrics: str) -> None:
     assert used - known == set()
     alerts = re.sub(r"^ +(summary|description):.*$", "", (MONITORING / "alerts.yml").read_text(), flags=re.M)
     assert names_in(alerts) - known == set()
-    told = {name for name in known if not name.endswith(("_created", "_bucket"))}
+    reported = {name for name in known if not name.endswith(("_created", "_bucket"))}
     assert {
         "splitserve_refusals_total",
         "splitserve_cost_per_million_tokens",
         "splitserve_joules_per_token",
-    } <= told
+    } <= reported
 
 
 async def test_every_metric_that_the_docs_name_exists(metrics: str) -> None:

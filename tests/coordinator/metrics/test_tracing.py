@@ -97,10 +97,10 @@ def test_spans_have_the_ids_that_were_told_when_they_began() -> None:
         trace.end(2.0, {}, [], failed=False)
     spans = exporter.get_finished_spans()
     assert [span.name for span in spans] == ["b", "a", "c"]
-    told = {trace.traceparent for trace in began if trace is not None}
+    reported = {trace.traceparent for trace in began if trace is not None}
     assert {
         f"00-{s.context.trace_id:032x}-{s.context.span_id:016x}-03" for s in spans if s.context is not None
-    } == told
+    } == reported
     assert len({trace.trace_id for trace in began if trace is not None}) == 3
 
 

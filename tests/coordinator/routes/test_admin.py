@@ -26,13 +26,15 @@ async def test_a_worker_is_drained() -> None:
 async def test_a_worker_changes_its_role_or_it_is_said_why_not() -> None:
     answer, _ = await post("/admin/flip/worker-0?to=decode")
     assert (answer.status_code, answer.json()["role"]) == (202, "decode")
-    for path, status, said in (
+    for path, status, message in (
         ("/admin/flip/worker-0?to=cook", 400, "prefill, decode"),
         ("/admin/flip/prefill-0?to=decode", 400, "cannot change its role"),
         ("/admin/flip/nobody?to=decode", 404, "prefill-0"),
     ):
         answer, _ = await post(path)
-        assert (answer.status_code, said in answer.json()["error"]["message"]) == (status, True), answer.text
+        assert (answer.status_code, message in answer.json()["error"]["message"]) == (status, True), (
+            answer.text
+        )
 
 
 async def test_what_is_wrong_is_said() -> None:

@@ -41,24 +41,24 @@ async def socket(server: HttpServer) -> AsyncIterator[ClientConnection]:
         yield socket
 
 
-async def say(socket: ClientConnection, **message: Any) -> None:
+async def send(socket: ClientConnection, **message: Any) -> None:
     await socket.send(json.dumps(message))
 
 
-async def hear(socket: ClientConnection) -> Any:
+async def receive(socket: ClientConnection) -> Any:
     return json.loads(await socket.recv())
 
 
 async def until_done(socket: ClientConnection, *ids: str) -> dict[str, list[Any]]:
-    heard: dict[str, list[Any]] = {id: [] for id in ids}
+    received: dict[str, list[Any]] = {id: [] for id in ids}
     left = set(ids)
     while left:
-        message = await hear(socket)
+        message = await receive(socket)
         if "done" in message:
             left.remove(message["id"])
         else:
-            heard[message["id"]].append(message)
-    return heard
+            received[message["id"]].append(message)
+    return received
 
 
 async def test_text_that_is_none_ends_the_connection_without_a_word_in_the_log(
@@ -66,7 +66,7 @@ async def test_text_that_is_none_ends_the_connection_without_a_word_in_the_log(
 ) -> None:
     await socket.send(b"\xff\xfe", text=True)
     with pytest.raises(ConnectionClosed) as closed:
-        await hear(socket)
+        await receive(socket)
     assert closed.value.rcvd is not None
     assert closed.value.rcvd.code == 1007
     assert caplog.records == []
@@ -74,7 +74,7 @@ async def test_text_that_is_none_ends_the_connection_without_a_word_in_the_log(
 
 async def test_the_same_chunks_as_by_http(socket: ClientConnection, http: httpx.AsyncClient) -> None:
     body = {**BODY, "stream_options": {"include_usage": True}, "stream": True}
-    await say(socket, id="a", body=body)
+    await send(socket, id="a", body=body)
     events = [message["event"] for message in (await until_done(socket, "a"))["a"]]
     lines = (await http.post("/v1/chat/completions", json=body)).text.splitlines()
     by_http = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
@@ -88,43 +88,43 @@ async def test_the_same_chunks_as_by_http(socket: ClientConnection, http: httpx.
 
 async def test_several_at_a_time_and_whole_answers(socket: ClientConnection) -> None:
     for id in "abc":
-        await say(socket, id=id, body=BODY)
-    await say(
+        await send(socket, id=id, body=BODY)
+    await send(
         socket,
         id="whole",
         endpoint="/v1/completions",
         body={"prompt": "Hi", "stream": False, "max_tokens": 500, "temperature": 0},
     )
-    heard = await until_done(socket, *"abc", "whole")
+    received = await until_done(socket, *"abc", "whole")
     texts = {
-        "".join(c["delta"].get("content") or "" for m in heard[id] for c in m["event"]["choices"])
+        "".join(c["delta"].get("content") or "" for m in received[id] for c in m["event"]["choices"])
         for id in "abc"
     }
     assert texts == {ANSWER}
-    assert [message["event"]["choices"][0]["text"] for message in heard["whole"]] == [ANSWER]
+    assert [message["event"]["choices"][0]["text"] for message in received["whole"]] == [ANSWER]
 
 
 async def test_what_is_wrong_is_said_and_the_connection_lives(socket: ClientConnection) -> None:
-    await say(socket, id="a", body={**BODY, "temperature": "warm"})
+    await send(socket, id="a", body={**BODY, "temperature": "warm"})
     (message,) = (await until_done(socket, "a"))["a"]
     assert message["status"] == 400
     assert message["error"]["param"] == "temperature"
     for wrong in WRONG:
         await socket.send(wrong)
-        assert (await hear(socket))["status"] == 400
-    await say(socket, id="c", body=BODY)
+        assert (await receive(socket))["status"] == 400
+    await send(socket, id="c", body=BODY)
     assert (await until_done(socket, "c"))["c"]
 
 
 async def test_cancelled_and_gone(socket: ClientConnection, dispatcher: FakeDispatcher) -> None:
     dispatcher.hold = True
     for id in "ab":
-        await say(socket, id=id, body=BODY)
-    await say(socket, id="a", body=BODY)
-    assert "is running" in (await hear(socket))["error"]["message"]
+        await send(socket, id=id, body=BODY)
+    await send(socket, id="a", body=BODY)
+    assert "is running" in (await receive(socket))["error"]["message"]
     await dispatcher.until(lambda: len(dispatcher.running) == 2)
-    await say(socket, id="a", cancel=True)
-    assert await hear(socket) == {"id": "a", "done": True}
+    await send(socket, id="a", cancel=True)
+    assert await receive(socket) == {"id": "a", "done": True}
     assert len(dispatcher.cancelled) == 1
     await socket.close()
     await dispatcher.until(lambda: len(dispatcher.cancelled) == 2)
@@ -140,7 +140,7 @@ async def test_other_paths_are_no_websockets(server: HttpServer) -> None:
 async def test_pages_of_other_sites_are_kept_out(server: HttpServer) -> None:
     host = f"127.0.0.1:{server.port}"
     async with connect(f"ws://{host}/v1/stream", origin=Origin(f"http://{host}")) as socket:
-        await say(socket, id="a", body=BODY)
+        await send(socket, id="a", body=BODY)
         await until_done(socket, "a")
     with pytest.raises(InvalidStatus) as refused:
         await connect(f"ws://{host}/v1/stream", origin=Origin("http://elsewhere.example"))
@@ -167,7 +167,7 @@ async def test_a_browser_gives_its_key_as_a_subprotocol(
     protocols = [Subprotocol("splitserve"), Subprotocol("openai-insecure-api-key.secret")]
     async with connect(url, subprotocols=protocols, origin=Origin("http://elsewhere.example")) as socket:
         assert socket.subprotocol == "splitserve"
-        await say(socket, id="a", body=BODY)
+        await send(socket, id="a", body=BODY)
         await until_done(socket, "a")
     assert dispatcher.requests[-1].tenant == "t"
     for wrong in (None, [Subprotocol("openai-insecure-api-key.wrong")]):

@@ -66,7 +66,7 @@ class Sequences(RuleBasedStateMachine):
         assert m.num_used == len({block for blocks in self.held for block in blocks})
 
     @invariant()
-    def events_tell_the_contents(self) -> None:
+    def events_match_the_contents(self) -> None:
         stored, removed = self.events.take()
         assert not set(stored) & set(removed)
         self.known = (self.known | set(stored)) - set(removed)

@@ -316,10 +316,10 @@ def test_checkpoints_of_these_shapes_load_without_an_option(
     cache = runner.kv_cache
     assert 0.9 * GIB < cache.num_bytes <= GIB
     assert runner.max_model_len == cache.num_blocks * 16 < shape["max_position_embeddings"]
-    said = [record.message for record in caplog.records if "max_model_len" in record.message]
-    assert len(said) == 1
+    sentence = [record.message for record in caplog.records if "max_model_len" in record.message]
+    assert len(sentence) == 1
     assert (
         f"max_model_len is {runner.max_model_len}, not the model's {shape['max_position_embeddings']}"
-        in said[0]
+        in sentence[0]
     )
     runner.warm_up()

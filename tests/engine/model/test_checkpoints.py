@@ -72,7 +72,7 @@ def test_float16_weights_are_converted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "reported"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported.*LlamaForCausalLM"),
         ({"architectures": None}, "none is not supported"),
@@ -87,9 +87,9 @@ def test_float16_weights_are_converted(tmp_path: Path) -> None:
         ({"hidden_size": None}, "'hidden_size' must be a positive whole number"),
     ],
 )
-def test_what_is_not_supported_is_said(folder: Path, changes: dict[str, Any], told: str) -> None:
+def test_what_is_not_supported_is_said(folder: Path, changes: dict[str, Any], reported: str) -> None:
     edit_config(folder, **changes)
-    with pytest.raises(ModelConfigError, match=told):
+    with pytest.raises(ModelConfigError, match=reported):
         ModelConfig.from_folder(folder)
 
 

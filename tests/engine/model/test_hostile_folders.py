@@ -54,7 +54,7 @@ def test_a_good_folder_passes_also_through_links(folder: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "expected"),
     [
         (
             {"num_hidden_layers": 10**9},
@@ -88,8 +88,10 @@ def test_a_good_folder_passes_also_through_links(folder: Path, tmp_path: Path) -
         ({"quantization_config": {"bits": 4}}, "quantized weights are not supported"),
     ],
 )
-def test_config_json_is_held_against_the_weights(folder: Path, changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(EngineError, match=says):
+def test_config_json_is_held_against_the_weights(
+    folder: Path, changes: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(EngineError, match=expected):
         check_model_folder(with_config(folder, **changes))
 
 
@@ -143,10 +145,12 @@ SPOILT: list[tuple[Callable[[Path], object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("spoil", "says"), SPOILT, ids=[says[:40] for _, says in SPOILT])
-def test_files_that_are_not_what_they_say(folder: Path, spoil: Callable[[Path], object], says: str) -> None:
+@pytest.mark.parametrize(("spoil", "expected"), SPOILT, ids=[expected[:40] for _, expected in SPOILT])
+def test_files_that_are_not_what_they_say(
+    folder: Path, spoil: Callable[[Path], object], expected: str
+) -> None:
     spoil(folder)
-    with pytest.raises(EngineError, match=says) as refused:
+    with pytest.raises(EngineError, match=expected) as refused:
         check_model_folder(folder)
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < 600

@@ -172,13 +172,13 @@ def test_prompt_logprobs_are_those_of_every_position(pair: Pair) -> None:
     prompt = random_tokens(40, seed=14)
     logprobs = pair.reference_logits(prompt).log_softmax(-1)
     sequence = HandSequence(prompt, scattered_blocks(40, seed=15))
-    told = []
+    reported = []
     for count in (13, 27):
         output = pair.runner.execute(make_batch([(sequence, count)], BLOCK_SIZE, prompt_logprobs=3))
-        told += output.prompt_logprobs[0]
+        reported += output.prompt_logprobs[0]
         sequence.num_computed += count
-    assert [len(told), output.token_ids[0]] == [39, logprobs[-1].argmax()]
-    for position, entry in enumerate(told):
+    assert [len(reported), output.token_ids[0]] == [39, logprobs[-1].argmax()]
+    for position, entry in enumerate(reported):
         top = logprobs[position].topk(3)
         assert entry.top_ids == tuple(top.indices.tolist())
         assert entry.top_logprobs == pytest.approx(top.values.tolist(), abs=1e-3)

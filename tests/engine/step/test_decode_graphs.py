@@ -89,14 +89,14 @@ def run(runner: ModelRunner, sequences: list[HandSequence], counts: list[int]) -
 def test_replayed_steps_are_the_plain_ones(runner: ModelRunner) -> None:
     def steps() -> list[StepOutput]:
         sequences = prompts(9, 3, 18)
-        told = [run(runner, sequences, [9, 3, 18])]
+        reported = [run(runner, sequences, [9, 3, 18])]
         for going_on in (
             sequences,
             sequences[:2],
             sequences[2:],
         ):  # buckets of 4, 2, 1; contexts of any length
-            told.append(run(runner, going_on, [1] * len(going_on)))
-        return told
+            reported.append(run(runner, going_on, [1] * len(going_on)))
+        return reported
 
     plain = steps()
     pool = runner.kv_cache.pool.clone()
@@ -108,9 +108,9 @@ def test_replayed_steps_are_the_plain_ones(runner: ModelRunner) -> None:
     assert runner.kv_cache.pool.isnan().all()  # a recording has only padding
     for step, expected in zip(steps(), plain, strict=True):
         assert step.token_ids.tolist() == expected.token_ids.tolist()
-        for row, told in expected.logprobs.items():
-            assert step.logprobs[row].top_ids == told.top_ids
-            assert step.logprobs[row].top_logprobs == pytest.approx(told.top_logprobs, abs=1e-4)
+        for row, reported in expected.logprobs.items():
+            assert step.logprobs[row].top_ids == reported.top_ids
+            assert step.logprobs[row].top_logprobs == pytest.approx(reported.top_logprobs, abs=1e-4)
     assert torch.equal(
         runner.kv_cache.pool.isnan(), pool.isnan()
     )  # nothing but the sequences' own slots was written
@@ -121,7 +121,7 @@ def test_a_replayed_step_takes_its_tokens_from_the_one_before(runner: ModelRunne
     runner.capture(replayed([]))
     runner._sampler = DeviceSampler((2,)) if launched else runner._sampler
     execute = (lambda batch: runner.launch(batch)()) if launched else runner.execute
-    told: list[list[int]] = []
+    reported: list[list[int]] = []
     for ahead in (False, True):
         sequences = prompts(9, 3, 18)
         run(runner, sequences, [9, 3, 18])
@@ -134,8 +134,8 @@ def test_a_replayed_step_takes_its_tokens_from_the_one_before(runner: ModelRunne
             for i, token in zip(rows, output.token_ids.tolist(), strict=True):
                 sequences[i].num_computed += 1
                 sequences[i].output.append(token)
-        told.append([token for s in sequences for token in s.output])
-    assert told[0] == told[1]
+        reported.append([token for s in sequences for token in s.output])
+    assert reported[0] == reported[1]
 
 
 def test_what_is_no_decode_step_runs_plainly(runner: ModelRunner) -> None:

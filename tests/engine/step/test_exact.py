@@ -225,7 +225,7 @@ def test_after_a_loss_with_the_output_as_part_of_the_prompt(
 
 
 def test_prompt_logprobs_do_not_depend_on_chunks(runner: ModelRunner) -> None:
-    told: list[list[Logprobs]] = []
+    reported: list[list[Logprobs]] = []
     for place, sizes in enumerate(([1000], [31, 9, 1000])):
         request = Request(GREEDY, seed=3, place=place)
         sequence, found = request.sequence, []
@@ -234,8 +234,8 @@ def test_prompt_logprobs_do_not_depend_on_chunks(runner: ModelRunner) -> None:
             output = runner.execute(make_batch([(sequence, count)], BLOCK_SIZE, prompt_logprobs=2))
             sequence.num_computed += count
             found += output.prompt_logprobs[0]
-        told.append(found)
-    assert told[0] == told[1]
+        reported.append(found)
+    assert reported[0] == reported[1]
 
 
 def test_exact_says_what_it_needs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,16 +113,16 @@ def test_quantized_workers_do_not_mix_with_others(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "answers"),
     [
         ({"quantization": "fp8"}, "needs a GPU with float8 instructions, and the device is cpu"),
         ({"quantization": "fp8", "exact": True}, "leave exact off, or quantization at none"),
         ({"kv_dtype": "fp8", "exact": True}, "leave exact off, or kv_dtype at auto"),
     ],
 )
-def test_what_cannot_work_is_refused(tmp_path: Path, options: dict[str, Any], says: str) -> None:
+def test_what_cannot_work_is_refused(tmp_path: Path, options: dict[str, Any], answers: str) -> None:
     make_checkpoint(tmp_path, "llama3", num_hidden_layers=1)
-    with pytest.raises(ModelConfigError, match=says):
+    with pytest.raises(ModelConfigError, match=answers):
         make_runner(tmp_path, **options)
 
 

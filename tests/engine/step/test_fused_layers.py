@@ -39,7 +39,7 @@ def test_the_same_bits_and_cache(tmp_path: Path, family: str, dtype: str) -> Non
     for s in sequences:
         s.num_computed = len(s.prompt) - 1
     batch = make_batch([(s, 1) for s in sequences], BLOCK_SIZE)
-    pool, told = runner.kv_cache.pool.clone(), []
+    pool, reported = runner.kv_cache.pool.clone(), []
     layers: list[int] = []
 
     def hidden() -> torch.Tensor:
@@ -49,8 +49,8 @@ def test_the_same_bits_and_cache(tmp_path: Path, family: str, dtype: str) -> Non
 
     for rows in (len(sequences) + 1, len(sequences)):  # the second: not for so many
         runner._model._fused.rows = rows
-        told.append((hidden(), runner.kv_cache.pool.clone()))
-    assert torch.equal(told[0][0], told[1][0])
-    assert torch.equal(told[0][1], told[1][1])
+        reported.append((hidden(), runner.kv_cache.pool.clone()))
+    assert torch.equal(reported[0][0], reported[1][0])
+    assert torch.equal(reported[0][1], reported[1][1])
     num_layers = runner.config.num_layers
     assert layers == [num_layers - 1, num_layers, *range(1, num_layers + 1)]

@@ -125,24 +125,24 @@ def test_only_the_rows_with_a_grammar_are_touched() -> None:
 def test_log_probabilities_are_those_of_the_model() -> None:
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(1))
     expected = logits.log_softmax(-1)
-    tokens, told = Sampler(TorchKernels(), (3,)).sample(
+    tokens, reported = Sampler(TorchKernels(), (3,)).sample(
         logits, SampledRows.booked([state(OneRow(7, 8), logprobs=2), state(None)])
     )
     assert tokens[0] == (7 if expected[0, 7] > expected[0, 8] else 8)
     assert tokens[1] == expected[1].argmax()
-    assert told[0].logprob == pytest.approx(float(expected[0, tokens[0]]))
-    assert told[0].top_ids == tuple(expected[0].topk(2).indices.tolist())
+    assert reported[0].logprob == pytest.approx(float(expected[0, tokens[0]]))
+    assert reported[0].top_ids == tuple(expected[0].topk(2).indices.tolist())
 
 
 class Core:
     def __init__(self) -> None:
-        self.heard: dict[tuple[int, int], TokenMatcher | str] = {}
+        self.received: dict[tuple[int, int], TokenMatcher | str] = {}
 
     def grammar_compiled(self, key: tuple[int, int], matcher: TokenMatcher) -> None:
-        self.heard[key] = matcher
+        self.received[key] = matcher
 
     def grammar_failed(self, key: tuple[int, int], reason: str) -> None:
-        self.heard[key] = reason
+        self.received[key] = reason
 
 
 def test_the_thread_answers_every_order(compiler: GrammarCompiler) -> None:
@@ -151,12 +151,12 @@ def test_the_thread_answers_every_order(compiler: GrammarCompiler) -> None:
     for order in [CompileGrammar(None, GRAMMAR), CompileGrammar(None, b"start: foo"), *orders]:
         thread.submit(order)
     deadline = time.monotonic() + 60
-    while len(core.heard) < len(orders):
+    while len(core.received) < len(orders):
         assert time.monotonic() < deadline
         thread.report(core)
         time.sleep(0.001)
     thread.stop()
-    assert [key for key, answer in sorted(core.heard.items()) if isinstance(answer, str)] == [
+    assert [key for key, answer in sorted(core.received.items()) if isinstance(answer, str)] == [
         (1, 0),
         (1, 2),
         (1, 4),

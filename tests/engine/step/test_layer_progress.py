@@ -27,7 +27,7 @@ def test_keys_and_values_are_final_when_their_layer_is_told(tmp_path: Path) -> N
 
 
 def test_only_every_so_many_layers_wake_the_loop() -> None:
-    for every, told in ((0, []), (1, [1, 2, 3, 4, 5]), (2, [2, 4]), (5, [5])):
+    for every, reported in ((0, []), (1, [1, 2, 3, 4, 5]), (2, [2, 4]), (5, [5])):
         woken: list[None] = []
         progress = LayerProgress(torch.device("cpu"), lambda woken=woken: woken.append(None), every)  # type: ignore[misc]
         seen = [progress.num_layers()]
@@ -35,5 +35,5 @@ def test_only_every_so_many_layers_wake_the_loop() -> None:
             progress.reached(layer)
             if len(woken) == len(seen):
                 seen.append(progress.num_layers())
-        assert seen == [0, *told]
+        assert seen == [0, *reported]
         assert not progress.pending

@@ -98,11 +98,11 @@ def test_a_row_does_not_depend_on_its_batch(seeds: list[int], seed: int, data: s
     )
     states = [state(prompt=[5, 6], output=[7, 7], seed=s, **data.draw(options)) for s in seeds]
     logits = logits_of(seed, rows=len(seeds))
-    together, told = sample(sampler, logits.clone(), states)
+    together, reported = sample(sampler, logits.clone(), states)
     for row in range(len(seeds)):
-        alone, told_alone = sample(sampler, logits[row : row + 1].clone(), [states[row]])
+        alone, reported_alone = sample(sampler, logits[row : row + 1].clone(), [states[row]])
         assert alone[0] == together[row]
-        assert told_alone.get(0) == told.get(row)
+        assert reported_alone.get(0) == reported.get(row)
 
 
 def test_noise_is_the_documented_integer_hash() -> None:
@@ -208,13 +208,13 @@ def test_logprobs_are_of_the_model_itself(sampler: Sampler) -> None:
         state(temperature=0.0),
         state(temperature=0.0, logit_bias={8: 99.0}, logprobs=0),
     ]
-    token_ids, told = sample(sampler, logits.clone(), states)
-    assert set(told) == {0, 2}
-    assert told[0].logprob == pytest.approx(expected[0, token_ids[0]].item(), abs=1e-5)
-    assert told[0].top_ids == tuple(expected[0].topk(2).indices.tolist())
-    assert told[0].top_logprobs == pytest.approx(expected[0].topk(2).values.tolist(), abs=1e-5)
-    assert (token_ids[2], told[2].top_ids) == (8, ())
-    assert told[2].logprob == pytest.approx(expected[2, 8].item(), abs=1e-5)
+    token_ids, reported = sample(sampler, logits.clone(), states)
+    assert set(reported) == {0, 2}
+    assert reported[0].logprob == pytest.approx(expected[0, token_ids[0]].item(), abs=1e-5)
+    assert reported[0].top_ids == tuple(expected[0].topk(2).indices.tolist())
+    assert reported[0].top_logprobs == pytest.approx(expected[0].topk(2).values.tolist(), abs=1e-5)
+    assert (token_ids[2], reported[2].top_ids) == (8, ())
+    assert reported[2].logprob == pytest.approx(expected[2, 8].item(), abs=1e-5)
 
 
 def test_greedy_rows_beside_random_ones(sampler: Sampler) -> None:

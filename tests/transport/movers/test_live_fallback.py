@@ -39,27 +39,27 @@ def test_zmq_takes_the_place_of_a_mover_that_breaks(
     with WorkerPair(mover) as pair:
 
         def joined(dispatch: int) -> bool:
-            return any(isinstance(m, Joined) and m.dispatch == dispatch for m in pair.heard)
+            return any(isinstance(m, Joined) and m.dispatch == dispatch for m in pair.received)
 
         pair.ask(spec(0))
         pair.until(lambda: joined(0))
         failures = 2 if mover == "nccl" else 1  # what two ends have set up together is made anew once
         for dispatch in range(1, failures + 1):
             pair.ask(spec(dispatch, request=1, epoch=dispatch))
-            pair.until(lambda: sum(isinstance(m, RequestFailed) for m in pair.heard) == dispatch)  # noqa: B023
+            pair.until(lambda: sum(isinstance(m, RequestFailed) for m in pair.received) == dispatch)  # noqa: B023
         pair.ask(spec(9, request=1, epoch=9))
         pair.until(lambda: joined(9))
         pair.until(
             lambda: (
                 [
                     m.counters["mover_fallbacks"]
-                    for m in pair.heard
+                    for m in pair.received
                     if isinstance(m, Load) and m.worker_id == "p"
                 ][-1]
                 == 1
             )
         )
-    failed = [m for m in pair.heard if isinstance(m, RequestFailed)]
+    failed = [m for m in pair.received if isinstance(m, RequestFailed)]
     assert {m.kind for m in failed} == {"peer_lost"}
     assert "the KV mover failed: broken by a test" in failed[-1].message
     logged = [record.message for record in caplog.records if "KV blocks to d" in record.message]

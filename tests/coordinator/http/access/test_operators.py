@@ -91,14 +91,14 @@ async def test_the_http_port_asks_for_it_too(app: HttpApp) -> None:
 async def test_an_odd_path_is_told_of_no_missing_option(
     app: HttpApp, dispatcher: FakeDispatcher, model: ServedModel
 ) -> None:
-    for inner, told in (
+    for inner, reported in (
         (app, "There is no GET /v1/files/a/b."),
         (HttpApp(dispatcher, model), "without --batch-file"),
     ):
         async with visitor(inner) as http:
             answer = await http.get("/v1/files/a/b")
             assert answer.status_code == 404
-            assert told in answer.json()["error"]["message"]
+            assert reported in answer.json()["error"]["message"]
 
 
 async def test_without_a_key_nobody_is_an_operator(dispatcher: FakeDispatcher, model: ServedModel) -> None:
