@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 os.environ["TRITON_INTERPRET"] = "1"
-# How long examples take, to run and to draw, says how busy the machine is; each test has its time limit. The
+# How long examples take, to run and to draw, depends on the machine's load; each test has its time limit. The
 # same ones each time: whether
 # a commit passes is no matter of luck. (To search for more: --hypothesis-profile search.)
 settings.register_profile(

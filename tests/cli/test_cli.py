@@ -187,7 +187,7 @@ def test_keys_are_made_listed_turned_and_ended(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_a_coordinator_that_can_never_serve_says_why_and_ends(processes: str) -> None:
-    """Of several processes none is started again and again."""
+    """None of several processes is started again and again."""
     arguments = [
         "--insecure",
         "--model",

@@ -1,4 +1,4 @@
-"""The doctor names what is wrong and what to do, and its status says whether anything blocks."""
+"""The doctor names each fault and its remedy, and its status shows whether anything blocks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """``--model`` takes a folder, a model of the hub, or s3://: each becomes a folder, and where it cannot the
-sentence says what to do."""
+sentence names the remedy."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_a_folder_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ours" / "tiny").mkdir(parents=True)
     assert resolved("ours/tiny") == Path("ours/tiny")
-    assert resolved("/no/such/folder") == Path("/no/such/folder")  # its check says so
+    assert resolved("/no/such/folder") == Path("/no/such/folder")  # it is checked later
     with pytest.raises(ConfigError, match="--revision v1: ours/tiny is a folder"):
         resolved("ours/tiny", "v1")
     assert not HUB_ID.fullmatch("../x")

@@ -1,4 +1,4 @@
-"""`top`, `flip` and our own scripts reach a coordinator of this host without being told its admin port or its
+"""`top`, `flip` and our own scripts reach a coordinator of this host without its admin port or its
 key."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``doctor --peer`` tells what keeps two hosts apart, and how fast KV blocks go between them."""
+"""``doctor --peer`` finds what keeps two hosts apart, and measures how fast KV blocks go between them."""
 
 from __future__ import annotations
 

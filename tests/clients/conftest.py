@@ -1,4 +1,4 @@
-"""A server in a thread of its own, for clients that are not of this event loop or process. Its model says
+"""A server in a thread of its own, for clients outside this event loop or process. Its model answers
 ANSWER or, where a grammar holds it to a call of ``weather`` or to anything else, CALL or CITY."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
 
 @pytest.fixture
 def base_url(served: ServedModel, tmp_path: Path) -> Iterator[str]:
-    """Of a server."""
+    """The address of a server."""
 
     def expected(request: Request) -> list[int]:
         grammar = request.sampling.grammar

@@ -13,7 +13,7 @@ import pytest
 from support.http_fakes import ANSWER, CITY
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
-FORM = "application/x-www-form-urlencoded"  # what curl says of a body where it is told nothing
+FORM = "application/x-www-form-urlencoded"  # curl's default for a body
 CURL = re.compile(
     r"curl http://127\.0\.0\.1:8000(?P<path>\S+)(?P<headers>.*?) -d '(?P<body>.*?)'$",
     re.DOTALL | re.MULTILINE,

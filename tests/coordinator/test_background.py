@@ -114,7 +114,7 @@ async def test_a_thread_that_fails_ends_the_process(
 
 
 async def test_these_are_all_tasks_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever adds a task adds it above, and sees that its failure ends the process."""
+    """Every background task is listed above; its failure ends the process."""
     serving = asyncio.create_task(main.serve(settings(tmp_path), Place(), controller_of))
     async with asyncio.timeout(60):
         while "probes" not in {task.get_name() for task in asyncio.all_tasks()}:

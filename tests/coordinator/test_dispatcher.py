@@ -41,7 +41,7 @@ async def test_one_tick_that_raises_does_not_end_all_deadlines(monkeypatch: pyte
 
 
 async def test_a_lost_connection_is_followed_up_at_once() -> None:
-    """Nothing else would tell of this worker's end: its silence is borne for hours, and it is of another
+    """Nothing else would show this worker's end: its silence is tolerated for hours, and it is on another
     host."""
     core, dispatcher = _patient()
     with DealerChannel.connect(dispatcher.address, identity_of("p", 1), None, FROM_COORDINATOR) as worker:
@@ -78,7 +78,7 @@ async def test_the_last_words_of_a_process_count_that_arrive_after_its_end_is_kn
     )
     monkeypatch.setattr(
         "splitserve.coordinator.dispatcher.LAST_MESSAGES_S", DEADLINE_S / 2
-    )  # not until its Goodbye has been heard
+    )  # not until its Goodbye has been read
     with DealerChannel.connect(dispatcher.address, identity_of("p", 1), None, FROM_COORDINATOR) as worker:
         process = subprocess.Popen(["sleep", "600"])
         worker.send(_hello(host_identity(), process.pid))
@@ -94,7 +94,7 @@ async def test_the_last_words_of_a_process_count_that_arrive_after_its_end_is_kn
 
 
 def _patient() -> tuple[Lifecycle, SocketDispatcher]:
-    """Started, and without a worker; nobody's silence tells it anything."""
+    """A started dispatcher without a worker, which gives up none for its silence."""
     core = Lifecycle(7, "hybrid", LifecycleLimits(heartbeat_s=9000.0, dead_after_s=9000.0))
     dispatcher = SocketDispatcher(core, "tcp://127.0.0.1:*", None)
     dispatcher.start()

@@ -23,7 +23,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.fixture(autouse=True)
 def root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Of all runs."""
+    """The folder of all runs."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     RunFolder().close()
     (root,) = tmp_path.iterdir()

@@ -1,4 +1,4 @@
-"""What is wrong with a body is said in plain words: what must be given, and what was."""
+"""The error of a bad body is plain: what must be given, and what was."""
 
 from __future__ import annotations
 

@@ -65,8 +65,8 @@ class Side:
 
 
 class System:
-    """A prefill and a decode worker; what one says to the other arrives in the next turn, and so do puts and
-    checks."""
+    """A prefill and a decode worker; messages, puts and checks arrive in the
+    next turn."""
 
     def __init__(self, mover: str, full: bool) -> None:
         self.turn, self.now = 0, 0.0
@@ -169,7 +169,7 @@ class System:
 
 
 def cancelled_at(moment: int, system: System, prefill_receives_after: int) -> set[str]:
-    """Cancels after so many turns; the states that there have been."""
+    """Cancel after ``moment`` turns; return the states passed through."""
     if moment % 2:
         system.after(40, lambda: system.d.core.drain(system.now, 50.0))
     system.start()

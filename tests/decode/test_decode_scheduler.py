@@ -173,7 +173,7 @@ def test_alone_and_out_of_memory_it_leaves_too() -> None:
 
 
 class Matcher:
-    """Fails once the output is as long as it says."""
+    """Fails once the output has this length."""
 
     def __init__(self, fails_at: int) -> None:
         self.fails_at, self.failure = fails_at, ""
@@ -210,7 +210,7 @@ def test_a_sequence_waits_for_its_grammar_and_leaves_when_that_fails() -> None:
 @settings(max_examples=60, deadline=None)
 @given(num=st.integers(1, 16), poison=st.integers(0, 15), late=st.integers(0, 6))
 def test_a_sequence_whose_step_raises_takes_no_other_along(num: int, poison: int, late: int) -> None:
-    """Whoever is in a step with it; ``late`` others join when it has raised for the first time."""
+    """The others in its steps; ``late`` more join when it has raised for the first time."""
     scheduler, ended, failed = make(200, 24), dict[int, int](), list[int]()
     for dispatch in range(num):
         join(scheduler, dispatch, 5, max_tokens=6 + dispatch)

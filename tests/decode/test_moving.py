@@ -168,7 +168,7 @@ class Pair:
             worker.act(lossy)
 
     def tokens(self) -> dict[int, int]:
-        """What the coordinator makes of it: by index, from whoever says it first. All who say it agree."""
+        """Return the coordinator's view: by index, from the first worker that sends it. All senders agree."""
         found = {0: self.want[0]}
         for message in (*self.a.sent, *self.b.sent):
             if isinstance(message, StepTokens):

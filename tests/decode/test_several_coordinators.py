@@ -1,4 +1,4 @@
-"""Two coordinators share one decode worker: equal dispatch numbers are different requests, and each hears of
+"""Two coordinators share one decode worker: equal dispatch numbers are different requests, and each gets
 its own."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def join(core: DecodeCore, coordinator: int, dispatch: int, max_tokens: int = 5)
 def step(
     core: DecodeCore, tokens: list[int], logprobs: dict[int, Logprobs] | None = None
 ) -> dict[int, StepTokens]:
-    """One decode step: what each coordinator is told."""
+    """Run one decode step; return each coordinator's messages."""
     made = core.schedule(0.0)
     assert made is not None
     core.complete(made, StepOutput(np.array(tokens, np.int32), logprobs or {}), 0.0)
@@ -101,7 +101,7 @@ def test_a_coordinator_gives_no_row_that_another_one_has() -> None:
 def test_prompts_of_others_count_as_work_that_waits() -> None:
     bench = Bench(queued_batches=1)  # sixteen tokens
     bench.load("p", [], num_others_tokens=14)
-    bench.submit("a", prompt_token_ids=[1] * 3)  # shorter than what waits: it may pass that
+    bench.submit("a", prompt_token_ids=[1] * 3)  # shorter than the waiting one: it may pass
     bench.submit("b", prompt_token_ids=[1] * 14)
     assert len(bench.core.queue) == 1
     bench.load("p", [1], num_others_tokens=0)

@@ -30,7 +30,8 @@ def answer(num_prompt: int, max_tokens: int) -> list[int]:
 
 
 class Device:
-    """Runs steps in order, each with what the one before sampled; keeps who wrote each slot."""
+    """Runs steps in order, each with the tokens that the one before sampled; keeps the writer of each
+    slot."""
 
     def __init__(self, num_blocks: int) -> None:
         self.queue: deque[DecodeStep] = deque()

@@ -1,4 +1,4 @@
-"""The bundled demo model: small, loadable by transformers, and able to say something true about Python."""
+"""The bundled demo model: small, loadable by transformers, and able to answer a question about Python."""
 
 from pathlib import Path
 

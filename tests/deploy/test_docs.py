@@ -50,7 +50,7 @@ class Command(NamedTuple):
 
 
 def tokens(page: Path) -> Iterator[Token]:
-    """Of a page as Markdown, inline ones too."""
+    """Yield the tokens of a page as Markdown, inline ones too."""
     for token in MarkdownIt("commonmark").enable("table").parse(page.read_text(encoding="utf-8")):
         yield token
         yield from token.children or []
@@ -71,7 +71,7 @@ def commands(page: Path) -> Iterator[Command]:
 
 
 def ours(line: str) -> list[str]:
-    """The words of a command that is ours, up to the next one on the line; empty where it is none."""
+    """Return the words of a command of ours, up to the next one on the line; empty for any other."""
     line = re.sub(r"^(\w*\$)? *(cd tests && |\.\./|\./|\.venv/bin/)*", "", line.strip())
     if not re.match(
         r"splitserve |python -m (splitserve\.[\w.]*\w(?= |$)|simulation )|deploy/\w+\.sh\b", line
@@ -99,7 +99,7 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -121,7 +121,7 @@ def test_every_command_can_be_typed_as_it_stands(page: Path) -> None:
 
 
 def check(words: list[str], is_whole: bool) -> None:
-    """What click says to it; of whole commands also whether the values are allowed."""
+    """Return click's error; for whole commands the values are checked too."""
     command: click.Command = cli
     rest, names = words[1:], []
     while isinstance(command, click.Group) and rest and not rest[0].startswith("-"):

@@ -1,4 +1,4 @@
-"""Who is hung, and who is only starting, restarted, or unknown because nobody can tell."""
+"""Which workers hang, and which are only starting, restarted, or unknown."""
 
 from __future__ import annotations
 

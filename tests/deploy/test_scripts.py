@@ -1,4 +1,4 @@
-"""The shell scripts are valid, explain themselves, and say what to do when something is missing."""
+"""The shell scripts are valid, explain themselves, and name the remedy when something is missing."""
 
 from __future__ import annotations
 

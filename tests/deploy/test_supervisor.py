@@ -34,7 +34,7 @@ COUNTING = (
 
 
 class Lines:
-    """What the children said, with a way to wait for it."""
+    """The children's output, with a way to wait for it."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, str]] = []

@@ -54,7 +54,7 @@ def build(what: str, source: Path, out: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy of what a clone has, and a commit that git would tell."""
+    """A wheel built from a copy of a clone's files, with a commit as git would give it."""
     source = tmp_path_factory.mktemp("clone")
     ignored = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info", "results")
     folders = [path.name for path in (ROOT / "src" / "splitserve").iterdir() if (ROOT / path.name).is_dir()]

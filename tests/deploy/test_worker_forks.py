@@ -33,7 +33,7 @@ UP = "KV cache: 128 blocks"
 
 
 class Said:
-    """What a process said, with a way to wait for it."""
+    """A process's output, with a way to wait for it."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []

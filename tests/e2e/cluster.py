@@ -24,8 +24,8 @@ START_S = 200.0  # five processes that all read torch from a disk; a test has 30
 PATIENCE_S = 60.0
 """For what happens in a moment, on a machine that may stand still for seconds: against hanging alone."""
 DEAD_AFTER_S = 4.0
-"""A worker that says nothing for so long is dead to these clusters (to others sooner): it may just have
-waited for a core."""
+"""Silence after which a worker is dead to these clusters (to others sooner): it may just have waited for a
+core."""
 # to end in good order; a coordinator with an open stream takes five where it need not wait for a core
 GRACE_S = 40.0
 MOST_PROCESSES = 2  # of a coordinator
@@ -39,8 +39,8 @@ that it leads to."""
 
 
 def free_port(count: int = 1) -> int:
-    """The first of so many in a row. Not one of those that the kernel deals out: the process that is told of
-    it listens there only seconds later."""
+    """Return the first of ``count`` free ports in a row, outside the kernel's range: the process that gets it
+    listens there only seconds later."""
     while True:
         port = random.randrange(20_000, 32_000)
         if all(map(_is_free, range(port, port + count))):
@@ -81,8 +81,8 @@ class Cluster:
         self.client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=90)
 
     def wait_log(self, line: str) -> None:
-        """Until the log has a line with this: a process's words come there by way of `up`, later than what
-        they tell of."""
+        """Wait until the log has this line: a process's output comes there through `up`, later than the event
+        itself."""
         wait_for(f"the log says: {line}", lambda: line in self.log.read_text())
 
     def ready(self) -> bool:
@@ -122,7 +122,7 @@ class Cluster:
         wait_for(f"{num_prefill} prefill and {num_decode} decode workers", whole)
 
     def complete(self, prompt: str | list[int], max_tokens: int = 32, **more: Any) -> str:
-        """An unstreamed completion's text; exact length unless told otherwise."""
+        """An unstreamed completion's text; of exact length by default."""
         extra = {"ignore_eos": True, **more.pop("extra_body", {})}
         answer = self.client.completions.create(
             model=MODEL_NAME,
@@ -176,7 +176,7 @@ def running(model: Path, folder: Path, *arguments: str) -> Iterator[Cluster]:
         str(DEAD_AFTER_S),
         "--hung-after-s",
         "600",
-    ]  # who is frozen here is thawed by the test
+    ]  # the test thaws a frozen one
     command += [
         "--dtype",
         "float32",

@@ -20,7 +20,7 @@ from splitserve.transport.channels.keys import generate_key
 TESTS = Path(__file__).parent.parent
 LOOK_S = 0.03
 PROGRESS_TIMEOUT_S = 3.0  # the coordinator's patience with a worker whose steps do not end
-ORPHANED_AFTER_S = 2.0  # the workers' patience with a coordinator that says nothing
+ORPHANED_AFTER_S = 2.0  # the workers' patience with a silent coordinator
 HEARTBEAT_S = 0.05  # how soon the state of the workers is known
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -57,7 +57,7 @@ class ForkedCluster(Cluster):
         self._keeper.start()
 
     def start_coordinator(self) -> subprocess.Popen[bytes]:
-        """As the only one, or after it was killed."""
+        """Start the coordinator, also after it was killed."""
         command = [
             sys.executable,
             "-m",

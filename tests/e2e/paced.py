@@ -8,7 +8,7 @@ from splitserve.cli.settings import DEMO_MODEL
 from splitserve.engine.latency_profile import Memory, Piece, Profile, StepModel
 
 MODEL = DEMO_MODEL
-"""Whose tokenizer is used."""
+"""The model with the tokenizer that is used."""
 MAX_MODEL_LEN = 2048
 
 

@@ -17,13 +17,13 @@ from e2e.forked_cluster import HEARTBEAT_S, ForkedCluster, forked
 
 NUM_MOMENTS = 30
 NUM_TOKENS, DECODE_STEP_S = 1000, 0.06
-"""A minute: whoever goes on after a Cancel is seen to."""
+"""A minute: a worker that goes on after a Cancel is noticed."""
 PREFILL_STEP_S = 0.08
 LONGEST_WAIT_S = 0.4  # prompt, handoff and the first tokens
 WITHIN_S = 0.1  # from the worker's next loop turn
 BESIDE_S = 0.05 + 0.1 + HEARTBEAT_S + 0.15
 """What is measured begins earlier and ends later: the client closes its socket, the worker's turn comes (an
-idle loop waits, or a step is under way), it frees the blocks, a heartbeat tells it, a poll reads it; and
+idle loop waits, or a step is under way), it frees the blocks, a heartbeat reports it, a poll reads it; and
 three processes may each have to wait for a core."""
 NUM_PROCESSES = 4
 """The coordinator, a prefill worker, a decode worker and this one: where other programs have the cores, each
@@ -46,7 +46,7 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedCluster]:
 
 
 def hang_up_after(cluster: ForkedCluster, body: dict[str, object], wait_s: float) -> None:
-    """Asks for a stream, and closes the connection after so many seconds."""
+    """Asks for a stream, and closes the connection after some seconds."""
     host, _, port = cluster.url.removeprefix("http://").partition(":")
     data = json.dumps({"model": MODEL_NAME, "stream": True, "ignore_eos": True, **body}).encode()
     with socket.create_connection((host, int(port)), STARVED_S) as client:

@@ -1,4 +1,4 @@
-"""Workers are killed, frozen and told to leave, one after the other, while clients stream: every byte is as
+"""Workers are killed, frozen and drained, one after the other, while clients stream: every byte is as
 without a fault.
 
 (Ten minutes of it, with a network that loses packets: ``python -m splitserve.bench.chaos.chaos``.)

@@ -26,7 +26,7 @@ class SilentCoordinator:
         self.held: dict[str, int] = {}
         """By worker, the most blocks that it had in use."""
         self.gave_up: set[str] = set()
-        """Who has asked who is there, having freed all."""
+        """Return the workers that have greeted anew, having freed all."""
 
     def listen(self) -> bool:
         """Whether every worker has given the old coordinator up."""
@@ -43,8 +43,7 @@ class SilentCoordinator:
 
 
 def lose_the_coordinator(cluster: ForkedCluster) -> SilentCoordinator:
-    """It is killed under load, and starts again when every worker has given it up. What was heard
-    meanwhile."""
+    """Kill it under load, start it again when every worker has given it up. Return the messages between."""
     streams = Streams(cluster, ["one " * 50, "two " * 90, "three " * 9], 3000)
     streams.wait_under_way()
     cluster.process.send_signal(signal.SIGKILL)
@@ -83,5 +82,5 @@ def test_workers_free_what_nobody_owns_and_take_new_work_at_once(forked_cluster:
             )
         return max(silent.held.values(), default=0) > 0
 
-    # Where whoever looks waits long for a core, the streams may have come to their end before.
+    # Where this test waits long for a core, the streams may have come to their end before.
     wait_for("they went on with what the dead coordinator had asked for", went_on_meanwhile, 200)

@@ -50,7 +50,7 @@ def test_or_a_504_where_that_is_wanted(forked_cluster: ForkedCluster) -> None:
 
 
 def events_until(cluster: ForkedCluster, timeout_s: float) -> list[dict[str, Any]]:
-    """Of a stream of more tokens than can come in that time; empty where not even the first one came."""
+    """Return the text of a stream with more tokens than can come in that time; empty without a first one."""
     body = {
         **BODY,
         "timeout": timeout_s,
@@ -90,7 +90,7 @@ def test_past_its_deadline_a_stream_ends_with_a_finish_reason_and_an_error_event
 def test_a_model_that_hangs_is_given_up_and_its_streams_go_on(
     forked_cluster: ForkedCluster, role: str
 ) -> None:
-    """Its process answers every heartbeat: only that its steps do not end tells."""
+    """Its process answers every heartbeat: only its steps do not end."""
     cluster, prompts = forked_cluster, ["bystander " * 5, "another " * 40]
     expected, bystanders = cluster.complete("hang", 40), Streams(cluster, prompts, 300).texts()
     started = cluster.num_started

@@ -16,7 +16,7 @@ from e2e.cluster import HTTP, MODEL_NAME, NEVER_DEAD, Cluster, running, wait_for
 from e2e.test_failure import Streams
 
 NUM_TOKENS = 3000  # a second and more: time to be caught in the middle
-CAUGHT_WITHIN_S = 200.0  # on a machine where whoever looks waits longer for a core than whoever runs
+CAUGHT_WITHIN_S = 200.0  # on a machine where the observer waits longer for a core than the worker
 RENEWED_WITHIN_S = 200.0  # four processes that start one after the other beside streams
 PROMPTS = [f"number {i} " + "xyz" * (7 * i) for i in range(3)]
 

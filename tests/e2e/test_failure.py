@@ -136,7 +136,7 @@ def test_freeze_in_mid_stream_then_thaw(cluster: Cluster, expected: list[str], r
     back = next(w for w in cluster.workers(role) if w["pid"] == victim["pid"])
     if (
         back["incarnation"] == victim["incarnation"]
-    ):  # it stood still for so long that it gave up the coordinator
+    ):  # it stood still until it gave up the coordinator
         cluster.wait_log("freeing all it had asked for")
     cluster.wait_at_rest()
 

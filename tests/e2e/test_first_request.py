@@ -67,7 +67,7 @@ def name_of_thread(task: Path) -> str:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of all threads of a process, those that have ended too."""
+    """Return the processor time of all threads of a process, also ended ones."""
     return time.clock_gettime((~pid << 3) | 2)  # Linux: the clock that clock_getcpuclockid names
 
 

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from splitserve.cli.main import cli
 
-NUM_TOKENS = 1500  # so long that some of it is left to move
-CAUGHT_WITHIN_S = 200.0  # on a machine where whoever looks waits longer for a core than whoever runs
+NUM_TOKENS = 1500  # enough that some of it is left to move
+CAUGHT_WITHIN_S = 200.0  # on a machine where the observer waits longer for a core than the worker
 PROMPTS = [f"flip {i} " + "uvw" * (11 * i) for i in range(4)]
 
 
@@ -102,7 +102,7 @@ def test_what_it_has_cached_in_one_role_it_has_in_the_other(flexible: Cluster) -
     flexible.wait_whole(2, 1)
     flip(flexible, first, "decode")
     flexible.wait_whole(1, 2)
-    # It computed the prompt, so it gets the request: once it has told what it has.
+    # It computed the prompt, so it gets the request: once it has reported its cache.
     wait_for(
         "its cache is known",
         lambda: any(w["process"] == first and w["cached_hashes"] >= 100 for w in flexible.workers("decode")),

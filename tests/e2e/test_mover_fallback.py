@@ -45,7 +45,7 @@ def test_a_mover_that_breaks_is_replaced_by_zmq(
     expected = Streams(cluster, PROMPTS, NUM_TOKENS).texts()
     assert (
         fallbacks(HTTP.get(f"{cluster.url}/metrics").text) == 0
-    )  # whoever was killed there: that is no fault of a mover
+    )  # a process killed there is no fault of a mover
     (tmp_path / "sitecustomize.py").write_text(BROKEN_SHM)  # every Python process reads it as it starts
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     with running(tiny[0], tmp_path, "--kv-cache-gib", "0.1", *NEVER_DEAD) as broken:

@@ -39,7 +39,7 @@ NUM_BYTES = 256
 
 
 def reference(cluster: Cluster, tiny: Tiny, prompt: list[int], max_tokens: int) -> str:
-    """What transformers says, greedily, as text."""
+    """Return the greedy answer of transformers, as text."""
     ids = torch.tensor([prompt])
     with torch.inference_mode():
         out = tiny[1].generate(

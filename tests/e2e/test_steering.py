@@ -119,7 +119,7 @@ def decided(cluster: Cluster, kind: str) -> list[str]:
 
 
 async def burst(cluster: Cluster, count: int) -> list[Streamed]:
-    """So many streams at once."""
+    """Open ``count`` streams at once."""
     async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S, trust_env=False) as http:
         request = TraceRequest(0.0, NUM_PROMPT_TOKENS, NUM_TOKENS)
         return list(

@@ -1,4 +1,4 @@
-"""One request's trace across coordinator, prefill and decode worker, as an OTLP receiver hears of it; and its
+"""One request's trace across coordinator, prefill and decode worker, as an OTLP receiver gets it; and its
 time ledger."""
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def test_one_trace_across_three_processes(tiny: tuple[Path, PreTrainedModel], tm
             return check_ledger(answer.headers["server-timing"], time.monotonic() - began)
 
         ask({"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-01"})
-        # What a coordinator that waited for a core hears in one breath took no time between.
+        # Messages that a coordinator reads together, after it waited for a core, have no time between them.
         wait_for(
             "time in every stage",
             lambda: min(ask({})[stage] for stage in ("prefill", "handoff", "decode")) > 0,

@@ -1,5 +1,5 @@
-"""A step after which the GPU is of no use to its process is told apart from one that a request, or too little
-memory, made fail."""
+"""A step after which the GPU is of no use to its process is distinguished from one that failed by a request,
+or by too little memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's start: weights side by side, first steps of all sizes, and what is said where something does not
+"""A model's start: weights side by side, first steps of all sizes, and the error where something does not
 fit."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The log has each step once, with what was in it, and times that add up to what the device was busy."""
+"""The log has each step once, with its contents, and times that add up to the device's busy time."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ PAGE = huge_pages.HUGE_PAGE_BYTES
 
 
 def resident(memory: Tensor) -> list[bool]:
-    """Of each huge page's first small one, whether it is in memory."""
+    """Return whether each huge page's first small page is in memory."""
     found = (ctypes.c_ubyte * (memory.nbytes // 4096))()
     assert (
         ctypes.CDLL(None).mincore(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes), found)

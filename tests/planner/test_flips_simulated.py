@@ -29,7 +29,7 @@ WORKER = Profile(
     flip_s=0.05,
 )
 LINGER_S = 1.0
-"""So long a role that has nothing left answers its peers: see ``worker/roles.py``."""
+"""Seconds for which a role with nothing left answers its peers: see ``worker/roles.py``."""
 OTHER: dict[Role, Role] = {"prefill": "decode", "decode": "prefill"}
 
 

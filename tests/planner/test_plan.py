@@ -1,4 +1,4 @@
-"""Planning: the search finds what trying everything finds, and says it so that a person can act."""
+"""Planning: the search finds the same as trying everything, and explains it so that a person can act."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_search_finds_what_trying_everything_finds() -> None:
 def test_a_neighbour_that_was_a_rival_before_is_told_with_its_own_goodput(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As a rival it was given up as soon as it was not better."""
+    """A rival was given up as soon as it was not better."""
     monkeypatch.setattr("splitserve.planner.search.search.NEARLY", 0.0)
     asked = question(400, 3, count=24)
     (neighbour,) = search(asked, Goal("goodput", Limits(3), chunks=(512,)), processes=1).neighbours
@@ -241,8 +241,8 @@ def test_what_growth_needs_serves_what_growth_brings() -> None:
 
 
 def test_a_load_that_is_over_before_the_cluster_has_filled_is_told_as_a_bound() -> None:
-    """Such a burst is good at any rate: the search ends at what workers keep up with for long, and says that
-    it did."""
+    """Such a burst is good at any rate: the search ends at the rate that workers keep up with for long, and
+    reports it."""
     requests = tuple(TraceRequest(0.01 * i, 40, 20) for i in range(24))
     asked = Question.of(HARDWARE, Load(requests, None), ServiceLevel(Slo(5.0, 0.5), 0.9))
     found = search(asked, Goal("goodput", Limits(3), chunks=(512,)), processes=1)
@@ -257,7 +257,7 @@ def test_a_load_that_is_over_before_the_cluster_has_filled_is_told_as_a_bound() 
 
 
 def test_a_load_that_is_over_too_soon_is_not_taken_for_what_the_cluster_serves_for_long() -> None:
-    """It ends just short of what workers keep up with by mean lengths, and nothing has queued up."""
+    """It ends just below the rate that workers keep up with by mean lengths, and nothing has queued up."""
     requests = tuple(TraceRequest(0.05 * i + 0.02 * (i % 3), 300 + i % 7, 40 + i % 5) for i in range(100))
     asked = Question.of(HARDWARE, Load(requests, None), ServiceLevel(Slo(0.3, 0.5), 0.9))
     found = search(asked, Goal("goodput", Limits(3), chunks=(512,)), processes=1)

@@ -1,5 +1,5 @@
-"""Measuring contention: what a neighbour costs is found again, and the neighbour's process computes as told
-and outlives nobody."""
+"""Measuring contention: the cost of a neighbour is found again, and the neighbour's process computes on
+demand and does not outlive this one."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def test_a_change_of_role_is_timed_on_real_workers_that_no_coordinator_hears_of(
 
 
 class Driver:
-    """Tells the watts of what was last done, on a clock of its own."""
+    """Reports the watts of the last activity, on a clock of its own."""
 
     def __init__(self, shows: bool = True) -> None:
         self.now, self.drawn, self._shows = 0.0, 70.0, shows

@@ -1,4 +1,4 @@
-"""Latency models: what they compute, how they are fitted, what they say about where they were measured."""
+"""Latency models: their times, their fit, and their range of measurement."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ def test_what_puts_slices_and_bytes_take_is_told_apart(put_s: float, slice_s: fl
 
 
 def test_small_puts_that_stay_in_a_cache_are_not_taken_for_slices_that_cost_nothing() -> None:
-    """Of the real machine: 9 GB/s for a block, 2.5 for all of them."""
+    """Figures of the real machine: 9 GB/s for a block, 2.5 for all of them."""
     found = fit_puts(
         put_points(
             0.0, 1e-6, 0.0, lambda num_blocks: num_blocks * 4096 / (9e9 if num_blocks < 100 else 2.5e9)

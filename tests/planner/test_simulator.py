@@ -1,4 +1,4 @@
-"""The simulator: what it says of cases that can be worked out by hand, and what must hold of any."""
+"""The simulator: its results for cases that can be worked out by hand, and invariants of any case."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ from splitserve.planner.simulator.simulation import Simulation
 from splitserve.planner.trace.request import TraceRequest
 
 UNEVEN = profile(noise_cv=0.02)
-"""Two workers' steps never end at the same instant: which of the two is heard first is the one thing that
-jumps may change."""
+"""Two workers' steps never end at the same instant: jumps may only change which of the two is reported
+first."""
 SMALL = Memory(block_size=16, num_blocks=48, block_bytes=1600, num_layers=4, max_model_len=512)
 LAYERED = profile(
     memory=Memory(block_size=16, num_blocks=400, block_bytes=1 << 24, num_layers=40, max_model_len=512),

@@ -1,4 +1,4 @@
-"""``simulate --sketch``: about what the simulator says, of clusters that a sketch knows all about, and of no
+"""``simulate --sketch``: near the simulator's results, for clusters that a sketch can describe, and for no
 others."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Splitwise's comparisons: the nine levels are what the paper says, and a search of divisions finds the least
+"""Splitwise's comparisons: the nine levels are the paper's, and a search of divisions finds the least
 one."""
 
 from __future__ import annotations

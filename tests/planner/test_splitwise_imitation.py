@@ -87,8 +87,7 @@ def test_a_long_answer_waits_for_memory_that_is_reserved_whole() -> None:
 
 
 def test_transfers_that_wait_for_each_other_for_ever_end_the_run(tmp_path: Path) -> None:
-    """As in splitwise-sim, requests are then missing from the results; as there, nothing is said in the
-    percentiles."""
+    """Requests are then missing from the results, and the percentiles do not show it, as in splitwise-sim."""
     measured = tmp_path / "perf_model.csv"
     rows = [f"llama2-70b,h100-80gb,{tokens},1,128,{tokens / 10},30,8" for tokens in (128, 512, 2048)]
     measured.write_text(

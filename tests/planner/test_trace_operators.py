@@ -1,4 +1,4 @@
-"""Scaling, thinning, cutting and mixing do to a trace what they say, and nothing else."""
+"""Scaling, thinning, cutting and mixing change a trace by their names, and in nothing else."""
 
 from __future__ import annotations
 

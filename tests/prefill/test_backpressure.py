@@ -1,5 +1,5 @@
-"""A prefill worker whose cache is full of blocks that no decode worker takes in says so, and the coordinator
-waits for it."""
+"""A prefill worker whose cache is full of blocks that no decode worker takes in reports it, and the
+coordinator waits for it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUM_PROMPTS = NUM_THAT_FIT + 3
 
 
 class Rig:
-    """The coordinator's core, a prefill worker's, and the receiving end of a decode worker that hears nothing
+    """The coordinator's core, a prefill worker's, and the receiving end of a decode worker that reads nothing
     until it ``wakes``."""
 
     def __init__(self) -> None:
@@ -41,14 +41,14 @@ class Rig:
         )
         self.unheard: list[
             act.SenderAction
-        ] = []  # what the decode worker would hear, and what would come to it
+        ] = []  # messages and blocks on their way to the decode worker
         self.num_dispatched = 0
 
     def submit(self, number: int) -> None:
         self._obey(self.bench.submit(f"r{number}", prompt_token_ids=[number] * PROMPT_TOKENS))
 
     def work(self) -> None:
-        """The prefill worker computes all that it has, and tells the coordinator what it would tell it."""
+        """The prefill worker computes all that it has, and sends its reports to the coordinator."""
         while (step := self.prefill.schedule(0.0)) is not None:
             self.prefill.complete(step, StepOutput(np.full(step.batch.num_seqs, 5, np.int32)), 0.0)
             self.report()
@@ -66,7 +66,7 @@ class Rig:
             self._obey(self.bench.send("p", message))
 
     def wake(self) -> None:
-        """The decode worker hears all, and takes in what it is sent."""
+        """The decode worker reads all messages, and takes in the blocks."""
         while self.unheard:
             unheard, self.unheard = self.unheard, []
             for action in unheard:

@@ -34,8 +34,8 @@ PREFILL, DECODE = ("w:prefill", 1), ("w:decode", 2)
 
 
 class Process:
-    """A prefill core and the receiving half of a decode core over one block manager; what one says the other
-    hears at once."""
+    """A prefill core and the receiving half of a decode core over one block manager; messages between them
+    arrive at once."""
 
     def __init__(self, num_blocks: int = 16, for_decode: int = 0) -> None:
         self.blocks = BlockManager(num_blocks)

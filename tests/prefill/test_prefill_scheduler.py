@@ -50,7 +50,7 @@ def run(scheduler: PrefillScheduler, now: float) -> list[int] | None:
 
 
 def check(step: PrefillStep) -> None:
-    """The batch's arrays say what the chunks say."""
+    """The batch's arrays hold the chunks' values."""
     batch = step.batch
     assert [a.dtype for a in (batch.token_ids, batch.block_tables, batch.slot_mapping)] == [
         np.int32,

@@ -143,7 +143,7 @@ def test_every_prompt_is_computed_whatever_fails_and_no_block_stays(seed: int, l
 
 
 class Event:
-    """Of a stream that is played."""
+    """The event of a played stream."""
 
     played: ClassVar[list[Event]] = []
 
@@ -214,7 +214,7 @@ def test_a_chunk_without_a_token_is_over_when_the_device_has_passed_it(events: l
 
 
 class OnGpu(torch.Tensor):
-    """Host memory that says it is a GPU's."""
+    """Host memory that claims to be a GPU's."""
 
     is_cuda = True  # type: ignore[assignment]
 

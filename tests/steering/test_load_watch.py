@@ -1,5 +1,5 @@
-"""The load as the pool controller sees it: rates, lengths and attainment of what ended and of what still
-runs."""
+"""The load as the pool controller sees it: rates, lengths and attainment of ended and of running
+requests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def end(
     prompt: int = 10,
     **more: object,
 ) -> None:
-    """A request that came then and took so long to its first token and for each further one."""
+    """Return a request with this arrival, time to its first token and time for each further one."""
     ledger = TimeLedger("queue", arrival)
     ledger.enter("prefill", arrival)
     ledger.enter("decode", arrival + ttft_s)

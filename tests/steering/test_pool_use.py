@@ -1,4 +1,4 @@
-"""How much of the workers of a role is in use, and who of them may go."""
+"""The share in use of a role's workers, and which of them may leave."""
 
 from __future__ import annotations
 

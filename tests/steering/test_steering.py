@@ -195,8 +195,7 @@ def test_scaling_down_when_one_fewer_would_do_but_not_below_the_least() -> None:
 
 
 def test_scaling_down_takes_only_workers_that_may_go() -> None:
-    """Of the role that the best ratio has too many of there is none: one of the other goes if the ratio that
-    is left has room."""
+    """No worker of the role with too many may leave: one of the other does, if the rest has room."""
     controller = PoolController(replace(OPTIONS, max_workers=8, scale_down_after_s=30.0), worker())
     idle, now = replace(CODE, rate=0.2), 0.0
 

@@ -1,4 +1,4 @@
-"""What becomes of the pool controller's decisions: said, posted, and carried out where it may act."""
+"""The pool controller's decisions are logged, posted, and carried out where it may act."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Scripted(Steering):
-    """Decides what it is told to, once."""
+    """Makes the given decisions, once."""
 
     def __init__(self, mode: Any, *decisions: Decision) -> None:
         super().__init__(SteeringOptions(1.0, 0.1, mode=mode, every_s=0.01), None)

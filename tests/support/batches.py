@@ -66,6 +66,6 @@ def make_batch(
 def hidden_states(
     runner: ModelRunner, batch: Batch, on_layer: Callable[[int], None] | None = None
 ) -> torch.Tensor:
-    """Of all the batch's tokens [num_tokens, hidden_size], after the last layer."""
+    """Return the hidden states of all the batch's tokens [num_tokens, hidden_size], after the last layer."""
     token_ids, metadata = (torch.from_numpy(batch.token_ids), attention_metadata(batch, runner.device))
     return runner._model.forward(token_ids, metadata, runner.kv_cache.pool, None, on_layer)

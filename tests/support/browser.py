@@ -175,7 +175,7 @@ async def browser(profile: Path) -> AsyncIterator[Page]:
 
 
 async def _page(http: aiohttp.ClientSession, port: int) -> str:
-    """Where the page listens, which opens about when the browser itself does."""
+    """Return the address where the page listens, which opens about when the browser itself does."""
     async with asyncio.timeout(TIMEOUT_S):
         while True:
             async with http.get(f"http://127.0.0.1:{port}/json") as response:

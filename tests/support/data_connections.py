@@ -43,7 +43,7 @@ def new_source(stack: ExitStack, target: TcpTarget, pool: Pool, mode: int = GCM)
 
 
 class RawPeer:
-    """One that says whatever it likes, by default after a handshake as it should be."""
+    """A connection that sends any bytes, by default after a proper handshake."""
 
     def __init__(
         self, stack: ExitStack, target: TcpTarget, mode: int = PLAIN, secret: bytes | None = None
@@ -70,7 +70,7 @@ class RawPeer:
 
 
 def receive(stream: socket.socket, num_bytes: int) -> bytes:
-    """So many bytes, or fewer where the stream ends before."""
+    """Return ``count`` bytes, or fewer if the stream ends before."""
     data = b""
     while len(data) < num_bytes and (part := stream.recv(num_bytes - len(data))):
         data += part

@@ -1,4 +1,4 @@
-"""Every decoder that reads what a peer or a stranger says, under arbitrary bytes and damaged valid input.
+"""Every decoder of bytes from a peer or an outsider, under arbitrary bytes and damaged valid input.
 
     PYTHONPATH=tests python -m support.fuzz_decoders --inputs 5000000 --json bench/results/fuzz.json
 
@@ -164,8 +164,8 @@ def _as_text(parse: Callable[[str], object]) -> Callable[[bytes], bool]:
 
 
 def _converse(data: bytes) -> bool:
-    """One whole connection, from a peer that knows the secret if its first byte is even: what it says after
-    its proof is ``data``."""
+    """One whole connection, from a peer that knows the secret if its first byte is even: after its proof it
+    sends ``data``."""
     pool = np.zeros((8, 4, LAYER_BYTES), dtype=np.uint8)
     book, arrived = LeaseBook(4, LAYER_BYTES), list[tuple[int, int]]()
     book.open(9, GRANT, {0: 3, 1: 5})

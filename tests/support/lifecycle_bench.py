@@ -31,7 +31,7 @@ class Sink:
 
 
 def make_hello(name: str, role: Role, **more: Any) -> Hello:
-    """Of a small worker; ``more``: what is different."""
+    """Return the Hello of a small worker; ``more``: other values."""
     sizes = {
         "max_model_len": 10_000,
         "vocab_size": 10,

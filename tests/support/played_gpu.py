@@ -1,5 +1,5 @@
-"""A GPU played on the CPU: its tensors lie in host memory, but say ``cuda:0``, and refuse what those of a GPU
-refuse.
+"""A GPU played on the CPU: its tensors lie in host memory, but report ``cuda:0``, and refuse the same as
+those of a GPU.
 
 An operation on tensors of both sides is an error, as is a look into a GPU's tensor as a numpy array. What
 would make the host wait for the device is noted in ``waits``: values read, copies from or to memory that is

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def kept_port() -> Iterator[str]:
-    """tcp://127.0.0.1:PORT, for who asks for it by number, again and again: the system gives it to nobody
-    meanwhile."""
+    """Return tcp://127.0.0.1:PORT, to be bound by number again and again: the system gives it to no other
+    process meanwhile."""
     with socket.socket() as kept:
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         kept.bind(("127.0.0.1", 0))  # and does not listen

@@ -3,7 +3,7 @@ fraction of a second.
 
     python -m support.worker_nursery        reads {"role", "argv", "log"} as JSON lines, answers each with the new worker's process id
 
-A worker from here is `splitserve prefill` or `splitserve decode`, but for two things: a request with a seed
+A worker from here is `splitserve prefill` or `splitserve decode`, with two differences: a request with a seed
 of ``KILLS`` kills the worker of that role that computes it; one with a seed of ``HANGS`` keeps the first such
 worker's model busy until the coordinator has given the worker up (then somebody kills it), while its loop
 answers as ever. Workers die with the nursery, which ends with its standard input.

@@ -71,8 +71,8 @@ def process_settings_kept() -> Iterator[None]:
 
 
 class WorkerPair:
-    """Entered, both workers run and are welcome. ``heard``: all that they have said since, their hellos
-    aside."""
+    """Entered, both workers run and are welcome. ``received``: all their messages since then,
+    without the hellos."""
 
     def __init__(self, mover: str = "tcp", runners: dict[str, Runner] | None = None, **settings: Any) -> None:
         """``runners``: by role, in place of the one that takes no time."""

@@ -1,4 +1,4 @@
-"""What a worker's GPU says of itself, from a driver played by the test."""
+"""A worker's readings of its GPU, from a driver played by the test."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from splitserve.worker.settings import FlexibleSettings
 
 @pytest.fixture
 def flexible(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Worker]:
-    """A decode worker, or what the test says, whose coordinator is not there."""
+    """A decode worker, or one of the test's roles, without a coordinator."""
     start_as = getattr(request, "param", "decode")
     profile().write(tmp_path / "profile.json")
     settings = FlexibleSettings(
@@ -47,7 +47,7 @@ def test_both_roles_for_a_moment(flexible: Worker) -> None:
 
 
 def test_a_role_that_is_still_ending_does_not_begin_again(flexible: Worker) -> None:
-    """Else who drains for its sake would leave no worker behind."""
+    """Otherwise a role that drains for it would leave no worker behind."""
     flexible.begin("prefill")
     flexible.roles["decode"].core.drain(0.0)
     assert not flexible.begin("decode")
@@ -60,7 +60,7 @@ def test_a_process_that_is_to_end_begins_nothing(flexible: Worker) -> None:
 
 @pytest.mark.parametrize("flexible", ["mixed"], indirect=True)
 def test_a_mixed_worker_is_of_both_roles_or_of_none(flexible: Worker) -> None:
-    """One half that was told to leave would else be gone for as long as the process lives."""
+    """Otherwise one drained half would be missing for as long as the process lives."""
     assert sorted(flexible.roles) == ["decode", "prefill"]
     flexible.roles["decode"].core.drain(0.0)
     with process_settings_kept():

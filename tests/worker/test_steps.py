@@ -34,7 +34,7 @@ def test_rows_first_prompts_in_the_rest_and_each_answer_is_its_own(
 def test_a_request_whose_steps_raise_fails_alone(
     seed: int, requests: list[tuple[int, int]], data: st.DataObject
 ) -> None:
-    """As long as it is in a step, that step raises: in its last chunk, and in every row."""
+    """A step raises while this request is in it: in its last chunk, and in every row."""
     process = SteppedProcess(seed)
     poisoned = data.draw(st.sets(st.integers(1, len(requests)), max_size=2))
     process.device.no_memory = data.draw(st.sampled_from([0.0, 0.1]))

@@ -105,7 +105,7 @@ async def test_no_call_where_none_is_wanted(answering: Answering) -> None:
     assert choice.message.content == HERMES
     assert choice.message.tool_calls is None
     assert choice.finish_reason == "stop"
-    assert len(dispatcher.requests[0].prompt_token_ids) < 40  # nothing told of tools
+    assert len(dispatcher.requests[0].prompt_token_ids) < 40  # without the tools
 
 
 async def test_log_probabilities_of_every_token(answering: Answering, model: ServedModel) -> None:

@@ -51,8 +51,8 @@ async def test_by_keyboard(dispatcher: FakeDispatcher, model: ServedModel, tmp_p
         await page.open(f"{url}{LOGIN}?token={operators.token()}")
         await page.until("document.querySelector('#status').dataset.state === 'ready'")
         assert await page.text("#model") == "tiny"
-        assert "curl" in await page.text("#gantt")  # an empty list says what to do
-        assert HOSTILE in await page.text("#flow")  # what a worker calls itself is text
+        assert "curl" in await page.text("#gantt")  # an empty list shows the next step
+        assert HOSTILE in await page.text("#flow")  # a worker's name is text
         reported = await page.text("#steering")
         assert all(
             words in reported for words in ("advise", "125%", "7P:1D is the best ratio", "worker-3", HOSTILE)
@@ -121,7 +121,7 @@ async def test_the_admin_key_opens_the_page_for_this_browser(
     async with browser(tmp_path) as page:
         await page.open(f"http://127.0.0.1:{server.port}")
         await page.until("!document.querySelector('#unlock').hidden")
-        assert await page.value("document.querySelector('#notice').hidden")  # the form says it all
+        assert await page.value("document.querySelector('#notice').hidden")  # the form is enough
         for key, seen in (("wrong", "'not the admin key'"), (ADMIN_KEY, "'ready'")):
             await page.value("document.querySelector('#admin-key').focus()")
             await page.write(key)

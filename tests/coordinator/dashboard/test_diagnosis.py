@@ -1,4 +1,4 @@
-"""The sentence on top of the dashboard: what it says of which load."""
+"""The sentence on top of the dashboard, by load."""
 
 from __future__ import annotations
 

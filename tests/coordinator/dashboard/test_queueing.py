@@ -26,8 +26,8 @@ def simulated_wait(servers: int, busy: float, seed: int) -> float:
 
 
 def closed_stay(servers: int, clients: int, after_s: float, seed: int) -> tuple[float, float]:
-    """Clients who ask again as soon as they are answered: mean wait, and mean whole stay. Service has mean 1,
-    then ``after_s`` pass."""
+    """Clients that ask again as soon as they are answered: mean wait, and mean whole stay. Service has mean
+    1, then ``after_s`` pass."""
     rng = np.random.default_rng(seed)
     free, ready, waited, num = [0.0] * servers, [0.0] * clients, 0.0, NUM_JOBS // 3
     for service in rng.exponential(1.0, num):

@@ -1,5 +1,5 @@
-"""Every stage has a deadline, and so has the whole: past it a request ends, and its error says where it was
-and what to do."""
+"""Every stage has a deadline, and so has the whole: past it a request ends, and its error names the stage and
+the remedy."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ LATE = Ended(
 
 
 class LateDispatcher(FakeDispatcher):
-    """Each choice passes its deadline after so many tokens."""
+    """Each choice passes its deadline after a given number of tokens."""
 
     after: tuple[int, ...] = (5,)
 

@@ -27,7 +27,7 @@ LONG = {**SHORT, "prompt": "x" * (INLINE_CHARS + 1)}
 
 
 class Client:
-    """Begins a request; hears its answer."""
+    """Begins a request; receives its answer."""
 
     def __init__(self, app: HttpApp, body: dict[str, Any]) -> None:
         self.status = 0

@@ -171,7 +171,7 @@ async def test_the_model_is_told_of_all_and_calls_what_it_may(answering: Answeri
     choice = (await client.chat.completions.create(**ASK, tools=[STRICT, NOW], tool_choice=ALLOWED)).choices[
         0
     ]
-    assert choice.finish_reason == "tool_calls"  # what this fake says, held to or not
+    assert choice.finish_reason == "tool_calls"  # this fake's answer, forced or not
     reported = len(dispatcher.requests[-1].prompt_token_ids)
     await client.chat.completions.create(**ASK, tools=[STRICT, NOW])
     assert reported == len(dispatcher.requests[-1].prompt_token_ids)

@@ -1,4 +1,4 @@
-"""Where one request ends and the next begins: what a proxy and this server must never see differently."""
+"""The end of one request and the begin of the next: a proxy and this server must never see it differently."""
 
 from __future__ import annotations
 

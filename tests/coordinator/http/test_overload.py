@@ -1,4 +1,4 @@
-"""What all clients together may hold is bounded: who is idle or slow gives way, and health checks are always
+"""The memory of all clients together is bounded: idle and slow ones give way, and health checks are always
 answered."""
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ async def server(dispatcher: FakeDispatcher, model: ServedModel) -> AsyncIterato
 
 @pytest.fixture
 async def opened(server: HttpServer) -> AsyncIterator[Callable[[bytes], Any]]:
-    """Opens connections that say this first."""
+    """Open connections that send this first."""
     writers: list[asyncio.StreamWriter] = []
 
     async def open_one(sentence: bytes) -> Opened:

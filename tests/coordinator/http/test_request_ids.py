@@ -1,4 +1,4 @@
-"""What a client was told can be found in the log, by the id in its ``x-request-id``."""
+"""Every answer can be found in the log, by the id in its ``x-request-id``."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ BODY = json.dumps({"prompt": "Hi", "max_tokens": 1000, "stream": True}).encode()
 
 @pytest.fixture
 def receive_timeout_s() -> float:
-    """Of the server, where a test does not tell it itself what time it is."""
+    """The server's limit, unless a test sets the time itself."""
     return 600.0
 
 
@@ -52,7 +52,7 @@ async def connection(server: HttpServer) -> AsyncIterator[tuple[asyncio.StreamRe
 
 
 async def answer_to(server: HttpServer, *pieces: bytes) -> bytes:
-    """All that the server says until it closes the connection."""
+    """Return all bytes that the server sends until it closes the connection."""
     async with connection(server) as (reader, writer):
         for piece in pieces:
             writer.write(piece)
@@ -104,7 +104,7 @@ async def test_who_does_not_end_a_request_is_refused_in_time(
 
 
 def refused(answer: bytes) -> bool:
-    """Whether it ends in a refusal of who took too long."""
+    """Return whether it ends with the refusal of a slow sender."""
     head, _, body = answer[answer.rindex(b"HTTP/1.1 ") :].partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408")
     assert b"connection: close" in head
@@ -162,7 +162,7 @@ async def test_rubbish_behind_a_request_does_not_get_into_its_answer(
 async def test_an_answer_that_takes_long_is_no_slow_sender(
     server: HttpServer, dispatcher: FakeDispatcher
 ) -> None:
-    """Nor is one who has begun the next request meanwhile: it counts from when it can be read."""
+    """Neither is a client that has begun its next request meanwhile: that counts from when it can be read."""
     dispatcher.hold = True
     async with connection(server) as (reader, writer):
         writer.write(HEAD % len(BODY) + BODY + b"GET /hea")

@@ -38,8 +38,7 @@ def test_a_worker_whose_process_has_ended_gets_no_new_work() -> None:
 
 
 def test_of_a_worker_whose_end_is_known_silence_says_nothing_more() -> None:
-    """A coordinator that stalls between hearing of the end and acting on it still says why that worker is
-    gone."""
+    """A coordinator that stalls between the notice of the end and its handling still names the cause."""
     bench = Bench()
     bench.submit()
     bench.first(1)
@@ -137,8 +136,8 @@ def test_a_worker_whose_connection_is_gone_is_dead_sooner_unless_it_comes_back()
 
 def _found_dead_after(phase: float, reported: bool) -> float:
     """Seconds from the end of worker d's process, on another host, until its requests go elsewhere.
-    ``phase``: of its heartbeats, and of the coordinator's ticks; ``told``: ZeroMQ says that some connection
-    has ended."""
+    ``phase``: of its heartbeats, and of the coordinator's ticks; ``reported``: ZeroMQ reports that some
+    connection has ended."""
     bench = Bench()
     killed, heartbeat, tick = 2.0, 0.25 * phase, 0.05 * ((7 * phase) % 1)
     while ("d", 1) in bench.core.pools.workers:
@@ -182,8 +181,8 @@ def test_whose_connection_comes_back_in_time_is_not_dead() -> None:
 
 
 def test_a_coordinator_that_stands_still_just_as_a_connection_ends_finds_out_whose() -> None:
-    """What it said before seemed to reach everybody, and nothing else makes it speak: no heartbeat is due for
-    hours."""
+    """Its earlier messages seemed to reach every worker, and it has no reason to send: no heartbeat is due
+    for hours."""
     bench = Bench(heartbeat_s=9000.0, dead_after_s=9000.0)
     bench.core.connection_lost()
     for seconds in (0.0, 3.0, *[0.05] * 10):

@@ -150,7 +150,7 @@ def test_without_another_worker_it_runs_on_and_what_is_given_back_waits_for_the_
     bench.send("d", RequestFailed(coordinator=7, dispatch=1, kind="preempted", message="it leaves"))
     assert not ends(goodbye(bench, "d"))
     assert bench.core.pools.gap != ""
-    assert not ends(bench.submit("later"))  # who left in good order is expected back
+    assert not ends(bench.submit("later"))  # a worker that left in good order is expected back
     prefills = sent(bench.hello("d", "decode", incarnation=2), Prefill)
     assert [p.spec.request_id for p in prefills] == ["r", "later"]
     assert bench.core.counters()["workers_left"] == 1

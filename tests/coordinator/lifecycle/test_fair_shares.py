@@ -1,4 +1,4 @@
-"""Who is served when workers are scarce: classes by weight, tenants alike, nobody never."""
+"""The order of service when workers are scarce: classes by weight, tenants alike, no request starves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make(tenant: str = "", num_tokens: int = 10, arrival: float = 0.0, **more: A
 
 
 def serve(queue: RequestQueue, count: int, now: float = 0.0) -> list[Request]:
-    """The next so many, each of which is dispatched once."""
+    """Return the next ``count`` requests, each dispatched once."""
     served: list[Request] = []
 
     def place(request: Request) -> bool:
@@ -277,7 +277,7 @@ def test_who_comes_first_by_now_is_tried_though_the_same_wait_for_the_same_worke
 
 
 def test_the_line_is_not_gone_through_again_where_nothing_can_come_of_it() -> None:
-    """Whatever is heard meanwhile: only once shares have been booked it may be another's turn."""
+    """Messages in between change no turn: only booked shares do."""
     bench = a_short_one_behind_a_starving_one_of_the_tenant_whose_turn_it_is()
     passes: list[float] = []
     serve = RequestQueue.serve

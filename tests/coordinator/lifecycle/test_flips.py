@@ -1,4 +1,4 @@
-"""Who may change its role, what it is told, and what is known of it afterwards."""
+"""Which workers may change their role, the order they get, and the record of it afterwards."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def test_retries_are_bounded_but_preemption_is_no_failure() -> None:
 
 
 def test_a_retry_waits_four_seconds_at_most() -> None:
-    """Where many attempts are allowed, each wait was four times the one before it, without end."""
+    """With many attempts, each wait was four times the one before it, without a bound."""
     bench = Bench(max_attempts=20)
     bench.submit()
     for dispatch in range(1, 12):

@@ -21,7 +21,7 @@ HASHES = [bytes([i]) * 16 for i in range(4)]
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 LENGTHS = st.integers(1, 90)
 PLACES = st.integers(0, 1 << 16)
-"""Of a worker among those that are here."""
+"""The place of a worker among the present ones."""
 
 
 def has_room(worker: WorkerRecord, num_tokens: int) -> bool:

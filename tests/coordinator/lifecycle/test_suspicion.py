@@ -105,7 +105,7 @@ def test_the_poison_fails_after_a_few_deaths_and_all_others_finish(
 
 
 class OneByOne(Bench):
-    """One request, whose worker dies whenever it has brought so many tokens."""
+    """One request, whose worker dies after a given number of its tokens."""
 
     def __init__(self, gain: int, **limits: Any) -> None:
         super().__init__(**limits)
@@ -177,7 +177,7 @@ def test_a_prompt_that_waits_for_a_dying_decode_worker_is_not_charged() -> None:
 
 def test_who_is_there_at_death_after_death_is_charged_though_a_suspect_is_too() -> None:
     """The only decode worker dies twice of something else while "s" runs on it, and then of "p", which nobody
-    suspects: "s" is. Once "p" is excused, as who is beside a suspect by chance is."""
+    suspects: "s" is. Once "p" is excused, as any neighbour of a suspect is."""
     bench = Bench()
     bench.submit("s", sampling=Sampling(max_tokens=100), deadline=1e6)
     life, num_deaths = 1, []

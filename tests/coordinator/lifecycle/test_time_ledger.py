@@ -1,4 +1,4 @@
-"""Where the time goes: whatever happens to a request, its stages sum to its end-to-end time."""
+"""The time ledger: whatever happens to a request, its stages sum to its end-to-end time."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_coordinator_that_hears_late_makes_no_stage_of_the_workers_longer(
 
 
 def test_a_worker_that_stands_still_makes_nobody_else_late() -> None:
-    """It froze before it read the prompt; the coordinator had heard all there was until 13.9 s."""
+    """It froze before it read the prompt; the coordinator had read every message until 13.9 s."""
     ledger, times = dispatched()
     times.first_token(Milestone(14.0, 13.9, 0.5), 0.5)
     ledger.close(14.0)
@@ -123,7 +123,7 @@ def test_a_worker_that_stands_still_makes_nobody_else_late() -> None:
 
 
 def test_a_blocked_event_loop_is_charged_to_the_coordinator() -> None:
-    """The lifecycle with real milestones, all heard when the loop goes on."""
+    """The lifecycle with real milestones, all read when the loop goes on."""
     bench = Bench()
     bench.core.tick(0.0)
     bench.submit()

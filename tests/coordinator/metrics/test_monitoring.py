@@ -196,7 +196,7 @@ def test_alerts_fire_by_how_fast_a_budget_burns() -> None:
 
 
 async def test_the_objectives_are_bounds_of_the_histograms(metrics: str) -> None:
-    """Where no bucket has the bound, its rule would be silent."""
+    """Every rule's bound is a bucket: without one the rule would be silent."""
     named = set(
         re.findall(r'(splitserve_\w+_bucket)\{le=~?"([^"]+)"\}', (MONITORING / "alerts.yml").read_text())
     )

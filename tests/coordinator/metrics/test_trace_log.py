@@ -1,4 +1,4 @@
-"""The coordinator's log of its load is a trace that the planner reads, and tells nothing else."""
+"""The coordinator's log of its load is a trace that the planner reads, and holds nothing else."""
 
 from __future__ import annotations
 

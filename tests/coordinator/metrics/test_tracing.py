@@ -1,4 +1,4 @@
-"""Traces of the coordinator: the client's context goes on, the stages are there, the workers are told."""
+"""Traces of the coordinator: the client's context goes on, the stages are there, the workers get it."""
 
 from __future__ import annotations
 

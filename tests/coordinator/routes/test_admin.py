@@ -1,4 +1,4 @@
-"""What an operator may do with workers. Who is one: ``http/test_operators.py``."""
+"""Operators' calls about workers. Their keys: ``http/access/test_operators.py``."""
 
 from __future__ import annotations
 

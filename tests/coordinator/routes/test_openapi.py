@@ -1,4 +1,4 @@
-"""/openapi.json says what the server does: its schemas take what the server takes, and refuse what it refuses
+"""/openapi.json matches the server: its schemas accept the same bodies, and refuse those that it refuses
 by kind and range."""
 
 from __future__ import annotations

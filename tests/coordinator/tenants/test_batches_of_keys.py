@@ -1,5 +1,5 @@
-"""Batches run as what their key is now: revoked or expired it ends them, and changed limits hold for what is
-left."""
+"""Batches follow the present state of their key: revoked or expired it ends them, and changed limits hold for
+the rest."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ async def test_a_batch_outlives_the_rotation_of_its_key(
     dispatcher: FakeDispatcher,
     key: NewKey,
 ) -> None:
-    """The old key opens for as long as a batch may take, unless somebody says otherwise."""
+    """The old key opens for as long as a batch may take, unless ``--grace-s`` is given."""
     grace_s = KeysRotateSettings.model_fields["grace_s"].default
     assert grace_s >= WINDOW_S
     dispatcher.hold = True

@@ -1,4 +1,4 @@
-"""Limits hold, over any minute and any day, whoever asks for what."""
+"""Limits hold, over any minute and any day, for any requests."""
 
 from __future__ import annotations
 

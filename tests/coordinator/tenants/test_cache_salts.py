@@ -27,7 +27,7 @@ def salts(tmp_path: Path) -> dict[str, bytes]:
 
 
 def cached_tokens(scheduler: PrefillScheduler, dispatch: int, salt: bytes) -> int:
-    """Of the prompt, computed as this tenant's, to its end."""
+    """Return the prompt's hashes, computed to its end for this tenant."""
     spec = RequestSpec(
         request_id=f"r{dispatch}",
         epoch=0,

@@ -1,4 +1,4 @@
-"""Keys open for whom they were made, as long as they are to, and nothing keeps them in the clear."""
+"""Keys work for their tenant until they expire, and nothing keeps them in the clear."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ ACCOUNT = Account(
 
 
 def ask(limiter: Limiter, account: Account = ACCOUNT, tokens: int = 10) -> Admission | Shortage:
-    """Of one that answers at once."""
+    """Return the answer of a limiter that answers at once."""
     answers: list[Admission | Shortage] = []
     limiter.admit(account, tokens, answers.append)
     return answers[0]
@@ -107,7 +107,7 @@ async def test_an_account_without_limits_costs_nothing(tmp_path: Path) -> None:
 
 @pytest.fixture
 async def redis_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
-    """Of a server that is not believed gone because the machine stood still."""
+    """A limiter whose server is not given up because the machine stood still."""
     monkeypatch.setattr(redis_limiter, "TIMEOUT_S", 60.0)
     monkeypatch.setattr(redis_limiter, "ALIVE_S", 600)
     if shutil.which("redis-server") is None:

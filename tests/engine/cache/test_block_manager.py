@@ -1,5 +1,5 @@
-"""The block manager under any sequence of operations: every block is free, cached or used, and what it says
-it has is there."""
+"""The block manager under any sequence of operations: every block is free, cached or used, and every hash
+that it reports is there."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def test_blocks_go_through_the_mirror_and_no_others_change() -> None:
     receiving.store([0, 5])
     assert torch.equal(target[[0, 5]], source[[4, 1]])
     assert not target[1:5].any()
-    assert any(memory)  # the mirror lies where it was told to
+    assert any(memory)  # the mirror lies in the given memory
 
 
 @pytest.mark.parametrize("error", [0, 712])

@@ -152,7 +152,7 @@ def test_workers_of_one_cluster_get_equal_parts_in_any_order() -> None:
     assert first == while_it_loads == untouched
     assert (
         host_room(free=16 * GIB, pending=8 * GIB, siblings=(), weights=0, utilization=0.5) == 4 * GIB
-    )  # strangers: of what they leave
+    )  # other programs: a share of the rest
     assert host_room(free=10 * GIB, pending=0, siblings=(), weights=0, utilization=1.0) == 8 * GIB
     assert host_room(free=GIB, pending=2 * GIB, siblings=(), weights=0, utilization=1.0) == 0
 

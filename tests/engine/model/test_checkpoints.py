@@ -1,4 +1,4 @@
-"""What a checkpoint folder may look like, and what is said about one that cannot be served."""
+"""Checkpoint folders that can be served, and the errors of those that cannot."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
 
 
 def replayed(recorded: list[tuple[int, int]]) -> Callable[[Callable[[], Tensor]], Callable[[], Tensor]]:
-    """As a graph: the result is always in the same memory. Notes the results' addresses and rows."""
+    """Runs like a graph: the result is always in the same memory. Notes the results' addresses and rows."""
 
     def record(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
         result = compute()

@@ -84,7 +84,7 @@ class Request:
 
 def step(runner: ModelRunner, work: list[tuple[Request, int]], num_rows: int = 0) -> None:
     """Runs the next ``n`` tokens of each request; keeps logits and tokens of those that were sampled.
-    ``num_rows``: so many decode rows are one scheduler's, the others another one's."""
+    ``num_rows``: number of decode rows of one scheduler; the others are another one's."""
     batch = make_batch([(r.sequence, n) for r, n in work[num_rows:]], BLOCK_SIZE)
     if num_rows:
         rows = make_batch([(r.sequence, n) for r, n in work[:num_rows]], BLOCK_SIZE)

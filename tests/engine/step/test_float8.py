@@ -68,7 +68,7 @@ def test_a_float8_cache_answers_nearly_as_a_wide_one(tmp_path: Path) -> None:
     assert logprobs != expected_logprobs
     stored, exact = (
         runner.kv_cache.pool[[9, 3], 0].float() for runner in (narrow, wide)
-    )  # before any attention: the same but for rounding
+    )  # before any attention: the same up to rounding
     assert torch.allclose(stored, exact, rtol=1 / 16 + 1e-5, atol=2**-10)  # three bits of mantissa
 
 

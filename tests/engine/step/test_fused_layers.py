@@ -47,7 +47,7 @@ def test_the_same_bits_and_cache(tmp_path: Path, family: str, dtype: str) -> Non
         with torch.inference_mode():
             return hidden_states(runner, batch, layers.append)
 
-    for rows in (len(sequences) + 1, len(sequences)):  # the second: not for so many
+    for rows in (len(sequences) + 1, len(sequences)):  # the second: too few rows
         runner._model._fused.rows = rows
         reported.append((hidden(), runner.kv_cache.pool.clone()))
     assert torch.equal(reported[0][0], reported[1][0])

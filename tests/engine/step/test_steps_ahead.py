@@ -30,7 +30,7 @@ class Step:
 
 
 class Gate:
-    """Runs each step when it is let, and tells of the layers that it passes."""
+    """Runs each step when released, and reports the layers that it passes."""
 
     def __init__(self) -> None:
         self.begun, self.may_end = threading.Semaphore(0), threading.Semaphore(0)
@@ -183,7 +183,7 @@ def test_a_device_has_the_next_step_before_it_is_through_with_the_first() -> Non
 
 
 class HeldForecast(StepForecast):
-    """Says that a step is nearly over when it is told so."""
+    """Reports that a step is nearly over on demand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,8 +234,7 @@ def test_what_follows_a_step_that_fails_on_a_device_counts_for_nothing(when: str
 
 
 def fed(batch: Batch, rows: list[int]) -> Batch:
-    """As a scheduler makes it before it knows the newest tokens, which are those of ``rows`` of the step
-    before."""
+    """Make a batch before the newest tokens are known, which are those of ``rows`` of the step before."""
     known = [s for s in batch.sampling if s is not None]
     behind = [SamplingState(s.params, s.prompt_token_ids, s.output_token_ids[:-1]) for s in known]
     return replace(

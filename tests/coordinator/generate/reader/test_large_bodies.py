@@ -120,7 +120,7 @@ def test_a_reader_whose_coordinator_is_killed_ends_without_a_traceback(sent: byt
 
 @pytest.mark.parametrize("kind", ["logit_bias", "ids"])
 async def test_parsing_does_not_stop_the_loop(http: httpx.AsyncClient, server: HttpServer, kind: str) -> None:
-    """The longest time that the loop stands still is a small part of what parsing takes. (Before: all of
+    """The longest time that the loop stands still is a small part of the parsing time. (Before: all of
     it.)"""
     if kind == "ids":
         body = b'{"prompt":[' + b"1," * 4_000_000 + b"1]}"

@@ -1,4 +1,4 @@
-"""Which hosts' names, origins and content types are taken, and what browsers are told."""
+"""Which hosts' names, origins and content types are accepted, and the CORS answers to browsers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose word about a client's address and scheme counts."""
+"""Which proxies' headers decide a client's address and scheme."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROXIES = TrustedProxies(["10.0.0.0/8", "fd00::1"])
             "192.0.2.1",
             {"x-forwarded-for": "203.0.113.9", "x-forwarded-proto": "https"},
             ("192.0.2.1", None),
-        ),  # a stranger says so
+        ),  # by an untrusted client
         ("10.0.0.1", {}, ("10.0.0.1", None)),
         ("10.0.0.1", {"x-forwarded-for": "203.0.113.9"}, ("203.0.113.9", None)),
         (
