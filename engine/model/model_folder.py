@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import mmap
 from pathlib import Path
-from typing import Literal
-
-import xxhash
+from typing import TYPE_CHECKING, Literal
 
 from ..errors import ModelConfigError, WeightsError
 from .config import ModelConfig, expected_tensors, ignored_tensors
 from .weight_headers import check_tensors, stored_tensors, weight_files
+
+if TYPE_CHECKING:
+    import xxhash
 
 FULL_HASH_BYTES = 8 << 30
 EDGE_BYTES = 1 << 20
@@ -76,6 +77,8 @@ def model_fingerprint(path: Path) -> str:
     16 MiB, and the last MiB): whole files of hundreds of GB would take minutes at every start. The
     fingerprint guards against mix-ups, not against forgery.
     """
+    import xxhash  # of the extra for workers: the coordinator checks folders without it
+
     digest = xxhash.xxh3_128()
     described = [path / name for name in DESCRIPTION_FILES if (path / name).exists()]
     for file in [*described, *weight_files(path)]:
