@@ -171,12 +171,7 @@ def running(model: Path, folder: Path, *arguments: str) -> Iterator[Cluster]:
         MODEL_NAME,
     ]
     command += ["--control-address", f"tcp://127.0.0.1:{control}"]
-    command += [
-        "--dead-after-s",
-        str(DEAD_AFTER_S),
-        "--hung-after-s",
-        "600",
-    ]  # the test thaws a frozen one
+    command += ["--dead-after-s", str(DEAD_AFTER_S), "--hung-after-s", "600"]  # the test thaws a frozen one
     command += [
         "--dtype",
         "float32",
