@@ -243,8 +243,8 @@ class DecodeCore:
         return self._heartbeat.load(self.worker, self._held(), self.drains, coordinator)
 
     def block_events(self, everything: bool = False) -> BlockEvents | None:
-        """Return the changes of the prefix cache; with ``everything``, its whole contents. None while draining:
-        the role that takes over the same blocks reports them."""
+        """Return the changes of the prefix cache; with ``everything``, its whole contents. None while
+        draining: the role that takes over the same blocks reports them."""
         return None if self.drains else self._heartbeat.cache.report(self.worker, everything)
 
     def room(self) -> tuple[int, int]:

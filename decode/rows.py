@@ -169,8 +169,8 @@ class DecodeRows:
         self._find_slot(sequence, position)
 
     def _find_slot(self, sequence: DecodeSequence, position: int) -> None:
-        """Set the slot of the token at ``position``. The block may be there already, from a step that was made
-        and has not run."""
+        """Set the slot of the token at ``position``. The block may be there already, from a step that
+        was made and has not run."""
         at_block, offset = divmod(position, self._block_size)
         if at_block < len(sequence.blocks):
             self._slots[sequence.row] = sequence.blocks[at_block] * self._block_size + offset

@@ -54,8 +54,8 @@ class DecodeScheduler:
         prefix_cache: bool = True,
         window: int = 0,
     ) -> None:
-        """``prefix_cache``: whether blocks may be found again by their hashes; ``window``: the model's widest,
-        in tokens; 0: none."""
+        """``prefix_cache``: whether blocks may be found again by their hashes; ``window``: the model's
+        widest, in tokens; 0: none."""
         self.blocks, self.block_size, self.max_num_seqs = blocks, block_size, max_num_seqs
         self.prefix_cache, self._window = prefix_cache, window
         self.row_limit = max_num_seqs  # lower for a while after a step that ran out of memory

@@ -261,8 +261,8 @@ class PrefillCore:
         return self._heartbeat.load(self.worker, self.drains, coordinator)
 
     def block_events(self, everything: bool = False) -> BlockEvents | None:
-        """Return the changes of the prefix cache; with ``everything``, its whole contents. None while draining:
-        the role that takes over the same blocks reports them."""
+        """Return the changes of the prefix cache; with ``everything``, its whole contents. None while
+        draining: the role that takes over the same blocks reports them."""
         return None if self.drains else self._heartbeat.cache.report(self.worker, everything)
 
     def _add(self, message: Prefill, now: float) -> None:

@@ -86,7 +86,7 @@ class GpuTelemetry:
 
 
 def telemetry_of(device: torch.device) -> GpuTelemetry | None:
-    """Return the started telemetry of a torch device; None without a GPU, or without a driver that answers."""
+    """Return the started telemetry of a torch device; None without a GPU or a driver that answers."""
     if device.type != "cuda":
         return None
     import pynvml

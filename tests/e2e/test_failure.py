@@ -134,9 +134,7 @@ def test_freeze_in_mid_stream_then_thaw(cluster: Cluster, expected: list[str], r
         2, 2
     )  # thawed, and back under a new incarnation; or under the old one, where it has dropped its work by itself
     back = next(w for w in cluster.workers(role) if w["pid"] == victim["pid"])
-    if (
-        back["incarnation"] == victim["incarnation"]
-    ):  # it stood still until it gave up the coordinator
+    if back["incarnation"] == victim["incarnation"]:  # it stood still until it gave up the coordinator
         cluster.wait_log("freeing all it had asked for")
     cluster.wait_at_rest()
 
