@@ -130,9 +130,8 @@ def test_freeze_in_mid_stream_then_thaw(cluster: Cluster, expected: list[str], r
         )
     finally:
         os.kill(victim["pid"], signal.SIGCONT)
-    cluster.wait_whole(
-        2, 2
-    )  # thawed, and back under a new incarnation; or under the old one, where it has dropped its work by itself
+    # Thawed, and back under a new incarnation; or under the old one, where it has dropped its work by itself.
+    cluster.wait_whole(2, 2)
     back = next(w for w in cluster.workers(role) if w["pid"] == victim["pid"])
     if back["incarnation"] == victim["incarnation"]:  # it stood still until it gave up the coordinator
         cluster.wait_log("freeing all it had asked for")

@@ -39,9 +39,7 @@ class Rig:
         self.decode = HandoffReceiver(
             ("d", 1), MODEL, BlockManager(1000), endpoints, lambda: (64, 0), lambda: b"s" * 16
         )
-        self.unheard: list[
-            act.SenderAction
-        ] = []  # messages and blocks on their way to the decode worker
+        self.unheard: list[act.SenderAction] = []  # messages and blocks on their way to the decode worker
         self.num_dispatched = 0
 
     def submit(self, number: int) -> None:
