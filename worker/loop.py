@@ -114,7 +114,7 @@ class Worker:
         steps.launch(now)  # blocks that were just freed, or verified, are used at once
         for role in roles:
             role.report(now)
-            if role.core.stirs:  # what a step begins, or a dead writer ends, waits for no other turn
+            if role.core.has_actions:  # what a step begins, or a dead writer ends, waits for no other turn
                 role.carry_out(now)
             if role.has_ended(now):
                 self.end(role.role)
