@@ -6,6 +6,7 @@ stays free of torch: a command names its function as MODULE:NAME.
 
 from __future__ import annotations
 
+import os
 import pkgutil
 import sys
 from pathlib import Path
@@ -271,6 +272,9 @@ for added in (
 
 def main() -> None:
     """Entry point of the command ``splitserve``."""
+    os.environ.setdefault(
+        "OMP_WAIT_POLICY", "PASSIVE"
+    )  # torch's threads spin otherwise, on others' cores too
     try:
         cli(prog_name="splitserve", standalone_mode=True)
     except ConfigError as error:

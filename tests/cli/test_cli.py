@@ -252,3 +252,16 @@ def test_up_shows_every_option_of_the_coordinator_when_asked() -> None:
 
 def test_few_options_are_all_shown() -> None:
     assert "--help-all" not in CliRunner().invoke(cli, ["doctor", "--help"]).output
+
+
+def test_threads_of_torch_wait_without_spinning_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The variable is read when torch is imported, here and in every process that the command starts."""
+    monkeypatch.setattr(main, "cli", lambda **_: None)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    main.main()
+    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    main.main()
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
