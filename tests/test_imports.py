@@ -70,6 +70,7 @@ PURE = [
     ),
     "splitserve.coordinator.dashboard.diagnosis",
     "splitserve.coordinator.dashboard.event_log",
+    "splitserve.coordinator.dashboard.findings",
     "splitserve.coordinator.dashboard.queueing",
     "splitserve.steering.controller",
     "splitserve.steering.steering",

@@ -13,13 +13,22 @@ does. Below ``MIN_REQUESTS`` nothing is promised.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
 
 from ..metrics.load_window import Window
-from .queueing import SATURATED, ttft_with_one_more
+from .findings import (
+    MIN_REQUESTS,
+    Finding,
+    all_good,
+    basis_of_queue,
+    duration,
+    nth,
+    one_more,
+    percent,
+    requests,
+    too_few,
+)  # fmt: skip
+from .queueing import SATURATED
 
-MIN_REQUESTS = 20
-"""Requests in the window below which their times are not judged."""
 QUEUE_SHARE, QUEUE_TTFT_SHARE, QUEUE_S = 0.2, 0.5, 1.0
 """A queue is a finding from this share of requests' time on; or of the TTFT, if it takes QUEUE_S seconds or
 the objective is missed."""
@@ -34,38 +43,17 @@ FULL = 0.9
 """Share of KV blocks, or of batch rows, from which on requests queue because a decode worker has no room."""
 WORKERS_STAGES = ("queue", "prefill", "handoff", "decode", "stream")
 """All other stages are the coordinator's own."""
-ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
 UNKNOWN_BUSY = 0.95
-
-
-class Finding(NamedTuple):
-    """``level``: good, idle, unknown (too little data), warn (requests are slow), bad (requests fail)."""
-
-    kind: str
-    level: Literal["good", "idle", "unknown", "warn", "bad"]
-    what: str
-    remedy: str = ""
-    basis: str = ""  # method of the expected gain
-    share: float = 0.0  # of requests' time, for the order
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "level": self.level,
-            "what": self.what,
-            "remedy": self.remedy,
-            "basis": self.basis,
-        }
 
 
 def diagnose(window: Window) -> list[Finding]:
     """The weightiest first; never empty."""
     failing = [*_missing(window), *_failing(window)]
     if window.num_measured < MIN_REQUESTS:
-        return [*failing, _too_few(window)] if not failing or window.num_ended else failing
+        return [*failing, too_few(window)] if not failing or window.num_ended else failing
     slow = [*_queue(window), *_decode(window), *_handoff(window), *_coordinator(window), *_client(window)]
     slow.sort(key=lambda finding: -finding.share)
-    return [*failing, *slow, *_objectives(window, slow)] or [_good(window)]
+    return [*failing, *slow, *_objectives(window, slow)] or [all_good(window)]
 
 
 # --- requests fail -------------------------------------------------------------------------------
@@ -73,26 +61,14 @@ def diagnose(window: Window) -> list[Finding]:
 
 def _missing(w: Window) -> Iterator[Finding]:
     absent = [role for role, pool in w.pools.items() if not pool.num_workers]
-    waits = (
-        f"{_requests(w.now_waiting)} {'waits' if w.now_waiting == 1 else 'wait'}. " if w.now_waiting else ""
-    )
+    wait = "waits" if w.now_waiting == 1 else "wait"
+    waits = f" {requests(w.now_waiting)} {wait}." if w.now_waiting else ""
     if len(absent) == 2:
-        yield Finding(
-            "no_workers",
-            "bad",
-            f"No workers are connected. {waits}".strip(),
-            (
-                "Start some: `splitserve up` on this machine, or `splitserve prefill` and `splitserve "
-                "decode` on others."
-            ),
-        )
+        start = "Start some: `splitserve up` on this machine, or `splitserve prefill` and `splitserve decode`"
+        yield Finding("no_workers", "bad", f"No workers are connected.{waits}", f"{start} on others.")
     elif absent:
-        yield Finding(
-            "no_workers",
-            "bad",
-            f"No {absent[0]} worker is connected. {waits}".strip(),
-            f"Start one: `splitserve {absent[0]}`.",
-        )
+        what = f"No {absent[0]} worker is connected.{waits}"
+        yield Finding("no_workers", "bad", what, f"Start one: `splitserve {absent[0]}`.")
     elif not w.ready:
         yield Finding(
             "not_ready",
@@ -122,14 +98,14 @@ def _failing(w: Window) -> Iterator[Finding]:
         yield Finding(
             "failed",
             "bad",
-            f"{_requests(w.num_failed)} of {tried:,} failed with 5xx in the last minute.",
+            f"{requests(w.num_failed)} of {tried:,} failed with 5xx in the last minute.",
             "The coordinator's log has a line with the reason for each.",
         )
     if w.num_refused and w.num_refused >= TROUBLE_SHARE * tried:
         yield Finding(
             "refused",
             "bad",
-            f"{_requests(w.num_refused)} of {tried:,} were refused with 429 in the last minute.",
+            f"{requests(w.num_refused)} of {tried:,} were refused with 429 in the last minute.",
             "Reasons are counted in `splitserve_refusals_total`: `overloaded` asks for workers or a larger "
             "`--max-queue`, the others for higher limits of a key.",
         )
@@ -154,27 +130,32 @@ def _queue(w: Window) -> Iterator[Finding]:
             if preempted
             else ""
         )
-        what = f"{head}: the decode workers' KV cache is full ({_percent(decode.kv)} in use{more})."
-        remedy = f"{_one_more(w, 'decode', decode.kv)}; or give workers more KV memory (`--kv-cache-gib`)."
-        yield Finding("kv_memory", "warn", what, remedy, _basis(decode.kv), share)
+        what = f"{head}: the decode workers' KV cache is full ({percent(decode.kv)} in use{more})."
+        remedy = f"{one_more(w, 'decode', decode.kv)}; or give workers more KV memory (`--kv-cache-gib`)."
+        yield Finding("kv_memory", "warn", what, remedy, basis_of_queue(decode.kv), share)
     elif decode.rows >= FULL:
-        what = f"{head}: the decode workers' batches are full ({_percent(decode.rows)} of their rows)."
+        what = f"{head}: the decode workers' batches are full ({percent(decode.rows)} of their rows)."
         remedy = (
-            f"{_one_more(w, 'decode', decode.rows)}; or raise `--max-num-seqs`, if the time per token "
+            f"{one_more(w, 'decode', decode.rows)}; or raise `--max-num-seqs`, if the time per token "
             "allows it."
         )
-        yield Finding("decode", "warn", what, remedy, _basis(decode.rows), share)
+        yield Finding("decode", "warn", what, remedy, basis_of_queue(decode.rows), share)
     elif prefill.busy is not None and prefill.busy < BUSY:
         what = (
-            f"{head}, yet prefill workers are busy only {_percent(prefill.busy)} of the time: requests "
+            f"{head}, yet prefill workers are busy only {percent(prefill.busy)} of the time: requests "
             "come in bursts."
         )
         yield Finding(
-            "bursts", "warn", what, f"{_one_more(w, 'prefill', prefill.busy)}.", _basis(prefill.busy), share
+            "bursts",
+            "warn",
+            what,
+            f"{one_more(w, 'prefill', prefill.busy)}.",
+            basis_of_queue(prefill.busy),
+            share,
         )
     else:
         busy = UNKNOWN_BUSY if prefill.busy is None else prefill.busy
-        known = "" if prefill.busy is None else f", whose workers are busy {_percent(busy)} of the time"
+        known = "" if prefill.busy is None else f", whose workers are busy {percent(busy)} of the time"
         arrived = w.num_ended + w.growth
         offered = busy * prefill.num_workers * arrived / max(1, w.num_ended)
         if offered >= prefill.num_workers + 1:
@@ -184,8 +165,8 @@ def _queue(w: Window) -> Iterator[Finding]:
                 f"served: the queue grows until {wanted} more prefill workers are there."
             )
         else:
-            remedy = f"{_one_more(w, 'prefill', busy)}."
-        yield Finding("prefill", "warn", f"{head} for prefill{known}.", remedy, _basis(busy), share)
+            remedy = f"{one_more(w, 'prefill', busy)}."
+        yield Finding("prefill", "warn", f"{head} for prefill{known}.", remedy, basis_of_queue(busy), share)
 
 
 def _decode(w: Window) -> Iterator[Finding]:
@@ -196,14 +177,14 @@ def _decode(w: Window) -> Iterator[Finding]:
     assert w.objectives.tpot_s is not None
     pool, share = w.pools["decode"], w.share("decode")
     what = (
-        f"{_percent(w.tpot_missed)} of requests get their tokens more slowly than "
-        f"{_seconds(w.objectives.tpot_s)} each"
+        f"{percent(w.tpot_missed)} of requests get their tokens more slowly than "
+        f"{duration(w.objectives.tpot_s)} each"
     )
     if pool.running >= 2:
         workers = int(pool.num_workers)
         remedy = (
-            f"{_nth(workers + 1)} decode worker would cut the time per token by at most "
-            f"{_percent(1 / (workers + 1))}."
+            f"{nth(workers + 1)} decode worker would cut the time per token by at most "
+            f"{percent(1 / (workers + 1))}."
         )
         yield Finding(
             "decode",
@@ -233,9 +214,9 @@ def _handoff(w: Window) -> Iterator[Finding]:
         yield Finding(
             "kv_memory",
             "warn",
-            f"{head}: decode workers have no free KV blocks ({_percent(decode.kv)} in use).",
-            f"{_one_more(w, 'decode', decode.kv)}; or give workers more KV memory (`--kv-cache-gib`).",
-            _basis(decode.kv),
+            f"{head}: decode workers have no free KV blocks ({percent(decode.kv)} in use).",
+            f"{one_more(w, 'decode', decode.kv)}; or give workers more KV memory (`--kv-cache-gib`).",
+            basis_of_queue(decode.kv),
             share,
         )
         return
@@ -245,7 +226,7 @@ def _handoff(w: Window) -> Iterator[Finding]:
         "handoff",
         "warn",
         f"{head}: the transfer is slower than the prompt is computed.{why}",
-        f"A faster mover or link would cut the time to the end by at most {_percent(share)}.",
+        f"A faster mover or link would cut the time to the end by at most {percent(share)}.",
         "Amdahl's law; a bound",
         share,
     )
@@ -260,7 +241,7 @@ def _coordinator(w: Window) -> Iterator[Finding]:
         "coordinator",
         "warn",
         f"{_of_time(w, share, 'the coordinator itself')}: its process is late.",
-        f"More of its processes (`--processes`) would cut the time to the end by at most {_percent(share)}; "
+        f"More of its processes (`--processes`) would cut the time to the end by at most {percent(share)}; "
         "so would cores that nothing else uses.",
         "Amdahl's law; a bound",
         share,
@@ -285,14 +266,14 @@ def _objectives(w: Window, slow: list[Finding]) -> Iterator[Finding]:
     if slow or w.kept is None or w.kept >= w.objectives.attainment:
         return
     missed = (
-        f"{_percent(1 - w.kept)} of requests miss the objectives; {_percent(1 - w.objectives.attainment)} may"
+        f"{percent(1 - w.kept)} of requests miss the objectives; {percent(1 - w.objectives.attainment)} may"
     )
     if _is_missed(w, w.ttft_missed):
         work_s = w.stages.get("prefill", 0.0)
         yield Finding(
             "slow_prefill",
             "warn",
-            f"{missed}. There is no queue: computing a prompt takes {_seconds(work_s)}.",
+            f"{missed}. There is no queue: computing a prompt takes {duration(work_s)}.",
             "More workers would not help: shorter prompts, more of them cached, or a faster device would.",
             "",
             w.share("prefill"),
@@ -306,84 +287,11 @@ def _objectives(w: Window, slow: list[Finding]) -> Iterator[Finding]:
         )
 
 
-# --- nothing is wrong, or too little is known ----------------------------------------------------
-
-
-def _too_few(w: Window) -> Finding:
-    open_now = (
-        f" {_requests(w.now_waiting)} waiting, {w.now_running:,} running."
-        if w.now_waiting or w.now_running
-        else ""
-    )
-    if not w.num_ended and not open_now:
-        return Finding("idle", "idle", "Idle: no request in the last minute.")
-    what = (
-        f"Too few requests to tell: {w.num_measured} answered in the last minute, {MIN_REQUESTS} are "
-        f"needed.{open_now}"
-    )
-    return Finding("too_few", "unknown", what)
-
-
-def _good(w: Window) -> Finding:
-    stage = max(w.stages, key=lambda name: w.stages[name])
-    kept = "" if w.kept is None else f"; {_percent(w.kept)} of requests keep the objectives"
-    text = (
-        f"Nothing is in the way. {_percent(w.share(stage))} of requests' time is {stage}, "
-        f"{_percent(w.share('queue'))} queueing{kept}."
-    )
-    return Finding("good", "good", text)
-
-
-# --- words ---------------------------------------------------------------------------------------
-
-
-def _one_more(w: Window, role: str, busy: float) -> str:
-    """What another worker of this role is expected to do, without the full stop."""
-    workers = int(w.pools[role].num_workers)
-    ttft_s = ttft_with_one_more(
-        w.ttft_s, w.stages.get("queue", 0.0), w.total_s, w.num_measured / w.seconds, busy, workers
-    )
-    gain = 1 - ttft_s / w.ttft_s if w.ttft_s else 0.0
-    which = f"{_nth(workers + 1)} {role} worker would"
-    if gain < 0.05:
-        return f"{which} hardly change the time to first token"
-    does = "halve" if 0.45 <= gain <= 0.55 else "cut"
-    much = "" if does == "halve" else f" by {_percent(gain)}"
-    return (
-        f"{which} {does} the time to first token{much}, from {_seconds(w.ttft_s)} to about {_seconds(ttft_s)}"
-    )
-
-
-def _basis(busy: float) -> str:
-    return (
-        "an open queue, by Sakasegawa's formula"
-        if busy < SATURATED
-        else "a closed system, by mean value analysis; more where arrivals do not wait"
-    )
-
-
 def _of_time(w: Window, share: float, what: str, of_ttft: float = 0.0) -> str:
     if of_ttft >= QUEUE_TTFT_SHARE and share < QUEUE_SHARE:
-        return f"{_percent(of_ttft)} of the time to first token is {what}"
-    return f"{_percent(share)} of requests' time is {what}"
+        return f"{percent(of_ttft)} of the time to first token is {what}"
+    return f"{percent(share)} of requests' time is {what}"
 
 
 def _is_missed(w: Window, share: float) -> bool:
     return bool(w.objectives) and share > 1 - w.objectives.attainment
-
-
-def _requests(count: int) -> str:
-    return f"{count:,} request{'' if count == 1 else 's'}"
-
-
-def _nth(number: int) -> str:
-    return f"A{'n' * (number == 8)} {ORDINALS[number - 1]}" if number <= len(ORDINALS) else "One more"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f}%"
-
-
-def _seconds(seconds: float) -> str:
-    """Return a duration with two digits, the model's precision."""
-    return f"{float(f'{seconds:.2g}'):g} s" if seconds >= 1 else f"{float(f'{1e3 * seconds:.2g}'):g} ms"

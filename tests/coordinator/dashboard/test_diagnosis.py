@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from splitserve.coordinator.dashboard.diagnosis import MIN_REQUESTS, Finding, diagnose
+from splitserve.coordinator.dashboard.diagnosis import diagnose
+from splitserve.coordinator.dashboard.findings import MIN_REQUESTS, Finding
 from splitserve.coordinator.metrics.load_window import PoolLook, Window
 from splitserve.coordinator.metrics.objectives import Objectives
 
