@@ -125,7 +125,7 @@ class Clients:
         """Raise BrokenSink with the scenario's probability."""
         if client.broken and where != "end":
             self._violated(client, f"a {where} after its sink has raised")
-        if self.world.strikes(self.faults.sink_error, f"sinks that raised at a {where}"):
+        if self.world.strikes(self.faults.sink_error, f"sinks that raised in {where}"):
             client.broken = True
             if where == "end":
                 self.pending.pop(client.request.request_id, None)

@@ -75,6 +75,8 @@ copies between devices|copies that hang|ended with a copy that hangs
 communicators made|communicators broken|communicators torn down|late collectives
 steps failed|steps out of memory|steps skipped|steps made ahead|prefill steps made ahead
 kills|connections found gone|freezes|hangs|slow workers|partitions|one-way partitions|spills
+late turns of a coordinator|defects of a coordinator|ends of processes noticed
+cancellations in the middle of a push|sinks that raised in push|sinks that raised in flush|sinks that raised in end
 coordinator restarts|coordinator freezes|fenced by one of several|drains by signal|drains by the coordinator|workers drained
 layers put|cancellations|flips ordered|roles begun|clocks set
 deaths by poison|ended: failed|orphaned: their coordinator died
