@@ -21,7 +21,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -106,27 +106,30 @@ def _remembered(path: Path, machine: str) -> KernelChoices:
     return KernelChoices(path, machine)
 
 
-def fastest(candidates: Sequence[Callable[[], object]]) -> list[float]:
-    """Seconds of each candidate: the shortest of several rounds, in which they take turns."""
+def fastest(candidates: Sequence[Callable[[], object]], num_threads: int) -> list[float]:
+    """Seconds of each candidate: the shortest of several rounds, in which they take turns. One thread's are its
+    processor time: what other processes take meanwhile does not count."""
+    clock = time.thread_time if num_threads == 1 else time.perf_counter
     best = [float("inf")] * len(candidates)
     for run in candidates:
         run()
-    began = time.perf_counter()
+    began = clock()
     for done in range(ROUNDS):
-        if done >= 2 and time.perf_counter() - began > ROUNDS_SECONDS:
+        if done >= 2 and clock() - began > ROUNDS_SECONDS:
             break
         for i, run in enumerate(candidates):
-            start = time.perf_counter()
+            start = clock()
             run()
-            best[i] = min(best[i], time.perf_counter() - start)
+            best[i] = min(best[i], clock() - start)
     return best
 
 
-def rows_of_onednn(own: Callable[[int], object], onednn: Callable[[int], object]) -> int:
+def rows_of_onednn(own: Callable[[int], object], onednn: Callable[[int], object], num_threads: int) -> int:
     """The number of rows from which on oneDNN is faster; NEVER; or 0: always. Both multiply that many rows."""
     limit = NEVER
     for rows in reversed(ROWS):
-        mine, theirs = fastest([lambda rows=rows: own(rows), lambda rows=rows: onednn(rows)])  # type: ignore[misc]
+        runs: list[Callable[[], object]] = [partial(own, rows), partial(onednn, rows)]
+        mine, theirs = fastest(runs, num_threads)
         if theirs > GAIN * mine:
             return limit
         limit = rows

@@ -90,7 +90,7 @@ def measured_instruction_set(choices: KernelChoices) -> str:
     def measure() -> int:
         _cpu.set_num_threads(1)
         linears = [_probe(name) for name in names]
-        seconds = fastest(linears)
+        seconds = fastest(linears, 1)
         return seconds.index(min(seconds))
 
     return names[choices.get("instruction set", measure) % len(names)]
@@ -143,7 +143,9 @@ class NativeCpuKernels:
             part = joined(weight)[: max(self._panel, MEASURED_WEIGHTS // k)]
             own, onednn = PackedLinear(part, None, PackedWeights(), self._panel), OneDnnLinear(part, None)
             rows = {count: torch.ones(count, k, dtype=torch.bfloat16) for count in ROWS}
-            return rows_of_onednn(lambda count: own(rows[count]), lambda count: onednn(rows[count]))
+            return rows_of_onednn(
+                lambda count: own(rows[count]), lambda count: onednn(rows[count]), self._num_threads
+            )
 
         name = f"{n}x{k}"
         self._onednn_rows[name] = self._choices.get(f"{name}, {self._num_threads} threads", measure)

@@ -92,13 +92,13 @@ def test_onednn_is_taken_from_where_on_it_is_faster(
 ) -> None:
     asked: list[int] = []
 
-    def seconds(candidates: list[object]) -> list[float]:
+    def seconds(candidates: list[object], _: int) -> list[float]:
         for run in candidates:
             run()  # type: ignore[operator]
         return [1.0, 0.5 if asked[-1] in faster else 0.95]
 
     monkeypatch.setattr(measured_choice, "fastest", seconds)
-    assert measured_choice.rows_of_onednn(asked.append, asked.append) == limit
+    assert measured_choice.rows_of_onednn(asked.append, asked.append, 1) == limit
 
 
 def test_this_machine_chooses_an_instruction_set_that_it_has() -> None:
