@@ -1,7 +1,7 @@
 """Which kernels multiply on this CPU: measured when first needed, kept in a file.
 
-What is fastest cannot be read off a CPU's flags. The bfloat16 units of a Zen 4 core do twice the multiply-adds
-of its float32 units, those of an Emerald Rapids core half. Two choices are made:
+What is fastest cannot be read off a CPU's flags. The bfloat16 units of a Zen 4 core do twice the
+multiply-adds of its float32 units, those of an Emerald Rapids core half. Two choices are made:
 
     instruction set   of the C++ kernels, for all row counts and shapes: they share one layout of the weights
     rows of oneDNN    by shape of a linear: from how many rows on oneDNN is faster (with AMX tiles it may be)
@@ -55,8 +55,8 @@ class KernelChoices:
         return _remembered(folder / f"kernels-{machine}.json", machine)
 
     def get(self, name: str, measure: Callable[[], int]) -> int:
-        """The choice of this name; ``measure`` makes it where it is not yet known. Processes that start together
-        measure one after the other and then agree."""
+        """The choice of this name; ``measure`` makes it where it is not yet known. Processes that start
+        together measure one after the other and then agree."""
         if name not in self.made:
             with self._locked():
                 self.made = self._read() | self.made
@@ -85,7 +85,7 @@ class KernelChoices:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Where the folder cannot be written, nothing is remembered."""
+        """Hold the file's lock; remember nothing if its folder cannot be written."""
         try:
             if self._path is None:
                 raise OSError("no file")
@@ -107,8 +107,8 @@ def _remembered(path: Path, machine: str) -> KernelChoices:
 
 
 def fastest(candidates: Sequence[Callable[[], object]], num_threads: int) -> list[float]:
-    """Seconds of each candidate: the shortest of several rounds, in which they take turns. One thread's are its
-    processor time: what other processes take meanwhile does not count."""
+    """Seconds of each candidate: the shortest of several rounds, in which they take turns; the processor time
+    of one thread, to which other processes add nothing, or the wall-clock time of several."""
     clock = time.thread_time if num_threads == 1 else time.perf_counter
     best = [float("inf")] * len(candidates)
     for run in candidates:
@@ -138,7 +138,7 @@ def rows_of_onednn(own: Callable[[int], object], onednn: Callable[[int], object]
 
 @cache
 def _machine() -> str:
-    """A digest of what the choices depend on."""
+    """Digest of the CPU, the build of the kernels and torch, on which the choices depend."""
     text = CPUINFO.read_text().partition("\n\n")[0] if CPUINFO.exists() else platform.processor()
     cpu = [line for line in text.splitlines() if line.partition(":")[0].strip() in CPU_FIELDS]
     build = Path(_cpu.__file__ or "").read_bytes()

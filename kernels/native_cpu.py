@@ -81,8 +81,8 @@ class LinearByRows:
 
 
 def measured_instruction_set(choices: KernelChoices) -> str:
-    """The one whose products of bfloat16 are fastest, of those with the widest vectors. One thread measures: the
-    choice must not depend on how many there are."""
+    """The one whose products of bfloat16 are fastest, of those with the widest vectors. One thread measures,
+    so that the choice does not depend on the number of threads."""
     names = [name for name in _cpu.instruction_sets() if name.startswith("avx512")]
     if len(names) < 2:
         return _cpu.instruction_sets()[0]
@@ -253,13 +253,9 @@ class NativeCpuKernels:
 
 
 def products(onednn_rows: Mapping[str, int]) -> str:
-    """Whose products are used, in words. ``onednn_rows``: by shape."""
-    said = [
-        f"{name} by oneDNN" + (f" from {rows} rows" if rows else "")
-        for name, rows in onednn_rows.items()
-        if rows != NEVER
-    ]
-    return f"in C++, but {', '.join(said)}" if said else "in C++"
+    """Name the kernels of the products, for a log line. ``onednn_rows``: by shape."""
+    by_onednn = [f"{name} from {rows} rows" for name, rows in onednn_rows.items() if rows != NEVER]
+    return f"in C++, but by oneDNN: {', '.join(by_onednn)}" if by_onednn else "in C++"
 
 
 def _packed(linear: Linear) -> PackedLinear | None:

@@ -1,11 +1,11 @@
-"""Matrix products and attention of one thread on this CPU: each instruction set of the C++ kernels, and oneDNN.
+"""Matrix products and attention of one thread, by each instruction set of the C++ kernels and by oneDNN.
 
     python -m splitserve.bench.kernels.cpu_products [--models 125m,500m] [--json FILE]
 
-All linear layers of a model in bfloat16, by number of rows, and its attention. The floor is the machine's,
-whatever the kernel: reading the weights (or keys and values) once at the rate of a plain sum over huge pages; or
-the multiply-adds at the rate of torch's large square product of float32 or bfloat16, whichever is faster, if that
-takes longer. The kernels take turns; times are this thread's processor time, the best of ROUNDS.
+All linear layers of a model in bfloat16, by number of rows, and its attention. The floor is the machine's:
+reading weights (or keys and values) once at the rate of a plain sum over huge pages, or the multiply-adds at
+the rate of torch's large square product, whichever takes longer. The kernels take turns; times are this
+thread's processor time, the best of ROUNDS.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from ...engine.model.config import ModelConfig, parse_config
 from ...kernels import _cpu
 from ...kernels.huge_pages import huge_page_bytes
-from ...kernels.interface import AttentionInputs, Kernels, Linear
-from ...kernels.measured_choice import KernelChoices
-from ...kernels.native_cpu import NativeCpuKernels, OneDnnLinear, measured_instruction_set
+from ...kernels.interface import AttentionInputs, Linear
+from ...kernels.native_cpu import NativeCpuKernels, OneDnnLinear
 from ...kernels.select import cpu_multiplies_bfloat16
 from ..environment import environment
 from ..models import SHAPES
@@ -32,139 +32,87 @@ from .engine import multiply_rate, read_rate
 
 ROWS = (1, 4, 8, 16, 32, 128, 512)
 ROUNDS = 4
-ATTENTION = ((32, 1024, 1), (1, 512, 512), (1, 2048, 2048))  # sequences, tokens in the cache, queries of each
+ATTENTION = ((32, 1024, 1), (1, 512, 512), (1, 2048, 2048))  # sequences, context, queries of each
 BLOCK_SIZE = 16
+ONEDNN = "onednn"
+LLAMA = {"architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
 
 
 @dataclass(frozen=True)
-class Row:
-    kernel: str
+class Case:
     what: str
-    ms: float
-    gflops: float
-    gbytes: float
-    share: float  # floor / time
+    num_bytes: int
+    flops: float
+    runs: Mapping[str, Callable[[], object]]  # by kernel
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """One way to multiply: ``use`` goes before its calls."""
-
-    name: str
-    use: Callable[[], object]
-    linear: Callable[[torch.Tensor], Linear]
-    kernels: Kernels | None
-
-
-def candidates() -> list[Candidate]:
-    found = []
-    for name in _cpu.instruction_sets():
-        if name == "generic":
-            continue
-        kernels = NativeCpuKernels(1, name)
-        found.append(
-            Candidate(
-                name,
-                lambda name=name: _cpu.use_instruction_set(name),  # type: ignore[misc]
-                lambda weight, kernels=kernels: kernels.linear(weight, None),  # type: ignore[misc]
-                kernels,
-            )
-        )
-    if cpu_multiplies_bfloat16():
-        found.append(Candidate("onednn", lambda: None, lambda weight: OneDnnLinear(weight, None), None))
-    return found
-
-
-def best_in_turn(runs: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """Seconds of each run: the fastest of ``ROUNDS``, in which they take turns."""
-    best = dict.fromkeys(runs, float("inf"))
-    for _ in range(ROUNDS):
-        for name, run in runs.items():
-            start = time.thread_time()
-            run()
-            best[name] = min(best[name], time.thread_time() - start)
-    return best
-
-
-def calls(
-    candidate: Candidate, linears: Sequence[Linear], inputs: Sequence[torch.Tensor]
-) -> Callable[[], None]:
-    def run() -> None:
-        candidate.use()
-        for linear, x in zip(linears, inputs, strict=True):
-            linear(x)
-
-    return run
-
-
-def measure_products(model: str, kernels: Sequence[Candidate], rate: float, peak: float) -> list[Row]:
-    c: Mapping[str, Any] = SHAPES[model]
-    hidden, heads = c["hidden_size"], c["num_attention_heads"]
-    head_dim = c.get("head_dim", hidden // heads)
-    layer = [
-        ((heads + 2 * c["num_key_value_heads"]) * head_dim, hidden),
-        (hidden, heads * head_dim),
-        (2 * c["intermediate_size"], hidden),
-        (hidden, c["intermediate_size"]),
-    ]
-    shapes = layer * c["num_hidden_layers"]
+def products(model: str, c: ModelConfig, names: list[str]) -> Iterator[Case]:
+    qkv, mlp = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.intermediate_size
+    layer = [(qkv, c.hidden_size), (c.hidden_size, c.num_heads * c.head_dim)]
+    shapes = [*layer, (2 * mlp, c.hidden_size), (c.hidden_size, mlp)] * c.num_layers
+    weights = [torch.randn(shape).bfloat16() for shape in shapes]
+    packed = NativeCpuKernels(1, _cpu.instruction_sets()[0])
+    panels = {name: _cpu.use_instruction_set(name) for name in names if name != ONEDNN}
     linears: dict[str, list[Linear]] = {}
-    for candidate in kernels:
-        candidate.use()
-        linears[candidate.name] = [candidate.linear(torch.randn(shape).bfloat16()) for shape in shapes]
-    weights, rows = sum(n * k for n, k in shapes), []
-    for m in ROWS:
-        inputs = [torch.randn(m, k).bfloat16() for _, k in shapes]
-        runs = {each.name: calls(each, linears[each.name], inputs) for each in kernels}
-        for name, seconds in best_in_turn(runs).items():
-            floor = max(2 * weights / rate, 2 * m * weights / peak)
-            gflops, gbytes = 2 * m * weights / seconds / 1e9, 2 * weights / seconds / 1e9
-            rows.append(
-                Row(name, f"{model}: all linears, {m} rows", seconds * 1e3, gflops, gbytes, floor / seconds)
-            )
-    return rows
+    for name in names:
+        same = next((other for other in linears if panels.get(other) == panels.get(name)), None)
+        if name != ONEDNN and same is None:
+            packed = NativeCpuKernels(1, name)
+        ours = [packed.linear(weight, None) for weight in weights] if same is None else linears[same]
+        linears[name] = [OneDnnLinear(weight, None) for weight in weights] if name == ONEDNN else ours
+    size = sum(weight.numel() for weight in weights)
+    for rows in ROWS:
+        inputs = [torch.randn(rows, k).bfloat16() for _, k in shapes]
+
+        def run(name: str, inputs: list[torch.Tensor] = inputs) -> None:
+            for linear, x in zip(linears[name], inputs, strict=True):
+                linear(x)
+
+        runs = {name: partial(run, name) for name in names}
+        yield Case(f"{model}: all linears, {rows} rows", 2 * size, 2.0 * rows * size, runs)
 
 
-def measure_attention(model: str, kernels: Sequence[Candidate], rate: float, peak: float) -> list[Row]:
-    c: Mapping[str, Any] = SHAPES[model]
-    heads, kv_heads, layers = c["num_attention_heads"], c["num_key_value_heads"], c["num_hidden_layers"]
-    head_dim = c.get("head_dim", c["hidden_size"] // heads)
-    shape = (max(b * -(-t // BLOCK_SIZE) for b, t, _ in ATTENTION), layers, 2, BLOCK_SIZE, kv_heads, head_dim)
-    pool = huge_page_bytes(2 * torch.Size(shape).numel()).view(torch.bfloat16).view(shape).normal_()
-    rows = []
+def attention(model: str, c: ModelConfig, names: list[str]) -> Iterator[Case]:
+    kernels = NativeCpuKernels(1, names[0])
+    shape = torch.Size((2048, c.num_layers, 2, BLOCK_SIZE, c.num_kv_heads, c.head_dim))
+    pool = huge_page_bytes(2 * shape.numel()).view(torch.bfloat16).view(shape).normal_()
     for batch, length, queries in ATTENTION:
-        blocks = -(-length // BLOCK_SIZE)
         inputs = AttentionInputs(
             torch.arange(0, batch * queries + 1, queries, dtype=torch.int32),
             torch.full((batch,), length, dtype=torch.int32),
-            torch.randperm(batch * blocks).view(batch, blocks).int(),
-            head_dim**-0.5,
+            torch.randperm(batch * length // BLOCK_SIZE).view(batch, -1).int(),
+            c.head_dim**-0.5,
         )
-        q = torch.randn(batch * queries, heads, head_dim).bfloat16()
+        q = torch.randn(batch * queries, c.num_heads, c.head_dim).bfloat16()
 
-        def attend(candidate: Candidate, q: torch.Tensor = q, inputs: AttentionInputs = inputs) -> None:
-            candidate.use()
-            assert candidate.kernels is not None
-            for layer in range(layers):
-                candidate.kernels.paged_attention(q, pool, layer, inputs)
+        def run(q: torch.Tensor = q, inputs: AttentionInputs = inputs) -> None:
+            for layer in range(c.num_layers):
+                kernels.paged_attention(q, pool, layer, inputs)
 
-        runs = {each.name: (lambda each=each: attend(each)) for each in kernels if each.kernels is not None}
-        num_bytes = batch * length * layers * 2 * kv_heads * head_dim * 2
-        flops = 4 * layers * heads * head_dim * batch * queries * (length - (queries - 1) / 2)
-        for name, seconds in best_in_turn(runs).items():
-            floor = max(num_bytes / rate, flops / peak)
-            what = f"{model}: attention, {batch} x {queries} queries, context {length}"
-            rows.append(
-                Row(
-                    name,
-                    what,
-                    seconds * 1e3,
-                    flops / seconds / 1e9,
-                    num_bytes / seconds / 1e9,
-                    floor / seconds,
-                )
-            )
-    return rows
+        num_bytes = batch * length * c.num_layers * 2 * c.num_kv_heads * c.head_dim * 2
+        pairs = batch * queries * (length - (queries - 1) / 2)
+        flops = 4 * c.num_layers * c.num_heads * c.head_dim * pairs
+        what = f"{model}: attention, {batch} x {queries} queries, context {length}"
+        yield Case(what, num_bytes, flops, {name: run for name in names if name != ONEDNN})
+
+
+def measure(case: Case, rate: float, peak: float) -> Iterator[dict[str, str | float]]:
+    best = dict.fromkeys(case.runs, float("inf"))
+    for name, run in list(case.runs.items()) * ROUNDS:
+        if name != ONEDNN:
+            _cpu.use_instruction_set(name)
+        start = time.thread_time()
+        run()
+        best[name] = min(best[name], time.thread_time() - start)
+    for name, seconds in best.items():
+        share = max(case.num_bytes / rate, case.flops / peak) / seconds
+        gflops, gbytes = case.flops / seconds / 1e9, case.num_bytes / seconds / 1e9
+        print(
+            f"{case.what:50} {name:12} {seconds * 1e3:8.1f} ms {gflops:6.1f} GFLOP/s {gbytes:5.1f} GB/s "
+            f"{share:5.0%} of the floor",
+            flush=True,
+        )
+        yield {"what": case.what, "kernel": name, "ms": seconds * 1e3, "share_of_floor": share}
 
 
 def main() -> None:
@@ -172,25 +120,21 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", default="125m,500m", help="of bench/models.py, separated by commas")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    kernels, rows = candidates(), []
+    names = [name for name in _cpu.instruction_sets() if name != "generic"]
+    names += [ONEDNN] * cpu_multiplies_bfloat16()
     with torch.inference_mode():
         rate, peak = read_rate(), multiply_rate(torch.bfloat16)
+        print(f"reads {rate / 1e9:.1f} GB/s, multiplies {peak / 1e9:.0f} GFLOP/s, one thread")
+        rows = []
         for model in options.models.split(","):
-            rows += measure_products(model, kernels, rate, peak)
-            rows += measure_attention(model, kernels, rate, peak)
-    chosen = measured_instruction_set(KernelChoices.of_this_machine())
-    print(f"reads {rate / 1e9:.1f} GB/s; multiplies {peak / 1e9:.0f} GFLOP/s; chosen here: {chosen}")
-    for row in rows:
-        print(
-            f"{row.what:52} {row.kernel:12} {row.ms:8.1f} ms {row.gflops:7.1f} GFLOP/s {row.gbytes:5.1f} GB/s "
-            f"{row.share:5.0%} of the floor"
-        )
+            c = parse_config({**LLAMA, **SHAPES[model]}, {})
+            for cases in (products, attention):
+                rows += [row for case in cases(model, c, names) for row in measure(case, rate, peak)]
     if options.json:
-        machine = {"read_bytes_per_s": rate, "flops_per_s": peak, "chosen": chosen}
-        record = {"environment": environment(), **machine, "rows": [asdict(row) for row in rows]}
+        record = {"environment": environment(), "read_bytes_per_s": rate, "flops_per_s": peak, "rows": rows}
         options.json.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -6,10 +6,10 @@
 The floors are measured in the same run, on the same core: a decode step cannot be faster than reading the
 weights and the batch's KV cache once at the rate at which a plain sum reads memory from huge pages; a prefill
 no faster than its multiply-adds at the rate of a large square matrix product. (On a CPU without bfloat16
-instructions both dtypes multiply at the rate of float32.) Beside each step stands what its matrix products take
-alone. The models are random: the time does not depend on the weights. The last row is a decode step of a model
-so small that its kernels take next to nothing: what Python spends on a step. Times are this thread's processor
-time, the best of several runs.
+instructions both dtypes multiply at the rate of float32.) Beside each step stands what its matrix products
+take alone. The models are random: the time does not depend on the weights. The last row is a decode step of a
+model so small that its kernels take next to nothing: what Python spends on a step. Times are this thread's
+processor time, the best of several runs.
 """
 
 from __future__ import annotations
