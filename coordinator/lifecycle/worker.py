@@ -13,16 +13,13 @@ from ...transport.messages.blocks import num_behind
 from ...transport.messages.messages import Drain, Flip, Hello, Load, Peer, Role
 from ...transport.messages.prompt_order import UNLIMITED, max_prompt_tokens
 
-WorkerId = tuple[str, int]
-"""(worker id, incarnation)"""
-
+WorkerId = tuple[str, int]  # worker id, incarnation
 MAX_COMPARED = 16
 GOLDEN = 2_654_435_761  # 2^32 by the golden ratio: its multiples spread evenly over any range
 NO_ROOM = -1
 QUEUED_BATCHES = 2
 WINDOW_S = 10.0
-MIN_SPACING_S = 0.5
-"""Between two reports that a BusyWindow keeps; workers report much more often."""
+MIN_SPACING_S = 0.5  # between two reports that a BusyWindow keeps; workers report much more often
 
 
 class BusyWindow:
