@@ -55,11 +55,11 @@ def choose_threads(
     own = tuple([*free, *(core for core in cores if core in taken)][:count])
     reason = f"{left} of {usable} cores are left on this host"
     if absent:
-        reason += f", shared with {absent} workers that are not there yet"
+        reason += f", workers still to start: {absent}"
     if count > left:
         reason += "; its threads share cores with other workers"
     return CpuThreads(
-        count, own, count <= len(free), f"auto: {reason}" if asked == AUTO else f"asked; {reason}"
+        count, own, count + absent <= len(free), f"auto: {reason}" if asked == AUTO else f"asked; {reason}"
     )
 
 

@@ -43,6 +43,7 @@ def test_threads_by_what_is_left(
 def test_threads_are_bound_if_they_wait_for_each_other_on_cores_of_their_own() -> None:
     assert choose_threads(2, range(4), NO_LIMIT, (0,), 0).bound == (1, 2)
     assert choose_threads(1, range(4), NO_LIMIT, (), 0).bound == ()  # a lone one waits for none
+    assert choose_threads(2, range(2), NO_LIMIT, (), 1).bound == ()  # the other worker will need one, too
     shared = choose_threads(2, range(2), NO_LIMIT, (0,), 0)
     assert shared.bound == ()
     assert str(shared) == (
