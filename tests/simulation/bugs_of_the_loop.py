@@ -1,4 +1,4 @@
-"""Bugs for test_teeth.py, put into what only the worker's loop has: the ends of its roles, incarnations, steps."""
+"""Bugs for test_teeth.py, put into the worker's loop: the ends of its roles, incarnations, steps."""
 
 from __future__ import annotations
 

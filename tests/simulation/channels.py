@@ -279,7 +279,7 @@ class VirtualListener:
             return
         if is_earlier(opened_to(identity), self._opened_to.get(peer, 0)):
             self.world.violated(
-                f"{self.network.name}: answers {peer[0]} on a channel to its incarnation {opened_to(identity)}"
+                f"{self.network.name}: answers {peer[0]} on a channel to incarnation {opened_to(identity)}"
             )
         if any(
             isinstance(message, Retired) and has_ended(peer[1], message.incarnation) for message in messages

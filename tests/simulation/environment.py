@@ -105,7 +105,7 @@ class VirtualMover:
         process, peer = self._process, (self._process.id, (met.worker_id, met.incarnation))
         if process.num_broken[peer] >= 2:
             self._world.violated(
-                f"{process.name}: a mover to {met.worker_id} that has failed twice in a row was made once more"
+                f"{process.name}: a mover to {met.worker_id} that failed twice in a row was made again"
             )
         source = RendezvousSource(process, met.worker_id, int(met.data_address), self._poll)
         source.failed = lambda: self._has_failed(peer)
