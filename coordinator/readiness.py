@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 
-from ..transport.messages.messages import Sampling
+from ..transport.messages.messages import SamplingParams
 from .dispatcher import ClosedSink
 from .lifecycle.request import Request
 from .socket_dispatcher import SocketDispatcher
@@ -52,6 +52,6 @@ async def prove(dispatcher: SocketDispatcher, incarnation: int, every_s: float =
 def _probe(incarnation: int, number: int) -> tuple[Request, ProbeSink]:
     """Make a request that passes prefill, handoff and decode, whatever the model answers."""
     now, sink = time.monotonic(), ProbeSink()
-    sampling = Sampling(max_tokens=2, min_tokens=2, temperature=0.0, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=2, min_tokens=2, temperature=0.0, ignore_eos=True)
     name = f"probe-{incarnation:x}-{number}"
     return Request(name, [0] * PROBE_TOKENS, sampling, sink, now, now + PROBE_S, salt=b"probe"), sink

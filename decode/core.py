@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from ..engine.cache.block_manager import BlockManager
-from ..engine.step.batch import SamplingParams, SamplingState, StepOutput
+from ..engine.step.batch import SamplingState, StepOutput
 from ..engine.step.constraint import CompileGrammar, TokenMatcher
 from ..engine.step.step_failures import StepFailures
 from ..transport.handoff.protocol import (
@@ -269,9 +269,7 @@ class DecodeCore:
             self._drop(older.key)
         tokens = u32_array(spec.token_ids)
         state = SamplingState(
-            SamplingParams(**asdict(spec.sampling)),
-            tokens[: spec.num_prompt_tokens],
-            [*tokens[spec.num_prompt_tokens :], join.token],
+            spec.sampling, tokens[: spec.num_prompt_tokens], [*tokens[spec.num_prompt_tokens :], join.token]
         )
         last_hash = join.last_hash or root_hash(self._fingerprint, spec.salt)
         self._actions.append(ToCoordinator(join.message(len(state.output_token_ids) - 1)))

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..transport.messages.messages import FinishReason, StepTokens, TokenLogprobs
-from ..transport.process.reports import logprobs_message
 from .scheduler import DecodeResult
 
 Entry = TypeVar("Entry")
@@ -22,8 +21,8 @@ def step_tokens(result: DecodeResult, now: float) -> list[StepTokens]:
     """Return the messages of a step that has run by ``now``. Logprobs stay with their sequence too: if it
     moves, those of its newest token move with it."""
     step, output, finished = result.step, result.output, result.finished
+    logprobs: Mapping[int, TokenLogprobs] = output.logprobs
     sequences, columns = step.sequences, [step.dispatches, step.indices, output.token_ids.astype(np.uint32)]
-    logprobs = {row: logprobs_message(lp) for row, lp in output.logprobs.items()}
     seconds = {row: max(0.0, now - sequences[row].joined_at) for row in finished}
     if result.dropped:
         dropped = set(result.dropped)

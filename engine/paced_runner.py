@@ -15,11 +15,12 @@ from pathlib import Path
 
 import numpy as np
 
+from ..transport.messages.messages import TokenLogprobs
 from .cache.kv_cache import PoolAllocator
 from .latency_profile import PACED, Profile, ProfileError, StepClock
 from .model.config import ModelConfig
 from .settings import WorkerSettings
-from .step.batch import Batch, Logprobs, SamplingState, StepOutput
+from .step.batch import Batch, SamplingState, StepOutput
 from .worker_model import WorkerModel
 
 SLICES = 8
@@ -73,13 +74,15 @@ class PacedRunner:
             [-1 if state is None else self._token(state, position) for state, position in rows], np.int32
         )
         logprobs = {
-            row: Logprobs(0.0)
+            row: TokenLogprobs(0.0)
             for row, s in enumerate(batch.sampling)
             if s is not None and s.params.logprobs is not None
         }
         asked = [row for row, count in enumerate(batch.prompt_logprobs) if count is not None]
         return StepOutput(
-            token_ids, logprobs, {row: [Logprobs(0.0)] * len(batch.next_prompt_ids[row]) for row in asked}
+            token_ids,
+            logprobs,
+            {row: [TokenLogprobs(0.0)] * len(batch.next_prompt_ids[row]) for row in asked},
         )
 
     def _token(self, state: SamplingState, position: int) -> int:

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 from ..engine.cache.block_manager import BlockManager
-from ..engine.step.batch import Logprobs, StepOutput
+from ..engine.step.batch import StepOutput
 from ..engine.step.constraint import CompileGrammar, TokenMatcher
 from ..engine.step.step_failures import StepFailures
 from ..transport.handoff.layer_slicing import WHOLE_BLOCKS, LayerSlicing
@@ -36,6 +36,7 @@ from ..transport.messages.messages import (
     PeerId,
     Prefill,
     RequestFailed,
+    TokenLogprobs,
     from_u32,
 )
 from ..transport.process.draining import Draining
@@ -288,7 +289,7 @@ class PrefillCore:
                 self._actions.append(CompileGrammar(key, state.params.grammar, tuple(state.output_token_ids)))
 
     def _first_token(
-        self, sequence: PrefillSequence, token: int, logprobs: Logprobs | None, now: float
+        self, sequence: PrefillSequence, token: int, logprobs: TokenLogprobs | None, now: float
     ) -> None:
         if (matcher := sequence.state.matcher) is not None and matcher.failure:
             self._fail(sequence.key, "refused", f"response_format: {matcher.failure}")

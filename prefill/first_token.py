@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from ..engine.step.batch import Logprobs
 from ..engine.step.stopping import finish_reason, last_output_index, stop_set
 from ..transport.handoff.protocol import Key
 from ..transport.messages.messages import FinishReason, FirstToken, TokenLogprobs
-from ..transport.process.reports import logprobs_message
 from .scheduler import PrefillSequence
 
 
@@ -17,16 +15,16 @@ class FirstTokens:
         self._eos, self._max_model_len = eos_token_ids, max_model_len
         self._prompt_logprobs: dict[Key, list[TokenLogprobs]] = {}
 
-    def gather(self, key: Key, logprobs: list[Logprobs]) -> None:
+    def gather(self, key: Key, logprobs: list[TokenLogprobs]) -> None:
         """Keep the logprobs of the prompt's next chunk, one entry for each position."""
-        self._prompt_logprobs.setdefault(key, []).extend(logprobs_message(entry) for entry in logprobs)
+        self._prompt_logprobs.setdefault(key, []).extend(logprobs)
 
     def may_be_followed(self, sequence: PrefillSequence) -> bool:
         """Whether its length allows a second token."""
         return last_output_index(sequence.state, self._max_model_len) > len(sequence.state.output_token_ids)
 
     def report(
-        self, sequence: PrefillSequence, token: int, logprobs: Logprobs | None, now: float
+        self, sequence: PrefillSequence, token: int, logprobs: TokenLogprobs | None, now: float
     ) -> FirstToken:
         """The whole prompt has been computed."""
         index = len(sequence.state.output_token_ids)
@@ -36,7 +34,7 @@ class FirstTokens:
             dispatch=sequence.key[1],
             index=index,
             token=None if sequence.scores_only else token,
-            logprobs=logprobs_message(logprobs) if logprobs else None,
+            logprobs=logprobs,
             prompt_logprobs=tuple(prompt_logprobs) if prompt_logprobs is not None else None,
             num_cached_tokens=sequence.num_cached_tokens,
             queue_s=max(0.0, sequence.started - sequence.arrival),

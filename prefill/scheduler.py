@@ -18,11 +18,10 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 import numpy as np
-from msgspec.structs import asdict
 from numpy.typing import NDArray
 
 from ..engine.cache.block_manager import BlockManager
-from ..engine.step.batch import Batch, SamplingParams, SamplingState
+from ..engine.step.batch import Batch, SamplingState
 from ..transport.handoff.protocol import Key, Wait
 from ..transport.messages.blocks import NO_BLOCK, chain, held, num_behind, root_hash
 from ..transport.messages.messages import Peer, PeerId, RequestSpec, u32_array
@@ -176,7 +175,7 @@ class PrefillScheduler:
             decode=decode,
             token_ids=np.frombuffer(spec.token_ids, "<u4").astype(np.int32),
             hashes=chain(root_hash(self._fingerprint, spec.salt), spec.token_ids, self.block_size),
-            state=SamplingState(SamplingParams(**asdict(spec.sampling)), prompt, output),
+            state=SamplingState(spec.sampling, prompt, output),
             arrival=now,
             deadline=now + spec.deadline_s,
         )

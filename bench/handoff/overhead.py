@@ -45,7 +45,7 @@ from ...transport.messages.messages import (
     Peer,
     Prefill,
     RequestSpec,
-    Sampling,
+    SamplingParams,
     StepTokens,
     Welcome,
     u32,
@@ -118,7 +118,7 @@ def _spec(dispatch: int, num_prompt_tokens: int, max_tokens: int) -> RequestSpec
         coordinator=1,
         token_ids=u32([dispatch % 60 + 1] * num_prompt_tokens),
         num_prompt_tokens=num_prompt_tokens,
-        sampling=Sampling(max_tokens=max_tokens, temperature=0.0),
+        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
         deadline_s=600.0,
     )
 

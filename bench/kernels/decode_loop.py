@@ -9,8 +9,9 @@ from collections.abc import Callable
 from ...decode.rows import DecodeStep
 from ...decode.scheduler import DecodeScheduler
 from ...engine.cache.block_manager import BlockManager
-from ...engine.step.batch import SamplingParams, SamplingState
+from ...engine.step.batch import SamplingState
 from ...engine.step.step_thread import StepThread
+from ...transport.messages.messages import SamplingParams
 from .engine import BLOCK_SIZE, CONTEXT
 
 MAX_LEN = 4096

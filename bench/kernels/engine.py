@@ -25,9 +25,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ...engine.step.batch import Batch, SamplingParams, SamplingState
+from ...engine.step.batch import Batch, SamplingState
 from ...engine.step.model_runner import EngineConfig, ModelRunner
 from ...kernels.huge_pages import huge_page_bytes
+from ...transport.messages.messages import SamplingParams
 from ..environment import environment
 from ..models import LLAMA_TINY, SHAPES, make_random_llama
 

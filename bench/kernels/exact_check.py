@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...engine.step.batch import Batch, SamplingParams, SamplingState
+from ...engine.step.batch import Batch, SamplingState
 from ...engine.step.decode_graphs import CudaRecorder
+from ...transport.messages.messages import SamplingParams
 from .engine_figures import BLOCK_SIZE, QWEN3_600M, TINY, RandomEngine, run_again
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...engine.step.batch import SamplingParams, SamplingState
+from ...engine.step.batch import SamplingState
 from ...engine.step.device_sampler import DeviceSampler
 from ...engine.step.sampler import SampledRows, Sampler
 from ...kernels.gpu.attention_tiles import TileShape
@@ -27,6 +27,7 @@ from ...kernels.gpu.rope_store import rope_and_store
 from ...kernels.gumbel_noise import noise_key
 from ...kernels.interface import RopeInputs
 from ...kernels.reference import TorchKernels
+from ...transport.messages.messages import SamplingParams
 from .attention_variants import Attention, covering
 from .device_mover_checks import cuda_ipc, host_mirror
 from .exact_check import exact_engine

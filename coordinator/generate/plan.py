@@ -17,7 +17,7 @@ from msgspec import convert
 from msgspec.structs import replace
 from pydantic import ValidationError
 
-from ...transport.messages.messages import Sampling
+from ...transport.messages.messages import SamplingParams
 from ..errors import ContextTooLong, InvalidRequest
 from ..http.call import Endpoint
 from ..http.limits import HttpLimits
@@ -66,7 +66,7 @@ class RequestPlan(NamedTuple):
     prompts: list[Prompt]
     num_prompt_tokens: int  # of each prompt once, however many candidates it has
     # sampling
-    samplings: list[Sampling]  # of each prompt's first candidate
+    samplings: list[SamplingParams]  # of each prompt's first candidate
     seed: int | None  # the client's; None: drawn for each candidate
     num_candidates: int  # sequences generated for each prompt
     num_best: int | None  # likeliest candidates of each prompt that are returned; None: all, in order
@@ -103,7 +103,7 @@ class RequestPlan(NamedTuple):
         """Return the most tokens that any one sequence may generate."""
         return max([sampling.max_tokens for sampling in self.samplings])
 
-    def sampling_of(self, prompt: int, candidate: int) -> Sampling:
+    def sampling_of(self, prompt: int, candidate: int) -> SamplingParams:
         """Return the sampling of a prompt's candidate: candidates differ by their seed only."""
         first = self.samplings[prompt]
         return first if candidate == 0 else replace(first, seed=seed_of(self.seed, candidate))
@@ -180,7 +180,7 @@ class Planner:
 
 def sampling_of(
     request: GenerateRequest, model: ServedModel, num_prompt_tokens: int, grammar: bytes = b""
-) -> Sampling:
+) -> SamplingParams:
     """Return the sampling of a prompt's first candidate: the request's fields over the model's defaults."""
     defaults = model.defaults
     fields: dict[str, Any] = {
@@ -203,7 +203,7 @@ def sampling_of(
     logprobs = num_logprobs(request)
     if logprobs is not None or request.num_candidates > (request.n or 1):  # the likeliest are chosen by them
         fields["logprobs"] = logprobs or 0
-    return convert(fields, Sampling)
+    return convert(fields, SamplingParams)
 
 
 def num_logprobs(request: GenerateRequest) -> int | None:

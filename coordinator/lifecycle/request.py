@@ -11,7 +11,7 @@ from ...transport.messages.messages import (
     FinishReason,
     ModelIdentity,
     RequestSpec,
-    Sampling,
+    SamplingParams,
     TokenLogprobs,
     u32,
 )
@@ -103,7 +103,7 @@ class Request:
 
     request_id: str
     prompt_token_ids: Sequence[int]
-    sampling: Sampling
+    sampling: SamplingParams
     sink: Sink
     arrival: float
     deadline: float

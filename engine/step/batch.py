@@ -13,32 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from ...transport.messages.messages import SamplingParams, TokenLogprobs
 from .constraint import TokenMatcher
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How to choose tokens; the fields are those of ``transport.messages.Sampling``."""
-
-    max_tokens: int
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    seed: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    grammar: bytes = b""  # empty: any token may follow
-
-    @property
-    def has_penalties(self) -> bool:
-        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 @dataclass(slots=True)
@@ -153,15 +129,6 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Logprobs:
-    """Natural-log probabilities at one position; ``top_ids`` from the most likely down."""
-
-    logprob: float
-    top_ids: tuple[int, ...] = ()
-    top_logprobs: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class StepOutput:
     """One step's result.
 
@@ -171,8 +138,8 @@ class StepOutput:
     """
 
     token_ids: NDArray[np.int32]
-    logprobs: dict[int, Logprobs] = field(default_factory=dict)
-    prompt_logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
     def split(self, num_rows: int) -> tuple[StepOutput, StepOutput]:
         """Return the outputs of the first ``num_rows`` sequences and of the others, each with rows of its

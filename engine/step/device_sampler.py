@@ -18,8 +18,9 @@ from torch import Tensor
 
 from ...kernels.gpu.sampling import IN_PROMPT, SamplingRows, sample
 from ...kernels.gumbel_noise import hashed_seed
+from ...transport.messages.messages import TokenLogprobs
 from ..device import bring, send
-from .batch import Logprobs, SamplingState
+from .batch import SamplingState
 from .sampler import SampledRows, forbid_tokens
 
 
@@ -28,13 +29,17 @@ class DeviceSampler:
         self._eos_token_ids = eos_token_ids
         self._last: _LastRows | None = None
 
-    def sample(self, logits: Tensor, sampled: SampledRows) -> tuple[NDArray[np.int32], dict[int, Logprobs]]:
+    def sample(
+        self, logits: Tensor, sampled: SampledRows
+    ) -> tuple[NDArray[np.int32], dict[int, TokenLogprobs]]:
         """``logits`` float32 [num_rows, vocab_size] are overwritten. Token ids [num_rows] and, by row, the
         logprobs asked for."""
         chosen, read_logprobs = self.draw(logits, sampled)
         return chosen.cpu().numpy(), read_logprobs()
 
-    def draw(self, logits: Tensor, sampled: SampledRows) -> tuple[Tensor, Callable[[], dict[int, Logprobs]]]:
+    def draw(
+        self, logits: Tensor, sampled: SampledRows
+    ) -> tuple[Tensor, Callable[[], dict[int, TokenLogprobs]]]:
         """As ``sample``, without waiting: token ids int32 on the device, and a call that waits for the
         logprobs."""
         states, rows = sampled.states, self._rows(sampled, logits.shape[1])
@@ -54,7 +59,7 @@ class DeviceSampler:
         top = raw.topk(max(counts), dim=-1)
         arrived = bring([own, top.indices, top.values - norms])
 
-        def read_logprobs() -> dict[int, Logprobs]:
+        def read_logprobs() -> dict[int, TokenLogprobs]:
             chosen_logprobs, ids, values = (column.tolist() for column in arrived())
             return dict(zip(reporting, _report(chosen_logprobs, ids, values, counts), strict=True))
 
@@ -91,8 +96,8 @@ class _LastRows:
 
 def _report(
     own: list[float], ids: list[list[int]], values: list[list[float]], counts: list[int]
-) -> list[Logprobs]:
-    return [Logprobs(own[i], tuple(ids[i][:n]), tuple(values[i][:n])) for i, n in enumerate(counts)]
+) -> list[TokenLogprobs]:
+    return [TokenLogprobs(own[i], tuple(ids[i][:n]), tuple(values[i][:n])) for i, n in enumerate(counts)]
 
 
 def sampling_rows(sampled: SampledRows, eos_token_ids: tuple[int, ...], vocab_size: int) -> SamplingRows:

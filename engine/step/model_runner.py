@@ -21,6 +21,7 @@ from ...kernels.interface import Kernels
 from ...kernels.packed_weights import PackedWeights, kept_files
 from ...kernels.reference import TorchKernels
 from ...kernels.select import UnsuitableKernelsError, numerics, select_kernels
+from ...transport.messages.messages import TokenLogprobs
 from ..cache.kv_cache import KVCache, KVCacheLayout, PoolAllocator
 from ..cache.kv_cache_size import (
     KVCacheSize,
@@ -41,7 +42,7 @@ from ..model.layers import LayerLoader
 from ..model.model_folder import model_fingerprint
 from ..model.weights import Checkpoint
 from ..worker_readings import StartPhases
-from .batch import Batch, Logprobs, StepOutput
+from .batch import Batch, StepOutput
 from .decode_graphs import CudaRecorder, DecodeGraphs, Recorder, feed
 from .sampler import SampledRows, Sampler, report_logprobs
 from .step_thread import OnLayer
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEFAULT_BLOCK_SIZE = {"cpu": 16, "cuda": 64}
-NO_LOGPROBS: dict[int, list[Logprobs]] = {}
+NO_LOGPROBS: dict[int, list[TokenLogprobs]] = {}
 LOGPROB_ROWS = 64  # logits of this many prompt tokens are held at a time
 LOADING_THREADS = {"cpu": 1, "cuda": 8}
 TORCH_SPLITS = 1 << 20  # elements that torch sums on several threads
@@ -204,7 +205,7 @@ class ModelRunner:
 
     def _run_layers(
         self, batch: Batch, on_layer: OnLayer | None
-    ) -> tuple[list[int], Tensor, Tensor, dict[int, list[Logprobs]]]:
+    ) -> tuple[list[int], Tensor, Tensor, dict[int, list[TokenLogprobs]]]:
         """The rows that sample, their logits and their last input tokens; and the logprobs of prompts."""
         token_ids, metadata = self._token_ids(batch), attention_metadata(batch, self.device)
         if batch.only_decodes:
@@ -291,7 +292,7 @@ class ModelRunner:
 
     def _sample(
         self, batch: Batch, sampled: list[int], logits: Tensor, newest: Tensor
-    ) -> Callable[[], tuple[NDArray[np.int32], dict[int, Logprobs]]]:
+    ) -> Callable[[], tuple[NDArray[np.int32], dict[int, TokenLogprobs]]]:
         """The tokens of all sequences, once they are waited for; those in the rows ``sampled`` have logits,
         and their last input tokens are ``newest``. Without any, the wait is for the keys and values."""
         states = [state for state in batch.sampling if state is not None]
@@ -302,7 +303,7 @@ class ModelRunner:
         if isinstance(self._sampler, Sampler):
             chosen, logprobs = self._sampler.sample(logits, rows)
             drawn = torch.from_numpy(chosen).to(self.device)
-            read_logprobs: Callable[[], dict[int, Logprobs]] = partial(dict, logprobs)
+            read_logprobs: Callable[[], dict[int, TokenLogprobs]] = partial(dict, logprobs)
         else:
             drawn, read_logprobs = self._sampler.draw(logits, rows)
         if len(states) < batch.num_seqs:
@@ -313,8 +314,8 @@ class ModelRunner:
 
     def _prompt_logprobs(
         self, batch: Batch, reported: Sequence[int], hidden: Tensor
-    ) -> dict[int, list[Logprobs]]:
-        by_row: dict[int, list[Logprobs]] = {}
+    ) -> dict[int, list[TokenLogprobs]]:
+        by_row: dict[int, list[TokenLogprobs]] = {}
         for i in reported:
             ids, count = batch.next_prompt_ids[i], batch.prompt_logprobs[i] or 0
             by_row[i] = []
@@ -412,8 +413,8 @@ def _load_model(config: ModelConfig, load: LayerLoader, max_model_len: int, fp8_
 
 def _no_tokens(
     num_seqs: int, passed: Callable[[], None]
-) -> Callable[[], tuple[NDArray[np.int32], dict[int, Logprobs]]]:
-    def tokens() -> tuple[NDArray[np.int32], dict[int, Logprobs]]:
+) -> Callable[[], tuple[NDArray[np.int32], dict[int, TokenLogprobs]]]:
+    def tokens() -> tuple[NDArray[np.int32], dict[int, TokenLogprobs]]:
         passed()
         return np.full(num_seqs, -1, np.int32), {}
 

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from ...kernels.gumbel_noise import noise_key
 from ...kernels.interface import Kernels
-from .batch import Logprobs, SamplingState
+from ...transport.messages.messages import TokenLogprobs
+from .batch import SamplingState
 
 FIRST_LOOK = 256
 """Most distributions hold their top-p in fewer tokens than this: no need to sort the whole vocabulary."""
@@ -53,7 +54,7 @@ class Sampler:
         self._kernels = kernels
         self._eos_token_ids = eos_token_ids
 
-    def sample(self, logits: Tensor, rows: SampledRows) -> tuple[NDArray[np.int32], dict[int, Logprobs]]:
+    def sample(self, logits: Tensor, rows: SampledRows) -> tuple[NDArray[np.int32], dict[int, TokenLogprobs]]:
         """``logits`` float32 [num_rows, vocab_size] are overwritten. Token ids [num_rows] and, by row, the
         logprobs asked for."""
         states = rows.states
@@ -114,7 +115,7 @@ class Sampler:
         )
 
 
-def report_logprobs(logits: Tensor, chosen: Sequence[int], counts: Sequence[int]) -> list[Logprobs]:
+def report_logprobs(logits: Tensor, chosen: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
     """For each row of ``logits`` [n, vocab_size]: the chosen token's logprob and the ``counts[row]`` most
     likely tokens."""
     return [
@@ -123,13 +124,13 @@ def report_logprobs(logits: Tensor, chosen: Sequence[int], counts: Sequence[int]
     ]
 
 
-def _report_row(row: Tensor, token: int, count: int) -> Logprobs:
+def _report_row(row: Tensor, token: int, count: int) -> TokenLogprobs:
     norm = row.logsumexp(0)
     own = float(row[token] - norm)
     if count == 0:
-        return Logprobs(own)
+        return TokenLogprobs(own)
     top = row.topk(count)
-    return Logprobs(own, tuple(top.indices.tolist()), tuple((top.values - norm).tolist()))
+    return TokenLogprobs(own, tuple(top.indices.tolist()), tuple((top.values - norm).tolist()))
 
 
 def _penalize_repetition(row: Tensor, token_ids: Sequence[int], penalty: float) -> None:

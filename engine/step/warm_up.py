@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from ...transport.messages.messages import SamplingParams
 from ..errors import OutOfMemoryError, is_out_of_memory
-from .batch import Batch, SamplingParams, SamplingState, StepOutput
+from .batch import Batch, SamplingState, StepOutput
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 EVERYTHING = SamplingParams(

@@ -16,8 +16,9 @@ from ...decode.rows import DecodeStep
 from ...decode.scheduler import DecodeScheduler
 from ...engine.cache.block_manager import BlockManager
 from ...engine.latency_profile import Residuals, StepModel
-from ...engine.step.batch import Batch, SamplingParams, SamplingState, StepOutput
+from ...engine.step.batch import Batch, SamplingState, StepOutput
 from ...engine.step.step_thread import Runner, StepThread
+from ...transport.messages.messages import SamplingParams
 from .design import Bounds, Experiment, Role, decode_knots, prefill_knots
 from .fit import StepPoint, fit_steps, residuals
 

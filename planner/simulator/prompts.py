@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from ...coordinator.dispatcher import ClosedSink
 from ...coordinator.lifecycle.request import Request
-from ...transport.messages.messages import Sampling
+from ...transport.messages.messages import SamplingParams
 from ..trace.request import TraceRequest
 
 WORD = (1 << 32) - 1
@@ -44,5 +44,5 @@ def prompt_tokens(number: int, request: TraceRequest, block_size: int) -> list[i
 
 
 @lru_cache(maxsize=4096)
-def _sampling(num_output_tokens: int) -> Sampling:
-    return Sampling(max_tokens=num_output_tokens, temperature=0.0, ignore_eos=True)
+def _sampling(num_output_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=num_output_tokens, temperature=0.0, ignore_eos=True)

@@ -19,7 +19,7 @@ from splitserve.transport.messages.messages import (
     Joined,
     Load,
     Message,
-    Sampling,
+    SamplingParams,
     u32,
 )
 
@@ -104,7 +104,7 @@ def test_what_a_sink_asks_for_comes_after_what_is_being_carried_out(monkeypatch:
     """The client's end came before tokens that were pushed with it, and a Cancel before its Prefill."""
     bench, turned, dispatcher = made()
     sink = LeavingSink()
-    request = Request("r", [1], Sampling(max_tokens=3, temperature=0.0), sink, 0.0, 60.0)
+    request = Request("r", [1], SamplingParams(max_tokens=3, temperature=0.0), sink, 0.0, 60.0)
     monkeypatch.setattr(
         bench.core, "submit", lambda *_: [Push(request, 5, None), Push(request, 6, None), Send(P, ALIVE)]
     )
@@ -140,7 +140,7 @@ def test_a_message_that_the_lifecycle_fails_on_takes_no_others_tokens_with_it(
     """The lifecycle counted them as the client's, and they were never written."""
     bench, _, dispatcher = made()
     sink = LeavingSink()
-    dispatcher.submit(Request("r", [1], Sampling(max_tokens=3, temperature=0.0), sink, 0.0, 60.0))
+    dispatcher.submit(Request("r", [1], SamplingParams(max_tokens=3, temperature=0.0), sink, 0.0, 60.0))
     receive = bench.core.receive
 
     def failing(worker: tuple[str, int], message: Message, now: float) -> object:

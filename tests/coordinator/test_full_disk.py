@@ -39,7 +39,7 @@ from splitserve.coordinator.tenants.usage_database import SQLITE, open_database
 from splitserve.coordinator.tenants.usage_record import UsageRecord
 from splitserve.coordinator.text.served_model import ServedModel
 from splitserve.planner.trace.readers import open_trace
-from splitserve.transport.messages.messages import Sampling
+from splitserve.transport.messages.messages import SamplingParams
 
 CHAT = "/v1/chat/completions"
 
@@ -68,7 +68,7 @@ async def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> 
 
 def ended(log: TraceLog) -> None:
     now = monotonic()
-    request = Request("name", list(range(1000)), Sampling(max_tokens=9), ClosedSink(), now, now + 60)
+    request = Request("name", list(range(1000)), SamplingParams(max_tokens=9), ClosedSink(), now, now + 60)
     log.note(request, Ended("length", num_output_tokens=5))
 
 

@@ -20,7 +20,7 @@ from splitserve.coordinator.metrics.request_record import RequestRecord
 from splitserve.coordinator.metrics.trace_log import TraceLog
 from splitserve.coordinator.server import HttpServer
 from splitserve.coordinator.socket_dispatcher import SocketDispatcher
-from splitserve.transport.messages.messages import Sampling
+from splitserve.transport.messages.messages import SamplingParams
 
 BODY = {"prompt": "quick", "max_tokens": 5}
 
@@ -90,7 +90,7 @@ class Recorded:
 
 def request_to(sink: Recorded, name: str) -> Request:
     now = monotonic()
-    return Request(name, [1, 2], Sampling(max_tokens=3, temperature=0.0), sink, now, now + 60)
+    return Request(name, [1, 2], SamplingParams(max_tokens=3, temperature=0.0), sink, now, now + 60)
 
 
 def dispatcher_that_does(actions: list[Action], monkeypatch: pytest.MonkeyPatch) -> SocketDispatcher:

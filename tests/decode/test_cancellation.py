@@ -26,7 +26,7 @@ from splitserve.transport.messages.messages import (
     Placed,
     Prefill,
     RequestSpec,
-    Sampling,
+    SamplingParams,
     u32,
     u64,
 )
@@ -93,7 +93,7 @@ class System:
             coordinator=7,
             token_ids=u32(list(range(1, PROMPT + 1))),
             num_prompt_tokens=PROMPT,
-            sampling=Sampling(max_tokens=40, temperature=0.0),
+            sampling=SamplingParams(max_tokens=40, temperature=0.0),
             deadline_s=99.0,
         )
         self.p.core.from_coordinator(

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from splitserve.decode.rows import DecodeStep
 from splitserve.decode.scheduler import DecodeScheduler
 from splitserve.engine.cache.block_manager import BlockManager
-from splitserve.engine.step.batch import SamplingParams, SamplingState, StepOutput
+from splitserve.engine.step.batch import SamplingState, StepOutput
 from splitserve.transport.messages.blocks import NO_BLOCK
+from splitserve.transport.messages.messages import SamplingParams
 
 BLOCK = 4
 EOS = 0

@@ -17,7 +17,7 @@ from splitserve.decode.core import DecodeCore
 from splitserve.decode.rows import DecodeStep
 from splitserve.decode.scheduler import DecodeScheduler
 from splitserve.engine.cache.block_manager import BlockManager
-from splitserve.engine.step.batch import Logprobs, SamplingParams, SamplingState, StepOutput
+from splitserve.engine.step.batch import SamplingState, StepOutput
 from splitserve.transport.handoff import protocol as act
 from splitserve.transport.handoff.receiver import HandoffReceiver
 from splitserve.transport.messages.messages import (
@@ -31,8 +31,9 @@ from splitserve.transport.messages.messages import (
     Peer,
     RequestFailed,
     RequestSpec,
-    Sampling,
+    SamplingParams,
     StepTokens,
+    TokenLogprobs,
     from_u32,
     u32,
     u64,
@@ -84,7 +85,7 @@ class Worker:
             tokens = np.array(
                 [generate_next([*s.prompt_token_ids, *s.output_token_ids]) for s in states], np.int32
             )
-            logprobs = {row: Logprobs(-float(token)) for row, token in enumerate(tokens)}
+            logprobs = {row: TokenLogprobs(-float(token)) for row, token in enumerate(tokens)}
             self.core.complete(step, StepOutput(tokens, logprobs), self.pair.now)
 
     def act(self, lossy: Callable[[Message], int]) -> None:
@@ -147,7 +148,7 @@ class Pair:
             coordinator=7,
             token_ids=u32([*self.prompt, *self.want[:tokens_known]]),
             num_prompt_tokens=len(self.prompt),
-            sampling=Sampling(**PARAMS),  # type: ignore[arg-type]
+            sampling=SamplingParams(**PARAMS),  # type: ignore[arg-type]
             deadline_s=500.0,
         )
         self.a.core.from_coordinator(

@@ -9,10 +9,18 @@ from support.lifecycle_bench import Bench
 from splitserve.decode.core import DecodeCore
 from splitserve.decode.scheduler import DecodeScheduler
 from splitserve.engine.cache.block_manager import BlockManager
-from splitserve.engine.step.batch import Logprobs, SamplingParams, SamplingState, StepOutput
+from splitserve.engine.step.batch import SamplingState, StepOutput
 from splitserve.transport.handoff.protocol import ToCoordinator
 from splitserve.transport.handoff.receiver import HandoffReceiver
-from splitserve.transport.messages.messages import Cancel, ModelIdentity, StepTokens, from_u32, u32
+from splitserve.transport.messages.messages import (
+    Cancel,
+    ModelIdentity,
+    SamplingParams,
+    StepTokens,
+    TokenLogprobs,
+    from_u32,
+    u32,
+)
 from splitserve.transport.movers.interface import MoverEndpoints
 
 MODEL = ModelIdentity(fingerprint="m", dtype="float32", block_size=4, layout="l", block_bytes=64)
@@ -35,7 +43,7 @@ def join(core: DecodeCore, coordinator: int, dispatch: int, max_tokens: int = 5)
 
 
 def step(
-    core: DecodeCore, tokens: list[int], logprobs: dict[int, Logprobs] | None = None
+    core: DecodeCore, tokens: list[int], logprobs: dict[int, TokenLogprobs] | None = None
 ) -> dict[int, StepTokens]:
     """Run one decode step; return each coordinator's messages."""
     made = core.schedule(0.0)
@@ -54,7 +62,7 @@ def test_each_is_told_of_its_own_rows() -> None:
     core = make()
     for coordinator, dispatch, max_tokens in ((100, 1, 5), (200, 1, 2), (100, 2, 5), (200, 2, 5)):
         join(core, coordinator, dispatch, max_tokens)
-    reported = step(core, [5, 6, 7, 8], {3: Logprobs(-0.5, (), ())})
+    reported = step(core, [5, 6, 7, 8], {3: TokenLogprobs(-0.5, (), ())})
     assert {c: (from_u32(m.dispatches), from_u32(m.tokens), m.finished) for c, m in reported.items()} == {
         100: ([1, 2], [5, 7], {}),
         200: ([1, 2], [6, 8], {0: "length"}),

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from splitserve.decode.rows import DecodeStep
 from splitserve.decode.scheduler import MAX_IN_FLIGHT, DecodeScheduler
 from splitserve.engine.cache.block_manager import BlockManager
-from splitserve.engine.step.batch import SamplingParams, SamplingState, StepOutput
+from splitserve.engine.step.batch import SamplingState, StepOutput
+from splitserve.transport.messages.messages import SamplingParams
 
 BLOCK, EOS = 4, 0
 

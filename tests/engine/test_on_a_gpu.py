@@ -19,12 +19,13 @@ from splitserve.bench.kernels import triton_interpreter
 from splitserve.engine.load_model import load_model
 from splitserve.engine.settings import WorkerSettings
 from splitserve.engine.step import model_runner
-from splitserve.engine.step.batch import SamplingParams, StepOutput
+from splitserve.engine.step.batch import StepOutput
 from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
 from splitserve.engine.worker_model import WorkerModel
 from splitserve.kernels.cuda import CudaKernels
 from splitserve.kernels.gpu.attention_tiles import TileShape
 from splitserve.kernels.reference import TorchKernels
+from splitserve.transport.messages.messages import SamplingParams
 
 triton_interpreter.install()
 pytestmark = [pytest.mark.filterwarnings("ignore:overflow encountered in exp")]

@@ -15,8 +15,9 @@ from splitserve.engine.latency_profile import Memory, Piece, Profile, ProfileErr
 from splitserve.engine.load_model import load_model
 from splitserve.engine.paced_runner import PacedRunner
 from splitserve.engine.settings import WorkerSettings
-from splitserve.engine.step.batch import Batch, SamplingParams, SamplingState
+from splitserve.engine.step.batch import Batch, SamplingState
 from splitserve.engine.worker_model import WorkerModel
+from splitserve.transport.messages.messages import SamplingParams
 
 MEMORY = Memory(block_size=16, num_blocks=64, block_bytes=1 << 20, num_layers=12, max_model_len=512)
 EOS = frozenset({0, 2})

@@ -14,7 +14,7 @@ from support.models import VOCAB_SIZE, make_checkpoint
 from splitserve.bench.kernels import triton_interpreter
 from splitserve.bench.kernels.kernel_inputs import randn, relative_error
 from splitserve.engine.step import model_runner
-from splitserve.engine.step.batch import SamplingParams, StepOutput
+from splitserve.engine.step.batch import StepOutput
 from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
 from splitserve.kernels.cuda import CudaKernels
 from splitserve.kernels.gpu.attention_tiles import TileShape
@@ -22,6 +22,7 @@ from splitserve.kernels.gpu.gumbel_argmax import SLICE, gumbel_argmax
 from splitserve.kernels.gumbel_noise import noise_key
 from splitserve.kernels.interface import Kernels
 from splitserve.kernels.reference import TorchKernels
+from splitserve.transport.messages.messages import SamplingParams
 
 triton_interpreter.install()
 pytestmark = [

@@ -17,12 +17,13 @@ from torch import Tensor
 from splitserve.bench.kernels import triton_interpreter
 from splitserve.bench.kernels.kernel_inputs import randn
 from splitserve.engine.step import device_sampler
-from splitserve.engine.step.batch import SamplingParams, SamplingState
+from splitserve.engine.step.batch import SamplingState
 from splitserve.engine.step.device_sampler import DeviceSampler, sampling_rows
 from splitserve.engine.step.sampler import SampledRows, Sampler
 from splitserve.kernels.gpu.sampling import IN_PROMPT, SamplingRows, sample
 from splitserve.kernels.gumbel_noise import hashed_seed, noise_key
 from splitserve.kernels.reference import TorchKernels
+from splitserve.transport.messages.messages import SamplingParams
 
 triton_interpreter.install()
 pytestmark = [

@@ -25,12 +25,13 @@ from splitserve.engine.latency_profile import (
     StepModel,
     shipped_names,
 )
-from splitserve.engine.step.batch import Batch, SamplingParams, SamplingState
+from splitserve.engine.step.batch import Batch, SamplingState
 from splitserve.planner.errors import ProfilingError
 from splitserve.planner.profile.fit import PutPoint, StepPoint, fit_puts, fit_steps
 from splitserve.planner.profile.published import import_published, splitwise_curves
 from splitserve.planner.profile_commands import show
 from splitserve.planner.settings import ProfileSettings
+from splitserve.transport.messages.messages import SamplingParams
 
 ROOT = Path(__file__).parents[2]
 MEMORY = Memory(block_size=16, num_blocks=100, block_bytes=4096, num_layers=4, max_model_len=512)

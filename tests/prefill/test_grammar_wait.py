@@ -22,7 +22,7 @@ from splitserve.transport.messages.messages import (
     Prefill,
     RequestFailed,
     RequestSpec,
-    Sampling,
+    SamplingParams,
     u32,
 )
 
@@ -48,7 +48,7 @@ def asked() -> PrefillCore:
         coordinator=7,
         token_ids=u32([1, 2, 3, 4, 5, 6]),
         num_prompt_tokens=5,
-        sampling=Sampling(max_tokens=9, grammar=b"g"),
+        sampling=SamplingParams(max_tokens=9, grammar=b"g"),
         deadline_s=60.0,
     )
     core.from_coordinator(Prefill(spec=spec, decode=Peer(worker_id="d", incarnation=1, address="x")), 0.0)

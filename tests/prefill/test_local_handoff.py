@@ -21,7 +21,7 @@ from splitserve.transport.messages.messages import (
     Prefill,
     RequestFailed,
     RequestSpec,
-    Sampling,
+    SamplingParams,
     u32,
     u64,
 )
@@ -58,7 +58,7 @@ class Process:
             coordinator=7,
             token_ids=u32([dispatch * 50 + i for i in range(num_tokens)]),
             num_prompt_tokens=num_tokens,
-            sampling=Sampling(max_tokens=9),
+            sampling=SamplingParams(max_tokens=9),
             deadline_s=60.0,
         )
         self.prefill.from_coordinator(

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from splitserve.engine.cache.block_manager import BlockManager
 from splitserve.prefill.scheduler import PrefillScheduler, PrefillStep
-from splitserve.transport.messages.messages import Peer, RequestSpec, Sampling, u32
+from splitserve.transport.messages.messages import Peer, RequestSpec, SamplingParams, u32
 
 BLOCK = 4
 PEER = Peer(worker_id="d", incarnation=1, address="x")
@@ -28,7 +28,7 @@ def spec(
         coordinator=1,
         token_ids=u32(tokens),
         num_prompt_tokens=len(tokens),
-        sampling=Sampling(max_tokens=4, grammar=grammar),
+        sampling=SamplingParams(max_tokens=4, grammar=grammar),
         prompt_logprobs=prompt_logprobs,
         deadline_s=60.0,
     )

@@ -36,7 +36,7 @@ from splitserve.transport.messages.messages import (
     Prefill,
     RequestFailed,
     RequestSpec,
-    Sampling,
+    SamplingParams,
     u32,
 )
 from splitserve.worker.steps import Prompts, RunningStep
@@ -62,7 +62,7 @@ def prompt(dispatch: int, length: int) -> Prefill:
     spec = RequestSpec(
         request_id=f"r{dispatch}", epoch=0, dispatch=dispatch, coordinator=1,
         token_ids=u32([dispatch * 1000 + i for i in range(length)]),
-        num_prompt_tokens=length, sampling=Sampling(max_tokens=1), deadline_s=60.0,
+        num_prompt_tokens=length, sampling=SamplingParams(max_tokens=1), deadline_s=60.0,
     )  # fmt: skip
     return Prefill(spec=spec, decode=PEER)
 

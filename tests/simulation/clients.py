@@ -14,7 +14,7 @@ from simulation.worker_process import BLOCK_SIZE, MAX_MODEL_LEN
 from splitserve.coordinator.dispatcher import ClosedSink
 from splitserve.coordinator.lifecycle.limits import LifecycleLimits
 from splitserve.coordinator.lifecycle.request import Ended, Request
-from splitserve.transport.messages.messages import PeerId, Prefill, Sampling, TokenLogprobs
+from splitserve.transport.messages.messages import PeerId, Prefill, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
     from simulation.coordinator_process import CoordinatorProcess
@@ -72,13 +72,13 @@ class Clients:
         self._recent_prompts[draw.randrange(len(self._recent_prompts))] = prompt
         return prompt
 
-    def _sampling(self) -> tuple[Sampling, int | None]:
+    def _sampling(self) -> tuple[SamplingParams, int | None]:
         draw = self.random
         max_tokens = draw.choice(MAX_TOKENS)
         prompt_logprobs = 0 if draw.random() < 0.03 else None
         if prompt_logprobs is not None and draw.random() < 0.3:
             max_tokens = 0
-        sampling = Sampling(
+        sampling = SamplingParams(
             max_tokens=max_tokens,
             min_tokens=draw.choice((0, 0, 0, 3)),
             temperature=0.0,
@@ -88,10 +88,10 @@ class Clients:
         )
         return sampling, prompt_logprobs
 
-    def _long_answer(self) -> Sampling:
+    def _long_answer(self) -> SamplingParams:
         cluster = self.world.scenario.cluster
         room = min(MAX_MODEL_LEN, BLOCK_SIZE * min(cluster.prefill_blocks, cluster.decode_blocks))
-        return Sampling(max_tokens=room - BLOCK_SIZE, temperature=0.0, ignore_eos=True)
+        return SamplingParams(max_tokens=room - BLOCK_SIZE, temperature=0.0, ignore_eos=True)
 
     def _submit(self, request: Request, coordinator: CoordinatorProcess) -> None:
         """The coordinator reads it: it counts from now on."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from simulation.model import MASK, NUM_LAYERS, deeper, first_layer, logprob, next_token
 
-from splitserve.engine.step.batch import Batch, Logprobs, StepOutput
+from splitserve.engine.step.batch import Batch, StepOutput
+from splitserve.transport.messages.messages import TokenLogprobs
 
 
 class Memory:
@@ -50,9 +51,9 @@ class Memory:
             token = -1 if state is None else next_token(self._total(table, length))
             tokens.append(token)
             if state is not None and state.params.logprobs is not None:
-                logprobs[row] = Logprobs(logprob(token))
+                logprobs[row] = TokenLogprobs(logprob(token))
             if batch.prompt_logprobs and batch.prompt_logprobs[row] is not None:
-                prompt_logprobs[row] = [Logprobs(logprob(token)) for token in batch.next_prompt_ids[row]]
+                prompt_logprobs[row] = [TokenLogprobs(logprob(token)) for token in batch.next_prompt_ids[row]]
         return StepOutput(np.array(tokens, np.int32), logprobs, prompt_logprobs)
 
     def write_layer(self, batch: Batch, token_ids: list[int], layer: int) -> None:

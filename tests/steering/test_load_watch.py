@@ -13,7 +13,7 @@ from splitserve.coordinator.lifecycle.time_ledger import TimeLedger
 from splitserve.steering.load_watch import LoadPicture, LoadWatch
 from splitserve.steering.options import SteeringOptions
 from splitserve.transport.latency_bounds import LatencyBound
-from splitserve.transport.messages.messages import Sampling
+from splitserve.transport.messages.messages import SamplingParams
 
 OPTIONS = SteeringOptions(ttft_s=1.0, tpot_s=0.1)
 
@@ -26,7 +26,7 @@ class Sink:
 
 
 def request(arrival: float, prompt: int = 10) -> Request:
-    return Request("r", [1] * prompt, Sampling(max_tokens=5), Sink(), arrival, arrival + 1e3)
+    return Request("r", [1] * prompt, SamplingParams(max_tokens=5), Sink(), arrival, arrival + 1e3)
 
 
 def end(

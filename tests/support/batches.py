@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from splitserve.engine.step.batch import Batch, SamplingParams, SamplingState
+from splitserve.engine.step.batch import Batch, SamplingState
 from splitserve.engine.step.model_runner import ModelRunner, attention_metadata
+from splitserve.transport.messages.messages import SamplingParams
 
 
 @dataclass

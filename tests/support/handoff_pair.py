@@ -18,7 +18,7 @@ from splitserve.transport.messages.messages import (
     Peer,
     Placed,
     RequestSpec,
-    Sampling,
+    SamplingParams,
     u32,
     u64,
 )
@@ -48,7 +48,7 @@ def spec(dispatch: int = 1, num_tokens: int = 10, request_id: str = "r", epoch: 
         coordinator=7,
         token_ids=tokens,
         num_prompt_tokens=num_tokens,
-        sampling=Sampling(max_tokens=9),
+        sampling=SamplingParams(max_tokens=9),
         deadline_s=60.0,
     )
 

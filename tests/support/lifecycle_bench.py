@@ -15,7 +15,7 @@ from splitserve.transport.messages.messages import (
     Message,
     ModelIdentity,
     Role,
-    Sampling,
+    SamplingParams,
     StepTokens,
     u32,
 )
@@ -78,7 +78,7 @@ class Bench:
     def submit(self, name: str = "r", **more: Any) -> list[Action]:
         fields: dict[str, Any] = {
             "prompt_token_ids": [1, 2, 3],
-            "sampling": Sampling(max_tokens=5),
+            "sampling": SamplingParams(max_tokens=5),
             "arrival": self.now,
             "deadline": 100.0,
         }

@@ -7,7 +7,7 @@ from splitserve.transport.messages import messages as m
 MODEL = m.ModelIdentity(
     fingerprint="f", dtype="float32", block_size=16, layout="block-major/v1", block_bytes=4096
 )
-SAMPLING = m.Sampling(
+SAMPLING = m.SamplingParams(
     max_tokens=5, logit_bias={7: -1.5}, stop_token_ids=(1, 2), seed=3, logprobs=2, grammar=b'start: "a"'
 )
 SPEC = m.RequestSpec(

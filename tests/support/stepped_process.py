@@ -13,7 +13,7 @@ import torch
 from splitserve.decode.core import DecodeCore
 from splitserve.decode.scheduler import DecodeScheduler
 from splitserve.engine.cache.block_manager import BlockManager
-from splitserve.engine.step.batch import Batch, Logprobs, SamplingParams, SamplingState, StepOutput
+from splitserve.engine.step.batch import Batch, SamplingState, StepOutput
 from splitserve.engine.step.step_progress import LayerProgress
 from splitserve.engine.step.step_thread import Finished, OnLayer
 from splitserve.prefill.core import PrefillCore
@@ -29,8 +29,9 @@ from splitserve.transport.messages.messages import (
     Prefill,
     RequestFailed,
     RequestSpec,
-    Sampling,
+    SamplingParams,
     StepTokens,
+    TokenLogprobs,
     from_u32,
     u32,
 )
@@ -132,7 +133,7 @@ class Device:
                 assert self._slots[slot] == known[i], "a row reads its own sequence's tokens"
             tokens[row] = token_after(int(inputs[last]), position)
             if state.params.logprobs is not None:
-                logprobs[row] = Logprobs(-float(tokens[row]))
+                logprobs[row] = TokenLogprobs(-float(tokens[row]))
         self._sampled = tokens
         return StepOutput(tokens, logprobs)
 
@@ -180,7 +181,8 @@ class SteppedProcess:
         self.prompts[dispatch] = prompt, num_tokens
         spec = RequestSpec(
             request_id=f"r{dispatch}", epoch=0, dispatch=dispatch, coordinator=1, token_ids=u32(prompt),
-            num_prompt_tokens=length, sampling=Sampling(max_tokens=num_tokens, logprobs=0), deadline_s=60.0,
+            num_prompt_tokens=length, sampling=SamplingParams(max_tokens=num_tokens, logprobs=0),
+            deadline_s=60.0,
         )  # fmt: skip
         self.prefill.from_coordinator(Prefill(spec=spec, decode=PEER), 0.0)
 

@@ -27,7 +27,7 @@ from splitserve.transport.messages.messages import (
     Peer,
     Prefill,
     RequestSpec,
-    Sampling,
+    SamplingParams,
     Welcome,
     u32,
 )
@@ -53,7 +53,7 @@ def spec(dispatch: int, request: int | None = None, epoch: int = 0, max_tokens: 
         coordinator=COORDINATOR,
         token_ids=u32([number + 1] * 32),
         num_prompt_tokens=32,
-        sampling=Sampling(max_tokens=max_tokens, temperature=0.0),
+        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
         deadline_s=60.0,
     )
 

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.stepped_process import BLOCK, BUDGET, SteppedProcess
 
-from splitserve.engine.step.batch import Logprobs, StepOutput
+from splitserve.engine.step.batch import StepOutput
+from splitserve.transport.messages.messages import TokenLogprobs
 
 REQUESTS = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=9)
 
@@ -103,12 +104,14 @@ def test_a_batch_of_rows_and_chunks_is_both_one_behind_the_other() -> None:
     assert both.query_start_loc.tolist() == [*range(n + 1), *(chunks.query_start_loc[1:] + n)]
     for row, one in enumerate((*rows.block_tables, *chunks.block_tables)):
         assert both.block_tables[row, : len(one)].tolist() == one.tolist()
-    output = StepOutput(np.arange(both.num_seqs, dtype=np.int32), {0: Logprobs(-1.0), n: Logprobs(-2.0)})
+    output = StepOutput(
+        np.arange(both.num_seqs, dtype=np.int32), {0: TokenLogprobs(-1.0), n: TokenLogprobs(-2.0)}
+    )
     first, second = output.split(n)
-    assert (first.token_ids.tolist(), first.logprobs) == (list(range(n)), {0: Logprobs(-1.0)})
+    assert (first.token_ids.tolist(), first.logprobs) == (list(range(n)), {0: TokenLogprobs(-1.0)})
     assert (second.token_ids.tolist(), second.logprobs) == (
         list(range(n, both.num_seqs)),
-        {0: Logprobs(-2.0)},
+        {0: TokenLogprobs(-2.0)},
     )
 
 

@@ -80,7 +80,7 @@ FinishReason = Literal["stop", "length"]
 Role = Literal["prefill", "decode"]
 
 
-class Sampling(Message, frozen=True, kw_only=True):
+class SamplingParams(Message, frozen=True, kw_only=True):
     """How to choose tokens. ``seed`` is always set: the coordinator draws one where the client gave none.
 
     Noise is a function of (seed, absolute position) only. ``logprobs`` is the number of alternatives to
@@ -101,10 +101,14 @@ class Sampling(Message, frozen=True, kw_only=True):
     stop_token_ids: Annotated[tuple[int, ...], Meta(max_length=64)] = ()
     ignore_eos: bool = False
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    grammar: Grammar = b""  # which the output is to follow
+    grammar: Grammar = b""  # that the output follows; empty: any token may follow
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
-class TokenLogprobs(Message, frozen=True, kw_only=True):
+class TokenLogprobs(Message, frozen=True, kw_only=False):
     """Natural-log probabilities at one position: the chosen token's, and the most likely ones in order."""
 
     logprob: float
@@ -127,7 +131,7 @@ class RequestSpec(Message, frozen=True, kw_only=True):
     coordinator: Incarnation
     token_ids: TokenColumn
     num_prompt_tokens: Annotated[int, Meta(ge=1, le=MAX_REQUEST_TOKENS)]
-    sampling: Sampling
+    sampling: SamplingParams
     salt: Annotated[bytes, Meta(max_length=64)] = b""
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     deadline_s: Duration  # seconds left until the request as a whole must have ended

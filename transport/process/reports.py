@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from ..messages.messages import BlockEvents, Load, PeerId, TokenLogprobs
+from ..messages.messages import BlockEvents, Load, PeerId
 
 
 class CacheEvents(Protocol):
@@ -20,17 +20,6 @@ class PrefixCache(Protocol):
 
     def watch(self) -> CacheEvents: ...
     def cached_hashes(self) -> list[bytes]: ...
-
-
-class LogprobsEntry(Protocol):
-    """The engine's logprobs of one position."""
-
-    @property
-    def logprob(self) -> float: ...
-    @property
-    def top_ids(self) -> tuple[int, ...]: ...
-    @property
-    def top_logprobs(self) -> tuple[float, ...]: ...
 
 
 class CacheReporter:
@@ -62,11 +51,6 @@ class CacheReporter:
     def close(self) -> None:
         """Stop watching the cache."""
         self._events.close()
-
-
-def logprobs_message(entry: LogprobsEntry) -> TokenLogprobs:
-    """Return the engine's logprobs as a message."""
-    return TokenLogprobs(logprob=entry.logprob, top_ids=entry.top_ids, top_logprobs=entry.top_logprobs)
 
 
 class Telemetry(Protocol):

@@ -14,11 +14,16 @@ from splitserve.coordinator.lifecycle.forecast import Forecast
 from splitserve.coordinator.lifecycle.lifecycle import CHARGE_EVERY_S
 from splitserve.coordinator.lifecycle.request import PriorityClass, Request
 from splitserve.coordinator.lifecycle.request_queue import LOOK_AHEAD, WEIGHTS, RequestQueue
-from splitserve.transport.messages.messages import Prefill, Sampling
+from splitserve.transport.messages.messages import Prefill, SamplingParams
 
 
 def make(tenant: str = "", num_tokens: int = 10, arrival: float = 0.0, **more: Any) -> Request:
-    fields: dict[str, Any] = {"sampling": Sampling(max_tokens=5), "sink": Sink(), "deadline": 1e9, **more}
+    fields: dict[str, Any] = {
+        "sampling": SamplingParams(max_tokens=5),
+        "sink": Sink(),
+        "deadline": 1e9,
+        **more,
+    }
     return Request(f"{tenant}-{arrival}", [1] * num_tokens, tenant=tenant, arrival=arrival, **fields)
 
 

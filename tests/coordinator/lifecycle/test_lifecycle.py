@@ -15,7 +15,7 @@ from splitserve.transport.messages.messages import (
     Load,
     Prefill,
     RequestFailed,
-    Sampling,
+    SamplingParams,
     TokenLogprobs,
     from_u32,
 )
@@ -199,7 +199,7 @@ def test_nobody_takes_the_room_that_one_who_comes_back_needs() -> None:
 
 def test_refusals() -> None:
     empty = Lifecycle(7, "hybrid")
-    request = Request("r", [1], Sampling(max_tokens=1), Sink(), 0.0, 10.0)
+    request = Request("r", [1], SamplingParams(max_tokens=1), Sink(), 0.0, 10.0)
     assert ends(empty.submit(request, 0.0))[0].error == "unavailable"
     bench = Bench(max_queue=1)
     bench.submit("a", prompt_token_ids=[1] * 40)

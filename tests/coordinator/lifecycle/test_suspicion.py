@@ -15,7 +15,7 @@ from splitserve.transport.messages.messages import (
     Goodbye,
     Joined,
     Prefill,
-    Sampling,
+    SamplingParams,
     StepTokens,
     from_u32,
     u32,
@@ -91,7 +91,7 @@ def test_the_poison_fails_after_a_few_deaths_and_all_others_finish(
     cluster = Cluster(f"r{poison}", fuse, dead_after_s=1e9)
     lengths[poison] = 400
     for i in range(num):
-        cluster.play(cluster.submit(f"r{i}", sampling=Sampling(max_tokens=lengths[i]), deadline=1e6))
+        cluster.play(cluster.submit(f"r{i}", sampling=SamplingParams(max_tokens=lengths[i]), deadline=1e6))
     for _ in range(3000):
         if len(cluster.ended) == num:
             break
@@ -110,7 +110,7 @@ class OneByOne(Bench):
     def __init__(self, gain: int, **limits: Any) -> None:
         super().__init__(**limits)
         self.gain, self.life = gain, 1
-        self.submit(sampling=Sampling(max_tokens=10**6), deadline=1e6)
+        self.submit(sampling=SamplingParams(max_tokens=10**6), deadline=1e6)
 
     def live(self) -> None:
         """The request runs, and brings its tokens."""
@@ -179,11 +179,11 @@ def test_who_is_there_at_death_after_death_is_charged_though_a_suspect_is_too() 
     """The only decode worker dies twice of something else while "s" runs on it, and then of "p", which nobody
     suspects: "s" is. Once "p" is excused, as any neighbour of a suspect is."""
     bench = Bench()
-    bench.submit("s", sampling=Sampling(max_tokens=100), deadline=1e6)
+    bench.submit("s", sampling=SamplingParams(max_tokens=100), deadline=1e6)
     life, num_deaths = 1, []
     for deaths in range(4):
         if deaths == 2:
-            bench.submit("p", sampling=Sampling(max_tokens=100), deadline=1e6)
+            bench.submit("p", sampling=SamplingParams(max_tokens=100), deadline=1e6)
         requests = bench.core.requests
         for request in list(requests.values()):
             assert request.decode is not None, (

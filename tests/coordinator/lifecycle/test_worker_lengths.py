@@ -14,11 +14,11 @@ from splitserve.coordinator.errors import ContextTooLong
 from splitserve.coordinator.generate.bodies.completion import CompletionRequest
 from splitserve.coordinator.generate.plan import sampling_of
 from splitserve.coordinator.text.served_model import ServedModel
-from splitserve.transport.messages.messages import Prefill, Sampling
+from splitserve.transport.messages.messages import Prefill, SamplingParams
 
 
 def long_one(num_tokens: int = 30, max_tokens: int = 20) -> dict[str, object]:
-    return {"prompt_token_ids": list(range(num_tokens)), "sampling": Sampling(max_tokens=max_tokens)}
+    return {"prompt_token_ids": list(range(num_tokens)), "sampling": SamplingParams(max_tokens=max_tokens)}
 
 
 def decoder_of(prefill: Prefill) -> str:

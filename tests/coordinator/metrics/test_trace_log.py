@@ -15,11 +15,11 @@ from splitserve.coordinator.metrics.trace_log import BLOCK_SIZE, TraceLog
 from splitserve.coordinator.server import HttpApp, HttpServer
 from splitserve.coordinator.text.served_model import ServedModel
 from splitserve.planner.trace.readers import open_trace
-from splitserve.transport.messages.messages import Sampling
+from splitserve.transport.messages.messages import SamplingParams
 
 
 def request(tokens: list[int], arrival: float, session: str = "", salt: bytes = b"") -> Request:
-    sampling = Sampling(max_tokens=9)
+    sampling = SamplingParams(max_tokens=9)
     return Request(
         "secret-name", tokens, sampling, ClosedSink(), arrival, arrival + 60, session=session, salt=salt
     )

@@ -11,7 +11,7 @@ from splitserve.coordinator.tenants.store import TenantStore
 from splitserve.engine.cache.block_manager import BlockManager
 from splitserve.prefill.scheduler import PrefillScheduler
 from splitserve.transport.messages.blocks import chain, root_hash
-from splitserve.transport.messages.messages import Peer, RequestSpec, Sampling, u32
+from splitserve.transport.messages.messages import Peer, RequestSpec, SamplingParams, u32
 
 PROMPT = list(range(1, 34))
 
@@ -35,7 +35,7 @@ def cached_tokens(scheduler: PrefillScheduler, dispatch: int, salt: bytes) -> in
         coordinator=1,
         token_ids=u32(PROMPT),
         num_prompt_tokens=len(PROMPT),
-        sampling=Sampling(max_tokens=4),
+        sampling=SamplingParams(max_tokens=4),
         salt=salt,
         deadline_s=60.0,
     )

@@ -4,19 +4,19 @@ prefixes, on another worker."""
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from support.batches import HandSequence, make_batch
 from support.models import VOCAB_SIZE, make_checkpoint
 
 from splitserve.engine.errors import ModelConfigError
-from splitserve.engine.step.batch import Logprobs, SamplingParams
 from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
 from splitserve.kernels import select
+from splitserve.transport.messages.messages import SamplingParams, TokenLogprobs
 
 native_cpu = pytest.importorskip(
     "splitserve.kernels.native_cpu", reason="the C++ kernels were not built", exc_type=ImportError
@@ -70,7 +70,7 @@ class Request:
             prompt, [place * MAX_BLOCKS + i for i in range(MAX_BLOCKS)], replace(params, seed=seed)
         )
         self.logits: list[torch.Tensor] = []
-        self.logprobs: list[Logprobs | None] = []
+        self.logprobs: list[TokenLogprobs | None] = []
 
     def same(self, other: Request) -> bool:
         mine, theirs = self.sequence, other.sequence
@@ -225,7 +225,7 @@ def test_after_a_loss_with_the_output_as_part_of_the_prompt(
 
 
 def test_prompt_logprobs_do_not_depend_on_chunks(runner: ModelRunner) -> None:
-    reported: list[list[Logprobs]] = []
+    reported: list[list[TokenLogprobs]] = []
     for place, sizes in enumerate(([1000], [31, 9, 1000])):
         request = Request(GREEDY, seed=3, place=place)
         sequence, found = request.sequence, []

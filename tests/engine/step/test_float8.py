@@ -17,11 +17,11 @@ from support.models import VOCAB_SIZE, make_checkpoint
 from splitserve.bench.kernels import triton_interpreter
 from splitserve.engine.errors import ModelConfigError
 from splitserve.engine.step import model_runner
-from splitserve.engine.step.batch import SamplingParams
 from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
 from splitserve.kernels import select
 from splitserve.kernels.cuda import CudaKernels
 from splitserve.kernels.gpu.attention_tiles import TileShape
+from splitserve.transport.messages.messages import SamplingParams
 
 triton_interpreter.install()
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")

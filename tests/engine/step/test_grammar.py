@@ -18,11 +18,12 @@ from support.models import EOS_TOKEN_ID, VOCAB_SIZE, write_byte_tokenizer
 from tokenizers import Tokenizer
 
 from splitserve.engine.errors import GrammarError
-from splitserve.engine.step.batch import SamplingParams, SamplingState
+from splitserve.engine.step.batch import SamplingState
 from splitserve.engine.step.constraint import CompileGrammar, TokenMatcher
 from splitserve.engine.step.grammar import GrammarCompiler, GrammarThread
 from splitserve.engine.step.sampler import SampledRows, Sampler, forbid_tokens
 from splitserve.kernels.reference import TorchKernels
+from splitserve.transport.messages.messages import SamplingParams
 
 SCHEMA = {
     "type": "object",

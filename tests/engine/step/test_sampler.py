@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from splitserve.engine.step.batch import Logprobs, SamplingParams, SamplingState
+from splitserve.engine.step.batch import SamplingState
 from splitserve.engine.step.sampler import FilterParams, SampledRows, Sampler, keep_likely_tokens
 from splitserve.kernels.gumbel_noise import gumbel_noise, noise_bits, noise_key
 from splitserve.kernels.interface import Kernels
 from splitserve.kernels.reference import TorchKernels
 from splitserve.kernels.select import select_kernels
+from splitserve.transport.messages.messages import SamplingParams, TokenLogprobs
 
 EOS = 3
 VOCAB = 50
@@ -38,7 +39,7 @@ def logits_of(seed: int, rows: int = 1, vocab: int = VOCAB) -> Tensor:
 
 def sample(
     sampler: Sampler, logits: Tensor, states: list[SamplingState]
-) -> tuple[np.ndarray, dict[int, Logprobs]]:
+) -> tuple[np.ndarray, dict[int, TokenLogprobs]]:
     return sampler.sample(logits, SampledRows.booked(states))
 
 

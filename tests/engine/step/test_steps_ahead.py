@@ -14,10 +14,11 @@ import pytest
 from support.batches import HandSequence, make_batch
 from support.models import VOCAB_SIZE, make_checkpoint
 
-from splitserve.engine.step.batch import Batch, SamplingParams, SamplingState, StepOutput
+from splitserve.engine.step.batch import Batch, SamplingState, StepOutput
 from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
 from splitserve.engine.step.step_progress import StepForecast
 from splitserve.engine.step.step_thread import Finished, StepThread
+from splitserve.transport.messages.messages import SamplingParams
 
 BLOCK_SIZE = 8
 PARAMS = SamplingParams(max_tokens=40, seed=3, min_tokens=4, repetition_penalty=1.3, presence_penalty=0.6)

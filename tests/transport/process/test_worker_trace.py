@@ -14,7 +14,7 @@ from splitserve.transport.messages.messages import (
     Prefill,
     RequestFailed,
     RequestSpec,
-    Sampling,
+    SamplingParams,
     StepTokens,
     u32,
 )
@@ -34,7 +34,7 @@ def spec(dispatch: int, traceparent: str = PARENT) -> RequestSpec:
         coordinator=7,
         token_ids=tokens,
         num_prompt_tokens=3,
-        sampling=Sampling(max_tokens=5),
+        sampling=SamplingParams(max_tokens=5),
         deadline_s=9.0,
         traceparent=traceparent,
     )
