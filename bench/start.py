@@ -1,6 +1,6 @@
 """Time from `splitserve up` to a ready cluster: first starts, which pack the weights, and later ones.
 
-    python -m splitserve.bench.start [--model 500m] [--rounds 3] [--json FILE]
+    python -m splitserve.bench.start [--model 500m] [--rounds 3] [--cpu-memory-utilization 0.1] [--json FILE]
 
 In turn: a start without kept weights, then one with them. Wall clock, and the processor time of all processes
 until then, which a loaded machine changes less.
@@ -43,8 +43,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", choices=SHAPES, default="500m")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cpu-memory-utilization", default="0.1", help="of `splitserve up`")
     parser.add_argument("--json", type=Path)
-    arguments, options = parser.parse_known_args()
+    arguments = parser.parse_args()
+    options = ["--cpu-memory-utilization", arguments.cpu_memory_utilization]
     record: dict[str, object] = {"environment": environment()}
     with tempfile.TemporaryDirectory() as folder:
         model, log = Path(folder) / "model", Path(folder) / "log"

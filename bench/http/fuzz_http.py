@@ -42,7 +42,6 @@ from .hostile_requests import HostileRequests
 from .streaming import Server, model_folder, workers_of
 
 CONTEXT = 256  # tokens: what a request gets that sets no bound
-RECEIVE_TIMEOUT_S = 20.0
 STEP_EVERY_S = 0.002
 SAMPLE_EVERY_S = 0.5
 START_S = (
@@ -209,11 +208,7 @@ def attacked(folder: Path) -> Iterator[tuple[Server, str, Path]]:
         "control-address": control,
         "dead-after-s": 60,
     }
-    options |= {
-        "tenants-file": folder / "tenants",
-        "batch-file": folder / "batches",
-        "receive-timeout-s": RECEIVE_TIMEOUT_S,
-    }
+    options |= {"tenants-file": folder / "tenants", "batch-file": folder / "batches"}
     options |= {"log-level": "warning", "max-queue": 100_000}
     command = [sys.executable, "-m", "splitserve.cli", "coordinator", "--insecure"]
     command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
