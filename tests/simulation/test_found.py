@@ -86,3 +86,9 @@ def test_a_row_is_granted_once_where_several_coordinators_fill_a_worker() -> Non
     worker more than it has rows."""
     scenario = Scenario(Faults(coordinator_restart_every=1.0), Cluster(num_coordinators=3), rate=240.0)
     assert not any(simulate(seed, scenario, requests=300).violations for seed in range(2, 7))
+
+
+def test_a_process_that_leaves_while_a_copy_hangs_is_ended() -> None:
+    """A copy between devices could not be called back when its process left in good order: the process was
+    killed at the end of its last turn, and the simulator with it."""
+    assert not simulate(3638969122, draw_scenario(3638969122), requests=500).violations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -166,7 +167,8 @@ class WorkerProcess(Process):
 
     def _end(self) -> None:
         self.turning = True
-        self.worker.close()
+        with suppress(Killed):  # it is over: a copy that cannot be called back ends it by force
+            self.worker.close()
         self.turning = False
         self.world.kill(self)
 
