@@ -92,3 +92,8 @@ def test_a_process_that_leaves_while_a_copy_hangs_is_ended() -> None:
     """A copy between devices could not be called back when its process left in good order: the process was
     killed at the end of its last turn, and the simulator with it."""
     assert not simulate(3638969122, draw_scenario(3638969122), requests=500).violations
+
+
+def test_a_process_may_be_killed_in_the_turn_in_which_a_role_begins() -> None:
+    """The simulator asked the new role for its incarnation, which it did not know yet."""
+    assert not simulate(2754393244, draw_scenario(2754393244), requests=500).violations

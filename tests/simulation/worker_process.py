@@ -23,7 +23,7 @@ from splitserve.engine.step.step_progress import LayerProgress
 from splitserve.engine.worker_model import CPU
 from splitserve.transport.handoff.layer_slicing import SlicingMode
 from splitserve.transport.handoff.protocol import HandoffTimes
-from splitserve.transport.messages.messages import Cancel, ModelIdentity, Role, from_u32
+from splitserve.transport.messages.messages import Cancel, ModelIdentity, PeerId, Role, from_u32
 from splitserve.worker.loop import Worker
 from splitserve.worker.parts import ModelFacts, RoleParts, WorkerParts, WorkerTimes
 from splitserve.worker.settings import DecodeSettings, FlexibleSettings, PrefillSettings
@@ -93,6 +93,10 @@ class WorkerProcess(Process):
         """Roles that have ended, while some peer has not confirmed it."""
         return len(self.worker._retiring)
 
+    def role_ids(self) -> list[PeerId]:
+        """Those of its roles, without one that begins in this very turn."""
+        return [role.id for role in self.roles.values() if role.reach_check is not None]
+
     def poll(self) -> None:
         """One turn of the loop."""
         if self.turning:
@@ -110,7 +114,7 @@ class WorkerProcess(Process):
             role.die()
 
     def freeze(self, seconds: float) -> None:
-        self.world.struck.update(role.id for role in self.roles.values())
+        self.world.struck.update(self.role_ids())
         super().freeze(seconds)
 
     def audit(self) -> None:

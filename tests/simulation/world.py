@@ -131,7 +131,7 @@ class World:
         turn."""
         if not process.alive:
             return
-        self.struck.update(role.id for role in process.roles.values())
+        self.struck.update(process.role_ids())
         process.die()
         for coordinator in self.coordinators.values():
             coordinator.process_ended(process.pid)
