@@ -72,7 +72,7 @@ class VirtualControlSocket(VirtualListener):
         """``sees_connections``: it notices that a worker's connection is gone, as ZeroMQ does."""
         super().__init__(VirtualNetwork(process, HOST), process.name, frozenset(FROM_WORKER))
         self._process, self._sees_connections = process, sees_connections
-        self._lost_any = False
+        self._lost_any = self._read_failed = False
         self.reached: dict[WorkerId, bool] = {}  # by the last call of ``reach``
 
     def come(self, channel: VirtualChannel, message: Message) -> None:
@@ -102,7 +102,9 @@ class VirtualControlSocket(VirtualListener):
         return self.reached[worker]
 
     def receive(self, limit: int) -> list[tuple[bytes, Message]]:
+        self._read_failed = True
         self._process.maybe_defect()
+        self._read_failed = False
         messages, self.inbox = self.inbox[:limit], self.inbox[limit:]
         return messages
 
@@ -115,6 +117,8 @@ class VirtualControlSocket(VirtualListener):
     def unread(self, worker: WorkerId) -> str:
         """What of a worker that has ended was not read; empty: nothing."""
         identity, faults = identity_of(*worker), self.world.scenario.faults
+        if self._read_failed:  # by a planted defect
+            return ""
         if any(sender == identity for sender, _ in self.inbox):
             return "messages that had arrived"
         if faults.drop or faults.mangle or faults.late or faults.double or faults.partition_every:
