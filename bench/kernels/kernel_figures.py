@@ -33,6 +33,7 @@ from .gpu_timing import Call, Ceilings, Figure, bytes_figure, flops_figure, micr
 BFLOAT16 = torch.bfloat16
 LLAMA_8B = (8, 4, 128)  # KV heads, heads that share each, head_dim
 TINY = (1, 2, 64)
+SMALL = TileShape(16, 32, 4, 3)
 BLOCK_SIZE = 64
 ROTATED_BYTES = 300e6  # buffers used in turn outgrow a 50 MB cache
 DECODES = (
@@ -50,6 +51,8 @@ TILES = (
     (TileShape(16, 64, 4, 3), 3), (TileShape(16, 64, 4, 7), 2), (TileShape(16, 32, 4, 7), 4),
     (TileShape(16, 32, 4, 5), 4), (TileShape(16, 128, 4, 3), 3), (TileShape(16, 64, 8, 5), 2),
 )  # fmt: skip
+# the same for prefill; compiled for sm_90 it has 9% fewer instructions a key and half the barriers
+PREFILL_TILES = (TileShape(128, 128, 8, 2),)
 
 
 def decode_figures(device: str, ceilings: Ceilings, big: bool) -> Iterator[Figure]:
@@ -71,7 +74,10 @@ def prefill_figures(device: str, ceilings: Ceilings, big: bool) -> Iterator[Figu
     heads = LLAMA_8B if big else TINY
     for chunk, cached in PREFILLS if big else ((20, 30),):
         yield prefill_figure(device, ceilings, chunk, cached, heads, big)
-    yield prefill_figure(device, ceilings, *((8192, 0) if big else (9, 9)), heads, big, exact=True)
+    longest = (8192, 0) if big else (9, 9)
+    yield prefill_figure(device, ceilings, *longest, heads, big, exact=True)
+    for tile in PREFILL_TILES:
+        yield prefill_figure(device, ceilings, *longest, heads, big, tile=tile if big else SMALL)
 
 
 def decode_figure(
@@ -109,6 +115,7 @@ def prefill_figure(
     heads: tuple[int, int, int],
     big: bool,
     exact: bool = False,
+    tile: TileShape | None = None,
 ) -> Figure:
     num_kv_heads, group, head_dim = heads
     pool, inputs = _cache(device, 1, cached + chunk, 1, num_kv_heads, head_dim, BFLOAT16)
@@ -120,12 +127,12 @@ def prefill_figure(
     )
     q = torch.randn((chunk, num_kv_heads * group, head_dim), device=device).to(BFLOAT16)
     out = torch.empty((chunk, num_kv_heads * group * head_dim), dtype=BFLOAT16, device=device)
-    tile = (exact_tile(head_dim) if exact else prefill_tile(head_dim)) if big else TileShape(16, 32, 4, 3)
-    plan = plan_prefill(inputs, chunk, group, tile, singles=False)
+    usual = (exact_tile(head_dim) if exact else prefill_tile(head_dim)) if big else SMALL
+    plan = plan_prefill(inputs, chunk, group, tile or usual, singles=False)
     us = microseconds([partial(prefill_attention, out, q, pool, 0, inputs, plan, exact)])
     name = (
         f"prefill attention, {chunk} tokens after {cached}, {num_kv_heads} x {group} heads of "
-        f"{head_dim}{', exact' if exact else ''}"
+        f"{head_dim}{', exact' if exact else f', {tile}' if tile else ''}"
     )
     pairs = chunk * cached + chunk * (chunk + 1) / 2
     return flops_figure(name, us, 4 * num_kv_heads * group * head_dim * pairs, ceilings)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -79,3 +81,18 @@ def test_a_float8_linear_with_a_scale_a_channel_is_close() -> None:
     found = (quantized.double() * scales.double()) @ (linear._weight.double() * linear._scales.double()).t()
     columns = (found - expected).norm(dim=0) / expected.norm(dim=0)
     assert columns.max() < 0.1
+
+
+def test_a_float8_product_sums_in_the_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other way, torch's default, adds each 128 products up in float32 on ordinary cores."""
+    asked, product = [], torch._scaled_mm
+
+    def noted(*args: torch.Tensor, **options: Any) -> torch.Tensor:
+        asked.append(options["use_fast_accum"])
+        return product(*args, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", noted)
+    x, weight = randn(20, 64, dtype=torch.bfloat16), randn(48, 64, dtype=torch.bfloat16, seed=1)
+    for per_channel in (True, False):
+        Fp8Linear(weight, None, per_channel)(x)
+    assert asked == [True, True]
