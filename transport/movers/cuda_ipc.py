@@ -114,6 +114,8 @@ class CudaIpcSource(BackgroundSource):
 
 _NON_BLOCKING, _NO_TIMING, _LAZY_PEER_ACCESS, _ANY_DIRECTION = 1, 2, 1, 4
 _NOT_READY = 600
+_EXPANDABLE = "expandable_segments:True"
+_ALLOCATOR_OPTIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # environment variables of torch
 
 
 class CudaRuntime(Protocol):
@@ -165,7 +167,15 @@ class LoadedCudart:
 
     def share(self, pointer: int) -> tuple[bytes, int]:
         handle, base, size = _Handle(), ctypes.c_uint64(), ctypes.c_size_t()
-        self._call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(pointer))
+        try:
+            self._call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(pointer))
+        except MoverError as error:
+            if not any(_EXPANDABLE in os.environ.get(name, "") for name in _ALLOCATOR_OPTIONS):
+                raise
+            raise MoverError(
+                f"CUDA shares no memory that torch allocates with {_EXPANDABLE} ({error}); unset it in "
+                f"{' and '.join(_ALLOCATOR_OPTIONS)} to use the mover cuda_ipc"
+            ) from None
         if self._driver.cuMemGetAddressRange_v2(
             ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(pointer)
         ):
@@ -212,6 +222,8 @@ class LoadedCudart:
         """On this object's device, whatever the thread's current one is."""
         self._library.cudaSetDevice(self._device)
         error: int = getattr(self._library, name)(*arguments)
+        if error:
+            self._library.cudaGetLastError()  # else this thread's next kernel launch by torch would raise it
         if error not in (0, unless):
             raise MoverError(
                 f"{name}: {self._library.cudaGetErrorString(error).decode()} (CUDA error {error})"

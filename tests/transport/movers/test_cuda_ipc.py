@@ -176,3 +176,50 @@ def test_without_a_cuda_runtime_it_says_so() -> None:
         pytest.skip("this torch brings a CUDA runtime")
     with pytest.raises(MoverError, match="CUDA runtime"):
         LoadedCudart(0)
+
+
+class PlayedCudart:
+    """libcudart as ctypes loads it. Its calls fail with ``error``, which stays the thread's last error until
+    that is asked for."""
+
+    def __init__(self, error: int) -> None:
+        self.error, self.last_error = error, 0
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: object) -> int:
+            if name == "cudaGetLastError":
+                last, self.last_error = self.last_error, 0
+                return last
+            if name == "cudaSetDevice":
+                return 0
+            self.last_error = self.error
+            return self.error
+
+        return call
+
+    def cudaGetErrorString(self, error: int) -> bytes:
+        return b"invalid argument"
+
+    def loaded(self) -> LoadedCudart:
+        runtime = LoadedCudart.__new__(LoadedCudart)
+        runtime._library, runtime._device = self, 0  # type: ignore[assignment]
+        return runtime
+
+
+def test_a_call_that_fails_leaves_no_error_to_the_next_kernel_launch() -> None:
+    library = PlayedCudart(1)
+    with pytest.raises(MoverError, match="cudaStreamDestroy: invalid argument"):
+        library.loaded().end_stream(0)
+    assert library.last_error == 0
+    library.error = cuda_ipc._NOT_READY
+    assert not library.loaded().is_over(0)
+    assert library.last_error == 0
+
+
+def test_memory_in_expandable_segments_is_named_as_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
+    with pytest.raises(MoverError, match=r"expandable_segments:True.*unset it in PYTORCH_ALLOC_CONF"):
+        CudaIpcTarget(0, PlayedCudart(1).loaded())
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    with pytest.raises(MoverError, match=r"^cudaIpcGetMemHandle: invalid argument \(CUDA error 1\)$"):
+        CudaIpcTarget(0, PlayedCudart(1).loaded())

@@ -3,20 +3,24 @@ error, and a late piece never reaches a block whose lease has ended."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from support.kv_pools import DEADLINE_S, NUM_BLOCKS, NUM_LAYERS, SECRET, empty_pool, filled_pool, until
 
 from splitserve.transport.errors import MoverError
 from splitserve.transport.messages.messages import Message, ParcelComing, RendezvousEntry, SessionOver, u32
 from splitserve.transport.movers import lease_book
-from splitserve.transport.movers.block_memory import HostMemory
+from splitserve.transport.movers.block_memory import BlockMemory, HostMemory
 from splitserve.transport.movers.interface import Arrival, Pool
-from splitserve.transport.movers.nccl import communicator
+from splitserve.transport.movers.nccl import communicator, sending
 from splitserve.transport.movers.nccl.receiving import NcclTarget
 from splitserve.transport.movers.nccl.sending import NcclSource
 
@@ -223,6 +227,44 @@ def test_strangers_words_make_nothing(pair: Pair) -> None:
 def test_pools_on_different_devices_are_refused() -> None:
     with pytest.raises(MoverError, match=r"cpu.*cuda"):
         NcclSource(b"cuda", HostMemory(filled_pool(2)), (2, NUM_LAYERS, 16))
+
+
+def test_two_ends_on_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_gpu(uuid: str) -> BlockMemory:
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuid))
+        memory: BlockMemory = SimpleNamespace(device=torch.device("cuda", 0))  # type: ignore[assignment]
+        return memory
+
+    target = NcclTarget(on_gpu("a"), (2, NUM_LAYERS, 16))
+    address = target.address(WRITER)
+    target.close_all()
+    with pytest.raises(MoverError, match="no two processes on one GPU"):
+        NcclSource(address, on_gpu("a"), (2, NUM_LAYERS, 16))
+    with pytest.raises(MoverError, match=r"cuda b.*cpu"):
+        NcclSource(b"cpu", on_gpu("b"), (2, NUM_LAYERS, 16))
+    monkeypatch.setattr(sending.CommunicatorThread, "start", lambda thread: None)
+    assert not NcclSource(address, on_gpu("b"), (2, NUM_LAYERS, 16)).is_over
+
+
+def test_torchs_watchdog_is_off_before_the_first_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its defaults it ends the whole process when a peer dies in mid-transfer."""
+    found: list[tuple[dict[str, str | None], float]] = []
+
+    class Group:
+        def __init__(self, store: object, rank: int, size: int, options: SimpleNamespace) -> None:
+            limits = {name: os.environ.get(name) for name in communicator.WATCHDOG}
+            found.append((limits, options._timeout.total_seconds()))
+
+        Options = SimpleNamespace
+
+    for name in communicator.WATCHDOG:
+        monkeypatch.setenv(name, "3")
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    communicator.Communicator(communicator.SharedStore(lambda key, value: None), 0, torch.device("cuda", 0))
+    ((limits, timeout),) = found
+    assert set(limits.values()) == {"0"}
+    assert timeout > 100 * communicator.PARCEL_S
 
 
 def test_closing_does_not_wait_for_a_peer_that_is_silent(pair: Pair) -> None:

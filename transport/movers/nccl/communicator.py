@@ -12,6 +12,7 @@ meeting makes another.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +28,23 @@ MEET_S = 15.0  # both ends must have exchanged their addresses by then
 PARCEL_S = 10.0  # a parcel that has not left, or not come, by then breaks the communicator
 LOOK_S = 0.0002
 CLOSE_S = 0.2
+WATCHDOG_S = 3600.0  # torch's own limit for a parcel: ours, PARCEL_S, always comes first
+WATCHDOG = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+}
+"""Environment that torch reads when it makes a group. By default its watchdog and its heartbeat monitor end the
+process when a peer dies or is late; a transfer is all that a peer's death may cost, and we look after that."""
+
+
+def place_of(device: torch.device) -> str:
+    """Return the kind of device, and of a GPU its UUID: what two ends compare before they make a
+    communicator."""
+    if device.type != "cuda":
+        return device.type
+    return f"{device.type} {torch.cuda.get_device_properties(device).uuid}"
 
 
 class SharedStore(Store):
@@ -80,8 +98,9 @@ class Communicator:
         self._peer, self._stream = 1 - rank, None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            os.environ.update(WATCHDOG)
             nccl = dist.ProcessGroupNCCL.Options()
-            nccl._timeout = timedelta(seconds=PARCEL_S)
+            nccl._timeout = timedelta(seconds=WATCHDOG_S)
             self._group: Any = dist.ProcessGroupNCCL(store, rank, 2, nccl)
         else:
             gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]

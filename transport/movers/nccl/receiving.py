@@ -21,7 +21,7 @@ from ...messages.incarnation import is_earlier
 from ...messages.messages import Message, ParcelComing, PeerId, RendezvousEntry, SessionOver, from_u32
 from ..block_memory import BlockMemory
 from ..lease_book import PARCEL_BYTES, BookedTarget, Claim, LeaseBook, ParcelHeader
-from .communicator import CLOSE_S, Communicator, CommunicatorThread
+from .communicator import CLOSE_S, Communicator, CommunicatorThread, place_of
 
 MAX_WAITING = 1 << 16  # parcels announced and not received; more end the session
 MAX_REASON = 4096  # characters
@@ -202,7 +202,7 @@ class NcclTarget(BookedTarget):
     def address(self, peer: PeerId) -> bytes:
         with self._lock:
             self._sessions.meet(peer)
-        return self._memory.device.type.encode()
+        return place_of(self._memory.device).encode()
 
     def shut_out(self, peer: PeerId) -> bool:
         """True at once: only this process writes."""

@@ -23,7 +23,7 @@ from ..block_memory import BlockMemory
 from ..interface import Arrival, Item, layer_slice
 from ..lease_book import cut
 from . import communicator as library
-from .communicator import CLOSE_S, Communicator, CommunicatorThread
+from .communicator import CLOSE_S, Communicator, CommunicatorThread, place_of
 
 SLACK_S = 1.0  # the communicator's own limits come first
 _numbers = itertools.count(time.time_ns())  # of sessions: greater than all before, also after a restart
@@ -176,12 +176,14 @@ class NcclSource(SendingSession):
 
     def __init__(self, address: bytes, memory: BlockMemory, shape: tuple[int, ...]) -> None:
         """``shape``: of the own pool. Make the communicator in the background. MoverError where the peer's
-        pool lies on another kind of device."""
-        ours, theirs = memory.device.type, address.decode(errors="replace")
-        if ours != theirs:
+        pool lies on another kind of device, or on the same GPU."""
+        ours, theirs = place_of(memory.device), address.decode(errors="replace")
+        if ours.split()[:1] != theirs.split()[:1]:
             raise MoverError(
                 f"the mover nccl needs pools of one kind; here it is {ours}, at the peer {theirs}"
             )
+        if memory.device.type == "cuda" and ours == theirs:
+            raise MoverError("NCCL connects no two processes on one GPU: use cuda_ipc there")
         super().__init__(next(_numbers), max(library.MEET_S, library.PARCEL_S) + SLACK_S, time.monotonic)
         self._memory, self._shape = memory, shape
         self._thread = CommunicatorThread(0, memory.device, self.send_entry, self._carry_next, self._broke)
