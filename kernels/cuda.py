@@ -55,12 +55,13 @@ class CudaKernels:
         self._prefill_shape = prefill_shape
 
     def linear(self, weight: Tensor | Sequence[Tensor], bias: Tensor | None) -> Linear:
-        whole = joined(weight)
-        if self._exact:
-            return ExactLinear(whole, bias)
-        if self._fp8_linears and whole.shape[0] % MULTIPLE == whole.shape[1] % MULTIPLE == 0:
-            return Fp8Linear(whole, bias)
-        return TorchLinear(whole, bias)
+        parts = [weight] if isinstance(weight, Tensor) else weight
+        if self._fp8_linears and sum(map(len, parts)) % MULTIPLE == parts[0].shape[1] % MULTIPLE == 0:
+            return Fp8Linear(parts, bias)
+        return ExactLinear(joined(weight), bias) if self._exact else TorchLinear(joined(weight), bias)
+
+    def head(self, weight: Tensor) -> Linear:
+        return ExactLinear(weight, None) if self._exact else TorchLinear(weight, None)
 
     def embedding(self, table: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
         return embedding(table, token_ids, dtype)

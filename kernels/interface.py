@@ -115,6 +115,11 @@ class Kernels(Protocol):
         Any layout may come of it; the tensors may be dropped afterwards."""
         ...
 
+    def head(self, weight: Tensor) -> Linear:
+        """Prepare weight [vocab_size, hidden_size], hidden states to logits: as ``linear``, but never in
+        float8, where close logits would change places."""
+        ...
+
     def embedding(self, table: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows of table [vocab_size, hidden_size] as ``dtype``; token_ids int32 [num_tokens]."""
         ...

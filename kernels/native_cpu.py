@@ -134,6 +134,9 @@ class NativeCpuKernels:
         own = PackedLinear(weight, bias, self._packed, self._panel, rows)
         return own if rows == NEVER else LinearByRows(own, OneDnnLinear(joined(weight), bias))
 
+    def head(self, weight: Tensor) -> Linear:
+        return self.linear(weight, None)
+
     def _rows_of_onednn(self, weight: Tensor | Sequence[Tensor]) -> int:
         if self._choices is None or weight[0].dtype != torch.bfloat16:
             return NEVER

@@ -34,6 +34,9 @@ class TorchKernels:
     def linear(self, weight: Tensor | Sequence[Tensor], bias: Tensor | None) -> Linear:
         return TorchLinear(joined(weight), bias)
 
+    def head(self, weight: Tensor) -> Linear:
+        return self.linear(weight, None)
+
     def embedding(self, table: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
         return table.index_select(0, token_ids).to(dtype)
 

@@ -66,7 +66,7 @@ class LayerLoader:
 
     def vocabulary_head(self, name: str) -> Linear:
         """Hidden states to logits."""
-        return self.kernels.linear(self._tensor(f"{name}.weight"), None)
+        return self.kernels.head(self._tensor(f"{name}.weight"))
 
     def vocabulary_table(self, name: str) -> Tensor:
         """[vocab_size, hidden_size]. On CPUs it stays in the memory map of the weights file, in the file's

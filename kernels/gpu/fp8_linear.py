@@ -11,6 +11,8 @@ in_features. The products need a GPU with float8 instructions (Ada, Hopper or la
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -19,21 +21,37 @@ from torch import Tensor
 from ..reference import E4M3_LARGEST
 
 SMALLEST_SCALE = 1e-12
+SLICE_BYTES = 32 << 20  # of a weight as float32, quantised at a time
 MULTIPLE = 16  # of in_features and out_features, for torch's scaled product
 
 
 class Fp8Linear:
     """See ``interface.Linear``."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, per_channel: bool = True) -> None:
-        assert weight.shape[0] % MULTIPLE == weight.shape[1] % MULTIPLE == 0, (
-            f"{tuple(weight.shape)}: not multiples of {MULTIPLE}"
+    def __init__(
+        self, weight: Tensor | Sequence[Tensor], bias: Tensor | None, per_channel: bool = True
+    ) -> None:
+        """``weight``: one matrix, or several whose outputs stand side by side. They are quantised by slices of
+        rows, so that beside them and the result no more than SLICE_BYTES are taken, three times."""
+        parts = [weight] if isinstance(weight, Tensor) else list(weight)
+        out_features, in_features = sum(map(len, parts)), parts[0].shape[1]
+        assert out_features % MULTIPLE == in_features % MULTIPLE == 0, (
+            f"{out_features} x {in_features}: not multiples of {MULTIPLE}"
         )
-        largest = weight.float().abs().amax(dim=1 if per_channel else (0, 1), keepdim=True)
+        step = max(1, SLICE_BYTES // (4 * in_features))
+        slices = [rows for part in parts for rows in part.split(step)]
+        largest = torch.cat([rows.float().abs_().amax(dim=1, keepdim=True) for rows in slices])
+        if not per_channel:
+            largest = largest.amax(dim=0, keepdim=True)
         self._scales = (largest / E4M3_LARGEST).clamp(min=SMALLEST_SCALE)  # [out_features or 1, 1]
-        self._weight = (
-            (weight.float() / self._scales).clamp(-E4M3_LARGEST, E4M3_LARGEST).to(torch.float8_e4m3fn)
-        )
+        self._weight = parts[0].new_empty((out_features, in_features), dtype=torch.float8_e4m3fn)
+        start = 0
+        for rows in slices:
+            end = start + len(rows)
+            scales = self._scales[start:end] if per_channel else self._scales
+            quantized = (rows.float() / scales).clamp_(-E4M3_LARGEST, E4M3_LARGEST)
+            self._weight[start:end] = quantized.to(torch.float8_e4m3fn)
+            start = end
         self._bias = None if bias is None else bias.bfloat16()
         self._per_channel = per_channel
 
