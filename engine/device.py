@@ -101,8 +101,7 @@ def bring(tensors: Sequence[Tensor]) -> Arrival:
     if not tensors or not tensors[0].is_cuda:
         return lambda: tensors
     host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
-    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    done.record(torch.cuda.current_stream())
+    done = mark_stream()
 
     def arrived() -> Sequence[Tensor]:
         done.synchronize()
@@ -111,13 +110,19 @@ def bring(tensors: Sequence[Tensor]) -> Arrival:
     return arrived
 
 
+def mark_stream() -> torch.cuda.Event:
+    """Record an event in the current CUDA stream."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream())
+    return event
+
+
 def passed(device: torch.device) -> Callable[[], None]:
     """Return a call that waits until the device has done what was launched so far, but nothing that is
     launched later."""
     if device.type != "cuda":
         return lambda: None
-    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    done.record(torch.cuda.current_stream())
+    done = mark_stream()
     return done.synchronize
 
 

@@ -87,8 +87,12 @@ PURE = [
 ]
 
 
-def test_the_pure_cores_know_no_sockets_and_no_torch() -> None:
-    names = ", ".join(PURE)
+VIRTUAL = ["splitserve.worker.loop", "splitserve.planner.simulator.simulation"]
+"""What runs under virtual time."""
+
+
+def test_the_pure_cores_and_the_worker_know_no_sockets_and_no_torch() -> None:
+    names = ", ".join([*PURE, *VIRTUAL])
     code = (
         f"import sys, {names}; sys.exit(bool({{'torch', 'zmq', 'uvicorn', 'starlette'}} & set(sys.modules)))"
     )

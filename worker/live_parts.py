@@ -11,6 +11,7 @@ import msgspec
 import zmq
 
 from ..engine.cache.block_manager import BlockManager
+from ..engine.device import mark_stream
 from ..engine.step.grammar import GrammarThread
 from ..engine.step.step_progress import LayerProgress, StepForecast
 from ..engine.step.step_thread import StepThread
@@ -44,7 +45,7 @@ def live_parts(
     steps = Steps(
         device,
         model.num_layers,
-        partial(LayerProgress, model.device, wakeup.set),
+        partial(LayerProgress, wakeup.set, mark=mark_stream if model.device.type == "cuda" else None),
         clock.now,
         launches=model.launch is not None,
     )

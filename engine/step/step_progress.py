@@ -1,12 +1,12 @@
-"""How far the running step is: layers written, when it will be over; and the seconds that steps took."""
+"""How far the running step is: layers written, when it will be over; and the seconds that steps took. Free of
+torch."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Callable
-
-import torch
+from typing import Protocol
 
 LEAD_S = 0.003
 """Before a step's expected end: a step is made and launched in about a millisecond."""
@@ -15,6 +15,13 @@ EXPECTED = 0.9
 LOOKS_BACK = 4
 OVERSLEPT_S = 1e-4
 """A step that ends so soon after its ``sleep_until_nearly_over`` had ended before."""
+
+
+class Mark(Protocol):
+    """A place in a GPU's stream."""
+
+    def query(self) -> bool:
+        """Return whether all work before it has been done."""
 
 
 class LayerProgress:
@@ -26,11 +33,11 @@ class LayerProgress:
     an event in the stream marks it, which the loop polls while ``pending``.
     """
 
-    def __init__(self, device: torch.device, wake: Callable[[], None], every: int) -> None:
-        """``every``: report after each group of this many layers; 0: never."""
-        self._wake, self._every = wake, every
-        self._on_gpu = device.type == "cuda"
-        self._events: deque[tuple[int, torch.cuda.Event]] = deque()
+    def __init__(self, wake: Callable[[], None], every: int, mark: Callable[[], Mark] | None = None) -> None:
+        """``every``: report after each group of this many layers; 0: never. ``mark``: on a GPU, returns a new
+        event in the stream of the calling thread."""
+        self._wake, self._every, self._mark = wake, every, mark
+        self._marks: deque[tuple[int, Mark]] = deque()
         self._num_layers = 0
 
     def reached(self, num_layers: int) -> None:
@@ -38,24 +45,22 @@ class LayerProgress:
         layers."""
         if not self._every or num_layers % self._every:
             return
-        if self._on_gpu:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream())
-            self._events.append((num_layers, event))
+        if self._mark is not None:
+            self._marks.append((num_layers, self._mark()))
         else:
             self._num_layers = num_layers
         self._wake()
 
     def num_layers(self) -> int:
         """Layers whose keys and values are final; 0 before the first."""
-        while self._events and self._events[0][1].query():  # type: ignore[no-untyped-call]
-            self._num_layers = self._events.popleft()[0]
+        while self._marks and self._marks[0][1].query():
+            self._num_layers = self._marks.popleft()[0]
         return self._num_layers
 
     @property
     def pending(self) -> bool:
         """Ask again soon: a GPU has been given layers that it has not reached yet."""
-        return bool(self._events)
+        return bool(self._marks)
 
 
 class StepForecast:

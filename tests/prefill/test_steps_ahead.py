@@ -21,7 +21,7 @@ from support.models import make_checkpoint
 
 from splitserve.engine.cache.block_manager import BlockManager
 from splitserve.engine.cache.host_mirror import HostMirror
-from splitserve.engine.device import passed
+from splitserve.engine.device import mark_stream, passed
 from splitserve.engine.load_model import load_model
 from splitserve.engine.settings import WorkerSettings
 from splitserve.engine.step.batch import StepOutput
@@ -170,7 +170,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
 
 
 def on_gpu(every: int) -> LayerProgress:
-    return LayerProgress(torch.device("cuda"), lambda: None, every)
+    return LayerProgress(lambda: None, every, mark_stream)
 
 
 def test_layers_leave_a_gpu_when_its_stream_has_passed_them_and_the_next_step_comes_at_half(

@@ -20,7 +20,6 @@ from simulation.worker_role import WorkerRole
 
 from splitserve.engine.errors import EngineError
 from splitserve.engine.step.step_progress import LayerProgress
-from splitserve.engine.worker_model import CPU
 from splitserve.transport.handoff.layer_slicing import SlicingMode
 from splitserve.transport.handoff.protocol import HandoffTimes
 from splitserve.transport.messages.messages import Cancel, ModelIdentity, PeerId, Role, from_u32
@@ -207,7 +206,7 @@ class WorkerProcess(Process):
 
     def _parts(self, launches: bool) -> WorkerParts:
         world, clock = self.world, VirtualClock(self)
-        progress = partial(LayerProgress, CPU, self.poll)
+        progress = partial(LayerProgress, self.poll)
         return WorkerParts(
             clock,
             ModelFacts(self.model, EOS, MAX_MODEL_LEN, VOCABULARY, NUM_LAYERS),

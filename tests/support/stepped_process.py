@@ -8,7 +8,6 @@ from collections import deque
 from typing import Any
 
 import numpy as np
-import torch
 
 from splitserve.decode.core import DecodeCore
 from splitserve.decode.scheduler import DecodeScheduler
@@ -163,7 +162,7 @@ class SteppedProcess:
         self.device = Device(self.chance)
 
         def progress(every: int) -> LayerProgress:
-            return LayerProgress(torch.device("cpu"), lambda: None, every)
+            return LayerProgress(lambda: None, every)
 
         self.steps = Steps(self.device, NUM_LAYERS, progress, lambda: 0.0, launches)
         self.steps.add(self.prefill)

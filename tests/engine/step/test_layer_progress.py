@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import torch
 from support.batches import HandSequence, make_batch
 from support.models import make_checkpoint
 
@@ -29,7 +28,7 @@ def test_keys_and_values_are_final_when_their_layer_is_told(tmp_path: Path) -> N
 def test_only_every_so_many_layers_wake_the_loop() -> None:
     for every, reported in ((0, []), (1, [1, 2, 3, 4, 5]), (2, [2, 4]), (5, [5])):
         woken: list[None] = []
-        progress = LayerProgress(torch.device("cpu"), lambda woken=woken: woken.append(None), every)  # type: ignore[misc]
+        progress = LayerProgress(lambda woken=woken: woken.append(None), every)  # type: ignore[misc]
         seen = [progress.num_layers()]
         for layer in range(1, 6):
             progress.reached(layer)
