@@ -139,6 +139,10 @@ class Device(Protocol):
     def sent_checksums(self, mover: str, blocks: Sequence[int]) -> list[int]:
         """Return the checksums of blocks all of whose layers have been added."""
 
+    def sums_on_device(self, mover: str) -> bool:
+        """Return whether the GPU itself sums the blocks of this mover: one call costs about the same for one
+        block as for many."""
+
     def checksums(self, mover: str, blocks: Sequence[int]) -> list[int]:
         """Return the checksums of blocks as this mover has written them."""
 

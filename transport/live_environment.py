@@ -106,8 +106,11 @@ class LiveDevice:
     def block_bytes(self) -> int:
         return int(self._blocks.pool[0].nbytes)
 
+    def sums_on_device(self, mover: str) -> bool:
+        return self._on_device is not None and mover in ON_DEVICE
+
     def fetch(self, mover: str, blocks: Sequence[int], first_layer: int, num_layers: int) -> None:
-        if self._on_device is None or mover not in ON_DEVICE:
+        if not self.sums_on_device(mover):
             self._blocks.fetch(blocks, first_layer, num_layers)
 
     def add_sent(self, mover: str, blocks: Sequence[int], first_layer: int, num_layers: int) -> None:
@@ -122,7 +125,7 @@ class LiveDevice:
         return checksums(self._blocks.pool, blocks)
 
     def store(self, mover: str, blocks: Sequence[int]) -> None:
-        if self._on_device is None or mover not in ON_DEVICE:
+        if not self.sums_on_device(mover):
             self._blocks.store(blocks)
 
     def _sums(self, mover: str) -> RunningChecksums | DeviceChecksums:

@@ -52,6 +52,9 @@ class VirtualDevice:
     def _memory(self) -> Memory:
         return self._process.memory
 
+    def sums_on_device(self, mover: str) -> bool:
+        return mover == "cuda_ipc"
+
     def fetch(self, mover: str, blocks: Sequence[int], first_layer: int, num_layers: int) -> None:
         self._process.blocks.begin_put(blocks)
         self._counts["blocks put" if num_layers == NUM_LAYERS else "layers put"] += len(blocks)

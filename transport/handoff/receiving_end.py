@@ -20,6 +20,7 @@ from .receiver import HandoffReceiver
 RECEIVING = (OpenLease, ExpectAgain, CloseLease, Verify)
 RECEIVE_LIMIT = 256
 CHECK_BYTES = 8 << 20  # verified in one turn of the loop: about a millisecond
+DEVICE_CHECK_BYTES = 1 << 30  # the same where the GPU sums them: it takes 0.2 ms for one block or for many
 OnMessage = Callable[[Message, float], None]
 _log = logging.getLogger(__name__)
 
@@ -48,11 +49,14 @@ class ReceivingEnd:
         check_bytes: int = CHECK_BYTES,
     ) -> None:
         """``listen``: for prefill workers, which find it at ``host``. ``check_bytes``: verified in one call
-        of ``check``."""
+        of ``check`` by the CPU."""
         self._network, self._device = environment.network, environment.device
         self._movers, self._host = movers, host
         self.endpoints = movers.endpoints
-        self._blocks_a_check = max(1, check_bytes // self._device.block_bytes)
+        self._blocks_a_check = {  # whether the GPU sums them: the most in one call of ``check``
+            on_device: max(1, num_bytes // self._device.block_bytes)
+            for on_device, num_bytes in ((False, check_bytes), (True, DEVICE_CHECK_BYTES))
+        }
         self._identities: dict[PeerId, bytes] = {}  # the channel to answer each writer on
         self._processes: dict[PeerId, LocalProcess | None] = {}  # writers on this host
         self._checks: deque[Verify] = deque()
@@ -94,14 +98,18 @@ class ReceivingEnd:
 
     def check(self, core: ReceivingCore, now: float) -> None:
         """Verify some of the arrived blocks: a few in each turn, so that a long prompt's blocks delay no
-        other sequence's tokens."""
-        room = self._blocks_a_check
-        while self._checks and room > 0:
-            check = self._checks.popleft()
-            if len(check.positions) > room:
-                check, rest = check.split(room)
+        other sequence's tokens. Blocks that the GPU sums are checked in one call."""
+        room = dict(self._blocks_a_check)
+        while self._checks:
+            check = self._checks[0]
+            on_device = self._device.sums_on_device(core.receiver.leases.mover_of(check.lease))
+            if not room[on_device]:
+                return
+            self._checks.popleft()
+            if len(check.positions) > room[on_device]:
+                check, rest = check.split(room[on_device])
                 self._checks.appendleft(rest)
-            room -= len(check.positions)
+            room[on_device] -= len(check.positions)
             self._verify(check, core, now)
 
     def release_dead_writers(self, core: ReceivingCore, now: float) -> None:
