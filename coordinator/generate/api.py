@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Callable
 from time import monotonic
 from typing import Any, TypeVar
@@ -20,7 +19,7 @@ from ..errors import ApiError, InternalError, InvalidRequest, MethodNotAllowed, 
 from ..http.access.access import Access
 from ..http.access.forwarded import TrustedProxies
 from ..http.body import ClientGone
-from ..http.call import JSON, Answering, Call, Endpoint
+from ..http.call import JSON, Answering, Call
 from ..http.limits import LARGE_BODY_BYTES, HttpLimits
 from ..http.overload import Overload
 from ..lifecycle.request import Dispatcher
@@ -35,11 +34,11 @@ from ..text.served_model import ServedModel
 from .bodies.fields import UnknownFields
 from .costly import CostlyPlanner
 from .exchange import HttpExchange
-from .plan import GenerateRequest, Planner, RequestPlan, parse
+from .plan import Planner, RequestPlan, parse
 from .reader.body_reader import BodyReader
+from .request_ids import HEADER, RequestIds, client_id
+from .request_sampling import GenerateRequest
 
-STEMS: dict[Endpoint, str] = {"/v1/chat/completions": "chatcmpl", "/v1/completions": "cmpl"}
-"""How the ids of requests begin."""
 SWEEP_EVERY_S = 1.0
 OVERDUE_S = 5.0
 """Seconds after its deadline at which a response is ended here, should the lifecycle have failed to."""
@@ -89,8 +88,7 @@ class GenerationApi:
         self._planner = Planner(model, limits)
         self._costly = CostlyPlanner(self._planner, self.reader, self._tenancy.limiter, dispatcher)
         self._preparing: set[asyncio.Task[None]] = set()
-        self._id_stem = secrets.token_hex(10)  # of this process; requests are numbered
-        self._num_requests = 0
+        self._ids = RequestIds()
         self._arrived: list[tuple[Call, float]] = []  # complete calls, and when: monotonic seconds
         self._sweep: asyncio.TimerHandle | None = None  # set while anything is open
 
@@ -108,12 +106,14 @@ class GenerationApi:
 
     def refuse(self, call: Call, error: ApiError, id: str = "") -> None:
         """Answer with an error as the whole response, under this id or a new one."""
-        id = id or self._new_id(call.endpoint)
+        named = client_id(call.headers)
+        id = id or self._ids.new(call.endpoint, named)
         self.metrics.request_ended(call.endpoint, str(error.status))
         self.metrics.refused(error)
         if self.bodies is not None:
             self.metrics.failures.call(BODY_LOG, self.bodies.refused, call, id, error.status, error.body())
-        call.respond(error.status, [JSON, (b"x-request-id", id.encode()), *error.headers()], error.body())
+        header = HEADER, (named or id).encode()
+        call.respond(error.status, [JSON, header, *error.headers()], error.body())
 
     def closed(self, call: Call) -> None:
         self.metrics.num_open -= 1
@@ -216,7 +216,7 @@ class GenerationApi:
                 self._failed(call, error)
 
     def _failed(self, call: Call, error: Exception) -> None:
-        id = self._new_id(call.endpoint)
+        id = self._ids.new(call.endpoint, client_id(call.headers))
         if not isinstance(error, ApiError):
             fields = {"fields": {"request_id": id}}
             _log.error("%s: a request to %s failed", id, call.endpoint, exc_info=error, extra=fields)
@@ -230,12 +230,13 @@ class GenerationApi:
             raise InvalidRequest(f"n: {asked}; at most {most} are allowed", param="n")
         if plan.unknown_fields:
             self._unknown.note(plan.unknown_fields)
-        id, trace = self._new_id(call.endpoint), None
+        named = plan.request_id or client_id(call.headers)
+        id, trace = self._ids.new(call.endpoint, named), None
         if self.tracing is not None:
             trace = begin_trace(self.tracing, call.endpoint, call.headers, arrival, self.metrics.failures)
         answering: Answering = call if self.bodies is None else self.bodies.record(call)
         call.drop_body()
-        exchange = HttpExchange(self, answering, plan, id, arrival, trace)
+        exchange = HttpExchange(self, answering, plan, id, arrival, trace, named)
         exchange.make_requests()
         return exchange
 
@@ -261,19 +262,23 @@ class GenerationApi:
             exchange.admission, exchange.more_headers = answer, headers_of(answer.room)
             call.responder = self.open[call] = exchange
             if self._sweep is None:
-                self._sweep = asyncio.get_running_loop().call_later(SWEEP_EVERY_S, self._end_overdue)
+                self._sweep = asyncio.get_running_loop().call_later(SWEEP_EVERY_S, self._look_after_open)
             if (meter := self._tenancy.meter) is not None:
                 self.metrics.failures.call("usage", lambda: meter.began(exchange.account.billing_begun()))
             exchange.submit()
 
-    def _end_overdue(self) -> None:
-        """End every response whose deadline has passed: the last defence against a forgotten request."""
-        self._sweep = (
-            asyncio.get_running_loop().call_later(SWEEP_EVERY_S, self._end_overdue) if self.open else None
-        )
+    def _look_after_open(self) -> None:
+        """Keep silent streams alive. End every response whose deadline has passed: the last defence against a
+        forgotten request."""
+        self._sweep = None
+        if self.open:
+            self._sweep = asyncio.get_running_loop().call_later(SWEEP_EVERY_S, self._look_after_open)
+        now = monotonic()
         for exchange in list(self.open.values()):
-            if exchange.deadline < monotonic() - OVERDUE_S:
+            if exchange.deadline < now - OVERDUE_S:
                 exchange.overdue()
+            else:
+                exchange.keep_alive(now, now + SWEEP_EVERY_S)
 
     def done(self, exchange: HttpExchange) -> None:
         """See ``Service``: replace the estimate of its tokens by their number, and bill it."""
@@ -285,10 +290,6 @@ class GenerationApi:
             )
             if meter is not None:
                 failures.call("usage", lambda: meter.ended(account.billing()))
-
-    def _new_id(self, endpoint: Endpoint) -> str:
-        self._num_requests += 1
-        return f"{STEMS[endpoint]}-{self._id_stem}{self._num_requests:012x}"
 
 
 def _estimate(plan: RequestPlan) -> int:

@@ -59,7 +59,6 @@ class Choice:
         "_exchange",
         "_form",
         "_itl",
-        "_last_write",
         "_logprob_sum",
         "_num_chars",
         "_num_shown",
@@ -75,6 +74,7 @@ class Choice:
         "ended",
         "first_token_at",
         "index",
+        "last_write",
         "num_tokens",
         "prompt",
         "request_id",
@@ -113,7 +113,7 @@ class Choice:
         )
         self._logprob_sum = 0.0
         self._opened = False
-        self._last_write = 0.0
+        self.last_write = 0.0  # monotonic seconds
         self._around = exchange.form.around_text(index) if plan.streamed else (b"", b"")
 
     def push(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
@@ -142,8 +142,8 @@ class Choice:
             head, tail = self._around
             self._write(head + orjson.dumps(text) + tail)
             now = monotonic()
-            self._itl.observe((now - self._last_write) / len(parts))
-            self._last_write = now
+            self._itl.observe((now - self.last_write) / len(parts))
+            self.last_write = now
         parts.clear()
 
     def end(self, ended: Ended) -> None:
@@ -212,14 +212,15 @@ class Choice:
         self._write(self._opening() + self._chunk(text, None))
         now = monotonic()
         if opened:
-            self._itl.observe((now - self._last_write) / num_tokens)
-        self._last_write = now
+            self._itl.observe((now - self.last_write) / num_tokens)
+        self.last_write = now
 
     def _opening(self) -> bytes:
         if self._opened:
             return b""
         self._opened = True
-        return self._form.opening(self.index)
+        usage = self._exchange.usage_so_far() if self._plan.usage_on_every_chunk else None
+        return self._form.opening(self.index, usage)
 
     def _chunk(self, text: str, reason: ReportedReason | None) -> bytes:
         usage = self._exchange.usage_so_far() if self._plan.usage_on_every_chunk else None
@@ -233,7 +234,7 @@ class Choice:
         if self._token_ids is None:
             return None
         shown, self._token_ids = self._token_ids, []
-        prompt = {} if self._showed_prompt else {"prompt_token_ids": list(self.prompt.token_ids)}
+        prompt = {} if self._showed_prompt else self._form.prompt_ids(self.prompt.token_ids)
         self._showed_prompt = True
         return {**prompt, "token_ids": shown}
 

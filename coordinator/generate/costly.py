@@ -11,8 +11,9 @@ from ..http.call import Call
 from ..lifecycle.request import Dispatcher
 from ..tenants.buckets import Shortage
 from ..tenants.tenancy import Admission, Answer, Limiter, refusal_of
-from .plan import PLAN_HEADERS, GenerateRequest, Planner, RequestPlan
+from .plan import PLAN_HEADERS, Planner, RequestPlan
 from .reader.body_reader import BodyReader
+from .request_sampling import GenerateRequest
 
 
 class CostlyPlanner:

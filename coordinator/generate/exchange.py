@@ -1,8 +1,8 @@
 """One HTTP request for tokens: its choices, its response, its end.
 
-A stream's headers go out with its first text: until then a refusal is an HTTP error like any other. An error
-after that ends each unfinished choice with ``finish_reason: "error"``, followed by one event that holds the
-error and by ``[DONE]``.
+A stream's headers go out with its first text, or after a silence: until then a refusal is an HTTP error like
+any other. An error after that ends each unfinished choice with ``finish_reason: "error"``, followed by one
+event that holds the error and by ``[DONE]``.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from .choice import Choice, best_of
 from .formats import DONE, error_event, format_of
 from .parsed_choice import ParsedChoice
 from .plan import MANY_CHOICES, RequestPlan
+from .silence import COMMENT, Silence
 
 MAX_PER_TURN = 64
 """Sequences that are submitted or cancelled before streams are served again: some milliseconds."""
@@ -62,10 +63,12 @@ class HttpExchange:
         id: str,
         arrival: float,
         trace: RequestTrace | None = None,
+        client_id: str = "",
     ) -> None:
-        """``arrival``: monotonic seconds."""
+        """``arrival``: monotonic seconds. ``client_id``: the client's name for it, which the answer has."""
         self.id, self.plan = id, plan
-        self.form = format_of(plan, id, service.model)
+        shown = f"{id.partition('-')[0]}-{client_id}" if client_id else id
+        self.form = format_of(plan, shown, service.model)
         self.itl = service.metrics.itl
         self.detokenizer = service.model.tokenizer.detokenizer
         self.choices: list[Choice] = []
@@ -83,7 +86,8 @@ class HttpExchange:
         self._finished: set[int] = set()  # choices whose last chunk was written
         self._num_running = 0  # of these, with the dispatcher
         self._closed = False
-        self._id_header = (b"x-request-id", id.encode())
+        self._silence = Silence(arrival)
+        self._id_header = (b"x-request-id", (client_id or id).encode())
         self._over = False  # the response is complete, or its client has gone
         self._reported = False  # the service knows that it is done
         self.requests: list[Request] = []  # made, and not submitted
@@ -139,10 +143,18 @@ class HttpExchange:
             self._begun = True
             self._call.start(200, [*STREAM_HEADERS, self._id_header, *self.more_headers])
 
+    def keep_alive(self, now: float, by: float) -> None:
+        """Send what a silent stream needs ``by`` then; monotonic seconds."""
+        if self._over or not self.plan.streamed:
+            pass
+        elif not self._begun and self._silence.headers_due(by):
+            self.begin()
+        elif self._begun and self._silence.comment_due(now, by, (c.last_write for c in self.choices)):
+            self.write(COMMENT)
+
     def stop_met(self, choice: Choice) -> None:
-        self._loop.call_soon(
-            self._dispatcher.cancel, choice.request_id
-        )  # not from within the dispatcher's own call
+        # not from within the dispatcher's own call
+        self._loop.call_soon(self._dispatcher.cancel, choice.request_id)
 
     def choice_ended(self, choice: Choice, ended: Ended) -> None:
         self._num_open -= 1
@@ -173,9 +185,8 @@ class HttpExchange:
             error = from_ended(ended)
             if error.status >= 500:
                 tenant = self._call.account.tenant
-                fields = {"request_id": self.id, "status": str(error.status), "tenant": tenant}
-                message = "%s ends with %d: %s"
-                _log.warning(message, self.id, error.status, error.message, extra={"fields": fields})
+                fields = {"fields": {"request_id": self.id, "status": str(error.status), "tenant": tenant}}
+                _log.warning("%s ends with %d: %s", self.id, error.status, error.message, extra=fields)
             self.fail(error)
         elif choice.finish_reason() is None:
             self.fail(InternalError("The request was cancelled on the server."))
@@ -192,18 +203,12 @@ class HttpExchange:
         self._end(str(error.status))
         if self._begun:
             chunks = b"".join(self._last_chunks(broken_off=True))
-            self._call.finish(chunks + error_event(error.body()) + self._closing())
+            self._call.finish(chunks + error_event(error.body()) + DONE)
         else:
             self._metrics.refused(error)
             timing = server_timing(*self.account.close())
-            headers = [
-                JSON,
-                self._id_header,
-                *self.more_headers,
-                (b"server-timing", timing),
-                *error.headers(),
-            ]
-            self._call.respond(error.status, headers, error.body())
+            headers = [JSON, self._id_header, *self.more_headers, (b"server-timing", timing)]
+            self._call.respond(error.status, [*headers, *error.headers()], error.body())
         self._loop.call_soon(self._cancel_rest)  # not from within the dispatcher's own call
 
     def _last_chunks(self, *, broken_off: bool = False) -> Iterator[bytes]:
@@ -268,9 +273,8 @@ class HttpExchange:
             return
         if self.plan.include_usage:
             chunks += self.form.usage_chunk(self.account.usage(self.account.close()[0]))
-        chunks += self._closing()
         self._end("200")
-        self._call.finish(chunks)
+        self._call.finish(chunks + DONE)
 
     def _respond_whole(self) -> None:
         chosen = self.choices if self.plan.num_best is None else best_of(self.choices, self.plan.num_best)
@@ -294,7 +298,3 @@ class HttpExchange:
             self._reported = True
             self._metrics.prompts_done(self.plan.num_prompt_tokens, self.account.num_cached())
             self._service.done(self)
-
-    def _closing(self) -> bytes:
-        """Return a stream's last bytes. Clients of server-sent events skip the comment."""
-        return b": server-timing %b\n\n%b" % (server_timing(*self.account.close()), DONE)

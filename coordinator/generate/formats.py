@@ -48,9 +48,13 @@ class CompletionFormat:
         self._table = model.tokenizer.table
         self._plan = plan
 
-    def opening(self, index: int) -> bytes:
+    def opening(self, index: int, usage: Usage | None) -> bytes:
         """Return the chunk before a choice's first text."""
         return b""
+
+    def prompt_ids(self, token_ids: Sequence[int]) -> dict[str, Any]:
+        """Return the field of a choice that has its prompt's token ids."""
+        return {"prompt_token_ids": list(token_ids)}
 
     def chunk(
         self,
@@ -77,7 +81,7 @@ class CompletionFormat:
     def response(self, choices: Sequence[ChoiceResult], usage: Usage) -> bytes:
         """Return the whole response, not streamed."""
         whole = [self._choice(c.index, self._whole(c), c.entries, c.finish_reason, c.more) for c in choices]
-        answer = {**self._head(self.WHOLE), "choices": whole, "usage": usage}
+        answer = {**self._head(self.WHOLE), "choices": whole, "usage": usage, **self._of_prompt()}
         if self._plan.service_tier is not None:
             answer["service_tier"] = self._plan.service_tier
         return orjson.dumps(answer)
@@ -99,8 +103,8 @@ class CompletionFormat:
         choice = {"index": index, **shown, "logprobs": logprobs, "finish_reason": finish_reason}
         return choice if more is None else {**choice, **more}
 
-    def _event(self, choices: list[dict[str, Any]], usage: Usage | None) -> bytes:
-        plan, chunk = self._plan, {**self._head(self.CHUNK), "choices": choices}
+    def _event(self, choices: list[dict[str, Any]], usage: Usage | None, **more: Any) -> bytes:
+        plan, chunk = self._plan, {**self._head(self.CHUNK), "choices": choices, **more}
         if plan.include_usage:
             chunk["usage"] = usage
         if plan.service_tier is not None:
@@ -114,6 +118,10 @@ class CompletionFormat:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model_name}
 
     # --- what differs between the endpoints --------------------------------------------------------
+
+    def _of_prompt(self) -> dict[str, Any]:
+        """Return the fields of a response that are about its prompt."""
+        return {}
 
     def _shown(self, part: str | dict[str, Any], *, last: bool) -> dict[str, Any]:
         return {"text": part}
@@ -131,8 +139,17 @@ class ChatFormat(CompletionFormat):
     WHOLE: ClassVar[str] = "chat.completion"
     CHUNK: ClassVar[str] = "chat.completion.chunk"
 
-    def opening(self, index: int) -> bytes:
-        return self.chunk(index, {"role": "assistant", "content": ""})
+    def opening(self, index: int, usage: Usage | None) -> bytes:
+        shown = self._shown({"role": "assistant", "content": ""}, last=False)
+        return self._event([self._choice(index, shown, None, None, None)], usage, **self._of_prompt())
+
+    def prompt_ids(self, token_ids: Sequence[int]) -> dict[str, Any]:
+        """None: the response has them, or the first chunk of a choice; see ``_of_prompt``."""
+        return {}
+
+    def _of_prompt(self) -> dict[str, Any]:
+        wanted = self._plan.return_token_ids
+        return {"prompt_token_ids": list(self._plan.prompts[0].token_ids)} if wanted else {}
 
     def _shown(self, part: str | dict[str, Any], *, last: bool) -> dict[str, Any]:
         if isinstance(part, str):

@@ -145,8 +145,8 @@ class ParsedChoice(Choice):
         self._write(self._opening() + b"".join(self._event_chunks(events)))
         now = monotonic()
         if opened:
-            self._itl.observe((now - self._last_write) / num_tokens)
-        self._last_write = now
+            self._itl.observe((now - self.last_write) / num_tokens)
+        self.last_write = now
 
     def _read(self, text: str, *, last: bool) -> list[Event]:
         self._num_shown += len(text)

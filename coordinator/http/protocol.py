@@ -255,8 +255,8 @@ class HttpProtocol(UpgradingProtocol):
 
 
 def _endpoint_of(url: bytes) -> Endpoint | None:
-    """Return the endpoint of a request line that is more than a path."""
+    """Return the endpoint of a request line that is more than a path, or ends with a slash."""
     try:
-        return ENDPOINTS.get(httptools.parse_url(url).path)
+        return ENDPOINTS.get(httptools.parse_url(url).path.rstrip(b"/"))
     except httptools.HttpParserInvalidURLError:
         return None

@@ -36,6 +36,7 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] in ("http", "websocket"):
+            scope["path"] = scope["path"].rstrip("/") or "/"
             try:
                 self._let_in(scope)
             except ApiError as error:

@@ -61,7 +61,6 @@ class OrdinaryRoutes:
         """Return an ASGI application whose every error has OpenAI's shape."""
         routes = [
             Route("/v1/models", self._models),
-            Route("/v1/models/", self._models),
             Route("/v1/models/{name:path}", self._one_model),
             Route("/tokenize", self._tokenize, methods=["POST"]),
             Route("/detokenize", self._detokenize, methods=["POST"]),

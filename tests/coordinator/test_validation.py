@@ -45,8 +45,8 @@ def reported(endpoint: Endpoint, body: Any) -> str:
         ),
         ({}, "prompt: must be given"),
         (
-            {"prompt": "a", "n": 0, "seed": None, "top_p": "1"},
-            'top_p: must be a number, not "1"; n: must be at least 1, not 0',
+            {"prompt": "a", "n": 0, "seed": None, "top_p": "one"},
+            'top_p: must be a number, not "one"; n: must be at least 1, not 0',
         ),
         (b"", "The body is not valid JSON: it is empty."),
         (b'{"prompt": ', "The body is not valid JSON: it ends within a value at line 1 column 11."),

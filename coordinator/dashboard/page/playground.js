@@ -70,16 +70,17 @@ export class Playground {
       throw Object.assign(new Error(answer?.error?.message ?? `The server answered ${response.status}.`), { status: response.status });
     }
     for await (const line of lines(response.body)) {
-      if (line.startsWith(": server-timing ")) turn.append(...stageBar(stagesOf(line)), el("div", { class: "facts" }, turn.dataset.usage));
-      else if (line.startsWith("data: {")) turn.dataset.usage = take(JSON.parse(line.slice(6)), text) ?? turn.dataset.usage ?? "";
+      if (!line.startsWith("data: {")) continue;
+      const usage = take(JSON.parse(line.slice(6)), text);
+      if (usage) turn.append(...stageBar(stagesOf(usage)), el("div", { class: "facts" }, factsOf(usage)));
     }
   }
 }
 
-/** Adds a chunk's text; returns what its usage says, if it has one. */
+/** Adds a chunk's text; returns its usage, if it has one. */
 function take(chunk, text) {
   if (chunk.error) throw new Error(`The answer broke off: ${chunk.error.message}`);
-  if (chunk.usage) return `${chunk.usage.prompt_tokens} prompt tokens, ${chunk.usage.prompt_tokens_details?.cached_tokens ?? 0} of them cached, ${chunk.usage.completion_tokens} output tokens`;
+  if (chunk.usage) return chunk.usage;
   const content = chunk.choices[0]?.delta?.content;
   if (!content) return null;
   text.append(content);
@@ -97,10 +98,14 @@ async function* lines(body) {
   }
 }
 
-/** [stage, seconds] of a Server-Timing value, without its total. */
-function stagesOf(line) {
-  const found = [...line.matchAll(/(\w+);dur=([\d.]+)/g)].map(([, stage, ms]) => [stage, Number(ms) / 1e3]);
-  return found.filter(([stage, s]) => stage !== "total" && s > 0);
+function factsOf(usage) {
+  return `${usage.prompt_tokens} prompt tokens, ${usage.prompt_tokens_details?.cached_tokens ?? 0} of them cached, ${usage.completion_tokens} output tokens`;
+}
+
+/** [stage, seconds] of a usage. */
+function stagesOf(usage) {
+  const named = Object.entries(usage.splitserve ?? {}).filter(([name, value]) => name.endsWith("_s") && value > 0);
+  return named.map(([name, seconds]) => [name.slice(0, -2), seconds]);
 }
 
 function scroll() {

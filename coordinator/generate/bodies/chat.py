@@ -9,7 +9,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from .fields import INT64, NULL, Body, invalid, only, schema, unknown_within
+from .fields import INT64, NULL, Body, invalid, only, scalars, schema, unknown_within
 from .sampling import SamplingFields
 from .tools import (
     FUNCTION_CALL,
@@ -181,9 +181,11 @@ class ChatCompletionRequest(SamplingFields):
     verbosity: Annotated[str, Field(max_length=32)] | None = None
     """Both are for the chat template, if it uses them."""
 
+    _own_scalars = scalars("max_completion_tokens", "logprobs", "top_logprobs", "parallel_tool_calls")
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise PydanticCustomError("invalid", "top_logprobs: only allowed with `logprobs` true")
         if self.max_tokens == 0:
             raise PydanticCustomError("invalid", "max_tokens: must be at least 1")

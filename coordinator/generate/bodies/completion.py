@@ -7,7 +7,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from .fields import STRING, invalid, only, schema
+from .fields import STRING, invalid, only, scalars, schema
 from .sampling import MAX_CHOICES, SamplingFields
 
 MAX_PROMPTS = 2048
@@ -68,6 +68,8 @@ class CompletionRequest(SamplingFields):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     suffix: Annotated[Any, AfterValidator(only(None, "")), WithJsonSchema({"enum": [None, ""]})] = None
+
+    _own_scalars = scalars("echo", "logprobs", "best_of")
 
     @property
     def num_candidates(self) -> int:

@@ -8,13 +8,15 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, WithJsonSchema
+import orjson
+from pydantic import BaseModel, ConfigDict, WithJsonSchema, field_validator
 from pydantic_core import PydanticCustomError
 
 MAX_TOKENS = 1 << 20
 INT64 = 1 << 63
 NULL: dict[str, Any] = {"type": "null"}
 STRING: dict[str, Any] = {"type": "string", "minLength": 1}
+MAX_SCALAR_CHARS = 32
 UNKNOWN_EVERY_S = 10.0
 MAX_UNKNOWN = 20
 _log = logging.getLogger(__name__)
@@ -48,6 +50,22 @@ def only(*allowed: Any) -> Callable[[Any], Any]:
         return value
 
     return check
+
+
+def scalar_of(value: Any) -> Any:
+    """Return the number, true or false that a string holds; all else as given."""
+    if not isinstance(value, str) or len(value) > MAX_SCALAR_CHARS:
+        return value
+    try:
+        found = orjson.loads(value)
+    except orjson.JSONDecodeError:
+        return value
+    return found if isinstance(found, int | float) else value
+
+
+def scalars(*names: str) -> Any:
+    """Return a validator of fields whose numbers and truth values may come as strings, as in vLLM."""
+    return field_validator(*names, mode="before")(scalar_of)
 
 
 def schema(*kinds: dict[str, Any]) -> WithJsonSchema:

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from .fields import INT64, MAX_TOKENS, NULL, STRING, Body, invalid, schema, unknown_within
+from ..request_ids import CLIENT_ID
+from .fields import INT64, MAX_TOKENS, NULL, STRING, Body, invalid, scalars, schema, unknown_within
 from .output_format import (
     GUIDED,
     RESPONSE_FORMAT,
@@ -100,6 +101,7 @@ class SamplingFields(Body):
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    request_id: Annotated[str, Field(pattern=rf"^{CLIENT_ID.pattern}$")] | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
     safety_identifier: Annotated[str, Field(max_length=512)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
@@ -128,6 +130,12 @@ class SamplingFields(Body):
     guided_regex: Annotated[Any, BeforeValidator(check_guided("regex")), GUIDED["regex"]] = None
     guided_choice: Annotated[Any, BeforeValidator(check_guided("choice")), GUIDED["choice"]] = None
     guided_grammar: Annotated[Any, BeforeValidator(check_guided("grammar")), GUIDED["grammar"]] = None
+
+    _scalars = scalars(
+        *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
+        *("repetition_penalty", "seed", "n", "max_tokens", "min_tokens", "ignore_eos", "stream", "priority"),
+        *("return_token_ids", "truncate_prompt_tokens", "timeout"),
+    )
 
     @model_validator(mode="after")
     def _options_need_stream(self) -> Self:

@@ -8,10 +8,10 @@ from time import monotonic
 from typing import get_args
 
 import httpx
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from openai import AsyncOpenAI
 from support.lifecycle_bench import Bench, ends
 
 from splitserve.coordinator.lifecycle.time_ledger import AttemptTimes, Milestone, Stage, Stages, TimeLedger
@@ -229,15 +229,15 @@ async def test_the_server_timing_header_adds_up(http: httpx.AsyncClient) -> None
     assert total <= took + ROUNDED_S
 
 
-async def test_a_stream_ends_with_it_as_a_comment(http: httpx.AsyncClient, client: AsyncOpenAI) -> None:
-    response = await http.post("/v1/completions", json={**BODY, "stream": True})
-    comment, done, rest = response.text.split("\n\n")[-3:]
-    assert (done, rest) == ("data: [DONE]", "")
-    seconds = parsed(comment.removeprefix(": server-timing "))
-    total = seconds.pop("total")
-    assert sum(seconds.values()) == pytest.approx(total, rel=0.01, abs=ROUNDED_S)
-    stream = await client.completions.create(model="tiny", stream=True, **BODY)  # type: ignore[call-overload]
-    assert "".join([chunk.choices[0].text async for chunk in stream])  # the client of OpenAI reads over it
+async def test_a_stream_has_the_stages_in_its_usage(http: httpx.AsyncClient) -> None:
+    began = monotonic()
+    asked = {**BODY, "stream": True, "stream_options": {"include_usage": True}}
+    response = await http.post("/v1/completions", json=asked)
+    took = monotonic() - began
+    usage = orjson.loads(response.text.split("\n\n")[-3].removeprefix("data: "))["usage"]["splitserve"]
+    seconds = [usage[f"{stage}_s"] for stage in get_args(Stage)]
+    assert min(seconds) >= 0
+    assert 0 < sum(seconds) <= took + ROUNDED_S
 
 
 async def test_the_metrics_agree(http: httpx.AsyncClient) -> None:

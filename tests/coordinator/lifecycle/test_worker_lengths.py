@@ -12,7 +12,7 @@ from support.lifecycle_bench import Bench, ends, sent
 from splitserve.cli.settings import DEMO_MODEL
 from splitserve.coordinator.errors import ContextTooLong
 from splitserve.coordinator.generate.bodies.completion import CompletionRequest
-from splitserve.coordinator.generate.plan import sampling_of
+from splitserve.coordinator.generate.request_sampling import sampling_of
 from splitserve.coordinator.text.served_model import ServedModel
 from splitserve.transport.messages.messages import Prefill, SamplingParams
 
