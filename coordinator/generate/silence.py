@@ -12,7 +12,7 @@ COMMENT = b": waiting\n\n"
 
 
 class Silence:
-    """Says when a stream must break its silence. All times are monotonic seconds."""
+    """Decides when a stream needs headers or a comment. All times are monotonic seconds."""
 
     def __init__(self, arrival: float) -> None:
         self._arrival = self._since = arrival
