@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,15 +42,22 @@ class AttentionMetadata:
 
     def of_rows(self, rows: Tensor) -> AttentionMetadata:
         """For queries of the token rows ``rows`` (int64) alone: each is a sequence of its own that ends with
-        that token."""
+        that token. Row -1 is padding: a sequence of no tokens."""
         sequences = torch.searchsorted(self.query_start_loc, rows.int(), right=True) - 1
         return AttentionMetadata(
             positions=self.positions[rows],
             query_start_loc=torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device),
-            seq_lens=self.positions[rows] + 1,
+            seq_lens=(self.positions[rows] + 1) * (rows >= 0),
             block_tables=self.block_tables[sequences],
             slot_mapping=self.slot_mapping[rows],
         )
+
+
+class StepInputs(NamedTuple):
+    """What the layers of one step share. One object for all: plans of attention are made once."""
+
+    rope: RopeInputs
+    attention: AttentionInputs
 
 
 class DecoderLayer:
@@ -143,24 +151,68 @@ class DecoderModel:
 
         For other rows the last layer computes keys and values only: that saves 1 / num_layers of a prefill.
         """
-        residual = self._kernels.embedding(self._embed_table, token_ids, self._dtype)
+        residual = self.embed(token_ids)
         if rows is None and self._fused is not None and len(token_ids) < self._fused.rows:
             return self._forward_fused(self._fused, residual, metadata, pool, on_layer)
-        hidden: Tensor | None = None
-        rope, attention = self._rope_inputs(metadata), self._attention_inputs(metadata)
-        for index, layer in enumerate(self._layers[:-1], start=1):
-            q = layer.project(hidden, residual, pool, rope)
+        inputs, last = self.inputs(metadata), len(self._layers) - 1
+        hidden = self.run_layers(0, last, None, residual, inputs, pool, on_layer)
+        q = self.project_last(hidden, residual, inputs, pool)
+        if on_layer is not None:
+            on_layer(last + 1)
+        if rows is not None:
+            q, residual, inputs = q[rows], residual[rows], self.inputs(metadata.of_rows(rows))
+        return self.finish(q, residual, inputs, pool)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """The residual [T, E] before the first layer."""
+        return self._kernels.embedding(self._embed_table, token_ids, self._dtype)
+
+    def inputs(self, metadata: AttentionMetadata) -> StepInputs:
+        c, m, scales = self._config, metadata, self._kv_scales
+        return StepInputs(
+            RopeInputs(
+                m.positions, m.slot_mapping, self._cos_sin, c.num_heads, c.num_kv_heads, c.head_dim,
+                norm_eps=c.rms_norm_eps, kv_scales=scales,
+            ),
+            AttentionInputs(
+                m.query_start_loc, m.seq_lens, m.block_tables, c.head_dim**-0.5, kv_scales=scales
+            ),
+        )  # fmt: skip
+
+    def run_layers(
+        self,
+        first: int,
+        last: int,
+        hidden: Tensor | None,
+        residual: Tensor,
+        inputs: StepInputs,
+        pool: Tensor,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> Tensor | None:
+        """Layers [first, last). ``hidden`` [T, E], of the layer before, is not yet added to ``residual``, nor
+        is the result; None: no layer has run."""
+        for index, layer in enumerate(self._layers[first:last], start=first + 1):
+            q = layer.project(hidden, residual, pool, inputs.rope)
             if on_layer is not None:
                 on_layer(index)
-            hidden = layer.attend_and_mix(q, residual, pool, attention)
-        q = self._layers[-1].project(hidden, residual, pool, rope)
-        if on_layer is not None:
-            on_layer(len(self._layers))
-        if rows is not None:
-            q, residual, attention = q[rows], residual[rows], self._attention_inputs(metadata.of_rows(rows))
+            hidden = layer.attend_and_mix(q, residual, pool, inputs.attention)
+        return hidden
+
+    def project_last(
+        self, hidden: Tensor | None, residual: Tensor, inputs: StepInputs, pool: Tensor
+    ) -> Tensor:
+        """Write the last layer's keys and values, add ``hidden`` to ``residual`` and return the queries."""
+        return self._layers[-1].project(hidden, residual, pool, inputs.rope)
+
+    def finish(self, q: Tensor, residual: Tensor, inputs: StepInputs, pool: Tensor) -> Tensor:
+        """The final hidden states [n, E] of the queries at hand, whose residual rows and inputs these are."""
         if len(q) == 0:
             return residual
-        hidden = self._layers[-1].attend_and_mix(q, residual, pool, attention)
+        hidden = self._layers[-1].attend_and_mix(q, residual, pool, inputs.attention)
         return self._kernels.add_rms_norm(hidden, residual, self._norm, self._config.rms_norm_eps)
 
     def _forward_fused(
@@ -171,7 +223,7 @@ class DecoderModel:
         pool: Tensor,
         on_layer: Callable[[int], None] | None,
     ) -> Tensor:
-        rope, attention = self._rope_inputs(metadata), self._attention_inputs(metadata)
+        rope, attention = self.inputs(metadata)
         hidden = torch.empty_like(residual)
         last = len(self._layers) - 1
         if on_layer is not None and last:
@@ -188,23 +240,6 @@ class DecoderModel:
         """Final hidden states [n, E] -> float32 [n, V], in ``out`` if given."""
         logits = self._head(hidden)
         return logits.float() if out is None else out.copy_(logits)
-
-    def _rope_inputs(self, metadata: AttentionMetadata) -> RopeInputs:
-        c = self._config
-        return RopeInputs(
-            metadata.positions, metadata.slot_mapping, self._cos_sin, c.num_heads, c.num_kv_heads, c.head_dim,
-            norm_eps=c.rms_norm_eps, kv_scales=self._kv_scales,
-        )  # fmt: skip
-
-    def _attention_inputs(self, metadata: AttentionMetadata) -> AttentionInputs:
-        scale = self._config.head_dim**-0.5
-        return AttentionInputs(
-            metadata.query_start_loc,
-            metadata.seq_lens,
-            metadata.block_tables,
-            scale,
-            kv_scales=self._kv_scales,
-        )
 
 
 def _kv_scales(config: ModelConfig, load: LayerLoader) -> Tensor:

@@ -44,6 +44,7 @@ from ..model.weights import Checkpoint
 from ..worker_readings import StartPhases
 from .batch import Batch, StepOutput
 from .decode_graphs import CudaRecorder, DecodeGraphs, Recorder, feed
+from .prefill_graphs import PrefillGraphs
 from .sampler import SampledRows, Sampler, report_logprobs
 from .step_thread import OnLayer
 from .warm_up import run_first_steps
@@ -164,17 +165,21 @@ class ModelRunner:
         self.phases.done("KV cache")
         self._max_decode_seqs, self._max_prefill_tokens = engine.max_decode_seqs, engine.max_prefill_tokens
         self._graphs: DecodeGraphs | None = None
+        self._prefill_graphs: PrefillGraphs | None = None
         self._sampled_last = torch.empty(0, dtype=torch.int32, device=self.device)  # the last step's tokens
 
     def capture(self, record: Recorder) -> None:
-        """Decode steps of up to ``max_decode_seqs`` sequences are replayed from now on. Raises
-        OutOfMemoryError."""
+        """Decode steps of up to ``max_decode_seqs`` sequences are replayed from now on, and steps of few
+        prompt tokens where that is faster. Raises OutOfMemoryError."""
         max_blocks = -(-self.max_model_len // self.kv_cache.layout.block_size) + 1
+        vocab_size, model, pool = self.config.vocab_size, self._model, self.kv_cache.pool
         with torch.inference_mode():
-            vocab_size = self.config.vocab_size
-            self._graphs = DecodeGraphs(
-                self._decode, vocab_size, self._max_decode_seqs, max_blocks, self.device, record
-            )
+            if most := self._max_decode_seqs:
+                self._graphs = DecodeGraphs(self._decode, vocab_size, most, max_blocks, self.device, record)
+                self.phases.done("decode graphs")
+            if most := self._max_prefill_tokens:
+                self._prefill_graphs = PrefillGraphs(model, pool, vocab_size, most, max_blocks, record)
+                self.phases.done("prefill graphs")
 
     def execute(self, batch: Batch, on_layer: OnLayer | None = None) -> StepOutput:
         """One step: writes the batch's keys and values to the cache and samples where ``batch.sampling``
@@ -188,9 +193,9 @@ class ModelRunner:
         """Begin a step and return a call that waits for its output, from any thread.
 
         A batch of decode rows alone replays a graph, or runs all layers in one call where the kernels have
-        one (on CPUs). Any other batch runs layer by layer: each linear once over the tokens of all rows and
-        chunks, attention in one call that computes decode rows and chunks by the kernel of each, and the last
-        layer's output for the rows that sample alone.
+        one (on CPUs); a batch of few tokens replays one of ``PrefillGraphs``. Any other runs layer by layer:
+        each linear once over the tokens of all rows and chunks, attention in one call that computes decode
+        rows and chunks by the kernel of each, and the last layer's output for the rows that sample alone.
 
         On a CPU, and with prompt logprobs, the step is over when this returns. Two steps may be under way."""
         self._use_this_thread()
@@ -207,13 +212,17 @@ class ModelRunner:
         self, batch: Batch, on_layer: OnLayer | None
     ) -> tuple[list[int], Tensor, Tensor, dict[int, list[TokenLogprobs]]]:
         """The rows that sample, their logits and their last input tokens; and the logprobs of prompts."""
+        sampled = [i for i, state in enumerate(batch.sampling) if state is not None]
+        if self._prefill_graphs is not None:
+            replayed = self._prefill_graphs.logits(batch, sampled, self._sampled_last, on_layer)
+            if replayed is not None:
+                return sampled, *replayed, NO_LOGPROBS
         token_ids, metadata = self._token_ids(batch), attention_metadata(batch, self.device)
         if batch.only_decodes:
             logits = self._model.logits(
                 self._model.forward(token_ids, metadata, self.kv_cache.pool, None, on_layer)
             )
-            return list(range(batch.num_seqs)), logits, token_ids, NO_LOGPROBS
-        sampled = [i for i, state in enumerate(batch.sampling) if state is not None]
+            return sampled, logits, token_ids, NO_LOGPROBS
         reported = [i for i, count in enumerate(batch.prompt_logprobs) if count is not None]
         rows = [int(batch.query_start_loc[i + 1]) - 1 for i in sampled]
         for i in reported:
@@ -273,9 +282,8 @@ class ModelRunner:
         most = min(self.max_model_len, self.kv_cache.num_blocks * block_size) - 1
         run_first_steps(self.execute, [min(length, most) for length in lengths], block_size)
         self.phases.done("warm-up")
-        if self.device.type == "cuda" and self._max_decode_seqs:
+        if self.device.type == "cuda" and (self._max_decode_seqs or self._max_prefill_tokens):
             self.capture(CudaRecorder())
-            self.phases.done("decode graphs")
 
     def _decode(self, token_ids: Tensor, metadata: AttentionMetadata, logits: Tensor) -> None:
         self._model.logits(self._model.forward(token_ids, metadata, self.kv_cache.pool, None), logits)

@@ -34,17 +34,18 @@ class LayerProgress:
     """
 
     def __init__(self, wake: Callable[[], None], every: int, mark: Callable[[], Mark] | None = None) -> None:
-        """``every``: report after each group of this many layers; 0: never. ``mark``: on a GPU, returns a new
+        """``every``: report when another group of this many layers is written; 0: never. ``mark``: on a GPU, returns a new
         event in the stream of the calling thread."""
         self._wake, self._every, self._mark = wake, every, mark
         self._marks: deque[tuple[int, Mark]] = deque()
-        self._num_layers = 0
+        self._num_layers = self._num_groups = 0
 
     def reached(self, num_layers: int) -> None:
         """The step's thread has written (on a GPU: launched) the keys and values of the first ``num_layers``
-        layers."""
-        if not self._every or num_layers % self._every:
+        layers. A graph writes many at once."""
+        if not self._every or num_layers // self._every == self._num_groups:
             return
+        self._num_groups = num_layers // self._every
         if self._mark is not None:
             self._marks.append((num_layers, self._mark()))
         else:

@@ -65,7 +65,7 @@ class Fp8Linear:
             weight_scales,
             bias=self._bias,
             out_dtype=torch.bfloat16,
-            use_fast_accum=True,  # Hopper sums in the tensor core's 22 bits; else in float32, at half the rate
+            use_fast_accum=True,  # summed in the tensor cores
         )
         return y.to(x.dtype)
 

@@ -18,7 +18,7 @@ from support.played_gpu import OnGpu, PlayedGpu, played_gpu
 from splitserve.bench.kernels import triton_interpreter
 from splitserve.engine.load_model import load_model
 from splitserve.engine.settings import WorkerSettings
-from splitserve.engine.step import model_runner
+from splitserve.engine.step import model_runner, prefill_graphs
 from splitserve.engine.step.batch import StepOutput
 from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
 from splitserve.engine.worker_model import WorkerModel
@@ -43,6 +43,9 @@ def on_played_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedGpu]:
     with played_gpu(monkeypatch) as gpu:
         monkeypatch.setattr(model_runner, "select_kernels", lambda *_, **__: kernels)
         monkeypatch.setattr(model_runner, "WARM_UP_TOKENS", (2, 3))
+        monkeypatch.setattr(prefill_graphs, "TOKEN_BUCKETS", (8,))
+        monkeypatch.setattr(prefill_graphs, "seconds", lambda *_: 1.0)
+        monkeypatch.setattr(prefill_graphs, "FASTER", 2)
         monkeypatch.setattr(model_runner, "CudaRecorder", lambda: gpu.record)
         yield gpu
 
@@ -106,6 +109,7 @@ def test_a_worker_starts_and_steps_without_a_wait(tmp_path: Path, monkeypatch: p
             "KV cache",
             "warm-up",
             "decode graphs",
+            "prefill graphs",
             "grammar",
             "mirror",
         ]

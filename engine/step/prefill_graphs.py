@@ -1,0 +1,253 @@
+"""Steps with few prompt tokens as CUDA graphs, one set for each bucket of tokens: a small model computes such
+a step in less time than Python needs to launch its kernels.
+
+A graph has room for a bucket's tokens in up to ``num_seqs`` sequences: chunks of prompts, and decode rows
+before them. The tokens up to the bucket's size are one more sequence, of length 0 and slot -1: it reads no
+cache and writes none. A step replays two parts, half of the layers each, so that keys and values can leave
+meanwhile, and a third for the rows that sample, where any do. Which buckets are used is measured at start:
+those whose graph is faster than the launches one by one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..device import passed
+from ..errors import is_out_of_memory
+from ..model.decoder import AttentionMetadata, DecoderModel
+from .batch import Batch
+from .decode_graphs import PADDING_SLOT, Recorder, Replay, feed
+from .step_thread import OnLayer
+
+TOKEN_BUCKETS = (64, 128, 256, 512)
+MAX_SEQS = 64  # of one graph, padding included
+CAPTURE_S = 20.0  # no further bucket is captured after that
+FASTER = 0.9  # a graph's time beside the launches', at most
+_log = logging.getLogger(__name__)
+
+
+class PrefillInputs:
+    """The inputs of a step in fixed memory: one run of bytes on the device, and two by turns on the host."""
+
+    def __init__(self, num_tokens: int, num_seqs: int, max_blocks: int, device: torch.device) -> None:
+        wide, narrow = torch.int64, torch.int32
+        self._columns = {  # the widest first; the tables last, of which a step sends its own rows only
+            "slot_mapping": ((num_tokens,), wide),
+            "rows": ((num_seqs,), wide),
+            "token_ids": ((num_tokens,), narrow),
+            "positions": ((num_tokens,), narrow),
+            "fed_from": ((num_tokens,), narrow),
+            "seq_lens": ((num_seqs,), narrow),
+            "query_start_loc": ((num_seqs + 1,), narrow),
+            "block_tables": ((num_seqs, max_blocks), narrow),
+        }
+        sizes = [int(np.prod(shape)) * dtype.itemsize for shape, dtype in self._columns.values()]
+        self._starts = dict(zip(self._columns, np.cumsum([0, *sizes]).tolist(), strict=False))
+        hosts = [torch.zeros(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in "ab"]
+        self._hosts = [(host, self._views(host)) for host in hosts]
+        self._bytes = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+        self._device = self._views(self._bytes)
+
+    def fill(self, batch: Batch | None, rows: Sequence[int], num_tokens: int, num_seqs: int) -> None:
+        """The batch and the token rows that sample, padded to a graph's ``num_tokens`` and ``num_seqs``. Two
+        steps may be under way: the copy of the one before may still read the other memory on the host."""
+        self._hosts.reverse()
+        (source, columns), n, s = self._hosts[0], 0, 0
+        host = {name: column.numpy() for name, column in columns.items()}
+        if batch is not None:
+            n, s, width = batch.num_tokens, batch.num_seqs, batch.block_tables.shape[1]
+            for name in ("token_ids", "positions", "slot_mapping"):
+                host[name][:n] = getattr(batch, name)
+            host["fed_from"][:n] = -1 if batch.fed_from is None else batch.fed_from
+            host["seq_lens"][:s] = batch.seq_lens
+            host["query_start_loc"][:s] = batch.query_start_loc[:-1]
+            host["block_tables"][:s, :width] = batch.block_tables
+        padding = {"token_ids": 0, "positions": 0, "slot_mapping": PADDING_SLOT, "fed_from": -1}
+        for name, value in padding.items():
+            host[name][n:num_tokens] = value
+        host["seq_lens"][s:num_seqs] = 0
+        host["query_start_loc"][s:num_seqs] = n
+        host["query_start_loc"][num_seqs] = num_tokens
+        host["rows"][: len(rows)], host["rows"][len(rows) : num_seqs] = rows, -1
+        end = self._starts["block_tables"] + host["block_tables"][:s].nbytes
+        self._bytes[:end].copy_(source[:end], non_blocking=True)
+
+    def views(self, num_tokens: int, num_seqs: int) -> tuple[Tensor, AttentionMetadata, Tensor]:
+        """Token ids, metadata and sampling rows of a graph."""
+        of = self._device
+        metadata = AttentionMetadata(
+            of["positions"][:num_tokens],
+            of["query_start_loc"][: num_seqs + 1],
+            of["seq_lens"][:num_seqs],
+            of["block_tables"][:num_seqs],
+            of["slot_mapping"][:num_tokens],
+        )
+        return of["token_ids"][:num_tokens], metadata, of["rows"][:num_seqs]
+
+    def feed(self, num_tokens: int, sampled_last: Tensor) -> None:
+        """Replace the tokens that the step before has sampled (``Batch.fed_from``)."""
+        token_ids = self._device["token_ids"][:num_tokens]
+        token_ids.copy_(feed(token_ids, self._device["fed_from"][:num_tokens], sampled_last))
+
+    def _views(self, run: Tensor) -> dict[str, Tensor]:
+        views = {}
+        for name, (shape, dtype) in self._columns.items():
+            start, size = self._starts[name], int(np.prod(shape)) * dtype.itemsize
+            views[name] = run[start : start + size].view(dtype).view(shape)
+        return views
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    num_tokens: int
+    num_seqs: int  # padding included
+    parts: Sequence[tuple[int, Replay]]  # the number of layers written after each
+    sample: Replay  # the logits of the rows that sample
+
+
+class PrefillGraphs:
+    """The steps of ``model`` recorded for each bucket up to ``max_num_tokens`` where that is faster."""
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        pool: Tensor,
+        vocab_size: int,
+        max_num_tokens: int,
+        max_blocks: int,
+        record: Recorder,
+    ) -> None:
+        self._model, self._pool, self._max_blocks = model, pool, max_blocks
+        sizes = [
+            size for i, size in enumerate(TOKEN_BUCKETS) if i == 0 or TOKEN_BUCKETS[i - 1] < max_num_tokens
+        ]
+        self._inputs = PrefillInputs(sizes[-1], MAX_SEQS, max_blocks, pool.device)
+        self._graphs: list[_Graph] = []
+        start = time.monotonic()
+        try:
+            self._logits = torch.empty((MAX_SEQS, vocab_size), dtype=torch.float32, device=pool.device)
+            for size in reversed(sizes):  # the largest first: the others fit into its memory
+                if self._graphs and time.monotonic() - start > CAPTURE_S:
+                    _log.info("prefill graphs: none of %d tokens and fewer, for capturing takes long", size)
+                    break
+                self._graphs.insert(0, self._record(size, record))
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            _log.warning("prefill graphs: no memory for more than %d of %d", len(self._graphs), len(sizes))
+        self._keep_faster(time.monotonic() - start)
+
+    def logits(
+        self, batch: Batch, sampled: Sequence[int], sampled_last: Tensor, on_layer: OnLayer | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """Run the batch; return the logits float32 [len(sampled), vocab_size] of the sequences ``sampled``
+        and their last input tokens, both valid until the next call; None: there is no graph for it."""
+        graph = self._graph_for(batch)
+        if graph is None:
+            return None
+        rows = (batch.query_start_loc[1:] - 1)[sampled]
+        self._inputs.fill(batch, rows.tolist(), graph.num_tokens, graph.num_seqs)
+        if batch.fed_from is not None:
+            self._inputs.feed(batch.num_tokens, sampled_last)
+        for num_layers, replay in graph.parts:
+            replay()
+            if on_layer is not None:
+                on_layer(num_layers)
+        token_ids, _, device_rows = self._inputs.views(graph.num_tokens, graph.num_seqs)
+        logits = graph.sample() if sampled else self._logits
+        return logits[: len(sampled)], token_ids[device_rows[: len(sampled)]]
+
+    def _graph_for(self, batch: Batch) -> _Graph | None:
+        if batch.block_tables.shape[1] > self._max_blocks:
+            return None
+        if any(count is not None for count in batch.prompt_logprobs):
+            return None
+        for graph in self._graphs:
+            if batch.num_tokens <= graph.num_tokens and batch.num_seqs < graph.num_seqs:
+                return graph
+        return None
+
+    def _record(self, num_tokens: int, record: Recorder) -> _Graph:
+        model, pool, num_seqs = self._model, self._pool, min(num_tokens // 2, MAX_SEQS)
+        self._inputs.fill(None, (), num_tokens, num_seqs)
+        token_ids, metadata, rows = self._inputs.views(num_tokens, num_seqs)
+        residual, logits = model.embed(token_ids), self._logits[:num_seqs]
+        last = model.num_layers - 1
+        half = (last + 1) // 2
+
+        def first_part() -> Tensor:
+            residual.copy_(model.embed(token_ids))
+            hidden = model.run_layers(0, half, None, residual, model.inputs(metadata), pool)
+            assert hidden is not None
+            return hidden
+
+        def second_part(hidden: Tensor | None) -> Tensor:
+            if hidden is None:
+                residual.copy_(model.embed(token_ids))
+            inputs = model.inputs(metadata)
+            hidden = model.run_layers(half, last, hidden, residual, inputs, pool)
+            return model.project_last(hidden, residual, inputs, pool)
+
+        def sample(q: Tensor) -> Tensor:
+            inputs = model.inputs(metadata.of_rows(rows))
+            return model.logits(model.finish(q[rows], residual[rows], inputs, pool), logits)
+
+        parts: list[tuple[int, Replay]] = []
+        hidden = None
+        if half:
+            parts.append((half, record(first_part)))
+            hidden = parts[0][1]()  # where the first part leaves it, the second finds it
+        parts.append((last + 1, record(partial(second_part, hidden))))
+        return _Graph(num_tokens, num_seqs, parts, record(partial(sample, parts[-1][1]())))
+
+    def _keep_faster(self, captured_s: float) -> None:
+        """Keep the buckets up to the first whose graph is not faster than the launches."""
+        kept: list[_Graph] = []
+        for graph in self._graphs:
+            launched, replayed = self._compare(graph)
+            if replayed > FASTER * launched:
+                break
+            kept.append(graph)
+        _log.info(
+            "prefill graphs: %s tokens, captured in %.1f s",
+            ", ".join(str(graph.num_tokens) for graph in kept)
+            or "none is faster, for steps of any number of",
+            captured_s,
+        )
+        self._graphs = kept
+
+    def _compare(self, graph: _Graph) -> tuple[float, float]:
+        """Seconds of a step without and with the graph."""
+        model, pool = self._model, self._pool
+        self._inputs.fill(None, (), graph.num_tokens, graph.num_seqs)
+        token_ids, metadata, rows = self._inputs.views(graph.num_tokens, graph.num_seqs)
+
+        def launch() -> None:
+            model.logits(model.forward(token_ids, metadata, pool, rows))
+
+        def replay() -> None:
+            for _, part in graph.parts:
+                part()
+            graph.sample()
+
+        return seconds(launch, pool.device), seconds(replay, pool.device)
+
+
+def seconds(call: Callable[[], None], device: torch.device, times: int = 3) -> float:
+    """The least that ``call`` took, its work on the device included."""
+    least = float("inf")
+    for _ in range(times):
+        passed(device)()
+        start = time.perf_counter()
+        call()
+        passed(device)()
+        least = min(least, time.perf_counter() - start)
+    return least
