@@ -36,3 +36,12 @@ def test_only_every_so_many_layers_wake_the_loop() -> None:
                 seen.append(progress.num_layers())
         assert seen == [0, *reported]
         assert not progress.pending
+
+
+def test_several_layers_at_once_are_reported_once() -> None:
+    """A graph writes half of them in one launch, which is no multiple of the group."""
+    woken: list[int] = []
+    progress = LayerProgress(lambda: woken.append(progress.num_layers()), 4)
+    for num_layers in (3, 6, 7, 12):
+        progress.reached(num_layers)
+    assert woken == [6, 12]
