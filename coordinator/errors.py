@@ -24,7 +24,7 @@ Lower layers are mapped in two places: ``from_ended`` for the lifecycle, ``valid
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import orjson
 
@@ -32,6 +32,12 @@ from .lifecycle.request import Ended, ErrorKind
 
 Headers = list[tuple[bytes, bytes]]
 RETRY_AFTER_S = 1.0
+ANTHROPIC_KINDS = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    405: "invalid_request_error", 408: "timeout_error", 413: "request_too_large", 415: "invalid_request_error",
+    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+"""Types of errors by status, as Anthropic's clients know them."""
 
 
 class CannotStart(Exception):
@@ -41,7 +47,7 @@ class CannotStart(Exception):
 class ApiError(Exception):
     """An answer that is not 200. ``param`` is the path of the field that is at fault."""
 
-    status: ClassVar[int] = 500
+    status: int = 500
     kind: str = "server_error"
     code: str | None = None
 
@@ -67,6 +73,13 @@ class ApiError(Exception):
         return orjson.dumps(
             {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
         )
+
+    def body_for(self, path: str) -> bytes:
+        """The JSON body that clients of this path know: Anthropic's shape below /v1/messages."""
+        if not path.startswith("/v1/messages"):
+            return self.body()
+        error = {"type": ANTHROPIC_KINDS.get(self.status, "api_error"), "message": self.message}
+        return orjson.dumps({"type": "error", "error": error})
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Headers beside content type and length."""

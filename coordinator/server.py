@@ -20,6 +20,7 @@ from .background import Spawn, unwatched
 from .batch.routes import BatchRoutes
 from .batch.runner import BatchOptions, BatchRunner
 from .dashboard.routes import Dashboard
+from .dialects.messages import MessagesRoutes
 from .errors import CannotStart, Unavailable
 from .generate.api import GenerationApi
 from .http.access.access import Access
@@ -154,7 +155,10 @@ class HttpApp:
             if batches is None
             else BatchRunner(batches, self.generation, tenancy.directory, self.metrics.failures)
         )
-        clients: list[BaseRoute] = [*WebSocketStreams(self.generation).routes()]
+        clients: list[BaseRoute] = [
+            *WebSocketStreams(self.generation).routes(),
+            *MessagesRoutes(self.generation).routes(),
+        ]
         if self.batches is not None:
             clients += BatchRoutes(self.batches, self.overload).routes()
         operators = operators or Operators(secrets.token_hex(32))

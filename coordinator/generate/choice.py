@@ -230,13 +230,15 @@ class Choice:
         )
 
     def _more(self) -> dict[str, Any] | None:
-        """Return the token ids that were not shown yet; before the first, also the prompt's."""
+        """Return the stop string that has cut the text, and the token ids that were not shown yet; before the
+        first, also the prompt's."""
+        cut = {"stop_reason": self._stops.matched} if self._stops is not None and self._stops.matched else {}
         if self._token_ids is None:
-            return None
+            return cut or None
         shown, self._token_ids = self._token_ids, []
         prompt = {} if self._showed_prompt else self._form.prompt_ids(self.prompt.token_ids)
         self._showed_prompt = True
-        return {**prompt, "token_ids": shown}
+        return {**prompt, "token_ids": shown, **cut}
 
     def _show(self, text: str, *, last: bool) -> list[TokenEntry] | None:
         """Return the log probabilities of tokens whose text begins before the end of the shown text."""

@@ -54,7 +54,8 @@ async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) ->
     headers = {name.decode(): value.decode() for name, value in error.headers()}
     if scope["type"] == "websocket":
         await receive()  # its opening
-    await Response(error.body(), error.status, headers, media_type="application/json")(scope, receive, send)
+    body = error.body_for(scope["path"])
+    await Response(body, error.status, headers, media_type="application/json")(scope, receive, send)
 
 
 def _with_headers(send: Send, more: Headers) -> Send:

@@ -51,12 +51,18 @@ class Gate:
             return
         scope["account"] = ANONYMOUS
         if self._directory is not None and (path.startswith("/v1/") or path in CLIENTS):
-            authorization = Headers(scope=scope).get("authorization") or _key_in_subprotocols(scope)
+            authorization = _authorization(Headers(scope=scope)) or _key_in_subprotocols(scope)
             scope["account"] = self._directory.account(authorization.encode("latin-1"))
         elif any(
             route.matches(scope)[0] != Match.NONE for route in self._inner.routes
         ):  # else 404, for everyone
             self._operators.check(HTTPConnection(scope))
+
+
+def _authorization(headers: Headers) -> str:
+    """Anthropic's clients send the key in a header of its own."""
+    key = headers.get("x-api-key")
+    return headers.get("authorization") or (f"Bearer {key}" if key else "")
 
 
 def _key_in_subprotocols(scope: Scope) -> str:

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from ..batch.routes import MAX_FILES_PAGE, MAX_PAGE, BatchRequest
+from ..dialects.messages_body import CountTokensRequest, MessagesRequest
 from ..generate.bodies.chat import ChatCompletionRequest
 from ..generate.bodies.completion import CompletionRequest
 from ..generate.token_pages import DetokenizeRequest, TokenizeRequest
@@ -25,12 +26,19 @@ POSTS: dict[str, tuple[type[BaseModel], str]] = {
         ChatCompletionRequest,
         "Answer a conversation; with `stream` true as server-sent events: ChatCompletionChunk, then [DONE].",
     ),
+    "/v1/messages": (
+        MessagesRequest,
+        "Answer a conversation as Anthropic's API does; with `stream` true as that API's events.",
+    ),
+    "/v1/messages/count_tokens": (CountTokensRequest, "Number of tokens of the prompt of such a request."),
     "/tokenize": (TokenizeRequest, "Token ids of a text or of messages."),
     "/detokenize": (DetokenizeRequest, "Text of token ids."),
 }
 ANSWERS = {
     "/v1/completions": "Completion",
     "/v1/chat/completions": "ChatCompletion",
+    "/v1/messages": "MessagesAnswer",
+    "/v1/messages/count_tokens": "TokenCount",
     "/tokenize": "Tokens",
     "/detokenize": "Text",
 }
@@ -40,6 +48,9 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "CompletionChunk": answers.COMPLETION_CHUNK,
     "ChatCompletion": answers.CHAT_COMPLETION,
     "ChatCompletionChunk": answers.CHAT_COMPLETION_CHUNK,
+    "MessagesAnswer": answers.MESSAGE,
+    "TokenCount": answers.TOKEN_COUNT,
+    "MessagesError": answers.MESSAGES_ERROR,
     "Tokens": answers.TOKENS,
     "Text": answers.TEXT,
     "Models": answers.MODELS,
@@ -161,16 +172,20 @@ def batch_paths() -> dict[str, Any]:
 def _post(path: str, kind: type[BaseModel], text: str) -> dict[str, Any]:
     generates = path.startswith("/v1/")
     good: dict[str, Any] = {**_json(ANSWERS[path]), **({EVENTS: {}} if generates else {})}
-    return _operation(
-        text, good, *(OF_GENERATION if generates else OF_BODIES), body=(JSON, _reference(kind.__name__))
-    )
+    errors = OF_GENERATION if generates else OF_BODIES
+    shape = "MessagesError" if path.startswith("/v1/messages") else "Error"
+    return _operation(text, good, *errors, body=(JSON, _reference(kind.__name__)), error=shape)
 
 
 def _operation(
-    summary: str, content: dict[str, Any], *errors: str, body: tuple[str, dict[str, Any]] | None = None
+    summary: str,
+    content: dict[str, Any],
+    *errors: str,
+    body: tuple[str, dict[str, Any]] | None = None,
+    error: str = "Error",
 ) -> dict[str, Any]:
-    """``body``: its media type and schema, where there is one."""
-    refusal = {JSON: {"schema": _reference("Error")}}
+    """``body``: its media type and schema, where there is one. ``error``: the schema of its errors."""
+    refusal = {JSON: {"schema": _reference(error)}}
     responses = {"200": {"description": "OK", "content": content}}
     responses |= {status: {"description": ERRORS[status], "content": refusal} for status in errors}
     operation: dict[str, Any] = {"summary": summary, "responses": responses}

@@ -113,6 +113,28 @@ CHAT_COMPLETION = _whole("chat.completion", {"message": _MESSAGE, "logprobs": or
 CHAT_COMPLETION_CHUNK = _chunk(
     "chat.completion.chunk", {"delta": _DELTA, "logprobs": or_null(_CHAT_LOGPROBS)}
 )
+_MESSAGE_USAGE = record(
+    {
+        "input_tokens": COUNT,
+        "cache_creation_input_tokens": COUNT,
+        "cache_read_input_tokens": COUNT,
+        "output_tokens": COUNT,
+    }
+)
+MESSAGE = record(
+    {
+        "id": STRING,
+        "type": {"const": "message"},
+        "role": {"const": "assistant"},
+        "model": STRING,
+        "content": array(record({"type": {"enum": ["text", "thinking", "tool_use"]}})),
+        "stop_reason": {"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
+        "stop_sequence": STRING_OR_NULL,
+        "usage": _MESSAGE_USAGE,
+    }
+)
+TOKEN_COUNT = record({"input_tokens": COUNT})
+MESSAGES_ERROR = record({"type": {"const": "error"}, "error": record({"type": STRING, "message": STRING})})
 TOKENS = record(
     {"count": COUNT, "max_model_len": COUNT, "tokens": array(COUNT)},
     {"token_strs": or_null(array(STRING_OR_NULL))},

@@ -158,14 +158,14 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(value), status, media_type="application/json")
 
 
-def _error(error: ApiError) -> Response:
+def _error(error: ApiError, request: Request) -> Response:
     headers = {name.decode(): value.decode() for name, value in error.headers()}
-    return Response(error.body(), error.status, headers, media_type="application/json")
+    return Response(error.body_for(request.url.path), error.status, headers, media_type="application/json")
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return _error(error)
+    return _error(error, request)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -173,7 +173,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
         allow = (error.headers or {}).get("Allow", "")
-        return _error(MethodNotAllowed(f"{request.url.path} takes {allow}, not {request.method}.", allow))
+        return _error(
+            MethodNotAllowed(f"{request.url.path} takes {allow}, not {request.method}.", allow), request
+        )
     path, why = request.url.path, ""
     paths = [getattr(route, "path", "") for route in request.app.routes]
     if "/v1/models" in paths:  # the HTTP port, whose protocol answers these before any route
@@ -191,7 +193,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
         "",
     ):
         why = f": use {near}"  # a base URL without /v1, or with two
-    return _error(NotFound(f"There is no {request.method} {path}{why}.", code="unknown_url"))
+    return _error(NotFound(f"There is no {request.method} {path}{why}.", code="unknown_url"), request)
 
 
 async def _no_space(request: Request, error: Exception) -> Response:
@@ -199,7 +201,9 @@ async def _no_space(request: Request, error: Exception) -> Response:
     if not is_full(error):
         raise error
     where = getattr(error, "filename", None) or f"temporary files, {tempfile.gettempdir()}"
-    return _error(StorageFull(where if isinstance(error, OSError) else f"what {request.url.path} stores"))
+    return _error(
+        StorageFull(where if isinstance(error, OSError) else f"what {request.url.path} stores"), request
+    )
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:
@@ -208,4 +212,4 @@ async def _client_gone(request: Request, error: Exception) -> Response:
 
 async def _unexpected(request: Request, error: Exception) -> Response:
     """Starlette raises the error again once this is sent, and so it is logged."""
-    return _error(InternalError("Internal error; the server's log says more."))
+    return _error(InternalError("Internal error; the server's log says more."), request)

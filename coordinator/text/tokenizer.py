@@ -265,18 +265,18 @@ class StopStrings:
         self._prefixes = {stop[:n] for stop in stops for n in range(1, len(stop))}
         self._first = {stop[0] for stop in stops}
         self._held = ""
-        self.matched = False
+        self.matched = ""  # the stop string that has cut the text
 
     def feed(self, text: str) -> str:
         """Return the text that may be shown now. Sets ``matched`` once a stop string is complete."""
         if self.matched:
             return ""
         text = self._held + text
-        starts = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        if starts:
-            self.matched = True
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            first, self.matched = min(found)
             self._held = ""
-            return text[: min(starts)]
+            return text[:first]
         keep = self._hold_from(text)
         self._held = text[keep:]
         return text[:keep]

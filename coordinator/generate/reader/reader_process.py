@@ -15,7 +15,7 @@ import signal
 import socket
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from ...http.limits import HttpLimits
 from ...lifecycle.request import PriorityClass
 from ...text.served_model import ServedModel
 from ...validation import validated
+from ..bodies.fields import Body
 from ..plan import Planner, RequestPlan, parse
 from ..token_pages import DetokenizeRequest, TokenizeRequest, detokenized, tokenized
 from .allocator import give_memory_back, trimmer
@@ -39,6 +40,7 @@ for each token."""
 MEMBER_VALUES = 3
 """Extra values that a member of an object counts as, for its memory."""
 SCAN_BYTES = 1 << 20
+Asked = TypeVar("Asked", bound=Body)
 
 
 class Work:
@@ -57,6 +59,11 @@ class Work:
         request = parse(endpoint, body)
         self._model.check_name(request.model)
         return self._planner.plan(request, headers, own_class)
+
+    def validate(self, kind: type[Asked], body: bytearray) -> Asked:
+        """A body as another API's ``kind``."""
+        check_size(body)
+        return validated(kind, body)
 
     def tokenize(self, body: bytearray) -> bytes:
         """The answer of /tokenize."""

@@ -1,0 +1,161 @@
+"""A chat completion that another API's endpoint asks for: the body of that API becomes a chat's, and the
+chat's chunks become that API's events.
+
+Limits, metering, grammars, traces and the survival of a worker's death are thus those of chat completions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from typing import Any, TypeVar
+
+import orjson
+from starlette.requests import Request
+from starlette.types import Receive
+
+from ..errors import ApiError, Headers
+from ..generate.api import GenerationApi
+from ..generate.plan import PLAN_HEADERS
+from ..http.body import ClientGone
+from ..http.inner_call import InnerCall
+from ..tenants.limits import ANONYMOUS, Account
+
+PASSED_ON = frozenset(("retry-after", "x-request-id"))
+"""Headers of the chat completion that its asker's answer repeats, beside those of the rate limits."""
+EVENT_DATA = b"data: "
+NO_MORE = b"[DONE]"
+T = TypeVar("T")
+
+
+class Refused(ApiError):
+    """The chat completion's error, as it came. ``headers`` are the answer's."""
+
+    def __init__(self, status: int, error: Mapping[str, Any], headers: Headers) -> None:
+        super().__init__(error["message"], param=error.get("param"), code=error.get("code"))
+        self.status, self.kind, self._headers = status, error.get("type", self.kind), headers
+
+    def headers(self) -> Headers:
+        return self._headers
+
+
+class ChatStream:
+    """One streamed chat completion, for one reader. It is its call's ``Listener``."""
+
+    def __init__(
+        self,
+        generation: GenerationApi,
+        account: Account,
+        headers: Mapping[bytes, bytes],
+        body: dict[str, Any],
+    ) -> None:
+        """``headers``: of the request that asks for it. ``body``: a chat's; how it streams is set here."""
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        data = orjson.dumps({**body, "stream": True, "stream_options": options})
+        planned_by = {name: headers[name] for name in PLAN_HEADERS if name in headers}
+        self.headers: Headers = []
+        self._call = _Call(generation, "/v1/chat/completions", data, account, self, planned_by)
+        self._most = generation.limits.max_buffered_bytes
+        self._chunks: deque[bytes] = deque()
+        self._num_waiting_bytes = 0
+        self._ready = asyncio.Event()
+        self._over = False
+        self._refusal: Refused | None = None
+
+    async def begin(self) -> None:
+        """Ask for it, and wait for its first chunk. Raises Refused."""
+        self._call.begin()
+        await self._ready.wait()
+        if self._refusal is not None:
+            raise self._refusal
+
+    async def chunks(self) -> AsyncIterator[dict[str, Any] | None]:
+        """Yield each chunk; None where nothing has come for a while. Raises Refused where it breaks off."""
+        while True:
+            while self._chunks:
+                data = self._chunks.popleft()
+                self._num_waiting_bytes -= len(data)
+                for event in data.split(b"\n\n"):
+                    if event.startswith(b":"):
+                        yield None
+                    elif event.startswith(EVENT_DATA) and (chunk := event[len(EVENT_DATA) :]) != NO_MORE:
+                        yield _checked(orjson.loads(chunk))
+            if self._over:
+                return
+            self._ready.clear()
+            await self._ready.wait()
+
+    def abandon(self) -> None:
+        """Cancel it: nobody reads it any more. Nothing happens once it is complete."""
+        self._call.abandon()
+
+    # --- as a listener -----------------------------------------------------------------------------
+
+    def started(self, headers: Headers) -> None:
+        """Take the headers of the stream."""
+        self.headers = _passed_on(headers)
+
+    def answered(self, status: int, headers: Headers, body: bytes) -> None:
+        """See ``Listener``: it was refused."""
+        self._refusal = Refused(status, orjson.loads(body)["error"], _passed_on(headers))
+        self._ready.set()
+
+    def streamed(self, data: bytes, *, last: bool) -> None:
+        """See ``Listener``."""
+        self._chunks.append(data)
+        self._num_waiting_bytes += len(data)
+        self._over = last
+        self._ready.set()
+        if self._num_waiting_bytes > self._most and not last:
+            self._over = True
+            asyncio.get_running_loop().call_soon(self.abandon)  # not from within a write
+
+
+class _Call(InnerCall):
+    """An ``InnerCall`` that passes the stream's headers on."""
+
+    __slots__ = ()
+
+    def start(self, status: int, headers: Headers) -> None:
+        assert isinstance(self._listener, ChatStream)
+        self._listener.started(headers)
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return what ``work`` returns. Raises ClientGone, and cancels it, if the client goes before."""
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request.receive))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.wait({working, gone})
+
+
+def account_of(request: Request) -> Account:
+    """Return the account that the gate has found for a request."""
+    account: Account = request.scope.get("account", ANONYMOUS)
+    return account
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _checked(chunk: dict[str, Any]) -> dict[str, Any]:
+    if "error" in chunk:
+        raise Refused(500, chunk["error"], [])
+    return chunk
+
+
+def _passed_on(headers: Headers) -> Headers:
+    return [
+        (name, value)
+        for name, value in headers
+        if name.decode() in PASSED_ON or name.startswith(b"x-ratelimit-")
+    ]

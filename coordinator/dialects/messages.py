@@ -1,0 +1,43 @@
+"""/v1/messages, as Anthropic's clients speak it."""
+
+from __future__ import annotations
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ..generate.api import GenerationApi
+from ..generate.plan import parse
+from ..generate.prompts import prompts_of
+from .messages_body import CountTokensRequest, MessagesRequest
+from .messages_events import MessageAnswer
+from .routes import Dialect
+
+
+class MessagesRoutes:
+    """Creates messages, and counts the tokens of their prompts."""
+
+    def __init__(self, generation: GenerationApi) -> None:
+        self._dialect = Dialect(generation)
+        self._model = generation.model
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/messages", self._create, methods=["POST"]),
+            Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
+        ]
+
+    async def _create(self, request: Request) -> Response:
+        asked = await self._dialect.read(request, MessagesRequest)
+        stream = await self._dialect.begin(request, asked.for_chat())
+        answer = MessageAnswer(self._model.name)
+        return await self._dialect.respond(request, stream, answer, streamed=bool(asked.stream))
+
+    async def _count_tokens(self, request: Request) -> Response:
+        asked = await self._dialect.read(request, CountTokensRequest)
+        self._model.check_name(asked.model)
+        chat = parse("/v1/chat/completions", orjson.dumps(asked.for_chat()))
+        (prompt,) = await self._model.tokenizer.aside(lambda: prompts_of(chat, self._model))
+        count = {"input_tokens": len(prompt.token_ids)}
+        return Response(orjson.dumps(count), media_type="application/json")

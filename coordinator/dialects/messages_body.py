@@ -1,0 +1,226 @@
+"""The body of /v1/messages, Anthropic's API, and the chat completion it stands for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BeforeValidator, Field
+
+from ..errors import InvalidRequest
+from ..generate.bodies.chat import MAX_MESSAGES
+from ..generate.bodies.fields import INT64, Body, invalid, schema
+from ..generate.bodies.tools import MAX_TOOLS
+
+MAX_STOP_SEQUENCES = 64
+NEEDED: dict[str, dict[str, type]] = {
+    "text": {"text": str},
+    "tool_use": {"id": str, "name": str, "input": dict},
+    "tool_result": {"tool_use_id": str},
+    "thinking": {"thinking": str},
+    "redacted_thinking": {},
+}
+"""The fields that a block of each kind must have, with their types."""
+OF_ROLE = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
+    "system": ("text",),
+}
+
+
+class Block(NamedTuple):
+    """One block of a message's content."""
+
+    kind: str
+    fields: dict[str, Any]
+
+
+def _blocks(value: Any) -> list[Block]:
+    """Return a content's blocks: text alone is one block of text."""
+    if isinstance(value, str):
+        return [Block("text", {"text": value})] if value else []
+    if not isinstance(value, list):
+        raise invalid("must be a string or a list of content blocks")
+    return [_block(i, block) for i, block in enumerate(value)]
+
+
+def _block(index: int, block: Any) -> Block:
+    kind = block.get("type") if isinstance(block, dict) else None
+    if kind not in NEEDED:
+        raise invalid(
+            f"block {index} has type {kind!r}; this server takes {', '.join(NEEDED)} (no images, documents "
+            "or tools that a server runs)"
+        )
+    for name, type_ in NEEDED[kind].items():
+        if not isinstance(block.get(name), type_):
+            raise invalid(f"block {index} of type {kind!r} needs a {type_.__name__} `{name}`")
+    return Block(kind, block)
+
+
+CONTENT = schema(
+    {"type": "string"},
+    {
+        "type": "array",
+        "items": {"type": "object", "required": ["type"], "properties": {"type": {"enum": list(NEEDED)}}},
+    },
+)
+Blocks = Annotated[list[Block], BeforeValidator(_blocks), CONTENT]
+
+
+class AnthropicMessage(Body):
+    """One message of the conversation. Marks for caching are ignored: prefixes are cached without them."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Blocks
+
+    def for_chat(self) -> Iterator[dict[str, Any]]:
+        """Yield the chat messages it stands for: each tool's result is one of its own. Raises ValueError."""
+        allowed = OF_ROLE[self.role]
+        for block in self.content:
+            if block.kind not in allowed:
+                raise ValueError(f"a message of role {self.role!r} has no block of type {block.kind!r}")
+        for block in self.content:
+            if block.kind == "tool_result":
+                yield _tool_message(block.fields)
+        text = "\n".join(block.fields["text"] for block in self.content if block.kind == "text")
+        calls = [_call(block.fields) for block in self.content if block.kind == "tool_use"]
+        thought = "".join(block.fields["thinking"] for block in self.content if block.kind == "thinking")
+        if text or calls or self.role == "assistant" or not self.content:
+            message: dict[str, Any] = {"role": self.role, "content": text}
+            if calls:
+                message["tool_calls"] = calls
+            if thought:
+                message["reasoning_content"] = thought
+            yield message
+
+
+class CustomTool(Body):
+    """A tool that the client runs."""
+
+    type: Literal["custom"] | None = None
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+
+    def for_chat(self) -> dict[str, Any]:
+        """Return the chat's function."""
+        function = {"name": self.name, "parameters": self.input_schema}
+        more = {"description": self.description, "strict": self.strict}
+        return {"type": "function", "function": {**function, **_given(more)}}
+
+
+class AnthropicToolChoice(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    def for_chat(self) -> Any:
+        """Return the chat's ``tool_choice``."""
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name or ""}}
+        return "required" if self.type == "any" else self.type
+
+
+class Thinking(Body):
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: int | None = None
+    """Not bounded here: a thought ends where the model ends it."""
+
+
+class JsonOutput(Body):
+    type: Literal["json_schema"]
+    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(Body):
+    format: JsonOutput | None = None
+    effort: Annotated[str, Field(max_length=32)] | None = None
+
+
+class Metadata(Body):
+    user_id: Annotated[str, Field(max_length=512)] | None = None
+
+
+class CountTokensRequest(Body):
+    """POST /v1/messages/count_tokens."""
+
+    model: str | None = None
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    system: Blocks | None = None
+    tools: Annotated[list[CustomTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+    def for_chat(self) -> dict[str, Any]:
+        """Return the body of the chat completion. Raises InvalidRequest."""
+        system = "\n".join(block.fields.get("text", "") for block in self.system or ())
+        messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+        for i, message in enumerate(self.messages):
+            try:
+                messages += message.for_chat()
+            except ValueError as error:
+                path = f"messages[{i}].content"
+                raise InvalidRequest(f"{path}: {error}", param=path) from error
+        chat: dict[str, Any] = {"model": self.model, "messages": messages}
+        if self.messages[-1].role == "assistant":  # the answer begins with it
+            chat |= {"continue_final_message": True, "add_generation_prompt": False}
+        if self.tools:
+            chat["tools"] = [tool.for_chat() for tool in self.tools]
+        if (choice := self.tool_choice) is not None:
+            chat["tool_choice"] = choice.for_chat()
+            chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+        if self.thinking is not None:
+            chat["chat_template_kwargs"] = {"enable_thinking": self.thinking.type != "disabled"}
+        if (output := self.output_config) is not None:
+            chat["reasoning_effort"] = output.effort
+            if output.format is not None:
+                schema = {"name": "output", "schema": output.format.json_schema}
+                chat["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return chat
+
+
+class MessagesRequest(CountTokensRequest):
+    """POST /v1/messages."""
+
+    max_tokens: Annotated[int, Field(ge=1, lt=INT64)]
+    stop_sequences: Annotated[list[str], Field(max_length=MAX_STOP_SEQUENCES)] | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=INT64)] | None = None
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    container: None = None
+    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    def for_chat(self) -> dict[str, Any]:
+        """See ``CountTokensRequest``."""
+        tier = {"auto": "auto", "standard_only": "default", None: None}[self.service_tier]
+        more = {
+            "max_completion_tokens": self.max_tokens, "stop": self.stop_sequences, "service_tier": tier,
+            "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k,
+            "user": self.metadata.user_id if self.metadata is not None else None,
+        }  # fmt: skip
+        return {**super().for_chat(), **_given(more)}
+
+
+def _tool_message(fields: dict[str, Any]) -> dict[str, Any]:
+    blocks = _blocks(fields.get("content") or "")
+    if other := next((block.kind for block in blocks if block.kind != "text"), None):
+        raise ValueError(f"the result of a tool is text on this server, not {other!r}")
+    text = "\n".join(block.fields["text"] for block in blocks)
+    if fields.get("is_error"):
+        text = f"Error: {text}"  # chat templates have no other place for it
+    return {"role": "tool", "tool_call_id": fields["tool_use_id"], "content": text}
+
+
+def _call(fields: dict[str, Any]) -> dict[str, Any]:
+    function = {"name": fields["name"], "arguments": json.dumps(fields["input"], ensure_ascii=False)}
+    return {"id": fields["id"], "type": "function", "function": function}
+
+
+def _given(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}

@@ -1,0 +1,121 @@
+"""What the endpoints of other APIs share: from a body to a chat completion, and its events back."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, Protocol, TypeVar
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from ..errors import ApiError
+from ..generate.api import GenerationApi
+from ..generate.bodies.fields import Body, UnknownFields
+from ..http.body import held_body
+from ..http.limits import LARGE_BODY_BYTES
+from ..validation import validated
+from .chat_stream import ChatStream, account_of, while_connected
+
+Event = dict[str, Any]
+Asked = TypeVar("Asked", bound=Body)
+EVENT_STREAM = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+class Answer(Protocol):
+    """An API's answer, as it grows with the chunks of a chat completion."""
+
+    def feed(self, chunk: dict[str, Any]) -> Iterator[Event]:
+        """Yield the events of one chunk."""
+
+    def finish(self) -> Iterator[Event]:
+        """Yield the last events: the completion is whole."""
+
+    def fail(self, error: ApiError) -> Iterator[Event]:
+        """Yield the last events of one that has broken off."""
+
+    def pause(self) -> Iterator[Event]:
+        """Yield what keeps the connection open where no chunk has come for a while."""
+
+    def whole(self) -> dict[str, Any]:
+        """Return the answer without its events."""
+
+
+class Dialect:
+    """Reads bodies and writes answers."""
+
+    def __init__(self, generation: GenerationApi) -> None:
+        self.generation = generation
+        self._unknown = UnknownFields()
+
+    async def read(self, request: Request, kind: type[Asked]) -> Asked:
+        """Return the body as ``kind``; the reader process validates large ones. Raises ApiError."""
+        headers, limits = dict(request.scope["headers"]), self.generation.limits
+        async with held_body(
+            headers, request.receive, limits.max_body_bytes, self.generation.overload
+        ) as body:
+            if len(body) > LARGE_BODY_BYTES:
+                asked: Asked = await self.generation.reader.read("validate", body, kind)
+            else:
+                asked = validated(kind, body)
+        self._unknown.note(asked.unknown_fields())
+        return asked
+
+    async def begin(self, request: Request, chat: dict[str, Any]) -> ChatStream:
+        """Ask for the chat completion; return once its first chunk is there. Raises ApiError or
+        ClientGone."""
+        headers = dict(request.scope["headers"])
+        stream = ChatStream(self.generation, account_of(request), headers, chat)
+        try:
+            await while_connected(request, stream.begin())
+        except BaseException:
+            stream.abandon()
+            raise
+        return stream
+
+    async def respond(
+        self, request: Request, stream: ChatStream, answer: Answer, *, streamed: bool
+    ) -> Response:
+        """Return the response: the answer's events as they come, or the whole answer."""
+        headers = {name.decode(): value.decode() for name, value in stream.headers}
+        if streamed:
+            events = encoded(events_of(stream, answer))
+            return StreamingResponse(events, 200, {**headers, **EVENT_STREAM}, "text/event-stream")
+        await while_connected(request, _read_whole(stream, answer))
+        return Response(orjson.dumps(answer.whole()), 200, headers, "application/json")
+
+
+async def events_of(stream: ChatStream, answer: Answer) -> AsyncIterator[Event]:
+    """Yield all events; cancel the chat completion if they are not read to their end."""
+    try:
+        try:
+            async for chunk in stream.chunks():
+                for event in answer.pause() if chunk is None else answer.feed(chunk):
+                    yield event
+        except ApiError as error:
+            for event in answer.fail(error):
+                yield event
+        else:
+            for event in answer.finish():
+                yield event
+    finally:
+        stream.abandon()
+
+
+async def encoded(events: AsyncIterator[Event]) -> AsyncIterator[bytes]:
+    """Yield the events as server-sent ones."""
+    async for event in events:
+        yield b"event: %b\ndata: %b\n\n" % (event["type"].encode(), orjson.dumps(event))
+
+
+async def _read_whole(stream: ChatStream, answer: Answer) -> None:
+    """Raises ApiError where it breaks off."""
+    try:
+        async for chunk in stream.chunks():
+            if chunk is not None:
+                for _ in answer.feed(chunk):
+                    pass
+        for _ in answer.finish():
+            pass
+    finally:
+        stream.abandon()
