@@ -33,10 +33,16 @@ from .lifecycle.request import Ended, ErrorKind
 Headers = list[tuple[bytes, bytes]]
 RETRY_AFTER_S = 1.0
 ANTHROPIC_KINDS = {
-    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-    405: "invalid_request_error", 408: "timeout_error", 413: "request_too_large", 415: "invalid_request_error",
-    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
-}  # fmt: skip
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 """Types of errors by status, as Anthropic's clients know them."""
 
 
@@ -78,7 +84,7 @@ class ApiError(Exception):
         """The JSON body that clients of this path know: Anthropic's shape below /v1/messages."""
         if not path.startswith("/v1/messages"):
             return self.body()
-        error = {"type": ANTHROPIC_KINDS.get(self.status, "api_error"), "message": self.message}
+        error = {"type": ANTHROPIC_KINDS.get(self.status, "api_error" if self.status >= 500 else self.kind), "message": self.message}
         return orjson.dumps({"type": "error", "error": error})
 
     def headers(self) -> list[tuple[bytes, bytes]]:

@@ -1,4 +1,4 @@
-"""The answer of /v1/messages: the message as it grows, and the events that tell of it."""
+"""The answer of /v1/messages: the message as it grows, and its events."""
 
 from __future__ import annotations
 
