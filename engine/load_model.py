@@ -88,6 +88,7 @@ def _computing_model(
 
         on_device = cache.pool.view(torch.uint8).view(cache.num_blocks, cache.layout.num_layers, -1)
         mirror, device_blocks = HostMirror(on_device, allocate), DeviceBlocks(on_device)
+        device_blocks.warm_up()
         if allocate is not None:
             runner.claims.committed(cache.num_bytes)
         runner.phases.done("mirror")

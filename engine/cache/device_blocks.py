@@ -32,6 +32,13 @@ class DeviceBlocks:
             self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
         self._lock = threading.Lock()  # movers' threads and the worker's loop use the one stream
 
+    def warm_up(self) -> None:
+        """Compile the kernels of all calls, for one layer and for all, before a loop with a deadline makes
+        them. No sequence may run yet: block 0 is written."""
+        self.checksums([0])
+        for layers in (slice(0, 1), slice(0, self.shape[1])):
+            self.unpack(self.pack([0], layers), [0], layers)
+
     def checksums(self, blocks: Sequence[int]) -> list[int]:
         """xxh3_64 of each of these blocks."""
         with self._lock, self._on_stream():

@@ -47,7 +47,7 @@ from .decode_graphs import CudaRecorder, DecodeGraphs, Recorder, feed
 from .prefill_graphs import PrefillGraphs
 from .sampler import SampledRows, Sampler, report_logprobs
 from .step_thread import OnLayer
-from .warm_up import run_first_steps
+from .warm_up import MANY_SEQS, run_first_steps
 
 if TYPE_CHECKING:
     from .device_sampler import DeviceSampler
@@ -280,7 +280,8 @@ class ModelRunner:
     def _warm_up(self, lengths: Sequence[int]) -> None:
         block_size = self.kv_cache.layout.block_size
         most = min(self.max_model_len, self.kv_cache.num_blocks * block_size) - 1
-        run_first_steps(self.execute, [min(length, most) for length in lengths], block_size)
+        many = MANY_SEQS if self.device.type == "cuda" and block_size > 1 else 0
+        run_first_steps(self.execute, [min(length, most) for length in lengths], block_size, many)
         self.phases.done("warm-up")
         if self.device.type == "cuda" and (self._max_decode_seqs or self._max_prefill_tokens):
             self.capture(CudaRecorder())

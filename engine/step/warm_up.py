@@ -12,26 +12,33 @@ from ..errors import OutOfMemoryError, is_out_of_memory
 from .batch import Batch, SamplingState, StepOutput
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+MANY_SEQS = 65
+"""A mixed step of more than 64 sequences takes kernels of another size."""
 EVERYTHING = SamplingParams(
     max_tokens=1, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logit_bias={0: 1.0}, logprobs=1
 )
 """On a GPU each option is compiled when it is first used."""
 
 
-def run_first_steps(execute: Callable[[Batch], StepOutput], lengths: Sequence[int], block_size: int) -> None:
-    """Prompts of these lengths, the shortest first, and a decode step, in the pool's first blocks. Raises
-    OutOfMemoryError."""
+def run_first_steps(
+    execute: Callable[[Batch], StepOutput], lengths: Sequence[int], block_size: int, num_seqs: int = 0
+) -> None:
+    """Prompts of these lengths, the shortest first, a decode step, and a mixed step of ``num_seqs`` sequences
+    where it is not 0, all in the pool's first blocks. Raises OutOfMemoryError."""
     shortest = min(lengths)
-    steps = [(0, length, GREEDY) for length in sorted(set(lengths))]
-    for start, stop, params in (*steps, (shortest, shortest + 1, EVERYTHING)):
+    steps = [_in_first_blocks(0, length, block_size, GREEDY) for length in sorted(set(lengths))]
+    steps.append(_in_first_blocks(shortest, shortest + 1, block_size, EVERYTHING))
+    if num_seqs:
+        steps.append(_mixed(num_seqs))
+    for batch in steps:
         try:
-            execute(_in_first_blocks(start, stop, block_size, params))
+            execute(batch)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             raise OutOfMemoryError(
-                f"beside the weights and the KV cache no memory is left for a step of {stop - start} tokens "
-                f"({error}); lower --kv-cache-gib, --num-blocks or --prefill-max-batch-tokens"
+                f"beside the weights and the KV cache no memory is left for a step of {batch.num_tokens} "
+                f"tokens ({error}); lower --kv-cache-gib, --num-blocks or --prefill-max-batch-tokens"
             ) from error
 
 
@@ -46,4 +53,18 @@ def _in_first_blocks(start: int, stop: int, block_size: int, params: SamplingPar
         block_tables=np.arange(-(-stop // block_size), dtype=np.int32)[None],
         slot_mapping=positions.astype(np.int64),
         sampling=[SamplingState(params, [0] * stop, [])],
+    )
+
+
+def _mixed(num_seqs: int) -> Batch:
+    """A chunk of two tokens, then one token of each other sequence, all in the first block."""
+    positions = np.array([0, 1, *[0] * (num_seqs - 1)], np.int32)
+    return Batch(
+        token_ids=np.zeros(num_seqs + 1, np.int32),
+        positions=positions,
+        query_start_loc=np.array([0, *range(2, num_seqs + 2)], np.int32),
+        seq_lens=np.array([2, *[1] * (num_seqs - 1)], np.int32),
+        block_tables=np.zeros((num_seqs, 1), np.int32),
+        slot_mapping=positions.astype(np.int64),
+        sampling=[SamplingState(GREEDY, [0] * 2, []) for _ in range(num_seqs)],
     )

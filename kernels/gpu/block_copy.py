@@ -34,28 +34,36 @@ def _launch(pool: Tensor, blocks: Tensor, packed: Tensor, first_byte: int, unpac
     assert first_byte % WORD == width % WORD == block_bytes % WORD == 0
     assert pool.is_contiguous()
     assert packed.is_contiguous()
+    # A GPU reads 16 bytes at a time where it knows that each slice begins at a multiple of them.
+    unit = (
+        2 * WORD if block_bytes % (2 * WORD) == first_byte % (2 * WORD) == width % (2 * WORD) == 0 else WORD
+    )
     _copy_kernel[(n, triton.cdiv(width // WORD, WORDS))](
-        pool.view(torch.int64), blocks, packed.view(torch.int64), first_byte // WORD,
-        BLOCK_WORDS=block_bytes // WORD, WIDTH=width // WORD, WORDS=WORDS, UNPACK=unpack, num_warps=8,
+        pool.view(torch.int64), blocks, packed.view(torch.int64), first_byte // unit, width // unit,
+        BLOCK_WORDS=block_bytes // WORD, UNIT=unit // WORD, WORDS=WORDS, UNPACK=unpack, num_warps=8,
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "width"])
 def _copy_kernel(
     pool,
     blocks,
     packed,
     first,
+    width,
     BLOCK_WORDS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    UNIT: tl.constexpr,
     WORDS: tl.constexpr,
     UNPACK: tl.constexpr,
 ):
+    """``first``, ``width``: of the slice, in units of UNIT words. They follow a mover's measured rate, so
+    that they must not be compiled in."""
     i = tl.program_id(0).to(tl.int64)
     words = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
-    in_pool = pool + tl.load(blocks + i).to(tl.int64) * BLOCK_WORDS + first + words
-    in_packed = packed + i * WIDTH + words
+    inside = words < width * UNIT
+    in_pool = pool + tl.load(blocks + i).to(tl.int64) * BLOCK_WORDS + first.to(tl.int64) * UNIT + words
+    in_packed = packed + i * width * UNIT + words
     if UNPACK:
-        tl.store(in_pool, tl.load(in_packed, mask=words < WIDTH), mask=words < WIDTH)
+        tl.store(in_pool, tl.load(in_packed, mask=inside), mask=inside)
     else:
-        tl.store(in_packed, tl.load(in_pool, mask=words < WIDTH), mask=words < WIDTH)
+        tl.store(in_packed, tl.load(in_pool, mask=inside), mask=inside)

@@ -16,6 +16,7 @@ from support.models import VOCAB_SIZE, make_checkpoint
 from support.played_gpu import OnGpu, PlayedGpu, played_gpu
 
 from splitserve.bench.kernels import triton_interpreter
+from splitserve.engine.cache.device_blocks import DeviceBlocks
 from splitserve.engine.load_model import load_model
 from splitserve.engine.settings import WorkerSettings
 from splitserve.engine.step import model_runner, prefill_graphs
@@ -23,6 +24,7 @@ from splitserve.engine.step.batch import StepOutput
 from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
 from splitserve.engine.worker_model import WorkerModel
 from splitserve.kernels.cuda import CudaKernels
+from splitserve.kernels.gpu import decode_attention, prefill_attention
 from splitserve.kernels.gpu.attention_tiles import TileShape
 from splitserve.kernels.reference import TorchKernels
 from splitserve.transport.messages.messages import SamplingParams
@@ -32,6 +34,13 @@ pytestmark = [pytest.mark.filterwarnings("ignore:overflow encountered in exp")]
 
 BLOCK_SIZE, NUM_BLOCKS = 8, 24
 PLAIN = SamplingParams(max_tokens=9, temperature=0.8, seed=3)
+WAYS_TO_SAMPLE = (
+    PLAIN,
+    SamplingParams(max_tokens=9, temperature=0.0),
+    SamplingParams(max_tokens=9, temperature=0.0, frequency_penalty=0.4),
+    SamplingParams(max_tokens=9, top_p=0.9, seed=1),
+    SamplingParams(max_tokens=9, top_k=3, min_p=0.1, logit_bias={3: 1.0}, logprobs=2, seed=1),
+)
 EDITED = SamplingParams(
     max_tokens=9, temperature=1.2, seed=4, min_p=0.01, repetition_penalty=1.3, frequency_penalty=0.4, min_tokens=2, logprobs=2
 )  # fmt: skip
@@ -43,6 +52,9 @@ def on_played_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedGpu]:
     with played_gpu(monkeypatch) as gpu:
         monkeypatch.setattr(model_runner, "select_kernels", lambda *_, **__: kernels)
         monkeypatch.setattr(model_runner, "WARM_UP_TOKENS", (2, 3))
+        monkeypatch.setattr(model_runner, "MANY_SEQS", 3)
+        for plans in (decode_attention, prefill_attention):
+            monkeypatch.setattr(plans, "padded_seqs", lambda num_seqs: 4 if num_seqs < 3 else 8)
         monkeypatch.setattr(prefill_graphs, "TOKEN_BUCKETS", (8,))
         monkeypatch.setattr(prefill_graphs, "seconds", lambda *_: 1.0)
         monkeypatch.setattr(prefill_graphs, "FASTER", 2)
@@ -122,3 +134,42 @@ def test_a_worker_starts_and_steps_without_a_wait(tmp_path: Path, monkeypatch: p
         }
     held = model.runner.kv_cache.pool.as_subclass(torch.Tensor).view(torch.uint8).view(NUM_BLOCKS, 1, -1)
     assert np.array_equal(model.pool[[9, 3]], held[[9, 3]].numpy())
+
+
+def test_nothing_is_compiled_once_a_worker_is_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of each kind, each way to sample, and what movers call."""
+    make_checkpoint(tmp_path, "qwen3", num_hidden_layers=1)
+    steps = ((1,), (3,), (1, 1), (1, 4), (1, 1, 2))
+    with on_played_gpu(monkeypatch) as gpu:
+        model = load(tmp_path)
+        gpu.ready = True
+        assert isinstance(model.runner, ModelRunner)
+        for counts, params in zip(steps, WAYS_TO_SAMPLE, strict=True):
+            rows = [
+                (HandSequence([5, 7, 9, 11], [block], params, 4 - count), count)
+                for block, count in enumerate(counts)
+            ]
+            model.runner.execute(make_batch(rows, BLOCK_SIZE))
+        assert model.device_blocks is not None
+        model.device_blocks.checksums([5, 2, 7])
+        model.device_blocks.unpack(model.device_blocks.pack([3], slice(0, 1)), [4], slice(0, 1))
+
+
+def test_slices_of_any_width_are_copied_by_the_same_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their width follows the mover's measured rate."""
+    with on_played_gpu(monkeypatch) as gpu:
+        blocks = DeviceBlocks(torch.zeros((8, 5, 64), dtype=torch.uint8, device="cuda"))
+        blocks.warm_up()
+        gpu.ready = True
+        for layers in (slice(2, 3), slice(0, 2), slice(1, 4), slice(0, 4), slice(0, 5)):
+            for held in ([3], [4, 6, 5]):
+                blocks.unpack(blocks.pack(held, layers), held, layers)
+
+
+def test_a_variant_that_is_compiled_late_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    with on_played_gpu(monkeypatch) as gpu:
+        blocks = DeviceBlocks(torch.zeros((4, 3, 64), dtype=torch.uint8, device="cuda"))
+        blocks.pack([1], slice(0, 1))
+        gpu.ready = True
+        with pytest.raises(AssertionError, match="compiled after the worker was ready: _copy_kernel"):
+            blocks.unpack(torch.zeros(64, dtype=torch.uint8, device="cuda"), [1], slice(0, 1))

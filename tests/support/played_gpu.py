@@ -4,11 +4,13 @@ those of a GPU.
 An operation on tensors of both sides is an error, as is a look into a GPU's tensor as a numpy array. What
 would make the host wait for the device is noted in ``waits``: values read, copies from or to memory that is
 not page-locked, lists and host tensors as indices. While a graph is captured any of these is an error.
-Triton's kernels run in its interpreter, if they are given the GPU's tensors only.
+Triton's kernels run in its interpreter, if they are given the GPU's tensors only. ``variants`` are the
+kernels that a GPU would have compiled for that, and ``ready`` forbids further ones.
 """
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -43,12 +45,15 @@ class OnGpu(torch.Tensor):
 
 
 class PlayedGpu(TorchFunctionMode):
-    """``waits``: the operations that a host would have waited in."""
+    """``waits``: the operations that a host would have waited in. ``variants``: the compiled kernels, by the
+    name and what Triton compiles each for. ``ready``: the worker serves, and compiles nothing any more."""
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[str] = []
         self.capturing = False
+        self.variants: set[str] = set()
+        self.ready = False
         self._pinned: dict[int, torch.Tensor] = {}  # page-locked memory, kept for good: addresses name it
         self._answers: dict[Any, object] = {
             torch.Tensor.device.__get__: GPU,  # type: ignore[attr-defined]
@@ -140,6 +145,21 @@ class PlayedGpu(TorchFunctionMode):
         self._pinned[host.untyped_storage().data_ptr()] = host
         return host
 
+    def launched(self, kernel: Any, args: Sequence[Any], options: dict[str, Any]) -> None:
+        """Note which variant of the kernel this launch takes. Triton compiles one for each constexpr, type,
+        option, alignment of a pointer to 16 bytes, and integer that is 1 or a multiple of 16."""
+        signature = inspect.signature(kernel.fn)
+        given = signature.bind(*args, **{k: v for k, v in options.items() if k in signature.parameters})
+        plain = kernel.kwargs.get("do_not_specialize") or ()
+        values = [
+            repr(value) if "constexpr" in str(signature.parameters[name].annotation) else _kind(value, name in plain)
+            for name, value in given.arguments.items()
+        ]  # fmt: skip
+        others = sorted((k, v) for k, v in options.items() if k not in signature.parameters)
+        variant = f"{kernel.fn.__name__}({', '.join(values)}; {others})"
+        assert not self.ready or variant in self.variants, f"compiled after the worker was ready: {variant}"
+        self.variants.add(variant)
+
     def record(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """In place of ``CudaRecorder``: a replay computes the same again on the same memory."""
         compute()
@@ -161,6 +181,16 @@ class PlayedGpu(TorchFunctionMode):
             return compute()
         finally:
             self.capturing = False
+
+
+def _kind(value: Any, plain: bool) -> str:
+    """What Triton compiles a kernel for, of an argument. ``plain``: of its type alone."""
+    if isinstance(value, torch.Tensor):
+        return f"*{value.dtype}{'' if value.data_ptr() % 16 else ' aligned'}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        return str(value) if value is None else type(value).__name__
+    kind = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+    return kind if plain else "1" if value == 1 else f"{kind} by 16" if value % 16 == 0 else kind
 
 
 def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
@@ -207,6 +237,7 @@ def played_gpu(monkeypatch: pytest.MonkeyPatch, free_bytes: int = 1 << 30) -> It
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     run, launch = threading.Thread.run, interpreter.GridExecutor.__call__
+    interpret = interpreter.InterpretedFunction.run
 
     def run_with_gpu(thread: threading.Thread) -> None:
         with gpu:
@@ -222,7 +253,13 @@ def played_gpu(monkeypatch: pytest.MonkeyPatch, free_bytes: int = 1 << 30) -> It
                 executor, *(_on_host(x) for x in args), **{name: _on_host(value) for name, value in kwargs.items()}
             )  # fmt: skip
 
+    def note_and_launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            gpu.launched(kernel, args, options)
+        interpret(kernel, *args, grid=grid, warmup=warmup, **options)
+
     monkeypatch.setattr(threading.Thread, "run", run_with_gpu)
+    monkeypatch.setattr(interpreter.InterpretedFunction, "run", note_and_launch)
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_on_gpu)
     with gpu:
         yield gpu
