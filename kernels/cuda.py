@@ -86,7 +86,7 @@ class CudaKernels:
         decode, prefill = inputs.plans[window]
         out = torch.empty((num_tokens, num_heads * head_dim), dtype=q.dtype, device=q.device)
         if decode is not None:
-            group = num_heads // pool.shape[4]
+            group = num_heads // pool.shape[3]
             fp8 = pool.dtype.itemsize == 1
             tile = (
                 self._prefill_tile(q, pool) if self._exact else decode_tile(head_dim, group, q.itemsize, fp8)
@@ -94,7 +94,7 @@ class CudaKernels:
             at_once = (
                 EXACT_PROGRAMS_PER_SM
                 if self._exact
-                else programs_per_sm(head_dim, group, pool.shape[3], pool.dtype)
+                else programs_per_sm(head_dim, group, pool.shape[4], pool.dtype)
             )
             decode_attention(out, q, pool, layer, inputs, decode, self._num_sms * at_once, tile)
         if prefill is not None:
@@ -111,7 +111,7 @@ class CudaKernels:
         """Sequences with one query are decoded, the others prefilled. Which these are, only the device knows,
         but not always."""
         num_tokens, num_heads, head_dim = q.shape
-        block_size, num_kv_heads = pool.shape[3:5]
+        num_kv_heads, block_size = pool.shape[3:5]
         all_single, none_single = len(inputs.seq_lens) == num_tokens, len(inputs.seq_lens) == 1 < num_tokens
         decode = None if none_single else plan_decode(inputs, num_heads, num_kv_heads, head_dim, block_size)
         if all_single:

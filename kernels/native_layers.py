@@ -83,7 +83,7 @@ class NativeLayers:
             attention.seq_lens.shape[0],
             attention.block_tables.shape[1],
             pool.shape[1],
-            pool.shape[3],
+            pool.shape[4],
             rope.num_heads,
             rope.num_kv_heads,
             rope.head_dim,

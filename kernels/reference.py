@@ -57,14 +57,14 @@ class TorchKernels:
             q = _rms_norm(q, rope.q_norm, rope.norm_eps)
             k = _rms_norm(k, rope.k_norm, rope.norm_eps)
         angles = rope.cos_sin[rope.positions.long()].unsqueeze(1)  # [num_tokens, 1, head_dim]
-        block_size = pool.shape[3]
+        block_size = pool.shape[4]
         written = rope.slot_mapping >= 0
         blocks, offsets = rope.slot_mapping[written] // block_size, rope.slot_mapping[written] % block_size
         k, v = _rotate(k, angles)[written], v[written]
         if rope.kv_scales is not None:
             k, v = (quantize_e4m3(x, rope.kv_scales[layer, i]) for i, x in enumerate((k, v)))
-        pool[blocks, layer, 0, offsets] = k
-        pool[blocks, layer, 1, offsets] = v
+        pool[blocks, layer, 0, :, offsets] = k
+        pool[blocks, layer, 1, :, offsets] = v
         return _rotate(q, angles)
 
     def paged_attention(self, q: Tensor, pool: Tensor, layer: int, inputs: AttentionInputs) -> Tensor:
@@ -97,11 +97,9 @@ def split_qkv(qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> 
 
 def gather_kv(pool: Tensor, layer: int, block_table: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """One sequence's keys and values, each [length, num_kv_heads, head_dim]."""
-    num_blocks = -(-length // pool.shape[3])
-    blocks = pool[
-        block_table[:num_blocks].long(), layer
-    ]  # [num_blocks, 2, block_size, num_kv_heads, head_dim]
-    keys, values = blocks.unbind(1)
+    num_blocks = -(-length // pool.shape[4])
+    blocks = pool[block_table[:num_blocks].long(), layer].transpose(2, 3)
+    keys, values = blocks.unbind(1)  # [num_blocks, block_size, num_kv_heads, head_dim]
     return keys.flatten(0, 1)[:length], values.flatten(0, 1)[:length]
 
 

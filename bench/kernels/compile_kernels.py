@@ -107,7 +107,7 @@ def _pool(
     head_dim: int, num_kv_heads: int, block_size: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
     scales = empty(2, 2, num_kv_heads, dtype=torch.float32) if dtype == FP8 else None
-    return empty(4, 2, 2, block_size, num_kv_heads, head_dim, dtype=dtype), scales
+    return empty(4, 2, 2, num_kv_heads, block_size, head_dim, dtype=dtype), scales
 
 
 OTHERS: dict[str, Callable[[], object]] = {

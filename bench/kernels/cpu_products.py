@@ -74,7 +74,7 @@ def products(model: str, c: ModelConfig, names: list[str]) -> Iterator[Case]:
 
 def attention(model: str, c: ModelConfig, names: list[str]) -> Iterator[Case]:
     kernels = NativeCpuKernels(1, names[0])
-    shape = torch.Size((2048, c.num_layers, 2, BLOCK_SIZE, c.num_kv_heads, c.head_dim))
+    shape = torch.Size((2048, c.num_layers, 2, c.num_kv_heads, BLOCK_SIZE, c.head_dim))
     pool = huge_page_bytes(2 * shape.numel()).view(torch.bfloat16).view(shape).normal_()
     for batch, length, queries in ATTENTION:
         inputs = AttentionInputs(

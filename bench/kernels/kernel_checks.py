@@ -51,11 +51,11 @@ def decode(
     case: AttentionCase, max_partials: int = MAX_PARTIALS, programs: int = 0, tile: TileShape | None = None
 ) -> Tensor:
     (n, num_heads, head_dim), pool = case.q.shape, case.pool
-    plan = plan_decode(case.inputs, num_heads, pool.shape[4], head_dim, pool.shape[3], max_partials)
+    plan = plan_decode(case.inputs, num_heads, pool.shape[3], head_dim, pool.shape[4], max_partials)
     out = torch.empty((n, num_heads * head_dim), dtype=case.q.dtype, device=case.q.device)
     programs = programs or (264 if case.q.is_cuda else 3)
     tile = tile or decode_tile(
-        head_dim, num_heads // pool.shape[4], case.q.itemsize, fp8=pool.dtype.itemsize == 1
+        head_dim, num_heads // pool.shape[3], case.q.itemsize, fp8=pool.dtype.itemsize == 1
     )
     decode_attention(out, case.q, pool, LAYER, case.inputs, plan, programs, tile)
     return out
@@ -64,7 +64,7 @@ def decode(
 def prefill(case: AttentionCase, tile: TileShape | None = None, split_folds: bool = False) -> Tensor:
     (n, num_heads, head_dim), pool = case.q.shape, case.pool
     tile = tile or (prefill_tile(head_dim, case.q.itemsize) if case.q.is_cuda else TileShape(32, 32, 4, 3))
-    plan = plan_prefill(case.inputs, n, num_heads // pool.shape[4], tile, singles=True)
+    plan = plan_prefill(case.inputs, n, num_heads // pool.shape[3], tile, singles=True)
     out = torch.empty((n, num_heads * head_dim), dtype=case.q.dtype, device=case.q.device)
     prefill_attention(out, case.q, pool, LAYER, case.inputs, plan, split_folds)
     return out
@@ -247,7 +247,7 @@ def _gate(rows: int, hidden: int, dtype: torch.dtype, device: str) -> float:
 def _rope(rows: int, dtype: torch.dtype, fp8: bool, device: str) -> float:
     num_heads, num_kv_heads, head_dim = 6, 2, 128
     qkv = randn(rows, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
-    expected_pool = torch.full((3, 2, 2, 64, num_kv_heads, head_dim), torch.nan).to(
+    expected_pool = torch.full((3, 2, 2, num_kv_heads, 64, head_dim), torch.nan).to(
         torch.float8_e4m3fn if fp8 else dtype
     )
     pool = expected_pool.to(device, copy=True)

@@ -142,7 +142,7 @@ def _cache(
     device: str, batch: int, context: int, layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> tuple[Tensor, AttentionInputs]:
     blocks = -(-context // BLOCK_SIZE)
-    shape = (batch * blocks, layers, 2, BLOCK_SIZE, num_kv_heads, head_dim)
+    shape = (batch * blocks, layers, 2, num_kv_heads, BLOCK_SIZE, head_dim)
     pool = torch.empty(shape, dtype=BFLOAT16, device=device).normal_().to(dtype)
     tables = torch.randperm(batch * blocks, device=device).view(batch, blocks).int()
     lens = torch.full((batch,), context, dtype=torch.int32, device=device)
@@ -199,7 +199,7 @@ def small_figures(device: str, ceilings: Ceilings, big: bool) -> Iterator[Figure
         )
         qkv = torch.randn((rows, width), device=device).to(BFLOAT16)
         blocks = -(-rows // BLOCK_SIZE)
-        pool = torch.zeros((blocks, 1, 2, BLOCK_SIZE, num_kv_heads, head_dim), dtype=BFLOAT16, device=device)
+        pool = torch.zeros((blocks, 1, 2, num_kv_heads, BLOCK_SIZE, head_dim), dtype=BFLOAT16, device=device)
         positions = torch.arange(rows, dtype=torch.int32, device=device)
         norm = torch.ones(head_dim, dtype=BFLOAT16, device=device)
         cos_sin = torch.ones((rows, head_dim), device=device)

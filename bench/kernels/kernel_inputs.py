@@ -60,7 +60,7 @@ def attention_case(
     num_blocks = sum(counts) + 2
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed))
     exact_pool = torch.full(
-        (num_blocks, NUM_LAYERS, 2, block_size, num_kv_heads, head_dim), torch.nan, dtype=torch.float32
+        (num_blocks, NUM_LAYERS, 2, num_kv_heads, block_size, head_dim), torch.nan, dtype=torch.float32
     )
     tables = torch.full((len(lengths), max([*counts, 1])), NO_BLOCK, dtype=torch.int32)
     taken = 0
@@ -69,8 +69,8 @@ def attention_case(
         tables[row, :count] = own.int()
         tokens = randn(length, 2, num_kv_heads, head_dim, seed=seed * 1000 + row + 1)
         for j, block in enumerate(own.tolist()):
-            part = tokens[j * block_size : (j + 1) * block_size].transpose(0, 1)
-            exact_pool[block, LAYER, :, : part.shape[1]] = part
+            part = tokens[j * block_size : (j + 1) * block_size].permute(1, 2, 0, 3)
+            exact_pool[block, LAYER, :, :, : part.shape[2]] = part
         taken += count
     scales = None
     if fp8:
@@ -78,7 +78,9 @@ def attention_case(
         scales[LAYER] = 0.01 + 0.02 * torch.rand(
             (2, num_kv_heads), generator=torch.Generator().manual_seed(seed)
         )
-        pool = torch.stack([quantize_e4m3(exact_pool[:, :, i], scales[LAYER, i]) for i in (0, 1)], dim=2)
+        by_token = exact_pool.transpose(3, 4)
+        pool = torch.stack([quantize_e4m3(by_token[:, :, i], scales[LAYER, i]) for i in (0, 1)], dim=2)
+        pool = pool.transpose(3, 4).contiguous()
     else:
         pool = exact_pool.to(dtype)
     starts = torch.tensor([0, *queries]).cumsum(0).int()
@@ -112,17 +114,17 @@ def exact_attention(
     for row, length in enumerate(lens.tolist()):
         first, last = int(starts[row]), int(starts[row + 1])
         cache = (
-            pool[tables[row, : -(-length // pool.shape[3])].long(), LAYER]
+            pool[tables[row, : -(-length // pool.shape[4])].long(), LAYER]
             .double()
-            .transpose(0, 1)
-            .flatten(1, 2)[:, :length]
+            .permute(1, 2, 0, 3, 4)
+            .flatten(2, 3)[:, :, :length]
         )
         if scales is not None:
-            cache = cache * scales[LAYER].double()[:, None, :, None]
-        keys, values = cache.repeat_interleave(num_heads // pool.shape[4], dim=2)
-        scores = torch.einsum("qhd,khd->hqk", q[first:last].double(), keys) * inputs.scale
+            cache = cache * scales[LAYER].double()[:, :, None, None]
+        keys, values = cache.repeat_interleave(num_heads // pool.shape[3], dim=1)
+        scores = torch.einsum("qhd,hkd->hqk", q[first:last].double(), keys) * inputs.scale
         distance = torch.arange(length - (last - first), length)[:, None] - torch.arange(length)
         window = length if inputs.sliding_window is None else inputs.sliding_window
         scores = scores.masked_fill((distance < 0) | (distance >= window), -torch.inf)
-        out[first:last] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+        out[first:last] = torch.einsum("hqk,hkd->qhd", scores.softmax(-1), values)
     return out.flatten(1)

@@ -23,7 +23,7 @@ map."""
 
 @dataclass(frozen=True, slots=True)
 class KVCacheLayout:
-    """What one block looks like: [num_layers, 2 (K, V), block_size, num_kv_heads, head_dim]."""
+    """What one block looks like: [num_layers, 2 (K, V), num_kv_heads, block_size, head_dim]."""
 
     num_layers: int
     block_size: int
@@ -37,7 +37,7 @@ class KVCacheLayout:
 
     @property
     def block_shape(self) -> tuple[int, ...]:
-        return (self.num_layers, 2, self.block_size, self.num_kv_heads, self.head_dim)
+        return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
 
     @property
     def block_bytes(self) -> int:
@@ -48,13 +48,13 @@ class KVCacheLayout:
         """Equal on two workers exactly if a block means the same to both (the model's dtype aside)."""
         float8 = " in float8_e4m3fn" if self.dtype == torch.float8_e4m3fn else ""
         return (
-            f"block-major/v1 [num_layers={self.num_layers}, 2, block_size={self.block_size}, "
-            f"num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}]{float8}"
+            f"block-major/v2 [num_layers={self.num_layers}, 2, num_kv_heads={self.num_kv_heads}, "
+            f"block_size={self.block_size}, head_dim={self.head_dim}]{float8}"
         )
 
 
 class KVCache:
-    """Owns the pool. ``pool`` has shape [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]."""
+    """Owns the pool. ``pool`` has shape [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]."""
 
     def __init__(
         self,

@@ -24,30 +24,34 @@ struct As<bf16> {
 };
 
 template <class T>
-struct KeyValues {  // where one sequence's keys and values of one layer lie
-  const T* pool;
+struct KeyValues {  // where one sequence's keys and values of one layer and head lie: a run of each in a block
+  const T* base;           // of block 0
   const int32_t* table;
-  int64_t block_size, token_stride, layer_offset, block_stride, value_offset;
+  int64_t head_dim, block_size, block_stride, value_offset;
 
-  KeyValues(const AttentionArgs& g, int64_t seq)
-      : pool(static_cast<const T*>(g.pool)), table(g.block_tables + seq * g.table_stride), block_size(g.block_size),
-        token_stride(g.num_kv_heads * g.head_dim), layer_offset(g.layer * 2 * block_size * token_stride),
-        block_stride(g.num_layers * 2 * block_size * token_stride), value_offset(block_size * token_stride) {}
-  const T* key(int64_t position) const {
-    return pool + table[position / block_size] * block_stride + layer_offset + position % block_size * token_stride;
+  KeyValues(const AttentionArgs& g, const AttentionItem& item)
+      : table(g.block_tables + item.seq * g.table_stride), head_dim(g.head_dim), block_size(g.block_size) {
+    const int64_t run = block_size * head_dim;
+    value_offset = g.num_kv_heads * run;
+    block_stride = g.num_layers * 2 * value_offset;
+    base = static_cast<const T*>(g.pool) + g.layer * 2 * value_offset + item.head * run;
   }
+  const T* key(int64_t position) const { return base + table[position / block_size] * block_stride + position % block_size * head_dim; }
 };
 
 template <class T>
 struct Run {  // the keys [begin, end) of a run, from position `start` on
-  int64_t start = 0, begin = 0, end = 0, offsets[KEYS];  // where each lies, in elements from the pool's first
+  int64_t start = 0, begin = 0, end = 0;
+  const T* keys[KEYS];
 
-  // Those from `position` on, `head_offset` elements into each.
-  void find(const KeyValues<T>& kv, int64_t position, int64_t length, int64_t head_offset) {
+  void find(const KeyValues<T>& kv, int64_t position, int64_t length) {  // those from `position` on
     start = position / KEYS * KEYS;
     begin = position - start;
     end = smaller(length - start, KEYS);
-    for (int64_t i = begin; i < end; ++i) offsets[i] = kv.key(start + i) - kv.pool + head_offset;
+    for (int64_t i = begin; i < end;) {
+      const T* key = kv.key(start + i);
+      for (const int64_t stop = smaller(end, i + kv.block_size - (start + i) % kv.block_size); i < stop; ++i, key += kv.head_dim) keys[i] = key;
+    }
   }
 };
 
@@ -144,27 +148,26 @@ struct Scratch {  // kept by its thread from call to call
 // Asks for the rows of a run one after the other, in the order in which they lie, a few lines at a time.
 template <class T>
 struct Ahead {
-  const T* base;
-  const int64_t* offsets;
-  int64_t left, row_bytes, at = 0;
+  const T* const* rows;
+  int64_t offset, left, row_bytes, at = 0;  // `offset` elements from each
 
   inline __attribute__((always_inline)) void step(int64_t num_bytes) {
     if (left == 0) return;
-    const char* row = reinterpret_cast<const char*>(base + *offsets) + at;
+    const char* row = reinterpret_cast<const char*>(*rows + offset) + at;
     for (int64_t i = 0; i < num_bytes; i += 64) __builtin_prefetch(row + i);
     at += num_bytes;
-    if (at >= row_bytes) { at = 0; ++offsets; --left; }
+    if (at >= row_bytes) { at = 0; ++rows; --left; }
   }
 };
 
-// One query token, all key-value heads of the item, in runs of KEYS keys. A run is gone through head by head: its keys are transposed, word by
-// word (a word is two bfloat16 or a float32), and serve all query heads of the group. That walk strides through memory, so the run is asked
-// for one stage ahead in a straight one: values while scores are computed, the next run's keys while values are added.
+// One query token and one key-value head, in runs of KEYS keys: they are transposed, word by word (a word is two bfloat16 or a float32), and
+// serve all query heads of the group. Memory is asked one stage ahead: for values while scores are computed, for the next run's keys while
+// values are added.
 template <class T>
 struct OneQuery {
   const AttentionArgs& g;
   const KeyValues<T> kv;
-  const int64_t D, group, num_heads, rows, length, num_words;
+  const int64_t D, rows, length, num_words;
   using Query = typename As<T>::Query;
   using Weight = typename As<T>::Weight;
   static constexpr int64_t depth = kStepDepth<Weight>;  // keys that are added in one step
@@ -178,20 +181,19 @@ struct OneQuery {
   Scratch& s;
 
   OneQuery(const AttentionArgs& g, const AttentionItem& item, Scratch& s)
-      : g(g), kv(g, item.seq), D(g.head_dim), group(g.num_heads / g.num_kv_heads), num_heads(item.num_heads), rows(num_heads * group),
-        length(g.seq_lens[item.seq]), num_words(D * int64_t(sizeof(T)) / 4), s(s) {
+      : g(g), kv(g, item), D(g.head_dim), rows(g.num_heads / g.num_kv_heads), length(g.seq_lens[item.seq]),
+        num_words(D * int64_t(sizeof(T)) / 4), s(s) {
     queries = reinterpret_cast<Query*>(s.q.reserve(rows * D)); acc = s.acc.filled(rows * D, 0.0f); scores = s.scores.reserve(rows * KEYS);
     m = s.m.filled(rows, -INFINITY); l = s.l.filled(rows, 0.0f); rescale = s.rescale.reserve(rows);
     words = reinterpret_cast<uint32_t*>(s.keys.reserve(num_words * KEYS));
   }
 
-  // The run's keys of one head; in the room of one that is not there lies another.
-  void transpose_keys(int64_t head) {
+  void transpose_keys() {  // in the room of one that is not there lies another
     for (int64_t t = now->begin / 8 * 8; t < now->end; t += 8) {
       const uint32_t* keys[8];
       for (int64_t i = 0; i < 8; ++i) {
         const int64_t at = smaller(larger(t + i, now->begin), now->end - 1);
-        keys[i] = reinterpret_cast<const uint32_t*>(kv.pool + now->offsets[at] + head * D);
+        keys[i] = reinterpret_cast<const uint32_t*>(now->keys[at]);
         ahead.step(D * int64_t(sizeof(T)));
       }
       transpose_words(keys, num_words, words + t);
@@ -225,15 +227,13 @@ struct OneQuery {
   }
 
   void score_run() {  // scores [rows][KEYS]
-    for (int64_t head = 0; head < num_heads; ++head) {
-      transpose_keys(head);
-      int64_t row = head * group, left = group;
-      for (; left > 4; left -= 4, row += 4) score_all<4>(row);
-      if (left == 4) score_all<4>(row);
-      if (left == 3) score_all<3>(row);
-      if (left == 2) score_all<2>(row);
-      if (left == 1) score_all<1>(row);
-    }
+    transpose_keys();
+    int64_t row = 0, left = rows;
+    for (; left > 4; left -= 4, row += 4) score_all<4>(row);
+    if (left == 4) score_all<4>(row);
+    if (left == 3) score_all<3>(row);
+    if (left == 2) score_all<2>(row);
+    if (left == 1) score_all<1>(row);
   }
 
   void update() {  // scores become exp(scores - new maximum)
@@ -246,19 +246,19 @@ struct OneQuery {
 
   // acc = rescale acc + scores values, G query heads from row on, NV vectors from d on.
   template <int G, int NV>
-  inline __attribute__((always_inline)) void add(int64_t row, int64_t head, int64_t d) {
+  inline __attribute__((always_inline)) void add(int64_t row, int64_t d) {
     vf total[G][NV];
 #pragma GCC unroll 4
     for (int i = 0; i < G; ++i)
 #pragma GCC unroll 4
       for (int j = 0; j < NV; ++j) total[i][j] = load(acc + (row + i) * D + d + j * W) * rescale[row + i];
-    const T* const values = kv.pool + kv.value_offset + head * D + d;
+    const int64_t offset = kv.value_offset + d;
     const Weight* const weight = weights + row * (KEYS / depth);
-    const int64_t* const offsets = now->offsets;
+    const T* const* const keys = now->keys;
     Ahead<T> asked = ahead;
     for (int64_t t = now->begin / depth * depth, begin = now->begin, end = now->end; t < end; t += depth) {  // beside a run's ends lies weight 0
-      const T* value = values + offsets[depth == 1 ? t : larger(t, begin)];
-      const T* next_value = depth == 1 ? value : values + offsets[smaller(t + depth, end) - 1];
+      const T* value = keys[depth == 1 ? t : larger(t, begin)] + offset;
+      const T* next_value = depth == 1 ? value : keys[smaller(t + depth, end) - 1] + offset;
       asked.step(depth * NV * W * int64_t(sizeof(T)));
       vf v[NV];
 #pragma GCC unroll 4
@@ -276,42 +276,40 @@ struct OneQuery {
   }
 
   template <int G, int NV>
-  void add_all(int64_t row, int64_t head) {
+  void add_all(int64_t row) {
     int64_t d = 0;
-    for (; d + NV * W <= D; d += NV * W) add<G, NV>(row, head, d);
-    for (; d < D; d += W) add<G, 1>(row, head, d);
+    for (; d + NV * W <= D; d += NV * W) add<G, NV>(row, d);
+    for (; d < D; d += W) add<G, 1>(row, d);
   }
 
   void add_run() {
-    for (int64_t head = 0; head < num_heads; ++head) {
-      int64_t row = head * group, left = group;
-      for (; left > 4; left -= 4, row += 4) add_all<4, 2>(row, head);
-      if (left == 4) add_all<4, 2>(row, head);
-      if (left == 3) add_all<3, 4>(row, head);
-      if (left == 2) add_all<2, 4>(row, head);
-      if (left == 1) add_all<1, 4>(row, head);
-    }
+    int64_t row = 0, left = rows;
+    for (; left > 4; left -= 4, row += 4) add_all<4, 2>(row);
+    if (left == 4) add_all<4, 2>(row);
+    if (left == 3) add_all<3, 4>(row);
+    if (left == 2) add_all<2, 4>(row);
+    if (left == 1) add_all<1, 4>(row);
   }
 
   void run(const AttentionItem& item) {
     const int64_t row0 = g.query_start_loc[item.seq];
-    const T* q = static_cast<const T*>(g.q) + row0 * g.q_stride + item.head * group * D;
+    const T* q = static_cast<const T*>(g.q) + row0 * g.q_stride + item.head * rows * D;
     for (int64_t i = 0; i < rows; ++i) take_query(q + i * D, queries + i * num_words, D);
-    next->find(kv, larger(0, length - g.window), length, item.head * D);
+    next->find(kv, larger(0, length - g.window), length);
     for (int64_t stop = 0; stop < length;) {
       Run<T>* const used = now;
       now = next;
       next = used;
       stop = now->start + now->end;
       next->begin = next->end = 0;
-      if (stop < length) next->find(kv, stop, length, item.head * D);
-      ahead = {kv.pool + kv.value_offset, now->offsets + now->begin, now->end - now->begin, num_heads * D * int64_t(sizeof(T))};
+      if (stop < length) next->find(kv, stop, length);
+      ahead = {now->keys + now->begin, kv.value_offset, now->end - now->begin, D * int64_t(sizeof(T))};
       score_run();
       update();
-      ahead = {kv.pool, next->offsets + next->begin, next->end - next->begin, num_heads * D * int64_t(sizeof(T))};
+      ahead = {next->keys + next->begin, 0, next->end - next->begin, D * int64_t(sizeof(T))};
       add_run();
     }
-    write_rows(acc, l, rows, D, static_cast<T*>(g.out) + (row0 * g.num_heads + item.head * group) * D);
+    write_rows(acc, l, rows, D, static_cast<T*>(g.out) + (row0 * g.num_heads + item.head * rows) * D);
   }
 };
 
@@ -350,12 +348,12 @@ static void value_strip(int rows, const X* weights, const float* values, int64_t
 
 // Copies KEYS keys (transposed) and values from position t on, as weights multiply them. Where the sequence has ended lies its last token.
 template <class T>
-static void load_tile(const KeyValues<T>& kv, int64_t head_offset, int64_t t, int64_t length, int64_t D, float* keys, float* values) {
+static void load_tile(const KeyValues<T>& kv, int64_t t, int64_t length, int64_t D, float* keys, float* values) {
   constexpr int64_t depth = kStepDepth<typename As<T>::Weight>;
   const int64_t num_words = D * int64_t(sizeof(T)) / 4;
   const bool widened = sizeof(T) == 2 && depth == 1;  // words of two bfloat16 become two rows
   const T* at[KEYS];
-  for (int64_t i = 0; i < KEYS; ++i) at[i] = kv.key(smaller(t + i, length - 1)) + head_offset;
+  for (int64_t i = 0; i < KEYS; ++i) at[i] = kv.key(smaller(t + i, length - 1));
   float* const words = widened ? keys + num_words * KEYS : keys;
   for (int64_t i = 0; i < KEYS; i += 8)
     transpose_words(reinterpret_cast<const uint32_t* const*>(at + i), num_words, reinterpret_cast<uint32_t*>(words + i));
@@ -372,7 +370,7 @@ static void load_tile(const KeyValues<T>& kv, int64_t head_offset, int64_t t, in
 template <class T>
 static void attend_many(const AttentionArgs& g, const AttentionItem& item, Scratch& s) {
   using X = typename As<T>::Weight;  // and what queries are multiplied as: keys lie widened
-  const KeyValues<T> kv(g, item.seq);
+  const KeyValues<T> kv(g, item);
   const int64_t D = g.head_dim, group = g.num_heads / g.num_kv_heads, rows = item.num_queries * group, steps = D / kStepDepth<X>;
   const int64_t row0 = int64_t(g.query_start_loc[item.seq]) + item.query, length = g.seq_lens[item.seq];
   const int64_t first = length - (g.query_start_loc[item.seq + 1] - g.query_start_loc[item.seq]) + item.query;  // position of row 0
@@ -384,7 +382,7 @@ static void attend_many(const AttentionArgs& g, const AttentionItem& item, Scrat
   for (int64_t r = 0; r < rows; ++r) take_query(q + r / group * g.q_stride + r % group * D, queries + r * steps, D);
   const int64_t end = first + item.num_queries, begin = larger(0, first + 1 - g.window) / KEYS * KEYS;
   for (int64_t t = begin; t < end; t += KEYS) {
-    load_tile(kv, item.head * D, t, length, D, keys, values);
+    load_tile(kv, t, length, D, keys, values);
     for (int64_t r = 0; r < rows; r += STRIP) {
       const int64_t strip = smaller(STRIP, rows - r);
       if (first + (r + strip - 1) / group < t) continue;                  // all of it lies before this tile

@@ -64,17 +64,12 @@ struct AttentionItems {  // what a step's attention is cut into, the same in eve
 
   explicit AttentionItems(const AttentionArgs& g) {
     const int64_t group = g.num_heads / g.num_kv_heads, tile = std::max<int64_t>(1, kQueryRows / group);
-    const int64_t heads = pool.size() == 1 ? g.num_kv_heads : 1;  // of a one-query item: all at once stream through the blocks
     for (int64_t s = 0; s < g.num_seqs; ++s) {
       const int64_t queries = g.query_start_loc[s + 1] - g.query_start_loc[s];
       work += double(queries) * double(g.seq_lens[s]) * double(g.num_heads * g.head_dim);
-      if (queries == 1) {
-        for (int64_t h = 0; h < g.num_kv_heads; h += heads) items.push_back({int32_t(s), 0, 1, int32_t(h), int32_t(heads)});
-        continue;
-      }
       for (int64_t h = 0; h < g.num_kv_heads; ++h)
         for (int64_t q = 0; q < queries; q += tile)
-          items.push_back({int32_t(s), int32_t(q), int32_t(std::min(tile, queries - q)), int32_t(h), 1});
+          items.push_back({int32_t(s), int32_t(q), int32_t(std::min(tile, queries - q)), int32_t(h)});
     }
   }
 };

@@ -21,7 +21,7 @@ struct LinearArgs {          // y[m][n] = sum_k x[m][k] w[n][k] + bias[n]
 
 struct AttentionArgs {       // out = softmax(scale q k^T) v, causal; keys and values are read where they lie in the pool
   const void* q;             // [num_tokens, num_heads, head_dim], tokens q_stride apart
-  const void* pool;          // [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]
+  const void* pool;          // [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]
   void* out;                 // [num_tokens, num_heads, head_dim]
   const int32_t* query_start_loc;  // [num_seqs + 1]
   const int32_t* seq_lens;         // [num_seqs]
@@ -32,8 +32,8 @@ struct AttentionArgs {       // out = softmax(scale q k^T) v, causal; keys and v
   Dtype dtype;
 };
 
-struct AttentionItem {       // query tokens [query, query + num_queries) of a sequence, key-value heads [head, head + num_heads)
-  int32_t seq, query, num_queries, head, num_heads;
+struct AttentionItem {       // query tokens [query, query + num_queries) of a sequence, one key-value head
+  int32_t seq, query, num_queries, head;
 };
 
 struct RopeArgs {            // q and k are normalised (where asked) and rotated in place in qkv; k and v are copied to their slots

@@ -11,7 +11,7 @@ bit. ``fold`` joins the states of two ranges of keys, earlier and later; decode 
 of a fixed size in ascending order and so agree. (Milakov and Gimelshein, 2018; Dao et al., FlashAttention,
 2022.)
 
-A pool's layer is [num_blocks, 2 (K, V), block_size, num_kv_heads, head_dim]; with float8_e4m3fn, times one
+A pool's layer is [num_blocks, 2 (K, V), num_kv_heads, block_size, head_dim]; with float8_e4m3fn, times one
 scale a head for K and V.
 """
 
@@ -41,7 +41,7 @@ class TileShape:
 
 
 def layer_of(pool: Tensor, layer: int) -> Tensor:
-    """[num_blocks, 2, block_size, num_kv_heads, head_dim] of one layer, checked for what the kernels take for
+    """[num_blocks, 2, num_kv_heads, block_size, head_dim] of one layer, checked for what the kernels take for
     granted."""
     view = pool[:, layer]
     assert view.stride(-1) == 1, "a head's values must be contiguous"

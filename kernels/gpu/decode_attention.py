@@ -120,7 +120,7 @@ def decode_attention(
 ) -> None:
     """q [num_tokens, num_heads, head_dim] (rows may be strided) -> out [num_tokens, num_heads * head_dim], of
     sequences with one query."""
-    (num_heads, head_dim), num_kv_heads = q.shape[1:], pool.shape[4]
+    (num_heads, head_dim), num_kv_heads = q.shape[1:], pool.shape[3]
     kv, kv_scales = layer_of(pool, layer), None if inputs.kv_scales is None else inputs.kv_scales[layer]
     assert q.stride()[1:] == (head_dim, 1)
     assert out.is_contiguous()
@@ -134,7 +134,7 @@ def decode_attention(
         kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3),
         NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, ROWS=tile.rows, HEAD_DIM=head_dim,
         DIMS=dims,
-        BLOCK_SIZE=kv.shape[2], KEYS=tile.keys, SPLIT=SPLIT, STAGES=tile.stages,
+        BLOCK_SIZE=kv.shape[3], KEYS=tile.keys, SPLIT=SPLIT, STAGES=tile.stages,
         WINDOW=inputs.sliding_window is not None,
         SCALED=kv_scales is not None,
         AT_ONCE=max(1, 8192 // (dims * tile.rows)), num_warps=tile.warps,
@@ -185,7 +185,7 @@ def _plan_kernel(
 def _decode_kernel(
     q, kv, query_start_loc, seq_lens, tables, items, num_items, arrived, states, sums, out, kv_scales, scale,
     window,
-    stride_q, stride_table, stride_block, stride_value, stride_token, stride_head,
+    stride_q, stride_table, stride_block, stride_value, stride_head, stride_token,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,

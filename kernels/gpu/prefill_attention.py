@@ -104,7 +104,7 @@ def prefill_attention(
 ) -> None:
     """q [num_tokens, num_heads, head_dim] (rows may be strided) -> out [num_tokens, num_heads * head_dim], of
     the planned chunks."""
-    (num_heads, head_dim), num_kv_heads = q.shape[1:], pool.shape[4]
+    (num_heads, head_dim), num_kv_heads = q.shape[1:], pool.shape[3]
     kv, kv_scales = layer_of(pool, layer), None if inputs.kv_scales is None else inputs.kv_scales[layer]
     assert q.stride()[1:] == (head_dim, 1)
     assert out.is_contiguous()
@@ -115,7 +115,7 @@ def prefill_attention(
         inputs.scale, window_of(inputs), q.stride(0), inputs.block_tables.stride(0),
         kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, ROWS=tile.rows, TOKENS=tile.rows // group, HEAD_DIM=head_dim,
-        DIMS=max(16, triton.next_power_of_2(head_dim)), BLOCK_SIZE=kv.shape[2], KEYS=tile.keys,
+        DIMS=max(16, triton.next_power_of_2(head_dim)), BLOCK_SIZE=kv.shape[3], KEYS=tile.keys,
         SPLIT=SPLIT if split_folds else 0, STAGES=tile.stages, WINDOW=inputs.sliding_window is not None,
         SCALED=kv_scales is not None, num_warps=tile.warps,
     )  # fmt: skip
@@ -161,7 +161,7 @@ def _plan_kernel(
 @triton.jit(do_not_specialize=["window", "stride_table"])
 def _prefill_kernel(
     q, kv, query_start_loc, seq_lens, tables, tiles, num_tiles, out, kv_scales, scale, window,
-    stride_q, stride_table, stride_block, stride_value, stride_token, stride_head,
+    stride_q, stride_table, stride_block, stride_value, stride_head, stride_token,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,

@@ -32,7 +32,7 @@ def rope_and_store(qkv: Tensor, pool: Tensor, layer: int, rope: RopeInputs) -> T
         qkv, kv, rope.positions, rope.slot_mapping, rope.cos_sin, rope.q_norm, rope.k_norm, kv_scales,
         rope.norm_eps, *kv.stride()[:4],
         NUM_HEADS=rope.num_heads, NUM_KV_HEADS=rope.num_kv_heads, HEAD_DIM=rope.head_dim,
-        BLOCK_SIZE=kv.shape[2], HEADS=HEADS_AT_ONCE,
+        BLOCK_SIZE=kv.shape[3], HEADS=HEADS_AT_ONCE,
         DIMS=triton.next_power_of_2(rope.head_dim // 2), NORM=rope.q_norm is not None,
         SCALED=kv_scales is not None, num_warps=2,
     )  # fmt: skip
@@ -42,7 +42,7 @@ def rope_and_store(qkv: Tensor, pool: Tensor, layer: int, rope: RopeInputs) -> T
 @triton.jit
 def _rope_and_store_kernel(
     qkv, kv, positions, slot_mapping, cos_sin, q_norm, k_norm, kv_scales, norm_eps,
-    stride_block, stride_value, stride_token, stride_head,
+    stride_block, stride_value, stride_head, stride_token,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr, DIMS: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip

@@ -147,7 +147,7 @@ def test_rope_and_store(
     num_tokens = data.draw(st.integers(1, 6))
     num_heads = group * num_kv_heads
     qkv = randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
-    pool = torch.full((4, 2, 2, 8, num_kv_heads, head_dim), torch.nan, dtype=dtype)
+    pool = torch.full((4, 2, 2, num_kv_heads, 8, head_dim), torch.nan, dtype=dtype)
     expected_pool = pool.clone()
     slots = torch.tensor(
         data.draw(st.lists(st.integers(0, 31), min_size=num_tokens, max_size=num_tokens, unique=True))
@@ -195,13 +195,13 @@ def test_paged_attention(
     queries = [data.draw(st.just(1) | st.integers(1, length)) for length in lengths]
     counts = [-(-length // block_size) for length in lengths]
     blocks = torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(1)).int()
-    pool = torch.full((len(blocks), 2, 2, block_size, num_kv_heads, head_dim), torch.nan, dtype=dtype)
+    pool = torch.full((len(blocks), 2, 2, num_kv_heads, block_size, head_dim), torch.nan, dtype=dtype)
     tables = torch.full((len(lengths), max(counts)), -(1 << 30), dtype=torch.int32)
     for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         tables[row, :count] = blocks[sum(counts[:row]) :][:count]
         for position in range(length):
             block = tables[row, position // block_size]
-            pool[block, 1, :, position % block_size] = randn(
+            pool[block, 1, :, :, position % block_size] = randn(
                 2, num_kv_heads, head_dim, dtype=dtype, seed=position
             )
     starts = torch.tensor([0, *queries]).cumsum(0).int()
@@ -244,7 +244,7 @@ def test_attention_gives_a_row_the_same_bits_in_any_chunk_and_batch(
 ) -> None:
     """Whole, in chunks, token by token: so prefill and decode agree, whatever was cached."""
     num_blocks = -(-length // block_size)
-    pool = randn(num_blocks, 1, 2, block_size, 2, head_dim, dtype=dtype) * 3
+    pool = randn(num_blocks, 1, 2, 2, block_size, head_dim, dtype=dtype) * 3
     q = randn(length, 2 * group, head_dim, dtype=dtype, seed=1) * 3
     tables = torch.randperm(num_blocks).int()[None]
 

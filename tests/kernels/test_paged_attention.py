@@ -44,17 +44,17 @@ def decode(
     starts = torch.arange(len(q) + 1, dtype=torch.int32)
     lens, tables = case.inputs.seq_lens[rows], case.inputs.block_tables[rows]
     inputs = replace(case.inputs, query_start_loc=starts, seq_lens=lens, block_tables=tables)
-    plan = plan_decode(inputs, num_heads, pool.shape[4], head_dim, pool.shape[3], max_partials)
+    plan = plan_decode(inputs, num_heads, pool.shape[3], head_dim, pool.shape[4], max_partials)
     out = torch.empty((len(q), num_heads * head_dim), dtype=q.dtype)
     decode_attention(
-        out, q, pool, LAYER, inputs, plan, programs, tile or decode_tile(head_dim, num_heads // pool.shape[4])
+        out, q, pool, LAYER, inputs, plan, programs, tile or decode_tile(head_dim, num_heads // pool.shape[3])
     )
     assert not plan.arrived.any(), "the next layer counts from zero"
     return out
 
 
 def prefill(case: AttentionCase, tile: TileShape = SMALL, split_folds: bool = False) -> Tensor:
-    plan = plan_prefill(case.inputs, len(case.q), case.q.shape[1] // case.pool.shape[4], tile, singles=True)
+    plan = plan_prefill(case.inputs, len(case.q), case.q.shape[1] // case.pool.shape[3], tile, singles=True)
     out = torch.empty((len(case.q), case.q.shape[1] * case.q.shape[2]), dtype=case.q.dtype)
     prefill_attention(out, case.q, case.pool, LAYER, case.inputs, plan, split_folds)
     return out

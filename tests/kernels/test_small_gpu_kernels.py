@@ -92,7 +92,7 @@ def test_rope_and_store(
     num_heads, num_kv_heads = heads[0] * heads[1], heads[1]
     num_tokens = data.draw(st.integers(1, 4))
     qkv, whole = guard_rows(randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype))
-    pool = torch.full((3, 2, 2, 8, num_kv_heads, head_dim), torch.nan).to(
+    pool = torch.full((3, 2, 2, num_kv_heads, 8, head_dim), torch.nan).to(
         torch.float8_e4m3fn if fp8 else dtype
     )
     expected_pool = pool.clone()
@@ -121,10 +121,12 @@ def test_rope_and_store(
     assert whole[[0, -1]].isnan().all()
     pool, expected_pool = pool.float(), expected_pool.float()
     assert torch.equal(pool.isnan(), expected_pool.isnan())
-    allowed = (
-        0.02 if fp8 else ALLOWED[dtype]
-    )  # a float8 next to a rounding boundary may fall on its other side
-    assert relative_error(pool.nan_to_num(), expected_pool.nan_to_num()) < allowed
+    pool, expected_pool = pool.nan_to_num(), expected_pool.nan_to_num()
+    if not fp8:
+        assert relative_error(pool, expected_pool) < ALLOWED[dtype]
+    else:  # a value next to a rounding boundary may fall on its other side
+        assert torch.allclose(pool, expected_pool, rtol=1 / 8, atol=2**-9)
+        assert (pool != expected_pool).sum() <= 1 + 0.02 * expected_pool.count_nonzero()
 
 
 @given(

@@ -153,7 +153,7 @@ class ModelIdentity(Message, frozen=True, kw_only=True):
     fingerprint: Name  # of weights, config and tokenizer
     dtype: Name  # of the KV cache
     block_size: Annotated[int, Meta(ge=1, le=4096)]
-    layout: Name  # e.g. "block-major/v1 [num_layers=12, 2, block_size=16, num_kv_heads=4, head_dim=64]"
+    layout: Name  # e.g. "block-major/v2 [num_layers=12, 2, num_kv_heads=4, block_size=16, head_dim=64]"
     block_bytes: Annotated[int, Meta(ge=1, le=1 << 32)]
     numerics: Name = "fast"  # or which exact kernels: bits agree only among the same
     window: Count = 0  # tokens that a token attends to at most, in any layer; 0: no bound
