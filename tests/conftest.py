@@ -1,5 +1,5 @@
 """Triton's kernels run in its interpreter here (it reads this when it is imported);
-``bench/kernels/gpu_check.py`` runs them on a GPU."""
+``bench/gpu_check`` runs them on a GPU."""
 
 from __future__ import annotations
 

@@ -79,12 +79,12 @@ def _is_ready(url: str) -> bool:
         return False
 
 
-def measure(url: str, lengths: dict[int, int]) -> dict[str, Any]:
+def measure(url: str, lengths: dict[int, int], vocab_size: int = 30_000) -> dict[str, Any]:
     """Medians by prompt length, in milliseconds."""
     draw = random.Random(0)
 
     def ask(length: int) -> dict[str, float]:
-        return _stages(url, [draw.randrange(3, 30_000) for _ in range(length)])
+        return _stages(url, [draw.randrange(3, vocab_size) for _ in range(length)])
 
     ask(min(lengths))  # whatever a first request starts up
     figures = {}

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...engine.cache.kv_cache import KVCache, KVCacheLayout
 from ...engine.model.config import ModelConfig, parse_config
 from ...engine.model.decoder import AttentionMetadata, DecoderModel
-from ...engine.model.layers import LayerLoader
+from ...engine.model.layers import LayerLoader, TensorSource
 from ...engine.step.batch import Batch
 from ...engine.step.decode_graphs import CudaRecorder, DecodeGraphs, Recorder
 from ...engine.step.model_runner import attention_metadata
@@ -51,6 +51,7 @@ MODELS: dict[str, dict[str, Any]] = {"Qwen3-0.6B": QWEN3_600M, "Llama-3.1-8B": L
 DECODES = tuple((batch, context) for context in (1024, 4096, 16384) for batch in (1, 8, 32, 64, 128, 256))
 PREFILLS, CHUNK = (2048, 8192, 32768), 8192
 BLOCK_SIZE = 64
+GOAL_MODEL, GOAL_CONTEXT, PREFILL_GOAL = "Llama-3.1-8B", 1024, 0.7
 CACHE_FRACTION = 0.85  # share of the memory beside the weights
 REPEATS = 10
 
@@ -74,7 +75,7 @@ def model_figures(
 ) -> Iterator[Figure]:
     started = time.perf_counter()
     graphs: tuple[int, Recorder] = (256, CudaRecorder()) if big else (2, run_again)
-    engine = RandomEngine(shape, torch.device(device), exact, max(PREFILLS) if big else 64, graphs)
+    engine = BareEngine(shape, torch.device(device), exact, max(PREFILLS) if big else 64, graphs)
     ready_us = (time.perf_counter() - started) * 1e6
     name += EXACT_SUFFIX if exact else ""
     yield Figure(
@@ -84,13 +85,19 @@ def model_figures(
         engine.weight_bytes / ready_us * 1e6,
         "B",
     )
-    for batch, context in ((8, 1024), (32, 4096)) if exact and big else DECODES if big else ((2, 20),):
-        if engine.fits(batch, context):
-            yield from engine.decode(
-                name, batch, context, ceilings, walled=batch in (1, 2, 32) and context < 4096
-            )
+    decodes = ((8, 1024), (32, 4096)) if exact and big else DECODES if big else ((2, 20),)
+
+    def decode_figures(wanted: Callable[[int], bool]) -> Iterator[Figure]:
+        for batch, context in decodes:
+            if wanted(context) and engine.fits(batch, context):
+                yield from engine.decode(
+                    name, batch, context, ceilings, walled=batch in (1, 2, 32) and context < 4096
+                )
+
+    yield from decode_figures(lambda context: context <= GOAL_CONTEXT)
     for tokens in PREFILLS if big else (20,):
         yield engine.prefill(name, tokens, ceilings)
+    yield from decode_figures(lambda context: context > GOAL_CONTEXT)
 
 
 class RandomTensors:
@@ -114,8 +121,9 @@ class RandomTensors:
         return drawn.mul_(shape[-1] ** -0.5)
 
 
-class RandomEngine:
-    """A model, its cache in what memory is left, and its decode graphs."""
+class BareEngine:
+    """A model, its cache and its decode graphs. ``shape``: the fields of config.json; ``num_tokens`` that the
+    cache holds, 0 for what memory is left; without ``checkpoint`` the weights are random."""
 
     def __init__(
         self,
@@ -124,6 +132,9 @@ class RandomEngine:
         exact: bool,
         max_len: int,
         graphs: tuple[int, Recorder],
+        num_tokens: int = 0,
+        checkpoint: TensorSource | None = None,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self.config: ModelConfig = parse_config(
             {"rms_norm_eps": 1e-5, "max_position_embeddings": max_len, **shape}, {}
@@ -132,13 +143,15 @@ class RandomEngine:
         gpu = device.type == "cuda"
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count if gpu else 1
         kernels = CudaKernels(num_sms, exact, prefill_shape=None if gpu else TileShape(16, 32, 4, 3))
-        layout = KVCacheLayout.of(self.config, BLOCK_SIZE, torch.bfloat16)
+        layout = KVCacheLayout.of(self.config, BLOCK_SIZE, dtype)
         with torch.inference_mode():
             self._model = DecoderModel(
-                self.config, LayerLoader(RandomTensors(device), kernels, torch.bfloat16, device), max_len
+                self.config, LayerLoader(checkpoint or RandomTensors(device), kernels, dtype, device), max_len
             )
-            free = torch.cuda.mem_get_info(device)[0] * CACHE_FRACTION if gpu else 16 * layout.block_bytes
-            self._cache = KVCache(layout, int(free) // layout.block_bytes, device)
+            num_blocks = -(-num_tokens // BLOCK_SIZE) or (
+                int(torch.cuda.mem_get_info(device)[0] * CACHE_FRACTION) // layout.block_bytes if gpu else 16
+            )
+            self._cache = KVCache(layout, num_blocks, device)
             self._cache.pool.normal_()
             vocab_size, max_blocks = self.config.vocab_size, -(-max_len // BLOCK_SIZE) + 1
             self._graphs = DecodeGraphs(self._decode, vocab_size, graphs[0], max_blocks, device, graphs[1])
@@ -170,7 +183,8 @@ class RandomEngine:
         num_bytes = self.weight_bytes + batch * context * self._cache.layout.block_bytes / BLOCK_SIZE
         floor = max(num_bytes / ceilings.copy, batch * self.weight_bytes / ceilings.flops) * 1e6
         what = f"{name}: decode step, batch {batch}, context {context}"
-        yield Figure(what, us, floor, num_bytes / us * 1e6, "B")
+        goal = decode_goal(batch) if name == GOAL_MODEL and context == GOAL_CONTEXT else None
+        yield Figure(what, us, floor, num_bytes / us * 1e6, "B", goal)
         if walled:
             wall = self._wall_us(batch, context)
             yield Figure(
@@ -189,9 +203,9 @@ class RandomEngine:
         c = self.config
         attention = 2 * c.num_layers * c.num_heads * c.head_dim * tokens**2  # two products over half a square
         flops = 2 * tokens * self.num_layer_weights + attention
-        return Figure(
-            f"{name}: prefill, {tokens} tokens", us, flops / ceilings.flops * 1e6, flops / us * 1e6, "FLOP"
-        )
+        goal = PREFILL_GOAL if name == GOAL_MODEL else None
+        floor = flops / ceilings.flops * 1e6
+        return Figure(f"{name}: prefill, {tokens} tokens", us, floor, flops / us * 1e6, "FLOP", goal)
 
     @property
     def pool(self) -> Tensor:
@@ -227,6 +241,11 @@ class RandomEngine:
         for _ in range(REPEATS):
             step()
         return (time.perf_counter() - started) * 1e6 / REPEATS
+
+
+def decode_goal(batch: int) -> float:
+    """Least share of the floor."""
+    return 0.8 if batch <= 64 else 0.7
 
 
 def device_us(run: Callable[[], object], repeats: int) -> float:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...engine.step.batch import Batch, SamplingState
 from ...engine.step.decode_graphs import CudaRecorder
 from ...transport.messages.messages import SamplingParams
-from .engine_figures import BLOCK_SIZE, QWEN3_600M, TINY, RandomEngine, run_again
+from .engine_figures import BLOCK_SIZE, QWEN3_600M, TINY, BareEngine, run_again
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
@@ -56,9 +56,10 @@ def exact_engine(big: bool, device: str) -> float:
     in a batch, at once and in chunks, over a cached prefix, decoded (by graphs of two sizes) and
     prefilled."""
     length, batch, record = (700, 64, CudaRecorder()) if big else (70, 3, run_again)
-    engine = RandomEngine(
-        QWEN3_600M if big else TINY, torch.device(device), True, 1024 if big else 256, (batch, record)
-    )
+    engine = BareEngine(
+        QWEN3_600M if big else TINY, torch.device(device), True, 1024 if big else 256, (batch, record),
+        num_tokens=4 * (length + BLOCK_SIZE),
+    )  # fmt: skip
     random = np.random.default_rng(3)
     blocks_each = length // BLOCK_SIZE + 1
 

@@ -17,13 +17,15 @@ Call = Callable[[], object]
 @dataclass(frozen=True, slots=True)
 class Figure:
     """``floor_us``: what the bytes take at the rate of a copy, or the FLOPs at the rate of a large product,
-    whichever is longer. ``rate``: in ``unit`` per second, of the useful bytes or FLOPs."""
+    whichever is longer. ``rate``: in ``unit`` per second, of the useful bytes or FLOPs. ``goal``: for
+    ``ratio``, at least."""
 
     what: str
     us: float
     floor_us: float
     rate: float
     unit: str
+    goal: float | None = None
 
     @property
     def ratio(self) -> float:

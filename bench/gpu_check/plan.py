@@ -1,0 +1,84 @@
+"""Which parts there are, in which order, and how long each may take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SECONDS = 570
+"""The plan's length; another ``--seconds`` stretches every limit alike."""
+KERNEL_PROCESSES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """``run``: MODULE:FUNCTION, called in a process of its own with a Place and ``arguments``; it yields
+    Lines."""
+
+    name: str
+    limit_s: float
+    run: str
+    arguments: tuple[str, ...] = ()
+
+
+def _here(name: str, limit_s: float, run: str, *arguments: str) -> Part:
+    return Part(name, limit_s, f"{__package__}.{run}", arguments)
+
+
+Stages = tuple[tuple[Part, ...], ...]
+STAGES: Stages = (
+    (
+        _here("machine", 45, "machine:machine"),
+        _here("compile", 45, "machine:compile_first"),
+        _here("models", 45, "machine:models"),
+    ),
+    (
+        *(
+            _here(f"kernels {i + 1}", 110, "correctness:kernels", str(i), str(KERNEL_PROCESSES))
+            for i in range(KERNEL_PROCESSES)
+        ),
+        _here("parity", 110, "parity:parity"),
+        _here("graphs", 110, "correctness:graphs"),
+        _here("exact", 110, "correctness:exact"),
+        _here("blocks", 110, "correctness:blocks"),
+    ),
+    (_here("serve cuda_ipc", 90, "serving:serve", "cuda_ipc"),),
+    (_here("engine 8B", 70, "speed:engine", "Llama-3.1-8B"),),
+    (
+        _here("failures", 85, "failures:failures"),
+        _here("memcheck", 85, "correctness:sanitized", "memcheck"),
+        _here("racecheck", 85, "correctness:sanitized", "racecheck"),
+    ),
+    (_here("serve shm", 50, "serving:serve", "shm"),),
+    (_here("attention", 35, "speed:attention"),),
+    (_here("engine 0.6B", 40, "speed:engine", "Qwen3-0.6B"),),
+    (_here("small kernels", 25, "speed:small_kernels"),),
+    (_here("fa3", 20, "speed:flash_attention_3"),),
+)
+"""Parts of a stage run side by side: only checks, whose times nobody reads."""
+SPARE: Stages = (
+    (_here("worker", 60, "speed:worker"),),
+    (_here("exact costs", 60, "speed:exact_costs"),),
+    (_here("linears", 30, "speed:linears"),),
+    (_here("other tiles", 20, "speed:other_tiles"),),
+    (_here("compile all", 120, "machine:compile_all"),),
+)
+"""Begun where the stages before have left time."""
+
+
+def planned_seconds(stages: Stages) -> float:
+    return sum(max(part.limit_s for part in stage) for stage in stages)
+
+
+def table() -> str:
+    """The plan, a row a stage."""
+    rows, at = ["  from  limit  parts (those of a row run side by side)"], 0.0
+    for stage in (*STAGES, *SPARE):
+        limit = max(part.limit_s for part in stage)
+        begins = f"{at:4.0f} s" if stage in STAGES else " spare"
+        names = ", ".join(part.name for part in stage)
+        names = names.replace(
+            ", ".join(f"kernels {i + 1}" for i in range(KERNEL_PROCESSES)), f"kernels 1 to {KERNEL_PROCESSES}"
+        )
+        rows.append(f"{begins} {limit:4.0f} s  {names}")
+        at += limit
+    return "\n".join(rows)

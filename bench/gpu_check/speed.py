@@ -1,0 +1,128 @@
+"""Figures of kernels and of whole models, each as a share of the measured ceilings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+
+from ..kernels import kernel_figures
+from ..kernels.engine_figures import EXACT_SUFFIX, engine_figures
+from ..kernels.gpu_timing import Ceilings, Figure, flops_figure, microseconds
+from ..peers.transformers_peer import PeerFailed
+from .correctness import interpret
+from .line import Line, Place, figure_line, left_out
+
+Figures = Callable[[str, Ceilings, bool], Iterator[Figure]]
+EXACT_MODEL = "Qwen3-4B"
+MOST_FP8_SLOPE = 0.6  # of bfloat16's
+
+
+def lines_of(place: Place, *figures: Figures) -> Iterator[Line]:
+    interpret(place)
+    ceilings = place.ceilings()
+    for each in figures:
+        for figure in each(place.device, ceilings, place.big):
+            yield figure_line(figure)
+
+
+def engine(place: Place, name: str) -> Iterator[Line]:
+    yield from lines_of(place, engine_figures(name, exact=False))
+
+
+def attention(place: Place) -> Iterator[Line]:
+    yield fp8_slope(place)
+    yield from lines_of(place, kernel_figures.decode_figures, kernel_figures.prefill_figures)
+
+
+def fp8_slope(place: Place) -> Line:
+    """Decode attention's time for each more token of context, in float8 beside bfloat16."""
+    interpret(place)
+    batch, contexts, heads = (
+        (32, (1024, 8192), kernel_figures.LLAMA_8B) if place.big else (2, (70, 200), kernel_figures.TINY)
+    )
+    slopes = []
+    for dtype in (torch.float8_e4m3fn, torch.bfloat16):
+        short, long = (
+            kernel_figures.decode_figure(
+                place.device, place.ceilings(), batch, context, heads, place.big, dtype=dtype
+            ).us
+            for context in contexts
+        )
+        slopes.append((long - short) / (contexts[1] - contexts[0]))
+    return Line(
+        f"decode attention, batch {batch}: float8 KV slope beside bfloat16's",
+        value=slopes[0] / slopes[1],
+        unit="share",
+        at_most=MOST_FP8_SLOPE,
+        note=f"{slopes[0] * 1e3:.2f} of {slopes[1] * 1e3:.2f} ns a token of context",
+    )
+
+
+def small_kernels(place: Place) -> Iterator[Line]:
+    yield from lines_of(
+        place, kernel_figures.sampling_figures, kernel_figures.small_figures, kernel_figures.block_figures
+    )
+
+
+def linears(place: Place) -> Iterator[Line]:
+    yield from lines_of(place, kernel_figures.linear_figures)
+
+
+def other_tiles(place: Place) -> Iterator[Line]:
+    yield from lines_of(place, kernel_figures.decode_tile_figures)
+
+
+def worker(place: Place) -> Iterator[Line]:
+    from ..kernels.gpu_worker import worker_figures
+
+    try:
+        yield from lines_of(place, worker_figures)
+    except PeerFailed as problem:  # no fault of ours, and the last figure
+        yield left_out("beside transformers", str(problem))
+
+
+def exact_costs(place: Place) -> Iterator[Line]:
+    """An engine with and without exact mode, and how much longer it takes with."""
+    interpret(place)
+    times: dict[str, float] = {}
+    for exact in (False, True):
+        for figure in engine_figures(EXACT_MODEL, exact)(place.device, place.ceilings(), place.big):
+            times[figure.what] = figure.us
+            yield figure_line(figure)
+    for what, us in times.items():
+        plain = times.get(what.replace(EXACT_SUFFIX, "", 1))
+        if EXACT_SUFFIX in what and plain and "graphs captured" not in what:
+            yield Line(f"exact costs more: {what}", value=us / plain - 1, unit="share", headline=True)
+
+
+def flash_attention_3(place: Place) -> Iterator[Line]:
+    """Its causal prefill beside ours, of the same run."""
+    interpret(place)
+    if find_spec("flash_attn_interface") is None:
+        yield left_out("FlashAttention-3", "flash_attn_interface is not installed")
+        return
+    flash = import_module("flash_attn_interface").flash_attn_func
+    num_kv_heads, group, head_dim = kernel_figures.LLAMA_8B
+    for tokens in (2048, 8192, 32768):
+        ours = kernel_figures.prefill_figure(
+            place.device, place.ceilings(), tokens, 0, kernel_figures.LLAMA_8B, place.big
+        )
+        q, k, v = (
+            torch.randn((1, tokens, heads, head_dim), device=place.device).to(torch.bfloat16)
+            for heads in (num_kv_heads * group, num_kv_heads, num_kv_heads)
+        )
+        us = microseconds([partial(flash, q, k, v, causal=True)])
+        flops = 2 * num_kv_heads * group * head_dim * tokens * (tokens + 1)
+        yield figure_line(
+            flops_figure(f"FlashAttention-3 prefill, {tokens} tokens", us, flops, place.ceilings())
+        )
+        yield figure_line(ours)
+        yield Line(
+            f"our prefill's time beside FlashAttention-3's, {tokens} tokens",
+            value=ours.us / us,
+            headline=True,
+        )

@@ -1,0 +1,174 @@
+"""A run of gpu_check loses nothing: whatever becomes of one part, the others report, and what is known is in
+the results folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import tarfile
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from splitserve.bench.gpu_check.__main__ import main
+from splitserve.bench.gpu_check.line import Line, read_lines
+from splitserve.bench.gpu_check.plan import SECONDS, SPARE, STAGES, Part, Stages, planned_seconds, table
+from splitserve.bench.gpu_check.running import Run
+from splitserve.bench.gpu_check.summary import Outcome, State, summary
+
+TESTS = Path(__file__).parents[2]
+PARTS = [part for stage in (*STAGES, *SPARE) for part in stage]
+CRASHES = {
+    "abort": "ended by SIGABRT",
+    "fail": "ended with status 1",
+    "hang": "did not end within 3 s and was killed",
+}
+STUB = "support.gpu_check_parts"
+
+
+def run(stages: Stages, folder: Path, seconds: float = SECONDS) -> dict[str, Any]:
+    """Run these stages. Return what results.json holds."""
+    done = Run(
+        stages, folder / "out", folder / "work", "cuda", seconds, {"gpu": "none"}, {"PYTHONPATH": str(TESTS)}
+    )
+    done.run()
+    found: dict[str, Any] = json.loads((folder / "out" / "results.json").read_text())
+    return found
+
+
+def stubbed(way_of: Mapping[str, str]) -> Stages:
+    """The plan, with parts that take no time; those in ``way_of`` crash in that way."""
+    return tuple(
+        tuple(
+            replace(
+                part,
+                limit_s=60.0 if way_of.get(part.name) != "hang" else 3.0,
+                run=f"{STUB}:{way_of.get(part.name, 'fine')}",
+            )
+            for part in stage
+        )
+        for stage in (*STAGES, *SPARE)
+    )
+
+
+@pytest.mark.parametrize("crashed", [PARTS[::2], PARTS[1::2]], ids=["every other", "the others"])
+def test_each_part_may_crash_and_the_others_still_report(crashed: list[Part], tmp_path: Path) -> None:
+    ways = list(CRASHES)
+    way_of = {part.name: ways[i % len(ways)] for i, part in enumerate(crashed)}
+    found = run(stubbed(way_of), tmp_path)
+    text = (tmp_path / "out" / "summary.txt").read_text()
+    for part in PARTS:
+        report, way = found["parts"][part.name], way_of.get(part.name)
+        if way is None:
+            assert report["state"] == "over", part.name
+            assert len(report["lines"]) == 2
+        else:
+            assert (report["state"], report["why"]) == ("failed", CRASHES[way]), part.name
+            assert len(report["lines"]) == 1, "what it had reported is kept"
+            assert f"{part.name}: {CRASHES[way]}" in text
+            assert report["log"], "the end of its log is kept"
+
+
+def test_a_part_that_hangs_says_where(tmp_path: Path) -> None:
+    run(((Part("slow", 3, f"{STUB}:hang"),),), tmp_path)
+    with tarfile.open(tmp_path / "out" / "logs.tar.gz") as logs:
+        log = logs.extractfile("logs/slow.log")
+        assert log is not None
+        assert "gpu_check_parts.py" in log.read().decode(), "the stacks of all threads are in its log"
+
+
+def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+    stages = (
+        (Part("long", 380, f"{STUB}:hang"),),
+        (Part("short", 190, f"{STUB}:fine"),),
+        (Part("last", 570, f"{STUB}:fine"),),
+    )
+    found = run(stages, tmp_path, seconds=6.0)
+    assert [found["parts"][name]["state"] for name in ("long", "short", "last")] == [
+        "failed",
+        "over",
+        "not run",
+    ]
+    text = (tmp_path / "out" / "summary.txt").read_text()
+    assert "NOT RUN, for want of time (1)\n  last" in text
+
+
+def test_no_process_of_a_part_outlives_it(tmp_path: Path) -> None:
+    run(((Part("fork", 60, f"{STUB}:leave_behind"),),), tmp_path)
+    pid = int((tmp_path / "work" / "left_behind").read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_the_summary_names_first_what_is_wrong_then_figures_beside_their_goals() -> None:
+    part, other = Part("engine", 10, "x:y"), Part("kernels", 10, "x:y")
+    outcomes = [
+        Outcome(
+            part,
+            State.OVER,
+            5.0,
+            lines=[
+                Line("decode, batch 8", value=0.74, unit="share", at_least=0.8),
+                Line("handoff", value=0.004, unit="share", at_most=0.02),
+                Line("TTFT p50", value=12.5, unit="ms", headline=True),
+                Line("kernel of no interest", value=0.5, unit="share"),
+            ],
+        ),
+        Outcome(
+            other,
+            State.OVER,
+            1.0,
+            lines=[Line("norm", good=False, value=0.3, unit="error", note="allowed 0.005")],
+        ),
+        Outcome(
+            Part("memcheck", 10, "x:y"),
+            State.OVER,
+            1.0,
+            lines=[Line("memcheck", left_out=True, note="not installed")],
+        ),
+    ]
+    text = summary(outcomes, {"gpu": "a GPU"}, 6.0, 570.0)
+    order = [
+        "WRONG (1)",
+        "kernels: norm 0.3 error allowed 0.005",
+        "memcheck: not installed",
+        "MISSED THEIR GOAL (1)",
+        "74.0% >= 80.0%   decode, batch 8",
+        "MET THEIR GOAL (1)",
+        "0.4% <= 2.0%",
+        "12.5 ms",
+        "PARTS (3)",
+    ]
+    places = [text.index(piece) for piece in order]
+    assert places == sorted(places)
+    assert "of no interest" not in text
+    assert not Line("not a number", value=float("nan"), at_least=0.1).met
+
+
+def test_the_plan_fits_and_all_of_it_exists() -> None:
+    assert planned_seconds(STAGES) <= SECONDS < 600
+    assert len({part.name for part in PARTS}) == len(PARTS)
+    for part in PARTS:
+        module, _, function = part.run.partition(":")
+        assert callable(getattr(import_module(module), function)), part.run
+        assert part.name in table() or part.name.startswith("kernels"), part.name
+
+
+def test_half_a_line_is_no_line(tmp_path: Path) -> None:
+    file = tmp_path / "lines"
+    file.write_text('{"what": "whole", "good": true}\n{"what": "ha')
+    assert read_lines(file) == [Line("whole", good=True)]
+    assert read_lines(tmp_path / "none") == []
+
+
+def test_an_unknown_part_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["gpu_check", "--out", os.devnull, "--rehearse", "--only", "engine 9B"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "no part is named engine 9B; there are attention, blocks" in capsys.readouterr().err
