@@ -57,6 +57,7 @@ class Compiled:
 
 
 inspected: dict[str, Compiled] = {}
+cubins: dict[str, bytes] = {}  # by the kernel's name, the one compiled last
 
 
 @contextmanager
@@ -103,10 +104,8 @@ class _NoDriver:
 
 
 def _inspect(name: str, kernel: Any) -> Compiled:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        usage = dict(re.findall(r"(REG|STACK):(\d+)", _output("cuobjdump", "-res-usage", file.name)))
+    cubins[name] = kernel.asm["cubin"]
+    usage = dict(re.findall(r"(REG|STACK):(\d+)", _read(cubins[name], "cuobjdump", "-res-usage")))
     ptx = kernel.asm["ptx"]
     threads = re.search(r"\.reqntid (\d+)", ptx)
     assert threads is not None
@@ -122,5 +121,28 @@ def _inspect(name: str, kernel: Any) -> Compiled:
     )
 
 
-def _output(tool: str, *args: str) -> str:
-    return subprocess.run([str(TOOLS / tool), *args], capture_output=True, text=True, check=True).stdout
+def innermost_loops(cubin: bytes) -> list[list[str]]:
+    """The instructions of each loop that has no other in it, in the order of the code."""
+    code: list[str] = []
+    labels: dict[str, int] = {}
+    loops: list[list[str]] = []
+    last = 0  # where the last loop began
+    for line in _read(cubin, "nvdisasm", "-c").splitlines():
+        if label := re.match(r"(\.L_x_\w+):", line):
+            labels[label[1]] = len(code)
+        elif found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+            code.append(found[1])
+            target = re.search(r"\bBRA\b.*(\.L_x_\w+)", found[1])
+            start = labels.get(target[1], -1) if target else -1
+            if start >= last and len(code) - start > 1:
+                loops.append(code[start:])
+                last = len(code)
+    return loops
+
+
+def _read(cubin: bytes, tool: str, option: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(TOOLS / tool), option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -29,13 +29,18 @@ class SamplingState:
     matcher: TokenMatcher | None = None
     """Set before the sequence takes part in a step that samples, where ``params`` has a grammar."""
     plain_greedy: bool = field(init=False)
-    """Temperature 0 and nothing else: an argmax will do (min_tokens is looked at separately by the
-    sampler)."""
+    """Greedy, and nothing else: an argmax will do (min_tokens is looked at separately by the sampler)."""
 
     def __post_init__(self) -> None:
         p = self.params
         edits = p.has_penalties or p.logit_bias or p.min_tokens or p.grammar
-        self.plain_greedy = p.temperature == 0 and not edits and p.logprobs is None
+        self.plain_greedy = (p.temperature == 0 or p.top_k == 1) and not edits and p.logprobs is None
+
+    def is_greedy(self, vocab_size: int) -> bool:
+        """Whether only the likeliest token can be drawn, of equal ones the lowest: at temperature 0, with
+        top_k 1, or where any row's likeliest token alone holds top_p."""
+        p = self.params
+        return p.temperature == 0 or p.top_k == 1 or p.top_p * vocab_size <= 1
 
     @property
     def lacks_matcher(self) -> bool:

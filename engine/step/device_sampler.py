@@ -105,6 +105,7 @@ def sampling_rows(sampled: SampledRows, eos_token_ids: tuple[int, ...], vocab_si
     that have penalties."""
     device = sampled.newest.device
     params = [state.params for state in sampled.states]
+    greedy = [state.is_greedy(vocab_size) for state in sampled.states]
     penalized = [row for row, p in enumerate(params) if p.has_penalties]
     slots = {row: slot for slot, row in enumerate(penalized)}
     edits = [
@@ -119,7 +120,9 @@ def sampling_rows(sampled: SampledRows, eos_token_ids: tuple[int, ...], vocab_si
     return SamplingRows(
         hashed_seeds=column([hashed_seed(p.seed) for p in params], torch.int64),
         positions=send(torch.from_numpy(sampled.positions), device),
-        temperatures=column([p.temperature for p in params], torch.float32),
+        temperatures=column(
+            [p.temperature * (not g) for p, g in zip(params, greedy, strict=True)], torch.float32
+        ),
         top_k=column([p.top_k for p in params], torch.int32),
         top_p=column([p.top_p for p in params], torch.float32),
         min_p=column([p.min_p for p in params], torch.float32),
@@ -133,7 +136,9 @@ def sampling_rows(sampled: SampledRows, eos_token_ids: tuple[int, ...], vocab_si
         edit_banned_until=column([edit[1] for edit in flat], torch.int32),
         edit_bias=column([edit[2] for edit in flat], torch.float32),
         edited=bool(penalized or flat),
-        filtered=any(p.temperature > 0 and (p.min_p > 0 or p.top_p < 1 or p.top_k > 0) for p in params),
+        filtered=any(
+            not g and (p.min_p > 0 or p.top_p < 1 or p.top_k > 0) for p, g in zip(params, greedy, strict=True)
+        ),
     )
 
 

@@ -67,7 +67,7 @@ class Sampler:
             if not state.plain_greedy:
                 self._edit(logits[row], state, int(rows.positions[row]), int(rows.newest[row]))
         chosen = logits.argmax(dim=-1)
-        random = [row for row, state in enumerate(states) if state.params.temperature > 0]
+        random = [row for row, state in enumerate(states) if not state.is_greedy(logits.shape[1])]
         if random:
             chosen[random] = self._draw(
                 logits[random], [states[row] for row in random], rows.positions[random].tolist()

@@ -12,8 +12,7 @@ In the order and with the meaning of ``engine/sampling/sampler.py``:
     logprob = logit[token] - logsumexp(logits), of the logits as they came
 
 No row looks at another, and all sums have one order. Bytes: 4 a logit for a plain batch, 8 more where a row
-has penalties or edits. A row with top-k or top-p is read some 16 times by one program, from the cache: its
-threshold is found by search over the bits of a float, four intervals at a time.
+has penalties or edits; sampling_threshold.py has min-p, top-k and top-p.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from torch import Tensor
 
 from .gumbel_argmax import SLICE, best_token
 from .sampling_noise import gumbel_noise, log
+from .sampling_threshold import thresholds
 
 IN_PROMPT = 1 << 30  # in a word of ``token_counts``, beside the number of times that the token was generated
-THRESHOLD_TILE = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,9 @@ def sample(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
     assert logits.stride(1) == 1
     slices = triton.cdiv(vocab_size, SLICE)
     scores = _edit(logits, rows) if rows.edited else logits
-    threshold = _thresholds(scores, rows) if rows.filtered else None
+    threshold = (
+        thresholds(scores, rows.temperatures, rows.top_k, rows.top_p, rows.min_p) if rows.filtered else None
+    )
     bests = torch.empty(
         (n, slices, 3), dtype=torch.float32, device=logits.device
     )  # best sum, and logsumexp's parts
@@ -103,17 +104,6 @@ def _edit(logits: Tensor, rows: SamplingRows) -> Tensor:
         logits.stride(0), VOCAB_SIZE=vocab_size, EDITS=64, num_warps=2,
     )  # fmt: skip
     return scores
-
-
-def _thresholds(scores: Tensor, rows: SamplingRows) -> Tensor:
-    n, vocab_size = scores.shape
-    thresholds = torch.empty(n, dtype=torch.float32, device=scores.device)
-    tile = min(THRESHOLD_TILE, triton.next_power_of_2(vocab_size))
-    _threshold_kernel[(n,)](
-        scores, rows.temperatures, rows.top_k, rows.top_p, rows.min_p, thresholds, scores.stride(0),
-        VOCAB_SIZE=vocab_size, TILE=tile, num_warps=32 if tile == THRESHOLD_TILE else 4,
-    )  # fmt: skip
-    return thresholds
 
 
 @triton.jit
@@ -172,120 +162,6 @@ def _edit_kernel(
                 x, words, tl.load(repetition + row), tl.load(presence + row), tl.load(frequency + row)
             )
         tl.store(scores + row * VOCAB_SIZE + token, x, mask=i < end)
-
-
-@triton.jit
-def _ordered(x):
-    """int32 in the order of the float32 that they are made of; an involution."""
-    bits = x.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _unordered(key):
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _search(
-    scores,
-    temperature,
-    highest,
-    floor,
-    wanted,
-    VOCAB_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    MASS: tl.constexpr,
-):
-    """The highest float (as its key) such that the scores from it on are ``wanted`` many, or hold that much
-    mass relative to the highest score. Never below ``floor``."""
-    low = floor.to(tl.int64)
-    high = _ordered(highest).to(tl.int64) + 1
-    while high - low > 1:
-        quarter = (high - low + 3) // 4
-        first = low + quarter
-        second = tl.minimum(first + quarter, high - 1)
-        third = tl.minimum(second + quarter, high - 1)
-        first = tl.minimum(first, high - 1)
-        from_first = 0.0
-        from_second = 0.0
-        from_third = 0.0
-        for start in range(0, VOCAB_SIZE, TILE):
-            x, key = _tile(scores, temperature, start, VOCAB_SIZE, TILE)
-            weight = tl.exp(x - highest) if MASS else tl.full([TILE], 1.0, tl.float32)
-            from_first += tl.sum(tl.where(key >= first, weight, 0.0), 0)
-            from_second += tl.sum(tl.where(key >= second, weight, 0.0), 0)
-            from_third += tl.sum(tl.where(key >= third, weight, 0.0), 0)
-        if from_third >= wanted:
-            low = third
-        elif from_second >= wanted:
-            low = second
-            high = third
-        elif from_first >= wanted:
-            low = first
-            high = second
-        else:
-            high = first
-    return low.to(tl.int32)
-
-
-@triton.jit
-def _tile(scores, temperature, start, VOCAB_SIZE: tl.constexpr, TILE: tl.constexpr):
-    """Scores over temperature (padding: -inf), and their keys."""
-    token = start + tl.arange(0, TILE)
-    x = (
-        tl.div_rn(tl.load(scores + token, mask=token < VOCAB_SIZE, other=float("-inf")), temperature) + 0.0
-    )  # no negative zero
-    return x, tl.where(token < VOCAB_SIZE, _ordered(x), -2147483648)
-
-
-@triton.jit
-def _threshold_kernel(
-    scores,
-    temperatures,
-    top_k,
-    top_p,
-    min_p,
-    thresholds,
-    stride,
-    VOCAB_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """One program a row: the least score over temperature that stays."""
-    row = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(temperatures + row)
-    k = tl.load(top_k + row)
-    p = tl.load(top_p + row)
-    least = tl.load(min_p + row)
-    has_k = (k > 0) & (k < VOCAB_SIZE)
-    if (temperature == 0.0) | ((least <= 0.0) & (p >= 1.0) & (k <= 0)):
-        tl.store(thresholds + row, float("-inf"))
-        return
-    own = scores + row * stride
-    highest = float("-inf")
-    for start in range(0, VOCAB_SIZE, TILE):
-        x, _ = _tile(own, temperature, start, VOCAB_SIZE, TILE)
-        highest = tl.maximum(highest, tl.max(x, 0))
-    floor = _ordered(tl.full([], float("-inf"), tl.float32))
-    if least > 0.0:
-        floor = _ordered(highest + log(least))
-    if has_k:
-        floor = tl.maximum(
-            floor, _search(own, temperature, highest, floor, k.to(tl.float32), VOCAB_SIZE, TILE, MASS=False)
-        )
-    if p < 1.0:
-        mass = 0.0
-        kept = 0.0
-        for start in range(0, VOCAB_SIZE, TILE):
-            x, key = _tile(own, temperature, start, VOCAB_SIZE, TILE)
-            mass += tl.sum(tl.where(key >= floor, tl.exp(x - highest), 0.0), 0)
-            kept += tl.sum(tl.where(key >= floor, 1.0, 0.0), 0)
-        if has_k:  # of the tokens that tie for place k, the mass of those beyond it does not count
-            mass -= tl.maximum(kept - k.to(tl.float32), 0.0) * tl.exp(_unordered(floor) - highest)
-        floor = tl.maximum(
-            floor, _search(own, temperature, highest, floor, p * mass, VOCAB_SIZE, TILE, MASS=True)
-        )
-    tl.store(thresholds + row, _unordered(floor))
 
 
 @triton.jit

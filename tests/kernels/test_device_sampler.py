@@ -96,6 +96,18 @@ def test_a_vocabulary_of_several_slices() -> None:
     assert logprobs[2].logprob == pytest.approx(float(logits[2].log_softmax(0).max()), abs=1e-5)
 
 
+@pytest.mark.parametrize("own", [{"top_k": 1}, {"top_p": 0.0}, {"top_p": 1e-10}, {"temperature": 0.0}])
+def test_the_lowest_of_equal_tokens_where_only_the_likeliest_counts(own: dict[str, Any]) -> None:
+    logits = torch.zeros(9, VOCAB)
+    logits[:, [40, 7, 250]] = 5.0
+    logits[8] = 0.0  # all are equal
+    rows = [SamplingState(SamplingParams(max_tokens=9, seed=seed, **own), [1], []) for seed in range(9)]
+    rows[0] = SamplingState(SamplingParams(max_tokens=9, seed=0, logit_bias={7: 0.0}, **own), [1], [])
+    for sampler in (Sampler(TorchKernels(), (EOS,)), DeviceSampler((EOS,))):
+        chosen, _ = sampler.sample(logits.clone(), SampledRows.booked(rows))
+        assert chosen.tolist() == [7] * 8 + [0], sampler
+
+
 class Allows:
     """A matcher that allows these tokens always."""
 
