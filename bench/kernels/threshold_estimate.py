@@ -36,7 +36,7 @@ CASES = {  # rounds over the row, rounds over the scores that were copied out, h
 
 
 def instructions_per_score(vocab_size: int) -> dict[str, float]:
-    """Of the kernel's four loops."""
+    """Count the instructions of the kernel's four loops."""
     n = 132
     floats, ints = torch.empty(n), torch.empty(n, dtype=torch.int32)
     with sm90.compiling():

@@ -1,5 +1,5 @@
-"""The threshold of min-p, top-k and top-p, in Triton's interpreter: what it keeps is what the definitions
-say, for peaked, flat and tied rows, whatever else is in the batch; and its estimated time is within its
+"""The threshold of min-p, top-k and top-p, in Triton's interpreter: it keeps the scores that the
+definitions keep, for peaked, flat and tied rows, whatever else is in the batch; and its estimated time is within its
 bound."""
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SHAPES = {
 
 @pytest.fixture
 def few_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if rows were long: few lanes, and few scores that may be copied out."""
+    """Make rows long for the kernel: few lanes, and few scores that may be copied out."""
     monkeypatch.setattr(sampling_threshold, "LANES", 32)
     monkeypatch.setattr(sampling_threshold, "KEPT", 64)
 
