@@ -162,6 +162,7 @@ def _model_of(settings: CoordinatorSettings, lifecycle: Lifecycle) -> ServedMode
         max_model_len=settings.max_model_len,
         tool_parser=settings.tool_call_parser,
         reasoning_parser=settings.reasoning_parser,
+        trusts_templates=settings.trust_request_chat_template,
         workers_hold=partial(getattr, lifecycle.pools, "max_sequence_tokens"),
     )
 

@@ -64,6 +64,10 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
         description="Whether a chat's answer may begin with a thought in <think></think>, which then is its "
         "reasoning_content. auto: by the chat template.",
     )
+    trust_request_chat_template: bool = Field(
+        default=False,
+        description="Requests may bring their own chat_template, a program of theirs that runs in a sandbox.",
+    )
     routing: Routing = Field(default="hybrid", description="How workers are chosen for a request.")
     max_queue: int = Field(
         default=1024,

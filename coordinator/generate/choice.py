@@ -11,9 +11,10 @@ import orjson
 from ...transport.messages.messages import TokenLogprobs
 from ..lifecycle.request import Ended
 from ..metrics.metrics import BatchedHistogram
-from ..text.tokenizer import Detokenizer, StopStrings
+from ..text.stop_strings import StopStrings
+from ..text.tokenizer import Tokenizer
 from .formats import ChoiceResult, CompletionFormat, ReportedReason, Usage
-from .logprobs import TokenEntry
+from .logprobs import TokenEntry, first
 from .plan import RequestPlan
 from .prompts import Prompt
 
@@ -24,9 +25,7 @@ class Exchange(Protocol):
     plan: RequestPlan
     form: CompletionFormat
     itl: BatchedHistogram
-
-    def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
-        """Return a new detokenizer of the output that follows this prompt."""
+    tokenizer: Tokenizer
 
     def begin(self) -> None:
         """Send the headers of the stream, once."""
@@ -58,6 +57,7 @@ class Choice:
         "_entries",
         "_exchange",
         "_form",
+        "_hidden",
         "_itl",
         "_logprob_sum",
         "_num_chars",
@@ -66,6 +66,7 @@ class Choice:
         "_parts",
         "_plain",
         "_plan",
+        "_prompt_logprobs",
         "_showed_prompt",
         "_step",
         "_stops",
@@ -83,7 +84,7 @@ class Choice:
 
     def __init__(self, exchange: Exchange, index: int, prompt: Prompt, request_id: str) -> None:
         plan = exchange.plan
-        shown = prompt.text if plan.echo else ""
+        shown = prompt.text if plan.echo else plan.echoed
         self.index = index
         self.prompt = prompt
         self.request_id = request_id
@@ -97,10 +98,11 @@ class Choice:
         self._plan = plan
         self._form = exchange.form
         self._itl = exchange.itl
-        self._detokenizer = exchange.detokenizer(prompt.token_ids)
+        self._detokenizer = exchange.tokenizer.detokenizer(prompt.token_ids, special=plan.show_special)
         self._step: Callable[[int], str] = self._detokenizer.step
         self._write = exchange.write
-        self._stops = StopStrings(plan.stop) if plan.stop else None
+        self._stops = StopStrings(plan.stop, included=plan.include_stop) if plan.stop else None
+        self._hidden = plan.hidden_ids if plan.show_special or plan.samplings[0].stop_token_ids else ()
         self._entries: list[TokenEntry] | None = [] if plan.num_logprobs is not None else None
         self._parts: list[str] = [shown] if shown else []  # text that has not been written
         self._num_chars = len(shown)  # of all text, held back or not
@@ -111,6 +113,7 @@ class Choice:
         self._checked = (  # a chunk holds more than text
             plan.num_logprobs is not None or plan.return_token_ids or plan.usage_on_every_chunk or plan.padded
         )
+        self._prompt_logprobs: Sequence[TokenLogprobs] = ()
         self._logprob_sum = 0.0
         self._opened = False
         self.last_write = 0.0  # monotonic seconds
@@ -124,11 +127,15 @@ class Choice:
             self._push_checked(token_id, logprobs)
 
     def push_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
-        assert self._entries is not None, "prompt logprobs that nobody asked for"
-        detokenizer, offset = self._exchange.detokenizer(()), 0
-        for token_id, entry in zip(self.prompt.token_ids, (None, *logprobs), strict=True):
-            self._entries.append(TokenEntry(token_id, entry, offset))
-            offset += len(detokenizer.step(token_id))
+        if self._plan.num_prompt_logprobs is not None:
+            self._prompt_logprobs = logprobs
+        if self._entries is None or not self._plan.echo:
+            return
+        offset, most = 0, self._plan.num_logprobs or 0
+        lengths = self.prompt.lengths(self._exchange.tokenizer)
+        for token_id, entry, length in zip(self.prompt.token_ids, (None, *logprobs), lengths, strict=True):
+            self._entries.append(TokenEntry(token_id, entry and first(entry, most), offset))
+            offset += length
 
     def flush(self) -> None:
         parts = self._parts
@@ -173,7 +180,19 @@ class Choice:
     def result(self, reason: ReportedReason) -> ChoiceResult:
         """Return the whole choice, if it was not streamed."""
         text = self._rest()
-        return ChoiceResult(self.index, text, self._show(text, last=True), reason, more=self._more())
+        return ChoiceResult(
+            self.index,
+            text,
+            self._show(text, last=True),
+            reason,
+            more=self._more(),
+            of_prompt=self._of_prompt(),
+        )
+
+    def _of_prompt(self) -> list[dict[str, Any] | None] | None:
+        """Return the prompt's log probabilities; None if they were not asked for."""
+        most = self._plan.num_prompt_logprobs
+        return None if most is None else self._form.of_prompt(self.prompt.token_ids, self._prompt_logprobs)
 
     def _push_checked(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
         stops = self._stops
@@ -189,6 +208,8 @@ class Choice:
         if self._entries is not None and logprobs is not None:
             self._entries.append(TokenEntry(token_id, logprobs, self._num_chars))
         text = self._step(token_id)
+        if token_id in self._hidden and self.num_tokens > self._plan.samplings[0].min_tokens:
+            text = ""
         self._num_chars += len(text)
         if stops is not None and self.num_tokens > self._plan.samplings[0].min_tokens:
             text = stops.feed(text)
@@ -197,6 +218,7 @@ class Choice:
         self._parts.append(text)
         self._plain = (
             stops is None
+            and not self._hidden
             and self._entries is None
             and self._token_ids is None
             and self._plan.num_best is None

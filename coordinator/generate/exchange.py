@@ -21,6 +21,7 @@ from ..lifecycle.request import Dispatcher, Ended, Request
 from ..lifecycle.time_ledger import server_timing
 from ..metrics.metrics import Metrics
 from ..metrics.token_times import TimedSink
+from ..tenants.limits import salt_of
 from ..tenants.tenancy import Admission
 from ..text.served_model import ServedModel
 from .accounting import Accounting
@@ -70,7 +71,7 @@ class HttpExchange:
         shown = f"{id.partition('-')[0]}-{client_id}" if client_id else id
         self.form = format_of(plan, shown, service.model)
         self.itl = service.metrics.itl
-        self.detokenizer = service.model.tokenizer.detokenizer
+        self.tokenizer = service.model.tokenizer
         self.choices: list[Choice] = []
         self.write = call.write
         self.deadline = arrival + plan.timeout_s
@@ -104,7 +105,7 @@ class HttpExchange:
         self._look_if_done()
 
     def discard(self) -> None:
-        """Free requests and choices before any was submitted, without waiting for the collector."""
+        """Free requests and choices before any was submitted."""
         self.requests.clear()
         self.choices.clear()
 
@@ -131,9 +132,9 @@ class HttpExchange:
             priority=plan.priority,
             tenant=account.tenant,
             priority_class=plan.priority_class,
-            salt=account.salt,
+            salt=salt_of(account.salt, plan.cache_salt),
             session=plan.session,
-            prompt_logprobs=plan.num_logprobs if plan.echo else None,
+            prompt_logprobs=plan.most_prompt_logprobs,
             traceparent=self._trace.traceparent if self._trace is not None else "",
         )
 
@@ -161,8 +162,7 @@ class HttpExchange:
         self._num_running -= 1
         now, arrival = monotonic(), self.account.arrival
         self.account.choice_ended(ended, now)
-        num_tokens = len(choice.prompt.token_ids), choice.num_tokens
-        count = self._metrics.sequence_ended
+        num_tokens, count = (len(choice.prompt.token_ids), choice.num_tokens), self._metrics.sequence_ended
         self._metrics.failures.call("metrics", count, ended, *num_tokens, arrival, choice.first_token_at, now)
         if self._over:
             self._look_if_done()

@@ -10,8 +10,9 @@ from typing import Any, ClassVar, Literal
 
 import orjson
 
+from ...transport.messages.messages import TokenLogprobs
 from ..text.served_model import ServedModel
-from .logprobs import TokenEntry, chat_logprobs, completion_logprobs
+from .logprobs import TokenEntry, chat_logprobs, completion_logprobs, first, prompt_logprob
 from .plan import RequestPlan
 
 Usage = dict[str, Any]
@@ -34,6 +35,7 @@ class ChoiceResult:
     function_call: dict[str, Any] | None = None
     reasoning: str | None = None
     more: dict[str, Any] | None = None  # further fields of the choice
+    of_prompt: list[dict[str, Any] | None] | None = None  # log probabilities of the prompt's tokens
 
 
 class CompletionFormat:
@@ -74,14 +76,24 @@ class CompletionFormat:
         shown = self._shown(part, last=finish_reason is not None)
         return self._event([self._choice(index, shown, entries, finish_reason, more)], usage)
 
+    def of_prompt(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> list[dict[str, Any] | None]:
+        """Return the log probabilities of a prompt's tokens: none for the first."""
+        most = self._plan.num_prompt_logprobs or 0
+        after = zip(token_ids[1:], logprobs, strict=True)
+        return [None, *(prompt_logprob(token_id, first(each, most), self._table) for token_id, each in after)]
+
     def usage_chunk(self, usage: Usage) -> bytes:
         """Return the chunk after the last choice's last one."""
         return self._event([], usage)
 
     def response(self, choices: Sequence[ChoiceResult], usage: Usage) -> bytes:
         """Return the whole response, not streamed."""
-        whole = [self._choice(c.index, self._whole(c), c.entries, c.finish_reason, c.more) for c in choices]
-        answer = {**self._head(self.WHOLE), "choices": whole, "usage": usage, **self._of_prompt()}
+        whole = [
+            self._choice(c.index, self._whole(c), c.entries, c.finish_reason, self._more(c)) for c in choices
+        ]
+        answer = {**self._head(self.WHOLE), "choices": whole, "usage": usage, **self._of_prompt(choices)}
         if self._plan.service_tier is not None:
             answer["service_tier"] = self._plan.service_tier
         return orjson.dumps(answer)
@@ -119,7 +131,11 @@ class CompletionFormat:
 
     # --- what differs between the endpoints --------------------------------------------------------
 
-    def _of_prompt(self) -> dict[str, Any]:
+    def _more(self, choice: ChoiceResult) -> dict[str, Any] | None:
+        """Return further fields of a choice."""
+        return {**(choice.more or {}), **_prompt_logprobs(choice)}
+
+    def _of_prompt(self, choices: Sequence[ChoiceResult]) -> dict[str, Any]:
         """Return the fields of a response that are about its prompt."""
         return {}
 
@@ -130,7 +146,7 @@ class CompletionFormat:
         return {"text": choice.text}
 
     def _logprobs(self, entries: Sequence[TokenEntry]) -> dict[str, Any]:
-        return completion_logprobs(entries, self._table)
+        return completion_logprobs(entries, self._table, self._plan.tokens_as_ids)
 
 
 class ChatFormat(CompletionFormat):
@@ -141,15 +157,20 @@ class ChatFormat(CompletionFormat):
 
     def opening(self, index: int, usage: Usage | None) -> bytes:
         shown = self._shown({"role": "assistant", "content": ""}, last=False)
-        return self._event([self._choice(index, shown, None, None, None)], usage, **self._of_prompt())
+        return self._event([self._choice(index, shown, None, None, None)], usage, **self._of_prompt(()))
 
     def prompt_ids(self, token_ids: Sequence[int]) -> dict[str, Any]:
         """None: the response has them, or the first chunk of a choice; see ``_of_prompt``."""
         return {}
 
-    def _of_prompt(self) -> dict[str, Any]:
+    def _more(self, choice: ChoiceResult) -> dict[str, Any] | None:
+        return choice.more
+
+    def _of_prompt(self, choices: Sequence[ChoiceResult]) -> dict[str, Any]:
+        logprobs = _prompt_logprobs(choices[0]) if choices else {}
         wanted = self._plan.return_token_ids
-        return {"prompt_token_ids": list(self._plan.prompts[0].token_ids)} if wanted else {}
+        ids = {"prompt_token_ids": list(self._plan.prompts[0].token_ids)} if wanted else {}
+        return {**logprobs, **ids}
 
     def _shown(self, part: str | dict[str, Any], *, last: bool) -> dict[str, Any]:
         if isinstance(part, str):
@@ -168,7 +189,7 @@ class ChatFormat(CompletionFormat):
         return {"message": message}
 
     def _logprobs(self, entries: Sequence[TokenEntry]) -> dict[str, Any]:
-        return chat_logprobs(entries, self._table)
+        return chat_logprobs(entries, self._table, self._plan.tokens_as_ids)
 
 
 def format_of(plan: RequestPlan, id: str, model: ServedModel) -> CompletionFormat:
@@ -180,6 +201,10 @@ def format_of(plan: RequestPlan, id: str, model: ServedModel) -> CompletionForma
 def error_event(body: bytes) -> bytes:
     """Return an error as a stream's event."""
     return b"data: " + body + b"\n\n"
+
+
+def _prompt_logprobs(choice: ChoiceResult) -> dict[str, Any]:
+    return {} if choice.of_prompt is None else {"prompt_logprobs": choice.of_prompt}
 
 
 def _padding(num_bytes: int) -> str:

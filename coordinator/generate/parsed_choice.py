@@ -9,26 +9,10 @@ from typing import Any
 
 from ..chat_output.events import CallArguments, CallStarted, Event, Reasoning, joined
 from ..chat_output.reasoning import CLOSE, OPEN, SPACE, thinks_already
-from ..text.tokenizer import Detokenizer
+from ..text.detokenizer import Detokenizer, MarkedDetokenizer
 from .choice import Choice, Exchange
 from .formats import ChoiceResult, ReportedReason
 from .prompts import Prompt
-
-
-class MarkedDetokenizer:
-    """A ``Detokenizer`` that writes out those special tokens that mark calls and thoughts."""
-
-    def __init__(self, inner: Detokenizer, marks: dict[int, str]) -> None:
-        self._inner, self._marks = inner, marks
-
-    def step(self, token_id: int) -> str:
-        """See ``Detokenizer``."""
-        mark = self._marks.get(token_id)
-        return self._inner.step(token_id) if mark is None else self._inner.finish() + mark
-
-    def finish(self) -> str:
-        """See ``Detokenizer``."""
-        return self._inner.finish()
 
 
 class ThoughtCounter:
@@ -124,6 +108,7 @@ class ParsedChoice(Choice):
             self._reason(reason),
             reasoning=thoughts or None,
             more=self._more(),
+            of_prompt=self._of_prompt(),
         )
         if not self._reading.as_function_call:
             result.tool_calls = [

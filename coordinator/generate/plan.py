@@ -62,8 +62,14 @@ class RequestPlan(NamedTuple):
     # format of the answer
     reading: ChatReading | None  # how thoughts and tool calls are read out of the text; None: it is plain
     stop: Sequence[str] | None
+    include_stop: bool  # what has ended the answer is shown
+    hidden_ids: frozenset[int]  # tokens that end the answer and are not shown
+    show_special: bool  # special tokens are written out
     num_logprobs: int | None  # alternatives reported beside each token; None: no log probabilities
+    num_prompt_logprobs: int | None  # the same for the prompt's tokens
+    tokens_as_ids: bool  # log probabilities name tokens by their ids
     echo: bool
+    echoed: str  # what a chat's answers begin with
     streamed: bool
     return_token_ids: bool
     include_usage: bool
@@ -76,12 +82,19 @@ class RequestPlan(NamedTuple):
     on_timeout: OnTimeout
     priority_class: PriorityClass
     priority: int
+    cache_salt: str  # empty: the tenant's alone
     session: str  # requests of one session prefer the same workers
     unknown_fields: Sequence[str]
 
     @property
     def num_choices(self) -> int:
         return len(self.prompts) * self.num_candidates
+
+    @property
+    def most_prompt_logprobs(self) -> int | None:
+        """Return the alternatives that are computed for each token of the prompt; None: there are none."""
+        wanted = (self.num_logprobs if self.echo else None, self.num_prompt_logprobs)
+        return max((count for count in wanted if count is not None), default=None)
 
     @property
     def num_prompt_bytes(self) -> int:
@@ -97,6 +110,18 @@ class RequestPlan(NamedTuple):
         """Return the sampling of a prompt's candidate: candidates differ by their seed only."""
         first = self.samplings[prompt]
         return first if candidate == 0 else replace(first, seed=seed_of(self.seed, candidate))
+
+
+def _hidden_ids(request: GenerateRequest, model: ServedModel) -> frozenset[int]:
+    if request.include_stop_str_in_output:
+        return frozenset()
+    own = frozenset() if request.ignore_eos else model.eos_token_ids
+    return own.union(request.stop_token_ids or ())
+
+
+def _echoed(chat: ChatCompletionRequest) -> str:
+    last = chat.messages[-1]
+    return last.content or "" if chat.echo and last.role == "assistant" else ""
 
 
 def parse(endpoint: Endpoint, body: bytes | bytearray) -> GenerateRequest:
@@ -131,7 +156,7 @@ class Planner:
         Raises InvalidRequest if the request does not fit the model or the server's limits.
         """
         chat = request if isinstance(request, ChatCompletionRequest) else None
-        echo = chat is None and bool(getattr(request, "echo", False))
+        echo = chat is None and bool(request.echo)
         prompts = prompts_of(request, self.model)
         grammar, param = grammar_for(request, self.model, prompts[0]) if request.has_grammar else (b"", "")
         if grammar:
@@ -148,8 +173,14 @@ class Planner:
             num_best=n if request.num_candidates > n else None,
             reading=ChatReading.of(chat, self.model) if chat is not None and self._reads(chat) else None,
             stop=request.stop,
+            include_stop=bool(request.include_stop_str_in_output),
+            hidden_ids=_hidden_ids(request, self.model),
+            show_special=request.skip_special_tokens is False,
             num_logprobs=num_logprobs(request),
+            num_prompt_logprobs=request.prompt_logprobs,
+            tokens_as_ids=bool(request.return_tokens_as_token_ids),
             echo=echo,
+            echoed=_echoed(chat) if chat is not None else "",
             streamed=bool(request.stream),
             return_token_ids=bool(request.return_token_ids),
             include_usage=request.include_usage,
@@ -161,6 +192,7 @@ class Planner:
             on_timeout=on_timeout_of(request, headers),
             priority_class=priority_class,
             priority=request.priority or 0,
+            cache_salt=request.cache_salt or "",
             session=_header(headers, SESSION_HEADER)[:512] or request.prompt_cache_key or request.user or "",
             unknown_fields=[name[:64] for name in request.unknown_fields()[:MAX_UNKNOWN]],
         )

@@ -9,10 +9,13 @@ from typing import Any, NamedTuple
 from ..chat_output.reasoning import OPEN
 from ..errors import ContextTooLong, InvalidRequest
 from ..text.served_model import ServedModel
-from ..text.tokenizer import PIECE_CHARS
-from .bodies.chat import ChatCompletionRequest, Message
+from ..text.tokenizer import PIECE_CHARS, Tokenizer
+from .bodies.chat import ChatCompletionRequest
 from .bodies.completion import CompletionRequest
 from .bodies.fields import MAX_TOKENS
+from .bodies.messages import Message
+from .bodies.template_fields import TemplateFields
+from .bodies.tools import Tool
 
 TAIL_CHARS = len(OPEN) + 64
 INLINE_CHARS = 400
@@ -44,6 +47,18 @@ class Prompt(NamedTuple):
     def without_text(self) -> Prompt:
         """Keep only the end of the text, which shows whether the chat template has opened a thought."""
         return self if len(self.text) <= TAIL_CHARS else Prompt(self.token_ids, self.text[-TAIL_CHARS:])
+
+    def lengths(self, tokenizer: Tokenizer) -> list[int]:
+        """Return the number of characters of each token in ``text``, in which special tokens that the
+        tokenizer has put before it are missing."""
+        detokenizer = tokenizer.detokenizer((), special=True)
+        lengths = [len(detokenizer.step(token_id)) for token_id in self.token_ids]
+        surplus = sum(lengths) - len(self.text)
+        for i, token_id in enumerate(self.token_ids):
+            if surplus <= 0 or token_id not in tokenizer.table.special:
+                break
+            surplus, lengths[i] = surplus - lengths[i], 0
+        return lengths
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the ids as packed numbers: a million integers take long otherwise."""
@@ -77,56 +92,58 @@ def prompts_of(request: CompletionRequest | ChatCompletionRequest, model: Served
     """Return the prompts: one for a chat, one or several for a completion. Raises InvalidRequest."""
     keep = None if request.truncate_prompt_tokens is None else _num_kept(request, model)
     if isinstance(request, ChatCompletionRequest):
-        tools = [tool.model_dump(exclude_none=True) for tool in request.offered_tools]
-        prompts = [
-            chat_prompt(request.messages, model, extra=request.template_variables, tools=tools, keep=keep)
-        ]
-        param = "messages"
+        tools, param = request.offered_tools, "messages"
+        prompts = [chat_prompt(request, request.messages, tools, model, keep=keep)]
     else:
-        prompts = _completion_prompts(request.prompt, model, with_text=bool(request.echo), keep=keep)
-        param = "prompt"
+        prompts, param = _completion_prompts(request, model, keep=keep), "prompt"
     for prompt in prompts:
         if not prompt.token_ids:
             raise InvalidRequest(f"{param}: must not be empty", param=param)
     if keep is not None:
         with_text = isinstance(request, CompletionRequest) and bool(request.echo)
-        return [_last_tokens(prompt, keep, model, with_text=with_text) for prompt in prompts]
+        return [_kept(prompt, keep, model, with_text=with_text) for prompt in prompts]
     return prompts
 
 
 def _num_kept(request: CompletionRequest | ChatCompletionRequest, model: ServedModel) -> int:
-    """Return the number of a prompt's last tokens to keep: as asked, or by the room beside the new ones."""
-    if (asked := request.truncate_prompt_tokens) is not None and asked > 0:
-        return asked
-    return max(1, model.max_model_len - (request.max_new_tokens or 1))
+    """Return the number of a prompt's tokens to keep, as asked or by the room beside the new ones: its last
+    ones or, as a negative number, its first ones."""
+    asked = request.truncate_prompt_tokens or -1
+    keep = asked if asked > 0 else max(1, model.max_model_len - (request.max_new_tokens or 1))
+    return -keep if request.truncation_side == "right" else keep
 
 
-def _last_tokens(prompt: Prompt, keep: int, model: ServedModel, *, with_text: bool) -> Prompt:
-    if len(prompt.token_ids) <= keep:
+def _kept(prompt: Prompt, keep: int, model: ServedModel, *, with_text: bool) -> Prompt:
+    if len(prompt.token_ids) <= abs(keep):
         return prompt
-    token_ids = prompt.token_ids[-keep:]
+    token_ids = prompt.token_ids[-keep:] if keep > 0 else prompt.token_ids[:-keep]
     return Prompt(token_ids, _text_of(token_ids, model) if with_text else prompt.text)
 
 
 def chat_prompt(
+    request: TemplateFields,
     messages: Sequence[Message],
+    tools: Sequence[Tool],
     model: ServedModel,
     *,
-    add_generation_prompt: bool = True,
-    extra: dict[str, Any] | None = None,
-    tools: Sequence[dict[str, Any]] = (),
     most: int | None = None,
     keep: int | None = None,
 ) -> Prompt:
     """Render messages by the chat template, which writes BOS if the model has one. Raises InvalidRequest."""
-    template = model.chat_template
-    if template is None:
+    template = model.template_for(request.chat_template)
+    if (goes_on := bool(request.continue_final_message)) and messages[-1].role != "assistant":
         raise InvalidRequest(
-            f"The model {model.name!r} has no chat template; use /v1/completions.", param="messages"
+            "continue_final_message: the last message must be the assistant's", param="continue_final_message"
         )
-    plain = [message.for_template() for message in messages]
-    text = template.render(plain, add_generation_prompt=add_generation_prompt, extra=extra, tools=tools)
-    (token_ids,) = encode([text], model, add_special_tokens=False, most=most, keep=keep, param="messages")
+    text = template.render(
+        [message.for_template() for message in messages],
+        add_generation_prompt=request.add_generation_prompt is not False and not goes_on,
+        continue_final_message=goes_on,
+        extra=request.template_variables,
+        tools=[tool.model_dump(exclude_none=True) for tool in tools],
+    )
+    special = bool(request.add_special_tokens)
+    (token_ids,) = encode([text], model, add_special_tokens=special, most=most, keep=keep, param="messages")
     return Prompt(token_ids, text)
 
 
@@ -139,14 +156,15 @@ def encode(
     keep: int | None = None,
     param: str = "prompt",
 ) -> list[list[int]]:
-    """Return the token ids of each text. ``keep``: only its last tokens are needed.
+    """Return the token ids of each text. ``keep``: only its last tokens are needed, or with a negative number
+    its first ones.
 
     Raises ContextTooLong if a text has more than ``most`` tokens (default: the model's context), without
     tokenizing it whole.
     """
     tokenizer, most = model.tokenizer, model.max_model_len if most is None else most
     if keep is not None:
-        texts = [tokenizer.ending(text, keep) if len(text) > 2 * PIECE_CHARS else text for text in texts]
+        texts = [tokenizer.part(text, keep) if len(text) > 2 * PIECE_CHARS else text for text in texts]
     else:
         for text in texts:
             if (count := tokenizer.at_least(text, most)) is not None:
@@ -175,12 +193,12 @@ def _batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:
         yield texts[begin:]
 
 
-def _completion_prompts(
-    prompts: list[str] | list[list[int]], model: ServedModel, *, with_text: bool, keep: int | None
-) -> list[Prompt]:
+def _completion_prompts(request: CompletionRequest, model: ServedModel, *, keep: int | None) -> list[Prompt]:
+    prompts: list[str] | list[list[int]] = request.prompt
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if texts:
-        encoded = encode(texts, model, add_special_tokens=True, keep=keep)
+        special = request.add_special_tokens is not False
+        encoded = encode(texts, model, add_special_tokens=special, keep=keep)
         return [Prompt(token_ids, text) for token_ids, text in zip(encoded, texts, strict=True)]
     ids = [prompt for prompt in prompts if isinstance(prompt, list)]
     for token_ids in ids:
@@ -189,9 +207,9 @@ def _completion_prompts(
                 f"prompt: token id {max(token_ids)} is outside the vocabulary of {model.vocab_size} tokens"
             )
             raise InvalidRequest(message, param="prompt")
-    return [Prompt(token_ids, _text_of(token_ids, model) if with_text else "") for token_ids in ids]
+    return [Prompt(token_ids, _text_of(token_ids, model) if request.echo else "") for token_ids in ids]
 
 
 def _text_of(token_ids: Sequence[int], model: ServedModel) -> str:
-    detokenizer = model.tokenizer.detokenizer(())
+    detokenizer = model.tokenizer.detokenizer((), special=True)
     return "".join([*map(detokenizer.step, token_ids), detokenizer.finish()])

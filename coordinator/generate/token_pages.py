@@ -11,20 +11,18 @@ from pydantic_core import PydanticCustomError
 
 from ..errors import InvalidRequest
 from ..text.served_model import ServedModel
-from .bodies.chat import MAX_MESSAGES, Message, NoTemplate, unknown_of_messages
 from .bodies.fields import INT64, MAX_TOKENS, Body
+from .bodies.messages import MAX_MESSAGES, Message, unknown_of_messages
+from .bodies.template_fields import TemplateFields
 from .prompts import chat_prompt, encode
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(TemplateFields):
     """POST /tokenize: either ``prompt`` or ``messages``."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
-    chat_template: NoTemplate = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
@@ -50,8 +48,7 @@ def tokenized(request: TokenizeRequest, model: ServedModel) -> bytes:
     model.check_name(request.model)
     tokenizer = model.tokenizer
     if (messages := request.messages) is not None:
-        add = request.add_generation_prompt is not False
-        ids = chat_prompt(messages, model, add_generation_prompt=add, most=MAX_TOKENS).token_ids
+        ids = chat_prompt(request, messages, request.tools or (), model, most=MAX_TOKENS).token_ids
     else:
         special = request.add_special_tokens is not False
         (ids,) = encode([request.prompt or ""], model, add_special_tokens=special, most=MAX_TOKENS)

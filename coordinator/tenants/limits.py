@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from hashlib import blake2b
 from typing import Annotated, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -65,3 +66,8 @@ class Account(BaseModel):
 
 ANONYMOUS = Account()
 """The account of every request where no keys are configured."""
+
+
+def salt_of(tenants: bytes, client: str) -> bytes:
+    """Return the salt of a request's prefix cache: its tenant's, and within that the client's own."""
+    return blake2b(tenants + client.encode(errors="replace"), digest_size=32).digest() if client else tenants

@@ -28,6 +28,10 @@ REFUSALS = (
 """What a template may raise for messages that it does not take."""
 
 
+END_MARK = "\ue000\uf8ff\ue000"
+"""Stands at the end of a message that is to go on; of characters for private use, which no message has."""
+
+
 class _GenerationTag(Extension):
     """``{% generation %}``: marks the assistant's words for training; here it only renders its content."""
 
@@ -94,14 +98,18 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         extra: dict[str, Any] | None = None,
         tools: Sequence[dict[str, Any]] = (),
     ) -> str:
         """Render the prompt.
 
         ``messages`` are as Hugging Face templates take them; ``extra`` holds further variables of the
-        template. Raises InvalidRequest with the template's own words if it refuses the messages.
+        template. ``continue_final_message``: the prompt ends with the last message's content. Raises
+        InvalidRequest with the template's own words if it refuses the messages.
         """
+        if continue_final_message:
+            messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + END_MARK}]
         variables = {"add_generation_prompt": add_generation_prompt, **self._special_tokens, **(extra or {})}
         variables["messages"] = [self._with_known_role(message) for message in messages]
         if tools and self._knows_tools:
@@ -109,11 +117,18 @@ class ChatTemplate:
         elif tools:
             variables["messages"] = _with_tools(variables["messages"], tools)
         try:
-            return self._template.render(variables)
+            text = self._template.render(variables)
         except REFUSALS as error:
             raise InvalidRequest(
                 f"The model's chat template refused the messages: {error}", param="messages"
             ) from error
+        if not continue_final_message:
+            return text
+        text, found, _ = text.rpartition(END_MARK)
+        if not found:
+            wrong = "continue_final_message: the chat template leaves the last message out"
+            raise InvalidRequest(wrong, param="continue_final_message")
+        return text
 
     def _with_known_role(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Rename the role ``developer`` to ``system`` for templates that do not know it."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from ..chat_output.style import ChatStyle, ReasoningOption, ToolParserOption
-from ..errors import CannotStart, NotFound
+from ..errors import CannotStart, InvalidRequest, NotFound
 from .chat_template import ChatTemplate
 from .tokenizer import Tokenizer, read_json
 
@@ -44,6 +45,9 @@ class ServedModel:
     vocab_size: int
     defaults: SamplingDefaults = SamplingDefaults()
     chat_style: ChatStyle = field(default_factory=ChatStyle)
+    trusts_templates: bool = False
+    """Requests may bring a chat template of their own."""
+    eos_token_ids: frozenset[int] = frozenset()
     created: int = field(default_factory=lambda: int(time.time()))
     workers_hold: Callable[[], int] = lambda: 0
     """The longest sequence that every worker holds; 0: not known yet."""
@@ -62,13 +66,15 @@ class ServedModel:
         max_model_len: int | None = None,
         tool_parser: ToolParserOption = "auto",
         reasoning_parser: ReasoningOption = "auto",
+        trusts_templates: bool = False,
         workers_hold: Callable[[], int] = lambda: 0,
     ) -> ServedModel:
         """Read a checkpoint folder. Raises CannotStart."""
         try:
-            return cls._load(folder, name, max_model_len, tool_parser, reasoning_parser, workers_hold)
+            found = cls._load(folder, name, max_model_len, tool_parser, reasoning_parser, workers_hold)
         except (OSError, ValueError) as error:
             raise CannotStart(str(error)) from error
+        return replace(found, trusts_templates=trusts_templates)
 
     @classmethod
     def _load(
@@ -90,6 +96,8 @@ class ServedModel:
             raise ValueError(
                 f"max_model_len is {max_model_len}, but the model's context ends at {longest} tokens"
             )
+        generation = read_json(folder / "generation_config.json")
+        eos = generation.get("eos_token_id", config.get("eos_token_id"))
         tokenizer = Tokenizer.load(folder, vocab_size=vocab_size)
         template = ChatTemplate.load(folder, tokenizer)
         return cls(
@@ -101,9 +109,29 @@ class ServedModel:
             ),
             longest=max_model_len or longest,
             vocab_size=vocab_size,
-            defaults=SamplingDefaults.of(read_json(folder / "generation_config.json")),
+            defaults=SamplingDefaults.of(generation),
+            eos_token_ids=frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos]),
             workers_hold=workers_hold,
         )
+
+    def template_for(self, source: str | None) -> ChatTemplate:
+        """Return the model's chat template, or that of a request. Raises InvalidRequest."""
+        if source is not None:
+            if not self.trusts_templates:
+                wrong = (
+                    "chat_template: this server renders with the model's own template alone; leave it out, "
+                    "and pass variables in chat_template_kwargs (--trust-request-chat-template allows it)"
+                )
+                raise InvalidRequest(wrong, param="chat_template")
+            try:
+                return _compiled(source, tuple(self.tokenizer.special_tokens().items()))
+            except ValueError as error:
+                raise InvalidRequest(f"chat_template: {error}", param="chat_template") from error
+        if self.chat_template is None:
+            raise InvalidRequest(
+                f"The model {self.name!r} has no chat template; use /v1/completions.", param="messages"
+            )
+        return self.chat_template
 
     def check_name(self, name: str | None) -> None:
         """Raises NotFound. A request that names no model means the one there is."""
@@ -113,3 +141,8 @@ class ServedModel:
                 param="model",
                 code="model_not_found",
             )
+
+
+@lru_cache(maxsize=32)
+def _compiled(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ChatTemplate:
+    return ChatTemplate(source, dict(special_tokens))

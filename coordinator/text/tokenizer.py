@@ -2,29 +2,23 @@
 
 Encoding is the coordinator's largest single piece of work (2 to 3 ms for 2,000 tokens). ``encode_batch_fast``
 releases the GIL, so for a long text a thread does it (``aside``) while the event loop goes on streaming.
-
-A ``TableDetokenizer`` joins the bytes of tokens, and holds back those of an unfinished UTF-8 character; if
-the tokenizer has no such table, the library's ``DecodeStream`` does it. The concatenation equals the decode
-of all tokens at once. (One exception: where a SentencePiece model emits byte tokens that are no valid UTF-8,
-the library writes one U+FFFD a byte for the whole run, valid characters before included; here they are kept.)
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from codecs import utf_8_decode
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from threading import Barrier
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import orjson
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers.decoders import DecodeStream
 
+from .detokenizer import Detokenizer, MarkedDetokenizer, make_detokenizer
 from .token_table import TokenTable, longest_token
 
 T = TypeVar("T")
@@ -33,19 +27,7 @@ PIECE_CHARS = 1 << 16
 text."""
 SURE_BYTES_PER_TOKEN = 6
 """A text of fewer bytes for each token that is allowed is tokenized whole: most such texts fit."""
-CONTEXT_TOKENS = 8
-"""Prompt tokens that a ``DecodeStream`` starts from."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
-class Detokenizer(Protocol):
-    """One sequence's output."""
-
-    def step(self, token_id: int) -> str:
-        """Return the text that this token makes certain; may be empty."""
-
-    def finish(self) -> str:
-        """Return the text that was held back, once no token follows."""
 
 
 class Tokenizer:
@@ -139,13 +121,15 @@ class Tokenizer:
                 return most + 1
         return None
 
-    def ending(self, text: str, keep: int) -> str:
-        """Return the end of a long text: its last ``keep`` tokens and some more."""
-        at, count, enough = len(text), 0, keep + 1024  # tokens near the cut may differ from the whole text's
-        while at > 0 and count < enough:
-            at = max(0, at - PIECE_CHARS)
-            count += self._count(text[at : at + PIECE_CHARS])
-        return text[at:]
+    def part(self, text: str, keep: int) -> str:
+        """Return the end of a long text: its last ``keep`` tokens and some more. Where ``keep`` is negative,
+        its beginning."""
+        num_chars, count = 0, 0
+        while num_chars < len(text) and count < abs(keep) + 1024:  # tokens near the cut may differ
+            num_chars += PIECE_CHARS
+            end = len(text) - num_chars + PIECE_CHARS if keep > 0 else num_chars
+            count += self._count(text[max(0, end - PIECE_CHARS) : end])
+        return text[max(0, len(text) - num_chars) :] if keep > 0 else text[:num_chars]
 
     @cached_property
     def longest_token(self) -> int | None:
@@ -160,9 +144,15 @@ class Tokenizer:
         text: str = self.fast.decode(list(ids), skip_special_tokens=False)
         return text
 
-    def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
-        """Return an incremental detokenizer for the output that follows this prompt."""
-        return make_detokenizer(self.fast, self.table, prompt_ids)
+    def detokenizer(self, prompt_ids: Sequence[int], *, special: bool = False) -> Detokenizer:
+        """Return an incremental detokenizer for the output that follows this prompt. ``special``: it writes
+        out special tokens, too."""
+        detokenizer = make_detokenizer(self.fast, self.table, prompt_ids)
+        return MarkedDetokenizer(detokenizer, self._special_texts) if special else detokenizer
+
+    @cached_property
+    def _special_texts(self) -> dict[int, str]:
+        return {token_id: self.fast.id_to_token(token_id) or "" for token_id in self.table.special}
 
     def close(self) -> None:
         """End the threads."""
@@ -184,111 +174,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object")
     return value
-
-
-class TableDetokenizer:
-    """Joins bytes by table. The usual token, whole characters after whole characters, costs one lookup."""
-
-    __slots__ = ("_clean", "_held", "_pieces", "_special", "_strip", "_texts")
-
-    def __init__(self, table: TokenTable, *, at_start: bool) -> None:
-        self._texts = table.texts
-        self._pieces = table.pieces
-        self._special = table.special
-        self._held = b""
-        self._strip = at_start and table.drops_leading_space
-        self._clean = not self._strip  # nothing held, nothing to strip
-
-    def step(self, token_id: int) -> str:
-        if self._clean:
-            text = self._texts[token_id]
-            if text is not None:
-                return text
-        return self._slow(token_id)
-
-    def _slow(self, token_id: int) -> str:
-        if token_id in self._special:
-            return ""
-        piece = self._pieces[token_id]
-        if self._strip and piece:
-            piece = piece.removeprefix(b" ")
-            self._strip = False
-        data = self._held + piece
-        text, used = utf_8_decode(data, "replace", False)
-        self._held = data[used:]
-        self._clean = not self._held and not self._strip
-        return text
-
-    def finish(self) -> str:
-        text, _ = utf_8_decode(self._held, "replace", True)
-        self._held = b""
-        return text
-
-
-class StreamDetokenizer:
-    """Uses the tokenizers library, for decoders that look at neighbouring tokens."""
-
-    def __init__(self, fast: FastTokenizer, context: Sequence[int]) -> None:
-        self._fast = fast
-        self._context = list(context)
-        self._ids: list[int] = []
-        self._stream = DecodeStream(ids=self._context, skip_special_tokens=True)
-        self._num_chars = 0
-
-    def step(self, token_id: int) -> str:
-        self._ids.append(token_id)
-        text: str = self._stream.step(self._fast, token_id) or ""
-        self._num_chars += len(text)
-        return text
-
-    def finish(self) -> str:
-        before = len(self._fast.decode(self._context))
-        return self._fast.decode(self._context + self._ids)[before + self._num_chars :]
-
-
-def make_detokenizer(fast: FastTokenizer, table: TokenTable, prompt_ids: Sequence[int]) -> Detokenizer:
-    """Return the right kind for this tokenizer. The prompt decides whether the output begins the text."""
-    if not table.tabular:
-        return StreamDetokenizer(fast, prompt_ids[-CONTEXT_TOKENS:])
-    at_start = table.drops_leading_space and all(token_id in table.special for token_id in prompt_ids)
-    return TableDetokenizer(table, at_start=at_start)
-
-
-class StopStrings:
-    """Cuts a growing text before the first stop string; text that may yet become one is held back."""
-
-    __slots__ = ("_first", "_held", "_longest", "_prefixes", "_stops", "matched")
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
-        self._longest = max(map(len, stops))
-        self._prefixes = {stop[:n] for stop in stops for n in range(1, len(stop))}
-        self._first = {stop[0] for stop in stops}
-        self._held = ""
-        self.matched = ""  # the stop string that has cut the text
-
-    def feed(self, text: str) -> str:
-        """Return the text that may be shown now. Sets ``matched`` once a stop string is complete."""
-        if self.matched:
-            return ""
-        text = self._held + text
-        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            first, self.matched = min(found)
-            self._held = ""
-            return text[:first]
-        keep = self._hold_from(text)
-        self._held = text[keep:]
-        return text[:keep]
-
-    def finish(self) -> str:
-        """Return the text that was held back, once no text follows."""
-        text, self._held = self._held, ""
-        return text
-
-    def _hold_from(self, text: str) -> int:
-        """Return the index of the longest tail with which a stop string may begin."""
-        for at in range(max(0, len(text) - self._longest + 1), len(text)):
-            if text[at] in self._first and text[at:] in self._prefixes:
-                return at
-        return len(text)

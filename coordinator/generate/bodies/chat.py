@@ -1,16 +1,16 @@
-"""The body of /v1/chat/completions, and the messages in it."""
+"""The body of /v1/chat/completions."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from .fields import INT64, NULL, Body, invalid, only, scalars, schema, unknown_within
+from .fields import INT64, invalid, only, scalars, unknown_within
+from .messages import MAX_MESSAGES, Message, unknown_of_messages
 from .sampling import SamplingFields
+from .template_fields import TemplateFields
 from .tools import (
     FUNCTION_CALL,
     MAX_TOOLS,
@@ -22,153 +22,16 @@ from .tools import (
     check_tool_choice,
 )
 
-MAX_MESSAGES = 10_000
-FUNCTION_CALL_ID = "function0"
-"""Id of a call in the form that OpenAI had before tools; as long as Mistral's templates require."""
-PARTS = ("text", "refusal")
-"""Kinds of parts of a content: what an assistant refused earlier in words is text to the template, too."""
 
-
-def _content(value: Any) -> str | None:
-    """Text, or the texts of a list of text parts, one a line."""
-    if value is None or isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise invalid("must be a string or a list of text parts")
-    return "\n".join(_part(i, part) for i, part in enumerate(value))
-
-
-def _part(index: int, part: Any) -> str:
-    if not isinstance(part, dict):
-        raise invalid(f'part {index} must be an object such as {{"type": "text", "text": "..."}}')
-    if (kind := part.get("type")) not in PARTS:
-        raise invalid(f"part {index} has type {kind!r}; this model takes only text parts")
-    text = part.get(kind)
-    if not isinstance(text, str):
-        raise invalid(f"part {index} needs a string `{kind}`")
-    return text
-
-
-_PARTS: list[dict[str, Any]] = [
-    {
-        "type": "object",
-        "required": ["type", kind],
-        "properties": {"type": {"const": kind}, kind: {"type": "string"}},
-    }
-    for kind in PARTS
-]
-CONTENT = schema({"type": "string"}, {"type": "array", "items": {"anyOf": _PARTS}}, NULL)
-
-
-class CalledFunction(Body):
-    name: str
-    arguments: str = "{}"
-
-
-class ToolCall(Body):
-    """A call that the model made earlier in the chat."""
-
-    id: str | None = None
-    type: str | None = None
-    function: CalledFunction
-
-    def unknown_fields(self) -> list[str]:
-        """See ``Body``."""
-        return super().unknown_fields() + unknown_within("function", self.function)
-
-    def for_template(self) -> dict[str, Any]:
-        """Return the call with its arguments parsed: OpenAI's clients send them as text, templates write them
-        as JSON."""
-        try:
-            arguments = json.loads(self.function.arguments)
-        except ValueError:
-            arguments = self.function.arguments
-        return {
-            "id": self.id,
-            "type": "function",
-            "function": {"name": self.function.name, "arguments": arguments},
-        }
-
-
-class Message(Body):
-    """One message of a chat."""
-
-    role: str
-    content: Annotated[Any, BeforeValidator(_content), CONTENT] = None
-    name: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
-    function_call: CalledFunction | None = None
-    """What calls were before ``tool_calls``; their results come in messages of role ``function``."""
-    reasoning_content: str | None = None
-
-    @model_validator(mode="after")
-    def _known_role(self) -> Self:
-        if self.role not in ("system", "developer", "user", "assistant", "tool", "function"):
-            raise invalid(
-                f"unknown role {self.role!r}; use system, developer, user, assistant, tool or function"
-            )
-        if self.content is None and self.role != "assistant":
-            raise invalid(f"a message of role {self.role!r} needs `content`")
-        return self
-
-    def unknown_fields(self) -> list[str]:
-        """See ``Body``."""
-        found = super().unknown_fields()
-        for i, call in enumerate(self.tool_calls or ()):
-            found += unknown_within(f"tool_calls[{i}]", call)
-        return found
-
-    def for_template(self) -> dict[str, Any]:
-        """Return the message as Hugging Face chat templates take it: older fields of OpenAI's become
-        today's."""
-        fields: dict[str, Any] = {
-            "role": "tool" if self.role == "function" else self.role,
-            "content": self.content or "",
-        }
-        if self.name is not None:
-            fields["name"] = self.name
-        if self.tool_calls:
-            fields["tool_calls"] = [call.for_template() for call in self.tool_calls]
-        elif self.function_call is not None:
-            fields["tool_calls"] = [ToolCall(id=FUNCTION_CALL_ID, function=self.function_call).for_template()]
-        if self.tool_call_id is not None:
-            fields["tool_call_id"] = self.tool_call_id
-        elif self.role == "function":
-            fields["tool_call_id"] = FUNCTION_CALL_ID
-        if self.reasoning_content is not None:
-            fields["reasoning_content"] = self.reasoning_content
-        return fields
-
-
-def unknown_of_messages(messages: Sequence[Message]) -> list[str]:
-    """Unknown fields of a body's ``messages``; mostly there are none, and this is asked for every request."""
-    odd = [(i, message) for i, message in enumerate(messages) if message.model_extra or message.tool_calls]
-    return [path for i, message in odd for path in unknown_within(f"messages[{i}]", message)]
-
-
-def _no_template(value: Any) -> Any:
-    if value is not None:
-        raise invalid(
-            "this server renders with the model's own template alone; leave it out, and pass "
-            "variables in chat_template_kwargs"
-        )
-    return value
-
-
-NoTemplate = Annotated[Any, AfterValidator(_no_template), WithJsonSchema(NULL)]
-
-
-class ChatCompletionRequest(SamplingFields):
+class ChatCompletionRequest(SamplingFields, TemplateFields):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=INT64)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    chat_template: NoTemplate = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    echo: bool | None = None
+    """The answer begins with the content of the last message, if that is the assistant's."""
     tool_choice: Annotated[Any, BeforeValidator(check_tool_choice), TOOL_CHOICE] = None
     parallel_tool_calls: bool | None = None
     functions: Annotated[list[Function], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
@@ -177,11 +40,8 @@ class ChatCompletionRequest(SamplingFields):
     modalities: Annotated[
         Any, AfterValidator(only(None, ["text"])), WithJsonSchema({"enum": [None, ["text"]]})
     ] = None
-    reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
-    verbosity: Annotated[str, Field(max_length=32)] | None = None
-    """Both are for the chat template, if it uses them."""
 
-    _own_scalars = scalars("max_completion_tokens", "logprobs", "top_logprobs", "parallel_tool_calls")
+    _own_scalars = scalars("max_completion_tokens", "logprobs", "top_logprobs", "parallel_tool_calls", "echo")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -206,15 +66,6 @@ class ChatCompletionRequest(SamplingFields):
     def max_new_tokens(self) -> int | None:
         """See ``SamplingFields``."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-
-    @property
-    def template_variables(self) -> dict[str, Any]:
-        """The template's variables beside messages and tools."""
-        words = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
-        return {
-            **{name: word for name, word in words.items() if word is not None},
-            **(self.chat_template_kwargs or {}),
-        }
 
     def _check_functions(self) -> None:
         if self.tools is not None or self.tool_choice is not None:

@@ -65,11 +65,13 @@ class CompletionRequest(SamplingFields):
 
     prompt: Annotated[Any, BeforeValidator(_prompt), PROMPT]
     echo: bool | None = None
+    add_special_tokens: bool | None = None
+    """Those of the tokenizer before each prompt, usually BOS; by default they are."""
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     suffix: Annotated[Any, AfterValidator(only(None, "")), WithJsonSchema({"enum": [None, ""]})] = None
 
-    _own_scalars = scalars("echo", "logprobs", "best_of")
+    _own_scalars = scalars("echo", "add_special_tokens", "logprobs", "best_of")
 
     @property
     def num_candidates(self) -> int:

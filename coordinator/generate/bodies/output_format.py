@@ -6,11 +6,13 @@ them. A request has at most one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
 from typing import Any, Literal, NamedTuple
 
 import orjson
 from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import gbnf_to_lark
 from pydantic import WithJsonSchema
 from pydantic_core import PydanticCustomError
 
@@ -21,13 +23,20 @@ WHITESPACE = r"[ \n\t]{0,20}"
 MAX_CHOICES = 1000
 MAX_CHARS = 100_000
 """Characters of one schema, regex or grammar, as JSON."""
+MAX_EBNF_CHARS = 20_000
+EBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 KINDS = ("json", "regex", "choice", "grammar")
 Kind = Literal["json", "regex", "choice", "grammar"]
+NAMED_KINDS: dict[str, Kind] = {
+    "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar",
+    "json_schema": "json", "regex": "regex", "ebnf": "grammar", "grammar": "grammar",
+}  # fmt: skip
+"""Fields that hold one format each: of older versions of vLLM, of SGLang, of llama.cpp."""
 
 
 class OutputFormat(NamedTuple):
-    """``value``: a schema's JSON text, a regex, a list of strings, or a grammar as llguidance's dialect of
-    Lark writes it."""
+    """``value``: a schema's JSON text, a regex, a list of strings, or a grammar: EBNF, GBNF (``root ::=``)
+    or llguidance's dialect of Lark (``start: ...``)."""
 
     kind: Kind
     value: Any
@@ -57,8 +66,20 @@ def _grammar_of(wanted: OutputFormat) -> str:
                 "start: " + " | ".join(orjson.dumps(choice).decode() for choice in wanted.value)
             )
         case "grammar":
-            text = LLMatcher.grammar_from_lark(wanted.value)
+            text = LLMatcher.grammar_from_lark(_as_lark(wanted.value))
     return text
+
+
+def _as_lark(text: str) -> str:
+    """Raises ValueError."""
+    if not EBNF_RULE.search(text):
+        return text
+    if len(text) > MAX_EBNF_CHARS:
+        raise ValueError(f"is longer than {MAX_EBNF_CHARS} characters, which EBNF and GBNF may have")
+    try:
+        return gbnf_to_lark(text)
+    except (Exception, RecursionError) as error:  # the library's own are plain ones
+        raise ValueError(f"the grammar cannot be read: {error}") from error
 
 
 def check_response_format(value: Any) -> OutputFormat | None:
@@ -99,9 +120,9 @@ def check_structured_outputs(value: Any) -> OutputFormat | None:
     return _CHECKS[key](inner, "structured_outputs")
 
 
-def check_guided(kind: Kind) -> Any:
-    """Return the check of the field ``guided_<kind>``."""
-    return lambda value: None if value is None else _CHECKS[kind](value, f"guided_{kind}")
+def check_named(name: str) -> Any:
+    """Return the check of one of NAMED_KINDS' fields."""
+    return lambda value: None if value is None else _CHECKS[NAMED_KINDS[name]](value, name)
 
 
 def _json(schema: Any, param: str) -> OutputFormat:
@@ -182,7 +203,7 @@ _JSON_SCHEMA = {
 RESPONSE_FORMAT = WithJsonSchema(
     {"anyOf": [_typed("text"), _typed("json_object"), _typed("json_schema", _JSON_SCHEMA), NULL]}
 )
-GUIDED = {
+NAMED = {
     "json": WithJsonSchema({"anyOf": [_OBJECT, NULL]}),
     "regex": WithJsonSchema({"anyOf": [_STRING, NULL]}),
     "choice": WithJsonSchema({"anyOf": [_STRINGS, NULL]}),

@@ -10,12 +10,14 @@ from pydantic_core import PydanticCustomError
 
 from ..request_ids import CLIENT_ID
 from .fields import INT64, MAX_TOKENS, NULL, STRING, Body, invalid, scalars, schema, unknown_within
+from .other_fields import IGNORED, check_others
 from .output_format import (
-    GUIDED,
+    NAMED,
+    NAMED_KINDS,
     RESPONSE_FORMAT,
     STRUCTURED_OUTPUTS,
     OutputFormat,
-    check_guided,
+    check_named,
     check_response_format,
     check_structured_outputs,
 )
@@ -24,6 +26,7 @@ MAX_CHOICES = 128
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 1024
 MAX_TIMEOUT_S = 86_400
+FORMAT_FIELDS = ("response_format", "structured_outputs", *NAMED_KINDS)
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority"]
 OnTimeout = Literal["timeout", "length", "error"]
 """timeout, length: the answer so far, with this finish reason; error: 504."""
@@ -120,27 +123,47 @@ class SamplingFields(Body):
         None
     )
     """Number of the prompt's last tokens that are kept; -1: as many as there is room for."""
+    truncation_side: Literal["left", "right"] | None = None
+    """The side that truncation cuts; right: the prompt's first tokens are kept."""
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Log probabilities name tokens ``token_id:17``: a name for each id, also where two have one text."""
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    """Only requests with the same salt find this one's prompt in the prefix cache."""
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
     """Seconds until the request must have ended; ours, not OpenAI's."""
     on_timeout: OnTimeout | None = None
     """The form of an answer that its deadline cuts; ours."""
     response_format: Annotated[Any, BeforeValidator(check_response_format), RESPONSE_FORMAT] = None
     structured_outputs: Annotated[Any, BeforeValidator(check_structured_outputs), STRUCTURED_OUTPUTS] = None
-    guided_json: Annotated[Any, BeforeValidator(check_guided("json")), GUIDED["json"]] = None
-    guided_regex: Annotated[Any, BeforeValidator(check_guided("regex")), GUIDED["regex"]] = None
-    guided_choice: Annotated[Any, BeforeValidator(check_guided("choice")), GUIDED["choice"]] = None
-    guided_grammar: Annotated[Any, BeforeValidator(check_guided("grammar")), GUIDED["grammar"]] = None
+    guided_json: Annotated[Any, BeforeValidator(check_named("guided_json")), NAMED["json"]] = None
+    guided_regex: Annotated[Any, BeforeValidator(check_named("guided_regex")), NAMED["regex"]] = None
+    guided_choice: Annotated[Any, BeforeValidator(check_named("guided_choice")), NAMED["choice"]] = None
+    guided_grammar: Annotated[Any, BeforeValidator(check_named("guided_grammar")), NAMED["grammar"]] = None
+    json_schema: Annotated[Any, BeforeValidator(check_named("json_schema")), NAMED["json"]] = None
+    regex: Annotated[Any, BeforeValidator(check_named("regex")), NAMED["regex"]] = None
+    ebnf: Annotated[Any, BeforeValidator(check_named("ebnf")), NAMED["grammar"]] = None
+    grammar: Annotated[Any, BeforeValidator(check_named("grammar")), NAMED["grammar"]] = None
+    """The last four: the same in the spellings of SGLang and llama.cpp."""
 
     _scalars = scalars(
         *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
         *("repetition_penalty", "seed", "n", "max_tokens", "min_tokens", "ignore_eos", "stream", "priority"),
         *("return_token_ids", "truncate_prompt_tokens", "timeout"),
+        *("include_stop_str_in_output", "skip_special_tokens", "return_tokens_as_token_ids"),
+        *("prompt_logprobs",),
     )
 
     @model_validator(mode="after")
     def _options_need_stream(self) -> Self:
+        if self.model_extra:
+            check_others(self.model_extra)
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("invalid", "stream_options: only allowed with `stream` true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise invalid("prompt_logprobs: not available with `stream` true")
         return self if self.output_format is None else self._one_format(self.output_format)
 
     def _one_format(self, wanted: OutputFormat) -> Self:
@@ -155,7 +178,7 @@ class SamplingFields(Body):
 
     def unknown_fields(self) -> list[str]:
         """See ``Body``."""
-        found = super().unknown_fields() if self.model_extra else []
+        found = [name for name in super().unknown_fields() if name not in IGNORED]
         if self.stream_options is not None:
             found += unknown_within("stream_options", self.stream_options)
         return found if self.response_format is None else [*found, *self.response_format.unknown]
@@ -163,26 +186,12 @@ class SamplingFields(Body):
     @property
     def output_format(self) -> OutputFormat | None:
         """The format of the output; None: any."""
-        found: OutputFormat | None = (
-            self.response_format
-            or self.structured_outputs
-            or self.guided_json
-            or self.guided_regex
-            or self.guided_choice
-            or self.guided_grammar
-        )
-        return found
+        return next(self._formats(), None)
 
     def _formats(self) -> Iterator[OutputFormat]:
-        for found in (
-            self.response_format,
-            self.structured_outputs,
-            self.guided_json,
-            self.guided_regex,
-            self.guided_choice,
-            self.guided_grammar,
-        ):
-            if found is not None:
+        given = self.model_fields_set
+        for name in FORMAT_FIELDS:
+            if name in given and (found := getattr(self, name)) is not None:
                 yield found
 
     @property

@@ -276,7 +276,7 @@ async def test_echo_scores_the_prompt(
         scores += choice.logprobs.token_logprobs or []  # type: ignore[union-attr]
         reasons.append(choice.finish_reason)
     ids = model.tokenizer.fast.encode(prompt).ids if isinstance(prompt, str) else prompt
-    assert text == (prompt if isinstance(prompt, str) else model.tokenizer.fast.decode(prompt))
+    assert text == (prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt))
     assert len(tokens) == len(scores) == len(ids)
     assert scores[0] is None
     assert None not in scores[1:]

@@ -8,13 +8,9 @@ from hypothesis import strategies as st
 from support.http_fakes import byte_level_tokenizer, sentencepiece_tokenizer, wordpiece_tokenizer
 from tokenizers import AddedToken, Tokenizer
 
+from splitserve.coordinator.text.detokenizer import StreamDetokenizer, TableDetokenizer, make_detokenizer
+from splitserve.coordinator.text.stop_strings import StopStrings
 from splitserve.coordinator.text.token_table import TokenTable
-from splitserve.coordinator.text.tokenizer import (
-    StopStrings,
-    StreamDetokenizer,
-    TableDetokenizer,
-    make_detokenizer,
-)
 
 
 def with_added_tokens(tokenizer: Tokenizer) -> Tokenizer:

@@ -99,7 +99,7 @@ def test_the_ending_has_the_same_last_tokens(make: Callable[[], FastTokenizer]) 
     tokenizer = Tokenizer(make())
     text = "the quick brown fox, naïve 日本語 and \n 12345 again " * 20_000
     (whole,) = tokenizer.encode([text], add_special_tokens=True)
-    ending = tokenizer.ending(text, 700)
+    ending = tokenizer.part(text, 700)
     assert len(ending) < len(text) / 2
     (tokens,) = tokenizer.encode([ending], add_special_tokens=True)
     assert tokens[-700:] == whole[-700:]

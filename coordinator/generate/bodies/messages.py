@@ -1,0 +1,135 @@
+"""The messages of a chat, and how a chat template takes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Self
+
+from pydantic import BeforeValidator, model_validator
+
+from .fields import NULL, Body, invalid, schema, unknown_within
+
+MAX_MESSAGES = 10_000
+FUNCTION_CALL_ID = "function0"
+"""Id of a call in the form that OpenAI had before tools; as long as Mistral's templates require."""
+PARTS = ("text", "refusal")
+"""Kinds of parts of a content: what an assistant refused earlier in words is text to the template, too."""
+
+
+def _content(value: Any) -> str | None:
+    """Text, or the texts of a list of text parts, one a line."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise invalid("must be a string or a list of text parts")
+    return "\n".join(_part(i, part) for i, part in enumerate(value))
+
+
+def _part(index: int, part: Any) -> str:
+    if not isinstance(part, dict):
+        raise invalid(f'part {index} must be an object such as {{"type": "text", "text": "..."}}')
+    if (kind := part.get("type")) not in PARTS:
+        raise invalid(f"part {index} has type {kind!r}; this model takes only text parts")
+    text = part.get(kind)
+    if not isinstance(text, str):
+        raise invalid(f"part {index} needs a string `{kind}`")
+    return text
+
+
+_PARTS: list[dict[str, Any]] = [
+    {
+        "type": "object",
+        "required": ["type", kind],
+        "properties": {"type": {"const": kind}, kind: {"type": "string"}},
+    }
+    for kind in PARTS
+]
+CONTENT = schema({"type": "string"}, {"type": "array", "items": {"anyOf": _PARTS}}, NULL)
+
+
+class CalledFunction(Body):
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(Body):
+    """A call that the model made earlier in the chat."""
+
+    id: str | None = None
+    type: str | None = None
+    function: CalledFunction
+
+    def unknown_fields(self) -> list[str]:
+        """See ``Body``."""
+        return super().unknown_fields() + unknown_within("function", self.function)
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the call with its arguments parsed: OpenAI's clients send them as text, templates write them
+        as JSON."""
+        try:
+            arguments = json.loads(self.function.arguments)
+        except ValueError:
+            arguments = self.function.arguments
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.function.name, "arguments": arguments},
+        }
+
+
+class Message(Body):
+    """One message of a chat."""
+
+    role: str
+    content: Annotated[Any, BeforeValidator(_content), CONTENT] = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    function_call: CalledFunction | None = None
+    """What calls were before ``tool_calls``; their results come in messages of role ``function``."""
+    reasoning_content: str | None = None
+
+    @model_validator(mode="after")
+    def _known_role(self) -> Self:
+        if self.role not in ("system", "developer", "user", "assistant", "tool", "function"):
+            raise invalid(
+                f"unknown role {self.role!r}; use system, developer, user, assistant, tool or function"
+            )
+        if self.content is None and self.role != "assistant":
+            raise invalid(f"a message of role {self.role!r} needs `content`")
+        return self
+
+    def unknown_fields(self) -> list[str]:
+        """See ``Body``."""
+        found = super().unknown_fields()
+        for i, call in enumerate(self.tool_calls or ()):
+            found += unknown_within(f"tool_calls[{i}]", call)
+        return found
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the message as Hugging Face chat templates take it: older fields of OpenAI's become
+        today's."""
+        fields: dict[str, Any] = {
+            "role": "tool" if self.role == "function" else self.role,
+            "content": self.content or "",
+        }
+        if self.name is not None:
+            fields["name"] = self.name
+        if self.tool_calls:
+            fields["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        elif self.function_call is not None:
+            fields["tool_calls"] = [ToolCall(id=FUNCTION_CALL_ID, function=self.function_call).for_template()]
+        if self.tool_call_id is not None:
+            fields["tool_call_id"] = self.tool_call_id
+        elif self.role == "function":
+            fields["tool_call_id"] = FUNCTION_CALL_ID
+        if self.reasoning_content is not None:
+            fields["reasoning_content"] = self.reasoning_content
+        return fields
+
+
+def unknown_of_messages(messages: Sequence[Message]) -> list[str]:
+    """Unknown fields of a body's ``messages``; mostly there are none, and this is asked for every request."""
+    odd = [(i, message) for i, message in enumerate(messages) if message.model_extra or message.tool_calls]
+    return [path for i, message in odd for path in unknown_within(f"messages[{i}]", message)]

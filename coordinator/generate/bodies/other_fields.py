@@ -1,0 +1,119 @@
+"""Fields of OpenAI, vLLM, SGLang and llama.cpp that are not built here. Those that would change an answer are
+refused; those that cannot change one are ignored. Fields of no server are ignored, with a line in the log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic_core import PydanticCustomError
+
+IGNORED = {
+    # OpenAI
+    "store": "whether the service keeps the answer",
+    "prompt_cache_retention": "how long a cache keeps the prompt",
+    "prompt_cache_options": "how a cache keeps the prompt",
+    # vLLM
+    "spaces_between_special_tokens": "fast tokenizers, the only ones here, add no spaces of their own",
+    "include_reasoning": "thoughts have a field of their own, which a client need not read",
+    "early_stopping": "of beam search, which is refused",
+    "length_penalty": "of beam search, which is refused",
+    "mm_processor_kwargs": "of images, which are refused",
+    "media_io_kwargs": "of images, which are refused",
+    "stream_interval": "how often a stream has a chunk",
+    "session_id": "where it runs; use prompt_cache_key",
+    "return_token_offsets": "of vLLM's render endpoints",
+    "return_mm_kwargs": "of vLLM's render endpoints",
+    "routed_experts_prompt_start": "of experts' numbers, which are refused",
+    # SGLang
+    "stream_reasoning": "when thoughts are sent, not what they are",
+    "return_cached_tokens_details": "what more is reported",
+    "rid": "the request's name; use request_id",
+    "custom_labels": "labels of metrics",
+    "ngram_corpus_id": "how fast it runs",
+    "routed_experts_start_len": "of experts' numbers, which are refused",
+    "data_parallel_rank": "where it runs",
+    "routed_dp_rank": "where it runs",
+    "disagg_prefill_dp_rank": "where it runs",
+    "bootstrap_host": "where it runs",
+    "bootstrap_port": "where it runs",
+    "bootstrap_room": "where it runs",
+    # llama.cpp
+    "cache_prompt": "what is kept for the next request",
+    "id_slot": "where it runs",
+    "timings_per_token": "what more is reported",
+    "return_progress": "what more is reported",
+}
+"""By name: what it is about, which is why it cannot change an answer."""
+
+_OWN_SAMPLER = "this sampler is not built"
+REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
+    # OpenAI
+    "audio": ("this model gives text alone", ()),
+    "prediction": ("predicted outputs are not built", ()),
+    "moderation": ("answers are not moderated here", ()),
+    "web_search_options": ("this server does not search the web", ()),
+    # vLLM
+    "use_beam_search": ("beam search is not built; `n` with `best_of` samples several", (False,)),
+    "prompt_embeds": ("prompts are text or token ids", ()),
+    "logits_processors": ("processors of requests are not built", ([],)),
+    "allowed_token_ids": ("it is not built; use `structured_outputs` or `logit_bias`", ([],)),
+    "bad_words": ("it is not built; use `logit_bias`", ([],)),
+    "watermarking": ("answers are not marked", (False,)),
+    "return_prompt_text": ("the prompt's text is not reported; use /tokenize", (False,)),
+    "ec_transfer_params": ("the server takes text alone", ({},)),
+    "kv_transfer_params": ("the server itself moves KV blocks", ({},)),
+    "vllm_xargs": ("it is for plugins of vLLM", ({},)),
+    "thinking_token_budget": ("a bound on thoughts is not built", ()),
+    "repetition_detection": ("it is not built", (False,)),
+    "logprob_token_ids": ("log probabilities of chosen tokens are not built; ask for `top_logprobs`", ([],)),
+    "guided_whitespace_pattern": ("white space in JSON is fixed: at most two newlines in a row", ()),
+    # SGLang
+    "json_object": ("use `response_format`", (False,)),
+    "stop_regex": ("only strings stop an answer; use `stop`", ([], "")),
+    "no_stop_trim": ("use `include_stop_str_in_output`", (False,)),
+    "lora_path": ("the server has no adapters", ()),
+    "session_params": ("use `prompt_cache_key` or the messages so far", ({},)),
+    "custom_logit_processor": ("processors of requests are not built", ("",)),
+    "custom_params": ("processors of requests are not built", ({},)),
+    "extra_key": ("use `cache_salt`", ("",)),
+    "images_config": ("the server takes text alone", ({},)),
+    "return_routed_experts": ("experts' numbers are not reported", (False,)),
+    "return_hidden_states": ("hidden states are not reported", (False,)),
+    "separate_reasoning": ("a thought is always `reasoning_content`", (True,)),
+    "input_ids": ("use /v1/completions with token ids", ()),
+    "input_embeds": ("prompts are text or token ids", ()),
+    # llama.cpp
+    "n_predict": ("use `max_tokens`", ()),
+    "n_keep": ("use `truncate_prompt_tokens`", (0,)),
+    "n_probs": ("use `logprobs`", (0,)),
+    "repeat_penalty": ("use `repetition_penalty`", (1,)),
+    "repeat_last_n": ("penalties count the whole sequence", (-1,)),
+    "mirostat": (_OWN_SAMPLER, (0,)),
+    "typical_p": (_OWN_SAMPLER, (1,)),
+    "tfs_z": (_OWN_SAMPLER, (1,)),
+    "top_a": (_OWN_SAMPLER, (0,)),
+    "top_n_sigma": (_OWN_SAMPLER, (-1, 0)),
+    "xtc_probability": (_OWN_SAMPLER, (0,)),
+    "dry_multiplier": (_OWN_SAMPLER, (0,)),
+    "dynatemp_range": (_OWN_SAMPLER, (0,)),
+    "samplers": ("the order of samplers is fixed", ([],)),
+    "lora": ("the server has no adapters", ([],)),
+    "thinking_forced_open": ("the chat template decides it", (False,)),
+    "parse_tool_calls": ("calls are read where tools are offered", (True,)),
+    "reasoning_format": ("a thought is always `reasoning_content`", ("auto", "deepseek")),
+    # TGI
+    "do_sample": ("use `temperature`: 0 is greedy", (True,)),
+    "watermark": ("answers are not marked", (False,)),
+    "adapter_id": ("the server has no adapters", ()),
+}
+"""By name: the reason in the error, and the values that change nothing."""
+
+
+def check_others(given: Mapping[str, Any]) -> None:
+    """Raise PydanticCustomError for a field that would change the answer and is not built."""
+    for name, value in given.items():
+        why, neutral = REFUSED.get(name, ("", ()))
+        if why and value is not None and value not in neutral:
+            message = f"{name}: is not supported here: {why}"
+            raise PydanticCustomError("invalid", "{message}", {"message": message})

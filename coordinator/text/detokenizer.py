@@ -1,0 +1,115 @@
+"""Token ids to text, as soon as each character is certain.
+
+A ``TableDetokenizer`` joins the bytes of tokens, and holds back those of an unfinished UTF-8 character; if
+the tokenizer has no such table, the library's ``DecodeStream`` does it. The concatenation equals the decode
+of all tokens at once. (One exception: where a SentencePiece model emits byte tokens that are no valid UTF-8,
+the library writes one U+FFFD a byte for the whole run, valid characters before included; here they are kept.)
+"""
+
+from __future__ import annotations
+
+from codecs import utf_8_decode
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.decoders import DecodeStream
+
+from .token_table import TokenTable
+
+CONTEXT_TOKENS = 8
+"""Prompt tokens that a ``DecodeStream`` starts from."""
+
+
+class Detokenizer(Protocol):
+    """One sequence's output."""
+
+    def step(self, token_id: int) -> str:
+        """Return the text that this token makes certain; may be empty."""
+
+    def finish(self) -> str:
+        """Return the text that was held back, once no token follows."""
+
+
+class TableDetokenizer:
+    """Joins bytes by table. The usual token, whole characters after whole characters, costs one lookup."""
+
+    __slots__ = ("_clean", "_held", "_pieces", "_special", "_strip", "_texts")
+
+    def __init__(self, table: TokenTable, *, at_start: bool) -> None:
+        self._texts = table.texts
+        self._pieces = table.pieces
+        self._special = table.special
+        self._held = b""
+        self._strip = at_start and table.drops_leading_space
+        self._clean = not self._strip  # nothing held, nothing to strip
+
+    def step(self, token_id: int) -> str:
+        if self._clean:
+            text = self._texts[token_id]
+            if text is not None:
+                return text
+        return self._slow(token_id)
+
+    def _slow(self, token_id: int) -> str:
+        if token_id in self._special:
+            return ""
+        piece = self._pieces[token_id]
+        if self._strip and piece:
+            piece = piece.removeprefix(b" ")
+            self._strip = False
+        data = self._held + piece
+        text, used = utf_8_decode(data, "replace", False)
+        self._held = data[used:]
+        self._clean = not self._held and not self._strip
+        return text
+
+    def finish(self) -> str:
+        text, _ = utf_8_decode(self._held, "replace", True)
+        self._held = b""
+        return text
+
+
+class StreamDetokenizer:
+    """Uses the tokenizers library, for decoders that look at neighbouring tokens."""
+
+    def __init__(self, fast: FastTokenizer, context: Sequence[int]) -> None:
+        self._fast = fast
+        self._context = list(context)
+        self._ids: list[int] = []
+        self._stream = DecodeStream(ids=self._context, skip_special_tokens=True)
+        self._num_chars = 0
+
+    def step(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        text: str = self._stream.step(self._fast, token_id) or ""
+        self._num_chars += len(text)
+        return text
+
+    def finish(self) -> str:
+        before = len(self._fast.decode(self._context))
+        return self._fast.decode(self._context + self._ids)[before + self._num_chars :]
+
+
+def make_detokenizer(fast: FastTokenizer, table: TokenTable, prompt_ids: Sequence[int]) -> Detokenizer:
+    """Return the right kind for this tokenizer. The prompt decides whether the output begins the text."""
+    if not table.tabular:
+        return StreamDetokenizer(fast, prompt_ids[-CONTEXT_TOKENS:])
+    at_start = table.drops_leading_space and all(token_id in table.special for token_id in prompt_ids)
+    return TableDetokenizer(table, at_start=at_start)
+
+
+class MarkedDetokenizer:
+    """A ``Detokenizer`` that writes out some special tokens, such as those that mark calls and thoughts."""
+
+    def __init__(self, inner: Detokenizer, marks: Mapping[int, str]) -> None:
+        self._inner, self._marks = inner, marks
+
+    def step(self, token_id: int) -> str:
+        """See ``Detokenizer``."""
+        mark = self._marks.get(token_id)
+        return self._inner.step(token_id) if mark is None else self._inner.finish() + mark
+
+    def finish(self) -> str:
+        """See ``Detokenizer``."""
+        return self._inner.finish()
