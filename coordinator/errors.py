@@ -84,7 +84,10 @@ class ApiError(Exception):
         """The JSON body that clients of this path know: Anthropic's shape below /v1/messages."""
         if not path.startswith("/v1/messages"):
             return self.body()
-        error = {"type": ANTHROPIC_KINDS.get(self.status, "api_error" if self.status >= 500 else self.kind), "message": self.message}
+        error = {
+            "type": ANTHROPIC_KINDS.get(self.status, "api_error" if self.status >= 500 else self.kind),
+            "message": self.message,
+        }
         return orjson.dumps({"type": "error", "error": error})
 
     def headers(self) -> list[tuple[bytes, bytes]]:

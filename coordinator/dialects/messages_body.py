@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BeforeValidator, Field
 
 from ..errors import InvalidRequest
-from ..generate.bodies.chat import MAX_MESSAGES
 from ..generate.bodies.fields import INT64, Body, invalid, schema
+from ..generate.bodies.messages import MAX_MESSAGES
 from ..generate.bodies.tools import MAX_TOOLS
 
 MAX_STOP_SEQUENCES = 64
