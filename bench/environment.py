@@ -49,6 +49,9 @@ def _cpu() -> str:
 
 def _commit() -> str:
     folder = Path(__file__).resolve().parent
+    built = folder.parent / "cli" / "commit.txt"  # in a wheel and in the bundle of gpu_check
+    if built.exists():
+        return built.read_text().strip()
     if shutil.which("git") is None:
         return "unknown"
     done = subprocess.run(

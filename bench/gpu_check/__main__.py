@@ -2,9 +2,12 @@
 
     python -m splitserve.bench.gpu_check --out OUT             # where splitserve[worker,bench] is installed
     python -m splitserve.bench.gpu_check --out OUT --rehearse  # every part in small sizes, without a GPU
+    deploy/gpu_check_bundle.sh gpu_check.tar     # for a machine without a network: this tree and its wheels
+    tar xf gpu_check.tar && gpu_check/run.sh OUT               # there
 
-It needs torch for CUDA and Triton. It uses transformers, compute-sanitizer and FlashAttention-3 where they
-are installed.
+It needs torch for CUDA and Triton. It uses transformers, compute-sanitizer and FlashAttention-3 (as
+flash_attn_interface) where they are installed. The bundle brings the wheels of all else that
+splitserve[worker,bench] needs; run.sh installs those that are missing, into the bundle's own folder.
 
 Each part has a process and a time limit of its own: one that crashes or hangs costs itself alone. OUT
 receives, replaced after every part and every few seconds:

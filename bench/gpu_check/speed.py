@@ -19,6 +19,7 @@ from .line import Line, Place, figure_line, left_out
 Figures = Callable[[str, Ceilings, bool], Iterator[Figure]]
 EXACT_MODEL = "Qwen3-4B"
 MOST_FP8_SLOPE = 0.6  # of bfloat16's
+MOST_FILTER_US = 150.0
 
 
 def lines_of(place: Place, *figures: Figures) -> Iterator[Line]:
@@ -63,9 +64,17 @@ def fp8_slope(place: Place) -> Line:
 
 
 def small_kernels(place: Place) -> Iterator[Line]:
-    yield from lines_of(
-        place, kernel_figures.sampling_figures, kernel_figures.small_figures, kernel_figures.block_figures
-    )
+    interpret(place)
+    plain: dict[str, float] = {}  # microseconds by size
+    for figure in kernel_figures.sampling_figures(place.device, place.ceilings(), place.big):
+        _, name, size = figure.what.split(", ")
+        yield figure_line(figure)
+        if name == "plain":
+            plain[size] = figure.us
+        else:
+            what, more = f"sampling {size}: {name} costs", figure.us - plain[size]
+            yield Line(what, value=more, unit="us", at_most=MOST_FILTER_US)
+    yield from lines_of(place, kernel_figures.small_figures, kernel_figures.block_figures)
 
 
 def linears(place: Place) -> Iterator[Line]:

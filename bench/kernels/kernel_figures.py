@@ -225,21 +225,25 @@ def sampling_figures(device: str, ceilings: Ceilings, big: bool) -> Iterator[Fig
     vocab_size = 151936 if big else 300
     for batch in (1, 64, 256) if big else (2,):
         logits = torch.randn((batch, vocab_size), device=device) * 3
-        for name, top_p in (("plain", 1.0), ("top-p 0.9", 0.9)):
-            us = microseconds([partial(sample, logits, _rows(device, batch, vocab_size, top_p))])
+        for name, top_k, top_p in (
+            ("plain", 0, 1.0),
+            ("top-p 0.9", 0, 0.9),
+            ("top-k 20 and top-p 0.95", 20, 0.95),
+        ):
+            us = microseconds([partial(sample, logits, _rows(device, batch, vocab_size, top_k, top_p))])
             yield bytes_figure(
                 f"sampling, {name}, {batch} x {vocab_size}", us, 4 * batch * vocab_size, ceilings
             )
 
 
-def _rows(device: str, n: int, vocab_size: int, top_p: float) -> SamplingRows:
+def _rows(device: str, n: int, vocab_size: int, top_k: int, top_p: float) -> SamplingRows:
     def full(value: float, dtype: torch.dtype) -> Tensor:
         return torch.full((n,), value, dtype=dtype, device=device)
 
     zeros, ones = full(0, torch.float32), full(1, torch.float32)
     none = torch.zeros(n + 1, dtype=torch.int32, device=device)
     return SamplingRows(
-        full(7, torch.int64), full(9, torch.int32), ones, full(0, torch.int32), full(top_p, torch.float32),
+        full(7, torch.int64), full(9, torch.int32), ones, full(top_k, torch.int32), full(top_p, torch.float32),
         zeros, ones, zeros, zeros,
         full(-1, torch.int32), torch.zeros((1, vocab_size), dtype=torch.int32, device=device), none, none[:0],
         none[:0], zeros[:0],

@@ -11,14 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from support.played_gpu import played_gpu
 
 from splitserve.bench.gpu_check import correctness, machine, parity, serving, speed
 from splitserve.bench.gpu_check.line import Place
 from splitserve.bench.gpu_check.plan import SPARE, STAGES
 from splitserve.bench.kernels import triton_interpreter
 from splitserve.bench.kernels.engine_figures import TINY, BareEngine, run_again
+from splitserve.bench.kernels.engine_figures import RandomTensors
 from splitserve.bench.kernels.gpu_timing import Figure
 from splitserve.bench.kernels.kernel_checks import Check, checks
+from splitserve.bench.kernels.kernel_inputs import relative_error
 from splitserve.bench.peers.transformers_peer import PeerFailed, peer_us
 
 triton_interpreter.install()
@@ -57,7 +60,7 @@ def test_every_figure_can_be_made(part: Any, place: Place) -> None:
     for piece in {
         "engine 8B": ("decode step, batch 2", "the device's part", "prefill, 20 tokens"),
         "attention": ("float8 KV slope", "decode attention", "prefill attention"),
-        "small kernels": ("top-p 0.9", "checksums of"),
+        "small kernels": ("top-p 0.9", "top-k 20 and top-p 0.95 costs", "checksums of"),
         "exact costs": ("exact costs more: tiny, exact: decode step",),
         "worker": ("from process start to ready", "beside transformers"),
     }.get(part.name, ()):
@@ -98,6 +101,30 @@ def test_graphs_beside_no_graphs(place: Place, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(correctness, "run_again", stale)
     assert not any(line.good for line in correctness.graphs(place))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gpu_gives_a_cpus_tokens_with_the_played_gpu(
+    place: Place, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    def greedy(device: str, record: Any) -> tuple[torch.Tensor, list[int]]:
+        engine = BareEngine(
+            {**TINY, "num_hidden_layers": 2},
+            torch.device(device),
+            False,
+            256,
+            (1, record),
+            num_tokens=256,
+            checkpoint=RandomTensors(torch.device("cpu")),
+            dtype=dtype,
+        )
+        return parity.greedy(engine, list(range(3, 40)), 3)
+
+    logits, tokens = greedy("cpu", run_again)
+    with played_gpu(monkeypatch) as gpu:
+        found, found_tokens = greedy("cuda", gpu.record)
+    assert relative_error(found.as_subclass(torch.Tensor), logits) < 1e-5
+    assert found_tokens == tokens
 
 
 def test_a_token_from_a_wrong_cache_is_far_below_the_best() -> None:
