@@ -54,7 +54,7 @@ STAGES: Stages = (
     (_here("small kernels", 25, "speed:small_kernels"),),
     (_here("fa3", 20, "speed:flash_attention_3"),),
 )
-"""Parts of a stage run side by side: only checks, whose times nobody reads."""
+"""Parts of a stage run side by side, as many as there are cores: only checks, which measure no time."""
 SPARE: Stages = (
     (_here("worker", 60, "speed:worker"),),
     (_here("exact costs", 60, "speed:exact_costs"),),

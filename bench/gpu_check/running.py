@@ -46,6 +46,7 @@ class Run:
     seconds: float
     environment: Mapping[str, object] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)  # of every part's environment
+    at_once: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))  # parts of a stage
 
     def __post_init__(self) -> None:
         self.outcomes = {part.name: Outcome(part, State.WAITING) for stage in self.stages for part in stage}
@@ -66,14 +67,21 @@ class Run:
         finally:
             self._end_processes()
             for outcome in self.outcomes.values():
-                if outcome.state in (State.WAITING, State.RUNNING):
+                if outcome.state is State.RUNNING:
+                    outcome.lines = read_lines(self._lines(outcome.part))
+                    outcome.state, outcome.why = State.FAILED, "the run was ended meanwhile"
+                elif outcome.state is State.WAITING:
                     outcome.state = State.NOT_RUN
             self.write()
         return not any(outcome.is_wrong for outcome in self.outcomes.values())
 
     def _run_stage(self, stage: tuple[Part, ...]) -> None:
-        running = [self._start(part) for part in stage if self._fits(part)]
-        while running:
+        waiting, running = list(stage), list[Running]()
+        while waiting or running:
+            while waiting and len(running) < self.at_once:
+                part = waiting.pop(0)
+                if self._fits(part):
+                    running.append(self._start(part))
             for each in list(running):
                 if each.process.poll() is not None or time.monotonic() > each.until:
                     running.remove(each)

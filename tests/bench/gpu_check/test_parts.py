@@ -17,8 +17,7 @@ from splitserve.bench.gpu_check import correctness, machine, parity, serving, sp
 from splitserve.bench.gpu_check.line import Place
 from splitserve.bench.gpu_check.plan import SPARE, STAGES
 from splitserve.bench.kernels import triton_interpreter
-from splitserve.bench.kernels.engine_figures import TINY, BareEngine, run_again
-from splitserve.bench.kernels.engine_figures import RandomTensors
+from splitserve.bench.kernels.engine_figures import TINY, BareEngine, RandomTensors, run_again
 from splitserve.bench.kernels.gpu_timing import Figure
 from splitserve.bench.kernels.kernel_checks import Check, checks
 from splitserve.bench.kernels.kernel_inputs import relative_error

@@ -1,0 +1,56 @@
+"""The archive of gpu_check: made by one command, and run without a network where only its wheels are missing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def python_without_index(folder: Path) -> Path:
+    """A Python whose pip downloads nothing, but notes what it was to download."""
+    script = folder / "python"
+    script.write_text(
+        "#!/bin/sh\n"
+        'if [ "$3" = download ]; then\n'
+        '    while [ "$1" != -d ]; do shift; done\n'
+        f'    mkdir -p "$2"; cp "$4" {folder}/asked\n'
+        "else\n"
+        f'    exec {sys.executable} "$@"\n'
+        "fi\n"
+    )
+    script.chmod(0o755)
+    return script
+
+
+def test_the_bundle_runs_where_nothing_is_missing(tmp_path: Path) -> None:
+    archive, environ = tmp_path / "gpu_check.tar", {**os.environ, "PIP_NO_INDEX": "1"}
+    python = python_without_index(tmp_path)
+    subprocess.run(
+        [ROOT / "deploy/gpu_check_bundle.sh", archive], env={**environ, "PYTHON": str(python)}, check=True
+    )
+    asked = (tmp_path / "asked").read_text().splitlines()
+    names = {line.partition(">")[0] for line in asked}
+    assert {"pyzmq", "msgspec", "cryptography", "aiohttp", "xxhash"} <= names
+    assert "torch" not in names
+    with tarfile.open(archive) as tar:
+        tar.extractall(tmp_path, filter="data")
+    assert not (tmp_path / "gpu_check/tree/tests").exists()
+    command = [tmp_path / "gpu_check/run.sh", tmp_path / "out", "--rehearse", "--only", "fa3"]
+    subprocess.run(command, env={**environ, "PYTHON": sys.executable}, check=True, timeout=120)
+    text = (tmp_path / "out/summary.txt").read_text()
+    commit = (tmp_path / "gpu_check/tree/cli/commit.txt").read_text().strip()
+    assert f"commit {commit}" in text
+    assert "LEFT OUT (1)\n  FlashAttention-3: " in text
+
+
+def test_help_says_what_to_bring() -> None:
+    done = subprocess.run(
+        [ROOT / "deploy/gpu_check_bundle.sh", "--help"], capture_output=True, text=True, check=True
+    )
+    assert "gpu_check/run.sh OUT" in done.stdout
+    assert "brings Python 3.12" in done.stdout
