@@ -50,6 +50,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.outcomes = {part.name: Outcome(part, State.WAITING) for stage in self.stages for part in stage}
+        self._running: list[Running] = []
         self._began, self._written = time.monotonic(), 0.0
         self._id = f"{os.getpid()}-{time.time_ns()}"
         for folder in (self.out, self.work / "logs", self.work / "lines"):
@@ -66,6 +67,8 @@ class Run:
                 self._run_stage(stage)
         finally:
             self._end_processes()
+            for each in self._running:
+                each.process.wait()
             for outcome in self.outcomes.values():
                 if outcome.state is State.RUNNING:
                     outcome.lines = read_lines(self._lines(outcome.part))
@@ -76,16 +79,16 @@ class Run:
         return not any(outcome.is_wrong for outcome in self.outcomes.values())
 
     def _run_stage(self, stage: tuple[Part, ...]) -> None:
-        waiting, running = list(stage), list[Running]()
-        while waiting or running:
-            while waiting and len(running) < self.at_once:
+        waiting = list(stage)
+        while waiting or self._running:
+            while waiting and len(self._running) < self.at_once:
                 part = waiting.pop(0)
                 if self._fits(part):
-                    running.append(self._start(part))
-            for each in list(running):
+                    self._running.append(self._start(part))
+            for each in list(self._running):
                 if each.process.poll() is not None or time.monotonic() > each.until:
-                    running.remove(each)
                     self._over(each)
+                    self._running.remove(each)
             if time.monotonic() - self._written > WRITE_EACH_S:
                 self.write()
             time.sleep(POLL_S)

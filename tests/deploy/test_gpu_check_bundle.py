@@ -41,7 +41,7 @@ def test_the_bundle_runs_where_nothing_is_missing(tmp_path: Path) -> None:
         tar.extractall(tmp_path, filter="data")
     assert not (tmp_path / "gpu_check/tree/tests").exists()
     command = [tmp_path / "gpu_check/run.sh", tmp_path / "out", "--rehearse", "--only", "fa3"]
-    subprocess.run(command, env={**environ, "PYTHON": sys.executable}, check=True, timeout=120)
+    subprocess.run(command, env={**environ, "PYTHON": sys.executable}, check=True, timeout=250)
     text = (tmp_path / "out/summary.txt").read_text()
     commit = (tmp_path / "gpu_check/tree/cli/commit.txt").read_text().strip()
     assert f"commit {commit}" in text

@@ -98,6 +98,51 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     assert "NOT RUN, for want of time (1)\n  last" in text
 
 
+def test_a_run_that_is_ended_keeps_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = (
+        (Part("fast", 60, f"{STUB}:fine"),),
+        (Part("slow", 60, f"{STUB}:hang"),),
+        (Part("last", 60, f"{STUB}:fine"),),
+    )
+    ended = Run(stages, tmp_path / "out", tmp_path / "work", "cuda", SECONDS, {}, {"PYTHONPATH": str(TESTS)})
+    write = ended.write
+
+    def end_when_slow_has_reported() -> None:
+        write()
+        if ended.outcomes["slow"].lines and ended.outcomes["slow"].state is State.RUNNING:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("splitserve.bench.gpu_check.running.WRITE_EACH_S", 0.0)
+    monkeypatch.setattr(ended, "write", end_when_slow_has_reported)
+    with pytest.raises(KeyboardInterrupt):
+        ended.run()
+    found = json.loads((tmp_path / "out" / "results.json").read_text())["parts"]
+    assert [found[name]["state"] for name in ("fast", "slow", "last")] == ["over", "failed", "not run"]
+    assert found["slow"]["why"] == "the run was ended meanwhile"
+    assert len(found["slow"]["lines"]) == 1
+
+
+def test_no_more_parts_run_side_by_side_than_there_are_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = tuple(Part(f"part {i}", 60, f"{STUB}:fine") for i in range(4))
+    alone = Run(
+        (stage,), tmp_path / "out", tmp_path / "work", "cuda", SECONDS, {}, {"PYTHONPATH": str(TESTS)}, 1
+    )
+    most, start = 0, alone._start
+
+    def counted(part: Part) -> Any:
+        nonlocal most
+        begun = start(part)
+        most = max(most, sum(outcome.state is State.RUNNING for outcome in alone.outcomes.values()))
+        return begun
+
+    monkeypatch.setattr(alone, "_start", counted)
+    assert alone.run()
+    assert most == 1
+    assert all(outcome.state is State.OVER for outcome in alone.outcomes.values())
+
+
 def test_no_process_of_a_part_outlives_it(tmp_path: Path) -> None:
     run(((Part("fork", 60, f"{STUB}:leave_behind"),),), tmp_path)
     pid = int((tmp_path / "work" / "left_behind").read_text())
