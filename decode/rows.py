@@ -70,7 +70,6 @@ class DecodeRows:
         self.beginning: set[DecodeSequence] = (
             set()
         )  # their next token begins a block that they have not got yet
-        self.num_constrained = 0  # rows that follow a grammar
         self._tables = np.zeros((max_num_seqs, max_blocks), np.int32)
         self._arange = np.arange(max_num_seqs + 1, dtype=np.int32)
 
@@ -84,7 +83,6 @@ class DecodeRows:
             sequence.blocks, 0
         )  # what stands for NO_BLOCK is never attended to
         self._num_blocks[row] = len(sequence.blocks)
-        self.num_constrained += sequence.state.matcher is not None
         self._read_state(sequence)
 
     def leave(self, sequence: DecodeSequence) -> None:
@@ -98,7 +96,6 @@ class DecodeRows:
             self._tables[row] = self._tables[last]
         self.sequences.pop()
         self.beginning.discard(sequence)
-        self.num_constrained -= sequence.state.matcher is not None
         sequence.row = -1
 
     def add_block(self, sequence: DecodeSequence, block: int) -> None:

@@ -2,8 +2,8 @@
 
 The next step may be made while the one before runs (``MAX_IN_FLIGHT``): its input tokens are then fed on by
 the runner of the steps, and a sequence that turns out to have ended has one row too many, whose token is
-dropped. What needs to know more waits for the running step: preemption, a sequence that comes back into the
-batch, and any step with a grammar in it, whose mask follows from the newest token.
+dropped. What needs to know more waits for the running step: preemption, and a sequence that comes back into
+the batch. A grammar's mask follows from the newest token: the runner asks for it when that token has come.
 
 A sequence that needs a block when there is none makes the youngest sequence leave (it comes back through the
 coordinator with the tokens it has). Blocks are freed when no step in flight reads or writes them.
@@ -191,9 +191,9 @@ class DecodeScheduler:
             if (
                 token in sequence.stops
                 and (matcher := sequence.state.matcher) is not None
-                and matcher.failure
+                and (failure := matcher.failure(index))
             ):
-                result.failed[sequence] = matcher.failure
+                result.failed[sequence] = failure
                 result.dropped.append(row)
                 self._end(sequence)
                 continue
@@ -308,7 +308,7 @@ class DecodeScheduler:
         one are in no further step."""
         for sequence in self._rows.finished():
             self._rows.leave(sequence)
-        return not self._rows.num_constrained and len(self._rows.beginning) <= self.blocks.num_available
+        return len(self._rows.beginning) <= self.blocks.num_available
 
     def _grow(self) -> None:
         """Gives every row that begins a new block one, in the order of the rows."""

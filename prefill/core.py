@@ -291,8 +291,9 @@ class PrefillCore:
     def _first_token(
         self, sequence: PrefillSequence, token: int, logprobs: TokenLogprobs | None, now: float
     ) -> None:
-        if (matcher := sequence.state.matcher) is not None and matcher.failure:
-            self._fail(sequence.key, "refused", f"response_format: {matcher.failure}")
+        state = sequence.state
+        if state.matcher is not None and (failure := state.matcher.failure(len(state.output_token_ids))):
+            self._fail(sequence.key, "refused", f"response_format: {failure}")
             return
         self._heartbeat.count_first_token()
         report = self._first_tokens.report(sequence, token, logprobs, now)

@@ -24,6 +24,7 @@ from ...kernels.gpu.norm import add_rms_norm
 from ...kernels.gpu.prefill_attention import plan_prefill, prefill_attention
 from ...kernels.gpu.rope_store import rope_and_store
 from ...kernels.gpu.sampling import SamplingRows, sample
+from ...kernels.gpu.token_masks import forbid
 from ...kernels.interface import AttentionInputs, RopeInputs
 from . import sm90
 from .attention_variants import VARIANTS, Attention
@@ -129,6 +130,9 @@ OTHERS: dict[str, Callable[[], object]] = {
         empty(8, 151936, dtype=torch.float32), empty(8, 2, dtype=torch.int64)
     ),
     "sampling": sampling,
+    "token masks": lambda: forbid(
+        empty(8, 151936, dtype=torch.float32), empty(2, 1 + 4748, dtype=torch.int32)
+    ),
     "exact linear 64 rows": lambda: exact_linear(64),
     "exact linear 64 rows float16": lambda: exact_linear(64, dtype=FLOAT16),
     "exact linear 64 of 1000": lambda: exact_linear(64, 1000),

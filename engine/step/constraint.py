@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 class TokenMatcher(Protocol):
     """One sequence's place in its grammar."""
 
-    @property
-    def failure(self) -> str:
-        """Why it cannot go on (a limit was hit): from then on the mask allows end tokens alone. Empty: all is
-        well."""
+    def failure(self, num_outputs: int) -> str:
+        """Why it could not go on from the first ``num_outputs`` tokens of the output (a limit was hit): from
+        then on the mask allows end tokens alone. Empty: all is well. May be called while another thread calls
+        ``mask``."""
 
     def mask(self, output_token_ids: Sequence[int]) -> NDArray[np.int32]:
         """Which tokens may follow this output: bit ``i % 32`` of word ``i // 32`` is set where token ``i``

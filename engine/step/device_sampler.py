@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels.gpu.sampling import IN_PROMPT, SamplingRows, sample
+from ...kernels.gpu.token_masks import forbid
 from ...kernels.gumbel_noise import hashed_seed
 from ...transport.messages.messages import TokenLogprobs
 from ..device import bring, send
 from .batch import SamplingState
-from .sampler import SampledRows, forbid_tokens
+from .sampler import SampledRows
 
 
 class DeviceSampler:
@@ -44,8 +45,11 @@ class DeviceSampler:
         logprobs."""
         states, rows = sampled.states, self._rows(sampled, logits.shape[1])
         reporting = [row for row, state in enumerate(states) if state.params.logprobs is not None]
+        constrained = sampled.constrained
         raw = logits.clone() if any(states[row].matcher is not None for row in reporting) else logits
-        if forbid_tokens(logits, states) and raw is not logits:
+        if constrained:
+            forbid(logits, _token_masks(sampled, constrained, logits))
+        if raw is not logits:
             chosen, _ = sample(logits, rows)
             own = raw.gather(1, chosen.unsqueeze(1)).squeeze(1) - raw.logsumexp(-1)
         else:
@@ -76,6 +80,22 @@ class DeviceSampler:
             rows = sampling_rows(sampled, self._eos_token_ids, vocab_size)
         self._last = _LastRows(list(sampled.states), sampled.positions.copy(), rows)
         return rows
+
+
+def _token_masks(sampled: SampledRows, constrained: Sequence[int], logits: Tensor) -> Tensor:
+    """What ``forbid`` reads. The step that computes ``logits`` is under way: the host waits for the tokens of
+    the step before and finds the masks meanwhile, the device waits only for their copy."""
+    on_gpu = logits.is_cuda
+    shape = (len(constrained), 1 + -(-logits.shape[1] // 32))
+    masks = (
+        torch.empty(shape, dtype=torch.int32, pin_memory=True)
+        if on_gpu
+        else torch.zeros(shape, dtype=torch.int32)
+    )
+    words = masks.numpy()
+    words[:, 0] = constrained
+    sampled.write_masks(words[:, 1:])
+    return masks.to(logits.device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)

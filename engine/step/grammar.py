@@ -31,30 +31,37 @@ _log = logging.getLogger(__name__)
 
 
 class GrammarMatcher:
-    """A ``TokenMatcher``. Used by one thread at a time."""
+    """A ``TokenMatcher``. Used by one thread at a time, but for ``failure``."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         self._matcher = matcher
         self._num_words = -(-vocab_size // 32)
         self._num_read = 0
+        self._failed: tuple[int, str] | None = None  # after how many tokens, and why
 
-    @property
-    def failure(self) -> str:
+    def failure(self, num_outputs: int) -> str:
         """See ``TokenMatcher``."""
-        return self._matcher.get_error().partition("\n")[0] if self._matcher.is_error() else ""
+        failed = self._failed
+        return failed[1] if failed is not None and failed[0] <= num_outputs else ""
 
     def read(self, output_token_ids: Sequence[int]) -> None:
         """Goes on to the end of this output, of which it has read a beginning."""
         if new := list(output_token_ids[self._num_read :]):
             self._matcher.consume_tokens(new)
             self._num_read += len(new)
+            self._note_failure()
 
     def mask(self, output_token_ids: Sequence[int]) -> NDArray[np.int32]:
         """See ``TokenMatcher``."""
         self.read(output_token_ids)
         words = np.zeros(self._num_words, np.int32)
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self._note_failure()
         return words
+
+    def _note_failure(self) -> None:
+        if self._failed is None and self._matcher.is_error():
+            self._failed = self._num_read, self._matcher.get_error().partition("\n")[0]
 
 
 class GrammarCompiler:
@@ -96,8 +103,8 @@ class GrammarCompiler:
         follow it."""
         matcher = GrammarMatcher(self._compile(grammar).deep_copy(), self._vocab_size)
         matcher.read(output_token_ids)
-        if matcher.failure:
-            raise GrammarError(f"the output so far does not follow the grammar: {matcher.failure}")
+        if failure := matcher.failure(len(output_token_ids)):
+            raise GrammarError(f"the output so far does not follow the grammar: {failure}")
         return matcher
 
     def _compile(self, grammar: bytes) -> LLMatcher:

@@ -34,7 +34,16 @@ from ..cache.kv_cache_size import (
 )
 from ..cache.memory_claims import MemoryClaims
 from ..cpu_threads import AUTO, CpuThreads, choose_threads, cpu_quota, new_threads_bound, usable_cores
-from ..device import available_bytes, bring, free_host_bytes, passed, select_device, select_dtype, send
+from ..device import (
+    Arrival,
+    available_bytes,
+    bring,
+    free_host_bytes,
+    passed,
+    select_device,
+    select_dtype,
+    send,
+)
 from ..errors import ModelConfigError, OutOfMemoryError, is_out_of_memory
 from ..model.config import ModelConfig, weight_bytes
 from ..model.decoder import AttentionMetadata, DecoderModel
@@ -167,6 +176,7 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         self._prefill_graphs: PrefillGraphs | None = None
         self._sampled_last = torch.empty(0, dtype=torch.int32, device=self.device)  # the last step's tokens
+        self._arrived_last: Arrival = lambda: ()  # waits for them on the host
 
     def capture(self, record: Recorder) -> None:
         """Decode steps of up to ``max_decode_seqs`` sequences are replayed from now on, and steps of few
@@ -308,7 +318,7 @@ class ModelRunner:
         if not states:
             return _no_tokens(batch.num_seqs, passed(self.device))
         positions = batch.seq_lens if len(states) == batch.num_seqs else batch.seq_lens[sampled]
-        rows = SampledRows(states, positions, newest)
+        rows = SampledRows(states, positions, newest, self._newest_on_host(batch, sampled))
         if isinstance(self._sampler, Sampler):
             chosen, logprobs = self._sampler.sample(logits, rows)
             drawn = torch.from_numpy(chosen).to(self.device)
@@ -318,8 +328,23 @@ class ModelRunner:
         if len(states) < batch.num_seqs:
             drawn = drawn.new_full((batch.num_seqs,), -1).index_copy_(0, self._index(sampled), drawn)
         self._sampled_last = drawn
-        arrived = bring([drawn])
+        self._arrived_last = arrived = bring([drawn])
         return lambda: (arrived()[0].numpy(), {sampled[row]: entry for row, entry in read_logprobs().items()})
+
+    def _newest_on_host(self, batch: Batch, sampled: Sequence[int]) -> Callable[[], NDArray[np.int32]]:
+        """Return a call that returns the last input tokens of the rows ``sampled``, and waits for the step
+        before where it has sampled them."""
+        arrived = self._arrived_last
+
+        def read() -> NDArray[np.int32]:
+            at = batch.query_start_loc[1:][sampled] - 1
+            if batch.fed_from is None:
+                return batch.token_ids[at]
+            fed = batch.fed_from[at]
+            last = arrived()[0].numpy() if (fed >= 0).any() else batch.token_ids
+            return np.where(fed >= 0, last[np.maximum(fed, 0)], batch.token_ids[at])
+
+        return read
 
     def _prompt_logprobs(
         self, batch: Batch, reported: Sequence[int], hidden: Tensor

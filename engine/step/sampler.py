@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,18 +35,35 @@ class SampledRows:
 
     positions int32 [n]  of the token to be sampled
     newest    int32 [n]  the token before it, on the logits' device: the states may not have it yet
+    read_newest          returns ``newest`` on the host, and waits for the step before where that samples them
     """
 
     states: Sequence[SamplingState]
     positions: NDArray[np.int32]
     newest: Tensor
+    read_newest: Callable[[], NDArray[np.int32]]
+
+    @property
+    def constrained(self) -> list[int]:
+        """The rows that follow a grammar."""
+        return [row for row, state in enumerate(self.states) if state.matcher is not None]
+
+    def write_masks(self, masks: NDArray[np.int32]) -> None:
+        """Fill ``masks`` [len(constrained), num_words] with the bits of the tokens that may follow, as
+        ``TokenMatcher.mask`` has them."""
+        newest = self.read_newest()
+        for words, row in zip(masks, self.constrained, strict=True):
+            state = self.states[row]
+            assert state.matcher is not None
+            words[:] = state.matcher.mask(state.outputs_before(int(self.positions[row]), int(newest[row])))
 
     @classmethod
     def booked(cls, states: Sequence[SamplingState], device: torch.device | str = "cpu") -> SampledRows:
         """Rows of sequences without a token under way."""
         newest = [[*s.prompt_token_ids, *s.output_token_ids][-1] if s.position else 0 for s in states]
         positions = np.array([s.position for s in states], np.int32)
-        return cls(states, positions, torch.tensor(newest, dtype=torch.int32, device=device))
+        on_host = np.array(newest, np.int32)
+        return cls(states, positions, torch.from_numpy(on_host).to(device), lambda: on_host)
 
 
 class Sampler:
@@ -62,7 +79,7 @@ class Sampler:
             return _to_numpy(logits.argmax(dim=-1)), {}
         reporting = [row for row, state in enumerate(states) if state.params.logprobs is not None]
         raw = logits[reporting] if reporting else logits
-        forbid_tokens(logits, states)
+        forbid_tokens(logits, rows)
         for row, state in enumerate(states):
             if not state.plain_greedy:
                 self._edit(logits[row], state, int(rows.positions[row]), int(rows.newest[row]))
@@ -184,21 +201,13 @@ def _top_p_threshold(row: Tensor, top_k: int, top_p: float) -> Tensor:
         count = min(count * 16, top_k)
 
 
-def forbid_tokens(logits: Tensor, states: Sequence[SamplingState]) -> list[int]:
+def forbid_tokens(logits: Tensor, rows: SampledRows) -> None:
     """Set logits float [num_rows, vocab_size] of tokens that a row's grammar does not allow to -inf, in
-    place. Returns the rows that have a grammar."""
-    rows = [row for row, state in enumerate(states) if state.matcher is not None]
-    if not rows:
-        return rows
-    words = np.stack(
-        [
-            matcher.mask(states[row].output_token_ids)
-            for row in rows
-            if (matcher := states[row].matcher) is not None
-        ]
-    )
-    octets = torch.from_numpy(words.view(np.uint8)).to(logits.device)  # [n, ceil(vocab_size / 32) * 4]
-    bits = (octets.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=logits.device)) & 1
-    allowed = bits.flatten(1)[:, : logits.shape[1]].bool()
-    logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)
-    return rows
+    place, on a CPU."""
+    constrained = rows.constrained
+    if not constrained:
+        return
+    words = np.zeros((len(constrained), -(-logits.shape[1] // 32)), np.int32)
+    rows.write_masks(words)
+    allowed = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, : logits.shape[1]]
+    logits[constrained] = logits[constrained].masked_fill(torch.from_numpy(allowed == 0), -torch.inf)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...transport.messages.messages import SamplingParams
 from ..errors import OutOfMemoryError, is_out_of_memory
@@ -18,6 +19,16 @@ EVERYTHING = SamplingParams(
     max_tokens=1, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logit_bias={0: 1.0}, logprobs=1
 )
 """On a GPU each option is compiled when it is first used."""
+
+
+class _AllowsAll:
+    """A matcher for the step with ``EVERYTHING``, so that the kernel for masks is compiled."""
+
+    def failure(self, num_outputs: int) -> str:
+        return ""
+
+    def mask(self, output_token_ids: Sequence[int]) -> NDArray[np.int32]:
+        return np.array([-1], np.int32)  # of each word
 
 
 def run_first_steps(
@@ -52,7 +63,7 @@ def _in_first_blocks(start: int, stop: int, block_size: int, params: SamplingPar
         seq_lens=np.array([stop], np.int32),
         block_tables=np.arange(-(-stop // block_size), dtype=np.int32)[None],
         slot_mapping=positions.astype(np.int64),
-        sampling=[SamplingState(params, [0] * stop, [])],
+        sampling=[SamplingState(params, [0] * stop, [], _AllowsAll() if params is EVERYTHING else None)],
     )
 
 

@@ -3,15 +3,15 @@ the device between steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from support.batches import HandSequence, make_batch
+from support.batches import AfterLast, HandSequence, make_batch
 from support.models import VOCAB_SIZE, make_checkpoint
 from support.played_gpu import OnGpu, PlayedGpu, played_gpu
 
@@ -75,41 +75,55 @@ def load(folder: Path) -> WorkerModel:
     return load_model(settings, max_decode_seqs=2, prefill_tokens=lambda _: 5)
 
 
-def generate(runner: ModelRunner, ahead: bool, waits: list[str] | None = None) -> list[StepOutput]:
-    """Two prompts, one of them in two chunks; then steps of both, and of one. ``ahead``: without knowing the
-    tokens of the step before."""
-    random = np.random.default_rng(4)
+def generate(runner: ModelRunner, gpu: PlayedGpu | None = None) -> tuple[list[StepOutput], AfterLast]:
+    """Two prompts, one of them in two chunks; then steps of both, and of one, which follows a grammar. On a
+    GPU each of these is launched before the tokens of the one before are read."""
+    random, matcher = np.random.default_rng(4), AfterLast(VOCAB_SIZE)
     long = HandSequence(random.integers(0, VOCAB_SIZE, 10).tolist(), [9, 3], EDITED)
-    short = HandSequence(random.integers(0, VOCAB_SIZE, 4).tolist(), [1], PLAIN)
-    reported, waiting = [], []
+    short = HandSequence(random.integers(0, VOCAB_SIZE, 4).tolist(), [1], PLAIN, matcher=matcher)
+    reported: list[StepOutput] = []
+    pending: list[tuple[list[tuple[HandSequence, int]], Callable[[], StepOutput]]] = []
+
+    def collect() -> None:
+        sampled, wait = pending.pop(0)
+        reported.append(wait())
+        tokens = [token for token in reported[-1].token_ids.tolist() if token >= 0]
+        for (sequence, at), token in zip(sampled, tokens, strict=True):
+            sequence.output[at] = token
+
     steps = [
         ([long], [7], None),
         ([long, short], [3, 4], None),
-        *([([long, short], [1, 1], [0, 1])] * 2),
+        *([([long, short], [1, 1], [0, 1])] * 3),
         ([short], [1], [1]),
     ]
     for sequences, counts, rows in steps:
+        while pending and (gpu is None or rows is None or len(pending) > 1):
+            collect()
         batch = make_batch(list(zip(sequences, counts, strict=True)), BLOCK_SIZE)
-        if ahead and rows is not None:
+        if gpu is not None and rows is not None:
             batch = replace(
                 batch, token_ids=np.zeros_like(batch.token_ids), fed_from=np.array(rows, np.int32)
             )
-        before = len(waits or ())
-        waiting.append(runner.launch(batch, (lambda _: None) if rows is None else None))
-        assert len(waits or ()) == before, f"the host waits for the device in a launch: {waits}"
-        reported.append(waiting.pop()())
-        for sequence, count, token in zip(sequences, counts, reported[-1].token_ids.tolist(), strict=True):
+        with nullcontext() if gpu is None else gpu.launch():
+            wait = runner.launch(batch, (lambda _: None) if rows is None else None)
+        sampled = []
+        for sequence, count in zip(sequences, counts, strict=True):
             sequence.num_computed += count
-            sequence.output += [token] if token >= 0 else []
-    return reported
+            if sequence.num_computed == len(sequence.token_ids):
+                sampled.append((sequence, len(sequence.output)))
+                sequence.output.append(-1)  # nobody knows it yet
+        pending.append((sampled, wait))
+    while pending:
+        collect()
+    return reported, matcher
 
 
 def test_a_worker_starts_and_steps_without_a_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_checkpoint(tmp_path, "qwen3", num_hidden_layers=1)
     monkeypatch.setattr(model_runner, "select_kernels", lambda *_, **__: TorchKernels())
-    expected = generate(
-        ModelRunner(EngineConfig(tmp_path, "cpu", "float32", BLOCK_SIZE, NUM_BLOCKS, max_model_len=40)),
-        ahead=False,
+    expected, followed = generate(
+        ModelRunner(EngineConfig(tmp_path, "cpu", "float32", BLOCK_SIZE, NUM_BLOCKS, max_model_len=40))
     )
     with on_played_gpu(monkeypatch) as gpu:
         model = load(tmp_path)
@@ -125,7 +139,9 @@ def test_a_worker_starts_and_steps_without_a_wait(tmp_path: Path, monkeypatch: p
             "grammar",
             "mirror",
         ]
-        found = generate(model.runner, ahead=True, waits=gpu.waits)
+        found, matcher = generate(model.runner, gpu)
+        assert matcher.seen == followed.seen
+        assert [len(output) for output in matcher.seen] == [0, 1, 2, 3, 4]
         model.fetch([9, 3])
     for step, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert one.token_ids.tolist() == other.token_ids.tolist(), step

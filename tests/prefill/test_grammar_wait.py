@@ -33,7 +33,10 @@ KEY = (7, 1)
 
 class Matcher:
     def __init__(self) -> None:
-        self.failure = ""
+        self.reason = ""
+
+    def failure(self, num_outputs: int) -> str:
+        return self.reason
 
     def mask(self, output_token_ids: Sequence[int]) -> NDArray[np.int32]:
         return np.zeros(1, np.int32)
@@ -95,7 +98,7 @@ def test_a_grammar_that_cannot_go_on_ends_the_request() -> None:
     core.grammar_compiled(KEY, matcher)
     step = core.schedule(0.0)
     assert step is not None
-    matcher.failure = "too complex"
+    matcher.reason = "too complex"
     core.complete(step, StepOutput(np.array([0], np.int32)), 0.1)
     (failed,) = reported(core)
     assert isinstance(failed, RequestFailed)

@@ -8,10 +8,30 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from splitserve.engine.step.batch import Batch, SamplingState
+from splitserve.engine.step.constraint import TokenMatcher
 from splitserve.engine.step.model_runner import ModelRunner, attention_metadata
 from splitserve.transport.messages.messages import SamplingParams
+
+
+class AfterLast:
+    """A matcher that allows three tokens, which follow from the output; it notes the outputs that it saw."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self.seen: list[list[int]] = []
+
+    def failure(self, num_outputs: int) -> str:
+        return ""
+
+    def mask(self, output_token_ids: Seq[int]) -> NDArray[np.int32]:
+        self.seen.append(list(output_token_ids))
+        bits = np.zeros(-(-self._vocab_size // 32) * 32, np.uint8)
+        first = sum(output_token_ids) * 7 + len(output_token_ids)
+        bits[[(first + i) % self._vocab_size for i in (0, 11, 23)]] = 1
+        return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 @dataclass
@@ -23,6 +43,7 @@ class HandSequence:
     params: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=64, temperature=0.0))
     num_computed: int = 0
     output: list[int] = field(default_factory=list)
+    matcher: TokenMatcher | None = None
 
     @property
     def token_ids(self) -> list[int]:
@@ -56,7 +77,7 @@ def make_batch(
         block_tables=tables,
         slot_mapping=np.concatenate(slots),
         sampling=[
-            SamplingState(s.params, s.prompt, s.output) if ends else None
+            SamplingState(s.params, s.prompt, s.output, s.matcher) if ends else None
             for (s, _), ends in zip(steps, done, strict=True)
         ],
         prompt_logprobs=[prompt_logprobs] * len(steps) if prompt_logprobs is not None else (),

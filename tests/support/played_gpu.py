@@ -14,6 +14,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,6 +53,8 @@ class PlayedGpu(TorchFunctionMode):
         super().__init__()
         self.waits: list[str] = []
         self.capturing = False
+        self.step = 0
+        self.launching = False
         self.variants: set[str] = set()
         self.ready = False
         self._pinned: dict[int, torch.Tensor] = {}  # page-locked memory, kept for good: addresses name it
@@ -160,6 +163,15 @@ class PlayedGpu(TorchFunctionMode):
         assert not self.ready or variant in self.variants, f"compiled after the worker was ready: {variant}"
         self.variants.add(variant)
 
+    @contextmanager
+    def launch(self) -> Iterator[None]:
+        """A step is launched within, and the host waits for nothing but the steps before it."""
+        self.step += 1
+        before, self.launching = len(self.waits), True
+        yield
+        self.launching = False
+        assert len(self.waits) == before, f"the host waits for the device in a launch: {self.waits[before:]}"
+
     def record(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """In place of ``CudaRecorder``: a replay computes the same again on the same memory."""
         compute()
@@ -210,12 +222,21 @@ def _wrapped(result: Any) -> Any:
 
 
 class Event:
-    def record(self, stream: object = None) -> None: ...
+    """``gpu.step`` counts the steps that were launched: to wait for an event of the one that is being launched
+    is a wait for the device, one for an event of an earlier step is not."""
+
+    def __init__(self, gpu: PlayedGpu) -> None:
+        self._gpu, self._step = gpu, -1
+
+    def record(self, stream: object = None) -> None:
+        self._step = self._gpu.step
 
     def query(self) -> bool:
         return True
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        if self._gpu.launching and self._step == self._gpu.step:
+            self._gpu.waits.append("an event of the step that is being launched")
 
 
 class Stream:
@@ -230,7 +251,8 @@ def played_gpu(monkeypatch: pytest.MonkeyPatch, free_bytes: int = 1 << 30) -> It
     gpu = PlayedGpu()
     properties = SimpleNamespace(name="a played GPU", multi_processor_count=1, uuid="0")
     for name, value in {
-        "is_available": lambda: True, "Stream": Stream, "Event": Event, "stream": lambda _: nullcontext(), "current_stream": Stream,
+        "is_available": lambda: True, "Stream": Stream, "Event": partial(Event, gpu),
+        "stream": lambda _: nullcontext(), "current_stream": Stream,
         "mem_get_info": lambda _=None: (free_bytes, free_bytes), "get_device_properties": lambda _: properties,
         "get_device_capability": lambda _=None: (9, 0), "get_device_name": lambda _: properties.name, "set_device": lambda _: None,
         "cudart": lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0), "empty_cache": lambda: None,

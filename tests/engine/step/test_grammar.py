@@ -88,15 +88,25 @@ def test_a_grammar_that_is_none_says_why(compiler: GrammarCompiler, tmp_path: Pa
 
 def test_a_matcher_that_cannot_go_on_allows_the_end_alone(compiler: GrammarCompiler) -> None:
     matcher = compiler.matcher(GRAMMAR)
-    assert not matcher.failure
+    assert not matcher.failure(1)
     assert allowed(matcher.mask([0])) == [EOS_TOKEN_ID]
-    assert matcher.failure
+    assert matcher.failure(1)
+    assert not matcher.failure(0), "it could go on then"
+
+
+def test_a_mask_beyond_the_end_is_no_failure_before_it(compiler: GrammarCompiler) -> None:
+    """A step that was launched before the end token was known asks for it."""
+    matcher = compiler.matcher(GRAMMAR)
+    output = walk(matcher, seed=3)
+    matcher.mask([*output, EOS_TOKEN_ID])
+    assert not matcher.failure(len(output))
 
 
 class OneRow:
     """A matcher that allows the same tokens always."""
 
-    failure = ""
+    def failure(self, num_outputs: int) -> str:
+        return ""
 
     def __init__(self, *tokens: int) -> None:
         bits = np.zeros(64, np.uint8)
@@ -117,7 +127,7 @@ def state(matcher: TokenMatcher | None, **params: object) -> SamplingState:
 def test_only_the_rows_with_a_grammar_are_touched() -> None:
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
     before = logits.clone()
-    assert forbid_tokens(logits, [state(None), state(OneRow(0, 31, 32, 49)), state(None)]) == [1]
+    forbid_tokens(logits, SampledRows.booked([state(None), state(OneRow(0, 31, 32, 49)), state(None)]))
     assert (logits[[0, 2]] == before[[0, 2]]).all()
     assert logits[1].isfinite().nonzero().flatten().tolist() == [0, 31, 32, 49]
     assert (logits[1, [0, 31, 32, 49]] == before[1, [0, 31, 32, 49]]).all()

@@ -237,7 +237,10 @@ def test_whether_the_newest_token_is_booked_makes_no_difference(sampler: Sampler
     for output in ([7], [7, 7], [7, 9, 8]):
         booked = SampledRows.booked([state(prompt=[5, 6], output=output, **params)])
         behind = SampledRows(
-            [state(prompt=[5, 6], output=output[:-1], **params)], booked.positions, booked.newest
+            [state(prompt=[5, 6], output=output[:-1], **params)],
+            booked.positions,
+            booked.newest,
+            booked.read_newest,
         )
         logits = logits_of(seed=8)
         edited, edited_behind = logits.clone(), logits.clone()

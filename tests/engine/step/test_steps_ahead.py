@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.batches import HandSequence, make_batch
+from support.batches import AfterLast, HandSequence, make_batch
 from support.models import VOCAB_SIZE, make_checkpoint
 
 from splitserve.engine.step.batch import Batch, SamplingState, StepOutput
@@ -237,7 +237,7 @@ def test_what_follows_a_step_that_fails_on_a_device_counts_for_nothing(when: str
 def fed(batch: Batch, rows: list[int]) -> Batch:
     """Make a batch before the newest tokens are known, which are those of ``rows`` of the step before."""
     known = [s for s in batch.sampling if s is not None]
-    behind = [SamplingState(s.params, s.prompt_token_ids, s.output_token_ids[:-1]) for s in known]
+    behind = [SamplingState(s.params, s.prompt_token_ids, s.output_token_ids[:-1], s.matcher) for s in known]
     return replace(
         batch, token_ids=np.zeros_like(batch.token_ids), sampling=behind, fed_from=np.array(rows, np.int32)
     )
@@ -253,6 +253,7 @@ def test_a_model_takes_its_tokens_from_the_step_before(tmp_path: Path) -> None:
         sequences = [
             HandSequence(random.integers(0, VOCAB_SIZE, n).tolist(), tables[n], PARAMS) for n in (5, 3, 7)
         ]
+        sequences[1].matcher = AfterLast(VOCAB_SIZE)
         before, counts = [0, 1, 2], [5, 3, 7]
         for rows in ([0, 1, 2], [2, 1, 0], [1, 2], [2, 1], [2]):  # in any order, and ever fewer
             batch = make_batch([(sequences[i], counts[i]) for i in rows], BLOCK_SIZE)
