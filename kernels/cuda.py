@@ -14,14 +14,8 @@ import torch
 from torch import Tensor
 
 from .gpu.attention_tiles import TileShape
-from .gpu.decode_attention import (
-    EXACT_PROGRAMS_PER_SM,
-    DecodePlan,
-    decode_attention,
-    decode_tile,
-    plan_decode,
-    programs_per_sm,
-)
+from .gpu.decode_attention import EXACT_PROGRAMS_PER_SM, decode_attention, decode_tile, programs_per_sm
+from .gpu.decode_plan import DecodePlan, plan_decode
 from .gpu.elementwise import embedding, silu_mul
 from .gpu.exact_linear import ExactLinear
 from .gpu.fp8_linear import MULTIPLE, Fp8Linear
@@ -92,11 +86,9 @@ class CudaKernels:
                 self._prefill_tile(q, pool) if self._exact else decode_tile(head_dim, group, q.itemsize, fp8)
             )
             at_once = (
-                EXACT_PROGRAMS_PER_SM
-                if self._exact
-                else programs_per_sm(head_dim, group, pool.shape[4], pool.dtype)
+                EXACT_PROGRAMS_PER_SM if self._exact else programs_per_sm(head_dim, group, pool.shape[4])
             )
-            decode_attention(out, q, pool, layer, inputs, decode, self._num_sms * at_once, tile)
+            decode_attention(out, q, pool, layer, inputs, decode, self._num_sms * at_once, tile, self._exact)
         if prefill is not None:
             prefill_attention(out, q, pool, layer, inputs, prefill, split_folds=self._exact)
         return out

@@ -76,7 +76,7 @@ class Attention:
     def programs_per_sm(self) -> int:
         """That its launches count on."""
         decodes = self.family == "decode" and not self.exact
-        return programs_per_sm(self.head_dim, self.group, self.block_size, self.cache_dtype) if decodes else 1
+        return programs_per_sm(self.head_dim, self.group, self.block_size) if decodes else 1
 
 
 def covering() -> Iterator[Attention]:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ...kernels.gpu.block_checksum import block_checksums
 from ...kernels.gpu.block_copy import pack_blocks
-from ...kernels.gpu.decode_attention import decode_attention, plan_decode
+from ...kernels.gpu.decode_attention import decode_attention
+from ...kernels.gpu.decode_plan import plan_decode
 from ...kernels.gpu.elementwise import embedding, silu_mul
 from ...kernels.gpu.exact_linear import ExactLinear
 from ...kernels.gpu.fp8_linear import quantize_rows
@@ -52,7 +53,7 @@ def attention(variant: Attention) -> None:
     out = empty(num_tokens, num_heads * head_dim, dtype=variant.dtype)
     if variant.family == "decode":
         plan = plan_decode(inputs, num_heads, num_kv_heads, head_dim, block_size)
-        decode_attention(out, q, pool, 1, inputs, plan, 3 * sm90.NUM_SMS, variant.tile)
+        decode_attention(out, q, pool, 1, inputs, plan, 3 * sm90.NUM_SMS, variant.tile, variant.exact)
     else:
         tiles = plan_prefill(inputs, num_tokens, group, variant.tile, singles=True)
         prefill_attention(out, q, pool, 1, inputs, tiles, variant.exact)

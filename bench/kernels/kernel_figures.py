@@ -16,9 +16,9 @@ from ...kernels.gpu.decode_attention import (
     EXACT_PROGRAMS_PER_SM,
     decode_attention,
     decode_tile,
-    plan_decode,
     programs_per_sm,
 )
+from ...kernels.gpu.decode_plan import plan_decode
 from ...kernels.gpu.elementwise import silu_mul
 from ...kernels.gpu.exact_linear import ExactLinear
 from ...kernels.gpu.fp8_linear import Fp8Linear
@@ -96,12 +96,10 @@ def decode_figure(
     name += ", exact" if exact else f", {tile}, {per_sm} a multiprocessor" if tile else ""
     fp8 = dtype.itemsize == 1
     shape = exact_tile(head_dim, fp8=fp8) if exact else tile or decode_tile(head_dim, group, fp8=fp8)
-    per_sm = per_sm or (
-        EXACT_PROGRAMS_PER_SM if exact else programs_per_sm(head_dim, group, BLOCK_SIZE, dtype)
-    )
+    per_sm = per_sm or (EXACT_PROGRAMS_PER_SM if exact else programs_per_sm(head_dim, group, BLOCK_SIZE))
     programs = per_sm * torch.cuda.get_device_properties(device).multi_processor_count if big else 3
     calls: list[Call] = [
-        partial(decode_attention, out, q, pool, layer, inputs, plan, programs, shape)
+        partial(decode_attention, out, q, pool, layer, inputs, plan, programs, shape, exact)
         for layer in range(layers)
     ]
     return bytes_figure(name, microseconds(calls), num_bytes, ceilings)

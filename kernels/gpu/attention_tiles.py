@@ -81,8 +81,11 @@ def attend(
     STAGES: tl.constexpr,
     WINDOW: tl.constexpr,
     MASKED: tl.constexpr,  # False: every row sees every key in [begin, end)
+    SPREAD: tl.constexpr = False,
 ):
-    """The state of the rows after the keys [begin, end)."""
+    """The state of the rows after the keys [begin, end). ``SPREAD``: column c of ``acc`` is the dim
+    c % 32 * (DIMS / 32) + c // 32. The product of four warps gives a thread every 32nd column of a value:
+    these then lie side by side in memory."""
     offsets = tl.arange(0, KEYS)
     dims = tl.arange(0, DIMS)
     for start in tl.range(begin, end, KEYS, num_stages=STAGES):
@@ -121,6 +124,8 @@ def attend(
             v = tl.load(base + stride_value + within, mask=(dims < HEAD_DIM)[None, :], other=0.0)
         else:
             v = tl.load(base + stride_value + within)
+        if SPREAD:
+            v = tl.reshape(tl.trans(tl.reshape(v, [KEYS, 32, DIMS // 32]), (0, 2, 1)), [KEYS, DIMS])
         acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * shrink[:, None], input_precision="ieee")
         m = highest
     return m, norm, acc
@@ -144,6 +149,15 @@ def fold(m, norm, acc, later_m, later_norm, later_acc):
 def normalize(norm, acc):
     """Output rows; zero where a row saw no key."""
     return acc / tl.where(norm == 0.0, 1.0, norm)[:, None]
+
+
+@triton.jit
+def for_float8(q):
+    """Queries of a float8 cache: in float16, which holds every float8 value, where they are bfloat16, to which
+    no GPU converts these in few instructions."""
+    if q.dtype == tl.bfloat16:
+        q = tl.minimum(tl.maximum(q.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
+    return q
 
 
 @triton.jit

@@ -7,16 +7,18 @@ bytes take.
 The heads of a group share their keys, so they are packed into the rows of one tile. The context is cut into
 splits of ``SPLIT`` tokens at absolute positions, and a fixed number of programs takes (sequence, split, KV
 head) items from a list that a small kernel writes once a step: one CUDA graph serves every context length,
-and no sequence's bits depend on its batch. The program that finishes a (sequence, head) last folds all its
-splits in ascending order. Where the partial results would outgrow their buffer, a sequence is one item, whose
+and no sequence's bits depend on its batch. Splits are folded in ascending order within groups of
+``GROUP_SPLITS`` at absolute positions, and the groups' results in ascending order: the program that finishes
+last in a group folds it, the one that finishes a group last folds the groups. (Exact: one group, for that is
+the order of prefill.) Where the partial results would outgrow their buffer, a sequence is one item, whose
 splits are folded the same way in registers: fewer programs share it, the bits are the same.
+
+float8: queries become float16, which holds every float8 value, so that no key or value is rounded on its way
+to the product; a tile's values are taken in an order of dims in which a thread reads several at a time.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,33 +29,19 @@ from .attention_tiles import (
     TileShape,
     attend,
     fold,
+    for_float8,
     layer_of,
     normalize,
-    padded_seqs,
     unknown_zero,
     window_of,
 )
+from .decode_plan import SPLIT, DecodePlan
 
-SPLIT = 256  # tokens
+GROUP_SPLITS = 16
+REGISTERS = 65536  # of a multiprocessor
+FOLDS_AT_ONCE = 4
+ONE_GROUP = tl.constexpr(1 << 20)  # splits
 EXACT_PROGRAMS_PER_SM = 2
-MAX_PARTIALS = (
-    4096  # splits of a step whose partial results are kept: a million tokens, 64 MiB for 32 heads of 128
-)
-
-
-@dataclass(frozen=True, slots=True)
-class DecodePlan:
-    """items     int32 [any, 4]   sequence, first split, last split + 1, row of the partial result (-1: none,
-    this item is all of it) num_items int32 [1] arrived   int32 [num_seqs, num_kv_heads]  zero between
-    launches states    float32 [rows, num_heads, 2]    m and norm of each partial result sums      float32
-    [rows, num_heads, head_dim]
-    """
-
-    items: Tensor
-    num_items: Tensor
-    arrived: Tensor
-    states: Tensor
-    sums: Tensor
 
 
 def decode_tile(head_dim: int, group: int, itemsize: int = 2, fp8: bool = False) -> TileShape:
@@ -66,46 +54,16 @@ def decode_tile(head_dim: int, group: int, itemsize: int = 2, fp8: bool = False)
         return TileShape(rows, 32, 4, 3)
     if head_dim > 128:
         return TileShape(rows, 32, 4, 3 if fp8 else 5)
-    wide = head_dim == 64 or (head_dim == 128 and not fp8)
-    return TileShape(rows, 64, 4, 5) if wide else TileShape(rows, 32, 4, 7)
+    return TileShape(rows, 64, 4, 5) if head_dim in (64, 128) else TileShape(rows, 32, 4, 7)
 
 
-def programs_per_sm(head_dim: int, group: int, block_size: int, dtype: torch.dtype) -> int:
-    """What registers and shared memory of an H100 or H200 hold of ``decode_tile``'s programs."""
-    fp8 = dtype.itemsize == 1
+def programs_per_sm(head_dim: int, group: int, block_size: int) -> int:
+    """What shared memory and registers of an H100 or H200 hold of ``decode_tile``'s programs, which get no
+    more registers than that leaves each."""
     if head_dim <= 64:
-        return 3 if fp8 else 4
-    simple = group == triton.next_power_of_2(group) and block_size % 64 == 0 and not fp8
+        return 4
+    simple = group == triton.next_power_of_2(group) and block_size % 64 == 0
     return 3 if head_dim <= 128 and simple else 2
-
-
-def plan_decode(
-    inputs: AttentionInputs,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    max_partials: int = MAX_PARTIALS,
-) -> DecodePlan:
-    """Cuts the sequences with one query into items, on their device, without a look at them; those with more
-    are prefill's. A length of 0 is a padding row, whose output is zero."""
-    num_seqs, device = len(inputs.seq_lens), inputs.seq_lens.device
-    most_splits = num_seqs * triton.cdiv(inputs.block_tables.shape[1] * block_size, SPLIT)
-    rows = min(most_splits, max_partials)
-    plan = DecodePlan(
-        items=torch.empty((num_seqs + rows, 4), dtype=torch.int32, device=device),
-        num_items=torch.empty(1, dtype=torch.int32, device=device),
-        arrived=torch.empty((num_seqs, num_kv_heads), dtype=torch.int32, device=device),
-        states=torch.empty((rows, num_heads, 2), dtype=torch.float32, device=device),
-        sums=torch.empty((rows, num_heads, head_dim), dtype=torch.float32, device=device),
-    )
-    _plan_kernel[(num_seqs,)](
-        inputs.query_start_loc, inputs.seq_lens, plan.items, plan.num_items, plan.arrived, num_seqs,
-        window_of(inputs), rows,
-        NUM_KV_HEADS=num_kv_heads, HEADS_PADDED=triton.next_power_of_2(num_kv_heads), SPLIT=SPLIT,
-        SEQS=padded_seqs(num_seqs), CHUNK=64, num_warps=4,
-    )  # fmt: skip
-    return plan
 
 
 def decode_attention(
@@ -117,82 +75,54 @@ def decode_attention(
     plan: DecodePlan,
     num_programs: int,
     tile: TileShape,
+    one_group: bool = False,
 ) -> None:
     """q [num_tokens, num_heads, head_dim] (rows may be strided) -> out [num_tokens, num_heads * head_dim], of
-    sequences with one query."""
+    sequences with one query. ``one_group``: with the folds of an exact prefill."""
     (num_heads, head_dim), num_kv_heads = q.shape[1:], pool.shape[3]
     kv, kv_scales = layer_of(pool, layer), None if inputs.kv_scales is None else inputs.kv_scales[layer]
     assert q.stride()[1:] == (head_dim, 1)
     assert out.is_contiguous()
     assert num_heads // num_kv_heads <= tile.rows, "the heads of a group are the rows of one tile"
-    dims = max(16, triton.next_power_of_2(head_dim))
+    dims, group = max(16, triton.next_power_of_2(head_dim)), num_heads // num_kv_heads
+    registers = (
+        None  # named even where two programs leave enough: the assembler then does not spill for three
+    )
+    if not one_group and q.itemsize == 2 and tile == decode_tile(head_dim, group, fp8=kv_scales is not None):
+        at_once = programs_per_sm(head_dim, group, kv.shape[3])
+        registers = min(248, REGISTERS // (at_once * tile.warps * 32) // 8 * 8)
+    num_rows = len(plan.states) - len(inputs.seq_lens)
     _decode_kernel[(num_programs,)](
         q, kv, inputs.query_start_loc, inputs.seq_lens, inputs.block_tables, plan.items, plan.num_items,
         plan.arrived, plan.states,
-        plan.sums, out, kv_scales, inputs.scale, window_of(inputs), q.stride(0),
+        plan.sums, out, kv_scales, inputs.scale, len(inputs.seq_lens), num_rows, window_of(inputs), q.stride(0),
         inputs.block_tables.stride(0),
         kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3),
-        NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, ROWS=tile.rows, HEAD_DIM=head_dim,
+        NUM_KV_HEADS=num_kv_heads, GROUP=group, ROWS=tile.rows, HEAD_DIM=head_dim,
         DIMS=dims,
         BLOCK_SIZE=kv.shape[3], KEYS=tile.keys, SPLIT=SPLIT, STAGES=tile.stages,
         WINDOW=inputs.sliding_window is not None,
-        SCALED=kv_scales is not None,
-        AT_ONCE=max(1, 8192 // (dims * tile.rows)), num_warps=tile.warps,
+        SCALED=kv_scales is not None, GROUP_SPLITS=ONE_GROUP if one_group else GROUP_SPLITS,
+        FOLD_ROWS=triton.next_power_of_2(group),
+        AT_ONCE=FOLDS_AT_ONCE, num_warps=tile.warps, 
+        maxnreg=registers,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_seqs", "window", "max_partials"])
-def _plan_kernel(
-    query_start_loc, seq_lens, items, num_items, arrived, num_seqs, window, max_partials,
-    NUM_KV_HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, SPLIT: tl.constexpr, SEQS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):  # fmt: skip
-    """One program a sequence; each looks at the lengths of all."""
-    b = tl.program_id(0)
-    i = tl.arange(0, SEQS)
-    lengths = tl.load(seq_lens + i, mask=i < num_seqs, other=0)
-    starts = tl.load(query_start_loc + i, mask=i < num_seqs, other=0)
-    single = tl.load(query_start_loc + i + 1, mask=i < num_seqs, other=0) - starts == 1
-    first_split = tl.maximum(lengths - window, 0) // SPLIT
-    num_splits = tl.cdiv(lengths, SPLIT) - first_split
-    rows = tl.where(single & (num_splits > 1), num_splits, 0)
-    rows_up_to = tl.cumsum(rows, 0)
-    divided = (rows > 0) & (rows_up_to <= max_partials)
-    counts = tl.where(divided, num_splits, tl.where(single, 1, 0))
-    start = tl.sum(tl.where(i < b, counts, 0), 0)
-    count = tl.sum(tl.where(i == b, counts, 0), 0)
-    first = tl.sum(tl.where(i == b, first_split, 0), 0)
-    splits = tl.sum(tl.where(i == b, num_splits, 0), 0)
-    row = tl.sum(tl.where(i == b, rows_up_to - rows, 0), 0)
-    is_divided = tl.sum(tl.where((i == b) & divided, 1, 0), 0) > 0
-    step = tl.where(is_divided, 1, splits)
-    for done in range(0, count, CHUNK):
-        c = done + tl.arange(0, CHUNK)
-        item = items + (start + c) * 4
-        tl.store(item, tl.zeros([CHUNK], tl.int32) + b, mask=c < count)
-        tl.store(item + 1, first + c, mask=c < count)
-        tl.store(item + 2, first + c + step, mask=c < count)
-        tl.store(item + 3, tl.where(is_divided, row + c, -1), mask=c < count)
-    heads = tl.arange(0, HEADS_PADDED)
-    tl.store(
-        arrived + b * NUM_KV_HEADS + heads, tl.zeros([HEADS_PADDED], tl.int32), mask=heads < NUM_KV_HEADS
-    )
-    if b == num_seqs - 1:
-        tl.store(num_items, start + count)
-
-
-@triton.jit(do_not_specialize=["window", "stride_table"])
+@triton.jit(do_not_specialize=["num_seqs", "num_rows", "window", "stride_table"])
 def _decode_kernel(
     q, kv, query_start_loc, seq_lens, tables, items, num_items, arrived, states, sums, out, kv_scales, scale,
-    window,
+    num_seqs, num_rows, window,
     stride_q, stride_table, stride_block, stride_value, stride_head, stride_token,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
-    WINDOW: tl.constexpr, SCALED: tl.constexpr, AT_ONCE: tl.constexpr,
+    WINDOW: tl.constexpr, SCALED: tl.constexpr, GROUP_SPLITS: tl.constexpr, FOLD_ROWS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Program p takes the items p, p + num_programs, ... of every KV head; the heads of one split are
     neighbours, as in memory."""
+    SPREAD: tl.constexpr = SCALED and ROWS < 64 and DIMS >= 64
     dims = tl.arange(0, DIMS)
     log2_scale = scale * LOG2_E
     for work in range(tl.program_id(0), tl.load(num_items) * NUM_KV_HEADS, tl.num_programs(0)):
@@ -216,30 +146,59 @@ def _decode_kernel(
         queries = tl.load(
             q + token * stride_q + heads[:, None] * HEAD_DIM + dims[None, :], mask=real, other=0.0
         )
+        if SCALED:
+            queries = for_float8(queries)
         positions = tl.where(rows < GROUP, length - 1, -1)
         m = tl.full([ROWS], float("-inf"), tl.float32)
         norm = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DIMS], tl.float32)
-        for split in range(first, last):
-            part_m, part_norm, part_acc = attend(
-                queries, positions,
-                tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32),
-                tl.zeros([ROWS, DIMS], tl.float32),
-                kv + head * stride_head, tables + b.to(tl.int64) * stride_table,
-                tl.maximum(split * SPLIT, lowest // KEYS * KEYS), tl.minimum((split + 1) * SPLIT, length),
-                lowest, window,
+        if GROUP_SPLITS == ONE_GROUP:
+            m, norm, acc = _attend_splits(
+                queries, positions, kv + head * stride_head, tables + b.to(tl.int64) * stride_table,
+                first, last, length, lowest, window,
                 log2_scale * key_scale, stride_block, stride_value, stride_token,
-                HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, STAGES, WINDOW, MASKED=True,
+                ROWS, HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, SPLIT, STAGES, WINDOW, SPREAD,
             )  # fmt: skip
-            m, norm, acc = fold(m, norm, acc, part_m, part_norm, part_acc)
-        if (SCALED or HEAD_DIM > 128) and ROWS < 64:  # a small tile that is short of registers all the same
+        else:
+            for group in range(first // GROUP_SPLITS, tl.cdiv(last, GROUP_SPLITS)):
+                begin = tl.maximum(first, group * GROUP_SPLITS)
+                end = tl.minimum(last, (group + 1) * GROUP_SPLITS)
+                m, norm, acc = _attend_splits(
+                    queries, positions, kv + head * stride_head, tables + b.to(tl.int64) * stride_table,
+                    begin, end, length, lowest, window,
+                    log2_scale * key_scale, stride_block, stride_value, stride_token,
+                    ROWS, HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, SPLIT, STAGES, WINDOW, SPREAD,
+                )  # fmt: skip
+                if (
+                    last - first > 1
+                ):  # a sequence that is one item: registers do not suffice for a third state
+                    own = rows + unknown_zero(query_start_loc)
+                    place = (num_rows + b).to(tl.int64) * NUM_KV_HEADS * GROUP + head * GROUP + own
+                    state = states + place * 2
+                    total = sums + place[:, None] * HEAD_DIM + dims[None, :]
+                    held = (own < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+                    if group > first // GROUP_SPLITS:
+                        before_m = tl.load(state, mask=own < GROUP, other=float("-inf"))
+                        before_norm = tl.load(state + 1, mask=own < GROUP, other=0.0)
+                        before_acc = tl.load(total, mask=held, other=0.0)
+                        m, norm, acc = fold(before_m, before_norm, before_acc, m, norm, acc)
+                        tl.debug_barrier()
+                    if (group + 1) * GROUP_SPLITS < last:
+                        tl.store(state, m, mask=own < GROUP)
+                        tl.store(state + 1, norm, mask=own < GROUP)
+                        tl.store(total, acc, mask=held)
+                        tl.debug_barrier()
+        if SPREAD:
+            acc = tl.reshape(tl.trans(tl.reshape(acc, [ROWS, DIMS // 32, 32]), (0, 2, 1)), [ROWS, DIMS])
+        if (SCALED or HEAD_DIM >= 128) and ROWS < 64:  # a small tile that is short of registers all the same
             rows += unknown_zero(query_start_loc)
             heads = head * GROUP + rows
             real = (rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
             token = tl.load(query_start_loc + b, volatile=True).to(tl.int64)
-        destination = out + (token * NUM_KV_HEADS * GROUP + heads[:, None]) * HEAD_DIM + dims[None, :]
+        destination = out + (token * NUM_KV_HEADS + head) * GROUP * HEAD_DIM
         if row < 0:
-            tl.store(destination, (normalize(norm, acc) * value_scale).to(out.dtype.element_ty), mask=real)
+            values = (normalize(norm, acc) * value_scale).to(out.dtype.element_ty)
+            tl.store(destination + rows[:, None] * HEAD_DIM + dims[None, :], values, mask=real)
         else:
             at = row.to(tl.int64) * NUM_KV_HEADS * GROUP + heads
             tl.store(states + at * 2, m, mask=rows < GROUP)
@@ -247,31 +206,89 @@ def _decode_kernel(
             tl.store(sums + at[:, None] * HEAD_DIM + dims[None, :], acc, mask=real)
             tl.debug_barrier()  # all threads' stores come before the one that counts them
             lowest_split = lowest // SPLIT
-            num_splits = tl.cdiv(length, SPLIT) - lowest_split
-            counter = arrived + b * NUM_KV_HEADS + head
-            if tl.atomic_add(counter, 1, sem="acq_rel") == num_splits - 1:
-                m = tl.full([ROWS], float("-inf"), tl.float32)
-                norm = tl.zeros([ROWS], tl.float32)
-                acc = tl.zeros([ROWS, DIMS], tl.float32)
-                top = row - (first - lowest_split)
-                for j in tl.range(
-                    0, num_splits, loop_unroll_factor=AT_ONCE
-                ):  # unrolled: several loads under way at a time
-                    at = (top + j).to(tl.int64) * NUM_KV_HEADS * GROUP + heads
-                    part_m = tl.load(
-                        states + at * 2, mask=rows < GROUP, other=float("-inf"), cache_modifier=".cg"
-                    )
-                    part_norm = tl.load(
-                        states + at * 2 + 1, mask=rows < GROUP, other=0.0, cache_modifier=".cg"
-                    )
-                    part_acc = tl.load(
-                        sums + at[:, None] * HEAD_DIM + dims[None, :],
-                        mask=real,
-                        other=0.0,
-                        cache_modifier=".cg",
-                    )
-                    m, norm, acc = fold(m, norm, acc, part_m, part_norm, part_acc)
-                tl.store(
-                    destination, (normalize(norm, acc) * value_scale).to(out.dtype.element_ty), mask=real
-                )
+            num_splits = tl.cdiv(length, SPLIT)
+            group = first // GROUP_SPLITS
+            begin = tl.maximum(group * GROUP_SPLITS, lowest_split)
+            end = tl.minimum((group + 1) * GROUP_SPLITS, num_splits)
+            top = row - first  # row of split 0, if it had one
+            counter = arrived + (num_seqs + top + begin) * NUM_KV_HEADS + head
+            if tl.atomic_add(counter, 1, sem="acq_rel") == end - begin - 1:
                 tl.store(counter, 0)
+                whole_m, whole_norm, whole = _fold_rows(
+                    states, sums, query_start_loc, head, top, begin, end, 1, lowest_split,
+                    NUM_KV_HEADS, GROUP, HEAD_DIM, DIMS, FOLD_ROWS, AT_ONCE,
+                )  # fmt: skip
+                few = tl.arange(0, FOLD_ROWS) + unknown_zero(query_start_loc)
+                inside = (few < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+                within = few[:, None] * HEAD_DIM + dims[None, :]
+                is_last = end - begin == num_splits - lowest_split
+                if GROUP_SPLITS != ONE_GROUP:  # noqa: SIM102, known when it is compiled
+                    if not is_last:
+                        first_group = lowest_split // GROUP_SPLITS
+                        end_group = tl.cdiv(num_splits, GROUP_SPLITS)
+                        place = (top + begin).to(tl.int64) * NUM_KV_HEADS * GROUP + head * GROUP
+                        tl.store(states + (place + few) * 2, whole_m, mask=few < GROUP)
+                        tl.store(states + (place + few) * 2 + 1, whole_norm, mask=few < GROUP)
+                        tl.store(sums + place * HEAD_DIM + within, whole, mask=inside)
+                        tl.debug_barrier()
+                        folded = arrived + b * NUM_KV_HEADS + head
+                        if tl.atomic_add(folded, 1, sem="acq_rel") == end_group - first_group - 1:
+                            tl.store(folded, 0)
+                            is_last = True
+                            whole_m, whole_norm, whole = _fold_rows(
+                                states, sums, query_start_loc, head, top, first_group, end_group, GROUP_SPLITS, lowest_split,
+                                NUM_KV_HEADS, GROUP, HEAD_DIM, DIMS, FOLD_ROWS, AT_ONCE,
+                            )  # fmt: skip
+                if is_last:
+                    values = (normalize(whole_norm, whole) * value_scale).to(out.dtype.element_ty)
+                    tl.store(destination + within, values, mask=inside)
+
+
+@triton.jit
+def _attend_splits(
+    q, positions, keys, table, first, last, length, lowest, window,
+    scale, stride_block, stride_value, stride_token,
+    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr,
+    SPREAD: tl.constexpr,
+):  # fmt: skip
+    """The splits [first, last), folded in ascending order."""
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    norm = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DIMS], tl.float32)
+    for split in range(first, last):
+        part_m, part_norm, part_acc = attend(
+            q, positions,
+            tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32),
+            tl.zeros([ROWS, DIMS], tl.float32), keys, table,
+            tl.maximum(split * SPLIT, lowest // KEYS * KEYS), tl.minimum((split + 1) * SPLIT, length),
+            lowest, window, scale, stride_block, stride_value, stride_token,
+            HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, STAGES, WINDOW, MASKED=True, SPREAD=SPREAD,
+        )  # fmt: skip
+        m, norm, acc = fold(m, norm, acc, part_m, part_norm, part_acc)
+    return m, norm, acc
+
+
+@triton.jit
+def _fold_rows(
+    states, sums, zero, head, top, begin, end, step, lowest_split,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
+    FOLD_ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """The partial results of the splits ``step`` begin, ``step`` (begin + 1), ... before ``step`` end, folded
+    in this order; of the first, that of ``lowest_split`` where it is later."""
+    rows = tl.arange(0, FOLD_ROWS) + unknown_zero(zero)
+    dims = tl.arange(0, DIMS)
+    real = (rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    m = tl.full([FOLD_ROWS], float("-inf"), tl.float32)
+    norm = tl.zeros([FOLD_ROWS], tl.float32)
+    acc = tl.zeros([FOLD_ROWS, DIMS], tl.float32)
+    for j in tl.range(begin, end, loop_unroll_factor=AT_ONCE):  # unrolled: several loads under way at a time
+        split = tl.maximum(j * step, lowest_split)
+        at = (top + split).to(tl.int64) * NUM_KV_HEADS * GROUP + head * GROUP + rows
+        part_m = tl.load(states + at * 2, mask=rows < GROUP, other=float("-inf"), cache_modifier=".cg")
+        part_norm = tl.load(states + at * 2 + 1, mask=rows < GROUP, other=0.0, cache_modifier=".cg")
+        place = sums + at[:, None] * HEAD_DIM + dims[None, :]
+        part_acc = tl.load(place, mask=real, other=0.0, cache_modifier=".cg")
+        m, norm, acc = fold(m, norm, acc, part_m, part_norm, part_acc)
+    return m, norm, acc

@@ -29,13 +29,14 @@ from .attention_tiles import (
     TileShape,
     attend,
     fold,
+    for_float8,
     layer_of,
     normalize,
     padded_seqs,
     unknown_zero,
     window_of,
 )
-from .decode_attention import SPLIT
+from .decode_plan import SPLIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +186,8 @@ def _prefill_kernel(
     feature = (head * GROUP + rows % GROUP)[:, None] * HEAD_DIM + dims[None, :]
     at = (chunk_start + query).to(tl.int64)[:, None] * stride_q + feature
     queries = tl.load(q + at, mask=real_row[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    if SCALED:
+        queries = for_float8(queries)
     positions = tl.where(real_row, cached + query, -1)
 
     first_position = cached + first_query

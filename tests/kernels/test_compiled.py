@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from splitserve.bench.kernels.attention_variants import Attention, covering, every
-from splitserve.bench.kernels.compile_bounds import faults_of
+from splitserve.bench.kernels.compile_bounds import FEW_BYTES, faults_of
 from splitserve.bench.kernels.compile_kernels import OTHERS
 from splitserve.bench.kernels.sm90 import SHARED_MEMORY
 
@@ -42,7 +42,8 @@ def compiled() -> dict[str, Kernels]:
 
 @pytest.mark.parametrize("case", TESTED)
 def test_a_kernel_is_within_its_bounds(compiled: dict[str, Kernels], case: str) -> None:
-    assert faults_of(case, compiled[case]) == []
+    outside_loops = FEW_BYTES if case.startswith("decode") else 0
+    assert faults_of(case, compiled[case], outside_loops) == []
 
 
 def test_what_is_compiled_here_leaves_out_no_two_values_that_might_not_go_together() -> None:

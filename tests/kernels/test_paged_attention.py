@@ -13,8 +13,10 @@ from torch import Tensor
 
 from splitserve.bench.kernels import triton_interpreter
 from splitserve.bench.kernels.kernel_inputs import LAYER, AttentionCase, attention_case, relative_error
+from splitserve.kernels.gpu import decode_attention as decode_kernels
 from splitserve.kernels.gpu.attention_tiles import TileShape
-from splitserve.kernels.gpu.decode_attention import MAX_PARTIALS, decode_attention, decode_tile, plan_decode
+from splitserve.kernels.gpu.decode_attention import decode_attention, decode_tile
+from splitserve.kernels.gpu.decode_plan import MAX_PARTIALS, plan_decode
 from splitserve.kernels.gpu.prefill_attention import plan_prefill, prefill_attention
 from splitserve.kernels.interface import AttentionInputs
 
@@ -38,6 +40,7 @@ def decode(
     max_partials: int = MAX_PARTIALS,
     programs: int = 3,
     tile: TileShape | None = None,
+    one_group: bool = False,
 ) -> Tensor:
     q, pool = case.q[rows], case.pool
     num_heads, head_dim = q.shape[1:]
@@ -45,12 +48,12 @@ def decode(
     lens, tables = case.inputs.seq_lens[rows], case.inputs.block_tables[rows]
     inputs = replace(case.inputs, query_start_loc=starts, seq_lens=lens, block_tables=tables)
     plan = plan_decode(inputs, num_heads, pool.shape[3], head_dim, pool.shape[4], max_partials)
-    out = torch.empty((len(q), num_heads * head_dim), dtype=q.dtype)
-    decode_attention(
-        out, q, pool, LAYER, inputs, plan, programs, tile or decode_tile(head_dim, num_heads // pool.shape[3])
-    )
-    assert not plan.arrived.any(), "the next layer counts from zero"
-    return out
+    tile = tile or decode_tile(head_dim, num_heads // pool.shape[3])
+    outs = [torch.empty((len(q), num_heads * head_dim), dtype=q.dtype) for _ in "ab"]
+    for out in outs:  # two layers: the second one's counters begin at zero
+        decode_attention(out, q, pool, LAYER, inputs, plan, programs, tile, one_group)
+    assert torch.equal(*outs)
+    return outs[0]
 
 
 def prefill(case: AttentionCase, tile: TileShape = SMALL, split_folds: bool = False) -> Tensor:
@@ -111,6 +114,29 @@ def test_a_decode_row_depends_on_nothing_but_its_own_sequence() -> None:
     assert torch.equal(decode(case, programs=7), together)
     for room in (0, 3):
         assert torch.equal(decode(case, max_partials=room), together)
+
+
+def test_long_contexts_are_folded_in_groups_at_absolute_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the batch, the number of programs and the room for partial results; a window begins within a
+    group."""
+    monkeypatch.setattr(decode_kernels, "GROUP_SPLITS", 2)
+    for window in (None, 600):
+        case = attention_case([1290, 300], [1, 1], num_kv_heads=1, window=window)
+        together = decode(case)
+        assert relative_error(together, case.exact) < ALLOWED[torch.bfloat16]
+        assert torch.equal(decode(case, slice(0, 1), programs=1), together[:1])
+        assert torch.equal(decode(case, max_partials=0), together)
+
+
+def test_a_float8_cache_gives_what_the_same_values_in_float16_give() -> None:
+    case = attention_case([70, 300], [1, 1], head_dim=128, block_size=64, dtype=torch.float16, fp8=True)
+    ones = replace(case.inputs, kv_scales=torch.ones_like(case.inputs.kv_scales))
+    narrow = replace(case, inputs=ones)
+    wide = AttentionCase(case.q, case.pool.half(), replace(ones, kv_scales=None), case.exact)
+    assert relative_error(decode(narrow), decode(wide).double()) < 1e-6
+    bfloat16 = replace(narrow, q=case.q.bfloat16())
+    assert relative_error(decode(bfloat16), decode(narrow).double()) < 0.02
+    assert decode(replace(bfloat16, q=bfloat16.q * 1e6)).isfinite().all(), "beyond the range of float16"
 
 
 def test_a_padding_row_is_zero() -> None:
@@ -194,4 +220,4 @@ def test_prefilled_in_any_chunks_or_decoded_a_token_has_the_same_bits(window: in
         starts, lens, case.inputs.block_tables.expand(len(rows), -1), case.inputs.scale, window
     )
     steps = AttentionCase(case.q[rows], case.pool, inputs, case.exact)
-    assert torch.equal(decode(steps, tile=SMALL), whole[rows])
+    assert torch.equal(decode(steps, tile=SMALL, one_group=True), whole[rows])
