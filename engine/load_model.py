@@ -7,11 +7,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from .cache.host_mirror import HostMirror
-from .cache.kv_cache import KVCacheLayout, PoolAllocator
+from .cache.kv_cache import KVCache, KVCacheLayout, PoolAllocator
 from .cache.kv_cache_size import KVCacheSize, host_room, kv_cache_size
 from .cache.memory_claims import MemoryClaims
 from .device import available_bytes, free_host_bytes, select_device, select_dtype
@@ -24,6 +26,9 @@ from .step.grammar import GrammarCompiler
 from .step.model_runner import DEFAULT_BLOCK_SIZE, EngineConfig, ModelRunner, gpu_room_of, wish_of
 from .step_log import logged
 from .worker_model import WorkerModel
+
+if TYPE_CHECKING:
+    from .cache.device_blocks import DeviceBlocks
 
 LEAST_SEQS = 64  # a cache is made large enough for: those that are cached, where fewer run
 _log = logging.getLogger(__name__)
@@ -82,16 +87,12 @@ def _computing_model(
     grammars.warm_up()
     runner.phases.done("grammar")
     cache = runner.kv_cache
-    mirror, device_blocks = None, None
+    pool: NDArray[np.uint8] | DeviceBlocks
     if on_gpu:
-        from .cache.device_blocks import DeviceBlocks  # needs Triton
-
-        on_device = cache.pool.view(torch.uint8).view(cache.num_blocks, cache.layout.num_layers, -1)
-        mirror, device_blocks = HostMirror(on_device, allocate), DeviceBlocks(on_device)
-        device_blocks.warm_up()
-        if allocate is not None:
-            runner.claims.committed(cache.num_bytes)
-        runner.phases.done("mirror")
+        pool = _device_blocks(cache)
+        runner.phases.done("movers")
+    else:
+        pool = cache.layer_bytes_view
     _log.info("%s in %s on %s, ready in %s", settings.model, runner.dtype, runner.device, runner.phases)
     _log.info(
         "KV cache: %d blocks of %d tokens, %.2f GiB",
@@ -101,7 +102,7 @@ def _computing_model(
     )
     return WorkerModel(
         runner=runner,
-        pool=mirror.pool if mirror else cache.layer_bytes_view,
+        pool=pool,
         identity={
             "fingerprint": runner.fingerprint,
             "dtype": str(runner.dtype).removeprefix("torch."),
@@ -115,13 +116,19 @@ def _computing_model(
         max_model_len=runner.max_model_len,
         vocab_size=runner.config.vocab_size,
         device=runner.device,
-        mirror=mirror,
-        device_blocks=device_blocks,
         grammars=grammars,
         launch=runner.launch if on_gpu else None,
         ahead_at_layer=0 if on_gpu else max(1, cache.layout.num_layers - 1),
         start_phases=runner.phases.seconds,
     )
+
+
+def _device_blocks(cache: KVCache) -> DeviceBlocks:
+    from .cache.device_blocks import DeviceBlocks  # needs Triton
+
+    blocks = DeviceBlocks(cache.pool.view(torch.uint8).view(cache.num_blocks, cache.layout.num_layers, -1))
+    blocks.warm_up()
+    return blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,16 +160,16 @@ def expected_worker(folder: Path, sharers: int = 2) -> ExpectedWorker:
             f"{needed / 2**30:.1f} GiB of weights do not fit: {max(0, free) / 2**30:.1f} GiB are free on "
             f"{device}; serve a smaller model, use --quantization fp8 on a GPU, or start fewer workers here"
         )
-    on_host = weights if device.type == "cpu" else 0
-    room = host_room(
-        free=free_host_bytes() - on_host,
-        pending=pending,
-        siblings=(),
-        weights=on_host,
-        utilization=engine.cpu_memory_utilization,
-        sharers=sharers,
-    )
     if device.type == "cuda":
-        room = min(room, gpu_room_of(engine, config, device, dtype, used=weights, loaded=False))
-    size = kv_cache_size(wish_of(engine, layout, config.max_model_len), room)
+        room = gpu_room_of(engine, config, device, dtype, used=weights, loaded=False)
+    else:
+        room = host_room(
+            free=free_host_bytes() - weights,
+            pending=pending,
+            siblings=(),
+            weights=weights,
+            utilization=engine.cpu_memory_utilization,
+            sharers=sharers,
+        )
+    size = kv_cache_size(wish_of(engine, layout, config.max_model_len, device), room)
     return ExpectedWorker(config, device, dtype, weights, size.num_blocks * layout.block_bytes, size)

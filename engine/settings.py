@@ -40,8 +40,8 @@ class ComputeSettings(BaseModel):
     )
     quantization: Quantization = Field(
         default="none",
-        description="fp8: linear layers multiply in float8 (e4m3). Needs an Ada, Hopper or later GPU, and "
-        "not exact; the same on all workers. Not yet run on a GPU.",
+        description="fp8: linear layers, but not the vocabulary head, multiply in float8 (e4m3). Needs an "
+        "Ada, Hopper or later GPU, and not exact; the same on all workers. Not yet run on a GPU.",
     )
     block_size: int = Field(
         default=0,
@@ -53,8 +53,8 @@ class ComputeSettings(BaseModel):
         default=None,
         gt=0,
         le=65_536,
-        description="Size of the KV cache in GiB. Default: by the free memory, at most what 64 sequences (or "
-        "max_num_seqs) can fill.",
+        description="Size of the KV cache in GiB. Default: by the free memory; in host memory at most what "
+        "64 sequences (or max_num_seqs) can fill.",
     )
     max_model_len: int | None = Field(
         default=None,
@@ -116,7 +116,8 @@ class WorkerSettings(ComputeSettings, ClusterKeySettings, ReportSettings):
         default=0.9,
         gt=0,
         le=1,
-        description="Share of the GPU's memory for weights, steps and KV cache. `splitserve up` divides it "
+        description="Share of the GPU's whole memory that this worker may take: weights, steps, graphs and "
+        "1 GiB for CUDA; the KV cache gets the rest of it, at most what is free. `splitserve up` divides it "
         "among workers that share a GPU.",
     )
     cpu_memory_utilization: float = Field(
@@ -124,8 +125,7 @@ class WorkerSettings(ComputeSettings, ClusterKeySettings, ReportSettings):
         gt=0,
         le=1,
         description="Share of the host's free memory (or the container's), less weights, for KV caches on "
-        "CPUs or the copy of a GPU's; for all workers of memory_shared_by together. A fifth of the free "
-        "memory remains.",
+        "CPUs; for all workers of memory_shared_by together. A fifth of the free memory remains.",
     )
     memory_shared_by: int = Field(
         default=1,
@@ -137,7 +137,8 @@ class WorkerSettings(ComputeSettings, ClusterKeySettings, ReportSettings):
     mover: Mover = Field(
         default="auto",
         description="How KV blocks travel. auto: the best that both workers have: shm between processes of "
-        "one host; nixl where it is installed, there is RDMA and plaintext_kv is set; else tcp. "
+        "one host (caches in host memory); nixl where it is installed, there is RDMA and plaintext_kv is "
+        "set; else tcp. "
         "cuda_ipc (GPUs of one host) and nccl only by name, until they have run on GPUs. One "
         "that fails in use, also one that is named here, is replaced by tcp.",
     )

@@ -145,7 +145,7 @@ def _measured(settings: ProfileSettings, folder: Path, console: Console) -> Prof
     start_s = time.time() - psutil.Process().create_time()
     block_size, block_bytes = int(model.identity["block_size"]), int(model.identity["block_bytes"])
     bounds = Bounds(
-        settings.max_batch_tokens, settings.max_num_seqs, model.max_model_len, len(model.pool), block_size
+        settings.max_batch_tokens, settings.max_num_seqs, model.max_model_len, model.num_blocks, block_size
     )
     designed = experiments(bounds, SEED)
     with Progress(*COLUMNS, console=console) as bar:
@@ -178,7 +178,7 @@ def _measured(settings: ProfileSettings, folder: Path, console: Console) -> Prof
         numerics=_numerics(settings, model),
         memory=Memory(
             block_size=block_size,
-            num_blocks=len(model.pool),
+            num_blocks=model.num_blocks,
             block_bytes=block_bytes,
             num_layers=model.num_layers,
             max_model_len=model.max_model_len,

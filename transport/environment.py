@@ -120,8 +120,7 @@ class Network(Protocol):
 
 
 class Device(Protocol):
-    """The worker's KV blocks: where they are computed, where movers read and write them, and their
-    checksums."""
+    """The worker's KV blocks, where they are computed and movers read and write them, and their checksums."""
 
     @property
     def num_layers(self) -> int: ...
@@ -129,25 +128,19 @@ class Device(Protocol):
     @property
     def block_bytes(self) -> int: ...
 
-    def fetch(self, mover: str, blocks: Sequence[int], first_layer: int, num_layers: int) -> None:
-        """Bring these layers of these blocks to where this mover reads them."""
+    @property
+    def sums_on_gpu(self) -> bool:
+        """Whether a GPU computes the checksums: one call costs about the same for one block as for many."""
 
-    def add_sent(self, mover: str, blocks: Sequence[int], first_layer: int, num_layers: int) -> None:
+    def add_sent(self, blocks: Sequence[int], first_layer: int, num_layers: int) -> None:
         """Add these layers to the checksums of blocks that are being sent: layer 0 begins one anew, the
         others follow in order."""
 
-    def sent_checksums(self, mover: str, blocks: Sequence[int]) -> list[int]:
+    def sent_checksums(self, blocks: Sequence[int]) -> list[int]:
         """Return the checksums of blocks all of whose layers have been added."""
 
-    def sums_on_device(self, mover: str) -> bool:
-        """Return whether the GPU itself sums the blocks of this mover: one call costs about the same for one
-        block as for many."""
-
-    def checksums(self, mover: str, blocks: Sequence[int]) -> list[int]:
-        """Return the checksums of blocks as this mover has written them."""
-
-    def store(self, mover: str, blocks: Sequence[int]) -> None:
-        """Bring blocks that this mover has written to where they are computed on."""
+    def checksums(self, blocks: Sequence[int]) -> list[int]:
+        """Return the checksums of blocks as a mover has written them."""
 
 
 class Mover(Protocol):

@@ -4,38 +4,22 @@ processes."""
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
+import numpy as np
 import zmq
 
 from .channels.channels import DealerChannel, RouterChannel
 from .channels.keys import ClusterKey
 from .environment import Channel, Environment, Listener
 from .messages.messages import Message, Met
-from .movers.block_memory import DevicePool
+from .movers.block_memory import BlockPool
 from .movers.checksum import DeviceChecksums, RunningChecksums, checksums
-from .movers.interface import Pool, PutSource
-from .movers.opening import ON_DEVICE, open_source
+from .movers.interface import PutSource
+from .movers.opening import open_source
 from .process.host import host_identity
 from .process.liveness import ProcessIdentity
-
-
-class Blocks(Protocol):
-    """The KV blocks of a model. ``pool`` is host memory, uint8 [num_blocks, num_layers, layer_bytes]."""
-
-    @property
-    def pool(self) -> Pool: ...
-
-    @property
-    def device_blocks(self) -> DevicePool | None:
-        """The cache itself, where it lies on a GPU."""
-
-    def fetch(self, blocks: Sequence[int], first_layer: int = 0, num_layers: int | None = None) -> None:
-        """Bring these layers of these blocks into ``pool``."""
-
-    def store(self, blocks: Sequence[int]) -> None:
-        """Bring these blocks of ``pool`` into the cache."""
 
 
 class MonotonicClock:
@@ -90,62 +74,49 @@ class LiveNetwork:
 
 
 class LiveDevice:
-    """Blocks on a GPU are read there by the movers ``ON_DEVICE``, and by the others from their mirror in host
-    memory."""
+    """The KV cache, whose blocks are read, written and summed where it lies."""
 
-    def __init__(self, blocks: Blocks) -> None:
-        self._blocks, self._on_device = blocks, blocks.device_blocks
-        self._host_sums = RunningChecksums(blocks.pool)
-        self._device_sums = None if self._on_device is None else DeviceChecksums(self._on_device.checksums)
+    def __init__(self, pool: BlockPool) -> None:
+        self._shape, self.sums_on_gpu = pool.shape, not isinstance(pool, np.ndarray)
+        self._sent: RunningChecksums | DeviceChecksums
+        self._checksums: Callable[[Sequence[int]], list[int]]
+        if isinstance(pool, np.ndarray):
+            self._sent, self._checksums = RunningChecksums(pool), partial(checksums, pool)
+        else:
+            self._sent, self._checksums = DeviceChecksums(pool.checksums), pool.checksums
 
     @property
     def num_layers(self) -> int:
-        return int(self._blocks.pool.shape[1])
+        return int(self._shape[1])
 
     @property
     def block_bytes(self) -> int:
-        return int(self._blocks.pool[0].nbytes)
+        return int(self._shape[1] * self._shape[2])
 
-    def sums_on_device(self, mover: str) -> bool:
-        return self._on_device is not None and mover in ON_DEVICE
+    def add_sent(self, blocks: Sequence[int], first_layer: int, num_layers: int) -> None:
+        self._sent.add(blocks, first_layer, num_layers)
 
-    def fetch(self, mover: str, blocks: Sequence[int], first_layer: int, num_layers: int) -> None:
-        if not self.sums_on_device(mover):
-            self._blocks.fetch(blocks, first_layer, num_layers)
+    def sent_checksums(self, blocks: Sequence[int]) -> list[int]:
+        return self._sent.of(blocks)
 
-    def add_sent(self, mover: str, blocks: Sequence[int], first_layer: int, num_layers: int) -> None:
-        self._sums(mover).add(blocks, first_layer, num_layers)
-
-    def sent_checksums(self, mover: str, blocks: Sequence[int]) -> list[int]:
-        return self._sums(mover).of(blocks)
-
-    def checksums(self, mover: str, blocks: Sequence[int]) -> list[int]:
-        if self._on_device is not None and mover in ON_DEVICE:
-            return self._on_device.checksums(blocks)
-        return checksums(self._blocks.pool, blocks)
-
-    def store(self, mover: str, blocks: Sequence[int]) -> None:
-        if not self.sums_on_device(mover):
-            self._blocks.store(blocks)
-
-    def _sums(self, mover: str) -> RunningChecksums | DeviceChecksums:
-        return self._device_sums if self._device_sums is not None and mover in ON_DEVICE else self._host_sums
+    def checksums(self, blocks: Sequence[int]) -> list[int]:
+        return self._checksums(blocks)
 
 
 class LiveMover:
     """``plaintext``: whether KV blocks may leave unencrypted."""
 
-    def __init__(self, blocks: Blocks, plaintext: bool) -> None:
-        self._blocks, self._plaintext = blocks, plaintext
+    def __init__(self, pool: BlockPool, plaintext: bool) -> None:
+        self._pool, self._plaintext = pool, plaintext
 
     def open(self, met: Met) -> PutSource:
-        return open_source(met, self._blocks.pool, self._plaintext, self._blocks.device_blocks)
+        return open_source(met, self._pool, self._plaintext)
 
 
 def live_environment(
-    blocks: Blocks, key: ClusterKey | None, poller: zmq.Poller, plaintext: bool
+    pool: BlockPool, key: ClusterKey | None, poller: zmq.Poller, plaintext: bool
 ) -> Environment:
     """What a worker of this process is given; its channels are registered with ``poller``."""
     return Environment(
-        MonotonicClock(), LiveNetwork(key, poller), LiveDevice(blocks), LiveMover(blocks, plaintext)
+        MonotonicClock(), LiveNetwork(key, poller), LiveDevice(pool), LiveMover(pool, plaintext)
     )

@@ -75,7 +75,7 @@ def live_parts(
             telemetry.uuid if telemetry is not None else "",
             model.start_phases,
         ),
-        BlockManager(len(model.pool)),
+        BlockManager(model.num_blocks),
         os.getpid(),
         incarnations(),
         lambda: secrets.token_bytes(SECRET_BYTES),
@@ -98,7 +98,7 @@ def _open(
     wakeup: Wakeup,
 ) -> RoleParts:
     plaintext = settings.plaintext_kv or settings.insecure
-    environment = live_environment(model, key, poller, plaintext)
+    environment = live_environment(model.pool, key, poller, plaintext)
     movers = offered(settings.mover, plaintext, model.device.type == "cuda")
     grammars = GrammarThread(model.grammars, wakeup.set)
     endpoint = settings.otlp_endpoint
@@ -118,9 +118,7 @@ def _open(
         return parts
     assert isinstance(settings, DecodeSettings)
     host = advertised_host(settings.listen, settings.advertise_host, settings.coordinators[0])
-    targets = open_targets(
-        movers, model.pool, shared, settings.data_listen, host, plaintext, model.device_blocks
-    )
+    targets = open_targets(movers, model.pool, shared, settings.data_listen, host, plaintext)
     watched += targets.fds
     for fd in watched:
         poller.register(fd, zmq.POLLIN)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from ...engine.step.decode_graphs import CudaRecorder, buckets_up_to
-from ..kernels.device_mover_checks import cuda_ipc, host_mirror
+from ..kernels.device_mover_checks import cuda_ipc, staging
 from ..kernels.engine import make_batch
 from ..kernels.engine_figures import BLOCK_SIZE, QWEN3_600M, TINY, BareEngine, run_again
 from ..kernels.exact_check import exact_engine
@@ -96,7 +96,7 @@ def exact(place: Place) -> Iterator[Line]:
 
 
 def blocks(place: Place) -> Iterator[Line]:
-    yield checked("blocks through page-locked host memory", host_mirror(place.device), 0)
+    yield checked("blocks through page-locked records", staging(place.device), 0)
     if place.big:
         yield checked("blocks between two processes on one card by cuda_ipc", cuda_ipc(place.device), 0)
 

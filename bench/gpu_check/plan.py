@@ -48,7 +48,7 @@ STAGES: Stages = (
         _here("memcheck", 85, "correctness:sanitized", "memcheck"),
         _here("racecheck", 85, "correctness:sanitized", "racecheck"),
     ),
-    (_here("serve shm", 50, "serving:serve", "shm"),),
+    (_here("serve tcp", 50, "serving:serve", "tcp"),),
     (_here("attention", 35, "speed:attention"),),
     (_here("engine 0.6B", 40, "speed:engine", "Qwen3-0.6B"),),
     (_here("small kernels", 25, "speed:small_kernels"),),

@@ -1,5 +1,5 @@
-"""How blocks leave and reach a GPU's pool: through the mirror in page-locked memory, and by cuda_ipc between
-two processes on one GPU."""
+"""How blocks leave and reach a GPU's pool: through page-locked records, and by cuda_ipc between two processes
+on one GPU."""
 
 from __future__ import annotations
 
@@ -10,26 +10,29 @@ from multiprocessing.connection import Connection
 import torch
 
 from ...engine.cache.device_blocks import DeviceBlocks
-from ...engine.cache.host_mirror import HostMirror
 
 SHAPE = (64, 8, 65536)  # blocks, layers, bytes: 32 MiB
 DEADLINE_S = 30.0
 WRITER = ("p0", 1)
 
 
-def host_mirror(device: str) -> float:
-    """0 if blocks and layers come to the host and go back to other blocks whole, and no others change."""
-    shape = SHAPE if device != "cpu" else (8, 4, 64)
-    pool = _filled(shape).to(device)
-    mirror, before = HostMirror(pool), pool.cpu()
-    mirror.fetch([5, 2])
-    mirror.fetch([3], 1, 2)
-    host = torch.from_numpy(mirror.pool)
-    fetched = torch.equal(host[[5, 2]], before[[5, 2]]) and torch.equal(host[3, 1:3], before[3, 1:3])
-    host[7] = before[1]
-    mirror.store([7])
-    before[7] = before[1]
-    return float(not (fetched and torch.equal(pool.cpu(), before)))
+def staging(device: str) -> float:
+    """0 if pieces of the pool come to the host and go back to other places whole, and no others change."""
+    from ...transport.movers.tcp.staging import Staging  # needs msgspec
+
+    pool = _filled(SHAPE).to(device)
+    before, through = pool.cpu().clone().view(-1), Staging(DeviceBlocks(pool))
+    record = [(5, 70_000), (131_072, 196_608), (1, 2)]
+    expected = torch.cat([before[start:end] for start, end in record])
+    (read,) = through.read(record)
+    whole = torch.equal(torch.frombuffer(read, dtype=torch.uint8), expected)
+    places = [(300_000 + start, 300_000 + end) for start, end in record]
+    through.write(places)
+    at = 0
+    for start, end in places:
+        before[start:end] = expected[at : at + end - start]
+        at += end - start
+    return float(not (whole and torch.equal(pool.cpu().view(-1), before)))
 
 
 def cuda_ipc(device: str) -> float:

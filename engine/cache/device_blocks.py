@@ -1,5 +1,5 @@
-"""A GPU's KV pool for movers that leave blocks on the device: its address, packed pieces of it, and blocks'
-checksums, which are those that a CPU computes of the same bytes.
+"""A GPU's KV pool for movers: its address, its bytes, packed pieces of it, and blocks' checksums, which are
+those that a CPU computes of the same bytes.
 
 All work goes to a stream of its own, beside the step that is running: what is read must be final, what is
 written must belong to no running sequence. Calls return when the work is done.
@@ -25,6 +25,7 @@ class DeviceBlocks:
         self.device = pool.device
         self.shape = tuple(pool.shape)
         self.pointer = pool.data_ptr()
+        self.bytes = pool.view(-1)
         self._blocks = pool.view(len(pool), -1)
         self._layer_bytes = pool.shape[2]
         self._stream = None

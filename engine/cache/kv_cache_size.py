@@ -1,11 +1,10 @@
 """The number of blocks of a worker's KV cache, and the longest sequence: pure.
 
 room on a GPU   utilization x the card's memory - this worker's weights and other memory there
-                - memory of its largest step; at most what is free, and what the host has room for
-                (it holds a copy)
+                - memory of its largest step - GPU_CONTEXT_BYTES; at most what is free
 room on a CPU   utilization x (free memory + KV caches of the same cluster on this host
                 - weights still to be loaded) / workers that share it; a part remains free
-blocks          room / bytes of a block; no more than max_num_seqs sequences of max_model_len tokens can use
+blocks          room / bytes of a block; on a CPU no more than max_num_seqs sequences of max_model_len can use
 max_model_len   the model's, or what the blocks hold of one sequence
 """
 
@@ -37,7 +36,7 @@ class KVCacheWish:
     block_size: int  # tokens
     model_len: int  # the model's own longest sequence
     max_model_len: int | None = None  # what a user has set
-    max_num_seqs: int = 64
+    max_num_seqs: int | None = 64  # None: as many as there is room for
     num_blocks: int | None = None
     num_bytes: int | None = None
 
@@ -52,8 +51,13 @@ def kv_cache_size(wish: KVCacheWish, room: int) -> KVCacheSize:
         more = "raise --kv-cache-gib or --num-blocks"
     else:
         shortest = min(length, SHORTEST_TOKENS)
-        num_blocks = min(room // wish.block_bytes, needed * wish.max_num_seqs)
-        more = "end what else uses the memory, or raise --gpu-memory-utilization or --cpu-memory-utilization"
+        num_blocks = room // wish.block_bytes
+        if wish.max_num_seqs is not None:
+            num_blocks = min(num_blocks, needed * wish.max_num_seqs)
+        more = (
+            "end what else uses the memory, lower --gpu-memory-utilization of workers that share the GPU, "
+            "or raise this one's, or --cpu-memory-utilization"
+        )
     if num_blocks >= needed:
         return KVCacheSize(num_blocks, length)
     lowered = num_blocks * wish.block_size

@@ -83,9 +83,9 @@ class EngineConfig:
     kv_cache_bytes: int | None = None  # None, without num_blocks: by the memory that is free
     kv_cache_shrink: bool = False  # a size that was asked for may become what is free
     gpu_memory_utilization: float = 0.9  # share of the card that this worker may use in all
-    cpu_memory_utilization: float = 0.5  # share of the free host memory for KV caches (or their mirrors)
+    cpu_memory_utilization: float = 0.5  # share of the free host memory for KV caches on CPUs
     memory_shared_by: int = 1  # workers of this cluster on this host
-    max_num_seqs: int = 64  # the cache holds at most what this many sequences fill
+    max_num_seqs: int = 64  # a cache in host memory holds at most what this many sequences fill
     cluster: str = ""  # its name, for workers that share the host's memory
     max_model_len: int | None = (
         None  # prompt and output tokens of one sequence; None: the model's, or what fits
@@ -158,7 +158,7 @@ class ModelRunner:
         packed.finish()
         self.phases.done("weights")
         self._sampler = _make_sampler(kernels, self.device, self.config.eos_token_ids)
-        wish = wish_of(engine, layout, self.config.max_model_len)
+        wish = wish_of(engine, layout, self.config.max_model_len, self.device)
         size = self._size(engine, wish, weights)
         self.max_model_len = size.max_model_len
         if size.max_model_len < model_len:
@@ -361,24 +361,26 @@ class ModelRunner:
         return by_row
 
     def _size(self, engine: EngineConfig, wish: KVCacheWish, weights: int) -> KVCacheSize:
-        """Size the KV cache by the memory that is free now, and claim its host memory (a GPU's cache has a
-        mirror there). Raises OutOfMemoryError."""
-        utilization, sharers = engine.cpu_memory_utilization, engine.memory_shared_by
+        """Size the KV cache by the memory that is free now, and claim it where that is the host's. Raises
+        OutOfMemoryError."""
         with self.claims.turn() as others:
-            room = host_room(
-                free=free_host_bytes(),
-                pending=others.pending,
-                siblings=others.siblings,
-                weights=weights,
-                utilization=utilization,
-                sharers=sharers,
-            )
+            pending = others.pending
             if self.device.type == "cuda":
+                pending = 0
                 torch.cuda.empty_cache()  # what loading has left over
                 used = torch.cuda.memory_reserved(self.device)
-                room = min(room, gpu_room_of(engine, self.config, self.device, self.dtype, used))
+                room = gpu_room_of(engine, self.config, self.device, self.dtype, used)
+            else:
+                room = host_room(
+                    free=free_host_bytes(),
+                    pending=pending,
+                    siblings=others.siblings,
+                    weights=weights,
+                    utilization=engine.cpu_memory_utilization,
+                    sharers=engine.memory_shared_by,
+                )
             if engine.kv_cache_shrink:
-                cut = shrunk(wish, max(0, available_bytes(self.device) - others.pending))
+                cut = shrunk(wish, max(0, available_bytes(self.device) - pending))
                 if cut is not wish:
                     gib = (cut.num_blocks or 0) * cut.block_bytes / 2**30
                     logger.warning(
@@ -386,7 +388,8 @@ class ModelRunner:
                     )
                 wish = cut
             size = kv_cache_size(wish, room)
-            self.claims.claim(weights, size.num_blocks * wish.block_bytes)
+            if self.device.type == "cpu":
+                self.claims.claim(weights, size.num_blocks * wish.block_bytes)
         return size
 
 
@@ -419,13 +422,13 @@ def gpu_room_of(
     return gpu_room(total=total, free=free, used=used, step=step, utilization=engine.gpu_memory_utilization)
 
 
-def wish_of(engine: EngineConfig, layout: KVCacheLayout, model_len: int) -> KVCacheWish:
+def wish_of(engine: EngineConfig, layout: KVCacheLayout, model_len: int, device: torch.device) -> KVCacheWish:
     return KVCacheWish(
         block_bytes=layout.block_bytes,
         block_size=layout.block_size,
         model_len=model_len,
         max_model_len=engine.max_model_len,
-        max_num_seqs=engine.max_num_seqs,
+        max_num_seqs=engine.max_num_seqs if device.type == "cpu" else None,
         num_blocks=engine.num_blocks,
         num_bytes=engine.kv_cache_bytes,
     )
@@ -440,8 +443,8 @@ def _load_model(config: ModelConfig, load: LayerLoader, max_model_len: int, fp8_
             raise
         raise OutOfMemoryError(
             f"the model's weights do not fit on {load.device}, where {free / 2**30:.2f} GiB were free "
-            f"({error}); end what else uses that "
-            "memory, use --quantization fp8 on a GPU, or serve a smaller model"
+            f"({error}); end what else uses that memory, lower --gpu-memory-utilization of the workers that "
+            "share the GPU, use --quantization fp8 there, or serve a smaller model"
         ) from error
 
 

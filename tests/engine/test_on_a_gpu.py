@@ -28,6 +28,7 @@ from splitserve.kernels.gpu import decode_attention, prefill_attention
 from splitserve.kernels.gpu.attention_tiles import TileShape
 from splitserve.kernels.reference import TorchKernels
 from splitserve.transport.messages.messages import SamplingParams
+from splitserve.transport.movers.checksum import checksums
 
 triton_interpreter.install()
 pytestmark = [pytest.mark.filterwarnings("ignore:overflow encountered in exp")]
@@ -129,6 +130,7 @@ def test_a_worker_starts_and_steps_without_a_wait(tmp_path: Path, monkeypatch: p
         model = load(tmp_path)
         assert isinstance(model.runner, ModelRunner)
         assert isinstance(model.runner.kv_cache.pool, OnGpu)
+        assert not isinstance(model.pool, np.ndarray)
         assert list(model.runner.phases.seconds) == [
             "fingerprint",
             "weights",
@@ -137,19 +139,20 @@ def test_a_worker_starts_and_steps_without_a_wait(tmp_path: Path, monkeypatch: p
             "decode graphs",
             "prefill graphs",
             "grammar",
-            "mirror",
+            "movers",
         ]
+        assert gpu.num_page_locked_bytes < 64 << 10, "the KV cache has no copy in host memory"
         found, matcher = generate(model.runner, gpu)
         assert matcher.seen == followed.seen
         assert [len(output) for output in matcher.seen] == [0, 1, 2, 3, 4]
-        model.fetch([9, 3])
+        sums = model.pool.checksums([9, 3])
     for step, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert one.token_ids.tolist() == other.token_ids.tolist(), step
         assert {row: reported.top_ids for row, reported in one.logprobs.items()} == {
             row: reported.top_ids for row, reported in other.logprobs.items()
         }
     held = model.runner.kv_cache.pool.as_subclass(torch.Tensor).view(torch.uint8).view(NUM_BLOCKS, 1, -1)
-    assert np.array_equal(model.pool[[9, 3]], held[[9, 3]].numpy())
+    assert sums == checksums(held.numpy(), [9, 3])
 
 
 def test_nothing_is_compiled_once_a_worker_is_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,9 +169,9 @@ def test_nothing_is_compiled_once_a_worker_is_ready(tmp_path: Path, monkeypatch:
                 for block, count in enumerate(counts)
             ]
             model.runner.execute(make_batch(rows, BLOCK_SIZE))
-        assert model.device_blocks is not None
-        model.device_blocks.checksums([5, 2, 7])
-        model.device_blocks.unpack(model.device_blocks.pack([3], slice(0, 1)), [4], slice(0, 1))
+        assert not isinstance(model.pool, np.ndarray)
+        model.pool.checksums([5, 2, 7])
+        model.pool.unpack(model.pool.pack([3], slice(0, 1)), [4], slice(0, 1))
 
 
 def test_slices_of_any_width_are_copied_by_the_same_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -20,7 +18,6 @@ from msgspec.structs import replace
 from support.models import make_checkpoint
 
 from splitserve.engine.cache.block_manager import BlockManager
-from splitserve.engine.cache.host_mirror import HostMirror
 from splitserve.engine.device import mark_stream, passed
 from splitserve.engine.load_model import load_model
 from splitserve.engine.settings import WorkerSettings
@@ -211,41 +208,6 @@ def test_a_chunk_without_a_token_is_over_when_the_device_has_passed_it(events: l
     assert not events[0].waited_for
     wait()
     assert events[0].waited_for
-
-
-class OnGpu(torch.Tensor):
-    """Host memory that claims to be a GPU's."""
-
-    is_cuda = True  # type: ignore[assignment]
-
-
-def test_blocks_come_to_the_host_on_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    text: list[str] = []
-
-    class Stream:
-        def __init__(self, device: object) -> None: ...
-
-        def synchronize(self) -> None:
-            text.append("waited for the side stream")
-
-    @contextmanager
-    def stream(side: Stream | None) -> Iterator[None]:
-        text.append("onto the side stream" if side is not None else "nowhere")
-        yield
-        text.append("off it")
-
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "stream", stream)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0))
-    pool = torch.arange(64, dtype=torch.uint8).view(4, 2, 8)
-    mirror = HostMirror(pool.as_subclass(OnGpu), lambda num_bytes: memoryview(bytearray(num_bytes)))
-    mirror.fetch([2], 1, 1)
-    assert text == ["onto the side stream", "off it", "waited for the side stream"]
-    assert mirror.pool[2, 1].tolist() == pool[2, 1].tolist()
-    assert not mirror.pool[2, 0].any()
-    text.clear()
-    mirror.store([2])
-    assert text == [], "in the order of the computation, which nobody waits for"
 
 
 def test_a_launched_model_computes_chunk_after_chunk(tmp_path: Path) -> None:

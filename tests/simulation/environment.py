@@ -41,7 +41,7 @@ class VirtualDevice:
     """The process's memory. A block's checksum is the same whether it leaves whole or in slices, which must
     leave in order."""
 
-    num_layers, block_bytes = NUM_LAYERS, BLOCK_BYTES
+    num_layers, block_bytes, sums_on_gpu = NUM_LAYERS, BLOCK_BYTES, False
 
     def __init__(self, process: WorkerRole) -> None:
         self._process, self._counts = process, process.world.counts
@@ -52,14 +52,9 @@ class VirtualDevice:
     def _memory(self) -> Memory:
         return self._process.memory
 
-    def sums_on_device(self, mover: str) -> bool:
-        return mover == "cuda_ipc"
-
-    def fetch(self, mover: str, blocks: Sequence[int], first_layer: int, num_layers: int) -> None:
+    def add_sent(self, blocks: Sequence[int], first_layer: int, num_layers: int) -> None:
         self._process.blocks.begin_put(blocks)
         self._counts["blocks put" if num_layers == NUM_LAYERS else "layers put"] += len(blocks)
-
-    def add_sent(self, mover: str, blocks: Sequence[int], first_layer: int, num_layers: int) -> None:
         end = first_layer + num_layers
         for block in blocks:
             expected, values = (0, []) if first_layer == 0 else self._begun.pop(block)
@@ -70,15 +65,11 @@ class VirtualDevice:
             else:
                 self._begun[block] = end, values
 
-    def sent_checksums(self, mover: str, blocks: Sequence[int]) -> list[int]:
+    def sent_checksums(self, blocks: Sequence[int]) -> list[int]:
         return [self._done[block] for block in blocks]
 
-    def checksums(self, mover: str, blocks: Sequence[int]) -> list[int]:
-        self._counts["corrupt blocks found"] += len(blocks)
+    def checksums(self, blocks: Sequence[int]) -> list[int]:
         return [self._memory.checksum(block) for block in blocks]
-
-    def store(self, mover: str, blocks: Sequence[int]) -> None:
-        self._counts["corrupt blocks found"] -= len(blocks)
 
 
 class VirtualMover:

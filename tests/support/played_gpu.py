@@ -172,6 +172,11 @@ class PlayedGpu(TorchFunctionMode):
         self.launching = False
         assert len(self.waits) == before, f"the host waits for the device in a launch: {self.waits[before:]}"
 
+    @property
+    def num_page_locked_bytes(self) -> int:
+        """Of host memory, ever."""
+        return sum(host.untyped_storage().nbytes() for host in self._pinned.values())
+
     def record(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """In place of ``CudaRecorder``: a replay computes the same again on the same memory."""
         compute()
@@ -255,15 +260,16 @@ def played_gpu(monkeypatch: pytest.MonkeyPatch, free_bytes: int = 1 << 30) -> It
         "stream": lambda _: nullcontext(), "current_stream": Stream,
         "mem_get_info": lambda _=None: (free_bytes, free_bytes), "get_device_properties": lambda _: properties,
         "get_device_capability": lambda _=None: (9, 0), "get_device_name": lambda _: properties.name, "set_device": lambda _: None,
-        "cudart": lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0), "empty_cache": lambda: None,
+        "device": lambda _: nullcontext(), "empty_cache": lambda: None,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
-    run, launch = threading.Thread.run, interpreter.GridExecutor.__call__
+    bootstrap: Callable[[threading.Thread], None] = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
+    launch = interpreter.GridExecutor.__call__
     interpret = interpreter.InterpretedFunction.run
 
     def run_with_gpu(thread: threading.Thread) -> None:
         with gpu:
-            run(thread)
+            bootstrap(thread)
 
     def launch_on_gpu(executor: Any, *args: Any, **kwargs: Any) -> None:
         given = list(_tensors((*args, *kwargs.values())))
@@ -280,7 +286,7 @@ def played_gpu(monkeypatch: pytest.MonkeyPatch, free_bytes: int = 1 << 30) -> It
             gpu.launched(kernel, args, options)
         interpret(kernel, *args, grid=grid, warmup=warmup, **options)
 
-    monkeypatch.setattr(threading.Thread, "run", run_with_gpu)
+    monkeypatch.setattr(threading.Thread, "_bootstrap_inner", run_with_gpu)
     monkeypatch.setattr(interpreter.InterpretedFunction, "run", note_and_launch)
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_on_gpu)
     with gpu:

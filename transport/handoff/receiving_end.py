@@ -53,10 +53,9 @@ class ReceivingEnd:
         self._network, self._device = environment.network, environment.device
         self._movers, self._host = movers, host
         self.endpoints = movers.endpoints
-        self._blocks_a_check = {  # whether the GPU sums them: the most in one call of ``check``
-            on_device: max(1, num_bytes // self._device.block_bytes)
-            for on_device, num_bytes in ((False, check_bytes), (True, DEVICE_CHECK_BYTES))
-        }
+        if self._device.sums_on_gpu:
+            check_bytes = DEVICE_CHECK_BYTES
+        self._blocks_a_check = max(1, check_bytes // self._device.block_bytes)
         self._identities: dict[PeerId, bytes] = {}  # the channel to answer each writer on
         self._processes: dict[PeerId, LocalProcess | None] = {}  # writers on this host
         self._checks: deque[Verify] = deque()
@@ -99,17 +98,13 @@ class ReceivingEnd:
     def check(self, core: ReceivingCore, now: float) -> None:
         """Verify some of the arrived blocks: a few in each turn, so that a long prompt's blocks delay no
         other sequence's tokens. Blocks that the GPU sums are checked in one call."""
-        room = dict(self._blocks_a_check)
-        while self._checks:
-            check = self._checks[0]
-            on_device = self._device.sums_on_device(core.receiver.leases.mover_of(check.lease))
-            if not room[on_device]:
-                return
-            self._checks.popleft()
-            if len(check.positions) > room[on_device]:
-                check, rest = check.split(room[on_device])
+        room = self._blocks_a_check
+        while self._checks and room > 0:
+            check = self._checks.popleft()
+            if len(check.positions) > room:
+                check, rest = check.split(room)
                 self._checks.appendleft(rest)
-            room[on_device] -= len(check.positions)
+            room -= len(check.positions)
             self._verify(check, core, now)
 
     def release_dead_writers(self, core: ReceivingCore, now: float) -> None:
@@ -170,18 +165,11 @@ class ReceivingEnd:
         self._identities.pop(peer, None)
 
     def _verify(self, check: Verify, core: ReceivingCore, now: float) -> None:
-        mover = core.receiver.leases.mover_of(check.lease)
-        found = self._device.checksums(mover, check.blocks)
-        rows = zip(check.positions, check.blocks, found, check.checksums, strict=True)
-        right, wrong = list[int](), list[int]()
-        for position, block, checksum, sent in rows:
-            if checksum == sent:
-                right.append(block)
-            else:
-                wrong.append(position)
+        found = self._device.checksums(check.blocks)
+        rows = zip(check.positions, found, check.checksums, strict=True)
+        wrong = [position for position, checksum, sent in rows if checksum != sent]
         if wrong:
             _log.warning("%d of %d KV blocks arrived corrupt", len(wrong), len(check.blocks))
-        self._device.store(mover, right)
         core.receiver.verified(check.lease, check.positions, sorted(wrong), now)
 
 

@@ -89,7 +89,6 @@ class SendingEnd:
         self._device, self._mover = environment.device, environment.mover
         self._channels: dict[PeerId, Channel] = {}
         self._movers: dict[PeerId, PutSource] = {}
-        self._mover_names: dict[PeerId, str] = {}
         self._reachability = Reachability(times)
         self._looked = float("-inf")
         self._held_back = HeldBack()
@@ -200,18 +199,16 @@ class SendingEnd:
         for other in self._others(action.peer):  # the peer that answers is there, whichever number it has
             self._replace(other, RESTARTED)
         self._movers[action.peer] = self._mover.open(action.met)
-        self._mover_names[action.peer] = action.met.mover
         _log.info("hands KV blocks to %s by %s", action.peer[0], action.met.mover)
 
     def _put(self, action: Put) -> None:
-        device, name = self._device, self._mover_names.get(action.peer, "")
+        device = self._device
         blocks = [block for _, block, _ in action.items]
         first, end = action.layers or (0, device.num_layers)
         num_bytes = device.block_bytes * len(blocks) * (end - first) // device.num_layers
         self.transfers.put(action.peer, num_bytes, self._clock.now())
 
         def put() -> None:
-            device.fetch(name, blocks, first, end - first)
             mover = self._movers[action.peer]
             mover.put(action.lease, action.secret, action.items, first, end - first)
             self._time(action.peer, mover)
@@ -219,7 +216,7 @@ class SendingEnd:
         if action.peer in self._movers:  # else it has failed a moment ago, and its handoffs have ended
             self._with_mover(action.peer, put)
             _pass_messages(self._movers.get(action.peer), self._channels.get(action.peer))
-        device.add_sent(name, blocks, first, end - first)
+        device.add_sent(blocks, first, end - first)
 
     def _time(self, peer: PeerId, mover: PutSource) -> None:
         if not mover.pending() and (burst := self.transfers.settled(peer, self._clock.now())) is not None:
@@ -233,8 +230,7 @@ class SendingEnd:
         self._held_back.send(peer, lease, _writing(self._movers.get(peer)), send)
 
     def _with_checksums(self, action: SendPlaced | SendHandoff) -> Message:
-        mover = self._mover_names.get(action.peer, "")
-        checksums = u64(self._device.sent_checksums(mover, action.source_blocks))
+        checksums = u64(self._device.sent_checksums(action.source_blocks))
         if isinstance(action, SendHandoff):
             return action.message(checksums, self._clock.now())
         return Placed(lease=action.lease, first=action.first, checksums=checksums)

@@ -1,10 +1,10 @@
-"""KV blocks as tensors, for movers that send packed ones: some layers of scattered blocks in one piece, on
-any device."""
+"""A pool of KV blocks wherever it lies, in host memory or on a GPU; and blocks as tensors, for movers that
+send packed ones: some layers of scattered blocks in one piece."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -29,7 +29,11 @@ class BlockMemory(Protocol):
 
 
 class DevicePool(BlockMemory, Protocol):
-    """A pool on a GPU, for movers that leave blocks on the device."""
+    """A pool on a GPU."""
+
+    @property
+    def bytes(self) -> Tensor:
+        """uint8 [number of bytes], the pool's own memory."""
 
     @property
     def pointer(self) -> int:
@@ -40,6 +44,10 @@ class DevicePool(BlockMemory, Protocol):
 
     def checksums(self, blocks: Sequence[int]) -> list[int]:
         """Return the checksums of these blocks, equal to those of ``checksum.checksums``."""
+
+
+BlockPool: TypeAlias = Pool | DevicePool
+"""Both have a ``shape`` [num_blocks, num_layers, layer_bytes]."""
 
 
 class HostMemory:
@@ -62,3 +70,7 @@ class HostMemory:
         pieces = packed.numpy().reshape(len(blocks), *self._pool[0, layers].shape)
         for piece, block in zip(pieces, blocks, strict=True):
             np.copyto(self._pool[block, layers], piece)
+
+
+def memory_of(pool: BlockPool) -> BlockMemory:
+    return HostMemory(pool) if isinstance(pool, np.ndarray) else pool

@@ -9,8 +9,10 @@ authenticated: for networks that are trusted (``--plaintext-kv``).
 gets an agent of its own at the decode worker: with it go the connection (TCP, where this process itself
 writes what comes in) and the registration of the memory (RDMA, where the adapter then refuses). ``shut_out``
 ends a peer's agent, and its blocks are free afterwards. That does not hold for UCX's shared-memory
-transports, where the writer's own process copies: they are left out unless UCX_TLS in the environment names
-them.
+transports and its CUDA IPC, where the writer's own process copies: they are left out unless UCX_TLS in the
+environment names them.
+
+A pool on a GPU is registered as such (VRAM): adapters write it directly, where driver and fabric allow it.
 """
 
 from __future__ import annotations
@@ -25,21 +27,45 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
 
 from ..errors import MoverError
 from ..messages.messages import PeerId
-from .interface import Arrival, BackgroundSource, Item, OneSidedTarget, Pool, layer_slice, runs
+from .block_memory import BlockPool
+from .interface import Arrival, BackgroundSource, Item, OneSidedTarget, layer_slice, runs
 
 PUT_S, SLOWEST_BYTES_PER_S = 10.0, 50e6  # a put may take that long, and as long as its bytes at that rate
 Descriptor: TypeAlias = tuple[int, int, int]
-"""(address, bytes, device 0)"""
+"""(address, bytes, number of the GPU or 0)"""
 _BASE = struct.Struct("<Q")  # the pool's address in its process
+_GPU = struct.Struct("<I")  # the number of its GPU there; only in addresses of pools on GPUs
 _log = logging.getLogger(__name__)
 
 
 def is_installed() -> bool:
     return importlib.util.find_spec("nixl") is not None
+
+
+class _Place(NamedTuple):
+    """A pool as NIXL sees it. ``device``: number of the GPU, or 0; ``kind``: of memory."""
+
+    address: int
+    num_bytes: int
+    device: int
+    kind: str
+
+    @classmethod
+    def of(cls, pool: BlockPool) -> _Place:
+        if isinstance(pool, np.ndarray):
+            return cls(pool.ctypes.data, pool.nbytes, 0, "DRAM")
+        return cls(pool.pointer, pool.bytes.nbytes, pool.device.index or 0, "VRAM")
+
+    @property
+    def prefix(self) -> bytes:
+        """Return the bytes before the metadata in this pool's NIXL address."""
+        return _BASE.pack(self.address) + (_GPU.pack(self.device) if self.kind == "VRAM" else b"")
 
 
 class NixlTarget(OneSidedTarget):
@@ -48,7 +74,7 @@ class NixlTarget(OneSidedTarget):
 
     lingers = True
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: BlockPool) -> None:
         """Raises MoverError where NIXL cannot work here."""
         self._pool = pool
         self._agents: dict[PeerId, _Agent] = {}
@@ -115,15 +141,17 @@ class NixlTarget(OneSidedTarget):
 class NixlSource(BackgroundSource):
     """The sending side: an agent for one peer."""
 
-    def __init__(self, address: bytes, num_blocks: int, pool: Pool) -> None:
+    def __init__(self, address: bytes, num_blocks: int, pool: BlockPool) -> None:
         """Raises MoverError where NIXL cannot work here, or not with that peer."""
-        if len(address) <= _BASE.size:
+        self._place, self._shape, self._num_blocks = _Place.of(pool), pool.shape, num_blocks
+        size = len(self._place.prefix)  # the same at the peer: only pools on devices of one kind meet
+        if len(address) <= size:
             raise MoverError("the decode worker gave no NIXL address")
-        self._pool, self._num_blocks = pool, num_blocks
         (self._peer_base,) = _BASE.unpack_from(address)
+        (self._peer_device,) = _GPU.unpack_from(address, _BASE.size) if size > _BASE.size else (0,)
         super().__init__()
         self._agent = _Agent(pool)
-        self._peer = self._agent.meet(address[_BASE.size :])
+        self._peer = self._agent.meet(address[size:])
         if not self._peer:
             self._agent.close()
             raise MoverError(
@@ -138,12 +166,11 @@ class NixlSource(BackgroundSource):
         first_layer: int = 0,
         num_layers: int | None = None,
     ) -> None:
-        layers = layer_slice(self._pool.shape, first_layer, num_layers)
-        found = runs(
-            items, layers, self._pool.shape, self._num_blocks, self._pool.ctypes.data, self._peer_base
-        )
-        own = [(run.source, run.num_bytes, 0) for run in found]
-        handle = self._agent.start(own, [(run.target, run.num_bytes, 0) for run in found], self._peer)
+        layers = layer_slice(self._shape, first_layer, num_layers)
+        found = runs(items, layers, self._shape, self._num_blocks, self._place.address, self._peer_base)
+        own = [(run.source, run.num_bytes, self._place.device) for run in found]
+        peers = [(run.target, run.num_bytes, self._peer_device) for run in found]
+        handle = self._agent.start(own, peers, self._peer)
         if isinstance(handle, str):
             raise MoverError(f"NIXL cannot write to the decode worker: {handle}")
         self._begin(lease, items, handle, PUT_S + sum(length for _, length, _ in own) / SLOWEST_BYTES_PER_S)
@@ -177,14 +204,16 @@ class _Agent:
     """A NIXL agent with the pool registered. Not used by two threads at once. It ends with the last reference
     to it, so NIXL's errors, whose tracebacks hold some, become words here."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: BlockPool) -> None:
         """Raises MoverError."""
-        os.environ.setdefault("UCX_TLS", "^sm")  # see the module's docstring
+        place = _Place.of(pool)
+        self._kind = place.kind
+        os.environ.setdefault("UCX_TLS", "^sm,cuda_ipc" if place.kind == "VRAM" else "^sm")
         try:
             api = importlib.import_module("nixl._api")
             logging.getLogger("nixl").setLevel(logging.WARNING)
             self._nixl = api.nixl_agent(f"splitserve-{uuid.uuid4()}", api.nixl_agent_config(backends=["UCX"]))
-            self._registered = self._nixl.register_memory([(pool.ctypes.data, pool.nbytes, 0, "")], "DRAM")
+            self._registered = self._nixl.register_memory([(*place[:3], "")], place.kind)
         except ImportError as error:
             raise MoverError(
                 f"the mover nixl needs the package of that name: pip install 'splitserve[nixl]' ({error})"
@@ -194,7 +223,7 @@ class _Agent:
                 f"NIXL does not work here: {error}; `ucx_info -d` shows what UCX finds, "
                 "UCX_LOG_LEVEL=info why"
             ) from None
-        self.address: bytes = _BASE.pack(pool.ctypes.data) + self._nixl.get_agent_metadata()
+        self.address: bytes = place.prefix + self._nixl.get_agent_metadata()
 
     def meet(self, metadata: bytes) -> Any:
         """The peer's name; None where ``metadata`` is no agent's."""
@@ -209,7 +238,7 @@ class _Agent:
         nixl = self._nixl
         try:
             handle = nixl.initialize_xfer(
-                "WRITE", nixl.get_xfer_descs(own, "DRAM"), nixl.get_xfer_descs(peers, "DRAM"), peer
+                "WRITE", nixl.get_xfer_descs(own, self._kind), nixl.get_xfer_descs(peers, self._kind), peer
             )
             return handle if nixl.transfer(handle) != "ERR" else "refused"
         except Exception as error:

@@ -8,13 +8,15 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from ..errors import MoverError
 from ..messages.messages import Met
 from ..process.host import host_identity
 from . import nixl
-from .block_memory import DevicePool, HostMemory
+from .block_memory import BlockPool, memory_of
 from .cuda_ipc import CudaIpcSource, CudaIpcTarget, LoadedCudart
-from .interface import FALLBACK_MOVER, MoverEndpoints, Pool, PutSource, PutTarget
+from .interface import FALLBACK_MOVER, MoverEndpoints, PutSource, PutTarget
 from .nccl.receiving import NcclTarget
 from .nccl.sending import NcclSource
 from .nixl import NixlSource, NixlTarget
@@ -27,8 +29,6 @@ MOVERS = ("cuda_ipc", "shm", "nccl", "nixl", "tcp")
 """Best first."""
 IN_THE_CLEAR = frozenset({"nccl", "nixl"})
 """These encrypt nothing: only with --plaintext-kv."""
-ON_DEVICE = frozenset({"cuda_ipc", "nccl"})
-"""They move blocks of a pool on a GPU from there to there; the others by its mirror in host memory."""
 BY_NAME = frozenset({"cuda_ipc", "nccl"})
 """Left out of "auto" until they have run on GPUs."""
 _ADAPTERS = Path("/sys/class/infiniband")
@@ -45,28 +45,35 @@ def offered(setting: str, plain_kv: bool, on_gpu: bool) -> tuple[str, ...]:
             "the mover cuda_ipc is for KV caches on GPUs; this worker's is in host memory: choose "
             "auto, shm or tcp"
         )
+    if setting == "shm" and on_gpu:
+        raise MoverError(
+            "the mover shm is for KV caches in host memory; this worker's is on a GPU: choose auto, cuda_ipc "
+            "or tcp"
+        )
     if setting != "auto":
         return (setting,)
     rdma = plain_kv and nixl.is_installed() and _ADAPTERS.is_dir() and len(os.listdir(_ADAPTERS)) > 0
-    return tuple(mover for mover in MOVERS if mover not in BY_NAME and (mover != "nixl" or rdma))
+    unusable = {"shm"} if on_gpu else {"cuda_ipc"}
+    if not rdma:
+        unusable.add("nixl")
+    return tuple(mover for mover in MOVERS if mover not in BY_NAME | unusable)
 
 
-def open_source(met: Met, pool: Pool, plain_kv: bool = False, device: DevicePool | None = None) -> PutSource:
-    """A way to put blocks of ``pool``, or of the pool on a ``device`` where the mover leaves them there, into
-    the pool of the peer that sent ``met``; between hosts in the clear where ``plain_kv`` and the peer agree.
-    Raises MoverError."""
+def open_source(met: Met, pool: BlockPool, plain_kv: bool = False) -> PutSource:
+    """A way to put blocks of ``pool`` into the pool of the peer that sent ``met``; between hosts in the clear
+    where ``plain_kv`` and the peer agree. Raises MoverError."""
     if met.mover in IN_THE_CLEAR and not plain_kv:
         raise MoverError(
             f"the mover {met.mover} sends KV blocks in the clear, which this worker has not been "
             "allowed (--plaintext-kv)"
         )
-    if met.mover == "cuda_ipc" and device is not None:
-        cuda = LoadedCudart(device.device.index or 0)
-        return CudaIpcSource(met.mover_address, met.num_blocks, device.pointer, device.shape, cuda)
-    if met.mover == "shm":
+    if met.mover == "cuda_ipc" and not isinstance(pool, np.ndarray):
+        cuda = LoadedCudart(pool.device.index or 0)
+        return CudaIpcSource(met.mover_address, met.num_blocks, pool.pointer, pool.shape, cuda)
+    if met.mover == "shm" and isinstance(pool, np.ndarray):
         return ShmSource(met.shm_name, met.num_blocks, pool)
     if met.mover == "nccl":
-        return NcclSource(met.mover_address, device or HostMemory(pool), pool.shape)
+        return NcclSource(met.mover_address, memory_of(pool), pool.shape)
     if met.mover == "nixl":
         return NixlSource(met.mover_address, met.num_blocks, pool)
     if met.mover == "tcp":
@@ -76,27 +83,26 @@ def open_source(met: Met, pool: Pool, plain_kv: bool = False, device: DevicePool
 
 def open_targets(
     offered: Sequence[str],
-    pool: Pool,
+    pool: BlockPool,
     shared: SharedPool | None,
     data_listen: str,
     host: str,
     plaintext: bool,
-    device: DevicePool | None = None,
 ) -> MoverTargets:
     """The receiving ends of the movers ``offered`` that work here, and of tcp. ``shared``: the pool's memory
     for shm; tcp listens on ``data_listen`` and is reached as ``host``. Raises AddressError, or MoverError
     where the only one does not work."""
     targets: dict[str, PutTarget] = {}
     shm_name = ""
-    if "cuda_ipc" in offered and device is not None:
-        targets["cuda_ipc"] = CudaIpcTarget(device.pointer, LoadedCudart(device.device.index or 0))
+    if "cuda_ipc" in offered and not isinstance(pool, np.ndarray):
+        targets["cuda_ipc"] = CudaIpcTarget(pool.pointer, LoadedCudart(pool.device.index or 0))
     if "shm" in offered and shared is not None:
         targets["shm"] = shm = ShmTarget(shared)
         shm_name = shm.shm_name
     if "nixl" in offered and (agents := _open_nixl(pool, forced=len(offered) == 1)) is not None:
         targets["nixl"] = agents
     if "nccl" in offered:
-        targets["nccl"] = NcclTarget(device or HostMemory(pool), pool.shape)
+        targets["nccl"] = NcclTarget(memory_of(pool), pool.shape)
     targets[FALLBACK_MOVER] = tcp = TcpTarget(
         data_listen, pool, plaintext
     )  # also where another one is forced: it may fail
@@ -104,7 +110,7 @@ def open_targets(
     return MoverTargets(targets, MoverEndpoints(movers, host_identity(), shm_name, tcp.data_address(host)))
 
 
-def _open_nixl(pool: Pool, forced: bool) -> NixlTarget | None:
+def _open_nixl(pool: BlockPool, forced: bool) -> NixlTarget | None:
     try:
         return NixlTarget(pool)
     except MoverError as error:

@@ -46,25 +46,14 @@ from splitserve.transport.messages.messages import (
     SessionOver,
     u64,
 )
-from splitserve.transport.movers.interface import Arrival, Item, Pool
+from splitserve.transport.movers.interface import Arrival, Item
 
 PEER = ("d0", 1)
 MODEL = ModelIdentity(fingerprint="f", dtype="float32", block_size=16, layout="l", block_bytes=1)
 
 
-class Blocks:
-    pool: Pool = filled_pool(8)
-    device_blocks = None
-
-    def fetch(self, blocks: Sequence[int], first_layer: int = 0, num_layers: int | None = None) -> None:
-        """They are there."""
-
-    def store(self, blocks: Sequence[int]) -> None:
-        """They are there."""
-
-
 def end_of(sender: HandoffSender) -> SendingEnd:
-    return SendingEnd(sender, "p", 1, live_environment(Blocks(), None, zmq.Poller(), True))
+    return SendingEnd(sender, "p", 1, live_environment(filled_pool(8), None, zmq.Poller(), True))
 
 
 class SlowMover:

@@ -9,14 +9,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from support.kv_pools import DEADLINE_S, NUM_BLOCKS, NUM_LAYERS, SECRET, empty_pool, filled_pool, until
 
 from splitserve.transport.errors import MoverError
 from splitserve.transport.messages.messages import Met
 from splitserve.transport.movers import nixl
+from splitserve.transport.movers.block_memory import DevicePool
 from splitserve.transport.movers.interface import Arrival, Pool
 from splitserve.transport.movers.nixl import NixlSource, NixlTarget
 from splitserve.transport.movers.opening import open_source
@@ -191,3 +194,52 @@ def test_who_could_not_be_shut_out_is_not_said_to_be(
     assert not target.shut_out(WRITER)
     assert target.address(WRITER) is None, "nor is it let in by another way"
     assert "the memory is in use" in caplog.text
+
+
+def test_a_pool_on_a_gpu_is_registered_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[tuple[object, str]] = []
+    asked: list[tuple[object, str]] = []
+
+    class PlayedAgent:
+        def __init__(self, name: str, config: object) -> None: ...
+
+        def register_memory(self, descriptors: object, kind: str) -> object:
+            registered.append((descriptors, kind))
+            return "registered"
+
+        def get_agent_metadata(self) -> bytes:
+            return b"metadata"
+
+        def add_remote_agent(self, metadata: bytes) -> str:
+            assert metadata == b"metadata"
+            return "peer"
+
+        def get_xfer_descs(self, descriptors: object, kind: str) -> object:
+            asked.append((descriptors, kind))
+            return descriptors
+
+        def initialize_xfer(self, *arguments: object) -> object:
+            return SimpleNamespace(release=lambda: None)
+
+        def transfer(self, handle: object) -> str:
+            return "PROC"
+
+        def deregister_memory(self, handle: object) -> None: ...
+
+    def on_gpu(number: int, address: int) -> DevicePool:
+        memory = SimpleNamespace(nbytes=4 * 2 * 16)
+        pool: DevicePool = SimpleNamespace(  # type: ignore[assignment]
+            shape=(4, 2, 16), pointer=address, bytes=memory, device=torch.device("cuda", number)
+        )
+        return pool
+
+    api = SimpleNamespace(nixl_agent=PlayedAgent, nixl_agent_config=lambda backends: None)
+    monkeypatch.setattr(nixl.importlib, "import_module", lambda name: api)
+    target = NixlTarget(on_gpu(3, 0x5000))
+    source = NixlSource(target.address(WRITER) or b"", 4, on_gpu(1, 0x9000))
+    assert ([(0x5000, 128, 3, "")], "VRAM") in registered
+    assert ([(0x9000, 128, 1, "")], "VRAM") in registered
+    source.put(1, SECRET, [(0, 2, 1)], 1)
+    assert asked == [([(0x9000 + 2 * 32 + 16, 16, 1)], "VRAM"), ([(0x5000 + 32 + 16, 16, 3)], "VRAM")]
+    source.close()
+    target.close_all()

@@ -2,7 +2,8 @@
 
 It knows no socket: ``talk`` yields lists of buffers and is resumed once all of them are full. So the same
 code runs under the server's selector and under the fuzzer. A body is received straight into the pool where it
-travels plain, and is opened into it where it travels sealed.
+travels plain, and is opened into it where it travels sealed. For a pool on a GPU each record of a body is
+received into host memory and copied from there.
 """
 
 from __future__ import annotations
@@ -14,10 +15,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ..interface import Arrival, Pool
+import numpy as np
+
+from ..block_memory import BlockPool
+from ..interface import Arrival
 from ..lease_book import Claim, LeaseBook, blocks_per_parcel
 from .parcels import RECORD_BYTES, SIZE, Span, header_bytes, records, spans, unpack_header
 from .sealing import HELLO_BYTES, PLAIN, PROOF_BYTES, TAG_BYTES, Hello, Seal, Transcript, new_nonce
+from .staging import Staging
 
 Talk: TypeAlias = Generator[list[memoryview], None, None]
 
@@ -31,13 +36,14 @@ class BadPeer(Exception):
 class Desk:
     """State that all connections of a target share. ``lock`` guards ``book`` and the pool's leased blocks."""
 
-    pool: Pool
+    pool: BlockPool
     book: LeaseBook
     lock: AbstractContextManager[object]
     secret: bytes
     takes_plain: bool
     dropped: Counter[str]
     arrived: Callable[[list[Arrival]], None]
+    staging: Staging | None = None  # where the pool lies on a GPU; used with the lock held
 
 
 class Inbound:
@@ -48,7 +54,7 @@ class Inbound:
         _, num_layers, layer_bytes = desk.pool.shape
         self._block_bytes = num_layers * layer_bytes
         self._max_positions = blocks_per_parcel(layer_bytes)
-        self._bytes = desk.pool.reshape(-1).data
+        self._bytes = desk.pool.reshape(-1).data if isinstance(desk.pool, np.ndarray) else memoryview(b"")
         self._scratch = self._opened = memoryview(b"")
         self._seal: Seal | None = None
         self.authenticated = False
@@ -63,7 +69,8 @@ class Inbound:
     def safe(self, buffers: deque[memoryview]) -> deque[memoryview]:
         """Return ``buffers``, or others of that size if their lease has ended. Call it with the lock held,
         right before bytes are written."""
-        if self._seal is not None or self._claim is None or self._claim.valid:
+        receives_into_pool = self._seal is None and self._desk.staging is None
+        if not receives_into_pool or self._claim is None or self._claim.valid:
             return buffers
         self._claim, num_bytes = None, sum(len(buffer) for buffer in buffers)
         return deque(
@@ -105,9 +112,12 @@ class Inbound:
             return
         self._claim = claim
         runs = spans(self._desk.pool, claim.blocks, header.offset, header.length)
-        yield from (
-            self._take_plain(runs) if self._seal is None else self._take_sealed(runs, self._seal, claim)
-        )
+        if self._seal is not None:
+            yield from self._take_sealed(runs, self._seal, claim)
+        elif self._desk.staging is None:
+            yield [self._bytes[start:end] for start, end in runs]
+        else:
+            yield from self._take_staged(runs, self._desk.staging, claim)
         self._claim = None
         with self._desk.lock:
             self._desk.arrived(self._desk.book.complete(claim))
@@ -128,8 +138,14 @@ class Inbound:
             raise BadPeer("forged")
         return opened
 
-    def _take_plain(self, runs: Sequence[Span]) -> Talk:
-        yield [self._bytes[start:end] for start, end in runs]
+    def _take_staged(self, runs: Sequence[Span], staging: Staging, claim: Claim) -> Talk:
+        for record in records(runs):
+            piece = self._scratch[: sum(end - start for start, end in record)]
+            yield [piece]
+            with self._desk.lock:
+                if claim.valid:
+                    staging.buffer[: len(piece)] = piece
+                    staging.write(record)
 
     def _take_sealed(self, runs: Sequence[Span], seal: Seal, claim: Claim) -> Talk:
         for record in records(runs):
@@ -143,18 +159,22 @@ class Inbound:
         if not claim.valid:
             seal.skip()
             return
-        if len(record) == 1:
-            opened = seal.open_into(sealed, self._bytes[record[0][0] : record[0][1]])
+        size, staging = len(sealed) - TAG_BYTES, self._desk.staging
+        if staging is not None:
+            piece = staging.buffer[:size]
+        elif len(record) == 1:
+            piece = self._bytes[record[0][0] : record[0][1]]
         else:
-            piece = self._opened[: len(sealed) - TAG_BYTES]
-            opened = seal.open_into(sealed, piece)
-            if opened:
-                at = 0
-                for start, end in record:
-                    self._bytes[start:end] = piece[at : at + end - start]
-                    at += end - start
-        if not opened:
+            piece = self._opened[:size]
+        if not seal.open_into(sealed, piece):
             raise BadPeer("forged")
+        if staging is not None:
+            staging.write(record)
+        elif len(record) > 1:
+            at = 0
+            for start, end in record:
+                self._bytes[start:end] = piece[at : at + end - start]
+                at += end - start
 
     def _discard(self, num_bytes: int) -> Talk:
         while num_bytes > 0:

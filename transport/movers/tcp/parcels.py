@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 from ...messages.messages import SECRET_BYTES
-from ..interface import Pool
+from ..block_memory import BlockPool
 from ..lease_book import ParcelHeader
 
 _HEADER = struct.Struct(f"<4sB3xQ{SECRET_BYTES}sQQ")
@@ -52,7 +52,7 @@ Span: TypeAlias = tuple[int, int]
 """[start, end) in the pool's bytes"""
 
 
-def spans(pool: Pool, blocks: Sequence[int], offset: int, length: int) -> list[Span]:
+def spans(pool: BlockPool, blocks: Sequence[int], offset: int, length: int) -> list[Span]:
     """Return the places of a parcel's body in ``pool``: runs of bytes, as long as possible."""
     block_bytes = pool.shape[1] * pool.shape[2]
     runs: list[Span] = []

@@ -3,7 +3,7 @@ connections at a time.
 
 Each connection has a thread that takes parcels from one queue, so that a further connection opens only when
 those before it do not keep up. Bytes go from the pool to the kernel without a copy in between, or through the
-cipher into one buffer.
+cipher into one buffer; those of a pool on a GPU through one page-locked record (staging.py).
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from ...errors import MoverError
-from ..interface import Arrival, Item, Pool, layer_slice
+from ..block_memory import BlockPool
+from ..interface import Arrival, Item, layer_slice
 from ..lease_book import ParcelHeader, cut
 from .parcels import RECORD_BYTES, SIZE, Span, pack_header, records, spans
 from .sealing import (
@@ -34,14 +37,13 @@ from .sealing import (
     new_nonce,
     quickest_cipher,
 )
+from .staging import HostBytes, Staging
 
 MAX_CONNECTIONS = 4
 BACKLOG_BYTES = 16 << 20  # waiting for one connection: more than that opens another
 CONNECT_TIMEOUT_S = 3.0
-RETRY_S, RETRY_PAUSE_S = (
-    5.0,
-    0.05,
-)  # how long a lost connection is tried again, and the first pause (doubling)
+RETRY_S = 5.0  # a lost connection is tried again until then
+RETRY_PAUSE_S = 0.05  # the first pause, doubled for each further one
 STALL_S = 20.0  # a peer that takes nothing in for that time is gone
 CLOSE_S = 0.2
 MAX_BUFFERS = 512  # in one system call (IOV_MAX is 1024)
@@ -60,7 +62,7 @@ class TcpSource:
     """One per decode worker. Safe to close at any time; what cannot be sent becomes a MoverError of ``put``
     or ``poll``."""
 
-    def __init__(self, data_address: str, pool: Pool, plain: bool = False, cipher: int | None = None):
+    def __init__(self, data_address: str, pool: BlockPool, plain: bool = False, cipher: int | None = None):
         """``plain``: send in the clear if the peer takes that too; ``cipher``: GCM, OCB, or None for the
         quicker. Connects in the background. Raises MoverError for a bad address."""
         self._address = DataAddress.parse(data_address)
@@ -171,13 +173,13 @@ class TcpSource:
 class _Connection(threading.Thread):
     """Sends parcels until the source is closed or the peer is beyond reach."""
 
-    def __init__(self, source: TcpSource, address: DataAddress, mode: int, pool: Pool):
+    def __init__(self, source: TcpSource, address: DataAddress, mode: int, pool: BlockPool):
         super().__init__(name="kv-sender", daemon=True)
         self._source, self._address, self._mode, self._pool = source, address, mode, pool
-        self._bytes = pool.reshape(-1).data
         self._sealed = memoryview(bytearray(RECORD_BYTES + TAG_BYTES))
         self._stream: socket.socket | None = None
         self._seal: Seal | None = None
+        self._memory: HostBytes | Staging
 
     def interrupt(self) -> None:
         """From another thread: whatever this one waits for fails now."""
@@ -189,6 +191,8 @@ class _Connection(threading.Thread):
     def run(self) -> None:
         try:
             if self._connect():
+                pool = self._pool
+                self._memory = HostBytes(pool) if isinstance(pool, np.ndarray) else Staging(pool)
                 while (parcel := self._source.next_parcel()) is not None and self._send_or_connect_again(
                     parcel
                 ):
@@ -229,9 +233,8 @@ class _Connection(threading.Thread):
         """Connect and authenticate both ends. Raises OSError, EOFError."""
         if self._stream is not None:
             self._stream.close()
-        stream = self._stream = socket.create_connection(
-            (self._address.host, self._address.port), CONNECT_TIMEOUT_S
-        )
+        place = (self._address.host, self._address.port)
+        stream = self._stream = socket.create_connection(place, CONNECT_TIMEOUT_S)
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALL_S * 1000))
         hello = Hello(self._mode, new_nonce())
@@ -251,18 +254,17 @@ class _Connection(threading.Thread):
 
     def _send(self, parcel: _Parcel) -> None:
         layer_bytes = self._pool.shape[2]
-        offset, length = (
-            parcel.layers.start * layer_bytes,
-            (parcel.layers.stop - parcel.layers.start) * layer_bytes,
-        )
+        offset = parcel.layers.start * layer_bytes
+        length = parcel.layers.stop * layer_bytes - offset
         header = pack_header(ParcelHeader(parcel.lease, parcel.secret, offset, length, parcel.positions))
         runs = spans(self._pool, parcel.blocks, offset, length)
-        if self._seal is None:
-            self._send_all(
-                [SIZE.pack(len(header)) + header, *(self._bytes[start:end] for start, end in runs)]
-            )
-        else:
+        if self._seal is not None:
             self._send_sealed(header, runs, self._seal)
+            return
+        before = [SIZE.pack(len(header)) + header]
+        for places in self._memory.batches(runs):
+            self._send_all([*before, *self._memory.read(places)])
+            before = []
 
     def _send_sealed(self, header: bytes, runs: list[Span], seal: Seal) -> None:
         sealed = memoryview(bytearray(SIZE.size + len(header) + TAG_BYTES))
@@ -270,7 +272,7 @@ class _Connection(threading.Thread):
         seal.close_into(header, sealed[SIZE.size :])
         self._send_all([sealed])
         for record in records(runs):
-            pieces = [self._bytes[start:end] for start, end in record]
+            pieces = self._memory.read(record)
             content = pieces[0] if len(pieces) == 1 else b"".join(pieces)
             sealed = self._sealed[: len(content) + TAG_BYTES]
             seal.close_into(content, sealed)

@@ -22,13 +22,17 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 
+import numpy as np
+
 from ...errors import AddressError, MoverError
 from ...messages.messages import PeerId
 from ...process.wakeup import Wakeup
-from ..interface import Arrival, Pool
+from ..block_memory import BlockPool
+from ..interface import Arrival
 from ..lease_book import BookedTarget
 from .inbound import BadPeer, Desk, Inbound
 from .sealing import SECRET_BYTES, DataAddress, endpoint
+from .staging import Staging
 
 HANDSHAKE_TIMEOUT_S = 5.0
 MAX_STRANGERS = 64  # connections that have not proved anything yet; beyond them the oldest ends
@@ -43,14 +47,23 @@ _log = logging.getLogger(__name__)
 class TcpTarget(BookedTarget):
     """Every prefill worker connects here. ``dropped`` counts parcels, and ended connections, by reason."""
 
-    def __init__(self, address: str, pool: Pool, takes_plain: bool = False):
+    def __init__(self, address: str, pool: BlockPool, takes_plain: bool = False):
         """Listens on ``address`` (tcp://host:* takes a free port). Raises AddressError."""
         self._listener = _listening(address)
         super().__init__(pool.shape[1], pool.shape[2])
         self.dropped: Counter[str] = Counter()
         self.num_blocks_received = 0
         self._secret = secrets.token_bytes(SECRET_BYTES)
-        desk = Desk(pool, self._book, self._lock, self._secret, takes_plain, self.dropped, self._arrived)
+        desk = Desk(
+            pool,
+            self._book,
+            self._lock,
+            self._secret,
+            takes_plain,
+            self.dropped,
+            self._arrived,
+            None if isinstance(pool, np.ndarray) else Staging(pool),
+        )
         self._takes_plain = takes_plain
         self._server = _Server(self._listener, desk, self._news.set)
         self._server.start()
