@@ -14,11 +14,12 @@ from ..chat_output.reasoning import CLOSE as THOUGHT_ENDS
 from ..chat_output.reasoning import OPEN as THOUGHT_BEGINS
 from ..chat_output.tool_parsers import ARGS, CLOSE, OPEN, PYTHON_TAG, TOOL_CALLS, ToolStyle
 from .bodies.tools import Tool, parameters_of
+from .json_schemas import guided
 
 NEWLINE, PARAMETERS = "\n", '"parameters": '
 WHITESPACE = r"[ \n\t]{0,20}"
 ANYTHING = "/(?s:.*)/"
-ANY_OBJECT = '{"type": "object"}'
+ANY_OBJECT = guided({"type": "object"})
 Term = Callable[[str], str]
 """A mark as Lark writes it: a string in quotes or, where it is one, a special token's number."""
 
@@ -106,7 +107,7 @@ def _calls(style: ToolStyle, tools: Sequence[Tool], term: Term, has_args_mark: b
 
 def _arguments(schemas: Sequence[str]) -> list[str]:
     """``args_0``, ``args_1``, ..."""
-    return [f"args_{i}: %json {_bounded(schema)}" for i, schema in enumerate(schemas)]
+    return [f"args_{i}: %json {schema}" for i, schema in enumerate(schemas)]
 
 
 def _one(style: ToolStyle, name: str, arguments: str, term: Term, has_args_mark: bool) -> str:
@@ -160,11 +161,3 @@ def _llama3_at_will(names: Sequence[str], tag: str) -> list[str]:
 
 def _text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
-
-
-def _bounded(schema: str) -> str:
-    value = json.loads(schema)
-    own = value.get("x-guidance")
-    return json.dumps(
-        {**value, "x-guidance": {**(own if isinstance(own, dict) else {}), "whitespace_pattern": WHITESPACE}}
-    )

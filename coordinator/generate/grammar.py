@@ -3,6 +3,7 @@ worker sees it."""
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import OrderedDict
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from .bodies.output_format import grammar_of
 from .call_grammar import after_thought, call_grammar, calls_at_will, either
 from .prompts import Prompt
 
+_log = logging.getLogger(__name__)
 MAX_REMEMBERED = 1024
 MAX_LEXER_STATES = 50_000
 """The workers' limit; with the library's others it bounds the work to about a second."""
@@ -87,6 +89,8 @@ class GrammarCheck:
         if not matcher.is_error():
             matcher.compute_bitmask()
             reason = matcher.get_error() and "no text satisfies it"
+        for warning in matcher.get_grammar_warnings():
+            _log.info("%s: left to the model: %s", param, warning[:MAX_REASON_CHARS])
         if reason:
             raise InvalidRequest(f"{param}: {_for_people(reason)}", param=param)
         with self._lock:
@@ -107,4 +111,8 @@ def _for_people(reason: str) -> str:
         return f"the regular expression cannot be read: {found[1]}"
     if found := re.match(r'at \d+\(\d+\): invalid regex ".*?" \(in regex\): ([^\n;]+)', reason):
         return f"the regular expression cannot be followed: {found[1]}"
-    return reason[:MAX_REASON_CHARS].strip()
+    if "JSON schema" in reason or "Unimplemented keys" in reason:
+        fault = reason.partition("failed to compile JSON schema:")[2] or reason
+        first = fault.strip().partition("\n")[0]
+        return f"the schema cannot be followed: {first[:MAX_REASON_CHARS]}"
+    return reason.partition("\n")[0][:MAX_REASON_CHARS].strip()

@@ -17,13 +17,14 @@ from pydantic import WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from ...errors import InvalidRequest
+from ..json_schemas import guided, strict_fault
 
-WHITESPACE = r"[ \n\t]{0,20}"
-"""Between JSON's tokens: bounded, for small models would go on with newlines for ever."""
 MAX_CHOICES = 1000
 MAX_CHARS = 100_000
 """Characters of one schema, regex or grammar, as JSON."""
 MAX_EBNF_CHARS = 20_000
+BARE = {"type", "properties", "$ref", "anyOf", "oneOf", "allOf", "enum", "items", "$defs"}
+"""Keywords that only a schema has, and no object around one."""
 EBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 KINDS = ("json", "regex", "choice", "grammar")
 Kind = Literal["json", "regex", "choice", "grammar"]
@@ -42,6 +43,7 @@ class OutputFormat(NamedTuple):
     value: Any
     param: str  # the field that asked for it
     unknown: tuple[str, ...] = ()  # paths of its unknown fields
+    lenient: bool = False  # what the grammar cannot hold of a schema is left to the model
 
 
 def grammar_of(wanted: OutputFormat) -> bytes:
@@ -56,9 +58,8 @@ def _grammar_of(wanted: OutputFormat) -> str:
     text: str
     match wanted.kind:
         case "json":
-            text = LLMatcher.grammar_from_json_schema(
-                wanted.value, overrides={"whitespace_pattern": WHITESPACE}
-            )
+            schema = guided(orjson.loads(wanted.value), lenient=wanted.lenient)
+            text = LLMatcher.grammar_from_json_schema(schema)
         case "regex":
             text = LLMatcher.grammar_from_regex(wanted.value)
         case "choice":
@@ -83,22 +84,42 @@ def _as_lark(text: str) -> str:
 
 
 def check_response_format(value: Any) -> OutputFormat | None:
-    """Return the format of ``response_format``. Raises PydanticCustomError."""
-    kind = value.get("type") if isinstance(value, dict) else None if value is None else value
-    unknown = _unknown_within(value, ("type", "json_schema"), "response_format")
-    if value is None or kind == "text":
+    """Return the format of ``response_format``. Raises PydanticCustomError.
+
+    Beside OpenAI's forms a bare schema is taken, as llama.cpp, Together and Fireworks do.
+    """
+    if value is None or value == "text":
         return None
-    if kind == "json_object":
-        return OutputFormat("json", '{"type":"object"}', "response_format", unknown)
-    if kind != "json_schema" or not isinstance(value, dict):
-        raise _invalid(f"type {kind!r} is not known; use 'text', 'json_object' or 'json_schema'")
-    outer = value.get("json_schema")
-    if not isinstance(outer, dict) or "schema" not in outer:
+    given = value if isinstance(value, dict) else {"type": value}
+    kind, param = given.get("type"), "response_format"
+    unknown = _unknown_within(given, ("type", "json_schema", "schema", "grammar"), param)
+    match kind:
+        case "text":
+            return None
+        case "json_object" if given.get("schema") is None:
+            return OutputFormat("json", '{"type":"object"}', param, unknown)
+        case "json_object":
+            return _json(given["schema"], param)._replace(unknown=unknown, lenient=True)
+        case "grammar":
+            return _CHECKS["grammar"](given.get("grammar"), param)._replace(unknown=unknown)
+        case "json_schema":
+            return _json_schema(given, unknown)
+    raise _invalid(f"type {kind!r} is not known; use 'text', 'json_object' or 'json_schema'")
+
+
+def _json_schema(given: dict[str, Any], unknown: tuple[str, ...]) -> OutputFormat:
+    param, outer = "response_format", given.get("json_schema", given)
+    bare = outer is not given and isinstance(outer, dict) and bool(BARE & outer.keys())
+    if not isinstance(outer, dict) or ("schema" not in outer and not bare):
         raise _invalid('type \'json_schema\' needs {"json_schema": {"name": "...", "schema": {...}}}')
-    unknown += _unknown_within(
-        outer, ("name", "description", "schema", "strict"), "response_format.json_schema"
-    )
-    return _json(outer["schema"], "response_format")._replace(unknown=unknown)
+    if "schema" not in outer or outer is given:
+        return _json(outer.get("schema", outer), param)._replace(unknown=unknown, lenient=True)
+    known = ("name", "description", "schema", "strict")
+    unknown += _unknown_within(outer, known, f"{param}.json_schema")
+    found = _json(outer["schema"], param)._replace(unknown=unknown, lenient=outer.get("strict") is not True)
+    if not found.lenient and (fault := strict_fault(orjson.loads(found.value))):
+        raise _invalid(f"the schema cannot be strict: {fault}")
+    return found
 
 
 def _unknown_within(value: Any, known: Collection[str], path: str) -> tuple[str, ...]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
-import orjson
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
+from ..json_schemas import guided, strict_fault
 from .fields import Body, invalid, unknown_within
 
 MAX_TOOLS = 128
@@ -29,6 +29,12 @@ class Function(Body):
         Any, BeforeValidator(_object), WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "null"}]})
     ] = None
     strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _has_strict_form(self) -> Self:
+        if self.strict and self.parameters and (fault := strict_fault(self.parameters)):
+            raise invalid(f"its parameters cannot be strict: {fault}")
+        return self
 
 
 class Tool(Body):
@@ -131,5 +137,7 @@ FUNCTION_CALL = WithJsonSchema(
 
 
 def parameters_of(tool: Tool) -> str:
-    """Return the JSON text of the schema of its arguments, which is always an object."""
-    return orjson.dumps({"type": "object", **(tool.function.parameters or {})}).decode()
+    """Return the JSON text of the schema of its arguments for llguidance: always an object, without any where
+    none are declared."""
+    own = tool.function.parameters or {"properties": {}}
+    return guided({"type": "object", **own}, lenient=not tool.function.strict)

@@ -90,7 +90,15 @@ async def test_no_grammar_where_none_is_asked_for(
             },
             "objec",
         ),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "not"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"schema": {"not": {}}, "strict": True},
+                }
+            },
+            "not",
+        ),
         ({"guided_json": {"$ref": "#/nowhere"}}, "nowhere"),
         ({"guided_json": {"$ref": "#"}}, "no text satisfies it"),
         ({"guided_json": "{"}, "not valid JSON"),

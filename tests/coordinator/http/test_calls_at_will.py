@@ -30,7 +30,15 @@ ALLOWED: Any = {
 }
 BAD: Any = {
     "type": "function",
-    "function": {"name": "f", "strict": True, "parameters": {"properties": {"a": {"type": "strin"}}}},
+    "function": {
+        "name": "f",
+        "strict": True,
+        "parameters": {
+            "properties": {"a": {"type": "strin"}},
+            "required": ["a"],
+            "additionalProperties": False,
+        },
+    },
 }
 LLAMA = f'{{"name": "weather", "parameters": {ARGUMENTS}}}'
 MISTRAL = f'[TOOL_CALLS][{{"name": "weather", "arguments": {ARGUMENTS}}}]'
