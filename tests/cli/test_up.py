@@ -322,3 +322,7 @@ def test_workers_share_this_hosts_memory_in_equal_parts(
         for worker in planned(model, tmp_path, device="cuda", decode="2").workers
     ]
     assert sorted(shares) == [0.45, 0.45, 0.9]
+    monkeypatch.setattr(up, "num_gpus", lambda _: 1)
+    for device in ("cuda:0", "cuda", "auto"):
+        workers = planned(model, tmp_path, device=device).workers
+        assert {(worker.device, worker.gpu_memory_utilization) for worker in workers} == {("cuda:0", 0.45)}

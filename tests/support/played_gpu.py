@@ -53,6 +53,9 @@ class PlayedGpu(TorchFunctionMode):
         super().__init__()
         self.waits: list[str] = []
         self.capturing = False
+        self.total_bytes = self.free_bytes = 0
+        self.reserved_bytes = 0  # of this process, in use
+        self.cached_bytes = 0  # of this process, kept by torch and not in use
         self.step = 0
         self.launching = False
         self.variants: set[str] = set()
@@ -172,6 +175,9 @@ class PlayedGpu(TorchFunctionMode):
         self.launching = False
         assert len(self.waits) == before, f"the host waits for the device in a launch: {self.waits[before:]}"
 
+    def empty_cache(self) -> None:
+        self.cached_bytes = 0
+
     @property
     def num_page_locked_bytes(self) -> int:
         """Of host memory, ever."""
@@ -254,13 +260,15 @@ class Stream:
 def played_gpu(monkeypatch: pytest.MonkeyPatch, free_bytes: int = 1 << 30) -> Iterator[PlayedGpu]:
     """torch finds a GPU, in this thread and in those that are started within."""
     gpu = PlayedGpu()
+    gpu.free_bytes = gpu.total_bytes = free_bytes
     properties = SimpleNamespace(name="a played GPU", multi_processor_count=1, uuid="0")
     for name, value in {
         "is_available": lambda: True, "Stream": Stream, "Event": partial(Event, gpu),
         "stream": lambda _: nullcontext(), "current_stream": Stream,
-        "mem_get_info": lambda _=None: (free_bytes, free_bytes), "get_device_properties": lambda _: properties,
+        "mem_get_info": lambda _=None: (gpu.free_bytes - gpu.cached_bytes, gpu.total_bytes),
+        "memory_reserved": lambda _=None: gpu.reserved_bytes, "get_device_properties": lambda _: properties,
         "get_device_capability": lambda _=None: (9, 0), "get_device_name": lambda _: properties.name, "set_device": lambda _: None,
-        "device": lambda _: nullcontext(), "empty_cache": lambda: None,
+        "device": lambda _: nullcontext(), "empty_cache": gpu.empty_cache,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     bootstrap: Callable[[threading.Thread], None] = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
