@@ -3,7 +3,10 @@ memory, whole and to no other place, also when they are cancelled or their lease
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -102,6 +105,40 @@ def test_a_lease_that_ends_on_the_way_is_written_no_more(gpu: PlayedGpu) -> None
         expected = empty_pool()
         expected[8] = pair.source_pool[5]
         assert np.array_equal(pair.pool, expected)
+
+
+def test_a_peer_that_dies_on_the_way_costs_its_puts_and_leaves_no_page_locked_memory(
+    gpu: PlayedGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source, "RETRY_S", 0.1)
+    records: list[weakref.ref[Staging]] = []
+    copy = Staging._copy
+
+    def noted(self: Staging, *arguments: Any, **options: Any) -> int:
+        if not any(record() is self for record in records):
+            records.append(weakref.ref(self))
+        return copy(self, *arguments, **options)
+
+    monkeypatch.setattr(Staging, "_copy", noted)
+    send_to_a_peer_that_dies()
+    assert len(records) >= 2, "of both ends"
+    gc.collect()
+    assert [record() for record in records if record() is not None] == []
+
+
+def send_to_a_peer_that_dies() -> None:
+    pair = Pair()
+    pair.target.open(1, SECRET, {i: i for i in range(NUM_BLOCKS)})
+    pair.source.put(1, SECRET, [(0, 0, 0)])
+    until(lambda: pair.has((1, 0)))
+    pair.target.close_all()
+    pair.source.put(1, SECRET, [(i, i, i) for i in range(1, NUM_BLOCKS)])
+    with pytest.raises(MoverError, match="cannot reach the decode worker"):
+        until(lambda: pair.source.poll() and False)
+    pair.source.cancel(1)
+    pair.source.close()
+    for connection in pair.source._connections:
+        connection.join()
 
 
 def test_a_gpu_that_copies_no_more_ends_the_mover_and_not_the_worker(
