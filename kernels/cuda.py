@@ -18,6 +18,7 @@ from .gpu.decode_attention import EXACT_PROGRAMS_PER_SM, decode_attention, decod
 from .gpu.decode_plan import DecodePlan, plan_decode
 from .gpu.elementwise import embedding, silu_mul
 from .gpu.exact_linear import ExactLinear
+from .gpu.flash_attention import FlashAttention3
 from .gpu.fp8_linear import MULTIPLE, Fp8Linear
 from .gpu.gumbel_argmax import gumbel_argmax
 from .gpu.norm import add_rms_norm, rms_norm
@@ -38,15 +39,18 @@ class CudaKernels:
         exact: bool = False,
         fp8_linears: bool = False,
         prefill_shape: TileShape | None = None,
+        flash: FlashAttention3 | None = None,
     ) -> None:
         """``num_sms``: multiprocessors of the GPU; ``fp8_linears``: linear layers in float8, where their
         shape allows it; ``prefill_shape``: another than the one that suits the GPU (small ones, for the
-        interpreter)."""
+        interpreter); ``flash``: for the steps that it serves."""
         assert not (exact and fp8_linears), "the exact product is not made for float8"
         self._num_sms = num_sms
         self._exact = exact
         self._fp8_linears = fp8_linears
         self._prefill_shape = prefill_shape
+        assert not (exact and flash), "the exact attention is Triton's"
+        self._flash = flash
 
     def linear(self, weight: Tensor | Sequence[Tensor], bias: Tensor | None) -> Linear:
         parts = [weight] if isinstance(weight, Tensor) else weight
@@ -73,6 +77,8 @@ class CudaKernels:
         return rope_and_store(qkv, pool, layer, rope)
 
     def paged_attention(self, q: Tensor, pool: Tensor, layer: int, inputs: AttentionInputs) -> Tensor:
+        if self._flash is not None and self._flash.serves(q, pool, inputs):
+            return self._flash(q, pool, layer, inputs)
         num_tokens, num_heads, head_dim = q.shape
         window = inputs.sliding_window
         if window not in inputs.plans:

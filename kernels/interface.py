@@ -46,6 +46,7 @@ class AttentionInputs:
     seq_lens        int32 [num_seqs]
     block_tables    int32 [num_seqs, max_blocks]; entries beyond a sequence's last block are never read
     sliding_window  a token sees itself and the sliding_window - 1 tokens before it; None: all
+    max_query_len   of all sequences; None: the host does not know it
     plans           derived from the lengths once for all layers that share a window; lives for one step
     """
 
@@ -55,6 +56,7 @@ class AttentionInputs:
     scale: float
     sliding_window: int | None = None
     kv_scales: Tensor | None = None
+    max_query_len: int | None = None
     plans: dict[int | None, Any] = field(default_factory=dict)
 
 

@@ -117,6 +117,7 @@ def _cuda_kernels(device: torch.device, exact: bool, fp8_linears: bool, fp8_cach
         )
     try:
         from .cuda import CudaKernels
+        from .gpu.flash_attention import usable_flash_attention
     except ImportError:
         if exact:
             raise UnsuitableKernelsError(
@@ -131,13 +132,14 @@ def _cuda_kernels(device: torch.device, exact: bool, fp8_linears: bool, fp8_cach
         )
         return TorchKernels()
     gpu = torch.cuda.get_device_properties(device)
-    logger.info(
-        "kernels: Triton on %s, %d multiprocessors%s",
-        gpu.name,
-        gpu.multi_processor_count,
-        ", exact" if exact else "",
-    )
-    return CudaKernels(gpu.multi_processor_count, exact, fp8_linears)
+    flash, named = None, "exact"
+    if not exact:
+        with torch.inference_mode():
+            ours = CudaKernels(gpu.multi_processor_count).paged_attention
+            flash, named = usable_flash_attention(device, ours)
+    count = gpu.multi_processor_count
+    logger.info("kernels: Triton on %s, %d multiprocessors; %s", gpu.name, count, named)
+    return CudaKernels(count, exact, fp8_linears, flash=flash)
 
 
 def cpu_multiplies_bfloat16() -> bool:

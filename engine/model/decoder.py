@@ -32,6 +32,7 @@ class AttentionMetadata:
     seq_lens        int32 [num_seqs]              KV length, this step's tokens included
     block_tables    int32 [num_seqs, max_blocks]
     slot_mapping    int64 [num_tokens]
+    max_query_len   tokens of the longest chunk; None: the host does not know it, as in a graph
     """
 
     positions: Tensor
@@ -39,6 +40,7 @@ class AttentionMetadata:
     seq_lens: Tensor
     block_tables: Tensor
     slot_mapping: Tensor
+    max_query_len: int | None = None
 
     def of_rows(self, rows: Tensor) -> AttentionMetadata:
         """For queries of the token rows ``rows`` (int64) alone: each is a sequence of its own that ends with
@@ -179,7 +181,8 @@ class DecoderModel:
                 norm_eps=c.rms_norm_eps, kv_scales=scales,
             ),
             AttentionInputs(
-                m.query_start_loc, m.seq_lens, m.block_tables, c.head_dim**-0.5, kv_scales=scales
+                m.query_start_loc, m.seq_lens, m.block_tables, c.head_dim**-0.5, kv_scales=scales,
+                max_query_len=m.max_query_len,
             ),
         )  # fmt: skip
 

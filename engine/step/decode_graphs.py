@@ -119,7 +119,8 @@ class StepBuffers:
         """Token ids and metadata of the first ``num_rows`` rows: views of the fixed memory."""
         first = {name: tensor[:num_rows] for name, tensor in self._device.items() if name != "fed_from"}
         token_ids = first.pop("token_ids")
-        return token_ids, AttentionMetadata(query_start_loc=self._query_start_loc[: num_rows + 1], **first)
+        starts = self._query_start_loc[: num_rows + 1]
+        return token_ids, AttentionMetadata(query_start_loc=starts, max_query_len=None, **first)
 
 
 class DecodeGraphs:

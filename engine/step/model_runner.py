@@ -395,8 +395,9 @@ class ModelRunner:
 
 def attention_metadata(batch: Batch, device: torch.device) -> AttentionMetadata:
     """The batch's metadata on the device, sent without waiting for it."""
-    arrays = (batch.positions, batch.query_start_loc, batch.seq_lens, batch.block_tables, batch.slot_mapping)
-    return AttentionMetadata(*(send(torch.from_numpy(array).contiguous(), device) for array in arrays))
+    names = ("positions", "query_start_loc", "seq_lens", "block_tables", "slot_mapping")
+    sent = {name: send(torch.from_numpy(getattr(batch, name)).contiguous(), device) for name in names}
+    return AttentionMetadata(max_query_len=int(np.diff(batch.query_start_loc).max(initial=1)), **sent)
 
 
 def gpu_room_of(

@@ -24,7 +24,7 @@ from splitserve.engine.step.batch import StepOutput
 from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
 from splitserve.engine.worker_model import WorkerModel
 from splitserve.kernels.cuda import CudaKernels
-from splitserve.kernels.gpu import decode_attention, prefill_attention
+from splitserve.kernels.gpu import decode_plan, prefill_attention
 from splitserve.kernels.gpu.attention_tiles import TileShape
 from splitserve.kernels.reference import TorchKernels
 from splitserve.transport.messages.messages import SamplingParams
@@ -54,7 +54,7 @@ def on_played_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedGpu]:
         monkeypatch.setattr(model_runner, "select_kernels", lambda *_, **__: kernels)
         monkeypatch.setattr(model_runner, "WARM_UP_TOKENS", (2, 3))
         monkeypatch.setattr(model_runner, "MANY_SEQS", 3)
-        for plans in (decode_attention, prefill_attention):
+        for plans in (decode_plan, prefill_attention):
             monkeypatch.setattr(plans, "padded_seqs", lambda num_seqs: 4 if num_seqs < 3 else 8)
         monkeypatch.setattr(prefill_graphs, "TOKEN_BUCKETS", (8,))
         monkeypatch.setattr(prefill_graphs, "seconds", lambda *_: 1.0)
