@@ -30,6 +30,7 @@ LLAMA_500M: dict[str, Any] = {
     "num_key_value_heads": 4,
     "tie_word_embeddings": False,
 }
+QWEN3: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 LLAMA_TINY: dict[str, Any] = {  # time spent outside the kernels shows
     "vocab_size": 300,
     "hidden_size": 64,
@@ -44,7 +45,7 @@ SHAPES = {"125m": LLAMA_125M, "500m": LLAMA_500M, "tiny": LLAMA_TINY}
 
 def make_random_llama(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0, **shape: Any) -> None:
     """Writes a Llama checkpoint with a tokenizer to the folder ``path``; ``shape`` overrides fields of
-    ``LLAMA_125M``."""
+    ``LLAMA_125M``. With ``QWEN3`` it is a Qwen3 one."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -89,6 +90,11 @@ def _tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             f"{layer}.self_attn.k_proj.weight": (kv, hidden),
             f"{layer}.self_attn.v_proj.weight": (kv, hidden),
             f"{layer}.self_attn.o_proj.weight": (hidden, q),
+            **(
+                {f"{layer}.self_attn.{name}_norm.weight": (head_dim,) for name in "qk"}
+                if config["model_type"] == "qwen3"
+                else {}
+            ),
             f"{layer}.post_attention_layernorm.weight": (hidden,),
             f"{layer}.mlp.gate_proj.weight": (ffn, hidden),
             f"{layer}.mlp.up_proj.weight": (ffn, hidden),

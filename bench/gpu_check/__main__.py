@@ -55,7 +55,8 @@ def main() -> int:
     if unknown := set(options.only or ()) - names:
         parser.error(f"no part is named {', '.join(sorted(unknown))}; there are {', '.join(sorted(names))}")
     if options.only:
-        stages = tuple(tuple(part for part in stage if part.name in options.only) for stage in stages)
+        chosen = (tuple(part for part in stage if part.name in options.only) for stage in stages)
+        stages = tuple(filter(None, chosen))
     if not options.rehearse and not _has_gpu():
         parser.error("torch finds no GPU here: use --rehearse, or see why torch.cuda.is_available() is false")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the parts end, too

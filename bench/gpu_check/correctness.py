@@ -23,29 +23,22 @@ from .line import Line, Place, checked, left_out, read_lines
 
 CONTEXT = 200
 GRAPH_ERROR = 0.02  # bfloat16; cuBLAS may multiply a padded batch by another kernel
+ATTENTION = ("decode attention, bfloat16", "decode attention, fp8", "prefill attention, bfloat16")
 SANITIZED = {
     "memcheck": (
-        "decode attention, bfloat16",
-        "prefill attention, bfloat16",
-        "decode attention, fp8",
-        "norm",
-        "gate",
-        "rope",
-        "embedding",
-        "exact linear",
-        "blocks packed",
-        "checksums",
-        "gumbel",
-        "sampling",
+        *ATTENTION,
+        *(f"{name}, torch.bfloat16" for name in ("norm", "gate", "rope and store")),
+        *(
+            "rope and store, fp8",
+            "embedding",
+            "exact linear",
+            "blocks packed",
+            "checksums",
+            "gumbel",
+            "sampling",
+        ),
     ),
-    "racecheck": (
-        "decode attention, bfloat16",
-        "decode attention, fp8",
-        "prefill attention, bfloat16",
-        "exact linear",
-        "norm, torch.bfloat16",
-        "sampling",
-    ),
+    "racecheck": (*ATTENTION, "norm, torch.bfloat16", "exact linear", "sampling"),
 }
 SMALL_CHECKS = f"{__name__}:small_checks"
 SANITIZER_FOUND = 99  # its exit status
@@ -62,7 +55,7 @@ def results(wanted: Iterable[Check], device: str) -> Iterator[Line]:
         try:
             error, note = check.run(device), ""
         except Exception as problem:  # the next kernel is still worth a look
-            if "CUDA error" in str(problem):
+            if "CUDA error" in str(problem) or "Triton Error" in str(problem):
                 raise  # the context is lost: nothing after this would be true
             error, note = float("inf"), f"{type(problem).__name__}: {str(problem)[:200]}"
         yield checked(check.name, error, check.allowed, note)

@@ -106,8 +106,8 @@ def as_json(lines: Iterable[Line]) -> list[dict[str, object]]:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a part runs. ``big``: on a GPU; else a small rehearsal on the CPU. ``work``: a folder of
-    the whole run."""
+    """Device and sizes of a part, and the folder that all parts share. ``big``: sizes for a GPU; else for a
+    rehearsal on the CPU."""
 
     device: str
     big: bool

@@ -12,15 +12,20 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from ..models import LLAMA_125M, LLAMA_500M, LLAMA_TINY, make_random_llama
+from ..models import LLAMA_125M, LLAMA_500M, LLAMA_TINY, QWEN3, make_random_llama
 from .line import MACHINE_FILE, Line, Place
 
 MAX_LEN = 8192 + 256  # tokens of a sequence
 SMALL = {**LLAMA_TINY, "num_hidden_layers": 2, "vocab_size": 320}
-MODELS = {"parity": LLAMA_125M, "served": LLAMA_500M}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA_125M,
+    "qwen3": {**LLAMA_125M, **QWEN3, "head_dim": 128},
+    "served": LLAMA_500M,
+}
 
 
 def machine(place: Place) -> Iterator[Line]:
@@ -91,7 +96,8 @@ def model_folder(place: Place, name: str) -> Path:
     folder = place.work / "models" / name
     if not folder.exists():
         new = folder.with_name(f"{name}-{os.getpid()}")
-        make_random_llama(new, **(MODELS[name] if place.big else SMALL), max_position_embeddings=MAX_LEN)
+        shape = MODELS[name] if place.big else SMALL | ({**QWEN3, "head_dim": 16} if name == "qwen3" else {})
+        make_random_llama(new, **shape, max_position_embeddings=MAX_LEN)
         if not folder.exists():
             new.rename(folder)
     return folder

@@ -32,19 +32,25 @@ def parity(place: Place) -> Iterator[Line]:
     if find_spec("transformers") is None:
         yield left_out("parity", "transformers is not installed")
         return
-    folder = model_folder(place, "parity")
+    for family in ("llama", "qwen3"):
+        yield from _parity(place, family)
+
+
+def _parity(place: Place, family: str) -> Iterator[Line]:
+    folder = model_folder(place, family)
     prompt_len, steps = (700, 64) if place.big else (20, 4)
     ids = np.random.default_rng(5).integers(3, 300, prompt_len).tolist()
     expected, tokens = _theirs(folder, place.device, torch.float32, ids, steps)
     ours, our_tokens = _ours(place, folder, torch.float32, ids, steps)
-    yield checked("float32: logits of a prompt's last token", relative_error(ours, expected), FLOAT32_ERROR)
+    what = f"{family}, float32: logits of a prompt's last token"
+    yield checked(what, relative_error(ours, expected), FLOAT32_ERROR)
     same = next((i for i, (a, b) in enumerate(zip(our_tokens, tokens, strict=True)) if a != b), steps)
-    yield Line(f"float32: greedy tokens, {same} of {steps} as transformers'", good=same == steps)
+    yield Line(f"{family}, float32: {same} of {steps} greedy tokens are transformers'", good=same == steps)
     theirs, _ = _theirs(folder, place.device, torch.bfloat16, ids, 0)
     ours, _ = _ours(place, folder, torch.bfloat16, ids, 0)
     error, their_error = relative_error(ours, expected), relative_error(theirs, expected)
     note = f"transformers' own error is {their_error:.1e}"
-    yield checked("bfloat16: logits against float32", error, BFLOAT16_RATIO * their_error, note)
+    yield checked(f"{family}, bfloat16: logits against float32", error, BFLOAT16_RATIO * their_error, note)
 
 
 def _theirs(
@@ -54,7 +60,8 @@ def _theirs(
     import transformers
 
     library: Any = transformers
-    model = library.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    load = library.AutoModelForCausalLM.from_pretrained
+    model = load(folder, dtype=dtype, attn_implementation="eager").to(device).eval()  # float32 without TF32
     prompt = torch.tensor([ids], device=device)
     with torch.inference_mode():
         logits = model(prompt).logits[:, -1].float().cpu()

@@ -33,20 +33,20 @@ STAGES: Stages = (
     ),
     (
         *(
-            _here(f"kernels {i + 1}", 110, "correctness:kernels", str(i), str(KERNEL_PROCESSES))
+            _here(f"kernels {i + 1}", 100, "correctness:kernels", str(i), str(KERNEL_PROCESSES))
             for i in range(KERNEL_PROCESSES)
         ),
-        _here("parity", 110, "parity:parity"),
-        _here("graphs", 110, "correctness:graphs"),
-        _here("exact", 110, "correctness:exact"),
-        _here("blocks", 110, "correctness:blocks"),
+        _here("parity", 100, "parity:parity"),
+        _here("graphs", 100, "correctness:graphs"),
+        _here("exact", 100, "correctness:exact"),
+        _here("blocks", 100, "correctness:blocks"),
     ),
     (_here("serve cuda_ipc", 90, "serving:serve", "cuda_ipc"),),
     (_here("engine 8B", 70, "speed:engine", "Llama-3.1-8B"),),
     (
-        _here("failures", 85, "failures:failures"),
-        _here("memcheck", 85, "correctness:sanitized", "memcheck"),
-        _here("racecheck", 85, "correctness:sanitized", "racecheck"),
+        _here("failures", 95, "failures:failures"),
+        _here("memcheck", 95, "correctness:sanitized", "memcheck"),
+        _here("racecheck", 95, "correctness:sanitized", "racecheck"),
     ),
     (_here("serve tcp", 50, "serving:serve", "tcp"),),
     (_here("attention", 35, "speed:attention"),),
@@ -56,6 +56,7 @@ STAGES: Stages = (
 )
 """Parts of a stage run side by side, as many as there are cores: only checks, which measure no time."""
 SPARE: Stages = (
+    (_here("serve auto", 50, "serving:serve", "auto"),),
     (_here("worker", 60, "speed:worker"),),
     (_here("exact costs", 60, "speed:exact_costs"),),
     (_here("linears", 30, "speed:linears"),),

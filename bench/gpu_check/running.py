@@ -80,11 +80,12 @@ class Run:
 
     def _run_stage(self, stage: tuple[Part, ...]) -> None:
         waiting = list(stage)
+        threads = max(1, len(os.sched_getaffinity(0)) // len(stage))
         while waiting or self._running:
             while waiting and len(self._running) < self.at_once:
                 part = waiting.pop(0)
                 if self._fits(part):
-                    self._running.append(self._start(part))
+                    self._running.append(self._start(part, threads))
             for each in list(self._running):
                 if each.process.poll() is not None or time.monotonic() > each.until:
                     self._over(each)
@@ -99,7 +100,7 @@ class Run:
     def _limit(self, part: Part) -> float:
         return part.limit_s * self.seconds / SECONDS
 
-    def _start(self, part: Part) -> Running:
+    def _start(self, part: Part, threads: int) -> Running:
         limit = min(self._limit(part), self.left_s)
         command = [
             sys.executable,
@@ -112,7 +113,13 @@ class Run:
             f"{limit:.1f}",
             *part.arguments,
         ]
-        variables = {**os.environ, **self.variables, MARK: f"{self._id} {part.name}", "PYTHONUNBUFFERED": "1"}
+        variables = {
+            **os.environ,
+            **self.variables,
+            MARK: f"{self._id} {part.name}",
+            "PYTHONUNBUFFERED": "1",
+            "OMP_NUM_THREADS": str(threads),
+        }
         with self._log(part).open("wb") as log:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=variables

@@ -1,4 +1,4 @@
-"""The archive of gpu_check: made by one command, and run without a network where only its wheels are missing."""
+"""The archive of gpu_check is made by one command and runs without a network."""
 
 from __future__ import annotations
 

@@ -131,9 +131,9 @@ def test_no_more_parts_run_side_by_side_than_there_are_cores(
     )
     most, start = 0, alone._start
 
-    def counted(part: Part) -> Any:
+    def counted(part: Part, threads: int) -> Any:
         nonlocal most
-        begun = start(part)
+        begun = start(part, threads)
         most = max(most, sum(outcome.state is State.RUNNING for outcome in alone.outcomes.values()))
         return begun
 
