@@ -11,6 +11,8 @@ from threading import Lock
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from ...transport.messages.fields import MAX_GRAMMAR_BYTES
+from ...transport.messages.token_rules import TokenRules
 from ..chat_output.reasoning import thinks_already
 from ..chat_output.style import THOUGHT_MARKS
 from ..chat_output.tool_parsers import ARGS
@@ -49,6 +51,29 @@ def grammar_for(
         special = model.tokenizer.special_id(THOUGHT_MARKS[1]) is not None
         grammar = after_thought(grammar, model.tokenizer.as_lark, special, opened=thinks_already(prompt.text))
     return grammar, param
+
+
+def with_rules(
+    request: CompletionRequest | ChatCompletionRequest, model: ServedModel, grammar: bytes
+) -> bytes:
+    """Return the grammar with the request's rules about tokens. Raises InvalidRequest."""
+    allowed, bad = request.allowed_token_ids or (), request.bad_words or ()
+    if not allowed and not bad:
+        return grammar
+    if wrong := [token_id for token_id in allowed if token_id >= model.vocab_size]:
+        found = f"token ids {', '.join(map(str, wrong[:20]))}"
+        message = f"allowed_token_ids: {found} are outside the vocabulary of {model.vocab_size} tokens"
+        raise InvalidRequest(message, param="allowed_token_ids")
+    spelled = [
+        text for word in bad for text in (word, f" {word.lstrip()}")
+    ]  # as it stands, and in a sentence
+    runs = dict.fromkeys(
+        tuple(ids) for ids in model.tokenizer.encode(spelled, add_special_tokens=False) if ids
+    )
+    rules = TokenRules(allowed=tuple(allowed), bad=tuple(runs), grammar=grammar.decode()).packed()
+    if len(rules) > MAX_GRAMMAR_BYTES:
+        raise InvalidRequest("bad_words: are too long, together with the format", param="bad_words")
+    return rules
 
 
 def _calls(

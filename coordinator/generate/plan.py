@@ -26,7 +26,7 @@ from .bodies.completion import CompletionRequest
 from .bodies.fields import MAX_UNKNOWN
 from .bodies.sampling import OnTimeout, ServiceTier
 from .chat_reading import ChatReading
-from .grammar import GrammarCheck, grammar_for
+from .grammar import GrammarCheck, grammar_for, with_rules
 from .prompts import Prompt, is_long, num_choices, prompts_of
 from .request_sampling import GenerateRequest, num_logprobs, sampling_of, seed_of
 
@@ -161,6 +161,7 @@ class Planner:
         grammar, param = grammar_for(request, self.model, prompts[0]) if request.has_grammar else (b"", "")
         if grammar:
             self._grammars.check(grammar, param)
+        grammar = with_rules(request, self.model, grammar)
         n = request.n or 1
         priority_class = class_in_force(request.service_tier, own_class)
         return RequestPlan(

@@ -19,8 +19,10 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
+from ...transport.messages.token_rules import TokenRules
 from ..errors import GrammarError
 from .constraint import CompileGrammar, TokenMatcher
+from .token_rules import RuledMatcher
 
 ANY_NUMBER = LLMatcher.grammar_from_regex("[0-9]+").encode()
 MAX_CACHED = 128  # compiled grammars
@@ -98,9 +100,18 @@ class GrammarCompiler:
         except GrammarError as error:
             _log.info("no structured output: %s", error)
 
-    def matcher(self, grammar: bytes, output_token_ids: Sequence[int] = ()) -> GrammarMatcher:
+    def matcher(self, grammar: bytes, output_token_ids: Sequence[int] = ()) -> TokenMatcher:
         """At the end of this output. Raises GrammarError if there is no such grammar, or the output does not
         follow it."""
+        rules = TokenRules.unpacked(grammar)
+        inner = self._of_grammar(rules.grammar.encode(), output_token_ids) if rules.grammar else None
+        if inner is not None and not rules.allowed and not rules.bad:
+            return inner
+        if not self._eos:
+            raise GrammarError("rules about tokens need an eos_token_id in the model's configuration")
+        return RuledMatcher(rules, self._vocab_size, self._eos, inner)
+
+    def _of_grammar(self, grammar: bytes, output_token_ids: Sequence[int]) -> GrammarMatcher:
         matcher = GrammarMatcher(self._compile(grammar).deep_copy(), self._vocab_size)
         matcher.read(output_token_ids)
         if failure := matcher.failure(len(output_token_ids)):

@@ -10,7 +10,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from e2e.cluster import MODEL_NAME, Cluster, wait_for
+from e2e.cluster import HTTP, MODEL_NAME, Cluster, wait_for
 
 LONG = {
     "type": "object",
@@ -63,6 +63,22 @@ def test_the_first_token_follows_too(cluster: Cluster) -> None:
     )
     assert {choice.finish_reason for choice in answer.choices} == {"stop"}
     assert {choice.text for choice in answer.choices} <= {"xyz", "yes", "y"}
+
+
+def ids_of(answer: Any) -> set[int]:
+    return {token_id for choice in answer.choices for token_id in choice.token_ids}
+
+
+def test_tokens_that_may_and_may_not_occur(cluster: Cluster) -> None:
+    asked: dict[str, Any] = {"model": MODEL_NAME, "prompt": "a", "n": 4, "max_tokens": 20, "temperature": 1.5}
+    rules = {"allowed_token_ids": [100, 101, 102], "return_token_ids": True}
+    answer = cluster.client.completions.create(**asked, extra_body=rules)
+    found = ids_of(answer)
+    assert found <= {100, 101, 102}
+    assert len(found) > 1
+    word = HTTP.post(f"{cluster.url}/detokenize", json={"tokens": [101]}).json()["prompt"]
+    answer = cluster.client.completions.create(**asked, extra_body={**rules, "bad_words": [word]})
+    assert ids_of(answer) <= {100, 102}
 
 
 def test_a_required_call_has_valid_arguments(cluster: Cluster) -> None:

@@ -42,7 +42,7 @@ WireVersion = Annotated[int, Meta(ge=WIRE_VERSION, le=WIRE_VERSION)]
 """First in the messages by which two processes meet; one of another version is refused with a sentence
 (``codec.decode``)."""
 Grammar = Annotated[bytes, Meta(max_length=MAX_GRAMMAR_BYTES)]
-"""In llguidance's notation; empty: any output."""
+"""In llguidance's notation, or with ``TokenRules`` around it; empty: any output."""
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Text = Annotated[str, Meta(max_length=4096)]
 Address = Annotated[str, Meta(max_length=512)]

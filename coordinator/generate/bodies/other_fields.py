@@ -57,8 +57,6 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "use_beam_search": ("beam search is not built; `n` with `best_of` samples several", (False,)),
     "prompt_embeds": ("prompts are text or token ids", ()),
     "logits_processors": ("processors of requests are not built", ([],)),
-    "allowed_token_ids": ("it is not built; use `structured_outputs` or `logit_bias`", ([],)),
-    "bad_words": ("it is not built; use `logit_bias`", ([],)),
     "watermarking": ("answers are not marked", (False,)),
     "return_prompt_text": ("the prompt's text is not reported; use /tokenize", (False,)),
     "ec_transfer_params": ("the server takes text alone", ({},)),

@@ -28,6 +28,7 @@ MAX_STOP_CHARS = 1024
 MAX_TIMEOUT_S = 86_400
 FORMAT_FIELDS = ("response_format", "structured_outputs", *NAMED_KINDS)
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority"]
+BadWord = Annotated[str, Field(min_length=1, max_length=128)]
 OnTimeout = Literal["timeout", "length", "error"]
 """timeout, length: the answer so far, with this finish reason; error: 504."""
 
@@ -130,6 +131,8 @@ class SamplingFields(Body):
     return_tokens_as_token_ids: bool | None = None
     """Log probabilities name tokens ``token_id:17``: a name for each id, also where two have one text."""
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    allowed_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=4096)] | None = None
+    bad_words: Annotated[list[BadWord], Field(max_length=128)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     """Only requests with the same salt find this one's prompt in the prefix cache."""
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
@@ -164,6 +167,8 @@ class SamplingFields(Body):
             raise PydanticCustomError("invalid", "stream_options: only allowed with `stream` true")
         if self.prompt_logprobs is not None and self.stream:
             raise invalid("prompt_logprobs: not available with `stream` true")
+        if self.allowed_token_ids and self.min_tokens:
+            raise invalid("min_tokens: not allowed together with `allowed_token_ids`")
         return self if self.output_format is None else self._one_format(self.output_format)
 
     def _one_format(self, wanted: OutputFormat) -> Self:

@@ -13,6 +13,7 @@ from splitserve.coordinator.server import HttpServer
 from splitserve.coordinator.tenants.limits import salt_of
 from splitserve.coordinator.text.served_model import ServedModel
 from splitserve.coordinator.text.stop_strings import StopStrings
+from splitserve.transport.messages.token_rules import TokenRules
 
 USER = {"role": "user", "content": "Hi"}
 HALF = {"role": "assistant", "content": "The opposite of big is "}
@@ -246,6 +247,26 @@ async def test_an_echo_of_token_ids_has_their_special_tokens(asked: Asked, model
     choice = (await asked.answer(path, body, prompt=literal, echo=True, logprobs=0))["choices"][0]
     assert choice["logprobs"]["tokens"][:2] == ["<|bos|>", "<|user|>"]
     assert choice["logprobs"]["text_offset"][:3] == [0, 0, len("<|user|>")]
+
+
+@BOTH
+async def test_rules_about_tokens_go_to_the_workers(
+    asked: Asked, model: ServedModel, path: str, body: dict[str, Any]
+) -> None:
+    await asked.answer(path, body, allowed_token_ids=[7, 9], bad_words=["fox"], guided_choice=["a"])
+    rules = TokenRules.unpacked(asked.last.sampling.grammar)
+    assert rules.allowed == (7, 9)
+    assert [model.tokenizer.decode(run) for run in rules.bad] == ["fox", " fox"]
+    assert '"a"' in rules.grammar
+    await asked.answer(path, body, allowed_token_ids=[], bad_words=[])
+    assert asked.last.sampling.grammar == b""
+    for wrong, name in (
+        ({"allowed_token_ids": [512]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids[0]"),
+        ({"bad_words": [""]}, "bad_words[0]"),
+        ({"allowed_token_ids": [5], "min_tokens": 1}, "min_tokens"),
+    ):
+        assert (await asked.refusal(path, body, **wrong))["param"] == name
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from splitserve.engine.step.grammar import GrammarCompiler, GrammarThread
 from splitserve.engine.step.sampler import SampledRows, Sampler, forbid_tokens
 from splitserve.kernels.reference import TorchKernels
 from splitserve.transport.messages.messages import SamplingParams
+from splitserve.transport.messages.token_rules import TokenRules
 
 SCHEMA = {
     "type": "object",
@@ -172,3 +173,30 @@ def test_the_thread_answers_every_order(compiler: GrammarCompiler) -> None:
         (1, 2),
         (1, 4),
     ]
+
+
+def test_rules_about_tokens(compiler: GrammarCompiler) -> None:
+    rules = TokenRules(allowed=(40, 41, 42, 43), bad=((41,), (40, 42), (40, 40, 43)))
+    matcher = compiler.matcher(rules.packed())
+    assert allowed(matcher.mask([])) == [40, 42, 43]
+    assert allowed(matcher.mask([40])) == [40, 43]
+    assert allowed(matcher.mask([40, 40])) == [40]
+    assert allowed(matcher.mask([40, 40, 42])) == [40, 42, 43]
+    assert allowed(compiler.matcher(rules.packed(), [5, 40, 40]).mask([5, 40, 40])) == [40]
+    banned = compiler.matcher(TokenRules(bad=((41,),)).packed()).mask([])
+    assert sorted({*range(VOCAB_SIZE)} - {*allowed(banned)}) == [41]
+
+
+def test_rules_hold_beside_a_grammar(compiler: GrammarCompiler) -> None:
+    plain = allowed(compiler.matcher(GRAMMAR).mask([]))
+    first = plain[0]
+    both = compiler.matcher(TokenRules(allowed=(first, 1000), grammar=GRAMMAR.decode()).packed())
+    assert allowed(both.mask([])) == [first]
+    assert both.failure(5) == ""
+
+
+def test_rules_that_leave_nothing_allow_the_end_and_fail(compiler: GrammarCompiler) -> None:
+    matcher = compiler.matcher(TokenRules(allowed=(41,), bad=((41, 41),)).packed())
+    assert allowed(matcher.mask([41])) == [EOS_TOKEN_ID]
+    assert matcher.failure(0) == ""
+    assert "none that may follow" in matcher.failure(1)
