@@ -25,6 +25,7 @@ from ...kernels.gpu.norm import add_rms_norm
 from ...kernels.gpu.prefill_attention import plan_prefill, prefill_attention
 from ...kernels.gpu.rope_store import rope_and_store
 from ...kernels.gpu.sampling import SamplingRows, sample
+from ...kernels.gpu.step_inputs import advance
 from ...kernels.gpu.token_masks import forbid
 from ...kernels.interface import AttentionInputs, RopeInputs
 from . import sm90
@@ -101,6 +102,13 @@ def sampling(n: int = 8, vocab_size: int = 151936) -> None:
     sample(empty(n, vocab_size, dtype=torch.float32), rows)
 
 
+def step_inputs(num_rows: int, max_blocks: int = 2049) -> None:
+    words, slots = empty(num_rows, dtype=torch.int32), empty(num_rows, dtype=torch.int64)
+    packed = empty(4 + 3 * num_rows + 2 * num_rows * max_blocks, dtype=torch.int32)
+    tables = empty(num_rows, max_blocks, dtype=torch.int32)
+    advance(packed, words, words, words, words, words, slots, tables, num_rows, 64)
+
+
 def block_bytes() -> tuple[Tensor, Tensor]:
     return empty(4, 1 << 20, dtype=torch.uint8), empty(2, dtype=torch.int64)
 
@@ -131,6 +139,7 @@ OTHERS: dict[str, Callable[[], object]] = {
         empty(8, 151936, dtype=torch.float32), empty(8, 2, dtype=torch.int64)
     ),
     "sampling": sampling,
+    "step inputs": lambda: step_inputs(256),
     "token masks": lambda: forbid(
         empty(8, 151936, dtype=torch.float32), empty(2, 1 + 4748, dtype=torch.int32)
     ),

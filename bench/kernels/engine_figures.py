@@ -154,7 +154,9 @@ class BareEngine:
             self._cache = KVCache(layout, num_blocks, device)
             self._cache.pool.normal_()
             vocab_size, max_blocks = self.config.vocab_size, -(-max_len // BLOCK_SIZE) + 1
-            self._graphs = DecodeGraphs(self._decode, vocab_size, graphs[0], max_blocks, device, graphs[1])
+            self._graphs = DecodeGraphs(
+                self._decode, vocab_size, graphs[0], max_blocks, BLOCK_SIZE, device, graphs[1]
+            )
 
     @property
     def num_layer_weights(self) -> int:

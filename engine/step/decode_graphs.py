@@ -1,10 +1,11 @@
 """Decode steps as CUDA graphs: one for each batch bucket, captured at start, so that a step costs one launch
 instead of hundreds.
 
-A graph reads its inputs from buffers that never move (``StepBuffers``); a step copies its own into their
-first rows. Rows up to the bucket's size are padding: length 0 and slot -1, for which the kernels read no
-cache, write none and give zeros. Context lengths live in the buffers only, so a graph serves all of them. All
-write their logits to one place. The largest bucket is captured first: the others fit into its memory.
+A graph reads its inputs from buffers that never move (``StepBuffers``); a step sends one run of words, from
+which and from the step before the graph's first kernel derives them. Rows up to the bucket's size are
+padding: length 0 and slot -1, for which the kernels read no cache, write none and give zeros. Context lengths
+live in the buffers only, so a graph serves all of them. All write their logits to one place. The largest
+bucket is captured first: the others fit into its memory.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import OutOfMemoryError, is_out_of_memory
@@ -23,6 +26,8 @@ from .batch import Batch
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 PADDING_SLOT = -1
+HEADER, COLUMNS = 4, 3  # words and columns of a step's run: see kernels/gpu/step_inputs.py
+UNKNOWN = -(1 << 31)  # no block has this number
 _log = logging.getLogger(__name__)
 
 Replay = Callable[[], Tensor]
@@ -38,21 +43,20 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Records CUDA graphs that share one memory pool: only one of them may run at a time."""
+    """Records CUDA graphs that share one memory pool: only one of them may run at a time. One stream records
+    them all: cuBLAS keeps a workspace of 32 MiB for each stream for good."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def __call__(self, compute: Callable[[], Tensor]) -> Replay:
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(
-            side
-        ):  # what a first call compiles, tunes and allocates is no part of the graph
-            compute()
-        torch.cuda.current_stream().wait_stream(side)
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            compute()  # what a first call compiles, tunes and allocates is no part of the graph
+        torch.cuda.current_stream().wait_stream(self._side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._side):
             result = compute()
 
         def replay() -> Tensor:
@@ -63,64 +67,83 @@ class CudaRecorder:
 
 
 class StepBuffers:
-    """The inputs of a decode step of up to ``num_rows`` sequences, in fixed memory on the device and, pinned,
-    on the host."""
+    """The inputs of a decode step of up to ``num_rows`` sequences, in fixed memory on the device.
 
-    def __init__(self, num_rows: int, max_blocks: int, device: torch.device) -> None:
-        columns = dict.fromkeys(("token_ids", "positions", "seq_lens", "fed_from"), torch.int32)
-        columns["slot_mapping"] = torch.int64
-        pinned = device.type == "cuda"
-        shapes = {
-            **{name: ((num_rows,), dtype) for name, dtype in columns.items()},
-            "block_tables": ((num_rows, max_blocks), torch.int32),
-        }
+    A step sends one run of words: how its rows differ from those of the step before, which
+    kernels/gpu/step_inputs.py then derives the inputs from (``advance``, the first kernel of each graph)."""
+
+    def __init__(self, num_rows: int, max_blocks: int, block_size: int, device: torch.device) -> None:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        num_words = HEADER + COLUMNS * num_rows + 2 * num_rows * max_blocks  # where all tables are new
         self._hosts = [  # two by turns: one may still be copied from when the next step's is filled
-            {
-                name: torch.zeros(shape, dtype=dtype, pin_memory=pinned)
-                for name, (shape, dtype) in shapes.items()
-            }
-            for _ in range(2)
+            torch.zeros(num_words, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(2)
         ]
-        self._device = {
-            name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()
-        }
+        self._packed = zeros(num_words)
+        self._block_size = block_size
+        self._sampled = zeros(num_rows)
+        self._accepted = torch.ones(num_rows, dtype=torch.int32, device=device)
+        self._token_ids, self._positions, self._seq_lens = (zeros(num_rows) for _ in range(3))
+        self._slots, self._tables = zeros(num_rows, dtype=torch.int64), zeros(num_rows, max_blocks)
         self._query_start_loc = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
-        self.fill(None, num_rows)
+        self._tables_there: NDArray[np.int32] = np.zeros((num_rows, max_blocks), np.int32)
+        self._last: Tensor | None = None  # the tokens sampled by the step whose lengths are on the device
 
     def fill(self, batch: Batch | None, num_rows: int, sampled_last: Tensor | None = None) -> None:
-        """The batch's rows, then padding up to ``num_rows``. Block numbers beyond a sequence's last block are
-        never read. ``sampled_last``: the tokens of the step before, of which the batch may want some
-        (``Batch.fed_from``)."""
+        """Send a step's rows; those up to ``num_rows`` are padding. Block numbers beyond a sequence's last
+        block are never read. ``sampled_last``: the tokens of the step before, of which the batch may want
+        some (``Batch.fed_from``); if that step was not in these buffers, lengths come from the host."""
         self._hosts.reverse()
-        n, host = (
-            0 if batch is None else batch.num_seqs,
-            {name: tensor.numpy() for name, tensor in self._hosts[0].items()},
-        )
+        host, size = self._hosts[0].numpy(), HEADER + COLUMNS * num_rows
+        columns = host[HEADER:size].reshape(COLUMNS, num_rows)
+        n = num_changes = 0
         if batch is not None:
-            for name in ("token_ids", "positions", "seq_lens", "slot_mapping"):
-                host[name][:n] = getattr(batch, name)
-            host["fed_from"][:n] = -1 if batch.fed_from is None else batch.fed_from
-            host["block_tables"][:n, : batch.block_tables.shape[1]] = batch.block_tables
-        for name, value in (
-            ("token_ids", 0),
-            ("positions", 0),
-            ("seq_lens", 0),
-            ("slot_mapping", PADDING_SLOT),
-            ("fed_from", -1),
-        ):
-            host[name][n:num_rows] = value
-        for name, tensor in self._hosts[0].items():
-            self._device[name][:num_rows].copy_(tensor[:num_rows], non_blocking=True)
-        if batch is not None and batch.fed_from is not None and sampled_last is not None:
-            token_ids = self._device["token_ids"][:n]
-            token_ids.copy_(feed(token_ids, self._device["fed_from"][:n], sampled_last))
+            n, width = batch.num_seqs, batch.block_tables.shape[1]
+            fed_from = -1 if batch.fed_from is None else batch.fed_from
+            for column, values in zip(columns, (batch.token_ids, fed_from, batch.seq_lens), strict=True):
+                column[:n] = values
+            there = self._tables_there[:n, :width]
+            rows, entries = (there != batch.block_tables).nonzero()
+            num_changes = len(rows)
+            changes = host[size : size + 2 * num_changes].reshape(num_changes, 2)
+            changes[:, 0] = rows * self._tables.shape[1] + entries
+            changes[:, 1] = there[rows, entries] = batch.block_tables[rows, entries]
+            size += 2 * num_changes
+        host[:HEADER] = n, num_changes, self._last is not None and self._last is sampled_last, 0
+        self._last = None
+        self._packed[:size].copy_(self._hosts[0][:size], non_blocking=True)
+        if sampled_last is not None and batch is not None and batch.fed_from is not None:
+            sampled_last = sampled_last[: len(self._sampled)]
+            self._sampled[: len(sampled_last)].copy_(sampled_last)
+
+    def advance(self, num_rows: int) -> None:
+        """Derive the inputs of the first ``num_rows`` rows from what ``fill`` has sent."""
+        from ...kernels.gpu.step_inputs import advance  # which needs Triton
+
+        advance(
+            self._packed, self._sampled, self._accepted, self._token_ids, self._positions, self._seq_lens,
+            self._slots, self._tables, num_rows, self._block_size,
+        )  # fmt: skip
+
+    def sampled(self, tokens: Tensor) -> None:
+        """The step that was filled last has run, and sampled ``tokens``."""
+        self._last = tokens
+
+    def forget(self) -> None:
+        """Nothing is known of what is on the device: a step may have failed halfway."""
+        self._tables_there.fill(UNKNOWN)
+        self._last = None
 
     def inputs(self, num_rows: int) -> tuple[Tensor, AttentionMetadata]:
         """Token ids and metadata of the first ``num_rows`` rows: views of the fixed memory."""
-        first = {name: tensor[:num_rows] for name, tensor in self._device.items() if name != "fed_from"}
-        token_ids = first.pop("token_ids")
+        positions, seq_lens, slots, tables = (
+            column[:num_rows] for column in (self._positions, self._seq_lens, self._slots, self._tables)
+        )
         starts = self._query_start_loc[: num_rows + 1]
-        return token_ids, AttentionMetadata(query_start_loc=starts, max_query_len=None, **first)
+        return self._token_ids[:num_rows], AttentionMetadata(
+            positions, starts, seq_lens, tables, slots, max_query_len=None
+        )
 
 
 class DecodeGraphs:
@@ -132,11 +155,13 @@ class DecodeGraphs:
         vocab_size: int,
         max_num_seqs: int,
         max_blocks: int,
+        block_size: int,
         device: torch.device,
         record: Recorder,
     ) -> None:
         self._buckets = buckets_up_to(max_num_seqs)
-        self._buffers = StepBuffers(self._buckets[-1], max_blocks, device)
+        self._buffers = StepBuffers(self._buckets[-1], max_blocks, block_size, device)
+        self._buffers.fill(None, 1)
         self._replays: dict[int, Replay] = {}
         start = time.monotonic()
         try:
@@ -159,21 +184,36 @@ class DecodeGraphs:
             ) from error
 
     def serves(self, batch: Batch) -> bool:
-        """It only decodes, and no more sequences than there is a graph for."""
-        return batch.num_seqs <= self._buckets[-1] and batch.only_decodes
+        """Whether it only decodes, and no more sequences than there is a graph for, now and in the rows of
+        the step before that it is fed from."""
+        most = self._buckets[-1]
+        fed = batch.fed_from is None or int(batch.fed_from.max(initial=-1)) < most
+        return fed and batch.num_seqs <= most and batch.only_decodes
 
-    def logits(self, batch: Batch, sampled_last: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """float32 [num_seqs, vocab_size], which the caller may write to, and the input tokens int32
-        [num_seqs]. Both are valid until the next call. ``sampled_last``: see ``StepBuffers.fill``."""
+    def logits(self, batch: Batch, sampled_last: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """float32 [num_seqs, vocab_size], which the caller may write to, the input tokens int32 [num_seqs]
+        and their sequences' lengths int32 [num_seqs]. All are valid until the next call. ``sampled_last``:
+        see ``StepBuffers.fill``; the caller passes this step's tokens to ``sampled``."""
         n = batch.num_seqs
         size = next(size for size in self._buckets if size >= n)
-        self._buffers.fill(batch, size, sampled_last)
-        return self._replays[size]()[:n], self._buffers.inputs(n)[0]
+        try:
+            self._buffers.fill(batch, size, sampled_last)
+            logits = self._replays[size]()[:n]
+        except Exception:
+            self._buffers.forget()
+            raise
+        token_ids, metadata = self._buffers.inputs(n)
+        return logits, token_ids, metadata.seq_lens
+
+    def sampled(self, tokens: Tensor) -> None:
+        """The tokens of the last step's rows: the next one may begin from its lengths."""
+        self._buffers.sampled(tokens)
 
     def _record(self, compute: Compute, size: int, record: Recorder) -> Replay:
         (token_ids, metadata), logits = self._buffers.inputs(size), self._logits[:size]
 
         def run() -> Tensor:
+            self._buffers.advance(size)
             compute(token_ids, metadata, logits)
             return logits
 

@@ -73,9 +73,7 @@ class DeviceSampler:
         """What the rows ask for. As long as the same sequences run it stays on the device, where the chosen
         tokens are counted."""
         if self._last is not None and self._last.is_before(sampled):
-            rows = replace(
-                self._last.rows, positions=send(torch.from_numpy(sampled.positions), sampled.newest.device)
-            )
+            rows = replace(self._last.rows, positions=_positions(sampled))
         else:
             rows = sampling_rows(sampled, self._eos_token_ids, vocab_size)
         self._last = _LastRows(list(sampled.states), sampled.positions.copy(), rows)
@@ -139,7 +137,7 @@ def sampling_rows(sampled: SampledRows, eos_token_ids: tuple[int, ...], vocab_si
 
     return SamplingRows(
         hashed_seeds=column([hashed_seed(p.seed) for p in params], torch.int64),
-        positions=send(torch.from_numpy(sampled.positions), device),
+        positions=_positions(sampled),
         temperatures=column(
             [p.temperature * (not g) for p, g in zip(params, greedy, strict=True)], torch.float32
         ),
@@ -160,6 +158,12 @@ def sampling_rows(sampled: SampledRows, eos_token_ids: tuple[int, ...], vocab_si
             not g and (p.min_p > 0 or p.top_p < 1 or p.top_k > 0) for p, g in zip(params, greedy, strict=True)
         ),
     )
+
+
+def _positions(sampled: SampledRows) -> Tensor:
+    if sampled.device_positions is not None:
+        return sampled.device_positions
+    return send(torch.from_numpy(sampled.positions), sampled.newest.device)
 
 
 def _edits(

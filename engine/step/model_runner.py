@@ -185,7 +185,15 @@ class ModelRunner:
         vocab_size, model, pool = self.config.vocab_size, self._model, self.kv_cache.pool
         with torch.inference_mode():
             if most := self._max_decode_seqs:
-                self._graphs = DecodeGraphs(self._decode, vocab_size, most, max_blocks, self.device, record)
+                self._graphs = DecodeGraphs(
+                    self._decode,
+                    vocab_size,
+                    most,
+                    max_blocks,
+                    self.kv_cache.layout.block_size,
+                    self.device,
+                    record,
+                )
                 self.phases.done("decode graphs")
             if most := self._max_prefill_tokens:
                 self._prefill_graphs = PrefillGraphs(model, pool, vocab_size, most, max_blocks, record)
@@ -211,11 +219,13 @@ class ModelRunner:
         self._use_this_thread()
         with torch.inference_mode():
             if self._graphs is not None and on_layer is None and self._graphs.serves(batch):
-                logits, newest = self._graphs.logits(batch, self._sampled_last)
-                sampled, prompt_logprobs = list(range(batch.num_seqs)), NO_LOGPROBS
+                logits, newest, lengths = self._graphs.logits(batch, self._sampled_last)
+                tokens = self._sample(batch, list(range(batch.num_seqs)), logits, newest, lengths)
+                self._graphs.sampled(self._sampled_last)
+                prompt_logprobs = NO_LOGPROBS
             else:
                 sampled, logits, newest, prompt_logprobs = self._run_layers(batch, on_layer)
-            tokens = self._sample(batch, sampled, logits, newest)
+                tokens = self._sample(batch, sampled, logits, newest)
         return lambda: StepOutput(*tokens(), prompt_logprobs)
 
     def _run_layers(
@@ -310,7 +320,7 @@ class ModelRunner:
         return send(torch.tensor(rows, dtype=torch.int64), self.device)
 
     def _sample(
-        self, batch: Batch, sampled: list[int], logits: Tensor, newest: Tensor
+        self, batch: Batch, sampled: list[int], logits: Tensor, newest: Tensor, lengths: Tensor | None = None
     ) -> Callable[[], tuple[NDArray[np.int32], dict[int, TokenLogprobs]]]:
         """The tokens of all sequences, once they are waited for; those in the rows ``sampled`` have logits,
         and their last input tokens are ``newest``. Without any, the wait is for the keys and values."""
@@ -318,7 +328,7 @@ class ModelRunner:
         if not states:
             return _no_tokens(batch.num_seqs, passed(self.device))
         positions = batch.seq_lens if len(states) == batch.num_seqs else batch.seq_lens[sampled]
-        rows = SampledRows(states, positions, newest, self._newest_on_host(batch, sampled))
+        rows = SampledRows(states, positions, newest, self._newest_on_host(batch, sampled), lengths)
         if isinstance(self._sampler, Sampler):
             chosen, logprobs = self._sampler.sample(logits, rows)
             drawn = torch.from_numpy(chosen).to(self.device)

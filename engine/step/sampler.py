@@ -35,6 +35,7 @@ class SampledRows:
 
     positions int32 [n]  of the token to be sampled
     newest    int32 [n]  the token before it, on the logits' device: the states may not have it yet
+    device_positions     ``positions`` on the device, where they are there
     read_newest          returns ``newest`` on the host, and waits for the step before where that samples them
     """
 
@@ -42,6 +43,7 @@ class SampledRows:
     positions: NDArray[np.int32]
     newest: Tensor
     read_newest: Callable[[], NDArray[np.int32]]
+    device_positions: Tensor | None = None
 
     @property
     def constrained(self) -> list[int]:

@@ -155,6 +155,26 @@ def test_a_worker_starts_and_steps_without_a_wait(tmp_path: Path, monkeypatch: p
     assert sums == checksums(held.numpy(), [9, 3])
 
 
+def test_a_decode_step_sends_one_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path, "qwen3", num_hidden_layers=1)
+    with on_played_gpu(monkeypatch) as gpu:
+        runner = load(tmp_path).runner
+        assert isinstance(runner, ModelRunner)
+        rows = [(HandSequence([5, 7, 9], [block], PLAIN, 2), 1) for block in (4, 2)]
+        first = make_batch(rows, BLOCK_SIZE)
+        runner.execute(first)
+        for sequence, _ in rows:
+            sequence.num_computed += 1
+            sequence.output.append(0)
+        batch = replace(
+            make_batch(rows, BLOCK_SIZE), sampling=first.sampling, fed_from=np.array([0, 1], np.int32)
+        )
+        sent = gpu.sent
+        with gpu.launch():
+            runner.launch(batch)
+        assert gpu.sent == sent + 1
+
+
 def test_nothing_is_compiled_once_a_worker_is_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of each kind, each way to sample, and what movers call."""
     make_checkpoint(tmp_path, "qwen3", num_hidden_layers=1)

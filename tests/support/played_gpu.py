@@ -52,6 +52,7 @@ class PlayedGpu(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[str] = []
+        self.sent = 0  # copies to the GPU
         self.capturing = False
         self.total_bytes = self.free_bytes = 0
         self.reserved_bytes = 0  # of this process, in use
@@ -132,6 +133,7 @@ class PlayedGpu(TorchFunctionMode):
         if isinstance(source, OnGpu) == to_gpu:
             return
         host = source if to_gpu else target
+        self.sent += to_gpu
         if not (non_blocking and host is not None and host.untyped_storage().data_ptr() in self._pinned):
             self._wait("a copy to the GPU" if to_gpu else "a copy from the GPU")
         assert not self.capturing, "a graph would copy from this host memory for ever"

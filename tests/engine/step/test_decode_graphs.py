@@ -7,7 +7,8 @@ computation on the same memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,8 +22,8 @@ from torch import Tensor
 from splitserve.bench.kernels import triton_interpreter
 from splitserve.engine.errors import OutOfMemoryError
 from splitserve.engine.step import model_runner
-from splitserve.engine.step.batch import StepOutput
-from splitserve.engine.step.decode_graphs import BUCKETS, buckets_up_to
+from splitserve.engine.step.batch import Batch, StepOutput
+from splitserve.engine.step.decode_graphs import BUCKETS, CudaRecorder, StepBuffers, buckets_up_to
 from splitserve.engine.step.device_sampler import DeviceSampler
 from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
 from splitserve.kernels.cuda import CudaKernels
@@ -137,6 +138,76 @@ def test_a_replayed_step_takes_its_tokens_from_the_one_before(runner: ModelRunne
                 sequences[i].output.append(token)
         reported.append([token for s in sequences for token in s.output])
     assert reported[0] == reported[1]
+
+
+def test_inputs_follow_from_the_step_before() -> None:
+    """Lengths and slots of fed rows are not the host's; after a failure all are."""
+    buffers = StepBuffers(4, 8, BLOCK_SIZE, torch.device("cpu"))
+    sequences = prompts(9, 3, 18)
+    for s in sequences:
+        s.num_computed = len(s.prompt) - 1
+
+    def check(rows: list[int], batch: Batch, fed_from: list[int] | None, sampled: Tensor) -> None:
+        expected = make_batch([(sequences[i], 1) for i in rows], BLOCK_SIZE)
+        buffers.fill(batch, 4, sampled)
+        buffers.advance(4)
+        token_ids, metadata = buffers.inputs(4)
+        n, known = len(rows), torch.from_numpy(expected.token_ids)
+        assert token_ids[:n].tolist() == (known if fed_from is None else sampled[fed_from]).tolist()
+        assert metadata.seq_lens.tolist() == [*expected.seq_lens.tolist(), *[0] * (4 - n)]
+        assert metadata.positions[:n].tolist() == expected.positions.tolist()
+        assert metadata.slot_mapping.tolist() == [*expected.slot_mapping.tolist(), *[-1] * (4 - n)]
+        for row, length in enumerate(expected.seq_lens.tolist()):
+            used = -(-length // BLOCK_SIZE)
+            assert metadata.block_tables[row, :used].tolist() == expected.block_tables[row, :used].tolist()
+        for i in rows:
+            sequences[i].num_computed += 1
+            sequences[i].output.append(0)
+
+    def fed(rows: list[int], fed_from: list[int]) -> Batch:
+        batch = make_batch([(sequences[i], 1) for i in rows], BLOCK_SIZE)
+        unknown = {
+            name: np.full_like(getattr(batch, name), 77) for name in ("seq_lens", "positions", "slot_mapping")
+        }
+        return replace(batch, fed_from=np.array(fed_from, np.int32), **unknown)
+
+    sampled = torch.tensor([41, 42, 43, 44], dtype=torch.int32)
+    check([0, 1, 2], make_batch([(s, 1) for s in sequences], BLOCK_SIZE), None, sampled)
+    for rows, fed_from in (([2, 0, 1], [2, 0, 1]), ([1, 2], [2, 0]), ([2], [1])):
+        for step in range(9):  # over the ends of blocks
+            sampled, before = sampled + 1, list(range(len(rows))) if step else fed_from
+            buffers.sampled(sampled)
+            check(rows, fed(rows, before), before, sampled)
+    buffers.forget()
+    check([1, 0], make_batch([(sequences[i], 1) for i in (1, 0)], BLOCK_SIZE), None, sampled)
+
+
+def test_one_stream_records_all_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    used: list[object] = []
+
+    class Stream:
+        def __init__(self) -> None:
+            made.append(self)
+
+        def wait_stream(self, other: object) -> None: ...
+
+    @contextmanager
+    def graph(_: object, pool: object, stream: object) -> Iterator[None]:
+        used.append(stream)
+        yield
+
+    current = Stream()
+    for name, value in {
+        "Stream": Stream, "graph": graph, "stream": lambda _: nullcontext(), "current_stream": lambda: current,
+        "graph_pool_handle": object, "CUDAGraph": object,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    record = CudaRecorder()
+    for _ in range(3):
+        record(lambda: torch.zeros(1))
+    assert used == [made[1]] * 3
+    assert len(made) == 2
 
 
 def test_what_is_no_decode_step_runs_plainly(runner: ModelRunner) -> None:
