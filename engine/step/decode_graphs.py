@@ -118,7 +118,7 @@ class StepBuffers:
             self._sampled[: len(sampled_last)].copy_(sampled_last)
 
     def advance(self, num_rows: int) -> None:
-        """Derive the inputs of the first ``num_rows`` rows from what ``fill`` has sent."""
+        """Derive the inputs of the first ``num_rows`` rows from the words that ``fill`` has sent."""
         from ...kernels.gpu.step_inputs import advance  # which needs Triton
 
         advance(
@@ -131,7 +131,7 @@ class StepBuffers:
         self._last = tokens
 
     def forget(self) -> None:
-        """Nothing is known of what is on the device: a step may have failed halfway."""
+        """Send everything with the next step: this one may have failed halfway."""
         self._tables_there.fill(UNKNOWN)
         self._last = None
 

@@ -1,4 +1,4 @@
-"""The inputs of a decode step from what the step before left on the device.
+"""Derives the inputs of a decode step on the device from the step before.
 
 For a row fed by row j of the step before, which accepted ``accepted[j]`` tokens of it:
 
