@@ -1,6 +1,6 @@
 """Matrix products and attention of one thread, by each instruction set of the C++ kernels and by oneDNN.
 
-    python -m splitserve.bench.kernels.cpu_products [--models 125m,500m] [--json FILE]
+    python -m splitserve.bench.kernels.cpu_products [--models 125m,500m] [--attention] [--json FILE]
 
 All linear layers of a model in bfloat16, by number of rows, and its attention. The floor is the machine's:
 reading weights (or keys and values) once at the rate of a plain sum over huge pages, or the multiply-adds at
@@ -32,7 +32,8 @@ from .engine import multiply_rate, read_rate
 
 ROWS = (1, 4, 8, 16, 32, 128, 512)
 ROUNDS = 4
-ATTENTION = ((32, 1024, 1), (1, 512, 512), (1, 2048, 2048))  # sequences, context, queries of each
+DECODED = ((batch, context, 1) for batch in (1, 8, 32) for context in (128, 1024, 4096))
+ATTENTION = (*DECODED, (1, 512, 512), (1, 2048, 2048))  # sequences, context, queries of each
 BLOCK_SIZE = 16
 ONEDNN = "onednn"
 LLAMA = {"architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
@@ -80,7 +81,7 @@ def attention(model: str, c: ModelConfig, names: list[str]) -> Iterator[Case]:
         inputs = AttentionInputs(
             torch.arange(0, batch * queries + 1, queries, dtype=torch.int32),
             torch.full((batch,), length, dtype=torch.int32),
-            torch.randperm(batch * length // BLOCK_SIZE).view(batch, -1).int(),
+            (torch.randperm(batch * length // BLOCK_SIZE) % len(pool)).view(batch, -1).int(),
             c.head_dim**-0.5,
         )
         q = torch.randn(batch * queries, c.num_heads, c.head_dim).bfloat16()
@@ -120,6 +121,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", default="125m,500m", help="of bench/models.py, separated by commas")
+    parser.add_argument("--attention", action="store_true", help="without the linear layers")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -131,7 +133,7 @@ def main() -> None:
         rows = []
         for model in options.models.split(","):
             c = parse_config({**LLAMA, **SHAPES[model]}, {})
-            for cases in (products, attention):
+            for cases in (attention,) if options.attention else (products, attention):
                 rows += [row for case in cases(model, c, names) for row in measure(case, rate, peak)]
     if options.json:
         record = {"environment": environment(), "read_bytes_per_s": rate, "flops_per_s": peak, "rows": rows}

@@ -23,6 +23,10 @@ struct As<bf16> {
 #endif
 };
 
+static inline bool one_query(const AttentionArgs& g, const AttentionItem& item) {
+  return g.query_start_loc[item.seq + 1] - g.query_start_loc[item.seq] == 1;
+}
+
 template <class T>
 struct KeyValues {  // where one sequence's keys and values of one layer and head lie: a run of each in a block
   const T* base;           // of block 0
@@ -41,17 +45,65 @@ struct KeyValues {  // where one sequence's keys and values of one layer and hea
 
 template <class T>
 struct Run {  // the keys [begin, end) of a run, from position `start` on
-  int64_t start = 0, begin = 0, end = 0;
-  const T* keys[KEYS];
+  int64_t start = 0, begin = 0, end = 0, value_offset = 0;
+  const T* keys[KEYS];  // in the room of one that is not there lies another
 
   void find(const KeyValues<T>& kv, int64_t position, int64_t length) {  // those from `position` on
     start = position / KEYS * KEYS;
     begin = position - start;
     end = smaller(length - start, KEYS);
+    value_offset = kv.value_offset;
     for (int64_t i = begin; i < end;) {
       const T* key = kv.key(start + i);
       for (const int64_t stop = smaller(end, i + kv.block_size - (start + i) % kv.block_size); i < stop; ++i, key += kv.head_dim) keys[i] = key;
     }
+    for (int64_t i = 0; i < begin; ++i) keys[i] = keys[begin];
+    for (int64_t i = end; i < KEYS; ++i) keys[i] = keys[end - 1];
+  }
+};
+
+// Asks for a run's keys, then for its values, some bytes at a time: evenly, for L1 has few open misses, and to L2.
+template <class T>
+struct Ahead {
+  const Run<T>* run = nullptr;
+  int64_t row = 2 * KEYS, row_bytes, at = 0;
+
+  inline __attribute__((always_inline)) void step(int64_t num_bytes) {
+    if (row == 2 * KEYS) return;
+    const char* from = reinterpret_cast<const char*>(run->keys[row % KEYS] + (row < KEYS ? 0 : run->value_offset)) + at;
+    for (int64_t i = 0; i < num_bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
+    at += num_bytes;
+    if (at >= row_bytes) { at = 0; ++row; }
+  }
+};
+
+// The runs of all items with one query, one after the other. While one is used, memory is asked for the next one.
+template <class T>
+struct Runs {
+  const AttentionArgs& g;
+  const AttentionItem *item, *const last;
+  int64_t position = -1;  // of the item's next run; -1: its first one
+  Run<T> runs[2], *now = runs, *following = runs + 1;
+  Ahead<T> ahead;
+
+  Runs(const AttentionArgs& g, const AttentionItem* first, const AttentionItem* last) : g(g), item(first), last(last) {
+    ahead.row_bytes = g.head_dim * int64_t(sizeof(T));
+    advance();
+  }
+  const Run<T>& advance() {
+    while (ahead.row < 2 * KEYS) ahead.step(ahead.row_bytes);
+    Run<T>* const used = now;
+    now = following;
+    following = used;
+    while (item != last && !one_query(g, *item)) ++item;
+    if (item == last) return *now;
+    const int64_t length = g.seq_lens[item->seq];
+    following->find(KeyValues<T>(g, *item), position < 0 ? larger(0, length - g.window) : position, length);
+    ahead.run = following;
+    ahead.row = 0;
+    position = following->start + following->end;
+    if (position == length) { position = -1; ++item; }
+    return *now;
   }
 };
 
@@ -78,9 +130,13 @@ static inline void transpose8(const uint32_t* const* rows, int64_t word, uint32_
 }
 
 // words[j][i] = keys[i][j] for eight keys; rows of `words` are KEYS apart.
-static inline void transpose_words(const uint32_t* const* keys, int64_t num_words, uint32_t* words) {
+template <class F>
+static inline void transpose_words(const uint32_t* const* keys, int64_t num_words, uint32_t* words, F&& between) {
   int64_t word = 0;
-  for (; word + 8 <= num_words; word += 8) transpose8(keys, word, words + word * KEYS);
+  for (; word + 8 <= num_words; word += 8) {
+    between();
+    transpose8(keys, word, words + word * KEYS);
+  }
   for (; word < num_words; ++word)
     for (int64_t i = 0; i < 8; ++i) words[word * KEYS + i] = keys[i][word];
 }
@@ -89,8 +145,9 @@ static inline void transpose_words(const uint32_t* const* keys, int64_t num_word
 static inline vf load_values(const float* key, const float*) { return load(key); }
 static inline vf load_values(const bf16* key, const bf16* next) {
 #if BF16_UNITS
-  const vu first = __builtin_convertvector((vh)*reinterpret_cast<const vh_any*>(key), vu);
-  return (vf)(first | __builtin_convertvector((vh)*reinterpret_cast<const vh_any*>(next), vu) << 16);
+  const vu first = (vu)_mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(key)));
+  const vu second = (vu)_mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(next)));
+  return (vf)(first | second << 16);  // compilers make four times the instructions of the plain conversion
 #else
   return load(key);
 #endif
@@ -145,59 +202,36 @@ struct Scratch {  // kept by its thread from call to call
   Floats q, acc, scores, weights, keys, values, m, l, rescale;
 };
 
-// Asks for the rows of a run one after the other, in the order in which they lie, a few lines at a time.
-template <class T>
-struct Ahead {
-  const T* const* rows;
-  int64_t offset, left, row_bytes, at = 0;  // `offset` elements from each
-
-  inline __attribute__((always_inline)) void step(int64_t num_bytes) {
-    if (left == 0) return;
-    const char* row = reinterpret_cast<const char*>(*rows + offset) + at;
-    for (int64_t i = 0; i < num_bytes; i += 64) __builtin_prefetch(row + i);
-    at += num_bytes;
-    if (at >= row_bytes) { at = 0; ++rows; --left; }
-  }
-};
-
 // One query token and one key-value head, in runs of KEYS keys: they are transposed, word by word (a word is two bfloat16 or a float32), and
-// serve all query heads of the group. Memory is asked one stage ahead: for values while scores are computed, for the next run's keys while
-// values are added.
+// serve all query heads of the group.
 template <class T>
 struct OneQuery {
   const AttentionArgs& g;
-  const KeyValues<T> kv;
   const int64_t D, rows, length, num_words;
   using Query = typename As<T>::Query;
   using Weight = typename As<T>::Weight;
   static constexpr int64_t depth = kStepDepth<Weight>;  // keys that are added in one step
-  Run<T> runs[2], *now = runs, *next = runs + 1;
+  Runs<T>& runs;
+  const Run<T>* now = nullptr;
   float *acc, *scores, *m, *l, *rescale;
   Query* queries;         // [rows][num_words]
   const Weight* weights;  // [rows][KEYS / depth]
   uint32_t* words;        // [num_words][KEYS]
-  Ahead<T> ahead;
-
   Scratch& s;
 
-  OneQuery(const AttentionArgs& g, const AttentionItem& item, Scratch& s)
-      : g(g), kv(g, item), D(g.head_dim), rows(g.num_heads / g.num_kv_heads), length(g.seq_lens[item.seq]),
-        num_words(D * int64_t(sizeof(T)) / 4), s(s) {
+  OneQuery(const AttentionArgs& g, const AttentionItem& item, Runs<T>& runs, Scratch& s)
+      : g(g), D(g.head_dim), rows(g.num_heads / g.num_kv_heads), length(g.seq_lens[item.seq]),
+        num_words(D * int64_t(sizeof(T)) / 4), runs(runs), s(s) {
     queries = reinterpret_cast<Query*>(s.q.reserve(rows * D)); acc = s.acc.filled(rows * D, 0.0f); scores = s.scores.reserve(rows * KEYS);
     m = s.m.filled(rows, -INFINITY); l = s.l.filled(rows, 0.0f); rescale = s.rescale.reserve(rows);
     words = reinterpret_cast<uint32_t*>(s.keys.reserve(num_words * KEYS));
   }
 
-  void transpose_keys() {  // in the room of one that is not there lies another
-    for (int64_t t = now->begin / 8 * 8; t < now->end; t += 8) {
-      const uint32_t* keys[8];
-      for (int64_t i = 0; i < 8; ++i) {
-        const int64_t at = smaller(larger(t + i, now->begin), now->end - 1);
-        keys[i] = reinterpret_cast<const uint32_t*>(now->keys[at]);
-        ahead.step(D * int64_t(sizeof(T)));
-      }
-      transpose_words(keys, num_words, words + t);
-    }
+  void transpose_keys() {
+    Ahead<T> ahead = runs.ahead;
+    for (int64_t t = now->begin / 8 * 8; t < now->end; t += 8)
+      transpose_words(reinterpret_cast<const uint32_t* const*>(now->keys + t), num_words, words + t, [&] { ahead.step(128); });
+    runs.ahead = ahead;
   }
 
   // Scores of G query heads from row on with the NV vectors of keys from t on.
@@ -206,7 +240,9 @@ struct OneQuery {
     const Query* q = queries + row * num_words;
     const float* at = reinterpret_cast<const float*>(words + t);
     vf total[G][NV] = {};
+    Ahead<T> ahead = runs.ahead;
     for (int64_t word = 0, end = num_words; word < end; ++word, at += KEYS) {
+      ahead.step(64);
       vf key[NV];
 #pragma GCC unroll 4
       for (int j = 0; j < NV; ++j) key[j] = load(at + j * W);
@@ -215,6 +251,7 @@ struct OneQuery {
 #pragma GCC unroll 4
         for (int j = 0; j < NV; ++j) total[i][j] = multiply_add(total[i][j], q[i * end + word], key[j]);
     }
+    runs.ahead = ahead;
 #pragma GCC unroll 4
     for (int i = 0; i < G; ++i)
 #pragma GCC unroll 4
@@ -252,14 +289,13 @@ struct OneQuery {
     for (int i = 0; i < G; ++i)
 #pragma GCC unroll 4
       for (int j = 0; j < NV; ++j) total[i][j] = load(acc + (row + i) * D + d + j * W) * rescale[row + i];
-    const int64_t offset = kv.value_offset + d;
+    const int64_t offset = now->value_offset + d;
     const Weight* const weight = weights + row * (KEYS / depth);
     const T* const* const keys = now->keys;
-    Ahead<T> asked = ahead;
-    for (int64_t t = now->begin / depth * depth, begin = now->begin, end = now->end; t < end; t += depth) {  // beside a run's ends lies weight 0
-      const T* value = keys[depth == 1 ? t : larger(t, begin)] + offset;
-      const T* next_value = depth == 1 ? value : keys[smaller(t + depth, end) - 1] + offset;
-      asked.step(depth * NV * W * int64_t(sizeof(T)));
+    Ahead<T> ahead = runs.ahead;
+    for (int64_t t = now->begin / depth * depth, end = now->end; t < end; t += depth) {  // beside a run's ends lies weight 0
+      const T *value = keys[t] + offset, *next_value = keys[t + depth - 1] + offset;
+      ahead.step(depth * NV * W * int64_t(sizeof(T)));
       vf v[NV];
 #pragma GCC unroll 4
       for (int j = 0; j < NV; ++j) v[j] = load_values(value + j * W, next_value + j * W);
@@ -268,7 +304,7 @@ struct OneQuery {
 #pragma GCC unroll 4
         for (int j = 0; j < NV; ++j) total[i][j] = multiply_add(total[i][j], weight[i * (KEYS / depth) + t / depth], v[j]);
     }
-    ahead = asked;
+    runs.ahead = ahead;
 #pragma GCC unroll 4
     for (int i = 0; i < G; ++i)
 #pragma GCC unroll 4
@@ -295,20 +331,12 @@ struct OneQuery {
     const int64_t row0 = g.query_start_loc[item.seq];
     const T* q = static_cast<const T*>(g.q) + row0 * g.q_stride + item.head * rows * D;
     for (int64_t i = 0; i < rows; ++i) take_query(q + i * D, queries + i * num_words, D);
-    next->find(kv, larger(0, length - g.window), length);
-    for (int64_t stop = 0; stop < length;) {
-      Run<T>* const used = now;
-      now = next;
-      next = used;
-      stop = now->start + now->end;
-      next->begin = next->end = 0;
-      if (stop < length) next->find(kv, stop, length);
-      ahead = {now->keys + now->begin, kv.value_offset, now->end - now->begin, D * int64_t(sizeof(T))};
+    do {
+      now = &runs.advance();
       score_run();
       update();
-      ahead = {next->keys + next->begin, 0, next->end - next->begin, D * int64_t(sizeof(T))};
       add_run();
-    }
+    } while (now->start + now->end < length);
     write_rows(acc, l, rows, D, static_cast<T*>(g.out) + (row0 * g.num_heads + item.head * rows) * D);
   }
 };
@@ -356,7 +384,7 @@ static void load_tile(const KeyValues<T>& kv, int64_t t, int64_t length, int64_t
   for (int64_t i = 0; i < KEYS; ++i) at[i] = kv.key(smaller(t + i, length - 1));
   float* const words = widened ? keys + num_words * KEYS : keys;
   for (int64_t i = 0; i < KEYS; i += 8)
-    transpose_words(reinterpret_cast<const uint32_t* const*>(at + i), num_words, reinterpret_cast<uint32_t*>(words + i));
+    transpose_words(reinterpret_cast<const uint32_t* const*>(at + i), num_words, reinterpret_cast<uint32_t*>(words + i), [] {});
   if (widened)
     for (int64_t word = 0; word < num_words; ++word)
       for (int64_t i = 0; i < KEYS; i += W)
@@ -404,12 +432,15 @@ static void attend_many(const AttentionArgs& g, const AttentionItem& item, Scrat
     write_rows(acc + i * group * D, l + i * group, group, D, out + i * g.num_heads * D);
 }
 
+template <class T>
+static void attend(const AttentionArgs& g, const AttentionItem* item, const AttentionItem* last, Scratch& s) {
+  for (Runs<T> runs(g, item, last); item < last; ++item)
+    if (one_query(g, *item)) OneQuery<T>(g, *item, runs, s).run(*item);
+    else attend_many<T>(g, *item, s);
+}
+
 static void attention(const AttentionArgs& g, const AttentionItem* items, int64_t first, int64_t last) {
   static thread_local Scratch scratch;
-  for (int64_t i = first; i < last; ++i) {
-    const int32_t* start = g.query_start_loc + items[i].seq;
-    const bool one = start[1] - start[0] == 1;
-    if (g.dtype == kFloat32) one ? OneQuery<float>(g, items[i], scratch).run(items[i]) : attend_many<float>(g, items[i], scratch);
-    else one ? OneQuery<bf16>(g, items[i], scratch).run(items[i]) : attend_many<bf16>(g, items[i], scratch);
-  }
+  if (g.dtype == kFloat32) attend<float>(g, items + first, items + last, scratch);
+  else attend<bf16>(g, items + first, items + last, scratch);
 }
