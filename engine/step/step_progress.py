@@ -34,8 +34,8 @@ class LayerProgress:
     """
 
     def __init__(self, wake: Callable[[], None], every: int, mark: Callable[[], Mark] | None = None) -> None:
-        """``every``: report when another group of this many layers is written; 0: never. ``mark``: on a GPU, returns a new
-        event in the stream of the calling thread."""
+        """``every``: report when another group of this many layers is written; 0: never. ``mark``: on a GPU,
+        returns a new event in the stream of the calling thread."""
         self._wake, self._every, self._mark = wake, every, mark
         self._marks: deque[tuple[int, Mark]] = deque()
         self._num_layers = self._num_groups = 0

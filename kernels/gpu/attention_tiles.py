@@ -153,8 +153,8 @@ def normalize(norm, acc):
 
 @triton.jit
 def for_float8(q):
-    """Queries of a float8 cache: in float16, which holds every float8 value, where they are bfloat16, to which
-    no GPU converts these in few instructions."""
+    """Queries of a float8 cache, in float16 where they are bfloat16: it holds every float8 value, and
+    to bfloat16 a GPU converts these in one more instruction each."""
     if q.dtype == tl.bfloat16:
         q = tl.minimum(tl.maximum(q.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
     return q

@@ -95,7 +95,8 @@ def decode_attention(
     _decode_kernel[(num_programs,)](
         q, kv, inputs.query_start_loc, inputs.seq_lens, inputs.block_tables, plan.items, plan.num_items,
         plan.arrived, plan.states,
-        plan.sums, out, kv_scales, inputs.scale, len(inputs.seq_lens), num_rows, window_of(inputs), q.stride(0),
+        plan.sums, out, kv_scales, inputs.scale, len(inputs.seq_lens), num_rows, window_of(inputs),
+        q.stride(0),
         inputs.block_tables.stride(0),
         kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, ROWS=tile.rows, HEAD_DIM=head_dim,
@@ -236,7 +237,8 @@ def _decode_kernel(
                             tl.store(folded, 0)
                             is_last = True
                             whole_m, whole_norm, whole = _fold_rows(
-                                states, sums, query_start_loc, head, top, first_group, end_group, GROUP_SPLITS, lowest_split,
+                                states, sums, query_start_loc, head, top, first_group, end_group,
+                                GROUP_SPLITS, lowest_split,
                                 NUM_KV_HEADS, GROUP, HEAD_DIM, DIMS, FOLD_ROWS, AT_ONCE,
                             )  # fmt: skip
                 if is_last:

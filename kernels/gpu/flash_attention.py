@@ -1,9 +1,9 @@
-"""FlashAttention-3 for steps with chunks of prompts, where its package is installed (``flash_attn_interface``,
-of Dao-AILab/flash-attention, folder hopper) and its answers agree with Triton's at start.
+"""FlashAttention-3 for steps with chunks of prompts, where its package is installed
+(``flash_attn_interface``, of Dao-AILab/flash-attention, folder hopper) and its answers agree with Triton's at
+start.
 
-It computes decode rows of the step, too. It is called with the longest chunk's length, which the host knows of
-a step that it launches; a captured step has none, and is Triton's, as are exact steps and those over a float8
-cache. (Shah et al., FlashAttention-3, 2024.)
+It computes decode rows of the step, too. It needs the longest chunk's length, which the host knows of a step
+that it launches. Triton computes captured steps, exact ones, and those over a float8 cache. (Shah et al., FlashAttention-3, 2024.)
 """
 
 from __future__ import annotations
