@@ -12,7 +12,7 @@ from .constraint import TokenMatcher
 
 
 class RuledMatcher:
-    """A ``TokenMatcher`` around another one, or alone. Used by one thread at a time, but for ``failure``."""
+    """A ``TokenMatcher`` around another one, or alone, with the same rule about threads."""
 
     def __init__(
         self, rules: TokenRules, vocab_size: int, eos: Sequence[int], inner: TokenMatcher | None

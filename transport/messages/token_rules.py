@@ -1,4 +1,4 @@
-"""Tokens that an output may or may not have, in the field of its grammar: the same workers build the same mask."""
+"""Tokens that an output may or may not have. They travel in the field of its grammar."""
 
 from __future__ import annotations
 
