@@ -109,7 +109,9 @@ class Cluster:
         return f"{worker['process']} killed"
 
     async def flip(self, role: str) -> str:
-        """The newest worker of the other role takes this one."""
+        """The newest worker of the other role takes this one, when nothing of a flip before is left."""
+        while any(before["ended_s"] is None for before in (await self._state())["flips"]):
+            await asyncio.sleep(POLL_S)
         worker = await self._newest("decode" if role == "prefill" else "prefill")
         answer = await self.http.post(f"/admin/flip/{worker['process']}", params={"to": role})
         if answer.is_error:
