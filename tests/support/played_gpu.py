@@ -26,17 +26,9 @@ from torch.overrides import TorchFunctionMode
 GPU = torch.device("cuda", 0)
 READS = {"item", "tolist", "cpu", "__bool__", "__int__", "__float__", "__index__", "nonzero", "unique"}
 TELLS = {
-    "data_ptr",
-    "untyped_storage",
-    "size",
-    "stride",
-    "numel",
-    "dim",
-    "element_size",
-    "as_subclass",
-    "__len__",
+    "data_ptr", "untyped_storage", "size", "stride", "numel", "dim", "element_size", "as_subclass", "__len__",
     "is_contiguous",
-}
+}  # fmt: skip
 
 
 class OnGpu(torch.Tensor):
