@@ -34,7 +34,7 @@ from .metrics.system_snapshot import SystemSnapshot
 from .metrics.trace_log import TraceLog
 from .processes import Place, Serve, run_all
 from .readiness import prove
-from .run_folder import ADMIN_KEY, Door, RunFolder, announce
+from .run_folder import ADMIN_KEY, RESPONSES, Door, RunFolder, announce
 from .server import HttpServer, admin_server, app_of
 from .settings import CoordinatorSettings
 from .socket_dispatcher import SocketDispatcher
@@ -72,6 +72,8 @@ def run(settings: CoordinatorSettings, in_child: Serve, make_controller: MakeCon
             if settings.admin_key_file is None:
                 settings = settings.model_copy(update={"admin_key_file": _own_admin_key(folder.path)})
         path = None if folder is None else folder.path
+        if path is not None and settings.responses_file is None:
+            settings = settings.model_copy(update={"responses_file": path / RESPONSES})
         _log_who_may_connect(settings)
         if settings.processes > 1:
             run_all(settings, in_child, path)

@@ -6,6 +6,7 @@ it.
             lock
             coordinator-0.json      a ``Door``; one for each coordinator process
             admin.key, cluster.key, settings of `splitserve up`
+        responses.sqlite        stored responses, without --responses-file
 
 The lock ends with its process, also by kill -9: the next start removes what was left behind.
 """
@@ -28,6 +29,7 @@ from .http.access.url import is_loopback
 
 LOCK = "lock"
 ADMIN_KEY = "admin.key"
+RESPONSES = "responses.sqlite"
 DOOR = "coordinator-{}.json"
 
 

@@ -21,6 +21,8 @@ from .batch.routes import BatchRoutes
 from .batch.runner import BatchOptions, BatchRunner
 from .dashboard.routes import Dashboard
 from .dialects.messages import MessagesRoutes
+from .dialects.responses import ResponsesRoutes
+from .dialects.responses_store import ResponseStore, opened_store
 from .errors import CannotStart, Unavailable
 from .generate.api import GenerationApi
 from .http.access.access import Access
@@ -117,6 +119,7 @@ class HttpApp:
         bodies: BodyLog | None = None,
         tracing: Tracing | None = None,
         times_tokens: bool = False,
+        responses: ResponseStore | None = None,
     ) -> None:
         """Put the parts of the application together.
 
@@ -155,9 +158,11 @@ class HttpApp:
             if batches is None
             else BatchRunner(batches, self.generation, tenancy.directory, self.metrics.failures)
         )
+        self.responses = ResponsesRoutes(self.generation, responses)
         clients: list[BaseRoute] = [
             *WebSocketStreams(self.generation).routes(),
             *MessagesRoutes(self.generation).routes(),
+            *self.responses.routes(),
         ]
         if self.batches is not None:
             clients += BatchRoutes(self.batches, self.overload).routes()
@@ -225,6 +230,7 @@ def app_of(
         bodies=bodies,
         tracing=tracing,
         times_tokens=settings.trace_token_times,
+        responses=opened_store(settings.responses_file, settings.responses_retention_days * DAY_S),
     )
     if settings.log_requests:
         app.metrics.listeners.add("request log", log_request)
@@ -277,6 +283,7 @@ class HttpServer:
             await self.app.batches.stop()
         await self.app.drain(grace_s)
         await self._server.stop()
+        await self.app.responses.stop()
         self.app.generation.reader.close()
 
     async def _hurry(self) -> None:

@@ -112,6 +112,14 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
         description="SQLite file of /v1/files and /v1/batches, made where it is not there; several "
         "coordinators of one host may share it. Default: no batches.",
     )
+    responses_file: Path | None = Field(
+        default=None,
+        description="SQLite file of what /v1/responses stores; several coordinators of one host may share "
+        "it. Default: a temporary file, which ends with the coordinator.",
+    )
+    responses_retention_days: float = Field(
+        default=30, gt=0, le=36_500, description="Days after which stored responses are deleted."
+    )
     batch_max_running: int = Field(
         default=16,
         ge=1,
@@ -153,6 +161,7 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
             "--tenants-file": self.tenants_file,
             "--usage-url": Path(usage.removeprefix(SQLITE)) if usage.startswith(SQLITE) else None,
             "--batch-file": self.batch_file,
+            "--responses-file": self.responses_file,
             "--log-bodies": self.log_bodies,
         }
         folders = {option: path.absolute().parent for option, path in files.items() if path is not None}

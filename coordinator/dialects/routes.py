@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
 import orjson
@@ -44,8 +44,9 @@ class Answer(Protocol):
 class Dialect:
     """Reads bodies and writes answers."""
 
-    def __init__(self, generation: GenerationApi) -> None:
-        self.generation = generation
+    def __init__(self, generation: GenerationApi, params: Mapping[str, str] | None = None) -> None:
+        """``params``: this API's names of a chat's fields, for errors."""
+        self.generation, self._params = generation, params or {}
         self._unknown = UnknownFields()
 
     async def read(self, request: Request, kind: type[Asked]) -> Asked:
@@ -68,10 +69,19 @@ class Dialect:
         stream = ChatStream(self.generation, account_of(request), headers, chat)
         try:
             await while_connected(request, stream.begin())
+        except ApiError as error:
+            raise self._renamed(error) from error
         except BaseException:
             stream.abandon()
             raise
         return stream
+
+    def _renamed(self, error: ApiError) -> ApiError:
+        """Name the field at fault as this API does."""
+        theirs = (error.param or "").split("[")[0].split(".")[0]
+        if (name := self._params.get(theirs)) is not None:
+            error.message, error.param = error.message.replace(theirs, name, 1), name
+        return error
 
     async def respond(
         self, request: Request, stream: ChatStream, answer: Answer, *, streamed: bool

@@ -11,6 +11,7 @@ from pydantic.json_schema import models_json_schema
 
 from ..batch.routes import MAX_FILES_PAGE, MAX_PAGE, BatchRequest
 from ..dialects.messages_body import CountTokensRequest, MessagesRequest
+from ..dialects.responses_body import CountInputRequest, ResponsesRequest
 from ..generate.bodies.chat import ChatCompletionRequest
 from ..generate.bodies.completion import CompletionRequest
 from ..generate.token_pages import DetokenizeRequest, TokenizeRequest
@@ -26,6 +27,11 @@ POSTS: dict[str, tuple[type[BaseModel], str]] = {
         ChatCompletionRequest,
         "Answer a conversation; with `stream` true as server-sent events: ChatCompletionChunk, then [DONE].",
     ),
+    "/v1/responses": (
+        ResponsesRequest,
+        "Answer a conversation as OpenAI's Responses API does; with `stream` true as that API's events.",
+    ),
+    "/v1/responses/input_tokens": (CountInputRequest, "Number of tokens of the prompt of such a request."),
     "/v1/messages": (
         MessagesRequest,
         "Answer a conversation as Anthropic's API does; with `stream` true as that API's events.",
@@ -37,6 +43,8 @@ POSTS: dict[str, tuple[type[BaseModel], str]] = {
 ANSWERS = {
     "/v1/completions": "Completion",
     "/v1/chat/completions": "ChatCompletion",
+    "/v1/responses": "Response",
+    "/v1/responses/input_tokens": "TokenCount",
     "/v1/messages": "MessagesAnswer",
     "/v1/messages/count_tokens": "TokenCount",
     "/tokenize": "Tokens",
@@ -48,6 +56,8 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "CompletionChunk": answers.COMPLETION_CHUNK,
     "ChatCompletion": answers.CHAT_COMPLETION,
     "ChatCompletionChunk": answers.CHAT_COMPLETION_CHUNK,
+    "Response": answers.RESPONSE,
+    "DeletedResponse": answers.DELETED_RESPONSE,
     "MessagesAnswer": answers.MESSAGE,
     "TokenCount": answers.TOKEN_COUNT,
     "MessagesError": answers.MESSAGES_ERROR,
@@ -86,7 +96,7 @@ def document(*, batches: bool = False) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "splitserve", "version": importlib.metadata.version("splitserve")},
         "security": [{}, {"key": []}],
-        "paths": {**posts, **_gets(), **(batch_paths() if batches else {})},
+        "paths": {**posts, **_gets(), **_responses(), **(batch_paths() if batches else {})},
         "components": {
             "schemas": {**schemas["$defs"], **SCHEMAS, **(BATCH_SCHEMAS if batches else {})},
             "securitySchemes": {
@@ -123,6 +133,24 @@ def _gets() -> dict[str, Any]:
             "get": _operation("Every worker with its role, blocks and requests.", {JSON: {}}, *OF_OPERATORS)
         },
         "/openapi.json": {"get": _operation("This.", {JSON: {}})},
+    }
+
+
+def _responses() -> dict[str, Any]:
+    """Stored responses, by id."""
+    one, response, path = _in_path("id"), _json("Response"), "/v1/responses/{id}"
+    found = ("400", "401", "404")
+    return {
+        path: {
+            **one,
+            "get": _operation("A stored response; with `stream=true` its events.", response, *found),
+            "delete": _operation("Delete it.", _json("DeletedResponse"), *found),
+        },
+        f"{path}/cancel": {
+            **one,
+            "post": _operation("End one that runs in the background.", response, *found),
+        },
+        f"{path}/input_items": {**one, "get": _operation("What it answers.", {JSON: {}}, *found)},
     }
 
 

@@ -133,6 +133,20 @@ MESSAGE = record(
         "usage": _MESSAGE_USAGE,
     }
 )
+RESPONSE = record(
+    {
+        "id": STRING,
+        "object": {"const": "response"},
+        "created_at": INTEGER,
+        "status": {"enum": ["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]},
+        "model": STRING,
+        "output": array(record({"id": STRING, "type": {"enum": ["message", "reasoning", "function_call"]}})),
+        "usage": {"type": ["object", "null"]},
+        "error": {"type": ["object", "null"]},
+        "previous_response_id": STRING_OR_NULL,
+    }
+)
+DELETED_RESPONSE = record({"id": STRING, "object": {"const": "response"}, "deleted": {"const": True}})
 TOKEN_COUNT = record({"input_tokens": COUNT})
 MESSAGES_ERROR = record({"type": {"const": "error"}, "error": record({"type": STRING, "message": STRING})})
 TOKENS = record(

@@ -1,0 +1,167 @@
+"""Responses that go on without their client, and streams of theirs that can be taken up again.
+
+Their events lie in the store, numbered; a stream reads them there, whichever process runs the response.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from ..errors import ApiError, InternalError, InvalidRequest, Unavailable
+from ..generate.plan import PLAN_HEADERS
+from ..tenants.limits import Account
+from .chat_stream import ChatStream, account_of
+from .responses_events import FINAL, ResponseAnswer
+from .responses_items import Item
+from .responses_store import ResponseStore, Stored
+from .routes import EVENT_STREAM, Dialect, Event, events_of
+
+WRITE_EVERY_S = 0.05
+LOOK_EVERY_S = 0.2
+"""For events that another process writes."""
+_log = logging.getLogger(__name__)
+
+
+class BackgroundResponses:
+    """Runs them as tasks of this process. ``store`` None: there are none."""
+
+    def __init__(self, dialect: Dialect, store: ResponseStore | None) -> None:
+        self._dialect, self._store = dialect, store
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._written: dict[str, asyncio.Event] = {}  # set when events of a response were written
+
+    async def begin(
+        self,
+        request: Request,
+        chat: dict[str, Any],
+        answer: ResponseAnswer,
+        items: Sequence[Item],
+        *,
+        streamed: bool,
+    ) -> Response:
+        """Return the queued response, or its stream. Raises StorageFull; InvalidRequest without a store."""
+        if self._store is None:
+            raise InvalidRequest("background: this server stores no responses; give --responses-file")
+        account, headers = account_of(request), dict(request.scope["headers"])
+        answer.response["status"], id = "queued", answer.response["id"]
+        deadline = time.time() + self._dialect.generation.limits.request_timeout_s
+        await self._store.save(account.tenant, answer.response, items, deadline=deadline)
+        first = Response(orjson.dumps(answer.response), media_type="application/json")
+        stored = Stored(id, dict(answer.response), list(items), None, True)
+        answer.response["status"] = "in_progress"
+        self._written[id] = asyncio.Event()
+        planned_by = {name: headers[name] for name in PLAN_HEADERS if name in headers}
+        run = _Run(self._store, account, answer, items, deadline, self._written[id])
+        self._running[id] = task = asyncio.create_task(run.run(self._dialect, planned_by, chat))
+        task.add_done_callback(lambda _: self._over(id))
+        return self.resume(account.tenant, stored, -1) if streamed else first
+
+    def resume(self, tenant: str, stored: Stored, after: int) -> Response:
+        """Return the stream of a response from the event after ``after`` on. Raises InvalidRequest."""
+        if not stored.response["background"]:
+            raise InvalidRequest("stream: only a response that runs in the background can be streamed again")
+        events = self._events(tenant, stored.id, after)
+        return StreamingResponse(events, 200, EVENT_STREAM, "text/event-stream")
+
+    def look(self, id: str) -> None:
+        """Look at once whether a response was cancelled."""
+        if (task := self._running.get(id)) is not None:
+            task.cancel()
+
+    async def stop(self) -> None:
+        """End all that run here: they have failed."""
+        for task in list(self._running.values()):
+            task.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+    def _over(self, id: str) -> None:
+        self._running.pop(id, None)
+        self._written.pop(id).set()
+
+    async def _events(self, tenant: str, id: str, after: int) -> AsyncIterator[bytes]:
+        assert self._store is not None
+        while True:
+            written = self._written.get(id)
+            if written is not None:
+                written.clear()
+            running = (await self._store.found(tenant, id)).running
+            for data in await self._store.events(id, after):
+                event = orjson.loads(data)
+                after = event["sequence_number"]
+                yield b"event: %b\ndata: %b\n\n" % (event["type"].encode(), data)
+                if event["type"] in FINAL:
+                    return
+            if not running:
+                return
+            if written is None:
+                await asyncio.sleep(LOOK_EVERY_S)
+            else:
+                await written.wait()
+
+
+class _Run:
+    """One of them."""
+
+    def __init__(
+        self,
+        store: ResponseStore,
+        account: Account,
+        answer: ResponseAnswer,
+        items: Sequence[Item],
+        deadline: float,
+        written: asyncio.Event,
+    ) -> None:
+        self._store, self._account, self._answer, self._items = store, account, answer, items
+        self._deadline, self._written = deadline, written
+        self._new: list[Event] = []
+        self._write_at = 0.0
+
+    async def run(self, dialect: Dialect, headers: Mapping[bytes, bytes], chat: dict[str, Any]) -> None:
+        """Run it to its end, or until it is cancelled."""
+        id = self._answer.response["id"]
+        try:
+            await self._generate(ChatStream(dialect.generation, self._account, headers, chat))
+        except asyncio.CancelledError:
+            stored = await self._store.found(self._account.tenant, id)
+            if stored.running:  # this process stops
+                await self._fail(Unavailable("The server is shutting down."))
+            raise
+        except ApiError as error:
+            await self._fail(error)
+        except Exception:
+            _log.exception("%s: a response in the background has failed", id)
+            await self._fail(InternalError(f"Internal error; the server's log says more under {id}."))
+
+    async def _generate(self, stream: ChatStream) -> None:
+        try:
+            await stream.begin()
+            async for event in events_of(stream, self._answer):
+                self._new.append(event)
+                if not await self._write(last=event["type"] in FINAL):
+                    return
+        finally:
+            stream.abandon()
+
+    async def _fail(self, error: ApiError) -> None:
+        self._new += self._answer.fail(error)
+        await self._write(last=True)
+
+    async def _write(self, *, last: bool) -> bool:
+        """Write new events, now and then. Return False once the response was cancelled or deleted."""
+        if not last and time.monotonic() < self._write_at:
+            return True
+        self._write_at = time.monotonic() + WRITE_EVERY_S
+        new, self._new = self._new, []
+        going_on = await self._store.save(
+            self._account.tenant, self._answer.response, self._items, deadline=self._deadline, events=new
+        )
+        self._written.set()
+        return going_on

@@ -1,0 +1,215 @@
+"""/v1/responses, as OpenAI's newer clients speak it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from ..errors import ContextTooLong, InvalidRequest, NotFound, StorageFull
+from ..generate.api import GenerationApi
+from ..generate.plan import parse
+from ..generate.prompts import prompts_of
+from ..http.call import Endpoint
+from .background_responses import BackgroundResponses
+from .chat_stream import account_of
+from .responses_body import CHAT_PARAMS, CountInputRequest, ResponsesRequest
+from .responses_events import FINAL, ResponseAnswer
+from .responses_items import Item, items_of
+from .responses_store import ResponseStore
+from .routes import EVENT_STREAM, Dialect, Event, encoded, events_of
+
+PAGE, MAX_PAGE = 20, 100
+CHAT: Endpoint = "/v1/chat/completions"
+
+
+class ResponsesRoutes:
+    """Creates, continues and returns responses."""
+
+    def __init__(self, generation: GenerationApi, store: ResponseStore | None) -> None:
+        """``store``: None where there is none; then nothing can be continued."""
+        self._dialect = Dialect(generation, CHAT_PARAMS)
+        self._model, self._limits = generation.model, generation.limits
+        self._store = store
+        self.background = BackgroundResponses(self._dialect, store)
+
+    def routes(self) -> list[Route]:
+        one = "/v1/responses/{id}"
+        return [
+            Route("/v1/responses", self._create, methods=["POST"]),
+            Route("/v1/responses", self._list),
+            Route("/v1/responses/input_tokens", self._count, methods=["POST"]),
+            Route(one, self._one),
+            Route(one, self._delete, methods=["DELETE"]),
+            Route(f"{one}/cancel", self._cancel, methods=["POST"]),
+            Route(f"{one}/input_items", self._input_items),
+        ]
+
+    async def stop(self) -> None:
+        """End what runs in the background, and close the store."""
+        await self.background.stop()
+        if self._store is not None:
+            self._store.close()
+
+    async def _create(self, request: Request) -> Response:
+        asked = await self._dialect.read(request, ResponsesRequest)
+        items, chat = await self._chat_of(request, asked)
+        answer = ResponseAnswer(f"resp_{secrets.token_hex(24)}", asked, self._model.name)
+        if self._store is None:
+            answer.response["store"] = False
+        if asked.background:
+            return await self.background.begin(request, chat, answer, items, streamed=bool(asked.stream))
+        stream = await self._dialect.begin(request, chat)
+        if not asked.stream:
+            response = await self._dialect.respond(request, stream, answer, streamed=False)
+            await self._save(request, answer, items)
+            return response
+        events = self._saved(request, answer, items, events_of(stream, answer))
+        headers = {name.decode(): value.decode() for name, value in stream.headers}
+        return StreamingResponse(encoded(events), 200, {**headers, **EVENT_STREAM}, "text/event-stream")
+
+    async def _count(self, request: Request) -> Response:
+        asked = await self._dialect.read(request, CountInputRequest)
+        self._model.check_name(asked.model)
+        _, chat = await self._chat_of(request, asked)
+        count = await self._model.tokenizer.aside(lambda: self._num_tokens(chat))
+        return _json({"object": "response.input_tokens", "input_tokens": count})
+
+    async def _list(self, request: Request) -> Response:
+        limit = _limit(request)
+        store, after = self._stored_ones("after"), request.query_params.get("after")
+        found = await store.newest(account_of(request).tenant, after, limit + 1)
+        return _page(found[:limit], more=len(found) > limit)
+
+    async def _one(self, request: Request) -> Response:
+        id, store = request.path_params["id"], self._stored_ones("response_id")
+        stored = await store.found(account_of(request).tenant, id)
+        if request.query_params.get("stream") != "true":
+            return _json(stored.response)
+        after = request.query_params.get("starting_after", "-1")
+        if not after.removeprefix("-").isdigit() or len(after) > 9:
+            raise InvalidRequest("starting_after: must be the number of an event", param="starting_after")
+        return self.background.resume(account_of(request).tenant, stored, int(after))
+
+    async def _delete(self, request: Request) -> Response:
+        id = request.path_params["id"]
+        await self._stored_ones("response_id").delete(account_of(request).tenant, id)
+        return _json({"id": id, "object": "response", "deleted": True})
+
+    async def _cancel(self, request: Request) -> Response:
+        store, tenant, id = (
+            self._stored_ones("response_id"),
+            account_of(request).tenant,
+            request.path_params["id"],
+        )
+        if not (await store.found(tenant, id)).response["background"]:
+            raise InvalidRequest("Only a response that runs in the background can be cancelled.")
+        stored = await store.cancel(tenant, id)
+        self.background.look(id)
+        return _json(stored.response)
+
+    async def _input_items(self, request: Request) -> Response:
+        limit, after = _limit(request), request.query_params.get("after")
+        store = self._stored_ones("response_id")
+        items = (await store.found(account_of(request).tenant, request.path_params["id"])).input
+        if request.query_params.get("order", "desc") == "desc":
+            items = items[::-1]
+        if after is not None:
+            ids = [item["id"] for item in items]
+            if after not in ids:
+                raise NotFound(f"after: there is no item {after!r}", param="after")
+            items = items[ids.index(after) + 1 :]
+        return _page(items[:limit], more=len(items) > limit)
+
+    # --- a request's conversation ------------------------------------------------------------------
+
+    async def _chat_of(self, request: Request, asked: CountInputRequest) -> tuple[list[Item], dict[str, Any]]:
+        """Return the new items and the chat completion's body. Raises InvalidRequest or NotFound."""
+        tenant, earlier = account_of(request).tenant, list[Item]()
+        if (previous := asked.previous_response_id) is not None:
+            earlier = await self._stored_ones("previous_response_id").conversation(tenant, previous)
+        items = await self._resolved(tenant, items_of(asked.input or []), earlier)
+        chat = asked.for_chat([*earlier, *items])
+        if asked.truncation == "auto":
+            chat = await self._model.tokenizer.aside(lambda: self._shortened(asked, [*earlier, *items], chat))
+        return items, chat
+
+    async def _resolved(self, tenant: str, items: list[Item], earlier: Sequence[Item]) -> list[Item]:
+        """Put items in the place of references to them."""
+        wanted = [item["id"] for item in items if item["type"] == "item_reference"]
+        if not wanted:
+            return items
+        found = {item["id"]: item for item in earlier if item["id"] in wanted}
+        if missing := [id for id in wanted if id not in found]:
+            found |= await self._stored_ones("input").items(tenant, missing)
+        for i, item in enumerate(items):
+            if item["type"] == "item_reference" and item["id"] not in found:
+                raise NotFound(
+                    f"input[{i}].id: there is no stored item {item['id']!r}", param=f"input[{i}].id"
+                )
+        return [found[item["id"]] if item["type"] == "item_reference" else item for item in items]
+
+    def _shortened(
+        self, asked: CountInputRequest, items: Sequence[Item], chat: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Leave out the oldest items, half of them at a time, until the others fit the context."""
+        room = self._model.max_model_len - (chat.get("max_completion_tokens") or 1)
+        while self._num_tokens(chat) > room and len(items) > 1:
+            items = items[(len(items) + 1) // 2 :]
+            chat = asked.for_chat(items)
+        return chat
+
+    def _num_tokens(self, chat: dict[str, Any]) -> int:
+        """Count the prompt's tokens; one more than the model takes where it is longer. Blocks."""
+        body = orjson.dumps({name: value for name, value in chat.items() if value is not None})
+        try:
+            (prompt,) = prompts_of(parse(CHAT, body), self._model)
+        except ContextTooLong:
+            return self._model.max_model_len + 1
+        return len(prompt.token_ids)
+
+    # --- storing -----------------------------------------------------------------------------------
+
+    def _stored_ones(self, param: str) -> ResponseStore:
+        if self._store is None:
+            raise InvalidRequest(
+                f"{param}: this server stores no responses; give --responses-file", param=param
+            )
+        return self._store
+
+    async def _save(self, request: Request, answer: ResponseAnswer, items: Sequence[Item]) -> None:
+        if self._store is not None and answer.response["store"]:
+            try:
+                await self._store.save(account_of(request).tenant, answer.response, items)
+            except StorageFull:
+                answer.response["store"] = False
+
+    async def _saved(
+        self, request: Request, answer: ResponseAnswer, items: Sequence[Item], events: AsyncIterator[Event]
+    ) -> AsyncIterator[Event]:
+        """Yield the events; store the response before the last one, so that it can be continued at once."""
+        async for event in events:
+            if event["type"] in FINAL:
+                await self._save(request, answer, items)
+            yield event
+
+
+def _limit(request: Request) -> int:
+    text = request.query_params.get("limit", str(PAGE))
+    if not text.isascii() or not text.isdigit() or len(text) > 3 or not 1 <= int(text) <= MAX_PAGE:
+        raise InvalidRequest(f"limit: must be a number from 1 to {MAX_PAGE}", param="limit")
+    return int(text)
+
+
+def _page(items: list[dict[str, Any]], *, more: bool) -> Response:
+    ends = {"first_id": items[0]["id"] if items else None, "last_id": items[-1]["id"] if items else None}
+    return _json({"object": "list", "data": items, **ends, "has_more": more})
+
+
+def _json(value: Any) -> Response:
+    return Response(orjson.dumps(value), media_type="application/json")

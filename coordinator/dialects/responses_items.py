@@ -1,0 +1,130 @@
+"""The items of /v1/responses, and the chat messages they stand for."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import secrets
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..errors import InvalidRequest
+
+Item = dict[str, Any]
+PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+"""How the ids of items begin, by type."""
+TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+"""The field with the text of a content part, by type."""
+ROLES = ("user", "assistant", "system", "developer")
+OPEN_THOUGHT = "plain:"
+"""Begins ``encrypted_content``: thoughts are no secret here. Clients that store nothing return them in it."""
+
+
+def new_id(kind: str) -> str:
+    """Return a new id of an item of this type."""
+    return f"{PREFIXES[kind]}_{secrets.token_hex(16)}"
+
+
+def items_of(given: str | Sequence[Any]) -> list[Item]:
+    """Return the items of ``input``, each with its type and an id. Raises InvalidRequest."""
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    return [_checked(i, item) for i, item in enumerate(given)]
+
+
+def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
+    """Return the chat messages of a conversation. Calls and thoughts join the assistant's message beside
+    them."""
+    messages: list[dict[str, Any]] = []
+    thought = ""
+    for item in items:
+        kind = item["type"]
+        if kind == "reasoning":
+            thought += _thought(item)
+        elif kind == "function_call_output":
+            text = _text(item["output"], "output")
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
+        elif kind == "message" and item["role"] != "assistant":
+            messages.append({"role": item["role"], "content": _text(item["content"], "content")})
+        else:
+            open_one = messages and messages[-1]["role"] == "assistant" and not thought
+            if not open_one or (kind == "message" and "tool_calls" in messages[-1]):
+                messages.append({"role": "assistant", "content": ""})
+            if thought:
+                messages[-1]["reasoning_content"], thought = thought, ""
+            if kind == "message":
+                messages[-1]["content"] += _text(item["content"], "content")
+            else:
+                function = {"name": item["name"], "arguments": item["arguments"]}
+                call = {"id": item["call_id"], "type": "function", "function": function}
+                messages[-1].setdefault("tool_calls", []).append(call)
+    return messages
+
+
+def encrypted(thought: str) -> str:
+    """Return a thought as ``encrypted_content``."""
+    return OPEN_THOUGHT + base64.b64encode(thought.encode()).decode()
+
+
+def _checked(index: int, item: Any) -> Item:
+    path = f"input[{index}]"
+    if not isinstance(item, dict):
+        raise _wrong(path, "must be an object")
+    kind = item.get("type") or ("message" if "role" in item else None)
+    strings: tuple[str, ...] = ()
+    match kind:
+        case "message":
+            if item.get("role") not in ROLES:
+                raise _wrong(f"{path}.role", f"must be one of {', '.join(ROLES)}")
+            _check_text(item.get("content"), f"{path}.content")
+        case "function_call":
+            strings = ("call_id", "name", "arguments")
+        case "function_call_output":
+            strings = ("call_id",)
+            _check_text(item.get("output"), f"{path}.output")
+        case "item_reference":
+            strings = ("id",)
+        case "reasoning":
+            pass
+        case _:
+            known = ", ".join((*PREFIXES, "item_reference"))
+            raise _wrong(f"{path}.type", f"must be one of {known}, not {kind!r}")
+    for name in strings:
+        if not isinstance(item.get(name), str):
+            raise _wrong(f"{path}.{name}", "must be a string")
+    return {**item, "type": kind, "id": item.get("id") or new_id(kind)}
+
+
+def _check_text(content: Any, path: str) -> None:
+    if isinstance(content, str):
+        return
+    if not isinstance(content, list):
+        raise _wrong(path, "must be a string or a list of text parts")
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in TEXT_PARTS:
+            raise _wrong(f"{path}[{i}].type", f"must be one of {', '.join(TEXT_PARTS)}, not {kind!r}")
+        if not isinstance(part.get(TEXT_PARTS[kind]), str):
+            raise _wrong(f"{path}[{i}].{TEXT_PARTS[kind]}", "must be a string")
+
+
+def _text(content: Any, name: str) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(part[TEXT_PARTS[part["type"]]] for part in content)
+
+
+def _thought(item: Item) -> str:
+    if parts := item.get("content"):
+        return "".join(part["text"] for part in parts if isinstance(part.get("text"), str))
+    hidden = item.get("encrypted_content")
+    if isinstance(hidden, str) and hidden.startswith(OPEN_THOUGHT):
+        try:
+            return base64.b64decode(hidden[len(OPEN_THOUGHT) :], validate=True).decode()
+        except (binascii.Error, UnicodeDecodeError):
+            return ""
+    return ""
+
+
+def _wrong(path: str, message: str) -> InvalidRequest:
+    return InvalidRequest(f"{path}: {message}", param=path)

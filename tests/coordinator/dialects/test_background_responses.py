@@ -1,0 +1,70 @@
+"""Responses that go on without their client: fetched later, streamed again, cancelled, left behind."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from openai import AsyncOpenAI
+from support.http_fakes import ANSWER, FakeDispatcher
+
+from splitserve.coordinator.dialects.responses_body import ResponsesRequest
+from splitserve.coordinator.dialects.responses_events import ResponseAnswer
+from splitserve.coordinator.dialects.responses_store import ResponseStore
+
+ASKED: Any = {"model": "tiny", "input": "Hi!", "temperature": 0}
+
+
+async def ended(client: AsyncOpenAI, id: str) -> Any:
+    async with asyncio.timeout(10):
+        while (response := await client.responses.retrieve(id)).status in ("queued", "in_progress"):
+            await asyncio.sleep(0.01)
+    return response
+
+
+async def test_a_response_goes_on_in_the_background(client: AsyncOpenAI) -> None:
+    queued = await client.responses.create(background=True, **ASKED)
+    assert queued.status == "queued"
+    response = await ended(client, queued.id)
+    assert (response.status, response.output_text) == ("completed", ANSWER)
+
+
+async def test_a_stream_from_the_background_is_taken_up_again(
+    client: AsyncOpenAI, dispatcher: FakeDispatcher
+) -> None:
+    dispatcher.step_s = 0.005
+    stream = await client.responses.create(background=True, stream=True, **ASKED)
+    seen = []
+    async for event in stream:
+        seen.append(event)
+        if len(seen) == 7:
+            break
+    await stream.close()
+    id = seen[0].response.id  # type: ignore[union-attr]
+    rest = [event async for event in await client.responses.retrieve(id, stream=True, starting_after=6)]
+    assert [event.sequence_number for event in (*seen, *rest)] == list(range(len(seen) + len(rest)))
+    text = "".join(e.delta for e in (*seen, *rest) if e.type == "response.output_text.delta")
+    assert text == ANSWER
+    assert rest[-1].type == "response.completed"
+
+
+async def test_a_response_in_the_background_is_cancelled(
+    client: AsyncOpenAI, dispatcher: FakeDispatcher
+) -> None:
+    dispatcher.hold = True
+    queued = await client.responses.create(background=True, **ASKED)
+    while not dispatcher.requests:
+        await asyncio.sleep(0.01)
+    assert (await client.responses.cancel(queued.id)).status == "cancelled"
+    assert (await ended(client, queued.id)).status == "cancelled"
+    async with asyncio.timeout(10):
+        while not dispatcher.cancelled and dispatcher.running:
+            await asyncio.sleep(0.01)
+
+
+async def test_one_that_its_process_left_behind_has_failed(store: ResponseStore, client: AsyncOpenAI) -> None:
+    asked = ResponsesRequest.model_validate({"input": "Hi!", "background": True})
+    left = {**ResponseAnswer("resp_left", asked, "tiny").response, "status": "queued"}
+    await store.save("", left, [], deadline=1.0)
+    response = await client.responses.retrieve("resp_left")
+    assert (response.status, response.error is None) == ("failed", False)
