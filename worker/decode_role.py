@@ -39,10 +39,9 @@ class DecodeRole(PlayedRole):
             self._receiving.check(self.core, now)
             super().carry_out(now)
 
-    def report(self, now: float) -> None:
-        if self._reports.heartbeat_is_due(now):
-            self._receiving.release_dead_writers(self.core, now)
-        super().report(now)
+    def _report(self, now: float) -> None:
+        self._receiving.release_dead_writers(self.core, now)
+        super()._report(now)
 
     def _make_core(self) -> None:
         process, settings = self._process, self._settings

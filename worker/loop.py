@@ -90,6 +90,12 @@ class Worker:
         """Whether the loop is to end."""
         return self._stopped or not self.roles
 
+    @property
+    def at_rest(self) -> bool:
+        """Whether the roles keep nothing for anybody, and none has ended or is to end."""
+        cores = (role.core for role in self.roles.values())
+        return not self._retiring and all(core.at_rest and not core.drains for core in cores)
+
     def run(self) -> None:
         """Loop until the end."""
         try:

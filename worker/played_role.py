@@ -80,6 +80,11 @@ class PlayedRole(ABC):
     def _rename(self, incarnation: int) -> None:
         """Have the core go on as this incarnation."""
 
+    def _report(self, now: float) -> None:
+        """Send the heartbeat, once there is a coordinator."""
+        if self.links.coordinators:
+            self._reports.send_heartbeat(now)
+
     def _do(self, action: Any) -> None:
         """Carry out an action of a handoff."""
         self.sending.carry_out(action)
@@ -98,7 +103,7 @@ class PlayedRole(ABC):
 
     def receive(self, ready: set[object], now: float) -> None:
         """Hand messages, blocks that arrived, compiled grammars and the passing of time to the core."""
-        for message in self.links.receive(ready, now):
+        for message in self.links.receive(ready, now) if ready else ():
             self._reports.received(message, now)
             if isinstance(message, Flip):
                 self.departure.flip(message.role, message.timeout_s, now)
@@ -129,8 +134,8 @@ class PlayedRole(ABC):
 
     def report(self, now: float) -> None:
         """Send the heartbeat when it is due."""
-        if self.links.coordinators and self._reports.heartbeat_is_due(now):
-            self._reports.send_heartbeat(now)
+        if self._reports.heartbeat_is_due(now):
+            self._report(now)
 
     def has_ended(self, now: float) -> bool:
         """Return whether the role has drained; then its coordinators get Goodbye. Raise EngineError if every

@@ -91,7 +91,7 @@ class RunningStep:
         progress: LayerProgress,
     ) -> None:
         """``half``: the number of layers at which the step is half done."""
-        self.sequences, self.prompts, self._stride = sequences, prompts, stride
+        self.sequences, self.prompts, self.stride = sequences, prompts, stride
         self._half, self.progress = half, progress
         if sequences is None:
             assert prompts is not None, "an empty step"
@@ -107,7 +107,7 @@ class RunningStep:
 
     def num_layers_to_send(self) -> int:
         """Return how many layers' keys and values are final and may leave by now."""
-        return self.progress.num_layers() // self._stride * self._stride if self._stride else 0
+        return self.progress.num_layers() // self.stride * self.stride if self.stride else 0
 
     def complete(self, output: StepOutput, now: float) -> None:
         """Hand the output to the cores, to each its own rows."""

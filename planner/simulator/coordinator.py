@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -14,14 +14,14 @@ from ...coordinator.lifecycle.request import Ended, Request
 from ...coordinator.lifecycle.snapshot import finished, snapshot_of
 from ...coordinator.lifecycle.worker import WorkerId
 from ...steering.steering import Steering
-from ...transport.channels.coordinator_link import identity_of, worker_of
 from ...transport.environment import Timer
-from ...transport.messages.messages import Alive, Hello, Message
+from ...transport.messages.messages import Alive, Flip, Hello, Message
+from .channels import Fabric
 from .cluster import Cluster
 from .events import EventQueue
+from .process import SimulatedRole
 from .prompts import NO_SINK
 from .records import RequestRecord
-from .worker_shell import WorkerShell
 
 TICK_S = 0.1
 _log = logging.getLogger(__name__)
@@ -34,9 +34,8 @@ class Surroundings(Protocol):
     cluster: Cluster
     queue: EventQueue
 
-    @property
-    def workers(self) -> Mapping[str, WorkerShell]:
-        """Those that are alive, by name."""
+    fabric: Fabric
+    workers: dict[str, SimulatedRole]
 
     def next_number(self) -> int:
         """For an incarnation."""
@@ -65,6 +64,7 @@ class Coordinator:
         self.core = Lifecycle(simulation.next_number(), cluster.routing, limits)
         self._simulation, self._queue, self._steering = simulation, simulation.queue, steering
         self.open: dict[str, RequestRecord] = {}
+        simulation.fabric.coordinator = self
         self._dispatcher = LifecycleDispatcher(self.core, self, self, self, tick_s=TICK_S, log=_log)
         self._dispatcher.listeners.add("records", partial(self.call_soon, self._over))
         self._dispatcher.start()
@@ -76,8 +76,9 @@ class Coordinator:
         request.sink = FirstTokenSink(self._queue, request, record)
         self._dispatcher.submit(request)
 
-    def hear(self, worker: WorkerId, message: Message) -> None:
-        self._dispatcher.receive([(identity_of(*worker), message)])
+    def hear(self, identity: bytes, messages: Sequence[Message]) -> None:
+        """Receive messages that a worker has sent together."""
+        self._dispatcher.receive([(identity, message) for message in messages])
 
     def worker_ended(self, worker: WorkerId) -> None:
         """Its process is seen to have ended."""
@@ -113,20 +114,21 @@ class Coordinator:
         """Cancel a timer: not called, for the simulated coordinator never stops."""
 
     def reach(self, peer: bytes, *messages: Message) -> bool:
-        """No worker here gives its coordinator up, so that the coordinator's heartbeat need not reach it."""
-        worker_id = worker_of(peer)
-        assert worker_id is not None
-        worker = self._simulation.workers.get(worker_id[0])
-        for message in messages:
-            if worker is not None and type(message) is not Alive:
-                self._queue.after(worker.message_s, worker.hear, worker_id, message)
+        """No worker here gives its coordinator up, so that the coordinator's heartbeat need not reach it. A
+        worker that is to change its role learns of it when it has: the live one pauses meanwhile."""
+        channel = self._simulation.fabric.channels.get(peer)
+        messages = tuple(message for message in messages if type(message) is not Alive)
+        if channel is not None and messages:
+            pool, flips = channel.process.pool, any(type(message) is Flip for message in messages)
+            flip_s = pool.profile.flip_s if flips else None
+            self._queue.after(channel.process.message_s + (flip_s or 0.0), channel.deliver, messages)
         return True
 
     def receive(self, limit: int) -> list[tuple[bytes, Message]]:
         """What resting workers would report at each heartbeat is known: that they live, and hold nothing."""
         known, now = self.core.pools.workers, self._queue.now
-        for shell in self._simulation.workers.values():
-            if shell.rests and (worker := known.get(shell.id)) is not None:
+        for role in self._simulation.workers.values():
+            if role.process.rests and (worker := known.get(role.id)) is not None:
                 worker.last_seen = worker.progressed = worker.held_at = now
         return []
 

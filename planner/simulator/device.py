@@ -1,77 +1,27 @@
-"""One device under virtual time: it runs one step at a time, of one worker or of the two that share it.
-
-A step of two workers has the sequences of one and prompts of the other in the rest of the budget, as in
-``worker/steps.py``. It is made when the last one has ended."""
+"""One device under virtual time: it takes the steps of ``worker/steps.py``, and a latency profile's time for
+each. The next step is made when the last one has ended."""
 
 from __future__ import annotations
 
 import math
 import random
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 
-from ...decode.core import DecodeCore
-from ...decode.rows import DecodeStep
 from ...engine.latency_profile import StepClock, StepRole
 from ...engine.step.batch import StepOutput
-from ...prefill.core import PrefillCore
-from ...prefill.scheduler import PrefillStep
+from ...engine.step.step_thread import Finished, OnLayer
+from ...worker.steps import RunningStep
 from .events import EventQueue
 from .host import Host, HostedStep
+from .leaving_layers import LeavingLayers
 from .tallies import Distribution
 
 Pace: TypeAlias = Callable[[StepRole, float], float]
 """How many times its modelled time a step takes that begins then (seconds of the simulation)."""
-
-
-class PrefillSide(Protocol):
-    """The prefill worker on a device, as the device sees it."""
-
-    core: PrefillCore
-    rests: bool
-
-    def rouse(self) -> None:
-        """It does not rest any more."""
-
-    def schedule(self, now: float, num_decode_rows: int) -> PrefillStep | None:
-        """Its next step, beside this many sequences."""
-
-    def begin(self, step: PrefillStep, loop_s: float, seconds: float) -> None:
-        """The step runs from ``loop_s`` from now on, for ``seconds``."""
-
-    def moved(self, ends_at: float) -> None:
-        """The running step ends then."""
-
-    def complete(self, step: PrefillStep, output: StepOutput) -> None:
-        """It is over."""
-
-    def turn(self) -> None:
-        """One turn of the worker's loop."""
-
-
-class DecodeSide(Protocol):
-    """The decode worker on a device, as the device sees it."""
-
-    core: DecodeCore
-    rests: bool
-
-    def rouse(self) -> None:
-        """It does not rest any more."""
-
-    @property
-    def num_growing_blocks(self) -> int:
-        """What prompts that are computed here too are to leave to it."""
-
-    def schedule(self, now: float) -> DecodeStep | None:
-        """Its next step."""
-
-    def complete(self, step: DecodeStep, output: StepOutput) -> None:
-        """It is over."""
-
-    def turn(self) -> None:
-        """One turn of the worker's loop."""
 
 
 class Noise:
@@ -88,8 +38,8 @@ class Noise:
 
 
 class Device:
-    """``host``: that it shares with others whose steps slow its own down. ``pace``: in place of noise.
-    ``jumps``: time passes over layers and heartbeats that nobody waits for."""
+    """See ``StepDevice``. ``host``: that it shares with others whose steps slow its own down. ``pace``: in
+    place of noise. ``jumps``: time passes over layers and heartbeats that nobody waits for."""
 
     def __init__(
         self,
@@ -104,132 +54,139 @@ class Device:
         self._queue, self._clock, self._noise, self._gaps = queue, clock, noise, gaps
         self._host, self._pace = host, pace
         self._hosted: HostedStep | None = None  # the running step there
-        self.jumps = jumps and pace is None
-        self._decoded_at, self._num_decoded = (
-            0.0,
-            0,
-        )  # the last decode step's end, and how many sequences may be in the next one
-        self.prefill: PrefillSide | None = None
-        self.decode: DecodeSide | None = None
-        self.busy = False
-        self.busy_s = 0.0
+        self.may_jump = jumps and pace is None
+        self.wake: Callable[[], None]  # has the worker's loop turn; set by its process
+        self._running: RunningStep | None = None
+        self._finished: RunningStep | None = None  # to be collected
+        self._layers: LeavingLayers | None = None  # of the running step, where some leave before its end
+        self._decoded_at, self._num_decoded = 0.0, 0  # the last decode step's end, and its sequences
+        self.busy_seconds = 0.0
         self.prefill_s = self.decode_s = 0.0  # of that, in steps with prompts, and in steps without
         self.num_steps = 0
 
-    def wake(self) -> None:
-        """Make and begin the next step, if none is running and there is one."""
-        if self.busy:
-            return
-        now = self._queue.now
-        sequences = self.decode.schedule(now) if self.decode is not None else None
-        if sequences is None:
-            self._num_decoded = 0
-        num_rows = len(sequences.sequences) if sequences is not None else 0
-        prompts = self.prefill.schedule(now, num_rows) if self.prefill is not None else None
-        if prompts is not None or sequences is not None:
-            self._begin(prompts, sequences)
+    # --- what the worker's steps call ------------------------------------------------------------
 
     @property
-    def rests(self) -> bool:
-        """Nothing is computed here, and nothing kept for anybody: until a message comes, nothing changes."""
-        return not self.busy and all(
-            side.core.at_rest for side in (self.prefill, self.decode) if side is not None
-        )
+    def busy(self) -> bool:
+        return self._running is not None or self._finished is not None
 
     @property
-    def num_growing_blocks(self) -> int:
-        """What prompts that are computed here are to leave to the sequences that run here."""
-        return self.decode.num_growing_blocks if self.decode is not None else 0
+    def wants_next(self) -> bool:
+        return self._running is None and self._finished is None
 
-    def rouse(self) -> None:
-        """Something comes to one of the workers here."""
-        for side in (self.prefill, self.decode):
-            if side is not None and side.rests:
-                side.rouse()
+    def submit(self, step: RunningStep, on_layer: OnLayer | None = None) -> None:
+        self._running = step
+        prompts, sequences = step.prompts, step.sequences
+        if sequences is None or self._queue.now > self._decoded_at:
+            self._num_decoded = 0  # no sequence has waited since then
+        seconds, profile = self._seconds(step), self._clock.profile
+        loop_s = profile.prefill_loop_s if sequences is None else profile.decode_loop_s
+        self.num_steps += 1
+        self._add(step, seconds)
+        if step.stride:
+            self._layers = LeavingLayers(
+                step, self._queue.now, loop_s, seconds, step.stride, profile.memory.num_layers
+            )
+        if self._host is None:
+            self._queue.after(loop_s + seconds, self._done, step)
+        else:
+            contention = profile.contention
+            assert contention is not None, "else no step slows it"
+            role: StepRole = "decode" if prompts is None else "prefill"
+            self._hosted = self._host.begin(
+                role, contention, loop_s, seconds, partial(self._moved, step), partial(self._done, step)
+            )
+
+    def collect(self, patience_s: float = 0.0) -> Finished[RunningStep] | None:
+        step, self._finished = self._finished, None
+        return None if step is None else Finished(step, output_of(num_rows_of(step)), None)
 
     def stop(self) -> None:
-        """Its machine has failed."""
+        """End the running step: its process has ended."""
         if self._host is not None and self._hosted is not None:
             self._host.stop(self._hosted)
-        self.prefill, self.decode = None, None
+        self._running = self._layers = None
 
-    def let_go(self, worker: object) -> None:
-        """It runs no steps here any more."""
-        if self.prefill is worker:
-            self.prefill = None
-        if self.decode is worker:
-            self.decode = None
+    # --- layers that leave while a step runs -----------------------------------------------------
 
-    def _begin(self, prompts: PrefillStep | None, sequences: DecodeStep | None) -> None:
-        self.busy = True
-        seconds = self._seconds(prompts, sequences)
-        loop_s = (
-            self._clock.profile.prefill_loop_s if sequences is None else self._clock.profile.decode_loop_s
-        )
-        self.busy_s += seconds
-        self.num_steps += 1
-        if prompts is not None:
-            assert self.prefill is not None
-            self.prefill_s += seconds
-            self.prefill.begin(prompts, loop_s, seconds)
+    def report_layers(self) -> None:
+        """Report to the running step how many of its layers are final."""
+        if self._layers is not None and (num_layers := self._layers.num_done(self._queue.now)):
+            self._layers.step.progress.reached(num_layers)
+
+    def await_layers(self) -> None:
+        """Look at the running step's layers again when some of them leave, as things are now."""
+        if (layers := self._layers) is None:
+            return
+        prompts = layers.step.prompts
+        assert prompts is not None, "of a step with prompts"
+        wanted = prompts.core.feed.next_slice(prompts.step) if self.may_jump else 0
+        num_seen = layers.step.progress.num_layers()
+        if wanted is not None and (num_layers := layers.await_layers(wanted, num_seen)):
+            self._queue.at(layers.time_of(num_layers), self._layers_done, layers, num_layers)
+
+    def _layers_done(self, layers: LeavingLayers, num_layers: int) -> None:
+        """Nothing but layers that leave is a reason for a turn of the loop."""
+        prompts = layers.step.prompts
+        if self._layers is not layers or layers.awaited != num_layers or prompts is None:
+            return
+        layers.step.progress.reached(num_layers)
+        prompts.core.feed.layers_done(prompts.step, num_layers)
+        if prompts.core.has_actions:
+            self.wake()
         else:
+            self.await_layers()
+
+    def _moved(self, step: RunningStep, ends_at: float, by_s: float) -> None:
+        """The running step ends then, ``by_s`` later than before: its layers are final later, too."""
+        self._add(step, by_s)
+        if (before := self._layers) is None:
+            return
+        self._layers = layers = before.ending_at(ends_at, self._queue.now)
+        if layers is not before and 0 < layers.awaited < layers.num_layers:
+            self._queue.at(layers.time_of(layers.awaited), self._layers_done, layers, layers.awaited)
+
+    # --- time ------------------------------------------------------------------------------------
+
+    def _add(self, step: RunningStep, seconds: float) -> None:
+        self.busy_seconds += seconds
+        if step.prompts is None:
             self.decode_s += seconds
-        if self._host is None:
-            self._queue.after(loop_s + seconds, self._done, prompts, sequences)
         else:
-            self._begin_beside_others(self._host, prompts, sequences, loop_s, seconds)
+            self.prefill_s += seconds
 
-    def _begin_beside_others(
-        self,
-        host: Host,
-        prompts: PrefillStep | None,
-        sequences: DecodeStep | None,
-        loop_s: float,
-        seconds: float,
-    ) -> None:
-        contention = self._clock.profile.contention
-        assert contention is not None, "else nobody slows it"
-
-        def moved(ends_at: float, by_s: float) -> None:
-            self.busy_s += by_s
-            if prompts is None:
-                self.decode_s += by_s
-            else:
-                self.prefill_s += by_s
-                if self.prefill is not None:
-                    self.prefill.moved(ends_at)
-
-        role: StepRole = "decode" if prompts is None else "prefill"
-        self._hosted = host.begin(
-            role, contention, loop_s, seconds, moved, lambda: self._done(prompts, sequences)
-        )
-
-    def _seconds(self, prompts: PrefillStep | None, sequences: DecodeStep | None) -> float:
-        chunks = [(c.start, c.count) for c in prompts.chunks] if prompts is not None else []
-        num_seqs = len(sequences.sequences) if sequences is not None else 0
-        context = int(sequences.batch.seq_lens.sum()) if sequences is not None else 0
+    def _seconds(self, step: RunningStep) -> float:
+        prompts, sequences = step.prompts, step.sequences
+        chunks = [(c.start, c.count) for c in prompts.step.chunks] if prompts is not None else []
+        num_seqs = len(sequences.step.sequences) if sequences is not None else 0
+        context = int(sequences.step.batch.seq_lens.sum()) if sequences is not None else 0
         seconds = self._clock.mixed(chunks, num_seqs, context)
         if self._pace is not None:
             return seconds * self._pace("decode" if prompts is None else "prefill", self._queue.now)
         return seconds * self._noise.next()
 
-    def _done(self, prompts: PrefillStep | None, sequences: DecodeStep | None) -> None:
-        self.busy = False
-        if prompts is not None and self.prefill is not None:
-            self.prefill.complete(prompts, output_of(len(prompts.chunks)))
-        if sequences is not None and self.decode is not None:
-            both = min(self._num_decoded, len(sequences.sequences))
-            if both:
-                self._gaps.add(self._queue.now - self._decoded_at, both)
-            self._decoded_at, self._num_decoded = self._queue.now, len(sequences.sequences)
-            self.decode.complete(sequences, output_of(len(sequences.sequences)))
-        self._turn()
+    def _done(self, step: RunningStep) -> None:
+        if self._running is not step:
+            return
+        self._finished, self._running, self._layers = step, None, None
+        self._count_gaps(step)
+        self.wake()
 
-    def _turn(self) -> None:
-        if self.prefill is not None:
-            self.prefill.turn()
-        if self.decode is not None:
-            self.decode.turn()
+    def _count_gaps(self, step: RunningStep) -> None:
+        """Count the time between the ends of two decode steps, of which the later began with the end of the
+        earlier, once for each sequence in both."""
+        now = self._queue.now
+        if step.sequences is not None:
+            num_seqs = len(step.sequences.step.sequences)
+            if both := min(self._num_decoded, num_seqs):
+                self._gaps.add(now - self._decoded_at, both)
+            self._decoded_at, self._num_decoded = now, num_seqs
+
+
+def num_rows_of(step: RunningStep) -> int:
+    """Return the number of sequences and chunks in a step."""
+    num_rows = len(step.sequences.step.sequences) if step.sequences is not None else 0
+    return num_rows + (len(step.prompts.step.chunks) if step.prompts is not None else 0)
 
 
 def output_of(num_rows: int) -> StepOutput:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ...prefill.scheduler import PrefillStep
+from ...worker.steps import RunningStep
 
 
 @dataclass(slots=True)
 class LeavingLayers:
     """Looked at every ``stride`` layers: times are in seconds of the virtual clock."""
 
-    step: PrefillStep
+    step: RunningStep
     made_at: float
     loop_s: float  # from then on, before the first layer
     seconds: float  # that all layers take

@@ -59,11 +59,11 @@ def pools(simulation: Simulation) -> list[dict[str, Any]]:
                 "role": pool.role,
                 "count": pool.count,
                 "profile": pool.profile.name,
-                "busy": sum(m.device.busy_s for m in machines) / elapsed,
+                "busy": sum(m.device.busy_seconds for m in machines) / elapsed,
                 "busy_prefill": sum(m.device.prefill_s for m in machines) / elapsed,
                 "busy_decode": sum(m.device.decode_s for m in machines) / elapsed,
                 "steps_per_s": sum(m.device.num_steps for m in machines) / elapsed,
-                "link_bytes_per_s": sum(s.num_bytes_out for m in machines for s in m.shells) / elapsed,
+                "link_bytes_per_s": sum(m.num_bytes_out for m in machines) / elapsed,
                 "energy_wh": energy_wh(simulation, pool),
             }
         )

@@ -156,7 +156,7 @@ def test_the_time_that_neighbours_cost_is_time_in_which_a_worker_is_busy() -> No
     assert computed.prefill_s - computes.prefill_s == pytest.approx(
         (generated.decode_s) / 1.5 * 0.5, rel=0.02
     )
-    assert generated.busy_s == generated.decode_s
+    assert generated.busy_seconds == generated.decode_s
 
 
 def test_workers_are_dealt_out_to_hosts_in_turn() -> None:

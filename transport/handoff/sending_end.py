@@ -66,6 +66,10 @@ class HeldBack:
             else:
                 send()
 
+    def waits(self, peer: PeerId) -> bool:
+        """Return whether a message to this peer waits."""
+        return peer in self._queues
+
     def close(self, peer: PeerId, unsettled: Iterable[int]) -> None:
         """Drop the peer's messages: its mover is closed, and under the leases ``unsettled`` a put may still
         land. Handoff is of no use any more, and Release is sent again when the peer asks."""
@@ -89,6 +93,7 @@ class SendingEnd:
         self._device, self._mover = environment.device, environment.mover
         self._channels: dict[PeerId, Channel] = {}
         self._movers: dict[PeerId, PutSource] = {}
+        self._moving: dict[PeerId, None] = {}  # in order; the movers of the others have nothing to do
         self._reachability = Reachability(times)
         self._looked = float("-inf")
         self._held_back = HeldBack()
@@ -97,7 +102,7 @@ class SendingEnd:
     @property
     def pending(self) -> bool:
         """Whether blocks have not left yet: then ``receive`` is to be called soon."""
-        return any(mover.pending() for mover in self._movers.values())
+        return any(self._movers[peer].pending() for peer in self._moving)
 
     def rename(self, incarnation: int) -> None:
         """Close all channels; those opened from now on are this incarnation's."""
@@ -106,16 +111,21 @@ class SendingEnd:
 
     def receive(self, ready: set[object], now: float) -> None:
         """Pass the peers' messages on, and keep the transfers going."""
-        for peer, channel in list(self._channels.items()):
+        for peer, channel in list(self._channels.items()) if ready else ():
             if channel.socket in ready:
                 for message in channel.receive(RECEIVE_LIMIT):
                     self._receive(peer, message, now)
-        for peer, mover in list(self._movers.items()):
+        looks = now - self._looked >= (LOOK_S if self._sender.outgoing else IDLE_LOOK_S)
+        for peer in list(self._movers if looks else self._moving):
+            if (mover := self._movers.get(peer)) is None:
+                continue
             self._with_mover(peer, mover.poll)
             self._time(peer, mover)
             self._held_back.written(peer, _writing(self._movers.get(peer)))
             _pass_messages(self._movers.get(peer), self._channels.get(peer))
-        if now - self._looked >= (LOOK_S if self._sender.outgoing else IDLE_LOOK_S):
+            if not mover.pending() and as_talking_source(mover) is None and not self._held_back.waits(peer):
+                self._moving.pop(peer, None)
+        if looks:
             self._looked = now
             self._give_up_unreachable(now)
 
@@ -199,6 +209,7 @@ class SendingEnd:
         for other in self._others(action.peer):  # the peer that answers is there, whichever number it has
             self._replace(other, RESTARTED)
         self._movers[action.peer] = self._mover.open(action.met)
+        self._moving[action.peer] = None
         _log.info("hands KV blocks to %s by %s", action.peer[0], action.met.mover)
 
     def _put(self, action: Put) -> None:
@@ -214,12 +225,15 @@ class SendingEnd:
             self._time(action.peer, mover)
 
         if action.peer in self._movers:  # else it has failed a moment ago, and its handoffs have ended
+            self._moving[action.peer] = None
             self._with_mover(action.peer, put)
             _pass_messages(self._movers.get(action.peer), self._channels.get(action.peer))
         device.add_sent(blocks, first, end - first)
 
     def _time(self, peer: PeerId, mover: PutSource) -> None:
-        if not mover.pending() and (burst := self.transfers.settled(peer, self._clock.now())) is not None:
+        if mover.pending():
+            return
+        if (burst := self.transfers.settled(peer, self._clock.now())) is not None:
             self._sender.meetings.note_transfer(peer, *burst)
 
     def _send_when_written(self, peer: PeerId, lease: int, make: Callable[[], Message]) -> None:
@@ -252,6 +266,7 @@ class SendingEnd:
 
     def _close_mover(self, peer: PeerId) -> None:
         unsettled: Collection[int] = ()
+        self._moving.pop(peer, None)
         if (mover := self._movers.pop(peer, None)) is not None:
             unsettled = mover.close()
             _pass_messages(mover, self._channels.get(peer))  # its last ones
