@@ -61,13 +61,14 @@ class DecodeCore:
         fingerprint: str,
         meet: Meet | None = None,
         drain_timeout_s: float = 10.0,
+        tests_movers: bool = False,
     ) -> None:
         """``meet``: how it introduces itself to other decode workers, to hand sequences over; None: it hands
-        over none."""
+        over none. ``tests_movers``: at the first meeting with one of these."""
         self.worker = worker
         self.scheduler, self.receiver = scheduler, receiver
         self._fingerprint, self._meet = fingerprint, meet
-        self.moving = Moving(meet, scheduler, fingerprint) if meet is not None else None
+        self.moving = Moving(meet, scheduler, fingerprint, tests_movers) if meet is not None else None
         self._heartbeat = Heartbeat(scheduler, receiver, self.moving)
         self._draining = Draining(drain_timeout_s)
         self._actions: list[DecodeAction] = []
@@ -237,6 +238,8 @@ class DecodeCore:
         """The blocks that are referenced, owner by owner."""
         yield from self.scheduler.block_tables()
         yield from self.receiver.leases.block_tables()
+        if self.moving is not None:
+            yield from self.moving.sender.tests.block_tables()
 
     def load(self, coordinator: int | None = None) -> Load:
         """Return the heartbeat for one of several coordinators; None: for the only one."""

@@ -42,8 +42,8 @@ class _Leaving:
 class Moving:
     """Joins the batch scheduler and a sender of the handoff."""
 
-    def __init__(self, meet: Meet, scheduler: DecodeScheduler, fingerprint: str) -> None:
-        self.sender = HandoffSender(meet, TIMES)
+    def __init__(self, meet: Meet, scheduler: DecodeScheduler, fingerprint: str, tests_movers: bool) -> None:
+        self.sender = HandoffSender(meet, TIMES, test_blocks=scheduler.blocks if tests_movers else None)
         self._scheduler, self._fingerprint = scheduler, fingerprint
         self._leaving: dict[Key, _Leaving] = {}  # by the dispatch it will have there
         self.num_moved = 0

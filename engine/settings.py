@@ -136,11 +136,10 @@ class WorkerSettings(ComputeSettings, ClusterKeySettings, ReportSettings):
     )
     mover: Mover = Field(
         default="auto",
-        description="How KV blocks travel. auto: the best that both workers have: shm between processes of "
-        "one host (caches in host memory); nixl where it is installed, there is RDMA and plaintext_kv is "
-        "set; else tcp. "
-        "cuda_ipc (GPUs of one host) and nccl only by name, until they have run on GPUs. One "
-        "that fails in use, also one that is named here, is replaced by tcp.",
+        description="How KV blocks travel. auto: the first that both workers have and that passes a "
+        "self-test when they meet: cuda_ipc (GPUs of one host), nccl (GPUs, with plaintext_kv), shm (one "
+        "host, caches in host memory), nixl (installed, RDMA, plaintext_kv), tcp. A mover that is named "
+        "here and fails its self-test is an error; one that fails in use is replaced by tcp.",
     )
     plaintext_kv: bool = Field(
         default=False,

@@ -63,12 +63,13 @@ class PrefillCore:
         drain_timeout_s: float = 10.0,
         slicing: LayerSlicing = WHOLE_BLOCKS,
         is_local: Callable[[str], bool] = lambda _: False,
+        tests_movers: bool = False,
     ) -> None:
         """``is_local``: whether the decode worker of this name is of the same process, over the same
-        blocks."""
+        blocks. ``tests_movers``: at the first meeting with a decode worker."""
         self.worker: PeerId = (meet.worker_id, meet.incarnation)
         self.scheduler = scheduler
-        self.sender = HandoffSender(meet, times, slicing)
+        self.sender = HandoffSender(meet, times, slicing, scheduler.blocks if tests_movers else None)
         self.feed = HandoffFeed(self.sender, scheduler.block_size, is_local)
         self._first_tokens = FirstTokens(eos_token_ids, max_model_len)
         self._steps = PendingSteps()
@@ -255,7 +256,8 @@ class PrefillCore:
 
     def block_tables(self) -> Iterator[list[int]]:
         """The blocks that are referenced, owner by owner."""
-        return self.scheduler.block_tables()
+        yield from self.scheduler.block_tables()
+        yield from self.sender.tests.block_tables()
 
     def load(self, coordinator: int | None = None) -> Load:
         """Return the heartbeat for one of several coordinators; None: for the only one."""

@@ -13,9 +13,10 @@ import zmq
 from .channels.channels import DealerChannel, RouterChannel
 from .channels.keys import ClusterKey
 from .environment import Channel, Environment, Listener
+from .errors import MoverError
 from .messages.messages import Message, Met
 from .movers.block_memory import BlockPool
-from .movers.checksum import DeviceChecksums, RunningChecksums, checksums
+from .movers.checksum import DeviceChecksums, RunningChecksums, block_checksum, checksums
 from .movers.interface import PutSource
 from .movers.opening import open_source
 from .process.host import host_identity
@@ -77,6 +78,7 @@ class LiveDevice:
     """The KV cache, whose blocks are read, written and summed where it lies."""
 
     def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
         self._shape, self.sums_on_gpu = pool.shape, not isinstance(pool, np.ndarray)
         self._sent: RunningChecksums | DeviceChecksums
         self._checksums: Callable[[Sequence[int]], list[int]]
@@ -92,6 +94,17 @@ class LiveDevice:
     @property
     def block_bytes(self) -> int:
         return int(self._shape[1] * self._shape[2])
+
+    def write_test_block(self, block: int, seed: Sequence[int]) -> None:
+        step, start = np.random.default_rng(seed).integers(0, 1 << 64, 2, np.uint64)
+        words = np.arange(-(-self.block_bytes // 8), dtype=np.uint64) * (step | np.uint64(1)) + start
+        data = words.view(np.uint8)[: self.block_bytes]  # no two words are the same
+        if isinstance(self._pool, np.ndarray):
+            self._pool[block] = data.reshape(self._pool[block].shape)
+            return
+        self._pool.write(block, data)
+        if self.checksums([block]) != [block_checksum(data)]:
+            raise MoverError("the GPU's checksum of a block is not that of its bytes")
 
     def add_sent(self, blocks: Sequence[int], first_layer: int, num_layers: int) -> None:
         self._sent.add(blocks, first_layer, num_layers)

@@ -67,7 +67,7 @@ class DecodeRole(PlayedRole):
             process.times.handoff,
         )
         self.core = DecodeCore(
-            worker, scheduler, receiver, identity.fingerprint, self._meet(), settings.drain_timeout_s
+            worker, scheduler, receiver, identity.fingerprint, self._meet(), settings.drain_timeout_s, True
         )
         assert self.core.moving is not None, "it has said how it meets others"
         self.sender = self.core.moving.sender

@@ -47,6 +47,7 @@ class PrefillRole(PlayedRole):
             settings.drain_timeout_s,
             slicing=LayerSlicing(model.num_layers, identity.block_bytes, process.slicing),
             is_local=host.hands_to_itself if host else lambda _: False,
+            tests_movers=True,
         )
         self.sender = self.core.sender
 

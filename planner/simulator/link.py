@@ -114,6 +114,8 @@ class KvBlocks:
     def __init__(self, num_layers: int, block_bytes: int) -> None:
         self.num_layers, self.block_bytes = num_layers, block_bytes
 
+    def write_test_block(self, block: int, seed: Sequence[int]) -> None: ...
+
     def add_sent(self, blocks: Sequence[int], first_layer: int, num_layers: int) -> None: ...
 
     def sent_checksums(self, blocks: Sequence[int]) -> list[int]:

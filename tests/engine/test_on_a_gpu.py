@@ -27,6 +27,7 @@ from splitserve.kernels.cuda import CudaKernels
 from splitserve.kernels.gpu import decode_plan, prefill_attention
 from splitserve.kernels.gpu.attention_tiles import TileShape
 from splitserve.kernels.reference import TorchKernels
+from splitserve.transport.live_environment import LiveDevice
 from splitserve.transport.messages.messages import SamplingParams
 from splitserve.transport.movers.checksum import checksums
 
@@ -190,6 +191,7 @@ def test_nothing_is_compiled_once_a_worker_is_ready(tmp_path: Path, monkeypatch:
             ]
             model.runner.execute(make_batch(rows, BLOCK_SIZE))
         assert not isinstance(model.pool, np.ndarray)
+        LiveDevice(model.pool).write_test_block(6, (1, 2))
         model.pool.checksums([5, 2, 7])
         model.pool.unpack(model.pool.pack([3], slice(0, 1)), [4], slice(0, 1))
 

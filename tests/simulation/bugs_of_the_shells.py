@@ -1,5 +1,5 @@
 """Bugs for test_teeth.py, put into code that only the shells have: both ends of the handoff, the links to
-coordinators, and the steps of both roles."""
+coordinators, the steps of both roles; and into the self-test of movers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from splitserve.transport.channels import coordinator_link
 from splitserve.transport.channels.coordinator_link import CoordinatorLink
 from splitserve.transport.channels.coordinator_links import CoordinatorLinks
 from splitserve.transport.handoff import receiving_end, sending_end
+from splitserve.transport.handoff.mover_tests import MoverTests
 from splitserve.transport.handoff.reachability import Reachability
+from splitserve.transport.handoff.receiver import HandoffReceiver
 from splitserve.transport.handoff.receiving_end import ReceivingEnd
+from splitserve.transport.handoff.sender import HandoffSender
 from splitserve.transport.handoff.sending_end import HeldBack, SendingEnd
 from splitserve.worker.steps import RunningStep
 
@@ -165,6 +168,46 @@ def forget_the_rows_of_a_step_without_memory(patch: Patch) -> None:
     patch.setattr(RunningStep, "shrink", broken)
 
 
+# --- the self-test of movers ------------------------------------------------------------------------
+
+
+def let_a_self_test_never_end(patch: Patch) -> None:
+    tick = HandoffSender.tick
+
+    def broken(self: Any, now: float) -> None:
+        running, self.tests.running = self.tests.running, {}
+        tick(self, now)
+        self.tests.running = {**running, **self.tests.running}
+
+    patch.setattr(HandoffSender, "tick", broken)
+
+
+def pass_a_self_test_on_wrong_bytes(patch: Patch) -> None:
+    verified = HandoffReceiver.verified
+
+    def broken(self: Any, lease: int, positions: list[int], wrong: list[int], now: float) -> None:
+        incoming = self.leases.by_lease.get(lease)
+        verified(self, lease, positions, [] if incoming and incoming.is_test else wrong, now)
+
+    patch.setattr(HandoffReceiver, "verified", broken)
+
+
+def try_a_mover_with_a_block_that_holds_someones_data(patch: Patch) -> None:
+    begin = MoverTests.begin
+
+    class Taken:
+        def allocate(self, count: int) -> list[int]:
+            return [0]
+
+        def release(self, blocks: object) -> None: ...
+
+    def broken(self: Any, *args: Any) -> bool:
+        self._blocks = Taken()
+        return begin(self, *args)
+
+    patch.setattr(MoverTests, "begin", broken)
+
+
 BUGS: list[tuple[Callable[[Patch], None], str]] = [
     (release_a_lease_while_a_put_is_in_flight, "copies"),
     (release_a_lease_whose_put_nobody_saw_end, "agents"),
@@ -184,5 +227,8 @@ BUGS: list[tuple[Callable[[Patch], None], str]] = [
     (give_rows_the_outputs_of_chunks, "mixed"),
     (feed_no_row_beside_chunks, "mixed"),
     (forget_the_rows_of_a_step_without_memory, "mixed"),
+    (let_a_self_test_never_end, "echoes"),
+    (pass_a_self_test_on_wrong_bytes, "broken movers"),
+    (try_a_mover_with_a_block_that_holds_someones_data, "calm"),
 ]
 """Each with the scenario in which it is found quickly."""

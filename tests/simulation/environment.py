@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -52,6 +53,13 @@ class VirtualDevice:
     def _memory(self) -> Memory:
         return self._process.memory
 
+    def write_test_block(self, block: int, seed: Sequence[int]) -> None:
+        draw = random.Random(f"{seed}")
+        self._counts["movers tested"] += 1
+        self._memory.write(
+            block, 0, [draw.getrandbits(60) for _ in range(NUM_LAYERS * self._memory.block_size)]
+        )
+
     def add_sent(self, blocks: Sequence[int], first_layer: int, num_layers: int) -> None:
         self._process.blocks.begin_put(blocks)
         self._counts["blocks put" if num_layers == NUM_LAYERS else "layers put"] += len(blocks)
@@ -79,6 +87,13 @@ class VirtualMover:
         self._process, self._world = process, process.world
 
     def open(self, met: Met) -> Source:
+        source = self._open(met)
+        if met.mover != "tcp":
+            chance = self._world.scenario.faults.broken_mover
+            source.is_broken = self._world.strikes(chance, "movers that copy wrong")
+        return source
+
+    def _open(self, met: Met) -> Source:
         process, kind = self._process, met.mover
         if kind == "nccl":
             return self._open_rendezvous(met)

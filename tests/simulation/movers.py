@@ -32,6 +32,8 @@ class Source(ABC):
     def __init__(self, writer: WorkerRole, peer: str, process: int) -> None:
         self.writer, self.world, self.peer, self.process = writer, writer.world, peer, process
         self.random, self.faults = self.world.random.random, self.world.scenario.faults
+        self.is_broken = False  # whatever it copies arrives as something else
+        self._was_tested = False
 
     def target(self) -> WorkerRole | None:
         """The process that was met, if it still lives."""
@@ -41,6 +43,8 @@ class Source(ABC):
     def content(self, block: int, first: int, end: int) -> list[int]:
         """What leaves: these layers of the block, or something else."""
         values = self.writer.memory.read(block, first, end)
+        if self.is_broken:
+            values[0] ^= 1
         if self.world.strikes(self.faults.corrupt_put, "puts corrupted"):
             values[int(self.random() * len(values))] ^= 1 << int(self.random() * 60)
         if self.world.strikes(self.faults.partial_put, "puts cut short"):
@@ -56,6 +60,11 @@ class Source(ABC):
         num_layers: int | None = None,
     ) -> None:
         end = NUM_LAYERS if num_layers is None else first_layer + num_layers
+        tests = self.writer.played.sender.tests.running.values()
+        is_test = any(test.lease == lease for test in tests)
+        if self.is_broken and self._was_tested and not is_test:
+            self.world.violated(f"{self.writer.name}: a mover carries prompts though it failed its self-test")
+        self._was_tested = self._was_tested or is_test
         self._put(lease, secret, items, first_layer, end)
 
     @abstractmethod

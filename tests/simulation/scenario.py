@@ -29,6 +29,8 @@ class Faults:
     double_put: float = 0.0
     late_put: float = 0.0
     lost_put: float = 0.0
+    # per mover that is opened, but the fallback
+    broken_mover: float = 0.0  # all it copies arrives as something else
     mover_error: float = 0.0
     freeze_in_put: float = 0.0  # a one-sided writer is stopped in the middle of its copy
     die_in_put: float = 0.0
@@ -143,6 +145,7 @@ EVERYTHING = replace(
     short_deadline=0.03,
     failed_rendezvous=0.1,
     broken_communicator=0.01,
+    broken_mover=0.1,
     poison=0.002,
     late_turn=0.01,
     defect=0.001,
@@ -244,6 +247,11 @@ NAMED = {
         replace(AGENTS, freeze_in_put=0.01, flip_every=0.5),
         Cluster(num_prefill=2, num_decode=1, num_flexible=2, one_sided=0.0, copies=1.0, decode_blocks=80),
     ),
+    "broken movers": Scenario(
+        Faults(broken_mover=0.6, late=0.05, drop=0.05, kill_every=0.5, freeze_every=0.8, cancel=0.1),
+        Cluster(one_sided=1.0, rendezvous=0.5, agents=0.5, copies=0.5),
+        product_limits=True,
+    ),
     "names": Scenario(
         Faults(
             late_put=0.1,
@@ -310,7 +318,7 @@ NAMED = {
 
 OF_A_RENDEZVOUS = ("failed_rendezvous", "broken_communicator")
 OF_A_DISPATCHER = ("late_turn", "defect", "sink_error", "leave_in_push")
-DRAWN_APART = {"flip_every", "poison", "clock_jump_every", *OF_A_RENDEZVOUS, *OF_A_DISPATCHER}
+DRAWN_APART = {"flip_every", "poison", "clock_jump_every", "broken_mover", *OF_A_RENDEZVOUS, *OF_A_DISPATCHER}
 
 
 def draw_scenario(seed: int) -> Scenario:
@@ -331,6 +339,8 @@ def draw_scenario(seed: int) -> Scenario:
             chosen[name] = vars(EVERYTHING)[name] * 2 ** meetings.uniform(-1.0, 1.0)
     if (clocks := Random(f"clocks {seed}")).random() < 0.5:
         chosen["clock_jump_every"] = EVERYTHING.clock_jump_every * 2 ** clocks.uniform(-1.0, 1.0)
+    if (broken := Random(f"broken movers {seed}")).random() < 0.3:
+        chosen["broken_mover"] = broken.uniform(0.1, 1.0)
     dispatchers = Random(f"dispatchers {seed}")
     for name in OF_A_DISPATCHER:
         if dispatchers.random() < 0.4:

@@ -71,7 +71,7 @@ messages lost in a partition|messages held by a partition
 puts corrupted|puts cut short|puts doubled|puts late|puts lost|parcels refused|corrupt blocks found|mover errors
 freezes in mid-put|deaths in mid-put|rendezvous failed|rendezvous behind a wall|rendezvous movers failed
 peers beyond reach|agents ended|puts after their agent's end|completions lost|writers shut out|words held back|leases left unsettled
-copies between devices|copies that hang|ended with a copy that hangs
+movers tested|movers that copy wrong|copies between devices|copies that hang|ended with a copy that hangs
 communicators made|communicators broken|communicators torn down|late collectives
 steps failed|steps out of memory|steps skipped|steps made ahead|prefill steps made ahead
 kills|connections found gone|freezes|hangs|slow workers|partitions|one-way partitions|spills

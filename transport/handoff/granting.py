@@ -56,6 +56,8 @@ class Granting:
 
     def refusal(self, offer: Offer, worker_id: str) -> Refuse | None:
         """Return the answer to an offer that cannot wait for room. ``worker_id``: this worker's."""
+        if offer.is_test:
+            return None
         reason, final = "", False
         needed = self._num_blocks(offer.num_tokens) - self._num_behind(offer.num_tokens)
         if offer.epoch < self._epochs.get(offer.request_id, -1):
@@ -73,13 +75,16 @@ class Granting:
         return Refuse(coordinator=offer.coordinator, dispatch=offer.dispatch, reason=reason, final=final)
 
     def add(self, peer: PeerId, offer: Offer, now: float) -> None:
-        """Let the offer wait for room."""
-        remember(self._epochs, offer.request_id, offer.epoch)
+        """Let the offer wait for room. A test comes first: its writer's prompts wait for it."""
         key = (offer.coordinator, offer.dispatch)
+        if not offer.is_test:
+            remember(self._epochs, offer.request_id, offer.epoch)
         hashes, behind = from_hashes(offer.block_hashes), self._num_behind(offer.num_tokens)
         self.waiting[key] = Incoming(
-            key, peer, offer.request_id, offer.epoch, offer.num_tokens, hashes, now, behind
+            key, peer, offer.request_id, offer.epoch, offer.num_tokens, hashes, now, behind, offer.is_test
         )
+        if offer.is_test:
+            self.waiting.move_to_end(key, last=False)
 
     def forget_silent(self, silent_s: float, now: float) -> None:
         """Drop offers that have not been repeated for ``silent_s``: their senders have given them up."""
@@ -114,6 +119,8 @@ class Granting:
         return incoming
 
     def _has_room_for(self, incoming: Incoming) -> bool:
+        if incoming.is_test:
+            return self._pool.num_available > 0
         slots, headroom = self._room()
         if slots < 1:
             return False

@@ -29,6 +29,7 @@ class Incoming:
     hashes: list[bytes]
     offered_at: float  # when Offer last came
     num_behind: int = 0
+    is_test: bool = False  # of its writer's mover: it joins nothing
     lease: int = 0
     mover: str = ""  # by which its writer puts
     grant: Grant | None = None

@@ -2,8 +2,10 @@
 of them by. Pure.
 
     unknown -- meet --------------> MEETING    Connect, then Meet, repeated
-    MEETING -- Met ---------------> MET        OpenMover
-    MET, MEETING -- remove -------> unknown    lost, or its mover failed; the next prompt meets it anew
+    MEETING -- Met ---------------> TESTING    OpenMover
+    TESTING -- tested ------------> MET        prompts are offered
+    TESTING -- test_failed -------> MEETING    for the next mover
+    any     -- remove ------------> unknown    lost, or its mover failed; the next prompt meets it anew
 """
 
 from __future__ import annotations
@@ -21,10 +23,13 @@ from .retirement import Retirement
 
 @dataclass(slots=True)
 class Contact:
-    """A decode worker that is being met, or has been. ``met``: its answer, once there is one."""
+    """A decode worker that is being met, or has been. ``met``: its answer, once there is one; ``is_tested``:
+    its mover may carry prompts."""
 
     peer: Peer
     met: Met | None = None
+    is_tested: bool = False
+    left_out: str = ""  # the mover that failed its self-test last, and why
     since: float = 0.0  # when Meet was first sent
     greeted_at: float = -1e9  # when Meet was last sent
     renewed_at: float = -1e9  # when its leases were last renewed
@@ -93,8 +98,29 @@ class Meetings:
         contact.met = met
         if met.mover in ONE_SIDED_MOVERS:
             self.retirement.add(contact.peer, self._meet.incarnation)
-        self._actions.append(OpenMover(peer, met))
+        self._actions.append(OpenMover(peer, met, contact.left_out))
         return contact
+
+    def is_testing(self, peer: PeerId) -> bool:
+        """Return whether the peer's mover is open and not tested yet."""
+        contact = self._contacts.get(peer)
+        return contact is not None and contact.met is not None and not contact.is_tested
+
+    def test_failed(self, peer: PeerId, reason: str) -> str:
+        """Meet the peer again for the next mover. Return a sentence where there is none to be used: another
+        takes the place of a mover that is forced only once that one has worked."""
+        contact = self._contacts[peer]
+        assert contact.met is not None, "its mover was tested"
+        mover = contact.met.mover
+        sentence = f"the mover {mover} to {peer[0]} failed its self-test ({reason})"
+        if len(self._meet.movers) == 1 and peer not in self._made_anew:
+            return f"{sentence}; no other is used, for --mover allows only this one: auto allows all"
+        if mover == FALLBACK_MOVER:
+            return f"{sentence}; there is no other"
+        self._failed_movers[peer] = (*self._failed_movers.get(peer, ()), mover)
+        contact.met, contact.left_out, contact.since, contact.greeted_at = None, sentence, 0.0, -1e9
+        self._unanswered[peer] = contact
+        return ""
 
     def send_retire(self, every_s: float, now: float) -> None:
         """Send Retire again where it was not answered."""

@@ -26,7 +26,10 @@ class Outgoing:
         times: HandoffTimes,
         actions: list[SenderAction],
         now: float,
+        is_test: bool = False,
     ) -> None:
+        """``is_test``: of the contact's mover, before any prompt."""
+        self.is_test = is_test
         self.key: Key = (spec.coordinator, spec.dispatch)
         self.peer = (contact.peer.worker_id, contact.peer.incarnation)
         self.contact, self.spec, self._num_blocks, self._hashes = contact, spec, num_blocks, hashes
@@ -57,7 +60,7 @@ class Outgoing:
         """What the peer has still to do."""
         if self.is_sent:
             return "verify the blocks"
-        return "answer" if self.contact.met is None else "grant room"
+        return "answer" if self.contact.met is None else "grant room"  # to the self-test, perhaps
 
     @property
     def waits_for_peer(self) -> bool:
@@ -67,7 +70,7 @@ class Outgoing:
     def send(self, now: float) -> None:
         """Send Offer or Handoff, whichever is due, unless the peer has not been met."""
         self.sent_at = now
-        if self.contact.met is None:
+        if self.contact.met is None or not (self.contact.is_tested or self.is_test):
             return
         spec = self.spec
         if self.grant is None:
@@ -79,6 +82,7 @@ class Outgoing:
                 num_tokens=spec.num_tokens,
                 block_hashes=b"".join(self._hashes),
                 grammar=spec.sampling.grammar,
+                is_test=self.is_test,
             )
             self._actions.append(ToPeer(self.peer, offer))
         elif self.is_sent and self._first is not None:
@@ -161,7 +165,7 @@ class Outgoing:
         self._is_sent_again = True
         items = [(p, self._blocks[p], self._targets[p]) for p in positions]
         self._actions.append(Put(self.peer, self.grant.lease, self.grant.secret, items))
-        self.deadline = now + self._times.ack
+        self.deadline = now + (self._times.test if self.is_test else self._times.ack)
         self.send(now)
 
     def release(self) -> None:
@@ -231,5 +235,6 @@ class Outgoing:
     def _conclude(self, now: float) -> None:
         complete = self._first is not None and self._num_put >= self._num_blocks
         if self.grant is not None and complete and not self.is_sent:
-            self.is_sent, self.deadline = True, now + self._times.ack
+            self.is_sent = True
+            self.deadline = now + (self._times.test if self.is_test else self._times.ack)
             self.send(now)

@@ -5,6 +5,8 @@ clock, no access to the blocks' bytes.
 
     MEETING   -- Meet ------------------------->    compares identities, chooses a mover
               <------------------------- Met --
+    TESTING   == a handoff of one block =======>    verifies it; the mover is used from then on,
+              <------------------------- Ack --     or left out, and they meet again for the next one
     OFFERED   -- Offer (again every second) --->    WAITING until there is room
               <----------------------- Grant --     GRANTED: blocks reserved under a lease
     GRANTED   == puts of finished layers ======>    lease renewed by Renew
@@ -61,6 +63,7 @@ class HandoffTimes:
     resend: float = 1.0  # an unanswered Meet, Offer or Handoff is sent again
     grant: float = 60.0  # the sender gives up waiting for room
     ack: float = 10.0  # from the last put to the verified join
+    test: float = 5.0  # from the grant of a mover's self-test to its end; longer: the mover has failed
     lease: float = 10.0  # renewed every third of it; longer than a stall of a loaded host
     waiting: float = 5.0  # the receiver forgets an offer that is no longer repeated
     silence: float = 10.0  # a one-sided writer that does not answer a Revoke is then shut out, where possible
@@ -94,8 +97,26 @@ class Connect(NamedTuple):
 
 
 class OpenMover(NamedTuple):
+    """Open the mover that the peer has chosen. ``left_out``: why another one was not used."""
+
     peer: PeerId
     met: Met
+    left_out: str = ""
+
+
+class CloseMover(NamedTuple):
+    """Close the mover, which has failed its self-test. ``error``: why no other one is used; may be empty."""
+
+    peer: PeerId
+    error: str = ""
+
+
+class WriteTestBlock(NamedTuple):
+    """Fill this own block, which holds nothing, with bytes that ``seed`` determines."""
+
+    peer: PeerId
+    block: int
+    seed: tuple[int, int]
 
 
 class ToPeer(NamedTuple):
@@ -175,7 +196,17 @@ class Undelivered(NamedTuple):
 
 
 SenderAction = (
-    Connect | OpenMover | ToPeer | Put | CancelPuts | SendPlaced | SendHandoff | Delivered | Undelivered
+    Connect
+    | OpenMover
+    | CloseMover
+    | WriteTestBlock
+    | ToPeer
+    | Put
+    | CancelPuts
+    | SendPlaced
+    | SendHandoff
+    | Delivered
+    | Undelivered
 )
 
 

@@ -6,7 +6,7 @@ prompt. This file finds the one that an event concerns, and keeps the deadlines.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ..messages.blocks import num_behind
 from ..messages.messages import (
@@ -30,28 +30,36 @@ from ..messages.messages import (
 )
 from .layer_slicing import WHOLE_BLOCKS, LayerSlicing
 from .meetings import Contact, Meetings
+from .mover_tests import MoverTests, OwnBlocks
 from .outgoing import Outgoing
-from .protocol import Delivered, HandoffTimes, Key, SenderAction, ToPeer, Undelivered, Wait
+from .protocol import CloseMover, Delivered, HandoffTimes, Key, SenderAction, ToPeer, Undelivered, Wait
 
 
 class HandoffSender:
     """All handoffs of a prefill worker. Feed it events, then carry out what ``take`` returns."""
 
     def __init__(
-        self, meet: Meet, times: HandoffTimes | None = None, slicing: LayerSlicing = WHOLE_BLOCKS
+        self,
+        meet: Meet,
+        times: HandoffTimes | None = None,
+        slicing: LayerSlicing = WHOLE_BLOCKS,
+        test_blocks: OwnBlocks | None = None,
     ) -> None:
+        """``test_blocks``: where the block comes from by which each mover is tested; None: none is."""
         self._model, self._slicing = meet.model, slicing
         self._times = times or HandoffTimes()
         self._actions: list[SenderAction] = []
         self._to_offer: list[Outgoing] = []
         self.outgoing: dict[Key, Outgoing] = {}
         self.meetings = Meetings(meet, self._actions)
+        self.tests = MoverTests(test_blocks, self._times, self._actions)
+        self._incarnation = meet.incarnation
         self.num_fallbacks = 0
 
     def rename(self, meet: Meet) -> None:
         """Go on under a new incarnation: end everything under the old one."""
         self.retire()
-        self._model = meet.model
+        self._model, self._incarnation = meet.model, meet.incarnation
         self.meetings.rename(meet)
 
     def retire(self) -> None:
@@ -59,6 +67,8 @@ class HandoffSender:
         blocks for it."""
         for key in list(self.outgoing):
             self.abandon(key)
+        for test in list(self.tests.running.values()):
+            self.tests.end(test, has_passed=False)
         self.meetings.retire()
 
     def waits(self) -> Iterator[Wait]:
@@ -66,14 +76,17 @@ class HandoffSender:
         for out in self.outgoing.values():
             if out.waits_for_peer:
                 yield Wait(out.key, "the decode worker's answer", out.deadline)
+        for test in self.tests.running.values():
+            yield Wait(test.key, "the end of a mover's self-test", test.deadline)
 
     @property
     def has_actions(self) -> bool:
         """Whether ``take`` would return any action."""
-        return bool(self._actions or self._to_offer)
+        return bool(self._actions or self._to_offer) or self.tests.has_ended
 
     def take(self) -> list[SenderAction]:
         """Return the actions since the last call, in order."""
+        self.tests.free_ended()
         offered, self._to_offer = self._to_offer, []
         for out in offered:
             if self.outgoing.get(out.key) is out and out.grant is None:
@@ -90,7 +103,7 @@ class HandoffSender:
         self.outgoing[out.key] = out
         if contact.met is None:
             self._greet(now)
-        else:
+        elif contact.is_tested:
             self._to_offer.append(out)
 
     def blocks_ready(self, key: Key, blocks: list[int], num_ready: int) -> None:
@@ -131,13 +144,13 @@ class HandoffSender:
             result = self.meetings.receive(peer, message)
             if isinstance(result, str):
                 self.peer_lost(peer, result)
-            for waiting in self.outgoing.values() if isinstance(result, Contact) else ():
-                if waiting.peer == peer:
-                    waiting.send(now)
+            elif result is not None and not self.tests.begin(result, self._incarnation, now):
+                _use(result, self.outgoing.values(), now)
         elif isinstance(message, Retired):
             self.meetings.retirement.answered(peer[0], message.incarnation)
         elif isinstance(message, Grant | Refuse | Ack | Nack | Revoke):
-            out = self.outgoing.get((message.coordinator, message.dispatch))
+            key = (message.coordinator, message.dispatch)
+            out = self.outgoing.get(key) or self.tests.running.get(key)
             if out is not None and out.peer == peer:
                 self._on_answer(out, message, now)
             elif out is not None and isinstance(message, Revoke) and out.lease == message.lease:
@@ -152,9 +165,22 @@ class HandoffSender:
     def peer_lost(self, peer: PeerId, reason: str) -> None:
         """End all handoffs to a decode worker that is dead, unreachable, or whose mover failed. If it lives,
         it gets Release for their leases."""
+        for test in self.tests.of(peer):
+            self.tests.end(test, has_passed=False)
         for out in [o for o in self.outgoing.values() if o.peer == peer]:
             self._fail(out, "peer_lost", reason)
         self.meetings.remove(peer)
+
+    def test_failed(self, peer: PeerId, reason: str) -> None:
+        """Leave out the mover of a peer for which ``meetings.is_testing``: prompts wait for the next one.
+        Where there is none they fail."""
+        error = self.meetings.test_failed(peer, reason)
+        self.num_fallbacks += not error
+        self._actions.append(CloseMover(peer, error))
+        for test in self.tests.of(peer):
+            self.tests.end(test, has_passed=False)
+        if error:
+            self.peer_lost(peer, error)
 
     def mover_failed(self, peer: PeerId, reason: str) -> bool:
         """End all handoffs to this peer, which is then met anew. Return whether that will be by
@@ -166,7 +192,9 @@ class HandoffSender:
 
     def tick(self, now: float) -> None:
         """Repeat unanswered messages, renew leases, and end handoffs that are past their deadline."""
-        for out in [o for o in self.outgoing.values() if o.waits_for_peer]:
+        for out in [o for o in (*self.tests.running.values(), *self.outgoing.values()) if o.waits_for_peer]:
+            if out.key not in self.outgoing and out.key not in self.tests.running:
+                continue  # it has ended with another one of this peer
             if now >= out.deadline:
                 self._fail(
                     out, "handoff_failed", f"decode worker {out.peer[0]} did not {out.missing} in time"
@@ -174,7 +202,7 @@ class HandoffSender:
             elif now - out.sent_at >= self._times.resend:
                 out.send(now)
         self._greet(now)
-        self._renew(now)
+        self._actions += _renewals((*self.tests.running.values(), *self.outgoing.values()), now)
         self.meetings.send_retire(self._times.resend, now)
 
     def _greet(self, now: float) -> None:
@@ -195,25 +223,45 @@ class HandoffSender:
             return
         elif isinstance(message, Nack):
             out.nacked(message, now)
+        elif out.is_test:
+            self.tests.end(out, has_passed=True)
+            _use(out.contact, self.outgoing.values(), now)
         else:
             del self.outgoing[out.key]
             self.meetings.delivered(out.peer)
             self._actions.append(Delivered(out.key))
 
-    def _renew(self, now: float) -> None:
-        due: dict[PeerId, list[Outgoing]] = {}
-        for out in self.outgoing.values():
-            if out.grant is not None and now - out.contact.renewed_at >= out.grant.lease_s / 3:
-                due.setdefault(out.peer, []).append(out)
-        for peer, handoffs in due.items():
-            handoffs[0].contact.renewed_at = now
-            leases = [out.grant.lease for out in handoffs if out.grant is not None]
-            self._actions.append(ToPeer(peer, Renew(leases=u64(leases))))
-
     def _fail(self, out: Outgoing, kind: FailureKind, reason: str) -> None:
+        if out.is_test:
+            if out.grant is None or kind != "handoff_failed":  # that tells nothing of the mover
+                self._actions.append(CloseMover(out.peer))
+                self.peer_lost(out.peer, reason)
+            else:
+                self.test_failed(out.peer, reason)
+            return
         self._end(out)
         self._actions.append(Undelivered(out.key, kind, reason))
 
     def _end(self, out: Outgoing) -> None:
         self.outgoing.pop(out.key, None)
         out.release()
+
+
+def _use(contact: Contact, outgoing: Iterable[Outgoing], now: float) -> None:
+    """Offer the prompts that wait for this decode worker: its mover works."""
+    contact.is_tested = True
+    for waiting in outgoing:
+        if waiting.contact is contact:
+            waiting.send(now)
+
+
+def _renewals(handoffs: Iterable[Outgoing], now: float) -> list[ToPeer]:
+    """Return one Renew for each peer whose leases are due."""
+    due: dict[PeerId, list[Outgoing]] = {}
+    for out in handoffs:
+        if out.grant is not None and now - out.contact.renewed_at >= out.grant.lease_s / 3:
+            due.setdefault(out.peer, []).append(out)
+    for same_peer in due.values():
+        same_peer[0].contact.renewed_at = now
+    leases = {peer: [out.grant.lease for out in same if out.grant is not None] for peer, same in due.items()}
+    return [ToPeer(peer, Renew(leases=u64(numbers))) for peer, numbers in leases.items()]

@@ -1,14 +1,12 @@
-"""The sending side's shell: channels to decode workers, movers into their pools, checksums of sent blocks.
-
-A prefill worker has one for all its handoffs; a decode worker has one for the sequences that it hands to
-others.
-"""
+"""The sending side's shell, one for all handoffs of a worker: channels to decode workers, movers into their
+pools, checksums of sent blocks."""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import TypeAlias
 
 from ..channels.coordinator_link import identity_of
@@ -18,7 +16,18 @@ from ..messages.incarnation import is_earlier, same_process
 from ..messages.messages import BETWEEN_MOVERS, FROM_DECODE, Message, Met, PeerId, Placed, Release, u64
 from ..movers.interface import FALLBACK_MOVER, PutSource, as_talking_source
 from .layer_slicing import TransferClock
-from .protocol import CancelPuts, Connect, OpenMover, Put, SenderAction, SendHandoff, SendPlaced, ToPeer
+from .protocol import (
+    CancelPuts,
+    CloseMover,
+    Connect,
+    OpenMover,
+    Put,
+    SenderAction,
+    SendHandoff,
+    SendPlaced,
+    ToPeer,
+    WriteTestBlock,
+)
 from .reachability import Reachability, ReachTimes
 from .sender import HandoffSender
 
@@ -35,10 +44,9 @@ _log = logging.getLogger(__name__)
 class HeldBack:
     """Messages about blocks that a put may still be writing. Pure.
 
-    A message that lets the peer read blocks (Placed, Handoff) or reuse them (Release) waits until every put
-    under its lease has been written or has ended. Waiting messages are sent in order. After a mover was
-    closed in the middle of a put, nobody knows when that put has ended: nothing more is sent about its lease,
-    and the peer shuts this worker out before it reuses those blocks."""
+    A message that lets the peer read blocks (Placed, Handoff) or reuse them (Release) waits, in order, until
+    no put under its lease is under way. After a mover was closed in the middle of one, nothing more is sent
+    about its lease, and the peer shuts this worker out before it reuses those blocks."""
 
     def __init__(self) -> None:
         self._queues: dict[PeerId, deque[tuple[int, Send]]] = {}
@@ -145,6 +153,12 @@ class SendingEnd:
             self._connect(action)
         elif isinstance(action, OpenMover):
             self._with_mover(action.peer, lambda: self._open_mover(action))
+        elif isinstance(action, WriteTestBlock) and action.peer in self._movers:
+            self._with_mover(action.peer, partial(self._device.write_test_block, *action[1:]))
+        elif isinstance(action, CloseMover):
+            self._close_mover(action.peer)
+            if action.error:
+                _log.error("%s", action.error)
 
     def stop_writing(self) -> Network:
         """End all movers. Return the network to which the channels belong from now on."""
@@ -210,6 +224,8 @@ class SendingEnd:
             self._replace(other, RESTARTED)
         self._movers[action.peer] = self._mover.open(action.met)
         self._moving[action.peer] = None
+        if action.left_out:
+            _log.warning("%s; %s is used instead", action.left_out, action.met.mover)
         _log.info("hands KV blocks to %s by %s", action.peer[0], action.met.mover)
 
     def _put(self, action: Put) -> None:
@@ -260,6 +276,9 @@ class SendingEnd:
             self._sender.peer_lost(peer, f"decode worker {peer[0]}: {error}")
         except (TransportError, KeyError) as error:
             self._close_mover(peer)
+            if self._sender.meetings.is_testing(peer):
+                self._sender.test_failed(peer, str(error))
+                return
             falls_back = self._sender.mover_failed(peer, str(error))
             what_now = f"; from now on by {FALLBACK_MOVER}" if falls_back else ""
             _log.warning("cannot hand KV blocks to %s: %s%s", peer[0], error, what_now)

@@ -51,6 +51,7 @@ class Writers:
             num_blocks=self._num_blocks,
             data_address=ours.data_address,
             shm_name=ours.shm_name,
+            takes_tests=True,
         )
 
     def earlier_runs(self, peer: PeerId) -> list[PeerId]:

@@ -62,6 +62,7 @@ class Offer(Message, frozen=True, kw_only=True):
     num_tokens: Annotated[int, Meta(ge=1, le=MAX_REQUEST_TOKENS)]
     block_hashes: HashColumn
     grammar: Grammar = b""  # to be compiled meanwhile
+    is_test: bool = False  # of the mover: one block, which is verified and joins nothing
 
 
 class Renew(Message, frozen=True, kw_only=True):
@@ -126,6 +127,7 @@ class Met(Message, frozen=True, kw_only=True):
     shm_name: Annotated[str, Meta(max_length=256)] = ""
     mover_address: Annotated[bytes, Meta(max_length=1 << 16)] = b""  # for other movers, in their own format
     refused: Annotated[str, Meta(max_length=4096)] = ""
+    takes_tests: bool = False  # it knows offers that test the mover
 
 
 class RendezvousEntry(Message, frozen=True, kw_only=True):

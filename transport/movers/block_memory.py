@@ -8,6 +8,7 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .interface import Pool
@@ -41,6 +42,9 @@ class DevicePool(BlockMemory, Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]: ...
+
+    def write(self, block: int, data: NDArray[np.uint8]) -> None:
+        """Fill a block with these bytes of host memory."""
 
     def checksums(self, blocks: Sequence[int]) -> list[int]:
         """Return the checksums of these blocks, equal to those of ``checksum.checksums``."""

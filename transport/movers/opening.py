@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from ..errors import MoverError
 from ..messages.messages import Met
 from ..process.host import host_identity
 from . import nixl
-from .block_memory import BlockPool, memory_of
+from .block_memory import BlockPool, DevicePool, memory_of
 from .cuda_ipc import CudaIpcSource, CudaIpcTarget, LoadedCudart
 from .interface import FALLBACK_MOVER, MoverEndpoints, PutSource, PutTarget
 from .nccl.receiving import NcclTarget
@@ -25,19 +26,18 @@ from .targets import MoverTargets
 from .tcp.source import TcpSource
 from .tcp.target import TcpTarget
 
-MOVERS = ("cuda_ipc", "shm", "nccl", "nixl", "tcp")
-"""Best first."""
+MOVERS = ("cuda_ipc", "nccl", "shm", "nixl", "tcp")
+"""Best first. On a GPU's pool tcp alone goes by host memory, and there is no shm."""
 IN_THE_CLEAR = frozenset({"nccl", "nixl"})
 """These encrypt nothing: only with --plaintext-kv."""
-BY_NAME = frozenset({"cuda_ipc", "nccl"})
-"""Left out of "auto" until they have run on GPUs."""
 _ADAPTERS = Path("/sys/class/infiniband")
 _log = logging.getLogger(__name__)
 
 
 def offered(setting: str, plain_kv: bool, on_gpu: bool) -> tuple[str, ...]:
     """Return the movers that a worker offers its peers, best first. ``setting``: a mover's name, or "auto":
-    all that are usable. Raises MoverError where the one that is forced is not usable."""
+    all that this worker can try, for two workers test each when they meet. Raises MoverError where the one
+    that is forced is not usable."""
     if setting == "nixl" and not nixl.is_installed():
         raise MoverError("the mover nixl needs the package of that name: pip install 'splitserve[nixl]'")
     if setting == "cuda_ipc" and not on_gpu:
@@ -53,10 +53,8 @@ def offered(setting: str, plain_kv: bool, on_gpu: bool) -> tuple[str, ...]:
     if setting != "auto":
         return (setting,)
     rdma = plain_kv and nixl.is_installed() and _ADAPTERS.is_dir() and len(os.listdir(_ADAPTERS)) > 0
-    unusable = {"shm"} if on_gpu else {"cuda_ipc"}
-    if not rdma:
-        unusable.add("nixl")
-    return tuple(mover for mover in MOVERS if mover not in BY_NAME | unusable)
+    usable = {"cuda_ipc": on_gpu, "nccl": on_gpu and plain_kv, "shm": not on_gpu, "nixl": rdma, "tcp": True}
+    return tuple(mover for mover in MOVERS if usable[mover])
 
 
 def open_source(met: Met, pool: BlockPool, plain_kv: bool = False) -> PutSource:
@@ -94,13 +92,14 @@ def open_targets(
     where the only one does not work."""
     targets: dict[str, PutTarget] = {}
     shm_name = ""
+    forced = len(offered) == 1
     if "cuda_ipc" in offered and not isinstance(pool, np.ndarray):
-        targets["cuda_ipc"] = CudaIpcTarget(pool.pointer, LoadedCudart(pool.device.index or 0))
+        _open(targets, "cuda_ipc", partial(_cuda_ipc_target, pool), forced)
     if "shm" in offered and shared is not None:
         targets["shm"] = shm = ShmTarget(shared)
         shm_name = shm.shm_name
-    if "nixl" in offered and (agents := _open_nixl(pool, forced=len(offered) == 1)) is not None:
-        targets["nixl"] = agents
+    if "nixl" in offered:
+        _open(targets, "nixl", lambda: NixlTarget(pool), forced)
     if "nccl" in offered:
         targets["nccl"] = NcclTarget(memory_of(pool), pool.shape)
     targets[FALLBACK_MOVER] = tcp = TcpTarget(
@@ -110,11 +109,14 @@ def open_targets(
     return MoverTargets(targets, MoverEndpoints(movers, host_identity(), shm_name, tcp.data_address(host)))
 
 
-def _open_nixl(pool: BlockPool, forced: bool) -> NixlTarget | None:
+def _open(targets: dict[str, PutTarget], name: str, make: Callable[[], PutTarget], forced: bool) -> None:
     try:
-        return NixlTarget(pool)
+        targets[name] = make()
     except MoverError as error:
         if forced:
             raise
-        _log.warning("goes on without the mover nixl: %s", error)
-        return None
+        _log.warning("goes on without the mover %s: %s", name, error)
+
+
+def _cuda_ipc_target(pool: DevicePool) -> CudaIpcTarget:
+    return CudaIpcTarget(pool.pointer, LoadedCudart(pool.device.index or 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from xxhash import xxh3_64_intdigest
 
@@ -10,6 +11,8 @@ from splitserve.bench.kernels import triton_interpreter
 triton_interpreter.install()
 
 from splitserve.engine.cache.device_blocks import DeviceBlocks  # noqa: E402
+from splitserve.transport.errors import MoverError  # noqa: E402
+from splitserve.transport.live_environment import LiveDevice  # noqa: E402
 from splitserve.transport.movers.block_memory import DevicePool, HostMemory  # noqa: E402
 from splitserve.transport.movers.checksum import DeviceChecksums, checksums  # noqa: E402
 
@@ -45,3 +48,18 @@ def test_a_block_that_is_put_again_is_summed_again() -> None:
     assert sums.of([1, 2]) == before
     sums.add([1])
     assert sums.of([1, 2]) == [xxh3_64_intdigest(pool[1].numpy().data), before[1]]
+
+
+def test_a_test_block_is_written_on_the_device_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = filled()
+    before, blocks = pool.clone(), DeviceBlocks(pool)
+    device = LiveDevice(blocks)
+    device.write_test_block(2, (1, 7))
+    first = pool[2].clone()
+    assert not torch.equal(first, before[2])
+    assert torch.equal(pool[[0, 1, 3, 4, 5]], before[[0, 1, 3, 4, 5]])
+    device.write_test_block(2, (1, 8))
+    assert not torch.equal(first, pool[2])
+    monkeypatch.setattr(blocks, "checksums", lambda wanted: [0] * len(wanted))
+    with pytest.raises(MoverError, match="the GPU's checksum of a block is not that of its bytes"):
+        LiveDevice(blocks).write_test_block(2, (1, 9))

@@ -36,7 +36,7 @@ class Gpu:
 
 
 class Core:
-    """Of one lease. Notes what was verified."""
+    """The core of one lease: notes the positions that were verified."""
 
     def __init__(self) -> None:
         self.right, self.wrong = list[int](), list[int]()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,11 @@ import pytest
 from support.kv_pools import DEADLINE_S, NUM_BLOCKS, NUM_LAYERS, POOL_SHAPE, SECRET, empty_pool, filled_pool
 
 from splitserve.transport.errors import MoverError
-from splitserve.transport.movers import cuda_ipc
+from splitserve.transport.movers import cuda_ipc, opening
 from splitserve.transport.movers.cuda_ipc import HANDLE_BYTES, CudaIpcSource, CudaIpcTarget, LoadedCudart
 from splitserve.transport.movers.interface import Pool
 from splitserve.transport.movers.opening import offered
+from splitserve.transport.movers.targets import MoverTargets
 
 BEFORE = 512  # bytes of the allocation before the pool
 WRITER = ("p0", 1)
@@ -167,6 +169,30 @@ def test_it_is_for_gpus() -> None:
         offered("cuda_ipc", plain_kv=False, on_gpu=False)
     assert offered("cuda_ipc", plain_kv=False, on_gpu=True) == ("cuda_ipc",)
     assert offered("auto", plain_kv=False, on_gpu=False) == ("shm", "tcp")
+
+
+def test_auto_tries_movers_that_leave_blocks_on_the_device_first() -> None:
+    assert offered("auto", plain_kv=False, on_gpu=True) == ("cuda_ipc", "tcp")
+    assert offered("auto", plain_kv=True, on_gpu=True)[:2] == ("cuda_ipc", "nccl")
+
+
+def test_memory_that_cuda_cannot_share_ends_no_start_but_a_forced_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise MoverError("cudaIpcGetMemHandle: invalid argument")
+
+    monkeypatch.setattr(opening, "LoadedCudart", refuse)
+    monkeypatch.setattr(opening, "TcpTarget", lambda *_: SimpleNamespace(data_address=lambda _: "", fd=None))
+    pool = SimpleNamespace(pointer=0, device=SimpleNamespace(index=0))
+
+    def targets(*movers: str) -> MoverTargets:
+        return opening.open_targets(movers, pool, None, "tcp://127.0.0.1:*", "127.0.0.1", False)  # type: ignore[arg-type]
+
+    assert targets("cuda_ipc", "tcp").endpoints.movers == ("tcp",)
+    assert "goes on without the mover cuda_ipc: cudaIpcGetMemHandle: invalid argument" in caplog.text
+    with pytest.raises(MoverError, match="cudaIpcGetMemHandle"):
+        targets("cuda_ipc")
 
 
 def test_without_a_cuda_runtime_it_says_so() -> None:

@@ -27,7 +27,7 @@ def test_zmq_takes_the_place_of_a_mover_that_breaks(
     mover: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    whole, left = SOURCES[mover].put, [1]
+    whole, left = SOURCES[mover].put, [2]  # the self-test, and one prompt
 
     def put(self: Any, *arguments: Any) -> None:
         left[0] -= 1
@@ -43,10 +43,8 @@ def test_zmq_takes_the_place_of_a_mover_that_breaks(
 
         pair.ask(spec(0))
         pair.until(lambda: joined(0))
-        failures = 2 if mover == "nccl" else 1  # what two ends have set up together is made anew once
-        for dispatch in range(1, failures + 1):
-            pair.ask(spec(dispatch, request=1, epoch=dispatch))
-            pair.until(lambda: sum(isinstance(m, RequestFailed) for m in pair.received) == dispatch)  # noqa: B023
+        pair.ask(spec(1, request=1, epoch=1))
+        pair.until(lambda: any(isinstance(m, RequestFailed) for m in pair.received))
         pair.ask(spec(9, request=1, epoch=9))
         pair.until(lambda: joined(9))
         pair.until(
@@ -62,11 +60,57 @@ def test_zmq_takes_the_place_of_a_mover_that_breaks(
     failed = [m for m in pair.received if isinstance(m, RequestFailed)]
     assert {m.kind for m in failed} == {"peer_lost"}
     assert "the KV mover failed: broken by a test" in failed[-1].message
-    logged = [record.message for record in caplog.records if "KV blocks to d" in record.message]
+    logged = [record.message for record in caplog.records if " to d" in record.message]
+    made_anew = "the mover nccl to d failed its self-test (broken by a test); tcp is used instead"
     assert logged[-2:] == [
-        "cannot hand KV blocks to d: broken by a test; from now on by tcp",
+        made_anew if mover == "nccl" else "cannot hand KV blocks to d: broken by a test; from now on by tcp",
         "hands KV blocks to d by tcp",
     ]
-    assert sum("from now on" in line for line in logged) == 1
+    assert sum("from now on" in line or "instead" in line for line in logged) == 1
     name = "shm" if mover == "auto" else mover
     assert logged[0] == f"hands KV blocks to d by {name}"
+
+
+def leave_out_bytes(self: Any, *arguments: Any) -> None:
+    """A copy that completes, and copies nothing."""
+    self._done += [(arguments[0], position) for position, _, _ in arguments[2]]
+
+
+def cannot_map(self: Any, *arguments: Any) -> None:
+    raise MoverError("that cannot be mapped")
+
+
+BROKEN: list[tuple[str, Any, str]] = [
+    ("put", leave_out_bytes, "1 KV blocks arrived corrupt twice"),
+    ("__init__", cannot_map, "that cannot be mapped"),
+]
+
+
+@pytest.mark.parametrize(("method", "broken", "why"), BROKEN, ids=[method for method, *_ in BROKEN])
+def test_auto_leaves_out_a_mover_that_does_not_work_between_two_workers(
+    method: str, broken: Any, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No request notices."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(ShmSource, method, broken)
+    with WorkerPair("auto") as pair:
+        pair.ask(spec(0))
+        pair.until(lambda: any(isinstance(m, Joined) for m in pair.received))
+    assert not any(isinstance(m, RequestFailed) for m in pair.received)
+    sentence = f"the mover shm to d failed its self-test ({why}); tcp is used instead"
+    assert [record.message for record in caplog.records if "self-test" in record.message] == [sentence]
+
+
+def test_a_mover_that_is_forced_and_does_not_work_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ShmSource, "put", leave_out_bytes)
+    with WorkerPair("shm") as pair:
+        pair.ask(spec(0))
+        pair.until(lambda: any(isinstance(m, RequestFailed) for m in pair.received))
+    (failed,) = [m for m in pair.received if isinstance(m, RequestFailed)]
+    assert failed.message.startswith(
+        "the mover shm to d failed its self-test (1 KV blocks arrived corrupt twice)"
+    )
+    assert "--mover" in failed.message
+    assert (logging.ERROR, failed.message) in [(record.levelno, record.message) for record in caplog.records]
