@@ -145,7 +145,8 @@ class SendingEnd:
         elif isinstance(action, Put):
             self._put(action)
         elif isinstance(action, SendPlaced | SendHandoff):
-            self._send_when_written(action.peer, action.lease, lambda: self._with_checksums(action))
+            checksums = u64(self._device.sent_checksums(action.source_blocks))  # now: blocks may be reused
+            self._send_when_written(action.peer, action.lease, lambda: self._with(checksums, action))
         elif isinstance(action, CancelPuts):
             if action.peer in self._movers:
                 self._movers[action.peer].cancel(action.lease)
@@ -259,8 +260,7 @@ class SendingEnd:
 
         self._held_back.send(peer, lease, _writing(self._movers.get(peer)), send)
 
-    def _with_checksums(self, action: SendPlaced | SendHandoff) -> Message:
-        checksums = u64(self._device.sent_checksums(action.source_blocks))
+    def _with(self, checksums: bytes, action: SendPlaced | SendHandoff) -> Message:
         if isinstance(action, SendHandoff):
             return action.message(checksums, self._clock.now())
         return Placed(lease=action.lease, first=action.first, checksums=checksums)
