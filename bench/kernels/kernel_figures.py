@@ -241,8 +241,8 @@ def _rows(device: str, n: int, vocab_size: int, top_k: int, top_p: float) -> Sam
     zeros, ones = full(0, torch.float32), full(1, torch.float32)
     none = torch.zeros(n + 1, dtype=torch.int32, device=device)
     return SamplingRows(
-        full(7, torch.int64), full(9, torch.int32), ones, full(top_k, torch.int32), full(top_p, torch.float32),
-        zeros, ones, zeros, zeros,
+        full(7, torch.int64), full(9, torch.int32), ones, full(top_k, torch.int32),
+        full(top_p, torch.float32), zeros, ones, zeros, zeros,
         full(-1, torch.int32), torch.zeros((1, vocab_size), dtype=torch.int32, device=device), none, none[:0],
         none[:0], zeros[:0],
         edited=False, filtered=top_p < 1,

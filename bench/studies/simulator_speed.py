@@ -92,7 +92,8 @@ def measure(kind: str, num_workers: int, trace: Trace, jumps: bool = True) -> di
         "events_per_cpu_s": simulation.queue.num_events / took,
         "simulated_s": simulation.elapsed_s,
         "busy": [
-            m.device.busy_seconds / simulation.elapsed_s for m in (simulation.machines[0], simulation.machines[-1])
+            m.device.busy_seconds / simulation.elapsed_s
+            for m in (simulation.machines[0], simulation.machines[-1])
         ],
         "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "latency_s": tallies.percentiles(),

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from ..generate.bodies.chat import MAX_MESSAGES
 from ..generate.bodies.fields import INT64, Body, invalid
+from ..generate.bodies.messages import MAX_MESSAGES
 from ..generate.bodies.sampling import ServiceTier
 from ..generate.bodies.tools import MAX_TOOLS
 from .responses_items import Item, messages_of

@@ -3,7 +3,8 @@
 start.
 
 It computes decode rows of the step, too. It needs the longest chunk's length, which the host knows of a step
-that it launches. Triton computes captured steps, exact ones, and those over a float8 cache. (Shah et al., FlashAttention-3, 2024.)
+that it launches. Triton computes captured steps, exact ones, and those over a float8 cache. (Shah et al.,
+FlashAttention-3, 2024.)
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ class Fp8Linear:
     def __init__(
         self, weight: Tensor | Sequence[Tensor], bias: Tensor | None, per_channel: bool = True
     ) -> None:
-        """``weight``: one matrix, or several whose outputs stand side by side. They are quantised by slices of
-        rows, so that beside them and the result no more than SLICE_BYTES are taken, three times."""
+        """``weight``: one matrix, or several whose outputs stand side by side. They are quantised by
+        slices of rows: beside them and the result that takes at most three times SLICE_BYTES."""
         parts = [weight] if isinstance(weight, Tensor) else list(weight)
         out_features, in_features = sum(map(len, parts)), parts[0].shape[1]
         assert out_features % MULTIPLE == in_features % MULTIPLE == 0, (

@@ -14,7 +14,8 @@ SLICE = 4096  # tokens
 
 def forbid(logits: Tensor, masks: Tensor) -> None:
     """Change ``logits`` float32 [n, vocab_size] in place. ``masks`` int32 [m, 1 + ceil(vocab_size / 32)]:
-    the row of ``logits``, then its mask: bit ``i % 32`` of word ``i // 32`` is set where token ``i`` may follow."""
+    the row of ``logits``, then its mask: bit ``i % 32`` of word ``i // 32`` is set where token ``i`` may
+    follow."""
     vocab_size = logits.shape[1]
     assert logits.stride(1) == 1
     assert masks.shape[1] == 1 + triton.cdiv(vocab_size, 32)

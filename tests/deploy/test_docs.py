@@ -145,13 +145,11 @@ def check(words: list[str], is_whole: bool) -> None:
 def check_module(words: list[str]) -> None:
     """``-m MODULE --option ...``: of bench, deploy, or the simulator."""
     name = words[1]
-    file = (
-        "tests/simulation/__main__.py"
-        if name == "simulation"
-        else f"{name.removeprefix('splitserve.').replace('.', '/')}.py"
-    )
-    assert (ROOT / file).is_file(), name
-    text = (ROOT / file).read_text(encoding="utf-8")
+    path = name.removeprefix("splitserve.").replace(".", "/")
+    stem = ROOT / ("tests/simulation" if name == "simulation" else path)
+    file = next((each for each in (stem.with_suffix(".py"), stem / "__main__.py") if each.is_file()), None)
+    assert file is not None, name
+    text = file.read_text(encoding="utf-8")
     assert [word for word in words[2:] if word.startswith("--") and not takes(text, word)] == [], shlex.join(
         words
     )

@@ -1,6 +1,6 @@
 """The threshold of min-p, top-k and top-p, in Triton's interpreter: it keeps the scores that the
-definitions keep, for peaked, flat and tied rows, whatever else is in the batch; and its estimated time is within its
-bound."""
+definitions keep, for peaked, flat and tied rows, whatever else is in the batch; and its estimated time
+is within its bound."""
 
 from __future__ import annotations
 

@@ -43,7 +43,8 @@ def test_rows_move_grow_and_join(num_rows: int, follows: bool) -> None:
     seq_lens, slots = ints(before), torch.empty(num_rows, dtype=torch.int64)
     on_device = ints(old).view(num_rows, MAX_BLOCKS)
     advance(
-        packed, ints(sampled), ints(accepted), token_ids, positions, seq_lens, slots, on_device, num_rows, BLOCK_SIZE
+        packed, ints(sampled), ints(accepted), token_ids, positions, seq_lens, slots,
+        on_device, num_rows, BLOCK_SIZE
     )  # fmt: skip
     is_fed = fed_from >= 0
     expected = np.where(is_fed & follows, (before + accepted)[fed_from], lengths[:n])

@@ -152,9 +152,11 @@ class PlayedGpu(TorchFunctionMode):
         given = signature.bind(*args, **{k: v for k, v in options.items() if k in signature.parameters})
         plain = kernel.kwargs.get("do_not_specialize") or ()
         values = [
-            repr(value) if "constexpr" in str(signature.parameters[name].annotation) else _kind(value, name in plain)
+            repr(value)
+            if "constexpr" in str(signature.parameters[name].annotation)
+            else _kind(value, name in plain)
             for name, value in given.arguments.items()
-        ]  # fmt: skip
+        ]
         others = sorted((k, v) for k, v in options.items() if k not in signature.parameters)
         variant = f"{kernel.fn.__name__}({', '.join(values)}; {others})"
         assert not self.ready or variant in self.variants, f"compiled after the worker was ready: {variant}"
@@ -227,8 +229,8 @@ def _wrapped(result: Any) -> Any:
 
 
 class Event:
-    """``gpu.step`` counts the steps that were launched: to wait for an event of the one that is being launched
-    is a wait for the device, one for an event of an earlier step is not."""
+    """``gpu.step`` counts the steps that were launched: to wait for an event of the one that is being
+    launched is a wait for the device, one for an event of an earlier step is not."""
 
     def __init__(self, gpu: PlayedGpu) -> None:
         self._gpu, self._step = gpu, -1
@@ -261,8 +263,8 @@ def played_gpu(monkeypatch: pytest.MonkeyPatch, free_bytes: int = 1 << 30) -> It
         "stream": lambda _: nullcontext(), "current_stream": Stream,
         "mem_get_info": lambda _=None: (gpu.free_bytes - gpu.cached_bytes, gpu.total_bytes),
         "memory_reserved": lambda _=None: gpu.reserved_bytes, "get_device_properties": lambda _: properties,
-        "get_device_capability": lambda _=None: (9, 0), "get_device_name": lambda _: properties.name, "set_device": lambda _: None,
-        "device": lambda _: nullcontext(), "empty_cache": gpu.empty_cache,
+        "get_device_capability": lambda _=None: (9, 0), "get_device_name": lambda _: properties.name,
+        "set_device": lambda _: None, "device": lambda _: nullcontext(), "empty_cache": gpu.empty_cache,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     bootstrap: Callable[[threading.Thread], None] = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
@@ -279,9 +281,8 @@ def played_gpu(monkeypatch: pytest.MonkeyPatch, free_bytes: int = 1 << 30) -> It
             assert all(isinstance(x, OnGpu) for x in given), (
                 "Pointer argument cannot be accessed from Triton (cpu tensor?)"
             )
-            launch(
-                executor, *(_on_host(x) for x in args), **{name: _on_host(value) for name, value in kwargs.items()}
-            )  # fmt: skip
+            on_host = {name: _on_host(value) for name, value in kwargs.items()}
+            launch(executor, *(_on_host(x) for x in args), **on_host)
 
     def note_and_launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         with torch._C.DisableTorchFunction():

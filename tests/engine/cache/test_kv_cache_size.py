@@ -354,8 +354,8 @@ CARD = 80 * GIB
 def sized(
     folder: Path, monkeypatch: pytest.MonkeyPatch, card: int = CARD, others: int = 0, **options: Any
 ) -> tuple[KVCacheSize, int]:
-    """The KV cache of an 8B model that has just been loaded on a played card, where ``others`` take bytes too,
-    and the card's free bytes then. The host is small."""
+    """The KV cache of an 8B model that has just been loaded on a played card, where ``others`` take bytes
+    too, and the card's free bytes then. The host is small."""
     (folder / "config.json").write_text(json.dumps(LLAMA_8B))
     monkeypatch.setattr(model_runner, "free_host_bytes", lambda: 2 * GIB)
     engine = EngineConfig(folder, device="cuda", max_decode_seqs=64, max_prefill_tokens=2048, **options)

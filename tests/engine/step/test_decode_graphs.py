@@ -199,8 +199,8 @@ def test_one_stream_records_all_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     current = Stream()
     for name, value in {
-        "Stream": Stream, "graph": graph, "stream": lambda _: nullcontext(), "current_stream": lambda: current,
-        "graph_pool_handle": object, "CUDAGraph": object,
+        "Stream": Stream, "graph": graph, "stream": lambda _: nullcontext(),
+        "current_stream": lambda: current, "graph_pool_handle": object, "CUDAGraph": object,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     record = CudaRecorder()

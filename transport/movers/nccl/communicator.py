@@ -35,8 +35,8 @@ WATCHDOG = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
-"""Environment that torch reads when it makes a group. By default its watchdog and its heartbeat monitor end the
-process when a peer dies or is late; a transfer is all that a peer's death may cost, and we look after that."""
+"""Environment that torch reads when it makes a group. By default its watchdog and its heartbeat monitor end
+the process when a peer dies or is late. Here a peer's death costs that transfer only."""
 
 
 def place_of(device: torch.device) -> str:
