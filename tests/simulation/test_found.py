@@ -97,3 +97,9 @@ def test_a_process_that_leaves_while_a_copy_hangs_is_ended() -> None:
 def test_a_process_may_be_killed_in_the_turn_in_which_a_role_begins() -> None:
     """The simulator asked the new role for its incarnation, which it did not know yet."""
     assert not simulate(2754393244, draw_scenario(2754393244), requests=500).violations
+
+
+def test_a_handoff_that_is_held_back_has_the_checksums_of_the_blocks_that_were_put() -> None:
+    """A copy hung, its prompt was dropped, and its block was computed anew for another one. The checksums
+    were taken when the Handoff left, so that they fit the new content under the old hash."""
+    assert not simulate(5160, draw_scenario(5160), requests=50).violations
