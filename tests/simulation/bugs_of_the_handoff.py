@@ -15,7 +15,6 @@ from splitserve.decode import scheduler as decode_scheduler
 from splitserve.prefill.core import PrefillCore
 from splitserve.transport.handoff import granting
 from splitserve.transport.handoff.leases import LeaseTable
-from splitserve.transport.handoff.meetings import Meetings
 from splitserve.transport.handoff.outgoing import Outgoing
 from splitserve.transport.handoff.receiver import HandoffReceiver
 from splitserve.transport.handoff.sender import HandoffSender
@@ -185,16 +184,6 @@ def leave_the_other_end_of_a_closed_communicator_alone(patch: Patch) -> None:
     patch.setattr(SendingSession, "close_session", broken)
 
 
-def make_a_mover_that_breaks_anew_again_and_again(patch: Patch) -> None:
-    mover_failed = Meetings.mover_failed
-
-    def broken(self: Any, peer: Any) -> bool:
-        self._made_anew.clear()
-        return mover_failed(self, peer)
-
-    patch.setattr(Meetings, "mover_failed", broken)
-
-
 def wait_for_ever_for_a_rendezvous(patch: Patch) -> None:
     patch.setattr(SendingSession, "hangs_at", None)
 
@@ -253,7 +242,6 @@ BUGS: list[tuple[Callable[[Patch], None], str]] = [
     (forget_which_layers_have_left, "calm"),
     (write_what_comes_when_its_lease_has_ended, "rendezvous"),
     (leave_the_other_end_of_a_closed_communicator_alone, "rendezvous"),
-    (make_a_mover_that_breaks_anew_again_and_again, "rendezvous"),
     (wait_for_ever_for_a_rendezvous, "rendezvous"),
     (free_what_a_dead_writer_held_while_its_puts_are_on_their_way, "agents"),
     (say_release_though_puts_may_still_land, "agents"),

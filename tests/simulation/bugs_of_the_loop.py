@@ -75,13 +75,6 @@ def send_a_new_coordinator_no_cache(patch: Patch) -> None:
     patch.setattr(PlayedRole, "welcomed", lambda self, _: self.core.drop_others(*self.links.coordinators))
 
 
-# --- a turn ----------------------------------------------------------------------------------------
-
-
-def never_verify(patch: Patch) -> None:
-    patch.setattr(DecodeRole, "carry_out", PlayedRole.carry_out)
-
-
 # --- steps -----------------------------------------------------------------------------------------
 
 
@@ -111,7 +104,6 @@ BUGS: list[tuple[Callable[[Patch], None], str]] = [
     (meet_peers_as_the_incarnation_that_was_fenced, "fences"),
     (keep_the_channels_of_the_incarnation_that_was_fenced, "fences"),
     (send_a_new_coordinator_no_cache, "coordinators"),
-    (never_verify, "calm"),
     (forget_the_sequences_of_a_step_that_was_not_run, "window"),
     (send_a_layer_that_is_being_computed, "calm"),
 ]

@@ -14,7 +14,7 @@ from splitserve.engine.step.batch import Batch, StepOutput
 from splitserve.transport.channels import coordinator_link
 from splitserve.transport.channels.coordinator_link import CoordinatorLink
 from splitserve.transport.channels.coordinator_links import CoordinatorLinks
-from splitserve.transport.handoff import receiving_end, sending_end
+from splitserve.transport.handoff import sending_end
 from splitserve.transport.handoff.mover_tests import MoverTests
 from splitserve.transport.handoff.reachability import Reachability
 from splitserve.transport.handoff.receiver import HandoffReceiver
@@ -83,10 +83,6 @@ def go_on_with_a_process_that_has_been_replaced(patch: Patch) -> None:
 
 
 # --- the receiving end -----------------------------------------------------------------------------
-
-
-def answer_on_whichever_channel_was_heard_last(patch: Patch) -> None:
-    patch.setattr(receiving_end, "_age", lambda identity, core: 0)
 
 
 def free_nothing_when_a_writer_has_died(patch: Patch) -> None:
@@ -217,7 +213,6 @@ BUGS: list[tuple[Callable[[Patch], None], str]] = [
     (wait_for_ever_for_a_peer_beyond_reach, "network"),
     (cut_off_the_later_incarnation_for_an_earlier_one, "fences"),
     (go_on_with_a_process_that_has_been_replaced, "fences"),
-    (answer_on_whichever_channel_was_heard_last, "fences"),
     (free_nothing_when_a_writer_has_died, "meetings"),
     (verify_some_blocks_and_forget_the_rest, "calm"),
     (come_back_under_the_same_number_when_fenced, "network"),
