@@ -114,7 +114,7 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
     )
     responses_file: Path | None = Field(
         default=None,
-        description="SQLite file of what /v1/responses stores; several coordinators of one host may share "
+        description="SQLite file of stored /v1/responses; several coordinators of one host may share "
         "it. Default: a temporary file, which ends with the coordinator.",
     )
     responses_retention_days: float = Field(
