@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from ..generate.bodies.fields import INT64, Body, invalid
+from ..generate.bodies.fields import INT64, STRING, Body, invalid, schema
 from ..generate.bodies.messages import MAX_MESSAGES
 from ..generate.bodies.sampling import ServiceTier
 from ..generate.bodies.tools import MAX_TOOLS
@@ -24,6 +24,21 @@ CHAT_PARAMS = {
 }
 """Names here of a chat's fields, for its errors."""
 NOT_HERE = ("conversation", "prompt", "context_management", "moderation")
+
+
+def _input(value: Any) -> Any:
+    if not isinstance(value, str | list) or not value:
+        raise invalid("must be a text or a list of items, not empty")
+    if len(value) > MAX_MESSAGES and isinstance(value, list):
+        raise invalid(f"has {len(value)} items; at most {MAX_MESSAGES} are allowed")
+    return value
+
+
+Input = Annotated[
+    Any,
+    BeforeValidator(_input),
+    schema({**STRING}, {"type": "array", "minItems": 1, "maxItems": MAX_MESSAGES}),
+]
 
 
 class Reasoning(Body):
@@ -67,7 +82,7 @@ class CountInputRequest(Body):
     """POST /v1/responses/input_tokens."""
 
     model: str | None = None
-    input: str | Annotated[list[Any], Field(max_length=MAX_MESSAGES)] | None = None
+    input: Input | None = None
     instructions: str | None = None
     previous_response_id: Annotated[str, Field(max_length=64)] | None = None
     reasoning: Reasoning | None = None
@@ -115,7 +130,7 @@ class CountInputRequest(Body):
 class ResponsesRequest(CountInputRequest):
     """POST /v1/responses."""
 
-    input: str | Annotated[list[Any], Field(min_length=1, max_length=MAX_MESSAGES)]
+    input: Input
     background: bool | None = None
     store: bool | None = None
     stream: bool | None = None

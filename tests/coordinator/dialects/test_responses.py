@@ -235,6 +235,7 @@ async def test_a_failure_ends_the_stream_with_an_event(
     ("changed", "named"),
     [
         ({"input": []}, "input"),
+        ({"input": 7}, "input: must be a text or a list of items"),
         ({"input": [{"type": "message", "role": "robot", "content": "?"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"tools": [{"type": "computer_use_preview"}]}, "tools[0].type"),
