@@ -87,7 +87,7 @@ class ChatStream:
             await self._ready.wait()
 
     def abandon(self) -> None:
-        """Cancel it: nobody reads it any more. Nothing happens once it is complete."""
+        """Cancel it, unless it is complete."""
         self._call.abandon()
 
     # --- as a listener -----------------------------------------------------------------------------

@@ -138,7 +138,7 @@ class ResponsesRequest(CountInputRequest):
     include: Annotated[list[str], Field(max_length=32)] | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=INT64)] | None = None
     max_tool_calls: Annotated[int, Field(ge=1, lt=INT64)] | None = None
-    """A bound on tools that the server runs, of which there are none."""
+    """Has no effect: it bounds calls of tools that the server runs, and this one runs none."""
     metadata: (
         Annotated[
             dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],

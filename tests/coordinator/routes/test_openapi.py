@@ -72,7 +72,7 @@ async def test_every_path_of_it_is_there(http: httpx.AsyncClient, server: HttpSe
     document = (await http.get("/openapi.json")).json()
     for path, methods in document["paths"].items():
         for method in set(methods) - {"parameters"}:
-            if "{id}" in path:  # of a stored response, of which there are none
+            if "{id}" in path:  # no response is stored here
                 continue
             assert (await http.request(method, path.replace("{model}", "tiny"))).status_code not in (
                 404,

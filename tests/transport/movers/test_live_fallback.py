@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support.worker_pair import WorkerPair, spec
 
+from splitserve.bench.null_workers import null_model
 from splitserve.transport.errors import MoverError
 from splitserve.transport.messages.messages import Joined, Load, RequestFailed
 from splitserve.transport.movers import nixl
@@ -69,6 +70,18 @@ def test_zmq_takes_the_place_of_a_mover_that_breaks(
     assert sum("from now on" in line or "instead" in line for line in logged) == 1
     name = "shm" if mover == "auto" else mover
     assert logged[0] == f"hands KV blocks to d by {name}"
+
+
+def test_the_bytes_of_a_self_test_are_no_handoff() -> None:
+    with WorkerPair("shm") as pair:
+
+        def sent() -> float:
+            loads = [m for m in pair.received if isinstance(m, Load) and m.worker_id == "p"]
+            return loads[-1].counters["handoff_bytes"]
+
+        pair.ask(spec(0))
+        pair.until(lambda: any(isinstance(m, Joined) for m in pair.received) and sent() > 0)
+        assert sent() == 2 * null_model(1, 16).pool[0].nbytes
 
 
 def leave_out_bytes(self: Any, *arguments: Any) -> None:
