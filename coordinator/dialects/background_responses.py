@@ -16,7 +16,6 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from ..errors import ApiError, InternalError, InvalidRequest, Unavailable
-from ..generate.plan import PLAN_HEADERS
 from ..tenants.limits import Account
 from .chat_stream import ChatStream, account_of
 from .responses_events import FINAL, ResponseAnswer
@@ -58,9 +57,8 @@ class BackgroundResponses:
         stored = Stored(id, dict(answer.response), list(items), None, True)
         answer.response["status"] = "in_progress"
         self._written[id] = asyncio.Event()
-        planned_by = {name: headers[name] for name in PLAN_HEADERS if name in headers}
         run = _Run(self._store, account, answer, items, deadline, self._written[id])
-        self._running[id] = task = asyncio.create_task(run.run(self._dialect, planned_by, chat))
+        self._running[id] = task = asyncio.create_task(run.run(self._dialect, headers, chat))
         task.add_done_callback(lambda _: self._over(id))
         return self.resume(account.tenant, stored, -1) if streamed else first
 

@@ -18,10 +18,14 @@ from starlette.types import Receive
 from ..errors import ApiError, Headers
 from ..generate.api import GenerationApi
 from ..generate.plan import PLAN_HEADERS
+from ..generate.request_ids import HEADER
 from ..http.body import ClientGone
 from ..http.inner_call import InnerCall
+from ..metrics.request_trace import CONTEXT_HEADERS
 from ..tenants.limits import ANONYMOUS, Account
 
+ASKED_WITH = (*PLAN_HEADERS, HEADER, *CONTEXT_HEADERS)
+"""Headers of the asker's request that the chat completion has, too."""
 PASSED_ON = frozenset(("retry-after", "x-request-id"))
 """Headers of the chat completion that its asker's answer repeats, beside those of the rate limits."""
 EVENT_DATA = b"data: "
@@ -53,9 +57,9 @@ class ChatStream:
         """``headers``: of the request that asks for it. ``body``: a chat's; how it streams is set here."""
         options = {"include_usage": True, "continuous_usage_stats": True}
         data = orjson.dumps({**body, "stream": True, "stream_options": options})
-        planned_by = {name: headers[name] for name in PLAN_HEADERS if name in headers}
+        kept = {name: headers[name] for name in ASKED_WITH if name in headers}
         self.headers: Headers = []
-        self._call = _Call(generation, "/v1/chat/completions", data, account, self, planned_by)
+        self._call = _Call(generation, "/v1/chat/completions", data, account, self, kept)
         self._most = generation.limits.max_buffered_bytes
         self._chunks: deque[bytes] = deque()
         self._num_waiting_bytes = 0

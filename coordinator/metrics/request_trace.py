@@ -12,6 +12,9 @@ from ..listeners import ListenerFailures
 from .request_record import RequestRecord
 from .settings import RecordSettings
 
+CONTEXT_HEADERS = (b"traceparent", b"tracestate")
+"""The client's trace, as W3C's Trace Context writes it."""
+
 
 def tracing_of(settings: RecordSettings, port: int) -> Tracing | None:
     """Make what exports spans, if there is an --otlp-endpoint. Raises TracingUnavailable."""
@@ -29,7 +32,7 @@ def begin_trace(
     failures: ListenerFailures,
 ) -> RequestTrace | None:
     """Begin a request's span, within its client's trace if there is one; None if the library fails."""
-    names = [name for name in (b"traceparent", b"tracestate") if headers.get(name)]
+    names = [name for name in CONTEXT_HEADERS if headers.get(name)]
     try:
         context = {name.decode(): headers[name].decode("latin-1") for name in names}
         return tracing.begin(f"POST {endpoint}", context, arrival)

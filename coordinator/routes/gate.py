@@ -10,13 +10,14 @@ of the admin port                        operators (``http/access/operators.py``
 from __future__ import annotations
 
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import HTTPConnection
 from starlette.routing import Match
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from ..dashboard.routes import is_open
 from ..errors import ApiError
+from ..generate.request_ids import client_id
 from ..http.access.operators import Operators
 from ..http.access_gate import refuse
 from ..tenants.limits import ANONYMOUS
@@ -37,6 +38,7 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] in ("http", "websocket"):
             scope["path"] = scope["path"].rstrip("/") or "/"
+            send = _naming(scope, send)
             try:
                 self._let_in(scope)
             except ApiError as error:
@@ -57,6 +59,19 @@ class Gate:
             route.matches(scope)[0] != Match.NONE for route in self._inner.routes
         ):  # else 404, for everyone
             self._operators.check(HTTPConnection(scope))
+
+
+def _naming(scope: Scope, send: Send) -> Send:
+    """Return a ``send`` that adds the client's id to answers without an id."""
+    if not (named := client_id(dict(scope["headers"]))):
+        return send
+
+    async def send_named(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message).setdefault("x-request-id", named)
+        await send(message)
+
+    return send_named
 
 
 def _authorization(headers: Headers) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -19,7 +20,12 @@ from splitserve.coordinator.server import HttpServer
 from splitserve.transport.process.otel import Tracing
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
-BODY = {"prompt": "quick", "max_tokens": 5, "stream": True}
+BODY: dict[str, Any] = {"prompt": "quick", "max_tokens": 5, "stream": True}
+MESSAGES = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}
+ASKED = pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/completions", BODY), ("/v1/responses", {"input": "Hi"}), ("/v1/messages", MESSAGES)],
+)
 
 
 @pytest.fixture
@@ -54,12 +60,24 @@ async def test_the_clients_trace_goes_on(
     assert asked.traceparent == f"00-{TRACE_ID}-{request.context.span_id:016x}-01"
 
 
-async def test_a_client_that_does_not_want_it_leaves_no_trace(
-    http: httpx.AsyncClient, dispatcher: FakeDispatcher, spans: InMemorySpanExporter
+@ASKED
+@pytest.mark.parametrize("sampled", [False, True])
+async def test_the_client_decides_whether_it_leaves_a_trace(
+    http: httpx.AsyncClient,
+    dispatcher: FakeDispatcher,
+    spans: InMemorySpanExporter,
+    path: str,
+    body: dict[str, Any],
+    sampled: bool,
 ) -> None:
-    await http.post(
-        "/v1/completions", json=BODY, headers={"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-00"}
-    )
+    context = f"00-{TRACE_ID}-b7ad6b7169203331-0{sampled:d}"
+    await http.post(path, json=body, headers={"traceparent": context})
+    if sampled:
+        (span,) = spans.get_finished_spans()
+        assert span.parent is not None
+        assert span.parent.span_id == 0xB7AD6B7169203331
+        assert dispatcher.requests[0].traceparent.startswith(f"00-{TRACE_ID}-")
+        return
     assert spans.get_finished_spans() == ()
     assert dispatcher.requests[0].traceparent == ""
 
