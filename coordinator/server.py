@@ -6,9 +6,9 @@ import asyncio
 import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.routing import BaseRoute, Route
@@ -23,13 +23,11 @@ from .dashboard.routes import Dashboard
 from .dialects.messages import MessagesRoutes
 from .dialects.responses import ResponsesRoutes
 from .dialects.responses_store import ResponseStore, opened_store
-from .errors import CannotStart, Unavailable
+from .errors import Unavailable
+from .front_door import FrontDoor, front_door_of
 from .generate.api import GenerationApi
-from .http.access.access import Access
-from .http.access.forwarded import TrustedProxies
 from .http.access.operators import Operators, admin_key
 from .http.access.tls import TlsFiles
-from .http.access.url import is_loopback, listed
 from .http.access_gate import AccessGate
 from .http.limits import HttpLimits
 from .http.listening_server import ListeningServer, bind
@@ -45,6 +43,7 @@ from .metrics.system_snapshot import SystemSnapshot
 from .routes.admin import AdminRoutes, Fleet
 from .routes.gate import Gate
 from .routes.health import Health
+from .routes.peer_pages import PeerPages
 from .routes.routes import OrdinaryRoutes
 from .routes.tenants import tenant_routes
 from .routes.usage import usage_routes
@@ -55,36 +54,6 @@ from .text.served_model import ServedModel
 
 POLL_S = 0.02
 DAY_S = 86_400.0
-
-
-@dataclass(frozen=True)
-class FrontDoor:
-    """The default is for a server on loopback without keys: names of loopback, no other origin, no TLS, no
-    proxy."""
-
-    access: Access = field(default_factory=Access)
-    admin_access: Access = field(default_factory=Access)
-    """Access to the admin port, where a key is always required."""
-    tls: TlsFiles | None = None
-    proxies: TrustedProxies = field(default_factory=TrustedProxies)
-
-
-def front_door_of(settings: CoordinatorSettings) -> FrontDoor:
-    """Raises CannotStart."""
-    origins = listed(settings.allowed_origins)
-    hosts = [*listed(settings.allowed_hosts), settings.host, socket.gethostname()]
-    private_names = not is_loopback(settings.listen_host)
-
-    def access(keyed: bool) -> Access:
-        any_host = ["*"] if keyed and not settings.allowed_hosts else []
-        return Access([*hosts, *any_host], origins, private_names=private_names)
-
-    try:
-        tls = None if settings.tls_cert is None else TlsFiles(settings.tls_cert, settings.tls_key)
-    except ValueError as error:
-        raise CannotStart(f"--tls-cert: {error}") from error
-    proxies = TrustedProxies(listed(settings.trusted_proxies))
-    return FrontDoor(access(settings.tenants_file is not None), access(True), tls, proxies)
 
 
 def batches_of(settings: CoordinatorSettings) -> BatchOptions | None:
@@ -120,13 +89,14 @@ class HttpApp:
         tracing: Tracing | None = None,
         times_tokens: bool = False,
         responses: ResponseStore | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         """Put the parts of the application together.
 
         ``system`` is called at each scrape of /metrics. ``operators`` None: nobody can be one. ``more_admin``
         not None: the admin API has a port of its own, with these routes beside its usual ones. ``folders``:
-        where this process writes, by option, for /health. ``bodies``, ``tracing``, ``times_tokens``: see
-        ``GenerationApi``.
+        where this process writes, by option, for /health. ``settings``: JSON-ready, for /server_info.
+        ``bodies``, ``tracing``, ``times_tokens``: see ``GenerationApi``.
         """
         self.front, tenancy = front or FrontDoor(), tenancy or Tenancy()
         self.metrics = Metrics(model.name, system, price_per_hour, failures)
@@ -163,6 +133,7 @@ class HttpApp:
             *WebSocketStreams(self.generation).routes(),
             *MessagesRoutes(self.generation).routes(),
             *self.responses.routes(),
+            *PeerPages(model, self.metrics, system, settings or {}).routes(),
         ]
         if self.batches is not None:
             clients += BatchRoutes(self.batches, self.overload).routes()
@@ -231,6 +202,7 @@ def app_of(
         tracing=tracing,
         times_tokens=settings.trace_token_times,
         responses=opened_store(settings.responses_file, settings.responses_retention_days * DAY_S),
+        settings=settings.model_dump(mode="json"),
     )
     if settings.log_requests:
         app.metrics.listeners.add("request log", log_request)

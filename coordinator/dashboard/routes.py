@@ -1,4 +1,4 @@
-"""The dashboard: its files, as they lie in ``dashboard/``, and the one feed that they ask once a second.
+"""The dashboard: its files, as they lie in ``page/``, and the one feed that they ask once a second; and /docs.
 
 The files hold no data and are for everyone; the feed is an operators' page (see
 ``routes/gate.py``).
@@ -14,7 +14,7 @@ from time import monotonic
 
 import orjson
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from ...transport.latency_bounds import attainment, notation, parse_bounds
@@ -57,10 +57,20 @@ class Dashboard:
         self._files = {path: (body, TYPES[path.rpartition(".")[2]]) for path, body in _read_files().items()}
 
     def routes(self) -> list[Route]:
-        return [Route("/", self._page), Route(FEED, self._feed), Route("/dashboard/{path:path}", self._file)]
+        return [
+            Route("/", self._page),
+            Route("/docs", self._docs),
+            Route(FEED, self._feed),
+            Route("/dashboard/{path:path}", self._file),
+        ]
 
     async def _page(self, request: Request) -> Response:
         return self._answer("index.html")
+
+    async def _docs(self, request: Request) -> Response:
+        if request.scope.get("raw_path", b"").endswith(b"/"):  # the page's links are relative
+            return RedirectResponse("../docs", 308)
+        return self._answer("docs.html")
 
     async def _file(self, request: Request) -> Response:
         return self._answer(request.path_params["path"])
@@ -90,8 +100,8 @@ class Dashboard:
 
 
 def is_open(path: str) -> bool:
-    """Whether everyone may have this page: the dashboard's files."""
-    return path == "/" or (path.startswith("/dashboard/") and path != FEED)
+    """Whether everyone may have this page: the dashboard's files, and /docs, which is one of them."""
+    return path in ("/", "/docs") or (path.startswith("/dashboard/") and path != FEED)
 
 
 def _read_files() -> dict[str, bytes]:

@@ -231,7 +231,7 @@ class GenerationApi:
         if plan.unknown_fields:
             self._unknown.note(plan.unknown_fields)
         named = plan.request_id or client_id(call.headers)
-        id, trace = self._ids.new(call.endpoint, named), None
+        id, trace = self._ids.new(plan.endpoint, named), None
         if self.tracing is not None:
             trace = begin_trace(self.tracing, call.endpoint, call.headers, arrival, self.metrics.failures)
         answering: Answering = call if self.bodies is None else self.bodies.record(call)

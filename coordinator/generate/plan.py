@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, cast, get_args
 
+import orjson
 from msgspec.structs import replace
 from pydantic import ValidationError
 
@@ -126,11 +127,26 @@ def _echoed(chat: ChatCompletionRequest) -> str:
 
 def parse(endpoint: Endpoint, body: bytes | bytearray) -> GenerateRequest:
     """Validate a body. Raises InvalidRequest."""
+    if endpoint == "/invocations":
+        endpoint = _invoked(body)
     kind = ChatCompletionRequest if endpoint == "/v1/chat/completions" else CompletionRequest
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
         raise from_validation(error) from error
+
+
+def _invoked(body: bytes | bytearray) -> Endpoint:
+    """Return the endpoint that a body of /invocations is for. Raises InvalidRequest."""
+    try:
+        fields = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return "/v1/chat/completions"  # whose validation describes the fault
+    if isinstance(fields, dict) and "messages" not in fields:
+        if "prompt" not in fields:
+            raise InvalidRequest("Give `messages` for a chat completion, or `prompt` for a completion.")
+        return "/v1/completions"
+    return "/v1/chat/completions"
 
 
 class Planner:

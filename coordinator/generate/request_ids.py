@@ -10,7 +10,9 @@ from ..http.call import Endpoint
 
 HEADER = b"x-request-id"
 CLIENT_ID = re.compile(r"[A-Za-z0-9_.:+/=@-]{1,128}")
-STEMS: dict[Endpoint, str] = {"/v1/chat/completions": "chatcmpl", "/v1/completions": "cmpl"}
+STEMS: dict[Endpoint, str] = {
+    "/v1/chat/completions": "chatcmpl", "/v1/completions": "cmpl", "/invocations": "inv",
+}  # fmt: skip
 """How ids begin."""
 
 

@@ -22,7 +22,8 @@ from .body import check_headers, check_is_json
 from .limits import HttpLimits
 from .overload import Overload
 
-Endpoint = Literal["/v1/completions", "/v1/chat/completions"]
+Endpoint = Literal["/v1/completions", "/v1/chat/completions", "/invocations"]
+"""/invocations is SageMaker's: its body decides which of the others it is."""
 JSON = (b"content-type", b"application/json")
 
 

@@ -23,11 +23,12 @@ TOO_LARGE = "the request's headers are too large"
 MAX_PIPELINED = 16  # requests that a client may send ahead on one connection
 MAX_CHUNK_OVERHEAD = 64 << 10
 """Bytes of chunk sizes and chunk extensions that a body may have, beside 8 for each byte of it."""
-HEALTH = (b"/health", b"/ready", b"/ping", b"/metrics")
+HEALTH = (b"/health", b"/v1/health", b"/ready", b"/ping", b"/metrics")
 """Answered also where there are too many connections."""
 ENDPOINTS: Final[dict[bytes, Endpoint]] = {
     b"/v1/completions": "/v1/completions",
     b"/v1/chat/completions": "/v1/chat/completions",
+    b"/invocations": "/invocations",
 }
 
 

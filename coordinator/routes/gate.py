@@ -1,8 +1,10 @@
 """Access to pages, before everything that comes as ASGI. (``GenerationApi`` checks requests for tokens.)
 
-/v1/..., /tokenize, /detokenize          an API key, if there are any; the account is in scope["account"]
-/health, /ping, /version, /ready,
-/openapi.json, dashboard files, login    everyone
+/v1/..., /invocations, /tokenize,
+/detokenize, /tokenizer_info, /props     an API key, if there are any; the account is in scope["account"]
+/health, /v1/health, /ping, /version,
+/ready, /docs, /openapi.json,
+dashboard files, login                   everyone
 all other pages, and all other pages
 of the admin port                        operators (``http/access/operators.py``)
 """
@@ -23,9 +25,9 @@ from ..http.access_gate import refuse
 from ..tenants.limits import ANONYMOUS
 from ..tenants.tenancy import Directory
 
-OPEN = {"/health", "/ping", "/version", "/ready", "/openapi.json"}
+OPEN = {"/health", "/v1/health", "/ping", "/version", "/ready", "/openapi.json"}
 KEY_SUBPROTOCOL = "openai-insecure-api-key."
-CLIENTS = {"/tokenize", "/detokenize"}
+CLIENTS = {"/tokenize", "/detokenize", "/tokenizer_info", "/props"}
 
 
 class Gate:

@@ -38,7 +38,9 @@ POSTS: dict[str, tuple[type[BaseModel], str]] = {
     ),
     "/v1/messages/count_tokens": (CountTokensRequest, "Number of tokens of the prompt of such a request."),
     "/tokenize": (TokenizeRequest, "Token ids of a text or of messages."),
+    "/v1/tokenize": (TokenizeRequest, "As /tokenize."),
     "/detokenize": (DetokenizeRequest, "Text of token ids."),
+    "/v1/detokenize": (DetokenizeRequest, "As /detokenize."),
 }
 ANSWERS = {
     "/v1/completions": "Completion",
@@ -48,7 +50,9 @@ ANSWERS = {
     "/v1/messages": "MessagesAnswer",
     "/v1/messages/count_tokens": "TokenCount",
     "/tokenize": "Tokens",
+    "/v1/tokenize": "Tokens",
     "/detokenize": "Text",
+    "/v1/detokenize": "Text",
 }
 SCHEMAS: dict[str, dict[str, Any]] = {
     "Error": answers.ERROR,
@@ -63,6 +67,9 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "MessagesError": answers.MESSAGES_ERROR,
     "Tokens": answers.TOKENS,
     "Text": answers.TEXT,
+    "Properties": answers.PROPERTIES,
+    "Load": answers.LOAD,
+    "ServerInfo": answers.SERVER_INFO,
     "Models": answers.MODELS,
     "Model": answers.MODEL,
 }
@@ -96,7 +103,13 @@ def document(*, batches: bool = False) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "splitserve", "version": importlib.metadata.version("splitserve")},
         "security": [{}, {"key": []}],
-        "paths": {**posts, **_gets(), **_responses(), **(batch_paths() if batches else {})},
+        "paths": {
+            **posts,
+            "/invocations": {"post": _invocations()},
+            **_gets(),
+            **_responses(),
+            **(batch_paths() if batches else {}),
+        },
         "components": {
             "schemas": {**schemas["$defs"], **SCHEMAS, **(BATCH_SCHEMAS if batches else {})},
             "securitySchemes": {
@@ -122,6 +135,7 @@ def _gets() -> dict[str, Any]:
                 "200 while the process serves; `status` is ok or degraded, `checks` say why.", {JSON: {}}
             )
         },
+        "/v1/health": {"get": _operation("As /health.", {JSON: {}})},
         "/ping": {
             "get": _operation("The same, without content.", {}),
             "post": _operation("The same, for those who ask so.", {}),
@@ -132,7 +146,18 @@ def _gets() -> dict[str, Any]:
         "/debug/state": {
             "get": _operation("Every worker with its role, blocks and requests.", {JSON: {}}, *OF_OPERATORS)
         },
+        "/load": {
+            "get": _operation("Requests that are open, waiting, running.", _json("Load"), *OF_OPERATORS)
+        },
+        "/server_info": {
+            "get": _operation("Version, settings and workers.", _json("ServerInfo"), *OF_OPERATORS)
+        },
+        "/props": {"get": _operation("Context and sampling defaults.", _json("Properties"), "401")},
+        "/tokenizer_info": {
+            "get": _operation("The tokenizer's configuration, with the chat template.", {JSON: {}}, "401")
+        },
         "/openapi.json": {"get": _operation("This.", {JSON: {}})},
+        "/docs": {"get": _operation("This as a page.", {"text/html": {}})},
     }
 
 
@@ -197,8 +222,16 @@ def batch_paths() -> dict[str, Any]:
     }
 
 
+def _invocations() -> dict[str, Any]:
+    """POST /invocations: either of two bodies, answered as at its own path."""
+    kinds = ("ChatCompletionRequest", "CompletionRequest"), ("ChatCompletion", "Completion")
+    asked, answer = ({"anyOf": [_reference(name) for name in names]} for names in kinds)
+    text = "As SageMaker asks: a chat completion where the body has `messages`, else a completion."
+    return _operation(text, {JSON: {"schema": answer}, EVENTS: {}}, *OF_GENERATION, body=(JSON, asked))
+
+
 def _post(path: str, kind: type[BaseModel], text: str) -> dict[str, Any]:
-    generates = path.startswith("/v1/")
+    generates = path.startswith("/v1/") and "tokenize" not in path
     good: dict[str, Any] = {**_json(ANSWERS[path]), **({EVENTS: {}} if generates else {})}
     errors = OF_GENERATION if generates else OF_BODIES
     shape = "MessagesError" if path.startswith("/v1/messages") else "Error"

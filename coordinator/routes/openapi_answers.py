@@ -154,6 +154,24 @@ TOKENS = record(
     {"token_strs": or_null(array(STRING_OR_NULL))},
 )
 TEXT = record({"prompt": STRING})
+PROPERTIES = record(
+    {
+        "default_generation_settings": record({"n_ctx": COUNT, "params": {"type": "object"}}),
+        "total_slots": COUNT,
+        "model_alias": STRING,
+        "model_path": STRING,
+        "modalities": {"type": "object"},
+        "chat_template": STRING,
+        "bos_token": STRING,
+        "eos_token": STRING,
+        "build_info": STRING,
+    }
+)
+LOAD = record({"server_load": COUNT, "waiting": COUNT, "running": COUNT})
+_OBJECT = {"type": "object"}
+SERVER_INFO = record(
+    {"version": STRING, "model": STRING, "max_model_len": COUNT, "workers": _OBJECT, "settings": _OBJECT}
+)
 MODEL = record(
     {
         "id": STRING,

@@ -62,9 +62,9 @@ class OrdinaryRoutes:
         routes = [
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._one_model),
-            Route("/tokenize", self._tokenize, methods=["POST"]),
-            Route("/detokenize", self._detokenize, methods=["POST"]),
-            Route("/health", self._health),
+            *(Route(path, self._tokenize, methods=["POST"]) for path in ("/tokenize", "/v1/tokenize")),
+            *(Route(path, self._detokenize, methods=["POST"]) for path in ("/detokenize", "/v1/detokenize")),
+            *(Route(path, self._health) for path in ("/health", "/v1/health")),
             Route("/ping", self._ping, methods=["GET", "POST"]),
             Route("/version", self._version),
             Route("/ready", self._ready),

@@ -14,8 +14,9 @@ from websockets.exceptions import InvalidStatus
 from websockets.typing import Origin
 
 from splitserve.coordinator.errors import ApiError, InvalidRequest
+from splitserve.coordinator.front_door import FrontDoor, front_door_of
 from splitserve.coordinator.http.access.access import Access
-from splitserve.coordinator.server import FrontDoor, HttpApp, HttpServer, front_door_of
+from splitserve.coordinator.server import HttpApp, HttpServer
 from splitserve.coordinator.settings import CoordinatorSettings
 from splitserve.coordinator.text.served_model import ServedModel
 

@@ -20,10 +20,11 @@ from websockets.asyncio import client
 
 from splitserve.cli.tls_trust import pinned
 from splitserve.cli.up import free_port
+from splitserve.coordinator.front_door import FrontDoor
 from splitserve.coordinator.http.access.access import Access
 from splitserve.coordinator.http.access.forwarded import TrustedProxies
 from splitserve.coordinator.metrics.request_record import RequestRecord
-from splitserve.coordinator.server import FrontDoor, HttpApp, HttpServer
+from splitserve.coordinator.server import HttpApp, HttpServer
 from splitserve.coordinator.text.served_model import ServedModel
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="nginx is not installed (deploy/setup.sh does)")

@@ -18,9 +18,10 @@ from websockets.asyncio import client
 
 from splitserve.cli.config import ConfigError
 from splitserve.cli.tls_trust import pinned, trust
+from splitserve.coordinator.front_door import FrontDoor
 from splitserve.coordinator.http.access.operators import Operators
 from splitserve.coordinator.http.access.tls import TlsFiles
-from splitserve.coordinator.server import FrontDoor, HttpApp, HttpServer, admin_server
+from splitserve.coordinator.server import HttpApp, HttpServer, admin_server
 from splitserve.coordinator.text.served_model import ServedModel
 
 BODY = {"model": "tiny", "prompt": "Hi", "temperature": 0, "max_tokens": 1000}

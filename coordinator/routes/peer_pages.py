@@ -1,0 +1,104 @@
+"""Pages under the names that vLLM, SGLang and llama.cpp gave them, for clients that look there.
+
+GET /tokenizer_info      the tokenizer's configuration and the chat template (vLLM)
+GET /props               context, sampling defaults, chat template (llama.cpp)
+GET /load                requests that are open, waiting and running (vLLM); for operators
+GET /server_info         version, settings, workers (vLLM, SGLang); for operators
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ... import __version__
+from ..metrics.metrics import Metrics
+from ..metrics.system_snapshot import SystemSnapshot
+from ..text.served_model import ServedModel
+
+SECRET = re.compile(r"(?<=://)[^/?#@]+(?=@)|(?<==)[^&]+")
+"""The parts of a URL that may be secret: user and password, and the values of its query."""
+
+
+class PeerPages:
+    """``settings``: JSON-ready, those of the coordinator."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        metrics: Metrics,
+        system: Callable[[], SystemSnapshot],
+        settings: Mapping[str, Any],
+    ) -> None:
+        self._model, self._metrics, self._system = model, metrics, system
+        self._settings = {name: _without_secrets(value) for name, value in settings.items()}
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/tokenizer_info", self._tokenizer_info),
+            Route("/props", self._props),
+            Route("/load", self._load),
+            Route("/server_info", self._server_info),
+        ]
+
+    async def _tokenizer_info(self, request: Request) -> Response:
+        return _json({**self._model.tokenizer.config, "chat_template": self._template})
+
+    async def _props(self, request: Request) -> Response:
+        model, defaults = self._model, self._model.defaults
+        params = {
+            "temperature": defaults.temperature, "top_k": defaults.top_k, "top_p": defaults.top_p,
+            "min_p": defaults.min_p, "repeat_penalty": defaults.repetition_penalty,
+            "n_predict": defaults.max_new_tokens or -1,
+        }  # fmt: skip
+        special = model.tokenizer.special_tokens()
+        return _json(
+            {
+                "default_generation_settings": {"n_ctx": model.max_model_len, "params": params},
+                "total_slots": sum(worker.max_num_seqs for worker in self._system().workers),
+                "model_alias": model.name,
+                "model_path": model.name,
+                "modalities": {"vision": False, "audio": False},
+                "chat_template": self._template,
+                "bos_token": special.get("bos_token", ""),
+                "eos_token": special.get("eos_token", ""),
+                "build_info": f"splitserve {__version__}",
+            }
+        )
+
+    async def _load(self, request: Request) -> Response:
+        system = self._system()
+        counts = {"waiting": system.num_waiting, "running": system.num_running}
+        return _json({"server_load": self._metrics.num_open, **counts})
+
+    async def _server_info(self, request: Request) -> Response:
+        model, workers = self._model, Counter(worker.role for worker in self._system().workers)
+        return _json(
+            {
+                "version": __version__,
+                "model": model.name,
+                "max_model_len": model.max_model_len,
+                "workers": workers,
+                "settings": self._settings,
+            }
+        )
+
+    @property
+    def _template(self) -> str:
+        template = self._model.chat_template
+        return "" if template is None else template.source
+
+
+def _without_secrets(value: Any) -> Any:
+    return SECRET.sub("***", value) if isinstance(value, str) and "://" in value else value
+
+
+def _json(value: Any) -> Response:
+    return Response(orjson.dumps(value), media_type="application/json")
