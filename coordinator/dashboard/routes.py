@@ -1,4 +1,4 @@
-"""The dashboard: its files, as they lie in ``page/``, and the one feed that they ask once a second; and /docs.
+"""The dashboard: its files, as they lie in ``page/``, and the feed that they ask once a second; and /docs.
 
 The files hold no data and are for everyone; the feed is an operators' page (see
 ``routes/gate.py``).

@@ -56,8 +56,8 @@ async def test_an_invocation_of_neither_kind_is_refused(http: httpx.AsyncClient)
 async def test_the_tokenizer_and_the_properties_of_the_model(
     http: httpx.AsyncClient, model: ServedModel
 ) -> None:
-    told = (await http.get("/tokenizer_info", headers=ANYBODY)).json()
-    assert (told["bos_token"], told["chat_template"]) == ("<|bos|>", CHAT_TEMPLATE)
+    info = (await http.get("/tokenizer_info", headers=ANYBODY)).json()
+    assert (info["bos_token"], info["chat_template"]) == ("<|bos|>", CHAT_TEMPLATE)
     props = (await http.get("/props", headers=ANYBODY)).json()
     assert props["default_generation_settings"]["n_ctx"] == model.max_model_len
     assert props["default_generation_settings"]["params"]["top_k"] == 20
