@@ -33,7 +33,7 @@ from .settings import ChatSettings
 from .tls_trust import trust
 from .up import Plan
 
-SECRETS = {"redis_url", "usage_url", "steer_webhook", "otlp_endpoint"}
+SECRETS = {"redis_url", "responses_file", "usage_url", "steer_webhook", "otlp_endpoint"}
 """Settings that may hold passwords: given to processes by their environment, never by a file."""
 MAX_SOCKET_PATH = 107  # sun_path of unix(7), without its last byte
 SOCKET_NAME_CHARS = len("/pymp-12345678/listener-12345678")

@@ -73,7 +73,7 @@ def run(settings: CoordinatorSettings, in_child: Serve, make_controller: MakeCon
                 settings = settings.model_copy(update={"admin_key_file": _own_admin_key(folder.path)})
         path = None if folder is None else folder.path
         if path is not None and settings.responses_file is None:
-            settings = settings.model_copy(update={"responses_file": path / RESPONSES})
+            settings = settings.model_copy(update={"responses_file": str(path / RESPONSES)})
         _log_who_may_connect(settings)
         if settings.processes > 1:
             run_all(settings, in_child, path)

@@ -21,8 +21,8 @@ from .batch.routes import BatchRoutes
 from .batch.runner import BatchOptions, BatchRunner
 from .dashboard.routes import Dashboard
 from .dialects.messages import MessagesRoutes
-from .dialects.responses import ResponsesRoutes
-from .dialects.responses_store import ResponseStore, opened_store
+from .dialects.responses import ResponsesRoutes, opened_store
+from .dialects.responses_store import ResponseStore
 from .errors import Unavailable
 from .front_door import FrontDoor, front_door_of
 from .generate.api import GenerationApi

@@ -3,6 +3,7 @@ file."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Literal, Self
 
@@ -14,7 +15,7 @@ from .http.settings import HttpSettings
 from .lifecycle.limits import LifecycleLimits
 from .metrics.objectives import Objectives
 from .metrics.settings import RecordSettings
-from .tenants.settings import SQLITE, TenantSettings
+from .tenants.settings import REDIS_URL, SQLITE, TenantSettings
 
 Routing = Literal["hybrid", "round_robin", "least_loaded", "prefix", "sticky"]
 _CLASS_SECONDS = r"(premium|standard|free|batch)=\d+(\.\d+)?"
@@ -112,10 +113,12 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
         description="SQLite file of /v1/files and /v1/batches, made where it is not there; several "
         "coordinators of one host may share it. Default: no batches.",
     )
-    responses_file: Path | None = Field(
+    responses_file: str | None = Field(
         default=None,
-        description="SQLite file of stored /v1/responses; several coordinators of one host may share "
-        "it. Default: a temporary file, which ends with the coordinator.",
+        min_length=1,
+        description="SQLite file of stored /v1/responses, which several coordinators of one host may share; "
+        "for several hosts redis://HOST:6379/0 (needs `pip install splitserve[redis]`). Default: a "
+        "temporary file, which ends with the coordinator.",
     )
     responses_retention_days: float = Field(
         default=30, gt=0, le=36_500, description="Days after which stored responses are deleted."
@@ -161,7 +164,7 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
             "--tenants-file": self.tenants_file,
             "--usage-url": Path(usage.removeprefix(SQLITE)) if usage.startswith(SQLITE) else None,
             "--batch-file": self.batch_file,
-            "--responses-file": self.responses_file,
+            "--responses-file": self._responses_path,
             "--log-bodies": self.log_bodies,
         }
         folders = {option: path.absolute().parent for option, path in files.items() if path is not None}
@@ -170,6 +173,11 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
             if self.trace_folder is None
             else {**folders, "--trace-folder": self.trace_folder.absolute()}
         )
+
+    @property
+    def _responses_path(self) -> Path | None:
+        where = self.responses_file
+        return None if where is None or re.match(REDIS_URL, where) else Path(where)
 
     def lifecycle_limits(self, siblings: tuple[str, ...]) -> LifecycleLimits:
         """The lifecycle's bounds; ``siblings``: where the other coordinator processes of this host listen to

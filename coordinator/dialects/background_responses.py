@@ -6,6 +6,7 @@ Their events lie in the store, numbered; a stream reads them there, whichever pr
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -15,7 +16,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from ..errors import ApiError, InternalError, InvalidRequest, Unavailable
+from ..errors import ApiError, InternalError, InvalidRequest, StorageFull, Unavailable
 from ..tenants.limits import Account
 from .chat_stream import ChatStream, account_of
 from .responses_events import FINAL, ResponseAnswer
@@ -26,6 +27,8 @@ from .routes import EVENT_STREAM, Dialect, Event, events_of
 WRITE_EVERY_S = 0.05
 LOOK_EVERY_S = 0.2
 """For events that another process writes."""
+LAST_TRIES, TRY_AGAIN_S = 4, 1.0
+"""For the end of a response, while its store is full or does not answer."""
 _log = logging.getLogger(__name__)
 
 
@@ -128,9 +131,9 @@ class _Run:
         try:
             await self._generate(ChatStream(dialect.generation, self._account, headers, chat))
         except asyncio.CancelledError:
-            stored = await self._store.found(self._account.tenant, id)
-            if stored.running:  # this process stops
-                await self._fail(Unavailable("The server is shutting down."))
+            with contextlib.suppress(ApiError):
+                if (await self._store.found(self._account.tenant, id)).running:  # this process stops
+                    await self._fail(Unavailable("The server is shutting down."))
             raise
         except ApiError as error:
             await self._fail(error)
@@ -158,8 +161,20 @@ class _Run:
             return True
         self._write_at = time.monotonic() + WRITE_EVERY_S
         new, self._new = self._new, []
-        going_on = await self._store.save(
-            self._account.tenant, self._answer.response, self._items, deadline=self._deadline, events=new
-        )
-        self._written.set()
-        return going_on
+        for tries_left in reversed(range(LAST_TRIES if last else 1)):
+            try:
+                going_on = await self._store.save(
+                    self._account.tenant,
+                    self._answer.response,
+                    self._items,
+                    deadline=self._deadline,
+                    events=new,
+                )
+                self._written.set()
+                return going_on
+            except (StorageFull, Unavailable) as error:
+                _log.error("%s is not stored: %s", self._answer.response["id"], error)
+                self._new = new  # once more, with those to come
+                if tries_left:
+                    await asyncio.sleep(TRY_AGAIN_S)
+        return not last

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -11,18 +13,19 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from ..errors import ContextTooLong, InvalidRequest, NotFound, StorageFull
+from ..errors import ContextTooLong, InvalidRequest, NotFound, StorageFull, Unavailable
 from ..generate.api import GenerationApi
 from ..generate.plan import parse
 from ..generate.prompts import prompts_of
 from ..http.call import Endpoint
+from ..tenants.settings import REDIS_URL
 from .background_responses import BackgroundResponses
-from .chat_stream import account_of
+from .chat_stream import account_of, while_connected
 from .responses_body import CHAT_PARAMS, CountInputRequest, ResponsesRequest
 from .responses_events import FINAL, ResponseAnswer
 from .responses_items import Item, items_of
-from .responses_store import ResponseStore
-from .routes import EVENT_STREAM, Dialect, Event, encoded, events_of
+from .responses_store import ResponseStore, SqliteResponses
+from .routes import EVENT_STREAM, Dialect, Event, encoded, events_of, read_whole
 
 PAGE, MAX_PAGE = 20, 100
 CHAT: Endpoint = "/v1/chat/completions"
@@ -54,7 +57,7 @@ class ResponsesRoutes:
         """End what runs in the background, and close the store."""
         await self.background.stop()
         if self._store is not None:
-            self._store.close()
+            await self._store.close()
 
     async def _create(self, request: Request) -> Response:
         asked = await self._dialect.read(request, ResponsesRequest)
@@ -65,12 +68,12 @@ class ResponsesRoutes:
         if asked.background:
             return await self.background.begin(request, chat, answer, items, streamed=bool(asked.stream))
         stream = await self._dialect.begin(request, chat)
-        if not asked.stream:
-            response = await self._dialect.respond(request, stream, answer, streamed=False)
-            await self._save(request, answer, items)
-            return response
-        events = self._saved(request, answer, items, events_of(stream, answer))
         headers = {name.decode(): value.decode() for name, value in stream.headers}
+        if not asked.stream:
+            await while_connected(request, read_whole(stream, answer))
+            await self._save(request, answer, items)
+            return Response(orjson.dumps(answer.whole()), 200, headers, "application/json")
+        events = self._saved(request, answer, items, events_of(stream, answer))
         return StreamingResponse(encoded(events), 200, {**headers, **EVENT_STREAM}, "text/event-stream")
 
     async def _count(self, request: Request) -> Response:
@@ -186,7 +189,7 @@ class ResponsesRoutes:
         if self._store is not None and answer.response["store"]:
             try:
                 await self._store.save(account_of(request).tenant, answer.response, items)
-            except StorageFull:
+            except (StorageFull, Unavailable):  # the answer is worth more than its copy
                 answer.response["store"] = False
 
     async def _saved(
@@ -197,6 +200,17 @@ class ResponsesRoutes:
             if event["type"] in FINAL:
                 await self._save(request, answer, items)
             yield event
+
+
+def opened_store(where: str | None, keep_s: float) -> ResponseStore | None:
+    """Open the file or the Redis URL; None without either. Raises as ``SqliteResponses``, or CannotStart."""
+    if where is None:
+        return None
+    if re.match(REDIS_URL, where):
+        from .redis_responses import RedisResponses  # needs the extra `redis`
+
+        return RedisResponses(where, keep_s)
+    return SqliteResponses(Path(where), keep_s)
 
 
 def _limit(request: Request) -> int:

@@ -1,5 +1,5 @@
-"""Stored responses in SQLite: what later requests continue from, and what runs in the background. One file
-serves all coordinator processes of a host."""
+"""Stored responses: what later requests continue from, and what runs in the background. An SQLite file
+serves all coordinator processes of a host; ``redis_responses.py`` those of several hosts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import orjson
 
@@ -58,23 +58,11 @@ class Stored(NamedTuple):
     running: bool
 
 
-class ResponseStore:
-    """All methods run on one thread of its own."""
+class ResponseStore(Protocol):
+    """All methods raise StorageFull, or Unavailable where the store does not answer."""
 
-    def __init__(self, path: Path, keep_s: float) -> None:
-        """Raises OpenToOthers where other users may read it, OSError or sqlite3.Error where it cannot be
-        used."""
-        self._path, self._keep_s = path, keep_s
-        make_private("the responses file", path)
-        self._db = sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False)
-        pragmas = "PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL; PRAGMA foreign_keys = ON;"
-        self._db.executescript(f"{pragmas} PRAGMA auto_vacuum = INCREMENTAL; {SCHEMA}")
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="responses")
-        self._prune_at = 0.0
-
-    def close(self) -> None:
-        self._thread.shutdown()
-        self._db.close()
+    async def close(self) -> None:
+        """Release it; nothing is asked of it any more."""
 
     async def save(
         self,
@@ -89,6 +77,58 @@ class ResponseStore:
 
         ``deadline``: unix seconds by which a running one has ended. ``events``: new ones, to be kept.
         """
+
+    async def found(self, tenant: str, id: str) -> Stored:
+        """Return a response. Raises NotFound."""
+
+    async def conversation(self, tenant: str, id: str) -> list[Item]:
+        """Return the items of a conversation, up to the output of this response. Raises NotFound."""
+
+    async def items(self, tenant: str, ids: Sequence[str]) -> dict[str, Item]:
+        """Return those items of stored responses that there are, by id."""
+
+    async def newest(self, tenant: str, after: str | None, limit: int) -> list[dict[str, Any]]:
+        """Return stored responses, newest first. Raises NotFound."""
+
+    async def events(self, id: str, after: int) -> list[bytes]:
+        """Return the kept events of a response with higher numbers, as JSON."""
+
+    async def delete(self, tenant: str, id: str) -> None:
+        """Delete a response. Raises NotFound."""
+
+    async def cancel(self, tenant: str, id: str) -> Stored:
+        """Cancel a response that runs in the background, on whichever process. Raises NotFound."""
+
+
+class SqliteResponses:
+    """A ``ResponseStore``. All methods run on one thread of its own."""
+
+    def __init__(self, path: Path, keep_s: float) -> None:
+        """Raises OpenToOthers where other users may read it, OSError or sqlite3.Error where it cannot be
+        used."""
+        self._path, self._keep_s = path, keep_s
+        make_private("the responses file", path)
+        self._db = sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False)
+        pragmas = "PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL; PRAGMA foreign_keys = ON;"
+        self._db.executescript(f"{pragmas} PRAGMA auto_vacuum = INCREMENTAL; {SCHEMA}")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="responses")
+        self._prune_at = 0.0
+
+    async def close(self) -> None:
+        """See ``ResponseStore``."""
+        self._thread.shutdown()
+        self._db.close()
+
+    async def save(
+        self,
+        tenant: str,
+        response: dict[str, Any],
+        input: Sequence[Item],
+        *,
+        deadline: float = 0.0,
+        events: Iterable[dict[str, Any]] = (),
+    ) -> bool:
+        """See ``ResponseStore``."""
         row = (orjson.dumps(response), response["status"], deadline)
         new = (
             response["id"],
@@ -117,11 +157,11 @@ class ResponseStore:
         return await self._call(write)
 
     async def found(self, tenant: str, id: str) -> Stored:
-        """Return a response. Raises NotFound."""
+        """See ``ResponseStore``."""
         return await self._call(lambda db: _found(db, tenant, id, "response_id"))
 
     async def conversation(self, tenant: str, id: str) -> list[Item]:
-        """Return the items of a conversation, up to the output of this response. Raises NotFound."""
+        """See ``ResponseStore``."""
 
         def read(db: sqlite3.Connection) -> list[Item]:
             turns: list[list[Item]] = []
@@ -135,7 +175,7 @@ class ResponseStore:
         return await self._call(read)
 
     async def items(self, tenant: str, ids: Sequence[str]) -> dict[str, Item]:
-        """Return those items of stored responses that there are, by id."""
+        """See ``ResponseStore``."""
         query = (
             "SELECT items.id, item FROM items JOIN responses ON responses.id = items.response "
             f"WHERE tenant = ? AND items.id IN ({', '.join('?' * len(ids))})"
@@ -144,7 +184,7 @@ class ResponseStore:
         return {id: orjson.loads(item) for id, item in rows}
 
     async def newest(self, tenant: str, after: str | None, limit: int) -> list[dict[str, Any]]:
-        """Return stored responses, newest first."""
+        """See ``ResponseStore``."""
 
         def read(db: sqlite3.Connection) -> list[dict[str, Any]]:
             before = _found(db, tenant, after, "after").response["created_at"] + 1.0 if after else 1e12
@@ -158,12 +198,12 @@ class ResponseStore:
         return await self._call(read)
 
     async def events(self, id: str, after: int) -> list[bytes]:
-        """Return the kept events of a response with higher numbers, as JSON."""
+        """See ``ResponseStore``."""
         query = "SELECT event FROM events WHERE response = ? AND number > ? ORDER BY number"
         return [row[0] for row in await self._call(lambda db: db.execute(query, (id, after)).fetchall())]
 
     async def delete(self, tenant: str, id: str) -> None:
-        """Delete a response. Raises NotFound."""
+        """See ``ResponseStore``."""
 
         def write(db: sqlite3.Connection) -> None:
             _found(db, tenant, id, "response_id")
@@ -172,7 +212,7 @@ class ResponseStore:
         await self._call(write)
 
     async def cancel(self, tenant: str, id: str) -> Stored:
-        """Cancel a response that runs in the background, on whichever process. Raises NotFound."""
+        """See ``ResponseStore``."""
 
         def write(db: sqlite3.Connection) -> Stored:
             stored = _found(db, tenant, id, "response_id")
@@ -219,24 +259,28 @@ class ResponseStore:
             self._db.execute(query, (count // 10 + 1,))
 
 
-def opened_store(path: Path | None, keep_s: float) -> ResponseStore | None:
-    """Open the store; None without a path. Raises as ``ResponseStore``."""
-    return None if path is None else ResponseStore(path, keep_s)
+def stored_of(
+    id: str, response: str | bytes, input: str | bytes, previous: str | None, status: str, deadline: float
+) -> Stored:
+    """Return a response as it lies in a store. One that has not ended in time has failed."""
+    found = orjson.loads(response)
+    if status in RUNNING and time.time() > deadline + GRACE_S:
+        status = "failed"
+        message = "The server was stopped before the response was complete."
+        found |= {"status": status, "error": {"code": "server_error", "message": message}}
+    return Stored(id, found, orjson.loads(input), previous, status in RUNNING)
+
+
+def not_found(id: str, param: str) -> NotFound:
+    """Return the error where a tenant has no such response."""
+    message = f"{param}: there is no stored response {id!r}; it may have expired, or was not to be stored"
+    return NotFound(message, param=param)
 
 
 def _found(db: sqlite3.Connection, tenant: str, id: str, param: str) -> Stored:
-    """Return a tenant's response. One that has not ended in time has failed. Raises NotFound."""
+    """Return a tenant's response. Raises NotFound."""
     query = "SELECT response, input, previous, status, deadline FROM responses WHERE id = ? AND tenant = ?"
     row = db.execute(query, (id, tenant)).fetchone()
     if row is None:
-        message = f"{param}: there is no stored response {id!r}; it may have expired, or was not to be stored"
-        raise NotFound(message, param=param)
-    response, status = orjson.loads(row[0]), row[3]
-    if status in RUNNING and time.time() > row[4] + GRACE_S:
-        status = "failed"
-        error = {
-            "code": "server_error",
-            "message": "The server was stopped before the response was complete.",
-        }
-        response |= {"status": status, "error": error}
-    return Stored(id, response, orjson.loads(row[1]), row[2], status in RUNNING)
+        raise not_found(id, param)
+    return stored_of(id, *row)

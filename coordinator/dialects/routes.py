@@ -91,7 +91,7 @@ class Dialect:
         if streamed:
             events = encoded(events_of(stream, answer))
             return StreamingResponse(events, 200, {**headers, **EVENT_STREAM}, "text/event-stream")
-        await while_connected(request, _read_whole(stream, answer))
+        await while_connected(request, read_whole(stream, answer))
         return Response(orjson.dumps(answer.whole()), 200, headers, "application/json")
 
 
@@ -118,8 +118,8 @@ async def encoded(events: AsyncIterator[Event]) -> AsyncIterator[bytes]:
         yield b"event: %b\ndata: %b\n\n" % (event["type"].encode(), orjson.dumps(event))
 
 
-async def _read_whole(stream: ChatStream, answer: Answer) -> None:
-    """Raises ApiError where it breaks off."""
+async def read_whole(stream: ChatStream, answer: Answer) -> None:
+    """Read the chat completion to its end. Raises ApiError where it breaks off."""
     try:
         async for chunk in stream.chunks():
             if chunk is not None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 SQLITE = "sqlite:///"
+REDIS_URL = r"^rediss?://\S+$|^unix://\S+$"
 
 
 class TenantSettings(BaseModel):
@@ -34,7 +35,7 @@ class TenantSettings(BaseModel):
     )
     redis_url: str | None = Field(
         default=None,
-        pattern=r"^rediss?://\S+$|^unix://\S+$",
+        pattern=REDIS_URL,
         description="Redis that keeps what keys and tenants have left of their limits, for coordinators on "
         "several hosts: redis://HOST:6379/0 (needs `pip install splitserve[redis]`). Default: a "
         "file beside the tenants file, for one host.",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import subprocess
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -110,3 +112,42 @@ def fuzzed(model: ServedModel, dispatcher: FakeDispatcher, tmp_path: Path) -> It
         yield client
     done.set()
     thread.join(60)
+
+
+@pytest.fixture
+async def redis_server(tmp_path: Path) -> AsyncIterator[str]:
+    """The URL of a Redis of this test's own."""
+    if shutil.which("redis-server") is None:
+        pytest.skip("there is no redis-server; Debian's package is redis-server")
+    socket = tmp_path / "redis.sock"
+    command = [
+        "redis-server",
+        "--port",
+        "0",
+        "--unixsocket",
+        str(socket),
+        "--save",
+        "",
+        "--dir",
+        str(tmp_path),
+    ]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        async with asyncio.timeout(60):
+            while not await _listens(socket):
+                await asyncio.sleep(0.01)
+        yield f"unix://{socket}"
+    finally:
+        server.terminate()
+        server.wait()
+
+
+async def _listens(socket: Path) -> bool:
+    """Its file is there before it does."""
+    try:
+        _, writer = await asyncio.open_unix_connection(str(socket))
+    except OSError:
+        return False
+    writer.close()
+    await writer.wait_closed()
+    return True

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.http_fakes import ADMIN_KEY, FakeDispatcher
 
-from splitserve.coordinator.dialects.responses_store import ResponseStore
+from splitserve.coordinator.dialects.responses_store import ResponseStore, SqliteResponses
 from splitserve.coordinator.http.access.operators import Operators
 from splitserve.coordinator.http.limits import HttpLimits
 from splitserve.coordinator.server import HttpApp, HttpServer
@@ -17,7 +17,7 @@ from splitserve.coordinator.text.served_model import ServedModel
 
 @pytest.fixture
 def store(tmp_path: Path) -> ResponseStore:
-    return ResponseStore(tmp_path / "responses.sqlite", keep_s=3600)
+    return SqliteResponses(tmp_path / "responses.sqlite", keep_s=3600)
 
 
 @pytest.fixture

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -106,44 +104,11 @@ async def test_an_account_without_limits_costs_nothing(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-async def redis_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
+def redis_url(redis_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """A limiter whose server is not given up because the machine stood still."""
     monkeypatch.setattr(redis_limiter, "TIMEOUT_S", 60.0)
     monkeypatch.setattr(redis_limiter, "ALIVE_S", 600)
-    if shutil.which("redis-server") is None:
-        pytest.skip("there is no redis-server; Debian's package is redis-server")
-    socket = tmp_path / "redis.sock"
-    command = [
-        "redis-server",
-        "--port",
-        "0",
-        "--unixsocket",
-        str(socket),
-        "--save",
-        "",
-        "--dir",
-        str(tmp_path),
-    ]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    try:
-        async with asyncio.timeout(60):
-            while not await _listens(socket):
-                await asyncio.sleep(0.01)
-        yield f"unix://{socket}"
-    finally:
-        server.terminate()
-        server.wait()
-
-
-async def _listens(socket: Path) -> bool:
-    """Its file is there before it does."""
-    try:
-        _, writer = await asyncio.open_unix_connection(str(socket))
-    except OSError:
-        return False
-    writer.close()
-    await writer.wait_closed()
-    return True
+    return redis_server
 
 
 async def test_two_hosts_share_one_bucket(redis_url: str) -> None:
