@@ -48,8 +48,9 @@ def grammar_for(
     elif request.holds_calls:
         grammar, param = _calls(request, model, make=calls_at_will), request.field_of_tools
     if grammar and model.chat_style.thinks:
-        special = model.tokenizer.special_id(THOUGHT_MARKS[1]) is not None
-        grammar = after_thought(grammar, model.tokenizer.as_lark, special, opened=thinks_already(prompt.text))
+        tokenizer, opened = model.tokenizer, thinks_already(prompt.text)
+        special = tokenizer.is_apart(THOUGHT_MARKS[1])
+        grammar = after_thought(grammar, tokenizer.as_lark, special, opened=opened)
     return grammar, param
 
 

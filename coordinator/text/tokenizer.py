@@ -80,10 +80,19 @@ class Tokenizer:
         """Return those of the names that are special tokens, by id."""
         return {token_id: name for name in names if (token_id := self.special_id(name)) is not None}
 
+    @cached_property
+    def _added(self) -> frozenset[int]:
+        return frozenset(self.fast.get_added_tokens_decoder())
+
+    def is_apart(self, mark: str) -> bool:
+        """Whether llguidance keeps a mark apart from text: a special token, or an added ``<one>``."""
+        token_id = self.fast.token_to_id(mark)
+        bracketed = mark[0] == "<" and mark[-1] == ">"
+        return token_id in self.table.special or (bracketed and token_id in self._added)
+
     def as_lark(self, mark: str) -> str:
-        """Return a mark for llguidance's grammars: by number if it is a special token, otherwise as text."""
-        token_id = self.special_id(mark)
-        return orjson.dumps(mark).decode() if token_id is None else f"<[{token_id}]>"
+        """Return a mark for llguidance's grammars: by number if it is apart from text, otherwise as text."""
+        return f"<[{self.fast.token_to_id(mark)}]>" if self.is_apart(mark) else orjson.dumps(mark).decode()
 
     def start_threads(self) -> None:
         """Start all threads. Later the event loop would wait until a new thread gets a core: up to 0.1 s on a

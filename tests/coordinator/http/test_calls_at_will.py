@@ -12,6 +12,7 @@ from coordinator.chat_output.test_tools import ARGUMENTS, ASK, HERMES, NOW, WEAT
 from llguidance import LLMatcher, LLTokenizer
 from openai import BadRequestError, pydantic_function_tool
 from pydantic import BaseModel
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
 from splitserve.coordinator.chat_output.style import ChatStyle
@@ -109,11 +110,12 @@ CASES += [
 ]
 
 
-def with_marks(model: ServedModel, style: ChatStyle, special: bool) -> ServedModel:
-    """The same model, of another style; ``special``: its marks are tokens of their own."""
+def with_marks(model: ServedModel, style: ChatStyle, special: bool, plain: bool = False) -> ServedModel:
+    """The same model, of another style; ``special``: its marks are tokens of their own, which ``plain`` ones
+    write out, as Qwen's do."""
     fast = FastTokenizer.from_str(model.tokenizer.fast.to_str())
     if special:
-        fast.add_special_tokens(list(style.marks(tools=True)))
+        fast.add_tokens([AddedToken(m, normalized=False, special=not plain) for m in style.marks(tools=True)])
     return dataclasses.replace(model, tokenizer=Tokenizer(fast), chat_style=style)
 
 
@@ -146,9 +148,17 @@ def test_what_has_begun_as_a_call_goes_on_as_one(
     assert followers(grammar_of(served), [*FREE, *good, *bad], served) == [*FREE, *good]
 
 
-@pytest.mark.parametrize("special", [False, True])
-def test_after_a_thought_too(model: ServedModel, special: bool) -> None:
-    served = with_marks(model, ChatStyle("hermes", thinks=True), special)
+def test_marks_may_be_tokens_that_are_not_special(model: ServedModel) -> None:
+    """Qwen's ``<tool_call>`` is one: llguidance keeps it apart from text all the same."""
+    served = with_marks(model, ChatStyle("hermes"), special=True, plain=True)
+    calls = [HERMES, f"{HERMES}\n{HERMES}"]
+    for asked in ({}, {"tool_choice": "required"}):
+        assert followers(grammar_of(served, **asked), calls, served) == calls
+
+
+@pytest.mark.parametrize(("special", "plain"), [(False, False), (True, False), (True, True)])
+def test_after_a_thought_too(model: ServedModel, special: bool, plain: bool) -> None:
+    served = with_marks(model, ChatStyle("hermes", thinks=True), special, plain)
     thought = "<think>\nA <tool_ thing?\n</think>\n"
     good = [thought + HERMES, thought + "Yes.", HERMES, "Yes."]
     assert followers(grammar_of(served), [*good, thought + HERMES.replace("3", '"3"')], served) == good
