@@ -24,6 +24,7 @@ from typing import Annotated, Literal, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from .analytic.content import content_of
 from .errors import EngineError
 from .step.batch import Batch
 
@@ -251,22 +252,28 @@ class Profile(_Part):
 
     @classmethod
     def read(cls, path: Path) -> Profile:
-        """A file; or, by its name alone, one that is shipped. Raises ProfileError."""
+        """Read a file; or, by its name alone, a profile that is shipped or computed (``MODEL@8xh100``).
+
+        Raises ProfileError."""
         if not path.exists() and path.name in shipped_names():
             path = SHIPPED / f"{path.name}.json"
         try:
+            if "@" in path.name and not path.exists():
+                return cls.model_validate(content_of(str(path)), strict=False)
             return cls.model_validate_json(path.read_bytes())
-        except OSError as error:
-            known = ", ".join(shipped_names())
-            raise ProfileError(
-                f"cannot read the profile {path}: {error.strerror or error}; make one with `splitserve "
-                f"profile`, or name one that is shipped: {known}"
-            ) from None
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"])) or "its content"
             raise ProfileError(
                 f"{path} is no profile of a version known here: {place}: {first['msg']}"
+            ) from None
+        except ValueError as error:
+            raise ProfileError(str(error)) from None
+        except OSError as error:
+            known = ", ".join(shipped_names())
+            raise ProfileError(
+                f"cannot read the profile {path}: {error.strerror or error}; make one with `splitserve "
+                f"profile`, or name one that is shipped: {known}; or computed: llama-3.1-70b-fp8@8xh100"
             ) from None
 
     def with_slower_steps(self) -> Profile:

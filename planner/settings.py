@@ -120,7 +120,8 @@ class SimulateSettings(BaseModel):
         description="YAML file that describes the cluster (docs/planning.md). This or --profile.",
     )
     profile: Path | None = Field(
-        default=None, description="Profile of the workers, as written by `splitserve profile`."
+        default=None,
+        description="Profile of the workers: a file, or a name such as llama-3.1-70b-fp8@8xh100.",
     )
     decode_profile: Path | None = Field(
         default=None, description="Profile of the decode workers, where they are other hardware."
@@ -215,7 +216,8 @@ class PlanSettings(BaseModel):
     trace: Path = Field(description="The requests to plan for: any trace that `splitserve trace` reads.")
     profile: Path | None = Field(
         default=None,
-        description="Profile of a worker, as written by `splitserve profile`. This or --hardware.",
+        description="Profile of a worker: a file, or a name such as llama-3.1-70b-fp8@8xh100. This or "
+        "--hardware.",
     )
     hardware: Path | None = Field(
         default=None,

@@ -1,0 +1,121 @@
+"""Step times by arithmetic: a roofline of FLOPs and bytes, and overheads that are fitted to measured steps
+(bench/studies/analytic.py).
+
+    seconds = step_s + seq_s * sequences + layers * (layer_s + sums) + matmuls + attention
+    a matmul = ((FLOPs / (compute * FLOP/s)) ^ p + (bytes / (memory * bytes/s)) ^ p) ^ (1 / p)
+
+A layer of a split model ends in two sums over its GPUs, each of ``sum_s`` seconds and its bytes. Of a
+mixture's experts a step reads those that its tokens use: ``1 - (1 - active / experts) ^ tokens`` of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .gpus import Gpu
+from .shapes import Shape
+
+KNOTS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192, 16384)
+"""Tokens of a step at which the curve may bend."""
+
+
+@dataclass(frozen=True, slots=True)
+class Software:
+    """The constants of an engine.
+
+    ``compute``, ``memory``, ``attention``, ``links``: shares of the published rates. Overheads in seconds:
+    ``layer_s`` of a layer, ``sum_s`` of a sum over GPUs, ``routing_s`` of a layer of experts, ``step_s`` of a
+    step, ``seq_s`` of a sequence in it, ``prompt_s`` of a prompt step besides. ``sharpness``: p above."""
+
+    compute: float
+    memory: float
+    attention: float
+    links: float
+    layer_s: float
+    sum_s: float
+    step_s: float
+    seq_s: float
+    prompt_s: float = 0.0
+    routing_s: float = 0.0
+    sharpness: float = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A model on ``gpus`` GPUs, each with a part of every layer; ``bits``: of a weight, ``kv_bytes``: of an
+    element in the KV cache."""
+
+    shape: Shape
+    gpu: Gpu
+    gpus: int
+    bits: float
+    software: Software
+    kv_bytes: int = 2
+
+    def prefill(self) -> dict[str, Any]:
+        """Prompt steps, as a profile's file has them."""
+        once = self.software.prompt_s + self._head_s(1)
+        return _steps(
+            [(n, self.tokens_s(n) + once) for n in KNOTS],
+            read_s=self._attention_s(1),
+            seq_s=self.software.seq_s,
+            cached_s=self._cache_s(1),
+        )
+
+    def decode(self) -> dict[str, Any]:
+        """Steps of one token a sequence, as a profile's file has them."""
+        return _steps(
+            [(n, self.tokens_s(n) + n * self.software.seq_s + self._head_s(n)) for n in KNOTS if n <= 1024],
+            read_s=self._cache_s(1),
+        )
+
+    def tokens_s(self, tokens: float) -> float:
+        """Seconds of everything but attention and the output head."""
+        shape, soft = self.shape, self.software
+        layer_s = soft.layer_s + self._matmul_s(tokens, shape.dense, 1.0, self.bits) + self._sums_s(tokens)
+        if shape.experts:
+            routed = shape.experts * shape.expert
+            share = shape.expert_share(tokens)
+            bits = shape.expert_bits or self.bits
+            layer_s += soft.routing_s + self._matmul_s(
+                tokens * shape.active / shape.experts, routed, share, bits
+            )
+        return soft.step_s + shape.layers * layer_s
+
+    @property
+    def _bytes_per_s(self) -> float:
+        return self.software.memory * self.gpu.reached * self.gpu.bandwidth
+
+    def _matmul_s(self, tokens: float, weights: float, share: float, bits: float) -> float:
+        """``tokens`` rows through ``weights`` weights, of which ``share`` are read."""
+        soft, rate = self.software, self.gpu.flops(bits)
+        flops_s = 2 * tokens * weights / self.gpus / (soft.compute * rate)
+        bytes_s = share * weights * bits / 8 / self.gpus / self._bytes_per_s
+        p = soft.sharpness
+        return float((flops_s**p + bytes_s**p) ** (1 / p))
+
+    def _head_s(self, rows: float) -> float:
+        return self._matmul_s(rows, self.shape.head, 1.0, 16)
+
+    def _sums_s(self, tokens: float) -> float:
+        """Two sums over the GPUs."""
+        if self.gpus == 1:
+            return 0.0
+        moved = 2 * (self.gpus - 1) / self.gpus * tokens * self.shape.hidden * 2
+        return 2 * (self.software.sum_s + moved / (self.software.links * self.gpu.link))
+
+    def _attention_s(self, pairs: float) -> float:
+        shape = self.shape
+        flops = pairs * shape.layers * shape.attended * shape.pair_flops
+        return flops / self.gpus / (self.software.attention * self.gpu.bf16)
+
+    def _cache_s(self, tokens: float) -> float:
+        """Seconds to read the KV cache of this many tokens."""
+        shape = self.shape
+        elements = tokens * shape.layers * shape.attended * shape.token_kv
+        return elements * self.kv_bytes / min(self.gpus, shape.kv_heads) / self._bytes_per_s
+
+
+def _steps(curve: list[tuple[int, float]], **slopes: float) -> dict[str, Any]:
+    return {"pieces": [{"curve": curve, **slopes}]}

@@ -1,0 +1,133 @@
+"""Profiles that are computed from a model's shape and a GPU's name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from splitserve.engine.analytic.gpus import GPUS
+from splitserve.engine.analytic.models import MODELS
+from splitserve.engine.analytic.shapes import shape_of
+from splitserve.engine.latency_profile import Profile, ProfileError, StepModel
+
+SHIPPED = [
+    *(f"llama-3.1-{size}{q}@{n}x{gpu}" for size in ("8b", "70b") for q in ("", "-fp8") for n in (1, 2, 4, 8)
+      for gpu in ("h100", "h200") if (size, n) != ("70b", 1) and (size, q, n, gpu) != ("70b", "", 2, "h100")),
+    *(f"{model}@{n}x{gpu}" for model in ("qwen3-30b-a3b", "gpt-oss-120b") for n in (1, 2, 4, 8)
+      for gpu in ("h100", "h200")),
+]  # fmt: skip
+WEIGHTS = {"llama-3.1-8b": 8.03e9, "llama-3.1-70b": 70.6e9, "qwen3-32b": 32.8e9, "qwen3-30b-a3b": 30.5e9,
+           "qwen3-235b-a22b": 235e9, "gpt-oss-120b": 117e9, "minimax-m2.5": 229e9, "deepseek-v3": 671e9,
+           "kimi-k2": 1026e9}  # fmt: skip
+
+
+def read(name: str) -> Profile:
+    return Profile.read(Path(name))
+
+
+def decode_s(profile: Profile, seqs: int, context: int = 1000) -> float:
+    return profile.decode.seconds(seqs, seqs * context, seqs)
+
+
+def test_every_model_has_as_many_weights_as_its_maker_says() -> None:
+    found = {name: shape_of(config).weights for name, config in MODELS.items()}
+    assert found == pytest.approx(WEIGHTS, rel=0.01)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_computed_profile_says_that_it_is_computed_and_what_it_computes_in(name: str) -> None:
+    profile = read(name)
+    assert profile.source.startswith("computed, not measured")
+    assert profile.numerics is not None
+    assert profile.numerics.quantization == ("fp8" if "fp8" in name else "none")
+    assert profile.gpus == int(name.partition("@")[2].partition("x")[0])
+    assert profile.decode.mean_error is not None
+    assert profile.power is not None
+    assert 0.002 < decode_s(profile, 1) < decode_s(profile, 64) < 0.2
+
+
+def test_more_gpus_and_fewer_bits_and_a_wider_memory_make_steps_shorter() -> None:
+    one = decode_s(read("llama-3.1-8b@h100"), 16)
+    for better in ("llama-3.1-8b@2xh100", "llama-3.1-8b-fp8@h100", "llama-3.1-8b@h200"):
+        assert decode_s(read(better), 16) < one
+    prompt = [read(f"llama-3.1-8b@{n}xh100").prefill.seconds(4096, 4096 * 2048, 1) for n in (1, 2, 4, 8)]
+    assert prompt == sorted(prompt, reverse=True)
+
+
+def test_a_step_of_a_mixture_reads_the_experts_that_its_tokens_use() -> None:
+    shape = shape_of(MODELS["qwen3-30b-a3b"])
+    assert shape.expert_share(1) == pytest.approx(8 / 128)
+    assert shape.expert_share(16) == pytest.approx(1 - (1 - 8 / 128) ** 16)
+    assert shape.expert_share(4096) == pytest.approx(1.0)
+    assert decode_s(read("qwen3-30b-a3b@h100"), 16, 0) > 1.5 * decode_s(read("qwen3-30b-a3b@h100"), 1, 0)
+
+
+def test_a_latent_cache_is_small_and_a_window_is_not_read_beyond() -> None:
+    deepseek, kimi = shape_of(MODELS["deepseek-v3"]), shape_of(MODELS["gpt-oss-120b"])
+    assert deepseek.token_kv * deepseek.layers == 576 * 61
+    assert kimi.attended == 0.5
+
+
+def test_a_folder_with_a_config_is_a_model_too(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["llama-3.1-8b"]))
+    mine, known = read(f"{tmp_path}-fp8@2xl40s"), read("llama-3.1-8b-fp8@2xl40s")
+    assert mine.decode == known.decode
+    assert mine.memory == known.memory
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("llama-3.1-70b@h100", "take 4 or a smaller"),
+        ("llama-31-70b@8xh100", "did you mean llama-3.1-70b"),
+        ("llama-3.1-70b@8xh101", f"known are {', '.join(GPUS)}"),
+        ("llama-3.1-70b@8 x h100", "write MODEL"),
+    ],
+)
+def test_a_name_that_cannot_be_computed_is_refused_with_what_can(name: str, message: str) -> None:
+    with pytest.raises(ProfileError, match=message):
+        read(name)
+
+
+def test_a_config_without_a_models_numbers_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ProfileError, match="it lacks 'num_hidden_layers'"):
+        read(f"{tmp_path}@h100")
+
+
+def test_measured_steps_of_vllm_are_met_within_a_tenth() -> None:
+    """Qwen3-32B in bf16 on a Blackwell GPU, from AIConfigurator's records: prompts of 4,096 tokens, and one
+    sequence of 4,096 tokens."""
+    for gpus, prompt_s, token_s in (
+        (1, 0.2070, 0.0142),
+        (2, 0.1144, 0.0091),
+        (4, 0.0716, 0.0061),
+        (8, 0.0514, 0.0045),
+    ):
+        profile = read(f"qwen3-32b@{gpus}xb200")
+        assert profile.prefill.seconds(4096, 4096 * 4097 / 2, 1) == pytest.approx(prompt_s, rel=0.12)
+        assert decode_s(profile, 1, 4096) == pytest.approx(token_s, rel=0.12)
+
+
+def test_the_recorded_validation_is_of_these_constants() -> None:
+    from dataclasses import asdict
+
+    from splitserve.engine.analytic.content import CURRENT, ERROR
+
+    record = json.loads((Path(__file__).parents[3] / "bench/results/analytic.json").read_text())
+    assert record["shipped"] == asdict(CURRENT)
+    errors = sorted(abs(point["tpot_error"]) for point in record["servers"])
+    assert (len(errors), errors[-1]) == (ERROR["num_points"], pytest.approx(ERROR["worst"], abs=0.01))
+    assert sum(errors) / len(errors) == pytest.approx(ERROR["mean"], abs=0.01)
+    assert record["servers_median"]["tpot"] < 0.15
+    assert record["servers_median"]["throughput"] < 0.15
+
+
+def test_a_profile_file_wins_over_a_computed_name(tmp_path: Path) -> None:
+    path = tmp_path / "llama-3.1-8b@h100"
+    made = read("llama-3.1-8b@h200")
+    made.write(path)
+    assert Profile.read(path).hardware == made.hardware
+    assert isinstance(made.decode, StepModel)
