@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -14,6 +14,7 @@ from .errors import ModelConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 UNLIMITED = 1 << 60  # cgroup v1 writes a number near 2^63 where there is no limit
+ALIGNED = 16  # bytes; Triton compiles a kernel anew for a pointer that is less aligned
 CGROUP = Path("/proc/self/cgroup")
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 Arrival = Callable[[], Sequence[Tensor]]
@@ -129,6 +130,26 @@ def passed(device: torch.device) -> Callable[[], None]:
 def send(values: Tensor, device: torch.device) -> Tensor:
     """Copy these host values to the device without waiting for it; on a CPU, return them."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
+
+
+def send_all(columns: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """As ``send``, all of them in one copy."""
+    if device.type != "cuda":
+        return dict(columns)
+    starts = [0]
+    for column in columns.values():
+        starts.append(starts[-1] + -(-column.nbytes // ALIGNED) * ALIGNED)
+    host = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
+
+    def views(run: Tensor) -> dict[str, Tensor]:
+        return {
+            name: run[start : start + column.nbytes].view(column.dtype).view(column.shape)
+            for start, (name, column) in zip(starts, columns.items(), strict=False)
+        }
+
+    for name, view in views(host).items():
+        view.copy_(columns[name])
+    return views(host.to(device, non_blocking=True))
 
 
 def cpu_kernels_in_words() -> str:

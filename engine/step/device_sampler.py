@@ -20,7 +20,7 @@ from ...kernels.gpu.sampling import IN_PROMPT, SamplingRows, sample
 from ...kernels.gpu.token_masks import forbid
 from ...kernels.gumbel_noise import hashed_seed
 from ...transport.messages.messages import TokenLogprobs
-from ..device import bring, send
+from ..device import bring, send, send_all
 from .batch import SamplingState
 from .sampler import SampledRows
 
@@ -57,7 +57,8 @@ class DeviceSampler:
         if not reporting:
             return chosen.int(), dict
         counts = [states[row].params.logprobs or 0 for row in reporting]
-        which = send(torch.tensor(reporting), logits.device)  # a list as an index would wait for the device
+        which = rows.reporting  # a list as an index would wait for the device
+        assert which is not None
         raw, own = raw.index_select(0, which), own.index_select(0, which)
         norms = raw.gather(1, chosen.index_select(0, which).unsqueeze(1)) - own.unsqueeze(1)
         top = raw.topk(max(counts), dim=-1)
@@ -73,7 +74,10 @@ class DeviceSampler:
         """What the rows ask for. As long as the same sequences run it stays on the device, where the chosen
         tokens are counted."""
         if self._last is not None and self._last.is_before(sampled):
-            rows = replace(self._last.rows, positions=_positions(sampled))
+            there = sampled.device_positions
+            if there is None:
+                there = send(torch.from_numpy(sampled.positions), sampled.newest.device)
+            rows = replace(self._last.rows, positions=there)
         else:
             rows = sampling_rows(sampled, self._eos_token_ids, vocab_size)
         self._last = _LastRows(list(sampled.states), sampled.positions.copy(), rows)
@@ -121,7 +125,6 @@ def _report(
 def sampling_rows(sampled: SampledRows, eos_token_ids: tuple[int, ...], vocab_size: int) -> SamplingRows:
     """What these sequences ask for, on the device of their newest tokens. Token counts are made for those
     that have penalties."""
-    device = sampled.newest.device
     params = [state.params for state in sampled.states]
     greedy = [state.is_greedy(vocab_size) for state in sampled.states]
     penalized = [row for row, p in enumerate(params) if p.has_penalties]
@@ -132,38 +135,37 @@ def sampling_rows(sampled: SampledRows, eos_token_ids: tuple[int, ...], vocab_si
     ]
     flat = [(token, *edit) for row in edits for token, edit in row.items()]
 
-    def column(values: Sequence[Any], dtype: torch.dtype) -> Tensor:
-        return send(torch.tensor(values, dtype=dtype), device)
-
+    floats, ints, wide = torch.float32, torch.int32, torch.int64
+    columns: dict[str, tuple[Sequence[Any], torch.dtype]] = {
+        "hashed_seeds": ([hashed_seed(p.seed) for p in params], wide),
+        "temperatures": ([p.temperature * (not g) for p, g in zip(params, greedy, strict=True)], floats),
+        "top_k": ([p.top_k for p in params], ints),
+        "top_p": ([p.top_p for p in params], floats),
+        "min_p": ([p.min_p for p in params], floats),
+        "repetition": ([p.repetition_penalty for p in params], floats),
+        "presence": ([p.presence_penalty for p in params], floats),
+        "frequency": ([p.frequency_penalty for p in params], floats),
+        "count_slots": ([slots.get(row, -1) for row in range(len(params))], ints),
+        "edit_start": (np.cumsum([0, *(len(row) for row in edits)]).tolist(), ints),
+        "edit_tokens": ([edit[0] for edit in flat], ints),
+        "edit_banned_until": ([edit[1] for edit in flat], ints),
+        "edit_bias": ([edit[2] for edit in flat], floats),
+        "reporting": ([row for row, p in enumerate(params) if p.logprobs is not None], wide),
+    }
+    host = {name: torch.tensor(values, dtype=dtype) for name, (values, dtype) in columns.items()}
+    host |= _counted(sampled, penalized, vocab_size)
+    if sampled.device_positions is None:
+        host["positions"] = torch.from_numpy(sampled.positions)
+    sent = send_all(host, sampled.newest.device)
     return SamplingRows(
-        hashed_seeds=column([hashed_seed(p.seed) for p in params], torch.int64),
-        positions=_positions(sampled),
-        temperatures=column(
-            [p.temperature * (not g) for p, g in zip(params, greedy, strict=True)], torch.float32
-        ),
-        top_k=column([p.top_k for p in params], torch.int32),
-        top_p=column([p.top_p for p in params], torch.float32),
-        min_p=column([p.min_p for p in params], torch.float32),
-        repetition=column([p.repetition_penalty for p in params], torch.float32),
-        presence=column([p.presence_penalty for p in params], torch.float32),
-        frequency=column([p.frequency_penalty for p in params], torch.float32),
-        count_slots=column([slots.get(row, -1) for row in range(len(params))], torch.int32),
-        token_counts=_token_counts(sampled, penalized, vocab_size),
-        edit_start=column(np.cumsum([0, *(len(row) for row in edits)]).tolist(), torch.int32),
-        edit_tokens=column([edit[0] for edit in flat], torch.int32),
-        edit_banned_until=column([edit[1] for edit in flat], torch.int32),
-        edit_bias=column([edit[2] for edit in flat], torch.float32),
+        positions=sent["positions"] if sampled.device_positions is None else sampled.device_positions,
+        token_counts=_token_counts(sent, sampled.newest, max(1, len(penalized)), vocab_size),
         edited=bool(penalized or flat),
         filtered=any(
             not g and (p.min_p > 0 or p.top_p < 1 or p.top_k > 0) for p, g in zip(params, greedy, strict=True)
         ),
+        **{name: sent[name] for name in columns},
     )
-
-
-def _positions(sampled: SampledRows) -> Tensor:
-    if sampled.device_positions is not None:
-        return sampled.device_positions
-    return send(torch.from_numpy(sampled.positions), sampled.newest.device)
 
 
 def _edits(
@@ -178,26 +180,41 @@ def _edits(
     return edits
 
 
-def _token_counts(sampled: SampledRows, penalized: Sequence[int], vocab_size: int) -> Tensor:
-    """int32 [max(1, len(penalized)), vocab_size], as ``SamplingRows`` has it. The newest token is added on
-    the device: the host may not know it yet."""
-    newest, device = sampled.newest, sampled.newest.device
-    counts = torch.zeros((max(1, len(penalized)), vocab_size), dtype=torch.int32, device=device)
+def _counted(sampled: SampledRows, penalized: Sequence[int], vocab_size: int) -> dict[str, Tensor]:
+    """What ``_token_counts`` adds up, of the rows ``penalized``: indices into the flat counts int64 of prompt
+    tokens and of generated ones, with how often int32; and the rows whose newest token the host may not know
+    yet, with where their counts begin."""
+    prompts, generated, times, rows, starts = [], [], [], [], []
     for slot, row in enumerate(penalized):
-        state, count = (
-            sampled.states[row],
-            sampled.states[row].num_outputs_before(int(sampled.positions[row])),
-        )
-        prompt = np.unique(np.array(state.prompt_token_ids, np.int64))
-        generated, times = np.unique(
-            np.array(state.output_token_ids[: max(0, count - 1)], np.int64), return_counts=True
-        )
-        counts[slot].index_fill_(0, send(torch.from_numpy(prompt), device), IN_PROMPT)
-        counts[slot].index_add_(
-            0,
-            send(torch.from_numpy(generated), device),
-            send(torch.from_numpy(times.astype(np.int32)), device),
-        )
+        state, start = sampled.states[row], slot * vocab_size
+        count = state.num_outputs_before(int(sampled.positions[row]))
+        prompts.append(start + np.unique(np.array(state.prompt_token_ids, np.int64)))
+        outputs = np.array(state.output_token_ids[: max(0, count - 1)], np.int64)
+        ids, often = np.unique(outputs, return_counts=True)
+        generated.append(start + ids)
+        times.append(often)
         if count:
-            counts[slot].index_add_(0, newest[row : row + 1], torch.ones(1, dtype=torch.int32, device=device))
-    return counts
+            rows.append(row)
+            starts.append(start)
+    return {
+        "in_prompts": _joined(prompts),
+        "generated": _joined(generated),
+        "times": _joined(times).int(),
+        "rows_begun": torch.tensor(rows, dtype=torch.int64),
+        "starts_begun": torch.tensor(starts, dtype=torch.int64),
+    }
+
+
+def _joined(parts: Sequence[NDArray[np.int64]]) -> Tensor:
+    return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *parts]))
+
+
+def _token_counts(sent: dict[str, Tensor], newest: Tensor, num_slots: int, vocab_size: int) -> Tensor:
+    """int32 [num_slots, vocab_size], as ``SamplingRows`` has it. The newest tokens are added on the
+    device."""
+    counts = torch.zeros(num_slots * vocab_size, dtype=torch.int32, device=newest.device)
+    counts.index_fill_(0, sent["in_prompts"], IN_PROMPT)
+    counts.index_add_(0, sent["generated"], sent["times"])
+    begun = newest.index_select(0, sent["rows_begun"]) + sent["starts_begun"]
+    counts.index_add_(0, begun, torch.ones_like(begun, dtype=torch.int32))
+    return counts.view(num_slots, vocab_size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -42,7 +42,7 @@ from ..device import (
     passed,
     select_device,
     select_dtype,
-    send,
+    send_all,
 )
 from ..errors import ModelConfigError, OutOfMemoryError, is_out_of_memory
 from ..model.config import ModelConfig, weight_bytes
@@ -54,7 +54,7 @@ from ..worker_readings import StartPhases
 from .batch import Batch, StepOutput
 from .decode_graphs import CudaRecorder, DecodeGraphs, Recorder, feed
 from .prefill_graphs import PrefillGraphs
-from .sampler import SampledRows, Sampler, report_logprobs
+from .sampler import SampledRows, Sampler, StepLogits, report_logprobs
 from .step_thread import OnLayer
 from .warm_up import MANY_SEQS, run_first_steps
 
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+METADATA = ("positions", "query_start_loc", "seq_lens", "block_tables", "slot_mapping")
 DEFAULT_BLOCK_SIZE = {"cpu": 16, "cuda": 64}
 NO_LOGPROBS: dict[int, list[TokenLogprobs]] = {}
 LOGPROB_ROWS = 64  # logits of this many prompt tokens are held at a time
@@ -220,41 +221,38 @@ class ModelRunner:
         with torch.inference_mode():
             if self._graphs is not None and on_layer is None and self._graphs.serves(batch):
                 logits, newest, lengths = self._graphs.logits(batch, self._sampled_last)
-                tokens = self._sample(batch, list(range(batch.num_seqs)), logits, newest, lengths)
+                tokens = self._sample(batch, list(range(batch.num_seqs)), StepLogits(logits, newest, lengths))
                 self._graphs.sampled(self._sampled_last)
                 prompt_logprobs = NO_LOGPROBS
             else:
-                sampled, logits, newest, prompt_logprobs = self._run_layers(batch, on_layer)
-                tokens = self._sample(batch, sampled, logits, newest)
+                sampled, computed, prompt_logprobs = self._run_layers(batch, on_layer)
+                tokens = self._sample(batch, sampled, computed)
         return lambda: StepOutput(*tokens(), prompt_logprobs)
 
     def _run_layers(
         self, batch: Batch, on_layer: OnLayer | None
-    ) -> tuple[list[int], Tensor, Tensor, dict[int, list[TokenLogprobs]]]:
-        """The rows that sample, their logits and their last input tokens; and the logprobs of prompts."""
+    ) -> tuple[list[int], StepLogits, dict[int, list[TokenLogprobs]]]:
+        """The sequences that sample, what they sample from, and the logprobs of prompts."""
         sampled = [i for i, state in enumerate(batch.sampling) if state is not None]
         if self._prefill_graphs is not None:
             replayed = self._prefill_graphs.logits(batch, sampled, self._sampled_last, on_layer)
             if replayed is not None:
-                return sampled, *replayed, NO_LOGPROBS
-        token_ids, metadata = self._token_ids(batch), attention_metadata(batch, self.device)
-        if batch.only_decodes:
-            logits = self._model.logits(
-                self._model.forward(token_ids, metadata, self.kv_cache.pool, None, on_layer)
-            )
-            return sampled, logits, token_ids, NO_LOGPROBS
+                return sampled, replayed, NO_LOGPROBS
         reported = [i for i, count in enumerate(batch.prompt_logprobs) if count is not None]
-        rows = [int(batch.query_start_loc[i + 1]) - 1 for i in sampled]
+        rows = (batch.query_start_loc[1:] - 1)[sampled].tolist()
         for i in reported:
             first = int(batch.query_start_loc[i])
             rows += range(first, first + len(batch.next_prompt_ids[i]))
-        every_row = rows == list(range(batch.num_tokens))
+        token_ids, metadata, index, which = self._send(batch, rows, sampled)
+        every_row = batch.only_decodes or rows == list(range(batch.num_tokens))
         hidden = self._model.forward(
-            token_ids, metadata, self.kv_cache.pool, None if every_row else self._index(rows), on_layer
+            token_ids, metadata, self.kv_cache.pool, None if every_row else index, on_layer
         )
-        logits = self._model.logits(hidden[: len(sampled)]) if sampled else hidden[:0]
-        newest = token_ids[self._index(rows[: len(sampled)])]
-        return sampled, logits, newest, self._prompt_logprobs(batch, reported, hidden[len(sampled) :])
+        count = len(sampled)
+        logits = self._model.logits(hidden[:count]) if sampled else hidden[:0]
+        newest = token_ids if batch.only_decodes else token_ids[index[:count]]
+        computed = StepLogits.of(logits, newest, metadata.seq_lens, which)
+        return sampled, computed, self._prompt_logprobs(batch, reported, hidden[count:])
 
     def _use_this_thread(self) -> None:
         """The number of threads and the device are settings of the calling thread."""
@@ -309,34 +307,40 @@ class ModelRunner:
     def _decode(self, token_ids: Tensor, metadata: AttentionMetadata, logits: Tensor) -> None:
         self._model.logits(self._model.forward(token_ids, metadata, self.kv_cache.pool, None), logits)
 
-    def _token_ids(self, batch: Batch) -> Tensor:
-        """int32 [num_tokens]: the batch's own, and those that the step before has sampled for it."""
-        token_ids = send(torch.from_numpy(batch.token_ids), self.device)
-        if batch.fed_from is None:
-            return token_ids
-        return feed(token_ids, send(torch.from_numpy(batch.fed_from), self.device), self._sampled_last)
-
-    def _index(self, rows: Sequence[int]) -> Tensor:
-        return send(torch.tensor(rows, dtype=torch.int64), self.device)
+    def _send(
+        self, batch: Batch, rows: Sequence[int], sampled: Sequence[int]
+    ) -> tuple[Tensor, AttentionMetadata, Tensor, Tensor]:
+        """In one copy: token ids int32 [num_tokens], with those that the step before has sampled for them;
+        metadata; and as indices the token rows ``rows`` and the sequences ``sampled``."""
+        columns = {name: torch.from_numpy(getattr(batch, name)) for name in (*METADATA, "token_ids")}
+        columns |= {"rows": torch.tensor(rows).long(), "sampled": torch.tensor(sampled).long()}
+        if batch.fed_from is not None:
+            columns["fed_from"] = torch.from_numpy(batch.fed_from)
+        sent = send_all(columns, self.device)
+        token_ids = sent["token_ids"]
+        if batch.fed_from is not None:
+            token_ids = feed(token_ids, sent["fed_from"], self._sampled_last)
+        return token_ids, _metadata(batch, sent), sent["rows"], sent["sampled"]
 
     def _sample(
-        self, batch: Batch, sampled: list[int], logits: Tensor, newest: Tensor, lengths: Tensor | None = None
+        self, batch: Batch, sampled: list[int], computed: StepLogits
     ) -> Callable[[], tuple[NDArray[np.int32], dict[int, TokenLogprobs]]]:
-        """The tokens of all sequences, once they are waited for; those in the rows ``sampled`` have logits,
-        and their last input tokens are ``newest``. Without any, the wait is for the keys and values."""
+        """The tokens of all sequences, once they are waited for; the sequences ``sampled`` have logits.
+        Without any, the wait is for the keys and values."""
         states = [state for state in batch.sampling if state is not None]
         if not states:
             return _no_tokens(batch.num_seqs, passed(self.device))
         positions = batch.seq_lens if len(states) == batch.num_seqs else batch.seq_lens[sampled]
-        rows = SampledRows(states, positions, newest, self._newest_on_host(batch, sampled), lengths)
+        newest_on_host = self._newest_on_host(batch, sampled)
+        rows = SampledRows(states, positions, computed.newest, newest_on_host, computed.lengths)
         if isinstance(self._sampler, Sampler):
-            chosen, logprobs = self._sampler.sample(logits, rows)
+            chosen, logprobs = self._sampler.sample(computed.logits, rows)
             drawn = torch.from_numpy(chosen).to(self.device)
             read_logprobs: Callable[[], dict[int, TokenLogprobs]] = partial(dict, logprobs)
         else:
-            drawn, read_logprobs = self._sampler.draw(logits, rows)
-        if len(states) < batch.num_seqs:
-            drawn = drawn.new_full((batch.num_seqs,), -1).index_copy_(0, self._index(sampled), drawn)
+            drawn, read_logprobs = self._sampler.draw(computed.logits, rows)
+        if computed.which is not None:
+            drawn = drawn.new_full((batch.num_seqs,), -1).index_copy_(0, computed.which, drawn)
         self._sampled_last = drawn
         self._arrived_last = arrived = bring([drawn])
         return lambda: (arrived()[0].numpy(), {sampled[row]: entry for row, entry in read_logprobs().items()})
@@ -405,9 +409,12 @@ class ModelRunner:
 
 def attention_metadata(batch: Batch, device: torch.device) -> AttentionMetadata:
     """The batch's metadata on the device, sent without waiting for it."""
-    names = ("positions", "query_start_loc", "seq_lens", "block_tables", "slot_mapping")
-    sent = {name: send(torch.from_numpy(getattr(batch, name)).contiguous(), device) for name in names}
-    return AttentionMetadata(max_query_len=int(np.diff(batch.query_start_loc).max(initial=1)), **sent)
+    return _metadata(batch, send_all({n: torch.from_numpy(getattr(batch, n)) for n in METADATA}, device))
+
+
+def _metadata(batch: Batch, sent: Mapping[str, Tensor]) -> AttentionMetadata:
+    longest = int(np.diff(batch.query_start_loc).max(initial=1))
+    return AttentionMetadata(max_query_len=longest, **{name: sent[name] for name in METADATA})
 
 
 def gpu_room_of(

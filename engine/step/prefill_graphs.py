@@ -25,6 +25,7 @@ from ..errors import is_out_of_memory
 from ..model.decoder import AttentionMetadata, DecoderModel
 from .batch import Batch
 from .decode_graphs import PADDING_SLOT, Recorder, Replay, feed
+from .sampler import StepLogits
 from .step_thread import OnLayer
 
 TOKEN_BUCKETS = (64, 128, 256, 512)
@@ -42,6 +43,7 @@ class PrefillInputs:
         self._columns = {  # the widest first; the tables last, of which a step sends its own rows only
             "slot_mapping": ((num_tokens,), wide),
             "rows": ((num_seqs,), wide),
+            "sampled": ((num_seqs,), wide),
             "token_ids": ((num_tokens,), narrow),
             "positions": ((num_tokens,), narrow),
             "fed_from": ((num_tokens,), narrow),
@@ -56,8 +58,8 @@ class PrefillInputs:
         self._bytes = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
         self._device = self._views(self._bytes)
 
-    def fill(self, batch: Batch | None, rows: Sequence[int], num_tokens: int, num_seqs: int) -> None:
-        """The batch and the token rows that sample, padded to a graph's ``num_tokens`` and ``num_seqs``. Two
+    def fill(self, batch: Batch | None, sampled: Sequence[int], num_tokens: int, num_seqs: int) -> None:
+        """The batch and the sequences that sample, padded to a graph's ``num_tokens`` and ``num_seqs``. Two
         steps may be under way: the copy of the one before may still read the other memory on the host."""
         self._hosts.reverse()
         (source, columns), n, s = self._hosts[0], 0, 0
@@ -76,7 +78,9 @@ class PrefillInputs:
         host["seq_lens"][s:num_seqs] = 0
         host["query_start_loc"][s:num_seqs] = n
         host["query_start_loc"][num_seqs] = num_tokens
-        host["rows"][: len(rows)], host["rows"][len(rows) : num_seqs] = rows, -1
+        host["sampled"][: len(sampled)] = sampled
+        host["rows"][: len(sampled)] = host["query_start_loc"][1:][list(sampled)] - 1
+        host["rows"][len(sampled) : num_seqs] = -1
         end = self._starts["block_tables"] + host["block_tables"][:s].nbytes
         self._bytes[:end].copy_(source[:end], non_blocking=True)
 
@@ -91,6 +95,13 @@ class PrefillInputs:
             of["slot_mapping"][:num_tokens],
         )
         return of["token_ids"][:num_tokens], metadata, of["rows"][:num_seqs]
+
+    def sampled(self, num_seqs: int, num_sampled: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the batch: the last input tokens of the sequences that sample, the lengths of all of its
+        ``num_seqs`` sequences, and which of them sample."""
+        of = self._device
+        newest = of["token_ids"][of["rows"][:num_sampled]]
+        return newest, of["seq_lens"][:num_seqs], of["sampled"][:num_sampled]
 
     def feed(self, num_tokens: int, sampled_last: Tensor) -> None:
         """Replace the tokens that the step before has sampled (``Batch.fed_from``)."""
@@ -147,23 +158,21 @@ class PrefillGraphs:
 
     def logits(
         self, batch: Batch, sampled: Sequence[int], sampled_last: Tensor, on_layer: OnLayer | None
-    ) -> tuple[Tensor, Tensor] | None:
-        """Run the batch; return the logits float32 [len(sampled), vocab_size] of the sequences ``sampled``
-        and their last input tokens, both valid until the next call; None: there is no graph for it."""
+    ) -> StepLogits | None:
+        """Run the batch, in which the sequences ``sampled`` sample; the result is valid until the next call.
+        None: there is no graph for it."""
         graph = self._graph_for(batch)
         if graph is None:
             return None
-        rows = (batch.query_start_loc[1:] - 1)[sampled]
-        self._inputs.fill(batch, rows.tolist(), graph.num_tokens, graph.num_seqs)
+        self._inputs.fill(batch, sampled, graph.num_tokens, graph.num_seqs)
         if batch.fed_from is not None:
             self._inputs.feed(batch.num_tokens, sampled_last)
         for num_layers, replay in graph.parts:
             replay()
             if on_layer is not None:
                 on_layer(num_layers)
-        token_ids, _, device_rows = self._inputs.views(graph.num_tokens, graph.num_seqs)
         logits = graph.sample() if sampled else self._logits
-        return logits[: len(sampled)], token_ids[device_rows[: len(sampled)]]
+        return StepLogits.of(logits[: len(sampled)], *self._inputs.sampled(batch.num_seqs, len(sampled)))
 
     def _graph_for(self, batch: Batch) -> _Graph | None:
         if batch.block_tables.shape[1] > self._max_blocks:

@@ -68,6 +68,28 @@ class SampledRows:
         return cls(states, positions, torch.from_numpy(on_host).to(device), lambda: on_host)
 
 
+class StepLogits(NamedTuple):
+    """What a step has computed for the n sequences that sample, on its device.
+
+    logits  float32 [n, vocab_size]
+    newest  int32 [n]      their last input tokens
+    lengths int32 [n]      of their sequences
+    which   int64 [n]      their numbers in the batch; None: all of it, in order
+    """
+
+    logits: Tensor
+    newest: Tensor
+    lengths: Tensor
+    which: Tensor | None = None
+
+    @classmethod
+    def of(cls, logits: Tensor, newest: Tensor, seq_lens: Tensor, which: Tensor) -> StepLogits:
+        """``seq_lens``: of all sequences of the batch."""
+        if len(which) == len(seq_lens):
+            return cls(logits, newest, seq_lens)
+        return cls(logits, newest, seq_lens[which], which)
+
+
 class Sampler:
     def __init__(self, kernels: Kernels, eos_token_ids: tuple[int, ...]) -> None:
         self._kernels = kernels

@@ -35,13 +35,17 @@ IN_PROMPT = 1 << 30  # in a word of ``token_counts``, beside the number of times
 class SamplingRows:
     """How to sample each of n rows; tensors on the logits' device.
 
-    hashed_seeds int64 [n]   splitmix(seed): see gumbel_noise.py positions    int32 [n]   of the tokens to be
-    sampled temperatures, top_p, min_p, repetition, presence, frequency float32 [n]; top_k int32 [n] (0: all)
-    count_slots  int32 [n]   row of ``token_counts``; -1: no penalties token_counts int32 [any, vocab_size]
-    the tokens generated are added to it here edit_start   int32 [n + 1]            which of the edits are a
-    row's edit_tokens, edit_banned_until int32, edit_bias float32 [any]   a token may be edited once; banned
-    while position < banned_until edited, filtered   whether any row has penalties or edits; min_p, top_k or
-    top_p
+    hashed_seeds int64 [n]   splitmix(seed): see gumbel_noise.py
+    positions    int32 [n]   of the tokens to be sampled
+    temperatures, top_p, min_p, repetition, presence, frequency   float32 [n]
+    top_k        int32 [n]   0: all
+    count_slots  int32 [n]   row of ``token_counts``; -1: no penalties
+    token_counts int32 [any, vocab_size]   the tokens generated are added to it here
+    edit_start   int32 [n + 1]   which of the edits are a row's
+    edit_tokens, edit_banned_until int32, edit_bias float32 [any]   a token may be edited once; banned while
+                 position < banned_until
+    edited, filtered   whether any row has penalties or edits; min_p, top_k or top_p
+    reporting    int64       the rows whose logprobs are asked for; ``sample`` does not read it
     """
 
     hashed_seeds: Tensor
@@ -61,6 +65,7 @@ class SamplingRows:
     edit_bias: Tensor
     edited: bool
     filtered: bool
+    reporting: Tensor | None = None
 
 
 def sample(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:

@@ -176,6 +176,33 @@ def test_a_decode_step_sends_one_copy(tmp_path: Path, monkeypatch: pytest.Monkey
         assert gpu.sent == sent + 1
 
 
+@pytest.mark.parametrize("in_graph", [True, False])
+def test_a_step_with_prompts_sends_one_copy_and_one_for_new_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_graph: bool
+) -> None:
+    """A decode row with penalties and edits beside a chunk that does not sample."""
+    make_checkpoint(tmp_path, "qwen3", num_hidden_layers=1)
+    with on_played_gpu(monkeypatch) as gpu:
+        runner = load(tmp_path).runner
+        assert isinstance(runner, ModelRunner)
+        decoded = HandSequence([5, 7, 9], [4], EDITED, 2)
+        chunks = HandSequence(list(range(3, 40)), [9, 3, 5, 6, 7])
+        state, copies = None, []
+        for _ in range(2):
+            batch = make_batch([(decoded, 1), (chunks, 4 if in_graph else 12)], BLOCK_SIZE)
+            assert batch.sampling[1] is None
+            batch.sampling[0] = state = state or batch.sampling[0]
+            before = gpu.sent
+            with gpu.launch():
+                tokens = runner.launch(batch)
+            copies.append(gpu.sent - before)
+            assert tokens().token_ids.tolist()[1] == -1
+            decoded.num_computed += 1
+            decoded.output.append(int(tokens().token_ids[0]))
+            chunks.num_computed += batch.num_tokens - 1
+        assert copies == [2, 1]
+
+
 def test_nothing_is_compiled_once_a_worker_is_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of each kind, each way to sample, and what movers call."""
     make_checkpoint(tmp_path, "qwen3", num_hidden_layers=1)
