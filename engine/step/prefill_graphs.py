@@ -97,8 +97,8 @@ class PrefillInputs:
         return of["token_ids"][:num_tokens], metadata, of["rows"][:num_seqs]
 
     def sampled(self, num_seqs: int, num_sampled: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the batch: the last input tokens of the sequences that sample, the lengths of all of its
-        ``num_seqs`` sequences, and which of them sample."""
+        """Return the last input tokens of the sequences that sample, the lengths of all ``num_seqs``
+        sequences of the batch, and which of them sample."""
         of = self._device
         newest = of["token_ids"][of["rows"][:num_sampled]]
         return newest, of["seq_lens"][:num_seqs], of["sampled"][:num_sampled]
