@@ -61,6 +61,10 @@ class UpSettings(BaseModel):
             "roles that they begin with."
         ),
     )
+    borrow: bool = Field(
+        default=False,
+        description="Workers that take work of the other role where it would otherwise wait for room.",
+    )
     run_dir: Path | None = Field(
         default=None,
         description="Folder for the cluster's key, the workers' settings and logs. Default: a temporary one.",

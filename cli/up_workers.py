@@ -24,7 +24,14 @@ def workers_of(
     up: UpSettings, coordinator: ServerSettings, flags: Layer, sources: Sources, gpus: int
 ) -> list[PrefillSettings | DecodeSettings]:
     """Return the settings of all workers. Raise ConfigError."""
-    if up.flexible:
+    if up.flexible and up.borrow:
+        raise ConfigError("--borrow and --flexible: a worker that borrows keeps its role; choose one")
+    if up.borrow:
+        wanted = [
+            *_of_both_roles("prefill", up.prefill, coordinator, flags, sources, "prefill"),
+            *_of_both_roles("decode", up.decode, coordinator, flags, sources, "decode"),
+        ]
+    elif up.flexible:
         wanted = [  # each named by its number
             *_of_both_roles("worker", up.prefill, coordinator, flags, sources, "prefill"),
             *_of_both_roles("worker", up.decode, coordinator, flags, sources, "decode", first=up.prefill),
@@ -94,7 +101,13 @@ def _of_both_roles(
         on_each_device(FlexibleSettings, f"{called}-{first + index}", coordinator, options_of_both, sources)
         for index in range(count)
     ]
-    return [[worker.model_copy(update={"start_as": start_as}) for worker in each] for each in workers]
+    return [
+        [
+            worker.model_copy(update={"start_as": start_as, "borrow": called in ("prefill", "decode")})
+            for worker in each
+        ]
+        for each in workers
+    ]
 
 
 def on_each_device(

@@ -46,7 +46,8 @@ class Worker:
                 self.begin,
                 parts.incarnations,
                 parts.times.rest,
-                mixed=settings.start_as == "mixed",
+                mixed=len(settings.begins_as) == 2,
+                home=settings.home,
                 for_decode=self._num_growing_blocks,
             )
         for role in settings.begins_as:

@@ -179,6 +179,7 @@ class PlayedRole(ABC):
             device=process.model.device_uuid,
             process=host.process if host else "",
             mixed=host.mixed if host else False,
+            home=host.home if host else "",
             peer_address=self._receiving.address if self._receiving is not None else "",
         )
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from ..engine.cache.block_manager import BlockManager
 from ..engine.errors import EngineError
 from ..engine.step.step_failures import BROKEN_AFTER
+from ..transport.messages.messages import Role
 
 _log = logging.getLogger(__name__)
 
@@ -37,6 +38,9 @@ class RoleHost:
     """Seconds that a role at rest still answers its peers: a lease of one may wait for its last message."""
     mixed: bool = False
     """It plays both roles for good."""
+    home: Literal["", Role] = ""
+    """The role that a mixed process prefers: it gets work of the other one only under pressure. Empty: it
+    prefers neither."""
     for_decode: Callable[[], int] = lambda: 0
     """Returns how many blocks prompts must leave to the sequences that this process generates for."""
 

@@ -80,6 +80,11 @@ class FlexibleSettings(DecodeSettings, PrefillSettings):
         description="The role that it begins with. mixed: it is of both for good, and generates for the "
         "prompts that it computes, of which next to nothing moves.",
     )
+    borrow: bool = Field(
+        default=False,
+        description="It keeps the role of start_as, and takes work of the other one where that would "
+        "otherwise wait. It cannot be flipped.",
+    )
     max_num_seqs: int = Field(
         default=64, ge=1, le=65_536, description="Most sequences in its batch, and most prompts in a step."
     )
@@ -87,7 +92,12 @@ class FlexibleSettings(DecodeSettings, PrefillSettings):
     @property
     def begins_as(self) -> tuple[Role, ...]:
         """The roles that the process plays at first."""
-        return ("decode", "prefill") if self.start_as == "mixed" else (self.start_as,)
+        return ("decode", "prefill") if self.start_as == "mixed" or self.borrow else (self.start_as,)
+
+    @property
+    def home(self) -> Literal["", Role]:
+        """The role that it prefers, of one that borrows."""
+        return self.start_as if self.borrow and self.start_as != "mixed" else ""
 
     def in_role(self, role: str) -> Self:
         """Return the settings under the name that the process has in this role."""

@@ -8,6 +8,7 @@ retry      warn   requests were dispatched again
 recovery   good   such requests had their next token
 refused    warn   requests were answered with 429
 failed     bad    requests were answered with 5xx
+borrowed   info   workers took requests of the other pool, which had no room
 preempted  warn   sequences left a decode worker's batch for lack of KV blocks
 """
 
@@ -29,6 +30,7 @@ COUNTED: Mapping[str, tuple[Level, str, str]] = {
     "recovery": ("good", "request recovered", "requests recovered"),
     "refused": ("warn", "request refused (429)", "requests refused (429)"),
     "failed": ("bad", "request failed (5xx)", "requests failed (5xx)"),
+    "borrowed": ("info", "request borrowed from the other pool", "requests borrowed from the other pool"),
     "preempted": (
         "warn",
         "sequence preempted for lack of KV blocks",
@@ -69,6 +71,9 @@ class EventLog:
         retries = int(grown.get("redispatches", 0))
         self._count(now, "retry", retries, system.last_retries[-1] if retries and system.last_retries else "")
         self._count(now, "recovery", int(grown.get("recoveries", 0)))
+        self._count(
+            now, "borrowed", int(grown.get("borrowed_prompts", 0) + grown.get("borrowed_sequences", 0))
+        )
         self._count(now, "preempted", int(grown.get("preemptions", 0)))
         self._count(now, "refused", refusals.get("429", 0))
         self._count(now, "failed", sum(count for status, count in refusals.items() if status >= "500"))

@@ -74,7 +74,8 @@ class Flips:
                 f"{worker.hello.worker_id} cannot change its role: only what was started as {startable} can"
             )
         if worker.hello.mixed:
-            return f"{name} is a mixed worker: it is of both roles already"
+            kind = "borrowing" if worker.hello.home else "mixed"
+            return f"{name} is a {kind} worker: it is of both roles already"
         if name in self.under_way or any(
             w.hello.process == name and w is not worker for w in pools.workers.values()
         ):
@@ -84,7 +85,7 @@ class Flips:
         others = [w for w in pools.open_of_role(worker.role) if w is not worker and w.kind == worker.kind]
         without = "without one nothing can be served"
         if worker.role == "prefill" and pools.has_mixed:
-            others = [w for w in others if not w.hello.mixed]
+            others = [w for w in others if not w.is_mixed]
             without = "mixed ones compute for themselves alone, and decode workers would get nothing"
         return "" if others else f"{name} is the last {worker.role} worker: {without}"
 

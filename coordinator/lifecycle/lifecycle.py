@@ -167,6 +167,8 @@ class Lifecycle:
             "sequences_moved": outcomes.num_moved,
             "flips": self.flips.count,
             "moves_given_up": outcomes.num_moves_given_up,
+            "borrowed_prompts": outcomes.num_borrowed_prompts,
+            "borrowed_sequences": outcomes.num_borrowed_sequences,
             **{f"deadlines_{stage}": count for stage, count in outcomes.num_deadlines.items()},
         }
 

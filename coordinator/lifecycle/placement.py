@@ -12,7 +12,16 @@ from .actions import Action
 from .pools import Pools
 from .request import Request
 from .request_queue import RequestQueue
-from .routing import Need, Policy, choose_decode, choose_pair, choose_prefill, fitting, holding
+from .routing import (
+    Need,
+    Policy,
+    choose_borrower,
+    choose_decode,
+    choose_pair,
+    choose_prefill,
+    fitting,
+    holding,
+)
 from .state_machine import RequestStateMachine
 from .worker import MAX_COMPARED, OpenWorkers, WorkerRecord
 
@@ -41,6 +50,8 @@ class Blocked(NamedTuple):
             and self.order_version in (None, queue.order_version)
             and pools.open_of_role("prefill").max_room < self.shortest_prompt
             and pools.open_of_role("decode").max_room < self.shortest_sequence
+            and pools.reserves_of_role("prefill").max_room < self.shortest_prompt
+            and pools.reserves_of_role("decode").max_room < self.shortest_sequence
         )
 
 
@@ -88,7 +99,8 @@ class Placement:
         queue = self._queue
         if not len(queue) or (self._blocked is not None and self._blocked.holds(queue, self._pools)):
             return []
-        if not self._pools.open_of_role("decode").has_room(1):
+        pools = self._pools
+        if not (pools.open_of_role("decode").has_room(1) or pools.reserves_of_role("decode").has_room(1)):
             return []
         actions: list[Action] = []
 
@@ -128,8 +140,10 @@ class Placement:
     def _choose_pair(self, request: Request) -> Pair | None:
         """Return the workers for a request; None: none has room."""
         if self._pools.all_fit and not request.num_attempts and not self._suspicion.suspects:
-            return self._choose_among_all(request)
-        return self._choose_among_fitting(request)
+            pair = self._choose_among_all(request)
+        else:
+            pair = self._choose_among_fitting(request)
+        return pair or self._choose_borrower(request)
 
     def _choose_among_all(self, request: Request) -> Pair | None:
         """For a first attempt, where every prefill worker fits every decode worker."""
@@ -181,6 +195,34 @@ class Placement:
             return choose_pair(self._policy, prefills, decodes, need)
         prefill = choose_prefill(self._policy, prefills, need)
         return prefill, choose_decode(self._policy, [w for w in decodes if w.kind == prefill.kind], need)
+
+    def _choose_borrower(self, request: Request) -> Pair | None:
+        """Return both workers of one process, one of them a reserve. None: there is none with room, or to
+        wait costs less."""
+        pools, suspicion, num_tokens = self._pools, self._suspicion, request.num_tokens
+        for role in ("prefill", "decode"):  # keeps the bounds of their room close
+            pools.reserves_of_role(role).has_room(num_tokens)
+        pairs = [
+            (prefill, decode)
+            for prefill, decode in pools.borrowers()
+            if self._prefill_has_room(prefill, request)
+            and num_tokens <= decode.room
+            and request.max_tokens <= decode.max_model_len
+        ]
+        if suspicion.suspects:
+            allowed = [suspicion.allowed(request, list(role)) for role in zip(*pairs, strict=True)]
+            pairs = [
+                pair for pair in pairs if all(w in of_role for w, of_role in zip(pair, allowed, strict=True))
+            ]
+        if not pairs:
+            return None
+        prefills = pools.open_of_role("prefill")
+        ahead = prefills.sum_of_ranks + self._queue.num_tokens
+        lacks_decode = prefills.has_room(num_tokens)
+        max_cost = inf if lacks_decode or not len(prefills) else num_tokens + ahead / len(prefills)
+        return choose_borrower(
+            pairs, Need.of(request, pairs[0][0], self._assignments.next_dispatch), max_cost
+        )
 
     def _prefill_has_room(self, worker: WorkerRecord, request: Request) -> bool:
         num_tokens = request.num_tokens

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
+
 from ...transport.messages.messages import (
     BlockEvents,
     Drain,
@@ -29,6 +32,7 @@ class Pools:
         self.workers: dict[WorkerId, WorkerRecord] = {}
         self.reasons_lost: dict[WorkerId, str] = {}  # why the latest of the workers that are gone are gone
         self._open: dict[Role, OpenWorkers] = {"prefill": OpenWorkers(), "decode": OpenWorkers()}
+        self._reserves: dict[Role, OpenWorkers] = {"prefill": OpenWorkers(), "decode": OpenWorkers()}
         self._kinds: dict[ModelIdentity, int] = {}
         self.gap_ended = 0.0  # when workers of both roles were last here again
         self.version = 0  # incremented whenever a worker comes or goes
@@ -40,8 +44,19 @@ class Pools:
         return self._of_role[role]
 
     def open_of_role(self, role: Role) -> OpenWorkers:
-        """Return the workers of this role that take new work."""
+        """Return the workers of this role that take new work, without reserves."""
         return self._open[role]
+
+    def reserves_of_role(self, role: Role) -> OpenWorkers:
+        """Return the workers of this role that take borrowed work: their processes prefer the other role."""
+        return self._reserves[role]
+
+    def borrowers(self) -> Iterator[tuple[WorkerRecord, WorkerRecord]]:
+        """Yield the prefill and the decode worker of each process that may borrow now."""
+        for reserve in chain(self._reserves["prefill"], self._reserves["decode"]):
+            home = self._home_of.get((reserve.hello.process, reserve.hello.pid))
+            if home is not None and home.listed is not None:
+                yield (reserve, home) if reserve.role == "prefill" else (home, reserve)
 
     # --- coming and going ------------------------------------------------------------------------------
 
@@ -66,7 +81,7 @@ class Pools:
                 hello, now, kind, self._num_come, self._limits.queued_batches, progressed=now
             )
             self.workers[worker.id] = worker
-            worker.listed = self._open[worker.role]
+            worker.listed = (self._reserves if worker.is_reserve else self._open)[worker.role]
             worker.listed.add(worker)
         self._workers_changed()
         if before and not self.gap:
@@ -108,8 +123,10 @@ class Pools:
         prefills, decodes = self._of_role["prefill"], self._of_role["decode"]
         self.gap = worker_fit.gap(prefills, decodes)
         """Why no request can be served, as a sentence; empty if some pair fits together."""
-        self.has_mixed = any(w.hello.mixed for w in workers)
-        """Whether any worker's process has both roles."""
+        self.has_mixed = any(w.is_mixed for w in workers)
+        """Whether any worker's process has both roles, and prefers neither."""
+        self._home_of = {(w.hello.process, w.hello.pid): w for w in workers if w.hello.home == w.role}
+        """By process: its worker of the role that it prefers, where the process may borrow."""
         self.all_fit = not self.has_mixed and len({(w.kind, w.max_model_len) for w in workers}) == 1
         """Whether every prefill worker fits every decode worker, and all hold sequences of the same
         length."""

@@ -90,6 +90,7 @@ class RequestQueue:
         self._entries: dict[Request, Entry] = {}
         self._retries: list[Entry] = []  # sorted by arrival
         self._num_added = 0
+        self.num_tokens = 0  # of all that wait
         self.version = 0  # incremented whenever a request is added or removed
         self.order_version = 0  # incremented whenever shares may have changed the order
 
@@ -108,6 +109,7 @@ class RequestQueue:
         """Begin to wait."""
         self.version += 1
         self._num_added += 1
+        self.num_tokens += request.num_tokens
         if request.num_attempts:
             entry = (0, request.arrival, self._num_added, request, request.num_tokens)
             self._entries[request] = entry
@@ -132,6 +134,7 @@ class RequestQueue:
         if entry is None:
             return
         self.version += 1
+        self.num_tokens -= entry[4]
         at = bisect.bisect_left(self._retries, entry)
         if at < len(self._retries) and self._retries[at] is entry:
             del self._retries[at]

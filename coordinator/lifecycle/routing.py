@@ -14,6 +14,9 @@ count as room. Where more than sixteen workers could be the best, sixteen of the
 
 A mixed worker generates for what it computes itself. Where there are any, the decode worker is chosen first;
 then either it computes the prompt itself, or a prefill worker does, whichever costs less.
+
+A process that borrows prefers one role. When no pair of the pools has room, it computes a prompt and
+generates for it itself, if that costs less than to wait.
 """
 
 from __future__ import annotations
@@ -21,11 +24,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from math import inf
 from typing import Literal
 
 from .request import Request
 from .worker import WorkerRecord
 
+DELAY_WEIGHT = 1 / 16
 Policy = Literal["hybrid", "round_robin", "least_loaded", "prefix", "sticky"]
 
 
@@ -88,10 +93,10 @@ def fitting(
     """
     kinds, processes = {d.kind for d in decodes}, {(d.kind, d.hello.process) for d in decodes}
     prefills = [
-        p for p in prefills if ((p.kind, p.hello.process) in processes if p.hello.mixed else p.kind in kinds)
+        p for p in prefills if ((p.kind, p.hello.process) in processes if p.is_mixed else p.kind in kinds)
     ]
-    kinds = {p.kind for p in prefills if not p.hello.mixed}
-    processes = {(p.kind, p.hello.process) for p in prefills if p.hello.mixed}
+    kinds = {p.kind for p in prefills if not p.is_mixed}
+    processes = {(p.kind, p.hello.process) for p in prefills if p.is_mixed}
     return prefills, [d for d in decodes if d.kind in kinds or (d.kind, d.hello.process) in processes]
 
 
@@ -113,7 +118,7 @@ def choose_pair(
     """Return the workers where some are mixed. Each of ``decodes`` fits at least one of ``prefills``."""
     decode = choose_decode(policy, decodes, need)
     local = next((w for w in prefills if _same_process(w, decode)), None)
-    others = [w for w in prefills if not w.hello.mixed and w.kind == decode.kind]
+    others = [w for w in prefills if not w.is_mixed and w.kind == decode.kind]
     if local is None:
         return choose_prefill(policy, others, need), decode
     if not others:
@@ -122,8 +127,21 @@ def choose_pair(
     return (local if _mixed_cost(local, decode, need) <= _cost(remote, need) else remote), decode
 
 
+def choose_borrower(
+    borrowers: Sequence[tuple[WorkerRecord, WorkerRecord]], need: Need, max_cost: float
+) -> tuple[WorkerRecord, WorkerRecord] | None:
+    """Return both workers of the process that borrows this request; None: to wait costs less.
+
+    Costs are in tokens that are computed before this prompt's first token. A sequence that is delayed by the
+    prompt counts as ``DELAY_WEIGHT`` of a prompt that waits: the delay is spread over all of its tokens.
+    """
+    costs = [_mixed_cost(prefill, decode, need, DELAY_WEIGHT) for prefill, decode in borrowers]
+    least = min(costs, default=inf)
+    return None if least > max_cost else borrowers[costs.index(least)]
+
+
 def _same_process(prefill: WorkerRecord, decode: WorkerRecord) -> bool:
-    return prefill.hello.mixed and prefill.hello.process == decode.hello.process
+    return prefill.is_mixed and prefill.hello.process == decode.hello.process
 
 
 def _cost(prefill: WorkerRecord, need: Need) -> int:
@@ -131,12 +149,12 @@ def _cost(prefill: WorkerRecord, need: Need) -> int:
     return prefill.pending_tokens + need.num_tokens - _num_cached(prefill, need) * prefill.block_size
 
 
-def _mixed_cost(prefill: WorkerRecord, decode: WorkerRecord, need: Need) -> int:
-    """Return the same for a mixed worker, whose running sequences all wait while the prompt is computed."""
+def _mixed_cost(prefill: WorkerRecord, decode: WorkerRecord, need: Need, weight: float = 1.0) -> float:
+    """Return the same for a process of both roles, whose running sequences all wait while the prompt is
+    computed. ``weight``: of their delay."""
     cost = _cost(prefill, need)
-    return cost + (cost - prefill.pending_tokens) * (
-        len(decode.dispatches - prefill.pending.keys()) + decode.num_others
-    )
+    num_delayed = len(decode.dispatches - prefill.pending.keys()) + decode.num_others
+    return cost + (cost - prefill.pending_tokens) * num_delayed * weight
 
 
 def _by_policy(

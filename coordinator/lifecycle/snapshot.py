@@ -74,9 +74,9 @@ def snapshot_of(lifecycle: Lifecycle) -> Snapshot:
     workers = tuple(
         WorkerState(
             worker.hello.worker_id,
-            worker.hello.process,
+            "" if worker.hello.home else worker.hello.process,
             worker.role,
-            worker.hello.mixed,
+            worker.is_mixed,
             worker.id in takes_work,
             worker.draining,
             len(worker.dispatches),

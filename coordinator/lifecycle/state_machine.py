@@ -84,6 +84,8 @@ class RequestStateMachine:
     def dispatch(self, request: Request, prefill: WorkerRecord, decode: WorkerRecord, now: float) -> Action:
         """queue -> prefill: begin an attempt on these workers."""
         self.assignments.assign(request, prefill, decode)
+        self.outcomes.num_borrowed_prompts += prefill.is_reserve
+        self.outcomes.num_borrowed_sequences += decode.is_reserve
         if (recovery := request.recovery) is not None:
             recovery.dispatched = now
             recovery.absent_s = max(0.0, self._pools.gap_ended - recovery.noticed)

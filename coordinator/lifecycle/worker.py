@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from math import inf
@@ -12,41 +11,13 @@ from math import inf
 from ...transport.messages.blocks import num_behind
 from ...transport.messages.messages import Drain, Flip, Hello, Load, Peer, Role
 from ...transport.messages.prompt_order import UNLIMITED, max_prompt_tokens
+from .busy_window import BusyWindow
 
 WorkerId = tuple[str, int]  # worker id, incarnation
 MAX_COMPARED = 16
 GOLDEN = 2_654_435_761  # 2^32 by the golden ratio: its multiples spread evenly over any range
 NO_ROOM = -1
 QUEUED_BATCHES = 2
-WINDOW_S = 10.0
-MIN_SPACING_S = 0.5  # between two reports that a BusyWindow keeps; workers report much more often
-
-
-class BusyWindow:
-    """Measures how busy a worker was in the last WINDOW_S seconds, by the worker's own clock."""
-
-    def __init__(self) -> None:
-        self._kept: deque[tuple[float, float]] = deque()
-        """(uptime, busy) in seconds; the first is WINDOW_S old, or the oldest there is."""
-        self._newest: tuple[float, float] | None = None
-
-    def report(self, counters: Mapping[str, float]) -> None:
-        """Take the cumulative counters of a load report; one without ``busy_seconds`` is ignored."""
-        uptime, busy = counters.get("uptime_seconds"), counters.get("busy_seconds")
-        if uptime is None or busy is None:
-            return
-        self._newest = uptime, busy
-        if not self._kept or uptime - self._kept[-1][0] >= MIN_SPACING_S:
-            self._kept.append(self._newest)
-        while len(self._kept) > 1 and self._kept[1][0] <= uptime - WINDOW_S:
-            self._kept.popleft()
-
-    @property
-    def share(self) -> float | None:
-        """Share of the window in which a step ran, 0 to 1; None: not known."""
-        if self._newest is None or (seconds := self._newest[0] - self._kept[0][0]) <= 0:
-            return None
-        return min(1.0, max(0.0, (self._newest[1] - self._kept[0][1]) / seconds))
 
 
 @dataclass(slots=True, eq=False)
@@ -89,6 +60,8 @@ class WorkerRecord:
     max_batch_tokens: int = field(init=False)
     num_blocks: int = field(init=False)
     max_model_len: int = field(init=False)  # the longest sequence that it can ever hold, in tokens
+    is_mixed: bool = field(init=False)  # its process has the other role too, and prefers neither
+    is_reserve: bool = field(init=False)  # its process prefers the other role: it gets borrowed work alone
     accepting: bool = field(init=False, default=True)  # as it last reported
     num_others: int = field(init=False, default=0)  # dispatches of other coordinators, as it last reported
     pending_tokens: int = field(init=False, default=0)  # prompt tokens not yet computed, of all coordinators
@@ -105,6 +78,8 @@ class WorkerRecord:
         self.max_num_seqs, self.max_batch_tokens = max(1, hello.max_num_seqs), hello.max_batch_tokens
         self.num_blocks, self.blocks_reported = max(1, hello.num_blocks), hello.num_blocks
         self.max_model_len = hello.max_model_len
+        self.is_mixed = hello.mixed and not hello.home
+        self.is_reserve = hello.home not in ("", hello.role)
         self._update()
 
     # --- what changes its room -----------------------------------------------------------------------
@@ -164,8 +139,9 @@ class WorkerRecord:
 
     @property
     def queue_budget(self) -> int:
-        """Prompt tokens that this prefill worker may have ahead; a single prompt may be longer."""
-        return self.queued_batches * self.max_batch_tokens
+        """Prompt tokens that this prefill worker may have ahead, one batch of borrowed ones; a single prompt
+        may be longer."""
+        return (1 if self.is_reserve else self.queued_batches) * self.max_batch_tokens
 
     def _max_prompt_tokens(self) -> int:
         """The longest prompt that this prefill worker may be given now, in tokens."""
@@ -174,8 +150,14 @@ class WorkerRecord:
         return max_prompt_tokens(self.pending.values(), self.queue_budget)
 
     def _max_sequence_tokens(self) -> int:
-        """The longest sequence that this decode worker may be given now, in tokens."""
+        """The longest sequence that this decode worker may be given now, in tokens. Borrowed sequences get
+        half of the rows and of the blocks."""
         num_rows = len(self.dispatches) + self.num_others
+        if self.is_reserve:
+            num_blocks = self.blocks_reported - self.pending_blocks - self.num_blocks // 2
+            return (
+                max(NO_ROOM, num_blocks * self.block_size) if num_rows < self.max_num_seqs // 2 else NO_ROOM
+            )
         if not num_rows:
             return UNLIMITED  # an idle worker itself refuses what never fits, with the reason
         if num_rows >= self.max_num_seqs:

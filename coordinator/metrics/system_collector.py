@@ -13,6 +13,8 @@ from .system_snapshot import SystemSnapshot, WorkerSnapshot
 
 LIFECYCLE_COUNTERS = {
     "flips": "Changes of workers' roles that were ordered.",
+    "borrowed_prompts": "Prompts that decode workers computed, because no prefill worker had room.",
+    "borrowed_sequences": "Sequences that prefill workers kept, because no decode worker had room.",
     "redispatches": "Attempts at requests that failed or were preempted and were followed by another.",
     "refused_early": "Requests refused at once because their first token would have come too late.",
     "recoveries": "Times a request that was dispatched again had its next token.",

@@ -34,11 +34,14 @@ class Pool(_Part):
     link_bytes_per_s: Annotated[float, Field(gt=0)] | None = None
     link_latency_s: Annotated[float, Field(ge=0)] = 0.0  # added to each message
     flexible: bool = False  # its workers can change their roles; ``role`` is the one that they begin with
+    borrow: bool = False  # its workers take work of the other role where that would otherwise wait
 
     @model_validator(mode="after")
     def _has_a_role_to_change(self) -> Self:
-        if self.flexible and self.role == "colocated":
+        if (self.flexible or self.borrow) and self.role == "colocated":
             raise ValueError("a colocated worker is of both roles already: it is not flexible")
+        if self.flexible and self.borrow:
+            raise ValueError("a worker that borrows keeps its role: it is not flexible")
         return self
 
     @property

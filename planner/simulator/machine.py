@@ -35,7 +35,7 @@ class SimulatedMachine:
     @property
     def num_rows(self) -> int:
         """Rows in the timeline."""
-        return 2 if self.pool.role == "colocated" else 1
+        return 2 if self.pool.role == "colocated" or self.pool.borrow else 1
 
     def sample(self, interval_s: float) -> list[WorkerSample]:
         """Sample each worker; ``interval_s``: seconds since the last call."""

@@ -160,10 +160,11 @@ class SimulatedProcess:
             "orphaned_after_s": float("inf"),  # its heartbeat is not simulated
             "listen": f"tcp://*:{self.simulation.next_number()}",
         }
-        if pool.role == "colocated" or pool.flexible:
+        if pool.role == "colocated" or pool.flexible or pool.borrow:
             return FlexibleSettings.model_construct(
                 **common,
                 start_as="mixed" if pool.role == "colocated" else pool.role,
+                borrow=pool.borrow,
                 max_num_seqs=pool.max_num_seqs,
                 max_batch_tokens=pool.max_batch_tokens,
             )

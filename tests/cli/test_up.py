@@ -216,6 +216,23 @@ def test_workers_of_both_roles_alone_or_beside_others(model: Path, tmp_path: Pat
     assert [w.name for w in beside.workers] == ["prefill-0", "mixed-0"]
 
 
+def test_workers_that_borrow_keep_their_names_and_prefer_a_role(model: Path, tmp_path: Path) -> None:
+    made = planned(
+        model, tmp_path, prefill="1", decode="1", mixed="1", borrow="on", prefill_max_batch_tokens="64"
+    )
+    assert [
+        (w.name, w.start_as, w.home, w.begins_as, w.max_batch_tokens)
+        for w in made.workers
+        if isinstance(w, FlexibleSettings)
+    ] == [
+        ("prefill-0", "prefill", "prefill", ("decode", "prefill"), 64),
+        ("decode-0", "decode", "decode", ("decode", "prefill"), 64),
+        ("mixed-0", "mixed", "", ("decode", "prefill"), 64),
+    ]
+    with pytest.raises(ConfigError, match="--borrow and --flexible"):
+        planned(model, tmp_path, borrow="on", flexible="on")
+
+
 def test_what_cannot_work_is_refused_before_anything_starts(model: Path, tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match="--decode is 0: start one at least, or workers of both roles by --mixed"

@@ -21,12 +21,13 @@ from splitserve.worker.settings import FlexibleSettings
 @pytest.fixture
 def flexible(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Worker]:
     """A decode worker, or one of the test's roles, without a coordinator."""
-    start_as = getattr(request, "param", "decode")
+    start_as, _, borrows = getattr(request, "param", "decode").partition(" ")
     profile().write(tmp_path / "profile.json")
     settings = FlexibleSettings(
         model=DEMO_MODEL,
         name="w",
-        start_as=start_as,
+        start_as=start_as,  # type: ignore[arg-type]
+        borrow=bool(borrows),
         insecure=True,
         mover="tcp",
         coordinator="tcp://127.0.0.1:9",
@@ -58,7 +59,16 @@ def test_a_process_that_is_to_end_begins_nothing(flexible: Worker) -> None:
     assert not flexible.begin("prefill")
 
 
-@pytest.mark.parametrize("flexible", ["mixed"], indirect=True)
+@pytest.mark.parametrize("flexible", ["prefill borrows", "decode borrows"], indirect=True)
+def test_a_worker_that_borrows_says_which_role_it_prefers(flexible: Worker) -> None:
+    hellos = {role: played.hello(1) for role, played in flexible.roles.items()}
+    assert sorted(hellos) == ["decode", "prefill"]
+    assert {(hello.mixed, hello.process, hello.home) for hello in hellos.values()} == {
+        (True, "w", flexible._settings.start_as)  # type: ignore[union-attr]
+    }
+
+
+@pytest.mark.parametrize("flexible", ["mixed", "decode borrows"], indirect=True)
 def test_a_mixed_worker_is_of_both_roles_or_of_none(flexible: Worker) -> None:
     """Otherwise one drained half would be missing for as long as the process lives."""
     assert sorted(flexible.roles) == ["decode", "prefill"]

@@ -58,6 +58,7 @@ class Hello(Message, frozen=True, kw_only=True):
         ""  # that can change its role, and is this worker for now; empty: it cannot
     )
     mixed: bool = False  # its process is a worker of the other role too, for good, over the same blocks
+    home: Literal["", Role] = ""  # of a mixed process: the other role is for borrowed work
 
 
 class Load(Message, frozen=True, kw_only=True):

@@ -77,7 +77,8 @@ def test_what_goes_on_is_one_event_and_what_comes_again_is_another() -> None:
         ("refused", "12 requests refused (429)"),
         ("refused", "1 request refused (429)"),
     ]
-    assert log.totals == {"retry": 2, "recovery": 1, "refused": 13, "failed": 1, "preempted": 3, "lost": 0}
+    counted = {"retry": 2, "recovery": 1, "refused": 13, "failed": 1, "borrowed": 0, "preempted": 3}
+    assert log.totals == {**counted, "lost": 0}
 
 
 def test_it_stays_small() -> None:
@@ -86,3 +87,10 @@ def test_it_stays_small() -> None:
         log.note(60.0 * number, system("prefill-0", ready=number % 2 == 0), {"redispatches": 1.0}, {"429": 1})
     assert len(log.newest()) == NUM_EVENTS
     log.note(60_001.0, system("prefill-0"), {}, {"429": 1})
+
+
+def test_what_is_borrowed_is_counted() -> None:
+    log = EventLog(0.0)
+    log.note(0.0, system(), {}, {})
+    log.note(2.0, system(), {"borrowed_prompts": 2.0, "borrowed_sequences": 1.0}, {})
+    assert reported(log) == [("borrowed", "3 requests borrowed from the other pool")]

@@ -1,0 +1,168 @@
+"""Workers that take work of the other role: when, which, how much, and that they go back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.lifecycle_bench import Bench, sent
+
+from splitserve.coordinator.lifecycle.actions import Action, Send
+from splitserve.coordinator.lifecycle.flips import FlipRecord
+from splitserve.coordinator.lifecycle.snapshot import snapshot_of
+from splitserve.transport.messages.messages import (
+    FirstToken,
+    Goodbye,
+    Joined,
+    Prefill,
+    SamplingParams,
+    Welcome,
+)
+
+BUDGET = 16
+"""Prompt tokens of a step; a prefill worker gets two steps ahead."""
+PROMPT = list(range(BUDGET))
+
+
+def borrowing(num_prefill: int = 1, num_decode: int = 1, **limits: Any) -> Bench:
+    """Prefill workers P0 ..., decode workers D0 ...; each may borrow."""
+    bench = Bench(dead_after_s=99.0, **limits)
+    for home, count in (("prefill", num_prefill), ("decode", num_decode)):
+        for number in range(count):
+            process = f"{home[0].upper()}{number}"
+            for role in ("decode", "prefill"):
+                more = {
+                    "process": process,
+                    "mixed": True,
+                    "home": home,
+                    "pid": 100 * (home == "prefill") + number,
+                }
+                bench.hello(f"{process}:{role}", role, **more)
+    for name in ("p", "d"):
+        bench.send(name, Goodbye(worker_id=name, incarnation=1))
+    return bench
+
+
+def route(actions: list[Action]) -> tuple[str, str]:
+    """Return where the one prompt among the actions is computed, and generated for; empty: nowhere yet."""
+    found = [a for a in actions if isinstance(a, Send) and isinstance(a.message, Prefill)]
+    if not found:
+        return "", ""
+    (action,) = found
+    assert isinstance(action.message, Prefill)
+    return action.worker[0], action.message.decode.worker_id
+
+
+def submit(bench: Bench, name: str, num_tokens: int = BUDGET, max_tokens: int = 5) -> tuple[str, str]:
+    sampling = SamplingParams(max_tokens=max_tokens)
+    return route(bench.submit(name, prompt_token_ids=[1] * num_tokens, sampling=sampling))
+
+
+def counts(bench: Bench) -> tuple[float, float]:
+    counters = bench.core.counters()
+    return counters["borrowed_prompts"], counters["borrowed_sequences"]
+
+
+def test_nothing_is_borrowed_while_the_pools_have_room() -> None:
+    bench = borrowing()
+    assert {submit(bench, f"r{i}") for i in range(2)} == {("P0:prefill", "D0:decode")}
+    assert counts(bench) == (0, 0)
+
+
+def test_a_decode_worker_computes_a_prompt_for_which_no_prefill_worker_has_room() -> None:
+    bench = borrowing()
+    for i in range(2):
+        submit(bench, f"r{i}")
+    assert submit(bench, "pressed") == ("D0:prefill", "D0:decode")
+    assert submit(bench, "waits") == ("", ""), "one batch of borrowed prompts at a time"
+    assert counts(bench) == (1, 0)
+    bench.send("P0:prefill", FirstToken(coordinator=7, dispatch=1, index=0, token=5))
+    assert bench.core.queue.num_tokens == 0, "room at home again: the one that waited is there"
+    assert counts(bench) == (1, 0)
+
+
+def test_a_busy_decode_worker_borrows_later_than_an_idle_one() -> None:
+    """The delay of its sequences counts: it borrows when more waits."""
+    bench = borrowing(max_num_seqs=200)
+    for i in range(64):
+        submit(bench, f"running {i}", num_tokens=1)
+        bench.send("P0:prefill", FirstToken(coordinator=7, dispatch=i + 1, index=0, token=5))
+        bench.send("D0:decode", Joined(coordinator=7, dispatch=i + 1, index=0, token=5))
+    for i in range(2):
+        submit(bench, f"r{i}")
+    routes = [submit(bench, f"more {i}") for i in range(4)]
+    assert routes[0] == ("", "")
+    assert counts(bench) == (1, 0), routes
+
+
+def test_of_several_the_one_borrows_that_delays_least() -> None:
+    bench = borrowing(num_decode=2)
+    submit(bench, "a", num_tokens=1)
+    busy = next(w for w in ("D0", "D1") if bench.core.pools.workers[(f"{w}:decode", 1)].dispatches)
+    idle = "D1" if busy == "D0" else "D0"
+    submit(bench, "b")
+    bench.core.pools.workers[(f"{busy}:decode", 1)].dispatches.update({900, 901})
+    bench.core.pools.workers[(f"{idle}:decode", 1)].dispatches.clear()
+    assert submit(bench, "pressed") == (f"{idle}:prefill", f"{idle}:decode")
+
+
+def test_a_prefill_worker_keeps_a_sequence_for_which_no_decode_worker_has_room() -> None:
+    bench = borrowing()
+    for i in range(4):
+        submit(bench, f"r{i}", num_tokens=1)
+    assert submit(bench, "kept", num_tokens=1) == ("P0:prefill", "P0:decode")
+    assert submit(bench, "kept too", num_tokens=1) == ("P0:prefill", "P0:decode")
+    assert submit(bench, "waits", num_tokens=1) == ("", ""), "half of its rows"
+    assert counts(bench) == (0, 2)
+
+
+def test_half_of_a_prefill_workers_blocks_stay_for_prompts() -> None:
+    bench = borrowing()
+    for i in range(4):
+        submit(bench, f"r{i}", num_tokens=1)
+        bench.send("P0:prefill", FirstToken(coordinator=7, dispatch=i + 1, index=0, token=5))
+    assert submit(bench, "long", num_tokens=104) == ("", ""), "26 of 50 blocks"
+    bench.core.cancel("long", bench.now)
+    assert submit(bench, "half", num_tokens=100) == ("P0:prefill", "P0:decode")
+
+
+@pytest.mark.parametrize(("gone", "left"), [("P0", "D0"), ("D0", "P0")])
+def test_the_other_pool_goes_on_alone(gone: str, left: str) -> None:
+    bench = borrowing()
+    for role in ("prefill", "decode"):
+        bench.send(f"{gone}:{role}", Goodbye(worker_id=f"{gone}:{role}", incarnation=1))
+    assert bench.core.pools.gap == ""
+    assert submit(bench, "r") == (f"{left}:prefill", f"{left}:decode")
+
+
+def test_a_process_that_drains_borrows_nothing() -> None:
+    bench = borrowing()
+    for i in range(2):
+        submit(bench, f"r{i}")
+    bench.core.drain("D0:decode", None)
+    assert submit(bench, "pressed") == ("", "")
+
+
+def test_a_worker_that_was_started_again_is_no_half_of_the_old_one() -> None:
+    bench = borrowing()
+    for i in range(2):
+        submit(bench, f"r{i}")
+    more = {"process": "D0", "mixed": True, "home": "decode", "pid": 7, "incarnation": 2}
+    bench.send("D0:prefill", Goodbye(worker_id="D0:prefill", incarnation=1))
+    bench.hello("D0:prefill", "prefill", **more)
+    assert submit(bench, "pressed") == ("", "")
+    assert sent(bench.hello("D0:decode", "decode", **more), Welcome)
+    assert counts(bench)[0] >= 1, "both halves are here again"
+
+
+def test_it_is_not_flipped_and_counts_in_its_own_pool() -> None:
+    bench = borrowing(num_decode=2)
+    reason, _ = bench.core.flip("D0", "prefill", None, 0.0)
+    assert not isinstance(reason, FlipRecord)
+    assert reason == "D0 is a borrowing worker: it is of both roles already"
+    workers = snapshot_of(bench.core).workers
+    assert [(w.worker_id, w.process, w.is_mixed) for w in workers if w.is_open] == [
+        ("P0:prefill", "", False),
+        ("D0:decode", "", False),
+        ("D1:decode", "", False),
+    ]
