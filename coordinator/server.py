@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from ..transport.process.host import allow_many_files
 from ..transport.process.otel import Tracing
 from .background import Spawn, unwatched
+from .batch.asking import Asking
 from .batch.routes import BatchRoutes
 from .batch.runner import BatchOptions, BatchRunner
 from .dashboard.routes import Dashboard
@@ -123,15 +124,18 @@ class HttpApp:
             tracing,
             times_tokens,
         )
-        self.batches = (
-            None
-            if batches is None
-            else BatchRunner(batches, self.generation, tenancy.directory, self.metrics.failures)
+        self.responses, messages = (
+            ResponsesRoutes(self.generation, responses),
+            MessagesRoutes(self.generation),
         )
-        self.responses = ResponsesRoutes(self.generation, responses)
+        self.batches: BatchRunner | None = None
+        if batches is not None:
+            dialects = {"/v1/responses": self.responses.create, "/v1/messages": messages.create}
+            asking = Asking(self.generation, dialects)
+            self.batches = BatchRunner(batches, asking, tenancy.directory, self.metrics.failures)
         clients: list[BaseRoute] = [
             *WebSocketStreams(self.generation).routes(),
-            *MessagesRoutes(self.generation).routes(),
+            *messages.routes(),
             *self.responses.routes(),
             *PeerPages(model, self.metrics, system, settings or {}).routes(),
         ]

@@ -80,21 +80,25 @@ def _line(number: int, raw: bytes, endpoint: str, seen: set[str]) -> Line:
     seen.add(custom_id)
     if value.get("method") != "POST" or value.get("url") != endpoint:
         raise ValueError(f'method must be "POST" and url the batch\'s endpoint, "{endpoint}"')
-    if value["body"].get("stream"):
-        raise ValueError("stream: a batch's answers are not streamed")
+    for field in ("stream", "background"):
+        if value["body"].get(field):
+            raise ValueError(f"{field}: a batch's answers are not streamed, but in its output file")
     return Line(number, custom_id, orjson.dumps(value["body"]))
 
 
 def used_by(status: int, body: bytes) -> Used:
-    """Return the usage in an answer: nothing for an error."""
+    """Return the usage in an answer of any endpoint: nothing for an error."""
     if status != 200:
         return Used()
     usage = orjson.loads(body)["usage"]
-    cached, reasoning = (
-        usage["prompt_tokens_details"]["cached_tokens"],
-        usage["completion_tokens_details"]["reasoning_tokens"],
-    )
-    return Used(usage["prompt_tokens"], cached, usage["completion_tokens"], reasoning)
+    if "prompt_tokens" in usage:
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        reasoning = usage["completion_tokens_details"]["reasoning_tokens"]
+        return Used(usage["prompt_tokens"], cached, usage["completion_tokens"], reasoning)
+    sent, made, details = usage["input_tokens"], usage["output_tokens"], usage["output_tokens_details"]
+    if (cached := usage.get("cache_read_input_tokens")) is not None:  # /v1/messages counts them apart
+        return Used(sent + cached, cached, made, details["thinking_tokens"])
+    return Used(sent, usage["input_tokens_details"]["cached_tokens"], made, details["reasoning_tokens"])
 
 
 def output_line(batch_id: str, line: Line, status: int, body: bytes, request_id: str) -> bytes:

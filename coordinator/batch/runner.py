@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 
 from ..background import Spawn, unwatched
-from ..errors import Headers, StorageFull
+from ..errors import StorageFull
 from ..full_disk import is_full
 from ..generate.plan import ON_TIMEOUT_HEADER
-from ..http.call import CallHandler, Endpoint
-from ..http.inner_call import InnerCall
 from ..listeners import ListenerFailures
 from ..tenants.limits import Account
 from ..tenants.tenancy import Directory
+from .asking import Answer, Asking
 from .lines import Line, output_line, read_lines, unanswered_line, used_by
 from .store import BatchStore, Status, StoredBatch
 
@@ -36,12 +35,6 @@ AGAIN = (429, 503, 504)
 NO_KEY = "The API key of this batch was revoked or has expired; submit what is left with a key that opens."
 NOTHING: Mapping[str, Any] = {}
 _log = logging.getLogger(__name__)
-
-
-class Answer(NamedTuple):
-    status: int
-    headers: Headers
-    body: bytes
 
 
 class BatchOptions(NamedTuple):
@@ -60,13 +53,13 @@ class BatchRunner:
     def __init__(
         self,
         options: BatchOptions,
-        generation: CallHandler,
+        asking: Asking,
         directory: Directory,
         failures: ListenerFailures | None = None,
     ) -> None:
         """Raises OSError or sqlite3.Error where the file cannot be used."""
         self._path, self._max_running, self._keep_s = options
-        self._generation, self._directory = generation, directory
+        self._asking, self._directory = asking, directory
         self._store = BatchStore(self._path)
         self._prune_at = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
@@ -207,7 +200,7 @@ class BatchRunner:
             headers = (
                 {ON_TIMEOUT_HEADER: b"error"} if num_timeouts < MAX_TIMEOUTS else {}
             )  # at last a part is better than nothing
-            answer = await self._ask(batch.details["endpoint"], line.body, account, headers)
+            answer = await self._asking.ask(batch.details["endpoint"], line.body, account, headers)
             num_timeouts += answer.status == 504
             if answer.status not in AGAIN or num_timeouts > MAX_TIMEOUTS:
                 return answer
@@ -218,17 +211,6 @@ class BatchRunner:
         """Return its key's present account, in class batch; None if the key is no longer valid."""
         account = self._directory.account_of_key(batch.key_id)
         return None if account is None else account.model_copy(update={"priority_class": "batch"})
-
-    async def _ask(
-        self, endpoint: Endpoint, body: bytes, account: Account, headers: Mapping[bytes, bytes]
-    ) -> Answer:
-        listener = _Waiting()
-        call = InnerCall(self._generation, endpoint, body, account, listener, headers)
-        call.begin()
-        try:
-            return await listener.answer
-        finally:
-            call.abandon()
 
     async def _end(self, batch: StoredBatch, status: Status, code: str, message: str) -> None:
         """Before all of it is answered."""
@@ -250,20 +232,6 @@ class BatchRunner:
             )
 
         await self.call(end)
-
-
-class _Waiting:
-    """A ``Listener`` for one whole answer."""
-
-    def __init__(self) -> None:
-        self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-
-    def answered(self, status: int, headers: Headers, body: bytes) -> None:
-        if not self.answer.done():
-            self.answer.set_result(Answer(status, headers, body))
-
-    def streamed(self, data: bytes, *, last: bool) -> None:
-        raise AssertionError("batches are not streamed")
 
 
 def _validate(store: BatchStore, batch: StoredBatch) -> None:

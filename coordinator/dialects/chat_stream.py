@@ -15,7 +15,7 @@ import orjson
 from starlette.requests import Request
 from starlette.types import Receive
 
-from ..errors import ApiError, Headers
+from ..errors import ApiError, DeadlineExceeded, Headers, Overloaded, Unavailable
 from ..generate.api import GenerationApi
 from ..generate.plan import PLAN_HEADERS
 from ..generate.request_ids import HEADER
@@ -30,6 +30,8 @@ PASSED_ON = frozenset(("retry-after", "x-request-id"))
 """Headers of the chat completion that its asker's answer repeats, beside those of the rate limits."""
 EVENT_DATA = b"data: "
 NO_MORE = b"[DONE]"
+LATE = {kind.code: kind.status for kind in (DeadlineExceeded, Overloaded, Unavailable)}
+"""Status of an error that ends a stream, by its code."""
 T = TypeVar("T")
 
 
@@ -153,7 +155,7 @@ async def _gone(receive: Receive) -> None:
 
 def _checked(chunk: dict[str, Any]) -> dict[str, Any]:
     if "error" in chunk:
-        raise Refused(500, chunk["error"], [])
+        raise Refused(LATE.get(chunk["error"].get("code"), 500), chunk["error"], [])
     return chunk
 
 

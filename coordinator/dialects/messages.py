@@ -24,11 +24,12 @@ class MessagesRoutes:
 
     def routes(self) -> list[Route]:
         return [
-            Route("/v1/messages", self._create, methods=["POST"]),
+            Route("/v1/messages", self.create, methods=["POST"]),
             Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
         ]
 
-    async def _create(self, request: Request) -> Response:
+    async def create(self, request: Request) -> Response:
+        """Answer a POST. Raises ApiError."""
         asked = await self._dialect.read(request, MessagesRequest)
         stream = await self._dialect.begin(request, asked.for_chat())
         answer = MessageAnswer(self._model.name)

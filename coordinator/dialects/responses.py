@@ -44,7 +44,7 @@ class ResponsesRoutes:
     def routes(self) -> list[Route]:
         one = "/v1/responses/{id}"
         return [
-            Route("/v1/responses", self._create, methods=["POST"]),
+            Route("/v1/responses", self.create, methods=["POST"]),
             Route("/v1/responses", self._list),
             Route("/v1/responses/input_tokens", self._count, methods=["POST"]),
             Route(one, self._one),
@@ -59,7 +59,8 @@ class ResponsesRoutes:
         if self._store is not None:
             await self._store.close()
 
-    async def _create(self, request: Request) -> Response:
+    async def create(self, request: Request) -> Response:
+        """Answer a POST. Raises ApiError."""
         asked = await self._dialect.read(request, ResponsesRequest)
         items, chat = await self._chat_of(request, asked)
         answer = ResponseAnswer(f"resp_{secrets.token_hex(24)}", asked, self._model.name)

@@ -21,10 +21,12 @@ from starlette.datastructures import UploadFile
 from support.http_fakes import ANSWER, FakeDispatcher
 
 from splitserve.coordinator.batch import routes
+from splitserve.coordinator.batch.asking import Asking
 from splitserve.coordinator.batch.lines import Line, read_lines
 from splitserve.coordinator.batch.runner import BatchOptions, BatchRunner
 from splitserve.coordinator.batch.store import BatchStore
 from splitserve.coordinator.http.limits import HttpLimits
+from splitserve.coordinator.lifecycle.request import Ended
 from splitserve.coordinator.server import HttpApp, HttpServer
 from splitserve.coordinator.tenants.tenancy import Everyone
 from splitserve.coordinator.text.served_model import ServedModel
@@ -72,10 +74,10 @@ async def client(
         yield client
 
 
-async def submit(client: AsyncOpenAI, content: bytes) -> Any:
+async def submit(client: AsyncOpenAI, content: bytes, endpoint: Any = CHAT) -> Any:
     file = await client.files.create(file=("in.jsonl", content), purpose="batch")
     return await client.batches.create(
-        input_file_id=file.id, endpoint=CHAT, completion_window="24h", metadata={"a": "b"}
+        input_file_id=file.id, endpoint=endpoint, completion_window="24h", metadata={"a": "b"}
     )
 
 
@@ -124,6 +126,48 @@ async def test_every_request_is_answered_in_a_file(client: AsyncOpenAI, dispatch
     assert {request.priority_class for request in dispatcher.requests} == {"batch"}
     assert [listed.id async for listed in client.batches.list()] == [batch.id]
     assert {file.purpose async for file in client.files.list()} == {"batch", "batch_output"}
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "bad", "text"),
+    [
+        ("/v1/responses", {"input": "Hi"}, {"background": True}, ["output", 0, "content", 0, "text"]),
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 900},
+            {"stream": True},
+            ["content", 0, "text"],
+        ),
+    ],
+)
+async def test_lines_may_be_of_other_apis(
+    client: AsyncOpenAI,
+    dispatcher: FakeDispatcher,
+    monkeypatch: pytest.MonkeyPatch,
+    path: Any,
+    asked: dict[str, Any],
+    bad: dict[str, Any],
+    text: list[Any],
+) -> None:
+    def one(number: int, **more: Any) -> dict[str, Any]:
+        return {**line(number), "url": path, "body": {**asked, "temperature": 0, **more}}
+
+    late = 3, Ended(error="deadline", message="Too late.")
+    monkeypatch.setattr(dispatcher, "fails_after", lambda r: late if len(dispatcher.requests) == 1 else None)
+    batch = await ended(client, (await submit(client, jsonl(one(0), one(1, top_p=7)), path)).id)
+    (good,) = await answers(client, batch.output_file_id)
+    found = good["response"]["body"]
+    for step in text:
+        found = found[step]
+    assert found == ANSWER
+    (refused,) = await answers(client, batch.error_file_id)
+    assert refused["response"]["status_code"] == 400
+    assert "top_p" in refused["response"]["body"]["error"]["message"]
+    assert batch.usage.input_tokens > batch.usage.input_tokens_details.cached_tokens == 3
+    assert batch.usage.output_tokens > 20
+    assert [request.priority_class for request in dispatcher.requests] == ["batch"] * 2  # one came too late
+    failed = await ended(client, (await submit(client, jsonl(one(0, **bad)), path)).id)
+    assert (failed.status, next(iter(bad)) in failed.errors.data[0].message) == ("failed", True)
 
 
 async def test_a_restart_goes_on_with_what_was_not_answered(
@@ -266,9 +310,8 @@ async def test_it_stops_whatever_has_just_changed(
 ) -> None:
     """``asyncio.wait_for`` returned what it had waited for, and not that it was cancelled, where both came
     within a turn of the loop."""
-    runner = BatchRunner(
-        BatchOptions(tmp_path / "batches.db"), HttpApp(dispatcher, model).generation, Everyone()
-    )
+    asking = Asking(HttpApp(dispatcher, model).generation, {})
+    runner = BatchRunner(BatchOptions(tmp_path / "batches.db"), asking, Everyone())
     runner.start()
     async with asyncio.timeout(60):
         while not runner._changed._waiters:  # type: ignore[attr-defined]
