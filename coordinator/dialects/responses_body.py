@@ -11,12 +11,13 @@ from ..generate.bodies.fields import INT64, STRING, Body, invalid, schema
 from ..generate.bodies.messages import MAX_MESSAGES
 from ..generate.bodies.sampling import ServiceTier
 from ..generate.bodies.tools import MAX_TOOLS
-from .responses_items import Item, messages_of
+from .responses_items import Item, chat_name, messages_of
 
 LOGPROBS, THOUGHTS = "message.output_text.logprobs", "reasoning.encrypted_content"
 HOSTED = ("web_search", "web_search_preview", "web_search_2025_08_26")
 """Tools of OpenAI's own that clients offer without being asked to. They are left out: no model here can call
 them. Others are refused."""
+OFFERED = ("function", "namespace")
 CHAT_PARAMS = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -95,8 +96,12 @@ class CountInputRequest(Body):
     @model_validator(mode="after")
     def _known_tools(self) -> CountInputRequest:
         for i, tool in enumerate(self.tools or ()):
-            if (kind := tool.get("type")) != "function" and kind not in HOSTED:
-                raise invalid(f"tools[{i}].type: must be 'function' on this server, not {kind!r}")
+            if (kind := tool.get("type")) not in (*OFFERED, *HOSTED):
+                raise invalid(
+                    f"tools[{i}].type: must be one of {', '.join(OFFERED)} on this server, not {kind!r}"
+                )
+            if kind == "namespace" and not _is_namespace(tool):
+                raise invalid(f"tools[{i}]: must have a string `name`, and functions alone as `tools`")
         for name in NOT_HERE:
             if (self.model_extra or {}).get(name) is not None:
                 raise invalid(f"{name}: is not built on this server; leave it out")
@@ -104,8 +109,16 @@ class CountInputRequest(Body):
 
     @property
     def functions(self) -> list[dict[str, Any]]:
-        """The tools that the model may be offered."""
-        return [tool for tool in self.tools or () if tool["type"] == "function"]
+        """The functions that the model is offered; those of a namespace have its name as ``namespace``."""
+        return [
+            function
+            for tool in self.tools or ()
+            for function in (
+                [{**inner, "namespace": tool["name"]} for inner in tool["tools"]]
+                if tool["type"] == "namespace"
+                else [tool] * (tool["type"] == "function")
+            )
+        ]
 
     def for_chat(self, items: Sequence[Item]) -> dict[str, Any]:
         """Return the body of the chat completion. ``items``: the whole conversation."""
@@ -199,7 +212,7 @@ class ResponsesRequest(CountInputRequest):
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "text": {"format": format_, "verbosity": text.verbosity or "medium"},
             "tool_choice": self.tool_choice or "auto",
-            "tools": self.functions,
+            "tools": [tool for tool in self.tools or () if tool["type"] in OFFERED],
             "top_logprobs": self.top_logprobs or 0,
             "top_p": 1.0 if self.top_p is None else self.top_p,
             "truncation": self.truncation or "disabled",
@@ -207,19 +220,29 @@ class ResponsesRequest(CountInputRequest):
         }
 
 
+def _is_namespace(tool: dict[str, Any]) -> bool:
+    match tool:
+        case {"name": str(), "tools": [*inner]}:
+            names = [
+                each.get("name")
+                for each in inner
+                if isinstance(each, dict) and each.get("type") == "function"
+            ]
+            return len(names) == len(inner) and all(isinstance(name, str) for name in names)
+    return False
+
+
 def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    names = ("name", "description", "parameters", "strict")
-    return {
-        "type": "function",
-        "function": {name: tool[name] for name in names if tool.get(name) is not None},
-    }
+    names = ("description", "parameters", "strict")
+    function = {name: tool[name] for name in names if tool.get(name) is not None}
+    return {"type": "function", "function": {"name": chat_name(tool), **function}}
 
 
 def _chat_choice(choice: str | dict[str, Any] | None) -> Any:
     """Return the chat's ``tool_choice``; what it does not know is passed on, and refused there."""
     match choice:
-        case {"type": "function", "name": name}:
-            return {"type": "function", "function": {"name": name}}
+        case {"type": "function", "name": _}:
+            return {"type": "function", "function": {"name": chat_name(choice)}}
         case {"type": "allowed_tools", "mode": mode, "tools": [*tools]}:
             return {
                 "type": "allowed_tools",

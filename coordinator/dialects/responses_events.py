@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import ApiError
 from .responses_body import ResponsesRequest
-from .responses_items import Item, encrypted, new_id
+from .responses_items import Item, chat_name, encrypted, new_id
 
 Event = dict[str, Any]
 FINAL = {"response.completed", "response.incomplete", "response.failed"}
@@ -38,6 +38,7 @@ class ResponseAnswer:
             "usage": None,
             **asked.echo(),
         }
+        self._grouped = {chat_name(tool): tool for tool in asked.functions if tool.get("namespace")}
         self._shows_thoughts = asked.shows_thoughts
         self._next_number = 0
         self._text: list[str] = []  # of the item that grows
@@ -105,10 +106,15 @@ class ResponseAnswer:
             function = call["function"]
             if "name" in function:
                 yield from self._close_item("completed")
-                item = {"type": "function_call", "call_id": call["id"], "name": function["name"]}
+                item = {"type": "function_call", "call_id": call["id"], **self._named(function["name"])}
                 yield from self._open({**item, "arguments": ""})
             if arguments := function.get("arguments"):
                 yield self._delta(arguments, [])
+
+    def _named(self, name: str) -> Item:
+        """Return a called function's name as its client gave it, within its namespace."""
+        function = self._grouped.get(name)
+        return {part: function[part] for part in ("name", "namespace")} if function else {"name": name}
 
     def _grow(self, empty: Item, text: str, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
         """Add to the last item, or begin another one if it is of another type."""

@@ -55,10 +55,16 @@ def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
             if kind == "message":
                 messages[-1]["content"] += _text(item["content"], "content")
             else:
-                function = {"name": item["name"], "arguments": item["arguments"]}
+                function = {"name": chat_name(item), "arguments": item["arguments"]}
                 call = {"id": item["call_id"], "type": "function", "function": function}
                 messages[-1].setdefault("tool_calls", []).append(call)
     return messages
+
+
+def chat_name(function: dict[str, Any]) -> Any:
+    """Return a function's name for the model: after that of its namespace, if it is in one."""
+    namespace, name = function.get("namespace"), function.get("name")
+    return f"{namespace}.{name}" if namespace else name
 
 
 def encrypted(thought: str) -> str:

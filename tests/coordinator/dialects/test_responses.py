@@ -157,6 +157,27 @@ def test_a_thought_comes_back_from_clients_that_store_nothing() -> None:
     ]
 
 
+async def test_a_function_of_a_namespace(
+    http: httpx.AsyncClient, dispatcher: FakeDispatcher, model: ServedModel
+) -> None:
+    """Codex groups functions so; the model sees both names, the client gets back what it gave."""
+    say(dispatcher, model, CALL.replace('"weather"', '"sky.weather"'))
+    group = {"type": "namespace", "name": "sky", "description": "Above.", "tools": [WEATHER]}
+    answer = (await http.post("/v1/responses", json={**ASKED, "tools": [group]})).json()
+    (call,) = answer["output"]
+    assert (call["name"], call["namespace"]) == ("weather", "sky")
+    assert answer["tools"] == [group]
+    assert messages_of(items_of([call]))[0]["tool_calls"][0]["function"]["name"] == "sky.weather"
+    for wrong in (
+        {"name": 5},
+        {"tools": None},
+        {"tools": [{"type": "custom"}]},
+        {"tools": [{"type": "function"}]},
+    ):
+        refused = await http.post("/v1/responses", json={**ASKED, "tools": [{**group, **wrong}]})
+        assert refused.status_code == 400, wrong
+
+
 async def test_structured_output_binds_the_text(client: AsyncOpenAI, dispatcher: FakeDispatcher) -> None:
     format_: Any = {"type": "json_schema", "name": "x", "schema": WEATHER["parameters"]}
     await client.responses.create(text={"format": format_}, **ASKED)
