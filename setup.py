@@ -1,7 +1,7 @@
 """What pyproject.toml cannot say: the optional native CPU kernels, and the commit that a wheel is built from.
 
-The build is portable: each instruction set has its own source file, chosen when the module is imported. Where there is no compiler the
-package installs without it and the kernels run in plain torch.
+The build is portable: each instruction set has its own source file, chosen when the module is imported. Where
+there is no compiler the package installs without it and the kernels run in plain torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COMMIT_FILE = "src/splitserve/cli/commit.txt"
 
 
 def commit() -> str:
-    """The commit of this clone, with -dirty where files differ from it; what an sdist says of itself; or "", where nobody knows."""
+    """The commit of this clone, with -dirty where files differ from it, or that of the sdist, or ""."""
     if Path(COMMIT_FILE).is_file():
         return Path(COMMIT_FILE).read_text()
     asked = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
@@ -70,7 +70,7 @@ setup(
             sources=[f"{FOLDER}/{name}" for name in SOURCES],
             depends=[f"{FOLDER}/{name}" for name in HEADERS],
             language="c++",
-            # errno and traps of floating-point functions are never looked at; nothing else of -ffast-math is asked for
+            # errno and traps of floating-point functions are never read; nothing else of -ffast-math is used
             extra_compile_args=["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-pthread"],
             extra_link_args=["-pthread"],
             define_macros=[("Py_LIMITED_API", "0x030B0000")],  # one wheel for every Python from 3.11 on

@@ -198,8 +198,8 @@ class Contention(_Part):
     ``decode_beside_prefill``: a decode step while another worker computes prompts.
 
     ``splitserve profile`` measures it on CPUs: the same steps in turn beside an idle and a busy neighbour,
-    each a process with its own cores, in processor time. Several neighbours are extrapolated: the sum of what
-    each adds. Workers whose profiles lack this part neither slow others nor are slowed."""
+    each a process with its own cores, in processor time. Several neighbours are extrapolated: their
+    effects are added up. Workers whose profiles lack this part neither slow others nor are slowed."""
 
     version: Literal[1] = 1
     prefill_beside_prefill: Slowdown = 1.0

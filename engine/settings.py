@@ -70,8 +70,8 @@ class ComputeSettings(BaseModel):
     )
     threads: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field(
         default=1,
-        description="CPU threads for computing, 1 to 1024; auto: this worker's share of the cores that are left "
-        "on this host.",
+        description="CPU threads for computing, 1 to 1024; auto: this worker's share of the cores that are "
+        "left on this host.",
     )
     runner: str = Field(
         default="model",

@@ -125,7 +125,7 @@ def fastest(candidates: Sequence[Callable[[], object]], num_threads: int) -> lis
 
 
 def rows_of_onednn(own: Callable[[int], object], onednn: Callable[[int], object], num_threads: int) -> int:
-    """The number of rows from which on oneDNN is faster; NEVER; or 0: always. Both multiply that many rows."""
+    """Return the number of rows from which on oneDNN is faster; NEVER, or 0 for always."""
     limit = NEVER
     for rows in reversed(ROWS):
         runs: list[Callable[[], object]] = [partial(own, rows), partial(onednn, rows)]

@@ -1,7 +1,7 @@
 """The planner's errors.
 
     PlannerError
-    ├── TraceError       a trace file cannot be read, or a row of it is wrong: names the file, the line and the field
+    ├── TraceError       a trace cannot be read: names the file, the line and the field
     ├── WorkloadError    a workload's description cannot be used
     ├── ProfilingError   a profile cannot be measured or imported
     └── SimulationError  a cluster cannot be simulated or planned

@@ -176,8 +176,8 @@ def circle_among(children: dict[str, set[str]]) -> list[str]:
 
 
 def circle_at(level: tuple[str, ...], imports: dict[tuple[str, ...], set[tuple[str, ...]]]) -> list[str]:
-    """Return the names right below ``level`` that import each other in a circle, directly or by others; ``()``
-    is the root."""
+    """Return the names right below ``level`` that import each other in a circle, directly or by others;
+    ``()`` is the root."""
     depth, children = len(level), dict[str, set[str]]()
     for name in [name for name in imports if name[:depth] == level]:
         inside = {imported[depth] for imported in imports[name] if imported[:depth] == level}

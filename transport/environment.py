@@ -133,8 +133,8 @@ class Device(Protocol):
         """Whether a GPU computes the checksums: one call costs about the same for one block as for many."""
 
     def write_test_block(self, block: int, seed: Sequence[int]) -> None:
-        """Fill this block with bytes that ``seed`` determines. Raises MoverError where their checksum there is
-        not that of the bytes."""
+        """Fill this block with bytes that ``seed`` determines. Raises MoverError where their checksum there
+        differs from that of the bytes."""
 
     def add_sent(self, blocks: Sequence[int], first_layer: int, num_layers: int) -> None:
         """Add these layers to the checksums of blocks that are being sent: layer 0 begins one anew, the

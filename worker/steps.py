@@ -253,9 +253,9 @@ class Steps:
         return RunningStep(rows, Prompts(prefill, prompts), stride, self._half, progress)
 
     def _is_early(self) -> bool:
-        """Whether the next step is to be made later, behind a step with prompts: what arrives until then takes
-        part. Sequences are to have no gap. A GPU has none between steps of prompts either; on a CPU it is
-        nothing beside such a step, and the next one is made when the last one has ended."""
+        """Whether to make the next step later, behind a step with prompts, so that what arrives until then
+        takes part. Sequences are to have no gap. A GPU has none between steps of prompts either; on a CPU it
+        is nothing beside such a step, and the next one is made when the last one has ended."""
         newest = self._running[-1]
         if self._launches:
             return not newest.is_half_done

@@ -156,7 +156,8 @@ def measure(model: str, runner: ModelRunner) -> list[Row]:
 
     for batch in DECODE_BATCHES:
         step = make_batch(batch, CONTEXT - 1, 1)
-        seconds = best_seconds(lambda step=step: runner.execute(step), 10 if batch < 32 else 5)  # type: ignore[misc]
+        repeats = 10 if batch < 32 else 5
+        seconds = best_seconds(lambda step=step: runner.execute(step), repeats)  # type: ignore[misc]
         floor = ((weights + head) * item + batch * CONTEXT * kv_token_bytes) / bytes_per_s
         floor = max(floor, 2 * batch * (weights + head) / flops_per_s)
         products = products_seconds(runner, batch, batch)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -184,7 +185,8 @@ def _variant_error(
     if variant.family == "decode":
         case = attention_case(lengths, [1] * len(lengths), **options)  # type: ignore[arg-type]
         return relative_error(decode(case, tile=variant.tile, exact=variant.exact).cpu(), case.exact)
-    case = attention_case([sum(chunk) for chunk in chunks], [chunk[1] for chunk in chunks], **options)  # type: ignore[arg-type]
+    lengths, new = [sum(chunk) for chunk in chunks], [chunk[1] for chunk in chunks]
+    case = attention_case(lengths, new, **options)  # type: ignore[arg-type]
     return relative_error(prefill(case, variant.tile, variant.exact).cpu(), case.exact)
 
 
@@ -349,13 +351,13 @@ def _gumbel(rows: int, vocab_size: int, device: str) -> float:
 
 
 def _sampling(vocab_size: int, device: str) -> float:
-    own: list[dict[str, float]] = [
+    own: list[dict[str, Any]] = [
         {}, {"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 50},
         {"top_k": 20, "top_p": 0.8, "temperature": 0.7}, {"min_p": 0.05},
         {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.3}, {"top_p": 0.999},
     ]  # fmt: skip
     states = [
-        SamplingState(SamplingParams(max_tokens=9, seed=i, logit_bias={i: 2.0}, **params), [1, 2], [i, 5])  # type: ignore[arg-type]
+        SamplingState(SamplingParams(max_tokens=9, seed=i, logit_bias={i: 2.0}, **params), [1, 2], [i, 5])
         for i, params in enumerate(own * 4)
     ]
     logits = randn(len(states), vocab_size, device=device) * 3

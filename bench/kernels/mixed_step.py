@@ -48,8 +48,8 @@ def main() -> None:
             ]
             apart, together = (statistics.median(times) for times in zip(*taken, strict=True))
             print(
-                f"{options.rows} rows and {count} prompt tokens: {apart:.1f} ms in two steps, {together:.1f} in "
-                f"one ({together / apart:.2f} times)"
+                f"{options.rows} rows and {count} prompt tokens: {apart:.1f} ms in two steps, "
+                f"{together:.1f} in one ({together / apart:.2f} times)"
             )
 
 

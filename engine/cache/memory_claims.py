@@ -34,7 +34,7 @@ class Claim:
     weights: int
     kv_cache: int = 0
     committed: int = 0
-    """Of these, taken in full already where private memory does not show it (a shared pool)."""
+    """Bytes of these that are taken in full already and that private memory does not show (a shared pool)."""
     cores: tuple[int, ...] = ()  # on which it computes
 
     def pending(self, private: int) -> int:

@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class GrammarMatcher:
-    """A ``TokenMatcher``. Used by one thread at a time, but for ``failure``."""
+    """A ``TokenMatcher``. Not thread-safe, except for ``failure``."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         self._matcher = matcher

@@ -1,6 +1,7 @@
 """Fits a step model to measured steps: least squares of relative errors. Pure.
 
-    seconds = sum of hat functions over the knots (the curve) + read_s * reads + seq_s * seqs + cached_s * cached
+    seconds = curve (a sum of hat functions over the knots)
+              + read_s * reads + seq_s * seqs + cached_s * cached
 
 Slopes are left out where the data would make them negative: nothing gets quicker by more work of that kind.
 """

@@ -112,8 +112,10 @@ class Hardware:
     def pools(self, candidate: Candidate) -> Iterator[tuple[PoolRole, int, Kind]]:
         prefill, decode = self.kinds[candidate.prefill_kind], self.kinds[candidate.decode_kind]
         counts: tuple[tuple[PoolRole, int, Kind], ...] = (
-            ("prefill", candidate.prefill, prefill), ("decode", candidate.decode, decode), ("colocated", candidate.colocated, prefill)
-        )  # fmt: skip
+            ("prefill", candidate.prefill, prefill),
+            ("decode", candidate.decode, decode),
+            ("colocated", candidate.colocated, prefill),
+        )
         yield from ((role, count, kind) for role, count, kind in counts if count)
 
     def cluster(self, candidate: Candidate, max_queue: int) -> Cluster:

@@ -16,8 +16,8 @@ Section = dict[str, str | int]
 
 
 def write_launch(path: Path, hardware: Hardware, candidate: Candidate, comment: str = "") -> None:
-    """Write the plan's cluster: workers of each role, their steps and batches, and the memory and types of
-    their profile. Colocated workers are what ``splitserve up --mixed`` starts. ``comment``: one line of comment
+    """Write the plan's cluster: workers of each role, their steps and batches, their profile's memory and
+    types. Colocated workers are what ``splitserve up --mixed`` starts. ``comment``: one line of comment
     for the reader. Raises SimulationError."""
     pools = {role: (count, kind) for role, count, kind in hardware.pools(candidate)}
     up: Section = {"prefill": candidate.prefill, "decode": candidate.decode}

@@ -201,9 +201,9 @@ def _growth(plan: Plan) -> str:
     more = plan.question.hardware.num_gpus(growth.candidate) - plan.question.hardware.num_gpus(
         winner.candidate
     )
-    holds = f"then {growth.attainment:.1%} are good" if growth.attainment >= plan.question.level.attainment else (
-        f"which is still not enough ({growth.attainment:.1%}): plan again with more GPUs"
-    )  # fmt: skip
+    holds = f"then {growth.attainment:.1%} are good"
+    if growth.attainment < plan.question.level.attainment:
+        holds = f"which is still not enough ({growth.attainment:.1%}): plan again with more GPUs"
     return f"{grown} {now}; go to {words(growth.candidate)} ({more} GPUs more): {holds}."
 
 

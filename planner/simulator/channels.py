@@ -19,7 +19,7 @@ COORDINATOR = "tcp://coordinator:0"
 class CoordinatorSocket(Protocol):
     """The coordinator, as workers reach it."""
 
-    def hear(self, identity: bytes, messages: Sequence[Message]) -> None:
+    def receive_from(self, identity: bytes, messages: Sequence[Message]) -> None:
         """Receive messages that a worker has sent together."""
 
 
@@ -88,8 +88,8 @@ class CoordinatorChannel:
         if type(messages[0]) is Load:
             self._network.reported_at = process.queue.now
         if not process.catching_up:
-            hear = process.fabric.coordinator.hear
-            process.queue.after(process.message_s, hear, self._identity, messages)
+            receive = process.fabric.coordinator.receive_from
+            process.queue.after(process.message_s, receive, self._identity, messages)
         return True
 
     def receive(self, limit: int) -> list[Message]:
@@ -154,7 +154,7 @@ class PeerChannel:
 
 
 class SimulatedListener:
-    """Where a decode worker is reached by other workers, and its end of the link."""
+    """A decode worker's port for other workers, and its end of the link."""
 
     def __init__(self, network: SimulatedNetwork, address: str) -> None:
         self._network, self.process, self.address = network, network.owner, address

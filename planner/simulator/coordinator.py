@@ -76,7 +76,7 @@ class Coordinator:
         request.sink = FirstTokenSink(self._queue, request, record)
         self._dispatcher.submit(request)
 
-    def hear(self, identity: bytes, messages: Sequence[Message]) -> None:
+    def receive_from(self, identity: bytes, messages: Sequence[Message]) -> None:
         """Receive messages that a worker has sent together."""
         self._dispatcher.receive([(identity, message) for message in messages])
 

@@ -8,9 +8,9 @@ from ...coordinator.lifecycle.request import Ended
 from ...coordinator.lifecycle.time_ledger import Stages
 
 COLUMNS = (
-    "number", "arrival_s", "num_prompt_tokens", "num_output_tokens", "num_cached_tokens", "outcome", "ttft_s", "tpot_s", "e2e_s",
-    "queue_s", "prefill_s", "handoff_s", "decode_s", "coordinator_s", "prefill_worker", "decode_worker",
-    "num_dispatches",
+    "number", "arrival_s", "num_prompt_tokens", "num_output_tokens", "num_cached_tokens", "outcome",
+    "ttft_s", "tpot_s", "e2e_s", "queue_s", "prefill_s", "handoff_s", "decode_s", "coordinator_s",
+    "prefill_worker", "decode_worker", "num_dispatches",
 )  # fmt: skip
 
 

@@ -1,12 +1,14 @@
 """The trace formats, recognised by a file's first line.
 
-| format | rows | arrival | lengths | block hashes |
-|---|---|---|---|---|
-| splitserve | JSONL with a header | ``arrival_s`` | ``num_prompt_tokens``, ``num_output_tokens`` | any block size |
-| mooncake | JSONL | ``timestamp``, milliseconds | ``input_length``, ``output_length`` | ``hash_ids``, blocks of 512 tokens |
-| azure | CSV | ``TIMESTAMP``, date and time | ``ContextTokens``, ``GeneratedTokens`` | none |
-| splitwise | CSV | ``arrival_timestamp``, seconds | ``prompt_size``, ``token_size`` | none |
-| servegen | CSV | ``arrival_timestamp``, seconds | ``input_tokens``, ``output_tokens`` | none |
+| format | rows | arrival | lengths of prompt and output |
+|---|---|---|---|
+| splitserve | JSONL with a header | ``arrival_s`` | ``num_prompt_tokens``, ``num_output_tokens`` |
+| mooncake | JSONL | ``timestamp``, milliseconds | ``input_length``, ``output_length`` |
+| azure | CSV | ``TIMESTAMP``, date and time | ``ContextTokens``, ``GeneratedTokens`` |
+| splitwise | CSV | ``arrival_timestamp``, seconds | ``prompt_size``, ``token_size`` |
+| servegen | CSV | ``arrival_timestamp``, seconds | ``input_tokens``, ``output_tokens`` |
+
+Block hashes: splitserve's, of blocks of any size; Mooncake's ``hash_ids``, of blocks of 512 tokens.
 
 Each parser takes one row (the CSV columns by name, or the JSON object) and raises BadField.
 """

@@ -1,8 +1,12 @@
 """Our own trace format: JSON lines, a header and then one request a line. A coordinator's request log is
 written in it.
 
-    {"format": "splitserve-trace", "version": 1, "block_size": 16, "origin_s": 1763700000.0, "disorder_s": 600}
-    {"arrival_s": 0.0, "num_prompt_tokens": 70, "num_output_tokens": 12, "block_hashes": ["9f3c", "03aa"], "session": "s17"}
+    {"format": "splitserve-trace", "version": 1, "block_size": 16, "origin_s": 1763700000.0,
+     "disorder_s": 600}
+    {"arrival_s": 0.0, "num_prompt_tokens": 70, "num_output_tokens": 12,
+     "block_hashes": ["9f3c", "03aa"], "session": "s17"}
+
+(each of the two on one line)
 
 Header: ``format`` and ``version`` are needed. ``block_size`` is needed where rows have ``block_hashes``.
 ``origin_s`` is the Unix time at arrival 0. ``disorder_s``: rows may be in the order in which requests

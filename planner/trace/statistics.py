@@ -1,11 +1,12 @@
 """Statistics of a trace: arrivals, lengths, and reuse of prompts.
 
     IAT CV      standard deviation over mean of the gaps between arrivals: 1 for Poisson arrivals
-    peak        most arrivals in one window, windows aligned to the wall clock (where the trace has a date) or to its start;
-                the sliding peak is that of any window
-    dispersion  variance over mean of the arrivals in consecutive windows: 1 for Poisson arrivals, at every width
-    reuse       share of all prompt blocks whose hash, and those of all blocks before it, an earlier request had: the hit rate of one
-                prefix cache without bound (this alone remembers every distinct block)
+    peak        most arrivals in one window; windows are aligned to the wall clock (where the trace has a
+                date) or to the trace's start; the sliding peak is that of any window
+    dispersion  variance over mean of the arrivals in consecutive windows: 1 for Poisson arrivals, at every
+                width
+    reuse       share of all prompt blocks whose hash, and those of all blocks before it, an earlier request
+                had: the hit rate of one prefix cache without bound (it alone remembers every distinct block)
 
 One pass. Only reuse and the names of sessions need memory that grows with the number of requests.
 """

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 from urllib.parse import unquote, urlsplit
 
@@ -217,7 +218,7 @@ def test_what_s3_has_not_is_said_with_what_to_do(s3: Any, monkeypatch: pytest.Mo
     with pytest.raises(ConfigError, match="--revision v1: s3://models/x has none"):
         resolved("s3://models/x", "v1")
     s3.put_object(Bucket="models", Key="big/config.json", Body=b"{}")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 0))  # type: ignore[attr-defined]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=1, used=1, free=0))
     with pytest.raises(ConfigError, match="make room or set XDG_CACHE_HOME"):
         resolved("s3://models/big")
     monkeypatch.setitem(sys.modules, "boto3", None)

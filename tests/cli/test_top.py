@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import pty
@@ -124,8 +125,8 @@ def test_the_picture(width: int) -> None:
     assert max(len(line) for line in text.splitlines()) <= width
 
 
-def test_without_colours_each_part_is_told_by_its_letter() -> None:
-    console = Console(width=160, height=40, file=open(os.devnull, "w"), record=True, no_color=True)  # noqa: SIM115
+def test_without_colours_each_part_has_its_letter() -> None:
+    console = Console(width=160, height=40, file=io.StringIO(), record=True, no_color=True)
     console.print(render(picture(), 160, 40, coloured=False))
     console.file.close()
     text = console.export_text()

@@ -16,7 +16,8 @@ from splitserve.coordinator.http.call import Endpoint
 TEXT: Endpoint = "/v1/completions"
 CHAT: Endpoint = "/v1/chat/completions"
 OTHERS_WORDS = re.compile(
-    r"[Ii]nput should|Field required|should (be|have|match)|valid (string|number|integer|boolean|list)|validation"
+    r"[Ii]nput should|Field required|should (be|have|match)|validation"
+    r"|valid (string|number|integer|boolean|list)"
 )
 
 

@@ -42,7 +42,9 @@ from splitserve.transport.movers.interface import MoverEndpoints
 
 BLOCK = 4
 MODEL = ModelIdentity(fingerprint="m", dtype="float32", block_size=BLOCK, layout="l", block_bytes=64)
-PARAMS = {"max_tokens": 30, "temperature": 0.0, "presence_penalty": 0.5, "seed": 7, "logprobs": 0}
+PARAMS: dict[str, Any] = {
+    "max_tokens": 30, "temperature": 0.0, "presence_penalty": 0.5, "seed": 7, "logprobs": 0,
+}  # fmt: skip
 
 
 def generate_next(tokens: list[int]) -> int:
@@ -133,7 +135,7 @@ class Pair:
         self.want = expected(self.prompt, 30)
         blocks = self.a.blocks.allocate(-(-prompt // BLOCK))
         assert blocks is not None
-        state = SamplingState(SamplingParams(**PARAMS), list(self.prompt), self.want[:1])  # type: ignore[arg-type]
+        state = SamplingState(SamplingParams(**PARAMS), list(self.prompt), self.want[:1])
         self.a.core.scheduler.join((7, 1), "r", state, blocks, b"root", 500.0)
 
     def other(self, worker: Worker) -> Worker:
@@ -148,7 +150,7 @@ class Pair:
             coordinator=7,
             token_ids=u32([*self.prompt, *self.want[:tokens_known]]),
             num_prompt_tokens=len(self.prompt),
-            sampling=SamplingParams(**PARAMS),  # type: ignore[arg-type]
+            sampling=SamplingParams(**PARAMS),
             deadline_s=500.0,
         )
         self.a.core.from_coordinator(
@@ -194,7 +196,7 @@ def test_a_sequence_goes_on_at_the_other_worker_with_all_of_its_state() -> None:
     assert joined.logprobs is not None  # should the coordinator have missed the newest token
     assert joined.logprobs.logprob == -float(joined.token)
     (moved,) = pair.b.core.scheduler.sequences()
-    assert moved.state.params == SamplingParams(**PARAMS)  # type: ignore[arg-type]
+    assert moved.state.params == SamplingParams(**PARAMS)
     assert pair.a.blocks.num_used == 0
     assert pair.a.core.load().counters["handed_over"] == 1
     for _ in range(20):

@@ -183,7 +183,8 @@ from splitserve.deploy.child_process import Command
 from splitserve.deploy.supervisor import Supervisor
 async def never(): return False
 def log(name, line): print(child.pid, flush=True)
-supervisor = Supervisor([Command("child", [sys.executable, "-c", {STUBBORN!r}], dict(os.environ))], is_ready=never, log=log)
+command = Command("child", [sys.executable, "-c", {STUBBORN!r}], dict(os.environ))
+supervisor = Supervisor([command], is_ready=never, log=log)
 child = supervisor.children[0]
 asyncio.run(supervisor.run(never))
 """

@@ -81,8 +81,10 @@ def hurt(cluster: ForkedCluster, role: str, number: int) -> None:
     name = (victim["worker_id"], victim["incarnation"])
     os.kill(victim["pid"], number)
     try:
-        gone = lambda: name not in [(w["worker_id"], w["incarnation"]) for w in cluster.workers(role)]  # noqa: E731
-        wait_for(f"{name[0]} is gone", gone)
+        wait_for(
+            f"{name[0]} is gone",
+            lambda: name not in [(w["worker_id"], w["incarnation"]) for w in cluster.workers(role)],
+        )
     finally:
         if number == signal.SIGSTOP:
             os.kill(victim["pid"], signal.SIGCONT)

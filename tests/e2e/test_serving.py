@@ -135,8 +135,8 @@ def test_metrics_tell_of_the_work(cluster: Cluster) -> None:
         "request_handoff_time_seconds",
         "kv_blocks",
     ):
-        shown = lambda name=name: f"splitserve_{name}" in HTTP.get(f"{cluster.url}/metrics").text  # noqa: E731
-        wait_for(name, shown)  # a scrape within a second of another gets the same text
+        # a scrape within a second of another gets the same text
+        wait_for(name, lambda name=name: f"splitserve_{name}" in HTTP.get(f"{cluster.url}/metrics").text)
 
 
 def test_metrics_tell_how_busy_each_worker_is_and_how_long_its_start_took(cluster: Cluster) -> None:

@@ -44,7 +44,8 @@ WAYS_TO_SAMPLE = (
     SamplingParams(max_tokens=9, top_k=3, min_p=0.1, logit_bias={3: 1.0}, logprobs=2, seed=1),
 )
 EDITED = SamplingParams(
-    max_tokens=9, temperature=1.2, seed=4, min_p=0.01, repetition_penalty=1.3, frequency_penalty=0.4, min_tokens=2, logprobs=2
+    max_tokens=9, temperature=1.2, seed=4, min_p=0.01, repetition_penalty=1.3, frequency_penalty=0.4,
+    min_tokens=2, logprobs=2,
 )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,11 +36,11 @@ def test_layers_are_loaded_side_by_side_and_in_their_order(tmp_path: Path) -> No
     two_at_once = threading.Barrier(2, timeout=60)
 
     class Kernels(TorchKernels):
-        def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> model_runner.TorchKernels:  # type: ignore[override]
+        def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
             if threading.current_thread().name.startswith("load-weights"):
                 two_at_once.wait()  # another thread loads another layer meanwhile
             assert torch.is_inference_mode_enabled()
-            return super().linear(weight, bias)  # type: ignore[return-value]
+            return super().linear(weight, bias)
 
     with Checkpoint(tmp_path) as checkpoint, torch.inference_mode():
         plain = [

@@ -83,8 +83,8 @@ def test_decode(
     programs: int,
 ) -> None:
     case = attention_case(
-        lengths, [1] * len(lengths), group=heads[0], num_kv_heads=heads[1], head_dim=head_dim, block_size=block_size,
-        dtype=dtype, window=window,
+        lengths, [1] * len(lengths), group=heads[0], num_kv_heads=heads[1], head_dim=head_dim,
+        block_size=block_size, dtype=dtype, window=window,
     )  # fmt: skip
     assert relative_error(decode(case, programs=programs), case.exact) < ALLOWED[dtype]
 
@@ -168,8 +168,8 @@ def test_prefill(
 ) -> None:
     """Chunks (cached tokens, new tokens) of several sequences in one batch."""
     case = attention_case(
-        [cached + new for cached, new in chunks], [new for _, new in chunks], group=heads[0], num_kv_heads=heads[1], head_dim=head_dim,
-        block_size=block_size, dtype=dtype, window=window,
+        [cached + new for cached, new in chunks], [new for _, new in chunks], group=heads[0],
+        num_kv_heads=heads[1], head_dim=head_dim, block_size=block_size, dtype=dtype, window=window,
     )  # fmt: skip
     assert relative_error(prefill(case, split_folds=split_folds), case.exact) < ALLOWED[dtype]
 

@@ -29,13 +29,14 @@ def test_the_command_writes_a_configuration_that_up_reads(
     requests = question(300, 3, count=24).load.requests
     write_trace(tmp_path / "t.jsonl", Trace("t", lambda: iter(requests)))
     settings = PlanSettings(
-        trace=tmp_path / "t.jsonl", profile=tmp_path / "p.json", gpus=3, slo="ttft=0.4@p90,tpot=0.03@p90", jobs=1, chunk_budgets="512",
-        json_file=tmp_path / "j.json", plot_file=tmp_path / "p.png", requests=60, launch_file=tmp_path / "up.yaml", workers_per_host=2,
+        trace=tmp_path / "t.jsonl", profile=tmp_path / "p.json", gpus=3, slo="ttft=0.4@p90,tpot=0.03@p90",
+        jobs=1, chunk_budgets="512", json_file=tmp_path / "j.json", plot_file=tmp_path / "p.png",
+        requests=60, launch_file=tmp_path / "up.yaml", workers_per_host=2,
     )  # fmt: skip
     assert plan_command(settings) == 0
     text = " ".join(capsys.readouterr().out.split())
-    for part in ("Recommended: ", "in other orders", "isaggregat", "colocated", "load grows by 50%", "A plan from mean", "TPOT here is",
-                 "2 workers to a host change nothing for"):  # fmt: skip
+    for part in ("Recommended: ", "in other orders", "isaggregat", "colocated", "load grows by 50%",
+                 "A plan from mean", "TPOT here is", "2 workers to a host change nothing for"):  # fmt: skip
         assert part in text
     message = json.loads((tmp_path / "j.json").read_text())
     assert message["best"]["goodput_per_s"] > 0

@@ -366,8 +366,9 @@ def test_a_harder_rest_of_the_trace_is_told_wherever_the_plan_is_read(
     hard = [TraceRequest(20 + 0.01 * (i % 20) + 10 * (i // 20), 300, 3) for i in range(60)]
     write_trace(tmp_path / "t.jsonl", Trace("t", lambda: iter([*easy, *hard])))
     settings = PlanSettings(
-        trace=tmp_path / "t.jsonl", profile=tmp_path / "p.json", gpus=3, slo="ttft=0.4@p90,tpot=0.03@p90", jobs=1, chunk_budgets="512",
-        json_file=tmp_path / "j.json", requests=40, launch_file=tmp_path / "up.yaml",
+        trace=tmp_path / "t.jsonl", profile=tmp_path / "p.json", gpus=3, slo="ttft=0.4@p90,tpot=0.03@p90",
+        jobs=1, chunk_budgets="512", json_file=tmp_path / "j.json", requests=40,
+        launch_file=tmp_path / "up.yaml",
     )  # fmt: skip
     assert plan_command(settings) == 0
     message = json.loads((tmp_path / "j.json").read_text())

@@ -105,7 +105,8 @@ def test_the_shapes_fit_the_worker_however_small(bounds: Bounds) -> None:
 
 
 def test_a_neighbour_that_seems_to_help_costs_nothing() -> None:
-    chance = [Beside(e, role, [0.97, 0.98, 0.99]) for e in shapes(BOUNDS) for role in ("prefill", "decode")]  # type: ignore[arg-type]
+    roles: tuple[Role, ...] = ("prefill", "decode")
+    chance = [Beside(e, role, [0.97, 0.98, 0.99]) for e in shapes(BOUNDS) for role in roles]
     found = contention_of(chance)
     assert found.decode_beside_prefill == 1.0
     assert found.ranges["decode_beside_prefill"] == (0.98, 0.98)

@@ -76,8 +76,8 @@ def test_a_batch_is_taken_apart_into_chunks_and_decoding_sequences() -> None:
     )  # decoding; a chunk after 20 cached; a new prompt; a prompt of one token
     state = SamplingState(SamplingParams(max_tokens=1), [], [])
     batch = Batch(
-        np.zeros(30, np.int32), np.zeros(30, np.int32), np.cumsum([0, *new], dtype=np.int32), np.array(lens, np.int32),
-        np.zeros((4, 3), np.int32), np.zeros(30, np.int64), [state] * 4,
+        np.zeros(30, np.int32), np.zeros(30, np.int32), np.cumsum([0, *new], dtype=np.int32),
+        np.array(lens, np.int32), np.zeros((4, 3), np.int32), np.zeros(30, np.int64), [state] * 4,
     )  # fmt: skip
     clock = StepClock(PROFILE)
     assert clock.batch(batch) == clock.mixed([(20, 20), (0, 8), (0, 1)], 1, 30)

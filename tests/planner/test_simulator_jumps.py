@@ -4,6 +4,7 @@ last bit."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -47,11 +48,11 @@ def cached_talk() -> list[TraceRequest]:
 
 
 def outcome(
-    of: Cluster, requests: Iterable[TraceRequest], jumps: bool, **options: object
+    of: Cluster, requests: Iterable[TraceRequest], jumps: bool, **options: Any
 ) -> tuple[Simulation, list[object]]:
     records: list[RequestRecord] = []
     seed = options.pop("seed", 5)
-    simulation = Simulation(of, seed, on_record=records.append, jumps=jumps, **options)  # type: ignore[arg-type]
+    simulation = Simulation(of, seed, on_record=records.append, jumps=jumps, **options)
     simulation.run(trace(requests, 16))
     assert_no_block_is_lost(simulation)
     return simulation, [summary(simulation), *(r.row() for r in records)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count, islice
 
@@ -50,8 +51,14 @@ def test_a_cut_is_a_window_that_starts_at_0(
 
 
 def test_a_cut_reads_no_further_than_it_needs() -> None:
-    read = []
-    endless = Trace("endless", lambda: (read.append(at) or TraceRequest(float(at), 1, 1) for at in count()))  # type: ignore[func-returns-value]
+    read: list[int] = []
+
+    def requests() -> Iterator[TraceRequest]:
+        for at in count():
+            read.append(at)
+            yield TraceRequest(float(at), 1, 1)
+
+    endless = Trace("endless", requests)
     assert len(list(cut(endless, max_requests=3))) == 3
     assert len(list(cut(endless, end_s=5))) == 5
     assert read == [*range(4), *range(6)]

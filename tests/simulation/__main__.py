@@ -1,7 +1,7 @@
 """Runs the simulator for long, adds up what was run, or runs one seed again:
 
 cd tests
-python -m simulation --requests 5000000 --json ../bench/results/simulation.json    # once more: goes on, with other seeds
+python -m simulation --requests 5000000 --json ../bench/results/simulation.json
 python -m simulation --add a.json b.json --json ../bench/results/simulation.json
 python -m simulation --scenario drawn --seed 123
 """

@@ -47,7 +47,7 @@ class Adversary:
         return self.world.workers[self._some_worker()].process
 
     def _some_seconds(self) -> float:
-        """From a tenth of a second to three: shorter and longer than what anybody's patience is."""
+        """Draw 0.1 to 3 seconds: shorter and longer than the patience of any part."""
         return 0.1 * 30.0 ** self.random.random()
 
     def kill(self) -> None:
@@ -97,14 +97,14 @@ class Adversary:
             coordinator.run(coordinator.dispatcher.drain, worker.name, self.random.choice((None, 0.3)))
 
     def flip(self) -> None:
-        """By a person's word, or the pool controller's; whether it may be is the coordinator's to say."""
+        """Order a flip, as an operator or the pool controller does; the coordinator may refuse it."""
         if flexible := sorted(name for name, process in self.world.processes.items() if process.flexible):
             coordinator, process = self.world.some_coordinator(), self.random.choice(flexible)
             role = self.random.choice(("prefill", "decode"))
             coordinator.run(coordinator.flip, process, role, self.random.choice((None, 0.3)))
 
     def set_a_clock(self) -> None:
-        """Of one host."""
+        """Set one host's clock forward or back."""
         self.counts["clocks set"] += 1
         self.world.hosts[self.random.choice(sorted(self.world.hosts))].jump()
 

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from splitserve.transport.messages.messages import PeerId
 
 PUT_S = 0.8
-"""What is not known to have landed within so long is taken to have failed; it may land all the same."""
+"""Seconds after which a put not known to have landed counts as failed; it may land all the same."""
 ENDING_S = 0.3
-"""An agent takes up to so long to end."""
+"""Most seconds that an agent takes to end."""
 READY = 0.8
 """How often the agent for a new peer is there when it is asked for."""
 
@@ -100,10 +100,10 @@ class AgentSource(Source):
     """The writer's side, for one peer. ``stir``: something has happened to it; its owner asks how it is."""
 
     def __init__(
-        self, writer: WorkerRole, peer: str, agent: Agent, stir: Callable[[AgentSource], None]
+        self, writer: WorkerRole, peer: str, agent: Agent, on_change: Callable[[AgentSource], None]
     ) -> None:
         super().__init__(writer, peer, agent.process.endpoint)
-        self._agent, self._stir = agent, stir
+        self._agent, self._on_change = agent, on_change
         self._writes: list[Write] = []
         self._closed = False
 
@@ -162,7 +162,7 @@ class AgentSource(Source):
     def _landed(self, write: Write) -> None:
         if write in self._writes:
             self._writes.remove(write)
-            self._stir(self)
+            self._on_change(self)
 
     def _fail(self, write: Write, reason: str) -> None:
         write.failed = reason
@@ -170,4 +170,4 @@ class AgentSource(Source):
 
     def _look(self) -> None:
         if self._writes:
-            self._stir(self)
+            self._on_change(self)

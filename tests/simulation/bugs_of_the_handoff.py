@@ -110,7 +110,7 @@ def take_an_echo_of_the_handoff_for_the_second(patch: Patch) -> None:
     patch.setattr(HandoffReceiver, "_on_handoff", broken)
 
 
-def say_release_and_put_on(patch: Patch) -> None:
+def send_release_and_go_on_putting(patch: Patch) -> None:
     end = HandoffSender._end
 
     def broken(self: Any, out: Any) -> None:
@@ -196,16 +196,16 @@ def free_what_a_dead_writer_held_while_its_puts_are_on_their_way(patch: Patch) -
     patch.setattr(WaysIn, "_is_over", lambda self, peer: True)
 
 
-def say_release_though_puts_may_still_land(patch: Patch) -> None:
+def send_release_though_puts_may_still_land(patch: Patch) -> None:
     close = AgentSource.close
     patch.setattr(AgentSource, "close", lambda self: close(self) and ())
 
 
-def say_that_a_lease_is_released_while_its_copies_go_on(patch: Patch) -> None:
+def release_a_lease_while_its_copies_go_on(patch: Patch) -> None:
     patch.setattr(CopySource, "writing", lambda self, lease: False)
 
 
-def wait_for_ever_for_a_writer_that_says_nothing(patch: Patch) -> None:
+def wait_for_ever_for_a_silent_writer(patch: Patch) -> None:
     patch.setattr(HandoffReceiver, "silent_writers", lambda self, now: set())
 
 
@@ -233,7 +233,7 @@ BUGS: list[tuple[Callable[[Patch], None], str]] = [
     (let_leases_run_on, "network"),
     (put_again_at_the_echo_of_a_nack, "nacks"),
     (take_an_echo_of_the_handoff_for_the_second, "stalls"),
-    (say_release_and_put_on, "network"),
+    (send_release_and_go_on_putting, "network"),
     (never_repeat_what_was_not_answered, "network"),
     (free_the_prompt_before_the_ack, "memory"),
     (send_blocks_before_they_are_full, "calm"),
@@ -244,9 +244,9 @@ BUGS: list[tuple[Callable[[Patch], None], str]] = [
     (leave_the_other_end_of_a_closed_communicator_alone, "rendezvous"),
     (wait_for_ever_for_a_rendezvous, "rendezvous"),
     (free_what_a_dead_writer_held_while_its_puts_are_on_their_way, "agents"),
-    (say_release_though_puts_may_still_land, "agents"),
-    (wait_for_ever_for_a_writer_that_says_nothing, "agents"),
-    (say_that_a_lease_is_released_while_its_copies_go_on, "copies"),
+    (send_release_though_puts_may_still_land, "agents"),
+    (wait_for_ever_for_a_silent_writer, "agents"),
+    (release_a_lease_while_its_copies_go_on, "copies"),
     (release_a_block_that_the_next_token_still_sees, "window"),
     (grant_no_block_that_the_window_just_reaches, "window"),
 ]

@@ -239,7 +239,7 @@ def end_a_role_without_a_word(patch: Patch) -> None:
     patch.setattr(Retirement, "is_complete", True)
 
 
-def say_once_that_a_role_is_over(patch: Patch) -> None:
+def announce_once_that_a_role_is_over(patch: Patch) -> None:
     due = Retirement.due
     patch.setattr(Retirement, "due", lambda self, every_s, now: due(self, 1e6, now))
 
@@ -280,7 +280,7 @@ BUGS: list[tuple[Callable[[Patch], None], str]] = [
     (end_a_role_while_somebody_may_still_write, "flips"),
     (have_both_roles_of_a_process_read_one_list_of_the_caches_changes, "mixed"),
     (end_a_role_without_a_word, "retirements"),
-    (say_once_that_a_role_is_over, "retirements"),
+    (announce_once_that_a_role_is_over, "retirements"),
     (take_the_end_of_a_name_for_that_of_the_next, "flips"),
 ]
 """Each with the scenario in which it is found quickly."""

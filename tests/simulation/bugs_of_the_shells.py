@@ -112,7 +112,7 @@ def come_back_under_the_same_number_when_fenced(patch: Patch) -> None:
     patch.setattr(CoordinatorLink, "_fence", broken)
 
 
-def say_hello_once(patch: Patch) -> None:
+def send_hello_once(patch: Patch) -> None:
     patch.setattr(coordinator_link, "HELLO_EVERY_S", inf)
 
 
@@ -120,7 +120,7 @@ def never_connect_to_the_coordinators_that_another_names(patch: Patch) -> None:
     patch.setattr(CoordinatorLinks, "learn_addresses", lambda self, addresses: None)
 
 
-def tell_one_coordinator_what_is_anothers(patch: Patch) -> None:
+def send_one_coordinator_the_messages_of_another(patch: Patch) -> None:
     def broken(self: Any, *messages: Any) -> None:
         for link in self._links.values():
             if link.coordinator is not None:
@@ -133,7 +133,7 @@ def tell_one_coordinator_what_is_anothers(patch: Patch) -> None:
 
 
 def give_rows_the_outputs_of_chunks(patch: Patch) -> None:
-    """Where there are as many of both: otherwise the cores would notice."""
+    """Only where there are as many of both: otherwise the cores would notice."""
     split = StepOutput.split
 
     def broken(self: Any, num_rows: int) -> Any:
@@ -216,9 +216,9 @@ BUGS: list[tuple[Callable[[Patch], None], str]] = [
     (free_nothing_when_a_writer_has_died, "meetings"),
     (verify_some_blocks_and_forget_the_rest, "calm"),
     (come_back_under_the_same_number_when_fenced, "network"),
-    (say_hello_once, "network"),
+    (send_hello_once, "network"),
     (never_connect_to_the_coordinators_that_another_names, "coordinators"),
-    (tell_one_coordinator_what_is_anothers, "coordinators"),
+    (send_one_coordinator_the_messages_of_another, "coordinators"),
     (give_rows_the_outputs_of_chunks, "mixed"),
     (feed_no_row_beside_chunks, "mixed"),
     (forget_the_rows_of_a_step_without_memory, "mixed"),

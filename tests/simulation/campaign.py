@@ -1,4 +1,4 @@
-"""Many worlds: how they are run, what is counted, how a failure is told."""
+"""Many worlds: how they are run, what is counted, how a failure is reported."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from splitserve.transport.process.huge_heap import collapse_heap
 REQUESTS = 500
 """Requests a world."""
 STARTS_WITHIN_S = 5.0
-"""Requests come when each coordinator has workers of both roles, or after so long: a Hello that was lost is
-repeated after a second."""
+"""Requests come when each coordinator has workers of both roles, or after this many seconds: a lost Hello
+is repeated after a second."""
 FAULTS_GO_ON_S = 6.0
-"""After the last arrival, until most have been served among faults; in so many (virtual) seconds at most."""
+"""After the last arrival, until most have been served among faults; at most this many (virtual) seconds."""
 COLLAPSE_EVERY = 4
 """Worlds between two looks at what has come to the heap."""
 REST_S = 60.0
-"""Once the faults have stopped, everything must have ended and come to rest within so many (virtual)
-seconds."""
+"""Once the faults have stopped, everything must have ended and come to rest within this many
+(virtual) seconds."""
 
 
 def simulate(seed: int, scenario: Scenario, requests: int = REQUESTS) -> World:
@@ -95,7 +95,7 @@ class Report:
         self.num_events += world.queue.num_events
         self.longest_rest_s = max(self.longest_rest_s, world.rest_s)
         self.counts.update(world.counts)
-        self.messages.update(world.network.said)
+        self.messages.update(world.network.sent)
         if world.violations:
             self.failures.append(f"{world.violations[0]}   replay: {replay}")
 
@@ -133,8 +133,8 @@ def run(
     stop_at_failures: int = 1,
     a_world: int = REQUESTS,
 ) -> Report:
-    """Worlds of seeds ``first_seed`` and following, of ``a_world`` requests each, until so many requests have
-    been simulated."""
+    """Worlds of seeds ``first_seed`` and following, of ``a_world`` requests each, until ``num_requests``
+    have been simulated."""
     report, size = Report(), "" if a_world == REQUESTS else f" --a-world {a_world}"
     began, seed = time.process_time(), first_seed
     with rare_garbage_collection():

@@ -1,5 +1,5 @@
-"""Channels in virtual time, for the shells that run live over ZeroMQ: who is connected, what has come and is
-to be received.
+"""Channels in virtual time, for the shells that run live over ZeroMQ: which peers are connected, which
+messages have arrived.
 
 A connection is there while the listening process lives, does not stand still for long, and no partition has
 lasted for long. The messages themselves are carried by ``network.py``. What is sent and opened here is held
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from simulation.process import Process
 
 NOTICED_S = 0.5
-"""After so long a connection that brings nothing is found missing (live: HEARTBEAT_TIMEOUT_MS)."""
+"""Seconds after which a silent connection is found missing (live: HEARTBEAT_TIMEOUT_MS)."""
 PLACED, HANDED_OVER, RELEASED = 1, 2, 3
 
 
@@ -41,7 +41,7 @@ def name_at(address: str) -> str:
 
 
 class VirtualNetwork:
-    """Of one process, under ``name`` where that is not its own. ``wakes``: whether its loop waits for it."""
+    """The network of one process, under ``name`` or its own. ``wakes``: whether its loop waits for it."""
 
     def __init__(self, process: Process, host: str, name: str = "", wakes: bool = True) -> None:
         self.owner, self.world, self.host = process, process.world, host
@@ -50,7 +50,7 @@ class VirtualNetwork:
         self.num_broken: Counter[tuple[PeerId, PeerId]] = Counter()
         self.readable: set[object] = set()
         self.channels: dict[tuple[str, int], VirtualChannel] = {}  # by the peer's name and incarnation
-        self._left: set[int] = set()  # incarnations that have said Goodbye
+        self._left: set[int] = set()  # incarnations that have sent Goodbye
         self._incarnation = 0  # the newest that a channel was opened under
         self._stages: dict[int, tuple[int, int]] = {}  # of each lease: the last message about its blocks
 
@@ -108,7 +108,7 @@ class VirtualNetwork:
             self._check_order(message)
 
     def _check_order(self, message: Message) -> None:
-        """Of one lease: Placed in order, then Handoff, then Release, and nothing after that."""
+        """A lease's messages are Placed, in order, then Handoff, then Release, and nothing after that."""
         if isinstance(message, Placed):
             stage = (PLACED, message.first)
         elif isinstance(message, Handoff):
@@ -124,8 +124,8 @@ class VirtualNetwork:
         self._stages[message.lease] = stage
 
     def _check_addressee(self, address: str, incarnation: int) -> None:
-        """Of two incarnations of one process one is there: the earlier one's channel is closed first, the
-        later one's stays alone."""
+        """Only one of two incarnations of a process exists: the earlier one's channel is closed first, the
+        later one's stays."""
         for (other, number), channel in self.channels.items():
             if (
                 other == address
@@ -274,7 +274,7 @@ class VirtualListener:
             )
 
     def _check_way_back(self, identity: bytes, messages: Sequence[Message]) -> None:
-        """Of two channels of one peer the one that was opened to the later incarnation is answered on."""
+        """If a peer has two channels, answers go to the one that was opened to the later incarnation."""
         if (peer := worker_of(identity)) is None:
             return
         if is_earlier(opened_to(identity), self._opened_to.get(peer, 0)):

@@ -27,7 +27,7 @@ class Checks:
         self.world = world
 
     def look(self, worker: WorkerRole) -> None:
-        """Nothing waits longer than it said it would, and until the next tick."""
+        """Nothing waits beyond its announced deadline and the next tick."""
         for wait in worker.core.waits():
             if not worker.now - TICK_S < wait.until < inf:
                 self.world.violated(
@@ -60,7 +60,7 @@ class Checks:
         return not world.clients.pending and not any(True for _ in self.left_over())
 
     def _done_again(self) -> dict[str, int]:
-        """What was given back and computed anew, but for want of memory."""
+        """Requests given back and computed anew, by reason; not for want of memory."""
         counts = self.world.counts
         return {
             what: counts[what]
@@ -125,7 +125,7 @@ class Checks:
         self._check_communicators()
 
     def _check_communicators(self) -> None:
-        """Where every word comes, in its order, no end of a communicator outlives the other."""
+        """If every message arrives, in order, no end of a communicator outlives the other."""
         faults = self.world.scenario.faults
         if faults.drop or faults.mangle or faults.late or faults.double or faults.partition_every:
             return
@@ -137,9 +137,8 @@ class Checks:
                     )
 
     def _check_others_work(self) -> None:
-        """Where nothing happens but that coordinators die and clients leave, those that it does not happen to
-        have nothing computed twice: one coordinator's end, or its forgetting a worker, is none of the others'
-        business."""
+        """If the only faults are coordinators that die and clients that leave, no other request is computed
+        twice: one coordinator's end, or its forgetting a worker, does not concern the others."""
         faults = self.world.scenario.faults
         if faults != Faults(coordinator_restart_every=faults.coordinator_restart_every, cancel=faults.cancel):
             return

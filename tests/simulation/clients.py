@@ -65,7 +65,7 @@ class Clients:
         return num_choices
 
     def _prompt(self) -> list[int]:
-        """The beginning of a system prompt or of what was asked just now, as it is; then its own tokens."""
+        """Draw a prompt: the beginning of a system prompt or of a recent prompt, then tokens of its own."""
         draw = self.random
         known = draw.choice(self._system_prompts if draw.random() < 0.5 else self._recent_prompts)
         prompt = known[: draw.choice(SHARED)] + draw.choices(TOKENS, k=draw.choice(OWN))
@@ -248,7 +248,7 @@ class Clients:
             yield "its stages do not add up to its time"
 
     def _was_due(self, client: Client, message: str) -> bool:
-        """Whether a request may be given up: by the product's limits, and by what the world has seen."""
+        """Whether a request may be given up: by the product's limits and the world's events."""
         limits, tries = LifecycleLimits(), client.tries
         if "workers in a row died" in message:
             poisonous = self.world.poison.requests

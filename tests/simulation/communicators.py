@@ -143,14 +143,14 @@ class Piece(NamedTuple):
 
 
 class RendezvousSource(Source):
-    """The sending end. ``stir``: something has happened to it; its owner says its words and asks it how it
-    is."""
+    """The sending end. ``on_change`` is called after each event; its owner then sends its messages and asks
+    for its state."""
 
     def __init__(
-        self, writer: WorkerRole, peer: str, process: int, stir: Callable[[RendezvousSource], None]
+        self, writer: WorkerRole, peer: str, process: int, on_change: Callable[[RendezvousSource], None]
     ) -> None:
         super().__init__(writer, peer, process)
-        self._stir = stir
+        self._on_change = on_change
         self.failed: Callable[[], None] = _nothing
         self.session = SendingSession(self.world.next_number(), PATIENCE_S, lambda: writer.now)
         self._end = CommunicatorEnd(writer, self._met, self._broke, _nothing)
@@ -202,7 +202,7 @@ class RendezvousSource(Source):
 
     def _broke(self, reason: str) -> None:
         self.session.fail(f"the communicator broke: {reason}")
-        self._stir(self)
+        self._on_change(self)
 
     def _go_on(self) -> None:
         if (parcel := self.session.next()) is not None:
@@ -254,7 +254,7 @@ class RendezvousSource(Source):
             self._end.end()
             self.session.left()
             self._go_on()
-            self._stir(self)
+            self._on_change(self)
 
     def _watch(self) -> None:
         """The live loop asks all the time; here, once it must be over, whichever clock is asked."""
@@ -268,7 +268,7 @@ class RendezvousSource(Source):
         self._is_watched = False
         if self._end.is_torn:
             return
-        self._stir(self)
+        self._on_change(self)
         if not self._end.is_torn and 0.0 <= self._end.busy_since < self.world.queue.now - 1.04 * PATIENCE_S:
             self.world.violated(
                 f"{self.writer.name}: it waits for {self.peer} at the other end of a communicator, "
@@ -317,7 +317,7 @@ class RendezvousTarget(BookTarget):
         return words
 
     def settle(self) -> None:
-        """Whatever the sessions want done, and said."""
+        """Do what the sessions ask for, and send their messages."""
         for session in self.sessions.ended:
             session.end.is_torn = True
             self._open.remove(session)

@@ -53,7 +53,7 @@ class CoordinatorProcess(Process):
         limits = replace(PRODUCT_LIMITS if world.scenario.product_limits else LIMITS, siblings=siblings)
         self.number = world.next_number()  # of this process, among those of its name
         self.core = Lifecycle(world.hosts[HOST].incarnations()(), world.scenario.cluster.policy, limits)
-        # Half of them see that a worker's connection is gone, as ZeroMQ tells; the others go by its silence.
+        # Half of them see that a worker's connection is gone, as with ZeroMQ; the others go by its silence.
         random, kills = Random(f"{world.seed} {name} {self.number}"), world.scenario.faults.kill_every > 0
         self.control = VirtualControlSocket(self, sees_connections=kills and random.random() < 0.5)
         world.listeners[name] = self.control

@@ -1,6 +1,6 @@
 """The one-sided mover that copies from device to device: its copies go on by themselves, one after the other,
-while the writer's process computes, says other things, or stands still; they cannot be called back, and end
-with that process."""
+while the writer's process computes, sends other messages, or stands still; they cannot be called back, and
+end with that process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from simulation.worker_role import WorkerRole
 
 PUT_S = 0.8
-"""What has not been copied within so long has failed, and its writer waits for its end."""
+"""Seconds after which an unfinished copy has failed, and its writer waits for its end."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,10 +38,10 @@ class CopySource(SharedMemorySource):
     """The writer's side, for one peer. ``stir``: something has happened to it; its owner asks how it is."""
 
     def __init__(
-        self, writer: WorkerRole, peer: str, process: int, stir: Callable[[CopySource], None]
+        self, writer: WorkerRole, peer: str, process: int, on_change: Callable[[CopySource], None]
     ) -> None:
         super().__init__(writer, peer, process)
-        self._stir = stir
+        self._on_change = on_change
         self._copies: list[Copy] = []  # in the order of the stream
         self._free_at = 0.0  # the stream
 
@@ -77,8 +77,8 @@ class CopySource(SharedMemorySource):
         """What is under way cannot be called back."""
 
     def close(self) -> tuple[()]:
-        """Waits for what is under way. (All of it at this moment: the writer says nothing meanwhile.) Where
-        that does not end, the process does, and its copies with it."""
+        """Wait for the copies under way, all at this moment: the writer sends nothing meanwhile. If one does
+        not end, the process does, and its copies with it."""
         copies, self._copies = self._copies, []
         for copy in copies:
             if copy.hangs:
@@ -110,8 +110,8 @@ class CopySource(SharedMemorySource):
         """The writer's process has seen it."""
         if copy in self._copies:
             self._copies.remove(copy)
-            self._stir(self)
+            self._on_change(self)
 
     def _look(self) -> None:
         if self._copies:
-            self._stir(self)
+            self._on_change(self)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 REACH = ReachTimes(beyond_reach=0.4, first_contact=0.8, forgotten=8.0)
 BLOCK_BYTES = 1 << 18
 LOOKED_S = 0.5
-"""A worker that is awake gives a peer up within so long after its patience has ended."""
+"""Seconds within which a worker that is awake gives a peer up, once its patience has ended."""
 
 
 class VirtualClock:
@@ -151,7 +151,7 @@ class ReachCheck:
             setattr(sender, name, method)
 
     def look(self) -> None:
-        """No handoff waits for a peer whose time is over, once the worker has heard all that came."""
+        """No handoff waits for a peer whose time is over, once the worker has received all messages."""
         if not self._process.awake:
             return
         for out in self._sender.outgoing.values():

@@ -2,10 +2,11 @@
 
     kv[0][p]    = mix(kv[0][p - 1] as read from memory, token[p])
     kv[l][p]    = deeper(kv[l - 1][p] as read from memory)
-    token       = mix(sum of kv[all layers][0..p] as read from memory) mod VOCABULARY; with a sliding window, of its last tokens
+    token       = mix(sum of kv[all layers][0..p] as read from memory) mod VOCABULARY
 
-so one corrupt, stale or foreign slot anywhere in a sequence's blocks changes what it says from then on. A
-token's logprob is a function of the token, so that one which is lost, doubled or another's shows.
+(with a sliding window, of its last tokens), so one corrupt, stale or foreign slot anywhere in a sequence's
+blocks changes its tokens from then on. A token's logprob is a function of the token, so that one which is
+lost, doubled or another's shows.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class Source(ABC):
         """Layers [first, end) of these blocks."""
 
     def poll(self) -> list[Arrival]:
-        """What has left is not told one by one here. Raises MoverError."""
+        """Blocks that have left are not reported one by one here. Raises MoverError."""
         return []
 
     def pending(self) -> int:
@@ -115,7 +115,7 @@ class SharedMemorySource(Source):
             self.writer.run(self._copied, target, block)
 
     def _about_to_write(self, items: Sequence[Item]) -> WorkerRole:
-        """Whom; from now on these blocks have a writer. Raises MoverError."""
+        """Return the worker written to; from now on these blocks have a writer. Raises MoverError."""
         target = self.target()
         if target is None:
             raise MoverError("the decode worker's process has ended")
@@ -275,7 +275,7 @@ class BookTarget:
 
 
 class ParcelTarget(BookTarget):
-    """Of parcels. Every decode worker has one: it counts the blocks that arrived corrupt by any mover."""
+    """Receives parcels. Every decode worker has one, which counts the corrupt blocks of all movers."""
 
     def expect_again(self, lease: int, positions: Sequence[int]) -> None:
         self._process.world.counts["corrupt blocks found"] += len(positions)

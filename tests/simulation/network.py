@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 LATE_S = 1.0
 ENCODED = 0.1
-"""This share of all messages really goes through the codec: what a core says must be valid on the wire."""
+"""This share of all messages really goes through the codec: a core's messages must be valid on the wire."""
 
 
 class Network:
@@ -25,7 +25,7 @@ class Network:
     def __init__(self, world: World) -> None:
         self.world, self.random, self.queue = world, world.random, world.queue
         self.faults, self.counts = world.scenario.faults, world.counts
-        self.said: Counter[str] = Counter()  # messages by type
+        self.sent: Counter[str] = Counter()  # messages by type
         self._cuts: dict[
             tuple[str, str], tuple[float, bool]
         ] = {}  # until when, and whether messages are held back
@@ -40,7 +40,7 @@ class Network:
         self._cuts[(source, target)] = (self.queue.now + seconds, holds)
 
     def is_cut(self, one: str, other: str, seconds: float) -> bool:
-        """Whether one way or both have been cut for so long."""
+        """Whether one way or both have been cut for ``seconds``."""
         now = self.queue.now
         return any(
             self._cuts.get(way, (0.0, False))[0] > now and now - self._cut_since[way] >= seconds
@@ -55,7 +55,7 @@ class Network:
     ) -> None:
         """Calls ``receive(*args, message)`` some time later; perhaps never, perhaps twice."""
         random, faults = self.random.random, self.faults
-        self.said[message.__class__.__name__] += 1
+        self.sent[message.__class__.__name__] += 1
         if random() < ENCODED:
             message = decode(encode(message), (type(message),))
         delay = 0.0002 + 0.0008 * random()

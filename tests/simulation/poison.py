@@ -24,8 +24,8 @@ MOST_DEATHS = {
     1: LifecycleLimits().max_deaths,
     16: 2 * LifecycleLimits().max_deaths,
 }
-"""What each may cost where nothing else goes wrong: sixteen tokens are progress until so many workers have
-died of it."""
+"""Workers that each poison may cost where nothing else goes wrong: sixteen tokens are progress until this
+many have died of it."""
 
 
 @dataclass(slots=True)

@@ -17,8 +17,8 @@ class Killed(BaseException):
 
 
 class Process:
-    """Base of the coordinator and the workers. Frozen, it hears what came meanwhile when it thaws, in the
-    order of arrival."""
+    """Base of the coordinator and the workers. Frozen, it receives the messages that came meanwhile when it
+    thaws, in the order of arrival."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world, self.name = world, name
@@ -46,11 +46,11 @@ class Process:
 
     @property
     def awake(self) -> bool:
-        """It lives, and has heard all that came."""
+        """Whether it lives and has received all messages."""
         return self.alive and not self.frozen and not self._backlog
 
     def stands_still(self, seconds: float) -> bool:
-        """Whether it has been frozen for so long."""
+        """Whether it has been frozen for ``seconds``."""
         return self.frozen and self._queue.now - self._frozen_since >= seconds
 
     def poll(self) -> None:

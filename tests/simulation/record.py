@@ -1,5 +1,5 @@
 """The written record of a campaign, which grows from run to run: what ran (pieces: which seeds, at which
-commit), and the sum of what was done and found."""
+commit), and the summed counts and findings."""
 
 from __future__ import annotations
 

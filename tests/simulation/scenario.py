@@ -45,11 +45,11 @@ class Faults:
     hang_every: float = 0.0  # a step does not end, while the worker's loop goes on
     slow_every: float = 0.0
     partition_every: float = 0.0
-    drain_every: float = 0.0  # a worker is told to leave in good order
+    drain_every: float = 0.0  # a worker is asked to leave in good order
     spill_every: float = 0.0  # a worker's prefix cache is emptied
     coordinator_restart_every: float = 0.0
     coordinator_freeze_every: float = 0.0
-    flip_every: float = 0.0  # a worker is told to change its role
+    flip_every: float = 0.0  # a worker is asked to change its role
     # clocks and clients
     clock_drift: float = 0.0  # share by which a process's clock may run too fast or too slow
     clock_jump_every: float = 0.0  # mean seconds until some host's clock is set

@@ -167,7 +167,7 @@ class VirtualStepDevice:
         self._outbox.append(finished)
 
     def _token_ids(self, batch: Batch) -> list[int]:
-        """Of the batch, with those that the step before has sampled for it."""
+        """Return the batch's tokens, with those that the step before has sampled for it."""
         tokens: list[int] = batch.token_ids.tolist()
         if batch.fed_from is not None:
             for row, source in enumerate(batch.fed_from.tolist()):

@@ -1,7 +1,8 @@
 """Whatever the adversary does: every request ends once, no token is lost, doubled or wrong, no block leaks,
 nobody waits for ever.
 
-Each run takes fresh seeds (``SPLITSERVE_SIMULATION_SEED`` fixes the first). A failure says how to replay it.
+Each run takes fresh seeds (``SPLITSERVE_SIMULATION_SEED`` fixes the first). A failure names the
+command that replays it.
 """
 
 from __future__ import annotations
@@ -66,18 +67,23 @@ def test_the_ends_add_up_to_the_requests() -> None:
 
 
 HAPPENS = """
-messages dropped|messages doubled|messages late|mangled messages refused by the codec|mangled messages left to the cipher
+messages dropped|messages doubled|messages late
+mangled messages refused by the codec|mangled messages left to the cipher
 messages lost in a partition|messages held by a partition
-puts corrupted|puts cut short|puts doubled|puts late|puts lost|parcels refused|corrupt blocks found|mover errors
+puts corrupted|puts cut short|puts doubled|puts late|puts lost
+parcels refused|corrupt blocks found|mover errors
 freezes in mid-put|deaths in mid-put|rendezvous failed|rendezvous behind a wall|rendezvous movers failed
-peers beyond reach|agents ended|puts after their agent's end|completions lost|writers shut out|words held back|leases left unsettled
+peers beyond reach|agents ended|puts after their agent's end|completions lost
+writers shut out|words held back|leases left unsettled
 movers tested|movers that copy wrong|copies between devices|copies that hang|ended with a copy that hangs
 communicators made|communicators broken|communicators torn down|late collectives
 steps failed|steps out of memory|steps skipped|steps made ahead|prefill steps made ahead
 kills|connections found gone|freezes|hangs|slow workers|partitions|one-way partitions|spills
 late turns of a coordinator|defects of a coordinator|ends of processes noticed
-cancellations in the middle of a push|sinks that raised in push|sinks that raised in flush|sinks that raised in end
-coordinator restarts|coordinator freezes|fenced by one of several|drains by signal|drains by the coordinator|workers drained
+cancellations in the middle of a push
+sinks that raised in push|sinks that raised in flush|sinks that raised in end
+coordinator restarts|coordinator freezes|fenced by one of several
+drains by signal|drains by the coordinator|workers drained
 layers put|cancellations|flips ordered|roles begun|clocks set
 deaths by poison|ended: failed|orphaned: their coordinator died
 ended: stop|ended: length|ended: deadline|ended: cancelled|ended: overloaded
@@ -93,12 +99,12 @@ def test_every_fault_happens_and_every_message_is_said() -> None:
     assert {
         name for seed in range(50) for name, value in vars(draw_scenario(seed).faults).items() if value
     } == set(vars(EVERYTHING))
-    said = {
+    message_names = {
         type_.__name__
         for types in (FROM_WORKER, FROM_COORDINATOR, FROM_PREFILL, FROM_DECODE)
         for type_ in types
     }
-    wanted = said | set(HAPPENS.strip().replace("|", "\n").split("\n"))
+    wanted = message_names | set(HAPPENS.strip().replace("|", "\n").split("\n"))
     for seed in range(1, 12):
         if not (missing := sorted(wanted - set(+SEEN.counts) - set(SEEN.messages))):
             return
@@ -108,9 +114,8 @@ def test_every_fault_happens_and_every_message_is_said() -> None:
 
 
 def test_messages_come_in_order_unless_the_adversary_delays_them() -> None:
-    """As on one connection. (Tokens that overtook each other in a network without faults were taken for lost
-    ones.)"""
-    ordered, disordered = _heard(Faults()), _heard(Faults(late=0.05))
+    """(Without faults, tokens that overtook each other were taken for lost ones.)"""
+    ordered, disordered = _received(Faults()), _received(Faults(late=0.05))
     assert ordered == sorted(ordered)
     assert disordered != sorted(disordered) == ordered
 
@@ -131,15 +136,15 @@ def test_what_a_partition_has_held_back_comes_before_the_end_is_looked_at() -> N
     assert came[0] > 3.0
 
 
-def _heard(faults: Faults) -> list[int]:
-    world, heard = World(1, Scenario(faults)), list[int]()
+def _received(faults: Faults) -> list[int]:
+    world, received = World(1, Scenario(faults)), list[int]()
     for number in range(300):
         message = Goodbye(worker_id="prefill-0", incarnation=number)
         world.network.send(
-            "prefill-0", "coordinator", message, lambda goodbye: heard.append(goodbye.incarnation)
+            "prefill-0", "coordinator", message, lambda goodbye: received.append(goodbye.incarnation)
         )
     world.queue.run(2.0)
-    return heard
+    return received
 
 
 def test_a_seed_replays_in_another_process() -> None:

@@ -9,7 +9,7 @@ from simulation.scenario import FLIPS, Cluster, Faults, Scenario, draw_scenario
 
 def test_a_failed_mover_leaves_nothing_in_quarantine() -> None:
     """A one-sided mover failed, nothing more was sent to that decode worker, and its leased blocks stayed in
-    quarantine for ever: the prefill worker closed the channel on which it would have said Release."""
+    quarantine for ever: the prefill worker closed the channel on which it would have sent Release."""
     worlds = [
         simulate(seed, Scenario(Faults(mover_error=0.05), Cluster(one_sided=1.0)), requests=8)
         for seed in range(40)
@@ -30,7 +30,7 @@ def test_echoes_of_old_messages_open_no_way_into_joined_blocks() -> None:
     """Prefill came twice, the second time after its handoff was over; the grant of the first time came twice
     too, and was taken for the second's: blocks that a sequence owned by then were written. And: a message
     that an older channel still brought made that channel the decode worker's way back to the sender, so that
-    a quarantine was never lifted. And: a Meet that was said to an earlier process, after a mover had failed
+    a quarantine was never lifted. And: a Meet that was sent to an earlier process, after a mover had failed
     there, made a decode worker take the one-sided mover in use for a two-sided one; and its answer was taken
     by the sender for that to its own Meet, so that the two went by different movers, and parcels came into
     blocks that had been verified."""
@@ -46,14 +46,14 @@ def test_a_role_that_ended_cut_off_leaves_nothing_in_quarantine() -> None:
     after."""
     scenario = Scenario(FLIPS, Cluster(num_prefill=1, num_decode=1, num_flexible=3, one_sided=1.0))
     worlds = [simulate(seed, scenario, requests=150) for seed in range(1, 4)]
-    assert sum(world.network.said["Retire"] for world in worlds) > 50
+    assert sum(world.network.sent["Retire"] for world in worlds) > 50
     assert not any(world.violations for world in worlds)
 
 
 def test_a_writer_that_was_shut_out_and_granted_one_lease_more_does_not_keep_its_blocks() -> None:
     """A prefill worker was silent for long, and its way in, by a mover whose puts linger, was closed. It came
     back, was granted a lease, failed at its first put, and met the decode worker anew, by another mover; of
-    that lease it said nothing, and was asked for ever."""
+    that lease it reported nothing, and was asked for ever."""
     worlds = [simulate(seed, draw_scenario(seed), requests=150) for seed in (6006, 6022, 6024)]
     assert sum(world.counts["agents ended"] for world in worlds)
     assert sum(world.counts["leases left unsettled"] for world in worlds) >= 3
@@ -70,8 +70,8 @@ def test_a_decode_step_that_ran_out_of_memory_is_made_again_with_the_blocks_it_h
 
 def test_an_echo_of_the_handoff_is_no_word_of_blocks_that_are_put_again() -> None:
     """Blocks that had come corrupt were asked for again; while their one-sided writer stood still in the
-    middle of that put, an echo of the first Handoff came, the blocks were found right, and joined: and were
-    then written once more, whoever had them by now."""
+    middle of that put, an echo of the first Handoff came, the blocks were found right, and joined: they
+    were then written once more, though others used them by then."""
     scenario = Scenario(
         Faults(corrupt_put=0.05, partial_put=0.05, double=0.5, freeze_in_put=0.05), Cluster(one_sided=1.0)
     )

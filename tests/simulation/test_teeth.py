@@ -2,14 +2,14 @@
 requests.
 
 Bugs that a second line of the protocol makes good are not here, for nothing wrong comes of them: a lost Nack
-(the Handoff is said again), a skipped Fenced (a worker that is not answered says Hello again), a moved
+(the Handoff is sent again), a skipped Fenced (a worker that is not answered sends Hello again), a moved
 sequence that is dropped too early (notes are compared). Nor can the fence be left out elsewhere so that it
 shows: a worker that keeps its work when fenced, or its number too, or whose words are taken for its
 successor's, speaks of dispatches that are nobody's any more. (Each was tried: nothing was found in 3,000
 requests of ``network``, 2,000 of ``processes`` and 2,000 of ``everything``.) Since movers are tested before
 they carry a prompt, a broken one that is made anew is left out by its next test, and where no block is ever
-verified no prompt is handed over at all. To answer on the channel that was heard last, be it of an earlier
-incarnation, is found once in some 15,000 requests of ``fences``: too rarely for this file.
+verified no prompt is handed over at all. To answer on the channel that brought the last message, be it of an
+earlier incarnation, is found once in some 15,000 requests of ``fences``: too rarely for this file.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ seeded adversary between them.
 Nothing that decides is written again here. To be read in this order:
 
     scenario.py              which faults, which cluster
-    clock.py, process.py, host.py     events; processes that die, freeze and have clocks of their own; hosts whose clocks jump
-    network.py, movers.py, agents.py, copies.py, communicators.py      what carries messages and KV blocks, badly
+    clock.py, process.py, host.py     events; processes that die, freeze and have clocks of their own;
+                             hosts whose clocks jump
+    network.py, movers.py, agents.py, copies.py, communicators.py      carry messages and KV blocks, badly
     channels.py, environment.py      the four protocols of transport/environment.py over these
     model.py, memory.py      a model whose tokens show every wrong slot; its pure function is the oracle
     worker_process.py, worker_role.py      the worker's live loop, and each of its roles as the world sees it
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 from collections import Counter
 from random import Random
+from typing import cast
 
 from simulation.adversary import Adversary
 from simulation.agents import Agent
@@ -41,7 +43,7 @@ from splitserve.transport.messages.messages import PeerId
 
 
 class World:
-    """Everything of one seed. ``violations`` says what was found; ``counts`` what was done to it."""
+    """Everything of one seed. ``violations``: the faults found; ``counts``: how often each event happened."""
 
     def __init__(self, seed: int, scenario: Scenario) -> None:
         self.random = Random(seed)
@@ -51,13 +53,12 @@ class World:
         self.violations: list[str] = []
         self.traceback = ""  # of an assertion inside a core
         self.counts: Counter[str] = Counter()
-        self.contents: dict[bytes, int] = {}  # the checksum of what each block hash stands for
-        self.given_back: set[tuple[int, int]] = set()  # dispatches that a worker has said to have failed
-        self.struck: Counter[PeerId] = (
-            Counter()
-        )  # how often each worker has ended, stood still or been cut off
-        self.communicator_ends: dict[int, CommunicatorEnd] = {}  # by what each says of itself
-        self.agents: dict[int, Agent] = {}  # likewise
+        self.contents: dict[bytes, int] = {}  # checksums by block hash
+        self.given_back: set[tuple[int, int]] = set()  # dispatches that a worker has reported as failed
+        # how often each worker has ended, stood still or been cut off
+        self.struck: Counter[PeerId] = Counter()
+        self.communicator_ends: dict[int, CommunicatorEnd] = {}  # by number
+        self.agents: dict[int, Agent] = {}  # by number
         self.listeners: dict[str, VirtualListener] = {}  # by address
         self.pids: dict[int, WorkerProcess] = {}
         self._number = 0
@@ -87,7 +88,7 @@ class World:
         self.adversary = Adversary(self)
 
     def next_number(self) -> int:
-        """Of a process, an agent, a communicator: each is higher than all before it."""
+        """Return the number of a new process, agent or communicator, higher than all before it."""
         self._number += 1
         return self._number
 
@@ -96,7 +97,7 @@ class World:
 
     @property
     def is_merely_poisoned(self) -> bool:
-        """Whether nothing goes wrong here but for poisonous requests."""
+        """Whether poisonous requests are the only faults here."""
         return self.scenario.faults == Faults(poison=self.scenario.faults.poison)
 
     def strikes(self, chance: float, name: str) -> bool:
@@ -143,7 +144,8 @@ class World:
 
     def _begin(self, name: str, number: int, num_blocks: int, kind: Kind | None = None) -> None:
         host = f"host-{number % self.scenario.cluster.num_hosts}"
-        WorkerProcess(self, f"{name}-{number}", host, num_blocks, kind or name, kind is not None)  # type: ignore[arg-type]
+        first = kind or cast(Kind, name)
+        WorkerProcess(self, f"{name}-{number}", host, num_blocks, first, kind is not None)
 
     def _start_again(self, dead: WorkerProcess) -> None:
         WorkerProcess(self, dead.name, dead.host, dead.num_blocks, dead.latest, dead.flexible)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -32,11 +33,11 @@ class Cluster:
 
     @property
     def fleet(self) -> Fleet:
-        names = {
+        names: Any = {
             role: [f"w{i}" for i, r in enumerate(self.roles) if r == role] for role in ("prefill", "decode")
         }
         spare = {role: of_role[0] for role, of_role in names.items() if len(of_role) > 1}
-        return Fleet(len(names["prefill"]), len(names["decode"]), names, 0, 2048, 128, spare)  # type: ignore[arg-type]
+        return Fleet(len(names["prefill"]), len(names["decode"]), names, 0, 2048, 128, spare)
 
     def run(self, seconds: int, picture: LoadPicture) -> list[Decision]:
         found = []
@@ -50,8 +51,8 @@ class Cluster:
         return found
 
 
-def cluster(prefill: int = 4, decode: int = 4, **options: object) -> Cluster:
-    return Cluster(PoolController(replace(OPTIONS, **options), worker()), prefill, decode)  # type: ignore[arg-type]
+def cluster(prefill: int = 4, decode: int = 4, **options: Any) -> Cluster:
+    return Cluster(PoolController(replace(OPTIONS, **options), worker()), prefill, decode)
 
 
 def test_it_follows_a_load_that_shifts_and_says_why() -> None:
@@ -243,11 +244,11 @@ def test_scaling_down_takes_only_workers_that_may_go() -> None:
     ],
 )
 def test_scaling_up_by_what_was_measured(
-    rule: dict[str, object], shows: dict[str, float], in_use: dict[Role, float], role: str, message: str
+    rule: dict[str, Any], shows: dict[str, Any], in_use: dict[Role, float], role: str, message: str
 ) -> None:
-    options = replace(OPTIONS, max_workers=9, scale_up_after_s=10.0, **rule)  # type: ignore[arg-type]
+    options = replace(OPTIONS, max_workers=9, scale_up_after_s=10.0, **rule)
     controller = PoolController(options, worker())
-    picture, fleet = replace(CHAT, rate=1.0, **shows), replace(cluster(4, 4).fleet, in_use=in_use)  # type: ignore[arg-type]
+    picture, fleet = replace(CHAT, rate=1.0, **shows), replace(cluster(4, 4).fleet, in_use=in_use)
     found = [d for now in range(15) for d in controller.decide(picture, fleet, float(now))]
     assert [(d.at, d.kind, d.role) for d in found] == ([(10.0, "scale_up", role)] if role else [])
     assert message in "".join(d.reason for d in found)

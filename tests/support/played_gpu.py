@@ -176,7 +176,7 @@ class PlayedGpu(TorchFunctionMode):
 
     @property
     def num_page_locked_bytes(self) -> int:
-        """Of host memory, ever."""
+        """Bytes of host memory that were ever page-locked."""
         return sum(host.untyped_storage().nbytes() for host in self._pinned.values())
 
     def record(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
@@ -267,7 +267,7 @@ def played_gpu(monkeypatch: pytest.MonkeyPatch, free_bytes: int = 1 << 30) -> It
         "set_device": lambda _: None, "device": lambda _: nullcontext(), "empty_cache": gpu.empty_cache,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
-    bootstrap: Callable[[threading.Thread], None] = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
+    bootstrap: Callable[[threading.Thread], None] = vars(threading.Thread)["_bootstrap_inner"]
     launch = interpreter.GridExecutor.__call__
     interpret = interpreter.InterpretedFunction.run
 

@@ -1,7 +1,9 @@
 """Forks worker processes for tests: torch is imported once, so that a worker that was killed is back in a
 fraction of a second.
 
-    python -m support.worker_nursery        reads {"role", "argv", "log"} as JSON lines, answers each with the new worker's process id
+    python -m support.worker_nursery
+
+reads {"role", "argv", "log"} as JSON lines and answers each with the new worker's process id.
 
 A worker from here is `splitserve prefill` or `splitserve decode`, with two differences: a request with a seed
 of ``KILLS`` kills the worker of that role that computes it; one with a seed of ``HANGS`` keeps the first such

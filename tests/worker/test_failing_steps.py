@@ -59,7 +59,9 @@ def test_a_worker_whose_steps_all_raise_ends_and_gives_back_what_failed(role: st
         for number in range(BROKEN_AFTER):
             assert pair.threads[role].is_alive()
             pair.ask(spec(number))
-            pair.until(lambda: sum(isinstance(m, RequestFailed) for m in pair.received) == number + 1)  # noqa: B023
+            pair.until(
+                lambda: sum(isinstance(m, RequestFailed) for m in pair.received) == number + 1  # noqa: B023
+            )
         pair.threads[role].join(60)
         error = pair.errors[role]
     assert isinstance(error, EngineError)

@@ -93,8 +93,8 @@ def test_a_lease_that_a_heartbeat_ends_is_closed_in_the_same_turn(
 
 @pytest.mark.parametrize("flexible", ["mixed"], indirect=True)
 def test_the_first_role_of_a_drained_mixed_worker_ends_as_its_process_will(flexible: Worker) -> None:
-    """It was taken for a role after a flip: told its peers that it had retired, with requests under way, and
-    could have begun again."""
+    """It was taken for a role after a flip: it reported to its peers that it had retired, with requests under
+    way, and could have begun again."""
     flexible.roles["prefill"].core.drain(0.0)
     flexible.turn(set(), 0.0)
     assert len(flexible.roles) < 2

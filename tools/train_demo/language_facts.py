@@ -1,4 +1,4 @@
-"""What the demo model says about the language, word for word from CPython's pydoc topics and docstrings.
+"""The demo model's answers about the language, word for word from CPython's pydoc topics and docstrings.
 
 language_facts.toml chooses the sentences. This module finds them and removes mark-up
 and references to other pages.

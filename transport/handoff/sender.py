@@ -233,7 +233,7 @@ class HandoffSender:
 
     def _fail(self, out: Outgoing, kind: FailureKind, reason: str) -> None:
         if out.is_test:
-            if out.grant is None or kind != "handoff_failed":  # that tells nothing of the mover
+            if out.grant is None or kind != "handoff_failed":  # not the mover's fault
                 self._actions.append(CloseMover(out.peer))
                 self.peer_lost(out.peer, reason)
             else:

@@ -42,7 +42,8 @@ def call(index: int, name: str, arguments: str) -> list[Event]:
 
 W, A = '{"city": "Paris \\"}{\\" 日本"}', '{"a": [1, {"b": -2.5e3}], "c": null}'
 CASES: list[tuple[str, str, list[Event]]] = [
-    ("hermes", f'<tool_call>\n{{"name": "get_weather", "arguments": {W}}}\n</tool_call>', call(0, "get_weather", W)),
+    ("hermes", f'<tool_call>\n{{"name": "get_weather", "arguments": {W}}}\n</tool_call>',
+     call(0, "get_weather", W)),
     (
         "hermes",
         f'Sure.\n<tool_call>{{"arguments": {A}, "name": "add"}}</tool_call>\n'
@@ -51,7 +52,8 @@ CASES: list[tuple[str, str, list[Event]]] = [
     ),
     ("hermes", '<tool_call>{"name": "add"}</tool_call>', call(0, "add", "{}")),
     ("hermes", "<tool_call>not JSON</tool_call> so", [Content("<tool_call>not JSON</tool_call> so")]),
-    ("hermes", '<tool_call>{"name": 5, "arguments": {}}', [Content('<tool_call>{"name": 5, "arguments": {}}')]),
+    ("hermes", '<tool_call>{"name": 5, "arguments": {}}',
+     [Content('<tool_call>{"name": 5, "arguments": {}}')]),
     ("hermes", 'a <tool_ca {"name": 1} <', [Content('a <tool_ca {"name": 1} <')]),
     ("hermes", f'<tool_call>{{"name": "add", "arguments": {A[:-3]}', call(0, "add", A[:-3])),
     ("hermes", " \n", [Content(" \n")]),
@@ -70,8 +72,8 @@ CASES: list[tuple[str, str, list[Event]]] = [
     ("mistral", (f'[TOOL_CALLS] [{{"name": "add", "arguments": {A}}}, {{"name": "get_weather", "arguments": '
     f'{W}}}]'), call(0, "add", A)
      + call(1, "get_weather", W)),
-    ("mistral", f"Hm.[TOOL_CALLS]add[ARGS]{A}[TOOL_CALLS]get_weather[ARGS]{W}", [Content("Hm."), *call(0, "add", A),
-     *call(1, "get_weather", W)]),
+    ("mistral", f"Hm.[TOOL_CALLS]add[ARGS]{A}[TOOL_CALLS]get_weather[ARGS]{W}",
+     [Content("Hm."), *call(0, "add", A), *call(1, "get_weather", W)]),
     ("mistral", f"[TOOL_CALLS]add{A}", call(0, "add", A)),
     ("mistral", "[TOOL_CALLS][5]", [Content("[TOOL_CALLS][5]")]),
     ("mistral", "[TOOL_CA", [Content("[TOOL_CA")]),
@@ -79,7 +81,8 @@ CASES: list[tuple[str, str, list[Event]]] = [
     ("think", "  No <think>thoughts</think>", [Content("  No <think>thoughts</think>")]),
     ("think", "<think>and no end </thi", [Reasoning("and no end </thi")]),
     ("think", " <thin", [Content(" <thin")]),
-    ("thinking", f'\nSo </think> <tool_call>{{"name": "add", "arguments": {A}}}</tool_call>', [Reasoning("So "), *call(0, "add", A)]),
+    ("thinking", f'\nSo </think> <tool_call>{{"name": "add", "arguments": {A}}}</tool_call>',
+     [Reasoning("So "), *call(0, "add", A)]),
 ]  # fmt: skip
 
 

@@ -131,7 +131,8 @@ async def test_log_probabilities_of_every_token(answering: Answering, model: Ser
         (
             "mistral",
             f'[TOOL_CALLS][{{"name": "weather", "arguments": {ARGUMENTS}}}]',
-            f'[TOOL_CALLS][{{"name": "weather", "arguments": {ARGUMENTS}}}, {{"name": "now", "arguments": {{}}}}]',
+            f'[TOOL_CALLS][{{"name": "weather", "arguments": {ARGUMENTS}}}, '
+            '{"name": "now", "arguments": {}}]',
         ),
     ],
 )

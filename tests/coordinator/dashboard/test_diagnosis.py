@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ def window(
     stages: dict[str, float] = HEALTHY,
     prefill: dict[str, float] | None = None,
     decode: dict[str, float] | None = None,
-    **more: object,
+    **more: Any,
 ) -> Window:
     """A minute of 600 requests."""
     ttft_s = sum(stages.get(name, 0.0) for name in ("parse", "queue", "prefill"))
@@ -30,7 +31,7 @@ def window(
         ),
     }
     base = Window(num_ended=600, num_measured=600, stages=stages, ttft_s=ttft_s, pools=pools)
-    return replace(base, **more)  # type: ignore[arg-type]
+    return replace(base, **more)
 
 
 def first(window: Window) -> Finding:
@@ -154,7 +155,8 @@ def test_slow_clients_are_no_fault_of_the_cluster() -> None:
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_role_without_workers(role: str) -> None:
-    found = first(window(num_ended=0, num_measured=0, now_waiting=1, **{role: {"num_workers": 0.0}}))  # type: ignore[arg-type]
+    nobody: dict[str, Any] = {role: {"num_workers": 0.0}}
+    found = first(window(num_ended=0, num_measured=0, now_waiting=1, **nobody))
     assert (found.kind, found.level) == ("no_workers", "bad")
     assert found.what == f"No {role} worker is connected. 1 request waits."
     assert found.remedy == f"Start one: `splitserve {role}`."

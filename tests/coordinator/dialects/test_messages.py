@@ -37,7 +37,7 @@ async def claude(server: HttpServer) -> AsyncIterator[AsyncAnthropic]:
         yield client
 
 
-def say(dispatcher: FakeDispatcher, model: ServedModel, text: str) -> None:
+def prepare_answer(dispatcher: FakeDispatcher, model: ServedModel, text: str) -> None:
     ids = model.tokenizer.fast.encode(text, add_special_tokens=False).ids
     dispatcher.script = lambda request: ids
 
@@ -79,7 +79,7 @@ async def test_a_stream_adds_up_to_the_whole(claude: AsyncAnthropic) -> None:
 async def test_a_tool_is_called_and_its_result_comes_back(
     claude: AsyncAnthropic, dispatcher: FakeDispatcher, model: ServedModel
 ) -> None:
-    say(dispatcher, model, f"Let me look.{CALL}")
+    prepare_answer(dispatcher, model, f"Let me look.{CALL}")
     async with claude.messages.stream(messages=HELLO, tools=[WEATHER], **ASKED) as stream:
         message = await stream.get_final_message()
     text, call = message.content

@@ -26,7 +26,7 @@ WEATHER: Any = {
 }
 
 
-def say(dispatcher: FakeDispatcher, model: ServedModel, text: str) -> None:
+def prepare_answer(dispatcher: FakeDispatcher, model: ServedModel, text: str) -> None:
     ids = model.tokenizer.fast.encode(text, add_special_tokens=False).ids
     dispatcher.script = lambda request: ids
 
@@ -75,9 +75,9 @@ async def test_a_stream_adds_up_to_the_whole(client: AsyncOpenAI) -> None:
 async def test_a_conversation_goes_on_from_a_stored_response(
     client: AsyncOpenAI, dispatcher: FakeDispatcher, model: ServedModel
 ) -> None:
-    say(dispatcher, model, "One.")
+    prepare_answer(dispatcher, model, "One.")
     first = await client.responses.create(instructions="Be brief.", **ASKED)
-    say(dispatcher, model, "Two.")
+    prepare_answer(dispatcher, model, "Two.")
     async with client.responses.stream(**{**ASKED, "input": "And?"}, previous_response_id=first.id) as stream:
         second = await stream.get_final_response()
     await client.responses.create(**{**ASKED, "input": "So?"}, previous_response_id=second.id)
@@ -90,7 +90,7 @@ async def test_a_conversation_goes_on_from_a_stored_response(
 async def test_items_may_be_named_in_place_of_being_sent(
     client: AsyncOpenAI, dispatcher: FakeDispatcher, model: ServedModel
 ) -> None:
-    say(dispatcher, model, "One.")
+    prepare_answer(dispatcher, model, "One.")
     first = await client.responses.create(**ASKED)
     turn: Any = [{"type": "item_reference", "id": first.output[0].id}, {"role": "user", "content": "So?"}]
     await client.responses.create(**{**ASKED, "input": turn})
@@ -100,7 +100,7 @@ async def test_items_may_be_named_in_place_of_being_sent(
 
 
 async def test_a_tool_is_called(client: AsyncOpenAI, dispatcher: FakeDispatcher, model: ServedModel) -> None:
-    say(dispatcher, model, f"Let me look.{CALL}")
+    prepare_answer(dispatcher, model, f"Let me look.{CALL}")
     async with client.responses.stream(tools=[WEATHER], **ASKED) as stream:
         kinds = [event.type async for event in stream]
         response = await stream.get_final_response()
@@ -161,7 +161,7 @@ async def test_a_function_of_a_namespace(
     http: httpx.AsyncClient, dispatcher: FakeDispatcher, model: ServedModel
 ) -> None:
     """Codex groups functions so; the model sees both names, the client gets back what it gave."""
-    say(dispatcher, model, CALL.replace('"weather"', '"sky.weather"'))
+    prepare_answer(dispatcher, model, CALL.replace('"weather"', '"sky.weather"'))
     group = {"type": "namespace", "name": "sky", "description": "Above.", "tools": [WEATHER]}
     answer = (await http.post("/v1/responses", json={**ASKED, "tools": [group]})).json()
     (call,) = answer["output"]

@@ -269,7 +269,8 @@ async def test_echo_scores_the_prompt(
     answer = await client.completions.create(
         prompt=prompt, echo=True, logprobs=1, max_tokens=0, stream=stream, **GREEDY
     )
-    for part in [chunk async for chunk in answer] if stream else [answer]:  # type: ignore[union-attr,list-item]
+    parts: list[Any] = [chunk async for chunk in answer] if stream else [answer]  # type: ignore[union-attr]
+    for part in parts:
         choice = part.choices[0]
         text += choice.text
         tokens += choice.logprobs.tokens or []  # type: ignore[union-attr]

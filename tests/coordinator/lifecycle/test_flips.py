@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from support.lifecycle_bench import Bench, sent, tokens
 
@@ -81,7 +83,8 @@ def test_a_change_from_the_order_to_its_end() -> None:
     bench.hello("w1:prefill", "prefill", process="w1")
     assert order(bench, "w1", "decode") == "w1 is changing its role already"
     bench.now = 0.4
-    sent_to = [a.worker[0] for i in range(4) for a in bench.submit(f"r{i}") if isinstance(a.message, Prefill)]  # type: ignore[union-attr]
+    actions: list[Any] = [action for i in range(4) for action in bench.submit(f"r{i}")]
+    sent_to = [action.worker[0] for action in actions if isinstance(action.message, Prefill)]
     assert "w1:prefill" in sent_to
     dispatch = sent_to.index("w1:prefill") + 1
     bench.send("w1:prefill", _first(dispatch))

@@ -13,7 +13,9 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -99,16 +101,15 @@ def database(
     )  # its user may not enter tmp_path
     as_user = {"user": "postgres"} if os.getuid() == 0 else {}
     shutil.chown(folder, **as_user) if as_user else None
-    run = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": "/tmp", **as_user}
-    subprocess.run(
-        ["initdb", "-D", f"{folder}/data", "-A", "trust", "-U", "u", "--no-sync"], check=True, **run
-    )  # type: ignore[call-overload]
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": "/tmp"}
+    run = partial(subprocess.run, check=True, **quiet, **as_user)
+    run(["initdb", "-D", f"{folder}/data", "-A", "trust", "-U", "u", "--no-sync"])
     options = f"-F -k {folder} -c listen_addresses="
-    subprocess.run(["pg_ctl", "-D", f"{folder}/data", "-w", "-o", options, "start"], check=True, **run)  # type: ignore[call-overload]
+    run(["pg_ctl", "-D", f"{folder}/data", "-w", "-o", options, "start"])
     database = open_database(f"postgresql://u@/postgres?host={folder}")
     yield database
     database.close()
-    subprocess.run(["pg_ctl", "-D", f"{folder}/data", "-m", "immediate", "stop"], check=True, **run)  # type: ignore[call-overload]
+    run(["pg_ctl", "-D", f"{folder}/data", "-m", "immediate", "stop"])
     shutil.rmtree(folder)
 
 

@@ -184,7 +184,8 @@ def test_of_what_may_still_land_when_its_mover_is_closed_nothing_is_said_any_mor
     assert sent(end) == [SessionOver]
     for lease in (1, 2):
         end.carry_out(ToPeer(PEER, Release(lease=lease, coordinator=1, dispatch=2)))
-    assert [message.lease for message in end._channels[PEER].sent if isinstance(message, Release)] == [2]  # type: ignore[attr-defined]
+    messages = end._channels[PEER].sent  # type: ignore[attr-defined]
+    assert [message.lease for message in messages if isinstance(message, Release)] == [2]
 
 
 class Reached:

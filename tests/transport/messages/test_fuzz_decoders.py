@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from typing import Any
 
 import pytest
 from support import fuzz_decoders
@@ -30,8 +31,8 @@ def test_no_input_breaks_a_decoder() -> None:
     ("breaks", "complaint"),
     [(lambda data: data[0] > 1, "broken"), (lambda data: bool(bytearray(2 << 20)), "bytes held")],
 )
-def test_a_broken_decoder_is_found(monkeypatch: pytest.MonkeyPatch, breaks: object, complaint: str) -> None:
-    monkeypatch.setattr(fuzz_decoders, "decoders", lambda: [Decoder("broken", breaks, None, [b"abc"])])  # type: ignore[arg-type]
+def test_a_broken_decoder_is_found(monkeypatch: pytest.MonkeyPatch, breaks: Any, complaint: str) -> None:
+    monkeypatch.setattr(fuzz_decoders, "decoders", lambda: [Decoder("broken", breaks, None, [b"abc"])])
     with pytest.raises(AssertionError, match=r"broken, input \d+ of seed 0") as caught:
         fuzz(1_000, seed=0)
     assert complaint in f"{caught.value} {caught.value.__cause__}"

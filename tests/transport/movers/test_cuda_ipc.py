@@ -184,10 +184,10 @@ def test_memory_that_cuda_cannot_share_ends_no_start_but_a_forced_one(
 
     monkeypatch.setattr(opening, "LoadedCudart", refuse)
     monkeypatch.setattr(opening, "TcpTarget", lambda *_: SimpleNamespace(data_address=lambda _: "", fd=None))
-    pool = SimpleNamespace(pointer=0, device=SimpleNamespace(index=0))
+    pool: Any = SimpleNamespace(pointer=0, device=SimpleNamespace(index=0))
 
     def targets(*movers: str) -> MoverTargets:
-        return opening.open_targets(movers, pool, None, "tcp://127.0.0.1:*", "127.0.0.1", False)  # type: ignore[arg-type]
+        return opening.open_targets(movers, pool, None, "tcp://127.0.0.1:*", "127.0.0.1", False)
 
     assert targets("cuda_ipc", "tcp").endpoints.movers == ("tcp",)
     assert "goes on without the mover cuda_ipc: cudaIpcGetMemHandle: invalid argument" in caplog.text

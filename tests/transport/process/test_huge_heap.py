@@ -16,7 +16,8 @@ from pathlib import Path
 from splitserve.transport.process.huge_heap import collapse_heap
 kept = [[i] for i in range(1_000_000)]
 def huge():
-    return int(re.search(r"AnonHugePages: +(\\d+) kB", Path("/proc/self/smaps_rollup").read_text())[1]) // 1024
+    rollup = Path("/proc/self/smaps_rollup").read_text()
+    return int(re.search(r"AnonHugePages: +(\\d+) kB", rollup)[1]) // 1024
 before = huge()
 asked = collapse_heap() >> 20
 print(before, asked, huge(), sum(one[0] for one in kept))

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -67,9 +68,9 @@ async def test_the_admin_port_asks_for_the_key_for_all_but_health(app: HttpApp) 
             assert (await http.get(path, headers=OPERATOR)).status_code == 200, path
         for path in FOR_EVERYONE:
             assert (await http.get(path)).status_code == 200, path
-        upload = {"files": {"file": b"{}"}, "data": {"purpose": "batch"}}
-        assert (await http.post("/v1/files", **upload)).status_code == 401  # type: ignore[arg-type]
-        assert (await http.post("/v1/files", headers=OPERATOR, **upload)).status_code == 200  # type: ignore[arg-type]
+        upload: dict[str, Any] = {"files": {"file": b"{}"}, "data": {"purpose": "batch"}}
+        assert (await http.post("/v1/files", **upload)).status_code == 401
+        assert (await http.post("/v1/files", headers=OPERATOR, **upload)).status_code == 200
         assert (await http.post("/admin/drain/prefill-0")).status_code == 401
         assert (await http.post("/admin/drain/prefill-0", headers=OPERATOR)).status_code == 202
         assert (await http.get("/admin/none")).status_code == 404
