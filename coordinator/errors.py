@@ -81,7 +81,10 @@ class ApiError(Exception):
         )
 
     def body_for(self, path: str) -> bytes:
-        """The JSON body that clients of this path know: Anthropic's shape below /v1/messages."""
+        """The JSON body that clients of this path know: Anthropic's shape below /v1/messages, Ollama's below
+        /api."""
+        if path.startswith("/api/"):
+            return orjson.dumps({"error": self.message})
         if not path.startswith("/v1/messages"):
             return self.body()
         error = {

@@ -22,6 +22,7 @@ from .batch.routes import BatchRoutes
 from .batch.runner import BatchOptions, BatchRunner
 from .dashboard.routes import Dashboard
 from .dialects.messages import MessagesRoutes
+from .dialects.ollama import OllamaRoutes
 from .dialects.responses import ResponsesRoutes, opened_store
 from .dialects.responses_store import ResponseStore
 from .errors import Unavailable
@@ -91,12 +92,14 @@ class HttpApp:
         times_tokens: bool = False,
         responses: ResponseStore | None = None,
         settings: Mapping[str, Any] | None = None,
+        ollama: bool = False,
     ) -> None:
         """Put the parts of the application together.
 
         ``system`` is called at each scrape of /metrics. ``operators`` None: nobody can be one. ``more_admin``
         not None: the admin API has a port of its own, with these routes beside its usual ones. ``folders``:
         where this process writes, by option, for /health. ``settings``: JSON-ready, for /server_info.
+        ``ollama``: Ollama's API is spoken, too.
         ``bodies``, ``tracing``, ``times_tokens``: see ``GenerationApi``.
         """
         self.front, tenancy = front or FrontDoor(), tenancy or Tenancy()
@@ -139,6 +142,8 @@ class HttpApp:
             *self.responses.routes(),
             *PeerPages(model, self.metrics, system, settings or {}).routes(),
         ]
+        if ollama:
+            clients += OllamaRoutes(self.generation).routes()
         if self.batches is not None:
             clients += BatchRoutes(self.batches, self.overload).routes()
         operators = operators or Operators(secrets.token_hex(32))
@@ -207,6 +212,7 @@ def app_of(
         times_tokens=settings.trace_token_times,
         responses=opened_store(settings.responses_file, settings.responses_retention_days * DAY_S),
         settings=settings.model_dump(mode="json"),
+        ollama=settings.ollama,
     )
     if settings.log_requests:
         app.metrics.listeners.add("request log", log_request)

@@ -69,6 +69,10 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
         default=False,
         description="Requests may bring their own chat_template, a program of theirs that runs in a sandbox.",
     )
+    ollama: bool = Field(
+        default=False,
+        description="Speak Ollama's API, too: /api/chat, /api/generate, /api/show, /api/tags, /api/ps, /api/version.",
+    )
     routing: Routing = Field(default="hybrid", description="How workers are chosen for a request.")
     max_queue: int = Field(
         default=1024,

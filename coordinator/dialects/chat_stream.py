@@ -20,6 +20,7 @@ from ..generate.api import GenerationApi
 from ..generate.plan import PLAN_HEADERS
 from ..generate.request_ids import HEADER
 from ..http.body import ClientGone
+from ..http.call import Endpoint
 from ..http.inner_call import InnerCall
 from ..metrics.request_trace import CONTEXT_HEADERS
 from ..tenants.limits import ANONYMOUS, Account
@@ -55,13 +56,15 @@ class ChatStream:
         account: Account,
         headers: Mapping[bytes, bytes],
         body: dict[str, Any],
+        endpoint: Endpoint = "/v1/chat/completions",
     ) -> None:
-        """``headers``: of the request that asks for it. ``body``: a chat's; how it streams is set here."""
+        """``headers``: of the request that asks for it. ``body``: the endpoint's; how it streams is set
+        here."""
         options = {"include_usage": True, "continuous_usage_stats": True}
         data = orjson.dumps({**body, "stream": True, "stream_options": options})
         kept = {name: headers[name] for name in ASKED_WITH if name in headers}
         self.headers: Headers = []
-        self._call = _Call(generation, "/v1/chat/completions", data, account, self, kept)
+        self._call = _Call(generation, endpoint, data, account, self, kept)
         self._most = generation.limits.max_buffered_bytes
         self._chunks: deque[bytes] = deque()
         self._num_waiting_bytes = 0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import orjson
 from starlette.requests import Request
@@ -13,6 +13,7 @@ from ..errors import ApiError
 from ..generate.api import GenerationApi
 from ..generate.bodies.fields import Body, UnknownFields
 from ..http.body import held_body
+from ..http.call import Endpoint
 from ..http.limits import LARGE_BODY_BYTES
 from ..validation import validated
 from .chat_stream import ChatStream, account_of, while_connected
@@ -41,12 +42,26 @@ class Answer(Protocol):
         """Return the answer without its events."""
 
 
+class Framing(NamedTuple):
+    """The form of a stream's events."""
+
+    media_type: str
+    encode: Callable[[AsyncIterator[Event]], AsyncIterator[bytes]]
+
+
 class Dialect:
     """Reads bodies and writes answers."""
 
-    def __init__(self, generation: GenerationApi, params: Mapping[str, str] | None = None) -> None:
-        """``params``: this API's names of a chat's fields, for errors."""
+    def __init__(
+        self,
+        generation: GenerationApi,
+        params: Mapping[str, str] | None = None,
+        framing: Framing | None = None,
+    ) -> None:
+        """``params``: this API's names of a chat's fields, for errors. ``framing``: server-sent events unless
+        given."""
         self.generation, self._params = generation, params or {}
+        self._framing = framing or Framing("text/event-stream", encoded)
         self._unknown = UnknownFields()
 
     async def read(self, request: Request, kind: type[Asked]) -> Asked:
@@ -62,11 +77,13 @@ class Dialect:
         self._unknown.note(asked.unknown_fields())
         return asked
 
-    async def begin(self, request: Request, chat: dict[str, Any]) -> ChatStream:
-        """Ask for the chat completion; return once its first chunk is there. Raises ApiError or
+    async def begin(
+        self, request: Request, chat: dict[str, Any], endpoint: Endpoint = "/v1/chat/completions"
+    ) -> ChatStream:
+        """Ask for the completion; return once its first chunk is there. Raises ApiError or
         ClientGone."""
         headers = dict(request.scope["headers"])
-        stream = ChatStream(self.generation, account_of(request), headers, chat)
+        stream = ChatStream(self.generation, account_of(request), headers, chat, endpoint)
         try:
             await while_connected(request, stream.begin())
         except ApiError as error:
@@ -89,8 +106,9 @@ class Dialect:
         """Return the response: the answer's events as they come, or the whole answer."""
         headers = {name.decode(): value.decode() for name, value in stream.headers}
         if streamed:
-            events = encoded(events_of(stream, answer))
-            return StreamingResponse(events, 200, {**headers, **EVENT_STREAM}, "text/event-stream")
+            media_type, encode = self._framing
+            events = encode(events_of(stream, answer))
+            return StreamingResponse(events, 200, {**headers, **EVENT_STREAM}, media_type)
         await while_connected(request, read_whole(stream, answer))
         return Response(orjson.dumps(answer.whole()), 200, headers, "application/json")
 

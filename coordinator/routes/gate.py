@@ -1,6 +1,6 @@
 """Access to pages, before everything that comes as ASGI. (``GenerationApi`` checks requests for tokens.)
 
-/v1/..., /invocations, /tokenize,
+/v1/..., /api/..., /invocations, /tokenize,
 /detokenize, /tokenizer_info, /props     an API key, if there are any; the account is in scope["account"]
 /health, /v1/health, /ping, /version,
 /ready, /docs, /openapi.json,
@@ -54,7 +54,7 @@ class Gate:
         if path in OPEN or is_open(path):
             return
         scope["account"] = ANONYMOUS
-        if self._directory is not None and (path.startswith("/v1/") or path in CLIENTS):
+        if self._directory is not None and (path.startswith(("/v1/", "/api/")) or path in CLIENTS):
             authorization = _authorization(Headers(scope=scope)) or _key_in_subprotocols(scope)
             scope["account"] = self._directory.account(authorization.encode("latin-1"))
         elif any(

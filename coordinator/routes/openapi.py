@@ -16,8 +16,23 @@ from ..generate.bodies.chat import ChatCompletionRequest
 from ..generate.bodies.completion import CompletionRequest
 from ..generate.token_pages import DetokenizeRequest, TokenizeRequest
 from . import openapi_answers as answers
+from .openapi_ollama import OLLAMA_BODIES, OLLAMA_SCHEMAS
+from .openapi_parts import (
+    EVENTS,
+    JSON,
+    OF_BODIES,
+    OF_GENERATION,
+    OF_OPERATORS,
+    TEXT,
+    by_page,
+    content,
+    in_path,
+    operation,
+    page,
+    query,
+    reference,
+)  # fmt: skip
 
-JSON, TEXT, EVENTS = "application/json", "text/plain", "text/event-stream"
 POSTS: dict[str, tuple[type[BaseModel], str]] = {
     "/v1/completions": (
         CompletionRequest,
@@ -74,27 +89,13 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "Model": answers.MODEL,
 }
 BATCH_SCHEMAS = {"File": answers.FILE, "DeletedFile": answers.DELETED, "Batch": answers.BATCH}
-ERRORS = {
-    "400": "The request is wrong: `param` names the field.",
-    "401": "The API key is missing, unknown, or opens no more. Only where the server asks for keys.",
-    "403": "For operators: ask from this host, or with the admin key. Only where the server asks for keys.",
-    "404": "There is no such model, file or batch.",
-    "408": "Not all of the request came in time.",
-    "413": "The body is too large.",
-    "415": "The body is compressed.",
-    "429": "Too much is waiting, or a limit of the key or its tenant is reached; see Retry-After.",
-    "500": "A fault of the server's; its log says more.",
-    "503": "No workers can serve it now; see Retry-After.",
-    "504": "The request's deadline has passed.",
-}
-OF_BODIES = ("400", "401", "404", "408", "413", "415")
-OF_GENERATION = (*OF_BODIES, "429", "500", "503", "504")
-OF_OPERATORS = ("401", "403")
 
 
-def document(*, batches: bool = False) -> dict[str, Any]:
-    """OpenAPI 3.1, JSON-ready. ``batches``: whether this server keeps any."""
+def document(*, batches: bool = False, ollama: bool = False) -> dict[str, Any]:
+    """OpenAPI 3.1, JSON-ready. ``batches``: whether this server keeps any. ``ollama``: whether it speaks
+    Ollama's API."""
     bodies = [kind for kind, _ in POSTS.values()] + ([BatchRequest] if batches else [])
+    bodies += OLLAMA_BODIES if ollama else []
     _, schemas = models_json_schema(
         [(kind, "validation") for kind in bodies], ref_template="#/components/schemas/{model}"
     )
@@ -111,7 +112,12 @@ def document(*, batches: bool = False) -> dict[str, Any]:
             **(batch_paths() if batches else {}),
         },
         "components": {
-            "schemas": {**schemas["$defs"], **SCHEMAS, **(BATCH_SCHEMAS if batches else {})},
+            "schemas": {
+                **schemas["$defs"],
+                **SCHEMAS,
+                **(BATCH_SCHEMAS if batches else {}),
+                **(OLLAMA_SCHEMAS if ollama else {}),
+            },
             "securitySchemes": {
                 "key": {"type": "http", "scheme": "bearer", "description": "Where the server asks for keys."}
             },
@@ -125,57 +131,57 @@ def _gets() -> dict[str, Any]:
         "and the last requests did not all fail in one stage; else 503."
     )
     return {
-        "/v1/models": {"get": _operation("The model that is served.", _json("Models"), "401")},
+        "/v1/models": {"get": operation("The model that is served.", content("Models"), "401")},
         "/v1/models/{model}": {
-            **_in_path("model"),
-            "get": _operation("The same, by its name.", _json("Model"), "401", "404"),
+            **in_path("model"),
+            "get": operation("The same, by its name.", content("Model"), "401", "404"),
         },
         "/health": {
-            "get": _operation(
+            "get": operation(
                 "200 while the process serves; `status` is ok or degraded, `checks` say why.", {JSON: {}}
             )
         },
-        "/v1/health": {"get": _operation("As /health.", {JSON: {}})},
+        "/v1/health": {"get": operation("As /health.", {JSON: {}})},
         "/ping": {
-            "get": _operation("The same, without content.", {}),
-            "post": _operation("The same, for those who ask so.", {}),
+            "get": operation("The same, without content.", {}),
+            "post": operation("The same, for those who ask so.", {}),
         },
-        "/version": {"get": _operation("The version of splitserve.", {JSON: {}})},
-        "/ready": {"get": _operation(ready, {JSON: {}}, "503")},
-        "/metrics": {"get": _operation("Prometheus metrics.", {TEXT: {}}, *OF_OPERATORS)},
+        "/version": {"get": operation("The version of splitserve.", {JSON: {}})},
+        "/ready": {"get": operation(ready, {JSON: {}}, "503")},
+        "/metrics": {"get": operation("Prometheus metrics.", {TEXT: {}}, *OF_OPERATORS)},
         "/debug/state": {
-            "get": _operation("Every worker with its role, blocks and requests.", {JSON: {}}, *OF_OPERATORS)
+            "get": operation("Every worker with its role, blocks and requests.", {JSON: {}}, *OF_OPERATORS)
         },
         "/load": {
-            "get": _operation("Requests that are open, waiting, running.", _json("Load"), *OF_OPERATORS)
+            "get": operation("Requests that are open, waiting, running.", content("Load"), *OF_OPERATORS)
         },
         "/server_info": {
-            "get": _operation("Version, settings and workers.", _json("ServerInfo"), *OF_OPERATORS)
+            "get": operation("Version, settings and workers.", content("ServerInfo"), *OF_OPERATORS)
         },
-        "/props": {"get": _operation("Context and sampling defaults.", _json("Properties"), "401")},
+        "/props": {"get": operation("Context and sampling defaults.", content("Properties"), "401")},
         "/tokenizer_info": {
-            "get": _operation("The tokenizer's configuration, with the chat template.", {JSON: {}}, "401")
+            "get": operation("The tokenizer's configuration, with the chat template.", {JSON: {}}, "401")
         },
-        "/openapi.json": {"get": _operation("This.", {JSON: {}})},
-        "/docs": {"get": _operation("This as a page.", {"text/html": {}})},
+        "/openapi.json": {"get": operation("This.", {JSON: {}})},
+        "/docs": {"get": operation("This as a page.", {"text/html": {}})},
     }
 
 
 def _responses() -> dict[str, Any]:
     """Stored responses, by id."""
-    one, response, path = _in_path("id"), _json("Response"), "/v1/responses/{id}"
+    one, response, path = in_path("id"), content("Response"), "/v1/responses/{id}"
     found = ("400", "401", "404")
     return {
         path: {
             **one,
-            "get": _operation("A stored response; with `stream=true` its events.", response, *found),
-            "delete": _operation("Delete it.", _json("DeletedResponse"), *found),
+            "get": operation("A stored response; with `stream=true` its events.", response, *found),
+            "delete": operation("Delete it.", content("DeletedResponse"), *found),
         },
         f"{path}/cancel": {
             **one,
-            "post": _operation("End one that runs in the background.", response, *found),
+            "post": operation("End one that runs in the background.", response, *found),
         },
-        f"{path}/input_items": {**one, "get": _operation("What it answers.", {JSON: {}}, *found)},
+        f"{path}/input_items": {**one, "get": operation("What it answers.", {JSON: {}}, *found)},
     }
 
 
@@ -183,41 +189,41 @@ def batch_paths() -> dict[str, Any]:
     """/v1/files and /v1/batches."""
     parts = {"file": {"type": "string", "format": "binary"}, "purpose": {"const": "batch"}}
     upload = {"type": "object", "required": ["file", "purpose"], "properties": parts}
-    one, file, batch = _in_path("id"), _json("File"), _json("Batch")
+    one, file, batch = in_path("id"), content("File"), content("Batch")
     found = ("401", "404")
-    order = _query("order", {"enum": ["asc", "desc"], "default": "desc"})
+    order = query("order", {"enum": ["asc", "desc"], "default": "desc"})
     return {
         "/v1/files": {
-            "post": _operation(
+            "post": operation(
                 "Upload the requests of a batch.", file, *OF_BODIES, body=("multipart/form-data", upload)
             ),
             "get": {
-                **_operation("Newest first, by page.", _page("File"), "400", "401"),
-                "parameters": [*_by_page(MAX_FILES_PAGE), order, _query("purpose", {"type": "string"})],
+                **operation("Newest first, by page.", page("File"), "400", "401"),
+                "parameters": [*by_page(MAX_FILES_PAGE), order, query("purpose", {"type": "string"})],
             },
         },
         "/v1/files/{id}": {
             **one,
-            "get": _operation("A file, without its content.", file, *found),
-            "delete": _operation("Delete a file.", _json("DeletedFile"), *found),
+            "get": operation("A file, without its content.", file, *found),
+            "delete": operation("Delete a file.", content("DeletedFile"), *found),
         },
         "/v1/files/{id}/content": {
             **one,
-            "get": _operation("A file's content.", {"application/octet-stream": {}}, *found),
+            "get": operation("A file's content.", {"application/octet-stream": {}}, *found),
         },
         "/v1/batches": {
-            "post": _operation(
-                "Run a file's requests.", batch, *OF_BODIES, body=(JSON, _reference("BatchRequest"))
+            "post": operation(
+                "Run a file's requests.", batch, *OF_BODIES, body=(JSON, reference("BatchRequest"))
             ),
             "get": {
-                **_operation("Newest first, by page.", _page("Batch"), "400", "401"),
-                "parameters": _by_page(MAX_PAGE),
+                **operation("Newest first, by page.", page("Batch"), "400", "401"),
+                "parameters": by_page(MAX_PAGE),
             },
         },
-        "/v1/batches/{id}": {**one, "get": _operation("A batch and how far it is.", batch, *found)},
+        "/v1/batches/{id}": {**one, "get": operation("A batch and how far it is.", batch, *found)},
         "/v1/batches/{id}/cancel": {
             **one,
-            "post": _operation("Run no more of its requests.", batch, "400", *found),
+            "post": operation("Run no more of its requests.", batch, "400", *found),
         },
     }
 
@@ -225,59 +231,14 @@ def batch_paths() -> dict[str, Any]:
 def _invocations() -> dict[str, Any]:
     """POST /invocations: either of two bodies, answered as at its own path."""
     kinds = ("ChatCompletionRequest", "CompletionRequest"), ("ChatCompletion", "Completion")
-    asked, answer = ({"anyOf": [_reference(name) for name in names]} for names in kinds)
+    asked, answer = ({"anyOf": [reference(name) for name in names]} for names in kinds)
     text = "As SageMaker asks: a chat completion where the body has `messages`, else a completion."
-    return _operation(text, {JSON: {"schema": answer}, EVENTS: {}}, *OF_GENERATION, body=(JSON, asked))
+    return operation(text, {JSON: {"schema": answer}, EVENTS: {}}, *OF_GENERATION, body=(JSON, asked))
 
 
 def _post(path: str, kind: type[BaseModel], text: str) -> dict[str, Any]:
     generates = path.startswith("/v1/") and "tokenize" not in path
-    good: dict[str, Any] = {**_json(ANSWERS[path]), **({EVENTS: {}} if generates else {})}
+    good: dict[str, Any] = {**content(ANSWERS[path]), **({EVENTS: {}} if generates else {})}
     errors = OF_GENERATION if generates else OF_BODIES
     shape = "MessagesError" if path.startswith("/v1/messages") else "Error"
-    return _operation(text, good, *errors, body=(JSON, _reference(kind.__name__)), error=shape)
-
-
-def _operation(
-    summary: str,
-    content: dict[str, Any],
-    *errors: str,
-    body: tuple[str, dict[str, Any]] | None = None,
-    error: str = "Error",
-) -> dict[str, Any]:
-    """``body``: its media type and schema, where there is one. ``error``: the schema of its errors."""
-    refusal = {JSON: {"schema": _reference(error)}}
-    responses = {"200": {"description": "OK", "content": content}}
-    responses |= {status: {"description": ERRORS[status], "content": refusal} for status in errors}
-    operation: dict[str, Any] = {"summary": summary, "responses": responses}
-    if body is not None:
-        media, schema = body
-        operation["requestBody"] = {"required": True, "content": {media: {"schema": schema}}}
-    return operation
-
-
-def _in_path(name: str) -> dict[str, Any]:
-    return {"parameters": [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]}
-
-
-def _query(name: str, schema: dict[str, Any]) -> dict[str, Any]:
-    return {"name": name, "in": "query", "schema": schema}
-
-
-def _by_page(most: int) -> list[dict[str, Any]]:
-    return [
-        _query("limit", {"type": "integer", "minimum": 1, "maximum": most}),
-        _query("after", {"type": "string"}),
-    ]
-
-
-def _page(name: str) -> dict[str, Any]:
-    return {JSON: {"schema": answers.page(_reference(name))}}
-
-
-def _json(name: str) -> dict[str, Any]:
-    return {JSON: {"schema": _reference(name)}}
-
-
-def _reference(name: str) -> dict[str, Any]:
-    return {"$ref": f"#/components/schemas/{name}"}
+    return operation(text, good, *errors, body=(JSON, reference(kind.__name__)), error=shape)

@@ -127,9 +127,8 @@ class OrdinaryRoutes:
         return _json({**self._dispatcher.snapshot(), "steering": self._system().steering, "http": http})
 
     async def _openapi(self, request: Request) -> Response:
-        return _json(
-            document(batches=any(getattr(route, "path", "") == "/v1/batches" for route in self._more))
-        )
+        paths = {getattr(route, "path", "") for route in self._more}
+        return _json(document(batches="/v1/batches" in paths, ollama="/api/chat" in paths))
 
     def _model_card(self) -> dict[str, Any]:
         model = self._model
@@ -182,6 +181,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
         paths += get_args(Endpoint)
     if path.startswith(("/v1/files", "/v1/batches")) and "/v1/batches" not in paths:
         why = " on this server: it was started without --batch-file"
+    elif path.startswith("/api/") and "/api/chat" not in paths:
+        why = " on this server: it was started without --ollama"
     elif path.startswith("/admin/") and not any(each.startswith("/admin/") for each in paths):
         why = " here: this server's admin API has a port of its own (--admin-port)"
     elif near := next(

@@ -48,6 +48,8 @@ class ServedModel:
     trusts_templates: bool = False
     """Requests may bring a chat template of their own."""
     eos_token_ids: frozenset[int] = frozenset()
+    architecture: str = ""
+    """The checkpoint's ``model_type``."""
     created: int = field(default_factory=lambda: int(time.time()))
     workers_hold: Callable[[], int] = lambda: 0
     """The longest sequence that every worker holds; 0: not known yet."""
@@ -109,6 +111,7 @@ class ServedModel:
             ),
             longest=max_model_len or longest,
             vocab_size=vocab_size,
+            architecture=str(config.get("model_type", "unknown")),
             defaults=SamplingDefaults.of(generation),
             eos_token_ids=frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos]),
             workers_hold=workers_hold,

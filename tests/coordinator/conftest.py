@@ -96,6 +96,7 @@ def fuzzed(model: ServedModel, dispatcher: FakeDispatcher, tmp_path: Path) -> It
                 dispatcher.system,
                 Operators(ADMIN_KEY),
                 batches=batches,
+                ollama=True,
             )
         )
         await server.start()

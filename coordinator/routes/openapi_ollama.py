@@ -1,0 +1,85 @@
+"""Ollama's API in /openapi.json, where it is spoken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+
+from ..dialects.ollama import ShowRequest
+from ..dialects.ollama_body import OllamaChatRequest, OllamaGenerateRequest
+from .openapi_answers import COUNT, STRING, array, record
+from .openapi_parts import JSON, OF_BODIES, OF_GENERATION, content, operation, reference
+
+LINES = "application/x-ndjson"
+OLLAMA_BODIES: list[type[BaseModel]] = [OllamaChatRequest, OllamaGenerateRequest, ShowRequest]
+_HEAD = {"model": STRING, "created_at": STRING, "done": {"type": "boolean"}}
+_ENDS = {
+    "done_reason": {"enum": ["stop", "length", "load"]},
+    **dict.fromkeys(("total_duration", "load_duration", "prompt_eval_duration", "eval_duration"), COUNT),
+    **dict.fromkeys(("prompt_eval_count", "eval_count"), COUNT),
+    "logprobs": array({"type": "object"}),
+}
+_CALL = record({"function": record({"name": STRING, "arguments": {"type": "object"}})})
+_MESSAGE = record(
+    {"role": {"const": "assistant"}, "content": STRING}, {"thinking": STRING, "tool_calls": array(_CALL)}
+)
+_DETAILS = record({"family": STRING, "format": STRING})
+_CARD = record({"name": STRING, "model": STRING, "size": COUNT, "digest": STRING, "details": _DETAILS})
+OLLAMA_SCHEMAS: dict[str, dict[str, Any]] = {
+    "OllamaError": record({"error": STRING}),
+    "OllamaChat": record({**_HEAD, "message": _MESSAGE}, _ENDS),
+    "OllamaText": record({**_HEAD, "response": STRING}, {"thinking": STRING, **_ENDS}),
+    "OllamaModels": record({"models": array(_CARD)}),
+    "OllamaModel": record(
+        {"details": _DETAILS, "model_info": {"type": "object"}, "capabilities": array(STRING)},
+        {"template": STRING, "parameters": STRING},
+    ),
+}
+
+
+def ollama_paths() -> dict[str, Any]:
+    """/api/..."""
+    chat, text = (reference(kind.__name__) for kind in OLLAMA_BODIES[:2])
+    show = reference(ShowRequest.__name__)
+    lines: dict[str, Any] = {LINES: {}}
+    return {
+        "/api/chat": {
+            "post": operation(
+                "Answer a conversation as Ollama does: lines of OllamaChat, or one with `stream` false.",
+                {**content("OllamaChat"), **lines},
+                *OF_GENERATION,
+                body=(JSON, chat),
+                error="OllamaError",
+            )
+        },
+        "/api/generate": {
+            "post": operation(
+                "Answer a prompt as Ollama does: lines of OllamaText, or one with `stream` false.",
+                {**content("OllamaText"), **lines},
+                *OF_GENERATION,
+                body=(JSON, text),
+                error="OllamaError",
+            )
+        },
+        "/api/show": {
+            "post": operation(
+                "The model's context, template and abilities.",
+                content("OllamaModel"),
+                *OF_BODIES,
+                body=(JSON, show),
+                error="OllamaError",
+            )
+        },
+        "/api/tags": {"get": _get("The model that is served.", "OllamaModels")},
+        "/api/ps": {"get": _get("The same, as loaded.", "OllamaModels")},
+        "/api/version": {
+            "get": operation(
+                "The version of Ollama whose API this is.", {JSON: {}}, "401", error="OllamaError"
+            )
+        },
+    }
+
+
+def _get(summary: str, answer: str) -> dict[str, Any]:
+    return operation(summary, content(answer), "401", error="OllamaError")
