@@ -71,7 +71,8 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
     )
     ollama: bool = Field(
         default=False,
-        description="Speak Ollama's API, too: /api/chat, /api/generate, /api/show, /api/tags, /api/ps, /api/version.",
+        description="Speak Ollama's API, too: /api/chat, /api/generate, /api/show, /api/tags, /api/ps and "
+        "/api/version.",
     )
     routing: Routing = Field(default="hybrid", description="How workers are chosen for a request.")
     max_queue: int = Field(

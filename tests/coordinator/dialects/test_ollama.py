@@ -12,11 +12,10 @@ import httpx
 import ollama
 import orjson
 import pytest
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from support.http_fakes import ANSWER, CALL, CHAT_TEMPLATE, CITY, MAX_MODEL_LEN, FakeDispatcher
 
 from splitserve.coordinator.dialects.ollama_answer import OllamaAnswer
-from splitserve.coordinator.dialects.ollama_body import OllamaChatRequest, OllamaGenerateRequest
 from splitserve.coordinator.http.limits import LARGE_BODY_BYTES, HttpLimits
 from splitserve.coordinator.lifecycle.request import Ended, Request
 from splitserve.coordinator.server import HttpApp, HttpServer
@@ -63,7 +62,7 @@ async def llama(server: HttpServer) -> AsyncIterator[ollama.AsyncClient]:
         yield client
 
 
-def say(dispatcher: FakeDispatcher, model: ServedModel, text: str) -> None:
+def answer_with(dispatcher: FakeDispatcher, model: ServedModel, text: str) -> None:
     ids = model.tokenizer.fast.encode(text, add_special_tokens=False).ids
     dispatcher.script = lambda request: ids
 
@@ -93,7 +92,7 @@ async def test_a_stream_adds_up_to_the_whole(llama: ollama.AsyncClient, dispatch
 
 
 async def test_each_line_of_a_stream_is_json(http: httpx.AsyncClient) -> None:
-    answer = await http.post("/api/chat", json=ASKED)  # streams unless told otherwise
+    answer = await http.post("/api/chat", json=ASKED)  # streams by default
     assert answer.headers["content-type"] == "application/x-ndjson"
     assert answer.text.endswith("}\n")
     assert all(orjson.loads(line)["model"] == "tiny" for line in answer.text.splitlines())
@@ -102,7 +101,7 @@ async def test_each_line_of_a_stream_is_json(http: httpx.AsyncClient) -> None:
 async def test_a_tool_is_called_and_its_result_comes_back(
     llama: ollama.AsyncClient, dispatcher: FakeDispatcher, model: ServedModel
 ) -> None:
-    say(dispatcher, model, f"Let me look.{CALL}{CALL}")
+    answer_with(dispatcher, model, f"Let me look.{CALL}{CALL}")
     parts = [part async for part in await llama.chat(**ASKED, tools=[WEATHER], stream=True)]
     calls = [call for part in parts for call in part.message.tool_calls or ()]
     assert [(call.function.name, call.function.arguments) for call in calls] == [
@@ -114,62 +113,17 @@ async def test_a_tool_is_called_and_its_result_comes_back(
     assert [call.function for call in whole.message.tool_calls or ()] == [call.function for call in calls]
 
 
-def test_results_find_their_calls() -> None:
-    def call(name: str, **more: Any) -> dict[str, Any]:
-        return {"function": {"name": name, "arguments": {"a": 1}}, **more}
-
-    turns = [
-        *HELLO,
-        {"role": "assistant", "thinking": "Hm.", "tool_calls": [call("f"), call("g"), call("h", id="own")]},
-        {"role": "tool", "tool_name": "g", "content": "2"},
-        {"role": "tool", "content": "1"},
-        {"role": "tool", "tool_call_id": "own", "content": "3"},
-    ]
-    chat = OllamaChatRequest.model_validate({"model": "tiny:latest", "messages": turns}).for_chat()
-    assert chat["model"] == "tiny"
-    assistant = chat["messages"][1]
-    assert assistant["reasoning_content"] == "Hm."
-    assert [each["id"] for each in assistant["tool_calls"]] == ["call00000", "call00001", "own"]
-    assert assistant["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
-    answered = [(each["tool_call_id"], each["content"]) for each in chat["messages"][2:]]
-    assert answered == [("call00001", "2"), ("call00000", "1"), ("own", "3")]
-
-
 @pytest.mark.parametrize("format", ["json", City.model_json_schema()], ids=["json", "schema"])
 async def test_a_format_binds_the_output(
     llama: ollama.AsyncClient, dispatcher: FakeDispatcher, model: ServedModel, format: Any
 ) -> None:
-    say(dispatcher, model, CITY)
+    answer_with(dispatcher, model, CITY)
     answer = await llama.chat(**ASKED, format=format)
     assert City.model_validate_json(answer.message.content or "").city == "Paris"
     assert dispatcher.requests[-1].sampling.grammar
     text = await llama.generate("tiny", "Hi", format=format)
     assert City.model_validate_json(text.response or "").city == "Paris"
     assert dispatcher.requests[-1].sampling.grammar
-
-
-def test_thoughts_have_a_field_of_their_own() -> None:
-    for generates in (False, True):
-        answer = OllamaAnswer("tiny", generates=generates)
-        deltas = ({"reasoning_content": "H"}, {"reasoning_content": "m."}, {"content": "Yes."})
-        parts = [
-            part
-            for delta in deltas
-            for part in answer.feed({"choices": [{"delta": delta, "finish_reason": None}]})
-        ]
-        inner = [part if generates else part["message"] for part in (*parts, answer.whole())]
-        assert [each.get("thinking") for each in inner] == ["H", "m.", None, "Hm."]
-        assert inner[-1]["response" if generates else "content"] == "Yes."
-
-
-@pytest.mark.parametrize(
-    ("think", "kwargs", "effort"), [(False, False, None), (True, True, None), ("low", True, "low")]
-)
-def test_think_is_the_templates_to_know(think: Any, kwargs: bool, effort: str | None) -> None:
-    body = {"model": "m", "messages": HELLO, "think": think}
-    chat = OllamaChatRequest.model_validate(body).for_chat()
-    assert chat["chat_template_kwargs"] == {"enable_thinking": kwargs}
-    assert chat.get("reasoning_effort") == effort
 
 
 async def test_options_hold(llama: ollama.AsyncClient, dispatcher: FakeDispatcher) -> None:
@@ -276,15 +230,6 @@ async def test_a_refusal_is_one_sentence_that_names_the_field(
     assert answer.status_code == (404 if "model" in fields else 400)
     assert set(answer.json()) == {"error"}
     assert named in answer.json()["error"]
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{"suffix": "b"}, {"template": "{{ .Prompt }}"}, {"context": [1, 2]}, {"raw": True, "system": "s"}],
-)
-def test_what_generate_does_not_have(fields: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError):
-        OllamaGenerateRequest.model_validate({"model": "m", "prompt": "a", **fields})
 
 
 async def test_errors_are_the_clients_own(llama: ollama.AsyncClient, dispatcher: FakeDispatcher) -> None:
