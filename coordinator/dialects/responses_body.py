@@ -241,8 +241,11 @@ def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
 def _chat_choice(choice: str | dict[str, Any] | None) -> Any:
     """Return the chat's ``tool_choice``; what it does not know is passed on, and refused there."""
     match choice:
-        case {"type": "function", "name": _}:
-            return {"type": "function", "function": {"name": chat_name(choice)}}
+        case {"type": "function", "name": name, **more}:
+            return {
+                "type": "function",
+                "function": {"name": chat_name({"name": name, "namespace": more.get("namespace")})},
+            }
         case {"type": "allowed_tools", "mode": mode, "tools": [*tools]}:
             return {
                 "type": "allowed_tools",
