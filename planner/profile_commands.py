@@ -18,6 +18,7 @@ from rich.table import Column, Table
 from ..engine.latency_profile import Contention, Memory, Numerics, Power, Profile, Residuals, StepModel
 from ..engine.settings import ComputeSettings, WorkerSettings
 from .profile.design import Bounds, experiments
+from .profile.imported import imported
 from .profile.published import import_published
 from .settings import ProfileSettings
 
@@ -45,15 +46,22 @@ def profile(settings: ProfileSettings) -> int:
         made = _measured(settings, settings.model, console)
     else:
         assert settings.published is not None, "one of the two is given"
-        made = import_published(
-            settings.published, settings.published_model, settings.hardware, settings.tensor_parallel
-        )
+        made, words = published(settings, settings.published)
+        for line in words:
+            console.print(line, highlight=False)
         if settings.name:
             made = made.model_copy(update={"name": settings.name})
     made.write(settings.output)
     show(made, console)
     console.print(f"wrote {settings.output}")
     return 0
+
+
+def published(settings: ProfileSettings, path: Path) -> tuple[Profile, list[str]]:
+    """Import a profile; return it and sentences about it. Raises PlannerError and EngineError."""
+    if settings.like is not None:
+        return imported(path, Profile.read(settings.like))
+    return import_published(path, settings.published_model, settings.hardware, settings.tensor_parallel), []
 
 
 def show(profile: Profile, console: Console) -> None:

@@ -78,7 +78,12 @@ class ProfileSettings(ComputeSettings):
     published: Path | None = Field(
         default=None,
         description="Import instead: splitwise-sim's perf_model.csv, or a DistServe profile (with "
-        "max_num_tokens.csv beside it).",
+        "max_num_tokens.csv beside it); with --like also steps or benchmarks of a server (docs/planning.md).",
+    )
+    like: Path | None = Field(
+        default=None,
+        description="With --published: profile of the same model on like workers, for what the file lacks; "
+        "how far steps are from it is printed.",
     )
     published_model: str = Field(
         default="llama2-70b", max_length=200, description="With --published: which model of it."
@@ -91,11 +96,10 @@ class ProfileSettings(ComputeSettings):
     def _one_source(self) -> Self:
         if (self.model is None) == (self.published is None):
             raise ValueError("give --model to measure, or --published to import")
+        if self.like is not None and self.published is None:
+            raise ValueError("--like is for --published: give a file to import too")
         if self.published is not None and self.plot_file is not None:
-            raise ValueError(
-                "--plot-file draws measured points, and what is imported has none here: leave it out, or "
-                "give --model"
-            )
+            raise ValueError("--plot-file draws measured points: leave it out, or give --model")
         return self
 
 

@@ -29,6 +29,7 @@ from ...engine.analytic.models import MODELS
 from ...engine.analytic.shapes import shape_of
 from ...engine.analytic.step_times import Machine, Software
 from ...engine.latency_profile import StepModel
+from ...planner.profile.closed_loop import Run, closed_loop
 from ..environment import environment
 
 LLAMA2 = {"num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8}
@@ -53,10 +54,8 @@ REPOSITORIES = {
     "Qwen/Qwen3-32B": "qwen3-32b", "Qwen/Qwen3-235B-A22B-FP8": "qwen3-235b-a22b",
 }  # fmt: skip
 BITS = {"": 16.0, "fp8": 8.0, "fp4": 4.5}
-STEP_TOKENS = 8192
 REQUEST_S = 0.06
 """HTTP, tokenizer and queue of the measured servers, per request; fitted to their TTFT."""
-WAVES = 5
 STARTED = Software(0.6, 0.75, 0.4, 0.5, 3e-5, 1.2e-5, 1e-3, 1e-5, 2e-3)
 AT_MOST = {"compute": 0.95, "memory": 0.95, "attention": 0.9, "links": 1.0}
 
@@ -182,49 +181,6 @@ def held_out(steps: Sequence[Step]) -> dict[str, Any]:
     return {"steps": len(steps), "constants": asdict(software)} | medians
 
 
-def closed_loop(
-    steps: dict[str, StepModel], clients: int, prompt: int, output: int, mixes: bool
-) -> tuple[float, float]:
-    """Mean TTFT and TPOT of clients that start together and ask again when answered. ``mixes``: a step takes
-    prompts and tokens; else prompts go first, as SGLang has it."""
-    once = min(steps["prefill"].base_s, steps["decode"].base_s)
-    now, waiting, running = 0.0, [[0.0, 0.0] for _ in range(clients)], list[list[float]]()
-    ttft, tpot = list[float](), list[float]()
-    while len(tpot) < WAVES * clients:
-        chunks, context = list[tuple[list[float], float]](), sum(r[1] for r in running)
-        room = float(STEP_TOKENS - len(running))
-        while waiting and room > 0:
-            new = min(room, prompt - waiting[0][1])
-            chunks.append((waiting[0], new))
-            room -= new
-            if new < prompt - waiting[0][1]:
-                break
-            waiting.pop(0)
-        jump = 1 if mixes or not chunks else 0
-        decode_s = steps["decode"].seconds(len(running), context, len(running)) if running and jump else 0.0
-        if chunks:
-            pairs = sum(new * w[1] + new * (new + 1) / 2 for w, new in chunks)
-            cached = sum(w[1] for w, _ in chunks)
-            now += steps["prefill"].seconds(sum(new for _, new in chunks), pairs, len(chunks), cached)
-            now += decode_s - once if decode_s else 0.0
-        else:
-            jump = int(min(r[2] for r in running))
-            now += jump * (decode_s + steps["decode"].pieces[0].read_s * len(running) * (jump - 1) / 2)
-        for sequence in running:
-            sequence[1] += jump
-            sequence[2] -= jump
-        for ended in [r for r in running if r[2] <= 0]:
-            running.remove(ended)
-            tpot.append((now - ended[0]) / (output - 1))
-            waiting.append([now, 0.0])
-        for asked, new in chunks:
-            asked[1] += new
-            if asked[1] >= prompt:
-                ttft.append(now - asked[0] + REQUEST_S)
-                running.append([now, prompt + 1, output - 1])
-    return mean(ttft), mean(tpot)
-
-
 def servers(data: Path) -> list[dict[str, Any]]:
     """AIConfigurator's points beside ours; errors are relative."""
     found: dict[str, dict[str, Any]] = {}
@@ -238,7 +194,10 @@ def servers(data: Path) -> list[dict[str, Any]]:
             prompt, output = int(row["isl"]), int(row["osl"])
             ttft, tpot = (float(row[f"silicon_{n}_ms"]) / 1e3 for n in ("ttft", "tpot"))
             steps = models(model, gpu, gpus, BITS[row["precision"]], CURRENT)
-            our_ttft, our_tpot = closed_loop(steps, clients, prompt, output, row["backend"] != "sglang")
+            run = Run(prompt, output, clients, ttft, tpot)
+            mixes = row["backend"] != "sglang"
+            our_ttft, our_tpot = closed_loop(steps["prefill"], steps["decode"], run, mixes=mixes)
+            our_ttft += REQUEST_S
             name = f"{row['backend']} {model} {row['precision'] or 'bf16'} {gpus}x{gpu}"
             name += f" {prompt}/{output} c{clients}"
             if name in found and found[name]["ttft_s"] == ttft:

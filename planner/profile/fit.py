@@ -60,7 +60,9 @@ def fit_steps(
 
 def residuals(model: StepModel, points: Sequence[StepPoint]) -> Residuals:
     """Relative errors of the model at these points."""
-    return _residuals([(model.seconds(p.units, p.reads, p.seqs, p.cached), p.seconds) for p in points])
+    return relative_residuals(
+        [(model.seconds(p.units, p.reads, p.seqs, p.cached), p.seconds) for p in points]
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ def fit_puts(points: Sequence[PutPoint]) -> HandoffModel:
     modelled = [p.num_puts * put_s + p.num_slices * slice_s + p.num_bytes / rate + join_s for p in points]
     pairs = list(zip(modelled, seconds.tolist(), strict=True))
     return HandoffModel(
-        put_s=put_s, slice_s=slice_s, bytes_per_s=rate, join_s=join_s, residuals=_residuals(pairs)
+        put_s=put_s, slice_s=slice_s, bytes_per_s=rate, join_s=join_s, residuals=relative_residuals(pairs)
     )
 
 
@@ -112,8 +114,8 @@ def _curve_and_slopes(
         chosen.remove(negative)
 
 
-def _residuals(pairs: Sequence[tuple[float, float]]) -> Residuals:
-    """Of (modelled, measured) seconds."""
+def relative_residuals(pairs: Sequence[tuple[float, float]]) -> Residuals:
+    """Of pairs (modelled, measured), in any unit."""
     errors = np.array([abs(modelled - measured) / measured for modelled, measured in pairs])
     return Residuals(
         num_points=len(pairs),

@@ -57,7 +57,10 @@ def import_published(path: Path, model: str, hardware: str, tensor_parallel: int
     rows = list(csv.DictReader(text.splitlines()))
     if rows and {"prompt_size", "prompt_time", "token_time"} <= rows[0].keys():
         return splitwise(path, rows, model, hardware, tensor_parallel)
-    raise ProfilingError(f"{path} is neither splitwise-sim's perf_model.csv nor a DistServe profile in JSON")
+    raise ProfilingError(
+        f"{path} is neither splitwise-sim's perf_model.csv nor a DistServe profile in JSON; steps and "
+        "benchmarks of servers need --like PROFILE, such as --like llama-3.1-70b-fp8@8xh100"
+    )
 
 
 def splitwise(
