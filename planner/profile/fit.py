@@ -115,7 +115,7 @@ def _curve_and_slopes(
 
 
 def relative_residuals(pairs: Sequence[tuple[float, float]]) -> Residuals:
-    """Of pairs (modelled, measured), in any unit."""
+    """Relative errors of pairs (modelled, measured) in any unit."""
     errors = np.array([abs(modelled - measured) / measured for modelled, measured in pairs])
     return Residuals(
         num_points=len(pairs),

@@ -1,4 +1,4 @@
-"""Profiles from what others have measured: steps, one by one, or whole benchmarks of a server.
+"""Profiles from others' measurements: single steps, or whole benchmarks of a server.
 
 What a file lacks (KV cache, handoff, power) is another profile's, ``like``: a shipped or computed one. So is
 the shape of the step times where the file has too few steps to fit: they are then scaled.
@@ -131,7 +131,7 @@ def _steps(rows: Rows) -> Iterable[LoggedStep]:
 
 
 def _vidur(folder: Path, like: Profile) -> list[LoggedStep]:
-    """Sums of its operators' medians over the layers; with the sums over GPUs where all_reduce.csv is there."""
+    """Sum its operators' medians over the layers, and the sums over GPUs where all_reduce.csv is there."""
     layers, gpus = like.memory.num_layers, like.gpus
     mlp = [r for r in _rows(folder / "mlp.csv") if int(r["num_tensor_parallel_workers"]) == gpus]
     if not mlp:
@@ -186,7 +186,7 @@ def _ms(row: dict[str, str], name: str) -> float:
 
 
 def _from_runs(path: Path, runs: list[Run], like: Profile) -> tuple[Profile, list[str]]:
-    """Scale the two roles' steps by the factors with the least mean logarithm of the ratios of TTFT and TPOT."""
+    """Scale each role's steps by the factor with the least mean logarithm of the ratios of TTFT and TPOT."""
 
     def ratios(factors: tuple[float, float]) -> list[tuple[float, float]]:
         prefill, decode = like.prefill.times(factors[0]), like.decode.times(factors[1])
