@@ -18,11 +18,11 @@ from .gpu.decode_attention import EXACT_PROGRAMS_PER_SM, decode_attention, decod
 from .gpu.decode_plan import DecodePlan, plan_decode
 from .gpu.elementwise import embedding, silu_mul
 from .gpu.exact_linear import ExactLinear
-from .gpu.flash_attention import FlashAttention3
 from .gpu.fp8_linear import MULTIPLE, Fp8Linear
 from .gpu.gumbel_argmax import gumbel_argmax
 from .gpu.norm import add_rms_norm, rms_norm
 from .gpu.prefill_attention import PrefillPlan, exact_tile, plan_prefill, prefill_attention, prefill_tile
+from .gpu.provided_attention import ProvidedAttention
 from .gpu.rope_store import rope_and_store
 from .interface import AttentionInputs, LayerParts, Linear, RopeInputs, joined
 from .reference import TorchLinear
@@ -39,18 +39,18 @@ class CudaKernels:
         exact: bool = False,
         fp8_linears: bool = False,
         prefill_shape: TileShape | None = None,
-        flash: FlashAttention3 | None = None,
+        provided: ProvidedAttention | None = None,
     ) -> None:
         """``num_sms``: multiprocessors of the GPU; ``fp8_linears``: linear layers in float8, where their
         shape allows it; ``prefill_shape``: another than the one that suits the GPU (small ones, for the
-        interpreter); ``flash``: for the steps that it serves."""
+        interpreter); ``provided``: attention of the steps that it serves."""
         assert not (exact and fp8_linears), "the exact product is not made for float8"
         self._num_sms = num_sms
         self._exact = exact
         self._fp8_linears = fp8_linears
         self._prefill_shape = prefill_shape
-        assert not (exact and flash), "the exact attention is Triton's"
-        self._flash = flash
+        assert not (exact and provided), "the exact attention is Triton's"
+        self._provided = provided
 
     def linear(self, weight: Tensor | Sequence[Tensor], bias: Tensor | None) -> Linear:
         parts = [weight] if isinstance(weight, Tensor) else weight
@@ -77,8 +77,8 @@ class CudaKernels:
         return rope_and_store(qkv, pool, layer, rope)
 
     def paged_attention(self, q: Tensor, pool: Tensor, layer: int, inputs: AttentionInputs) -> Tensor:
-        if self._flash is not None and self._flash.serves(q, pool, inputs):
-            return self._flash(q, pool, layer, inputs)
+        if self._provided is not None and self._provided.serves(q, pool, inputs):
+            return self._provided(q, pool, layer, inputs)
         num_tokens, num_heads, head_dim = q.shape
         window = inputs.sliding_window
         if window not in inputs.plans:

@@ -39,6 +39,17 @@ class RopeInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """A model's attention. ``block_size`` in tokens; ``windows``: those of its layers."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    windows: Sequence[int | None] = (None,)
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionInputs:
     """The sequences of a step, as attention sees them.
 
@@ -57,7 +68,7 @@ class AttentionInputs:
     sliding_window: int | None = None
     kv_scales: Tensor | None = None
     max_query_len: int | None = None
-    plans: dict[int | None, Any] = field(default_factory=dict)
+    plans: dict[int | str | None, Any] = field(default_factory=dict)
 
 
 class Linear(Protocol):

@@ -11,7 +11,7 @@ import logging
 
 import torch
 
-from .interface import Kernels
+from .interface import AttentionShape, Kernels
 from .packed_weights import PackedWeights
 from .reference import TorchKernels
 
@@ -32,10 +32,11 @@ def select_kernels(
     fp8_linears: bool = False,
     fp8_cache: bool = False,
     packed: PackedWeights | None = None,
+    shape: AttentionShape | None = None,
 ) -> Kernels:
-    """Triton's on GPUs; C++ on CPUs, which lay weights into ``packed``; plain torch where Triton or a C++
-    compiler was missing at installation, and for a float8 KV cache on a CPU. Raises
-    UnsuitableKernelsError."""
+    """Triton's on GPUs, with another package's attention where it is there and agrees for ``shape``; C++ on
+    CPUs, which lay weights into ``packed``; plain torch where Triton or a C++ compiler was missing at
+    installation, and for a float8 KV cache on a CPU. Raises UnsuitableKernelsError."""
     if fp8_linears and exact:
         raise UnsuitableKernelsError(
             "exact products are not made in float8: leave exact off, or quantization at none"
@@ -45,7 +46,7 @@ def select_kernels(
             f"quantization fp8 needs a GPU with float8 instructions, and the device is {device}; use none"
         )
     if device.type == "cuda":
-        return _cuda_kernels(device, exact, fp8_linears, fp8_cache)
+        return _cuda_kernels(device, exact, fp8_linears, fp8_cache, shape)
     if fp8_cache:
         if exact:
             raise UnsuitableKernelsError(
@@ -108,7 +109,9 @@ def kernels_in_words() -> str:
     )
 
 
-def _cuda_kernels(device: torch.device, exact: bool, fp8_linears: bool, fp8_cache: bool) -> Kernels:
+def _cuda_kernels(
+    device: torch.device, exact: bool, fp8_linears: bool, fp8_cache: bool, shape: AttentionShape | None
+) -> Kernels:
     if (fp8_linears or fp8_cache) and torch.cuda.get_device_capability(device) < FLOAT8_CAPABILITY:
         name = torch.cuda.get_device_name(device)
         raise UnsuitableKernelsError(
@@ -117,7 +120,7 @@ def _cuda_kernels(device: torch.device, exact: bool, fp8_linears: bool, fp8_cach
         )
     try:
         from .cuda import CudaKernels
-        from .gpu.flash_attention import usable_flash_attention
+        from .gpu.provided_attention import FLASH_ATTENTION_3, FLASHINFER, usable
     except ImportError:
         if exact:
             raise UnsuitableKernelsError(
@@ -132,14 +135,13 @@ def _cuda_kernels(device: torch.device, exact: bool, fp8_linears: bool, fp8_cach
         )
         return TorchKernels()
     gpu = torch.cuda.get_device_properties(device)
-    flash, named = None, "exact"
-    if not exact:
+    count, provided, named = gpu.multi_processor_count, None, "exact" if exact else "alone"
+    if not exact and shape is not None:
         with torch.inference_mode():
-            ours = CudaKernels(gpu.multi_processor_count).paged_attention
-            flash, named = usable_flash_attention(device, ours)
-    count = gpu.multi_processor_count
+            ours = CudaKernels(count).paged_attention
+            provided, named = usable(FLASHINFER if fp8_cache else FLASH_ATTENTION_3, device, shape, ours)
     logger.info("kernels: Triton on %s, %d multiprocessors; %s", gpu.name, count, named)
-    return CudaKernels(count, exact, fp8_linears, flash=flash)
+    return CudaKernels(count, exact, fp8_linears, provided=provided)
 
 
 def cpu_multiplies_bfloat16() -> bool:

@@ -6,7 +6,7 @@
     tar xf gpu_check.tar && gpu_check/run.sh OUT               # there
 
 It needs torch for CUDA and Triton. It uses transformers, compute-sanitizer and FlashAttention-3 (as
-flash_attn_interface) where they are installed. The bundle brings the wheels of all else that
+flash_attn_interface, or in vLLM) where they are installed. The bundle brings the wheels of all else that
 splitserve[worker,bench] needs; run.sh installs those that are missing, into the bundle's own folder.
 
 Each part has a process and a time limit of its own: one that crashes or hangs costs itself alone. OUT

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
 
 import torch
 
+from ...kernels.cuda import CudaKernels
+from ...kernels.gpu.provided_attention import FLASH_ATTENTION_3, usable
+from ...kernels.interface import AttentionShape
 from ..kernels import kernel_figures
 from ..kernels.engine_figures import EXACT_SUFFIX, engine_figures
-from ..kernels.gpu_timing import Ceilings, Figure, flops_figure, microseconds
+from ..kernels.gpu_timing import Ceilings, Figure
 from ..peers.transformers_peer import PeerFailed
 from .correctness import interpret
 from .line import Line, Place, figure_line, left_out
@@ -109,29 +109,26 @@ def exact_costs(place: Place) -> Iterator[Line]:
 
 
 def flash_attention_3(place: Place) -> Iterator[Line]:
-    """Its causal prefill beside ours, of the same run."""
+    """FlashAttention-3's causal prefill beside ours, of the same run and over the same cache, where the
+    product would use it."""
     interpret(place)
-    if find_spec("flash_attn_interface") is None:
-        yield left_out("FlashAttention-3", "flash_attn_interface is not installed")
+    sizes, heads = (
+        ((2048, 8192, 32768), kernel_figures.LLAMA_8B) if place.big else ((20,), kernel_figures.TINY)
+    )
+    num_kv_heads, group, head_dim = heads
+    shape = AttentionShape(num_kv_heads * group, num_kv_heads, head_dim, kernel_figures.BLOCK_SIZE)
+    ours = CudaKernels(1, prefill_shape=None if place.big else kernel_figures.SMALL).paged_attention
+    flash, why = usable(FLASH_ATTENTION_3, torch.device(place.device), shape, ours)
+    if flash is None:
+        yield left_out("FlashAttention-3", why)
         return
-    flash = import_module("flash_attn_interface").flash_attn_func
-    num_kv_heads, group, head_dim = kernel_figures.LLAMA_8B
-    for tokens in (2048, 8192, 32768):
-        ours = kernel_figures.prefill_figure(
-            place.device, place.ceilings(), tokens, 0, kernel_figures.LLAMA_8B, place.big
-        )
-        q, k, v = (
-            torch.randn((1, tokens, heads, head_dim), device=place.device).to(torch.bfloat16)
-            for heads in (num_kv_heads * group, num_kv_heads, num_kv_heads)
-        )
-        us = microseconds([partial(flash, q, k, v, causal=True)])
-        flops = 2 * num_kv_heads * group * head_dim * tokens * (tokens + 1)
-        yield figure_line(
-            flops_figure(f"FlashAttention-3 prefill, {tokens} tokens", us, flops, place.ceilings())
-        )
-        yield figure_line(ours)
-        yield Line(
-            f"our prefill's time beside FlashAttention-3's, {tokens} tokens",
-            value=ours.us / us,
-            headline=True,
-        )
+    for tokens in sizes:
+        times = []
+        for provided in (flash, None):
+            figure = kernel_figures.prefill_figure(
+                place.device, place.ceilings(), tokens, 0, heads, place.big, provided=provided
+            )
+            times.append(figure.us)
+            yield figure_line(figure)
+        what = f"our prefill's time beside FlashAttention-3's, {tokens} tokens"
+        yield Line(what, value=times[1] / times[0], headline=True)

@@ -24,6 +24,7 @@ from ...kernels.gpu.exact_linear import ExactLinear
 from ...kernels.gpu.fp8_linear import Fp8Linear
 from ...kernels.gpu.norm import add_rms_norm
 from ...kernels.gpu.prefill_attention import exact_tile, plan_prefill, prefill_attention, prefill_tile
+from ...kernels.gpu.provided_attention import ProvidedAttention
 from ...kernels.gpu.rope_store import rope_and_store
 from ...kernels.gpu.sampling import SamplingRows, sample
 from ...kernels.interface import AttentionInputs, Linear, RopeInputs
@@ -114,6 +115,7 @@ def prefill_figure(
     big: bool,
     exact: bool = False,
     tile: TileShape | None = None,
+    provided: ProvidedAttention | None = None,
 ) -> Figure:
     num_kv_heads, group, head_dim = heads
     pool, inputs = _cache(device, 1, cached + chunk, 1, num_kv_heads, head_dim, BFLOAT16)
@@ -122,16 +124,20 @@ def prefill_figure(
         inputs.seq_lens,
         inputs.block_tables,
         inputs.scale,
+        max_query_len=chunk,
     )
     q = torch.randn((chunk, num_kv_heads * group, head_dim), device=device).to(BFLOAT16)
     out = torch.empty((chunk, num_kv_heads * group * head_dim), dtype=BFLOAT16, device=device)
     usual = (exact_tile(head_dim) if exact else prefill_tile(head_dim)) if big else SMALL
     plan = plan_prefill(inputs, chunk, group, tile or usual, singles=False)
-    us = microseconds([partial(prefill_attention, out, q, pool, 0, inputs, plan, exact)])
+    ours = partial(prefill_attention, out, q, pool, 0, inputs, plan, exact)
+    us = microseconds([partial(provided, q, pool, 0, inputs) if provided is not None else ours])
     name = (
         f"prefill attention, {chunk} tokens after {cached}, {num_kv_heads} x {group} heads of "
         f"{head_dim}{', exact' if exact else f', {tile}' if tile else ''}"
     )
+    if provided is not None:
+        name += f", {type(provided).__name__}"
     pairs = chunk * cached + chunk * (chunk + 1) / 2
     return flops_figure(name, us, 4 * num_kv_heads * group * head_dim * pairs, ceilings)
 

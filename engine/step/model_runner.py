@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...kernels.interface import Kernels
+from ...kernels.interface import AttentionShape, Kernels
 from ...kernels.packed_weights import PackedWeights, kept_files
 from ...kernels.reference import TorchKernels
 from ...kernels.select import UnsuitableKernelsError, numerics, select_kernels
@@ -134,6 +134,13 @@ class ModelRunner:
                     fp8_linears=engine.quantization == "fp8",
                     fp8_cache=engine.kv_dtype == "fp8",
                     packed=packed,
+                    shape=AttentionShape(
+                        self.config.num_heads,
+                        self.config.num_kv_heads,
+                        self.config.head_dim,
+                        engine.block_size or DEFAULT_BLOCK_SIZE[self.device.type],
+                        self.config.sliding_windows,
+                    ),
                 )
         except UnsuitableKernelsError as error:
             raise ModelConfigError(str(error)) from error

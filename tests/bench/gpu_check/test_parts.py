@@ -66,6 +66,15 @@ def test_every_figure_can_be_made(part: Any, place: Place) -> None:
         assert piece in names
 
 
+def test_flash_attention_3_is_timed_where_the_product_would_use_it(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speed, "usable", lambda provider, device, shape, ours: (ours, provider.name))
+    theirs, ours, ratio = speed.flash_attention_3(place)
+    assert theirs.what.startswith(ours.what)
+    assert ratio.what == "our prefill's time beside FlashAttention-3's, 20 tokens"
+
+
 def test_a_peer_that_fails_costs_only_its_own_figure(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     def ours_then_theirs(*_: object) -> Any:
         yield Figure("ours", 1.0, 1.0, 1.0, "B")
