@@ -10,6 +10,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from ..transport.process.settings import ClusterKeySettings
+from .chat_output.style import ReasoningOption, ToolParserOption
 from .http.access.url import is_loopback
 from .http.settings import HttpSettings
 from .lifecycle.limits import LifecycleLimits
@@ -54,16 +55,13 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
             "worker holds."
         ),
     )
-    tool_call_parser: Literal["auto", "hermes", "llama3", "mistral"] = Field(
-        default="auto",
-        description=(
-            "How the model writes tool calls: hermes is Qwen's way too. auto: by its chat template."
-        ),
+    tool_call_parser: ToolParserOption = Field(
+        default="auto", description="How the model writes tool calls. auto: by its chat template."
     )
-    reasoning_parser: Literal["auto", "none", "think"] = Field(
+    reasoning_parser: ReasoningOption = Field(
         default="auto",
-        description="Whether a chat's answer may begin with a thought in <think></think>, which then is its "
-        "reasoning_content. auto: by the chat template.",
+        description="How a chat's answer marks the thought before it, which becomes its reasoning_content: "
+        "think is <think></think>. auto: by the chat template.",
     )
     trust_request_chat_template: bool = Field(
         default=False,

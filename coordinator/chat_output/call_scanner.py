@@ -8,6 +8,8 @@ from collections.abc import Collection
 from typing import Literal
 
 SPACE = " \n\r\t"
+PLAIN = frozenset(":,-+.0123456789eEtrufalsn" + SPACE)
+"""What stands in JSON's values outside strings and brackets."""
 ARGUMENTS = ("arguments", "parameters")
 Stage = Literal["start", "key", "in key", "colon", "value", "in value", "after", "done", "broken"]
 
@@ -15,6 +17,9 @@ Stage = Literal["start", "key", "in key", "colon", "value", "in value", "after",
 class CallScanner:
     """One JSON object, character by character. ``name`` is set once it is known; ``take`` gives arguments, as
     the model wrote them."""
+
+    id: str | None = None
+    num_unread = 1
 
     def __init__(self, names: Collection[str] | None = None) -> None:
         """``names``: an object that names none of these is no call."""
@@ -42,6 +47,11 @@ class CallScanner:
     def over(self) -> bool:
         """The object is complete, or is none."""
         return self.stage in ("done", "broken")
+
+    @property
+    def broken(self) -> bool:
+        """It is no such object, or it is one no longer: the last character does not belong to it."""
+        return self.stage == "broken"
 
     def take(self) -> str:
         """The arguments' text that has come since the last call; nothing before the name is known."""
@@ -107,8 +117,13 @@ class CallScanner:
             self.stage = "key" if char == "," else "done" if self.name is not None else "broken"
         elif not self._depth and char in SPACE:
             self._ends()
-        else:
+        elif char in PLAIN:
             self._keep(char)
+        else:
+            self.stage = "broken"
+
+    def finish(self) -> None:
+        """No text follows: arguments stay as they are."""
 
     def _string_ends(self, char: str) -> bool:
         if self._escaped:

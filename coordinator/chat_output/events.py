@@ -19,10 +19,11 @@ class Reasoning(NamedTuple):
 
 
 class CallStarted(NamedTuple):
-    """The ``call``-th tool call begins."""
+    """The ``call``-th tool call begins; ``id``: where the model gives it one."""
 
     call: int
     name: str
+    id: str | None = None
 
 
 class CallArguments(NamedTuple):

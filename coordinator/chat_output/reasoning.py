@@ -1,24 +1,42 @@
-"""Separates a thought between ``<think>`` and ``</think>`` from the answer."""
+"""Separates the thought at the beginning of an answer from the rest."""
 
 from __future__ import annotations
+
+from typing import Literal, NamedTuple
 
 from .events import Content, Event, OutputParser, Reasoning, joined
 from .markers import MarkFinder
 
-OPEN, CLOSE = "<think>", "</think>"
 SPACE = " \n\r\t"
+
+
+class ThoughtMarks(NamedTuple):
+    """``repeated``: thoughts may begin anywhere, not only at the answer's start."""
+
+    opens: str
+    closes: str
+    repeated: bool = False
+
+
+ThoughtStyle = Literal["think", "mistral", "granite", "gpt_oss"]
+THOUGHTS: dict[ThoughtStyle, ThoughtMarks] = {
+    "think": ThoughtMarks("<think>", "</think>"),
+    "mistral": ThoughtMarks("[THINK]", "[/THINK]"),
+    "granite": ThoughtMarks("Here is my thought process:", "Here is my response:"),
+    "gpt_oss": ThoughtMarks("<|channel|>analysis", "<|end|>", repeated=True),
+}
 
 
 class ReasoningParser:
     """``OutputParser``: thoughts first, then the answer, which ``then`` reads (None: it is content).
 
     ``opened``: the prompt ends with the opening mark already. Otherwise a mark at the answer's start opens,
-    and nothing later does. White space next to a mark is nobody's.
+    and nothing later does. White space next to a mark belongs to neither part.
     """
 
-    def __init__(self, then: OutputParser | None, *, opened: bool) -> None:
+    def __init__(self, then: OutputParser | None, marks: ThoughtMarks, *, opened: bool) -> None:
         self._then = then
-        self._open, self._close = MarkFinder([OPEN]), MarkFinder([CLOSE])
+        self._open, self._close = MarkFinder([marks.opens]), MarkFinder([marks.closes])
         self._mode = "thinking" if opened else "start"
         self._space = ""  # at the start: content, if nothing is thought
         self._has_text = False  # something of the present part
@@ -89,6 +107,6 @@ class ReasoningParser:
         return after
 
 
-def thinks_already(prompt: str) -> bool:
+def thinks_already(prompt: str, marks: ThoughtMarks) -> bool:
     """Whether the chat template has opened a thought that the model goes on with."""
-    return prompt.rstrip(SPACE).endswith(OPEN)
+    return prompt.rstrip(SPACE).endswith(marks.opens)

@@ -1,44 +1,100 @@
-"""A model's own way to call tools and to think, read from its chat template or set by an option."""
+"""A model's own way to call tools and to think, recognised in its chat template or set by an option."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from .tool_parsers import MARKS, ToolStyle
+from .call_formats import FORMATS, MISTRAL_LIST, CallFormat, ToolStyle
+from .call_parser import CallParser
+from .events import OutputParser
+from .harmony import HARMONY_MARKS, HarmonyParser
+from .reasoning import THOUGHTS, ReasoningParser, ThoughtMarks, ThoughtStyle, thinks_already
 
-ToolParserOption = Literal["auto", "hermes", "llama3", "mistral"]
-ReasoningOption = Literal["auto", "none", "think"]
-THOUGHT_MARKS = ("<think>", "</think>")
+ToolParserOption = Literal["auto", ToolStyle]
+ReasoningOption = Literal["auto", "none", ThoughtStyle]
+CALL_SIGNS: tuple[tuple[ToolStyle, tuple[str, ...]], ...] = (
+    ("gpt_oss", ("<|channel|>",)),
+    ("kimi_k2", ("<|tool_calls_section_begin|>",)),
+    ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json")),
+    ("deepseek_v31", ("<｜tool▁calls▁begin｜>",)),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("qwen3_coder", ("<function=",)),
+    ("glm45", ("<arg_key>",)),
+    ("hermes", ("<tool_call>",)),
+    ("phi4", ("<|tool|>",)),
+    ("phi4", ("functools[",)),
+    ("granite", ("<|tool_call|>",)),
+    ("granite", ("<|start_of_role|>",)),
+    ("pythonic", ("func_name1(",)),
+    ("llama3", ("<|python_tag|>",)),
+    ("llama3", ('"parameters"',)),
+)
+"""The style that a chat template shows by all of these texts; the first that is found counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatStyle:
-    """``tools``: how calls are written; ``thinks``: whether answers may begin with a thought."""
+    """``tools``: how calls are written; ``thoughts``: how a thought before the answer is, None: there is
+    none."""
 
     tools: ToolStyle = "hermes"
-    thinks: bool = False
+    thoughts: ThoughtStyle | None = None
 
     @classmethod
     def of(
         cls, template: str, tools: ToolParserOption = "auto", reasoning: ReasoningOption = "auto"
     ) -> ChatStyle:
         """Return the style by a chat template's source; options other than ``auto`` take precedence."""
-        thinks = (
-            any(mark in template for mark in THOUGHT_MARKS) if reasoning == "auto" else reasoning == "think"
-        )
-        return cls(_detected(template) if tools == "auto" else tools, thinks)
+        if tools == "auto":
+            found = (style for style, signs in CALL_SIGNS if all(sign in template for sign in signs))
+            return cls.of(template, next(found, "hermes"), reasoning)
+        if tools == "gpt_oss" or reasoning == "gpt_oss":
+            return cls("gpt_oss", "gpt_oss")  # one goes with the other: all of an answer stands in channels
+        if reasoning != "auto":
+            return cls(tools, None if reasoning == "none" else reasoning)
+        signs = ((style, marks.closes) for style, marks in THOUGHTS.items() if style != "gpt_oss")
+        return cls(tools, next((style for style, sign in signs if sign in template), None))
+
+    @property
+    def thought_marks(self) -> ThoughtMarks | None:
+        """The marks of a thought; None for a model that does not think."""
+        return None if self.thoughts is None else THOUGHTS[self.thoughts]
+
+    @property
+    def thinks(self) -> bool:
+        """Whether answers may begin with a thought."""
+        return self.thoughts is not None
+
+    @property
+    def typed(self) -> bool:
+        """Whether the parser needs the tools' schemas: arguments are written as plain text."""
+        return "$parameters" in FORMATS[self.tools].call
 
     def marks(self, *, tools: bool) -> tuple[str, ...]:
         """What the parsers look for; where it is a special token, its name has to be text."""
-        return (*(MARKS[self.tools] if tools else ()), *(THOUGHT_MARKS if self.thinks else ()))
+        if self.thoughts == "gpt_oss":
+            return HARMONY_MARKS
+        thought = self.thought_marks
+        return (*(FORMATS[self.tools].marks if tools else ()), *(thought[:2] if thought else ()))
 
+    def forced_format(self, *, has_args_mark: bool) -> CallFormat:
+        """Return the format for calls that are forced. ``has_args_mark``: the tokenizer has ``[ARGS]``."""
+        old = self.tools == "mistral" and not has_args_mark
+        return MISTRAL_LIST if old else FORMATS[self.tools]
 
-def _detected(template: str) -> ToolStyle:
-    if "[TOOL_CALLS]" in template:
-        return "mistral"
-    if "<tool_call>" in template:
-        return "hermes"
-    if "<|python_tag|>" in template or '"parameters"' in template:
-        return "llama3"
-    return "hermes"
+    def thinks_already(self, prompt: str) -> bool:
+        """Whether the prompt ends within a thought."""
+        return self.thought_marks is not None and thinks_already(prompt, self.thought_marks)
+
+    def parser(self, tools: Mapping[str, Any], prompt: str) -> OutputParser:
+        """Return a new parser of one answer to the prompt that ends like this. ``tools``: the parameters'
+        schema, where ``typed``, of each that may be called."""
+        if self.tools == "gpt_oss":
+            return HarmonyParser(tools, prompt)
+        calls = CallParser(FORMATS[self.tools], tools) if tools else None
+        if (marks := self.thought_marks) is not None:
+            return ReasoningParser(calls, marks, opened=self.thinks_already(prompt))
+        assert calls is not None, "a chat that neither thinks nor offers tools is not parsed"
+        return calls

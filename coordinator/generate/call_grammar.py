@@ -5,81 +5,83 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import orjson
 
-from ..chat_output.reasoning import CLOSE as THOUGHT_ENDS
-from ..chat_output.reasoning import OPEN as THOUGHT_BEGINS
-from ..chat_output.tool_parsers import ARGS, CLOSE, OPEN, PYTHON_TAG, TOOL_CALLS, ToolStyle
+from ..chat_output.call_formats import CALL_ID, MARK, CallFormat
+from ..chat_output.harmony import CHANNEL, MESSAGE, NEXT_MESSAGE
+from ..chat_output.reasoning import ThoughtMarks
 from .bodies.tools import Tool, parameters_of
 from .json_schemas import guided
+from .parameter_grammar import parameter_rules
 
-NEWLINE, PARAMETERS = "\n", '"parameters": '
 WHITESPACE = r"[ \n\t]{0,20}"
 ANYTHING = "/(?s:.*)/"
-ANY_OBJECT = guided({"type": "object"})
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
 Term = Callable[[str], str]
 """A mark as Lark writes it: a string in quotes or, where it is one, a special token's number."""
 
 
-def call_grammar(
-    style: ToolStyle, tools: Sequence[Tool], term: Term, *, parallel: bool, has_args_mark: bool
-) -> bytes:
+def call_grammar(form: CallFormat, tools: Sequence[Tool], term: Term, *, parallel: bool) -> bytes:
     """One call of one of ``tools`` or, with ``parallel``, several, in the way that the model was taught."""
-    begin = "" if (mark := _mark(style)) is None else term(mark)
-    start = f"start: {_several(style, begin, parallel, has_args_mark)}"
-    return "\n".join(
-        [
-            start,
-            *_calls(style, tools, term, has_args_mark),
-            *_arguments([parameters_of(tool) for tool in tools]),
-        ]
-    ).encode()
+    first, rest = _begin(form)
+    start = f"start: {_terms(first, term)} {_several(form, rest, term, parallel)}"
+    return "\n".join([start, *_calls(form, tools, term), *_arguments(form, tools, term)]).encode()
 
 
-def calls_at_will(
-    style: ToolStyle, tools: Sequence[Tool], term: Term, *, parallel: bool, has_args_mark: bool
-) -> bytes:
+def calls_at_will(form: CallFormat, tools: Sequence[Tool], term: Term, *, parallel: bool) -> bytes:
     """Any text, and calls in it as the model likes: what has begun as one goes on as one, of one of
     ``tools``. The arguments of a strict tool follow its schema, those of another one are any object."""
-    arguments = _arguments([parameters_of(tool) if tool.function.strict else ANY_OBJECT for tool in tools])
-    if style == "llama3":
-        return "\n".join(
-            [*_llama3_at_will([tool.function.name for tool in tools], term(PYTHON_TAG)), *arguments]
-        ).encode()
-    mark = _mark(style)
-    assert mark is not None, "it tells calls from text"
-    begin = term(mark)
+    calls = [*_calls(form, tools, term), *_arguments(form, tools, term, at_will=True)]
+    if not form.opens:
+        return "\n".join(_bare_at_will(form, tools, term, parallel) + calls[-len(tools) :]).encode()
+    first, rest = _begin(form)
+    several = _several(form, rest, term, parallel)
+    if form.opens.startswith(CHANNEL):
+        channel, message, more = term(CHANNEL), term(MESSAGE), _terms(NEXT_MESSAGE, term)
+        preamble = f'({channel} "commentary" {message} ANYTHING {more})?'
+        start = f'start: {preamble} ({_terms(first, term)} {several} | {channel} "final" {message} ANYTHING)'
+        return "\n".join([start, f"ANYTHING: {ANYTHING}", *calls]).encode()
+    begin = term(first)
     before = f"before[suffix={begin}]: {ANYTHING}" if begin.startswith('"') else f"before: ANYTHING {begin}"
-    if style == "mistral" and not has_args_mark:
-        start = f"start: ANYTHING | before {_array(parallel)}"
-    else:
-        start = "start: (before call)* ANYTHING" if parallel else "start: ANYTHING | before call"
+    again = "(before called)* ANYTHING" if parallel and not form.listed else "ANYTHING | before called"
     return "\n".join(
-        [start, before, f"ANYTHING: {ANYTHING}", *_calls(style, tools, term, has_args_mark), *arguments]
+        [f"start: {again}", f"called: {several}", before, f"ANYTHING: {ANYTHING}", *calls]
     ).encode()
 
 
-def after_thought(grammar: bytes, term: Term, special: bool, *, opened: bool) -> bytes:
-    """The same, after a thought. ``opened``: the prompt has begun it; otherwise it may be left out.
-    ``special``: its mark is a token."""
-    if special:
-        thought = f"thought: THOUGHT {term(THOUGHT_ENDS)} SPACE\nTHOUGHT: {ANYTHING}"
+def after_thought(grammar: bytes, marks: ThoughtMarks, term: Term, *, opened: bool) -> bytes:
+    """The same, after a thought. ``opened``: the prompt has begun it; otherwise it may be left out."""
+    closes = term(marks.closes)
+    if not closes.startswith('"'):
+        thought = f"thought: THOUGHT {closes} SPACE\nTHOUGHT: {ANYTHING}"
     else:
-        thought = f"thought: closed SPACE\nclosed[suffix={json.dumps(THOUGHT_ENDS)}]: {ANYTHING}"
-    start = "start: thought @answer" if opened else f"start: @answer | {term(THOUGHT_BEGINS)} thought @answer"
-    outer = {"name": "start", "lark_grammar": f"{start}\n{thought}\nSPACE: /[ \\n]{{0,4}}/\n"}
+        thought = f"thought: closed SPACE\nclosed[suffix={closes}]: {ANYTHING}"
+    opens, answer = _terms(marks.opens, term), "@answer"
+    if marks.repeated:  # gpt-oss: the answer is a message of its own
+        opens, answer = f"{opens} {term(MESSAGE)}", f"{_terms(NEXT_MESSAGE.partition('>')[2], term)} @answer"
+    start = f"thought {answer}" if opened else f"@answer | {opens} thought {answer}"
+    outer = {"name": "start", "lark_grammar": f"start: {start}\n{thought}\nSPACE: /[ \\n]{{0,4}}/\n"}
     first, *more = _parts(grammar)
     return orjson.dumps({"grammars": [outer, {**first, "name": "answer"}, *more]})
+
+
+def in_final_channel(grammar: bytes, term: Term) -> bytes:
+    """The same, in the message of gpt-oss that is the answer."""
+    start = f'start: {term(CHANNEL)} "final" {term(MESSAGE)} @final'
+    first, *more = _parts(grammar)
+    outer = {"name": "in_final", "lark_grammar": start}
+    return orjson.dumps({"grammars": [outer, {**first, "name": "final"}, *more]})
 
 
 def either(grammar: bytes, other: bytes) -> bytes:
     """What follows one or the other."""
     outer = {"name": "either", "lark_grammar": "start: @one | @other"}
-    ((one,), (two,)) = _parts(grammar), _parts(other)
-    return orjson.dumps({"grammars": [outer, {**one, "name": "one"}, {**two, "name": "other"}]})
+    (one, *more), (two, *further) = _parts(grammar), _parts(other)
+    both = [{**one, "name": "one"}, {**two, "name": "other"}]
+    return orjson.dumps({"grammars": [outer, *both, *more, *further]})
 
 
 def _parts(grammar: bytes) -> list[dict[str, Any]]:
@@ -91,72 +93,92 @@ def _parts(grammar: bytes) -> list[dict[str, Any]]:
     return parts
 
 
-def _mark(style: ToolStyle) -> str | None:
-    """Return the mark at which a call, or an array of calls, begins."""
-    return {"hermes": OPEN, "mistral": TOOL_CALLS, "llama3": None}[style]
+def _begin(form: CallFormat) -> tuple[str, str]:
+    """Return the mark at which calls begin, and what stands between it and the first call's own text."""
+    if form.section[0]:
+        return form.section[0], form.opens
+    return form.opens, "[" if form.listed else ""
 
 
-def _calls(style: ToolStyle, tools: Sequence[Tool], term: Term, has_args_mark: bool) -> list[str]:
-    """``call``, without the mark at its beginning: one of ``call_0``, ``call_1``, ..."""
+def _several(form: CallFormat, rest: str, term: Term, parallel: bool) -> str:
+    """One call or several, after the first mark, up to the end."""
+    inner = "" if form.listed else form.closes
+    more = ""
+    if parallel and form.between is not None:
+        between = form.between if form.listed else inner + form.between + form.opens
+        more = f"({_terms(between, term)} call)*"
+    end = f"]{form.closes}" if form.listed else inner + form.section[1]
+    return f"{_terms(rest, term)} call {more} {_terms(end, term)}"
+
+
+def _calls(form: CallFormat, tools: Sequence[Tool], term: Term) -> list[str]:
+    """``call``, without the marks around it: one of ``call_0``, ``call_1``, ..."""
     names = [tool.function.name for tool in tools]
-    calls = [
-        f"call_{i}: {_one(style, name, f'args_{i}', term, has_args_mark)}" for i, name in enumerate(names)
-    ]
+    calls = [f"call_{i}: {_one(form, name, f'args_{i}', term)}" for i, name in enumerate(names)]
     return ["call: " + " | ".join(f"call_{i}" for i in range(len(tools))), *calls]
 
 
-def _arguments(schemas: Sequence[str]) -> list[str]:
-    """``args_0``, ``args_1``, ..."""
-    return [f"args_{i}: %json {schema}" for i, schema in enumerate(schemas)]
+def _one(form: CallFormat, name: str, arguments: str, term: Term) -> str:
+    values = {
+        "$name": _text(json.dumps(name) if form.body == "object" else name),
+        "$arguments": arguments,
+        "$parameters": arguments,
+        "$index": "/[0-9]{1,4}/",
+        "$call_id": f"({mark} /[a-zA-Z0-9]{{9}}/)?" if (mark := term(CALL_ID)).startswith("<") else "",
+    }
+    parts = re.split(r"(\$[a-z_]+)", form.call)
+    return " ".join(filter(None, (values.get(part) or _terms(part, term) for part in parts)))
 
 
-def _one(style: ToolStyle, name: str, arguments: str, term: Term, has_args_mark: bool) -> str:
-    opening, named, taken = _text(f'{{"name": {json.dumps(name)}, '), _text('"arguments": '), _text("}")
-    match style:
-        case "hermes":
-            return f"{_text(NEWLINE)} {opening} {named} {arguments} {taken} {_text(NEWLINE)} {term(CLOSE)}"
-        case "llama3":
-            return f"{opening} {_text(PARAMETERS)} {arguments} {taken}"
-        case "mistral" if has_args_mark:
-            return f"{_text(name)} {term(ARGS)} {arguments}"
-        case "mistral":
-            return f"{opening} {named} {arguments} {taken}"
+def _arguments(
+    form: CallFormat, tools: Sequence[Tool], term: Term, *, at_will: bool = False
+) -> Iterator[str]:
+    """``args_0``, ``args_1``, ... ``at_will``: those of a tool that is not strict are free."""
+    for i, tool in enumerate(tools):
+        free = at_will and not tool.function.strict
+        if "$parameters" in form.call:
+            schema = ANY_OBJECT if free else tool.function.parameters or {"properties": {}}
+            yield "\n".join(parameter_rules(form, i, schema, term, lenient=not tool.function.strict))
+        else:
+            yield f"args_{i}: %json {guided(ANY_OBJECT) if free else parameters_of(tool)}"
 
 
-def _several(style: ToolStyle, begin: str, parallel: bool, has_args_mark: bool) -> str:
-    if style == "mistral" and not has_args_mark:
-        return f"{begin} {_array(parallel)}"
-    if not parallel or style == "llama3":  # Llama 3 was taught one call at a time
-        return f"{begin} call"
-    between = ' "\\n"' if style == "hermes" else ""
-    return f"{begin} call ({between} {begin} call)*"
-
-
-def _array(parallel: bool) -> str:
-    more = ' (", " call)*' if parallel else ""
-    return f'"[" call{more} "]"'
-
-
-def _llama3_at_will(names: Sequence[str], tag: str) -> list[str]:
-    """Nothing marks a call, which is the whole answer: an object that names a tool is one, and all else is
-    text. Until it has named one, both are possible, so the call may have whatever white space the text
-    has."""
-    space, colon = WHITESPACE, f"{WHITESPACE}:{WHITESPACE}"
-    typed = f'("type"{colon}"function"{space},{space})?'
-    head = rf"{space}\{{{space}{typed}"
-    tools = "|".join(map(re.escape, names))
-    # the latter: before the name they may be any tool's
-    taken = f'"name"{colon}"({tools})"|"(parameters|arguments)"'
-    given = f'{space},{space}"(parameters|arguments)"{colon}'
-    heads = [f'HEAD_{i}: /{head}"name"{colon}"{re.escape(name)}"{given}/' for i, name in enumerate(names)]
+def _bare_at_will(form: CallFormat, tools: Sequence[Tool], term: Term, parallel: bool) -> list[str]:
+    """Nothing marks a call, which is the whole answer: what names a tool is one, and all else is text. Until
+    it has named one, both are possible, so the call may have the white space that the text has."""
+    names, space, colon = [tool.function.name for tool in tools], WHITESPACE, f"{WHITESPACE}:{WHITESPACE}"
+    any_name = "|".join(map(re.escape, names))
+    if form.body == "python":
+        head, taken = rf"{space}\[{space}", rf"({any_name})\("
+        heads = [rf"{head}{re.escape(name)}\(" for name in names]
+        more = f"({_text(form.between or '')} more)*" if parallel else ""
+        tail, end = f'")" {more} "]"', ""
+        others = [f'more_{i}: {_text(name + "(")} args_{i} ")"' for i, name in enumerate(names)]
+        others.append("more: " + " | ".join(f"more_{i}" for i in range(len(names))))
+    else:
+        typed = f'("type"{colon}"function"{space},{space})?'
+        head = rf"{space}\{{{space}{typed}"
+        # the latter: before the name they may be any tool's
+        taken = f'"name"{colon}"({any_name})"|"(parameters|arguments)"'
+        given = f'{space},{space}"(parameters|arguments)"{colon}'
+        heads = [f'{head}"name"{colon}"{re.escape(name)}"{given}' for name in names]
+        tail, end, others = "TAIL", rf"TAIL: /{space}\}}/", []
+    tag = term(form.also[0])
     return [
         "start: call | TEXT" + ("" if tag.startswith('"') else f" | {tag} call"),
         "call: " + " | ".join(f"call_{i}" for i in range(len(names))),
-        *heads,
-        *(f"call_{i}: HEAD_{i} args_{i} TAIL" for i in range(len(names))),
-        rf"TAIL: /{space}\}}/",
+        *(f"HEAD_{i}: /{head}/" for i, head in enumerate(heads)),
+        *(f"call_{i}: HEAD_{i} args_{i} {tail}" for i in range(len(names))),
+        *others,
+        end,
         f"TEXT: {ANYTHING} & ~/(?s:{head}({taken}).*)/",
     ]
+
+
+def _terms(text: str, term: Term) -> str:
+    """Return a text in Lark's terms: its marks, and what stands between them."""
+    parts = re.split(f"({MARK.pattern})", text)
+    return " ".join(term(part) if MARK.fullmatch(part) else _text(part) for part in parts if part)
 
 
 def _text(text: str) -> str:

@@ -181,7 +181,7 @@ class ChatFormat(CompletionFormat):
         content = choice.text if choice.text or not (choice.tool_calls or choice.function_call) else None
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if choice.reasoning is not None:
-            message["reasoning_content"] = choice.reasoning
+            message["reasoning_content"] = message["reasoning"] = choice.reasoning
         if choice.tool_calls:
             message["tool_calls"] = choice.tool_calls
         if choice.function_call is not None:

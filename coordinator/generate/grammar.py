@@ -13,16 +13,14 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from ...transport.messages.fields import MAX_GRAMMAR_BYTES
 from ...transport.messages.token_rules import TokenRules
-from ..chat_output.reasoning import thinks_already
-from ..chat_output.style import THOUGHT_MARKS
-from ..chat_output.tool_parsers import ARGS
+from ..chat_output.call_formats import ARGS
 from ..errors import InvalidRequest
 from ..text.served_model import ServedModel
 from ..text.tokenizer import Tokenizer
 from .bodies.chat import ChatCompletionRequest
 from .bodies.completion import CompletionRequest
 from .bodies.output_format import grammar_of
-from .call_grammar import after_thought, call_grammar, calls_at_will, either
+from .call_grammar import after_thought, call_grammar, calls_at_will, either, in_final_channel
 from .prompts import Prompt
 
 _log = logging.getLogger(__name__)
@@ -41,16 +39,17 @@ def grammar_for(
     grammar, param = (grammar_of(wanted), wanted.param) if wanted is not None else (b"", "")
     if not isinstance(request, ChatCompletionRequest):
         return grammar, param
+    style, term = model.chat_style, model.tokenizer.as_lark
+    if grammar and style.tools == "gpt_oss" and not request.continue_final_message:
+        grammar = in_final_channel(grammar, term)
     if request.must_call:
         grammar, param = _calls(request, model), request.field_of_tools
     elif grammar and request.callable_tools:
         grammar = either(grammar, _calls(request, model))
     elif request.holds_calls:
         grammar, param = _calls(request, model, make=calls_at_will), request.field_of_tools
-    if grammar and model.chat_style.thinks:
-        tokenizer, opened = model.tokenizer, thinks_already(prompt.text)
-        special = tokenizer.is_apart(THOUGHT_MARKS[1])
-        grammar = after_thought(grammar, tokenizer.as_lark, special, opened=opened)
+    if grammar and (marks := style.thought_marks) is not None:
+        grammar = after_thought(grammar, marks, term, opened=style.thinks_already(prompt.text))
     return grammar, param
 
 
@@ -81,13 +80,8 @@ def _calls(
     request: ChatCompletionRequest, model: ServedModel, make: Callable[..., bytes] = call_grammar
 ) -> bytes:
     tokenizer = model.tokenizer
-    return make(
-        model.chat_style.tools,
-        request.callable_tools,
-        tokenizer.as_lark,
-        parallel=not request.one_call,
-        has_args_mark=tokenizer.fast.token_to_id(ARGS) is not None,
-    )
+    form = model.chat_style.forced_format(has_args_mark=tokenizer.fast.token_to_id(ARGS) is not None)
+    return make(form, request.callable_tools, tokenizer.as_lark, parallel=not request.one_call)
 
 
 class GrammarCheck:

@@ -101,13 +101,13 @@ def _closed(schema: Schema) -> Schema:
 
 def _without_odd_pattern(schema: Schema) -> Schema:
     pattern = schema.get("pattern")
-    if not isinstance(pattern, str) or not _odd(pattern):
+    if not isinstance(pattern, str) or not is_odd(pattern):
         return schema
     return {keyword: value for keyword, value in schema.items() if keyword != "pattern"}
 
 
 @lru_cache(maxsize=1024)
-def _odd(pattern: str) -> bool:
+def is_odd(pattern: str) -> bool:
     """Whether no grammar can hold the pattern, because it looks ahead or back."""
     reason = LLMatcher.validate_grammar(LLMatcher.grammar_from_regex(pattern))
     if reason:

@@ -8,7 +8,8 @@ from time import monotonic
 from typing import Any
 
 from ..chat_output.events import CallArguments, CallStarted, Event, Reasoning, joined
-from ..chat_output.reasoning import CLOSE, OPEN, SPACE, thinks_already
+from ..chat_output.markers import MarkFinder
+from ..chat_output.reasoning import SPACE, ThoughtMarks
 from ..text.detokenizer import Detokenizer, MarkedDetokenizer
 from .choice import Choice, Exchange
 from .formats import ChoiceResult, ReportedReason
@@ -16,15 +17,15 @@ from .prompts import Prompt
 
 
 class ThoughtCounter:
-    """A detokenizer around another one. ``num_tokens``: of the thought so far, its marks included."""
+    """A detokenizer around another one. ``num_tokens``: of the thoughts so far, their marks included."""
 
-    def __init__(self, inner: Detokenizer, *, opened: bool) -> None:
+    def __init__(self, inner: Detokenizer, marks: ThoughtMarks, *, opened: bool) -> None:
         """``opened``: the prompt ends with the opening mark already; see ``ReasoningParser``."""
         self.num_tokens = 0
-        self._inner = inner
-        self._opened, self._over = opened, False
-        self._num_seen = 0
-        self._text = ""  # as much of it as may yet become a mark
+        self._inner, self._repeated = inner, marks.repeated
+        self._opens, self._closes = MarkFinder([marks.opens]), MarkFinder([marks.closes])
+        self._within, self._over = opened, False
+        self._num_held = 0  # tokens that may yet become the opening mark
 
     def step(self, token_id: int) -> str:
         """The inner one's text."""
@@ -38,17 +39,17 @@ class ThoughtCounter:
         return self._inner.finish()
 
     def _count(self, text: str) -> None:
-        self._num_seen += 1
-        self._text += text
-        if not self._opened:
-            bare = self._text.lstrip(SPACE)
-            if not bare.startswith(OPEN):
-                self._over = not OPEN.startswith(bare)
+        self._num_held += 1
+        if not self._within:
+            before, mark, text = self._opens.feed(text)
+            self._over = bool(before.strip(SPACE)) and not self._repeated
+            if self._over or mark is None:
+                self._num_held = 0 if before.strip(SPACE) else self._num_held
                 return
-            self._opened, self._text = True, bare.removeprefix(OPEN)
-        self.num_tokens = self._num_seen
-        self._over = CLOSE in self._text
-        self._text = self._text[-len(CLOSE) :]
+            self._within = True
+        self.num_tokens, self._num_held = self.num_tokens + self._num_held, 0
+        if self._closes.feed(text)[1] is not None:
+            self._within, self._over = False, not self._repeated
 
 
 class ParsedChoice(Choice):
@@ -65,10 +66,9 @@ class ParsedChoice(Choice):
         self._thought: ThoughtCounter | None = None
         if reading.marks:
             self._detokenizer = MarkedDetokenizer(self._detokenizer, reading.marks)
-        if reading.thinks:
-            self._thought = self._detokenizer = ThoughtCounter(
-                self._detokenizer, opened=thinks_already(prompt.text)
-            )
+        if (marks := reading.style.thought_marks) is not None:
+            opened = reading.style.thinks_already(prompt.text)
+            self._thought = self._detokenizer = ThoughtCounter(self._detokenizer, marks, opened=opened)
         self._step = self._detokenizer.step
 
     @property
@@ -145,11 +145,9 @@ class ParsedChoice(Choice):
         ]
         for event in events:
             if isinstance(event, CallStarted):
-                self._ids.append(
-                    secrets.token_hex(5)[:9]
-                    if self._reading.short_call_ids
-                    else f"call_{secrets.token_hex(12)}"
-                )
+                short = self._reading.short_call_ids
+                made = secrets.token_hex(5)[:9] if short else f"call_{secrets.token_hex(12)}"
+                self._ids.append(event.id or made)
         return events
 
     def _event_chunks(self, events: Sequence[Event]) -> Iterator[bytes]:
@@ -175,7 +173,9 @@ class ParsedChoice(Choice):
             if self._reading.as_function_call:
                 return {"function_call": {"arguments": event.text}}
             return {"tool_calls": [{"index": event.call, "function": {"arguments": event.text}}]}
-        return {"reasoning_content" if isinstance(event, Reasoning) else "content": event.text}
+        if isinstance(event, Reasoning):
+            return {"reasoning_content": event.text, "reasoning": event.text}
+        return {"content": event.text}
 
     def _delta(self, delta: dict[str, Any], reason: ReportedReason | None) -> bytes:
         usage = self._exchange.usage_so_far() if self._plan.usage_on_every_chunk else None

@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ..chat_output.reasoning import OPEN
 from ..errors import ContextTooLong, InvalidRequest
 from ..text.served_model import ServedModel
 from ..text.tokenizer import PIECE_CHARS, Tokenizer
@@ -17,7 +16,7 @@ from .bodies.messages import Message
 from .bodies.template_fields import TemplateFields
 from .bodies.tools import Tool
 
-TAIL_CHARS = len(OPEN) + 64
+TAIL_CHARS = 96
 INLINE_CHARS = 400
 """Longer prompts are prepared on a thread: the event loop has streams to serve. Measured: 400 characters take
 about 0.1 ms, a round trip through the thread about as long."""

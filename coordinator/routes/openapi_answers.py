@@ -63,7 +63,12 @@ _CALLED = record({"name": STRING, "arguments": STRING})
 _CALL = record({"id": STRING, "type": {"const": "function"}, "function": _CALLED})
 _MESSAGE = record(
     {"role": {"const": "assistant"}, "content": STRING_OR_NULL, "refusal": {"type": "null"}},
-    {"reasoning_content": STRING, "tool_calls": array(_CALL, minItems=1), "function_call": _CALLED},
+    {
+        "reasoning_content": STRING,
+        "reasoning": STRING,
+        "tool_calls": array(_CALL, minItems=1),
+        "function_call": _CALLED,
+    },
 )
 _PART_OF_CALLED = record({}, {"name": STRING, "arguments": STRING})
 _PART_OF_CALL = record(
@@ -75,6 +80,7 @@ _DELTA = record(
         "role": {"const": "assistant"},
         "content": STRING,
         "reasoning_content": STRING,
+        "reasoning": STRING,
         "tool_calls": array(_PART_OF_CALL, minItems=1),
         "function_call": _PART_OF_CALLED,
     },

@@ -17,16 +17,15 @@ from splitserve.coordinator.chat_output.events import (
     Reasoning,
     joined,
 )
-from splitserve.coordinator.chat_output.reasoning import ReasoningParser
-from splitserve.coordinator.chat_output.tool_parsers import tool_parser
+from splitserve.coordinator.chat_output.style import ChatStyle
 
-NAMES = ("get_weather", "add")
+TOOLS = {"get_weather": None, "add": None}
 MAKERS: dict[str, Callable[[], OutputParser]] = {
-    "hermes": lambda: tool_parser("hermes", NAMES),
-    "llama3": lambda: tool_parser("llama3", NAMES),
-    "mistral": lambda: tool_parser("mistral", NAMES),
-    "think": lambda: ReasoningParser(None, opened=False),
-    "thinking": lambda: ReasoningParser(tool_parser("hermes", NAMES), opened=True),
+    "hermes": lambda: ChatStyle("hermes").parser(TOOLS, ""),
+    "llama3": lambda: ChatStyle("llama3").parser(TOOLS, ""),
+    "mistral": lambda: ChatStyle("mistral").parser(TOOLS, ""),
+    "think": lambda: ChatStyle(thoughts="think").parser({}, ""),
+    "thinking": lambda: ChatStyle(thoughts="think").parser(TOOLS, "<think>\n"),
 }
 
 

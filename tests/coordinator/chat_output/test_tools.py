@@ -179,7 +179,7 @@ async def test_a_schema_that_is_none(answering: Answering) -> None:
 
 async def test_thoughts_are_told_apart(answering: Answering, model: ServedModel) -> None:
     thought = "<think>\nHm, so.</think>\n\n"
-    client, dispatcher = await answering(f"{thought}{HERMES}", ChatStyle(thinks=True))
+    client, dispatcher = await answering(f"{thought}{HERMES}", ChatStyle(thoughts="think"))
     message = (
         (await client.chat.completions.create(**ASK, tools=[WEATHER], tool_choice="required"))
         .choices[0]
@@ -204,7 +204,7 @@ async def test_thoughts_are_told_apart(answering: Answering, model: ServedModel)
 
 async def test_a_thought_that_the_template_opens(answering: Answering, model: ServedModel) -> None:
     client, dispatcher = await answering(
-        "Hm.</think>{}", ChatStyle(thinks=True), "{{ messages[0].content }}<think>\n"
+        "Hm.</think>{}", ChatStyle(thoughts="think"), "{{ messages[0].content }}<think>\n"
     )
     answer = await client.chat.completions.create(**ASK, response_format={"type": "json_object"})
     assert answer.choices[0].message.model_extra["reasoning_content"] == "Hm."
@@ -219,7 +219,7 @@ async def test_a_thought_that_the_template_opens(answering: Answering, model: Se
         ("{{ '<tool_call>' }}", ChatStyle("hermes")),
         ('{"parameters": {{ tools }}}', ChatStyle("llama3")),
         ("[TOOL_CALLS]{{ tools }}", ChatStyle("mistral")),
-        ("<|im_start|>{{ '</think>' }}<tool_call>", ChatStyle("hermes", thinks=True)),
+        ("<|im_start|>{{ '</think>' }}<tool_call>", ChatStyle("hermes", "think")),
         ("", ChatStyle("hermes")),
     ],
 )

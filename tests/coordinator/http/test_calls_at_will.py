@@ -15,8 +15,8 @@ from pydantic import BaseModel
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
+from splitserve.coordinator.chat_output.call_formats import FORMATS, ToolStyle
 from splitserve.coordinator.chat_output.style import ChatStyle
-from splitserve.coordinator.chat_output.tool_parsers import MARKS, ToolStyle
 from splitserve.coordinator.generate.bodies.chat import ChatCompletionRequest
 from splitserve.coordinator.generate.grammar import grammar_for
 from splitserve.coordinator.generate.prompts import Prompt
@@ -144,7 +144,7 @@ def test_what_has_begun_as_a_call_goes_on_as_one(
     model: ServedModel, style: ToolStyle, special: bool, good: list[str], bad: list[str]
 ) -> None:
     served = with_marks(model, ChatStyle(style), special)
-    assert all(served.tokenizer.special_id(mark) is not None for mark in MARKS[style]) == special
+    assert all(served.tokenizer.special_id(mark) is not None for mark in FORMATS[style].openers) == special
     assert followers(grammar_of(served), [*FREE, *good, *bad], served) == [*FREE, *good]
 
 
@@ -158,7 +158,7 @@ def test_marks_may_be_tokens_that_are_not_special(model: ServedModel) -> None:
 
 @pytest.mark.parametrize(("special", "plain"), [(False, False), (True, False), (True, True)])
 def test_after_a_thought_too(model: ServedModel, special: bool, plain: bool) -> None:
-    served = with_marks(model, ChatStyle("hermes", thinks=True), special, plain)
+    served = with_marks(model, ChatStyle("hermes", "think"), special, plain)
     thought = "<think>\nA <tool_ thing?\n</think>\n"
     good = [thought + HERMES, thought + "Yes.", HERMES, "Yes."]
     assert followers(grammar_of(served), [*good, thought + HERMES.replace("3", '"3"')], served) == good
@@ -217,7 +217,7 @@ async def test_the_tokens_of_a_thought_are_counted(
     answering: Answering, model: ServedModel, stream: bool
 ) -> None:
     thought, rest = "<think>\nHm, so.</think>", "\n\nYes, <think>no</think>."
-    client, _ = await answering(thought + rest, ChatStyle(thinks=True))
+    client, _ = await answering(thought + rest, ChatStyle(thoughts="think"))
     if stream:
         chunks = await client.chat.completions.create(
             **ASK, stream=True, stream_options={"include_usage": True}
@@ -230,7 +230,7 @@ async def test_the_tokens_of_a_thought_are_counted(
     assert usage.completion_tokens_details.reasoning_tokens == next(
         n for n, text in enumerate(texts) if "</think>" in text
     )
-    plain, _ = await answering("Yes, <think>no</think>.", ChatStyle(thinks=True))
+    plain, _ = await answering("Yes, <think>no</think>.", ChatStyle(thoughts="think"))
     assert (await plain.chat.completions.create(**ASK)).usage.completion_tokens_details.reasoning_tokens == 0
 
 

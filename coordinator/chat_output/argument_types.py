@@ -1,0 +1,132 @@
+"""Arguments that a model wrote as plain text or as Python's literals, as JSON text."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+MAX_REFS = 16
+_KIND_OF = {
+    str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array",
+    type(None): "null",
+}  # fmt: skip
+_PYTHON = re.compile(
+    r"""(?P<string>'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|(?P<key>[A-Za-z_][\w.-]*)\s*=|(?P<word>[A-Za-z]+)"""
+    r"""|(?P<other>[-+.\d]+(?:[eE][-+]?\d+)?|[][{},:()\s])""",
+    re.DOTALL,
+)
+_WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+
+
+def resolved(schema: Any, root: Any) -> Any:
+    """Return the schema to which its ``$ref`` within ``root`` leads, or the schema itself."""
+    for _ in range(MAX_REFS):
+        if not isinstance(schema, dict) or not isinstance(ref := schema.get("$ref"), str):
+            return schema
+        found = root
+        for part in ref.removeprefix("#").strip("/").split("/"):
+            found = found.get(part) if isinstance(found, dict) else None
+        schema = found
+    return None
+
+
+def kinds_of(schema: Any, root: Any, depth: int = 0) -> frozenset[str]:
+    """Return the JSON types that the schema allows; empty: any, or not known."""
+    schema = resolved(schema, root)
+    if not isinstance(schema, dict) or depth > MAX_REFS:
+        return frozenset()
+    if isinstance(kind := schema.get("type"), str):
+        return frozenset([kind])
+    if isinstance(kind, list):
+        return frozenset(one for one in kind if isinstance(one, str))
+    if isinstance(values := schema.get("enum", [schema["const"]] if "const" in schema else None), list):
+        return frozenset(_KIND_OF[type(value)] for value in values)
+    for word in ("anyOf", "oneOf"):
+        if isinstance(options := schema.get(word), list):
+            found = [kinds_of(option, root, depth + 1) for option in options]
+            return frozenset().union(*found) if all(found) else frozenset()
+    return frozenset()
+
+
+def property_of(parameters: Any, key: str) -> Any:
+    """Return the schema of one property of a tool's ``parameters``, None for an unknown one."""
+    properties = parameters.get("properties") if isinstance(parameters, dict) else None
+    return properties.get(key) if isinstance(properties, dict) else None
+
+
+def typed(text: str, kinds: frozenset[str]) -> str:
+    """Return the JSON text of a value that was written as plain text: what is none of ``kinds`` stays a
+    string."""
+    if kinds != {"string"} and (value := _json_of(text.strip())) is not None:
+        read = json.loads(value)
+        kind = "integer" if isinstance(read, float) and read.is_integer() else _KIND_OF[type(read)]
+        if not kinds or kind in kinds or (kind == "integer" and "number" in kinds):
+            return value
+    return quoted(text)
+
+
+def quoted(text: str) -> str:
+    """Return the JSON string of a text."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def arguments_of_python(text: str) -> str | None:
+    """Return the JSON object of ``key=value, ...`` as Python writes it; None if it is nothing of the kind."""
+    return _json_of(f"{{{text}}}", keywords=True)
+
+
+def _json_of(text: str, *, keywords: bool = False) -> str | None:
+    """Return JSON as it is, and Python's literals as JSON; None for anything else."""
+    if not keywords and _is_json(text):
+        return text
+    at, parts = 0, []
+    while at < len(text):
+        if (found := _PYTHON.match(text, at)) is None:
+            return None
+        parts.append(_token(found, keywords))
+        at = found.end()
+    made = "".join(parts)
+    return made if _is_json(made) else None
+
+
+def _token(found: re.Match[str], keywords: bool) -> str:
+    match found.lastgroup:
+        case "string":
+            return _string(found["string"])
+        case "key" if keywords:
+            return f"{quoted(found['key'])}: "
+        case "word":
+            return _WORDS.get(found["word"], "?")
+        case "other":
+            return found["other"].replace("(", "[").replace(")", "]")
+    return "?"
+
+
+def _string(literal: str) -> str:
+    """Return the JSON string of Python's literal."""
+    inner = re.sub(r'\\(x[0-9a-fA-F]{2}|.)|["\n\r\t]', _escape, literal[1:-1], flags=re.DOTALL)
+    return f'"{inner}"'
+
+
+def _escape(found: re.Match[str]) -> str:
+    text, code = found[0], found[1]
+    if code is None:
+        return json.dumps(text)[1:-1]
+    if len(code) == 3:
+        return f"\\u00{code[1:]}"
+    if code == "'":
+        return code
+    return text if code in '"\\/bfnrtu' else "\\" + text
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(name)

@@ -1,0 +1,165 @@
+"""Readers of one call each, character by character; ``CallScanner`` reads the calls that are JSON objects."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import Protocol
+
+from .argument_types import arguments_of_python
+from .call_formats import CALL_ID, CallFormat
+from .call_scanner import SPACE, CallScanner
+
+MAX_HEADER_CHARS = 300
+NAME = r"(?P<name>[\w.-]+?)"
+
+
+class CallReader(Protocol):
+    """``raw``: all that it was fed; ``over``: the call is complete, or ``broken``; then the last
+    ``num_unread`` characters are to be read anew."""
+
+    name: str | None
+    id: str | None
+    raw: str
+    num_unread: int
+
+    @property
+    def over(self) -> bool: ...
+
+    @property
+    def broken(self) -> bool: ...
+
+    def feed(self, char: str) -> None:
+        """Take the next character; none after it is ``over``."""
+
+    def take(self) -> str:
+        """Return the JSON text of arguments that has come since the last call; nothing before the name is
+        known."""
+
+    def finish(self) -> None:
+        """No text follows."""
+
+
+class BaseReader:
+    """What the readers of calls that are no JSON objects have in common."""
+
+    name: str | None = None
+    id: str | None = None
+    over = broken = False
+    num_unread = 1
+
+    def __init__(self) -> None:
+        self.raw = ""
+        self._given = ""
+
+    def take(self) -> str:
+        """See ``CallReader``."""
+        text, self._given = self._given, ""
+        return text
+
+    def finish(self) -> None:
+        """See ``CallReader``."""
+
+    def _break(self, num_unread: int = 1) -> None:
+        self.over = self.broken = True
+        self.num_unread = num_unread
+
+
+class NamedReader(BaseReader):
+    """A name, marks, and the arguments as a JSON object. Without arguments the closing mark ends the call."""
+
+    def __init__(self, form: CallFormat) -> None:
+        super().__init__()
+        self._opens, self._closes = form.opens, form.closes
+        self._header = _header_pattern(form.call.partition("$arguments")[0])
+        self._has_id = "$index" in form.call
+        self._scanner: CallScanner | None = None
+
+    def feed(self, char: str) -> None:
+        """See ``CallReader``."""
+        self.raw += char
+        if self._scanner is not None:
+            self._scanner.feed(char)
+            self.over, self.broken = self._scanner.over, self._scanner.broken
+        elif char == "{":
+            self._named(self.raw[:-1])
+            if not self.broken:
+                self._scanner = CallScanner.of_arguments(self.name or "")
+                self._scanner.feed(char)
+        elif self._closes and self.raw.endswith(self._closes):
+            self._named(self.raw.removesuffix(self._closes))
+            self.over, self._given = True, "{}"
+        elif self.raw.endswith(self._opens):
+            self._break(len(self._opens))
+        elif len(self.raw) > MAX_HEADER_CHARS:
+            self._break()
+
+    def take(self) -> str:
+        """See ``CallReader``."""
+        return super().take() if self._scanner is None else self._scanner.take()
+
+    def _named(self, header: str) -> None:
+        if found := self._header.fullmatch(header.strip()):
+            self.name, self.id = found["name"], found["id"] if "id" in found.groupdict() else None
+            if self._has_id and (before := re.match(r"\S+?:\d+", header.strip())):
+                self.id = before[0]
+        else:
+            self._break()
+
+
+class PythonReader(BaseReader):
+    """``name(key=value, ...)`` of one of ``names``; given whole at its end."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__()
+        self._names = names
+        self._depth, self._quote, self._escaped = 0, "", False
+
+    def feed(self, char: str) -> None:
+        """See ``CallReader``."""
+        self.raw += char
+        if self._escaped:
+            self._escaped = False
+        elif self._quote:
+            self._escaped = char == "\\"
+            self._quote = "" if char == self._quote else self._quote
+        elif char in "([{":
+            self._depth += 1
+            if self._depth == 1 and (char != "(" or self.raw[:-1].strip() not in self._names):
+                self._break()
+        elif not self._depth:
+            if not (char.isalnum() or char in "_.-" + SPACE):
+                self._break()
+        elif char in ")]}":
+            self._depth -= 1
+            if not self._depth:
+                self._end()
+        elif char in "'\"":
+            self._quote = char
+
+    def _end(self) -> None:
+        name, _, rest = self.raw.partition("(")
+        arguments = arguments_of_python(rest[:-1])
+        if arguments is None:
+            self._break()
+        else:
+            self.name, self._given, self.over = name.strip(), arguments, True
+
+
+def _header_pattern(text: str) -> re.Pattern[str]:
+    """Return what stands before the arguments: the name, and around it what the model may leave out."""
+    pattern = ""
+    for part in re.split(r"(\$[a-z_]+|\s+)", text):
+        if part == "$name":
+            pattern += NAME
+        elif part == "$index":
+            pattern += r"\d*"
+        elif part == "$call_id":
+            pattern += rf"(?:{re.escape(CALL_ID)}(?P<id>\w+))?"
+        elif part.strip():
+            pattern += "".join(
+                f"(?:{re.escape(word)})?" for word in re.split(r"(?<=[>\]])|(?=<)", part) if word
+            )
+        elif part:
+            pattern += r"\s*"
+    return re.compile(pattern)
