@@ -34,8 +34,8 @@ class ProvidedAttention(Protocol):
 
 
 class FlashAttention3:
-    """``call``: flash_attn_interface's ``flash_attn_with_kvcache``. It needs the longest chunk's length, which
-    the host knows of a step that it launches."""
+    """``call``: flash_attn_interface's ``flash_attn_with_kvcache``. It needs the longest chunk's length,
+    which the host knows of a step that it launches."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
@@ -65,8 +65,8 @@ class FlashAttention3:
 
 
 class FlashInferDecode:
-    """``call``: flashinfer.decode's ``xqa_batch_decode_with_kv_cache``, which takes one scale of all keys of a
-    layer and one of all values."""
+    """``call``: flashinfer.decode's ``xqa_batch_decode_with_kv_cache``, which takes one scale of all keys of
+    a layer and one of all values."""
 
     def __init__(self, call: Callable[..., Any], device: torch.device) -> None:
         self._call = call
