@@ -18,10 +18,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..planner.trace.readers import open_trace
-from ..planner.trace.request import Trace
-from ..planner.trace.statistics import TraceStatistics, describe
-from ..planner.workload.fit import fit
+from ..traces.readers import open_trace
+from ..traces.request import Trace
+from ..traces.statistics import TraceStatistics, describe
+from ..traces.workload.fit import fit
 from .environment import environment
 
 FIT_STEPS_S = {"steps of 10 s": 10.0, "one gamma process": 1e6}

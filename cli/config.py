@@ -27,12 +27,7 @@ from pydantic import BaseModel, ValidationError
 
 from ..loadgen.settings import LoadSettings
 from ..planner.settings import PlanSettings, ProfileSettings, SimulateSettings
-from ..planner.trace_settings import (
-    TraceConvertSettings,
-    TraceFitSettings,
-    TraceMakeSettings,
-    TraceStatsSettings,
-)
+from ..traces.settings import TraceConvertSettings, TraceFitSettings, TraceMakeSettings, TraceStatsSettings
 from ..transport.process.private_files import OpenToOthers, require_private
 from ..worker.settings import DecodeSettings, FlexibleSettings, PrefillSettings
 from .key_settings import (

@@ -17,6 +17,7 @@ import click
 from ..coordinator.tenants.errors import TenantsError
 from ..engine.errors import EngineError
 from ..planner.errors import PlannerError
+from ..traces.errors import TraceError
 from ..transport.errors import TransportError
 from .config import CONFIG_VARIABLE, SECTIONS, ConfigError, Sources, load
 from .extras import advice_for
@@ -229,27 +230,22 @@ for added in (
         commands=[
             command(
                 "trace_stats",
-                "planner.trace_commands:stats",
+                "traces.commands:stats",
                 "Describe traces: arrivals, bursts, lengths, prefix reuse.",
                 files(),
             ),
             command(
                 "trace_convert",
-                "planner.trace_commands:convert",
+                "traces.commands:convert",
                 "Write traces in splitserve's own format: cut, thinned, mixed, scaled.",
                 files(),
             ),
             command(
                 "trace_make",
-                "planner.trace_commands:make",
+                "traces.commands:make",
                 "Draw a synthetic trace: Poisson, bursty, diurnal, conversations.",
             ),
-            command(
-                "trace_fit",
-                "planner.trace_commands:fit",
-                "Fit a synthetic workload to a trace FILE.",
-                files(),
-            ),
+            command("trace_fit", "traces.commands:fit", "Fit a synthetic workload to a trace FILE.", files()),
         ],
     ),
     command(
@@ -280,7 +276,7 @@ def main() -> None:
     except ConfigError as error:
         click.echo(f"splitserve: {error}", err=True)
         sys.exit(2)
-    except (EngineError, PlannerError, TenantsError, TransportError) as error:
+    except (EngineError, PlannerError, TenantsError, TraceError, TransportError) as error:
         click.echo(f"splitserve: {error}", err=True)
         sys.exit(1)
     except ModuleNotFoundError as error:

@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ..planner.workload.notation import LENGTHS
+from ..traces.workload.notation import LENGTHS
 
 SAID_BY_TRACE = {"rate", "prompt_len", "output_len", "shared_prefix_len", "num_prefixes", "prompts"}
 

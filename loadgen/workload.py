@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ..planner.trace.readers import open_trace
-from ..planner.trace.request import TraceRequest
-from ..planner.workload.lengths import lengths_at
+from ..traces.readers import open_trace
+from ..traces.request import TraceRequest
+from ..traces.workload.lengths import lengths_at
 from .settings import LoadSettings
 
 FIRST_ID = 10  # below it are special tokens in many vocabularies

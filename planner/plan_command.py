@@ -13,6 +13,8 @@ import orjson
 from rich.console import Console
 
 from ..engine.latency_profile import Profile
+from ..traces.readers import open_trace
+from ..traces.request import TraceRequest
 from .errors import SimulationError
 from .search.candidates import Hardware, Kind
 from .search.demand import good_alone
@@ -28,14 +30,12 @@ from .settings import PlanSettings
 from .simulator.cluster import alone_on_their_hosts
 from .simulator.report import slo_words
 from .simulator.slo import parse_slo
-from .trace.readers import open_trace
-from .trace.request import TraceRequest
 
 MOST_CHECKED = 50_000
 
 
 def plan(settings: PlanSettings) -> int:
-    """The command. Returns its exit status; raises PlannerError and EngineError."""
+    """The command. Returns its exit status; raises PlannerError, TraceError and EngineError."""
     began = time.monotonic()
     console = Console()
     hardware = the_hardware(settings)

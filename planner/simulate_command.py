@@ -10,6 +10,9 @@ import orjson
 from rich.console import Console
 
 from ..engine.latency_profile import Profile
+from ..traces.operators import cut, mean_rate, scaled
+from ..traces.readers import open_trace
+from ..traces.request import Trace
 from .errors import SimulationError
 from .settings import SimulateSettings
 from .simulator.cluster import Cluster, Pool, PoolRole, alone_on_their_hosts, read_cluster
@@ -19,15 +22,12 @@ from .simulator.simulation import Simulation
 from .simulator.slo import ServiceLevel, parse_slo
 from .simulator.steered import RecordedSteering, steering_of, steering_summary, steering_words
 from .sketched_cluster import print_sketch, sketch_summary, sketched
-from .trace.operators import cut, mean_rate, scaled
-from .trace.readers import open_trace
-from .trace.request import Trace
 
 SAMPLE_S = 0.5
 
 
 def simulate(settings: SimulateSettings) -> int:
-    """The command. Returns its exit status; raises PlannerError and EngineError."""
+    """The command. Returns its exit status; raises PlannerError, TraceError and EngineError."""
     trace = the_trace(settings.trace, settings.duration_s, settings.rate)
     cluster, level, console = the_cluster(settings), parse_slo(settings.slo), Console()
     warn_of_no_effect(cluster, console, steers=settings.steer)

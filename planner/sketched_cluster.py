@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from ..engine.latency_profile import Profile
+from ..traces.request import Trace
 from ..transport.process.collector import seldom_collected
 from .errors import SimulationError
 from .search.demand import arrivals
@@ -17,7 +18,6 @@ from .search.sketch import Sketch, Sketched, SketchPool, StepTimes
 from .simulator.cluster import Cluster, Pool
 from .simulator.report import latency_table, slo_words
 from .simulator.tallies import Distribution, Slo
-from .trace.request import Trace
 
 NOTE = (
     "Sketched: prompts queue, sequences share a device, and nothing else is there; no protocol, links that "

@@ -21,11 +21,12 @@ ALLOWED: dict[str, set[str]] = {  # folders, rooms or files
     "worker": {"prefill", "decode", "engine", "transport"},
     "coordinator": {"transport"},
     "steering": {"coordinator.lifecycle.snapshot", "engine.latency_profile", "transport"},
-    "planner": SERVING,
-    "loadgen": {"transport", "planner.trace", "planner.workload"},
-    "cli": {*SERVING, "planner", "loadgen", "deploy"},
+    "traces": set(),
+    "planner": {*SERVING, "traces"},
+    "loadgen": {"transport", "traces"},
+    "cli": {*SERVING, "traces", "planner", "loadgen", "deploy"},
     "deploy": set(),
-    "bench": {*SERVING, "kernels", "planner", "loadgen", "cli", "deploy"},
+    "bench": {*SERVING, "kernels", "traces", "planner", "loadgen", "cli", "deploy"},
 }
 MAY_IMPORT_TORCH = {"kernels", "engine", "worker", "bench", "cli", "planner"}
 
@@ -123,6 +124,7 @@ ORDERED = [
     "decode",
     "worker",
     "steering",
+    "traces",
     "planner",
     "loadgen",
     "cli",

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LIMITS = ROOT / "tests/tools/house_limits.json"
 PRODUCT = (
     "kernels", "transport", "engine", "prefill", "decode", "worker",
-    "coordinator", "steering", "planner", "loadgen", "cli", "deploy",
+    "coordinator", "steering", "traces", "planner", "loadgen", "cli", "deploy",
 )  # fmt: skip
 OTHERS = ("bench", "tests", "tools")
 MAX_FILE_LINES, MAX_METHODS, MAX_LINE = 300, 20, 110

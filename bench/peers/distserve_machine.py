@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ...engine.latency_profile import Profile
-from ...planner.trace.request import TraceRequest
+from ...traces.request import TraceRequest
 
 STEP_S, PROMPT_STEP_S, CONTEXT_TOKEN_S = 2e-3, 3e-3, 1e-7
 MOST_CONTEXT_TOKENS = 50_000

@@ -37,8 +37,8 @@ from ...planner.search.plan_json import as_json
 from ...planner.search.plots import draw_plan
 from ...planner.search.search import search
 from ...planner.simulator.slo import parse_slo
-from ...planner.trace.readers import open_trace
-from ...planner.trace.request import TraceRequest
+from ...traces.readers import open_trace
+from ...traces.request import TraceRequest
 from ..environment import environment
 
 

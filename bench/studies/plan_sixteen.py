@@ -28,7 +28,7 @@ from ...planner.search.plan_json import as_json
 from ...planner.search.plots import draw_plan
 from ...planner.search.search import search
 from ...planner.simulator.slo import parse_slo
-from ...planner.trace.readers import open_trace
+from ...traces.readers import open_trace
 from ..environment import environment
 
 NUM_WORKERS = 16

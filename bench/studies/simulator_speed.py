@@ -28,12 +28,12 @@ from ...planner.simulator.cluster import Cluster, Pool
 from ...planner.simulator.simulation import Simulation
 from ...planner.simulator.tallies import Slo
 from ...planner.sketched_cluster import sketch_summary, sketched
-from ...planner.trace.operators import cut, mean_rate, scaled
-from ...planner.trace.readers import open_trace
-from ...planner.trace.request import Trace
-from ...planner.workload.arrivals import Arrivals
-from ...planner.workload.lengths import MarginalLengths
-from ...planner.workload.workload import Workload
+from ...traces.operators import cut, mean_rate, scaled
+from ...traces.readers import open_trace
+from ...traces.request import Trace
+from ...traces.workload.arrivals import Arrivals
+from ...traces.workload.lengths import MarginalLengths
+from ...traces.workload.workload import Workload
 from ..environment import environment
 
 PROFILE = Profile(

@@ -26,7 +26,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
-from ...planner.trace.readers import open_trace
+from ...traces.readers import open_trace
 from ..environment import environment
 from .splitwise_cluster import DESIGNS, Imitation
 from .splitwise_slo import NineSlos

@@ -29,10 +29,10 @@ from ...planner.simulator.cluster import Cluster, Pool, PoolRole
 from ...planner.simulator.records import RequestRecord
 from ...planner.simulator.simulation import Simulation
 from ...planner.simulator.tallies import Slo
-from ...planner.trace.operators import cut
 from ...steering.fleet import Decision
 from ...steering.options import SteeringOptions
 from ...steering.steering import Steering
+from ...traces.operators import cut
 from ..environment import environment
 from .steer_verdict import missed_in_simulation, num_undone
 from .steer_workload import CHAT, CODE, NUM_WORKERS, TPOT_S, TTFT_S, Phase, load, worker

@@ -32,7 +32,7 @@ import orjson
 from ...cli.operator_access import OperatorAuth
 from ...cli.settings import DEMO_MODEL
 from ...cli.up import free_port
-from ...planner.trace.request import TraceRequest
+from ...traces.request import TraceRequest
 from ..environment import environment
 from .steer_verdict import missed_live
 from .steer_workload import CHAT, CODE, TPOT_S, TTFT_S, load, worker

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...engine.latency_profile import HandoffModel, Memory, Piece, Profile, StepModel
-from ...planner.trace.request import Trace, TraceRequest
+from ...traces.request import Trace, TraceRequest
 
 NUM_WORKERS = 8
 TTFT_S, TPOT_S = 4.0, 0.15

@@ -27,7 +27,7 @@ from ...planner.search.demand import Demand, bound
 from ...planner.simulator.cluster import Cluster, Pool
 from ...planner.simulator.records import RequestRecord
 from ...planner.simulator.simulation import Simulation
-from ...planner.trace.readers import open_trace
+from ...traces.readers import open_trace
 from ..environment import environment
 from ..peers.distserve_machine import CONTEXT_TOKEN_S, PROMPT_STEP_S, STEP_S, DistServeCluster
 

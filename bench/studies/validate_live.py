@@ -50,13 +50,13 @@ from ...planner.profile.handoff import measure_movers
 from ...planner.simulator.cluster import Cluster, Pool, PoolRole
 from ...planner.simulator.records import RequestRecord
 from ...planner.simulator.simulation import Simulation
-from ...planner.trace.operators import cut, mean_rate, scaled
-from ...planner.trace.own_format import write_trace
-from ...planner.trace.readers import open_trace
-from ...planner.trace.request import Trace, TraceRequest
-from ...planner.workload.arrivals import Arrivals
-from ...planner.workload.lengths import MarginalLengths
-from ...planner.workload.workload import Workload
+from ...traces.operators import cut, mean_rate, scaled
+from ...traces.own_format import write_trace
+from ...traces.readers import open_trace
+from ...traces.request import Trace, TraceRequest
+from ...traces.workload.arrivals import Arrivals
+from ...traces.workload.lengths import MarginalLengths
+from ...traces.workload.workload import Workload
 from ..environment import environment
 from ..handoff.live_pace import WINDOW_S, LivePace, processor_times, stolen_share
 from ..live_cluster import live_cluster

@@ -24,8 +24,8 @@ from ...planner.profile.published import import_published
 from ...planner.simulator.cluster import Cluster, Pool
 from ...planner.simulator.records import RequestRecord
 from ...planner.simulator.simulation import Simulation
-from ...planner.trace.readers import open_trace
-from ...planner.trace.request import Trace
+from ...traces.readers import open_trace
+from ...traces.request import Trace
 from ..environment import environment
 from .splitwise_cluster import DESIGNS, Imitation, of_jobs, percentiles
 

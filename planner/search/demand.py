@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...engine.latency_profile import Profile
+from ...traces.request import TraceRequest
 from ..simulator.tallies import Slo
-from ..trace.request import TraceRequest
 from .candidates import Candidate, Hardware
 from .sketch import Arrival
 

@@ -14,10 +14,10 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from ...traces.request import Trace, TraceRequest
 from ..simulator.simulation import Simulation
 from ..simulator.slo import ServiceLevel
 from ..simulator.tallies import Tallies
-from ..trace.request import Trace, TraceRequest
 from .candidates import Candidate, Hardware, with_mover
 from .demand import Demand, arrivals, bound
 from .look import Look

@@ -7,8 +7,8 @@ from functools import lru_cache
 
 from ...coordinator.dispatcher import ClosedSink
 from ...coordinator.lifecycle.request import Request
+from ...traces.request import TraceRequest
 from ...transport.messages.messages import SamplingParams
-from ..trace.request import TraceRequest
 
 WORD = (1 << 32) - 1
 NO_SINK = ClosedSink()

@@ -16,10 +16,10 @@ from itertools import count
 from ...coordinator.dispatcher import LAST_MESSAGES_S
 from ...engine.latency_profile import StepClock
 from ...steering.steering import Steering
+from ...traces.request import Trace, TraceRequest
 from ...transport.process.collector import seldom_collected
 from ...transport.process.huge_heap import collapse_heap
 from ..errors import SimulationError
-from ..trace.request import Trace, TraceRequest
 from .channels import Fabric
 from .cluster import Cluster, Pool
 from .coordinator import Coordinator

@@ -125,7 +125,7 @@ def test_help_loads_neither_torch_nor_the_server() -> None:
 
 
 def test_every_command_names_a_function_that_is_there() -> None:
-    names = re.findall(r'"((?:cli|planner)\.[\w.]+:\w+)"', Path(main.__file__).read_text())
+    names = re.findall(r'"((?:cli|planner|traces)\.[\w.]+:\w+)"', Path(main.__file__).read_text())
     assert len(set(names)) == 21
     assert all(callable(pkgutil.resolve_name(f"splitserve.{name}")) for name in names)
 

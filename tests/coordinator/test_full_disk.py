@@ -38,7 +38,7 @@ from splitserve.coordinator.tenants.tenancy import Admission
 from splitserve.coordinator.tenants.usage_database import SQLITE, open_database
 from splitserve.coordinator.tenants.usage_record import UsageRecord
 from splitserve.coordinator.text.served_model import ServedModel
-from splitserve.planner.trace.readers import open_trace
+from splitserve.traces.readers import open_trace
 from splitserve.transport.messages.messages import SamplingParams
 
 CHAT = "/v1/chat/completions"

@@ -10,7 +10,7 @@ from e2e.cluster import MODEL_NAME, running
 
 from splitserve.cli.settings import DEMO_MODEL
 from splitserve.engine.latency_profile import Memory, Piece, Profile, StepModel
-from splitserve.planner.trace.readers import open_trace
+from splitserve.traces.readers import open_trace
 
 
 def test_a_cluster_without_weights_answers_at_the_profiled_pace(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from splitserve.bench.studies.steer_live import Streamed, stream
 from splitserve.cli.operator_access import OperatorAuth
 from splitserve.cli.settings import DEMO_MODEL
 from splitserve.engine.latency_profile import Memory, Piece, Profile, StepModel
-from splitserve.planner.trace.request import TraceRequest
+from splitserve.traces.request import TraceRequest
 
 RATE = 12.0  # requests a second: half as many again as one prefill worker can take
 FLIPPED_WITHIN_S = 40.0

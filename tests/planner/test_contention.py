@@ -16,7 +16,7 @@ from splitserve.planner.simulator.cluster import Cluster
 from splitserve.planner.simulator.events import EventQueue
 from splitserve.planner.simulator.host import Host, HostedStep
 from splitserve.planner.simulator.leaving_layers import LeavingLayers
-from splitserve.planner.trace.request import TraceRequest
+from splitserve.traces.request import TraceRequest
 
 TWICE = Contention(prefill_beside_decode=1.5, decode_beside_prefill=2.0)
 STEP = None  # a step that nobody looks into

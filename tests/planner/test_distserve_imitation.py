@@ -7,7 +7,7 @@ from planner.test_simulator import DECODE_S, PREFILL_S, TOKEN_S, profile
 
 from splitserve.bench.peers.distserve_machine import CONTEXT_TOKEN_S, PROMPT_STEP_S, STEP_S, DistServeCluster
 from splitserve.bench.studies.validate_distserve import two_to_one
-from splitserve.planner.trace.request import TraceRequest
+from splitserve.traces.request import TraceRequest
 
 
 def prompt_s(*lens: int) -> float:

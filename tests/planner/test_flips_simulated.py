@@ -13,10 +13,10 @@ from splitserve.engine.latency_profile import HandoffModel, Memory, Piece, Profi
 from splitserve.planner.simulator.cluster import Cluster, Pool, PoolRole
 from splitserve.planner.simulator.records import RequestRecord
 from splitserve.planner.simulator.simulation import Simulation
-from splitserve.planner.trace.request import Trace, TraceRequest
 from splitserve.steering.fleet import Decision
 from splitserve.steering.options import SteeringOptions
 from splitserve.steering.steering import Steering, fleet_of
+from splitserve.traces.request import Trace, TraceRequest
 from splitserve.transport.messages.messages import Role
 
 WORKER = Profile(

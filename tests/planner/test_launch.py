@@ -17,8 +17,8 @@ from splitserve.planner.plan_command import plan as plan_command
 from splitserve.planner.search.candidates import Candidate, Hardware, Kind
 from splitserve.planner.search.launch import write_launch
 from splitserve.planner.settings import PlanSettings
-from splitserve.planner.trace.own_format import write_trace
-from splitserve.planner.trace.request import Trace
+from splitserve.traces.own_format import write_trace
+from splitserve.traces.request import Trace
 from splitserve.worker.settings import FlexibleSettings
 
 

@@ -26,8 +26,8 @@ from splitserve.planner.search.words import sentences
 from splitserve.planner.settings import PlanSettings
 from splitserve.planner.simulator.slo import ServiceLevel
 from splitserve.planner.simulator.tallies import Slo
-from splitserve.planner.trace.own_format import write_trace
-from splitserve.planner.trace.request import Trace, TraceRequest
+from splitserve.traces.own_format import write_trace
+from splitserve.traces.request import Trace, TraceRequest
 
 HARDWARE = Hardware((Kind.of(profile()),))
 LEVEL = ServiceLevel(Slo(0.4, 0.03), 0.9)

@@ -32,7 +32,7 @@ from splitserve.planner.simulator.report import print_report, summary
 from splitserve.planner.simulator.simulation import Simulation
 from splitserve.planner.simulator.slo import parse_slo
 from splitserve.planner.simulator.tallies import Distribution, Slo
-from splitserve.planner.trace.request import Trace, TraceRequest
+from splitserve.traces.request import Trace, TraceRequest
 from splitserve.transport.handoff import protocol
 
 PREFILL_S, TOKEN_S, DECODE_S = 0.05, 1e-4, 0.02

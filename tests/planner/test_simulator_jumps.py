@@ -17,7 +17,7 @@ from splitserve.planner.simulator.cluster import Cluster, Failure, Pool
 from splitserve.planner.simulator.records import RequestRecord
 from splitserve.planner.simulator.report import summary
 from splitserve.planner.simulator.simulation import Simulation
-from splitserve.planner.trace.request import TraceRequest
+from splitserve.traces.request import TraceRequest
 
 UNEVEN = profile(noise_cv=0.02)
 """Two workers' steps never end at the same instant: jumps may only change which of the two is reported

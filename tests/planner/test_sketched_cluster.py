@@ -17,7 +17,7 @@ from splitserve.planner.simulate_command import simulate
 from splitserve.planner.simulator.cluster import Cluster, Failure, Pool
 from splitserve.planner.simulator.tallies import Slo
 from splitserve.planner.sketched_cluster import sketched
-from splitserve.planner.trace.request import TraceRequest
+from splitserve.traces.request import TraceRequest
 
 
 def test_the_command_sketches_where_it_is_asked_to(

@@ -10,7 +10,7 @@ import pytest
 from splitserve.bench.studies.splitwise_cluster import Imitation
 from splitserve.bench.studies.splitwise_machine import Clock, Job, LlmShape, Machine, Work
 from splitserve.engine.latency_profile import Piece, StepModel
-from splitserve.planner.trace.request import Trace, TraceRequest
+from splitserve.traces.request import Trace, TraceRequest
 
 SHAPE = LlmShape(135e9, 8192, 80)
 PROMPT = StepModel(pieces=(Piece(curve=((512.0, 0.0539), (1024.0, 0.077684), (2048.0, 0.134434))),))

@@ -19,8 +19,8 @@ from splitserve.bench.studies.steer_workload import CHAT, CODE, load, worker
 from splitserve.planner.errors import SimulationError
 from splitserve.planner.settings import SimulateSettings
 from splitserve.planner.simulate_command import simulate
-from splitserve.planner.trace.own_format import write_trace
 from splitserve.steering.fleet import Decision
+from splitserve.traces.own_format import write_trace
 from splitserve.transport.messages.messages import Role
 
 PHASE_S, NUM_WORKERS = 45.0, 4

@@ -28,8 +28,8 @@ from splitserve.engine.step_log import LoggedStep
 from splitserve.loadgen.sample import Sample
 from splitserve.loadgen.settings import LoadSettings
 from splitserve.loadgen.workload import planned_requests
-from splitserve.planner.trace.readers import open_trace
-from splitserve.planner.trace.request import Trace, TraceRequest
+from splitserve.traces.readers import open_trace
+from splitserve.traces.request import Trace, TraceRequest
 
 
 def result(ttft_p99: float, runner: str) -> dict[str, Any]:

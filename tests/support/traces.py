@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from splitserve.planner.trace.request import Trace, TraceRequest
+from splitserve.traces.request import Trace, TraceRequest
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:17:03.9799600,4808,10

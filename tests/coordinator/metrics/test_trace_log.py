@@ -14,7 +14,7 @@ from splitserve.coordinator.lifecycle.request import Ended, Request
 from splitserve.coordinator.metrics.trace_log import BLOCK_SIZE, TraceLog
 from splitserve.coordinator.server import HttpApp, HttpServer
 from splitserve.coordinator.text.served_model import ServedModel
-from splitserve.planner.trace.readers import open_trace
+from splitserve.traces.readers import open_trace
 from splitserve.transport.messages.messages import SamplingParams
 
 

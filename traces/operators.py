@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 
-from ..errors import PlannerError
+from .errors import TraceError
 from .request import Trace, TraceRequest
 
 
@@ -57,14 +57,14 @@ def cut(
 def mixed(traces: Sequence[Trace]) -> Trace:
     """All requests of all traces, every trace from its own time 0. Traces share no blocks and no sessions.
 
-    Raises PlannerError if their block sizes differ.
+    Raises TraceError if their block sizes differ.
     """
     if len(traces) == 1:
         return traces[0]
     sizes = {trace.block_size for trace in traces} - {None}
     if len(sizes) > 1:
         named = ", ".join(f"{trace.name} {trace.block_size}" for trace in traces if trace.block_size)
-        raise PlannerError(
+        raise TraceError(
             f"traces with blocks of different sizes cannot be mixed (tokens a block: {named}); "
             "convert them apart"
         )
@@ -77,7 +77,7 @@ def mixed(traces: Sequence[Trace]) -> Trace:
 
 
 def mean_rate(trace: Trace) -> float:
-    """Requests per second from the first to the last arrival. Reads the trace once. Raises PlannerError where
+    """Requests per second from the first to the last arrival. Reads the trace once. Raises TraceError where
     it has no span."""
     count, first_s, last_s = 0, 0.0, 0.0
     for request in trace:
@@ -85,7 +85,7 @@ def mean_rate(trace: Trace) -> float:
         last_s = request.arrival_s
         count += 1
     if last_s <= first_s:
-        raise PlannerError(
+        raise TraceError(
             f"{trace.name}: {count} requests at one time have no rate that could be changed; use "
             "--scale on a longer trace"
         )

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 from support.traces import MOONCAKE, trace_of, written
 
-from splitserve.planner.trace.plots import draw_traces
-from splitserve.planner.trace.readers import open_trace
-from splitserve.planner.trace.request import TraceRequest
-from splitserve.planner.trace.statistics import Shapes, TraceStatistics, describe
-from splitserve.planner.trace.tables import print_statistics
-from splitserve.planner.trace.tallies import FOLD_AT, FoldingBins, Windows
+from splitserve.traces.plots import draw_traces
+from splitserve.traces.readers import open_trace
+from splitserve.traces.request import TraceRequest
+from splitserve.traces.statistics import Shapes, TraceStatistics, describe
+from splitserve.traces.tables import print_statistics
+from splitserve.traces.tallies import FOLD_AT, FoldingBins, Windows
 
 ARRIVALS = st.lists(st.floats(0, 3000), min_size=2, max_size=80).map(sorted)
 LENGTH_PAIRS = st.tuples(st.integers(1, 5000), st.integers(1, 500))

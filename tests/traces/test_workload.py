@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from support.traces import trace_of
 
-from splitserve.planner.errors import WorkloadError
-from splitserve.planner.trace.request import TraceRequest
-from splitserve.planner.trace.statistics import TraceStatistics, describe
-from splitserve.planner.trace.tallies import WholeNumbers
-from splitserve.planner.workload.arrivals import Arrivals, OperationalClock, diurnal_profile, draw_arrivals
-from splitserve.planner.workload.fit import class_edges, fit
-from splitserve.planner.workload.lengths import JointLengths, MarginalLengths, draw_pairs, lengths_at
-from splitserve.planner.workload.sessions import Sessions
-from splitserve.planner.workload.workload import Workload, read_workload, write_workload
+from splitserve.traces.errors import WorkloadError
+from splitserve.traces.request import TraceRequest
+from splitserve.traces.statistics import TraceStatistics, describe
+from splitserve.traces.tallies import WholeNumbers
+from splitserve.traces.workload.arrivals import Arrivals, OperationalClock, diurnal_profile, draw_arrivals
+from splitserve.traces.workload.fit import class_edges, fit
+from splitserve.traces.workload.lengths import JointLengths, MarginalLengths, draw_pairs, lengths_at
+from splitserve.traces.workload.sessions import Sessions
+from splitserve.traces.workload.workload import Workload, read_workload, write_workload
 
 SINGLE = Workload(
     arrivals=Arrivals(rate=5), lengths=MarginalLengths(prompt="lognormal:300,1", output="lognormal:50,0.5")

@@ -15,8 +15,8 @@ from collections import Counter
 import numpy as np
 
 from ..errors import WorkloadError
-from ..trace.request import Trace
-from ..trace.tallies import FoldingBins, Moments, WholeNumbers
+from ..request import Trace
+from ..tallies import FoldingBins, Moments, WholeNumbers
 from .arrivals import Arrivals, OperationalClock
 from .lengths import JointLengths
 from .workload import Workload

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.traces import trace_of
 
-from splitserve.planner.errors import PlannerError
-from splitserve.planner.trace.operators import cut, mean_rate, mixed, scaled, thinned
-from splitserve.planner.trace.request import Trace, TraceRequest
-from splitserve.planner.trace.statistics import describe
+from splitserve.traces.errors import TraceError
+from splitserve.traces.operators import cut, mean_rate, mixed, scaled, thinned
+from splitserve.traces.request import Trace, TraceRequest
+from splitserve.traces.statistics import describe
 
 REQUESTS = st.lists(
     st.builds(
@@ -108,13 +108,13 @@ def test_a_mix_keeps_the_reuse_of_each_part() -> None:
 
 
 def test_blocks_of_two_sizes_do_not_mix() -> None:
-    with pytest.raises(PlannerError, match="test 16, test 512"):
+    with pytest.raises(TraceError, match="test 16, test 512"):
         mixed([trace_of([], 16), trace_of([], 512)])
 
 
 def test_mean_rate() -> None:
     assert mean_rate(trace_of(TraceRequest(5 + at / 4, 1, 1) for at in range(9))) == 4.5
-    with pytest.raises(PlannerError, match="1 requests at one time have no rate"):
+    with pytest.raises(TraceError, match="1 requests at one time have no rate"):
         mean_rate(trace_of([TraceRequest(5.0, 1, 1)]))
 
 

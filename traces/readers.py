@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import orjson
 
-from ..errors import TraceError
+from .errors import TraceFileError
 from .fields import BadField
 from .formats import FORMATS, Format, described
 from .lines import read_lines
@@ -31,7 +31,7 @@ def open_trace(path: Path, *, disorder_s: float = 0.0, drop_empty: bool = False)
     lines = read_lines(path)
     first = next(lines, None)
     if first is None:
-        raise TraceError(path, "is empty")
+        raise TraceFileError(path, "is empty")
     header, format = _recognized(path, first)
     if header is not None:
         order = Order(path, 0.0, max(disorder_s, header.disorder_s), drop_empty)
@@ -51,10 +51,10 @@ def _recognized(path: Path, first: str) -> tuple[Header | None, Format | None]:
             if format.kind == "csv" and set(format.fields) <= set(names):
                 return None, format
         if len(names) < 2:  # whatever it is, it may be no text that should be shown
-            raise TraceError(
+            raise TraceFileError(
                 path, f"this is neither the columns of a CSV file nor a JSON object; {described()}", line=1
             )
-        raise TraceError(
+        raise TraceFileError(
             path, f"no trace format has these columns: {', '.join(names)!r:.120}; {described()}", line=1
         )
     row = _object(path, 1, first)
@@ -63,7 +63,7 @@ def _recognized(path: Path, first: str) -> tuple[Header | None, Format | None]:
     for format in FORMATS:
         if format.kind == "jsonl" and any(field in row for field in format.fields):
             return None, format
-    raise TraceError(
+    raise TraceFileError(
         path, f"no trace format has these keys: {', '.join(map(str, row))!r:.120}; {described()}", line=1
     )
 
@@ -96,10 +96,10 @@ def _csv(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
                 if not values:
                     continue  # an empty line
                 message = f"should have {len(names)} columns ({', '.join(names)}), but has {len(values)}"
-                raise TraceError(path, message, line=reader.line_num)
+                raise TraceFileError(path, message, line=reader.line_num)
             yield reader.line_num, dict(zip(names, values, strict=True))
     except csv.Error as error:
-        raise TraceError(path, f"is no CSV: {error}", line=reader.line_num) from None
+        raise TraceFileError(path, f"is no CSV: {error}", line=reader.line_num) from None
 
 
 def _jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -112,9 +112,9 @@ def _object(path: Path, line: int, text: str) -> dict[str, Any]:
     try:
         row = orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        raise TraceError(path, f"is no JSON: {error}", line=line) from None
+        raise TraceFileError(path, f"is no JSON: {error}", line=line) from None
     if not isinstance(row, dict):
-        raise TraceError(path, f"should be an object, not {text!r:.60}", line=line)
+        raise TraceFileError(path, f"should be an object, not {text!r:.60}", line=line)
     return row
 
 
@@ -128,4 +128,4 @@ def _located(
     try:
         return parse(*args, **kwargs)
     except BadField as error:
-        raise TraceError(path, str(error), line=line, field=error.field) from None
+        raise TraceFileError(path, str(error), line=line, field=error.field) from None

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..errors import TraceError
+from .errors import TraceFileError
 
 GZIP_MAGIC = b"\x1f\x8b"
 # a longer line is no trace; without a limit a small gzip file could fill the memory
@@ -25,13 +25,15 @@ def read_lines(path: Path) -> Iterator[str]:
             while line := stream.readline(MAX_LINE_BYTES):
                 number += 1
                 if len(line) == MAX_LINE_BYTES:
-                    raise TraceError(
+                    raise TraceFileError(
                         path, f"longer than {MAX_LINE_BYTES >> 20} MiB: this is no trace", line=number
                     )
                 yield line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
     except UnicodeDecodeError as error:
-        raise TraceError(path, f"not UTF-8 text ({error.reason})", line=number) from None
+        raise TraceFileError(path, f"not UTF-8 text ({error.reason})", line=number) from None
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise TraceError(path, f"the gzip data is damaged or cut short ({error})", line=number + 1) from None
+        raise TraceFileError(
+            path, f"the gzip data is damaged or cut short ({error})", line=number + 1
+        ) from None
     except OSError as error:
-        raise TraceError(path, f"cannot be read: {error.strerror or error}") from None
+        raise TraceFileError(path, f"cannot be read: {error.strerror or error}") from None

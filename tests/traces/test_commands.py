@@ -13,8 +13,8 @@ from support.traces import AZURE, MOONCAKE, written
 
 from splitserve.cli.config import ConfigError
 from splitserve.cli.main import cli
-from splitserve.planner.errors import PlannerError
-from splitserve.planner.trace.readers import open_trace
+from splitserve.traces.errors import TraceError
+from splitserve.traces.readers import open_trace
 
 
 def trace(*arguments: object) -> Result:
@@ -109,7 +109,7 @@ def test_the_same_command_makes_the_same_bytes(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_done_is_told(azure: Path, arguments: list[object], message: str) -> None:
-    with pytest.raises((ConfigError, PlannerError), match=message):
+    with pytest.raises((ConfigError, TraceError), match=message):
         trace(*(azure if one == "FILE" else one for one in arguments))
 
 
@@ -124,8 +124,5 @@ def test_a_bad_row_is_one_line_and_status_1(tmp_path: Path) -> None:
 
 
 def test_the_trace_tools_need_no_torch() -> None:
-    code = (
-        "import sys, splitserve.planner.trace_commands, splitserve.planner.trace.plots; "
-        "sys.exit('torch' in sys.modules)"
-    )
+    code = "import sys, splitserve.traces.commands, splitserve.traces.plots; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=200, check=False).returncode == 0

@@ -6,8 +6,6 @@ written in it.
     {"arrival_s": 0.0, "num_prompt_tokens": 70, "num_output_tokens": 12,
      "block_hashes": ["9f3c", "03aa"], "session": "s17"}
 
-(each of the two on one line)
-
 Header: ``format`` and ``version`` are needed. ``block_size`` is needed where rows have ``block_hashes``.
 ``origin_s`` is the Unix time at arrival 0. ``disorder_s``: rows may be in the order in which requests
 *ended*, each at most this many seconds of arrival time too late (a log's request timeout). Readers sort them.
@@ -30,7 +28,7 @@ from typing import Any, BinaryIO, cast
 
 import orjson
 
-from ..errors import TraceError
+from .errors import TraceFileError
 from .fields import BadField, keyed, number_of_tokens, seconds
 from .formats import check_num_blocks
 from .request import Trace, TraceRequest
@@ -113,7 +111,7 @@ def write_trace(path: Path, trace: Trace) -> int:
                 count = _write(file, header_line(trace.block_size, trace.origin_s), trace)
         os.replace(part, path)
     except OSError as error:
-        raise TraceError(path, f"cannot be written: {error.strerror or error}") from None
+        raise TraceFileError(path, f"cannot be written: {error.strerror or error}") from None
     finally:
         part.unlink(missing_ok=True)
     return count

@@ -1,5 +1,5 @@
 """``splitserve trace ...``: each function is one command and returns its exit status. They raise
-PlannerError."""
+TraceError."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from pathlib import Path
 import orjson
 from rich.console import Console
 
-from .errors import TraceError, WorkloadError
-from .trace.operators import cut, mean_rate, mixed, scaled, thinned
-from .trace.own_format import write_trace
-from .trace.readers import open_trace
-from .trace.request import Trace
-from .trace.statistics import Shapes, TraceStatistics, describe
-from .trace.tables import print_statistics
-from .trace_settings import (
+from .errors import TraceFileError, WorkloadError
+from .operators import cut, mean_rate, mixed, scaled, thinned
+from .own_format import write_trace
+from .readers import open_trace
+from .request import Trace
+from .settings import (
     TraceConvertSettings,
     TraceFitSettings,
     TraceMakeSettings,
     TraceReading,
     TraceStatsSettings,
 )
+from .statistics import Shapes, TraceStatistics, describe
+from .tables import print_statistics
 from .workload.arrivals import Arrivals, diurnal_profile
 from .workload.fit import fit as fitted
 from .workload.lengths import MarginalLengths
@@ -112,7 +112,7 @@ def _opened(settings: TraceReading, files: Sequence[Path]) -> list[Trace]:
 def _described(trace: Trace, path: Path) -> Described:
     found = describe(trace)
     if found is None:
-        raise TraceError(path, "has no requests")
+        raise TraceFileError(path, "has no requests")
     return found
 
 
@@ -129,16 +129,16 @@ def _write_json(path: Path, described: Sequence[Described]) -> None:
     try:
         path.write_bytes(content + b"\n")
     except OSError as error:
-        raise TraceError(path, f"cannot be written: {error.strerror or error}") from None
+        raise TraceFileError(path, f"cannot be written: {error.strerror or error}") from None
 
 
 def _draw(path: Path, described: Sequence[Described]) -> None:
-    from .trace.plots import draw_traces
+    from .plots import draw_traces
 
     try:
         draw_traces(path, described)
     except OSError as error:
-        raise TraceError(path, f"cannot be written: {error.strerror or error}") from None
+        raise TraceFileError(path, f"cannot be written: {error.strerror or error}") from None
 
 
 def _workload(settings: TraceMakeSettings) -> Workload:

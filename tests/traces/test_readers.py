@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.traces import AZURE, MOONCAKE, SERVEGEN, SPLITWISE, trace_of, written
 
-from splitserve.planner.errors import TraceError
-from splitserve.planner.trace.own_format import header_line, row_line, write_trace
-from splitserve.planner.trace.readers import open_trace
-from splitserve.planner.trace.request import TraceRequest
+from splitserve.traces.errors import TraceFileError
+from splitserve.traces.own_format import header_line, row_line, write_trace
+from splitserve.traces.readers import open_trace
+from splitserve.traces.request import TraceRequest
 
 HEADER = {"format": "splitserve-trace", "version": 1, "block_size": 16}
 ROW = {
@@ -129,13 +129,13 @@ def test_a_log_in_the_order_of_endings_is_put_in_the_order_of_arrivals(
 
 def test_a_row_later_than_the_log_promised_is_an_error(tmp_path: Path) -> None:
     rows = [{**ROW, "arrival_s": arrival} for arrival in (0, 20, 21, 5)]
-    with pytest.raises(TraceError, match="line 5: arrives 16 s before a row above it"):
+    with pytest.raises(TraceFileError, match="line 5: arrives 16 s before a row above it"):
         list(open_trace(written(tmp_path / "t.jsonl", [{**HEADER, "disorder_s": 10}, *rows])))
 
 
 def test_azure_rows_out_of_order_are_refused_or_sorted(tmp_path: Path) -> None:
     path = written(tmp_path / "t.csv", AZURE + "2023-11-16 18:18:00.0000000,1,2\n")
-    with pytest.raises(TraceError, match=r"t\.csv, line 5: arrives 5\.5 s before .*--disorder-s"):
+    with pytest.raises(TraceFileError, match=r"t\.csv, line 5: arrives 5\.5 s before .*--disorder-s"):
         list(open_trace(path))
     sorted_trace = open_trace(path, disorder_s=10)
     assert [request.num_prompt_tokens for request in sorted_trace] == [4808, 3180, 1, 110]
@@ -144,7 +144,7 @@ def test_azure_rows_out_of_order_are_refused_or_sorted(tmp_path: Path) -> None:
 
 def test_empty_requests_are_refused_or_dropped(tmp_path: Path) -> None:
     path = written(tmp_path / "t.csv", SPLITWISE + "2,2,0,2.0,1,12,0\n3,2,0,3.0,1,8,8\n")
-    with pytest.raises(TraceError, match="line 4: a request of 0 output tokens"):
+    with pytest.raises(TraceFileError, match="line 4: a request of 0 output tokens"):
         list(open_trace(path))
     assert [request.arrival_s for request in open_trace(path, drop_empty=True)] == [1.0, 1.05, 3.0]
 
@@ -215,7 +215,7 @@ def test_a_bad_row_names_file_line_and_field(
     tmp_path: Path, content: str | list[object], line: int | None, field: str | None, message: str
 ) -> None:
     path = written(tmp_path / "some_trace", content)
-    with pytest.raises(TraceError) as caught:
+    with pytest.raises(TraceFileError) as caught:
         list(open_trace(path))
     assert (caught.value.path, caught.value.line, caught.value.field) == (path, line, field)
     assert message in str(caught.value)
@@ -223,21 +223,21 @@ def test_a_bad_row_names_file_line_and_field(
 
 
 def test_files_that_are_no_text_missing_or_cut_short(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="cannot be read: No such file"):
+    with pytest.raises(TraceFileError, match="cannot be read: No such file"):
         open_trace(tmp_path / "none.csv")
-    with pytest.raises(TraceError, match="line 1: not UTF-8"):
+    with pytest.raises(TraceFileError, match="line 1: not UTF-8"):
         open_trace(written(tmp_path / "t.csv", b"TIMESTAMP\xff"))
     long = gzip.compress((AZURE + "2023-11-16 18:19:00,1,2\n" * 20_000).encode())
-    with pytest.raises(TraceError, match="gzip data is damaged or cut short"):
+    with pytest.raises(TraceFileError, match="gzip data is damaged or cut short"):
         list(open_trace(written(tmp_path / "cut", long[: len(long) // 2])))
 
 
 def test_a_failed_write_leaves_no_file(tmp_path: Path) -> None:
     bad = open_trace(written(tmp_path / "bad.csv", AZURE + "yesterday,1,2\n"))
-    with pytest.raises(TraceError, match="line 5"):
+    with pytest.raises(TraceFileError, match="line 5"):
         write_trace(tmp_path / "out.jsonl", bad)
     assert [path.name for path in tmp_path.iterdir()] == ["bad.csv"]
-    with pytest.raises(TraceError, match="cannot be written"):
+    with pytest.raises(TraceFileError, match="cannot be written"):
         write_trace(tmp_path / "no folder" / "out.jsonl", trace_of([]))
 
 

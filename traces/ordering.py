@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
-from ..errors import TraceError
+from .errors import TraceFileError
 from .request import TraceRequest
 
 Numbered = Iterator[tuple[int, TraceRequest]]  # with the line where each stands
@@ -36,7 +36,7 @@ class Order:
                 if self.drop_empty:
                     continue
                 what = "prompt" if not request.num_prompt_tokens else "output"
-                raise TraceError(
+                raise TraceFileError(
                     self.path,
                     f"a request of 0 {what} tokens; to leave such rows out: --drop-empty",
                     line=line,
@@ -73,4 +73,4 @@ class Order:
             f"arrives {late_s:.6g} s before a row above it; to have rows sorted that stand up to S "
             "seconds too late: --disorder-s S"
         )
-        raise TraceError(self.path, message, line=line)
+        raise TraceFileError(self.path, message, line=line)

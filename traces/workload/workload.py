@@ -13,8 +13,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ..errors import WorkloadError
-from ..trace.operators import cut
-from ..trace.request import Trace, TraceRequest
+from ..operators import cut
+from ..request import Trace, TraceRequest
 from .arrivals import Arrivals, draw_arrivals
 from .lengths import Lengths, draw_pairs
 from .sessions import Sessions, draw_sessions

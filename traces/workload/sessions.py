@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ..trace.request import TraceRequest
+from ..request import TraceRequest
 
 INDEX_BITS = 32  # of a block hash; the bits above name the block's owner
 
