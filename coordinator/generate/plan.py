@@ -29,7 +29,7 @@ from .bodies.sampling import OnTimeout, ServiceTier
 from .chat_reading import ChatReading
 from .grammar import GrammarCheck, grammar_for, with_rules
 from .prompts import Prompt, is_long, num_choices, prompts_of
-from .request_sampling import GenerateRequest, num_logprobs, sampling_of, seed_of
+from .request_sampling import GenerateRequest, sampling_of, seed_of
 
 TIMEOUT_HEADER, ON_TIMEOUT_HEADER, SESSION_HEADER = b"x-request-timeout", b"x-on-timeout", b"x-session-id"
 PLAN_HEADERS = (TIMEOUT_HEADER, ON_TIMEOUT_HEADER, SESSION_HEADER)
@@ -193,7 +193,7 @@ class Planner:
             include_stop=bool(request.include_stop_str_in_output),
             hidden_ids=_hidden_ids(request, self.model),
             show_special=request.skip_special_tokens is False,
-            num_logprobs=num_logprobs(request),
+            num_logprobs=request.num_logprobs,
             num_prompt_logprobs=request.prompt_logprobs,
             tokens_as_ids=bool(request.return_tokens_as_token_ids),
             echo=echo,

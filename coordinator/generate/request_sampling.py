@@ -19,7 +19,7 @@ COMPLETION_MAX_TOKENS = 16
 SMALLEST_TOP_P = 1e-6  # stands for 0: only the most likely token is left
 FROM_REQUEST = {
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "logit_bias", "min_tokens", "stop_token_ids", "ignore_eos",
+    "logit_bias", "min_tokens", "stop_token_ids", "ignore_eos", "logprob_token_ids",
 }  # fmt: skip
 """Sampling fields that are taken over as given."""
 NUM_USUAL = 8  # fields that every request's sampling has
@@ -47,17 +47,10 @@ def sampling_of(
         _check_unusual(fields, model.vocab_size)
     fields["top_k"] = max(0, fields["top_k"])
     fields["top_p"] = max(fields["top_p"], SMALLEST_TOP_P)
-    logprobs = num_logprobs(request)
+    logprobs = request.num_logprobs
     if logprobs is not None or request.num_candidates > (request.n or 1):  # the likeliest are chosen by them
         fields["logprobs"] = logprobs or 0
     return convert(fields, SamplingParams)
-
-
-def num_logprobs(request: GenerateRequest) -> int | None:
-    """Return how many alternatives to report beside each token; None for no log probabilities."""
-    if isinstance(request, ChatCompletionRequest):
-        return (request.top_logprobs or 0) if request.logprobs else None
-    return request.logprobs
 
 
 def seed_of(seed: int | None, candidate: int) -> int:
@@ -86,7 +79,7 @@ def _max_tokens(request: GenerateRequest, model: ServedModel, num_prompt_tokens:
 
 def _check_unusual(fields: dict[str, Any], vocab_size: int) -> None:
     """Check the fields that few requests set. Raises InvalidRequest."""
-    for name in ("logit_bias", "stop_token_ids"):
+    for name in ("logit_bias", "stop_token_ids", "logprob_token_ids"):
         bad = [token_id for token_id in fields.get(name, ()) if token_id >= vocab_size]
         if bad:
             found = f"token ids {', '.join(map(str, bad))}"

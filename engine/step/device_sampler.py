@@ -56,13 +56,18 @@ class DeviceSampler:
             chosen, own = sample(logits, rows)
         if not reporting:
             return chosen.int(), dict
-        counts = [states[row].params.logprobs or 0 for row in reporting]
+        asked = [states[row].params.logprob_token_ids for row in reporting]
+        counts = [len(asked[i]) or states[row].params.logprobs or 0 for i, row in enumerate(reporting)]
         which = rows.reporting  # a list as an index would wait for the device
         assert which is not None
         raw, own = raw.index_select(0, which), own.index_select(0, which)
         norms = raw.gather(1, chosen.index_select(0, which).unsqueeze(1)) - own.unsqueeze(1)
         top = raw.topk(max(counts), dim=-1)
-        arrived = bring([own, top.indices, top.values - norms])
+        others, values = top.indices, top.values
+        if any(asked):
+            others = _with_asked(others, asked)
+            values = raw.gather(1, others)
+        arrived = bring([own, others, values - norms])
 
         def read_logprobs() -> dict[int, TokenLogprobs]:
             chosen_logprobs, ids, values = (column.tolist() for column in arrived())
@@ -114,6 +119,16 @@ class _LastRows:
         if len(self.states) != len(sampled.states) or not all(map(operator.is_, self.states, sampled.states)):
             return False
         return not self.rows.edited or np.array_equal(sampled.positions, self.positions + 1)
+
+
+def _with_asked(likeliest: Tensor, asked: Sequence[Sequence[int]]) -> Tensor:
+    """Put the token ids ``asked[row]``, where there are any, in the place of a row's likeliest ones, int64
+    [n, k]."""
+    columns = torch.full(likeliest.shape, -1, dtype=torch.int64)
+    for row, ids in enumerate(asked):
+        columns[row, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
+    there = send(columns, likeliest.device)
+    return torch.where(there < 0, likeliest, there)
 
 
 def _report(

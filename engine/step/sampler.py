@@ -115,9 +115,9 @@ class Sampler:
             )
         token_ids = _to_numpy(chosen)
         counts = [states[row].params.logprobs or 0 for row in reporting]
-        logprobs_of_rows = (
-            report_logprobs(raw, [int(token_ids[row]) for row in reporting], counts) if reporting else []
-        )
+        asked = [states[row].params.logprob_token_ids for row in reporting]
+        chosen_ids = [int(token_ids[row]) for row in reporting]
+        logprobs_of_rows = report_logprobs(raw, chosen_ids, counts, asked) if reporting else []
         return token_ids, dict(zip(reporting, logprobs_of_rows, strict=True))
 
     def _edit(self, row: Tensor, state: SamplingState, position: int, newest: int) -> None:
@@ -156,18 +156,20 @@ class Sampler:
         )
 
 
-def report_logprobs(logits: Tensor, chosen: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
-    """For each row of ``logits`` [n, vocab_size]: the chosen token's logprob and the ``counts[row]`` most
-    likely tokens."""
-    return [
-        _report_row(row.clone(), token, count)
-        for row, token, count in zip(logits, chosen, counts, strict=True)
-    ]
+def report_logprobs(
+    logits: Tensor, chosen: Sequence[int], counts: Sequence[int], asked: Sequence[Sequence[int]] | None = None
+) -> list[TokenLogprobs]:
+    """For each row of ``logits`` [n, vocab_size]: the chosen token's logprob and those of the tokens
+    ``asked[row]`` or, without any, of the ``counts[row]`` most likely ones."""
+    rows = zip(logits, chosen, counts, asked or [()] * len(counts), strict=True)
+    return [_report_row(row.clone(), token, count, ids) for row, token, count, ids in rows]
 
 
-def _report_row(row: Tensor, token: int, count: int) -> TokenLogprobs:
+def _report_row(row: Tensor, token: int, count: int, asked: Sequence[int]) -> TokenLogprobs:
     norm = row.logsumexp(0)
     own = float(row[token] - norm)
+    if asked:
+        return TokenLogprobs(own, tuple(asked), tuple((row[list(asked)] - norm).tolist()))
     if count == 0:
         return TokenLogprobs(own)
     top = row.topk(count)

@@ -50,6 +50,7 @@ def options() -> st.SearchStrategy[dict[str, Any]]:
             "logit_bias": st.dictionaries(TOKENS, st.sampled_from([-100.0, -1.0, 3.0, 100.0]), max_size=3),
             "min_tokens": st.integers(0, 4),
             "logprobs": st.integers(0, 3),
+            "logprob_token_ids": st.lists(TOKENS, max_size=4, unique=True).map(tuple),
         },
     )
 
@@ -81,6 +82,8 @@ def test_the_same_tokens_as_on_a_cpu(rows: list[SamplingState], seed: int, ties:
     assert logprobs.keys() == expected_logprobs.keys()
     for row, reported in expected_logprobs.items():
         assert logprobs[row].logprob == pytest.approx(reported.logprob, abs=1e-5)
+        if rows[row].params.logprob_token_ids:
+            assert logprobs[row].top_ids == reported.top_ids == rows[row].params.logprob_token_ids
         assert logprobs[row].top_logprobs == pytest.approx(reported.top_logprobs, abs=1e-5)
 
 

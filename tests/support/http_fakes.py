@@ -153,7 +153,10 @@ class FakeDispatcher:
             if (fails := self.fails_after(request)) is not None and number == fails[0]:
                 self._end(request, fails[1])
                 return
-            sink.push(token, logprobs(token, sampling.logprobs) if sampling.logprobs is not None else None)
+            asked = sampling.logprob_token_ids
+            sink.push(
+                token, logprobs(token, sampling.logprobs, asked) if sampling.logprobs is not None else None
+            )
             if number < len(tokens) - 1:
                 sink.flush()
         ended = Ended(
@@ -234,8 +237,10 @@ def ledger(request: Request) -> TimeLedger:
     return ledger
 
 
-def logprobs(token: int, count: int) -> TokenLogprobs:
+def logprobs(token: int, count: int, asked: tuple[int, ...] = ()) -> TokenLogprobs:
     """Made up from the token; an infinitely unlikely one among them."""
+    if asked:
+        return TokenLogprobs(-0.1 - token / 1000, asked, tuple(-1.0 - i for i in asked))
     top = tuple((token + i) % 256 + 6 for i in range(count))
     values = tuple(-0.1 * (i + 1) for i in range(count - 1)) + ((float("-inf"),) if count else ())
     return TokenLogprobs(logprob=-0.1 - token / 1000, top_ids=top, top_logprobs=values)

@@ -84,7 +84,8 @@ class SamplingParams(Message, frozen=True, kw_only=True):
     """How to choose tokens. ``seed`` is always set: the coordinator draws one where the client gave none.
 
     Noise is a function of (seed, absolute position) only. ``logprobs`` is the number of alternatives to
-    report beside the chosen token's own logprob; None reports nothing.
+    report beside the chosen token's own logprob; None reports nothing. The alternatives are the most likely
+    tokens or, where there are any, ``logprob_token_ids``.
     """
 
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_REQUEST_TOKENS)]
@@ -101,6 +102,7 @@ class SamplingParams(Message, frozen=True, kw_only=True):
     stop_token_ids: Annotated[tuple[int, ...], Meta(max_length=64)] = ()
     ignore_eos: bool = False
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    logprob_token_ids: Annotated[tuple[int, ...], Meta(max_length=20)] = ()
     grammar: Grammar = b""  # that the output follows; empty: any token may follow
 
     @property

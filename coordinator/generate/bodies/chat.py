@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
@@ -41,6 +41,7 @@ class ChatCompletionRequest(SamplingFields, TemplateFields):
         Any, AfterValidator(only(None, ["text"])), WithJsonSchema({"enum": [None, ["text"]]})
     ] = None
 
+    LOGPROBS: ClassVar[tuple[str, str]] = "top_logprobs", "`logprobs` true"
     _own_scalars = scalars("max_completion_tokens", "logprobs", "top_logprobs", "parallel_tool_calls", "echo")
 
     @model_validator(mode="after")
@@ -61,6 +62,11 @@ class ChatCompletionRequest(SamplingFields, TemplateFields):
         for i, function in enumerate(self.functions or ()):
             found += unknown_within(f"functions[{i}]", function)
         return found
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """See ``SamplingFields``."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def max_new_tokens(self) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
@@ -71,7 +71,13 @@ class CompletionRequest(SamplingFields):
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     suffix: Annotated[Any, AfterValidator(only(None, "")), WithJsonSchema({"enum": [None, ""]})] = None
 
+    LOGPROBS: ClassVar[tuple[str, str]] = "logprobs", "`logprobs` 0"
     _own_scalars = scalars("echo", "add_special_tokens", "logprobs", "best_of")
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """See ``SamplingFields``."""
+        return self.logprobs
 
     @property
     def num_candidates(self) -> int:

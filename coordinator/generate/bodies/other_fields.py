@@ -64,7 +64,6 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "vllm_xargs": ("it is for plugins of vLLM", ({},)),
     "thinking_token_budget": ("a bound on thoughts is not built", ()),
     "repetition_detection": ("it is not built", (False,)),
-    "logprob_token_ids": ("log probabilities of chosen tokens are not built; ask for `top_logprobs`", ([],)),
     "guided_whitespace_pattern": ("white space in JSON is fixed: at most two newlines in a row", ()),
     # SGLang
     "json_object": ("use `response_format`", (False,)),

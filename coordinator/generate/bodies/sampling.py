@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -131,6 +131,8 @@ class SamplingFields(Body):
     return_tokens_as_token_ids: bool | None = None
     """Log probabilities name tokens ``token_id:17``: a name for each id, also where two have one text."""
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprob_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=20)] | None = None
+    """Tokens whose log probabilities are reported at each position, in the place of the likeliest."""
     allowed_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=4096)] | None = None
     bad_words: Annotated[list[BadWord], Field(max_length=128)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
@@ -151,6 +153,9 @@ class SamplingFields(Body):
     grammar: Annotated[Any, BeforeValidator(check_named("grammar")), NAMED["grammar"]] = None
     """The last four: the same in the spellings of SGLang and llama.cpp."""
 
+    LOGPROBS: ClassVar[tuple[str, str]]
+    """The field with the number of alternatives, and what asks for log probabilities without any."""
+
     _scalars = scalars(
         *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
         *("repetition_penalty", "seed", "n", "max_tokens", "min_tokens", "ignore_eos", "stream", "priority"),
@@ -169,6 +174,11 @@ class SamplingFields(Body):
             raise invalid("prompt_logprobs: not available with `stream` true")
         if self.allowed_token_ids and self.min_tokens:
             raise invalid("min_tokens: not allowed together with `allowed_token_ids`")
+        if self.logprob_token_ids and self.num_logprobs != 0:
+            name, wanted = self.LOGPROBS
+            raise invalid(
+                f"logprob_token_ids: needs {wanted}, and no other number of alternatives in `{name}`"
+            )
         return self if self.output_format is None else self._one_format(self.output_format)
 
     def _one_format(self, wanted: OutputFormat) -> Self:
@@ -220,6 +230,11 @@ class SamplingFields(Body):
     def obfuscated(self) -> bool:
         """Whether chunks are padded, so that their lengths on the wire do not reveal the tokens."""
         return self.stream_options is not None and bool(self.stream_options.include_obfuscation)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Number of the likeliest tokens reported beside each token; None: no log probabilities."""
+        raise NotImplementedError
 
     @property
     def num_candidates(self) -> int:

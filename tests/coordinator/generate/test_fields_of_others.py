@@ -206,6 +206,30 @@ async def test_log_probabilities_name_tokens_by_id(asked: Asked, path: str, body
 
 
 @BOTH
+async def test_log_probabilities_of_chosen_tokens(
+    asked: Asked, model: ServedModel, path: str, body: dict[str, Any]
+) -> None:
+    of_chat = path == CHAT[0]
+    more: dict[str, Any] = {"logprobs": True} if of_chat else {"logprobs": 0}
+    wanted = {"logprob_token_ids": [70, 300], "return_tokens_as_token_ids": True}
+    found = (await asked.answer(path, body, **more, **wanted))["choices"][0]["logprobs"]
+    assert asked.last.sampling.logprob_token_ids == (70, 300)
+    if of_chat:
+        for entry in found["content"]:
+            alternatives = [(each["token"], each["logprob"]) for each in entry["top_logprobs"]]
+            assert alternatives == [("token_id:70", -71.0), ("token_id:300", -301.0)]
+    else:
+        assert all(top["token_id:70"] == -71.0 for top in found["top_logprobs"])
+    for bad in ({}, {**more, "top_logprobs" if of_chat else "logprobs": 2}):
+        assert (await asked.refusal(path, body, **bad, logprob_token_ids=[70]))["message"].startswith(
+            "logprob_t"
+        )
+    error = await asked.refusal(path, body, **more, logprob_token_ids=[70, model.vocab_size])
+    assert error["param"] == "logprob_token_ids"
+    assert (await asked.refusal(path, body, **more, logprob_token_ids=list(range(21))))["param"]
+
+
+@BOTH
 async def test_log_probabilities_of_the_prompt(
     asked: Asked, model: ServedModel, path: str, body: dict[str, Any]
 ) -> None:

@@ -202,15 +202,18 @@ def test_min_tokens_holds_back_the_ends(sampler: Sampler, stop_ids: tuple[int, .
 
 
 def test_logprobs_are_of_the_model_itself(sampler: Sampler) -> None:
-    logits = logits_of(seed=7, rows=3)
+    logits = logits_of(seed=7, rows=4)
     expected = logits.log_softmax(-1)
     states = [
         state(temperature=0.3, top_k=2, logprobs=2),
         state(temperature=0.0),
         state(temperature=0.0, logit_bias={8: 99.0}, logprobs=0),
+        state(logprobs=0, logprob_token_ids=(5, 1)),
     ]
     token_ids, reported = sample(sampler, logits.clone(), states)
-    assert set(reported) == {0, 2}
+    assert set(reported) == {0, 2, 3}
+    assert reported[3].top_ids == (5, 1)
+    assert reported[3].top_logprobs == pytest.approx(expected[3, [5, 1]].tolist(), abs=1e-5)
     assert reported[0].logprob == pytest.approx(expected[0, token_ids[0]].item(), abs=1e-5)
     assert reported[0].top_ids == tuple(expected[0].topk(2).indices.tolist())
     assert reported[0].top_logprobs == pytest.approx(expected[0].topk(2).values.tolist(), abs=1e-5)
