@@ -46,11 +46,11 @@ async def answering(model: ServedModel, limits: HttpLimits) -> AsyncIterator[Ans
     clients: list[AsyncOpenAI] = []
 
     async def start(
-        answer: str, style: ChatStyle | None = None, template: str | None = None
+        answer: str, style: ChatStyle | None = None, template: str | None = None, of: ServedModel = model
     ) -> tuple[AsyncOpenAI, FakeDispatcher]:
-        ids = model.tokenizer.fast.encode(answer, add_special_tokens=False).ids
+        ids = of.tokenizer.fast.encode(answer, add_special_tokens=False).ids
         dispatcher = FakeDispatcher(lambda request: ids)
-        served = dataclasses.replace(model, chat_style=style or ChatStyle())
+        served = dataclasses.replace(of, chat_style=style or ChatStyle())
         if template is not None:
             served = dataclasses.replace(served, chat_template=ChatTemplate(template))
         server = HttpServer(HttpApp(dispatcher, served, limits, dispatcher.system))

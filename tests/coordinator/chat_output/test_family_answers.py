@@ -1,0 +1,77 @@
+"""Answers of each family over HTTP, whole and streamed, with marks that are tokens of their own or text."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from coordinator.chat_output.families import STYLES, WRITERS, Call
+from coordinator.chat_output.test_tools import ASK, NOW, Answering, answering
+from coordinator.http.test_calls_at_will import with_marks
+
+from splitserve.coordinator.chat_output.call_formats import ToolStyle
+from splitserve.coordinator.chat_output.style import ChatStyle
+from splitserve.coordinator.text.served_model import ServedModel
+
+__all__ = ["answering"]  # a fixture
+NOTE: Any = {
+    "type": "function",
+    "function": {
+        "name": "note",
+        "parameters": {"properties": {"title": {"type": "string"}, "days": {"type": "integer"}}},
+    },
+}
+CALLS: list[Call] = [("note", {"title": 'Zwölf 🥊 日本\n{"', "days": 3}), ("now", {})]
+THOUGHT = "Hm, 🥊?"
+
+
+def style_of(tools: ToolStyle) -> ChatStyle:
+    """The family, thinking in its own way."""
+    return ChatStyle(tools, {"gpt_oss": "gpt_oss", "mistral": "mistral"}.get(tools, "think"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("tools", STYLES)
+async def test_thoughts_and_calls_over_http(
+    answering: Answering, model: ServedModel, tools: ToolStyle, special: bool
+) -> None:
+    style = style_of(tools)
+    marks = style.thought_marks
+    assert marks is not None
+    opens, closes = (
+        marks[:2] if tools != "gpt_oss" else (f"{marks.opens}<|message|>", "<|end|><|start|>assistant")
+    )
+    text = f"{opens}{THOUGHT}{closes}{WRITERS[tools](CALLS)}"
+    served = with_marks(model, style, special)
+    client, _ = await answering(text, style, of=served)
+    whole = await client.chat.completions.create(**ASK, tools=[NOTE, NOW])
+    message, reason = whole.choices[0].message, whole.choices[0].finish_reason
+    assert (message.content, reason) == (None, "tool_calls")
+    assert message.model_extra["reasoning_content"] == message.model_extra["reasoning"] == THOUGHT
+    assert [(c.function.name, json.loads(c.function.arguments)) for c in message.tool_calls] == CALLS
+    given = served.tokenizer.fast.encode(text, add_special_tokens=False).ids
+    thought = whole.usage.completion_tokens_details.reasoning_tokens
+    assert served.tokenizer.fast.decode(given[:thought], skip_special_tokens=False).startswith(
+        f"{opens}{THOUGHT}"
+    )
+    assert thought <= len(
+        served.tokenizer.fast.encode(f"{opens}{THOUGHT}{closes}", add_special_tokens=False).ids
+    )
+
+    thoughts, names, arguments, content, usage = "", list[str](), ["", ""], "", None
+    options: Any = {"include_usage": True}
+    async for chunk in await client.chat.completions.create(
+        **ASK, tools=[NOTE, NOW], stream=True, stream_options=options
+    ):
+        usage = chunk.usage or usage
+        for delta in (choice.delta for choice in chunk.choices):
+            assert delta.model_extra.get("reasoning") == delta.model_extra.get("reasoning_content")
+            thoughts += delta.model_extra.get("reasoning") or ""
+            content += delta.content or ""
+            for call in delta.tool_calls or ():
+                names += [call.function.name] if call.function.name else []
+                arguments[call.index] += call.function.arguments or ""
+    assert (thoughts, names, content) == (THOUGHT, ["note", "now"], "")
+    assert arguments == [call.function.arguments for call in message.tool_calls]
+    assert usage.completion_tokens_details.reasoning_tokens == thought
