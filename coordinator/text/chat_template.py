@@ -8,6 +8,7 @@ time a render takes is too.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -55,6 +56,23 @@ def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
 
 
+class Arguments(dict[str, Any]):
+    """A call's arguments: templates read them as an object or, joined with text, as their JSON text."""
+
+    def __init__(self, values: Mapping[str, Any], text: str) -> None:
+        super().__init__(values)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, other: str) -> str:
+        return self._text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._text
+
+
 class ChatTemplate:
     """One compiled template."""
 
@@ -76,6 +94,8 @@ class ChatTemplate:
         self.source = source
         self._knows_developer = "developer" in source
         self._knows_tools = "tools" in source
+        self._knows_thinking = "thinking" in source
+        self._reads_tools_of_message = re.search(r"message(\.tools\b|\[.tools.\])", source) is not None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ChatTemplate, (self.source, self._special_tokens)
@@ -111,8 +131,10 @@ class ChatTemplate:
         if continue_final_message:
             messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + END_MARK}]
         variables = {"add_generation_prompt": add_generation_prompt, **self._special_tokens, **(extra or {})}
-        variables["messages"] = [self._with_known_role(message) for message in messages]
-        if tools and self._knows_tools:
+        variables["messages"] = [self._with_known_fields(message) for message in messages]
+        if tools and self._reads_tools_of_message:
+            variables["messages"] = _with_tools_field(variables["messages"], tools)
+        elif tools and self._knows_tools:
             variables["tools"] = tools
         elif tools:
             variables["messages"] = _with_tools(variables["messages"], tools)
@@ -130,10 +152,23 @@ class ChatTemplate:
             raise InvalidRequest(wrong, param="continue_final_message")
         return text
 
-    def _with_known_role(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Rename the role ``developer`` to ``system`` for templates that do not know it."""
-        role = message["role"]
-        return {**message, "role": "system" if role == "developer" and not self._knows_developer else role}
+    def _with_known_fields(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Rename the role ``developer`` to ``system`` for templates that do not know it. A thought is also
+        ``thinking``, as gpt-oss has it, unless a message of calls has content, too."""
+        role, thought = message["role"], message.get("reasoning_content")
+        known = {**message, "role": "system" if role == "developer" and not self._knows_developer else role}
+        if thought and self._knows_thinking and not (message["content"] and message.get("tool_calls")):
+            known["thinking"] = thought
+        return known
+
+
+def _with_tools_field(
+    messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Put the functions into a field of the system message, where Phi-4's template looks for them."""
+    if not messages or messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": ""}, *messages]
+    return [{**messages[0], "tools": _to_json([tool["function"] for tool in tools])}, *messages[1:]]
 
 
 def _with_tools(messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

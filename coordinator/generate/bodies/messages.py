@@ -8,6 +8,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, model_validator
 
+from ...text.chat_template import Arguments
 from .fields import NULL, Body, invalid, schema, unknown_within
 
 MAX_MESSAGES = 10_000
@@ -67,10 +68,13 @@ class ToolCall(Body):
     def for_template(self) -> dict[str, Any]:
         """Return the call with its arguments parsed: OpenAI's clients send them as text, templates write them
         as JSON."""
+        text = self.function.arguments
         try:
-            arguments = json.loads(self.function.arguments)
+            arguments = json.loads(text)
         except ValueError:
-            arguments = self.function.arguments
+            arguments = text
+        if isinstance(arguments, dict):
+            arguments = Arguments(arguments, text)
         return {
             "id": self.id,
             "type": "function",
@@ -89,6 +93,8 @@ class Message(Body):
     function_call: CalledFunction | None = None
     """What calls were before ``tool_calls``; their results come in messages of role ``function``."""
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    """The same by its other name."""
 
     @model_validator(mode="after")
     def _known_role(self) -> Self:
@@ -124,8 +130,8 @@ class Message(Body):
             fields["tool_call_id"] = self.tool_call_id
         elif self.role == "function":
             fields["tool_call_id"] = FUNCTION_CALL_ID
-        if self.reasoning_content is not None:
-            fields["reasoning_content"] = self.reasoning_content
+        if (thought := self.reasoning_content or self.reasoning) is not None:
+            fields["reasoning_content"] = thought
         return fields
 
 

@@ -131,3 +131,45 @@ def test_a_checkpoint_that_cannot_be_served_says_why(
         (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CannotStart, match=message):
         ServedModel.load(tmp_path, "x", max_model_len=20)
+
+
+HISTORY: list[dict[str, Any]] = [
+    {"role": "user", "content": "Weather?"},
+    {
+        "role": "assistant",
+        "reasoning": "Hm.",
+        "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": '{"b":1,  "a":"é"}'}}],
+    },
+]
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("expression", "text"),
+    [
+        ("'```' + c.arguments + '```'", '```{"b":1,  "a":"é"}```'),  # DeepSeek's
+        ("c.arguments | tojson", '{"b": 1, "a": "é"}'),
+        ("c.arguments if c.arguments is string else c.arguments | tojson", '{"b": 1, "a": "é"}'),
+        ("c.arguments.a ~ c.arguments", 'é{"b":1,  "a":"é"}'),
+        ("c.arguments | items | map('first') | join", "ba"),
+        ("messages[1].thinking", "Hm."),  # gpt-oss'
+        ("messages[1].reasoning_content", "Hm."),
+    ],
+)
+def test_calls_and_thoughts_as_any_family_reads_them(expression: str, text: str) -> None:
+    source = f"{{% set c = messages[1].tool_calls[0].function %}}{{{{ {expression} }}}}"
+    assert ChatTemplate(source).render(messages(HISTORY)) == text
+
+
+@pytest.mark.parametrize("system", [True, False])
+def test_tools_in_a_field_of_the_system_message(system: bool) -> None:
+    """Phi-4's template looks for them there."""
+    source = (
+        "{% for m in messages %}{% set message = m %}{{ m.role }}:{{ m.content }}"
+        "{% if 'tools' in message %}{{ '<|tool|>' + message['tools'] + '<|/tool|>' }}{% endif %};{% endfor %}"
+    )
+    chat = [*([{"role": "system", "content": "Be brief."}] if system else []), HISTORY[0]]
+    said = "Be brief." if system else ""
+    functions = json.dumps([TOOL["function"]])
+    expected = f"system:{said}<|tool|>{functions}<|/tool|>;user:Weather?;"
+    assert ChatTemplate(source).render(messages(chat), tools=[TOOL]) == expected
