@@ -20,7 +20,7 @@ from ..transport.channels.keys import ClusterKey
 from ..transport.live_environment import MonotonicClock, live_environment
 from ..transport.messages.incarnation import incarnations
 from ..transport.messages.messages import SECRET_BYTES, ModelIdentity
-from ..transport.movers.opening import offered, open_targets
+from ..transport.movers.opening import gpu_of, offered, open_targets
 from ..transport.movers.shm import SharedPool
 from ..transport.process.host import advertised_host
 from ..transport.process.otel import Tracing
@@ -113,7 +113,7 @@ def _open(
         for fd in watched:
             poller.unregister(fd)
 
-    parts = RoleParts(environment, movers, grammars, stop, trace)
+    parts = RoleParts(environment, movers, grammars, stop, trace, gpu=gpu_of(model.pool))
     if role != "decode":
         return parts
     assert isinstance(settings, DecodeSettings)

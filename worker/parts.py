@@ -41,6 +41,7 @@ class RoleParts:
     trace: WorkerTrace | None = None
     targets: MoverTargets | None = None  # by which blocks arrive; of a decode role
     advertised_host: str = ""  # where others find what listens here; of a decode role
+    gpu: str = ""  # UUID of the one with the KV cache; empty: host memory
 
 
 @dataclass(frozen=True, slots=True)

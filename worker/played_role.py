@@ -192,6 +192,7 @@ class PlayedRole(ABC):
             pid=self._process.pid,
             model=self._process.model.identity,
             movers=self._parts.movers,
+            gpu=self._parts.gpu,
         )
 
     def welcomed(self, coordinator: int) -> None:

@@ -30,6 +30,7 @@ from splitserve.kernels.reference import TorchKernels
 from splitserve.transport.live_environment import LiveDevice
 from splitserve.transport.messages.messages import SamplingParams
 from splitserve.transport.movers.checksum import checksums
+from splitserve.transport.movers.opening import gpu_of
 
 triton_interpreter.install()
 pytestmark = [pytest.mark.filterwarnings("ignore:overflow encountered in exp")]
@@ -133,6 +134,7 @@ def test_a_worker_starts_and_steps_without_a_wait(tmp_path: Path, monkeypatch: p
         assert isinstance(model.runner, ModelRunner)
         assert isinstance(model.runner.kv_cache.pool, OnGpu)
         assert not isinstance(model.pool, np.ndarray)
+        assert gpu_of(model.pool) == torch.cuda.get_device_properties(0).uuid
         assert list(model.runner.phases.seconds) == [
             "fingerprint",
             "weights",

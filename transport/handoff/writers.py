@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 from ..messages.incarnation import COUNT_BITS, has_ended, is_earlier
 from ..messages.messages import Meet, Met, ModelIdentity, PeerId, Retire
-from ..movers.interface import FALLBACK_MOVER, FORMER_NAME, SAME_HOST_MOVERS, MoverEndpoints
+from ..movers.interface import FALLBACK_MOVER, FORMER_NAME, SAME_HOST_MOVERS, TWO_GPU_MOVERS, MoverEndpoints
 from .protocol import remember
 
 
@@ -36,6 +36,8 @@ class Writers:
         ours = self._endpoints
         same_host = meet.host == ours.host
         able = [m for m in _movers_of(meet) if m in ours.movers and (same_host or m not in SAME_HOST_MOVERS)]
+        if meet.gpu and meet.gpu == ours.gpu:  # NCCL connects no two processes on one GPU
+            able = [mover for mover in able if mover not in TWO_GPU_MOVERS]
         common = [m for m in able if m not in meet.failed] or [FALLBACK_MOVER] * bool(meet.failed)
         refused = _difference(self._identity, meet.model)
         if refused or not common:
@@ -83,6 +85,8 @@ class Writers:
 
     def _nothing_common(self, meet: Meet, same_host: bool) -> str:
         needs = "" if same_host else f" ({' and '.join(sorted(SAME_HOST_MOVERS))}: on the same host only)"
+        if meet.gpu and meet.gpu == self._endpoints.gpu:
+            needs += f" ({' and '.join(sorted(TWO_GPU_MOVERS))}: between two GPUs only; these share one)"
         ours = ", ".join(self._endpoints.movers)
         return f"no mover in common: prefill has {', '.join(_movers_of(meet))}; decode has {ours}{needs}"
 

@@ -49,6 +49,7 @@ class Meet(Message, frozen=True, kw_only=True):
     failed: Annotated[
         tuple[Name, ...], Meta(max_length=16)
     ] = ()  # movers that have failed in use between these two
+    gpu: Annotated[str, Meta(max_length=128)] = ""  # UUID of the one with the KV cache; empty: host memory
 
 
 class Offer(Message, frozen=True, kw_only=True):

@@ -28,6 +28,7 @@ Arrival: TypeAlias = tuple[int, int]
 
 ONE_SIDED_MOVERS = frozenset({"cuda_ipc", "shm", "nixl"})
 SAME_HOST_MOVERS = frozenset({"cuda_ipc", "shm"})
+TWO_GPU_MOVERS = frozenset({"nccl"})  # between GPUs, not between two workers on one
 FALLBACK_MOVER = "tcp"
 """Works between any two workers; replaces a mover that fails."""
 FORMER_NAME = "zmq"
@@ -47,6 +48,7 @@ class MoverEndpoints:
     host: str
     shm_name: str = ""
     data_address: str = ""
+    gpu: str = ""  # UUID of the one with the KV cache; empty: host memory
 
 
 class PutTarget(Protocol):

@@ -18,6 +18,7 @@ from . import nixl
 from .block_memory import BlockPool, DevicePool, memory_of
 from .cuda_ipc import CudaIpcSource, CudaIpcTarget, LoadedCudart
 from .interface import FALLBACK_MOVER, MoverEndpoints, PutSource, PutTarget
+from .nccl.communicator import place_of
 from .nccl.receiving import NcclTarget
 from .nccl.sending import NcclSource
 from .nixl import NixlSource, NixlTarget
@@ -106,7 +107,13 @@ def open_targets(
         data_listen, pool, plaintext
     )  # also where another one is forced: it may fail
     movers = tuple(mover for mover in targets if mover in offered)
-    return MoverTargets(targets, MoverEndpoints(movers, host_identity(), shm_name, tcp.data_address(host)))
+    endpoints = MoverEndpoints(movers, host_identity(), shm_name, tcp.data_address(host), gpu_of(pool))
+    return MoverTargets(targets, endpoints)
+
+
+def gpu_of(pool: BlockPool) -> str:
+    """Return the UUID of the GPU that holds the pool; an empty string for host memory."""
+    return "" if isinstance(pool, np.ndarray) else place_of(pool.device).partition(" ")[2]
 
 
 def _open(targets: dict[str, PutTarget], name: str, make: Callable[[], PutTarget], forced: bool) -> None:

@@ -13,13 +13,24 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from support.kv_pools import DEADLINE_S, NUM_BLOCKS, NUM_LAYERS, SECRET, empty_pool, filled_pool, until
+from support.messages import MODEL
 
 from splitserve.transport.errors import MoverError
-from splitserve.transport.messages.messages import Message, ParcelComing, RendezvousEntry, SessionOver, u32
+from splitserve.transport.handoff.writers import Writers
+from splitserve.transport.messages.messages import (
+    Meet,
+    Message,
+    Met,
+    ParcelComing,
+    RendezvousEntry,
+    SessionOver,
+    u32,
+)
 from splitserve.transport.movers import lease_book
 from splitserve.transport.movers.block_memory import BlockMemory, HostMemory
-from splitserve.transport.movers.interface import Arrival, Pool
+from splitserve.transport.movers.interface import Arrival, MoverEndpoints, Pool
 from splitserve.transport.movers.nccl import communicator, sending
 from splitserve.transport.movers.nccl.receiving import NcclTarget
 from splitserve.transport.movers.nccl.sending import NcclSource
@@ -244,6 +255,19 @@ def test_two_ends_on_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         NcclSource(b"cpu", on_gpu("b"), (2, NUM_LAYERS, 16))
     monkeypatch.setattr(sending.CommunicatorThread, "start", lambda thread: None)
     assert not NcclSource(address, on_gpu("b"), (2, NUM_LAYERS, 16)).is_over
+
+
+def test_two_workers_on_one_gpu_are_not_offered_it() -> None:
+    meet = Meet(worker_id="p", incarnation=1, host="h", pid=5, model=MODEL, movers=("nccl", "tcp"), gpu="a")
+
+    def met(meet: Meet, gpu: str) -> Met:
+        writers = Writers(MODEL, MoverEndpoints(("nccl", "tcp"), "h", gpu=gpu), 4)
+        return writers.meet(WRITER, meet, ("d", 1))
+
+    assert met(meet, "a").mover == "tcp"
+    assert met(meet, "b").mover == "nccl"
+    assert met(replace(meet, gpu=""), "").mover == "nccl", "host memory, by Gloo"
+    assert "between two GPUs only; these share one" in met(replace(meet, movers=("nccl",)), "a").refused
 
 
 def test_torchs_watchdog_is_off_before_the_first_group(monkeypatch: pytest.MonkeyPatch) -> None:
