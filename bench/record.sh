@@ -9,9 +9,9 @@ python=.venv/bin/python
 results=bench/results
 port=8017
 
-for name in streaming overhead movers control engine; do
-    echo "== $name"
-    "$python" -m "splitserve.bench.$name" --json "$results/$name.json"
+for module in http.streaming handoff.overhead handoff.movers control kernels.engine; do
+    echo "== $module"
+    "$python" -m "splitserve.bench.$module" --json "$results/${module##*.}.json"
 done
 
 echo "== peer"

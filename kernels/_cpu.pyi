@@ -45,7 +45,7 @@ def rope_and_store(
 def add_rms_norm(
     x: int, residual: int, weight: int, y: int, rows: int, n: int, eps: float, dtype: int, /
 ) -> None: ...
-def silu_mul(gate_up: int, y: int, rows: int, n: int, dtype: int, /) -> None: ...
+def gate_mul(gate_up: int, y: int, rows: int, n: int, gelu: int, dtype: int, /) -> None: ...
 def decoder_layers(
     layers: int,
     first: int,
@@ -56,7 +56,6 @@ def decoder_layers(
     hidden_size: int,
     intermediate_size: int,
     pool: int,
-    cos_sin: int,
     positions: int,
     slots: int,
     query_start_loc: int,

@@ -16,7 +16,7 @@ from torch import Tensor
 from .gpu.attention_tiles import TileShape
 from .gpu.decode_attention import EXACT_PROGRAMS_PER_SM, decode_attention, decode_tile, programs_per_sm
 from .gpu.decode_plan import DecodePlan, plan_decode
-from .gpu.elementwise import embedding, silu_mul
+from .gpu.elementwise import embedding, gelu_mul, silu_mul
 from .gpu.exact_linear import ExactLinear
 from .gpu.fp8_linear import MULTIPLE, Fp8Linear
 from .gpu.gumbel_argmax import gumbel_argmax
@@ -72,6 +72,9 @@ class CudaKernels:
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return silu_mul(gate_up)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        return gelu_mul(gate_up)
 
     def rope_and_store(self, qkv: Tensor, pool: Tensor, layer: int, rope: RopeInputs) -> Tensor:
         return rope_and_store(qkv, pool, layer, rope)

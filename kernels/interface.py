@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -84,17 +84,24 @@ def joined(weight: Tensor | Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """One decoder layer's weights: norms [hidden_size], q_norm and k_norm [head_dim] or None, linears as
-    ``Kernels.linear`` made them."""
+    """One decoder layer's weights: norms [hidden_size] or None, linears as ``Kernels.linear`` made them.
 
-    input_norm: Tensor
+    q_norm, k_norm   [head_dim], or of all heads together (``norms_all_heads``), or None
+    """
+
+    input_norm: Tensor | None
     qkv: Linear
     q_norm: Tensor | None
     k_norm: Tensor | None
+    norms_all_heads: bool
+    cos_sin: Tensor
     o: Linear
-    post_norm: Tensor
+    attention_out_norm: Tensor | None
+    post_norm: Tensor | None
     gate_up: Linear
+    activation: Literal["silu", "gelu_tanh"]
     down: Linear
+    mlp_out_norm: Tensor | None
     sliding_window: int | None
     intermediate_size: int
 
@@ -147,6 +154,10 @@ class Kernels(Protocol):
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[num_tokens, 2 n] -> [num_tokens, n]: gate / (1 + exp(-gate)) * up."""
+        ...
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """[num_tokens, 2 n] -> [num_tokens, n]: gelu(gate) * up, with the tanh approximation of gelu."""
         ...
 
     def rope_and_store(self, qkv: Tensor, pool: Tensor, layer: int, rope: RopeInputs) -> Tensor:

@@ -165,10 +165,16 @@ class NativeCpuKernels:
         return self._norm(x, residual, weight, eps)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return self._gate_mul(gate_up, gelu=False)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        return self._gate_mul(gate_up, gelu=True)
+
+    def _gate_mul(self, gate_up: Tensor, gelu: bool) -> Tensor:
         _check(gate_up, gate_up.dtype, gate_up.shape[1])
         rows, n = gate_up.shape[0], gate_up.shape[1] // 2
         y = torch.empty((rows, n), dtype=gate_up.dtype)
-        _cpu.silu_mul(gate_up.data_ptr(), y.data_ptr(), rows, n, DTYPE_CODES[gate_up.dtype])
+        _cpu.gate_mul(gate_up.data_ptr(), y.data_ptr(), rows, n, gelu, DTYPE_CODES[gate_up.dtype])
         return y
 
     def rope_and_store(self, qkv: Tensor, pool: Tensor, layer: int, rope: RopeInputs) -> Tensor:

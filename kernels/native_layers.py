@@ -33,20 +33,14 @@ class NativeLayers:
         self._layers, self._eps = layers, eps  # the addresses are theirs
         table = []
         for layer, (qkv, o, gate_up, down) in zip(layers, linears, strict=True):
-            norms = [0 if norm is None else norm.data_ptr() for norm in (layer.q_norm, layer.k_norm)]
-            window = NO_WINDOW if layer.sliding_window is None else layer.sliding_window
-            table.append(
-                [
-                    layer.input_norm.data_ptr(),
-                    *qkv,
-                    *norms,
-                    *o,
-                    layer.post_norm.data_ptr(),
-                    *gate_up,
-                    *down,
-                    window,
-                ]
-            )
+            row = (
+                _address(layer.input_norm), *qkv, _address(layer.q_norm), _address(layer.k_norm),
+                layer.norms_all_heads, _address(layer.cos_sin), *o, _address(layer.attention_out_norm),
+                _address(layer.post_norm), *gate_up, layer.activation == "gelu_tanh", *down,
+                _address(layer.mlp_out_norm),
+                NO_WINDOW if layer.sliding_window is None else layer.sliding_window,
+            )  # fmt: skip
+            table.append(row)
         self._table = np.array(table, np.int64)  # a LayerWeights each
         self._address = self._table.ctypes.data
 
@@ -74,7 +68,6 @@ class NativeLayers:
             hidden_size,
             self._layers[0].intermediate_size,
             pool.data_ptr(),
-            rope.cos_sin.data_ptr(),
             rope.positions.data_ptr(),
             rope.slot_mapping.data_ptr(),
             attention.query_start_loc.data_ptr(),
@@ -92,3 +85,7 @@ class NativeLayers:
             rope.norm_eps,
             DTYPE_CODES[pool.dtype],
         )
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

@@ -51,6 +51,10 @@ class TorchKernels:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh") * up
+
     def rope_and_store(self, qkv: Tensor, pool: Tensor, layer: int, rope: RopeInputs) -> Tensor:
         q, k, v = split_qkv(qkv, rope.num_heads, rope.num_kv_heads, rope.head_dim)
         if rope.q_norm is not None and rope.k_norm is not None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import ModelConfigError
-from .families import FAMILIES, TensorNames
-from .rope_config import RopeConfig, rope_config, rope_max_model_len
+from .families import FAMILIES, Family, Scales, TensorNames
+from .rope_config import RopeConfig, rope_configs, rope_max_model_len
 
 LARGEST = {
     "vocab_size": 1 << 24,
@@ -24,6 +24,10 @@ LARGEST = {
 }
 """Several times those of any model: what a config.json claims is believed no further, before its weights bear
 it out."""
+
+
+Activation = Literal["silu", "gelu_tanh"]
+ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +48,12 @@ class ModelConfig:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    qk_norm: bool
+    qk_norm: Literal["", "head", "all"]
+    unit_norms: bool
+    activation: Activation
+    scales: Scales
     sliding_windows: tuple[int | None, ...]  # by layer, in tokens; None: full attention
-    rope: RopeConfig
+    ropes: tuple[RopeConfig, ...]  # by layer
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     tensors: TensorNames
@@ -54,13 +61,23 @@ class ModelConfig:
     @property
     def max_model_len(self) -> int:
         """Longest sequence (prompt and output) that the model is good for."""
-        return rope_max_model_len(self.rope, self.max_position_embeddings)
+        return min(rope_max_model_len(rope, self.max_position_embeddings) for rope in self.ropes)
+
+    def for_length(self, max_model_len: int) -> ModelConfig:
+        """Return the configuration for sequences of up to this length."""
+        return replace(self, ropes=tuple(rope.for_length(max_model_len) for rope in self.ropes))
 
     @property
     def window(self) -> int:
         """Tokens that a token attends to at most, in any layer; 0: some layer attends to all."""
         windows = [window for window in self.sliding_windows if window is not None]
         return max(windows) if windows and len(windows) == self.num_layers else 0
+
+    @property
+    def residual_eps(self) -> float:
+        """The norms' eps where the residual is kept divided by the factor f of what is added to it:
+        rms_norm(x / f) with eps / f^2 is rms_norm(x) with eps."""
+        return self.rms_norm_eps / self.scales.residual**2
 
     @classmethod
     def from_folder(cls, path: Path) -> ModelConfig:
@@ -86,6 +103,7 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any]) -> ModelCon
     architecture = _architecture(config)
     family = FAMILIES[architecture]
     _refuse_unsupported(config)
+    activation = _activation(config, family)
     num_heads = _positive_int(config, "num_attention_heads")
     num_kv_heads = _positive_int(
         {"num_key_value_heads": config.get("num_key_value_heads") or num_heads}, "num_key_value_heads"
@@ -104,6 +122,8 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any]) -> ModelCon
             f"config.json: head_dim {head_dim} is not supported; it must be a multiple of 8"
         )
 
+    windows = family.windows(config, num_layers)
+
     def has(bias: bool | str) -> bool:
         return bool(config.get(bias, False)) if isinstance(bias, str) else bias
 
@@ -118,13 +138,16 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any]) -> ModelCon
         head_dim=head_dim,
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         max_position_embeddings=_positive_int(config, "max_position_embeddings"),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", family.tied)),
         qkv_bias=has(family.qkv_bias),
         o_bias=has(family.o_bias),
         mlp_bias=has(family.mlp_bias),
         qk_norm=family.qk_norm,
-        sliding_windows=family.windows(config, num_layers),
-        rope=rope_config(config),
+        unit_norms=family.unit_norms,
+        activation=activation,
+        scales=family.scales(config, head_dim),
+        sliding_windows=windows,
+        ropes=rope_configs(config, head_dim, windows, family.interleaved_rope, family.rope_at_intervals),
         eos_token_ids=_eos_token_ids(config, generation),
         bos_token_id=config.get("bos_token_id"),
         tensors=family.tensors,
@@ -141,18 +164,22 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not c.tie_word_embeddings:
         expected[f"{t.head}.weight"] = (c.vocab_size, c.hidden_size)
     q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    projections = (
-        (t.q, q_size, c.hidden_size, c.qkv_bias),
+    projections = [
+        (t.q, q_size if t.k else q_size + 2 * kv_size, c.hidden_size, c.qkv_bias),
         (t.k, kv_size, c.hidden_size, c.qkv_bias),
         (t.v, kv_size, c.hidden_size, c.qkv_bias),
         (t.o, c.hidden_size, q_size, c.o_bias),
-        (t.gate, c.intermediate_size, c.hidden_size, c.mlp_bias),
+        (t.gate, c.intermediate_size if t.up else 2 * c.intermediate_size, c.hidden_size, c.mlp_bias),
         (t.up, c.intermediate_size, c.hidden_size, c.mlp_bias),
         (t.down, c.hidden_size, c.intermediate_size, c.mlp_bias),
-    )
-    norms = [(t.input_norm, c.hidden_size), (t.post_norm, c.hidden_size)]
-    if c.qk_norm:
+    ]
+    projections = [projection for projection in projections if projection[0]]
+    outer = (t.input_norm, t.attention_out_norm, t.post_norm, t.mlp_out_norm)
+    norms = [(name, c.hidden_size) for name in outer if name]
+    if c.qk_norm == "head":
         norms += [(t.q_norm, c.head_dim), (t.k_norm, c.head_dim)]
+    if c.qk_norm == "all":
+        norms += [(t.q_norm, q_size), (t.k_norm, kv_size)]
     for layer in map(t.layer.format, range(c.num_layers)):
         expected |= {f"{layer}.{name}.weight": (size,) for name, size in norms}
         expected |= {f"{layer}.{name}.weight": (rows, columns) for name, rows, columns, _ in projections}
@@ -191,10 +218,18 @@ def _refuse_unsupported(config: dict[str, Any]) -> None:
         raise ModelConfigError(
             "config.json: quantized weights are not supported; use the checkpoint's bf16, f16 or f32 version"
         )
-    if config.get("hidden_act", "silu") != "silu":
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if config.get(key) is not None:
+            raise ModelConfigError(f"config.json: {key} is not supported; it must be null")
+
+
+def _activation(config: dict[str, Any], family: Family) -> Activation:
+    name = config.get("hidden_activation") or config.get("hidden_act") or family.activation
+    if name not in ACTIVATIONS:
         raise ModelConfigError(
-            f"config.json: hidden_act {config['hidden_act']!r} is not supported (supported: silu)"
+            f"config.json: hidden_act {name!r:.100} is not supported (supported: {', '.join(ACTIVATIONS)})"
         )
+    return ACTIVATIONS[name]
 
 
 def _eos_token_ids(config: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:

@@ -1,8 +1,10 @@
 """The decoder that all families share (``families.py``): they differ in ``ModelConfig`` only.
 
     h = embed(tokens)
-    each layer:  h += o(attention(rope(qkv(norm(h)))));  h += down(silu(gate(n)) * up(n)), n = norm(h)
+    each layer:  h += o(attention(rope(qkv(norm(h)))));  h += down(act(gate(n)) * up(n)), n = norm(h)
     logits = head(norm(h))
+
+Some families norm what a layer adds to h, in place of its input or as well (``TensorNames``).
 
 T: num_tokens of the step, E: hidden_size, H: num_heads, KVH: num_kv_heads, D: head_dim, F: intermediate_size,
 V: vocab_size.
@@ -20,7 +22,7 @@ from torch import Tensor
 from ...kernels.interface import AttentionInputs, FusedLayers, LayerParts, RopeInputs
 from .config import ModelConfig, expected_tensors, ignored_tensors
 from .layers import LayerLoader
-from .rope import cos_sin_table
+from .rope import cos_sin_table, rows_of_qkv
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,29 +65,42 @@ class StepInputs(NamedTuple):
 
 
 class DecoderLayer:
-    def __init__(self, config: ModelConfig, index: int, load: LayerLoader) -> None:
+    def __init__(self, config: ModelConfig, index: int, load: LayerLoader, cos_sin: Tensor) -> None:
         t, name = config.tensors, config.tensors.layer.format(index)
+        rows = rows_of_qkv(config.ropes[index], config.head_dim, config.num_heads, config.num_kv_heads)
+
+        def norm(of: str) -> Tensor | None:
+            return load.norm(f"{name}.{of}", float(config.unit_norms)) if of else None
+
+        def norm_of_heads(of: str) -> Tensor | None:
+            """In the order of the heads' numbers here."""
+            weight = norm(of) if config.qk_norm else None
+            if weight is None or rows is None:
+                return weight
+            return weight[rows[: len(weight)].to(weight.device)]  # q's come first; k's are in the same order
+
         self._index = index
         self._kernels = load.kernels
-        self._eps = config.rms_norm_eps
+        self._eps, self._cos_sin = config.residual_eps, cos_sin
+        self._qk_norm, self._qk_eps = config.qk_norm, config.rms_norm_eps
+        self._activation = config.activation
         self._sliding_window = config.sliding_windows[index]
         self._intermediate_size = config.intermediate_size
-        self._input_norm = load.norm(f"{name}.{t.input_norm}")
-        self._qkv = load.column([f"{name}.{proj}" for proj in (t.q, t.k, t.v)], config.qkv_bias)
-        self._q_norm = load.norm(f"{name}.{t.q_norm}") if config.qk_norm else None
-        self._k_norm = load.norm(f"{name}.{t.k_norm}") if config.qk_norm else None
+        self._input_norm, self._post_norm = norm(t.input_norm), norm(t.post_norm)
+        self._attention_out_norm, self._mlp_out_norm = norm(t.attention_out_norm), norm(t.mlp_out_norm)
+        self._qkv = load.column([f"{name}.{of}" for of in (t.q, t.k, t.v) if of], config.qkv_bias, rows)
+        self._q_norm, self._k_norm = norm_of_heads(t.q_norm), norm_of_heads(t.k_norm)
         self._o = load.row(f"{name}.{t.o}", config.o_bias)
-        self._post_norm = load.norm(f"{name}.{t.post_norm}")
-        self._gate_up = load.column([f"{name}.{t.gate}", f"{name}.{t.up}"], config.mlp_bias)
+        self._gate_up = load.column([f"{name}.{of}" for of in (t.gate, t.up) if of], config.mlp_bias)
         self._down = load.row(f"{name}.{t.down}", config.mlp_bias)
 
     @property
     def parts(self) -> LayerParts:
         """Its weights, for kernels that run several layers in one call."""
         return LayerParts(
-            self._input_norm, self._qkv, self._q_norm, self._k_norm, self._o, self._post_norm, self._gate_up,
-            self._down,
-            self._sliding_window, self._intermediate_size,
+            self._input_norm, self._qkv, self._q_norm, self._k_norm, self._qk_norm == "all", self._cos_sin,
+            self._o, self._attention_out_norm, self._post_norm, self._gate_up, self._activation, self._down,
+            self._mlp_out_norm, self._sliding_window, self._intermediate_size,
         )  # fmt: skip
 
     def project(self, hidden: Tensor | None, residual: Tensor, pool: Tensor, rope: RopeInputs) -> Tensor:
@@ -93,15 +108,15 @@ class DecoderLayer:
 
         ``hidden`` [T, E] is the last layer's output, not yet added to ``residual`` [T, E], which takes it in.
         """
-        k = self._kernels
-        normed = (
-            k.rms_norm(residual, self._input_norm, self._eps)
-            if hidden is None
-            else self._add_norm(hidden, residual, self._input_norm)
-        )
-        if self._q_norm is not None:
+        qkv = self._qkv(self._add_norm(hidden, residual, self._input_norm))  # [T, (H + 2 KVH) D]
+        rope = replace(rope, cos_sin=self._cos_sin)
+        if self._qk_norm == "head":
             rope = replace(rope, q_norm=self._q_norm, k_norm=self._k_norm)
-        return k.rope_and_store(self._qkv(normed), pool, self._index, rope)  # of qkv [T, (H + 2 KVH) D]
+        elif self._q_norm is not None and self._k_norm is not None:
+            first, last = len(self._q_norm), len(self._q_norm) + len(self._k_norm)
+            for part, weight in ((qkv[:, :first], self._q_norm), (qkv[:, first:last], self._k_norm)):
+                part.copy_(self._kernels.rms_norm(part.contiguous(), weight, self._qk_eps))
+        return self._kernels.rope_and_store(qkv, pool, self._index, rope)
 
     def attend_and_mix(self, q: Tensor, residual: Tensor, pool: Tensor, attention: AttentionInputs) -> Tensor:
         """The rest of the layer for the queries at hand, whose residual rows these are; returns its output,
@@ -109,11 +124,22 @@ class DecoderLayer:
         k = self._kernels
         if self._sliding_window is not None:
             attention = replace(attention, sliding_window=self._sliding_window)
-        hidden = self._o(k.paged_attention(q, pool, self._index, attention))  # [T, E]
+        hidden = self._out_norm(
+            self._o(k.paged_attention(q, pool, self._index, attention)), self._attention_out_norm
+        )
         gate_up = self._gate_up(self._add_norm(hidden, residual, self._post_norm))  # [T, 2 F]
-        return self._down(k.silu_mul(gate_up))
+        gated = k.silu_mul(gate_up) if self._activation == "silu" else k.gelu_mul(gate_up)
+        return self._out_norm(self._down(gated), self._mlp_out_norm)
 
-    def _add_norm(self, hidden: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+    def _out_norm(self, hidden: Tensor, weight: Tensor | None) -> Tensor:
+        return hidden if weight is None else self._kernels.rms_norm(hidden, weight, self._eps)
+
+    def _add_norm(self, hidden: Tensor | None, residual: Tensor, weight: Tensor | None) -> Tensor:
+        """Add ``hidden`` to ``residual``; return the residual's norm, or itself where there is none."""
+        if weight is None:
+            return residual if hidden is None else residual.add_(hidden)
+        if hidden is None:
+            return self._kernels.rms_norm(residual, weight, self._eps)
         return self._kernels.add_rms_norm(hidden, residual, weight, self._eps)
 
 
@@ -125,14 +151,24 @@ class DecoderModel:
         self._config = config
         self._kernels = load.kernels
         self._embed_table, self._dtype = load.vocabulary_table(config.tensors.embed), load.dtype
-        self._layers = load.each(lambda i: DecoderLayer(config, i, load), config.num_layers)
-        self._fused = load.kernels.fuse_layers([layer.parts for layer in self._layers], config.rms_norm_eps)
-        self._norm = load.norm(config.tensors.norm)
+        self._tables = {
+            rope: cos_sin_table(rope, config.head_dim, max_model_len).to(load.device)
+            for rope in set(config.ropes)
+        }
+        self._eps = config.residual_eps
+        self._layers = load.each(
+            lambda i: DecoderLayer(config, i, load, self._tables[config.ropes[i]]), config.num_layers
+        )
+        self._fused = load.kernels.fuse_layers([layer.parts for layer in self._layers], self._eps)
+        self._norm = load.norm(config.tensors.norm, float(config.unit_norms))
         self._head = load.vocabulary_head(
             config.tensors.embed if config.tie_word_embeddings else config.tensors.head
         )
         self._kv_scales = _kv_scales(config, load) if fp8_cache else None
-        self._cos_sin = cos_sin_table(config.rope, config.head_dim, max_model_len).to(load.device)
+        embedding = config.scales.embedding / config.scales.residual
+        if config.scales.rounds_embedding:
+            embedding = torch.tensor(embedding, dtype=load.dtype).item()
+        self._embedding_scale = embedding
 
     def forward(
         self,
@@ -170,18 +206,21 @@ class DecoderModel:
         return len(self._layers)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """The residual [T, E] before the first layer."""
-        return self._kernels.embedding(self._embed_table, token_ids, self._dtype)
+        """The residual [T, E] before the first layer, divided by the factor of what layers add to it, if there
+        is one: ``ModelConfig.residual_eps``."""
+        residual = self._kernels.embedding(self._embed_table, token_ids, self._dtype)
+        return residual if self._embedding_scale == 1.0 else residual.mul_(self._embedding_scale)
 
     def inputs(self, metadata: AttentionMetadata) -> StepInputs:
         c, m, scales = self._config, metadata, self._kv_scales
         return StepInputs(
             RopeInputs(
-                m.positions, m.slot_mapping, self._cos_sin, c.num_heads, c.num_kv_heads, c.head_dim,
+                m.positions, m.slot_mapping, self._tables[c.ropes[0]],
+                c.num_heads, c.num_kv_heads, c.head_dim,
                 norm_eps=c.rms_norm_eps, kv_scales=scales,
             ),
             AttentionInputs(
-                m.query_start_loc, m.seq_lens, m.block_tables, c.head_dim**-0.5, kv_scales=scales,
+                m.query_start_loc, m.seq_lens, m.block_tables, c.scales.attention, kv_scales=scales,
                 max_query_len=m.max_query_len,
             ),
         )  # fmt: skip
@@ -216,7 +255,7 @@ class DecoderModel:
         if len(q) == 0:
             return residual
         hidden = self._layers[-1].attend_and_mix(q, residual, pool, inputs.attention)
-        return self._kernels.add_rms_norm(hidden, residual, self._norm, self._config.rms_norm_eps)
+        return self._kernels.add_rms_norm(hidden, residual, self._norm, self._eps)
 
     def _forward_fused(
         self,
@@ -237,12 +276,14 @@ class DecoderModel:
             fused(0, last + 1, hidden, residual, pool, rope, attention)
         if on_layer is not None:
             on_layer(last + 1)
-        return self._kernels.add_rms_norm(hidden, residual, self._norm, self._config.rms_norm_eps)
+        return self._kernels.add_rms_norm(hidden, residual, self._norm, self._eps)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Final hidden states [n, E] -> float32 [n, V], in ``out`` if given."""
         logits = self._head(hidden)
-        return logits.float() if out is None else out.copy_(logits)
+        logits = logits.float() if out is None else out.copy_(logits)
+        factor = self._config.scales.logits
+        return logits if factor == 1.0 else logits.mul_(factor)
 
 
 def _kv_scales(config: ModelConfig, load: LayerLoader) -> Tensor:

@@ -9,17 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import ModelConfigError
 
 Windows = tuple[int | None, ...]
 """By layer, in tokens; None: full attention."""
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """Names in the checkpoint, without ``.weight`` and ``.bias``. The layer's are within ``layer``."""
+    """Names in the checkpoint, without ``.weight`` and ``.bias``. The layer's are within ``layer``.
+
+    A norm named "" is not there. Where ``k`` and ``v`` are "", ``q`` holds all three, one after the other; so
+    does ``gate`` where ``up`` is "".
+    """
 
     embed: str = "model.embed_tokens"
     layer: str = "model.layers.{}"
@@ -30,7 +35,9 @@ class TensorNames:
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     o: str = "self_attn.o_proj"
+    attention_out_norm: str = ""
     post_norm: str = "post_attention_layernorm"
+    mlp_out_norm: str = ""
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
@@ -49,6 +56,19 @@ def same_window(config: dict[str, Any], num_layers: int) -> Windows:
     return (int(config.get("sliding_window", 4096) or 0) or None,) * num_layers
 
 
+def phi3_window(config: dict[str, Any], num_layers: int) -> Windows:
+    """As ``same_window``, but none where config.json lacks it."""
+    return (int(config.get("sliding_window") or 0) or None,) * num_layers
+
+
+def gemma_windows(config: dict[str, Any], num_layers: int) -> Windows:
+    """The layers that ``layer_types`` names; in older files, all but each ``sliding_window_pattern``-th."""
+    pattern = int(config.get("sliding_window_pattern", 6))
+    kinds = [FULL if (i + 1) % pattern == 0 else SLIDING for i in range(num_layers)]
+    window = int(config.get("sliding_window", 4096))
+    return _windows_of(config.get("layer_types") or kinds, num_layers, window)
+
+
 def windows_by_layer(config: dict[str, Any], num_layers: int) -> Windows:
     """Where ``use_sliding_window`` is set: the layers that ``layer_types`` names; in older files, those from
     ``max_window_layers`` up."""
@@ -59,31 +79,116 @@ def windows_by_layer(config: dict[str, Any], num_layers: int) -> Windows:
     if kinds is None:
         first = int(config.get("max_window_layers", 28))
         return tuple(window if i >= first else None for i in range(num_layers))
-    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+    return _windows_of(kinds, num_layers, window)
+
+
+def _windows_of(kinds: list[str], num_layers: int, window: int) -> Windows:
+    unknown = set(kinds) - {FULL, SLIDING}
     if unknown or len(kinds) != num_layers:
         raise ModelConfigError(
             f"config.json: layer_types must name {num_layers} layers, each full_attention or "
             f"sliding_attention; found {len(kinds)} with {', '.join(sorted(set(kinds)))}"
         )
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """Factors beside the weights.
+
+    residual          of the outputs of attention and MLP, before they are added to the residual
+    rounds_embedding  the embedding's factor is rounded to the model's dtype first
+    """
+
+    attention: float
+    embedding: float = 1.0
+    residual: float = 1.0
+    logits: float = 1.0
+    rounds_embedding: bool = False
+
+
+def plain_scales(config: dict[str, Any], head_dim: int) -> Scales:
+    return Scales(head_dim**-0.5)
+
+
+def granite_scales(config: dict[str, Any], head_dim: int) -> Scales:
+    return Scales(
+        attention=float(config.get("attention_multiplier", 1.0)),
+        embedding=float(config.get("embedding_multiplier", 1.0)),
+        residual=float(config.get("residual_multiplier", 1.0)),
+        logits=1.0 / float(config.get("logits_scaling", 1.0)),
+    )
+
+
+def gemma_scales(config: dict[str, Any], head_dim: int) -> Scales:
+    return Scales(
+        attention=float(config.get("query_pre_attn_scalar", 256)) ** -0.5,
+        embedding=float(config["hidden_size"]) ** 0.5,
+        rounds_embedding=True,
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A bias is there always (True), never (False), or where config.json sets the key that is named."""
+    """A bias is there always (True), never (False), or where config.json sets the key that is named.
+
+    qk_norm             of each head, or of all heads of q and all of k together
+    unit_norms          norms multiply by 1 + weight
+    interleaved_rope    the numbers of a pair that is rotated lie side by side in the checkpoint
+    rope_at_intervals   each fourth layer has no rotary embedding where config.json names none
+    """
 
     qkv_bias: bool | str = "attention_bias"
     o_bias: bool | str = False
     mlp_bias: bool | str = False
-    qk_norm: bool = False
+    qk_norm: Literal["", "head", "all"] = ""
+    unit_norms: bool = False
+    activation: str = "silu"  # where config.json names none
+    tied: bool = False  # embedding and head are one table, unless config.json has it otherwise
+    interleaved_rope: bool = False
+    rope_at_intervals: bool = False
+    scales: Callable[[dict[str, Any], int], Scales] = plain_scales
     head_dim: int | None = None  # where config.json has none; None: hidden_size / num_attention_heads
     windows: Callable[[dict[str, Any], int], Windows] = full_attention
     tensors: TensorNames = TensorNames()
 
 
 FAMILIES = {
+    "Gemma3ForCausalLM": Family(
+        o_bias="attention_bias", qk_norm="head", unit_norms=True, activation="gelu_pytorch_tanh", tied=True,
+        scales=gemma_scales, head_dim=256, windows=gemma_windows,
+        tensors=TensorNames(
+            attention_out_norm="post_attention_layernorm", post_norm="pre_feedforward_layernorm",
+            mlp_out_norm="post_feedforward_layernorm",
+        ),
+    ),
+    "Glm4ForCausalLM": Family(
+        interleaved_rope=True, head_dim=128,
+        tensors=TensorNames(
+            attention_out_norm="post_self_attn_layernorm", mlp_out_norm="post_mlp_layernorm",
+            gate="mlp.gate_up_proj", up="",
+        ),
+    ),
+    "GraniteForCausalLM": Family(o_bias="attention_bias", mlp_bias="mlp_bias", scales=granite_scales),
     "LlamaForCausalLM": Family(o_bias="attention_bias", mlp_bias="mlp_bias"),
     "MistralForCausalLM": Family(windows=same_window),
+    "Olmo2ForCausalLM": Family(
+        o_bias="attention_bias", qk_norm="all",
+        tensors=TensorNames(
+            input_norm="", attention_out_norm="post_attention_layernorm", post_norm="",
+            mlp_out_norm="post_feedforward_layernorm",
+        ),
+    ),
+    "Phi3ForCausalLM": Family(
+        qkv_bias=False, windows=phi3_window,
+        tensors=TensorNames(q="self_attn.qkv_proj", k="", v="", gate="mlp.gate_up_proj", up=""),
+    ),
     "Qwen2ForCausalLM": Family(qkv_bias=True, windows=windows_by_layer),
-    "Qwen3ForCausalLM": Family(o_bias="attention_bias", qk_norm=True, head_dim=128, windows=windows_by_layer),
-}
+    "Qwen3ForCausalLM": Family(
+        o_bias="attention_bias", qk_norm="head", head_dim=128, windows=windows_by_layer
+    ),
+    "SmolLM3ForCausalLM": Family(
+        o_bias="attention_bias", mlp_bias="mlp_bias", tied=True, rope_at_intervals=True,
+        windows=windows_by_layer,
+    ),
+}  # fmt: skip

@@ -53,10 +53,16 @@ class LayerLoader:
         with ThreadPoolExecutor(self.num_threads, "load-weights") as threads:
             return list(threads.map(made, range(count)))
 
-    def column(self, names: Sequence[str], bias: bool) -> Linear:
-        """Several projections of one input as one matrix: q, k, v or gate, up, outputs side by side."""
+    def column(self, names: Sequence[str], bias: bool, rows: Tensor | None = None) -> Linear:
+        """Several projections of one input as one matrix: q, k, v or gate, up, outputs side by side.
+
+        ``rows`` int64 [outputs]: which of the checkpoint's rows is at each place; None: all in order.
+        """
         weight = [self._tensor(f"{name}.weight") for name in names]
         biases = torch.cat([self._tensor(f"{name}.bias") for name in names]) if bias else None
+        if rows is not None:
+            weight = [torch.cat(weight)[rows]]
+            biases = None if biases is None else biases[rows]
         return self.kernels.linear(weight, biases)
 
     def row(self, name: str, bias: bool) -> Linear:
@@ -79,8 +85,10 @@ class LayerLoader:
         scale = self.checkpoint.tensor(name).float() if self.checkpoint.has(name) else torch.ones(1)
         return scale.flatten().expand(num_kv_heads).to(self.device)
 
-    def norm(self, name: str) -> Tensor:
-        return self._tensor(f"{name}.weight")
+    def norm(self, name: str, offset: float = 0.0) -> Tensor:
+        """The weight plus ``offset``, which is added in float32."""
+        weight = self._tensor(f"{name}.weight")
+        return (weight.float() + offset).to(weight.dtype) if offset else weight
 
     def _tensor(self, name: str) -> Tensor:
         return self.checkpoint.tensor(name).to(self.device, self.dtype)

@@ -1,7 +1,9 @@
 """Rotary position embedding: its parameters and its table of cosines and sines.
 
 angle(position, i) = position * inverse_frequency[i], i < head_dim / 2. The pair (x[i], x[i + head_dim / 2])
-is turned by that angle ("half-split" layout, as in Hugging Face checkpoints). Su et al., RoFormer, 2021.
+is turned by that angle. Su et al., RoFormer, 2021. Where a checkpoint pairs other numbers, or rotates a part
+of a head only, the rows of its q and k are put in that order as they are loaded (``head_order``): attention
+sums over a head, in whatever order, and pairs that are not rotated have the angle 0.
 """
 
 from __future__ import annotations
@@ -14,14 +16,38 @@ from torch import Tensor
 from .rope_config import RopeConfig
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """float32 [head_dim / 2]."""
+def head_order(rope: RopeConfig, head_dim: int) -> list[int]:
+    """Return which of the checkpoint's numbers of a head is at each place of ours."""
+    rotated, rest = rope.rotary_dim // 2, (head_dim - rope.rotary_dim) // 2
+    first, second = range(rotated), range(rotated, 2 * rotated)
+    if rope.interleaved:
+        first, second = range(0, 2 * rotated, 2), range(1, 2 * rotated, 2)
+    left = range(2 * rotated, head_dim)
+    return [*first, *left[:rest], *second, *left[rest:]]
+
+
+def rows_of_qkv(rope: RopeConfig, head_dim: int, num_heads: int, num_kv_heads: int) -> Tensor | None:
+    """Return which row of the checkpoint's q, k and v is at each place of ours: int64 [outputs]; None: all in
+    order."""
+    order = head_order(rope, head_dim)
+    if order == sorted(order):
+        return None
+    rows = torch.arange((num_heads + 2 * num_kv_heads) * head_dim).view(-1, head_dim)
+    rows[: num_heads + num_kv_heads] = rows[: num_heads + num_kv_heads, order]
+    return rows.flatten()
+
+
+def inverse_frequencies(rope: RopeConfig) -> Tensor:
+    """float32 [rotary_dim / 2]."""
+    head_dim = rope.rotary_dim
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequencies = 1.0 / (rope.theta**exponents)
     if rope.type == "linear":
         return frequencies / rope.factor
     if rope.type == "llama3":
         return _llama3(frequencies, rope)
+    if rope.type == "longrope":
+        return frequencies / torch.tensor(rope.long_factors)
     if rope.type == "yarn":
         return _yarn(rope, head_dim, rope.theta**exponents)
     return frequencies
@@ -29,10 +55,13 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 def cos_sin_table(rope: RopeConfig, head_dim: int, max_model_len: int) -> Tensor:
     """float32 [max_model_len, head_dim]: the cosines of a position's angles, then their sines."""
-    angles = torch.outer(
-        torch.arange(max_model_len, dtype=torch.float32), inverse_frequencies(rope, head_dim)
-    )
-    return torch.cat((angles.cos(), angles.sin()), dim=1) * rope.attention_factor
+    cos, sin = torch.ones(max_model_len, head_dim // 2), torch.zeros(max_model_len, head_dim // 2)
+    if rotated := rope.rotary_dim // 2:
+        positions = torch.arange(max_model_len, dtype=torch.float32)
+        angles = torch.outer(positions, inverse_frequencies(rope))
+        cos[:, :rotated] = angles.cos() * rope.attention_factor
+        sin[:, :rotated] = angles.sin() * rope.attention_factor
+    return torch.cat((cos, sin), dim=1)
 
 
 def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:

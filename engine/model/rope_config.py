@@ -4,20 +4,27 @@ a worker starts."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import ModelConfigError
 
 MOST = 1e12
 LONGEST = 1 << 24  # tokens
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """The rotary parameters of one model. Fields that a type does not use keep their defaults."""
+    """The rotary parameters of one layer. Fields that a type does not use keep their defaults.
 
+    rotary_dim   leading numbers of a head that are rotated; 0: none
+    interleaved  the numbers of a pair lie side by side in the checkpoint, instead of half of them apart
+    """
+
+    rotary_dim: int
+    interleaved: bool = False
     type: str = "default"
     theta: float = 10000.0
     factor: float = 1.0
@@ -26,15 +33,65 @@ class RopeConfig:
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float = 1.0  # yarn: multiplies cosines and sines
+    attention_factor: float = 1.0  # yarn, longrope: multiplies cosines and sines
+    short_factors: tuple[float, ...] = ()  # longrope, by pair: for lengths up to the original one
+    long_factors: tuple[float, ...] = ()
+
+    def for_length(self, max_model_len: int) -> RopeConfig:
+        """Return the parameters for sequences of up to this length. Longrope's factors differ by it, and so
+        do the cached keys: one choice holds for a worker's life."""
+        if self.type != "longrope" or max_model_len > self.original_max_position_embeddings:
+            return self
+        return replace(self, long_factors=self.short_factors)
 
 
-def rope_config(config: dict[str, Any]) -> RopeConfig:
-    """From config.json: ``rope_parameters`` (transformers 5), or ``rope_theta`` and ``rope_scaling`` (older
-    files)."""
-    parameters: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if config.get("partial_rotary_factor", parameters.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ModelConfigError("config.json: partial_rotary_factor other than 1.0 is not supported")
+def rope_configs(
+    config: dict[str, Any],
+    head_dim: int,
+    windows: Sequence[int | None],
+    interleaved: bool = False,
+    at_intervals: bool = False,
+) -> tuple[RopeConfig, ...]:
+    """Return the rotary parameters of each layer. ``windows``: of each layer; ``at_intervals``: layers go
+    without where config.json names none of them, too.
+
+    config.json has ``rope_parameters`` (transformers 5), of all layers or by their kind, or ``rope_theta``,
+    ``rope_local_base_freq`` (of layers with a window) and ``rope_scaling`` (older files).
+    """
+    given: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    full = {**config, "rope_parameters": given.get("full_attention", given)}
+    local = full
+    if "sliding_attention" in given:
+        local = {**config, "rope_parameters": given["sliding_attention"]}
+    elif "rope_local_base_freq" in config:
+        local = {"rope_theta": config["rope_local_base_freq"]}
+    kinds = [_rope_config(of, head_dim, interleaved) for of in (full, local)]
+    without = RopeConfig(0)
+    rotated = config.get("no_rope_layers")  # of each layer: 1, or 0 for one without
+    if rotated is None and at_intervals:
+        interval = int(config.get("no_rope_layer_interval", 4))
+        rotated = [(i + 1) % interval for i in range(len(windows))]
+    if rotated is not None and len(rotated) != len(windows):
+        raise ModelConfigError(
+            f"config.json: no_rope_layers must have {len(windows)} entries, one for each layer; found "
+            f"{len(rotated)}"
+        )
+    return tuple(
+        without if rotated is not None and not rotated[i] else kinds[window is not None]
+        for i, window in enumerate(windows)
+    )
+
+
+def _rope_config(config: dict[str, Any], head_dim: int, interleaved: bool) -> RopeConfig:
+    parameters: dict[str, Any] = config.get("rope_parameters") or {}
+    share = config.get("partial_rotary_factor", parameters.get("partial_rotary_factor", 1.0))
+    rotary_dim = int(head_dim * share)
+    if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
+        raise ModelConfigError(
+            f"config.json: partial_rotary_factor {share!r:.100} must leave an even number of up to "
+            f"{head_dim} rotated numbers of each head, not {rotary_dim}"
+        )
+    own = RopeConfig(rotary_dim, interleaved)
     theta = _positive("rope_theta", parameters.get("rope_theta", config.get("rope_theta", 10000.0)))
     kind = str(parameters.get("rope_type", parameters.get("type", "default")))
     if kind not in ROPE_TYPES:
@@ -42,12 +99,15 @@ def rope_config(config: dict[str, Any]) -> RopeConfig:
             f"config.json: rope type {kind!r} is not supported (supported: {', '.join(ROPE_TYPES)})"
         )
     if kind == "default":
-        return RopeConfig(theta=theta)
+        return replace(own, theta=theta)
+    if kind == "longrope":
+        return _longrope(replace(own, type=kind, theta=theta), parameters, config)
     if "factor" not in parameters:
         raise ModelConfigError(f"config.json: rope type {kind!r} needs 'factor' among its rope parameters")
     factor = _positive("factor", parameters["factor"])
     original = int(parameters.get("original_max_position_embeddings") or config["max_position_embeddings"])
-    return RopeConfig(
+    return replace(
+        own,
         type=kind,
         theta=theta,
         factor=factor,
@@ -57,6 +117,34 @@ def rope_config(config: dict[str, Any]) -> RopeConfig:
         beta_fast=float(parameters.get("beta_fast") or 32.0),
         beta_slow=float(parameters.get("beta_slow") or 1.0),
         attention_factor=_yarn_attention_factor(parameters, factor) if kind == "yarn" else 1.0,
+    )
+
+
+def _longrope(rope: RopeConfig, parameters: dict[str, Any], config: dict[str, Any]) -> RopeConfig:
+    """Ding et al., LongRoPE, 2024; the factor of cosines and sines as Phi-3's files have it."""
+    longest = int(config["max_position_embeddings"])
+    original = int(
+        config.get("original_max_position_embeddings")
+        or parameters.get("original_max_position_embeddings")
+        or longest
+    )
+    short, long = (
+        tuple(_positive(name, factor) for factor in parameters.get(name) or ())
+        for name in ("short_factor", "long_factor")
+    )
+    if not len(short) == len(long) == rope.rotary_dim // 2:
+        raise ModelConfigError(
+            f"config.json: longrope needs {rope.rotary_dim // 2} factors in short_factor and in long_factor, "
+            f"found {len(short)} and {len(long)}"
+        )
+    given = parameters.get("attention_factor")
+    stretch = max(1.0, longest / original)
+    return replace(
+        rope,
+        original_max_position_embeddings=original,
+        attention_factor=float(given) if given else math.sqrt(1 + math.log(stretch) / math.log(original)),
+        short_factors=short,
+        long_factors=long,
     )
 
 

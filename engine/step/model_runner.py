@@ -111,12 +111,15 @@ class ModelRunner:
         self.config = ModelConfig.from_folder(engine.model_path)
         self.device = select_device(engine.device)
         model_len = _max_model_len(engine.max_model_len, self.config)
+        self.config = self.config.for_length(model_len)
         self.claims = MemoryClaims(engine.cluster)
         threads = self._claim_threads(engine)
         self._num_torch_threads = 1 if engine.exact else threads.count  # torch's own sums change with it
         self._bound_cores, self._bound = threads.bound, threading.local()
         self._use_this_thread()
         self.fingerprint = model_fingerprint(engine.model_path)
+        if any(rope.short_factors and rope.long_factors != rope.short_factors for rope in self.config.ropes):
+            self.fingerprint += "-long"  # other keys than with --max-model-len up to the original length
         self.phases.done("fingerprint")
         if engine.quantization == "fp8":
             self.fingerprint += "-fp8"  # two such workers share their cache, but not with others

@@ -52,8 +52,8 @@ void call(const RopeArgs& g, int64_t num_tokens) {
 void call(const NormArgs& g, int64_t rows) {
   share(rows, work_of(g, rows), [&](int64_t first, int64_t last) { active->add_rms_norm(g, first, last); });
 }
-void call_silu_mul(const void* gate_up, void* y, int64_t rows, int64_t n, Dtype dtype) {
-  share(rows, 4.0 * double(rows * n), [&](int64_t first, int64_t last) { active->silu_mul(gate_up, y, n, dtype, first, last); });
+void call_gate_mul(GateMul* gate_mul, const void* gate_up, void* y, int64_t rows, int64_t n, Dtype dtype) {
+  share(rows, 4.0 * double(rows * n), [&](int64_t first, int64_t last) { gate_mul(gate_up, y, n, dtype, first, last); });
 }
 
 constexpr int64_t kQueryRows = 192;  // rows (query tokens x heads of a group) that share a tile of keys

@@ -1,6 +1,6 @@
 // A decoder's layers in one call: the kernels that a caller would call one by one, in the same order and with the same bits, without what
 // lies between two calls. Each layer: residual += hidden; hidden = o(attention(rope(qkv(norm(residual))))); residual += hidden;
-// hidden = down(silu(gate) * up), of norm(residual).
+// hidden = down(act(gate) * up), of norm(residual). Where it has out norms, hidden is normed before it is added.
 #pragma once
 #include <cstdlib>
 
@@ -8,8 +8,13 @@
 
 namespace {
 
-struct LayerWeights {  // 8-byte fields, as the caller's table has them; a bias or q_norm that is not there is null
-  const void *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias, *post_norm, *gate_up, *gate_up_bias, *down, *down_bias;
+struct LayerWeights {  // 8-byte fields, as the caller's table has them; a bias or norm that is not there is null
+  const void *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm;
+  int64_t norms_all_heads;
+  const float* cos_sin;
+  const void *o, *o_bias, *attention_out_norm, *post_norm, *gate_up, *gate_up_bias;
+  int64_t gelu;
+  const void *down, *down_bias, *mlp_out_norm;
   int64_t window;
 };
 
@@ -57,16 +62,20 @@ void run_layers(DecoderArgs& g) {
     g.rope.layer = g.attention.layer = i;
     g.rope.q_norm = w.q_norm;
     g.rope.k_norm = w.k_norm;
+    g.rope.norms_all_heads = w.norms_all_heads;
+    g.rope.cos_sin = w.cos_sin;
     g.attention.window = w.window;
     call(NormArgs{i ? g.hidden : nullptr, g.residual, w.input_norm, normed, e, g.eps, g.dtype}, m);
     call(LinearArgs{normed, w.qkv, w.qkv_bias, qkv, m, qkv_size, e, g.dtype});
     call(g.rope, m);
     call(g.attention, items);
     call(LinearArgs{attended, w.o, w.o_bias, g.hidden, m, e, q_size, g.dtype});
+    if (w.attention_out_norm) call(NormArgs{nullptr, g.hidden, w.attention_out_norm, g.hidden, e, g.eps, g.dtype}, m);
     call(NormArgs{g.hidden, g.residual, w.post_norm, normed, e, g.eps, g.dtype}, m);
     call(LinearArgs{normed, w.gate_up, w.gate_up_bias, gate_up, m, 2 * f, e, g.dtype});
-    call_silu_mul(gate_up, activated, m, f, g.dtype);
+    call_gate_mul(w.gelu ? active->gelu_mul : active->silu_mul, gate_up, activated, m, f, g.dtype);
     call(LinearArgs{activated, w.down, w.down_bias, g.hidden, m, e, f, g.dtype});
+    if (w.mlp_out_norm) call(NormArgs{nullptr, g.hidden, w.mlp_out_norm, g.hidden, e, g.eps, g.dtype}, m);
   }
 }
 }  // namespace

@@ -24,7 +24,9 @@ static void add_rms_norm_of(const NormArgs& g, int64_t first, int64_t last) {
   for (int64_t row = first; row < last; ++row) {
     T* residual = static_cast<T*>(g.residual) + row * g.n;
     if (g.x) add_row(static_cast<const T*>(g.x) + row * g.n, residual, g.n);
-    norm_row(residual, static_cast<const T*>(g.weight), static_cast<T*>(g.y) + row * g.n, g.n, g.eps);
+    T* y = static_cast<T*>(g.y) + row * g.n;
+    if (g.weight) norm_row(residual, static_cast<const T*>(g.weight), y, g.n, g.eps);
+    else std::memcpy(y, residual, size_t(g.n) * sizeof(T));
   }
 }
 
@@ -33,21 +35,31 @@ static void add_rms_norm(const NormArgs& g, int64_t first, int64_t last) {
   else add_rms_norm_of<bf16>(g, first, last);
 }
 
-// y = gate / (1 + exp(-gate)) * up
-template <class T>
-static void silu_mul_of(const T* gate_up, T* y, int64_t n, int64_t first, int64_t last) {
+// y = gate / (1 + exp(-slope)) * up. silu: slope = gate. gelu by tanh: slope = 2 sqrt(2 / pi) (gate + 0.044715 gate^3).
+struct Silu {
+  template <class V>
+  static V slope(V x) { return x; }
+};
+struct Gelu {
+  template <class V>
+  static V slope(V x) { return x * (x * x * 0.07135481627f + 1.5957691216f); }
+};
+
+template <class Gate, class T>
+static void gate_mul_of(const T* gate_up, T* y, int64_t n, int64_t first, int64_t last) {
   for (int64_t row = first; row < last; ++row) {
     const T *gate = gate_up + row * 2 * n, *up = gate + n;
     T* out = y + row * n;
     int64_t i = 0;
-    for (; i + W <= n; i += W) { const vf x = load(gate + i); store(out + i, x / (vexp(-x) + 1.0f) * load(up + i)); }
-    for (; i < n; ++i) { const float x = widen(gate[i]); narrow(out + i, x / (std::exp(-x) + 1.0f) * widen(up[i])); }
+    for (; i + W <= n; i += W) { const vf x = load(gate + i); store(out + i, x / (vexp(-Gate::slope(x)) + 1.0f) * load(up + i)); }
+    for (; i < n; ++i) { const float x = widen(gate[i]); narrow(out + i, x / (std::exp(-Gate::slope(x)) + 1.0f) * widen(up[i])); }
   }
 }
 
-static void silu_mul(const void* gate_up, void* y, int64_t n, Dtype dtype, int64_t first, int64_t last) {
-  if (dtype == kFloat32) silu_mul_of(static_cast<const float*>(gate_up), static_cast<float*>(y), n, first, last);
-  else silu_mul_of(static_cast<const bf16*>(gate_up), static_cast<bf16*>(y), n, first, last);
+template <class Gate>
+static void gate_mul(const void* gate_up, void* y, int64_t n, Dtype dtype, int64_t first, int64_t last) {
+  if (dtype == kFloat32) gate_mul_of<Gate>(static_cast<const float*>(gate_up), static_cast<float*>(y), n, first, last);
+  else gate_mul_of<Gate>(static_cast<const bf16*>(gate_up), static_cast<bf16*>(y), n, first, last);
 }
 
 // (x[i], x[i + d/2]) turned by angle i; cosines at table, sines at table + d/2.
@@ -73,10 +85,14 @@ static void rope_and_store_of(const RopeArgs& g, int64_t first, int64_t last) {
   for (int64_t token = first; token < last; ++token) {
     T *q = static_cast<T*>(g.qkv) + token * (q_size + 2 * kv_size), *k = q + q_size;
     const float* table = g.cos_sin + g.positions[token] * D;
+    if (g.norms_all_heads) {
+      norm_row(q, static_cast<const T*>(g.q_norm), q, q_size, g.eps);
+      norm_row(k, static_cast<const T*>(g.k_norm), k, kv_size, g.eps);
+    }
     for (int64_t h = 0; h < g.num_heads + g.num_kv_heads; ++h) {
       T* head = q + h * D;
       const T* weight = static_cast<const T*>(h < g.num_heads ? g.q_norm : g.k_norm);
-      if (weight) norm_row(head, weight, head, D, g.eps);
+      if (weight && !g.norms_all_heads) norm_row(head, weight, head, D, g.eps);
       rotate(head, table, D);
     }
     const int64_t block = g.slots[token] / g.block_size, offset = g.slots[token] % g.block_size;

@@ -24,7 +24,7 @@ namespace {
 }  // namespace
 
 const Kernels kAvx512Kernels = {"avx512", W, PANEL, pack_linear, linear,
-                                attention,  rope_and_store, add_rms_norm, silu_mul, gumbel_argmax};
+                                attention,  rope_and_store, add_rms_norm, gate_mul<Silu>, gate_mul<Gelu>, gumbel_argmax};
 }  // namespace splitserve
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -17,5 +17,5 @@ namespace {
 }  // namespace
 
 const Kernels kGenericKernels = {"generic", W, PANEL, pack_linear, linear,
-                                attention,  rope_and_store, add_rms_norm, silu_mul, gumbel_argmax};
+                                attention,  rope_and_store, add_rms_norm, gate_mul<Silu>, gate_mul<Gelu>, gumbel_argmax};
 }  // namespace splitserve

@@ -42,22 +42,25 @@ struct RopeArgs {            // q and k are normalised (where asked) and rotated
   const float* cos_sin;      // [max_model_len, head_dim]: cosines, then sines
   const int32_t* positions;  // [num_tokens]
   const int64_t* slots;      // [num_tokens]
-  const void* q_norm;        // [head_dim] or null
+  const void* q_norm;        // [head_dim], or of all heads together, or null
   const void* k_norm;
+  bool norms_all_heads;
   int64_t num_layers, layer, block_size, num_heads, num_kv_heads, head_dim;
   float eps;
   Dtype dtype;
 };
 
-struct NormArgs {            // residual += x (where x is given); y = residual / sqrt(mean(residual^2) + eps) * weight
+struct NormArgs {            // residual += x (where x is given); y = residual / sqrt(mean(residual^2) + eps) * weight, or residual
   const void* x;             // [m, n] or null
   void* residual;            // [m, n]
-  const void* weight;        // [n]
-  void* y;                   // [m, n]
+  const void* weight;        // [n] or null
+  void* y;                   // [m, n]; may be residual where x is null
   int64_t n;
   float eps;
   Dtype dtype;
 };
+
+using GateMul = void(const void* gate_up, void* y, int64_t n, Dtype dtype, int64_t first_row, int64_t last_row);
 
 struct Kernels {
   const char* name;
@@ -68,7 +71,7 @@ struct Kernels {
   void (*attention)(const AttentionArgs&, const AttentionItem* items, int64_t first, int64_t last);
   void (*rope_and_store)(const RopeArgs&, int64_t first_token, int64_t last_token);
   void (*add_rms_norm)(const NormArgs&, int64_t first_row, int64_t last_row);
-  void (*silu_mul)(const void* gate_up, void* y, int64_t n, Dtype dtype, int64_t first_row, int64_t last_row);
+  GateMul *silu_mul, *gelu_mul;
   void (*gumbel_argmax)(const float* logits, const int64_t* keys, int64_t* chosen, int64_t vocab_size, int64_t first_row, int64_t last_row);
 };
 

@@ -95,6 +95,7 @@ PyObject* rope_and_store(PyObject*, PyObject* const* values, Py_ssize_t count) {
   RopeArgs g;
   g.qkv = a.address<void>(); g.pool = a.address<void>(); g.cos_sin = a.address<const float>();
   g.positions = a.address<const int32_t>(); g.slots = a.address<const int64_t>(); g.q_norm = a.input(); g.k_norm = a.input();
+  g.norms_all_heads = false;
   const int64_t num_tokens = a.integer();
   g.num_layers = a.integer(); g.layer = a.integer(); g.block_size = a.integer();
   g.num_heads = a.integer(); g.num_kv_heads = a.integer(); g.head_dim = a.integer(); g.eps = float(a.real()); g.dtype = a.dtype();
@@ -114,14 +115,14 @@ PyObject* add_rms_norm(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Py_RETURN_NONE;
 }
 
-PyObject* silu_mul(PyObject*, PyObject* const* values, Py_ssize_t count) {
+PyObject* gate_mul(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments a{values, count};
   const void* gate_up = a.input();
   void* y = a.address<void>();
-  const int64_t rows = a.integer(), n = a.integer();
+  const int64_t rows = a.integer(), n = a.integer(), gelu = a.integer();
   const Dtype dtype = a.dtype();
   if (!a.complete()) return nullptr;
-  run(4.0 * double(rows * n), [&] { call_silu_mul(gate_up, y, rows, n, dtype); });
+  run(4.0 * double(rows * n), [&] { call_gate_mul(gelu ? active->gelu_mul : active->silu_mul, gate_up, y, rows, n, dtype); });
   Py_RETURN_NONE;
 }
 
@@ -146,7 +147,7 @@ PyObject* decoder_layers(PyObject*, PyObject* const* values, Py_ssize_t count) {
   g.hidden = a.address<void>(); g.residual = a.address<void>();
   g.num_tokens = a.integer(); g.hidden_size = a.integer(); g.intermediate_size = a.integer();
   RopeArgs& r = g.rope;
-  r.pool = a.address<void>(); r.cos_sin = a.address<const float>();
+  r.pool = a.address<void>();
   r.positions = a.address<const int32_t>(); r.slots = a.address<const int64_t>();
   AttentionArgs& t = g.attention;
   t.query_start_loc = a.address<const int32_t>(); t.seq_lens = a.address<const int32_t>(); t.block_tables = a.address<const int32_t>();
@@ -203,8 +204,8 @@ PyMethodDef methods[] = {
     FAST(rope_and_store, "qkv, pool, cos_sin, positions, slots, q_norm or 0, k_norm or 0, num_tokens, num_layers, layer, block_size, "
                          "num_heads, num_kv_heads, head_dim, eps, dtype"),
     FAST(add_rms_norm, "x or 0, residual, weight, y, rows, n, eps, dtype"),
-    FAST(silu_mul, "gate_up, y, rows, n, dtype"),
-    FAST(decoder_layers, "layers, first, last, hidden, residual, num_tokens, hidden_size, intermediate_size, pool, cos_sin, positions, slots, "
+    FAST(gate_mul, "gate_up, y, rows, n, gelu or silu (0), dtype"),
+    FAST(decoder_layers, "layers, first, last, hidden, residual, num_tokens, hidden_size, intermediate_size, pool, positions, slots, "
                          "query_start_loc, seq_lens, block_tables, num_seqs, table_stride, num_layers, block_size, num_heads, num_kv_heads, "
                          "head_dim, scale, eps, qk_eps, dtype"),
     FAST(gumbel_argmax, "logits, keys, chosen, rows, vocab_size"),

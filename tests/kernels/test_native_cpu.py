@@ -119,11 +119,12 @@ def test_add_rms_norm(
 
 @several
 @given(rows=st.integers(1, 9), n=st.integers(1, 200), dtype=DTYPES, scale=st.sampled_from([1.0, 100.0]))
-def test_silu_mul(
+def test_silu_and_gelu(
     native: native_cpu.NativeCpuKernels, rows: int, n: int, dtype: torch.dtype, scale: float
 ) -> None:
     gate_up = randn(rows, 2 * n, dtype=dtype) * scale
     assert_close(native.silu_mul(gate_up), REFERENCE.silu_mul(gate_up))
+    assert_close(native.gelu_mul(gate_up), REFERENCE.gelu_mul(gate_up))
 
 
 @several

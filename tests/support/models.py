@@ -9,15 +9,27 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 VOCAB_SIZE = 320  # 256 bytes, then special tokens and filling
@@ -41,6 +53,17 @@ LLAMA3_ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
+}
+LONGROPE = {  # heads of 16 numbers, 12 of them rotated; transformers chooses factors for each sequence
+    "original_max_position_embeddings": 1,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.75,
+        "attention_factor": 1.2,
+        "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+        "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
+    },
 }
 FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = {
     "llama2": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 4}),
@@ -80,6 +103,36 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = {
         },
     ),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 32, "tie_word_embeddings": True}),
+    "gemma3": (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
+        {
+            "head_dim": 24,
+            "sliding_window": 24,
+            "query_pre_attn_scalar": 20,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0},
+            },
+        },
+    ),
+    "glm4": (Glm4ForCausalLM, Glm4Config, {"head_dim": 16}),
+    "granite": (
+        GraniteForCausalLM,
+        GraniteConfig,
+        {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 8.0,
+        },
+    ),
+    "olmo2": (Olmo2ForCausalLM, Olmo2Config, {}),
+    "phi3": (Phi3ForCausalLM, Phi3Config, {"sliding_window": 24}),
+    "phi4_mini": (Phi3ForCausalLM, Phi3Config, {**LONGROPE, "tie_word_embeddings": True}),
+    "phi4_mini_short": (Phi3ForCausalLM, Phi3Config, {**LONGROPE, "original_max_position_embeddings": 512}),
+    "smollm3": (SmolLM3ForCausalLM, SmolLM3Config, {"num_hidden_layers": 4}),
 }
 
 

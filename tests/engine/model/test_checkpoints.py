@@ -79,11 +79,12 @@ def test_float16_weights_are_converted(tmp_path: Path) -> None:
         ({"quantization_config": {"bits": 4}}, "quantized weights are not supported"),
         ({"hidden_act": "gelu"}, "'gelu' is not supported"),
         (
-            {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
-            "rope type 'longrope' is not supported",
+            {"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e4}},
+            "rope type 'mrope' is not supported",
         ),
         ({"num_key_value_heads": 3}, "cannot share 3 key-value heads"),
         ({"head_dim": 12}, "multiple of 8"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is not supported"),
         ({"hidden_size": None}, "'hidden_size' must be a positive whole number"),
     ],
 )

@@ -20,12 +20,13 @@ pytestmark = pytest.mark.skipif(
     reason="the C++ kernels were built from an earlier checkout: python setup.py build_ext --inplace",
 )
 BLOCK_SIZE = 8
+FUSED = ["qwen2", "qwen3", "mistral", "gemma3", "granite", "olmo2", "phi4_mini", "smollm3"]
+"""Biases; norms of q and k; a sliding window; gelu and norms of outputs; scales; norms of all heads; part
+of a head rotated; layers without rope."""
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "family", ["qwen2", "qwen3", "mistral"]
-)  # biases; norms of q and k; a sliding window
+@pytest.mark.parametrize("family", FUSED)
 def test_the_same_bits_and_cache(tmp_path: Path, family: str, dtype: str) -> None:
     make_checkpoint(tmp_path, family)
     runner = ModelRunner(EngineConfig(tmp_path, "cpu", dtype, BLOCK_SIZE, 64, max_model_len=80, exact=True))
