@@ -1,6 +1,6 @@
 """Write a Llama checkpoint as GGUF, for a comparison with llama.cpp on the same weights.
 
-    python -m splitserve.bench.peers.gguf_export /tmp/llama-125m --out /tmp/llama-125m.gguf [--type BF16|Q8_0|Q4_0]
+    python -m splitserve.bench.peers.gguf_export /tmp/llama-125m --out /tmp/llama-125m.gguf [--type Q8_0]
     llama-server -m /tmp/llama-125m.gguf -t 2 -np 32 -c 65536 --no-cache-prompt --port 8001
     python -m splitserve.bench.peers.peer --url http://127.0.0.1:8001 --name llama.cpp
 

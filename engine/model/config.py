@@ -75,8 +75,8 @@ class ModelConfig:
 
     @property
     def residual_eps(self) -> float:
-        """The norms' eps where the residual is kept divided by the factor f of what is added to it:
-        rms_norm(x / f) with eps / f^2 is rms_norm(x) with eps."""
+        """The norms' eps where the residual is kept divided by f, ``Scales.residual``: rms_norm(x / f) with
+        eps / f^2 is rms_norm(x) with eps."""
         return self.rms_norm_eps / self.scales.residual**2
 
     @classmethod

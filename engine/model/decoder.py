@@ -206,8 +206,8 @@ class DecoderModel:
         return len(self._layers)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """The residual [T, E] before the first layer, divided by the factor of what layers add to it, if there
-        is one: ``ModelConfig.residual_eps``."""
+        """The residual [T, E] before the first layer, divided by ``Scales.residual``: see
+        ``ModelConfig.residual_eps``."""
         residual = self._kernels.embedding(self._embed_table, token_ids, self._dtype)
         return residual if self._embedding_scale == 1.0 else residual.mul_(self._embedding_scale)
 
