@@ -1,8 +1,8 @@
 """The planner's errors.
 
-    PlannerError
-    ├── ProfilingError   a profile cannot be measured or imported
-    └── SimulationError  a cluster cannot be simulated or planned
+PlannerError
+├── ProfilingError   a profile cannot be measured or imported
+└── SimulationError  a cluster cannot be simulated or planned
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The errors of traces and workloads.
 
-    TraceError
-    ├── TraceFileError   a trace cannot be read or written: names the file, the line and the field
-    └── WorkloadError    a workload's description cannot be used
+TraceError
+├── TraceFileError   a trace cannot be read or written: names the file, the line and the field
+└── WorkloadError    a workload's description cannot be used
 """
 
 from __future__ import annotations

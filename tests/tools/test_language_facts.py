@@ -59,7 +59,7 @@ def test_a_choice_that_is_not_one_sentence_is_refused(begin: str, count: int) ->
 
 def test_a_docstring_is_a_source_too() -> None:
     assert (
-        sentence(f"doc {language_facts.__name__} > What the demo model")
+        sentence(f"doc {language_facts.__name__} > The demo model's answers")
         == (language_facts.__doc__ or "").split("\n")[0]
     )
 
