@@ -20,8 +20,10 @@ class CallReader(Protocol):
 
     name: str | None
     id: str | None
-    raw: str
     num_unread: int
+
+    @property
+    def raw(self) -> str: ...
 
     @property
     def over(self) -> bool: ...
@@ -49,12 +51,18 @@ class BaseReader:
     num_unread = 1
 
     def __init__(self) -> None:
-        self.raw = ""
-        self._given = ""
+        self._raw: list[str] = []  # lists: a long call is read in time that grows with its length alone
+        self._given: list[str] = []
+
+    @property
+    def raw(self) -> str:
+        """See ``CallReader``."""
+        return "".join(self._raw)
 
     def take(self) -> str:
         """See ``CallReader``."""
-        text, self._given = self._given, ""
+        text = "".join(self._given)
+        self._given.clear()
         return text
 
     def finish(self) -> None:
@@ -73,30 +81,37 @@ class NamedReader(BaseReader):
         self._opens, self._closes = form.opens, form.closes
         self._header = _header_pattern(form.call.partition("$arguments")[0])
         self._has_id = "$index" in form.call
+        self._text = ""  # before the arguments
         self._scanner: CallScanner | None = None
 
     def feed(self, char: str) -> None:
         """See ``CallReader``."""
-        self.raw += char
+        self._raw.append(char)
         if self._scanner is not None:
             self._scanner.feed(char)
             self.over, self.broken = self._scanner.over, self._scanner.broken
         elif char == "{":
-            self._named(self.raw[:-1])
+            self._named(self._text)
             if not self.broken:
                 self._scanner = CallScanner.of_arguments(self.name or "")
                 self._scanner.feed(char)
-        elif self._closes and self.raw.endswith(self._closes):
-            self._named(self.raw.removesuffix(self._closes))
-            self.over, self._given = True, "{}"
-        elif self.raw.endswith(self._opens):
-            self._break(len(self._opens))
-        elif len(self.raw) > MAX_HEADER_CHARS:
-            self._break()
+        else:
+            self._in_header(char)
 
     def take(self) -> str:
         """See ``CallReader``."""
         return super().take() if self._scanner is None else self._scanner.take()
+
+    def _in_header(self, char: str) -> None:
+        self._text += char
+        if self._closes and self._text.endswith(self._closes):
+            self._named(self._text.removesuffix(self._closes))
+            self._given.append("{}")
+            self.over = True
+        elif self._text.endswith(self._opens):
+            self._break(len(self._opens))
+        elif len(self._text) > MAX_HEADER_CHARS:
+            self._break()
 
     def _named(self, header: str) -> None:
         if found := self._header.fullmatch(header.strip()):
@@ -117,7 +132,7 @@ class PythonReader(BaseReader):
 
     def feed(self, char: str) -> None:
         """See ``CallReader``."""
-        self.raw += char
+        self._raw.append(char)
         if self._escaped:
             self._escaped = False
         elif self._quote:
@@ -143,7 +158,8 @@ class PythonReader(BaseReader):
         if arguments is None:
             self._break()
         else:
-            self.name, self._given, self.over = name.strip(), arguments, True
+            self._given.append(arguments)
+            self.name, self.over = name.strip(), True
 
 
 def _header_pattern(text: str) -> re.Pattern[str]:

@@ -10,6 +10,7 @@ from typing import Literal
 SPACE = " \n\r\t"
 PLAIN = frozenset(":,-+.0123456789eEtrufalsn" + SPACE)
 """What stands in JSON's values outside strings and brackets."""
+MAX_NAME_CHARS = 300
 ARGUMENTS = ("arguments", "parameters")
 Stage = Literal["start", "key", "in key", "colon", "value", "in value", "after", "done", "broken"]
 
@@ -27,13 +28,13 @@ class CallScanner:
         self._names = names
         self._bare = False  # it is the arguments alone
         self.stage: Stage = "start"
-        self.raw = ""
+        self._raw: list[str] = []
         self._key = ""
         self._value = ""
         self._depth = 0
         self._in_string = False
         self._escaped = False
-        self._arguments = ""
+        self._arguments: list[str] = []
         self._has_arguments = False
 
     @classmethod
@@ -53,11 +54,17 @@ class CallScanner:
         """It is no such object, or it is one no longer: the last character does not belong to it."""
         return self.stage == "broken"
 
+    @property
+    def raw(self) -> str:
+        """All that it was fed."""
+        return "".join(self._raw)
+
     def take(self) -> str:
         """The arguments' text that has come since the last call; nothing before the name is known."""
         if self.name is None:
             return ""
-        text, self._arguments = self._arguments, ""
+        text = "".join(self._arguments)
+        self._arguments.clear()
         if self.stage == "done" and not self._has_arguments:
             self._has_arguments = True
             return "{}"
@@ -65,7 +72,7 @@ class CallScanner:
 
     def feed(self, char: str) -> None:
         """The next character; none after it is ``over``."""
-        self.raw += char
+        self._raw.append(char)
         match self.stage:
             case "in key":
                 self._in_key(char)
@@ -95,6 +102,8 @@ class CallScanner:
         self._key += char
         if self._string_ends(char):
             self._key, self.stage = _decoded(self._key), "colon"
+        elif len(self._key) > MAX_NAME_CHARS:
+            self.stage = "broken"
 
     def _in_value(self, char: str) -> None:
         if self._in_string:
@@ -136,9 +145,11 @@ class CallScanner:
 
     def _keep(self, char: str) -> None:
         if self._key in ARGUMENTS:
-            self._arguments += char
+            self._arguments.append(char)
         elif self._key == "name":
             self._value += char
+            if len(self._value) > MAX_NAME_CHARS:
+                self.stage = "broken"
 
     def _ends_if_outside(self) -> None:
         if not self._depth:

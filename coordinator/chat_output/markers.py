@@ -10,6 +10,7 @@ class MarkFinder:
 
     def __init__(self, marks: Sequence[str]) -> None:
         self._marks = tuple(marks)
+        self._firsts = {mark[0] for mark in marks}
         self._held = ""
 
     @property
@@ -20,6 +21,8 @@ class MarkFinder:
     def feed(self, text: str) -> tuple[str, str | None, str]:
         """(text before the first mark, the mark, text after it); without a mark: (what is certain to be none,
         None, nothing)."""
+        if not self._held and self._firsts.isdisjoint(text):
+            return text, None, ""
         text = self._held + text
         found = [(at, mark) for mark in self._marks if (at := text.find(mark)) >= 0]
         if found:

@@ -31,19 +31,24 @@ class ParametersReader(BaseReader):
         self._mode = self._in_header if self._after else self._in_bare_header
         self._text = ""  # of the present part
         self._key, self._wanted = "", list[str]()
-        self._value, self._kinds = "", frozenset[str]()
+        self._value, self._kinds = list[str](), frozenset[str]()
         self._finder = self._new_finder()
         self._begun = False  # a parameter was given
 
     def feed(self, char: str) -> None:
         """See ``CallReader``."""
-        self.raw += char
+        self._raw.append(char)
         self._mode(char)
+
+    def take(self) -> str:
+        """See ``CallReader``."""
+        self._pass_on()
+        return super().take()
 
     def finish(self) -> None:
         """See ``CallReader``."""
         if self._mode == self._after_value:
-            self._add("", last=True)
+            self._end_value()
         if self._mode in (self._between, self._after_value) and self.name is not None:
             self._end()
 
@@ -109,11 +114,11 @@ class ParametersReader(BaseReader):
 
     def _begin_value(self) -> None:
         self._kinds = kinds_of(property_of(self._parameters, self._key), self._parameters)
-        self._given += f"{', ' if self._begun else '{'}{quoted(self._key)}: "
-        self._begun, self._value, self._mode = True, "", self._first_of_value
+        self._given.append(f"{', ' if self._begun else '{'}{quoted(self._key)}: ")
+        self._begun, self._mode = True, self._first_of_value
         self._finder = self._new_finder()
         if self._streams:
-            self._given += '"'
+            self._given.append('"')
 
     @property
     def _streams(self) -> bool:
@@ -126,8 +131,11 @@ class ParametersReader(BaseReader):
             self._in_value(char)
 
     def _in_value(self, char: str) -> None:
+        if not self._finder.held and char != "\n" and char != self._closes[0]:
+            self._value.append(char)
+            return
         before, mark, _ = self._finder.feed(char)
-        self._add(before)
+        self._value.append(before)
         if mark is not None:
             self._text, self._mode = mark, self._after_value
 
@@ -136,26 +144,30 @@ class ParametersReader(BaseReader):
         self._text += char
         rest = self._text.lstrip("\n").removeprefix(self._closes).lstrip(SPACE)
         if rest in (self._opens, *self._ends):
-            self._add("", last=True)
+            self._end_value()
             self._at(rest)
-        elif all(self._strays(rest, mark) for mark in (self._opens, *self._ends)):
+        elif len(self._text) > MAX_HEADER_CHARS or all(
+            self._strays(rest, mark) for mark in (self._opens, *self._ends)
+        ):
             text, self._text = self._text, ""
             at = text.index(self._closes) + len(self._closes)
-            self._add(text[:at])
+            self._value.append(text[:at])
             self._mode = self._in_value
             for each in text[at:]:
                 self._mode(each)
 
-    def _add(self, text: str, *, last: bool = False) -> None:
-        if self._streams:
-            self._given += quoted(text)[1:-1] + ('"' if last else "")
-        else:
-            self._value += text
-            if last:
-                self._given += typed(self._value, self._kinds)
+    def _pass_on(self) -> None:
+        if self._streams and self._value:
+            self._given.append(quoted("".join(self._value))[1:-1])
+            self._value.clear()
+
+    def _end_value(self) -> None:
+        self._pass_on()
+        self._given.append('"' if self._streams else typed("".join(self._value), self._kinds))
+        self._value.clear()
 
     def _end(self) -> None:
-        self._given += "}" if self._begun else "{}"
+        self._given.append("}" if self._begun else "{}")
         self.over = True
 
     def _new_finder(self) -> MarkFinder:

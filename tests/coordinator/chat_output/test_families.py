@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from time import process_time
 from typing import Any
 
 import pytest
@@ -85,6 +86,16 @@ def test_every_place_of_a_cut_gives_the_same(style: ToolStyle) -> None:
     assert parsed(ChatStyle(style), *text) == whole
     for at in range(len(text)):
         assert parsed(ChatStyle(style), text[:at], text[at:]) == whole, text[:at]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_long_call_takes_time_by_its_length_alone(style: ToolStyle) -> None:
+    """A call of 200,000 characters took up to 14 s, in which the coordinator served nobody else."""
+    text = WRITERS[style]([("note", {"title": "x = 1 < 2\n" * 20_000})])
+    parser, begin = ChatStyle(style).parser(TOOLS, ""), process_time()
+    parser.feed(text)
+    parser.finish()
+    assert process_time() - begin < 4
 
 
 PIECES = [
