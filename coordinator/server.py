@@ -62,9 +62,7 @@ def batches_of(settings: CoordinatorSettings) -> BatchOptions | None:
     """None: there are no batches."""
     if settings.batch_file is None:
         return None
-    return BatchOptions(
-        settings.batch_file, settings.batch_max_running, settings.batch_retention_days * DAY_S
-    )
+    return BatchOptions(settings.batch_file, keep_s=settings.retention_days * DAY_S)
 
 
 class HttpApp:
@@ -210,7 +208,7 @@ def app_of(
         bodies=bodies,
         tracing=tracing,
         times_tokens=settings.trace_token_times,
-        responses=opened_store(settings.responses_file, settings.responses_retention_days * DAY_S),
+        responses=opened_store(settings.responses_file, settings.retention_days * DAY_S),
         settings=settings.model_dump(mode="json"),
         ollama=settings.ollama,
     )

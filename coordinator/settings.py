@@ -123,20 +123,11 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
         "for several hosts redis://HOST:6379/0 (needs `pip install splitserve[redis]`). Default: a "
         "temporary file, which ends with the coordinator.",
     )
-    responses_retention_days: float = Field(
-        default=30, gt=0, le=36_500, description="Days after which stored responses are deleted."
-    )
-    batch_max_running: int = Field(
-        default=16,
-        ge=1,
-        le=4096,
-        description="Requests of batches that run at a time, behind everybody else's.",
-    )
-    batch_retention_days: float = Field(
+    retention_days: float = Field(
         default=30,
         gt=0,
         le=36_500,
-        description="Days after which files, and batches that are over, are deleted from --batch-file.",
+        description="Days after which stored responses, files, and batches that are over, are deleted.",
     )
 
     @property

@@ -30,6 +30,7 @@ from .workload.lengths import MarginalLengths
 from .workload.sessions import Sessions
 from .workload.workload import Workload, read_workload, write_workload
 
+DAY_S = 86_400.0
 Described = tuple[TraceStatistics, Shapes]
 
 
@@ -144,13 +145,11 @@ def _draw(path: Path, described: Sequence[Described]) -> None:
 def _workload(settings: TraceMakeSettings) -> Workload:
     """What the options describe, at the rate of 1 until --rate changes it."""
     profile = diurnal_profile(settings.diurnal_amplitude) if settings.diurnal_amplitude else (1.0,)
-    arrivals = Arrivals(
-        rate=1.0, cv=settings.burstiness, profile=profile, step_s=settings.diurnal_period_s / len(profile)
+    arrivals = Arrivals(rate=1.0, cv=settings.burstiness, profile=profile, step_s=DAY_S / len(profile))
+    lengths = MarginalLengths(prompt=settings.prompt_len, output=settings.output_len)
+    sessions = Sessions(
+        turns=settings.turns, system_prompts=settings.system_prompts, max_len=settings.max_len
     )
-    lengths = MarginalLengths(
-        prompt=settings.prompt_len, output=settings.output_len, correlation=settings.length_correlation
-    )
-    sessions = Sessions(**{name: getattr(settings, name) for name in Sessions.model_fields})
     needs_sessions = settings.turns > 1 or settings.system_prompts
     return Workload(
         arrivals=arrivals, lengths=lengths, sessions=sessions if needs_sessions else None

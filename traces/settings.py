@@ -98,7 +98,9 @@ class TraceMakeSettings(BaseModel):
         default=0, ge=0, le=4_294_967_295, description="The same workload and seed give the same trace."
     )
     workload: Path | None = Field(
-        default=None, description="Workload file as written by splitserve trace fit. Only --rate changes it."
+        default=None,
+        description="Workload file as written by splitserve trace fit, or by hand (docs/planning.md). Only "
+        "--rate changes it.",
     )
     rate: float | None = Field(
         default=None,
@@ -113,9 +115,8 @@ class TraceMakeSettings(BaseModel):
         description="Coefficient of variation of the (gamma) gaps between arrivals; 1: Poisson, 0: even.",
     )
     diurnal_amplitude: float = Field(
-        default=0, ge=0, le=1, description="The rate swings by this share of itself, as a sine."
+        default=0, ge=0, le=1, description="The rate swings by this share of itself over a day, as a sine."
     )
-    diurnal_period_s: float = Field(default=86_400, gt=0, le=1e9, description="Seconds of one swing.")
     prompt_len: str = Field(
         default="lognormal:512,1",
         pattern=LENGTHS,
@@ -125,27 +126,18 @@ class TraceMakeSettings(BaseModel):
     output_len: str = Field(
         default="lognormal:128,1", pattern=LENGTHS, description="Output tokens, in the same notation."
     )
-    length_correlation: float = Field(
-        default=0, ge=-1, le=1, description="Of prompt and output lengths (Gaussian copula)."
-    )
     turns: float = Field(
         default=1,
         ge=1,
         le=10_000,
         description="Mean turns of a session; each turn's prompt holds the turns before it.",
     )
-    think_s: float = Field(
-        default=30, ge=0, le=1e6, description="Mean seconds from the arrival of a turn to the next's."
-    )
     system_prompts: int = Field(
         default=0,
         ge=0,
         le=1_000_000,
-        description="System prompts that sessions share; the k-th is used 1/k as often as the first.",
-    )
-    system_prompt_len: int = Field(default=512, ge=1, le=1 << 20, description="Tokens of each of them.")
-    block_size: int = Field(
-        default=16, ge=1, le=1 << 16, description="Tokens of a block, of which sessions have hashes."
+        description="System prompts of 512 tokens that sessions share; the k-th is used 1/k as often as the "
+        "first.",
     )
     max_len: int = Field(
         default=1 << 20,
@@ -162,8 +154,8 @@ class TraceMakeSettings(BaseModel):
         if self.workload is not None and fixed:
             flag = "--" + fixed[0].replace("_", "-")
             raise ValueError(f"{flag} cannot be given with --workload, whose file says it")
-        if self.system_prompts and self.system_prompt_len + 2 > self.max_len:
-            raise ValueError("--max-len must leave room for two tokens after --system-prompt-len")
+        if self.system_prompts and self.max_len < 514:
+            raise ValueError("--max-len must leave room for two tokens after a system prompt of 512")
         return self
 
 

@@ -82,6 +82,15 @@ def test_make_then_fit_then_make_again(tmp_path: Path) -> None:
     assert 4000 < len(list(open_trace(second))) < 6000
 
 
+def test_a_workload_written_by_hand_as_the_page_shows(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/planning.md").read_text()
+    (tmp_path / "w.json").write_text(page.split("A workload file")[1].split("```")[1].removeprefix("json"))
+    arguments = ("--workload", tmp_path / "w.json", "--requests", 50, "--output", tmp_path / "a.jsonl")
+    made = trace("make", *arguments)
+    assert made.exit_code == 0
+    assert len(list(open_trace(tmp_path / "a.jsonl"))) == 50
+
+
 def test_the_same_command_makes_the_same_bytes(tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("a.jsonl.gz", "b.jsonl.gz")]
     for file in files:
