@@ -15,11 +15,13 @@ import httpx
 import orjson
 from rich.console import Console
 
+from .chat_commands import KEYS, ChatCommands, show
+from .chat_input import lines
+from .chat_screen import AnswerScreen
 from .checks import read_key
 from .settings import ChatSettings
 from .tls_trust import trust
 
-HELP = "/reset forgets the conversation, /quit (or Ctrl-D) ends; Ctrl-C stops an answer."
 Message = dict[str, str]
 
 
@@ -63,28 +65,23 @@ async def converse(settings: ChatSettings, certificate: Path | None = None) -> i
     status."""
     async with _client(settings, certificate) as client:
         conversation = Conversation(client, settings)
+        commands = ChatCommands(conversation, lambda: models(client))
         asked = sys.stdin.isatty()
         if asked:
-            print(HELP)
-        async for line in _lines():
-            asked = asked or bool(line.strip())
-            match line.strip():
-                case "":
-                    pass
-                case "/quit" | "/exit":
-                    break
-                case "/reset":
-                    conversation.reset()
-                    print("the conversation starts anew")
-                case question if question.startswith("/"):
-                    print(HELP)
-                case question:
-                    try:
-                        await conversation.ask(question)
-                    except ChatError as error:
-                        print(f"splitserve: {error}", file=sys.stderr)
-                        if not sys.stdin.isatty():
-                            return 1
+            show(KEYS, "dim")
+        async for line in lines():
+            text = line.strip()
+            asked = asked or bool(text)
+            try:
+                if text.startswith("/"):
+                    if not await commands.run(text):
+                        break
+                elif text:
+                    await conversation.ask(text)
+            except ChatError as error:
+                print(f"splitserve: {error}", file=sys.stderr)
+                if not sys.stdin.isatty():
+                    return 1
     if not asked:
         print(
             "splitserve: standard input held no question; write one a line, or run this in a terminal",
@@ -97,44 +94,54 @@ class Conversation:
     """The messages so far, and how to ask for the next."""
 
     def __init__(self, client: httpx.AsyncClient, settings: ChatSettings) -> None:
-        self._client = client
-        self._settings = settings
-        self._model = settings.served_model_name
+        self.client = client
+        self.model = settings.served_model_name
         self.messages: list[Message] = []
-        self.reset()
+        self._settings = settings
+        self.system = settings.system
 
     def reset(self) -> None:
         """Forgets everything but the system message."""
-        self.messages = (
-            [{"role": "system", "content": self._settings.system}] if self._settings.system else []
-        )
+        self.messages = [message for message in self.messages if message["role"] == "system"]
+
+    @property
+    def system(self) -> str:
+        """The system message; empty: none."""
+        return next((message["content"] for message in self.messages if message["role"] == "system"), "")
+
+    @system.setter
+    def system(self, text: str) -> None:
+        others = [message for message in self.messages if message["role"] != "system"]
+        self.messages = [{"role": "system", "content": text}, *others] if text else others
 
     async def ask(self, question: str) -> None:
         """Print the answer as it comes; Ctrl-C stops it and keeps the text so far. Raises ChatError."""
         self.messages.append({"role": "user", "content": question})
-        answer = Answer()
+        answer, screen = Answer(), AnswerScreen()
         try:
-            with _interrupt_cancels(asyncio.ensure_future(self._stream(answer))) as task:
+            with _interrupt_cancels(asyncio.ensure_future(self._stream(answer, screen))) as task:
                 await task
         except asyncio.CancelledError:
             if (current := asyncio.current_task()) is not None and current.cancelling():
                 raise
-            print(" [stopped]")
+            screen.end()
+            print("[stopped]")
         except ChatError:
+            screen.end()
             self.messages.pop()
             raise
         else:
-            print()
+            screen.end()
         self.messages.append({"role": "assistant", "content": answer.text})
         if answer.usage:
             Console().print(account(answer.usage, answer.finish_reason), style="dim", highlight=False)
         print()
 
-    async def _stream(self, answer: Answer) -> None:
+    async def _stream(self, answer: Answer, screen: AnswerScreen) -> None:
         settings = self._settings
-        self._model = self._model or await first_model(self._client)
+        self.model = self.model or (await models(self.client))[0]
         body: dict[str, Any] = {
-            "model": self._model,
+            "model": self.model,
             "messages": self.messages,
             "temperature": settings.temperature,
             "stream": True,
@@ -142,15 +149,17 @@ class Conversation:
         }
         if settings.max_tokens:
             body["max_tokens"] = settings.max_tokens
-        async for chunk in events(self._client, "/v1/chat/completions", body):
+        async for chunk in events(self.client, "/v1/chat/completions", body):
             if error := chunk.get("error"):
                 raise ChatError(f"the answer broke off: {error['message']}")
             answer.usage = chunk.get("usage") or answer.usage
             for choice in chunk["choices"]:
-                text = choice["delta"].get("content") or ""
-                answer.text += text
+                if thought := choice["delta"].get("reasoning_content"):
+                    screen.write(thought, thought=True)
+                if text := choice["delta"].get("content"):
+                    answer.text += text
+                    screen.write(text)
                 answer.finish_reason = choice["finish_reason"] or answer.finish_reason
-                print(text, end="", flush=True)
 
 
 async def events(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
@@ -166,12 +175,15 @@ async def events(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> 
         raise ChatError(_unreachable(client, error)) from error
 
 
-async def first_model(client: httpx.AsyncClient) -> str:
-    """The first model that the server lists. Raises ChatError."""
+async def models(client: httpx.AsyncClient) -> list[str]:
+    """Return the models that the server lists, at least one. Raises ChatError."""
     try:
         response = await client.get("/v1/models")
         response.raise_for_status()
-        return str(response.json()["data"][0]["id"])
+        names = [str(card["id"]) for card in response.json()["data"]]
+        if not names:
+            raise LookupError
+        return names
     except httpx.HTTPStatusError as error:
         raise ChatError(error_sentence(error.response.status_code, error.response.content)) from error
     except httpx.HTTPError as error:
@@ -241,25 +253,6 @@ def _client(settings: ChatSettings, certificate: Path | None) -> httpx.AsyncClie
     return httpx.AsyncClient(
         base_url=settings.url, headers=headers, timeout=timeout, trust_env=False, verify=verify
     )
-
-
-async def _lines() -> AsyncIterator[str]:
-    """Lines that the user types, or those of standard input if it is no terminal."""
-    if not sys.stdin.isatty():
-        while line := await asyncio.to_thread(sys.stdin.readline):
-            print(f"> {line.rstrip()}", flush=True)
-            yield line
-        return
-    from prompt_toolkit import PromptSession  # the extra `chat`
-
-    session: PromptSession[str] = PromptSession("> ")
-    while True:
-        try:
-            yield await session.prompt_async()
-        except EOFError:
-            return
-        except KeyboardInterrupt:
-            print(HELP)
 
 
 @contextlib.contextmanager

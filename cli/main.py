@@ -19,6 +19,7 @@ from ..engine.errors import EngineError
 from ..planner.errors import PlannerError
 from ..traces.errors import TraceError
 from ..transport.errors import TransportError
+from .completion import completion
 from .config import CONFIG_VARIABLE, SECTIONS, ConfigError, Sources, load
 from .extras import advice_for
 from .options import SettingsCommand, given, options
@@ -261,6 +262,7 @@ for added in (
         "cli.start:profile",
         "Measure how long a worker's steps take, for the simulator, the planner and paced runners.",
     ),
+    completion,
     version,
 ):
     cli.add_command(added)

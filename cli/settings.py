@@ -97,7 +97,9 @@ class UpSettings(BaseModel):
 
 
 class ChatSettings(ApiServer):
-    """Talks to a running server in the terminal."""
+    """Talks to a running server in the terminal, where Markdown is rendered; elsewhere each line of standard
+    input is a question. Enter sends, Alt-Enter or a backslash before Enter begins a new line; `/system`,
+    `/model`, `/tokens`, `/save FILE`, `/reset` and `/quit` are explained by `/help`."""
 
     system: str = Field(default="", description="System message at the start of the conversation.")
     max_tokens: int | None = Field(

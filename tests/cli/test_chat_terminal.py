@@ -1,0 +1,107 @@
+"""The chat as it is typed in a terminal, against a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from rich.cells import cell_len
+from support.http_fakes import FakeDispatcher, write_tiny_model
+from support.terminal import Terminal, terminal
+
+from splitserve.cli.chat_screen import end_of_block
+from splitserve.coordinator.server import HttpApp, HttpServer
+from splitserve.coordinator.text.served_model import ServedModel
+
+PROSE = "The **quick** brown fox jumps over the lazy dog, again and again, while naïve cats watch it."
+CODE = "```python\ndef join(path):\n\n    return path\n```"
+ANSWER = f"# Foxes\n\n{PROSE}\n\n{CODE}\n\n1. one\n2. two\x1b]0;taken\x07\n"
+WIDTH = 40
+
+
+@asynccontextmanager
+async def chat(
+    folder: Path, answer: str, step_s: float = 0.0
+) -> AsyncIterator[tuple[Terminal, asyncio.subprocess.Process, FakeDispatcher, ServedModel]]:
+    """The chat in a terminal, and the server that it talks to, which always answers the same."""
+    write_tiny_model(folder)
+    model = ServedModel.load(folder, "tiny")
+    ids = model.tokenizer.fast.encode(answer, add_special_tokens=False).ids
+    dispatcher = FakeDispatcher(lambda request: ids, step_s=step_s)
+    server = HttpServer(HttpApp(dispatcher, model, system=dispatcher.system))
+    await server.start()
+    command = (sys.executable, "-m", "splitserve.cli", "chat", "--url", f"http://127.0.0.1:{server.port}")
+    try:
+        async with terminal(*command, columns=WIDTH, folder=folder) as (screen, process):
+            yield screen, process, dispatcher, model
+    finally:
+        await server.stop(grace_s=0)
+
+
+async def test_a_session(tmp_path: Path) -> None:
+    async with chat(tmp_path, ANSWER) as (screen, process, dispatcher, model):
+        await screen.until("/help shows the")
+        await screen.at_prompt("first line\x1b\r")  # Alt-Enter: a new line
+        screen.type("second\\\r")  # a backslash and Enter: another one
+        screen.type("third\r")
+        shown = await screen.until("prompt tokens")
+        lines = [line.rstrip() for line in shown.split("\n")]
+        assert max(map(cell_len, lines)) <= WIDTH
+        assert "The quick brown fox jumps over the lazy" in lines  # no mark of Markdown, no word cut
+        assert "dog, again and again, while naïve cats" in lines
+        assert any("    return path" in line for line in lines)
+        assert any(line.strip() == "2 two]0;taken" for line in lines)  # no escape sequence passes
+        (request,) = dispatcher.requests
+        prompt = model.tokenizer.fast.decode(request.prompt_token_ids)
+        assert "first line\nsecond\nthird" in prompt
+
+        await screen.at_prompt("/system Be brief.\r")
+        await screen.until("system message: Be brief.")
+        await screen.at_prompt("/model other\r")
+        await screen.until("there is no model 'other'")
+        await screen.at_prompt("/model\r")
+        await screen.until("* tiny")
+        await screen.at_prompt("/tokens\r")
+        await screen.until("of 2048 tokens")
+        await screen.at_prompt("/sa\t")
+        await screen.until("/save")  # completed
+        screen.type(" talk.json\r")
+        await screen.until("wrote 3 messages to")
+        saved = json.loads((tmp_path / "talk.json").read_text())
+        assert [message["role"] for message in saved] == ["system", "user", "assistant"]
+        await screen.at_prompt("/save talk.json\r")
+        await screen.until("exists already")
+        await screen.at_prompt("/nonsense\r")
+        await screen.until("There is no command /nonsense.")
+        await screen.at_prompt("/quit\r")
+        assert await asyncio.wait_for(process.wait(), 60) == 0
+
+
+async def test_control_c_stops_an_answer_and_not_the_chat(tmp_path: Path) -> None:
+    async with chat(tmp_path, "again " * 500, step_s=0.02) as (screen, process, dispatcher, _):
+        await screen.at_prompt("hi\r")
+        await screen.until("again again")
+        screen.type("\x03")
+        await screen.until("[stopped]")
+        await dispatcher.until(lambda: bool(dispatcher.cancelled))
+        await screen.at_prompt("/tokens\r")
+        await screen.until("of 2048 tokens")
+        await screen.at_prompt("\x04")
+        assert await asyncio.wait_for(process.wait(), 60) == 0
+
+
+def test_blocks_of_markdown() -> None:
+    def blocks(text: str) -> list[str]:
+        end = end_of_block(text)
+        return [text] if end is None else [text[:end], *blocks(text[end:])]
+
+    assert blocks("a\nb\n\nc") == ["a\nb\n\n", "c"]
+    assert blocks("a\n\n") == ["a\n\n"]  # the next line may belong to it
+    assert blocks("- a\n\n  more of it\n\nb") == ["- a\n\n  more of it\n\n", "b"]
+    fenced = "```py\nx\n\ny\n```\n\n"
+    assert blocks(f"{fenced}z") == [fenced, "z"]
+    assert blocks("~~~~\n\n```\n\n~~~\n\nx") == ["~~~~\n\n```\n\n~~~\n\nx"]  # not closed yet
