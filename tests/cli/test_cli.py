@@ -29,6 +29,7 @@ COMMANDS = [
     "flip",
     "top",
     "chat",
+    "completion",
     "keygen",
     "doctor",
     "bench",
