@@ -6,6 +6,7 @@ there is no compiler the package installs without it and the kernels run in plai
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 from pathlib import Path
 
@@ -25,6 +26,10 @@ HEADERS = (
     "elementwise.h",
 )
 SOURCES = ("module.cpp", "isa_generic.cpp", "isa_avx2.cpp", "isa_avx512.cpp", "isa_avx512_bf16.cpp")
+SOURCES_HASH = hashlib.sha256(
+    b"".join(file.read_bytes() for file in sorted(Path(FOLDER).glob("*.*")))
+).hexdigest()
+"""kernels/native_cpu.py refuses a module that was built from other sources than those beside it."""
 COMMIT_FILE = "src/splitserve/cli/commit.txt"
 """In a wheel and in an sdist, not in a clone: `splitserve version` reads it."""
 
@@ -73,7 +78,10 @@ setup(
             # errno and traps of floating-point functions are never read; nothing else of -ffast-math is used
             extra_compile_args=["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-pthread"],
             extra_link_args=["-pthread"],
-            define_macros=[("Py_LIMITED_API", "0x030B0000")],  # one wheel for every Python from 3.11 on
+            define_macros=[
+                ("Py_LIMITED_API", "0x030B0000"),  # one wheel for every Python from 3.11 on
+                ("SOURCES_HASH", f'"{SOURCES_HASH}"'),
+            ],
             py_limited_api=True,
             optional=True,
         )

@@ -168,6 +168,11 @@ def check_kernels(_: DoctorSettings) -> Iterator[Finding]:
     if importlib.util.find_spec("splitserve.kernels._cpu"):
         from ..engine.device import cpu_kernels_in_words
 
+        try:
+            importlib.import_module("splitserve.kernels.native_cpu")
+        except ImportError as error:
+            yield Finding("note", "C++ kernels for CPUs are of another checkout", str(error))
+            return
         yield Finding("ok", f"C++ kernels for CPUs are built: {cpu_kernels_in_words()}")
         from ..engine.cache.memory_claims import MemoryClaims
         from ..engine.cpu_threads import AUTO, choose_threads, cpu_quota, usable_cores

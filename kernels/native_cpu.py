@@ -6,8 +6,10 @@ believes.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,10 +17,15 @@ from torch import Tensor
 from . import _cpu
 from .interface import AttentionInputs, LayerParts, Linear, RopeInputs, joined
 from .measured_choice import NEVER, ROWS, KernelChoices, fastest, rows_of_onednn
-from .native_layers import BUILT, DTYPE_CODES, NO_WINDOW, NativeLayers
+from .native_layers import DTYPE_CODES, NO_WINDOW, NativeLayers
 from .packed_weights import PackedWeights
 
 logger = logging.getLogger(__name__)
+
+_sources = sorted((Path(__file__).parent / "cpu").glob("*.*"))  # a wheel has none
+_hash = hashlib.sha256(b"".join(file.read_bytes() for file in _sources)).hexdigest()
+if _sources and _hash != getattr(_cpu, "SOURCES_HASH", ""):
+    raise ImportError("the C++ kernels were built from other sources: python setup.py build_ext --inplace")
 
 MEASURED_WEIGHTS = 1 << 21  # of a linear: more than a core's caches hold
 PROBE_ROWS, PROBE_SIZE = 32, 768
@@ -232,7 +239,7 @@ class NativeCpuKernels:
             logger.info("kernels: products %s", products(self._onednn_rows))
         linears = [[layer.qkv, layer.o, layer.gate_up, layer.down] for layer in layers]
         packed = [[own for linear in row if (own := _packed(linear)) is not None] for row in linears]
-        if not BUILT or not all(len(row) == 4 for row in packed):
+        if not all(len(row) == 4 for row in packed):
             return None
         rows = min(own.rows for row in packed for own in row)
         return NativeLayers(layers, [[own.addresses for own in row] for row in packed], eps, rows)

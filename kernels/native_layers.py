@@ -13,7 +13,6 @@ from . import _cpu
 from .interface import AttentionInputs, LayerParts, RopeInputs
 
 NO_WINDOW = 2**31 - 1
-BUILT = hasattr(_cpu, "decoder_layers")  # not if the C++ module was built from an earlier checkout
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 
 

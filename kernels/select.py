@@ -57,16 +57,13 @@ def select_kernels(
     try:
         from .measured_choice import KernelChoices
         from .native_cpu import NativeCpuKernels, measured_instruction_set
-    except ImportError:
+    except ImportError as error:
+        why = "the C++ kernels were not built: install a C++ compiler, then this package again"
+        if error.name is None:  # built from other sources
+            why = str(error)
         if exact:
-            raise UnsuitableKernelsError(
-                "exact needs the C++ kernels, which were not built: install a C++ compiler, then this "
-                "package again; or leave exact off"
-            ) from None
-        logger.warning(
-            "kernels: plain torch, slower: the C++ kernels were not built (install a C++ compiler, then this "
-            "package again)"
-        )
+            raise UnsuitableKernelsError(f"exact needs the C++ kernels; {why}; or leave exact off") from None
+        logger.warning("kernels: plain torch, slower: %s", why)
         return TorchKernels()
     choices = KernelChoices.of_this_machine()
     instruction_set = measured_instruction_set(choices)

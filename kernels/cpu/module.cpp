@@ -221,5 +221,7 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_cpu", "Native CPU kernels; se
 PyMODINIT_FUNC PyInit__cpu() {
   for (const Kernels* kernels : kAll)
     if (!active && supported(kernels)) active = kernels;
-  return PyModule_Create(&definition);
+  PyObject* module = PyModule_Create(&definition);
+  if (module && PyModule_AddStringConstant(module, "SOURCES_HASH", SOURCES_HASH)) Py_CLEAR(module);
+  return module;
 }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -281,3 +283,9 @@ def test_threads_share_a_call_without_changing_it(native: native_cpu.NativeCpuKe
         assert torch.equal(native.linear(weight, None)(x), alone)
     finally:
         _cpu.set_num_threads(1)
+
+
+def test_a_module_that_was_built_from_other_sources_is_not_used() -> None:
+    code = "from splitserve.kernels import _cpu; _cpu.SOURCES_HASH = ''; import splitserve.kernels.native_cpu"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "built from other sources: python setup.py build_ext --inplace" in run.stderr
