@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -21,6 +22,7 @@ from xml.etree import ElementTree
 from .environment import environment
 
 NODE_CLIENT = Path("tests/clients/node_modules/openai/package.json")
+TRIALS, NODE_TRIALS = Path("deploy/trials.txt"), Path("tests/clients/trials/package.json")
 OF_PYTHON = ("litellm", "langchain-openai", "schemathesis")
 
 
@@ -44,6 +46,7 @@ def main() -> int:
     record = {
         "environment": {**environment(), "command": f"deploy/test_clients.sh --json {options.json}"},
         "clients": {"openai": options.openai, **{name: version(name) for name in OF_PYTHON}, **_node()},
+        "trials": trials(TRIALS.read_text(), NODE_TRIALS.read_text()),
         "passed": sum(each.outcome == "passed" for each in found),
         "not_passed": [each.test for each in found if each.outcome != "passed"],
         "tests": [each._asdict() for each in found],
@@ -59,6 +62,12 @@ def outcomes(report: str) -> list[Outcome]:
         Outcome(f"{case.get('classname')}.{case.get('name')}", _outcome(case), float(case.get("time", 0)))
         for case in cases
     ]
+
+
+def trials(requirements: str, package: str) -> dict[str, dict[str, str]]:
+    """Versions of the clients that tests/clients/test_trials.py runs, all of which are fixed."""
+    fixed = re.findall(r"([\w-]+)(?:\[[^]]*])?==(\S+)", requirements)
+    return {"python": dict(fixed), "node": json.loads(package)["dependencies"]}
 
 
 def _outcome(case: ElementTree.Element) -> str:

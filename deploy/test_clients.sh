@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Sets up and runs the tests that drive the server with other people's clients: OpenAI's for Python and for Node, LiteLLM, LangChain, and
-# schemathesis. LiteLLM and LangChain have an environment of their own, .venv-clients, for they want older versions of packages that the
-# other tests use. --json FILE: writes down what was run, and with which versions.
+# Sets up and runs the tests that drive the server with other people's clients. Most run against a real cluster (tests/clients/test_trials.py):
+# each one for Python in an environment of its own in .venv-trials, those for Node and codex and opencode in tests/clients/trials; 2 GB together.
+# LiteLLM and LangChain share .venv-clients, for they want older versions of packages that the other tests use.
+# --json FILE: writes down what was run, and with which versions.
 #
 #     deploy/test_clients.sh [--json bench/results/clients.json]
 set -euo pipefail
@@ -9,7 +10,9 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 CLIENTS="$ROOT/.venv-clients"
-OURS=(tests/coordinator/generate/test_openai_client.py tests/coordinator/routes/test_schemathesis.py tests/clients/test_node.py)
+TRIALS="$ROOT/.venv-trials"
+OURS=(tests/coordinator/generate/test_openai_client.py tests/coordinator/routes/test_schemathesis.py tests/clients/test_node.py
+    tests/clients/test_trials.py)
 OTHERS=(tests/clients/test_python_clients.py)
 
 # What it does not have itself, it takes from .venv.
@@ -30,6 +33,26 @@ make_clients_venv() {
     echo "$stamp" >"$CLIENTS/.prepared"
 }
 
+make_trials() {
+    local stamp name line
+    local -a packages
+    stamp="$(cat "$ROOT/deploy/trials.txt" "$ROOT/tests/clients/trials/package.json" | cksum) $("$VENV/bin/python" --version)"
+    if [[ "$(cat "$TRIALS/.prepared" 2>/dev/null)" == "$stamp" ]]; then
+        return
+    fi
+    rm -f "$TRIALS/.prepared"
+    say "installing the clients of deploy/trials.txt in .venv-trials, and those for Node"
+    while read -r name line; do
+        read -ra packages <<<"$line"
+        "$VENV/bin/python" -m venv --clear "$TRIALS/$name"
+        "$TRIALS/$name/bin/python" -m pip install -qq --disable-pip-version-check "${packages[@]}" ||
+            die "pip could not install ${packages[*]} (its message is above). Is the package index reachable?"
+    done < <(grep -v '^#' "$ROOT/deploy/trials.txt")
+    npm --prefix "$ROOT/tests/clients/trials" install --no-package-lock --silent --no-audit --no-fund ||
+        die "npm could not install tests/clients/trials. Are node and the package index there?"
+    echo "$stamp" >"$TRIALS/.prepared"
+}
+
 main() {
     local json=""
     case "${1:-}" in
@@ -39,6 +62,7 @@ main() {
     esac
     prepare test
     make_clients_venv
+    make_trials
     cd "$ROOT"
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
     REPORTS="$(mktemp -d)"
