@@ -39,14 +39,15 @@ def load_model(
     allocate: PoolAllocator | None = None,
     max_decode_seqs: int = 0,
     prefill_tokens: Callable[[str], int] | None = None,
+    max_step_seqs: int = 0,
 ) -> WorkerModel:
     """Reads the weights, makes the KV cache (in ``allocate``'s memory) and warms up. ``max_decode_seqs``:
     what a decode worker's batch holds at most; ``prefill_tokens``: what a prefill worker's does on a device
-    of this type. Raises EngineError with what to do."""
+    of this type; ``max_step_seqs``: sequences of any step. Raises EngineError with what to do."""
     if settings.runner != "model":
         model = paced_model(settings, allocate)
     else:
-        model = _computing_model(settings, allocate, max_decode_seqs, prefill_tokens)
+        model = _computing_model(settings, allocate, max_decode_seqs, prefill_tokens, max_step_seqs)
     return logged(model, settings.step_log, settings.worker_id) if settings.step_log is not None else model
 
 
@@ -55,6 +56,7 @@ def _computing_model(
     allocate: PoolAllocator | None,
     max_decode_seqs: int,
     prefill_tokens: Callable[[str], int] | None,
+    max_step_seqs: int,
 ) -> WorkerModel:
     device_type = select_device(settings.device).type
     on_gpu = device_type != "cpu"
@@ -78,6 +80,7 @@ def _computing_model(
             kv_dtype=settings.kv_dtype,
             quantization=settings.quantization,
             max_decode_seqs=max_decode_seqs,
+            max_step_seqs=max_step_seqs,
             max_prefill_tokens=prefill_tokens(device_type) if prefill_tokens else 0,
             pool_allocator=None if on_gpu else allocate,
         )

@@ -41,6 +41,7 @@ def run(settings: PrefillSettings | DecodeSettings | FlexibleSettings) -> None:
         allocate if decodes and settings.mover in ("auto", "shm") else None,
         settings.max_num_seqs if decodes else 0,
         settings.chunk_budget if isinstance(settings, PrefillSettings) else None,
+        2 * settings.max_num_seqs,  # decode rows, and prompts beside them
     )
     worker = Worker(settings, live_parts(settings, model, key, shared[0] if shared else None))
     for number in (signal.SIGTERM, signal.SIGINT):

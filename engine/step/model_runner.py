@@ -56,7 +56,7 @@ from .decode_graphs import CudaRecorder, DecodeGraphs, Recorder, feed
 from .prefill_graphs import PrefillGraphs
 from .sampler import SampledRows, Sampler, StepLogits, report_logprobs
 from .step_thread import OnLayer
-from .warm_up import MANY_SEQS, run_first_steps
+from .warm_up import many_seqs, run_first_steps
 
 if TYPE_CHECKING:
     from .device_sampler import DeviceSampler
@@ -95,6 +95,7 @@ class EngineConfig:
     exact: bool = False  # batch-invariant: see kernels/select.py
     kv_dtype: str = "auto"  # auto: as dtype; fp8
     quantization: str = "none"  # of linear layers: none, fp8
+    max_step_seqs: int = 0  # on GPUs: kernels for steps of up to this many sequences are compiled at start
     max_decode_seqs: int = (
         0  # on GPUs: ``warm_up`` captures decode steps of up to this many sequences as graphs
     )
@@ -183,6 +184,7 @@ class ModelRunner:
         if engine.pool_allocator is not None:
             self.claims.committed(self.kv_cache.num_bytes)
         self.phases.done("KV cache")
+        self._max_step_seqs = engine.max_step_seqs
         self._max_decode_seqs, self._max_prefill_tokens = engine.max_decode_seqs, engine.max_prefill_tokens
         self._graphs: DecodeGraphs | None = None
         self._prefill_graphs: PrefillGraphs | None = None
@@ -308,7 +310,7 @@ class ModelRunner:
     def _warm_up(self, lengths: Sequence[int]) -> None:
         block_size = self.kv_cache.layout.block_size
         most = min(self.max_model_len, self.kv_cache.num_blocks * block_size) - 1
-        many = MANY_SEQS if self.device.type == "cuda" and block_size > 1 else 0
+        many = many_seqs(self._max_step_seqs) if self.device.type == "cuda" and block_size > 1 else ()
         run_first_steps(self.execute, [min(length, most) for length in lengths], block_size, many)
         self.phases.done("warm-up")
         if self.device.type == "cuda" and (self._max_decode_seqs or self._max_prefill_tokens):

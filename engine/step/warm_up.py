@@ -14,7 +14,8 @@ from .batch import Batch, SamplingState, StepOutput
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 MANY_SEQS = 65
-"""A mixed step of more than 64 sequences takes kernels of another size."""
+"""A step of more than 64 sequences takes kernels of another size, one of more than 1,024 of a third."""
+LARGE_SEQS = 1025
 EVERYTHING = SamplingParams(
     max_tokens=1, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logit_bias={0: 1.0}, logprobs=1
 )
@@ -32,15 +33,17 @@ class _AllowsAll:
 
 
 def run_first_steps(
-    execute: Callable[[Batch], StepOutput], lengths: Sequence[int], block_size: int, num_seqs: int = 0
+    execute: Callable[[Batch], StepOutput],
+    lengths: Sequence[int],
+    block_size: int,
+    num_seqs: Sequence[int] = (),
 ) -> None:
-    """Prompts of these lengths, the shortest first, a decode step, and a mixed step of ``num_seqs`` sequences
-    where it is not 0, all in the pool's first blocks. Raises OutOfMemoryError."""
+    """Prompts of these lengths, the shortest first, a decode step, and mixed steps of ``num_seqs`` sequences,
+    all in the pool's first blocks. Raises OutOfMemoryError."""
     shortest = min(lengths)
     steps = [_in_first_blocks(0, length, block_size, GREEDY) for length in sorted(set(lengths))]
     steps.append(_in_first_blocks(shortest, shortest + 1, block_size, EVERYTHING))
-    if num_seqs:
-        steps.append(_mixed(num_seqs))
+    steps += map(_mixed, num_seqs)
     for batch in steps:
         try:
             execute(batch)
@@ -51,6 +54,16 @@ def run_first_steps(
                 f"beside the weights and the KV cache no memory is left for a step of {batch.num_tokens} "
                 f"tokens ({error}); lower --kv-cache-gib, --num-blocks or --prefill-max-batch-tokens"
             ) from error
+
+
+def many_seqs(most: int) -> list[int]:
+    """A number of sequences for each size of kernels that steps of 65 to ``most`` sequences take: their
+    ``padded_seqs``."""
+    sizes, size = [MANY_SEQS], LARGE_SEQS
+    while size <= most:
+        sizes.append(size)
+        size = 2 * size - 1
+    return sizes
 
 
 def _in_first_blocks(start: int, stop: int, block_size: int, params: SamplingParams) -> Batch:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -14,12 +15,13 @@ import torch
 from support.batches import AfterLast, HandSequence, make_batch
 from support.models import VOCAB_SIZE, make_checkpoint
 from support.played_gpu import OnGpu, PlayedGpu, played_gpu
+from triton import next_power_of_2
 
 from splitserve.bench.kernels import triton_interpreter
 from splitserve.engine.cache.device_blocks import DeviceBlocks
 from splitserve.engine.load_model import load_model
 from splitserve.engine.settings import WorkerSettings
-from splitserve.engine.step import model_runner, prefill_graphs
+from splitserve.engine.step import model_runner, prefill_graphs, warm_up
 from splitserve.engine.step.batch import StepOutput
 from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
 from splitserve.engine.worker_model import WorkerModel
@@ -51,14 +53,17 @@ EDITED = SamplingParams(
 
 
 @contextmanager
-def on_played_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedGpu]:
-    kernels = CudaKernels(num_sms=1, prefill_shape=TileShape(16, 32, 4, 3))
+def on_played_gpu(monkeypatch: pytest.MonkeyPatch, exact: bool = False) -> Iterator[PlayedGpu]:
+    kernels = CudaKernels(num_sms=1, exact=exact, prefill_shape=TileShape(16, 32, 4, 3))
     with played_gpu(monkeypatch) as gpu:
         monkeypatch.setattr(model_runner, "select_kernels", lambda *_, **__: kernels)
         monkeypatch.setattr(model_runner, "WARM_UP_TOKENS", (2, 3))
-        monkeypatch.setattr(model_runner, "MANY_SEQS", 3)
+        monkeypatch.setattr(warm_up, "MANY_SEQS", 3)
+        monkeypatch.setattr(warm_up, "LARGE_SEQS", 5)
         for plans in (decode_plan, prefill_attention):
-            monkeypatch.setattr(plans, "padded_seqs", lambda num_seqs: 4 if num_seqs < 3 else 8)
+            monkeypatch.setattr(
+                plans, "padded_seqs", lambda seqs: 2 if seqs < 3 else max(4, next_power_of_2(seqs))
+            )
         monkeypatch.setattr(prefill_graphs, "TOKEN_BUCKETS", (8,))
         monkeypatch.setattr(prefill_graphs, "seconds", lambda *_: 1.0)
         monkeypatch.setattr(prefill_graphs, "FASTER", 2)
@@ -66,17 +71,21 @@ def on_played_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedGpu]:
         yield gpu
 
 
-def load(folder: Path) -> WorkerModel:
+def load(
+    folder: Path, dtype: str = "float32", kv_dtype: Literal["auto", "fp8"] = "auto", exact: bool = False
+) -> WorkerModel:
     settings = WorkerSettings(
         model=folder,
         insecure=True,
         device="cuda",
-        dtype="float32",
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        exact=exact,
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK_SIZE,
         max_model_len=40,
     )
-    return load_model(settings, max_decode_seqs=2, prefill_tokens=lambda _: 5)
+    return load_model(settings, max_decode_seqs=2, prefill_tokens=lambda _: 5, max_step_seqs=9)
 
 
 def generate(runner: ModelRunner, gpu: PlayedGpu | None = None) -> tuple[list[StepOutput], AfterLast]:
@@ -206,15 +215,22 @@ def test_a_step_with_prompts_sends_one_copy_and_one_for_new_rows(
         assert copies == [2, 1]
 
 
-def test_nothing_is_compiled_once_a_worker_is_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "exact"),
+    [("float32", "auto", False), ("float16", "auto", True), ("bfloat16", "fp8", False)],
+)
+def test_nothing_is_compiled_once_a_worker_is_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, kv_dtype: Any, exact: bool
+) -> None:
     """Steps of each kind, each way to sample, and what movers call."""
     make_checkpoint(tmp_path, "qwen3", num_hidden_layers=1)
-    steps = ((1,), (3,), (1, 1), (1, 4), (1, 1, 2))
-    with on_played_gpu(monkeypatch) as gpu:
-        model = load(tmp_path)
+    steps = ((1,), (3,), (1, 1), (1, 4), (1, 1, 2), (1,) * 6 + (2,), (1,) * 8 + (2,))
+    with on_played_gpu(monkeypatch, exact) as gpu:
+        monkeypatch.setattr(model_runner, "numerics", lambda *_: "played")
+        model = load(tmp_path, dtype, kv_dtype, exact)
         gpu.ready = True
         assert isinstance(model.runner, ModelRunner)
-        for counts, params in zip(steps, WAYS_TO_SAMPLE, strict=True):
+        for counts, params in zip(steps, (*WAYS_TO_SAMPLE, PLAIN, PLAIN), strict=True):
             rows = [
                 (HandSequence([5, 7, 9, 11], [block], params, 4 - count), count)
                 for block, count in enumerate(counts)

@@ -20,7 +20,8 @@ from splitserve.engine.model.weights import Checkpoint
 from splitserve.engine.step import model_runner
 from splitserve.engine.step.batch import Batch, StepOutput
 from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
-from splitserve.engine.step.warm_up import run_first_steps
+from splitserve.engine.step.warm_up import many_seqs, run_first_steps
+from splitserve.kernels.gpu.attention_tiles import padded_seqs
 from splitserve.kernels.reference import TorchKernels
 
 CPU = torch.device("cpu")
@@ -86,6 +87,12 @@ def test_a_first_step_of_each_size(fail: Callable[[], None] | None) -> None:
     else:
         with pytest.raises(OutOfMemoryError, match=r"a step of 30 tokens .*lower --kv-cache-gib"):
             run_first_steps(execute, [64, 30, 20], 8)
+
+
+def test_every_size_of_kernels_has_a_first_step() -> None:
+    for most in (64, 1024, 1025, 5000):
+        sizes = {padded_seqs(count) for count in range(1, most + 1)}
+        assert sizes <= {padded_seqs(1), *map(padded_seqs, many_seqs(most))}
 
 
 def test_what_is_wrong_with_a_first_step_otherwise_stays_what_it_is() -> None:
