@@ -12,7 +12,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 CLIENTS="$ROOT/.venv-clients"
 TRIALS="$ROOT/.venv-trials"
 OURS=(tests/coordinator/generate/test_openai_client.py tests/coordinator/routes/test_schemathesis.py tests/clients/test_node.py
-    tests/clients/test_trials.py)
+    tests/clients/test_trials.py tests/coordinator/dialects/test_ollama.py)
 OTHERS=(tests/clients/test_python_clients.py)
 
 # What it does not have itself, it takes from .venv.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import sys
 from collections.abc import AsyncIterator
@@ -10,10 +11,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from rich.cells import cell_len
+from rich.console import Console
 from support.http_fakes import FakeDispatcher, write_tiny_model
 from support.terminal import Terminal, terminal
 
-from splitserve.cli.chat_screen import end_of_block
+from splitserve.cli.chat_screen import AnswerScreen, end_of_block
 from splitserve.coordinator.server import HttpApp, HttpServer
 from splitserve.coordinator.text.served_model import ServedModel
 
@@ -92,6 +94,18 @@ async def test_control_c_stops_an_answer_and_not_the_chat(tmp_path: Path) -> Non
         await screen.until("of 2048 tokens")
         await screen.at_prompt("\x04")
         assert await asyncio.wait_for(process.wait(), 60) == 0
+
+
+def test_a_thought_stands_before_the_answer() -> None:
+    shown = io.StringIO()
+    screen = AnswerScreen(Console(file=shown, force_terminal=True, width=WIDTH))
+    screen.write("They ask about *foxes*.", thought=True)
+    screen.write("Foxes are **quick**.")
+    screen.end()
+    text = shown.getvalue()
+    assert "They ask about *foxes*." in text  # as it was thought
+    assert text.index("They ask") < text.index("Foxes are")
+    assert "**" not in text
 
 
 def test_blocks_of_markdown() -> None:

@@ -291,5 +291,10 @@ async def test_it_needs_the_option_and_a_key(
         url = f"http://127.0.0.1:{keyed.port}/api/tags"
         refused = await http.get(url)
         assert (refused.status_code, set(refused.json())) == (401, {"error"})
-        assert (await http.get(url, headers={"authorization": f"Bearer {key}"})).status_code == 200
+        http.headers["authorization"] = f"Bearer {key}"
+        assert (await http.get(url)).status_code == 200
+        chat = await http.post(f"http://127.0.0.1:{keyed.port}/api/chat", json={**ASKED, "stream": False})
+        assert (chat.status_code, chat.json()["done"]) == (200, True)
+    (request,) = dispatcher.requests
+    assert (request.tenant, request.priority_class) == ("acme", "premium")
     await asyncio.gather(without.stop(0), keyed.stop(0))
