@@ -228,7 +228,7 @@ class Placement:
         num_tokens = request.num_tokens
         if num_tokens >= worker.max_model_len:
             return False
-        if not request.num_attempts:
+        if not request.num_attempts or worker.is_reserve:
             return worker.room >= num_tokens
         if not worker.accepting and worker.dispatches:
             return False

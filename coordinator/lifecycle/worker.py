@@ -139,14 +139,15 @@ class WorkerRecord:
 
     @property
     def queue_budget(self) -> int:
-        """Prompt tokens that this prefill worker may have ahead, one batch of borrowed ones; a single prompt
-        may be longer."""
-        return (1 if self.is_reserve else self.queued_batches) * self.max_batch_tokens
+        """Prompt tokens that this prefill worker may have ahead; a single prompt may be longer."""
+        return self.queued_batches * self.max_batch_tokens
 
     def _max_prompt_tokens(self) -> int:
-        """The longest prompt that this prefill worker may be given now, in tokens."""
+        """The longest prompt that this prefill worker may be given now, in tokens; one borrowed batch."""
         if self.dispatches and not self.accepting:
             return NO_ROOM
+        if self.is_reserve and self.pending_tokens:
+            return max(NO_ROOM, self.max_batch_tokens - self.pending_tokens)
         return max_prompt_tokens(self.pending.values(), self.queue_budget)
 
     def _max_sequence_tokens(self) -> int:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING
 
+from simulation.borrowing import watch_borrowing
 from simulation.coordinator_environment import (
     HOST,
     LATE_TURN_S,
@@ -69,6 +70,7 @@ class CoordinatorProcess(Process):
         self.core.receive = self._watch_receive  # type: ignore[method-assign]
         self.core.tick = self._watch_tick  # type: ignore[method-assign]
         self.core.process_ended = self._watch_process_ended  # type: ignore[method-assign]
+        watch_borrowing(self)
         self.dispatcher = LifecycleDispatcher(
             self.core, self.timers, self.control, self.processes, tick_s=TICK_S
         )

@@ -87,6 +87,7 @@ class Cluster:
         0  # processes that can be of either role, besides; half of them begin as decode workers
     )
     num_mixed: int = 0  # processes that are of both roles, besides
+    num_borrowing: int = 0  # processes that borrow, besides; half of them prefer prefill
     prefill_ahead: float = 0.5  # share of prefill workers that make the next step while one runs
     window: int = 0  # tokens that a token of the model attends to, 2 or more; 0: all
 
@@ -239,6 +240,18 @@ NAMED = {
     "mixed": Scenario(
         MIXED, Cluster(num_prefill=1, num_decode=1, num_mixed=2, prefill_blocks=80, decode_blocks=80)
     ),
+    "borrowing": Scenario(
+        replace(MIXED, kill_every=1.0),
+        Cluster(
+            num_prefill=0,
+            num_decode=1,
+            num_borrowing=4,
+            prefill_blocks=80,
+            decode_blocks=80,
+            max_batch_tokens=16,
+        ),
+        rate=200.0,
+    ),
     "rendezvous": Scenario(RENDEZVOUS, Cluster(num_hosts=2, one_sided=0.0, rendezvous=1.0, walled=0.25)),
     "agents": Scenario(
         AGENTS, Cluster(num_prefill=3, num_hosts=2, one_sided=0.0, agents=1.0, decode_blocks=80)
@@ -351,6 +364,7 @@ def draw_scenario(seed: int) -> Scenario:
         chosen["poison"] = EVERYTHING.poison * 2 ** limits.uniform(-1.0, 1.0)
     cluster = Cluster(
         num_mixed=Random(f"mixed {seed}").choice([0, 0, 0, 0, 1, 2]),
+        num_borrowing=Random(f"borrowing {seed}").choice([0, 0, 0, 0, 2, 3]),
         rendezvous=rendezvous,
         agents=agents,
         copies=Random(f"copies {seed}").choice([0.0, 0.0, 0.0, 0.5, 1.0]),

@@ -84,6 +84,7 @@ cancellations in the middle of a push
 sinks that raised in push|sinks that raised in flush|sinks that raised in end
 coordinator restarts|coordinator freezes|fenced by one of several
 drains by signal|drains by the coordinator|workers drained
+prompts borrowed|sequences borrowed
 layers put|cancellations|flips ordered|roles begun|clocks set
 deaths by poison|ended: failed|orphaned: their coordinator died
 ended: stop|ended: length|ended: deadline|ended: cancelled|ended: overloaded
@@ -96,6 +97,7 @@ def test_every_fault_happens_and_every_message_is_said() -> None:
     not shown all: always the same ones, which do show all.)"""
     assert all(vars(EVERYTHING).values())
     assert {draw_scenario(seed).cluster.num_mixed for seed in range(50)} == {0, 1, 2}
+    assert {draw_scenario(seed).cluster.num_borrowing for seed in range(50)} == {0, 2, 3}
     assert {
         name for seed in range(50) for name, value in vars(draw_scenario(seed).faults).items() if value
     } == set(vars(EVERYTHING))

@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 import pytest
 from simulation import (
+    bugs_of_borrowing,
     bugs_of_the_dispatcher,
     bugs_of_the_handoff,
     bugs_of_the_loop,
@@ -34,6 +35,7 @@ A_WORLD = 50
 OF_THE_PATCH = ("AttributeError", "NameError", "TypeError")
 """What a bug raises that no longer fits the code it was made for."""
 FILES = (
+    bugs_of_borrowing,
     bugs_of_the_handoff,
     bugs_of_the_processes,
     bugs_of_the_shells,

@@ -51,6 +51,7 @@ CHECK_S = 0.004
 BLOCKS_A_CHECK = (1, 2, 8, 100)
 MODES: tuple[SlicingMode, ...] = ("auto", "layers", "blocks")
 Kind = Literal["prefill", "decode", "mixed"]
+Home = Literal["", "prefill", "decode"]
 SETTINGS: dict[Kind, type[PrefillSettings | DecodeSettings]] = {
     "prefill": PrefillSettings,
     "decode": DecodeSettings,
@@ -58,13 +59,22 @@ SETTINGS: dict[Kind, type[PrefillSettings | DecodeSettings]] = {
 
 
 class WorkerProcess(Process):
-    """``kind``: what it begins as. ``flexible``: it can change its role."""
+    """``kind``: what it begins as. ``flexible``: it can change its role. ``home``: which of both roles a
+    mixed one prefers, where it borrows."""
 
     def __init__(
-        self, world: World, name: str, host: str, num_blocks: int, kind: Kind, flexible: bool = False
+        self,
+        world: World,
+        name: str,
+        host: str,
+        num_blocks: int,
+        kind: Kind,
+        flexible: bool = False,
+        home: Home = "",
     ) -> None:
         super().__init__(world, name)
         self.host, self.num_blocks, self.latest, self.flexible = host, num_blocks, kind, flexible
+        self.home = home
         self.pid = world.next_number()
         cluster = world.scenario.cluster
         self.model = replace(MODEL, window=cluster.window)
@@ -196,7 +206,8 @@ class WorkerProcess(Process):
         return (FlexibleSettings if self.flexible else SETTINGS[self.latest]).model_construct(
             name=self.name,
             coordinator=",".join(self.world.coordinators_known_to_a_worker()),
-            start_as=self.latest,
+            start_as=self.home or self.latest,
+            borrow=bool(self.home),
             max_num_seqs=cluster.max_num_seqs,
             max_batch_tokens=cluster.max_batch_tokens,
             listen=f"tcp://*:{self.name}{'/decode' * self.flexible}",
@@ -226,7 +237,7 @@ class WorkerProcess(Process):
 
     def _open(self, settings: PrefillSettings | DecodeSettings, role: Role) -> RoleParts:
         self.world.counts["roles begun"] += bool(self.roles)
-        if not self.flexible or settings.start_as != "mixed":  # type: ignore[union-attr]
+        if self.latest != "mixed":
             self.latest = role
         opened = self.roles[role] = self.world.workers[settings.worker_id] = WorkerRole(
             self, settings.worker_id, role

@@ -36,7 +36,7 @@ from simulation.network import Network
 from simulation.poison import Poison
 from simulation.process import Killed
 from simulation.scenario import Faults, Scenario
-from simulation.worker_process import Kind, WorkerProcess
+from simulation.worker_process import Home, Kind, WorkerProcess
 from simulation.worker_role import WorkerRole
 
 from splitserve.transport.messages.messages import PeerId
@@ -85,6 +85,8 @@ class World:
             self._begin("flexible", i, cluster.decode_blocks, "prefill" if i % 2 else "decode")
         for i in range(cluster.num_mixed):
             self._begin("mixed", i, cluster.decode_blocks, "mixed")
+        for i in range(cluster.num_borrowing):
+            self._begin("borrowing", i, cluster.decode_blocks, "mixed", "decode" if i % 2 else "prefill")
         self.adversary = Adversary(self)
 
     def next_number(self) -> int:
@@ -142,13 +144,15 @@ class World:
         if process.turning:
             raise Killed
 
-    def _begin(self, name: str, number: int, num_blocks: int, kind: Kind | None = None) -> None:
+    def _begin(
+        self, name: str, number: int, num_blocks: int, kind: Kind | None = None, home: Home = ""
+    ) -> None:
         host = f"host-{number % self.scenario.cluster.num_hosts}"
         first = kind or cast(Kind, name)
-        WorkerProcess(self, f"{name}-{number}", host, num_blocks, first, kind is not None)
+        WorkerProcess(self, f"{name}-{number}", host, num_blocks, first, kind is not None, home)
 
     def _start_again(self, dead: WorkerProcess) -> None:
-        WorkerProcess(self, dead.name, dead.host, dead.num_blocks, dead.latest, dead.flexible)
+        WorkerProcess(self, dead.name, dead.host, dead.num_blocks, dead.latest, dead.flexible, dead.home)
 
     def restart_coordinator(self, coordinator: CoordinatorProcess, after: float) -> None:
         """It is killed, or ends in good order."""
