@@ -24,9 +24,8 @@ class SteeringSettings(BaseModel):
     steer_slo: str = Field(
         default="",
         pattern=notation("ttft", "tpot"),
-        description="What requests may take, in seconds, and how many of a hundred must keep both at once, "
-        "as `splitserve plan --slo` has it: ttft=2,tpot=0.05@p90 or ttft=2@p90,tpot=0.05@p90; "
-        "of several percentiles the largest counts.",
+        description="What requests may take, in seconds, and how many of a hundred must keep both at once: "
+        "ttft=2,tpot=0.05@p90; of several percentiles the largest counts.",
     )
     steer_profile: Path | None = Field(
         default=None,
@@ -54,17 +53,15 @@ class SteeringSettings(BaseModel):
     steer_scale_up_latency: str = Field(
         default="",
         pattern=notation("ttft", "tpot"),
-        description="One more worker is wanted where what was measured is slower: with "
-        "ttft=1@p95,tpot=0.08@p99 where more than 5 of a hundred had their first token after 1 "
-        "s (then a prefill worker), or more than 1 a longer time per token (a decode worker).",
+        description="Latencies above which one more worker is wanted, of prefill by ttft, of decode by tpot: "
+        "ttft=1@p95,tpot=0.08@p99.",
     )
     steer_scale_up_utilisation: float = Field(
         default=1,
         gt=0,
         le=1,
-        description="One more worker of a role is wanted too where more of its workers is in use: of prefill "
-        "workers the share of time "
-        "with prompts to compute, of decode workers that of rows or KV blocks taken. 1: it never is.",
+        description="Share of a role's workers in use above which one more is wanted: of prefill workers the "
+        "time with prompts to compute, of decode workers rows or KV blocks taken. 1: never.",
     )
     steer_scale_up_after_s: float = Field(
         default=10, ge=0, le=86_400, description="Seconds for which more must have been wanted."

@@ -28,7 +28,8 @@ THOUGHT = "Hm, 🥊?"
 
 def style_of(tools: ToolStyle) -> ChatStyle:
     """The family, thinking in its own way."""
-    return ChatStyle(tools, {"gpt_oss": "gpt_oss", "mistral": "mistral"}.get(tools, "think"))  # type: ignore[arg-type]
+    thoughts: Any = {"gpt_oss": "gpt_oss", "mistral": "mistral"}.get(tools, "think")
+    return ChatStyle(tools, thoughts)
 
 
 @pytest.mark.parametrize("special", [False, True])

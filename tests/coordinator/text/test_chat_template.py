@@ -169,7 +169,7 @@ def test_tools_in_a_field_of_the_system_message(system: bool) -> None:
         "{% if 'tools' in message %}{{ '<|tool|>' + message['tools'] + '<|/tool|>' }}{% endif %};{% endfor %}"
     )
     chat = [*([{"role": "system", "content": "Be brief."}] if system else []), HISTORY[0]]
-    said = "Be brief." if system else ""
+    system_text = "Be brief." if system else ""
     functions = json.dumps([TOOL["function"]])
-    expected = f"system:{said}<|tool|>{functions}<|/tool|>;user:Weather?;"
+    expected = f"system:{system_text}<|tool|>{functions}<|/tool|>;user:Weather?;"
     assert ChatTemplate(source).render(messages(chat), tools=[TOOL]) == expected
