@@ -138,7 +138,8 @@ class OllamaRoutes:
 
     async def _loaded(self, request: Request) -> Response:
         more = {"expires_at": NEVER, "size_vram": 0, "context_length": self._model.max_model_len}
-        return _json({"models": [{**self._card(), **more}]})
+        ready = self._dialect.generation.dispatcher.ready()
+        return _json({"models": [{**self._card(), **more}] if ready else []})
 
     async def _version(self, request: Request) -> Response:
         return _json({"version": API_VERSION})

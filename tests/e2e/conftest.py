@@ -25,7 +25,7 @@ def cluster(
     tiny: tuple[Path, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
     """Two prefill and two decode workers."""
-    arguments = ("--prefill", "2", "--decode", "2", "--kv-cache-gib", "0.1")
+    arguments = ("--prefill", "2", "--decode", "2", "--kv-cache-gib", "0.1", "--ollama")
     with running(tiny[0], tmp_path_factory.mktemp("cluster"), *arguments) as cluster:
         yield cluster
 

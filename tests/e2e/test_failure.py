@@ -3,6 +3,7 @@ leaks."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -10,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import psutil
 import pytest
-from e2e.cluster import MODEL_NAME, Cluster, wait_for
+from e2e.cluster import HTTP, MODEL_NAME, Cluster, wait_for
 
 NUM_STREAMS = 8
 NUM_TOKENS = 900
@@ -78,6 +79,26 @@ def test_kill_in_mid_stream(cluster: Cluster, expected: list[str], role: str) ->
         lambda: victim["incarnation"] not in [w["incarnation"] for w in cluster.workers(role)],
     )
     assert streams.texts() == expected
+    cluster.wait_whole(2, 2)
+    cluster.wait_at_rest()
+
+
+def test_a_stream_of_ollamas_outlives_its_worker(cluster: Cluster) -> None:
+    options = {"num_predict": NUM_TOKENS, "temperature": 0}
+    numbers = {"type": "array", "minItems": NUM_TOKENS, "items": {"type": "integer"}}  # no end before that
+    body = {"model": MODEL_NAME, "prompt": PROMPTS[3], "raw": True, "options": options, "format": numbers}
+    url = f"{cluster.url}/api/generate"
+    whole = HTTP.post(url, json={**body, "stream": False}).json()
+    assert whole["done_reason"] == "length", whole
+    with HTTP.stream("POST", url, json=body) as answer:
+        lines = answer.iter_lines()
+        parts = [json.loads(next(lines)) for _ in range(5)]
+        victim = cluster.busy_worker("decode")
+        assert victim["dispatches"]
+        os.kill(victim["pid"], signal.SIGKILL)
+        parts += map(json.loads, lines)
+    assert "".join(part["response"] for part in parts) == whole["response"]
+    assert (parts[-1]["done_reason"], parts[-1]["eval_count"]) == (whole["done_reason"], NUM_TOKENS)
     cluster.wait_whole(2, 2)
     cluster.wait_at_rest()
 

@@ -192,11 +192,13 @@ async def test_without_a_prompt_the_model_is_only_loaded(
     assert not dispatcher.requests
 
 
-async def test_the_model_is_listed_and_shown(llama: ollama.AsyncClient) -> None:
+async def test_the_model_is_listed_and_shown(llama: ollama.AsyncClient, dispatcher: FakeDispatcher) -> None:
     (card,) = (await llama.list()).models
     assert (card.model, card.details and card.details.format) == ("tiny", "safetensors")
     (loaded,) = (await llama.ps()).models
     assert (loaded.model, loaded.context_length, loaded.digest) == ("tiny", MAX_MODEL_LEN, card.digest)
+    dispatcher.is_ready = False
+    assert not (await llama.ps()).models
     shown = await llama.show("tiny")
     assert (shown.template, shown.capabilities) == (CHAT_TEMPLATE, ["completion", "tools"])
     assert any(name.endswith(".context_length") for name in shown.modelinfo or ())
