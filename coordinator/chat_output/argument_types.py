@@ -80,11 +80,14 @@ def _json_of(text: str, *, keywords: bool = False) -> str | None:
     """Return JSON as it is, and Python's literals as JSON; None for anything else."""
     if not keywords and _is_json(text):
         return text
-    at, parts = 0, []
+    at, parts = 0, list[str]()
     while at < len(text):
         if (found := _PYTHON.match(text, at)) is None:
             return None
-        parts.append(_token(found, keywords))
+        part = _token(found, keywords)
+        if part in ("]", "}") and "".join(parts[-8:]).rstrip().endswith(","):
+            parts = parts[: len(parts) - parts[::-1].index(",") - 1]  # Python's comma after the last one
+        parts.append(part)
         at = found.end()
     made = "".join(parts)
     return made if _is_json(made) else None

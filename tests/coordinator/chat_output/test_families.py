@@ -236,6 +236,7 @@ LEFT_OUT: list[tuple[ToolStyle, str]] = [
     ("hermes", '<tool_call>{"name": "note", "arguments": {"days": 3}}}\n</tool_call>'),
     ("llama3", '<|python_start|>{"name": "note", "parameters": {"days": 3}}'),
     ("pythonic", "<|python_start|>[note(days=3)]"),
+    ("pythonic", "[note(days=3, )]"),
     ("mistral", '[TOOL_CALLS] [{"name": "note", "arguments": {"days": 3}}]'),
 ]
 

@@ -227,7 +227,7 @@ async def test_bodies_that_are_no_json_objects(http: httpx.AsyncClient, body: by
 
 
 async def test_routes_models_and_methods(http: httpx.AsyncClient) -> None:
-    for path in ("/v1", "/v1/nothing", "/docs"):
+    for path in ("/v1", "/v1/nothing", "/doc"):
         response = await http.get(path)
         assert response.status_code == 404
         error_of(response)
