@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BeforeValidator, Field
 
 from ..errors import InvalidRequest
-from ..generate.bodies.fields import INT64, Body, invalid, schema
+from ..generate.bodies.fields import INT64, Body, invalid, schema, unknown_inside
 from ..generate.bodies.messages import MAX_MESSAGES
 from ..generate.bodies.tools import MAX_TOOLS
 
@@ -103,6 +103,8 @@ class CustomTool(Body):
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
+    input_examples: Annotated[list[Any], Field(max_length=0)] | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
 
     def for_chat(self) -> dict[str, Any]:
         """Return the chat's function."""
@@ -143,6 +145,20 @@ class Metadata(Body):
     user_id: Annotated[str, Field(max_length=512)] | None = None
 
 
+IGNORED = {
+    "cache_control": "what a cache keeps: prefixes are cached without it",
+    "diagnostics": "what more is reported",
+    "inference_geo": "where it runs",
+    "speed": "how fast it runs",
+    "user_profile_id": "names of the client's users",
+    "workspace_id": "names of the client's users",
+    "display": "how much of a thought is given back: all of it",
+    "defer_loading": "tools that are shown later: all are shown at once",
+    "eager_input_streaming": "when a call's input is sent",
+}
+"""By name, at any depth: what it is about, which is why it cannot change an answer."""
+
+
 class CountTokensRequest(Body):
     """POST /v1/messages/count_tokens."""
 
@@ -153,6 +169,10 @@ class CountTokensRequest(Body):
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+
+    def unknown_fields(self) -> list[str]:
+        """See ``Body``."""
+        return [path for path in unknown_inside(self) if path.rpartition(".")[2] not in IGNORED]
 
     def for_chat(self) -> dict[str, Any]:
         """Return the body of the chat completion. Raises InvalidRequest."""

@@ -7,24 +7,29 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ..generate.bodies.fields import INT64, STRING, Body, invalid, schema
+from ..generate.bodies.fields import INT64, STRING, Body, invalid, schema, unknown_inside
 from ..generate.bodies.messages import MAX_MESSAGES
 from ..generate.bodies.sampling import ServiceTier
 from ..generate.bodies.tools import MAX_TOOLS
-from .responses_items import Item, chat_name, messages_of
+from .responses_items import Item, messages_of
+from .responses_tools import OFFERED, chat_choice, chat_tool, check_tools, offered, unknown_of_tools
 
 LOGPROBS, THOUGHTS = "message.output_text.logprobs", "reasoning.encrypted_content"
-HOSTED = ("web_search", "web_search_preview", "web_search_2025_08_26")
-"""Tools of OpenAI's own that clients offer without being asked to. They are left out: no model here can call
-them. Others are refused."""
-OFFERED = ("function", "namespace")
 CHAT_PARAMS = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
 }
 """Names here of a chat's fields, for its errors."""
-NOT_HERE = ("conversation", "prompt", "context_management", "moderation")
+NOT_HERE = (
+    *("conversation", "prompt", "context_management", "moderation", "access_programs", "image"),
+    "personality",
+)
+IGNORED = {
+    "prompt_cache_retention": "how long a cache keeps the prompt",
+    "prompt_cache_options": "how a cache keeps the prompt",
+}
+"""By name: what it is about, which is why it cannot change an answer."""
 
 
 def _input(value: Any) -> Any:
@@ -47,6 +52,9 @@ class Reasoning(Body):
     summary: Literal["auto", "concise", "detailed"] | None = None
     """Taken, and never written: the whole thought is in the answer."""
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    context: Literal["auto", "current_turn", "all_turns"] | None = None
+    """Taken, and without effect: the chat template decides which earlier thoughts the model sees."""
+    mode: Literal["standard"] | None = None
 
 
 class TextFormat(Body):
@@ -95,30 +103,23 @@ class CountInputRequest(Body):
 
     @model_validator(mode="after")
     def _known_tools(self) -> CountInputRequest:
-        for i, tool in enumerate(self.tools or ()):
-            if (kind := tool.get("type")) not in (*OFFERED, *HOSTED):
-                raise invalid(
-                    f"tools[{i}].type: must be one of {', '.join(OFFERED)} on this server, not {kind!r}"
-                )
-            if kind == "namespace" and not _is_namespace(tool):
-                raise invalid(f"tools[{i}]: must have a string `name`, and functions alone as `tools`")
+        check_tools(self.tools or ())
+        if not self.functions and self.tool_choice not in (None, "auto", "none"):
+            raise invalid("tool_choice: needs a tool in `tools` that the client runs")
         for name in NOT_HERE:
             if (self.model_extra or {}).get(name) is not None:
                 raise invalid(f"{name}: is not built on this server; leave it out")
         return self
 
+    def unknown_fields(self) -> list[str]:
+        """See ``Body``."""
+        found = [name for name in unknown_inside(self) if name not in IGNORED]
+        return found + unknown_of_tools(self.tools or ())
+
     @property
     def functions(self) -> list[dict[str, Any]]:
-        """The functions that the model is offered; those of a namespace have its name as ``namespace``."""
-        return [
-            function
-            for tool in self.tools or ()
-            for function in (
-                [{**inner, "namespace": tool["name"]} for inner in tool["tools"]]
-                if tool["type"] == "namespace"
-                else [tool] * (tool["type"] == "function")
-            )
-        ]
+        """The tools that the model is offered."""
+        return offered(self.tools or ())
 
     def for_chat(self, items: Sequence[Item]) -> dict[str, Any]:
         """Return the body of the chat completion. ``items``: the whole conversation."""
@@ -135,8 +136,8 @@ class CountInputRequest(Body):
         if effort == "none":
             chat["chat_template_kwargs"] = {"enable_thinking": False}
         if functions := self.functions:
-            chat["tools"] = [_chat_tool(tool) for tool in functions]
-            chat["tool_choice"] = _chat_choice(self.tool_choice)
+            chat["tools"] = [chat_tool(tool) for tool in functions]
+            chat["tool_choice"] = chat_choice(self.tool_choice)
         return chat
 
 
@@ -218,37 +219,3 @@ class ResponsesRequest(CountInputRequest):
             "truncation": self.truncation or "disabled",
             "user": self.user,
         }
-
-
-def _is_namespace(tool: dict[str, Any]) -> bool:
-    match tool:
-        case {"name": str(), "tools": [*inner]}:
-            names = [
-                each.get("name")
-                for each in inner
-                if isinstance(each, dict) and each.get("type") == "function"
-            ]
-            return len(names) == len(inner) and all(isinstance(name, str) for name in names)
-    return False
-
-
-def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    names = ("description", "parameters", "strict")
-    function = {name: tool[name] for name in names if tool.get(name) is not None}
-    return {"type": "function", "function": {"name": chat_name(tool), **function}}
-
-
-def _chat_choice(choice: str | dict[str, Any] | None) -> Any:
-    """Return the chat's ``tool_choice``; what it does not know is passed on, and refused there."""
-    match choice:
-        case {"type": "function", "name": name, **more}:
-            return {
-                "type": "function",
-                "function": {"name": chat_name({"name": name, "namespace": more.get("namespace")})},
-            }
-        case {"type": "allowed_tools", "mode": mode, "tools": [*tools]}:
-            return {
-                "type": "allowed_tools",
-                "allowed_tools": {"mode": mode, "tools": [*map(_chat_choice, tools)]},
-            }
-    return choice

@@ -8,7 +8,8 @@ from typing import Any
 
 from ..errors import ApiError
 from .responses_body import ResponsesRequest
-from .responses_items import Item, chat_name, encrypted, new_id
+from .responses_items import Item, encrypted, new_id
+from .responses_tools import chat_name, input_of
 
 Event = dict[str, Any]
 FINAL = {"response.completed", "response.incomplete", "response.failed"}
@@ -17,6 +18,7 @@ KIND_OF_DELTA = {
     "reasoning": "reasoning_text",
     "message": "output_text",
     "function_call": "function_call_arguments",
+    "custom_tool_call": "custom_tool_call_input",
 }
 """What the growing text of an item is called in its events."""
 
@@ -38,7 +40,7 @@ class ResponseAnswer:
             "usage": None,
             **asked.echo(),
         }
-        self._grouped = {chat_name(tool): tool for tool in asked.functions if tool.get("namespace")}
+        self._tools = {chat_name(tool): tool for tool in asked.functions}
         self._shows_thoughts = asked.shows_thoughts
         self._next_number = 0
         self._text: list[str] = []  # of the item that grows
@@ -106,15 +108,20 @@ class ResponseAnswer:
             function = call["function"]
             if "name" in function:
                 yield from self._close_item("completed")
-                item = {"type": "function_call", "call_id": call["id"], **self._named(function["name"])}
-                yield from self._open({**item, "arguments": ""})
+                yield from self._open(self._call(call["id"], function["name"]))
             if arguments := function.get("arguments"):
-                yield self._delta(arguments, [])
+                if self._item["type"] == "custom_tool_call":
+                    self._text.append(arguments)  # its input is read out of them when they are whole
+                else:
+                    yield self._delta(arguments, [])
 
-    def _named(self, name: str) -> Item:
-        """Return a called function's name as its client gave it, within its namespace."""
-        function = self._grouped.get(name)
-        return {part: function[part] for part in ("name", "namespace")} if function else {"name": name}
+    def _call(self, call_id: str, name: str) -> Item:
+        """Return the item of a call, with the tool's name as its client gave it, within its namespace."""
+        tool = self._tools.get(name, {"type": "function", "name": name})
+        named: Item = {part: tool[part] for part in ("name", "namespace") if part in tool}
+        if tool["type"] == "custom":
+            return {"type": "custom_tool_call", "call_id": call_id, **named, "input": ""}
+        return {"type": "function_call", "call_id": call_id, **named, "arguments": ""}
 
     def _grow(self, empty: Item, text: str, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
         """Add to the last item, or begin another one if it is of another type."""
@@ -148,7 +155,11 @@ class ResponseAnswer:
         self._text, self._logprobs = [], []
         item["status"], kind = status, item["type"]
         done = f"response.{KIND_OF_DELTA[kind]}.done"
-        if kind == "function_call":
+        if kind == "custom_tool_call":
+            item["input"] = text = input_of(text)
+            yield self._of_item("response.custom_tool_call_input.delta", delta=text)
+            yield self._of_item(done, input=text)
+        elif kind == "function_call":
             item["arguments"] = text
             yield self._of_item(done, name=item["name"], arguments=text)
         else:

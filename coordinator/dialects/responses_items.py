@@ -9,9 +9,17 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..errors import InvalidRequest
+from .responses_tools import arguments_of, chat_name
 
 Item = dict[str, Any]
-PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "reasoning": "rs",
+}
 """How the ids of items begin, by type."""
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """The field with the text of a content part, by type."""
@@ -41,7 +49,7 @@ def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
         kind = item["type"]
         if kind == "reasoning":
             thought += _thought(item)
-        elif kind == "function_call_output":
+        elif kind in ("function_call_output", "custom_tool_call_output"):
             text = _text(item["output"], "output")
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
         elif kind == "message" and item["role"] != "assistant":
@@ -55,16 +63,11 @@ def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
             if kind == "message":
                 messages[-1]["content"] += _text(item["content"], "content")
             else:
-                function = {"name": chat_name(item), "arguments": item["arguments"]}
+                arguments = item["arguments"] if kind == "function_call" else arguments_of(item["input"])
+                function = {"name": chat_name(item), "arguments": arguments}
                 call = {"id": item["call_id"], "type": "function", "function": function}
                 messages[-1].setdefault("tool_calls", []).append(call)
     return messages
-
-
-def chat_name(function: dict[str, Any]) -> Any:
-    """Return a function's name for the model: after that of its namespace, if it is in one."""
-    namespace, name = function.get("namespace"), function.get("name")
-    return f"{namespace}.{name}" if namespace else name
 
 
 def encrypted(thought: str) -> str:
@@ -85,7 +88,9 @@ def _checked(index: int, item: Any) -> Item:
             _check_text(item.get("content"), f"{path}.content")
         case "function_call":
             strings = ("call_id", "name", "arguments")
-        case "function_call_output":
+        case "custom_tool_call":
+            strings = ("call_id", "name", "input")
+        case "function_call_output" | "custom_tool_call_output":
             strings = ("call_id",)
             _check_text(item.get("output"), f"{path}.output")
         case "item_reference":

@@ -39,6 +39,20 @@ def unknown_within(path: str, inner: Body) -> list[str]:
     return [f"{path}.{name}" for name in inner.unknown_fields()]
 
 
+def unknown_inside(body: Body) -> list[str]:
+    """Return the unknown fields of a body, and of all that it holds."""
+    found = Body.unknown_fields(body)
+    for name in body.model_fields_set & set(type(body).model_fields):
+        value = getattr(body, name)
+        if isinstance(value, Body):
+            found += [f"{name}.{inner}" for inner in unknown_inside(value)]
+        elif isinstance(value, list):
+            for i, each in enumerate(value):
+                if isinstance(each, Body):
+                    found += [f"{name}[{i}].{inner}" for inner in unknown_inside(each)]
+    return found
+
+
 def invalid(message: str) -> PydanticCustomError:
     return PydanticCustomError("invalid", "{message}", {"message": message})
 

@@ -95,6 +95,9 @@ class Message(Body):
     reasoning_content: str | None = None
     reasoning: str | None = None
     """The same by its other name."""
+    refusal: str | None = None
+    """What the assistant refused earlier in words, which is its text to the template."""
+    audio: None = None
 
     @model_validator(mode="after")
     def _known_role(self) -> Self:
@@ -118,7 +121,7 @@ class Message(Body):
         today's."""
         fields: dict[str, Any] = {
             "role": "tool" if self.role == "function" else self.role,
-            "content": self.content or "",
+            "content": self.content or self.refusal or "",
         }
         if self.name is not None:
             fields["name"] = self.name
