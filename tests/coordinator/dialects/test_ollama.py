@@ -192,7 +192,9 @@ async def test_without_a_prompt_the_model_is_only_loaded(
     assert not dispatcher.requests
 
 
-async def test_the_model_is_listed_and_shown(llama: ollama.AsyncClient, dispatcher: FakeDispatcher) -> None:
+async def test_the_model_is_listed_and_shown(
+    llama: ollama.AsyncClient, http: httpx.AsyncClient, dispatcher: FakeDispatcher
+) -> None:
     (card,) = (await llama.list()).models
     assert (card.model, card.details and card.details.format) == ("tiny", "safetensors")
     (loaded,) = (await llama.ps()).models
@@ -203,11 +205,8 @@ async def test_the_model_is_listed_and_shown(llama: ollama.AsyncClient, dispatch
     assert (shown.template, shown.capabilities) == (CHAT_TEMPLATE, ["completion", "tools"])
     assert any(name.endswith(".context_length") for name in shown.modelinfo or ())
     assert "top_k 20" in (shown.parameters or "")
-
-
-async def test_a_version_that_clients_can_compare(http: httpx.AsyncClient) -> None:
     version = (await http.get("/api/version")).json()["version"]
-    assert re.fullmatch(r"\d+\.\d+\.\d+", version)
+    assert re.fullmatch(r"\d+\.\d+\.\d+", version)  # clients compare it
 
 
 @pytest.mark.parametrize(
