@@ -138,9 +138,9 @@ def main() -> int:
         for rate in arguments.rates or (highest, highest + 10):
             chosen = argparse.Namespace(**{**vars(arguments), "design": design, "workload": workload})
             runs.append(compare(chosen, rate))
-    if arguments.json:
-        record = {"command": sys.argv[1:], "environment": environment(), "runs": runs}
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+            if arguments.json:
+                record = {"command": sys.argv[1:], "environment": environment(), "runs": runs}
+                arguments.json.write_text(json.dumps(record, indent=1) + "\n")
     return 0
 
 
