@@ -141,8 +141,8 @@ def test_aider(url: str, tmp_path: Path) -> None:
     """Streams; it edits files by its own marks in texts, not by tools or formats."""
     quiet = ("--no-git", "--yes", "--no-check-update", "--no-show-model-warnings", "--analytics-disable")
     where = ("--model", f"openai/{MODEL_NAME}", "--openai-api-base", f"{url}/v1", "--openai-api-key", "none")
-    said = output(PYTHONS / "aider/bin/aider", *quiet, *where, "--message", "Hi", cwd=tmp_path, HOME=tmp_path)
-    assert ANSWER in said
+    text = output(PYTHONS / "aider/bin/aider", *quiet, *where, "--message", "Hi", cwd=tmp_path, HOME=tmp_path)
+    assert ANSWER in text
 
 
 def test_codex(url: str, tmp_path: Path) -> None:
@@ -177,6 +177,6 @@ def test_opencode(url: str, tmp_path: Path) -> None:
     (work := tmp_path / "work").mkdir()
     own = {"HOME": tmp_path, "PWD": work, "OPENCODE_CONFIG": tmp_path / "opencode.json"}
     own |= {f"XDG_{kind}_HOME": tmp_path / kind for kind in ("CONFIG", "DATA", "STATE", "CACHE")}
-    said = output(PROGRAMS / "opencode", "run", "Write a note", cwd=work, **own)
-    assert ANSWER in said
+    text = output(PROGRAMS / "opencode", "run", "Write a note", cwd=work, **own)
+    assert ANSWER in text
     assert (work / "note.txt").read_text() == NOTE
