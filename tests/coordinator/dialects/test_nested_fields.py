@@ -112,7 +112,7 @@ READ = {
     *("definition", "syntax", "function", "allowed_tools", "grammar", "json_schema", "schema", "description"),
     *("properties", "required", "tools", "strict", "parameters", "async", "allowed_callers", "verbosity"),
 }
-"""Fields of objects that are checked by functions: those have no list of what they know."""
+"""Fields of objects that are checked by functions, which have no list of known fields."""
 SAMPLES: Fields = {
     **dict.fromkeys(("parameters", "schema", "input_schema"), SCHEMA),
     "name": "f",

@@ -8,7 +8,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from llguidance import LLMatcher, LLTokenizer
 from openai import AsyncOpenAI
 from support.http_fakes import ANSWER, CALL, FakeDispatcher
 
@@ -116,47 +115,6 @@ async def test_a_tool_is_called(client: AsyncOpenAI, dispatcher: FakeDispatcher,
         "response.output_item.done",
         "response.completed",
     ]
-
-
-async def test_a_custom_tool_is_called_with_text(
-    client: AsyncOpenAI, dispatcher: FakeDispatcher, model: ServedModel
-) -> None:
-    date = {"type": "grammar", "syntax": "regex", "definition": "[0-9]{2}"}
-    tools: Any = [{"type": "custom", "name": "day", "format": date}, {"type": "custom", "name": "sh"}]
-    call = '<tool_call>\n{"name": "%s", "arguments": {"input": "%s"}}\n</tool_call>'
-    prepare_answer(dispatcher, model, call % ("sh", 'echo \\"a\\"\\n'))
-    async with client.responses.stream(tools=tools, **ASKED) as stream:
-        kinds = [event.type async for event in stream]
-        (item,) = (await stream.get_final_response()).output
-    assert item.type == "custom_tool_call"
-    assert (item.name, item.input) == ("sh", 'echo "a"\n')
-    assert kinds[-4:-2] == ["response.custom_tool_call_input.delta", "response.custom_tool_call_input.done"]
-    assert follows(dispatcher, model, call % ("day", "17"), call % ("day", "x")) == [True, False]
-    output = {"type": "custom_tool_call_output", "call_id": item.call_id, "output": "a"}
-    forced: Any = {"tools": tools, "tool_choice": {"type": "custom", "name": "day"}}
-    await client.responses.create(**ASKED, **forced)
-    assert follows(dispatcher, model, call % ("day", "17"), call % ("sh", "17"), "No.") == [
-        True,
-        False,
-        False,
-    ]
-    assert messages_of(items_of([item.model_dump(), output]))[1] == {
-        "role": "tool", "tool_call_id": item.call_id, "content": "a"
-    }  # fmt: skip
-    assert messages_of(items_of([item.model_dump()]))[0]["tool_calls"][0]["function"] == {
-        "name": "sh", "arguments": '{"input": "echo \\"a\\"\\n"}'
-    }  # fmt: skip
-
-
-def follows(dispatcher: FakeDispatcher, model: ServedModel, *texts: str) -> list[bool]:
-    """Whether each text is a whole output under the last request's grammar."""
-    tokenizer = LLTokenizer(model.tokenizer.fast.to_str(), n_vocab=model.vocab_size, eos_token=[1])
-    compiled = LLMatcher(tokenizer, dispatcher.requests[-1].sampling.grammar.decode(), log_level=0)
-    found = []
-    for text in texts:
-        matcher, ids = compiled.deep_copy(), model.tokenizer.fast.encode(text, add_special_tokens=False).ids
-        found.append(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
-    return found
 
 
 def test_items_become_a_chats_messages() -> None:
