@@ -89,6 +89,7 @@ class ServedModel:
         workers_hold: Callable[[], int],
     ) -> ServedModel:
         config = read_json(folder / "config.json")
+        config |= config.get("text_config") or {}  # a model for text and images
         longest, vocab_size = config.get("max_position_embeddings"), config.get("vocab_size")
         if not isinstance(longest, int) or not isinstance(vocab_size, int):
             raise ValueError(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import ModelConfigError
-from .families import FAMILIES, Family, Scales, TensorNames
+from .families import FAMILIES, Scales, TensorNames
 from .rope_config import RopeConfig, rope_configs, rope_max_model_len
 
 LARGEST = {
@@ -102,15 +102,17 @@ class ModelConfig:
 def parse_config(config: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
     architecture = _architecture(config)
     family = FAMILIES[architecture]
+    config = family.config(config)
     _refuse_unsupported(config)
-    activation = _activation(config, family)
+    activation = _activation(config)
     num_heads = _positive_int(config, "num_attention_heads")
     num_kv_heads = _positive_int(
         {"num_key_value_heads": config.get("num_key_value_heads") or num_heads}, "num_key_value_heads"
     )
     hidden_size = _positive_int(config, "hidden_size")
     head_dim = _positive_int(
-        {"head_dim": config.get("head_dim") or family.head_dim or hidden_size // num_heads}, "head_dim"
+        {"head_dim": config.get("head_dim") or family.defaults.get("head_dim") or hidden_size // num_heads},
+        "head_dim",
     )
     num_layers = _positive_int(config, "num_hidden_layers")
     if num_heads % num_kv_heads:
@@ -138,7 +140,7 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any]) -> ModelCon
         head_dim=head_dim,
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         max_position_embeddings=_positive_int(config, "max_position_embeddings"),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", family.tied)),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=has(family.qkv_bias),
         o_bias=has(family.o_bias),
         mlp_bias=has(family.mlp_bias),
@@ -147,7 +149,7 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any]) -> ModelCon
         activation=activation,
         scales=family.scales(config, head_dim),
         sliding_windows=windows,
-        ropes=rope_configs(config, head_dim, windows, family.interleaved_rope, family.rope_at_intervals),
+        ropes=rope_configs(config, head_dim, windows, family.interleaved_rope),
         eos_token_ids=_eos_token_ids(config, generation),
         bos_token_id=config.get("bos_token_id"),
         tensors=family.tensors,
@@ -188,7 +190,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def ignored_tensors(config: ModelConfig) -> tuple[str, ...]:
-    """Endings of names that a checkpoint may hold beside the expected ones."""
+    """Endings of names that a checkpoint may hold beside the expected ones; with a dot last: beginnings."""
     t = config.tensors
     ignored = (*t.ignored, *(f".{name}" for name in t.kv_scales))
     return (*ignored, f"{t.head}.weight") if config.tie_word_embeddings else ignored
@@ -223,8 +225,8 @@ def _refuse_unsupported(config: dict[str, Any]) -> None:
             raise ModelConfigError(f"config.json: {key} is not supported; it must be null")
 
 
-def _activation(config: dict[str, Any], family: Family) -> Activation:
-    name = config.get("hidden_activation") or config.get("hidden_act") or family.activation
+def _activation(config: dict[str, Any]) -> Activation:
+    name = config.get("hidden_activation") or config.get("hidden_act") or "silu"
     if name not in ACTIVATIONS:
         raise ModelConfigError(
             f"config.json: hidden_act {name!r:.100} is not supported (supported: {', '.join(ACTIVATIONS)})"

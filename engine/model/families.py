@@ -7,8 +7,8 @@ the comparison with transformers in tests/engine/model/test_transformers_parity.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ..errors import ModelConfigError
@@ -44,7 +44,7 @@ class TensorNames:
     norm: str = "model.norm"
     head: str = "lm_head"
     kv_scales: tuple[str, str] = ("self_attn.k_scale", "self_attn.v_scale")  # of a float8 KV cache
-    ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)  # endings; computed from the configuration instead
+    ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)  # endings, or beginnings that end with a dot
 
 
 def full_attention(config: dict[str, Any], num_layers: int) -> Windows:
@@ -52,21 +52,15 @@ def full_attention(config: dict[str, Any], num_layers: int) -> Windows:
 
 
 def same_window(config: dict[str, Any], num_layers: int) -> Windows:
-    """Every layer has the window ``sliding_window`` (4096 where config.json lacks it; null: none)."""
-    return (int(config.get("sliding_window", 4096) or 0) or None,) * num_layers
-
-
-def phi3_window(config: dict[str, Any], num_layers: int) -> Windows:
-    """As ``same_window``, but none where config.json lacks it."""
+    """Every layer has the window ``sliding_window``, or none."""
     return (int(config.get("sliding_window") or 0) or None,) * num_layers
 
 
-def gemma_windows(config: dict[str, Any], num_layers: int) -> Windows:
+def windows_by_pattern(config: dict[str, Any], num_layers: int) -> Windows:
     """The layers that ``layer_types`` names; in older files, all but each ``sliding_window_pattern``-th."""
-    pattern = int(config.get("sliding_window_pattern", 6))
+    pattern = int(config["sliding_window_pattern"])
     kinds = [FULL if (i + 1) % pattern == 0 else SLIDING for i in range(num_layers)]
-    window = int(config.get("sliding_window", 4096))
-    return _windows_of(config.get("layer_types") or kinds, num_layers, window)
+    return _windows_of(config.get("layer_types") or kinds, num_layers, int(config["sliding_window"]))
 
 
 def windows_by_layer(config: dict[str, Any], num_layers: int) -> Windows:
@@ -122,7 +116,7 @@ def granite_scales(config: dict[str, Any], head_dim: int) -> Scales:
 
 def gemma_scales(config: dict[str, Any], head_dim: int) -> Scales:
     return Scales(
-        attention=float(config.get("query_pre_attn_scalar", 256)) ** -0.5,
+        attention=float(config["query_pre_attn_scalar"]) ** -0.5,
         embedding=float(config["hidden_size"]) ** 0.5,
         rounds_embedding=True,
     )
@@ -132,10 +126,11 @@ def gemma_scales(config: dict[str, Any], head_dim: int) -> Scales:
 class Family:
     """A bias is there always (True), never (False), or where config.json sets the key that is named.
 
-    qk_norm             of each head, or of all heads of q and all of k together
-    unit_norms          norms multiply by 1 + weight
-    interleaved_rope    the numbers of a pair that is rotated lie side by side in the checkpoint
-    rope_at_intervals   each fourth layer has no rotary embedding where config.json names none
+    qk_norm           of each head, or of all heads of q and all of k together
+    unit_norms        norms multiply by 1 + weight
+    interleaved_rope  the numbers of a pair that is rotated lie side by side in the checkpoint
+    defaults          of keys that config.json lacks
+    part              the key of config.json below which the text model is described; "": it is the whole
     """
 
     qkv_bias: bool | str = "attention_bias"
@@ -143,27 +138,58 @@ class Family:
     mlp_bias: bool | str = False
     qk_norm: Literal["", "head", "all"] = ""
     unit_norms: bool = False
-    activation: str = "silu"  # where config.json names none
-    tied: bool = False  # embedding and head are one table, unless config.json has it otherwise
     interleaved_rope: bool = False
-    rope_at_intervals: bool = False
     scales: Callable[[dict[str, Any], int], Scales] = plain_scales
-    head_dim: int | None = None  # where config.json has none; None: hidden_size / num_attention_heads
     windows: Callable[[dict[str, Any], int], Windows] = full_attention
     tensors: TensorNames = TensorNames()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    part: str = ""
+
+    def config(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return config.json of the text model, with the family's defaults."""
+        return {**self.defaults, **config, **(config.get(self.part) or {})}
 
 
-FAMILIES = {
-    "Gemma3ForCausalLM": Family(
-        o_bias="attention_bias", qk_norm="head", unit_norms=True, activation="gelu_pytorch_tanh", tied=True,
-        scales=gemma_scales, head_dim=256, windows=gemma_windows,
-        tensors=TensorNames(
-            attention_out_norm="post_attention_layernorm", post_norm="pre_feedforward_layernorm",
-            mlp_out_norm="post_feedforward_layernorm",
-        ),
+GEMMA_3 = Family(
+    o_bias="attention_bias", qk_norm="head", unit_norms=True, scales=gemma_scales, windows=windows_by_pattern,
+    tensors=TensorNames(
+        attention_out_norm="post_attention_layernorm", post_norm="pre_feedforward_layernorm",
+        mlp_out_norm="post_feedforward_layernorm",
     ),
+    defaults={
+        "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "vocab_size": 262208,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256,
+        "max_position_embeddings": 131072, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+        "sliding_window": 4096, "sliding_window_pattern": 6,
+    },
+)  # fmt: skip
+GEMMA_3_IN_PARTS = replace(
+    GEMMA_3,
+    part="text_config",
+    tensors=replace(
+        GEMMA_3.tensors,
+        embed="language_model.model.embed_tokens", layer="language_model.model.layers.{}",
+        norm="language_model.model.norm", head="language_model.lm_head",
+        ignored=("vision_tower.", "multi_modal_projector."),
+    ),
+)  # fmt: skip
+OLMO_2 = Family(
+    o_bias="attention_bias", qk_norm="all",
+    tensors=TensorNames(
+        input_norm="", attention_out_norm="post_attention_layernorm", post_norm="",
+        mlp_out_norm="post_feedforward_layernorm",
+    ),
+)  # fmt: skip
+OLMO_3 = replace(
+    OLMO_2,
+    windows=windows_by_pattern,
+    defaults={"sliding_window": 4096, "sliding_window_pattern": 4, "rope_local_base_freq": 5e5},
+)
+FAMILIES = {
+    "Gemma3ForCausalLM": GEMMA_3,
+    "Gemma3ForConditionalGeneration": GEMMA_3_IN_PARTS,
     "Glm4ForCausalLM": Family(
-        interleaved_rope=True, head_dim=128,
+        interleaved_rope=True, defaults={"head_dim": 128},
         tensors=TensorNames(
             attention_out_norm="post_self_attn_layernorm", mlp_out_norm="post_mlp_layernorm",
             gate="mlp.gate_up_proj", up="",
@@ -171,24 +197,19 @@ FAMILIES = {
     ),
     "GraniteForCausalLM": Family(o_bias="attention_bias", mlp_bias="mlp_bias", scales=granite_scales),
     "LlamaForCausalLM": Family(o_bias="attention_bias", mlp_bias="mlp_bias"),
-    "MistralForCausalLM": Family(windows=same_window),
-    "Olmo2ForCausalLM": Family(
-        o_bias="attention_bias", qk_norm="all",
-        tensors=TensorNames(
-            input_norm="", attention_out_norm="post_attention_layernorm", post_norm="",
-            mlp_out_norm="post_feedforward_layernorm",
-        ),
-    ),
+    "MistralForCausalLM": Family(windows=same_window, defaults={"sliding_window": 4096}),
+    "Olmo2ForCausalLM": OLMO_2,
+    "Olmo3ForCausalLM": OLMO_3,
     "Phi3ForCausalLM": Family(
-        qkv_bias=False, windows=phi3_window,
+        qkv_bias=False, windows=same_window,
         tensors=TensorNames(q="self_attn.qkv_proj", k="", v="", gate="mlp.gate_up_proj", up=""),
     ),
     "Qwen2ForCausalLM": Family(qkv_bias=True, windows=windows_by_layer),
     "Qwen3ForCausalLM": Family(
-        o_bias="attention_bias", qk_norm="head", head_dim=128, windows=windows_by_layer
+        o_bias="attention_bias", qk_norm="head", windows=windows_by_layer, defaults={"head_dim": 128},
     ),
     "SmolLM3ForCausalLM": Family(
-        o_bias="attention_bias", mlp_bias="mlp_bias", tied=True, rope_at_intervals=True,
-        windows=windows_by_layer,
+        o_bias="attention_bias", mlp_bias="mlp_bias", windows=windows_by_layer,
+        defaults={"tie_word_embeddings": True, "no_rope_layer_interval": 4},
     ),
 }  # fmt: skip

@@ -46,14 +46,9 @@ class RopeConfig:
 
 
 def rope_configs(
-    config: dict[str, Any],
-    head_dim: int,
-    windows: Sequence[int | None],
-    interleaved: bool = False,
-    at_intervals: bool = False,
+    config: dict[str, Any], head_dim: int, windows: Sequence[int | None], interleaved: bool = False
 ) -> tuple[RopeConfig, ...]:
-    """Return the rotary parameters of each layer. ``windows``: of each layer; ``at_intervals``: layers go
-    without where config.json names none of them, too.
+    """Return the rotary parameters of each layer. ``windows``: of each layer.
 
     config.json has ``rope_parameters`` (transformers 5), of all layers or by their kind, or ``rope_theta``,
     ``rope_local_base_freq`` (of layers with a window) and ``rope_scaling`` (older files).
@@ -68,8 +63,7 @@ def rope_configs(
     kinds = [_rope_config(of, head_dim, interleaved) for of in (full, local)]
     without = RopeConfig(0)
     rotated = config.get("no_rope_layers")  # of each layer: 1, or 0 for one without
-    if rotated is None and at_intervals:
-        interval = int(config.get("no_rope_layer_interval", 4))
+    if rotated is None and (interval := int(config.get("no_rope_layer_interval") or 0)):
         rotated = [(i + 1) % interval for i in range(len(windows))]
     if rotated is not None and len(rotated) != len(windows):
         raise ModelConfigError(

@@ -75,9 +75,14 @@ def check_tensors(
     ignored: tuple[str, ...],
 ) -> None:
     """All of ``expected`` is there in the right shape, and nothing else but names that end in one of
-    ``ignored``. Raises WeightsError."""
+    ``ignored``, or begin with one that ends with a dot. Raises WeightsError."""
     missing = sorted(expected.keys() - found.keys())
-    unexpected = sorted(name for name in found.keys() - expected.keys() if not name.endswith(ignored))
+    beginnings = tuple(part for part in ignored if part.endswith("."))
+    unexpected = sorted(
+        name
+        for name in found.keys() - expected.keys()
+        if not name.endswith(ignored) and not name.startswith(beginnings)
+    )
     if missing or unexpected:
         problems = [
             f"{len(names)} {what}: {_some(names)}"

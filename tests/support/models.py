@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Gemma3Config,
     Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
@@ -21,6 +24,8 @@ from transformers import (
     MistralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
@@ -65,7 +70,32 @@ LONGROPE = {  # heads of 16 numbers, 12 of them rotated; transformers chooses fa
         "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
     },
 }
-FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = {
+GEMMA_3 = {
+    "head_dim": 24,
+    "sliding_window": 24,
+    "query_pre_attn_scalar": 20,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0},
+    },
+}
+
+
+def gemma3_in_parts(**text: Any) -> Gemma3Config:
+    """With the smallest part for images."""
+    images = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    return Gemma3Config(text_config=text, vision_config=images, mm_tokens_per_image=4)
+
+
+FAMILIES: dict[str, tuple[type[PreTrainedModel], Callable[..., Any], dict[str, Any]]] = {
     "llama2": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 4}),
     "llama3": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LLAMA3_ROPE, "eos_token_id": [257, 258]}),
     "llama_biases": (
@@ -103,20 +133,8 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = {
         },
     ),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 32, "tie_word_embeddings": True}),
-    "gemma3": (
-        Gemma3ForCausalLM,
-        Gemma3TextConfig,
-        {
-            "head_dim": 24,
-            "sliding_window": 24,
-            "query_pre_attn_scalar": 20,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "rope_parameters": {
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
-                "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0},
-            },
-        },
-    ),
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, GEMMA_3),
+    "gemma3_in_parts": (Gemma3ForConditionalGeneration, gemma3_in_parts, GEMMA_3),
     "glm4": (Glm4ForCausalLM, Glm4Config, {"head_dim": 16}),
     "granite": (
         GraniteForCausalLM,
@@ -129,6 +147,23 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = {
         },
     ),
     "olmo2": (Olmo2ForCausalLM, Olmo2Config, {}),
+    "olmo3": (
+        Olmo3ForCausalLM,
+        Olmo3Config,
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 24,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e3,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 128,
+                },
+            },
+        },
+    ),
     "phi3": (Phi3ForCausalLM, Phi3Config, {"sliding_window": 24}),
     "phi4_mini": (Phi3ForCausalLM, Phi3Config, {**LONGROPE, "tie_word_embeddings": True}),
     "phi4_mini_short": (Phi3ForCausalLM, Phi3Config, {**LONGROPE, "original_max_position_embeddings": 512}),
@@ -184,6 +219,8 @@ def _make_decisive(model: PreTrainedModel, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
+            if "vision" in name or "projector" in name:
+                continue
             if name.endswith("norm.weight"):
                 tensor.copy_(1 + 0.2 * torch.randn(tensor.shape, generator=generator))
             elif name.endswith("bias"):
