@@ -105,8 +105,3 @@ class ReasoningParser:
             return ""
         self._mode = "answer skipping space"
         return after
-
-
-def thinks_already(prompt: str, marks: ThoughtMarks) -> bool:
-    """Whether the chat template has opened a thought that the model goes on with."""
-    return prompt.rstrip(SPACE).endswith(marks.opens)

@@ -10,7 +10,7 @@ from .call_formats import FORMATS, MISTRAL_LIST, CallFormat, ToolStyle
 from .call_parser import CallParser
 from .events import OutputParser
 from .harmony import HARMONY_MARKS, HarmonyParser
-from .reasoning import THOUGHTS, ReasoningParser, ThoughtMarks, ThoughtStyle, thinks_already
+from .reasoning import SPACE, THOUGHTS, ReasoningParser, ThoughtMarks, ThoughtStyle
 
 ToolParserOption = Literal["auto", ToolStyle]
 ReasoningOption = Literal["auto", "none", ThoughtStyle]
@@ -85,8 +85,8 @@ class ChatStyle:
         return MISTRAL_LIST if old else FORMATS[self.tools]
 
     def thinks_already(self, prompt: str) -> bool:
-        """Whether the prompt ends within a thought."""
-        return self.thought_marks is not None and thinks_already(prompt, self.thought_marks)
+        """Whether the chat template has opened a thought that the model goes on with."""
+        return self.thoughts is not None and prompt.rstrip(SPACE).endswith(THOUGHTS[self.thoughts].opens)
 
     def parser(self, tools: Mapping[str, Any], prompt: str) -> OutputParser:
         """Return a new parser of one answer to the prompt that ends like this. ``tools``: the parameters'
