@@ -39,10 +39,9 @@ class HttpSettings(BaseModel):
         default="",
         max_length=65_536,
         description="Names of this server that requests may have in Host, with commas between; * in one "
-        "stands for anything, alone for all. Always allowed: IP addresses, localhost, the name "
-        "of this machine, --host; with --open-access on other than loopback also names without "
-        "a dot or of a private domain (.svc, .cluster.local, .internal, .local, .home.arpa). "
-        "Default: all where API keys are asked for, else no others.",
+        "stands for anything, alone for all. Always allowed: IP addresses, localhost, this machine's name, "
+        "--host; with --open-access also names without a dot or of a private domain (.svc, .cluster.local, "
+        ".internal, .local, .home.arpa). Default: all where API keys are asked for, else no others.",
     )
     allowed_origins: str = Field(
         default="",
