@@ -18,13 +18,15 @@ from ..traces.request import TraceRequest
 from .errors import SimulationError
 from .search.candidates import Hardware, Kind
 from .search.demand import good_alone
-from .search.goal import Goal, Limits
-from .search.goodput import Load, Question, sketch
+from .search.goal import Goal, Limits, settings_of, shapes
+from .search.goodput import PRECISION, Load, Question, sketch, sketched_goodput
 from .search.hardware_file import read_hardware
 from .search.launch import write_launch
+from .search.pareto import pareto_table
 from .search.plan import Plan
 from .search.plan_json import as_json
 from .search.search import search
+from .search.stopped import Stopped
 from .search.words import sentences
 from .settings import PlanSettings
 from .simulator.cluster import alone_on_their_hosts
@@ -32,6 +34,9 @@ from .simulator.report import slo_words
 from .simulator.slo import parse_slo
 
 MOST_CHECKED = 50_000
+FEWEST_PLANNED = 500
+MOST_PLANNED = 4_000
+"""Requests to plan on where their number is not given."""
 
 
 def plan(settings: PlanSettings) -> int:
@@ -42,14 +47,24 @@ def plan(settings: PlanSettings) -> int:
     question = Question.of(hardware, the_load(settings), parse_slo(settings.slo), settings.seed)
     require_reachable(question, max(settings.chunks))
     goal = the_goal(settings, question)
+    if settings.requests is None:
+        question = with_enough(question, goal)
     if warning := alone_on_their_hosts(settings.workers_per_host, (kind.profile for kind in hardware.kinds)):
         console.print(f"[yellow]{warning}[/yellow]", highlight=False)
     processes = settings.jobs or os.cpu_count() or 1
-    with console.status("bounds") as status:
-        found = search(question, goal, processes, status.update, with_curves=settings.plot_file is not None)
+    try:
+        with console.status("bounds") as status:
+            found = search(
+                question, goal, processes, status.update, with_curves=settings.plot_file is not None
+            )
+    except Stopped as stopped:
+        console.print(str(stopped), highlight=False)
+        return 130
     found.warnings += beyond(settings.trace, found)
     for line in sentences(found):
         console.print(line, highlight=False)
+    if (table := pareto_table(found)) is not None:
+        console.print(table)
     console.print(f"Took {time.monotonic() - began:.0f} s.", highlight=False)
     if settings.json_file is not None:
         settings.json_file.write_bytes(orjson.dumps(as_json(found), option=orjson.OPT_INDENT_2) + b"\n")
@@ -66,7 +81,7 @@ def launch(path: Path, found: Plan, console: Console) -> None:
     """The recommended cluster's configuration: colocated workers are started as mixed ones."""
     hardware, winner, bounds = found.question.hardware, found.winner, slo_words(found.question.level.bounds)
     comment = (
-        f"splitserve plan: {hardware.words(winner.candidate)}, for {winner.goodput:.2f} requests/s "
+        f"splitserve plan: {hardware.words(winner.candidate)}, for {found.served:.2f} requests/s "
         f"with {bounds}"
     )
     write_launch(path, hardware, winner.candidate, ". ".join([comment, *found.warnings]))
@@ -79,14 +94,15 @@ def the_hardware(settings: PlanSettings) -> Hardware:
     if settings.hardware is not None:
         return replace(read_hardware(settings.hardware), workers_per_host=settings.workers_per_host)
     assert settings.profile is not None, "one of the two is given"
-    profile = Profile.read(settings.profile)
-    return Hardware((Kind.of(profile, settings.gpus_per_worker or profile.gpus),), settings.workers_per_host)
+    profiles = [Profile.read(Path(name)) for name in str(settings.profile).split(",")]
+    kinds = tuple(Kind.of(profile, settings.gpus_per_worker or profile.gpus) for profile in profiles)
+    return Hardware(kinds, settings.workers_per_host)
 
 
 def the_load(settings: PlanSettings) -> Load:
-    """The first requests of the trace."""
+    """The first requests of the trace: as many as are asked for, or all that may be needed."""
     trace = open_trace(settings.trace)
-    requests = tuple(islice(trace, settings.requests))
+    requests = tuple(islice(trace, settings.requests or MOST_PLANNED))
     if len(requests) < 20:
         raise SimulationError(f"{settings.trace} has {len(requests)} requests: too few to plan on")
     return Load(requests, trace.block_size)
@@ -109,6 +125,24 @@ def the_goal(settings: PlanSettings, question: Question) -> Goal:
             where = "write it into the profile, or into the file of --hardware"
             raise SimulationError(f"the {what} of {', '.join(names)} is not known: {where}")
     return Goal(settings.objective, limits, settings.rate or question.load.rate, settings.chunks)
+
+
+def with_enough(question: Question, goal: Goal) -> Question:
+    """The question for the first requests, whose number is doubled until the sketched goodput settles.
+
+    The goodput is of the cluster that means favour; it has settled when it changes by less than PRECISION."""
+    all_shapes = shapes(question.hardware, goal.limits)
+    chosen = [one for shape in all_shapes for one in settings_of(question, goal, shape)]
+    candidate = max(chosen, key=question.bound, default=None)
+    num, before = FEWEST_PLANNED, 0.0
+    while candidate is not None and num < len(question.load.requests):
+        load = replace(question.load, requests=question.load.requests[:num])
+        part = Question.of(question.hardware, load, question.level, question.seed)
+        goodput = sketched_goodput(part, candidate)
+        if abs(goodput - before) <= PRECISION * goodput:
+            return part
+        before, num = goodput, 2 * num
+    return question
 
 
 def require_reachable(question: Question, max_batch_tokens: int) -> None:

@@ -220,8 +220,8 @@ class PlanSettings(BaseModel):
     trace: Path = Field(description="The requests to plan for: any trace that `splitserve trace` reads.")
     profile: Path | None = Field(
         default=None,
-        description="Profile of a worker: a file, or a name such as llama-3.1-70b-fp8@8xh100. This or "
-        "--hardware.",
+        description="Profile of a worker: a file, or a name such as llama-3.1-70b-fp8@8xh100; or some with "
+        "commas, to choose from. This or --hardware.",
     )
     hardware: Path | None = Field(
         default=None,
@@ -257,11 +257,12 @@ class PlanSettings(BaseModel):
         default=None, gt=0, description="Highest power of all workers together, each at what its role draws."
     )
     workers_per_host: int = Field(default=1, ge=1, le=100_000, description=WORKERS_PER_HOST)
-    requests: int = Field(
-        default=1000,
+    requests: int | None = Field(
+        default=None,
         ge=20,
         le=10_000_000,
-        description="Number of the trace's requests to plan on; the plan warns if they are too few.",
+        description="Number of the trace's requests to plan on. Default: until more do not change the "
+        "goodput, at most 4,000.",
     )
     chunk_budgets: str = Field(
         default="512,2048",

@@ -80,9 +80,9 @@ def content_of(name: str) -> dict[str, Any]:
 
 def _shape(model: str) -> Shape:
     """Raises ValueError."""
-    if model in MODELS:
-        return shape_of(MODELS[model])
-    path = Path(model) / "config.json"
+    path, name = Path(model) / "config.json", Path(model).name
+    if name in MODELS and not path.exists():
+        return shape_of(MODELS[name])
     try:
         return shape_of(json.loads(path.read_bytes()))
     except OSError:

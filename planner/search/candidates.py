@@ -30,6 +30,12 @@ class Kind:
         """A kind with the profile's price and power."""
         return cls(profile.name, profile, gpus, profile.price_per_hour, profile.power)
 
+    def hands_to(self, other: Kind) -> bool:
+        """Whether the other's blocks hold the same: as many tokens, of equally quantised weights."""
+        mine, theirs = self.profile, other.profile
+        alike = mine.numerics is None or theirs.numerics is None or mine.numerics == theirs.numerics
+        return alike and mine.memory.block_size == theirs.memory.block_size
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -182,3 +188,12 @@ def with_mover(profile: Profile, mover: str) -> Profile:
             f"the profile {profile.name} has not measured the mover {mover}; it knows {known}"
         )
     return profile.model_copy(update={"handoff": profile.movers[mover]})
+
+
+def middle_first(candidates: list[Candidate]) -> list[Candidate]:
+    """Five of them, evenly spread; all if they are few."""
+    return (
+        candidates
+        if len(candidates) <= 4
+        else [candidates[round(i * (len(candidates) - 1) / 4)] for i in range(5)]
+    )

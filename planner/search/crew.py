@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from typing import Any, TypeVar
 
 from .goodput import Question
@@ -38,11 +39,17 @@ def crew(question: Question, num_processes: int) -> Iterator[Crew]:
         yield Crew(question, 1, None)
         return
     with ProcessPoolExecutor(num_processes, get_context("spawn"), _remember, (question,)) as pool:
-        yield Crew(question, num_processes, pool)
+        try:
+            yield Crew(question, num_processes, pool)
+        except BaseException:
+            for process in active_children():  # else the pool waits for their simulations
+                process.terminate()
+            raise
 
 
 def _remember(question: Question) -> None:
     global _question
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that prints the answer
     _question = question
 
 

@@ -12,8 +12,7 @@ from .plan import Plan
 
 
 def add_curves(plan: Plan, crew: Crew, rate: float) -> None:
-    """Add attainment over the rate of the ratios around the best, and what clusters of other sizes would give
-    at four fifths."""
+    """Add attainment over the rate of the ratios around the best."""
     split, shown = (
         plan.split.candidate,
         {plan.winner.candidate, plan.split.candidate, plan.colocated.candidate},
@@ -23,6 +22,11 @@ def add_curves(plan: Plan, crew: Crew, rate: float) -> None:
     rates = [rate * share for share in (0.4, 0.6, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5)]
     seen = iter(crew.ask(glance, [(c, r) for c in near.values() for r in rates]))
     plan.curves = {c: [next(seen) for _ in rates] for c in near.values()}
+
+
+def add_sizes(plan: Plan, crew: Crew, rate: float) -> None:
+    """Add what clusters of other sizes would give at four fifths of the rate."""
+    split = plan.split.candidate
     most = 1.0 if plan.goal.objective == "goodput" else 2.0
     sizes = [*_other_sizes(split, most), *_other_colocated(plan.colocated.candidate, most)]
     plan.sizes = dict(zip(sizes, crew.ask(glance, [(c, 0.8 * rate) for c in sizes]), strict=True))

@@ -98,7 +98,7 @@ def shapes(hardware: Hardware, limits: Limits) -> Iterator[Candidate]:
         for d, decode in enumerate(hardware.kinds):
             if not prefill.prefills or not decode.decodes:
                 continue
-            if prefill.profile.memory.block_size == decode.profile.memory.block_size:  # else no block fits
+            if prefill.hands_to(decode):
                 yield from _splits(hardware, limits, p, d)
 
 

@@ -75,6 +75,11 @@ class Plan:
         return self.value(self.best) >= self.value(self.colocated)
 
     @property
+    def served(self) -> float:
+        """Requests/s that the winner serves for long, as far as that is known."""
+        return self.winner.goodput if self.sustained is None else self.sustained
+
+    @property
     def num_simulated(self) -> int:
         looked = [self.relaxed, *(one for _, one in self.others)] + [self.at_goodput] * (
             self.at_goodput is not self.winner.best

@@ -11,15 +11,16 @@ from collections.abc import Callable, Iterable
 from math import ceil
 
 from ..errors import SimulationError
-from .candidates import Candidate
+from .candidates import Candidate, middle_first
 from .crew import Crew, crew
-from .curves import add_curves
+from .curves import add_curves, add_sizes
 from .goal import Goal, energy_wh, mixtures, settings_of, shapes
 from .goodput import Answer, Question, sketched_goodput
 from .look import Look
 from .looks import answered, by_chance, glance, if_slower, look, sketched
 from .plan import GROWTH, Growth, Means, Plan
 from .smallest import smallest, smallest_that_serve
+from .stopped import so_far
 
 NEARLY = 0.93
 """A candidate whose sketch is this near to the best one's is simulated too."""
@@ -34,6 +35,8 @@ KINDS: tuple[Callable[[Candidate], bool], ...] = (
     lambda c: not c.prefill,
 )
 """Pure splits, splits with colocated workers, colocated workers alone."""
+NOTHING = Answer(Candidate(0, 0, 0, 1, 1), 0.0)
+"""The answer without candidates."""
 Report = Callable[[str], None]
 
 
@@ -43,15 +46,27 @@ def search(
     """Search for the plan. ``report`` gets a sentence for each stage. Raises SimulationError if nothing can
     be built."""
     with crew(question, processes) as workers:
-        return _Search(question, goal, workers, report).run(with_curves)
+        known, sketched = dict[Candidate, Answer](), dict[Candidate, tuple[float, Candidate]]()
+        try:
+            return _Search(question, goal, workers, report, known, sketched).run(with_curves)
+        except KeyboardInterrupt:
+            raise so_far(question, goal, known.values(), sketched.values()) from None
 
 
 class _Search:
     """What the stages share."""
 
-    def __init__(self, question: Question, goal: Goal, workers: Crew, report: Report) -> None:
+    def __init__(
+        self,
+        question: Question,
+        goal: Goal,
+        workers: Crew,
+        report: Report,
+        known: dict[Candidate, Answer],
+        best_sketched: dict[Candidate, tuple[float, Candidate]],  # by shape
+    ) -> None:
         self._question, self._goal, self._crew, self._report = question, goal, workers, report
-        self._known: dict[Candidate, Answer] = {}
+        self._known, self._best_sketched = known, best_sketched
 
     def run(self, with_curves: bool) -> Plan:
         self._report("sketching")
@@ -114,6 +129,7 @@ class _Search:
             plan.sustained = min(
                 winner.goodput, sketched_goodput(self._question.repeated(times), winner.candidate)
             )
+        add_sizes(plan, self._crew, rate)
         if with_curves:
             self._report("curves")
             add_curves(plan, self._crew, rate)
@@ -145,7 +161,7 @@ class _Search:
     def _best_settings(self, candidates: list[Candidate]) -> dict[Candidate, float]:
         """Best bound first, and of one shape only what beats its best settings known."""
         waiting = sorted(candidates, key=self._question.bound, reverse=True)
-        best: dict[Candidate, tuple[float, Candidate]] = {}  # by shape
+        best = dict[Candidate, tuple[float, Candidate]]()
         at_once = 4 * self._crew.num_processes
         while waiting:
             now, waiting = waiting[:at_once], waiting[at_once:]
@@ -155,7 +171,7 @@ class _Search:
             ):
                 shape = one.shape
                 if goodput > best.get(shape, (0.0, one))[0] or shape not in best:
-                    best[shape] = (goodput, one)
+                    best[shape] = self._best_sketched[shape] = (goodput, one)
         return {one: goodput for goodput, one in best.values()}
 
     def _families(self, sketches: dict[Candidate, float]) -> list[list[Candidate]]:
@@ -175,9 +191,7 @@ class _Search:
     def _best_ones(self) -> tuple[Answer, Answer, Answer, Answer]:
         """The best simulated ones: pure split, with disaggregation, colocated, of all."""
         split, partly, together = (
-            max(
-                (a for a in self._known.values() if kind(a.candidate)), key=self._value_of, default=_nothing()
-            )
+            max((a for a in self._known.values() if kind(a.candidate)), key=self._value_of, default=NOTHING)
             for kind in KINDS
         )
         best = max((split, partly), key=self._value_of)
@@ -257,7 +271,7 @@ class _Search:
             )
             seen = [
                 (one, glance(self._question, (one, rate)))
-                for one in _middle_first(tried)
+                for one in middle_first(tried)
                 if self._question.bound(one) >= rate
             ]
             enough = [(one, s) for one, s in seen if s.attainment >= self._question.level.attainment]
@@ -273,11 +287,6 @@ class _Search:
         return chosen, self._question.bound(chosen)
 
 
-def _nothing() -> Answer:
-    """The answer without candidates."""
-    return Answer(Candidate(0, 0, 0, 1, 1), 0.0)
-
-
 def _seen_at(one: Answer, rate: float) -> Look | None:
     return one.best if one.best is not None and one.best.rate == rate else None
 
@@ -288,11 +297,3 @@ def _in_front(
     value: Callable[[Candidate, float], float],
 ) -> list[Candidate]:
     return sorted(candidates, key=lambda c: value(c, sketches[c]), reverse=True)
-
-
-def _middle_first(candidates: list[Candidate]) -> list[Candidate]:
-    return (
-        candidates
-        if len(candidates) <= 4
-        else [candidates[round(i * (len(candidates) - 1) / 4)] for i in range(5)]
-    )

@@ -29,11 +29,7 @@ def _families(question: Question) -> Iterator[Candidate]:
         if prefill.prefills and prefill.decodes:
             yield Candidate(0, 0, 1, 1, 1, p, p)
         for d, decode in kinds:
-            if (
-                prefill.prefills
-                and decode.decodes
-                and prefill.profile.memory.block_size == decode.profile.memory.block_size
-            ):
+            if prefill.prefills and decode.decodes and prefill.hands_to(decode):
                 yield Candidate(1, 1, 0, 1, 1, p, d)
 
 

@@ -8,8 +8,7 @@ from ..simulator.report import slo_words
 from .goodput import LOWEST, Answer
 from .look import Look
 from .plan import GROWTH, Plan
-
-NEARLY_AS_GOOD = 0.95
+from .verdict import compared, whether_to_disaggregate
 
 
 def sentences(plan: Plan) -> list[str]:
@@ -24,13 +23,10 @@ def sentences(plan: Plan) -> list[str]:
                 "or shorten what is asked."
             ),
         ]
-    gpus = plan.question.hardware.num_gpus(winner.candidate)
     lines = [
+        *_refused(plan),
         f"Recommended: {plan.question.hardware.words(winner.candidate)}, {_options(winner)}.",
-        (
-            f"It serves {winner.goodput:.2f} requests/s ({winner.goodput / gpus:.3f} a GPU) with "
-            f"{asked}.{_spread(plan)}{_if_slower(plan)}"
-        ),
+        _served(plan, asked),
         *_at_most(plan),
         *_costs(plan),
         f"At that rate: {_latencies(plan)}; busy: {_busy(plan.at_goodput)}.",
@@ -51,11 +47,56 @@ def sentences(plan: Plan) -> list[str]:
     )
     extrapolated = plan.at_goodput.extrapolated.items()
     lines += [
+        f"Step times of {kind.name} are {kind.profile.source.partition(':')[0]}."
+        for kind in plan.question.hardware.kinds
+        if kind.profile.source.startswith("computed")
+    ]
+    lines += [
         f"Extrapolated: {what} in {share:.1%} of the steps; profile further out."
         for what, share in extrapolated
     ]
     lines.append("TPOT here is (last token - first token) / (tokens - 1). " + _effort(plan))
     return lines + plan.warnings
+
+
+def _refused(plan: Plan) -> list[str]:
+    """The requests that no cluster serves, which come first."""
+    longest = max(kind.profile.memory.max_model_len for kind in plan.question.hardware.kinds)
+    requests = plan.question.load.requests
+    num = sum(r.num_prompt_tokens >= longest for r in requests)
+    if not num:
+        return []
+    return [
+        f"Refused at any rate: {num:,} of {len(requests):,} requests ({num / len(requests):.1%}), longer "
+        f"than the model's {longest:,} tokens. No percentile below has them in it; no cluster changes that."
+    ]
+
+
+def _served(plan: Plan, asked: str) -> str:
+    """The rate that is sustained, and its range."""
+    rate = plan.winner.goodput
+    if plan.sustained is not None:
+        lead = (
+            f"It serves {_for_long(plan)} requests/s for long (sketched) with {asked}; "
+            f"these alone, {rate:.2f}."
+        )
+    else:
+        gpus = plan.question.hardware.num_gpus(plan.winner.candidate)
+        hours = gpus * _hours_a_million(plan)
+        lead = (
+            f"It serves {rate:.2f} requests/s ({rate / gpus:.3f} a GPU; {hours:.2f} GPU hours a million "
+            f"output tokens) with {asked}."
+        )
+    return f"{lead}{_spread(plan)}{_if_slower(plan)}"
+
+
+def _for_long(plan: Plan) -> str:
+    return f"about {plan.sustained:.2f}" if plan.sustained else f"less than {plan.winner.bound / LOWEST:.2f}"
+
+
+def _hours_a_million(plan: Plan) -> float:
+    """Hours in which the winner generates a million tokens at its goodput."""
+    return 1e6 / (3600 * plan.winner.goodput * plan.question.demand.output)
 
 
 def _at_rate(plan: Plan) -> str:
@@ -109,13 +150,12 @@ def _at_most(plan: Plan) -> list[str]:
             "requests, or on tighter bounds, to tell more."
         )
     if plan.sustained is not None:
-        lasts_s, least = len(plan.question.load.requests) / winner.goodput, winner.bound / LOWEST
-        for_long = f"about {plan.sustained:.2f}" if plan.sustained > 0 else f"less than {least:.2f}"
+        lasts_s = len(plan.question.load.requests) / winner.goodput
         lines.append(
             f"At that rate these requests last {lasts_s:.1f} s, and one lives {plan.life_s:.1f} s: they are "
-            f"over before the cluster has filled. If they came over and over it would serve {for_long} "
-            "requests/s (sketched); what follows about others is as optimistic. Plan on more "
-            "(--requests)."
+            "over before the cluster has filled. If they came over and over it would serve "
+            f"{_for_long(plan)} requests/s (sketched); what follows about others is as optimistic. Plan on "
+            "more (--requests)."
         )
     return lines
 
@@ -127,7 +167,7 @@ def _costs(plan: Plan) -> list[str]:
     if price is not None:
         lines.append(
             f"That is {price:.2f} an hour, {price / (3.6 * winner.goodput):.4f} a thousand good "
-            "requests at that rate."
+            f"requests at that rate, {price * _hours_a_million(plan):.2f} a million output tokens."
         )
     if watts is not None and plan.energy_wh is not None:
         lines.append(
@@ -230,50 +270,3 @@ def _effort(plan: Plan) -> str:
         f"{len(plan.sketches)} clusters at their best settings were sketched, {len(plan.answers)} "
         f"simulated{sketch}: {plan.num_simulated:,} requests."
     )
-
-
-# --- whether to disaggregate at all ---------------------------------------------------------------
-
-
-def whether_to_disaggregate(plan: Plan) -> str:
-    """One sentence. Both sides are in it, but the one that is recommended."""
-    sides = [
-        ("purely split", plan.split, ""),
-        ("the same GPUs colocated with chunked prefill", plan.colocated, " in turn with steps of sequences"),
-    ]
-    others = [f"{name}{_described(plan, one, turns)}" for name, one, turns in sides if one is not plan.winner]
-    return f"{_verdict(plan)}: {'; '.join(others)}."
-
-
-def _verdict(plan: Plan) -> str:
-    if plan.is_at_most(plan.best) and plan.is_at_most(plan.colocated):
-        return "Whether to disaggregate this load does not tell"
-    if not plan.disaggregates:
-        return "Do not disaggregate"
-    if plan.goal.objective == "goodput" and plan.colocated.goodput > NEARLY_AS_GOOD * plan.best.goodput:
-        return "Disaggregating gains little"
-    return "Disaggregate" if plan.winner is plan.split else "Disaggregate in part"
-
-
-def _described(plan: Plan, one: Answer, turns: str) -> str:
-    c = one.candidate
-    if not c.num_workers:
-        return ": cannot be built"
-    what = f", {plan.question.hardware.words(c)}, steps of {c.max_batch_tokens} prompt tokens{turns}"
-    return f"{what}: {compared(plan, one)}"
-
-
-def compared(plan: Plan, one: Answer) -> str:
-    """What another cluster would do, in the goal's units, and by how much that is more or less than the
-    recommended one."""
-    if one.goodput <= 0:
-        lowest = min((rate for rate, _ in one.tried), default=0.0)
-        return (
-            f"not good enough at {lowest:.2f} requests/s, the lowest rate tried" if one.tried else "not tried"
-        )
-    if plan.goal.objective != "goodput" and one.goodput < plan.goal.rate:
-        return f"serves {one.goodput:.2f} requests/s only"
-    ours, theirs = abs(plan.value(plan.winner)), abs(plan.value(one))
-    at_most = "at most " if plan.is_at_most(one) else ""
-    unit = {"goodput": "requests/s", "cost": "an hour", "energy": "Wh a request"}[plan.goal.objective]
-    return f"{at_most}{theirs:.2f} {unit} ({theirs / ours - 1:+.0%})"

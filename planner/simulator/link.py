@@ -17,7 +17,9 @@ HOST, MOVER = "simulated", "shm"
 
 
 class Link:
-    """A process's way to others: it carries one put at a time, and so does that of the other end."""
+    """A process's way to others: it sends one put at a time and receives one at a time.
+
+    A put that waits for a busy receiver does not hold its sender's next ones."""
 
     def __init__(self, pool: Pool) -> None:
         self._handoff, self._memory = pool.profile.handoff, pool.profile.memory
@@ -30,11 +32,13 @@ class Link:
         memory, num_layers = self._memory, num_layers or self._memory.num_layers
         num_bytes = num_blocks * memory.block_bytes * num_layers // memory.num_layers
         num_slices = num_blocks if num_layers < memory.num_layers else 0
-        begin = max(now, self._out_free_at, target._in_free_at)
         rate = min(self._bytes_per_s, target._bytes_per_s)
-        self._out_free_at = target._in_free_at = begin + self._handoff.seconds(num_bytes, num_slices, rate)
+        seconds = self._handoff.seconds(num_bytes, num_slices, rate)
+        begin = max(now, self._out_free_at)
+        self._out_free_at = begin + seconds
+        target._in_free_at = max(begin, target._in_free_at) + seconds
         self.num_bytes_out += num_bytes
-        return self._out_free_at
+        return target._in_free_at
 
 
 class LinkMover:

@@ -13,17 +13,21 @@ from planner.test_simulator import profile
 from splitserve.engine.latency_profile import Piece, Power, Residuals
 from splitserve.planner.errors import SimulationError
 from splitserve.planner.plan_command import plan as plan_command
-from splitserve.planner.plan_command import require_reachable, the_hardware
+from splitserve.planner.plan_command import require_reachable, the_hardware, with_enough
 from splitserve.planner.search.candidates import Candidate, Hardware, Kind
 from splitserve.planner.search.demand import Demand, bound, largest_batch
 from splitserve.planner.search.goal import Goal, Limits, shapes
 from splitserve.planner.search.goodput import Load, Question, answer, num_failed, simulate
 from splitserve.planner.search.hardware_file import read_hardware
 from splitserve.planner.search.looks import glance
+from splitserve.planner.search.pareto import pareto, pareto_table
 from splitserve.planner.search.plan_json import as_json
 from splitserve.planner.search.search import search
+from splitserve.planner.search.stopped import Stopped
 from splitserve.planner.search.words import sentences
 from splitserve.planner.settings import PlanSettings
+from splitserve.planner.simulator.cluster import Pool
+from splitserve.planner.simulator.link import Link
 from splitserve.planner.simulator.slo import ServiceLevel
 from splitserve.planner.simulator.tallies import Slo
 from splitserve.traces.own_format import write_trace
@@ -402,3 +406,85 @@ def test_distserves_own_example_two_prefill_workers_for_one_decode_worker() -> N
     }
     assert bounds == pytest.approx({"1P:2D": 5.6, "2P:1D": 10.0})
     assert max(bounds, key=lambda ratio: bounds[ratio]) == "2P:1D"
+
+
+def test_requests_that_are_too_long_come_first() -> None:
+    asked = question(400, 3, count=60)
+    (kind,) = HARDWARE.kinds
+    longer = kind.profile.memory.max_model_len
+    load = list(asked.load.requests)
+    load[::20] = [replace(r, num_prompt_tokens=longer) for r in load[::20]]
+    asked = Question.of(HARDWARE, Load(tuple(load), None), LEVEL)
+    first, *_ = sentences(search(asked, Goal("goodput", Limits(3), chunks=(512,)), processes=1))
+    assert first.startswith("Refused at any rate: 3 of 60 requests (5.0%), longer than the model's ")
+    assert f"{longer:,} tokens" in first
+
+
+def test_the_sustained_rate_leads_and_costs_are_told_by_tokens() -> None:
+    (kind,) = HARDWARE.kinds
+    hardware = Hardware((replace(kind, price_per_hour=2.0),))
+    asked = Question.of(hardware, question(400, 3, count=60).load, LEVEL)
+    found = search(asked, Goal("goodput", Limits(3), chunks=(512,)), processes=1)
+    message = sentences(found)
+    hours = 1e6 / (3600 * found.winner.goodput * asked.demand.output)
+    assert f"{3 * hours:.2f} GPU hours a million output tokens" in message[1]
+    assert any(f"{6.0 * hours:.2f} a million output tokens" in line for line in message)
+    found.sustained = 1.25
+    assert found.served == 1.25
+    assert sentences(found)[1].startswith("It serves about 1.25 requests/s for long (sketched)")
+
+
+def test_an_interrupted_search_has_its_results_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    asked, goal = question(400, 3, count=24), Goal("goodput", Limits(3), chunks=(512,))
+    for stage, how in (("_around", "simulated"), ("_simulate", "only sketched")):
+        monkeypatch.setattr(f"splitserve.planner.search.search._Search.{stage}", interrupted)
+        with pytest.raises(Stopped, match=rf"Best so far \({how}\): 2P:1D [\d.]+ requests/s"):
+            search(asked, goal, processes=1)
+
+
+def test_the_pareto_table_has_no_cluster_that_another_beats() -> None:
+    found = search(question(400, 3, count=60), Goal("goodput", Limits(4), chunks=(512,)), processes=1)
+    rows = pareto(found)
+    assert rows
+    assert all(seen.attainment >= 0.9 for _, seen in rows)
+    values = [(c.num_workers, seen.ttft_p90_s, seen.tpot_p90_s) for c, seen in rows]
+    assert not any(a != b and all(x <= y for x, y in zip(a, b, strict=True)) for a in values for b in values)
+    table = pareto_table(found)
+    assert table is not None
+    assert table.row_count == len(rows)
+
+
+def test_as_many_requests_are_planned_on_as_the_goodput_depends_on() -> None:
+    steady = tuple(TraceRequest(0.2 * i, 300 + i % 7, 3) for i in range(4000))
+    goal = Goal("goodput", Limits(3), chunks=(512,))
+    asked = Question.of(HARDWARE, Load(steady, None), LEVEL)
+    assert len(with_enough(asked, goal).load.requests) <= 2000
+    bursts = tuple(replace(r, arrival_s=r.arrival_s / (1 + i // 500) ** 2) for i, r in enumerate(steady))
+    harder = Question.of(HARDWARE, Load(tuple(sorted(bursts, key=lambda r: r.arrival_s)), None), LEVEL)
+    assert len(with_enough(harder, goal).load.requests) > len(with_enough(asked, goal).load.requests)
+
+
+def test_degrees_of_parallelism_and_quantisation_are_profiles_to_choose_from(tmp_path: Path) -> None:
+    """Kinds whose weights are quantised unequally do not hand blocks to each other."""
+    names = [f"llama-3.1-8b{q}@{n}xh100" for q, n in (("", 1), ("", 2), ("-fp8", 1))]
+    settings = PlanSettings(
+        trace=tmp_path / "t", profile=Path(",".join(names)), gpus=8, slo="ttft=1@p90", workers_per_host=1
+    )
+    kinds = the_hardware(settings).kinds
+    assert [kind.gpus for kind in kinds] == [1, 2, 1]
+    assert kinds[0].hands_to(kinds[1])
+    assert not kinds[0].hands_to(kinds[2])
+    built = {(c.prefill_kind, c.decode_kind) for c in shapes(the_hardware(settings), Limits(8)) if c.prefill}
+    assert built == {(0, 0), (0, 1), (1, 0), (1, 1), (2, 2)}
+
+
+def test_a_put_that_waits_for_a_busy_receiver_holds_no_other_put() -> None:
+    pool = Pool(role="decode", count=3, profile=profile())
+    first, second, busy, idle = (Link(pool) for _ in range(4))
+    once = first.transfer(busy, 4, None, 0.0)
+    waiting = second.transfer(busy, 4, None, 0.0)
+    assert waiting == pytest.approx(2 * once)
+    assert second.transfer(idle, 4, None, 0.0) == pytest.approx(2 * once)
