@@ -184,6 +184,7 @@ def test_memory_that_cuda_cannot_share_ends_no_start_but_a_forced_one(
 
     monkeypatch.setattr(opening, "LoadedCudart", refuse)
     monkeypatch.setattr(opening, "TcpTarget", lambda *_: SimpleNamespace(data_address=lambda _: "", fd=None))
+    monkeypatch.setattr(opening, "gpu_of", lambda _: "a")
     pool: Any = SimpleNamespace(pointer=0, device=SimpleNamespace(index=0))
 
     def targets(*movers: str) -> MoverTargets:
