@@ -116,8 +116,9 @@ def test_layers_are_fused_for_as_many_rows_as_all_linears_are_ours(rows: int, pa
     kernels = native_cpu.NativeCpuKernels(1, native_cpu._cpu.instruction_sets()[0], choices)
     norm = torch.ones(32, dtype=torch.bfloat16)
     linears = [kernels.linear(weight, None) for _ in range(4)]
+    qkv, o, gate_up, down = linears
     layer = native_cpu.LayerParts(
-        norm, linears[0], None, None, linears[1], norm, linears[2], linears[3], None, 16
+        norm, qkv, None, None, False, norm, o, None, norm, gate_up, "silu", down, None, None, 16
     )
     fused = kernels.fuse_layers([layer], 1e-5)
     assert (fused is not None) == bool(packed)
