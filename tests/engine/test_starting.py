@@ -45,7 +45,9 @@ def test_layers_are_loaded_side_by_side_and_in_their_order(tmp_path: Path) -> No
 
     with Checkpoint(tmp_path) as checkpoint, torch.inference_mode():
         plain = [
-            DecoderLayer(config, i, LayerLoader(checkpoint, TorchKernels(), torch.float32, CPU))
+            DecoderLayer(
+                config, i, LayerLoader(checkpoint, TorchKernels(), torch.float32, CPU), torch.ones(1)
+            )
             for i in range(6)
         ]
         model = DecoderModel(
