@@ -61,9 +61,11 @@ async def generate_load(
     requests: Sequence[LoadRequest] | None = None,
     key: str = "",
     tls: ssl.SSLContext | None = None,
+    reuses_connections: bool = True,
 ) -> tuple[list[Sample], float]:
     """Send ``requests``, or those that the settings plan. Return the samples and the seconds from the first
-    start to the last end. ``key``, ``tls``: see ``main``.
+    start to the last end. ``key``, ``tls``: see ``main``. ``reuses_connections``: False for a server that
+    closes them without announcing it.
 
     Raises LoadError.
     """
@@ -71,7 +73,7 @@ async def generate_load(
     if not requests:
         raise LoadError(f"{settings.trace} has no requests")
     timeout = aiohttp.ClientTimeout(total=settings.timeout_s, connect=30)
-    connector = aiohttp.TCPConnector(limit=0, ssl=tls or True)
+    connector = aiohttp.TCPConnector(limit=0, ssl=tls or True, force_close=not reuses_connections)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     async with aiohttp.ClientSession(
         settings.url.rstrip("/"), headers=headers, timeout=timeout, connector=connector

@@ -2,7 +2,7 @@
 
     python -m splitserve.bench.peers.gguf_export /tmp/llama-125m --out /tmp/llama-125m.gguf [--type Q8_0]
     llama-server -m /tmp/llama-125m.gguf -t 2 -np 32 -c 65536 --no-cache-prompt --port 8001
-    python -m splitserve.bench.peers.peer --url http://127.0.0.1:8001 --name llama.cpp
+    python -m splitserve.bench.peers.peer --url http://127.0.0.1:8001 --name llama.cpp --new-connections
 
 Needs the packages ``gguf`` and ``safetensors``. Norms stay float32; the rows of Q and K are in the order of
 GGUF, in which the two numbers that rope rotates lie side by side.

@@ -38,11 +38,13 @@ LOADS: dict[str, dict[str, Any]] = {
 }
 
 
-def measure(url: str, loads: list[str], num_requests: list[int] | None = None) -> dict[str, float]:
+def measure(
+    url: str, loads: list[str], num_requests: list[int] | None = None, reuses_connections: bool = True
+) -> dict[str, float]:
     """The figures by name: times in milliseconds, rates in output tokens a second."""
     figures: dict[str, float] = {}
     for seed, name in enumerate(loads):
-        report = _run(url, name, seed, num_requests[seed] if num_requests else None)
+        report = _run(url, name, seed, num_requests[seed] if num_requests else None, reuses_connections)
         if name.startswith("single"):
             figures[f"ttft_ms_{name[7:]}"] = report.latencies["ttft"]["p50"] * 1e3
         if name == "single_512":
@@ -54,10 +56,10 @@ def measure(url: str, loads: list[str], num_requests: list[int] | None = None) -
     return figures
 
 
-def _run(url: str, name: str, seed: int, num_requests: int | None) -> Report:
+def _run(url: str, name: str, seed: int, num_requests: int | None, reuses_connections: bool) -> Report:
     load = {**LOADS[name], "requests": num_requests or LOADS[name]["requests"]}
     settings = LoadSettings(url=url, vocab_size=30_000, seed=seed, timeout_s=900, **load)
-    samples, duration_s = asyncio.run(generate_load(settings))
+    samples, duration_s = asyncio.run(generate_load(settings, reuses_connections=reuses_connections))
     report = summarize(samples, duration_s)
     if report.num_failed:
         raise SystemExit(f"{report.num_failed} of {report.num_requests} requests failed: {report.errors}")
@@ -82,6 +84,11 @@ def main() -> None:
     parser.add_argument("--name", required=True, help="what the server is, with version and options")
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
     parser.add_argument("--requests", type=int, nargs="+", help="of each of the loads, for slow servers")
+    parser.add_argument(
+        "--new-connections",
+        action="store_true",
+        help="one for each request, for a server that closes them without announcing it (llama.cpp)",
+    )
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument(
         "--against", type=Path, help="figures of this script for the other server: print the ratios"
@@ -89,7 +96,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.requests and len(arguments.requests) != len(arguments.loads):
         parser.error(f"--requests: {len(arguments.requests)} numbers for {len(arguments.loads)} loads")
-    figures = measure(arguments.url, arguments.loads, arguments.requests)
+    figures = measure(arguments.url, arguments.loads, arguments.requests, not arguments.new_connections)
     result: dict[str, Any] = {"environment": environment(), "name": arguments.name, "figures": figures}
     if arguments.against:
         other = json.loads(arguments.against.read_text())
