@@ -78,7 +78,8 @@ async def terminal(
     """Run a command in a terminal; end it afterwards."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, columns, 0, 0))
-    variables = {**os.environ, "TERM": "xterm-256color", **(env or {})}
+    inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    variables = {**inherited, "TERM": "xterm-256color", **(env or {})}
 
     def control() -> None:
         """Make it the program's controlling terminal, so that Ctrl-C is a signal."""
