@@ -207,7 +207,7 @@ class _Agent:
     def __init__(self, pool: BlockPool) -> None:
         """Raises MoverError."""
         place = _Place.of(pool)
-        self._kind = place.kind
+        self._pool, self._kind = pool, place.kind  # the memory must be there as long as it is registered
         os.environ.setdefault("UCX_TLS", "^sm,cuda_ipc" if place.kind == "VRAM" else "^sm")
         try:
             api = importlib.import_module("nixl._api")
