@@ -65,7 +65,7 @@ def outcomes(report: str) -> list[Outcome]:
 
 
 def trials(requirements: str, package: str) -> dict[str, dict[str, str]]:
-    """Versions of the clients that tests/clients/test_trials.py runs, all of which are fixed."""
+    """Versions of the clients that tests/clients/test_trials.py runs. Each version is fixed."""
     fixed = re.findall(r"([\w-]+)(?:\[[^]]*])?==(\S+)", requirements)
     return {"python": dict(fixed), "node": json.loads(package)["dependencies"]}
 

@@ -144,7 +144,7 @@ def _gets() -> dict[str, Any]:
         "/v1/health": {"get": operation("As /health.", {JSON: {}})},
         "/ping": {
             "get": operation("The same, without content.", {}),
-            "post": operation("The same, for those who ask so.", {}),
+            "post": operation("The same by POST.", {}),
         },
         "/version": {"get": operation("The version of splitserve.", {JSON: {}})},
         "/ready": {"get": operation(ready, {JSON: {}}, "503")},

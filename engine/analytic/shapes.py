@@ -13,11 +13,11 @@ class Shape:
     """Numbers of one layer are means over all layers.
 
     ``dense``: weights of a layer that every token uses, attention included; ``expert``: weights of one routed
-    expert, of which a layer holds ``experts`` and a token uses ``active``; ``head``: weights of the output
-    head; ``pair_flops``: FLOPs of a layer's attention for a pair of a new token and one that it attends to;
-    ``token_kv``: elements that a token leaves in a layer's KV cache, on ``kv_heads`` shards at most;
-    ``attended``: share of the layers that attend to all tokens, without a window; ``expert_bits``: bits of an
-    expert's weight, 0 where they are as the others."""
+    expert; ``experts``: routed experts of a layer; ``active``: those that a token uses; ``head``: weights of
+    the output head; ``pair_flops``: FLOPs of a layer's attention for a pair of a new token and one that it
+    attends to; ``token_kv``: elements that a token leaves in a layer's KV cache, on ``kv_heads`` shards at
+    most; ``attended``: share of the layers that attend to all tokens, without a window; ``expert_bits``: bits
+    of an expert's weight, 0 where they are as the others."""
 
     layers: int
     hidden: int

@@ -88,7 +88,7 @@ class Machine:
         return self.software.memory * self.gpu.reached * self.gpu.bandwidth
 
     def _matmul_s(self, tokens: float, weights: float, share: float, bits: float) -> float:
-        """``tokens`` rows through ``weights`` weights, of which ``share`` are read."""
+        """Time ``tokens`` rows through ``weights`` weights; ``share``: of them that are read."""
         soft, rate = self.software, self.gpu.flops(bits)
         flops_s = 2 * tokens * weights / self.gpus / (soft.compute * rate)
         bytes_s = share * weights * bits / 8 / self.gpus / self._bytes_per_s

@@ -1,4 +1,4 @@
-"""Profiles from measured steps and from benchmarks of servers, in the formats of those who measure them."""
+"""Profiles from measured steps and from benchmarks of servers, in the formats of the tools that write them."""
 
 from __future__ import annotations
 

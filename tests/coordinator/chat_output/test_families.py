@@ -90,7 +90,7 @@ def test_every_place_of_a_cut_gives_the_same(style: ToolStyle) -> None:
 
 @pytest.mark.parametrize("style", STYLES)
 def test_a_long_call_takes_time_by_its_length_alone(style: ToolStyle) -> None:
-    """A call of 200,000 characters took up to 14 s, in which the coordinator served nobody else."""
+    """A call of 200,000 characters took up to 14 s, and no other request was served meanwhile."""
     text = WRITERS[style]([("note", {"title": "x = 1 < 2\n" * 20_000})])
     parser, begin = ChatStyle(style).parser(TOOLS, ""), process_time()
     parser.feed(text)

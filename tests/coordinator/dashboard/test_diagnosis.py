@@ -155,8 +155,8 @@ def test_slow_clients_are_no_fault_of_the_cluster() -> None:
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_role_without_workers(role: str) -> None:
-    nobody: dict[str, Any] = {role: {"num_workers": 0.0}}
-    found = first(window(num_ended=0, num_measured=0, now_waiting=1, **nobody))
+    no_worker: dict[str, Any] = {role: {"num_workers": 0.0}}
+    found = first(window(num_ended=0, num_measured=0, now_waiting=1, **no_worker))
     assert (found.kind, found.level) == ("no_workers", "bad")
     assert found.what == f"No {role} worker is connected. 1 request waits."
     assert found.remedy == f"Start one: `splitserve {role}`."
