@@ -1,4 +1,4 @@
-"""Profiles from measured steps and from benchmarks of servers, in the formats of the tools that write them."""
+"""Profiles from measured steps and from benchmarks of servers, in each tool's format."""
 
 from __future__ import annotations
 
