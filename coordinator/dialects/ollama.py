@@ -20,6 +20,7 @@ from ..generate.api import GenerationApi
 from ..generate.bodies.fields import Body
 from ..generate.plan import parse
 from ..generate.prompts import prompts_of
+from ..http.body import check_is_own
 from ..http.call import Endpoint
 from .ollama_answer import OllamaAnswer
 from .ollama_body import LATEST, OllamaChatRequest, OllamaGenerateRequest, OllamaRequest
@@ -52,7 +53,8 @@ class OllamaRoutes:
     """Answers chats and prompts, and describes the one model there is."""
 
     def __init__(self, generation: GenerationApi) -> None:
-        self._dialect = Dialect(generation, CHAT_PARAMS, Framing("application/x-ndjson", lines_of))
+        framing = Framing("application/x-ndjson", lines_of, check_is_own)
+        self._dialect = Dialect(generation, CHAT_PARAMS, framing)
         self._model = generation.model
 
     def routes(self) -> list[Route]:

@@ -12,7 +12,7 @@ from starlette.responses import Response, StreamingResponse
 from ..errors import ApiError
 from ..generate.api import GenerationApi
 from ..generate.bodies.fields import Body, UnknownFields
-from ..http.body import held_body
+from ..http.body import check_is_json, held_body
 from ..http.call import Endpoint
 from ..http.limits import LARGE_BODY_BYTES
 from ..validation import validated
@@ -43,10 +43,11 @@ class Answer(Protocol):
 
 
 class Framing(NamedTuple):
-    """The form of a stream's events."""
+    """The form of a stream's events, and what a request's headers must show."""
 
     media_type: str
     encode: Callable[[AsyncIterator[Event]], AsyncIterator[bytes]]
+    check_source: Callable[[Mapping[bytes, bytes]], None] = check_is_json
 
 
 class Dialect:
@@ -67,9 +68,8 @@ class Dialect:
     async def read(self, request: Request, kind: type[Asked]) -> Asked:
         """Return the body as ``kind``; the reader process validates large ones. Raises ApiError."""
         headers, limits = dict(request.scope["headers"]), self.generation.limits
-        async with held_body(
-            headers, request.receive, limits.max_body_bytes, self.generation.overload
-        ) as body:
+        bounds = limits.max_body_bytes, self.generation.overload
+        async with held_body(headers, request.receive, *bounds, self._framing.check_source) as body:
             if len(body) > LARGE_BODY_BYTES:
                 asked: Asked = await self.generation.reader.read("validate", body, kind)
             else:
@@ -106,7 +106,7 @@ class Dialect:
         """Return the response: the answer's events as they come, or the whole answer."""
         headers = {name.decode(): value.decode() for name, value in stream.headers}
         if streamed:
-            media_type, encode = self._framing
+            media_type, encode, _ = self._framing
             events = encode(events_of(stream, answer))
             return StreamingResponse(events, 200, {**headers, **EVENT_STREAM}, media_type)
         await while_connected(request, read_whole(stream, answer))

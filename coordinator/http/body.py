@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Callable, Mapping, MutableMapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 from starlette.types import Receive
 
-from ..errors import BodyTooLarge, InvalidRequest, UnsupportedMediaType
+from ..errors import BodyTooLarge, Forbidden, InvalidRequest, UnsupportedMediaType
 from .overload import Overload
 
 
@@ -45,6 +45,14 @@ def check_is_json(headers: Mapping[bytes, bytes]) -> None:
         )
 
 
+def check_is_own(headers: Mapping[bytes, bytes]) -> None:
+    """Raises Forbidden where a browser states that another site's page sends this, and hides which. (The
+    access gate checks an ``Origin``.)"""
+    if b"origin" not in headers and headers.get(b"sec-fetch-site") in (b"cross-site", b"same-site"):
+        message = "Web pages of other origins may not use this server without an Origin header."
+        raise Forbidden(message, code="origin_not_allowed")
+
+
 async def read_body(headers: Mapping[bytes, bytes], receive: Receive, max_bytes: int) -> bytes:
     """A small one, of JSON. Raises what ``check_headers`` and ``check_is_json`` raise, and BodyTooLarge as
     soon as more has come."""
@@ -54,11 +62,18 @@ async def read_body(headers: Mapping[bytes, bytes], receive: Receive, max_bytes:
 
 @asynccontextmanager
 async def held_body(
-    headers: Mapping[bytes, bytes], receive: Receive, max_bytes: int, overload: Overload | None
+    headers: Mapping[bytes, bytes],
+    receive: Receive,
+    max_bytes: int,
+    overload: Overload | None,
+    check_source: Callable[[Mapping[bytes, bytes]], None] = check_is_json,
 ) -> AsyncIterator[bytearray]:
-    """One that ``overload`` counts for as long as it is needed. Raises as ``read_body`` does."""
+    """One that ``overload`` counts for as long as it is needed. Raises as ``read_body`` does.
+
+    ``check_source`` keeps other sites' pages from sending it: ``check_is_json``, or ``check_is_own`` for
+    clients that name no content type."""
     check_headers(headers, max_bytes)
-    check_is_json(headers)
+    check_source(headers)
     parts, held, more = bytearray(), 0, True
     try:
         while more:
