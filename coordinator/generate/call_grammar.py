@@ -27,7 +27,7 @@ Term = Callable[[str], str]
 def call_grammar(form: CallFormat, tools: Sequence[Tool], term: Term, *, parallel: bool) -> bytes:
     """One call of one of ``tools`` or, with ``parallel``, several, in the way that the model was taught."""
     first, rest = _begin(form)
-    start = f"start: {_terms(first, term)} {_several(form, rest, term, parallel)}"
+    start = f"start: {terms(first, term)} {_several(form, rest, term, parallel)}"
     return "\n".join([start, *_calls(form, tools, term), *_arguments(form, tools, term)]).encode()
 
 
@@ -40,9 +40,9 @@ def calls_at_will(form: CallFormat, tools: Sequence[Tool], term: Term, *, parall
     first, rest = _begin(form)
     several = _several(form, rest, term, parallel)
     if form.opens.startswith(CHANNEL):
-        channel, message, more = term(CHANNEL), term(MESSAGE), _terms(NEXT_MESSAGE, term)
+        channel, message, more = term(CHANNEL), term(MESSAGE), terms(NEXT_MESSAGE, term)
         preamble = f'({channel} "commentary" {message} ANYTHING {more})?'
-        start = f'start: {preamble} ({_terms(first, term)} {several} | {channel} "final" {message} ANYTHING)'
+        start = f'start: {preamble} ({terms(first, term)} {several} | {channel} "final" {message} ANYTHING)'
         return "\n".join([start, f"ANYTHING: {ANYTHING}", *calls]).encode()
     begin = term(first)
     before = f"before[suffix={begin}]: {ANYTHING}" if begin.startswith('"') else f"before: ANYTHING {begin}"
@@ -59,19 +59,19 @@ def after_thought(grammar: bytes, marks: ThoughtMarks, term: Term, *, opened: bo
         thought = f"thought: THOUGHT {closes} SPACE\nTHOUGHT: {ANYTHING}"
     else:
         thought = f"thought: closed SPACE\nclosed[suffix={closes}]: {ANYTHING}"
-    opens, answer = _terms(marks.opens, term), "@answer"
+    opens, answer = terms(marks.opens, term), "@answer"
     if marks.repeated:  # gpt-oss: the answer is a message of its own
-        opens, answer = f"{opens} {term(MESSAGE)}", f"{_terms(NEXT_MESSAGE.partition('>')[2], term)} @answer"
+        opens, answer = f"{opens} {term(MESSAGE)}", f"{terms(NEXT_MESSAGE.partition('>')[2], term)} @answer"
     start = f"thought {answer}" if opened else f"@answer | {opens} thought {answer}"
     outer = {"name": "start", "lark_grammar": f"start: {start}\n{thought}\nSPACE: /[ \\n]{{0,4}}/\n"}
-    first, *more = _parts(grammar)
+    first, *more = parts_of(grammar)
     return orjson.dumps({"grammars": [outer, {**first, "name": "answer"}, *more]})
 
 
 def in_final_channel(grammar: bytes, term: Term) -> bytes:
     """The same, in the message of gpt-oss that is the answer."""
     start = f'start: {term(CHANNEL)} "final" {term(MESSAGE)} @final'
-    first, *more = _parts(grammar)
+    first, *more = parts_of(grammar)
     outer = {"name": "in_final", "lark_grammar": start}
     return orjson.dumps({"grammars": [outer, {**first, "name": "final"}, *more]})
 
@@ -79,12 +79,12 @@ def in_final_channel(grammar: bytes, term: Term) -> bytes:
 def either(grammar: bytes, other: bytes) -> bytes:
     """What follows one or the other."""
     outer = {"name": "either", "lark_grammar": "start: @one | @other"}
-    (one, *more), (two, *further) = _parts(grammar), _parts(other)
+    (one, *more), (two, *further) = parts_of(grammar), parts_of(other)
     both = [{**one, "name": "one"}, {**two, "name": "other"}]
     return orjson.dumps({"grammars": [outer, *both, *more, *further]})
 
 
-def _parts(grammar: bytes) -> list[dict[str, Any]]:
+def parts_of(grammar: bytes) -> list[dict[str, Any]]:
     """Return the parts in llguidance's JSON form."""
     text = grammar.decode()
     if not text.startswith("{"):
@@ -106,9 +106,9 @@ def _several(form: CallFormat, rest: str, term: Term, parallel: bool) -> str:
     more = ""
     if parallel and form.between is not None:
         between = form.between if form.listed else inner + form.between + form.opens
-        more = f"({_terms(between, term)} call)*"
+        more = f"({terms(between, term)} call)*"
     end = f"]{form.closes}" if form.listed else inner + form.section[1]
-    return f"{_terms(rest, term)} call {more} {_terms(end, term)}"
+    return f"{terms(rest, term)} call {more} {terms(end, term)}"
 
 
 def _calls(form: CallFormat, tools: Sequence[Tool], term: Term) -> list[str]:
@@ -127,7 +127,7 @@ def _one(form: CallFormat, name: str, arguments: str, term: Term) -> str:
         "$call_id": f"({mark} /[a-zA-Z0-9]{{9}}/)?" if (mark := term(CALL_ID)).startswith("<") else "",
     }
     parts = re.split(r"(\$[a-z_]+)", form.call)
-    return " ".join(filter(None, (values.get(part) or _terms(part, term) for part in parts)))
+    return " ".join(filter(None, (values.get(part) or terms(part, term) for part in parts)))
 
 
 def _arguments(
@@ -175,7 +175,7 @@ def _bare_at_will(form: CallFormat, tools: Sequence[Tool], term: Term, parallel:
     ]
 
 
-def _terms(text: str, term: Term) -> str:
+def terms(text: str, term: Term) -> str:
     """Return a text in Lark's terms: its marks, and what stands between them."""
     parts = re.split(f"({MARK.pattern})", text)
     return " ".join(term(part) if MARK.fullmatch(part) else _text(part) for part in parts if part)

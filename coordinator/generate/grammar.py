@@ -22,6 +22,7 @@ from .bodies.completion import CompletionRequest
 from .bodies.output_format import grammar_of
 from .call_grammar import after_thought, call_grammar, calls_at_will, either, in_final_channel
 from .prompts import Prompt
+from .structural_tags import structural_grammar
 
 _log = logging.getLogger(__name__)
 MAX_REMEMBERED = 1024
@@ -36,10 +37,12 @@ def grammar_for(
     """Return the grammar that the output must follow (empty: none), and the field to blame if it does not
     compile."""
     wanted = request.output_format
-    grammar, param = (grammar_of(wanted), wanted.param) if wanted is not None else (b"", "")
+    style, term, grammar, param = model.chat_style, model.tokenizer.as_lark, b"", ""
+    if wanted is not None:
+        tagged = wanted.kind == "structural_tag"
+        grammar, param = structural_grammar(wanted, term) if tagged else grammar_of(wanted), wanted.param
     if not isinstance(request, ChatCompletionRequest):
         return grammar, param
-    style, term = model.chat_style, model.tokenizer.as_lark
     if grammar and style.tools == "gpt_oss" and not request.continue_final_message:
         grammar = in_final_channel(grammar, term)
     if request.must_call:

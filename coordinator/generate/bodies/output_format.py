@@ -26,8 +26,8 @@ MAX_EBNF_CHARS = 20_000
 BARE = {"type", "properties", "$ref", "anyOf", "oneOf", "allOf", "enum", "items", "$defs"}
 """Keywords that only a schema has, and no object around one."""
 EBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
-KINDS = ("json", "regex", "choice", "grammar")
-Kind = Literal["json", "regex", "choice", "grammar"]
+KINDS = ("json", "regex", "choice", "grammar", "structural_tag")
+Kind = Literal["json", "regex", "choice", "grammar", "structural_tag"]
 NAMED_KINDS: dict[str, Kind] = {
     "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar",
     "json_schema": "json", "regex": "regex", "ebnf": "grammar", "grammar": "grammar",
@@ -36,8 +36,8 @@ NAMED_KINDS: dict[str, Kind] = {
 
 
 class OutputFormat(NamedTuple):
-    """``value``: a schema's JSON text, a regex, a list of strings, or a grammar: EBNF, GBNF (``root ::=``)
-    or llguidance's dialect of Lark (``start: ...``)."""
+    """``value``: a schema's JSON text, a regex, a list of strings, a structural tag, or a grammar: EBNF, GBNF
+    (``root ::=``) or llguidance's dialect of Lark (``start: ...``)."""
 
     kind: Kind
     value: Any
@@ -104,7 +104,24 @@ def check_response_format(value: Any) -> OutputFormat | None:
             return _CHECKS["grammar"](given.get("grammar"), param)._replace(unknown=unknown)
         case "json_schema":
             return _json_schema(given, unknown)
-    raise _invalid(f"type {kind!r} is not known; use 'text', 'json_object' or 'json_schema'")
+        case "structural_tag":
+            return _structural_tag(given, param)
+    known = "'text', 'json_object', 'json_schema' or 'structural_tag'"
+    raise _invalid(f"type {kind!r} is not known; use {known}")
+
+
+def _structural_tag(given: Any, param: str) -> OutputFormat:
+    if isinstance(given, str):
+        try:
+            given = orjson.loads(given)
+        except orjson.JSONDecodeError as error:
+            raise _invalid(f"the structural tag is not valid JSON: {error}") from error
+    match given:
+        case {"format": dict()} | {"structures": [_, *_], "triggers": [_, *_]}:
+            _bounded(_dumped(given))
+            names = ("type", "format") if "format" in given else ("type", "structures", "triggers")
+            return OutputFormat("structural_tag", given, param, _unknown_within(given, names, param))
+    raise _invalid("a structural tag needs `format`, or `structures` and `triggers`")
 
 
 def _json_schema(given: dict[str, Any], unknown: tuple[str, ...]) -> OutputFormat:
@@ -156,11 +173,14 @@ def _json(schema: Any, param: str) -> OutputFormat:
         schema = {}  # whatever is JSON; llguidance takes objects only
     if not isinstance(schema, dict):
         raise _invalid("the schema allows nothing" if schema is False else "the schema must be an object")
+    return OutputFormat("json", _bounded(_dumped(schema)), param)
+
+
+def _dumped(value: Any) -> str:
     try:
-        text = orjson.dumps(schema).decode()
+        return orjson.dumps(value).decode()
     except (orjson.JSONEncodeError, RecursionError) as error:
-        raise _invalid(f"the schema cannot be read: {error}") from error
-    return OutputFormat("json", _bounded(text), param)
+        raise _invalid(f"it cannot be read: {error}") from error
 
 
 def _text(kind: Literal["regex", "grammar"]) -> Any:
@@ -190,6 +210,7 @@ _CHECKS: dict[str, Callable[[Any, str], OutputFormat]] = {
     "regex": _text("regex"),
     "choice": _choice,
     "grammar": _text("grammar"),
+    "structural_tag": _structural_tag,
 }
 
 
@@ -221,8 +242,9 @@ _JSON_SCHEMA = {
         "properties": {"name": {"type": "string"}, "schema": _OBJECT},
     }
 }
+_TAGGED = _typed("structural_tag", {"format": _OBJECT})
 RESPONSE_FORMAT = WithJsonSchema(
-    {"anyOf": [_typed("text"), _typed("json_object"), _typed("json_schema", _JSON_SCHEMA), NULL]}
+    {"anyOf": [_typed("text"), _typed("json_object"), _typed("json_schema", _JSON_SCHEMA), _TAGGED, NULL]}
 )
 NAMED = {
     "json": WithJsonSchema({"anyOf": [_OBJECT, NULL]}),
@@ -235,6 +257,7 @@ _ONE_OF = {
     "regex": _STRING,
     "choice": _STRINGS,
     "grammar": _STRING,
+    "structural_tag": {"anyOf": [_OBJECT, _STRING]},
     "json_object": {"const": True},
 }
 STRUCTURED_OUTPUTS = WithJsonSchema(
