@@ -20,6 +20,7 @@ def attention(
     head_dim: int,
     window: int,
     scale: float,
+    softcap: float,
     dtype: int,
     /,
 ) -> None: ...
@@ -69,6 +70,7 @@ def decoder_layers(
     num_kv_heads: int,
     head_dim: int,
     scale: float,
+    softcap: float,
     eps: float,
     qk_eps: float,
     dtype: int,

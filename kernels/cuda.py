@@ -80,8 +80,9 @@ class CudaKernels:
         return rope_and_store(qkv, pool, layer, rope)
 
     def paged_attention(self, q: Tensor, pool: Tensor, layer: int, inputs: AttentionInputs) -> Tensor:
-        if self._provided is not None and self._provided.serves(q, pool, inputs):
-            return self._provided(q, pool, layer, inputs)
+        provided = None if inputs.softcap else self._provided  # theirs is not asked for it
+        if provided is not None and provided.serves(q, pool, inputs):
+            return provided(q, pool, layer, inputs)
         num_tokens, num_heads, head_dim = q.shape
         window = inputs.sliding_window
         if window not in inputs.plans:

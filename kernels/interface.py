@@ -57,6 +57,7 @@ class AttentionInputs:
     seq_lens        int32 [num_seqs]
     block_tables    int32 [num_seqs, max_blocks]; entries beyond a sequence's last block are never read
     sliding_window  a token sees itself and the sliding_window - 1 tokens before it; None: all
+    softcap         scaled scores become softcap tanh(score / softcap); 0: they stay
     max_query_len   of all sequences; None: the host does not know it
     plans           derived from the lengths once for all layers that share a window; lives for one step
     """
@@ -66,6 +67,7 @@ class AttentionInputs:
     block_tables: Tensor
     scale: float
     sliding_window: int | None = None
+    softcap: float = 0.0
     kv_scales: Tensor | None = None
     max_query_len: int | None = None
     plans: dict[int | str | None, Any] = field(default_factory=dict)

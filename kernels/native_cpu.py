@@ -230,6 +230,7 @@ class NativeCpuKernels:
             head_dim,
             NO_WINDOW if inputs.sliding_window is None else inputs.sliding_window,
             inputs.scale,
+            inputs.softcap,
             DTYPE_CODES[q.dtype],
         )
         return out

@@ -80,6 +80,7 @@ class NativeLayers:
             rope.num_kv_heads,
             rope.head_dim,
             attention.scale,
+            attention.softcap,
             self._eps,
             rope.norm_eps,
             DTYPE_CODES[pool.dtype],

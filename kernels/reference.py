@@ -82,7 +82,7 @@ class TorchKernels:
                     (x.float() * scale[:, None]).to(q.dtype)
                     for x, scale in zip((keys, values), inputs.kv_scales[layer], strict=True)
                 )
-            out[rows] = attention(q[rows], keys, values, inputs.scale, inputs.sliding_window)
+            out[rows] = attention(q[rows], keys, values, inputs)
         return out.flatten(1)
 
     def fuse_layers(self, layers: Sequence[LayerParts], eps: float) -> None:
@@ -107,19 +107,26 @@ def gather_kv(pool: Tensor, layer: int, block_table: Tensor, length: int) -> tup
     return keys.flatten(0, 1)[:length], values.flatten(0, 1)[:length]
 
 
-def attention(q: Tensor, keys: Tensor, values: Tensor, scale: float, sliding_window: int | None) -> Tensor:
-    """softmax(scale q k^T) v, causal; the queries are the last of the sequence's tokens. q [num_queries,
+def attention(q: Tensor, keys: Tensor, values: Tensor, inputs: AttentionInputs) -> Tensor:
+    """softmax(scale q k^T) v of one sequence, causal; the queries are its last tokens. q [num_queries,
     num_heads, head_dim]."""
     num_queries, num_heads = q.shape[:2]
     length, num_kv_heads = keys.shape[:2]
     query_positions = torch.arange(length - num_queries, length, device=q.device).unsqueeze(1)
     distance = query_positions - torch.arange(length, device=q.device)
-    visible = distance >= 0 if sliding_window is None else (distance >= 0) & (distance < sliding_window)
+    visible = distance >= 0
+    if inputs.sliding_window is not None:
+        visible = visible & (distance < inputs.sliding_window)
     repeated = num_heads // num_kv_heads
     k = keys.transpose(0, 1).repeat_interleave(repeated, dim=0)
     v = values.transpose(0, 1).repeat_interleave(repeated, dim=0)
+    if inputs.softcap:
+        scores = q.transpose(0, 1).float() @ k.transpose(1, 2).float() * inputs.scale
+        scores = inputs.softcap * torch.tanh(scores / inputs.softcap)
+        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+        return (weights @ v.float()).transpose(0, 1).to(q.dtype)
     out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None], k[None], v[None], attn_mask=visible, scale=scale
+        q.transpose(0, 1)[None], k[None], v[None], attn_mask=visible, scale=inputs.scale
     )
     return out[0].transpose(0, 1)
 

@@ -39,9 +39,10 @@ class Attention:
     exact: bool = False
     group: int = 4
     block_size: int = 64
+    softcap: float = 0.0
 
     def __str__(self) -> str:
-        options = [name for name in ("window", "exact") if getattr(self, name)]
+        options = [name for name in ("window", "exact", "softcap") if getattr(self, name)]
         odd = [
             f"{name} {value}"
             for name, value, usual in (("group", self.group, 4), ("block", self.block_size, 64))
@@ -99,5 +100,6 @@ def every() -> Iterator[Attention]:
                 yield Attention(family, head_dim, cache, window, exact, group, block_size)
 
 
-VARIANTS = {str(variant): variant for variant in (*covering(), *every())}
+SOFTCAPPED = [Attention(family, 256, window=True, softcap=50.0) for family in FAMILIES]
+VARIANTS = {str(variant): variant for variant in (*covering(), *SOFTCAPPED, *every())}
 """By name; the covering ones first."""

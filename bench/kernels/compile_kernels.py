@@ -48,7 +48,7 @@ def attention(variant: Attention) -> None:
         empty(*shape, dtype=torch.int32) for shape in ((NUM_SEQS + 1,), (NUM_SEQS,), (NUM_SEQS, MAX_BLOCKS))
     )
     window = 1000 if variant.window else None
-    inputs = AttentionInputs(starts, lens, tables, 0.1, window, scales)
+    inputs = AttentionInputs(starts, lens, tables, 0.1, window, variant.softcap, scales)
     num_tokens = NUM_SEQS if variant.family == "decode" else 1024
     q = empty(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=variant.dtype)[:, :num_heads]
     out = empty(num_tokens, num_heads * head_dim, dtype=variant.dtype)

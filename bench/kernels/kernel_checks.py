@@ -98,6 +98,7 @@ def checks(big: bool) -> Iterator[Check]:
         "float16": {"dtype": FLOAT16},
         "float32": {"dtype": FLOAT32},
         "window": {"window": 200},
+        "softcap": {"softcap": 0.7, "window": 200},
         "fp8": {"fp8": True},
         "blocks of 16": {"block_size": 16},
         **{f"head dim {head_dim}": {"head_dim": head_dim} for head_dim in (96, 128, 256)},
@@ -111,7 +112,7 @@ def checks(big: bool) -> Iterator[Check]:
         dtype = options["dtype"]
         assert isinstance(dtype, torch.dtype)
         yield Check(f"decode attention, {name}", ALLOWED[dtype], partial(_decode_error, lengths, options))
-        if big or name in ("bfloat16", "window", "fp8"):
+        if big or name in ("bfloat16", "softcap", "window", "fp8"):
             yield Check(
                 f"prefill attention, {name}", ALLOWED[dtype], partial(_prefill_error, chunks, options)
             )

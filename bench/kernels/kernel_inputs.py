@@ -49,6 +49,7 @@ def attention_case(
     block_size: int = 16,
     dtype: torch.dtype = torch.bfloat16,
     window: int | None = None,
+    softcap: float = 0.0,
     fp8: bool = False,
     device: str = "cpu",
     seed: int = 0,
@@ -93,6 +94,7 @@ def attention_case(
         tables.to(device),
         scale=head_dim**-0.5,
         sliding_window=window,
+        softcap=softcap,
         kv_scales=None if scales is None else scales.to(device),
     )
     exact = exact_attention(q, pool, starts, lens, tables, inputs, scales)
@@ -123,6 +125,8 @@ def exact_attention(
             cache = cache * scales[LAYER].double()[:, :, None, None]
         keys, values = cache.repeat_interleave(num_heads // pool.shape[3], dim=1)
         scores = torch.einsum("qhd,hkd->hqk", q[first:last].double(), keys) * inputs.scale
+        if inputs.softcap:
+            scores = inputs.softcap * torch.tanh(scores / inputs.softcap)
         distance = torch.arange(length - (last - first), length)[:, None] - torch.arange(length)
         window = length if inputs.sliding_window is None else inputs.sliding_window
         scores = scores.masked_fill((distance < 0) | (distance >= window), -torch.inf)

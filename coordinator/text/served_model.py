@@ -14,6 +14,9 @@ from ..errors import CannotStart, InvalidRequest, NotFound
 from .chat_template import ChatTemplate
 from .tokenizer import Tokenizer, read_json
 
+LONGEST = 1 << 24
+"""Tokens of a context where config.json names none: the workers' lengths decide."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
@@ -89,11 +92,14 @@ class ServedModel:
         workers_hold: Callable[[], int],
     ) -> ServedModel:
         config = read_json(folder / "config.json")
+        if not config:
+            raise ValueError(f"{folder / 'config.json'} does not exist or is empty")
         config |= config.get("text_config") or {}  # a model for text and images
-        longest, vocab_size = config.get("max_position_embeddings"), config.get("vocab_size")
+        longest = config.get("max_position_embeddings", LONGEST)  # Gemma 3's names neither of the two
+        vocab_size = config.get("vocab_size", 0)
         if not isinstance(longest, int) or not isinstance(vocab_size, int):
             raise ValueError(
-                f"{folder / 'config.json'} must exist and name max_position_embeddings and vocab_size"
+                f"{folder / 'config.json'}: max_position_embeddings and vocab_size must be whole numbers"
             )
         if max_model_len is not None and max_model_len > longest:
             raise ValueError(
@@ -111,7 +117,7 @@ class ServedModel:
                 template.source if template is not None else "", tool_parser, reasoning_parser
             ),
             longest=max_model_len or longest,
-            vocab_size=vocab_size,
+            vocab_size=vocab_size or len(tokenizer.table.pieces),
             architecture=str(config.get("model_type", "unknown")),
             defaults=SamplingDefaults.of(generation),
             eos_token_ids=frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos]),

@@ -52,6 +52,8 @@ class ModelConfig:
     unit_norms: bool
     activation: Activation
     scales: Scales
+    attention_softcap: float  # x becomes softcap tanh(x / softcap); 0: it stays
+    logits_softcap: float
     sliding_windows: tuple[int | None, ...]  # by layer, in tokens; None: full attention
     ropes: tuple[RopeConfig, ...]  # by layer
     eos_token_ids: tuple[int, ...]
@@ -148,6 +150,8 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any]) -> ModelCon
         unit_norms=family.unit_norms,
         activation=activation,
         scales=family.scales(config, head_dim),
+        attention_softcap=float(config.get("attn_logit_softcapping") or 0),
+        logits_softcap=float(config.get("final_logit_softcapping") or 0),
         sliding_windows=windows,
         ropes=rope_configs(config, head_dim, windows, family.interleaved_rope),
         eos_token_ids=_eos_token_ids(config, generation),
@@ -220,9 +224,6 @@ def _refuse_unsupported(config: dict[str, Any]) -> None:
         raise ModelConfigError(
             "config.json: quantized weights are not supported; use the checkpoint's bf16, f16 or f32 version"
         )
-    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if config.get(key) is not None:
-            raise ModelConfigError(f"config.json: {key} is not supported; it must be null")
 
 
 def _activation(config: dict[str, Any]) -> Activation:

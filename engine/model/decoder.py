@@ -220,8 +220,8 @@ class DecoderModel:
                 norm_eps=c.rms_norm_eps, kv_scales=scales,
             ),
             AttentionInputs(
-                m.query_start_loc, m.seq_lens, m.block_tables, c.scales.attention, kv_scales=scales,
-                max_query_len=m.max_query_len,
+                m.query_start_loc, m.seq_lens, m.block_tables, c.scales.attention,
+                softcap=c.attention_softcap, kv_scales=scales, max_query_len=m.max_query_len,
             ),
         )  # fmt: skip
 
@@ -282,7 +282,9 @@ class DecoderModel:
         """Final hidden states [n, E] -> float32 [n, V], in ``out`` if given."""
         logits = self._head(hidden)
         logits = logits.float() if out is None else out.copy_(logits)
-        factor = self._config.scales.logits
+        factor, softcap = self._config.scales.logits, self._config.logits_softcap
+        if softcap:
+            return logits.mul_(factor / softcap).tanh_().mul_(softcap)
         return logits if factor == 1.0 else logits.mul_(factor)
 
 

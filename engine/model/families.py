@@ -150,17 +150,26 @@ class Family:
         return {**self.defaults, **config, **(config.get(self.part) or {})}
 
 
-GEMMA_3 = Family(
-    o_bias="attention_bias", qk_norm="head", unit_norms=True, scales=gemma_scales, windows=windows_by_pattern,
+GEMMA_2 = Family(
+    o_bias="attention_bias", unit_norms=True, scales=gemma_scales, windows=windows_by_pattern,
     tensors=TensorNames(
         attention_out_norm="post_attention_layernorm", post_norm="pre_feedforward_layernorm",
         mlp_out_norm="post_feedforward_layernorm",
     ),
     defaults={
-        "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "vocab_size": 262208,
+        "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "vocab_size": 256000,
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256,
-        "max_position_embeddings": 131072, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
-        "sliding_window": 4096, "sliding_window_pattern": 6,
+        "max_position_embeddings": 8192, "sliding_window": 4096, "sliding_window_pattern": 2,
+        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+    },
+)  # fmt: skip
+GEMMA_3 = replace(
+    GEMMA_2,
+    qk_norm="head",
+    defaults={
+        **GEMMA_2.defaults, "vocab_size": 262208, "max_position_embeddings": 131072, "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4, "sliding_window_pattern": 6, "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
     },
 )  # fmt: skip
 GEMMA_3_IN_PARTS = replace(
@@ -186,6 +195,7 @@ OLMO_3 = replace(
     defaults={"sliding_window": 4096, "sliding_window_pattern": 4, "rope_local_base_freq": 5e5},
 )
 FAMILIES = {
+    "Gemma2ForCausalLM": GEMMA_2,
     "Gemma3ForCausalLM": GEMMA_3,
     "Gemma3ForConditionalGeneration": GEMMA_3_IN_PARTS,
     "Glm4ForCausalLM": Family(

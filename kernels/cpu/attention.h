@@ -160,10 +160,21 @@ static inline const Pair* as_weights(const float* scores, int64_t count, Pair* o
   return out;
 }
 
+// scale s becomes softcap tanh(scale s / softcap), as 1 - 2 / (e^2x + 1); what is not visible, -infinity, stays.
+static inline void cap_scores(float* scores, int64_t count, float scale, float softcap) {
+  const float inner = 2.0f * scale / softcap, outer = softcap / scale;
+  for (int64_t t = 0; t < count; t += W) {
+    const vf s = load(scores + t);
+    store(scores + t, select(s == -INFINITY, s, outer - 2.0f * outer / (vexp(s * inner) + 1.0f)));
+  }
+}
+
 // The running softmax of one row: p becomes exp(scale (scores - new maximum)), padded with 0 to a multiple of W.
-static inline float update_row(float& row_m, float& row_l, float* scores, int64_t count, float scale) {
+static inline float update_row(float& row_m, float& row_l, float* scores, int64_t count, const AttentionArgs& g) {
   const int64_t padded = (count + W - 1) / W * W;
+  const float scale = g.scale;
   for (int64_t t = count; t < padded; ++t) scores[t] = -INFINITY;
+  if (g.softcap != 0.0f) cap_scores(scores, padded, scale, g.softcap);
   vf top = splat(-INFINITY);
   for (int64_t t = 0; t < padded; t += W) top = vmax(load(scores + t), top);
   const float m = largest(vmax(top, splat(row_m)));
@@ -276,7 +287,7 @@ struct OneQuery {
   void update() {  // scores become exp(scores - new maximum)
     for (int64_t row = 0; row < rows; ++row) {
       for (int64_t t = 0; t < now->begin; ++t) scores[row * KEYS + t] = -INFINITY;
-      rescale[row] = update_row(m[row], l[row], scores + row * KEYS, now->end, g.scale);
+      rescale[row] = update_row(m[row], l[row], scores + row * KEYS, now->end, g);
     }
     weights = as_weights(scores, rows * KEYS, reinterpret_cast<Weight*>(s.weights.reserve(depth > 1 ? rows * KEYS / 2 : 0)));
   }
@@ -422,7 +433,7 @@ static void attend_many(const AttentionArgs& g, const AttentionItem& item, Scrat
         const int64_t position = first + (r + i) / group;
         for (int64_t j = larger(0, position + 1 - t); j < KEYS; ++j) row[j] = -INFINITY;
         for (int64_t j = smaller(KEYS, position + 1 - g.window - t) - 1; j >= 0; --j) row[j] = -INFINITY;
-        rescale[i] = update_row(m[r + i], l[r + i], row, KEYS, g.scale);
+        rescale[i] = update_row(m[r + i], l[r + i], row, KEYS, g);
       }
       value_strip(int(strip), as_weights(scores, strip * KEYS, reinterpret_cast<X*>(weights)), values, D, rescale, acc + r * D);
     }

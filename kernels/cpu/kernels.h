@@ -29,6 +29,7 @@ struct AttentionArgs {       // out = softmax(scale q k^T) v, causal; keys and v
   int64_t q_stride, num_seqs, table_stride, num_layers, layer, block_size, num_heads, num_kv_heads, head_dim;
   int64_t window;            // a token sees the window tokens that end with itself; INT32_MAX: all
   float scale;
+  float softcap;             // scaled scores become softcap tanh(score / softcap); 0: they stay
   Dtype dtype;
 };
 

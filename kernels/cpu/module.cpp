@@ -83,7 +83,7 @@ PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
   g.query_start_loc = a.address<const int32_t>(); g.seq_lens = a.address<const int32_t>(); g.block_tables = a.address<const int32_t>();
   g.num_seqs = a.integer(); g.table_stride = a.integer(); g.num_layers = a.integer(); g.layer = a.integer(); g.block_size = a.integer();
   g.num_heads = a.integer(); g.num_kv_heads = a.integer(); g.head_dim = a.integer(); g.window = a.integer();
-  g.scale = float(a.real()); g.dtype = a.dtype();
+  g.scale = float(a.real()); g.softcap = float(a.real()); g.dtype = a.dtype();
   if (!a.complete()) return nullptr;
   const AttentionItems items(g);
   run(items.work, [&] { call(g, items); });
@@ -154,7 +154,7 @@ PyObject* decoder_layers(PyObject*, PyObject* const* values, Py_ssize_t count) {
   t.num_seqs = a.integer(); t.table_stride = a.integer();
   r.num_layers = t.num_layers = a.integer(); r.block_size = t.block_size = a.integer();
   r.num_heads = t.num_heads = a.integer(); r.num_kv_heads = t.num_kv_heads = a.integer(); r.head_dim = t.head_dim = a.integer();
-  t.scale = float(a.real()); g.eps = float(a.real()); r.eps = float(a.real());
+  t.scale = float(a.real()); t.softcap = float(a.real()); g.eps = float(a.real()); r.eps = float(a.real());
   g.dtype = r.dtype = t.dtype = a.dtype();
   if (!a.complete()) return nullptr;
   t.pool = r.pool;
@@ -200,14 +200,14 @@ PyMethodDef methods[] = {
     FAST(pack_linear, "weight, packed, n, k, dtype"),
     FAST(linear, "x, packed, bias or 0, y, m, n, k, dtype"),
     FAST(attention, "q, q_stride, pool, out, query_start_loc, seq_lens, block_tables, num_seqs, table_stride, num_layers, layer, block_size, "
-                    "num_heads, num_kv_heads, head_dim, window, scale, dtype"),
+                    "num_heads, num_kv_heads, head_dim, window, scale, softcap, dtype"),
     FAST(rope_and_store, "qkv, pool, cos_sin, positions, slots, q_norm or 0, k_norm or 0, num_tokens, num_layers, layer, block_size, "
                          "num_heads, num_kv_heads, head_dim, eps, dtype"),
     FAST(add_rms_norm, "x or 0, residual, weight, y, rows, n, eps, dtype"),
     FAST(gate_mul, "gate_up, y, rows, n, gelu or silu (0), dtype"),
     FAST(decoder_layers, "layers, first, last, hidden, residual, num_tokens, hidden_size, intermediate_size, pool, positions, slots, "
                          "query_start_loc, seq_lens, block_tables, num_seqs, table_stride, num_layers, block_size, num_heads, num_kv_heads, "
-                         "head_dim, scale, eps, qk_eps, dtype"),
+                         "head_dim, scale, softcap, eps, qk_eps, dtype"),
     FAST(gumbel_argmax, "logits, keys, chosen, rows, vocab_size"),
 #undef FAST
     {"set_num_threads", set_num_threads, METH_O, "threads that share one call"},

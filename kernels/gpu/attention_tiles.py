@@ -1,7 +1,7 @@
 """Softmax attention of some query rows over a range of cached keys, tile by tile: what decode and prefill
 have in common.
 
-    score[r, t] = scale q[r] . k[t]
+    score[r, t] = scale q[r] . k[t], or softcap tanh of that / softcap
     m = max_t score;  norm = sum_t 2^(score - m);  acc = sum_t 2^(score - m) v[t];  out = acc / norm
     (scores in units of log2 e)
 
@@ -80,6 +80,7 @@ def attend(
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,  # in the scores' own units; 0: none
     MASKED: tl.constexpr,  # False: every row sees every key in [begin, end)
     SPREAD: tl.constexpr = False,
 ):
@@ -106,6 +107,9 @@ def attend(
         else:
             k = tl.load(base + within)
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
+        if SOFTCAP != 0.0:
+            cap = SOFTCAP * LOG2_E
+            scores = cap - 2 * cap / (tl.exp2(scores * (2 / SOFTCAP)) + 1)
         if MASKED:
             visible = inside[None, :] & (tokens[None, :] <= positions[:, None])
             if WINDOW:

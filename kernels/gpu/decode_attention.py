@@ -103,6 +103,7 @@ def decode_attention(
         DIMS=dims,
         BLOCK_SIZE=kv.shape[3], KEYS=tile.keys, SPLIT=SPLIT, STAGES=tile.stages,
         WINDOW=inputs.sliding_window is not None,
+        SOFTCAP=inputs.softcap,
         SCALED=kv_scales is not None, GROUP_SPLITS=ONE_GROUP if one_group else GROUP_SPLITS,
         FOLD_ROWS=triton.next_power_of_2(group),
         AT_ONCE=FOLDS_AT_ONCE, num_warps=tile.warps, 
@@ -118,7 +119,8 @@ def _decode_kernel(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
-    WINDOW: tl.constexpr, SCALED: tl.constexpr, GROUP_SPLITS: tl.constexpr, FOLD_ROWS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    SCALED: tl.constexpr, GROUP_SPLITS: tl.constexpr, FOLD_ROWS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Program p takes the items p, p + num_programs, ... of every KV head; the heads of one split are
@@ -158,7 +160,7 @@ def _decode_kernel(
                 queries, positions, kv + head * stride_head, tables + b.to(tl.int64) * stride_table,
                 first, last, length, lowest, window,
                 log2_scale * key_scale, stride_block, stride_value, stride_token,
-                ROWS, HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, SPLIT, STAGES, WINDOW, SPREAD,
+                ROWS, HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, SPLIT, STAGES, WINDOW, SOFTCAP, SPREAD,
             )  # fmt: skip
         else:
             for group in range(first // GROUP_SPLITS, tl.cdiv(last, GROUP_SPLITS)):
@@ -168,7 +170,7 @@ def _decode_kernel(
                     queries, positions, kv + head * stride_head, tables + b.to(tl.int64) * stride_table,
                     begin, end, length, lowest, window,
                     log2_scale * key_scale, stride_block, stride_value, stride_token,
-                    ROWS, HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, SPLIT, STAGES, WINDOW, SPREAD,
+                    ROWS, HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, SPLIT, STAGES, WINDOW, SOFTCAP, SPREAD,
                 )  # fmt: skip
                 if (
                     last - first > 1
@@ -252,7 +254,7 @@ def _attend_splits(
     scale, stride_block, stride_value, stride_token,
     ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr,
-    SPREAD: tl.constexpr,
+    SOFTCAP: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     """The splits [first, last), folded in ascending order."""
     m = tl.full([ROWS], float("-inf"), tl.float32)
@@ -265,7 +267,7 @@ def _attend_splits(
             tl.zeros([ROWS, DIMS], tl.float32), keys, table,
             tl.maximum(split * SPLIT, lowest // KEYS * KEYS), tl.minimum((split + 1) * SPLIT, length),
             lowest, window, scale, stride_block, stride_value, stride_token,
-            HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, STAGES, WINDOW, MASKED=True, SPREAD=SPREAD,
+            HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, STAGES, WINDOW, SOFTCAP, MASKED=True, SPREAD=SPREAD,
         )  # fmt: skip
         m, norm, acc = fold(m, norm, acc, part_m, part_norm, part_acc)
     return m, norm, acc

@@ -118,7 +118,7 @@ def prefill_attention(
         NUM_KV_HEADS=num_kv_heads, GROUP=group, ROWS=tile.rows, TOKENS=tile.rows // group, HEAD_DIM=head_dim,
         DIMS=max(16, triton.next_power_of_2(head_dim)), BLOCK_SIZE=kv.shape[3], KEYS=tile.keys,
         SPLIT=SPLIT if split_folds else 0, STAGES=tile.stages, WINDOW=inputs.sliding_window is not None,
-        SCALED=kv_scales is not None, num_warps=tile.warps,
+        SOFTCAP=inputs.softcap, SCALED=kv_scales is not None, num_warps=tile.warps,
     )  # fmt: skip
 
 
@@ -167,7 +167,7 @@ def _prefill_kernel(
     HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
-    WINDOW: tl.constexpr, SCALED: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """One program a (tile, KV head)."""
     place = tl.program_id(0) // NUM_KV_HEADS
@@ -213,7 +213,7 @@ def _prefill_kernel(
             queries, positions, m, norm, acc, keys, table, lowest // KEYS * KEYS, middle, diagonal,
             last_position + 1, lowest, window,
             log2_scale, stride_block, stride_value, stride_token,
-            HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, STAGES, WINDOW,
+            HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, STAGES, WINDOW, SOFTCAP,
         )  # fmt: skip
     else:
         for split in range(lowest // SPLIT, tl.cdiv(last_position + 1, SPLIT)):
@@ -224,7 +224,7 @@ def _prefill_kernel(
                 keys, table, tl.maximum(lowest // KEYS * KEYS, split * SPLIT), middle, diagonal,
                 tl.minimum(last_position + 1, (split + 1) * SPLIT), lowest, window,
                 log2_scale, stride_block, stride_value, stride_token,
-                HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, STAGES, WINDOW,
+                HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, STAGES, WINDOW, SOFTCAP,
             )  # fmt: skip
             m, norm, acc = fold(m, norm, acc, part_m, part_norm, part_acc)
     rows += unknown_zero(query_start_loc)
@@ -242,7 +242,7 @@ def _attend_three(
     scale, stride_block, stride_value, stride_token,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
     STAGES: tl.constexpr,
-    WINDOW: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """The keys [begin, end): the window's ragged beginning, the middle that every row sees, and the
     diagonal."""
@@ -252,15 +252,15 @@ def _attend_three(
         m, norm, acc = attend(
             q, positions, m, norm, acc, keys, table, begin, middle, lowest, window,
             scale, stride_block, stride_value, stride_token,
-            HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, STAGES, WINDOW, MASKED=True,
+            HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, STAGES, WINDOW, SOFTCAP, MASKED=True,
         )  # fmt: skip
     m, norm, acc = attend(
         q, positions, m, norm, acc, keys, table, middle, diagonal, lowest, window,
         scale, stride_block, stride_value, stride_token,
-        HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, STAGES, WINDOW, MASKED=False,
+        HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, STAGES, WINDOW, SOFTCAP, MASKED=False,
     )  # fmt: skip
     return attend(
         q, positions, m, norm, acc, keys, table, diagonal, end, lowest, window,
         scale, stride_block, stride_value, stride_token,
-        HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, STAGES, WINDOW, MASKED=True,
+        HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, STAGES, WINDOW, SOFTCAP, MASKED=True,
     )  # fmt: skip

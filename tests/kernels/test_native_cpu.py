@@ -181,6 +181,7 @@ def test_rope_and_store(
     num_kv_heads=st.integers(1, 3),
     block_size=st.sampled_from([1, 8, 16, 24, 128]),
     window=st.none() | st.integers(1, 150),
+    softcap=st.sampled_from([0.0, 0.5]),
 )
 def test_paged_attention(
     native: native_cpu.NativeCpuKernels,
@@ -191,6 +192,7 @@ def test_paged_attention(
     num_kv_heads: int,
     block_size: int,
     window: int | None,
+    softcap: float,
 ) -> None:
     """Sequences of one query and of many, in one batch; slots that belong to no token are NaN, table entries
     past the end nonsense."""
@@ -213,7 +215,12 @@ def test_paged_attention(
     )  # q is a slice of a wider row, as in qkv
     q = wide[:, : group * num_kv_heads]
     inputs = AttentionInputs(
-        starts, torch.tensor(lengths, dtype=torch.int32), tables, scale=head_dim**-0.5, sliding_window=window
+        starts,
+        torch.tensor(lengths, dtype=torch.int32),
+        tables,
+        scale=head_dim**-0.5,
+        sliding_window=window,
+        softcap=softcap,
     )
     exact = REFERENCE.paged_attention(q.float(), pool.float(), 1, inputs)
     assert_close(native.paged_attention(q, pool, 1, inputs), exact.to(dtype))
@@ -231,6 +238,7 @@ def test_paged_attention(
     length=st.integers(1, 300),
     block_size=st.sampled_from([1, 16, 24]),
     window=st.none() | st.integers(1, 150),
+    softcap=st.sampled_from([0.0, 0.5]),
     cuts=st.lists(st.integers(1, 299), max_size=6),
     others=st.integers(0, 3),
 )
@@ -242,6 +250,7 @@ def test_attention_gives_a_row_the_same_bits_in_any_chunk_and_batch(
     length: int,
     block_size: int,
     window: int | None,
+    softcap: float,
     cuts: list[int],
     others: int,
 ) -> None:
@@ -256,7 +265,9 @@ def test_attention_gives_a_row_the_same_bits_in_any_chunk_and_batch(
         rows = torch.cat((q[:others], q[start:stop]))
         starts = torch.tensor([*range(others + 1), others + stop - start], dtype=torch.int32)
         lengths = torch.tensor([min(7, length)] * others + [stop], dtype=torch.int32)
-        inputs = AttentionInputs(starts, lengths, tables.repeat(others + 1, 1), head_dim**-0.5, window)
+        inputs = AttentionInputs(
+            starts, lengths, tables.repeat(others + 1, 1), head_dim**-0.5, window, softcap
+        )
         return native.paged_attention(rows, pool, 0, inputs)[others:]
 
     others = min(others, length)

@@ -24,6 +24,7 @@ triton_interpreter.install()
 pytestmark = pytest.mark.usefixtures("guarded_memory")
 
 DTYPES = st.sampled_from([torch.bfloat16, torch.float16])
+SOFTCAPS = st.sampled_from([0.0, 0.0, 0.5])
 WINDOWS = st.none() | st.integers(1, 300)
 SMALL = TileShape(16, 32, 4, 3)
 ALLOWED = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
@@ -71,6 +72,7 @@ def prefill(case: AttentionCase, tile: TileShape = SMALL, split_folds: bool = Fa
     block_size=st.sampled_from([16, 64, 24]),
     dtype=DTYPES,
     window=WINDOWS,
+    softcap=SOFTCAPS,
     programs=st.integers(1, 5),
 )
 def test_decode(
@@ -80,11 +82,13 @@ def test_decode(
     block_size: int,
     dtype: torch.dtype,
     window: int | None,
+    softcap: float,
     programs: int,
 ) -> None:
     case = attention_case(
         lengths, [1] * len(lengths), group=heads[0], num_kv_heads=heads[1], head_dim=head_dim,
         block_size=block_size, dtype=dtype, window=window,
+        softcap=softcap,
     )  # fmt: skip
     assert relative_error(decode(case, programs=programs), case.exact) < ALLOWED[dtype]
 
@@ -155,6 +159,7 @@ def test_a_padding_row_is_zero() -> None:
     block_size=st.sampled_from([16, 64, 24]),
     dtype=DTYPES,
     window=st.none() | st.integers(1, 70),
+    softcap=SOFTCAPS,
     split_folds=st.booleans(),
 )
 def test_prefill(
@@ -164,12 +169,14 @@ def test_prefill(
     block_size: int,
     dtype: torch.dtype,
     window: int | None,
+    softcap: float,
     split_folds: bool,
 ) -> None:
     """Chunks (cached tokens, new tokens) of several sequences in one batch."""
     case = attention_case(
         [cached + new for cached, new in chunks], [new for _, new in chunks], group=heads[0],
         num_kv_heads=heads[1], head_dim=head_dim, block_size=block_size, dtype=dtype, window=window,
+        softcap=softcap,
     )  # fmt: skip
     assert relative_error(prefill(case, split_folds=split_folds), case.exact) < ALLOWED[dtype]
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3Config,
     Gemma3ForCausalLM,
     Gemma3ForConditionalGeneration,
@@ -69,6 +71,13 @@ LONGROPE = {  # heads of 16 numbers, 12 of them rotated; transformers chooses fa
         "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
         "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
     },
+}
+GEMMA_2 = {  # the first cap is low enough to matter
+    "head_dim": 24,
+    "sliding_window": 24,
+    "query_pre_attn_scalar": 20,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 60.0,
 }
 GEMMA_3 = {
     "head_dim": 24,
@@ -133,6 +142,7 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Callable[..., Any], dict[str, A
         },
     ),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 32, "tie_word_embeddings": True}),
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config, GEMMA_2),
     "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, GEMMA_3),
     "gemma3_in_parts": (Gemma3ForConditionalGeneration, gemma3_in_parts, GEMMA_3),
     "glm4": (Glm4ForCausalLM, Glm4Config, {"head_dim": 16}),

@@ -118,7 +118,7 @@ def test_loading(model_folder: Path, tmp_path: Path, model: ServedModel) -> None
     ("remove", "config", "message"),
     [
         ("tokenizer.json", {"max_position_embeddings": 100, "vocab_size": 512}, "no tokenizer.json"),
-        ("config.json", None, "max_position_embeddings"),
+        ("config.json", None, "config.json does not exist"),
         ("", {"max_position_embeddings": 10, "vocab_size": 512}, "context ends at 10"),
     ],
 )
@@ -131,6 +131,16 @@ def test_a_checkpoint_that_cannot_be_served_says_why(
         (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CannotStart, match=message):
         ServedModel.load(tmp_path, "x", max_model_len=20)
+
+
+def test_workers_tell_the_context_that_the_config_of_a_model_for_images_leaves_out(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((model_folder / "tokenizer.json").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"hidden_size": 8}}))
+    model = ServedModel.load(tmp_path, "x", workers_hold=lambda: 77)
+    assert model.max_model_len == 77
+    assert model.vocab_size == len(model.tokenizer.table.pieces) > 0
 
 
 HISTORY: list[dict[str, Any]] = [

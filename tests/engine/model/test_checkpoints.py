@@ -84,7 +84,6 @@ def test_float16_weights_are_converted(tmp_path: Path) -> None:
         ),
         ({"num_key_value_heads": 3}, "cannot share 3 key-value heads"),
         ({"head_dim": 12}, "multiple of 8"),
-        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is not supported"),
         ({"hidden_size": None}, "'hidden_size' must be a positive whole number"),
     ],
 )
