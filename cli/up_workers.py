@@ -13,7 +13,7 @@ from .config import ConfigError, Layer, Sources, Value, build
 from .gpus import deal
 from .settings import ServerSettings, UpSettings
 
-FIXED = ("name", "coordinator", "listen", "data_listen", "advertise_host", "memory_shared_by")
+FIXED = ("name", "coordinator", "listen", "data_listen", "advertise_host", "memory_shared_by", "health_port")
 """Settings of the roles that ``up`` decides."""
 
 _OnDevices = list[PrefillSettings | DecodeSettings]

@@ -126,7 +126,7 @@ async def serve(
             admin = admin_server(app.admin, settings.admin_host, settings.admin_port, app.front.tls)
             stack.push_async_callback(admin.stop)
         server = HttpServer(app, host=settings.listen_host, port=settings.port, shared=bool(place.others))
-        stack.push_async_callback(server.stop)
+        stack.push_async_callback(server.stop, settings.shutdown_timeout_s)
         app.generation.reader.warm_up()
         app.generation.model.tokenizer.start_threads()
 

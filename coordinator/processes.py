@@ -24,7 +24,7 @@ from .settings import CoordinatorSettings
 
 RESTART_S, RESTART_MAX_S = 0.5, 30.0  # doubling, while a process dies again and again
 SETTLED_S = 60.0
-GRACE_S = 15.0
+GRACE_S = 10.0  # to end, after the time that open requests get
 CANNOT_START = 78
 """Exit status (EX_CONFIG) of a process that its settings do not let serve: another try would end the same."""
 _log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ def run_all(settings: CoordinatorSettings, serve: Serve, run_folder: Path | None
     finally:
         for process in processes:
             process.terminate()
-        deadline = time.monotonic() + GRACE_S
+        deadline = time.monotonic() + settings.shutdown_timeout_s + GRACE_S
         for process in processes:
             process.join(deadline)
         reserved.close()

@@ -9,13 +9,14 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from ..transport.channels.name_watch import SCHEME
 from ..transport.process.settings import ClusterKeySettings, ReportSettings
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVDType = Literal["auto", "fp8"]
 Quantization = Literal["none", "fp8"]
 Mover = Literal["auto", "cuda_ipc", "shm", "nccl", "nixl", "tcp"]
-CONTROL_ADDRESS = r"tcp://(?:[^\s:,]+|\[[0-9a-fA-F:.]+\]):\d+"
+CONTROL_ADDRESS = r"(?:tcp|dns)://(?:[^\s:,]+|\[[0-9a-fA-F:.]+\]):\d+"
 
 
 class ComputeSettings(BaseModel):
@@ -102,7 +103,7 @@ class WorkerSettings(ComputeSettings, ClusterKeySettings, ReportSettings):
         default="tcp://127.0.0.1:7700",
         pattern=rf"^{CONTROL_ADDRESS}(,{CONTROL_ADDRESS})*$",
         description="The coordinator's control address, tcp://HOST:PORT; those of several hosts with commas "
-        "between.",
+        "between. dns://HOST:PORT: every address that HOST has, looked up again every 2 s.",
     )
     num_blocks: int | None = Field(
         default=None, ge=2, le=1 << 24, description="Blocks in the KV cache; instead of kv_cache_gib."
@@ -164,10 +165,23 @@ class WorkerSettings(ComputeSettings, ClusterKeySettings, ReportSettings):
         "requests.",
     )
 
+    health_port: int | None = Field(
+        default=None,
+        ge=1,
+        le=65_535,
+        description="HTTP port for an orchestrator's probes, on all addresses: GET /health, /ready. "
+        "Default: none.",
+    )
+
     @property
     def coordinators(self) -> list[str]:
-        """All control addresses."""
-        return self.coordinator.split(",")
+        """The control addresses that do not change."""
+        return [one for one in self.coordinator.split(",") if one not in self.coordinator_names]
+
+    @property
+    def coordinator_names(self) -> list[str]:
+        """The names that stand for the addresses of any number of coordinators."""
+        return [one for one in self.coordinator.split(",") if one.startswith(SCHEME)]
 
     @property
     def worker_id(self) -> str:

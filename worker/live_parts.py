@@ -17,6 +17,7 @@ from ..engine.step.step_progress import LayerProgress, StepForecast
 from ..engine.step.step_thread import StepThread
 from ..engine.worker_model import WorkerModel
 from ..transport.channels.keys import ClusterKey
+from ..transport.channels.name_watch import NameWatch
 from ..transport.live_environment import MonotonicClock, live_environment
 from ..transport.messages.incarnation import incarnations
 from ..transport.messages.messages import SECRET_BYTES, ModelIdentity
@@ -50,6 +51,7 @@ def live_parts(
         launches=model.launch is not None,
     )
     poller.register(wakeup.fd, zmq.POLLIN)
+    names = NameWatch(settings.coordinator_names)
 
     def wait(patience_s: float) -> set[object]:
         ready: set[object] = {socket for socket, _ in poller.poll(int(patience_s * 1000))}
@@ -59,6 +61,7 @@ def live_parts(
 
     def close() -> None:
         steps.stop()
+        names.stop()
         if telemetry is not None:
             telemetry.stop()
         wakeup.close()
@@ -85,6 +88,7 @@ def live_parts(
         wakeup.set,
         close,
         telemetry,
+        names.addresses,
     )
 
 
@@ -117,7 +121,7 @@ def _open(
     if role != "decode":
         return parts
     assert isinstance(settings, DecodeSettings)
-    host = advertised_host(settings.listen, settings.advertise_host, settings.coordinators[0])
+    host = advertised_host(settings.listen, settings.advertise_host, settings.coordinator.split(",")[0])
     targets = open_targets(movers, model.pool, shared, settings.data_listen, host, plaintext)
     watched += targets.fds
     for fd in watched:

@@ -38,6 +38,7 @@ class Worker:
         self._retiring: list[RetiringEnd] = []  # of roles that have ended
         self._stopped = self._ordered = False
         self._leaving = False  # the process ends with its last role, and begins none
+        self.turned_at = 0.0  # seconds of the clock
         self._host: RoleHost | None = None
         if isinstance(settings, FlexibleSettings):
             self._host = RoleHost(
@@ -92,6 +93,11 @@ class Worker:
         return self._stopped or not self.roles
 
     @property
+    def running_step(self) -> object | None:
+        """The oldest step that runs. May be read from any thread."""
+        return self._parts.steps.oldest
+
+    @property
     def at_rest(self) -> bool:
         """Whether the roles keep nothing for anybody, and none has ended or is to end."""
         cores = (role.core for role in self.roles.values())
@@ -102,7 +108,8 @@ class Worker:
         try:
             while not self.is_over:
                 ready = self._parts.wait(self.patience())
-                self.turn(ready, self._parts.clock.now())
+                self.turned_at = self._parts.clock.now()
+                self.turn(ready, self.turned_at)
         finally:
             self.close()
 

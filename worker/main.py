@@ -10,11 +10,13 @@ from ..transport.channels.keys import load_key
 from ..transport.movers.shm import SharedPool
 from ..transport.process.collector import settle_heap
 from ..transport.process.host import allow_many_files
+from .health import Health, HealthServer
 from .live_parts import live_parts
 from .loop import Worker
 from .settings import DecodeSettings, FlexibleSettings, PrefillSettings
 
 SWITCH_S = 1e-4  # step threads and the loop alternate: the default of 5 ms would show in every token
+TERMINATED = 128 + signal.SIGTERM
 
 
 def serve(worker: Worker) -> None:
@@ -27,6 +29,12 @@ def serve(worker: Worker) -> None:
 
 def run(settings: PrefillSettings | DecodeSettings | FlexibleSettings) -> None:
     """Run the process until SIGTERM or Ctrl-C."""
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(TERMINATED)
+    )  # the first process of a container has no default
+    health = Health()
+    if settings.health_port is not None:
+        HealthServer(settings.health_port, health)
     key = None if settings.insecure or settings.key_file is None else load_key(settings.key_file)
     shared: list[SharedPool] = []
 
@@ -46,4 +54,5 @@ def run(settings: PrefillSettings | DecodeSettings | FlexibleSettings) -> None:
     worker = Worker(settings, live_parts(settings, model, key, shared[0] if shared else None))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: worker.leave())
+    health.watch(worker)
     serve(worker)

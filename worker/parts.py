@@ -3,7 +3,7 @@ simulator has its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -84,6 +84,7 @@ class WorkerParts:
     wake: Callable[[], None]
     close: Callable[[], None]  # releases all but the model
     telemetry: Telemetry | None = None  # of the device
+    discover: Callable[[], Sequence[str]] = tuple  # returns coordinators that are found by name
     times: WorkerTimes = field(default_factory=WorkerTimes)
     slicing: SlicingMode = "auto"
     check_bytes: int = CHECK_BYTES  # of KV blocks, verified in one turn of a decode role

@@ -47,6 +47,7 @@ class PlayedRole(ABC):
             self,
             process.incarnations,
             settings.orphaned_after_s,
+            process.discover,
         )
         self._make_core()
         self.steps = process.steps

@@ -221,6 +221,14 @@ class Steps:
         return self._launches and any(running.progress.pending for running in self._running)
 
     @property
+    def oldest(self) -> object | None:
+        """The running step that was submitted first. May be read from any thread."""
+        try:
+            return self._running[0]
+        except IndexError:
+            return None
+
+    @property
     def busy_seconds(self) -> float:
         """Seconds in which a step has run so far."""
         return self._device.busy_seconds

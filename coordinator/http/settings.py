@@ -87,6 +87,12 @@ class HttpSettings(BaseModel):
         description="Longest life of a request in seconds; then it ends with what it has generated, or with "
         "504 where that is nothing. A request may ask for less.",
     )
+    shutdown_timeout_s: float = Field(
+        default=5,
+        ge=0,
+        le=86_400,
+        description="Seconds that open requests get to end after SIGTERM or Ctrl-C; new ones are refused.",
+    )
     max_body_mib: float = Field(
         default=16, gt=0, le=1024, description="Largest HTTP request body in MiB; beyond it 413."
     )

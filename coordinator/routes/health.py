@@ -47,7 +47,11 @@ class Health:
         """JSON-ready: ``status`` is ok or degraded; ``checks`` have a ``status`` each, and a ``reason`` where
         it is not ok."""
         self.sample(now)
-        reasons = {"serving": self._serving(), "listeners": self._listeners(now), "disk": await self._disk()}
+        reasons = {
+            "serving": self.why_not_ready(),
+            "listeners": self._listeners(now),
+            "disk": await self._disk(),
+        }
         checks = {
             name: {"status": "degraded", "reason": reason} if reason else {"status": "ok"}
             for name, reason in reasons.items()
@@ -56,14 +60,11 @@ class Health:
 
     def why_not_ready(self) -> str:
         """ "" where requests can be served."""
-        return (
-            ""
-            if self._dispatcher.ready()
-            else self._dispatcher.gap() or self._dispatcher.failing() or NO_PROOF
-        )
-
-    def _serving(self) -> str:
-        return "the server is shutting down" if self.stopping else self.why_not_ready()
+        if self.stopping:
+            return "the server is shutting down"
+        if self._dispatcher.ready():
+            return ""
+        return self._dispatcher.gap() or self._dispatcher.failing() or NO_PROOF
 
     def _listeners(self, now: float) -> str:
         failing = sorted(name for name, at in self._failed_at.items() if now - at < RECENT_S)

@@ -14,6 +14,7 @@ from ..messages.messages import FROM_COORDINATOR, Alive, Fenced, Hello, Message,
 from ..process.host import EVERYWHERE
 
 HELLO_EVERY_S = 1.0
+HEARTBEAT_S = 0.25  # until a coordinator names another time
 ORPHANED_AFTER_S = 10.0  # the coordinator answers every heartbeat
 COMPLAIN_AFTER_S = 4.0  # then after twice as long, and so on
 RECEIVE_LIMIT = 256
@@ -92,7 +93,7 @@ class CoordinatorLink:
         self._received_at = 0.0  # when the last message came
         self.incarnation = incarnations() if incarnation is None else incarnation
         self.coordinator: int | None = None  # the coordinator's incarnation, once it has welcomed us
-        self.heartbeat_s = 0.25
+        self.heartbeat_s = HEARTBEAT_S
         self._misfit = ""
         self._hello_at = float("-inf")
         self._waiting_since: float | None = None
@@ -103,6 +104,11 @@ class CoordinatorLink:
     def socket(self) -> object:
         """Names the channel among those that are ready; changes with the incarnation."""
         return self._channel.socket
+
+    @property
+    def misfit(self) -> str:
+        """Why no worker of the other role fits this one, as the coordinator has put it; empty: one does."""
+        return self._misfit
 
     def send(self, *messages: Message) -> bool:
         """Queues messages, together; False where any had to be dropped."""

@@ -1,7 +1,8 @@
 """A worker's connections to all coordinators: one process, several on one host, several hosts. Each is the
 owner of the requests that it sent.
 
-The settings name some coordinators, and each that welcomes the worker names the others of its host. A message
+The settings name some coordinators, and each that welcomes the worker names the others of its host. Others
+are found by name while the worker runs: one that the name has no more is left once it is silent. A message
 about one request goes to the coordinator that the message names; reports go to every coordinator that has
 welcomed the worker.
 
@@ -17,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 from ..environment import Network
 from ..messages.messages import FirstToken, Hello, Joined, Load, Message, RequestFailed, StepTokens
-from .coordinator_link import ORPHANED_AFTER_S, CoordinatorLink, LinkedWorker
+from .coordinator_link import HEARTBEAT_S, ORPHANED_AFTER_S, CoordinatorLink, LinkedWorker
 
 OF_A_REQUEST = (FirstToken, Joined, StepTokens, RequestFailed)
 _log = logging.getLogger(__name__)
@@ -34,7 +35,10 @@ class CoordinatorLinks:
         worker: LinkedWorker,
         incarnations: Callable[[], int],
         orphaned_after_s: float = ORPHANED_AFTER_S,
+        discover: Callable[[], Sequence[str]] = tuple,
     ) -> None:
+        """``discover``: returns the present addresses of coordinators that are found by name."""
+        self._discover, self._discovered = discover, set[str]()
         self._network, self._worker_id, self._worker, self._incarnations = (
             network,
             worker_id,
@@ -54,9 +58,15 @@ class CoordinatorLinks:
         return [link.coordinator for link in self._links.values() if link.coordinator is not None]
 
     @property
+    def misfits(self) -> list[str]:
+        """For each coordinator that has welcomed this worker, why no worker of the other role fits this one;
+        empty: one does."""
+        return [link.misfit for link in self._links.copy().values() if link.coordinator is not None]
+
+    @property
     def heartbeat_s(self) -> float:
         """Seconds between reports: the shortest that any coordinator asks for."""
-        return min(link.heartbeat_s for link in self._links.values())
+        return min((link.heartbeat_s for link in self._links.values()), default=HEARTBEAT_S)
 
     def send(self, *messages: Message) -> None:
         """Send each message to its coordinators. One for a coordinator that is gone is dropped."""
@@ -87,7 +97,8 @@ class CoordinatorLinks:
         return messages
 
     def tick(self, now: float) -> None:
-        """Send Hello again where it was not answered."""
+        """Follow the coordinators' names; send Hello again where it was not answered."""
+        self._follow_names()
         for link in list(self._links.values()):
             link.tick(now)
 
@@ -120,6 +131,17 @@ class CoordinatorLinks:
     def alone(self) -> bool:
         """Whether there is one coordinator only."""
         return len(self._links) == 1
+
+    def _follow_names(self) -> None:
+        present = set(self._discover())
+        for address in sorted(present - self._links.keys()):
+            _log.info("connecting to the coordinator at %s", address)
+            self._open(address)
+            self._discovered.add(address)
+        for address in sorted(self._discovered - present):
+            if self._links[address].coordinator is None:
+                self._links.pop(address).close()
+                self._discovered.discard(address)
 
     def _link_to(self, coordinator: int) -> CoordinatorLink:
         return next(link for link in self._links.values() if link.coordinator == coordinator)

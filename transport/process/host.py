@@ -35,9 +35,9 @@ EVERYWHERE = ("0.0.0.0", "*", "[::]")
 
 
 def host_towards(address: str) -> str:
-    """Return this host's own address, as the listener at ``address`` (tcp://HOST:PORT) sees it. Nothing is
+    """Return this host's own address, as the listener at ``address`` (SCHEME://HOST:PORT) sees it. Nothing is
     sent. Raises OSError."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    host, _, port = address.partition("://")[2].rpartition(":")
     family, _, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
         sock.connect(target)

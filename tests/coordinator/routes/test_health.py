@@ -37,6 +37,7 @@ async def test_without_workers_it_is_degraded_and_alive(
 async def test_a_server_that_stops_says_so(http: httpx.AsyncClient, server: HttpServer) -> None:
     await server.app.drain(0)
     assert (await http.get("/health")).json()["checks"]["serving"]["reason"] == "the server is shutting down"
+    assert (await http.get("/ready")).status_code == 503, "a load balancer must send no more requests"
 
 
 async def test_a_listener_that_fails_degrades_it_for_a_minute(dispatcher: FakeDispatcher) -> None:

@@ -4,7 +4,7 @@ fault."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import zmq
@@ -42,13 +42,24 @@ NUMBERS = (
 class Cluster:
     """A worker's links, and the sockets of as many coordinators as a test wants."""
 
-    def __init__(self, num_known: int) -> None:
+    def __init__(
+        self, num_known: int, found: Callable[[Cluster], Sequence[str]] = lambda cluster: ()
+    ) -> None:
+        """``found``: returns the addresses that are found by name."""
         self.routers = [RouterChannel.bind("tcp://127.0.0.1:*", None, FROM_WORKER) for _ in range(2)]
         self.noted: list[object] = []
         self.poller, counter = zmq.Poller(), itertools.count(5)
         known = [router.address for router in self.routers[:num_known]]
         network = LiveNetwork(None, self.poller)
-        self.links = CoordinatorLinks(known, network, "w", self, lambda: next(counter), orphaned_after_s=10.0)
+        self.links = CoordinatorLinks(
+            known,
+            network,
+            "w",
+            self,
+            lambda: next(counter),
+            orphaned_after_s=10.0,
+            discover=lambda: found(self),
+        )
         self.identity = b""
 
     def hello(self, incarnation: int) -> Hello:
@@ -180,4 +191,24 @@ def test_fenced_by_its_only_coordinator_it_is_another_incarnation() -> None:
     cluster.send(0, Fenced(coordinator=100, reason="late"))
     assert cluster.noted[-1] == ("fenced", 6)
     assert cluster.links.incarnation == 6
+    close(cluster)
+
+
+def test_coordinators_that_come_and_go_by_name() -> None:
+    present = [0]
+    cluster = Cluster(0, lambda cluster: [cluster.routers[number].address for number in present])
+    cluster.links.tick(0.0)
+    cluster.welcome(0)
+    present.append(1)
+    cluster.links.tick(1.0)
+    cluster.welcome(1)
+    assert cluster.links.coordinators == [100, 101]
+    present.remove(0)
+    cluster.links.tick(2.0)
+    assert cluster.links.coordinators == [100, 101], "it may still end what it has asked for"
+    cluster.links.tick(10.0)
+    assert cluster.links.coordinators == [], "both are silent"
+    cluster.links.tick(11.0)
+    assert cluster.links.alone, "one is left for good"
+    assert {type(message) for message in cluster.receive(1)} == {Hello}
     close(cluster)
