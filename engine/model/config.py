@@ -50,6 +50,8 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: Literal["", "head", "all"]
     unit_norms: bool
+    layer_norms: bool
+    parallel: bool
     activation: Activation
     scales: Scales
     attention_softcap: float  # x becomes softcap tanh(x / softcap); 0: it stays
@@ -105,7 +107,7 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any]) -> ModelCon
     architecture = _architecture(config)
     family = FAMILIES[architecture]
     config = family.config(config)
-    _refuse_unsupported(config)
+    _refuse_unsupported(config, family.refused)
     activation = _activation(config)
     num_heads = _positive_int(config, "num_attention_heads")
     num_kv_heads = _positive_int(
@@ -140,7 +142,7 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any]) -> ModelCon
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=float(config.get("rms_norm_eps", config.get("layer_norm_eps", 1e-6))),
         max_position_embeddings=_positive_int(config, "max_position_embeddings"),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=has(family.qkv_bias),
@@ -148,12 +150,14 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any]) -> ModelCon
         mlp_bias=has(family.mlp_bias),
         qk_norm=family.qk_norm,
         unit_norms=family.unit_norms,
+        layer_norms=family.layer_norms,
+        parallel=family.parallel,
         activation=activation,
         scales=family.scales(config, head_dim),
         attention_softcap=float(config.get("attn_logit_softcapping") or 0),
         logits_softcap=float(config.get("final_logit_softcapping") or 0),
         sliding_windows=windows,
-        ropes=rope_configs(config, head_dim, windows, family.interleaved_rope),
+        ropes=rope_configs(config, head_dim, windows, family.interleaved_rope, family.windows_only_rope),
         eos_token_ids=_eos_token_ids(config, generation),
         bos_token_id=config.get("bos_token_id"),
         tensors=family.tensors,
@@ -219,7 +223,10 @@ def _architecture(config: dict[str, Any]) -> str:
     return str(architectures[0])
 
 
-def _refuse_unsupported(config: dict[str, Any]) -> None:
+def _refuse_unsupported(config: dict[str, Any], refused: tuple[str, ...]) -> None:
+    for key in refused:
+        if config.get(key):
+            raise ModelConfigError(f"config.json: {key} is not supported; it must be false")
     if config.get("quantization_config"):
         raise ModelConfigError(
             "config.json: quantized weights are not supported; use the checkpoint's bf16, f16 or f32 version"

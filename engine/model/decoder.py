@@ -4,7 +4,9 @@
     each layer:  h += o(attention(rope(qkv(norm(h)))));  h += down(act(gate(n)) * up(n)), n = norm(h)
     logits = head(norm(h))
 
-Some families norm what a layer adds to h, in place of its input or as well (``TensorNames``).
+Some families norm what a layer adds to h, in place of its input or as well (``TensorNames``). In parallel
+layers attention and MLP share norm(h). LayerNorm, which subtracts the mean, is RMSNorm of an h without mean:
+what is added to h has its mean taken out at load (Ashkboos et al., SliceGPT, 2024).
 
 T: num_tokens of the step, E: hidden_size, H: num_heads, KVH: num_kv_heads, D: head_dim, F: intermediate_size,
 V: vocab_size.
@@ -83,16 +85,16 @@ class DecoderLayer:
         self._kernels = load.kernels
         self._eps, self._cos_sin = config.residual_eps, cos_sin
         self._qk_norm, self._qk_eps = config.qk_norm, config.rms_norm_eps
-        self._activation = config.activation
+        self._activation, self._parallel = config.activation, config.parallel
         self._sliding_window = config.sliding_windows[index]
         self._intermediate_size = config.intermediate_size
         self._input_norm, self._post_norm = norm(t.input_norm), norm(t.post_norm)
         self._attention_out_norm, self._mlp_out_norm = norm(t.attention_out_norm), norm(t.mlp_out_norm)
         self._qkv = load.column([f"{name}.{of}" for of in (t.q, t.k, t.v) if of], config.qkv_bias, rows)
         self._q_norm, self._k_norm = norm_of_heads(t.q_norm), norm_of_heads(t.k_norm)
-        self._o = load.row(f"{name}.{t.o}", config.o_bias)
+        self._o = load.row(f"{name}.{t.o}", config.o_bias, config.layer_norms)
         self._gate_up = load.column([f"{name}.{of}" for of in (t.gate, t.up) if of], config.mlp_bias)
-        self._down = load.row(f"{name}.{t.down}", config.mlp_bias)
+        self._down = load.row(f"{name}.{t.down}", config.mlp_bias, config.layer_norms)
 
     @property
     def parts(self) -> LayerParts:
@@ -124,12 +126,18 @@ class DecoderLayer:
         k = self._kernels
         if self._sliding_window is not None:
             attention = replace(attention, sliding_window=self._sliding_window)
-        hidden = self._out_norm(
-            self._o(k.paged_attention(q, pool, self._index, attention)), self._attention_out_norm
+        hidden = self._o(k.paged_attention(q, pool, self._index, attention))
+        if self._parallel:
+            return hidden.add_(self._mlp(self._add_norm(None, residual, self._input_norm)))
+        hidden = self._out_norm(hidden, self._attention_out_norm)
+        return self._out_norm(
+            self._mlp(self._add_norm(hidden, residual, self._post_norm)), self._mlp_out_norm
         )
-        gate_up = self._gate_up(self._add_norm(hidden, residual, self._post_norm))  # [T, 2 F]
-        gated = k.silu_mul(gate_up) if self._activation == "silu" else k.gelu_mul(gate_up)
-        return self._out_norm(self._down(gated), self._mlp_out_norm)
+
+    def _mlp(self, normed: Tensor) -> Tensor:
+        gate_up = self._gate_up(normed)  # [T, 2 F]
+        gated = self._kernels.silu_mul if self._activation == "silu" else self._kernels.gelu_mul
+        return self._down(gated(gate_up))
 
     def _out_norm(self, hidden: Tensor, weight: Tensor | None) -> Tensor:
         return hidden if weight is None else self._kernels.rms_norm(hidden, weight, self._eps)
@@ -159,7 +167,8 @@ class DecoderModel:
         self._layers = load.each(
             lambda i: DecoderLayer(config, i, load, self._tables[config.ropes[i]]), config.num_layers
         )
-        self._fused = load.kernels.fuse_layers([layer.parts for layer in self._layers], self._eps)
+        parts = [layer.parts for layer in self._layers]
+        self._fused = None if config.parallel else load.kernels.fuse_layers(parts, self._eps)
         self._norm = load.norm(config.tensors.norm, float(config.unit_norms))
         self._head = load.vocabulary_head(
             config.tensors.embed if config.tie_word_embeddings else config.tensors.head
@@ -169,6 +178,7 @@ class DecoderModel:
         if config.scales.rounds_embedding:
             embedding = torch.tensor(embedding, dtype=load.dtype).item()
         self._embedding_scale = embedding
+        self._embedding_means = row_means(self._embed_table) if config.layer_norms else None
 
     def forward(
         self,
@@ -209,6 +219,8 @@ class DecoderModel:
         """The residual [T, E] before the first layer, divided by ``Scales.residual``: see
         ``ModelConfig.residual_eps``."""
         residual = self._kernels.embedding(self._embed_table, token_ids, self._dtype)
+        if self._embedding_means is not None:
+            residual -= self._embedding_means[token_ids]
         return residual if self._embedding_scale == 1.0 else residual.mul_(self._embedding_scale)
 
     def inputs(self, metadata: AttentionMetadata) -> StepInputs:
@@ -286,6 +298,11 @@ class DecoderModel:
         if softcap:
             return logits.mul_(factor / softcap).tanh_().mul_(softcap)
         return logits if factor == 1.0 else logits.mul_(factor)
+
+
+def row_means(table: Tensor) -> Tensor:
+    """float32 [rows, 1]; some rows at a time, to never hold the whole in float32."""
+    return torch.cat([rows.float().mean(1, keepdim=True) for rows in torch.split(table, 4096)])
 
 
 def _kv_scales(config: ModelConfig, load: LayerLoader) -> Tensor:

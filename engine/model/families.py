@@ -114,6 +114,10 @@ def granite_scales(config: dict[str, Any], head_dim: int) -> Scales:
     )
 
 
+def cohere_scales(config: dict[str, Any], head_dim: int) -> Scales:
+    return Scales(head_dim**-0.5, logits=float(config["logit_scale"]))
+
+
 def gemma_scales(config: dict[str, Any], head_dim: int) -> Scales:
     return Scales(
         attention=float(config["query_pre_attn_scalar"]) ** -0.5,
@@ -128,7 +132,11 @@ class Family:
 
     qk_norm           of each head, or of all heads of q and all of k together
     unit_norms        norms multiply by 1 + weight
+    layer_norms       norms subtract the mean first
+    parallel          attention and MLP have the same input, and both are added to the residual
     interleaved_rope  the numbers of a pair that is rotated lie side by side in the checkpoint
+    windows_only_rope layers that attend to all tokens have no rope
+    refused           keys of config.json that must be absent, null or false
     defaults          of keys that config.json lacks
     part              the key of config.json below which the text model is described; "": it is the whole
     """
@@ -138,10 +146,14 @@ class Family:
     mlp_bias: bool | str = False
     qk_norm: Literal["", "head", "all"] = ""
     unit_norms: bool = False
+    layer_norms: bool = False
+    parallel: bool = False
     interleaved_rope: bool = False
+    windows_only_rope: bool = False
     scales: Callable[[dict[str, Any], int], Scales] = plain_scales
     windows: Callable[[dict[str, Any], int], Windows] = full_attention
     tensors: TensorNames = TensorNames()
+    refused: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     part: str = ""
 
@@ -150,6 +162,11 @@ class Family:
         return {**self.defaults, **config, **(config.get(self.part) or {})}
 
 
+COHERE = Family(
+    o_bias="attention_bias", layer_norms=True, parallel=True, interleaved_rope=True, scales=cohere_scales,
+    tensors=TensorNames(post_norm=""), refused=("use_qk_norm",),
+    defaults={"tie_word_embeddings": True, "logit_scale": 0.0625, "layer_norm_eps": 1e-5},
+)  # fmt: skip
 GEMMA_2 = Family(
     o_bias="attention_bias", unit_norms=True, scales=gemma_scales, windows=windows_by_pattern,
     tensors=TensorNames(
@@ -195,6 +212,11 @@ OLMO_3 = replace(
     defaults={"sliding_window": 4096, "sliding_window_pattern": 4, "rope_local_base_freq": 5e5},
 )
 FAMILIES = {
+    "CohereForCausalLM": COHERE,
+    "Cohere2ForCausalLM": replace(
+        COHERE, windows=windows_by_pattern, windows_only_rope=True,
+        defaults={**COHERE.defaults, "sliding_window": 4096, "sliding_window_pattern": 4},
+    ),
     "Gemma2ForCausalLM": GEMMA_2,
     "Gemma3ForCausalLM": GEMMA_3,
     "Gemma3ForConditionalGeneration": GEMMA_3_IN_PARTS,

@@ -65,10 +65,12 @@ class LayerLoader:
             biases = None if biases is None else biases[rows]
         return self.kernels.linear(weight, biases)
 
-    def row(self, name: str, bias: bool) -> Linear:
-        return self.kernels.linear(
-            self._tensor(f"{name}.weight"), self._tensor(f"{name}.bias") if bias else None
-        )
+    def row(self, name: str, bias: bool, centred: bool = False) -> Linear:
+        """``centred``: the outputs' mean is subtracted from each."""
+        parts = [self._tensor(f"{name}.weight"), *([self._tensor(f"{name}.bias")] if bias else [])]
+        if centred:
+            parts = [(part.float() - part.float().mean(0)).to(part.dtype) for part in parts]
+        return self.kernels.linear(parts[0], parts[1] if bias else None)
 
     def vocabulary_head(self, name: str) -> Linear:
         """Hidden states to logits."""

@@ -46,9 +46,14 @@ class RopeConfig:
 
 
 def rope_configs(
-    config: dict[str, Any], head_dim: int, windows: Sequence[int | None], interleaved: bool = False
+    config: dict[str, Any],
+    head_dim: int,
+    windows: Sequence[int | None],
+    interleaved: bool = False,
+    windows_only: bool = False,
 ) -> tuple[RopeConfig, ...]:
     """Return the rotary parameters of each layer. ``windows``: of each layer.
+    ``windows_only``: layers that attend to all tokens have none.
 
     config.json has ``rope_parameters`` (transformers 5), of all layers or by their kind, or ``rope_theta``,
     ``rope_local_base_freq`` (of layers with a window) and ``rope_scaling`` (older files).
@@ -65,6 +70,8 @@ def rope_configs(
     rotated = config.get("no_rope_layers")  # of each layer: 1, or 0 for one without
     if rotated is None and (interval := int(config.get("no_rope_layer_interval") or 0)):
         rotated = [(i + 1) % interval for i in range(len(windows))]
+    if windows_only:
+        rotated = [window is not None for window in windows]
     if rotated is not None and len(rotated) != len(windows):
         raise ModelConfigError(
             f"config.json: no_rope_layers must have {len(windows)} entries, one for each layer; found "

@@ -10,6 +10,10 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3Config,
@@ -142,6 +146,8 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Callable[..., Any], dict[str, A
         },
     ),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 32, "tie_word_embeddings": True}),
+    "cohere": (CohereForCausalLM, CohereConfig, {"logit_scale": 0.25}),
+    "cohere2": (Cohere2ForCausalLM, Cohere2Config, {"sliding_window": 24, "sliding_window_pattern": 2}),
     "gemma2": (Gemma2ForCausalLM, Gemma2Config, GEMMA_2),
     "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, GEMMA_3),
     "gemma3_in_parts": (Gemma3ForConditionalGeneration, gemma3_in_parts, GEMMA_3),

@@ -84,6 +84,7 @@ def test_float16_weights_are_converted(tmp_path: Path) -> None:
         ),
         ({"num_key_value_heads": 3}, "cannot share 3 key-value heads"),
         ({"head_dim": 12}, "multiple of 8"),
+        ({"architectures": ["CohereForCausalLM"], "use_qk_norm": True}, "use_qk_norm is not supported"),
         ({"hidden_size": None}, "'hidden_size' must be a positive whole number"),
     ],
 )
