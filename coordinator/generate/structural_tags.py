@@ -77,7 +77,7 @@ class _Rules:
             "sequence": self._sequence, "or": self._or, "optional": self._repeated,
             "plus": self._repeated, "star": self._repeated, "repeat": self._repeated, "tag": self._tag,
             "triggered_tags": self._triggered, "tags_with_separator": self._separated,
-            "dispatch": self._dispatch, "token": self._token,
+            "dispatch": self._dispatch, "token": self._const,
         }  # fmt: skip
 
     def grammar(self, tree: Format) -> bytes:
@@ -87,7 +87,7 @@ class _Rules:
         return orjson.dumps({"grammars": [outer, *self._leaves]})
 
     def of(self, given: Format, follow: Follow) -> str:
-        """Return the name of the rule of a format and, unless ``follow`` is None, of what ends it."""
+        """Return the name of the rule of a format; unless ``follow`` is None it takes the end, too."""
         kind = given.get("type") if isinstance(given, dict) else None
         if kind not in self._makers:
             raise ValueError(f"type {kind!r} is not built; known: {', '.join(self._makers)}")
@@ -105,11 +105,11 @@ class _Rules:
         return terms(text, self._term) or '""'
 
     def _const(self, given: Format, follow: Follow) -> str:
-        return f"{self._string(_fields(given, 'value')['value'])} {self._end(follow)}"
-
-    def _token(self, given: Format, follow: Follow) -> str:
-        token = _fields(given, "token")["token"]
-        text = f"<[{token}]>" if isinstance(token, int) else self._term(token)
+        if given["type"] == "const_string":
+            text = self._string(_fields(given, "value")["value"])
+        else:
+            token = _fields(given, "token")["token"]
+            text = f"<[{token}]>" if isinstance(token, int) else self._term(token)
         return f"{text} {self._end(follow)}"
 
     def _leaf(self, kind: Kind, value: Any) -> str:
@@ -119,8 +119,11 @@ class _Rules:
         return f"@{name}"
 
     def _grammar(self, given: Format, follow: Follow) -> str:
-        field, kind = ("pattern", "regex") if given["type"] == "regex" else ("grammar", "grammar")
-        return f"{self._leaf(kind, _fields(given, field)[field])} {self._end(follow)}"  # type: ignore[arg-type]
+        if given["type"] == "regex":
+            leaf = self._leaf("regex", _fields(given, "pattern")["pattern"])
+        else:
+            leaf = self._leaf("grammar", _fields(given, "grammar")["grammar"])
+        return f"{leaf} {self._end(follow)}"
 
     def _schema(self, given: Format, follow: Follow) -> str:
         known = _fields(given, "json_schema", "style")
