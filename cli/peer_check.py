@@ -24,7 +24,7 @@ from zmq.utils.monitor import recv_monitor_message
 from .. import __version__
 from ..transport.channels.keys import ClusterKey, load_key
 from ..transport.errors import KeyFileError, MoverError
-from ..transport.messages.fields import WIRE_VERSION
+from ..transport.messages.fields import WIRE_VERSION, is_neighbour
 from ..transport.process.host import host_identity
 from .extras import missing_for
 from .finding import Finding
@@ -100,16 +100,16 @@ def check_peer(settings: DoctorSettings) -> Iterator[Finding]:
 def _with(peer: PeerSocket, address: Address) -> Iterator[Finding]:
     """Raises NoAnswer."""
     who, offset, round_trip = _clock(peer)
-    if who.wire != WIRE_VERSION:
+    if not is_neighbour(who.wire):
         text = (
             f"it speaks wire version {who.wire} (splitserve {who.version}), this host {WIRE_VERSION} "
             f"({__version__})"
         )
-        yield Finding("problem", text, "install the same version on both hosts")
+        yield Finding("problem", text, "upgrade the older one: only neighbouring wire versions work together")
     else:
         yield Finding(
             "ok",
-            f"both speak wire version {WIRE_VERSION} (splitserve {__version__} here, {who.version} there)",
+            f"wire version {WIRE_VERSION} here, {who.wire} there (splitserve {__version__}, {who.version})",
         )
     way = "ahead of" if offset > 0 else "behind"
     text = f"its clock is {abs(offset):.3f} s {way} this one's; a round trip takes {1e3 * round_trip:.2f} ms"

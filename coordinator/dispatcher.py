@@ -13,7 +13,7 @@ from typing import Protocol
 
 from ..transport.channels.coordinator_link import identity_of, worker_of
 from ..transport.environment import ControlSocket, Timer, Timers
-from ..transport.messages.messages import Fenced, Hello, Message, Role
+from ..transport.messages.messages import Fenced, Hello, Message, OtherVersion, Role
 from .lifecycle.actions import Action, End, Push, PushPromptLogprobs, Send
 from .lifecycle.flips import FlipRecord
 from .lifecycle.lifecycle import Lifecycle
@@ -223,12 +223,12 @@ class LifecycleDispatcher:
         self._outbox[send.worker].append(send.message)
 
     def _send_outbox(self) -> None:
-        """Send all of it. A worker that was removed meanwhile is sent nothing but that it is fenced."""
+        """Send all of it. A worker that is not here is sent nothing but that it is fenced or refused."""
         outbox, self._outbox = self._outbox, defaultdict(list)
         now = self._timers.now()
         for worker, messages in outbox.items():
             if worker not in self._core.pools.workers:
-                messages = [message for message in messages if isinstance(message, Fenced)]
+                messages = [message for message in messages if isinstance(message, Fenced | OtherVersion)]
             if not messages:
                 continue
             try:

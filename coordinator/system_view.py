@@ -30,6 +30,7 @@ def debug_state(core: Lifecycle, now: float) -> dict[str, Any]:
             {**_debug_worker(worker, now), "requests": core.request_ids(worker)}
             for worker in core.pools.workers.values()
         ],
+        "refused": core.refused(now),
     }
 
 
@@ -56,6 +57,7 @@ def _debug_worker(worker: WorkerRecord, now: float) -> dict[str, object]:
         "pid": hello.pid,
         "host": hello.host.partition("/")[0],
         "incarnation": hello.incarnation,
+        "wire_version": hello.wire_version,
         "model": msgspec.structs.asdict(hello.model),
         "silent_s": round(now - worker.last_seen, 3),
         "blocks": {

@@ -28,6 +28,7 @@ from ...transport.messages.messages import (
     Joined,
     Load,
     Message,
+    OtherVersion,
     RequestFailed,
     Role,
     StepTokens,
@@ -135,7 +136,14 @@ class Lifecycle:
 
         While workers that left in good order are expected back, requests are accepted and wait.
         """
-        return self.pools.gap if now >= self._members.expected_until else ""
+        if not self.pools.gap or now < self._members.expected_until:
+            return ""
+        refused = [f"worker {name} is refused: {reason}" for name, reason in self.refused(now).items()]
+        return "; ".join([self.pools.gap, *refused[:1]])
+
+    def refused(self, now: float) -> dict[str, str]:
+        """Return the workers that are refused for their wire version, each with a sentence."""
+        return self._members.refused(now)
 
     # --- operators -----------------------------------------------------------------------------------
 
@@ -179,6 +187,8 @@ class Lifecycle:
         is fenced."""
         if isinstance(message, Hello):
             actions = self._members.hello(worker_id, message, now)
+        elif isinstance(message, OtherVersion):
+            return self._members.refuse(worker_id, message, now)
         elif (worker := self.pools.workers.get(worker_id)) is None:
             return self._members.fence(worker_id, now)
         elif isinstance(message, StepTokens):

@@ -19,7 +19,17 @@ Meanwhile a prefill worker that was sending blocks to it fails those handoffs (`
 
 from __future__ import annotations
 
-from ...transport.messages.messages import Alive, Drain, Fenced, Hello, Load, Message, Welcome, from_u32
+from ...transport.messages.messages import (
+    Alive,
+    Drain,
+    Fenced,
+    Hello,
+    Load,
+    Message,
+    OtherVersion,
+    Welcome,
+    from_u32,
+)
 from .actions import Action, Send
 from .flips import Flips
 from .forecast import Forecast
@@ -35,6 +45,8 @@ PROBES_AFTER_LOSS = 4
 seem to reach a dead one. Counted, not timed: a coordinator that stands still just then would send only
 once, too early."""
 FENCE_EVERY_S, FORGET_FENCED_S = 1.0, 60.0
+FORGET_REFUSED_S = 10.0
+"""A worker that is refused for its wire version sends Hello again every second."""
 
 
 class Membership:
@@ -53,6 +65,7 @@ class Membership:
         self._pools, self._machine, self._flips, self._forecast = pools, machine, flips, forecast
         self._alive = Alive(coordinator=incarnation)
         self._fenced: dict[WorkerId, float] = {}
+        self._refused: dict[str, tuple[float, OtherVersion]] = {}  # when last, by worker id
         self._num_probes = 0  # that are still to be sent to all
         self.expected_until = float("-inf")  # workers that left in good order are expected back until then
         self.num_lost = 0
@@ -70,6 +83,18 @@ class Membership:
         if hello.process:
             self._flips.came(self._pools.workers[worker_id], now)
         return [*actions, self._welcome(worker_id)]
+
+    def refuse(self, worker_id: WorkerId, hello: OtherVersion, now: float) -> list[Action]:
+        """Answer a worker whose wire version is no neighbour of ours."""
+        self._refused[worker_id[0]] = now, hello
+        return [Send(worker_id, OtherVersion())]
+
+    def refused(self, now: float) -> dict[str, str]:
+        """Return the workers that are refused for their wire version, each with a sentence."""
+        self._refused = {
+            name: last for name, last in self._refused.items() if now - last[0] < FORGET_REFUSED_S
+        }
+        return {name: hello.sentence for name, (_, hello) in self._refused.items()}
 
     def load(self, worker: WorkerRecord, load: Load, now: float) -> list[Action]:
         """Take a heartbeat: compare what the worker holds, and repeat what it has not received."""

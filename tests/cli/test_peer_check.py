@@ -28,6 +28,7 @@ from splitserve.cli.up import free_ports
 from splitserve.transport.channels.channels import RouterChannel
 from splitserve.transport.channels.keys import generate_key, load_key
 from splitserve.transport.errors import AddressError
+from splitserve.transport.messages.fields import WIRE_VERSION
 from splitserve.transport.messages.messages import Hello
 
 
@@ -67,7 +68,7 @@ def test_two_hosts_that_fit(key: Path) -> None:
             status, message = check(peer, key)
             assert status == 0
     assert "the cluster key is the same on both hosts" in message
-    assert "both speak wire version" in message
+    assert f"wire version {WIRE_VERSION} here, {WIRE_VERSION} there" in message
     assert "movers of both: shm" in message  # it is this host
     assert "sealed, the default" in message
     assert message.count("GB/s; 1,000 tokens of Llama-3.1-8B take") == 2

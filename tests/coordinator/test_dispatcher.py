@@ -7,6 +7,7 @@ import subprocess
 import time
 
 import pytest
+from msgspec.structs import replace
 
 from splitserve.coordinator.lifecycle.actions import Action
 from splitserve.coordinator.lifecycle.lifecycle import Lifecycle, LifecycleLimits
@@ -14,7 +15,14 @@ from splitserve.coordinator.lifecycle.membership import DRAINED
 from splitserve.coordinator.socket_dispatcher import SocketDispatcher
 from splitserve.transport.channels.channels import DealerChannel
 from splitserve.transport.channels.coordinator_link import identity_of
-from splitserve.transport.messages.messages import FROM_COORDINATOR, Goodbye, Hello, ModelIdentity
+from splitserve.transport.messages.fields import WIRE_VERSION
+from splitserve.transport.messages.messages import (
+    FROM_COORDINATOR,
+    Goodbye,
+    Hello,
+    ModelIdentity,
+    OtherVersion,
+)
 from splitserve.transport.process.host import host_identity
 
 DEADLINE_S = 60.0
@@ -91,6 +99,27 @@ async def test_the_last_words_of_a_process_count_that_arrive_after_its_end_is_kn
     dispatcher.stop()
     assert core.counters()["workers_lost"] == 0
     assert core.pools.reasons_lost[("p", 1)] == DRAINED
+
+
+async def test_a_worker_of_another_wire_version_is_refused_on_both_sides_and_shown(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    core, dispatcher = _patient()
+    with DealerChannel.connect(dispatcher.address, identity_of("p", 1), None, FROM_COORDINATOR) as worker:
+        worker.send(replace(_hello("elsewhere", 1), wire_version=WIRE_VERSION + 2))
+        deadline = time.monotonic() + DEADLINE_S
+        while not worker.readable:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        (answer,) = worker.receive(1)
+    sentence = f"wire version {WIRE_VERSION + 2} there, {WIRE_VERSION} here"
+    assert answer == OtherVersion(wire_version=WIRE_VERSION)
+    assert sentence in str(dispatcher.snapshot()["refused"]["p"])
+    assert f"worker p is refused: {sentence}" in dispatcher.gap()
+    assert sentence in caplog.text
+    assert not core.pools.workers
+    assert core.refused(time.monotonic() + 60.0) == {}
+    dispatcher.stop()
 
 
 def _patient() -> tuple[Lifecycle, SocketDispatcher]:

@@ -20,6 +20,7 @@ from splitserve.transport.messages.messages import (
     Goodbye,
     Handoff,
     Message,
+    OtherVersion,
     PeerId,
     Placed,
     Release,
@@ -297,7 +298,7 @@ class VirtualListener:
     def arrive(self, channel: VirtualChannel, message: Message) -> None:
         if self.closed:
             return
-        if type(message) not in self._allowed:
+        if type(message) not in self._allowed and type(message) is not OtherVersion:
             self.world.violated(
                 f"{self.network.name}: got a {type(message).__name__} from {channel.network.name}"
             )

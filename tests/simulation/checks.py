@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from math import inf
 from typing import TYPE_CHECKING
 
+from simulation.builds import FAR
 from simulation.scenario import Faults
 from simulation.worker_process import TICK_S
 
@@ -70,7 +71,8 @@ class Checks:
 
     def left_over(self) -> Iterable[str]:
         """What should not be there once everybody is done."""
-        for worker in self.world.workers.values():
+        world = self.world
+        for worker in world.workers.values():
             if not worker.awake:
                 yield f"{worker.name} is dead or frozen"
             elif worker.played.departure.has_begun:
@@ -86,6 +88,9 @@ class Checks:
                 yield f"a role of {process.name} is over, and not everybody has heard it"
         for coordinator in self.world.coordinators.values():
             yield from self._left_at(coordinator)
+        refused = [set(each.core.refused(each.now)) for each in world.coordinators.values()]
+        if {w.name for w in world.workers.values() if w.process.build == FAR} != set[str]().union(*refused):
+            yield f"for their wire version are refused {refused}"
 
     def _left_at(self, coordinator: CoordinatorProcess) -> Iterable[str]:
         name, core = coordinator.name, coordinator.core
@@ -93,7 +98,8 @@ class Checks:
             yield f"{name} is dead or frozen"
         if core.requests or len(core.queue):
             yield f"{name} holds {len(core.requests)} requests"
-        if {w.id for w in self.world.workers.values()} != set(core.pools.workers):
+        workers = self.world.workers.values()
+        if {w.id for w in workers if w.process.build != FAR} != set(core.pools.workers):
             yield f"{name} knows {sorted(core.pools.workers)}"
         for worker_id in coordinator.processes.left():
             yield f"{name} watches the process of {worker_id[0]}, which it does not know"

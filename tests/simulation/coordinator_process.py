@@ -53,6 +53,7 @@ class CoordinatorProcess(Process):
         siblings = tuple(other for other in world.coordinator_names if other != name)
         limits = replace(PRODUCT_LIMITS if world.scenario.product_limits else LIMITS, siblings=siblings)
         self.number = world.next_number()  # of this process, among those of its name
+        self.build = world.builds.drawn(name, self.number)
         self.core = Lifecycle(world.hosts[HOST].incarnations()(), world.scenario.cluster.policy, limits)
         # Half of them see that a worker's connection is gone, as with ZeroMQ; the others go by its silence.
         random, kills = Random(f"{world.seed} {name} {self.number}"), world.scenario.faults.kill_every > 0

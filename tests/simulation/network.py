@@ -58,6 +58,9 @@ class Network:
         self.sent[message.__class__.__name__] += 1
         if random() < ENCODED:
             message = decode(encode(message), (type(message),))
+        if (arriving := self.world.builds.across(source, target, message)) is None:
+            return
+        message = arriving
         delay = 0.0002 + 0.0008 * random()
         if not self.world.calm:
             if self._cuts and (delay := self._held(source, target, delay)) < 0:

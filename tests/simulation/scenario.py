@@ -90,6 +90,8 @@ class Cluster:
     num_borrowing: int = 0  # processes that borrow, besides; half of them prefer prefill
     prefill_ahead: float = 0.5  # share of prefill workers that make the next step while one runs
     window: int = 0  # tokens that a token of the model attends to, 2 or more; 0: all
+    next: float = 0.0  # share of processes, at each start, that are of the next build
+    num_far: int = 0  # workers, besides, of a build that is no neighbour; one half are decode workers
 
 
 @dataclass(frozen=True)
@@ -321,6 +323,10 @@ NAMED = {
         ),
         Cluster(num_prefill=3, num_decode=3),
     ),
+    "upgrades": Scenario(
+        replace(MIXED, drain_every=0.4, kill_every=1.0, coordinator_restart_every=2.0, flip_every=1.0),
+        Cluster(num_coordinators=2, num_flexible=1, num_mixed=1, rendezvous=0.3, next=0.5, num_far=2),
+    ),
     "everything": Scenario(
         EVERYTHING,
         Cluster(num_coordinators=2, num_flexible=2, one_sided=1.0, rendezvous=0.5, copies=0.3),
@@ -382,5 +388,7 @@ def draw_scenario(seed: int) -> Scenario:
         num_coordinators=random.choice([1, 1, 2, 3]),
         prefill_ahead=random.choice([0.0, 0.5, 1.0]),
         window=Random(f"window {seed}").choice([0, 0, 0, 2, 18, 40]),
+        next=Random(f"next {seed}").choice([0.0, 0.0, 0.0, 0.3, 0.7]),
+        num_far=Random(f"far {seed}").choice([0, 0, 0, 0, 0, 2]),
     )
     return Scenario(Faults(**chosen), cluster, random.choice([120.0, 240.0, 480.0]), product_limits)

@@ -88,6 +88,7 @@ prompts borrowed|sequences borrowed
 layers put|cancellations|flips ordered|roles begun|clocks set
 deaths by poison|ended: failed|orphaned: their coordinator died
 ended: stop|ended: length|ended: deadline|ended: cancelled|ended: overloaded
+messages between builds|messages of other versions
 given back: preempted|given back: handoff_failed|given back: peer_lost|given back: internal
 """
 

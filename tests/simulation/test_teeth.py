@@ -24,6 +24,7 @@ from simulation import (
     bugs_of_the_loop,
     bugs_of_the_processes,
     bugs_of_the_shells,
+    bugs_of_upgrades,
 )
 from simulation.campaign import run
 
@@ -41,6 +42,7 @@ FILES = (
     bugs_of_the_shells,
     bugs_of_the_loop,
     bugs_of_the_dispatcher,
+    bugs_of_upgrades,
 )
 BUGS = [bug for file in FILES for bug in file.BUGS]
 

@@ -76,6 +76,7 @@ class WorkerProcess(Process):
         self.host, self.num_blocks, self.latest, self.flexible = host, num_blocks, kind, flexible
         self.home = home
         self.pid = world.next_number()
+        self.build = world.builds.drawn(name, self.pid)
         cluster = world.scenario.cluster
         self.model = replace(MODEL, window=cluster.window)
         self.memory = Memory(num_blocks, BLOCK_SIZE, cluster.window)

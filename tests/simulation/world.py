@@ -6,6 +6,7 @@ Nothing that decides is written again here. To be read in this order:
     scenario.py              which faults, which cluster
     clock.py, process.py, host.py     events; processes that die, freeze and have clocks of their own;
                              hosts whose clocks jump
+    builds.py                processes of other wire versions
     network.py, movers.py, agents.py, copies.py, communicators.py      carry messages and KV blocks, badly
     channels.py, environment.py      the four protocols of transport/environment.py over these
     model.py, memory.py      a model whose tokens show every wrong slot; its pure function is the oracle
@@ -25,6 +26,7 @@ from typing import cast
 
 from simulation.adversary import Adversary
 from simulation.agents import Agent
+from simulation.builds import Builds
 from simulation.channels import NOTICED_S, VirtualListener, VirtualNetwork
 from simulation.checks import Checks
 from simulation.clients import Clients
@@ -68,15 +70,18 @@ class World:
             for name in (f"host-{i}" for i in range(scenario.cluster.num_hosts))
         }
         self.network = Network(self)
+        self.builds = Builds(self)
         self.checks = Checks(self)
         self.clients = Clients(self)
         self.poison = Poison(self)
         cluster = scenario.cluster
         self.coordinator_names = ("coordinator", "coordinator-1", "coordinator-2")[: cluster.num_coordinators]
         self.restarted: set[str] = set()  # coordinators that died at some time
-        self.coordinators = {name: CoordinatorProcess(self, name) for name in self.coordinator_names}
+        self.coordinators: dict[str, CoordinatorProcess] = {}
         self.workers: dict[str, WorkerRole] = {}  # by name; those of dead processes that have one role, too
         self.processes: dict[str, WorkerProcess] = {}
+        for name in self.coordinator_names:
+            self._start_coordinator(name)
         for i in range(cluster.num_decode):
             self._begin("decode", i, cluster.decode_blocks)
         for i in range(cluster.num_prefill):
@@ -85,6 +90,8 @@ class World:
             self._begin("flexible", i, cluster.decode_blocks, "prefill" if i % 2 else "decode")
         for i in range(cluster.num_mixed):
             self._begin("mixed", i, cluster.decode_blocks, "mixed")
+        for i in range(cluster.num_far):
+            self._begin("decode" if i % 2 else "prefill", i, cluster.decode_blocks, far=True)
         for i in range(cluster.num_borrowing):
             self._begin("borrowing", i, cluster.decode_blocks, "mixed", "decode" if i % 2 else "prefill")
         self.adversary = Adversary(self)
@@ -145,11 +152,17 @@ class World:
             raise Killed
 
     def _begin(
-        self, name: str, number: int, num_blocks: int, kind: Kind | None = None, home: Home = ""
+        self,
+        name: str,
+        number: int,
+        num_blocks: int,
+        kind: Kind | None = None,
+        home: Home = "",
+        far: bool = False,
     ) -> None:
         host = f"host-{number % self.scenario.cluster.num_hosts}"
         first = kind or cast(Kind, name)
-        WorkerProcess(self, f"{name}-{number}", host, num_blocks, first, kind is not None, home)
+        WorkerProcess(self, f"{'far-' * far}{name}-{number}", host, num_blocks, first, kind is not None, home)
 
     def _start_again(self, dead: WorkerProcess) -> None:
         WorkerProcess(self, dead.name, dead.host, dead.num_blocks, dead.latest, dead.flexible, dead.home)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
+
 from splitserve.transport.messages import messages as m
 
 MODEL = m.ModelIdentity(
@@ -41,6 +45,7 @@ EXAMPLES: list[m.Message] = [
     STEP,
     m.RequestFailed(coordinator=1, dispatch=2, kind="preempted", message="out of blocks"),
     m.Welcome(coordinator=1, heartbeat_s=0.5),
+    m.OtherVersion(wire_version=7),
     m.Fenced(coordinator=1, reason="late"),
     m.Prefill(spec=SPEC, decode=m.Peer(worker_id="d0", incarnation=4, address="tcp://127.0.0.1:1")),
     m.Cancel(coordinator=1, dispatches=m.u32([1, 2])),
@@ -49,7 +54,7 @@ EXAMPLES: list[m.Message] = [
     m.Move(dispatch=1, spec=SPEC, decode=m.Peer(worker_id="d1", incarnation=4, address="tcp://127.0.0.1:1")),
     m.Drain(coordinator=1, timeout_s=2.5),
     m.Flip(coordinator=1, role="prefill", timeout_s=2.5),
-    m.Meet(worker_id="p0", incarnation=1, host="h", pid=2, model=MODEL, movers=("shm", "zmq")),
+    m.Meet(worker_id="p0", incarnation=1, host="h", pid=2, model=MODEL, movers=("shm", "tcp")),
     m.Offer(request_id="r", epoch=0, coordinator=1, dispatch=2, num_tokens=33, block_hashes=b"h" * 32,
             grammar=b"g"),
     m.Renew(leases=m.u64([1, 2])),
@@ -70,3 +75,23 @@ EXAMPLES: list[m.Message] = [
     m.Retire(incarnation=3),
     m.Retired(incarnation=3),
 ]  # fmt: skip
+
+
+def fields_of(message: m.Message) -> dict[str, Any]:
+    """Return the fields, and those of the messages within it, as plain values."""
+    fields: dict[str, Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(message), strict=False)
+    return fields
+
+
+def structs_in(message: m.Message, fields: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return those of ``fields`` that are the fields of messages within ``message``."""
+    found = []
+    for name in message.__struct_fields__:
+        value = getattr(message, name)
+        if isinstance(value, m.Message):
+            found += [fields[name], *structs_in(value, fields[name])]
+        elif isinstance(value, tuple) and value and isinstance(value[0], m.Message):
+            found += fields[name]
+        elif isinstance(value, dict):
+            found += [fields[name][key] for key, inner in value.items() if isinstance(inner, m.Message)]
+    return found

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from ..environment import Channel, Network
 from ..messages.fields import WIRE_VERSION
-from ..messages.messages import FROM_COORDINATOR, Alive, Fenced, Hello, Message, Welcome
+from ..messages.messages import FROM_COORDINATOR, Alive, Fenced, Hello, Message, OtherVersion, Welcome
 from ..process.host import EVERYWHERE
 
 HELLO_EVERY_S = 1.0
@@ -126,6 +126,8 @@ class CoordinatorLink:
                 return []
             elif isinstance(message, Alive):
                 self._note_misfit(message.misfit)
+            elif isinstance(message, OtherVersion):
+                self._waiting_since = None  # it has answered, and the channel has logged why it does not work
             else:
                 messages.append(message)
         return messages

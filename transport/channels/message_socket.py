@@ -13,7 +13,7 @@ import zmq
 
 from ..errors import BadMessage
 from ..messages.codec import decode, encode
-from ..messages.messages import Message
+from ..messages.messages import Message, OtherVersion
 
 MAX_TOGETHER = 256  # messages of one call of ``send``; a receiver refuses more
 LOG_EVERY_S = 5.0
@@ -108,18 +108,21 @@ class MessageSocket:
             self._reject(frames, str(error))
             return None
         self.counters.received += 1
+        if isinstance(message, OtherVersion):
+            self._warn(frames, "%s", message.sentence)
         return message
 
     def _reject(self, frames: list[bytes], reason: str) -> bool:
         self.counters.bad += 1
+        self._warn(frames, "dropped a message: %s (%d bad ones so far)", reason, self.counters.bad)
+        return False
+
+    def _warn(self, frames: list[bytes], sentence: str, *values: object) -> None:
         now = time.monotonic()
         if now - self._last_log >= LOG_EVERY_S:
             self._last_log = now
             peer = frames[0][:64] if len(frames) > 1 else b"the router"
-            _log.warning(
-                "dropped a message from %r: %s (%d bad ones so far)", peer, reason, self.counters.bad
-            )
-        return False
+            _log.warning(f"%r: {sentence}", peer, *values)
 
     def close(self, linger_s: float = 0.0) -> None:
         """End all connections; queued messages that do not leave within ``linger_s`` seconds are lost."""

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from ..messages.messages import Meet, Met, Peer, PeerId, Retire
-from ..movers.interface import FALLBACK_MOVER, FORMER_NAME, MADE_ANEW, ONE_SIDED_MOVERS
+from ..messages.messages import Meet, Met, OtherVersion, Peer, PeerId, Retire
+from ..movers.interface import FALLBACK_MOVER, MADE_ANEW, ONE_SIDED_MOVERS
 from .layer_slicing import seen
 from .protocol import Connect, OpenMover, SenderAction, ToPeer
 from .retirement import Retirement
@@ -81,11 +81,11 @@ class Meetings:
                 greeted.append((peer, now - contact.since))
         return greeted
 
-    def receive(self, peer: PeerId, met: Met) -> Contact | str | None:
+    def receive(self, peer: PeerId, met: Met | OtherVersion) -> Contact | str | None:
         """Take an answer to Meet. Return the contact if it is met now, the reason if the peer is lost, None
         for an echo of an earlier meeting."""
-        if met.mover == FORMER_NAME:
-            met = replace(met, mover=FALLBACK_MOVER)
+        if isinstance(met, OtherVersion):
+            return f"decode worker {peer[0]}: {met.sentence}" if peer in self._unanswered else None
         if peer not in self._unanswered or met.mover in self._failed_movers.get(peer, ()):
             return None
         if met.refused:
@@ -154,10 +154,8 @@ class Meetings:
         self._unanswered.pop(peer, None)
 
     def _meet_for(self, peer: PeerId) -> Meet:
-        """Return Meet for this peer. It names FALLBACK_MOVER too once another mover has failed, and under
-        both of its names."""
-        failed = self._failed_movers.get(peer, ())
-        movers = tuple(mover for mover in self._meet.movers if mover != FALLBACK_MOVER)
-        if failed or FALLBACK_MOVER in self._meet.movers:
-            movers = (*movers, FALLBACK_MOVER, FORMER_NAME)
+        """Return Meet for this peer. It names FALLBACK_MOVER too once another mover has failed."""
+        failed, movers = self._failed_movers.get(peer, ()), self._meet.movers
+        if failed and FALLBACK_MOVER not in movers:
+            movers = (*movers, FALLBACK_MOVER)
         return replace(self._meet, movers=movers, failed=failed, addressee=peer[1])

@@ -36,12 +36,9 @@ class MoverTests:
         self.running: dict[Key, Outgoing] = {}
 
     def begin(self, contact: Contact, incarnation: int, now: float) -> bool:
-        """Test the contact's mover. Return False where it is used untested: the peer takes no tests, or no
-        own block is free, which a prompt that waits for this test might have to free. ``incarnation``: the
-        sender's."""
-        if self._blocks is None or contact.met is None or not contact.met.takes_tests:
-            return False
-        if (own := self._blocks.allocate(1)) is None:
+        """Test the contact's mover. Return False where it is used untested: no own block is free, which a
+        prompt that waits for this test might have to free. ``incarnation``: the sender's."""
+        if self._blocks is None or (own := self._blocks.allocate(1)) is None:
             return False
         key = (incarnation, next(self._numbers))
         spec = RequestSpec(

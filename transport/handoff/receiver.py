@@ -7,6 +7,8 @@ A handoff is declined for these reasons only:
 
     answer   reason                                                  decided in
     -------  ------------------------------------------------------  -------------------------------
+    Other-   the wire versions are no neighbours                     ``receive``
+    Version
     Met      the models differ; no mover in common                   ``Writers.meet``
     Refuse   the prompt can never fit (final); its hashes do not     ``Granting.refusal``
              match its length; a newer epoch of it is known
@@ -29,6 +31,7 @@ from ..messages.messages import (
     ModelIdentity,
     Nack,
     Offer,
+    OtherVersion,
     PeerId,
     Placed,
     Release,
@@ -116,6 +119,8 @@ class HandoffReceiver:
                 for earlier in self._writers.earlier_runs(peer):
                     self.writer_gone(earlier)
                 self._actions.append(ToPeer(peer, self._writers.meet(peer, message, self._worker)))
+        elif isinstance(message, OtherVersion):  # a Meet
+            self._actions.append(ToPeer(peer, OtherVersion()))
         elif isinstance(message, Offer):
             self._on_offer(peer, message, now)
         elif isinstance(message, Renew):

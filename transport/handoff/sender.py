@@ -17,6 +17,7 @@ from ..messages.messages import (
     Message,
     Met,
     Nack,
+    OtherVersion,
     Peer,
     PeerId,
     Refuse,
@@ -140,7 +141,7 @@ class HandoffSender:
 
     def receive(self, peer: PeerId, message: Message, now: float) -> None:
         """Take a message from a decode worker."""
-        if isinstance(message, Met):
+        if isinstance(message, Met | OtherVersion):
             result = self.meetings.receive(peer, message)
             if isinstance(result, str):
                 self.peer_lost(peer, result)

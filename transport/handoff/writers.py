@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 from ..messages.incarnation import COUNT_BITS, has_ended, is_earlier
 from ..messages.messages import Meet, Met, ModelIdentity, PeerId, Retire
-from ..movers.interface import FALLBACK_MOVER, FORMER_NAME, SAME_HOST_MOVERS, TWO_GPU_MOVERS, MoverEndpoints
+from ..movers.interface import FALLBACK_MOVER, SAME_HOST_MOVERS, TWO_GPU_MOVERS, MoverEndpoints
 from .protocol import remember
 
 
@@ -35,7 +35,7 @@ class Writers:
             return Met(worker_id=worker_id, incarnation=incarnation)
         ours = self._endpoints
         same_host = meet.host == ours.host
-        able = [m for m in _movers_of(meet) if m in ours.movers and (same_host or m not in SAME_HOST_MOVERS)]
+        able = [m for m in meet.movers if m in ours.movers and (same_host or m not in SAME_HOST_MOVERS)]
         if meet.gpu and meet.gpu == ours.gpu:  # NCCL connects no two processes on one GPU
             able = [mover for mover in able if mover not in TWO_GPU_MOVERS]
         common = [m for m in able if m not in meet.failed] or [FALLBACK_MOVER] * bool(meet.failed)
@@ -45,15 +45,13 @@ class Writers:
             return Met(worker_id=worker_id, incarnation=incarnation, refused=refused)
         self._num_failed[peer] = len(meet.failed)
         self.movers[peer] = common[0]
-        tcp = FALLBACK_MOVER if FALLBACK_MOVER in meet.movers else FORMER_NAME
         return Met(
             worker_id=worker_id,
             incarnation=incarnation,
-            mover=tcp if common[0] == FALLBACK_MOVER else common[0],
+            mover=common[0],
             num_blocks=self._num_blocks,
             data_address=ours.data_address,
             shm_name=ours.shm_name,
-            takes_tests=True,
         )
 
     def earlier_runs(self, peer: PeerId) -> list[PeerId]:
@@ -88,12 +86,7 @@ class Writers:
         if meet.gpu and meet.gpu == self._endpoints.gpu:
             needs += f" ({' and '.join(sorted(TWO_GPU_MOVERS))}: between two GPUs only; these share one)"
         ours = ", ".join(self._endpoints.movers)
-        return f"no mover in common: prefill has {', '.join(_movers_of(meet))}; decode has {ours}{needs}"
-
-
-def _movers_of(meet: Meet) -> list[str]:
-    """Return the movers by their present names, each once, best first."""
-    return list(dict.fromkeys(FALLBACK_MOVER if mover == FORMER_NAME else mover for mover in meet.movers))
+        return f"no mover in common: prefill has {', '.join(meet.movers)}; decode has {ours}{needs}"
 
 
 def _difference(ours: ModelIdentity, theirs: ModelIdentity) -> str:

@@ -1,12 +1,14 @@
 """Messages to bytes and back: one tag byte, then the fields as a msgpack map.
 
 Decoding checks everything, in this order: the tag is one the caller allows; the size is within that type's
-bound; the msgpack is complete and well formed, and each field is of its type (msgspec, strict) and within
-that type's bounds: a list, a map or bytes are refused by the length that their header claims, before memory
-is reserved for them; last, columns end with a whole item and fields fit together (``Checks``). Nothing is
-nested deeper than the type is. Where a type allows a long list (LONG_LIST entries), the decoder first skips
-over the message without building anything, so that a claimed length reserves no more memory than the data
-that arrived. Every failure raises ``BadMessage``.
+bound; of a Hello or Meet, the wire version is a neighbour of ours, else nothing more is read; the msgpack is
+complete and well formed, and each field is of its type (msgspec, strict) and within that type's bounds: a
+list, a map or bytes are refused by the length that their header claims, before memory is reserved for them;
+last, columns end with a whole item and fields fit together (``Checks``). A field that the type does not have
+is skipped, and nothing is built of it: the message's size bounds its length, the interpreter's recursion
+limit its depth. Where a type allows a long list (LONG_LIST entries), the decoder first skips over the message
+without building anything, so that a claimed length reserves no more memory than the data that arrived. Every
+failure raises ``BadMessage``.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import msgspec
 
 from ..errors import BadMessage
 from . import messages
-from .fields import ITEM_BYTES, WIRE_VERSION
+from .fields import ITEM_BYTES, WireVersion, is_neighbour
 from .messages import Message
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -29,17 +31,18 @@ KIB, MIB = 1 << 10, 1 << 20
 @dataclass(frozen=True)
 class Bounds:
     """Bounds of one message type beyond those of its fields. ``long_lists``: a list in it may have LONG_LIST
-    entries or more."""
+    entries or more. ``meets``: processes meet by it, and its wire version is read before the rest."""
 
     max_bytes: int = 64 * KIB
     long_lists: bool = False
+    meets: bool = False
 
 
 LONG_LIST = 1024
 _TOKENS = Bounds(max_bytes=5 * MIB)
 
 WIRE: dict[int, tuple[type[Message], Bounds]] = {
-    1: (messages.Hello, Bounds()),
+    1: (messages.Hello, Bounds(meets=True)),
     2: (messages.Load, Bounds()),
     3: (messages.BlockEvents, Bounds(max_bytes=33 * MIB)),
     4: (messages.FirstToken, Bounds(max_bytes=32 * MIB, long_lists=True)),
@@ -55,7 +58,8 @@ WIRE: dict[int, tuple[type[Message], Bounds]] = {
     21: (messages.Move, _TOKENS),
     22: (messages.Drain, Bounds()),
     23: (messages.Flip, Bounds()),
-    32: (messages.Meet, Bounds()),
+    24: (messages.OtherVersion, Bounds()),
+    32: (messages.Meet, Bounds(meets=True)),
     33: (messages.Offer, Bounds(max_bytes=17 * MIB)),
     34: (messages.Renew, Bounds(max_bytes=MIB)),
     35: (messages.Handoff, Bounds(max_bytes=13 * MIB)),
@@ -122,8 +126,8 @@ def _fields_that_are_messages(kind: type[Message]) -> Iterator[tuple[str, type[M
 
 
 _UNDECODABLE = (msgspec.MsgspecError, ValueError, RecursionError)
-"""What the decoders raise: ValueError also for text that is not UTF-8, RecursionError for nested unknown
-fields."""
+"""What the decoders raise: ValueError also for text that is not UTF-8, RecursionError for deeply nested
+unknown fields."""
 
 MAX_MESSAGE_BYTES = 1 + max(bounds.max_bytes for _, bounds in WIRE.values())
 
@@ -133,6 +137,15 @@ _DECODERS = {kind: (msgspec.msgpack.Decoder(kind), Checks(kind)) for kind, _ in 
 
 _SKIPPER = msgspec.msgpack.Decoder(msgspec.Raw)
 """Raises where the payload is not one whole msgpack value; builds nothing."""
+
+
+class _Versioned(msgspec.Struct):
+    """What is read of a message whose other fields may mean anything."""
+
+    wire_version: WireVersion
+
+
+_VERSION_READER = msgspec.msgpack.Decoder(_Versioned)
 
 
 def _plain(value: object) -> float:
@@ -171,8 +184,8 @@ def _without_surrogates(value: Any) -> Any:
 
 
 def decode(data: bytes | memoryview, allowed: Collection[type[Message]]) -> Message:
-    """The message in ``data``, which must be of one of the ``allowed`` types. Raises BadMessage and nothing
-    else."""
+    """The message in ``data``, which must be of one of the ``allowed`` types; OtherVersion for a Hello or
+    Meet of a process that does not work together with this one. Raises BadMessage and nothing else."""
     if not data:
         raise BadMessage("empty message")
     kind, bounds = WIRE.get(data[0], (None, None))
@@ -185,36 +198,12 @@ def decode(data: bytes | memoryview, allowed: Collection[type[Message]]) -> Mess
     decoder, checks = _DECODERS[kind]
     payload = data[1:]
     try:
+        if bounds.meets and not is_neighbour(theirs := _VERSION_READER.decode(payload).wire_version):
+            return messages.OtherVersion(wire_version=theirs)
         if bounds.long_lists:
             _SKIPPER.decode(payload)
         message = decoder.decode(payload)
         checks.check(message)
         return message
     except _UNDECODABLE as error:
-        reason = (
-            _version_difference(kind, payload)
-            or f"{kind.__name__}: {str(error)[:400] or type(error).__name__}"
-        )
-        raise BadMessage(reason) from None
-
-
-class _Versioned(msgspec.Struct):
-    """What is read of a message whose other fields may mean anything."""
-
-    wire_version: int = WIRE_VERSION
-
-
-def _version_difference(kind: type[Message], payload: bytes | memoryview) -> str:
-    """A sentence for people, where a message by which processes meet is of another wire version; else ""."""
-    if "wire_version" not in kind.__struct_fields__:
-        return ""
-    try:
-        theirs = msgspec.msgpack.decode(payload, type=_Versioned).wire_version
-    except _UNDECODABLE:
-        return ""
-    if theirs == WIRE_VERSION:
-        return ""
-    advice = (
-        "install the same version of splitserve on both (`splitserve version` says which wire version it has)"
-    )
-    return f"{kind.__name__} of wire version {theirs}, and here it is {WIRE_VERSION}: {advice}"
+        raise BadMessage(f"{kind.__name__}: {str(error)[:400] or type(error).__name__}") from None

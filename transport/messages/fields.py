@@ -18,9 +18,10 @@ from msgspec import Meta, Struct, field
 
 PeerId: TypeAlias = tuple[str, int]
 """(worker id, incarnation)"""
-WIRE_VERSION = 1
-"""Raised by every change of the messages but a new optional field: processes of unequal versions do not work
-together."""
+WIRE_VERSION = 3
+"""Processes work together if their versions are equal or neighbours. Every change of the messages raises it:
+by one if an older process can skip what is new (optional fields; messages and values that it is never sent),
+else by two."""
 MAX_REQUEST_TOKENS = 1 << 20
 MAX_BLOCKS = 1 << 24
 MAX_ROWS = 1 << 16
@@ -38,9 +39,7 @@ def _column(item_bytes: int, most_items: int) -> Meta:
 
 
 ITEM_BYTES = "item_bytes"
-WireVersion = Annotated[int, Meta(ge=WIRE_VERSION, le=WIRE_VERSION)]
-"""First in the messages by which two processes meet; one of another version is refused with a sentence
-(``codec.decode``)."""
+WireVersion = Annotated[int, Meta(ge=0, lt=1 << 16)]
 Grammar = Annotated[bytes, Meta(max_length=MAX_GRAMMAR_BYTES)]
 """In llguidance's notation, or with ``TokenRules`` around it; empty: any output."""
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -68,12 +67,33 @@ LeaseColumn = Annotated[bytes, _column(8, MAX_ROWS)]
 """uint64 lease numbers."""
 
 
-class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all messages: immutable and closed. Decoded messages have been checked against the types; those
-    that our own code makes have not."""
+class Message(Struct, frozen=True, kw_only=True):
+    """Base of all messages, immutable. Fields that are not known here, of a newer process, are skipped.
+    Decoded messages have been checked against the types; those that our own code makes have not."""
 
     def check(self) -> None:
         """Raise ValueError if fields that are valid each do not fit together."""
+
+
+class OtherVersion(Message, frozen=True, kw_only=True):
+    """The sender's wire version, where it is no neighbour of the receiver's. It stands for a Hello or Meet of
+    which nothing else is read, and is the answer to one. Its bytes are the same in all versions."""
+
+    wire_version: WireVersion = WIRE_VERSION
+
+    @property
+    def sentence(self) -> str:
+        """Why the two do not work together, and what to do."""
+        older = "that one" if self.wire_version < WIRE_VERSION else "this process"
+        return (
+            f"wire version {self.wire_version} there, {WIRE_VERSION} here; only neighbours work together: "
+            f"upgrade {older} (`splitserve version` names the wire version)"
+        )
+
+
+def is_neighbour(wire_version: int) -> bool:
+    """Return whether a process of this version and this process work together."""
+    return abs(wire_version - WIRE_VERSION) <= 1
 
 
 FinishReason = Literal["stop", "length"]

@@ -128,7 +128,6 @@ class Met(Message, frozen=True, kw_only=True):
     shm_name: Annotated[str, Meta(max_length=256)] = ""
     mover_address: Annotated[bytes, Meta(max_length=1 << 16)] = b""  # for other movers, in their own format
     refused: Annotated[str, Meta(max_length=4096)] = ""
-    takes_tests: bool = False  # it knows offers that test the mover
 
 
 class RendezvousEntry(Message, frozen=True, kw_only=True):

@@ -4,9 +4,9 @@ Senders and receivers:
 
     worker      -> coordinator   Hello, Load, BlockEvents, FirstToken, Joined, StepTokens, RequestFailed,
                                  Goodbye
-    coordinator -> worker        Welcome, Alive, Fenced, Prefill, Move, Cancel, Drain, Flip
+    coordinator -> worker        Welcome, OtherVersion, Alive, Fenced, Prefill, Move, Cancel, Drain, Flip
     prefill     -> decode        Meet, Offer, Renew, Placed, Handoff, Release, Retire
-    decode      -> prefill       Met, Grant, Refuse, Ack, Nack, Revoke, Retired
+    decode      -> prefill       Met, OtherVersion, Grant, Refuse, Ack, Nack, Revoke, Retired
     their movers, both ways      RendezvousEntry, ParcelComing, SessionOver
 
 A decode worker that drains sends to another decode worker what a prefill worker does.
@@ -45,6 +45,7 @@ from .fields import (
     FinishReason,
     Message,
     ModelIdentity,
+    OtherVersion,
     Peer,
     PeerId,
     RequestSpec,
@@ -79,7 +80,7 @@ from .handoff import (
 )
 
 FROM_WORKER = (Hello, Load, BlockEvents, FirstToken, Joined, StepTokens, RequestFailed, Goodbye)
-FROM_COORDINATOR = (Welcome, Alive, Fenced, Prefill, Move, Cancel, Drain, Flip)
+FROM_COORDINATOR = (Welcome, OtherVersion, Alive, Fenced, Prefill, Move, Cancel, Drain, Flip)
 FROM_PREFILL = (
     Meet,
     Offer,
@@ -92,7 +93,7 @@ FROM_PREFILL = (
     ParcelComing,
     SessionOver,
 )
-FROM_DECODE = (Met, Grant, Refuse, Ack, Nack, Revoke, Retired, RendezvousEntry, SessionOver)
+FROM_DECODE = (Met, OtherVersion, Grant, Refuse, Ack, Nack, Revoke, Retired, RendezvousEntry, SessionOver)
 BETWEEN_MOVERS = (RendezvousEntry, ParcelComing, SessionOver)
 """The movers' own: the handoff's cores never see them."""
 
@@ -129,6 +130,7 @@ __all__ = [
     "Move",
     "Nack",
     "Offer",
+    "OtherVersion",
     "ParcelComing",
     "Peer",
     "PeerId",

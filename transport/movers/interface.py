@@ -31,9 +31,6 @@ SAME_HOST_MOVERS = frozenset({"cuda_ipc", "shm"})
 TWO_GPU_MOVERS = frozenset({"nccl"})  # between GPUs, not between two workers on one
 FALLBACK_MOVER = "tcp"
 """Works between any two workers; replaces a mover that fails."""
-FORMER_NAME = "zmq"
-"""Name of the ``tcp`` mover to workers of earlier builds, which share the wire version. Meet gives both
-names."""
 MADE_ANEW = frozenset({"nccl"})
 """Tried once more when they fail, by a new meeting: their connection may have broken by the fault of neither
 worker."""

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from ..messages.incarnation import has_ended, is_earlier, same_process
 from ..messages.messages import Meet, Message, Met, PeerId, Retire
-from .interface import FALLBACK_MOVER, FORMER_NAME, Arrival, MoverEndpoints, PutTarget, as_talking_target
+from .interface import Arrival, MoverEndpoints, PutTarget, as_talking_target
 
 _log = logging.getLogger(__name__)
 
@@ -44,11 +44,10 @@ class MoverTargets:
         """Return ``met`` with the address of this peer's mover. None: not ready, the peer will ask again."""
         if met.refused or not met.mover:
             return met
-        mover = FALLBACK_MOVER if met.mover == FORMER_NAME else met.mover
-        address = self._targets[mover].address(peer)
+        address = self._targets[met.mover].address(peer)
         if address is None:
             return None
-        self.ways_in.met(peer, mover)
+        self.ways_in.met(peer, met.mover)
         return replace(met, mover_address=address)
 
     def open(self, lease: int, secret: bytes, positions: Mapping[int, int]) -> None:

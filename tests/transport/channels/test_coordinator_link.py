@@ -19,6 +19,7 @@ from splitserve.transport.messages.messages import (
     Hello,
     Message,
     ModelIdentity,
+    OtherVersion,
     Welcome,
 )
 
@@ -130,3 +131,17 @@ def test_a_worker_that_fits_no_other_says_so_in_its_own_log_once(
         line.send(identity, Alive(coordinator=1, misfit=misfit))
     sent = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert sent == [("WARNING", sentence), ("INFO", "there is a worker of the other role that this one fits")]
+
+
+def test_a_worker_of_another_wire_version_learns_why_it_is_not_welcomed_and_keeps_asking(
+    line: Line, caplog: pytest.LogCaptureFixture
+) -> None:
+    identity = line.receive_hello()
+    for _ in range(10):
+        line.send(identity, OtherVersion(wire_version=7))
+        later(line, 1.0)
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "wire version 7 there" in warning
+    assert "upgrade this process" in warning
+    line.send(identity, Welcome(coordinator=1, heartbeat_s=0.2))
+    assert line.worker.noted == [("welcomed", 1)]

@@ -10,6 +10,7 @@ from support.handoff_pair import BLOCK, DECODE, MODEL, PREFILL, TIMES, Pair, spe
 
 from splitserve.transport.handoff import meetings
 from splitserve.transport.handoff import protocol as act
+from splitserve.transport.messages.fields import WIRE_VERSION
 from splitserve.transport.messages.incarnation import COUNT_BITS
 from splitserve.transport.messages.messages import (
     Ack,
@@ -20,6 +21,7 @@ from splitserve.transport.messages.messages import (
     Met,
     Nack,
     Offer,
+    OtherVersion,
     Peer,
     Refuse,
     Release,
@@ -349,31 +351,17 @@ def test_a_forced_mover_that_fails_in_use_is_replaced_too_and_an_echo_does_not_b
     assert pair.sender.num_fallbacks == 1
 
 
-@pytest.mark.parametrize("movers", [("tcp",), ("shm", "tcp")])
-def test_a_decode_worker_of_an_earlier_build_knows_the_tcp_mover_as_zmq(movers: tuple[str, ...]) -> None:
-    pair = Pair(movers=movers)
+def test_a_decode_worker_of_another_wire_version_ends_the_handoff_with_a_sentence() -> None:
+    pair = Pair()
     pair.offer(spec(1))
     pair.collect()
-    (meet,) = [message for message in pair.to_receiver if isinstance(message, Meet)]
-    assert "zmq" in meet.movers
-    pair.sender.receive(
-        DECODE, Met(worker_id="d", incarnation=DECODE[1], mover="zmq", num_blocks=8), pair.now
-    )
-    assert [action.met.mover for action in pair.sender.take() if isinstance(action, act.OpenMover)] == ["tcp"]
-
-
-@pytest.mark.parametrize(
-    ("failed", "movers"), [((), ("zmq",)), (("shm",), ("shm", "zmq")), (("shm",), ("shm",))]
-)
-def test_a_prefill_worker_of_an_earlier_build_is_answered_by_the_name_it_knows(
-    failed: tuple[str, ...], movers: tuple[str, ...]
-) -> None:
-    pair = Pair()
-    meet = Meet(worker_id="p", incarnation=9, host="h", pid=5, model=MODEL, movers=movers, failed=failed)
-    pair.receiver.receive(("p", 9), meet, pair.now)
-    answers = [action.message for action in pair.receiver.take() if isinstance(action, act.ToPeer)]
-    (met,) = [message for message in answers if isinstance(message, Met)]
-    assert (met.refused, met.mover) == ("", "zmq")
+    pair.to_receiver[:] = [OtherVersion(wire_version=WIRE_VERSION + 2)]  # as its channel decodes the Meet
+    pair.deliver()
+    (ended,) = pair.ended
+    assert isinstance(ended, act.Undelivered)
+    assert f"decode worker d: wire version {WIRE_VERSION} there" in ended.message
+    pair.sender.receive(DECODE, OtherVersion(), pair.now)  # an echo
+    assert not pair.sender.take()
 
 
 def test_who_forces_a_mover_that_the_other_has_not_is_refused_while_none_has_failed() -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from msgspec.structs import replace
 from support.handoff_pair import DECODE, MODEL, PREFILL, TIMES, Pair, spec
 
 from splitserve.engine.cache.block_manager import BlockManager
 from splitserve.transport.handoff import protocol as act
 from splitserve.transport.handoff.sender import HandoffSender
-from splitserve.transport.messages.messages import Ack, Grant, Meet, Message, Met, Offer
+from splitserve.transport.messages.messages import Ack, Grant, Meet, Message, Offer
 
 NUM_OWN = 8
 
@@ -166,14 +165,3 @@ def test_without_a_free_block_the_mover_is_used_untested() -> None:
     pair.deliver()
     assert len(pair.joined) == 1
     assert not any(isinstance(action, act.WriteTestBlock) for action in pair.actions)
-
-
-def test_a_peer_of_an_earlier_build_takes_no_test(pair: TestingPair) -> None:
-    pair.offer(spec())
-    pair.deliver(lambda message: isinstance(message, Met))
-    met = Met(worker_id="d", incarnation=2, mover="shm", num_blocks=16, takes_tests=True)
-    pair.sender.receive(DECODE, replace(met, takes_tests=False), pair.now)
-    pair.compute(spec())
-    pair.deliver()
-    assert len(pair.joined) == 1
-    assert pair.checked == [0, 1, 2]
