@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +27,16 @@ LARGEST = {
 it out."""
 
 
+MISSING_PARTS = {
+    "kv_lora_rank": "latent keys and values",
+    "linear_num_value_heads": "layers of linear attention",
+    "mamba_d_state": "layers of recurrent state",
+    "state_size": "layers of recurrent state",
+    "is_encoder_decoder": "encoders",
+    "vision_config": "images",
+    "audio_config": "sounds",
+}
+"""By the key of config.json that asks for them."""
 Activation = Literal["silu", "gelu_tanh"]
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -216,9 +227,14 @@ def _architecture(config: dict[str, Any]) -> str:
         or len(architectures) != 1
         or str(architectures[0]) not in FAMILIES
     ):
-        found = ", ".join(map(str, architectures)) or "none"
+        found = ", ".join(map(str, architectures)) if isinstance(architectures, list) else ""
+        missing = dict.fromkeys(part for key, part in MISSING_PARTS.items() if config.get(key))
+        nearest = get_close_matches(found, FAMILIES, n=1, cutoff=0.0)
         raise ModelConfigError(
-            f"config.json: architecture {found} is not supported (supported: {', '.join(FAMILIES)})"
+            f"config.json: architecture {found or 'none'} is not supported"
+            + (f": {' and '.join(missing)} are not built" if missing else "")
+            + (f"; nearest is {nearest[0]}" if found else "")
+            + f" (supported: {', '.join(FAMILIES)})"
         )
     return str(architectures[0])
 

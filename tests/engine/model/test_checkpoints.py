@@ -76,6 +76,10 @@ def test_float16_weights_are_converted(tmp_path: Path) -> None:
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported.*LlamaForCausalLM"),
         ({"architectures": None}, "none is not supported"),
+        (
+            {"architectures": ["Qwen3NextForCausalLM"], "linear_num_value_heads": 32},
+            "layers of linear attention are not built; nearest is Qwen3ForCausalLM",
+        ),
         ({"quantization_config": {"bits": 4}}, "quantized weights are not supported"),
         ({"hidden_act": "gelu"}, "'gelu' is not supported"),
         (
