@@ -27,6 +27,7 @@ prepare() {
         if [[ "$1" == test ]]; then
             install_test_packages
             install_node_client
+            install_helm
         fi
     } 9<"${BASH_SOURCE[0]}"
 }

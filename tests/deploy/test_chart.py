@@ -1,0 +1,203 @@
+"""The Kubernetes chart: each manifest that it can render is valid for the last three Kubernetes versions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from support.kubernetes import CHART, HELM, MINIMAL, ChartError, helm, manifests, pod_specs
+
+from splitserve.cli.settings import ServerSettings
+from splitserve.worker.settings import DecodeSettings, FlexibleSettings, PrefillSettings
+
+validate = pytest.importorskip("kubernetes_validate")
+pytestmark = pytest.mark.skipif(not HELM, reason="helm is not installed")
+VERSIONS = ("1.35", "1.36", "1.37")
+CRDS = yaml.safe_load((Path(__file__).parent / "crds.yaml").read_text())
+SETTINGS = {
+    "coordinator": ServerSettings,
+    "prefill": PrefillSettings,
+    "decode": DecodeSettings,
+    "worker": FlexibleSettings,
+}
+GPU = {"limits": {"nvidia.com/gpu": 1}}
+EVERYTHING: dict[str, Any] = {
+    "model": {
+        "name": "Qwen/Qwen3-0.6B",
+        "revision": "main",
+        "servedName": "qwen",
+        "volume": {"persistentVolumeClaim": {"claimName": "models"}},
+        "secretName": "hub",
+    },
+    "imagePullSecrets": [{"name": "registry"}],
+    "options": {"log_format": "json"},
+    "workerOptions": {"dtype": "bfloat16", "block_size": 64, "exact": True},
+    "coordinator": {
+        "replicas": 1,
+        "tenantsSecret": "tenants",
+        "env": [
+            {"name": "SPLITSERVE_REDIS_URL", "valueFrom": {"secretKeyRef": {"name": "redis", "key": "url"}}}
+        ],
+        "options": {"max_queue": 1_000_000, "ollama": False, "heartbeat_s": 0.5},
+        "nodeSelector": {"disk": "ssd"},
+        "tolerations": [{"key": "infra", "operator": "Exists"}],
+        "service": {"type": "LoadBalancer", "annotations": {"a": "b"}},
+    },
+    "pools": {
+        "prefill": {"autoscale": {"min": 1, "max": 8}, "resources": GPU},
+        "decode": {
+            "autoscale": {"min": 2, "max": 8},
+            "resources": GPU,
+            "nodeSelector": {"gpu": "h100"},
+            "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
+            "env": [{"name": "A", "value": "b"}],
+            "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}],
+            "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
+        },
+        "flexible": {"role": "worker", "replicas": 1, "options": {"start_as": "prefill"}},
+    },
+    "steering": {"slo": "ttft=2,tpot=0.05@p90", "profileConfigMap": "profile", "maxWorkers": 12},
+    "monitoring": {"serviceMonitor": True, "alerts": True, "dashboard": True, "labels": {"a": "b"}},
+    "networkPolicy": {
+        "clients": [{"namespaceSelector": {"matchLabels": {"a": "b"}}}],
+        "egress": [{"ports": [{"port": 6379}]}],
+    },
+    "gateway": {
+        "parentRefs": [{"name": "inference"}],
+        "hostnames": ["llm.example.org"],
+        "endpointPicker": "picker",
+    },
+}
+MATRIX = {
+    "minimal": MINIMAL,
+    "everything": EVERYTHING,
+    "hpa": {**EVERYTHING, "autoscaling": {"type": "hpa"}},
+    "object store": {**MINIMAL, "model": {"name": "s3://models/llama"}},
+    "registry": {
+        **MINIMAL,
+        "model": {"name": "/models/m", "volume": {"image": {"reference": "registry.example/llama:1"}}},
+    },
+    "no policies": {**MINIMAL, "networkPolicy": {"enabled": False}},
+    "gateway to the Service": {**MINIMAL, "gateway": {"parentRefs": [{"name": "inference"}]}},
+    "one pool of flexible workers": {
+        **MINIMAL,
+        "pools": {"prefill": None, "decode": None, "both": {"role": "worker", "replicas": 4}},
+    },
+}
+
+
+@pytest.mark.parametrize("name", MATRIX)
+def test_every_manifest_is_valid(name: str, tmp_path: Path) -> None:
+    objects = manifests(MATRIX[name], tmp_path)
+    names = [(found["kind"], found["metadata"]["name"]) for found in objects]
+    assert len(names) == len(set(names))
+    for found in objects:
+        if (schema := CRDS.get(found["kind"])) is not None:
+            jsonschema.validate(found["spec"], schema)
+        else:
+            for version in VERSIONS:
+                validate.validate(found, version, strict=True)
+    for spec in pod_specs(objects).values():
+        _check_pod(spec)
+
+
+def _check_pod(spec: dict[str, Any]) -> None:
+    assert spec["securityContext"]["runAsNonRoot"]
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    for container in [*spec["containers"], *(spec.get("initContainers") or [])]:
+        security = container["securityContext"]
+        assert security["readOnlyRootFilesystem"]
+        assert not security["allowPrivilegeEscalation"]
+        assert security["capabilities"] == {"drop": ["ALL"]}
+        volumes = {volume["name"] for volume in spec["volumes"]}
+        assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+    for container in spec["containers"]:
+        _, role = container["command"]
+        flags = [argument.removeprefix("--").partition("=")[0] for argument in container["args"]]
+        assert len(flags) == len(set(flags)), "a setting is given once"
+        for flag in flags:
+            name = flag.replace("-", "_")
+            assert {name, name.removeprefix("no_")} & SETTINGS[role].model_fields.keys(), flag
+
+
+def test_it_passes_helms_lint(tmp_path: Path) -> None:
+    assert "0 chart(s) failed" in helm("lint", EVERYTHING, tmp_path, "--strict")
+
+
+def test_a_pods_grace_is_longer_than_its_drain(tmp_path: Path) -> None:
+    values = {**MINIMAL, "drainSeconds": 500}
+    specs = pod_specs(manifests(values, tmp_path))
+    assert specs["demo-decode"]["terminationGracePeriodSeconds"] > 500
+    assert "--drain-timeout-s=500" in specs["demo-decode"]["containers"][0]["args"]
+    assert specs["demo-coordinator"]["terminationGracePeriodSeconds"] > 60 + 5
+
+
+def test_policies_open_the_ports_that_are_listened_on(tmp_path: Path) -> None:
+    objects = manifests(MINIMAL, tmp_path)
+    ports = {
+        port["name"]: port["containerPort"]
+        for spec in pod_specs(objects).values()
+        for port in spec["containers"][0]["ports"]
+    }
+    policies = {
+        found["metadata"]["name"]: found["spec"] for found in objects if "policyTypes" in found["spec"]
+    }
+    opened = {
+        ports.get(port["port"], port["port"])
+        for policy in policies.values()
+        for rule in policy["ingress"]
+        for port in rule["ports"]
+    }
+    assert opened == set(ports.values()) - {ports["health"]}, "probes come from the node"
+
+
+def test_alerts_and_dashboard_are_those_of_every_installation(tmp_path: Path) -> None:
+    monitoring = CHART.parents[1] / "monitoring"
+    objects = {found["kind"]: found for found in manifests(EVERYTHING, tmp_path)}
+    assert objects["PrometheusRule"]["spec"] == yaml.safe_load((monitoring / "alerts.yml").read_text())
+    dashboard = json.loads(objects["ConfigMap"]["data"]["splitserve.json"])
+    assert dashboard == json.loads((monitoring / "grafana.json").read_text())
+
+
+def test_every_value_is_in_both_files() -> None:
+    """The schema knows no value that values.yaml does not list, and the other way round."""
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    schema = json.loads((CHART / "values.schema.json").read_text())
+
+    def compare(given: dict[str, Any], node: dict[str, Any], path: str) -> None:
+        properties = node["properties"].keys() - {"global"}
+        assert properties == given.keys(), path
+        for name in properties:
+            inner = node["properties"][name]
+            if "properties" in inner and name != "autoscale":
+                compare(given[name], inner, f"{path}.{name}")
+
+    compare(values, schema, "values")
+    for name, pool in values["pools"].items():
+        compare(pool, schema["$defs"]["pool"], f"values.pools.{name}")
+
+
+@pytest.mark.parametrize(
+    ("values", "error"),
+    [
+        ({"model": {"name": "/models/m"}}, "tenantsSecret"),
+        ({**MINIMAL, "model": {"name": ""}}, "/model/name"),
+        ({**MINIMAL, "replicas": 3}, "'replicas' not allowed"),
+        ({**MINIMAL, "pools": {"decode": {"autoscale": {"min": 1, "max": 2}}}}, "give steering.slo"),
+        ({**EVERYTHING, "coordinator": {"openAccess": True}}, "must see the whole load"),
+        (
+            {
+                **EVERYTHING,
+                "pools": {"decode": {"autoscale": {"min": 1, "max": 2}}, "big": {"role": "decode"}},
+            },
+            "let it be the only decode pool",
+        ),
+    ],
+)
+def test_wrong_values_are_refused_with_the_reason(values: dict[str, Any], error: str, tmp_path: Path) -> None:
+    with pytest.raises(ChartError, match=error):
+        manifests(values, tmp_path)
