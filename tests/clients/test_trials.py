@@ -163,6 +163,18 @@ def test_codex(url: str, tmp_path: Path) -> None:
     assert json.loads(codex("--output-schema", tmp_path / "schema.json", "Where?").splitlines()[-1]) == CITY
 
 
+def test_claude_code(url: str, tmp_path: Path) -> None:
+    """Runs the command that the model calls for; it asks for no formats."""
+    (work := tmp_path / "work").mkdir()
+    own = {"HOME": tmp_path, "IS_SANDBOX": 1, "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": "none"}
+    own |= dict.fromkeys(("ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL"), MODEL_NAME)
+    own |= {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": 1, "DISABLE_AUTOUPDATER": 1}
+    how = ("--dangerously-skip-permissions", "--output-format", "json")
+    text = output(PROGRAMS / "claude", "-p", "Write a note", *how, cwd=work, **own)
+    assert json.loads(text.splitlines()[-1])["result"] == ANSWER
+    assert (work / "note.txt").read_text() == NOTE
+
+
 def test_opencode(url: str, tmp_path: Path) -> None:
     """Runs the command that the model calls for; it asks for no formats."""
     limits = {"limit": {"context": 100_000, "output": 1_000}}

@@ -28,6 +28,7 @@ SCRIPTS: dict[str, dict[str, object]] = {
     "Place": CITY,  # instructor, in parallel modes
     "exec_command": {"cmd": SHELL},  # codex
     "bash": {"command": SHELL, "description": "Write a note"},  # opencode
+    "Bash": {"command": SHELL, "description": "Write a note"},  # Claude Code
 }
 CLOSERS = ('"', "}", "]", ":", "{", "[", ",", *"tfn0123456789", *"abcdegh", " ")
 """The order in which bytes are taken where a grammar decides."""

@@ -31,3 +31,15 @@ async def test_a_refusal_has_it_too(http: httpx.AsyncClient, path: str, body: di
         refused = await http.post(path, json={**body, **wrong}, headers=NAMED)
         assert refused.status_code in (400, 404)
         assert refused.headers["x-request-id"] == NAMED["x-request-id"]
+
+
+async def test_anthropics_clients_find_the_id(http: httpx.AsyncClient) -> None:
+    """Their errors and messages have it as ``request_id``, from a header of another name."""
+    path, body = MESSAGES
+    asked = [body, {**body, "stream": True}, {**body, "temperature": 9}, {"messages": 5}]
+    answers = [await http.post(path, json=each, headers=NAMED) for each in asked]
+    answers.append(await http.post("/v1/messages/count_tokens", json={"messages": []}, headers=NAMED))
+    assert {answer.headers["request-id"] for answer in answers} == {NAMED["x-request-id"]}
+    for each in asked:
+        headers = (await http.post(path, json=each)).headers
+        assert headers["request-id"] == headers["x-request-id"]
