@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from statistics import mean
 
 import orjson
 from rich.console import Console
@@ -23,14 +24,13 @@ from .search.goodput import PRECISION, Load, Question, sketch, sketched_goodput
 from .search.hardware_file import read_hardware
 from .search.launch import write_launch
 from .search.pareto import pareto_table
-from .search.plan import Plan
+from .search.plan import LIVES_TO_FILL, Plan
 from .search.plan_json import as_json
 from .search.search import search
 from .search.stopped import Stopped
 from .search.words import sentences
 from .settings import PlanSettings
 from .simulator.cluster import alone_on_their_hosts
-from .simulator.report import slo_words
 from .simulator.slo import parse_slo
 
 MOST_CHECKED = 50_000
@@ -79,7 +79,7 @@ def plan(settings: PlanSettings) -> int:
 
 def launch(path: Path, found: Plan, console: Console) -> None:
     """The recommended cluster's configuration: colocated workers are started as mixed ones."""
-    hardware, winner, bounds = found.question.hardware, found.winner, slo_words(found.question.level.bounds)
+    hardware, winner, bounds = found.question.hardware, found.winner, found.question.level.bounds.words()
     comment = (
         f"splitserve plan: {hardware.words(winner.candidate)}, for {found.served:.2f} requests/s "
         f"with {bounds}"
@@ -128,9 +128,10 @@ def the_goal(settings: PlanSettings, question: Question) -> Goal:
 
 
 def with_enough(question: Question, goal: Goal) -> Question:
-    """The question for the first requests, whose number is doubled until the sketched goodput settles.
+    """The question for the first requests, whose number is doubled until the cluster fills in that time and
+    the sketched goodput settles, which is to change by less than PRECISION.
 
-    The goodput is of the cluster that means favour; it has settled when it changes by less than PRECISION."""
+    The goodput is of the cluster that means favour."""
     all_shapes = shapes(question.hardware, goal.limits)
     chosen = [one for shape in all_shapes for one in settings_of(question, goal, shape)]
     candidate = max(chosen, key=question.bound, default=None)
@@ -140,7 +141,9 @@ def with_enough(question: Question, goal: Goal) -> Question:
         part = Question.of(question.hardware, load, question.level, question.seed)
         goodput = sketched_goodput(part, candidate)
         if abs(goodput - before) <= PRECISION * goodput:
-            return part
+            lives_s = sketch(part, candidate, goodput, give_up=False).e2e_s if goodput else [0.0]
+            if num > LIVES_TO_FILL * goodput * mean(lives_s):
+                return part
         before, num = goodput, 2 * num
     return question
 
@@ -149,11 +152,15 @@ def require_reachable(question: Question, max_batch_tokens: int) -> None:
     """Raises SimulationError where too many requests could not be good even if each had the cluster to
     itself."""
     requests, bounds = question.load.requests, question.level.bounds
-    share = sum(good_alone(r, question.hardware, max_batch_tokens, bounds) for r in requests) / len(requests)
+    missed = [
+        sum(not good_alone(r, question.hardware, max_batch_tokens, part) for r in requests)
+        for part in bounds.parts
+    ]
+    share = max(0.0, 1 - bounds.failed(missed) / len(requests))
     if share < question.level.attainment:
         longest = max(k.profile.memory.max_model_len for k in question.hardware.kinds)
         raise SimulationError(
-            f"only {share:.1%} of the requests could meet {slo_words(bounds)} if each had the cluster to "
+            f"only {share:.1%} of the requests could meet {bounds.words()} if each had the cluster to "
             f"itself (the longest prompt has {max(r.num_prompt_tokens for r in requests):,} tokens; the "
             f"profile's model takes {longest:,}): loosen the bounds, or profile quicker hardware"
         )

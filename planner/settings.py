@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from math import inf
 from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ..coordinator.lifecycle.routing import Policy as Routing
 from ..engine.settings import ComputeSettings
 from .simulator.slo import NOTATION
 
@@ -16,19 +14,12 @@ IN_THE_FILE = {  # options of `splitserve simulate` that a cluster's file replac
     "prefill": "a pool with `role: prefill` and `count`",
     "decode": "a pool with `role: decode` and `count`",
     "colocated": "a pool with `role: colocated` and `count`",
-    "decode_profile": "`profile` of the decode pool",
     "max_batch_tokens": "`max_batch_tokens` of a pool",
     "max_num_seqs": "`max_num_seqs` of a pool",
-    "routing": "`routing`",
-    "max_queue": "`max_queue`",
-    "workers_per_host": "`workers_per_host`",
-    "mean_seconds_between_failures": "`mean_seconds_between_failures`",
 }
 
 UNSKETCHED = (  # of `splitserve simulate`: what its sketch does nothing with
-    "routing", "max_queue", "workers_per_host", "mean_seconds_between_failures", "steer", "steer_profile",
-    "seed", "records", "plot_file",
-    "html_file",
+    "steer", "steer_profile", "seed", "records", "plot_file", "html_file",
 )  # fmt: skip
 
 WORKERS_PER_HOST = (
@@ -127,9 +118,6 @@ class SimulateSettings(BaseModel):
         default=None,
         description="Profile of the workers: a file, or a name such as llama-3.1-70b-fp8@8xh100.",
     )
-    decode_profile: Path | None = Field(
-        default=None, description="Profile of the decode workers, where they are other hardware."
-    )
     prefill: int = Field(default=0, ge=0, le=100_000, description="Number of prefill workers.")
     decode: int = Field(default=0, ge=0, le=100_000, description="Number of decode workers.")
     colocated: int = Field(
@@ -145,19 +133,12 @@ class SimulateSettings(BaseModel):
         description="As the prefill workers' option, whose default on GPUs is 2048.",
     )
     max_num_seqs: int = Field(default=64, ge=1, le=65_536, description="As the decode workers' option.")
-    routing: Routing = Field(default="hybrid", description="As the coordinator's option.")
-    max_queue: int = Field(default=1024, ge=0, le=1_000_000, description="As the coordinator's option.")
-    workers_per_host: int = Field(default=1, ge=1, le=100_000, description=WORKERS_PER_HOST)
-    mean_seconds_between_failures: float = Field(
-        default=inf,
-        gt=0,
-        description="Of each worker; it starts again after the profile's start time. inf: none fails.",
-    )
     slo: str = Field(
         default="",
         pattern=NOTATION,
-        description="Bounds in seconds that make a request good: ttft=0.5,tpot=0.05, also e2e. With "
-        "ttft=0.5@p90 the report also states whether that share was good.",
+        description="Bounds in seconds that make a request good: ttft=0.5,tpot=0.05, also tpot_all, e2e. "
+        "ttft=0.5@p90: the report states whether that share was good. By percentile and relative ones: see "
+        "docs/choosing_a_ratio.md.",
     )
     sketch: bool = Field(
         default=False,
@@ -237,7 +218,8 @@ class PlanSettings(BaseModel):
     slo: str = Field(
         pattern=NOTATION.removeprefix("^$|"),
         description="Bounds in seconds, and the share of requests that must meet all of them: "
-        "ttft=0.5@p90,tpot=0.05@p90. The largest share holds for all.",
+        "ttft=0.5@p90,tpot=0.05@p90. The largest share holds for all. By percentile: "
+        "ttft=0.5@p50,ttft=2@p99; relative to a request alone: ttft=2x@p50,of=PROFILE.",
     )
     objective: Literal["goodput", "cost", "energy"] = Field(
         default="goodput",

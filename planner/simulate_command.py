@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from pathlib import Path
 
@@ -43,7 +42,7 @@ def simulate(settings: SimulateSettings) -> int:
         took = time.process_time() - began
     print_report(simulation, console)
     result = summary(simulation)
-    if level.share_given:
+    if level.share_given and not level.bounds.levels:
         result["attainment_wanted"] = level.attainment
         console.print(enough(result["attainment"], level.attainment), highlight=False)
     if steering is not None:
@@ -126,34 +125,26 @@ def the_cluster(settings: SimulateSettings) -> Cluster:
         return read_cluster(settings.cluster)
     assert settings.profile is not None, "one of the two is given"
     profile = Profile.read(settings.profile)
-    decode = Profile.read(settings.decode_profile) if settings.decode_profile else profile
-    counts: tuple[tuple[PoolRole, int, Profile], ...] = (
-        ("prefill", settings.prefill, profile),
-        ("decode", settings.decode, decode),
-        ("colocated", settings.colocated, profile),
+    counts: tuple[tuple[PoolRole, int], ...] = (
+        ("prefill", settings.prefill),
+        ("decode", settings.decode),
+        ("colocated", settings.colocated),
     )
     pools = tuple(
         Pool(
             role=role,
             count=count,
-            profile=of,
+            profile=profile,
             max_batch_tokens=settings.max_batch_tokens,
             max_num_seqs=settings.max_num_seqs,
             flexible=settings.steer and role != "colocated",
         )
-        for role, count, of in counts
+        for role, count in counts
         if count
     )
     if not pools or (not settings.colocated and not (settings.prefill and settings.decode)):
         raise SimulationError("a cluster needs --prefill and --decode workers, or --colocated ones")
-    mean_s = settings.mean_seconds_between_failures
-    return Cluster(
-        pools=pools,
-        routing=settings.routing,
-        max_queue=settings.max_queue,
-        workers_per_host=settings.workers_per_host,
-        mean_seconds_between_failures=None if math.isinf(mean_s) else mean_s,
-    )
+    return Cluster(pools=pools)
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -16,8 +16,9 @@ from .errors import SimulationError
 from .search.demand import arrivals
 from .search.sketch import Sketch, Sketched, SketchPool, StepTimes
 from .simulator.cluster import Cluster, Pool
-from .simulator.report import latency_table, slo_words
-from .simulator.tallies import Distribution, Slo
+from .simulator.report import latency_table
+from .simulator.slo import Slo
+from .simulator.tallies import Distribution
 
 NOTE = (
     "Sketched: prompts queue, sequences share a device, and nothing else is there; no protocol, links that "
@@ -93,7 +94,7 @@ def sketch_summary(found: Sketched, cluster: Cluster, trace: Trace, bounds: Slo)
         "arrivals_s": arriving,
         "offered_per_s": len(times) / arriving if arriving else None,
         "requests_per_s": found.num_ended / elapsed,
-        "slo": slo_words(bounds),
+        "slo": bounds.words(),
         "attainment": found.attainment,
         "goodput_per_s": found.num_good / arriving if arriving else None,
         "latency_s": {name: _spread(values) for name, values in _latencies(found).items() if values},

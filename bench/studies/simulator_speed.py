@@ -26,7 +26,7 @@ from typing import Any
 from ...engine.latency_profile import HandoffModel, Memory, Piece, Profile, StepModel
 from ...planner.simulator.cluster import Cluster, Pool
 from ...planner.simulator.simulation import Simulation
-from ...planner.simulator.tallies import Slo
+from ...planner.simulator.slo import Slo
 from ...planner.sketched_cluster import sketch_summary, sketched
 from ...traces.operators import cut, mean_rate, scaled
 from ...traces.readers import open_trace

@@ -28,7 +28,7 @@ from ...engine.latency_profile import Profile
 from ...planner.simulator.cluster import Cluster, Pool, PoolRole
 from ...planner.simulator.records import RequestRecord
 from ...planner.simulator.simulation import Simulation
-from ...planner.simulator.tallies import Slo
+from ...planner.simulator.slo import Slo
 from ...steering.fleet import Decision
 from ...steering.options import SteeringOptions
 from ...steering.steering import Steering

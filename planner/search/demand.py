@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ...engine.latency_profile import Profile
 from ...traces.request import TraceRequest
-from ..simulator.tallies import Slo
+from ..simulator.slo import Slo
 from .candidates import Candidate, Hardware
 from .sketch import Arrival
 
@@ -122,10 +122,12 @@ def good_alone(request: TraceRequest, hardware: Hardware, max_batch_tokens: int,
     known = len(request.block_hashes) > 0  # some of it may be cached
     ttft_s = 0.0 if known else min(_prompt_s(profile, prompt, max_batch_tokens) for profile in prefills)
     tpot_s = min(profile.decode.seconds(1, prompt, 1) for profile in decodes) if output > 1 else 0.0
+    most, rest_s = bounds.most(prompt, output), tpot_s * (output - 1)
     return (
-        (bounds.ttft_s is None or ttft_s <= bounds.ttft_s)
-        and (bounds.tpot_s is None or tpot_s <= bounds.tpot_s)
-        and (bounds.e2e_s is None or ttft_s + tpot_s * (output - 1) <= bounds.e2e_s)
+        ttft_s <= most.ttft
+        and tpot_s <= most.tpot
+        and rest_s <= most.tpot_all * output
+        and ttft_s + rest_s <= most.e2e
     )
 
 

@@ -78,7 +78,8 @@ def settings_of(question: Question, goal: Goal, shape: Candidate) -> list[Candid
     """A shape with each chunk budget, with batches about the largest that keeps TPOT, and with each mover."""
     decode = question.hardware.kinds[shape.decode_kind if shape.prefill else shape.prefill_kind]
     # few steps are as full as the fullest
-    batch = largest_batch(decode.profile, question.demand, question.level.bounds.tpot_s)
+    asked = question.tpot_range
+    batch = largest_batch(decode.profile, question.demand, asked[0] if asked else None)
     movers = question.hardware.movers if shape.prefill else ("",)
     return [
         replace(shape, max_batch_tokens=chunk, max_num_seqs=seqs, mover=mover)

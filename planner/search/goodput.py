@@ -99,12 +99,18 @@ class Question:
 
     @property
     def allowed(self) -> float:
-        """How many requests may miss their bounds."""
+        """How many requests may fail."""
         # 0.1 of 600 are 60, and not 59.99
         return (1 - self.level.attainment) * len(self.load.requests) + 1e-6
 
     def bound(self, candidate: Candidate) -> float:
-        return bound(candidate, self.hardware, self.demand, self.level.bounds.tpot_s)
+        asked = self.tpot_range
+        return bound(candidate, self.hardware, self.demand, asked[1] if asked else None)
+
+    @property
+    def tpot_range(self) -> tuple[float, float] | None:
+        """The least and the greatest TPOT asked for, with the mean context."""
+        return self.level.bounds.tpot_range(self.demand.context)
 
     def repeated(self, times: int) -> Question:
         """The question for the same requests over and over, with the same cache hits each time."""
@@ -201,22 +207,20 @@ def simulate(question: Question, candidate: Candidate, rate: float, give_up: boo
     return simulation
 
 
-def num_failed(simulation: Simulation) -> int:
+def num_failed(simulation: Simulation) -> float:
     """Requests that were not good, or are late already and will not be."""
-    tallies, now = simulation.tallies, simulation.queue.now
-    late = sum(tallies.slo.is_missed_by(record, now) for record in simulation.coordinator.open.values())
-    return tallies.num_requests - tallies.num_good + late
+    tallies, now, running = simulation.tallies, simulation.queue.now, simulation.coordinator.open.values()
+    return tallies.slo.failed(
+        [
+            missed + sum(part.is_missed_by(record, now) for record in running)
+            for part, missed in zip(tallies.slo.parts, tallies.missed, strict=True)
+        ]
+    )
 
 
-def answer(
-    question: Question,
-    candidate: Candidate,
-    at_least: float = 0.0,
-    guess: float = 0.0,
-    at_guess: Tallies | None = None,
-) -> Answer:
+def answer(question: Question, candidate: Candidate, at_least: float = 0.0, guess: float = 0.0) -> Answer:
     """The candidate's goodput, if it is more than ``at_least``. ``guess``: where to begin; the nearer, the
-    fewer simulations. ``at_guess``: what came of that one, where it has been simulated already."""
+    fewer simulations."""
     found = Answer(candidate, question.bound(candidate), sketched=guess)
     if found.bound <= at_least:
         found.pruned = True
@@ -229,12 +233,10 @@ def answer(
         low = at_least * (1 + PRECISION / 2)
 
     def passes(rate: float) -> bool:
-        if at_guess is not None and rate == guess:
-            return at_guess.num_requests - at_guess.num_good <= question.allowed
         return _passes(question, found, rate)
 
     low, high = _bracketed(passes, low, high, guess)
-    found.goodput = _bisected(lambda rate: _passes(question, found, rate), low, high, found.bound)
+    found.goodput = _bisected(passes, low, high, found.bound)
     return found
 
 

@@ -56,30 +56,30 @@ def answered(question: Question, asked: tuple[Candidate, float, float]) -> Answe
 
 
 def by_chance(question: Question, asked: tuple[Candidate, float, int]) -> tuple[float, Look]:
-    """(candidate, its goodput, which): the goodput and the look under the same load in another order; under
-    one half of it where its requests are tied together."""
+    """(candidate, its goodput, which): the goodput under the same load in another order, changed as much as
+    the sketch's, and the look at the same rate; under one half of the load where its requests are tied
+    together."""
     candidate, goodput, which = asked
     if question.load.is_tied:
         half = len(question.load.requests) // 2
         part = question.load.requests[:half] if which == 1 else question.load.requests[half:]
-        load = replace(question.load, requests=part)
-        as_fast = goodput / question.load.rate  # each half keeps its own pace
-        other = Question.of(question.hardware, load, question.level, which)
-        goodput = as_fast * load.rate
-        seen = look(other, (candidate, goodput))
-        found = answer(other, candidate, guess=goodput, at_guess=seen.tallies)
-        return found.goodput / load.rate * question.load.rate, seen
-    other = question.reordered(which)
-    seen = look(other, (candidate, goodput))
-    return answer(other, candidate, guess=goodput, at_guess=seen.tallies).goodput, seen
+        other = Question.of(question.hardware, replace(question.load, requests=part), question.level, which)
+    else:
+        other = question.reordered(which)
+    pace = other.load.rate / question.load.rate  # each half keeps its own
+    ratio = _ratio(sketched_goodput(other, candidate) / pace, sketched_goodput(question, candidate))
+    return goodput * ratio, look(other, (candidate, goodput * pace))
 
 
 def if_slower(question: Question, asked: tuple[Candidate, float]) -> float | None:
     """(candidate, its goodput): the goodput where every step takes longer by as much as its profile's fit is
-    off on average. None: no fit's error is known."""
+    off on average, changed as much as the sketch's. None: no fit's error is known."""
     candidate, goodput = asked
     if question.hardware.fit_errors(candidate) == (None, None):
         return None
-    slower = question.with_slower_steps()
-    planned, with_slower = sketched_goodput(question, candidate), sketched_goodput(slower, candidate)
-    return answer(slower, candidate, guess=goodput * with_slower / planned if planned else 0.0).goodput
+    slower = sketched_goodput(question.with_slower_steps(), candidate)
+    return goodput * _ratio(slower, sketched_goodput(question, candidate))
+
+
+def _ratio(changed: float, planned: float) -> float:
+    return changed / planned if planned else 0.0

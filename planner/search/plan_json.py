@@ -5,7 +5,6 @@ from __future__ import annotations
 from math import isfinite
 from typing import Any
 
-from ..simulator.report import slo_words
 from .goodput import Answer
 from .look import Look
 from .looks import Glance
@@ -17,7 +16,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     level, hardware = plan.question.level, plan.question.hardware
     winner = plan.winner.candidate
     return {
-        "slo": slo_words(level.bounds),
+        "slo": level.bounds.words(),
         "attainment": level.attainment,
         "tpot": "(last token - first token) / (tokens - 1)",
         "objective": plan.goal.objective,

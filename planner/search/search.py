@@ -99,14 +99,15 @@ class _Search:
         of_means, expected = self._from_means(sketches)
         # these take the longest
         others = [self._crew.begin(by_chance, (winner.candidate, rate, which)) for which in (1, 2)]
-        rates = [*([] if _seen_at(winner, rate) else [rate]), relaxed_rate, grown_rate]
+        rates = [*([] if _seen_at(winner, rate) else [rate]), relaxed_rate]
         slower = self._crew.begin(if_slower, (winner.candidate, rate))
         looks = [
             self._crew.begin(look, asked)
             for asked in (*((winner.candidate, at) for at in rates), (of_means, expected))
         ]
         grown = self._grown(winner.candidate, grown_rate)
-        *at_goodput, relaxed, unchanged, means = [one() for one in looks]
+        unchanged = glance(self._question, (winner.candidate, grown_rate))
+        *at_goodput, relaxed, means = [one() for one in looks]
         plan = Plan(
             self._question,
             self._goal,
@@ -119,7 +120,7 @@ class _Search:
             _seen_at(winner, rate) or at_goodput[0],
             relaxed,
             [one() for one in others],
-            Growth(*grown, unchanged.tallies.attainment),
+            Growth(*grown, unchanged.attainment),
             Means(of_means, expected, means.tallies.attainment),
             energy_wh(self._question, winner.candidate, relaxed_rate),
             slower(),

@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 
 from ...engine.latency_profile import Profile
 from ...transport.messages.prompt_order import prompt_rank
-from ..simulator.tallies import Slo
+from ..simulator.slo import Slo
 
 COORDINATOR_S = 1e-3
 
@@ -94,7 +94,7 @@ class Sketched:
     """``num_good`` of ``num_ended``. ``busy_s``: seconds in which steps ran, over all workers, by pool: (with
     prompts, without)."""
 
-    num_good: int = 0
+    num_good: float = 0
     num_ended: int = 0
     elapsed_s: float = 0.0
     busy_s: list[tuple[float, float]] = field(default_factory=list)
@@ -104,7 +104,7 @@ class Sketched:
 
     @property
     def attainment(self) -> float:
-        return self.num_good / max(1, self.num_ended)
+        return max(0.0, self.num_good / max(1, self.num_ended))
 
 
 @dataclass(slots=True, eq=False)
@@ -166,7 +166,7 @@ class Sketch:
         self._first = [0.0] * len(arrivals)
         self._place: list[_Worker | None] = [None] * len(arrivals)  # the worker that generates
         self._waiting: list[int] = []  # nobody has room to generate for them
-        self._known = Sketched()
+        self._known, self._missed = Sketched(), [0] * len(self._bounds.parts)
         events, following = self._events, 0
         while True:
             if following < len(arrivals) and (not events or arrivals[following].at_s <= events[0][0]):
@@ -372,11 +372,15 @@ class Sketch:
         self._known.tpot_s.append(tpot_s)
         self._known.e2e_s.append(ended - arrival.at_s)
         self._known.num_ended += 1
-        self._known.num_good += (
-            (bounds.ttft_s is None or ttft_s <= bounds.ttft_s)
-            and (bounds.tpot_s is None or tpot_s <= bounds.tpot_s)
-            and (bounds.e2e_s is None or ended - arrival.at_s <= bounds.e2e_s)
-        )
+        for index, part in enumerate(bounds.parts):
+            most = part.most(arrival.num_prompt, arrival.num_output)
+            self._missed[index] += (
+                ttft_s > most.ttft
+                or tpot_s > most.tpot
+                or ended - self._first[request] > most.tpot_all * arrival.num_output
+                or ended - arrival.at_s > most.e2e
+            )
+        self._known.num_good = self._known.num_ended - bounds.failed(self._missed)
         while self._waiting and self._dispatch(self._waiting[0]):
             self._waiting.pop(0)
 

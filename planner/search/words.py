@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..simulator.report import slo_words
 from .goodput import LOWEST, Answer
 from .look import Look
 from .plan import GROWTH, Plan
@@ -14,7 +13,8 @@ from .verdict import compared, whether_to_disaggregate
 def sentences(plan: Plan) -> list[str]:
     """The recommendation, one thought a line."""
     winner, level = plan.winner, plan.question.level
-    asked = f"{slo_words(level.bounds)} for {level.attainment:.0%} of the requests"
+    share = "" if level.bounds.levels else f" for {level.attainment:.0%} of the requests"
+    asked = f"{level.bounds.words()}{share}"
     if winner.goodput <= 0:
         return [
             f"No way to divide {plan.goal.limits.gpus} GPUs meets {asked}{_at_rate(plan)}.",
@@ -56,6 +56,11 @@ def sentences(plan: Plan) -> list[str]:
         for what, share in extrapolated
     ]
     lines.append("TPOT here is (last token - first token) / (tokens - 1). " + _effort(plan))
+    if level.bounds.levels:
+        lines.append(
+            f"Shares of good requests are of the level that is missed most, counted so that "
+            f"{level.attainment:.0%} keep it, whatever its percentile."
+        )
     return lines + plan.warnings
 
 
@@ -119,7 +124,7 @@ def _spread(plan: Plan) -> str:
         else "The same lengths in other orders"
     )
     least = f"{min(known):.2f}" if min(known) > 0 else f"less than {plan.winner.bound / LOWEST:.2f}"
-    return f" {how}: {least} to {max(known):.2f} (that is chance alone)."
+    return f" {how}: {least} to {max(known):.2f} (that is chance alone, sketched)."
 
 
 def _if_slower(plan: Plan) -> str:
@@ -135,7 +140,7 @@ def _if_slower(plan: Plan) -> str:
     least = f"{plan.if_slower:.2f}" if plan.if_slower > 0 else f"less than {plan.winner.bound / LOWEST:.2f}"
     return (
         " If every step took longer by what the profile's fit is off on average (of "
-        f"{', of '.join(known)}): {least}."
+        f"{', of '.join(known)}): {least} (sketched)."
     )
 
 
@@ -225,19 +230,19 @@ def _growth(plan: Plan) -> str:
     rate = GROWTH * (winner.goodput if plan.goal.objective == "goodput" else plan.goal.rate)
     grown = f"When load grows by {GROWTH - 1:.0%}, to {rate:.2f} requests/s,"
     if growth.unchanged < plan.question.level.attainment:
-        now = f"only {growth.unchanged:.1%} would be good"
+        now = f"only about {growth.unchanged:.0%} would be good"
     elif winner.bound < rate:
         now = (
-            f"{growth.unchanged:.1%} of this load would be good still, but these workers keep up with "
+            f"about {growth.unchanged:.0%} of this load would be good still, but these workers keep up with "
             f"{winner.bound:.2f} for long"
         )
     elif plan.goal.objective == "goodput":
         return (
-            f"{grown} {growth.unchanged:.1%} would be good again: so short a load cannot tell more, "
+            f"{grown} about {growth.unchanged:.0%} would be good again: so short a load cannot tell more, "
             "plan on more requests."
         )
     else:
-        return f"{grown} {growth.unchanged:.1%} would be good still: nothing has to change."
+        return f"{grown} about {growth.unchanged:.0%} would be good still: nothing has to change."
     more = plan.question.hardware.num_gpus(growth.candidate) - plan.question.hardware.num_gpus(
         winner.candidate
     )

@@ -56,6 +56,11 @@ class RequestRecord:
         return (self.ended_at - self.first_at) / (self.num_received - 1) if self.num_received > 1 else None
 
     @property
+    def tpot_all_s(self) -> float:
+        """Seconds after the first token over all output tokens, as splitwise-sim's TBT."""
+        return (self.ended_at - self.first_at) / max(1, self.num_received)
+
+    @property
     def e2e_s(self) -> float:
         return self.ended_at - self.arrived_at
 

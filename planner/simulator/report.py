@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from .simulation import Simulation
-from .tallies import Slo, Tallies
+from .tallies import Tallies
 
 EXPLAINED = {
     "tpot": "time per token after the first: (last - first) / (tokens - 1)",
@@ -36,7 +36,8 @@ def summary(simulation: Simulation) -> dict[str, Any]:
         "requests_per_s": tallies.outcomes["finished"] / elapsed if elapsed else 0.0,
         "output_tokens_per_s": tallies.num_output_tokens / elapsed if elapsed else 0.0,
         "cached_share": tallies.num_cached_tokens / max(1, tallies.num_prompt_tokens),
-        "slo": slo_words(tallies.slo),
+        "slo": tallies.slo.words(),
+        "levels": levels(tallies),
         "attainment": tallies.attainment,
         "goodput_per_s": tallies.num_good / arriving if arriving else None,
         "latency_s": tallies.percentiles(),
@@ -45,6 +46,15 @@ def summary(simulation: Simulation) -> dict[str, Any]:
         "killed": simulation.num_killed,
         "steps_outside_the_profile": outside(simulation),
     }
+
+
+def levels(tallies: Tallies) -> list[dict[str, Any]]:
+    """What each level asks for, and which share of the requests meets it; empty without levels."""
+    num = max(1, tallies.num_requests)
+    return [
+        {"bound": level.words(), "share": level.share, "met": 1 - missed / num}
+        for level, missed in zip(tallies.slo.levels, tallies.missed, strict=False)
+    ]
 
 
 def pools(simulation: Simulation) -> list[dict[str, Any]]:
@@ -90,12 +100,6 @@ def outside(simulation: Simulation) -> dict[str, float]:
     }
 
 
-def slo_words(slo: Slo) -> str:
-    """``ttft <= 0.5 s, tpot <= 0.05 s``; empty where nothing is asked for."""
-    bounds = {"ttft": slo.ttft_s, "tpot": slo.tpot_s, "e2e": slo.e2e_s}
-    return ", ".join(f"{name} <= {bound:g} s" for name, bound in bounds.items() if bound is not None)
-
-
 def print_report(simulation: Simulation, console: Console) -> None:
     tallies = simulation.tallies
     console.print(latency_table(tallies.percentiles()))
@@ -127,7 +131,10 @@ def print_report(simulation: Simulation, console: Console) -> None:
             f"{result['killed']:,} times a worker died and started again; {result['redispatched']:,} "
             "dispatches were made anew"
         )
-    if result["slo"]:
+    for level in result["levels"]:
+        kept = "kept" if level["met"] >= level["share"] else "[yellow]missed[/yellow]"
+        console.print(f"{level['bound']}: {kept}, met by {level['met']:.2%}", highlight=False)
+    if result["slo"] and not result["levels"]:
         console.print(
             f"{result['slo']}: met by {result['attainment']:.2%} of the requests{_rates(result)}",
             highlight=False,

@@ -30,7 +30,8 @@ from .machine import SimulatedMachine
 from .process import SimulatedProcess, SimulatedRole
 from .prompts import generation_request
 from .records import RequestRecord
-from .tallies import Slo, Tallies
+from .slo import Slo
+from .tallies import Tallies
 from .timeline import Sample, Timeline
 
 WARM_UP_S = 2.0

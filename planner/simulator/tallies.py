@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from .records import RequestRecord
+from .slo import Slo
 
 RESOLUTION = 0.002
 """Values that differ by less than this share may count as equal."""
@@ -64,40 +64,6 @@ class Distribution:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Slo:
-    """Bounds in seconds; None: not asked for. A request is good that meets all of them and finished."""
-
-    ttft_s: float | None = None
-    tpot_s: float | None = None
-    e2e_s: float | None = None
-
-    def met_by(self, record: RequestRecord) -> bool:
-        """TPOT is (last token - first token) / (tokens - 1); a request with one token meets any."""
-        if not record.finished:
-            return False
-        tpot = record.tpot_s
-        return (
-            (self.ttft_s is None or record.ttft_s <= self.ttft_s)
-            and (self.tpot_s is None or tpot is None or tpot <= self.tpot_s)
-            and (self.e2e_s is None or record.e2e_s <= self.e2e_s)
-        )
-
-    def is_missed_by(self, record: RequestRecord, now: float) -> bool:
-        """Whether a request that has not ended cannot be good any more."""
-        first, num_more = record.first_at, record.num_asked_tokens - 1
-        return (
-            (self.ttft_s is not None and (first or now) - record.arrived_at > self.ttft_s)
-            or (
-                self.tpot_s is not None
-                and first > 0
-                and num_more > 0
-                and (now - first) / num_more > self.tpot_s
-            )
-            or (self.e2e_s is not None and now - record.arrived_at > self.e2e_s)
-        )
-
-
 class Tallies:
     """All that is known of the requests that have ended. ``tpot_all``: E2E after the first token over *all*
     tokens, as splitwise-sim counts it; ``gap``: between two decode steps of a worker, counted once for each
@@ -108,7 +74,7 @@ class Tallies:
     def __init__(self, slo: Slo) -> None:
         self.slo = slo
         self.outcomes: Counter[str] = Counter()
-        self.num_good = 0
+        self.missed = [0] * len(slo.parts)
         self.num_prompt_tokens = self.num_cached_tokens = self.num_output_tokens = 0
         self.of: dict[str, Distribution] = {name: Distribution() for name in self.NAMES}
 
@@ -117,13 +83,19 @@ class Tallies:
         return sum(self.outcomes.values())
 
     @property
+    def num_good(self) -> float:
+        """Good requests; with levels, all but the misses of the worst one, as ``Slo`` weighs them."""
+        return max(0.0, self.num_requests - self.slo.failed(self.missed))
+
+    @property
     def attainment(self) -> float:
         """Good requests among all that ended."""
         return self.num_good / self.num_requests if self.num_requests else math.nan
 
     def add(self, record: RequestRecord) -> None:
         self.outcomes[record.outcome] += 1
-        self.num_good += self.slo.met_by(record)
+        for index, part in enumerate(self.slo.parts):
+            self.missed[index] += not part.met_by(record)
         if not record.finished:
             return
         self.num_prompt_tokens += record.num_prompt_tokens
@@ -133,7 +105,7 @@ class Tallies:
         of["ttft"].add(record.ttft_s)
         if (tpot := record.tpot_s) is not None:
             of["tpot"].add(tpot)
-        of["tpot_all"].add((record.e2e_s - record.ttft_s) / record.num_received)
+        of["tpot_all"].add(record.tpot_all_s)
         of["e2e"].add(record.e2e_s)
         if record.stages is not None:
             for name in ("queue", "prefill", "handoff", "decode", "coordinator"):

@@ -30,8 +30,8 @@ from splitserve.planner.simulator.plots import rows_by_pool
 from splitserve.planner.simulator.records import COLUMNS, RequestRecord
 from splitserve.planner.simulator.report import print_report, summary
 from splitserve.planner.simulator.simulation import Simulation
-from splitserve.planner.simulator.slo import parse_slo
-from splitserve.planner.simulator.tallies import Distribution, Slo
+from splitserve.planner.simulator.slo import Slo, parse_slo
+from splitserve.planner.simulator.tallies import Distribution
 from splitserve.traces.request import Trace, TraceRequest
 from splitserve.transport.handoff import protocol
 
@@ -358,9 +358,7 @@ def write_trace(path: Path) -> Path:
     ("given", "place"),
     [
         ({"prefill": 2}, "--prefill cannot .* `role: prefill` and `count`"),
-        ({"decode_profile": "d.json"}, "--decode-profile cannot .* `profile` of the decode pool"),
         ({"max_num_seqs": 64}, "--max-num-seqs cannot .* `max_num_seqs` of a pool"),
-        ({"workers_per_host": 2}, "--workers-per-host cannot .* as `workers_per_host`"),
     ],
 )
 def test_what_a_clusters_file_says_is_not_said_by_an_option_too(given: dict[str, Any], place: str) -> None:
@@ -373,10 +371,6 @@ def test_what_a_clusters_file_says_is_not_said_by_an_option_too(given: dict[str,
     [
         ({"slo": "ttft=0.2@p90"}, "That is enough: 90 of a hundred were asked for."),
         ({"slo": "ttft=0.001@p95"}, "That is too few: 95 of a hundred were asked for."),
-        (
-            {"workers_per_host": 2},
-            "2 workers to a host change nothing for toy, whose profile has no `contention`",
-        ),
     ],
 )
 def test_the_command_says_what_came_of_each_option(
@@ -390,6 +384,18 @@ def test_the_command_says_what_came_of_each_option(
         "decode": 1,
     }
     assert simulate(SimulateSettings(**{**usual, **given})) == 0
+    assert message in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_command_warns_where_sharing_a_host_costs_nothing_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile().write(tmp_path / "p.json")
+    pools = "".join(f"- {{role: {role}, count: 1, profile: p.json}}\n" for role in ("prefill", "decode"))
+    (tmp_path / "c.yaml").write_text(f"workers_per_host: 2\npools:\n{pools}")
+    settings = SimulateSettings(trace=write_trace(tmp_path / "t.jsonl"), cluster=tmp_path / "c.yaml")
+    assert simulate(settings) == 0
+    message = "2 workers to a host change nothing for toy, whose profile has no `contention`"
     assert message in " ".join(capsys.readouterr().out.split())
 
 

@@ -15,7 +15,7 @@ from splitserve.planner.errors import SimulationError
 from splitserve.planner.settings import SimulateSettings
 from splitserve.planner.simulate_command import simulate
 from splitserve.planner.simulator.cluster import Cluster, Failure, Pool
-from splitserve.planner.simulator.tallies import Slo
+from splitserve.planner.simulator.slo import Slo
 from splitserve.planner.sketched_cluster import sketched
 from splitserve.traces.request import TraceRequest
 
@@ -84,7 +84,7 @@ def test_a_sketch_sees_a_pools_own_memory_and_link() -> None:
     [
         ({"steer": True}, "--steer"),
         ({"records": Path("r.csv")}, "--records"),
-        ({"mean_seconds_between_failures": 9.0}, "--mean-seconds-b"),
+        ({"html_file": Path("t.html")}, "--html-file"),
     ],
 )
 def test_what_a_sketch_does_not_know_is_refused(given: dict[str, Any], flag: str) -> None:

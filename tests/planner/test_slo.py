@@ -1,0 +1,84 @@
+"""Service levels: bounds kept at once, bounds by percentile, and bounds relative to an unloaded request."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from planner.test_simulator import profile
+
+from splitserve.planner.errors import SimulationError
+from splitserve.planner.search.candidates import Candidate, Hardware, Kind
+from splitserve.planner.search.goodput import Load, Question, num_failed, simulate, sketch
+from splitserve.planner.simulator.records import RequestRecord
+from splitserve.planner.simulator.slo import parse_slo
+from splitserve.planner.simulator.tallies import Tallies
+from splitserve.traces.request import TraceRequest
+
+NINE = ",".join(
+    f"{name}={times}x@p{percent}"
+    for name, all_times in (("ttft", (2, 3, 6)), ("tpot_all", (1.25, 1.5, 5)), ("e2e", (1.25, 1.5, 5)))
+    for times, percent in zip(all_times, (50, 90, 99), strict=True)
+)
+"""Splitwise's service levels."""
+
+
+def record(ttft_s: float, e2e_s: float, prompt: int = 100, output: int = 11) -> RequestRecord:
+    return RequestRecord(
+        0, 0.0, 1.0, prompt, output, output, first_at=1.0 + ttft_s, ended_at=1.0 + e2e_s, outcome="finished"
+    )
+
+
+def test_each_percentile_is_kept_by_its_own_share() -> None:
+    """A request that misses one level fails no other."""
+    level = parse_slo("ttft=0.1@p50,ttft=1@p90,tpot=0.05@p90")
+    assert [(part.share, part.ttft_s, part.tpot_s) for part in level.bounds.levels] == [
+        (0.5, 0.1, None), (0.9, 1.0, None), (0.9, None, 0.05),
+    ]  # fmt: skip
+    tallies = Tallies(level.bounds)
+    for i in range(100):
+        tallies.add(record(ttft_s=0.05 if i < 51 else 0.5 if i < 91 else 2.0, e2e_s=2.4))
+    assert tallies.missed == [49, 9, 91]
+    assert tallies.attainment < level.attainment  # tpot: (2.4 - 0.5) / 10
+    without = parse_slo("ttft=0.1@p50,ttft=1@p90")
+    kept = Tallies(without.bounds)
+    for i in range(100):
+        kept.add(record(ttft_s=0.05 if i < 51 else 0.5 if i < 91 else 2.0, e2e_s=2.4))
+    assert without.attainment <= kept.attainment < 0.92
+    assert without.bounds.words() == "ttft <= 0.1 s at p50, ttft <= 1 s at p90"
+
+
+def test_a_multiple_is_of_a_request_alone_on_the_profile(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    alone = profile()
+    alone.write(path)
+    bounds = parse_slo(f"{NINE},of={path}").bounds
+    assert len(bounds.parts) == 9
+    first, step = alone.prefill.seconds(700, 700 * 701 / 2, 1), alone.decode.seconds(1, 700, 1)
+    assert bounds.parts[0].most(700, 11).ttft == pytest.approx(2 * first)
+    assert bounds.parts[3].most(700, 11).tpot_all == pytest.approx(1.25 * step)
+    assert bounds.parts[8].most(700, 11).e2e == pytest.approx(5 * (first + 10 * step))
+    assert not bounds.parts[0].met_by(record(2.1 * first, 9.0, prompt=700))
+    assert bounds.parts[1].met_by(record(2.1 * first, 9.0, prompt=700))
+
+
+@pytest.mark.parametrize(
+    "text", ["ttft=2x@p50", "ttft=2x@p50,tpot=0.1@p50,of=opt-13b-a100", "ttft=1,of=opt-13b-a100",
+             "ttft=1@p50,ttft=2@p50", "ttft=1@p0,ttft=2@p50"],
+)  # fmt: skip
+def test_what_cannot_be_asked_is_refused(text: str) -> None:
+    with pytest.raises(SimulationError, match="--slo"):
+        parse_slo(text)
+
+
+def test_a_lighter_load_keeps_all_nine_levels_and_a_heavier_one_does_not(tmp_path: Path) -> None:
+    """The simulator and the sketch agree, and a simulation that is given up has failed."""
+    path = tmp_path / "p.json"
+    profile().write(path)
+    requests = tuple(TraceRequest(0.1 * i + 0.02 * (i % 3), 300 + i % 7, 8) for i in range(200))
+    level = parse_slo(f"{NINE},of={path}")
+    asked = Question.of(Hardware((Kind.of(profile()),)), Load(requests, None), level)
+    for rate, kept in ((1.0, True), (60.0, False)):
+        candidate = Candidate(2, 2, 0, 512, 16)
+        assert (num_failed(simulate(asked, candidate, rate)) <= asked.allowed) is kept
+        assert (sketch(asked, candidate, rate, give_up=False).attainment >= level.attainment) is kept
