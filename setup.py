@@ -24,6 +24,8 @@ HEADERS = (
     "linear.h",
     "attention.h",
     "elementwise.h",
+    "experts.h",
+    "mixture.h",
 )
 SOURCES = ("module.cpp", "isa_generic.cpp", "isa_avx2.cpp", "isa_avx512.cpp", "isa_avx512_bf16.cpp")
 SOURCES_HASH = hashlib.sha256(

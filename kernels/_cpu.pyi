@@ -10,6 +10,7 @@ def attention(
     query_start_loc: int,
     seq_lens: int,
     block_tables: int,
+    sinks: int,
     num_seqs: int,
     table_stride: int,
     num_layers: int,
@@ -46,7 +47,8 @@ def rope_and_store(
 def add_rms_norm(
     x: int, residual: int, weight: int, y: int, rows: int, n: int, eps: float, dtype: int, /
 ) -> None: ...
-def gate_mul(gate_up: int, y: int, rows: int, n: int, gelu: int, dtype: int, /) -> None: ...
+def gate_mul(gate_up: int, y: int, rows: int, n: int, activation: int, dtype: int, /) -> None: ...
+def mixture(weights: int, x: int, y: int, rows: int, dtype: int, /) -> None: ...
 def decoder_layers(
     layers: int,
     first: int,

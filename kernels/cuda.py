@@ -16,7 +16,7 @@ from torch import Tensor
 from .gpu.attention_tiles import TileShape
 from .gpu.decode_attention import EXACT_PROGRAMS_PER_SM, decode_attention, decode_tile, programs_per_sm
 from .gpu.decode_plan import DecodePlan, plan_decode
-from .gpu.elementwise import embedding, gelu_mul, silu_mul
+from .gpu.elementwise import embedding, gate_mul
 from .gpu.exact_linear import ExactLinear
 from .gpu.fp8_linear import MULTIPLE, Fp8Linear
 from .gpu.gumbel_argmax import gumbel_argmax
@@ -24,8 +24,9 @@ from .gpu.norm import add_rms_norm, rms_norm
 from .gpu.prefill_attention import PrefillPlan, exact_tile, plan_prefill, prefill_attention, prefill_tile
 from .gpu.provided_attention import ProvidedAttention
 from .gpu.rope_store import rope_and_store
-from .interface import AttentionInputs, LayerParts, Linear, RopeInputs, joined
-from .reference import TorchLinear
+from .interface import AttentionInputs, LayerParts, Linear, MixtureWeights, RopeInputs, joined
+from .mixture_shape import Activation
+from .reference import TorchLinear, TorchMixture
 
 Plans = tuple[DecodePlan | None, PrefillPlan | None]
 
@@ -58,6 +59,9 @@ class CudaKernels:
             return Fp8Linear(parts, bias)
         return ExactLinear(joined(weight), bias) if self._exact else TorchLinear(joined(weight), bias)
 
+    def mixture(self, weights: MixtureWeights) -> TorchMixture:
+        return TorchMixture(weights)
+
     def head(self, weight: Tensor) -> Linear:
         return ExactLinear(weight, None) if self._exact else TorchLinear(weight, None)
 
@@ -70,11 +74,8 @@ class CudaKernels:
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         return add_rms_norm(x, residual, weight, eps)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return silu_mul(gate_up)
-
-    def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        return gelu_mul(gate_up)
+    def gate_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        return gate_mul(gate_up, activation)
 
     def rope_and_store(self, qkv: Tensor, pool: Tensor, layer: int, rope: RopeInputs) -> Tensor:
         return rope_and_store(qkv, pool, layer, rope)

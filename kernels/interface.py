@@ -9,12 +9,14 @@ kernels know the latter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from .mixture_shape import Activation, MixtureShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ class AttentionInputs:
     sliding_window  a token sees itself and the sliding_window - 1 tokens before it; None: all
     softcap         scaled scores become softcap tanh(score / softcap); 0: they stay
     max_query_len   of all sequences; None: the host does not know it
+    sinks           float32 [num_heads] or None: a score beside those of the keys, with no value (gpt-oss)
     plans           derived from the lengths once for all layers that share a window; lives for one step
     """
 
@@ -70,6 +73,7 @@ class AttentionInputs:
     softcap: float = 0.0
     kv_scales: Tensor | None = None
     max_query_len: int | None = None
+    sinks: Tensor | None = None
     plans: dict[int | str | None, Any] = field(default_factory=dict)
 
 
@@ -85,10 +89,54 @@ def joined(weight: Tensor | Sequence[Tensor]) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """An expert's matrices, as ``Kernels.linear`` takes them: gate above up [2 intermediate_size,
+    hidden_size] in one or two tensors, down [hidden_size, intermediate_size]."""
+
+    gate_up: Tensor | Sequence[Tensor]
+    down: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureWeights:
+    """router          [num_experts, hidden_size], with one more row where there is a shared expert: its gate
+    router_bias     [num_experts] or None
+    expert          reads the weights of one; number ``num_experts``: the shared one
+    gate_up_biases  [num_experts, 2 intermediate_size] or None; such mixtures have no shared expert
+    down_biases     [num_experts, hidden_size] or None
+    """
+
+    shape: MixtureShape
+    router: Tensor
+    expert: Callable[[int], ExpertWeights]
+    router_bias: Tensor | None = None
+    gate_up_biases: Tensor | None = None
+    down_biases: Tensor | None = None
+
+
+class Mixture(Protocol):
+    """A layer's mixture of experts, [num_tokens, hidden_size] -> the same. A token's sum goes in the order of
+    its experts' numbers, the shared one last."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DenseMlp:
+    """down(activation(gate) * up), linears as ``Kernels.linear`` made them."""
+
+    gate_up: Linear
+    activation: Activation
+    down: Linear
+    intermediate_size: int
+
+
+@dataclass(frozen=True, slots=True)
 class LayerParts:
     """One decoder layer's weights: norms [hidden_size] or None, linears as ``Kernels.linear`` made them.
 
     q_norm, k_norm   [head_dim], or of all heads together (``norms_all_heads``), or None
+    sinks            see ``AttentionInputs``
     """
 
     input_norm: Tensor | None
@@ -100,12 +148,10 @@ class LayerParts:
     o: Linear
     attention_out_norm: Tensor | None
     post_norm: Tensor | None
-    gate_up: Linear
-    activation: Literal["silu", "gelu_tanh"]
-    down: Linear
+    mlp: DenseMlp | Mixture
     mlp_out_norm: Tensor | None
     sliding_window: int | None
-    intermediate_size: int
+    sinks: Tensor | None = None
 
 
 class FusedLayers(Protocol):
@@ -137,6 +183,10 @@ class Kernels(Protocol):
         Any layout may come of it; the tensors may be dropped afterwards."""
         ...
 
+    def mixture(self, weights: MixtureWeights) -> Mixture:
+        """Prepare a layer's experts, one after the other, so that no two need memory in both layouts."""
+        ...
+
     def head(self, weight: Tensor) -> Linear:
         """Prepare weight [vocab_size, hidden_size], hidden states to logits: as ``linear``, but never in
         float8, where close logits would change places."""
@@ -154,12 +204,13 @@ class Kernels(Protocol):
         """residual += x, in place; returns rms_norm(residual)."""
         ...
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """[num_tokens, 2 n] -> [num_tokens, n]: gate / (1 + exp(-gate)) * up."""
-        ...
+    def gate_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """[num_tokens, 2 n] -> [num_tokens, n]: activation(gate) * up.
 
-    def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        """[num_tokens, 2 n] -> [num_tokens, n]: gelu(gate) * up, with the tanh approximation of gelu."""
+        silu          gate / (1 + exp(-gate)) * up
+        gelu_tanh     gelu(gate) * up, with the tanh approximation of gelu
+        clamped_silu  gate / (1 + exp(-1.702 gate)) * (up + 1), gate at most 7, up from -7 to 7
+        """
         ...
 
     def rope_and_store(self, qkv: Tensor, pool: Tensor, layer: int, rope: RopeInputs) -> Tensor:

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from . import _cpu
-from .interface import AttentionInputs, LayerParts, Linear, RopeInputs, joined
+from .interface import AttentionInputs, DenseMlp, LayerParts, Linear, MixtureWeights, RopeInputs, joined
 from .measured_choice import NEVER, ROWS, KernelChoices, fastest, rows_of_onednn
-from .native_layers import DTYPE_CODES, NO_WINDOW, NativeLayers
+from .mixture_shape import ACTIVATIONS, Activation
+from .native_layers import DTYPE_CODES, NO_WINDOW, NativeLayers, address
+from .native_mixture import NativeMixture
 from .packed_weights import PackedWeights
 
 logger = logging.getLogger(__name__)
@@ -52,7 +54,7 @@ class PackedLinear:
         count = -(-self._n // panel) * panel * -(-self._k // 2) * 2
         self._packed = packed.filled(count, self._dtype, pack)
         self._bias = None if bias is None else bias.contiguous()
-        self.addresses = (self._packed.data_ptr(), 0 if self._bias is None else self._bias.data_ptr())
+        self.addresses = (self._packed.data_ptr(), address(self._bias))
         self.rows = rows
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -141,6 +143,9 @@ class NativeCpuKernels:
         own = PackedLinear(weight, bias, self._packed, self._panel, rows)
         return own if rows == NEVER else LinearByRows(own, OneDnnLinear(joined(weight), bias))
 
+    def mixture(self, weights: MixtureWeights) -> NativeMixture:
+        return NativeMixture(weights, self._packed, self._panel)
+
     def head(self, weight: Tensor) -> Linear:
         return self.linear(weight, None)
 
@@ -171,17 +176,12 @@ class NativeCpuKernels:
         _check(x, residual.dtype, residual.shape[-1])
         return self._norm(x, residual, weight, eps)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return self._gate_mul(gate_up, gelu=False)
-
-    def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        return self._gate_mul(gate_up, gelu=True)
-
-    def _gate_mul(self, gate_up: Tensor, gelu: bool) -> Tensor:
+    def gate_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         _check(gate_up, gate_up.dtype, gate_up.shape[1])
         rows, n = gate_up.shape[0], gate_up.shape[1] // 2
         y = torch.empty((rows, n), dtype=gate_up.dtype)
-        _cpu.gate_mul(gate_up.data_ptr(), y.data_ptr(), rows, n, gelu, DTYPE_CODES[gate_up.dtype])
+        code, dtype = ACTIVATIONS.index(activation), DTYPE_CODES[gate_up.dtype]
+        _cpu.gate_mul(gate_up.data_ptr(), y.data_ptr(), rows, n, code, dtype)
         return y
 
     def rope_and_store(self, qkv: Tensor, pool: Tensor, layer: int, rope: RopeInputs) -> Tensor:
@@ -193,8 +193,8 @@ class NativeCpuKernels:
             rope.cos_sin.data_ptr(),
             rope.positions.data_ptr(),
             rope.slot_mapping.data_ptr(),
-            0 if rope.q_norm is None else rope.q_norm.data_ptr(),
-            0 if rope.k_norm is None else rope.k_norm.data_ptr(),
+            address(rope.q_norm),
+            address(rope.k_norm),
             rows,
             pool.shape[1],
             layer,
@@ -220,6 +220,7 @@ class NativeCpuKernels:
             inputs.query_start_loc.data_ptr(),
             inputs.seq_lens.data_ptr(),
             inputs.block_tables.data_ptr(),
+            address(inputs.sinks),
             len(inputs.seq_lens),
             inputs.block_tables.shape[1],
             pool.shape[1],
@@ -238,12 +239,19 @@ class NativeCpuKernels:
     def fuse_layers(self, layers: Sequence[LayerParts], eps: float) -> NativeLayers | None:
         if self._choices is not None:
             logger.info("kernels: products %s", products(self._onednn_rows))
-        linears = [[layer.qkv, layer.o, layer.gate_up, layer.down] for layer in layers]
-        packed = [[own for linear in row if (own := _packed(linear)) is not None] for row in linears]
-        if not all(len(row) == 4 for row in packed):
-            return None
-        rows = min(own.rows for row in packed for own in row)
-        return NativeLayers(layers, [[own.addresses for own in row] for row in packed], eps, rows)
+        rows, table = NEVER, []
+        for layer in layers:
+            mlp, linears = layer.mlp, [layer.qkv, layer.o]
+            if isinstance(mlp, DenseMlp):
+                linears += [mlp.gate_up, mlp.down]
+            packed = [own for linear in linears if (own := _packed(linear)) is not None]
+            if len(packed) < len(linears):
+                return None
+            rows = min(rows, *(own.rows for own in packed))
+            addresses = [at for own in packed for at in own.addresses]
+            mixture = mlp.address if isinstance(mlp, NativeMixture) else 0
+            table.append([*addresses, *(0,) * (8 - len(addresses)), mixture])
+        return NativeLayers(layers, table, eps, rows)
 
     def gumbel_argmax(self, logits: Tensor, keys: Tensor) -> Tensor:
         _check(logits, torch.float32, logits.shape[1])
@@ -254,10 +262,9 @@ class NativeCpuKernels:
     def _norm(self, x: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         _check(residual, weight.dtype, len(weight))
         y = torch.empty_like(residual)
-        address = 0 if x is None else x.data_ptr()
         rows, n = residual.shape
         _cpu.add_rms_norm(
-            address,
+            address(x),
             residual.data_ptr(),
             weight.data_ptr(),
             y.data_ptr(),

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from . import _cpu
-from .interface import AttentionInputs, LayerParts, RopeInputs
+from .interface import AttentionInputs, DenseMlp, LayerParts, RopeInputs
+from .mixture_shape import ACTIVATIONS
 
 NO_WINDOW = 2**31 - 1
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
@@ -20,24 +21,23 @@ class NativeLayers:
     """See ``interface.FusedLayers``. Keeps the addresses of weights that the layers own."""
 
     def __init__(
-        self,
-        layers: Sequence[LayerParts],
-        linears: Sequence[Sequence[tuple[int, int]]],
-        eps: float,
-        rows: int,
+        self, layers: Sequence[LayerParts], products: Sequence[Sequence[int]], eps: float, rows: int
     ) -> None:
-        """``linears``: for each layer the addresses of packed weights and bias (0: none) of qkv, o, gate_up
-        and down. ``rows``: see ``FusedLayers``."""
+        """``products``: for each layer the addresses of packed weights and bias (0: none) of qkv, o, gate_up
+        and down, then of its mixture; 0 for those that it has not. ``rows``: see ``FusedLayers``."""
         self.rows = rows
         self._layers, self._eps = layers, eps  # the addresses are theirs
         table = []
-        for layer, (qkv, o, gate_up, down) in zip(layers, linears, strict=True):
+        dense = [layer.mlp for layer in layers if isinstance(layer.mlp, DenseMlp)]
+        self._intermediate_size = dense[0].intermediate_size if dense else 0
+        for layer, of in zip(layers, products, strict=True):
+            activation = layer.mlp.activation if isinstance(layer.mlp, DenseMlp) else "silu"
             row = (
-                _address(layer.input_norm), *qkv, _address(layer.q_norm), _address(layer.k_norm),
-                layer.norms_all_heads, _address(layer.cos_sin), *o, _address(layer.attention_out_norm),
-                _address(layer.post_norm), *gate_up, layer.activation == "gelu_tanh", *down,
-                _address(layer.mlp_out_norm),
-                NO_WINDOW if layer.sliding_window is None else layer.sliding_window,
+                address(layer.input_norm), *of[:2], address(layer.q_norm), address(layer.k_norm),
+                layer.norms_all_heads, address(layer.cos_sin), *of[2:4], address(layer.attention_out_norm),
+                address(layer.post_norm), *of[4:6], ACTIVATIONS.index(activation), *of[6:9],
+                address(layer.mlp_out_norm),
+                NO_WINDOW if layer.sliding_window is None else layer.sliding_window, address(layer.sinks),
             )  # fmt: skip
             table.append(row)
         self._table = np.array(table, np.int64)  # a LayerWeights each
@@ -65,7 +65,7 @@ class NativeLayers:
             residual.data_ptr(),
             num_tokens,
             hidden_size,
-            self._layers[0].intermediate_size,
+            self._intermediate_size,
             pool.data_ptr(),
             rope.positions.data_ptr(),
             rope.slot_mapping.data_ptr(),
@@ -87,5 +87,5 @@ class NativeLayers:
         )
 
 
-def _address(tensor: Tensor | None) -> int:
+def address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()

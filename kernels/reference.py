@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .gumbel_noise import gumbel_noise
-from .interface import AttentionInputs, LayerParts, Linear, RopeInputs, joined
+from .interface import AttentionInputs, LayerParts, Linear, MixtureWeights, RopeInputs, joined
+from .mixture_shape import Activation, MixtureShape
 
 E4M3_LARGEST = 448.0
+CLAMPED_SLOPE, CLAMPED_LIMIT = 1.702, 7.0  # of gpt-oss's gate
 
 
 class TorchLinear:
@@ -28,11 +30,59 @@ class TorchLinear:
         return F.linear(x, self._weight, self._bias)
 
 
+class TorchMixture:
+    """y = sum of weight * down(act(gate) * up) over a token's experts, in float32."""
+
+    def __init__(self, weights: MixtureWeights) -> None:
+        self._weights, self._shape = weights, weights.shape
+        self._router = TorchLinear(weights.router, weights.router_bias)
+        count = weights.shape.num_experts + (weights.shape.shared_size > 0)
+        self._experts = [weights.expert(i) for i in range(count)]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        shape, logits = self._shape, self._router(x)
+        experts, weights = routes(logits[:, : shape.num_experts], shape)
+        total = torch.zeros_like(x, dtype=torch.float32)
+        for i in sorted(set(experts.flatten().tolist())):
+            rows, places = torch.where(experts == i)
+            total[rows] += weights[rows, places, None] * self._mlp(i, x[rows])
+        if shape.shared_size:
+            total += logits[:, shape.num_experts :].float().sigmoid() * self._mlp(shape.num_experts, x)
+        return total.to(x.dtype)
+
+    def _mlp(self, i: int, x: Tensor) -> Tensor:
+        w, expert = self._weights, self._experts[i]
+        biases = [None if of is None else of[i] for of in (w.gate_up_biases, w.down_biases)]
+        activated = gated(F.linear(x, joined(expert.gate_up), biases[0]), w.shape.activation)
+        return F.linear(activated, expert.down, biases[1]).float()
+
+
+def routes(logits: Tensor, shape: MixtureShape) -> tuple[Tensor, Tensor]:
+    """logits [num_tokens, num_experts] -> each token's experts, ascending, int64 [num_tokens, num_chosen],
+    and their weights, float32."""
+    order = logits.float().sort(dim=-1, descending=True, stable=True).indices
+    chosen = order[:, : shape.num_chosen].sort(dim=-1).values
+    if shape.normalized:
+        return chosen, logits.float().gather(1, chosen).softmax(-1)
+    return chosen, logits.float().softmax(-1).gather(1, chosen)
+
+
+def gated(gate_up: Tensor, activation: Activation) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    if activation == "clamped_silu":
+        gate, up = gate.clamp(max=CLAMPED_LIMIT), up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT)
+        return gate * torch.sigmoid(gate * CLAMPED_SLOPE) * (up + 1)
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+
 class TorchKernels:
     """See ``interface.Kernels`` for the contracts."""
 
     def linear(self, weight: Tensor | Sequence[Tensor], bias: Tensor | None) -> Linear:
         return TorchLinear(joined(weight), bias)
+
+    def mixture(self, weights: MixtureWeights) -> TorchMixture:
+        return TorchMixture(weights)
 
     def head(self, weight: Tensor) -> Linear:
         return self.linear(weight, None)
@@ -47,13 +97,8 @@ class TorchKernels:
         residual += x
         return _rms_norm(residual, weight, eps)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
-
-    def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.gelu(gate, approximate="tanh") * up
+    def gate_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        return gated(gate_up, activation)
 
     def rope_and_store(self, qkv: Tensor, pool: Tensor, layer: int, rope: RopeInputs) -> Tensor:
         q, k, v = split_qkv(qkv, rope.num_heads, rope.num_kv_heads, rope.head_dim)
@@ -120,10 +165,14 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, inputs: AttentionInputs) 
     repeated = num_heads // num_kv_heads
     k = keys.transpose(0, 1).repeat_interleave(repeated, dim=0)
     v = values.transpose(0, 1).repeat_interleave(repeated, dim=0)
-    if inputs.softcap:
+    if inputs.softcap or inputs.sinks is not None:
         scores = q.transpose(0, 1).float() @ k.transpose(1, 2).float() * inputs.scale
-        scores = inputs.softcap * torch.tanh(scores / inputs.softcap)
-        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+        if inputs.softcap:
+            scores = inputs.softcap * torch.tanh(scores / inputs.softcap)
+        scores = scores.masked_fill(~visible, -torch.inf)
+        if inputs.sinks is not None:
+            scores = torch.cat((scores, inputs.sinks[:, None, None].expand(-1, num_queries, 1)), dim=-1)
+        weights = scores.softmax(-1)[..., :length]
         return (weights @ v.float()).transpose(0, 1).to(q.dtype)
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None], k[None], v[None], attn_mask=visible, scale=inputs.scale

@@ -17,7 +17,7 @@ from ...kernels.gpu.block_checksum import block_checksums
 from ...kernels.gpu.block_copy import pack_blocks
 from ...kernels.gpu.decode_attention import decode_attention
 from ...kernels.gpu.decode_plan import plan_decode
-from ...kernels.gpu.elementwise import embedding, gelu_mul, silu_mul
+from ...kernels.gpu.elementwise import embedding, gate_mul
 from ...kernels.gpu.exact_linear import ExactLinear
 from ...kernels.gpu.fp8_linear import quantize_rows
 from ...kernels.gpu.gumbel_argmax import gumbel_argmax
@@ -129,9 +129,9 @@ OTHERS: dict[str, Callable[[], object]] = {
     "rope 128": lambda: rope(128),
     "rope 128 fp8": lambda: rope(128, FP8),
     "rope 256 fp8 float16": lambda: rope(256, FP8, FLOAT16),
-    "silu_mul": lambda: silu_mul(empty(8, 28672)),
-    "gelu_mul": lambda: gelu_mul(empty(8, 2 * 6912)),
-    "silu_mul float16": lambda: silu_mul(empty(8, 2 * 4864, dtype=FLOAT16)),
+    "silu_mul": lambda: gate_mul(empty(8, 28672), "silu"),
+    "gelu_mul": lambda: gate_mul(empty(8, 2 * 6912), "gelu_tanh"),
+    "silu_mul float16": lambda: gate_mul(empty(8, 2 * 4864, dtype=FLOAT16), "silu"),
     "embedding": lambda: embedding(empty(1000, 4096), empty(8, dtype=torch.int32), BFLOAT16),
     "embedding float16": lambda: embedding(
         empty(1000, 896, dtype=FLOAT16), empty(8, dtype=torch.int32), FLOAT16

@@ -28,6 +28,7 @@ import torch
 from ...engine.step.batch import Batch, SamplingState
 from ...engine.step.model_runner import EngineConfig, ModelRunner
 from ...kernels.huge_pages import huge_page_bytes
+from ...kernels.interface import DenseMlp
 from ...transport.messages.messages import SamplingParams
 from ..environment import environment
 from ..models import LLAMA_TINY, SHAPES, make_random_llama
@@ -94,8 +95,11 @@ def products_seconds(runner: ModelRunner, rows: int, sampled: int) -> float:
         for linear, size in (
             (layer.qkv, c.hidden_size),
             (layer.o, c.num_heads * c.head_dim),
-            (layer.gate_up, c.hidden_size),
-            (layer.down, c.intermediate_size),
+            *(
+                [(layer.mlp.gate_up, c.hidden_size), (layer.mlp.down, c.intermediate_size)]
+                if isinstance(layer.mlp, DenseMlp)
+                else [(layer.mlp, c.hidden_size)]
+            ),
         )
     ]
     linears.append((model._head, x[: sampled * c.hidden_size].view(sampled, c.hidden_size)))

@@ -19,7 +19,7 @@ from ...kernels.gpu.block_checksum import block_checksums
 from ...kernels.gpu.block_copy import pack_blocks, unpack_blocks
 from ...kernels.gpu.decode_attention import decode_attention, decode_tile
 from ...kernels.gpu.decode_plan import MAX_PARTIALS, plan_decode
-from ...kernels.gpu.elementwise import embedding, silu_mul
+from ...kernels.gpu.elementwise import embedding, gate_mul
 from ...kernels.gpu.exact_linear import ExactLinear
 from ...kernels.gpu.fp8_linear import Fp8Linear
 from ...kernels.gpu.gumbel_argmax import gumbel_argmax
@@ -245,7 +245,7 @@ def _norm(rows: int, hidden: int, dtype: torch.dtype, device: str) -> float:
 
 def _gate(rows: int, hidden: int, dtype: torch.dtype, device: str) -> float:
     gate_up = randn(rows, 2 * hidden, dtype=dtype, device=device) * 5
-    return relative_error(silu_mul(gate_up), REFERENCE.silu_mul(gate_up.float()))
+    return relative_error(gate_mul(gate_up, "silu"), REFERENCE.gate_mul(gate_up.float(), "silu"))
 
 
 def _rope(rows: int, dtype: torch.dtype, fp8: bool, device: str) -> float:

@@ -19,7 +19,7 @@ from ...kernels.gpu.decode_attention import (
     programs_per_sm,
 )
 from ...kernels.gpu.decode_plan import plan_decode
-from ...kernels.gpu.elementwise import silu_mul
+from ...kernels.gpu.elementwise import gate_mul
 from ...kernels.gpu.exact_linear import ExactLinear
 from ...kernels.gpu.fp8_linear import Fp8Linear
 from ...kernels.gpu.norm import add_rms_norm
@@ -197,7 +197,7 @@ def small_figures(device: str, ceilings: Ceilings, big: bool) -> Iterator[Figure
         gate_up = torch.randn((rows, 7 * hidden), device=device).to(BFLOAT16)
         yield bytes_figure(
             f"gate, {rows} x {7 * hidden}",
-            microseconds([partial(silu_mul, gate_up)]),
+            microseconds([partial(gate_mul, gate_up, "silu")]),
             21 * rows * hidden,
             ceilings,
         )

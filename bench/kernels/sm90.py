@@ -2,7 +2,7 @@
 shared memory, instructions.
 
     with sm90.compiling() as kernels:
-        silu_mul(torch.empty(...))          # the product's own call: compiled as it would be, never run
+        gate_mul(torch.empty(...), "silu")  # the product's own call: compiled as it would be, never run
     kernels[0].registers
 
 Only in a process that imports Triton without TRITON_INTERPRET; nothing can run on a GPU in it afterwards.

@@ -9,23 +9,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
+from ...kernels.mixture_shape import Activation
 from ..errors import ModelConfigError
+from .config_values import positive_int
 from .families import FAMILIES, Scales, TensorNames
+from .mixture_config import MixtureConfig, mixture_config
 from .rope_config import RopeConfig, rope_configs, rope_max_model_len
-
-LARGEST = {
-    "vocab_size": 1 << 24,
-    "hidden_size": 1 << 20,
-    "intermediate_size": 1 << 22,
-    "num_hidden_layers": 1024,
-    "num_attention_heads": 4096,
-    "num_key_value_heads": 4096,
-    "head_dim": 1024,
-    "max_position_embeddings": 1 << 24,
-}
-"""Several times those of any model: what a config.json claims is believed no further, before its weights bear
-it out."""
-
 
 MISSING_PARTS = {
     "kv_lora_rank": "latent keys and values",
@@ -37,7 +26,6 @@ MISSING_PARTS = {
     "audio_config": "sounds",
 }
 """By the key of config.json that asks for them."""
-Activation = Literal["silu", "gelu_tanh"]
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -64,6 +52,7 @@ class ModelConfig:
     layer_norms: bool
     parallel: bool
     activation: Activation
+    mixture: MixtureConfig | None  # of experts; None: all MLPs are dense
     scales: Scales
     attention_softcap: float  # x becomes softcap tanh(x / softcap); 0: it stays
     logits_softcap: float
@@ -94,6 +83,16 @@ class ModelConfig:
         eps / f^2 is rms_norm(x) with eps."""
         return self.rms_norm_eps / self.scales.residual**2
 
+    @property
+    def mlp_width(self) -> int:
+        """A token's numbers in an MLP, over three: gate, up and their product, and for the experts' parts of
+        the sum, too."""
+        if self.mixture is None:
+            return self.intermediate_size
+        shape = self.mixture.shape
+        sparse = shape.num_chosen * (shape.intermediate_size + shape.hidden_size) + shape.shared_size
+        return max(self.intermediate_size, sparse)
+
     @classmethod
     def from_folder(cls, path: Path) -> ModelConfig:
         """Raises ModelConfigError where the folder, its architecture or one of its features cannot be
@@ -120,16 +119,16 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any]) -> ModelCon
     config = family.config(config)
     _refuse_unsupported(config, family.refused)
     activation = _activation(config)
-    num_heads = _positive_int(config, "num_attention_heads")
-    num_kv_heads = _positive_int(
+    num_heads = positive_int(config, "num_attention_heads")
+    num_kv_heads = positive_int(
         {"num_key_value_heads": config.get("num_key_value_heads") or num_heads}, "num_key_value_heads"
     )
-    hidden_size = _positive_int(config, "hidden_size")
-    head_dim = _positive_int(
+    hidden_size = positive_int(config, "hidden_size")
+    head_dim = positive_int(
         {"head_dim": config.get("head_dim") or family.defaults.get("head_dim") or hidden_size // num_heads},
         "head_dim",
     )
-    num_layers = _positive_int(config, "num_hidden_layers")
+    num_layers = positive_int(config, "num_hidden_layers")
     if num_heads % num_kv_heads:
         raise ModelConfigError(
             f"config.json: {num_heads} attention heads cannot share {num_kv_heads} key-value heads evenly"
@@ -140,21 +139,23 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any]) -> ModelCon
         )
 
     windows = family.windows(config, num_layers)
+    names = family.mixture
+    mixture = None if names is None else mixture_config(config, names, num_layers, activation)
 
     def has(bias: bool | str) -> bool:
         return bool(config.get(bias, False)) if isinstance(bias, str) else bias
 
     return ModelConfig(
         architecture=architecture,
-        vocab_size=_positive_int(config, "vocab_size"),
+        vocab_size=positive_int(config, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_positive_int(config, "intermediate_size"),
+        intermediate_size=positive_int(config, "intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_norm_eps=float(config.get("rms_norm_eps", config.get("layer_norm_eps", 1e-6))),
-        max_position_embeddings=_positive_int(config, "max_position_embeddings"),
+        max_position_embeddings=positive_int(config, "max_position_embeddings"),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=has(family.qkv_bias),
         o_bias=has(family.o_bias),
@@ -164,6 +165,7 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any]) -> ModelCon
         layer_norms=family.layer_norms,
         parallel=family.parallel,
         activation=activation,
+        mixture=mixture,
         scales=family.scales(config, head_dim),
         attention_softcap=float(config.get("attn_logit_softcapping") or 0),
         logits_softcap=float(config.get("final_logit_softcapping") or 0),
@@ -201,10 +203,15 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         norms += [(t.q_norm, c.head_dim), (t.k_norm, c.head_dim)]
     if c.qk_norm == "all":
         norms += [(t.q_norm, q_size), (t.k_norm, kv_size)]
-    for layer in map(t.layer.format, range(c.num_layers)):
+    without_mlp = [projection for projection in projections if projection[0] not in (t.gate, t.up, t.down)]
+    for index, layer in enumerate(map(t.layer.format, range(c.num_layers))):
+        own = projections
+        if c.mixture is not None and c.mixture.layers[index]:
+            own = without_mlp
+            expected |= c.mixture.expected_tensors(layer)
         expected |= {f"{layer}.{name}.weight": (size,) for name, size in norms}
-        expected |= {f"{layer}.{name}.weight": (rows, columns) for name, rows, columns, _ in projections}
-        expected |= {f"{layer}.{name}.bias": (rows,) for name, rows, _, bias in projections if bias}
+        expected |= {f"{layer}.{name}.weight": (rows, columns) for name, rows, columns, _ in own}
+        expected |= {f"{layer}.{name}.bias": (rows,) for name, rows, _, bias in own if bias}
     return expected
 
 
@@ -264,17 +271,6 @@ def _eos_token_ids(config: dict[str, Any], generation: dict[str, Any]) -> tuple[
     if ids is None:
         return ()
     return tuple(int(i) for i in ids) if isinstance(ids, list) else (int(ids),)
-
-
-def _positive_int(config: dict[str, Any], key: str) -> int:
-    value = config.get(key)
-    if type(value) is not int or value < 1:
-        raise ModelConfigError(f"config.json: {key!r} must be a positive whole number, found {value!r:.100}")
-    if value > LARGEST[key]:
-        raise ModelConfigError(
-            f"config.json: {key!r} is {value}; the largest that is served is {LARGEST[key]}"
-        )
-    return value
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """The decoder that all families share (``families.py``): they differ in ``ModelConfig`` only.
 
     h = embed(tokens)
-    each layer:  h += o(attention(rope(qkv(norm(h)))));  h += down(act(gate(n)) * up(n)), n = norm(h)
+    each layer:  h += o(attention(rope(qkv(norm(h)))));  h += down(act(gate(n)) * up(n)), n = norm(h),
+                 or a weighted sum of several such, for each token of its own (a mixture of experts)
     logits = head(norm(h))
 
 Some families norm what a layer adds to h, in place of its input or as well (``TensorNames``). In parallel
@@ -21,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.interface import AttentionInputs, FusedLayers, LayerParts, RopeInputs
+from ...kernels.interface import AttentionInputs, DenseMlp, FusedLayers, LayerParts, Mixture, RopeInputs
 from .config import ModelConfig, expected_tensors, ignored_tensors
 from .layers import LayerLoader
 from .rope import cos_sin_table, rows_of_qkv
@@ -85,24 +86,28 @@ class DecoderLayer:
         self._kernels = load.kernels
         self._eps, self._cos_sin = config.residual_eps, cos_sin
         self._qk_norm, self._qk_eps = config.qk_norm, config.rms_norm_eps
-        self._activation, self._parallel = config.activation, config.parallel
+        self._parallel = config.parallel
         self._sliding_window = config.sliding_windows[index]
-        self._intermediate_size = config.intermediate_size
         self._input_norm, self._post_norm = norm(t.input_norm), norm(t.post_norm)
         self._attention_out_norm, self._mlp_out_norm = norm(t.attention_out_norm), norm(t.mlp_out_norm)
         self._qkv = load.column([f"{name}.{of}" for of in (t.q, t.k, t.v) if of], config.qkv_bias, rows)
         self._q_norm, self._k_norm = norm_of_heads(t.q_norm), norm_of_heads(t.k_norm)
         self._o = load.row(f"{name}.{t.o}", config.o_bias, config.layer_norms)
-        self._gate_up = load.column([f"{name}.{of}" for of in (t.gate, t.up) if of], config.mlp_bias)
-        self._down = load.row(f"{name}.{t.down}", config.mlp_bias, config.layer_norms)
+        self._mlp: DenseMlp | Mixture
+        if config.mixture is not None and config.mixture.layers[index]:
+            self._mlp = load.mixture(name, config.mixture)
+        else:
+            gate_up = load.column([f"{name}.{of}" for of in (t.gate, t.up) if of], config.mlp_bias)
+            down = load.row(f"{name}.{t.down}", config.mlp_bias, config.layer_norms)
+            self._mlp = DenseMlp(gate_up, config.activation, down, config.intermediate_size)
 
     @property
     def parts(self) -> LayerParts:
         """Its weights, for kernels that run several layers in one call."""
         return LayerParts(
             self._input_norm, self._qkv, self._q_norm, self._k_norm, self._qk_norm == "all", self._cos_sin,
-            self._o, self._attention_out_norm, self._post_norm, self._gate_up, self._activation, self._down,
-            self._mlp_out_norm, self._sliding_window, self._intermediate_size,
+            self._o, self._attention_out_norm, self._post_norm, self._mlp, self._mlp_out_norm,
+            self._sliding_window,
         )  # fmt: skip
 
     def project(self, hidden: Tensor | None, residual: Tensor, pool: Tensor, rope: RopeInputs) -> Tensor:
@@ -128,16 +133,18 @@ class DecoderLayer:
             attention = replace(attention, sliding_window=self._sliding_window)
         hidden = self._o(k.paged_attention(q, pool, self._index, attention))
         if self._parallel:
-            return hidden.add_(self._mlp(self._add_norm(None, residual, self._input_norm)))
+            return hidden.add_(self._mixed(self._add_norm(None, residual, self._input_norm)))
         hidden = self._out_norm(hidden, self._attention_out_norm)
         return self._out_norm(
-            self._mlp(self._add_norm(hidden, residual, self._post_norm)), self._mlp_out_norm
+            self._mixed(self._add_norm(hidden, residual, self._post_norm)), self._mlp_out_norm
         )
 
-    def _mlp(self, normed: Tensor) -> Tensor:
-        gate_up = self._gate_up(normed)  # [T, 2 F]
-        gated = self._kernels.silu_mul if self._activation == "silu" else self._kernels.gelu_mul
-        return self._down(gated(gate_up))
+    def _mixed(self, normed: Tensor) -> Tensor:
+        """What the MLP or the experts add."""
+        mlp = self._mlp
+        if not isinstance(mlp, DenseMlp):
+            return mlp(normed)
+        return mlp.down(self._kernels.gate_mul(mlp.gate_up(normed), mlp.activation))
 
     def _out_norm(self, hidden: Tensor, weight: Tensor | None) -> Tensor:
         return hidden if weight is None else self._kernels.rms_norm(hidden, weight, self._eps)

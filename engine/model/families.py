@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ..errors import ModelConfigError
+from .mixture_config import MixtureNames
 
 Windows = tuple[int | None, ...]
 """By layer, in tokens; None: full attention."""
@@ -54,6 +55,12 @@ def full_attention(config: dict[str, Any], num_layers: int) -> Windows:
 def same_window(config: dict[str, Any], num_layers: int) -> Windows:
     """Every layer has the window ``sliding_window``, or none."""
     return (int(config.get("sliding_window") or 0) or None,) * num_layers
+
+
+def window_if_used(config: dict[str, Any], num_layers: int) -> Windows:
+    """Every layer has the window ``sliding_window`` where ``use_sliding_window`` is set."""
+    used = config.get("use_sliding_window", False)
+    return same_window(config, num_layers) if used else full_attention(config, num_layers)
 
 
 def windows_by_pattern(config: dict[str, Any], num_layers: int) -> Windows:
@@ -138,6 +145,7 @@ class Family:
     windows_only_rope layers that attend to all tokens have no rope
     refused           keys of config.json that must be absent, null or false
     defaults          of keys that config.json lacks
+    mixture           names of the experts' tensors; None: all MLPs are dense
     part              the key of config.json below which the text model is described; "": it is the whole
     """
 
@@ -154,6 +162,7 @@ class Family:
     windows: Callable[[dict[str, Any], int], Windows] = full_attention
     tensors: TensorNames = TensorNames()
     refused: tuple[str, ...] = ()
+    mixture: MixtureNames | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     part: str = ""
 
@@ -211,6 +220,14 @@ OLMO_3 = replace(
     windows=windows_by_pattern,
     defaults={"sliding_window": 4096, "sliding_window_pattern": 4, "rope_local_base_freq": 5e5},
 )
+QWEN_MIXTURE = MixtureNames(
+    "mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"
+)
+QWEN_MIXTURE_SHARED = replace(
+    QWEN_MIXTURE,
+    shared=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "mlp.shared_expert.down_proj"),
+    shared_gate="mlp.shared_expert_gate",
+)
 FAMILIES = {
     "CohereForCausalLM": COHERE,
     "Cohere2ForCausalLM": replace(
@@ -230,6 +247,13 @@ FAMILIES = {
     "GraniteForCausalLM": Family(o_bias="attention_bias", mlp_bias="mlp_bias", scales=granite_scales),
     "LlamaForCausalLM": Family(o_bias="attention_bias", mlp_bias="mlp_bias"),
     "MistralForCausalLM": Family(windows=same_window, defaults={"sliding_window": 4096}),
+    "MixtralForCausalLM": Family(
+        windows=same_window,
+        mixture=MixtureNames(
+            "block_sparse_moe.gate", "block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3",
+            "block_sparse_moe.experts.{}.w2",
+        ),
+    ),
     "Olmo2ForCausalLM": OLMO_2,
     "Olmo3ForCausalLM": OLMO_3,
     "Phi3ForCausalLM": Family(
@@ -237,8 +261,16 @@ FAMILIES = {
         tensors=TensorNames(q="self_attn.qkv_proj", k="", v="", gate="mlp.gate_up_proj", up=""),
     ),
     "Qwen2ForCausalLM": Family(qkv_bias=True, windows=windows_by_layer),
+    "Qwen2MoeForCausalLM": Family(
+        qkv_bias="qkv_bias", windows=windows_by_layer, mixture=QWEN_MIXTURE_SHARED,
+        defaults={"norm_topk_prob": False, "qkv_bias": True},
+    ),
     "Qwen3ForCausalLM": Family(
         o_bias="attention_bias", qk_norm="head", windows=windows_by_layer, defaults={"head_dim": 128},
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        o_bias="attention_bias", qk_norm="head", windows=window_if_used, mixture=QWEN_MIXTURE,
+        defaults={"norm_topk_prob": False},
     ),
     "SmolLM3ForCausalLM": Family(
         o_bias="attention_bias", mlp_bias="mlp_bias", windows=windows_by_layer,

@@ -15,7 +15,8 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ...kernels.interface import Kernels, Linear
+from ...kernels.interface import ExpertWeights, Kernels, Linear, Mixture, MixtureWeights
+from .mixture_config import MixtureConfig
 
 Layer = TypeVar("Layer")
 
@@ -71,6 +72,23 @@ class LayerLoader:
         if centred:
             parts = [(part.float() - part.float().mean(0)).to(part.dtype) for part in parts]
         return self.kernels.linear(parts[0], parts[1] if bias else None)
+
+    def mixture(self, layer: str, config: MixtureConfig) -> Mixture:
+        """The experts of the layer of this name."""
+        shape, names = config.shape, config.names
+
+        def weight(of: str) -> Tensor:
+            return self._tensor(f"{layer}.{of}.weight")
+
+        def expert(i: int) -> ExpertWeights:
+            parts = [of.format(i) for of in (names.gate, names.up, names.down)]
+            gate, up, down = map(weight, parts if i < shape.num_experts else names.shared)
+            return ExpertWeights([gate, up], down)
+
+        router = weight(names.router)
+        if shape.shared_size:
+            router = torch.cat((router, weight(names.shared_gate)))
+        return self.kernels.mixture(MixtureWeights(shape, router, expert))
 
     def vocabulary_head(self, name: str) -> Linear:
         """Hidden states to logits."""

@@ -442,7 +442,7 @@ def gpu_room_of(
     free, total = torch.cuda.mem_get_info(device)
     step = step_bytes(
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=config.mlp_width,
         vocab_size=config.vocab_size,
         num_tokens=max(engine.max_prefill_tokens, *WARM_UP_TOKENS),
         num_seqs=max(engine.max_decode_seqs, 1),

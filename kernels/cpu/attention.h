@@ -7,6 +7,7 @@
 //   score:   one chain of multiply-adds in the order of d. Keys lie in the lanes, so they are transposed first.
 //   softmax: key t of a run adds to partial sum t % W; then those are added by halves (sum).
 //   values:  one chain of multiply-adds in the order of the keys.
+// A head's sink is a score beside those of the keys, with no value.
 // With bfloat16 units both products are theirs: two d, or two keys, a step; probabilities are rounded to bfloat16, all sums are float32.
 
 constexpr int64_t KEYS = 64;  // in a run
@@ -25,6 +26,10 @@ struct As<bf16> {
 
 static inline bool one_query(const AttentionArgs& g, const AttentionItem& item) {
   return g.query_start_loc[item.seq + 1] - g.query_start_loc[item.seq] == 1;
+}
+
+static inline const float* sinks_of(const AttentionArgs& g, const AttentionItem& item) {
+  return g.sinks ? g.sinks + item.head * (g.num_heads / g.num_kv_heads) : nullptr;
 }
 
 template <class T>
@@ -194,10 +199,14 @@ static inline float update_row(float& row_m, float& row_l, float* scores, int64_
   return rescale;
 }
 
+// `sinks`: of the rows' heads, or null. A sink adds to the sum l alone, and last.
 template <class T>
-static inline void write_rows(const float* acc, const float* l, int64_t count, int64_t head_dim, T* out) {
-  for (int64_t g = 0; g < count; ++g)
-    for (int64_t d = 0; d < head_dim; d += W) store(out + g * head_dim + d, load(acc + g * head_dim + d) * (1.0f / l[g]));
+static inline void write_rows(const float* acc, const float* l, const float* m, const float* sinks, float scale, int64_t count,
+                              int64_t head_dim, T* out) {
+  for (int64_t g = 0; g < count; ++g) {
+    const float total = sinks ? l[g] + vexp(splat(sinks[g] - m[g] * scale))[0] : l[g];
+    for (int64_t d = 0; d < head_dim; d += W) store(out + g * head_dim + d, load(acc + g * head_dim + d) * (1.0f / total));
+  }
 }
 
 // A row of a query.
@@ -348,7 +357,7 @@ struct OneQuery {
       update();
       add_run();
     } while (now->start + now->end < length);
-    write_rows(acc, l, rows, D, static_cast<T*>(g.out) + (row0 * g.num_heads + item.head * rows) * D);
+    write_rows(acc, l, m, sinks_of(g, item), g.scale, rows, D, static_cast<T*>(g.out) + (row0 * g.num_heads + item.head * rows) * D);
   }
 };
 
@@ -440,7 +449,7 @@ static void attend_many(const AttentionArgs& g, const AttentionItem& item, Scrat
   }
   T* out = static_cast<T*>(g.out) + (row0 * g.num_heads + item.head * group) * D;
   for (int64_t i = 0; i < item.num_queries; ++i)
-    write_rows(acc + i * group * D, l + i * group, group, D, out + i * g.num_heads * D);
+    write_rows(acc + i * group * D, l + i * group, m + i * group, sinks_of(g, item), g.scale, group, D, out + i * g.num_heads * D);
 }
 
 template <class T>

@@ -46,6 +46,24 @@ double work_of(const NormArgs& g, int64_t rows) { return double(rows * g.n); }
 void call(const LinearArgs& g) {
   share((g.n + active->panel - 1) / active->panel, work_of(g), [&](int64_t first, int64_t last) { active->linear(g, first, last); });
 }
+// Several products in one call; threads share all their panels.
+void call(const std::vector<LinearArgs>& products) {
+  const auto panels = [](const LinearArgs& g) { return (g.n + active->panel - 1) / active->panel; };
+  int64_t items = 0;
+  double work = 0;
+  for (const LinearArgs& g : products) { items += panels(g); work += work_of(g); }
+  share(items, work, [&](int64_t first, int64_t last) {
+    for (const LinearArgs& g : products) {
+      const int64_t count = panels(g);
+      if (first < count && last > 0) active->linear(g, std::max<int64_t>(first, 0), std::min(last, count));
+      first -= count;
+      last -= count;
+    }
+  });
+}
+void call(const RouteArgs& g, int64_t rows) {
+  share(rows, 4.0 * double(rows * g.num_experts * g.chosen), [&](int64_t first, int64_t last) { active->route(g, first, last); });
+}
 void call(const RopeArgs& g, int64_t num_tokens) {
   share(num_tokens, work_of(g, num_tokens), [&](int64_t first, int64_t last) { active->rope_and_store(g, first, last); });
 }

@@ -1,10 +1,8 @@
 // A decoder's layers in one call: the kernels that a caller would call one by one, in the same order and with the same bits, without what
 // lies between two calls. Each layer: residual += hidden; hidden = o(attention(rope(qkv(norm(residual))))); residual += hidden;
-// hidden = down(act(gate) * up), of norm(residual). Where it has out norms, hidden is normed before it is added.
+// hidden = down(act(gate) * up), of norm(residual), or a mixture of such. Where it has out norms, hidden is normed before it is added.
 #pragma once
-#include <cstdlib>
-
-#include "calls.h"
+#include "mixture.h"
 
 namespace {
 
@@ -13,9 +11,12 @@ struct LayerWeights {  // 8-byte fields, as the caller's table has them; a bias 
   int64_t norms_all_heads;
   const float* cos_sin;
   const void *o, *o_bias, *attention_out_norm, *post_norm, *gate_up, *gate_up_bias;
-  int64_t gelu;
-  const void *down, *down_bias, *mlp_out_norm;
+  int64_t activation;
+  const void *down, *down_bias;
+  const MixtureWeights* mixture;  // in place of gate_up and down, or null
+  const void* mlp_out_norm;
   int64_t window;
+  const float* sinks;
 };
 
 struct DecoderArgs {
@@ -28,21 +29,6 @@ struct DecoderArgs {
   AttentionArgs attention;
   float eps;
   Dtype dtype;
-};
-
-struct Bytes {  // a buffer that only grows
-  void* data = nullptr;
-  size_t capacity = 0;
-  ~Bytes() { std::free(data); }
-  void* reserve(int64_t count) {
-    if (size_t(count) > capacity) {
-      std::free(data);
-      capacity = (size_t(count) + 63) / 64 * 64;
-      data = std::aligned_alloc(64, capacity);
-      if (!data) std::abort();
-    }
-    return data;
-  }
 };
 
 void run_layers(DecoderArgs& g) {
@@ -65,6 +51,7 @@ void run_layers(DecoderArgs& g) {
     g.rope.norms_all_heads = w.norms_all_heads;
     g.rope.cos_sin = w.cos_sin;
     g.attention.window = w.window;
+    g.attention.sinks = w.sinks;
     call(NormArgs{i ? g.hidden : nullptr, g.residual, w.input_norm, normed, e, g.eps, g.dtype}, m);
     call(LinearArgs{normed, w.qkv, w.qkv_bias, qkv, m, qkv_size, e, g.dtype});
     call(g.rope, m);
@@ -72,9 +59,13 @@ void run_layers(DecoderArgs& g) {
     call(LinearArgs{attended, w.o, w.o_bias, g.hidden, m, e, q_size, g.dtype});
     if (w.attention_out_norm) call(NormArgs{nullptr, g.hidden, w.attention_out_norm, g.hidden, e, g.eps, g.dtype}, m);
     call(NormArgs{g.hidden, g.residual, w.post_norm, normed, e, g.eps, g.dtype}, m);
-    call(LinearArgs{normed, w.gate_up, w.gate_up_bias, gate_up, m, 2 * f, e, g.dtype});
-    call_gate_mul(w.gelu ? active->gelu_mul : active->silu_mul, gate_up, activated, m, f, g.dtype);
-    call(LinearArgs{activated, w.down, w.down_bias, g.hidden, m, e, f, g.dtype});
+    if (w.mixture) {
+      run_mixture(*w.mixture, normed, g.hidden, m, g.dtype);
+    } else {
+      call(LinearArgs{normed, w.gate_up, w.gate_up_bias, gate_up, m, 2 * f, e, g.dtype});
+      call_gate_mul(active->gate_mul[w.activation], gate_up, activated, m, f, g.dtype);
+      call(LinearArgs{activated, w.down, w.down_bias, g.hidden, m, e, f, g.dtype});
+    }
     if (w.mlp_out_norm) call(NormArgs{nullptr, g.hidden, w.mlp_out_norm, g.hidden, e, g.eps, g.dtype}, m);
   }
 }

@@ -35,14 +35,27 @@ static void add_rms_norm(const NormArgs& g, int64_t first, int64_t last) {
   else add_rms_norm_of<bf16>(g, first, last);
 }
 
-// y = gate / (1 + exp(-slope)) * up. silu: slope = gate. gelu by tanh: slope = 2 sqrt(2 / pi) (gate + 0.044715 gate^3).
+// y = gate / (1 + exp(-slope)) * up. silu: slope = gate. gelu by tanh: slope = 2 sqrt(2 / pi) (gate + 0.044715 gate^3). Clamped silu
+// (gpt-oss): slope = 1.702 gate, gate at most 7, up from -7 to 7, plus 1.
 struct Silu {
   template <class V>
   static V slope(V x) { return x; }
+  template <class V>
+  static V gate(V x) { return x; }
+  template <class V>
+  static V up(V x) { return x; }
 };
-struct Gelu {
+struct Gelu : Silu {
   template <class V>
   static V slope(V x) { return x * (x * x * 0.07135481627f + 1.5957691216f); }
+};
+struct ClampedSilu {
+  static vf slope(vf x) { return x * 1.702f; }
+  static float slope(float x) { return x * 1.702f; }
+  static vf gate(vf x) { return vmin(x, splat(7.0f)); }
+  static float gate(float x) { return x < 7.0f ? x : 7.0f; }
+  static vf up(vf x) { return vmax(vmin(x, splat(7.0f)), splat(-7.0f)) + 1.0f; }
+  static float up(float x) { return (x < -7.0f ? -7.0f : x < 7.0f ? x : 7.0f) + 1.0f; }
 };
 
 template <class Gate, class T>
@@ -51,8 +64,14 @@ static void gate_mul_of(const T* gate_up, T* y, int64_t n, int64_t first, int64_
     const T *gate = gate_up + row * 2 * n, *up = gate + n;
     T* out = y + row * n;
     int64_t i = 0;
-    for (; i + W <= n; i += W) { const vf x = load(gate + i); store(out + i, x / (vexp(-Gate::slope(x)) + 1.0f) * load(up + i)); }
-    for (; i < n; ++i) { const float x = widen(gate[i]); narrow(out + i, x / (std::exp(-Gate::slope(x)) + 1.0f) * widen(up[i])); }
+    for (; i + W <= n; i += W) {
+      const vf x = Gate::gate(load(gate + i));
+      store(out + i, x / (vexp(-Gate::slope(x)) + 1.0f) * Gate::up(load(up + i)));
+    }
+    for (; i < n; ++i) {
+      const float x = Gate::gate(widen(gate[i]));
+      narrow(out + i, x / (std::exp(-Gate::slope(x)) + 1.0f) * Gate::up(widen(up[i])));
+    }
   }
 }
 

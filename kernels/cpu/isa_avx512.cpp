@@ -21,10 +21,12 @@ namespace {
 #include "linear.h"
 #include "attention.h"
 #include "elementwise.h"
+#include "experts.h"
 }  // namespace
 
 const Kernels kAvx512Kernels = {"avx512", W, PANEL, pack_linear, linear,
-                                attention,  rope_and_store, add_rms_norm, gate_mul<Silu>, gate_mul<Gelu>, gumbel_argmax};
+                                attention,  rope_and_store, add_rms_norm, {gate_mul<Silu>, gate_mul<Gelu>, gate_mul<ClampedSilu>},
+                                gumbel_argmax, route, add_weighted, narrow_all};
 }  // namespace splitserve
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -26,6 +26,7 @@ struct AttentionArgs {       // out = softmax(scale q k^T) v, causal; keys and v
   const int32_t* query_start_loc;  // [num_seqs + 1]
   const int32_t* seq_lens;         // [num_seqs]
   const int32_t* block_tables;     // [num_seqs, table_stride]
+  const float* sinks;        // [num_heads] or null: a score of each head that has no value (Xiao et al., StreamingLLM, 2023)
   int64_t q_stride, num_seqs, table_stride, num_layers, layer, block_size, num_heads, num_kv_heads, head_dim;
   int64_t window;            // a token sees the window tokens that end with itself; INT32_MAX: all
   float scale;
@@ -61,6 +62,16 @@ struct NormArgs {            // residual += x (where x is given); y = residual /
   Dtype dtype;
 };
 
+struct RouteArgs {           // a mixture's experts of each row, ascending, and their weights; see experts.h
+  const void* logits;        // [m, num_experts], with one more column where gated: the shared expert's gate
+  int32_t* experts;          // [m, chosen]
+  float* weights;            // [m, chosen], with one more column where gated: sigmoid(gate)
+  int64_t num_experts, chosen;
+  bool normalized;           // a row's weights add up to 1
+  bool gated;
+  Dtype dtype;               // of logits
+};
+
 using GateMul = void(const void* gate_up, void* y, int64_t n, Dtype dtype, int64_t first_row, int64_t last_row);
 
 struct Kernels {
@@ -72,8 +83,11 @@ struct Kernels {
   void (*attention)(const AttentionArgs&, const AttentionItem* items, int64_t first, int64_t last);
   void (*rope_and_store)(const RopeArgs&, int64_t first_token, int64_t last_token);
   void (*add_rms_norm)(const NormArgs&, int64_t first_row, int64_t last_row);
-  GateMul *silu_mul, *gelu_mul;
+  GateMul* gate_mul[3];      // silu, gelu by tanh, clamped silu
   void (*gumbel_argmax)(const float* logits, const int64_t* keys, int64_t* chosen, int64_t vocab_size, int64_t first_row, int64_t last_row);
+  void (*route)(const RouteArgs&, int64_t first_row, int64_t last_row);
+  void (*add_weighted)(const void* y, float weight, float* sum, int64_t n, Dtype dtype);
+  void (*narrow_all)(const float* sum, void* y, int64_t n, Dtype dtype);
 };
 
 extern const Kernels kGenericKernels;

@@ -81,6 +81,7 @@ PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
   AttentionArgs g;
   g.q = a.input(); g.q_stride = a.integer(); g.pool = a.input(); g.out = a.address<void>();
   g.query_start_loc = a.address<const int32_t>(); g.seq_lens = a.address<const int32_t>(); g.block_tables = a.address<const int32_t>();
+  g.sinks = a.address<const float>();
   g.num_seqs = a.integer(); g.table_stride = a.integer(); g.num_layers = a.integer(); g.layer = a.integer(); g.block_size = a.integer();
   g.num_heads = a.integer(); g.num_kv_heads = a.integer(); g.head_dim = a.integer(); g.window = a.integer();
   g.scale = float(a.real()); g.softcap = float(a.real()); g.dtype = a.dtype();
@@ -119,10 +120,22 @@ PyObject* gate_mul(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments a{values, count};
   const void* gate_up = a.input();
   void* y = a.address<void>();
-  const int64_t rows = a.integer(), n = a.integer(), gelu = a.integer();
+  const int64_t rows = a.integer(), n = a.integer(), activation = a.integer();
   const Dtype dtype = a.dtype();
   if (!a.complete()) return nullptr;
-  run(4.0 * double(rows * n), [&] { call_gate_mul(gelu ? active->gelu_mul : active->silu_mul, gate_up, y, rows, n, dtype); });
+  run(4.0 * double(rows * n), [&] { call_gate_mul(active->gate_mul[activation], gate_up, y, rows, n, dtype); });
+  Py_RETURN_NONE;
+}
+
+PyObject* mixture(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments a{values, count};
+  const MixtureWeights* weights = a.address<const MixtureWeights>();
+  const void* x = a.input();
+  void* y = a.address<void>();
+  const int64_t rows = a.integer();
+  const Dtype dtype = a.dtype();
+  if (!a.complete()) return nullptr;
+  run(work_of(*weights, rows), [&] { run_mixture(*weights, x, y, rows, dtype); });
   Py_RETURN_NONE;
 }
 
@@ -199,12 +212,13 @@ PyMethodDef methods[] = {
 #define FAST(name, doc) {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(name)), METH_FASTCALL, doc}
     FAST(pack_linear, "weight, packed, n, k, dtype"),
     FAST(linear, "x, packed, bias or 0, y, m, n, k, dtype"),
-    FAST(attention, "q, q_stride, pool, out, query_start_loc, seq_lens, block_tables, num_seqs, table_stride, num_layers, layer, block_size, "
-                    "num_heads, num_kv_heads, head_dim, window, scale, softcap, dtype"),
+    FAST(attention, "q, q_stride, pool, out, query_start_loc, seq_lens, block_tables, sinks or 0, num_seqs, table_stride, num_layers, layer, "
+                    "block_size, num_heads, num_kv_heads, head_dim, window, scale, softcap, dtype"),
     FAST(rope_and_store, "qkv, pool, cos_sin, positions, slots, q_norm or 0, k_norm or 0, num_tokens, num_layers, layer, block_size, "
                          "num_heads, num_kv_heads, head_dim, eps, dtype"),
     FAST(add_rms_norm, "x or 0, residual, weight, y, rows, n, eps, dtype"),
-    FAST(gate_mul, "gate_up, y, rows, n, gelu or silu (0), dtype"),
+    FAST(gate_mul, "gate_up, y, rows, n, activation, dtype"),
+    FAST(mixture, "weights, x, y, rows, dtype"),
     FAST(decoder_layers, "layers, first, last, hidden, residual, num_tokens, hidden_size, intermediate_size, pool, positions, slots, "
                          "query_start_loc, seq_lens, block_tables, num_seqs, table_stride, num_layers, block_size, num_heads, num_kv_heads, "
                          "head_dim, scale, softcap, eps, qk_eps, dtype"),

@@ -11,25 +11,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..mixture_shape import Activation
+
 COLUMNS = 1024  # of one program
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """[num_tokens, 2 n] -> [num_tokens, n]."""
-    return _gate_mul(gate_up, gelu=False)
-
-
-def gelu_mul(gate_up: Tensor) -> Tensor:
-    """The same with gelu, by its tanh approximation."""
-    return _gate_mul(gate_up, gelu=True)
-
-
-def _gate_mul(gate_up: Tensor, gelu: bool) -> Tensor:
+def gate_mul(gate_up: Tensor, activation: Activation) -> Tensor:
+    """[num_tokens, 2 n] -> [num_tokens, n]: see ``interface.Kernels``."""
     rows, n = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.is_contiguous()
     out = torch.empty((rows, n), dtype=gate_up.dtype, device=gate_up.device)
     grid = (rows, triton.cdiv(n, COLUMNS))
-    _gate_mul_kernel[grid](gate_up, out, N=n, GELU=gelu, COLUMNS=COLUMNS, num_warps=4)
+    _gate_mul_kernel[grid](gate_up, out, N=n, ACTIVATION=activation, COLUMNS=COLUMNS, num_warps=4)
     return out
 
 
@@ -47,14 +40,18 @@ def embedding(table: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @triton.jit
-def _gate_mul_kernel(gate_up, out, N: tl.constexpr, GELU: tl.constexpr, COLUMNS: tl.constexpr):
+def _gate_mul_kernel(gate_up, out, N: tl.constexpr, ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     real = columns < N
     gate = tl.load(gate_up + row * (2 * N) + columns, mask=real, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * (2 * N) + N + columns, mask=real, other=0.0).to(tl.float32)
     slope = gate
-    if GELU:  # 1 + tanh(x) is 2 sigmoid(2 x)
+    if ACTIVATION == "clamped_silu":
+        gate = tl.minimum(gate, 7.0)
+        up = tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0
+        slope = gate * 1.702
+    if ACTIVATION == "gelu_tanh":  # 1 + tanh(x) is 2 sigmoid(2 x)
         slope = gate * (gate * gate * 0.07135481627 + 1.5957691216)
     tl.store(out + row * N + columns, (gate * tl.sigmoid(slope) * up).to(out.dtype.element_ty), mask=real)
 

@@ -117,9 +117,8 @@ def test_layers_are_fused_for_as_many_rows_as_all_linears_are_ours(rows: int, pa
     norm = torch.ones(32, dtype=torch.bfloat16)
     linears = [kernels.linear(weight, None) for _ in range(4)]
     qkv, o, gate_up, down = linears
-    layer = native_cpu.LayerParts(
-        norm, qkv, None, None, False, norm, o, None, norm, gate_up, "silu", down, None, None, 16
-    )
+    mlp = native_cpu.DenseMlp(gate_up, "silu", down, 16)
+    layer = native_cpu.LayerParts(norm, qkv, None, None, False, norm, o, None, norm, mlp, None, None)
     fused = kernels.fuse_layers([layer], 1e-5)
     assert (fused is not None) == bool(packed)
     if fused is not None:

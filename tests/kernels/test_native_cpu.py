@@ -6,6 +6,7 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from splitserve.kernels.interface import AttentionInputs, RopeInputs
+from splitserve.kernels.interface import AttentionInputs, ExpertWeights, MixtureWeights, RopeInputs
 from splitserve.kernels.measured_choice import NEVER, KernelChoices
+from splitserve.kernels.mixture_shape import ACTIVATIONS, Activation, MixtureShape
 from splitserve.kernels.reference import TorchKernels
 from splitserve.kernels.select import cpu_multiplies_bfloat16
 
@@ -125,8 +127,77 @@ def test_silu_and_gelu(
     native: native_cpu.NativeCpuKernels, rows: int, n: int, dtype: torch.dtype, scale: float
 ) -> None:
     gate_up = randn(rows, 2 * n, dtype=dtype) * scale
-    assert_close(native.silu_mul(gate_up), REFERENCE.silu_mul(gate_up))
-    assert_close(native.gelu_mul(gate_up), REFERENCE.gelu_mul(gate_up))
+    for activation in ACTIVATIONS:
+        assert_close(native.gate_mul(gate_up, activation), REFERENCE.gate_mul(gate_up, activation))
+
+
+def quarters(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Products of such add up without rounding: logits, and what is chosen by them, are the same anywhere."""
+    return (randn(*shape, dtype=torch.float32, seed=seed) * 4).round().to(dtype) / 4
+
+
+def mixture_weights(shape: MixtureShape, dtype: torch.dtype, biases: bool) -> MixtureWeights:
+    hidden, count = shape.hidden_size, shape.num_experts
+
+    def expert(i: int) -> ExpertWeights:
+        size = shape.intermediate_size if i < count else shape.shared_size
+        gate, up, down = (
+            randn(*sizes, dtype=dtype, seed=3 * i + j) * sizes[1] ** -0.5
+            for j, sizes in enumerate([(size, hidden), (size, hidden), (hidden, size)])
+        )
+        return ExpertWeights([gate, up], down)
+
+    router = quarters(count + (shape.shared_size > 0), hidden, dtype=dtype, seed=99)
+    if not biases:
+        return MixtureWeights(shape, router, expert)
+    sizes = (count, 2 * shape.intermediate_size), (count, hidden)
+    own = (randn(*size, dtype=dtype, seed=7) for size in sizes)
+    return MixtureWeights(shape, router, expert, quarters(count, dtype=dtype), *own)
+
+
+@settings(several, max_examples=15)
+@given(
+    m=st.sampled_from([1, 2, 5, 33, 400]),
+    sizes=st.sampled_from([(24, 16), (17, 9), (64, 40)]),
+    experts=st.sampled_from([(1, 1), (5, 2), (9, 9), (40, 3)]),
+    shared=st.sampled_from([0, 20]),
+    normalized=st.booleans(),
+    activation=st.sampled_from(ACTIVATIONS),
+    dtype=DTYPES,
+)
+def test_mixture(
+    native: native_cpu.NativeCpuKernels,
+    m: int,
+    sizes: tuple[int, int],
+    experts: tuple[int, int],
+    shared: int,
+    normalized: bool,
+    activation: Activation,
+    dtype: torch.dtype,
+) -> None:
+    """Its routes and sums; a row's bits are those of the row alone."""
+    shape = MixtureShape(*experts, *sizes, normalized, activation, shared)
+    weights = mixture_weights(shape, dtype, biases=not shared)
+    x, own = quarters(m, sizes[0], dtype=dtype), native.mixture(weights)
+    together = own(x)
+    assert_close(together, REFERENCE.mixture(weights)(x))
+    for row in {0, m // 2, m - 1}:
+        assert torch.equal(own(x[row : row + 1].clone()), together[row : row + 1])
+
+
+def test_experts_with_equal_logits_are_taken_by_their_numbers(native: native_cpu.NativeCpuKernels) -> None:
+    shape = MixtureShape(6, 2, 8, 8, False, "silu")
+    weights = mixture_weights(shape, torch.float32, biases=False)
+    router = torch.tensor([0.0, 1.0, 3.0, 1.0, 1.0, 0.0])[:, None].expand(6, 8).contiguous()
+    x, expected = torch.ones(1, 8), torch.zeros(1, 8)
+    share = (router @ x.T).squeeze().softmax(0)
+    for i in (1, 2):
+        expert = weights.expert(i)
+        gate, up = (x @ matrix.T for matrix in expert.gate_up)
+        expected += share[i] * (torch.nn.functional.silu(gate) * up @ expert.down.T)
+    tied = replace(weights, router=router)
+    for kernels in (native, REFERENCE):
+        assert_close(kernels.mixture(tied)(x), expected)
 
 
 @several
@@ -182,6 +253,7 @@ def test_rope_and_store(
     block_size=st.sampled_from([1, 8, 16, 24, 128]),
     window=st.none() | st.integers(1, 150),
     softcap=st.sampled_from([0.0, 0.5]),
+    sinks=st.booleans(),
 )
 def test_paged_attention(
     native: native_cpu.NativeCpuKernels,
@@ -193,6 +265,7 @@ def test_paged_attention(
     block_size: int,
     window: int | None,
     softcap: float,
+    sinks: bool,
 ) -> None:
     """Sequences of one query and of many, in one batch; slots that belong to no token are NaN, table entries
     past the end nonsense."""
@@ -222,6 +295,8 @@ def test_paged_attention(
         sliding_window=window,
         softcap=softcap,
     )
+    if sinks:
+        inputs = replace(inputs, sinks=randn(len(q[0]), dtype=torch.float32, seed=5) * 3)
     exact = REFERENCE.paged_attention(q.float(), pool.float(), 1, inputs)
     assert_close(native.paged_attention(q, pool, 1, inputs), exact.to(dtype))
 
@@ -241,6 +316,7 @@ def test_paged_attention(
     softcap=st.sampled_from([0.0, 0.5]),
     cuts=st.lists(st.integers(1, 299), max_size=6),
     others=st.integers(0, 3),
+    sinks=st.booleans(),
 )
 def test_attention_gives_a_row_the_same_bits_in_any_chunk_and_batch(
     native: native_cpu.NativeCpuKernels,
@@ -253,6 +329,7 @@ def test_attention_gives_a_row_the_same_bits_in_any_chunk_and_batch(
     softcap: float,
     cuts: list[int],
     others: int,
+    sinks: bool,
 ) -> None:
     """Whole, in chunks, token by token: so prefill and decode agree, whatever was cached."""
     num_blocks = -(-length // block_size)
@@ -266,8 +343,9 @@ def test_attention_gives_a_row_the_same_bits_in_any_chunk_and_batch(
         starts = torch.tensor([*range(others + 1), others + stop - start], dtype=torch.int32)
         lengths = torch.tensor([min(7, length)] * others + [stop], dtype=torch.int32)
         inputs = AttentionInputs(
-            starts, lengths, tables.repeat(others + 1, 1), head_dim**-0.5, window, softcap
-        )
+            starts, lengths, tables.repeat(others + 1, 1), head_dim**-0.5, window, softcap,
+            sinks=torch.linspace(-2, 2, rows.shape[1]) if sinks else None,
+        )  # fmt: skip
         return native.paged_attention(rows, pool, 0, inputs)[others:]
 
     others = min(others, length)

@@ -14,10 +14,11 @@ from splitserve.bench.kernels import triton_interpreter
 from splitserve.bench.kernels.kernel_inputs import randn, relative_error
 from splitserve.kernels.gpu.block_checksum import block_checksums
 from splitserve.kernels.gpu.block_copy import pack_blocks, unpack_blocks
-from splitserve.kernels.gpu.elementwise import embedding, gelu_mul, silu_mul
+from splitserve.kernels.gpu.elementwise import embedding, gate_mul
 from splitserve.kernels.gpu.norm import add_rms_norm, rms_norm
 from splitserve.kernels.gpu.rope_store import rope_and_store
 from splitserve.kernels.interface import RopeInputs
+from splitserve.kernels.mixture_shape import ACTIVATIONS
 from splitserve.kernels.reference import TorchKernels
 
 triton_interpreter.install()
@@ -65,8 +66,9 @@ def test_add_rms_norm(rows: int, hidden: int, dtype: torch.dtype, seed: int) -> 
 )
 def test_silu_and_gelu(rows: int, n: int, dtype: torch.dtype, scale: float) -> None:
     gate_up = randn(rows, 2 * n, dtype=dtype) * scale
-    assert relative_error(silu_mul(gate_up), REFERENCE.silu_mul(gate_up.float())) < ALLOWED[dtype]
-    assert relative_error(gelu_mul(gate_up), REFERENCE.gelu_mul(gate_up.float())) < ALLOWED[dtype]
+    for activation in ACTIVATIONS:
+        found, expected = gate_mul(gate_up, activation), REFERENCE.gate_mul(gate_up.float(), activation)
+        assert relative_error(found, expected) < ALLOWED[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

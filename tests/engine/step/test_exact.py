@@ -41,10 +41,10 @@ SAMPLED = SamplingParams(
 )
 
 
-@pytest.fixture(scope="module", params=["qwen3", "mistral", "gemma2", "gemma3", "cohere2"])
+@pytest.fixture(scope="module", params=["qwen3", "mistral", "gemma2", "gemma3", "cohere2", "qwen2_moe"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Norms of heads and tied embeddings; a sliding window and heads of 24; gelu and norms on both
-    sides of a layer's parts."""
+    sides of a layer's parts; experts."""
     path = tmp_path_factory.mktemp("checkpoint")
     make_checkpoint(path, request.param, vocab_size=VOCAB_SIZE + 3)  # rows of logits begin at odd addresses
     return path

@@ -16,9 +16,11 @@ pytest.importorskip(
     "splitserve.kernels.native_cpu", reason="the C++ kernels were not built", exc_type=ImportError
 )
 BLOCK_SIZE = 8
-FUSED = ["qwen2", "qwen3", "mistral", "gemma2", "gemma3", "granite", "olmo2", "phi4_mini", "smollm3"]
+FUSED = [
+    "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "granite", "olmo2", "phi4_mini", "smollm3", "qwen2_moe",
+]  # fmt: skip
 """Biases; norms of q and k; a sliding window; gelu and norms of outputs; scales; norms of all heads; part
-of a head rotated; layers without rope."""
+of a head rotated; layers without rope; experts, one shared, beside dense layers."""
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,0 +1,38 @@
+"""Numbers of a config.json, checked. Free of torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import ModelConfigError
+
+LARGEST = {
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 22,
+    "num_hidden_layers": 1024,
+    "num_attention_heads": 4096,
+    "num_key_value_heads": 4096,
+    "head_dim": 1024,
+    "max_position_embeddings": 1 << 24,
+    "num_experts": 1 << 14,
+    "num_local_experts": 1 << 14,
+    "num_experts_per_tok": 1 << 10,
+    "moe_intermediate_size": 1 << 22,
+    "shared_expert_intermediate_size": 1 << 22,
+    "decoder_sparse_step": 1024,
+}
+"""Several times those of any model: what a config.json claims is believed no further, before its weights bear
+it out."""
+
+
+def positive_int(config: dict[str, Any], key: str) -> int:
+    """Raises ModelConfigError where the value is no whole number from 1 to ``LARGEST``."""
+    value = config.get(key)
+    if type(value) is not int or value < 1:
+        raise ModelConfigError(f"config.json: {key!r} must be a positive whole number, found {value!r:.100}")
+    if value > LARGEST[key]:
+        raise ModelConfigError(
+            f"config.json: {key!r} is {value}; the largest that is served is {LARGEST[key]}"
+        )
+    return value

@@ -1,0 +1,61 @@
+// A mixture's rows: each chooses its experts, and takes the weighted sum of their outputs. The products are linear.h's.
+//   weight of a chosen expert = e^(logit - highest) / (sum of the same over the chosen experts, or over all)
+// Chosen are the largest logits; of equal ones, the lower expert number. Sums go in the order of the experts' numbers, in float32: a row's
+// bits depend on no other row.
+
+template <class T>
+static void route_row(const RouteArgs& g, const T* logits, int32_t* experts, float* weights, float* values) {
+  const int64_t n = g.num_experts, padded = (n + W - 1) / W * W;
+  for (int64_t i = 0; i < padded; ++i) values[i] = i < n ? widen(logits[i]) : -INFINITY;
+  for (int64_t c = 0; c < g.chosen; ++c) {  // insertion in ascending order of numbers
+    int64_t best = -1, place = c;
+    for (int64_t i = 0, next = 0; i < n; ++i) {
+      if (next < c && experts[next] == i) { ++next; continue; }
+      if (best < 0 || values[i] > values[best]) best = i;
+    }
+    for (; place > 0 && experts[place - 1] > best; --place) experts[place] = experts[place - 1];
+    experts[place] = int32_t(best);
+  }
+  float highest = -INFINITY, total = 0;
+  for (int64_t c = 0; c < g.chosen; ++c) highest = values[experts[c]] > highest ? values[experts[c]] : highest;
+  for (int64_t i = 0; i < padded; i += W) store(values + i, vexp(load(values + i) - highest));
+  if (g.normalized)
+    for (int64_t c = 0; c < g.chosen; ++c) total += values[experts[c]];
+  else
+    for (int64_t i = 0; i < n; ++i) total += values[i];
+  for (int64_t c = 0; c < g.chosen; ++c) weights[c] = values[experts[c]] / total;
+  if (g.gated) weights[g.chosen] = 1.0f / (1.0f + vexp(splat(-widen(logits[n])))[0]);
+}
+
+static void route(const RouteArgs& g, int64_t first, int64_t last) {
+  static thread_local Floats values;
+  float* const own = values.reserve((g.num_experts + W - 1) / W * W);
+  const int64_t columns = g.num_experts + g.gated, weights = g.chosen + g.gated;
+  for (int64_t row = first; row < last; ++row) {
+    int32_t* const experts = g.experts + row * g.chosen;
+    if (g.dtype == kFloat32) route_row(g, static_cast<const float*>(g.logits) + row * columns, experts, g.weights + row * weights, own);
+    else route_row(g, static_cast<const bf16*>(g.logits) + row * columns, experts, g.weights + row * weights, own);
+  }
+}
+
+template <class T>
+static void add_weighted_of(const T* y, float weight, float* sum, int64_t n) {
+  int64_t i = 0;
+  for (; i + W <= n; i += W) store(sum + i, load(sum + i) + load(y + i) * weight);
+  for (; i < n; ++i) sum[i] += widen(y[i]) * weight;
+}
+
+// sum += weight y, a row of n.
+static void add_weighted(const void* y, float weight, float* sum, int64_t n, Dtype dtype) {
+  if (dtype == kFloat32) add_weighted_of(static_cast<const float*>(y), weight, sum, n);
+  else add_weighted_of(static_cast<const bf16*>(y), weight, sum, n);
+}
+
+// y = sum, n numbers.
+static void narrow_all(const float* sum, void* y, int64_t n, Dtype dtype) {
+  if (dtype == kFloat32) { std::memcpy(y, sum, size_t(n) * sizeof(float)); return; }
+  bf16* const out = static_cast<bf16*>(y);
+  int64_t i = 0;
+  for (; i + W <= n; i += W) store(out + i, load(sum + i));
+  for (; i < n; ++i) narrow(out + i, sum[i]);
+}

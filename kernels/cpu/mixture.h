@@ -1,0 +1,160 @@
+// A layer's mixture of experts: y = sum over a row's experts of weight * down(act(gate) * up), of that row. Bytes: the weights of the
+// experts that some row chose, once; at one row that bounds the call. FLOPs: 6 hidden_size intermediate_size a row and expert.
+// The rows of an expert are gathered and multiplied together. The experts of a few rows share one call, so that threads share their
+// panels. See experts.h for how rows choose and sum.
+#pragma once
+#include <cstdlib>
+#include <cstring>
+
+#include "calls.h"
+
+namespace {
+
+struct ExpertWeights {  // packed, as linear.h wants them; a bias that is not there is null
+  const void *gate_up, *gate_up_bias, *down, *down_bias;
+};
+
+struct MixtureWeights {  // 8-byte fields, as the caller's table has them
+  const void *router, *router_bias;  // num_experts outputs, then the shared expert's gate where there is one
+  int64_t num_experts, chosen, normalized, hidden_size, intermediate_size, shared_size, activation;
+  ExpertWeights experts[1];  // num_experts, then the shared one if shared_size
+};
+
+struct Bytes {  // a buffer that only grows
+  void* data = nullptr;
+  size_t capacity = 0;
+  ~Bytes() { std::free(data); }
+  void* reserve(int64_t count) {
+    if (size_t(count) > capacity) {
+      std::free(data);
+      capacity = (size_t(count) + 63) / 64 * 64;
+      data = std::aligned_alloc(64, capacity);
+      if (!data) std::abort();
+    }
+    return data;
+  }
+};
+
+constexpr int64_t kRowsAtOnce = 512;  // of experts that share a call
+
+// The rows that chose each expert, in order: those of expert e are [starts[e], starts[e + 1]).
+struct RowsOfExperts {
+  std::vector<int32_t> starts, rows;
+  std::vector<float> weights;
+
+  void sort(const int32_t* experts, const float* chosen_weights, int64_t m, int64_t num_experts, int64_t chosen, int64_t stride) {
+    starts.assign(size_t(num_experts) + 1, 0);
+    for (int64_t i = 0; i < m * chosen; ++i) ++starts[size_t(experts[i]) + 1];
+    for (size_t e = 0; e < size_t(num_experts); ++e) starts[e + 1] += starts[e];
+    next.assign(starts.begin(), starts.end() - 1);
+    rows.resize(size_t(m * chosen));
+    weights.resize(size_t(m * chosen));
+    for (int64_t row = 0; row < m; ++row)
+      for (int64_t c = 0; c < chosen; ++c) {
+        const size_t at = size_t(next[size_t(experts[row * chosen + c])]++);
+        rows[at] = int32_t(row);
+        weights[at] = chosen_weights[row * stride + c];
+      }
+  }
+
+ private:
+  std::vector<int32_t> next;
+};
+
+struct Expert {
+  const ExpertWeights* weights;
+  int64_t rows;
+};
+
+// The experts' MLPs of intermediate size `width`. x and y: the rows of one expert after those of the other; x: one row, of all (step 0).
+void run_mlps(const std::vector<Expert>& experts, const void* x, void* y, int64_t step, int64_t hidden_size, int64_t width,
+              int64_t activation, Dtype dtype) {
+  static Bytes gate_up_buffer, activated_buffer;
+  static std::vector<LinearArgs> products;
+  const int64_t item = dtype == kFloat32 ? 4 : 2;
+  int64_t rows = 0;
+  for (const Expert& expert : experts) rows += expert.rows;
+  char* const gate_up = static_cast<char*>(gate_up_buffer.reserve(rows * 2 * width * item));
+  char* const activated = static_cast<char*>(activated_buffer.reserve(rows * width * item));
+  products.clear();
+  int64_t at = 0;
+  for (const Expert& e : experts) {
+    products.push_back({static_cast<const char*>(x) + step * at * hidden_size * item, e.weights->gate_up, e.weights->gate_up_bias,
+                        gate_up + at * 2 * width * item, e.rows, 2 * width, hidden_size, dtype});
+    at += e.rows;
+  }
+  call(products);
+  call_gate_mul(active->gate_mul[activation], gate_up, activated, rows, width, dtype);
+  products.clear();
+  at = 0;
+  for (const Expert& e : experts) {
+    products.push_back({activated + at * width * item, e.weights->down, e.weights->down_bias, static_cast<char*>(y) + at * hidden_size * item,
+                        e.rows, hidden_size, width, dtype});
+    at += e.rows;
+  }
+  call(products);
+}
+
+// y [m, hidden_size] of x [m, hidden_size]; they may be one.
+void run_mixture(const MixtureWeights& w, const void* x, void* y, int64_t m, Dtype dtype) {
+  static Bytes logits_buffer, experts_buffer, weights_buffer, rows_buffer, out_buffer, sum_buffer;  // one step at a time
+  static RowsOfExperts sorted;
+  static std::vector<Expert> batch;
+  const int64_t n = w.hidden_size, item = dtype == kFloat32 ? 4 : 2, row_bytes = n * item;
+  const int64_t gated = w.shared_size > 0, columns = w.num_experts + gated, stride = w.chosen + gated;
+  void* const logits = logits_buffer.reserve(m * columns * item);
+  int32_t* const experts = static_cast<int32_t*>(experts_buffer.reserve(m * w.chosen * 4));
+  float* const weights = static_cast<float*>(weights_buffer.reserve(m * stride * 4));
+  float* const sum = static_cast<float*>(sum_buffer.reserve(m * n * 4));
+  call(LinearArgs{x, w.router, w.router_bias, logits, m, columns, n, dtype});
+  call(RouteArgs{logits, experts, weights, w.num_experts, w.chosen, w.normalized != 0, gated != 0, dtype}, m);
+  sorted.sort(experts, weights, m, w.num_experts, w.chosen, stride);
+  std::memset(sum, 0, size_t(m * n) * sizeof(float));
+  const char* const from = static_cast<const char*>(x);
+  const auto add = [&](const char* out, int64_t rows, auto&& row_of, auto&& weight_of) {
+    share(rows, double(rows * n), [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; ++i) active->add_weighted(out + i * row_bytes, weight_of(i), sum + row_of(i) * n, n, dtype);
+    });
+  };
+  for (int64_t e = 0; e < w.num_experts;) {
+    const int64_t begin = sorted.starts[size_t(e)];
+    int64_t end = begin, last = e;
+    batch.clear();
+    for (; last < w.num_experts; ++last) {
+      const int64_t rows = sorted.starts[size_t(last) + 1] - sorted.starts[size_t(last)];
+      if (!batch.empty() && end + rows - begin > kRowsAtOnce) break;
+      if (rows) batch.push_back({w.experts + last, rows});
+      end += rows;
+    }
+    if (batch.empty()) break;
+    const char* gathered = from;
+    if (m > 1) {
+      char* const to = static_cast<char*>(rows_buffer.reserve((end - begin) * row_bytes));
+      share(end - begin, double((end - begin) * n), [&](int64_t i, int64_t stop) {
+        for (; i < stop; ++i) std::memcpy(to + i * row_bytes, from + sorted.rows[size_t(begin + i)] * row_bytes, size_t(row_bytes));
+      });
+      gathered = to;
+    }
+    char* const out = static_cast<char*>(out_buffer.reserve((end - begin) * row_bytes));
+    run_mlps(batch, gathered, out, m > 1 ? 1 : 0, n, w.intermediate_size, w.activation, dtype);
+    int64_t at = begin;
+    for (const Expert& expert : batch) {
+      add(out + (at - begin) * row_bytes, expert.rows, [&](int64_t i) { return sorted.rows[size_t(at + i)]; },
+          [&](int64_t i) { return sorted.weights[size_t(at + i)]; });
+      at += expert.rows;
+    }
+    e = last;
+  }
+  if (gated) {
+    batch.assign(1, {w.experts + w.num_experts, m});
+    char* const out = static_cast<char*>(out_buffer.reserve(m * row_bytes));
+    run_mlps(batch, from, out, 1, n, w.shared_size, w.activation, dtype);
+    add(out, m, [](int64_t i) { return i; }, [&](int64_t i) { return weights[i * stride + w.chosen]; });
+  }
+  share(m, double(m * n), [&](int64_t first, int64_t last) {
+    active->narrow_all(sum + first * n, static_cast<char*>(y) + first * row_bytes, (last - first) * n, dtype);
+  });
+}
+
+double work_of(const MixtureWeights& w, int64_t m) { return double(m) * double(w.hidden_size) * double(w.chosen * w.intermediate_size); }
+}  // namespace
