@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...kernels.interface import AttentionInputs
+from ...kernels.interface import AttentionInputs, ExpertWeights, MixtureWeights
+from ...kernels.mixture_shape import MixtureShape
 from ...kernels.reference import quantize_e4m3
 
 NUM_LAYERS = 2
@@ -132,3 +133,29 @@ def exact_attention(
         scores = scores.masked_fill((distance < 0) | (distance >= window), -torch.inf)
         out[first:last] = torch.einsum("hqk,hkd->qhd", scores.softmax(-1), values)
     return out.flatten(1)
+
+
+def quarters(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Products of such add up without rounding: logits, and what is chosen by them, are the same anywhere."""
+    return (randn(*shape, seed=seed) * 4).round().to(dtype) / 4
+
+
+def mixture_weights(
+    shape: MixtureShape, dtype: torch.dtype, biases: bool = False, device: str = "cpu"
+) -> MixtureWeights:
+    hidden, count = shape.hidden_size, shape.num_experts
+
+    def expert(i: int) -> ExpertWeights:
+        size = shape.intermediate_size if i < count else shape.shared_size
+        gate, up, down = (
+            (randn(*sizes, seed=3 * i + j) * sizes[1] ** -0.5).to(dtype).to(device)
+            for j, sizes in enumerate([(size, hidden), (size, hidden), (hidden, size)])
+        )
+        return ExpertWeights([gate, up], down)
+
+    router = quarters(count + (shape.shared_size > 0), hidden, dtype=dtype, seed=99).to(device)
+    if not biases:
+        return MixtureWeights(shape, router, expert)
+    sizes = (count, 2 * shape.intermediate_size), (count, hidden)
+    own = (randn(*size, dtype=dtype, device=device, seed=7) for size in sizes)
+    return MixtureWeights(shape, router, expert, quarters(count, dtype=dtype).to(device), *own)

@@ -180,7 +180,7 @@ class DecoderModel:
         self._head = load.vocabulary_head(
             config.tensors.embed if config.tie_word_embeddings else config.tensors.head
         )
-        self._kv_scales = _kv_scales(config, load) if fp8_cache else None
+        self._kv_scales = load.kv_scales(config) if fp8_cache else None
         embedding = config.scales.embedding / config.scales.residual
         if config.scales.rounds_embedding:
             embedding = torch.tensor(embedding, dtype=load.dtype).item()
@@ -310,12 +310,3 @@ class DecoderModel:
 def row_means(table: Tensor) -> Tensor:
     """float32 [rows, 1]; some rows at a time, to never hold the whole in float32."""
     return torch.cat([rows.float().mean(1, keepdim=True) for rows in torch.split(table, 4096)])
-
-
-def _kv_scales(config: ModelConfig, load: LayerLoader) -> Tensor:
-    """float32 [num_layers, 2, num_kv_heads]."""
-    layers = map(config.tensors.layer.format, range(config.num_layers))
-    names = [[f"{layer}.{scale}" for scale in config.tensors.kv_scales] for layer in layers]
-    return torch.stack(
-        [torch.stack([load.kv_scale(name, config.num_kv_heads) for name in pair]) for pair in names]
-    ).contiguous()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.interface import ExpertWeights, Kernels, Linear, Mixture, MixtureWeights
+from .config import ModelConfig
 from .mixture_config import MixtureConfig
 
 Layer = TypeVar("Layer")
@@ -100,10 +101,17 @@ class LayerLoader:
         table = self.checkpoint.tensor(f"{name}.weight")
         return table if self.device.type == "cpu" else table.to(self.device, self.dtype)
 
-    def kv_scale(self, name: str, num_kv_heads: int) -> Tensor:
-        """float32 [num_kv_heads]: the checkpoint's scale, of all heads or of each; 1 where it has none."""
-        scale = self.checkpoint.tensor(name).float() if self.checkpoint.has(name) else torch.ones(1)
-        return scale.flatten().expand(num_kv_heads).to(self.device)
+    def kv_scales(self, config: ModelConfig) -> Tensor:
+        """float32 [num_layers, 2, num_kv_heads]: the checkpoint's scales, of all heads or of each; 1 where it
+        has none."""
+
+        def scale(name: str) -> Tensor:
+            given = self.checkpoint.tensor(name).float() if self.checkpoint.has(name) else torch.ones(1)
+            return given.flatten().expand(config.num_kv_heads).to(self.device)
+
+        layers = map(config.tensors.layer.format, range(config.num_layers))
+        pairs = [[scale(f"{layer}.{of}") for of in config.tensors.kv_scales] for layer in layers]
+        return torch.stack([torch.stack(pair) for pair in pairs]).contiguous()
 
     def norm(self, name: str, offset: float = 0.0) -> Tensor:
         """The weight plus ``offset``, which is added in float32."""

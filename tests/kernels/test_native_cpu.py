@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from splitserve.kernels.interface import AttentionInputs, ExpertWeights, MixtureWeights, RopeInputs
+from splitserve.kernels.interface import AttentionInputs, RopeInputs
 from splitserve.kernels.measured_choice import NEVER, KernelChoices
-from splitserve.kernels.mixture_shape import ACTIVATIONS, Activation, MixtureShape
+from splitserve.kernels.mixture_shape import ACTIVATIONS
 from splitserve.kernels.reference import TorchKernels
 from splitserve.kernels.select import cpu_multiplies_bfloat16
 
@@ -129,75 +129,6 @@ def test_silu_and_gelu(
     gate_up = randn(rows, 2 * n, dtype=dtype) * scale
     for activation in ACTIVATIONS:
         assert_close(native.gate_mul(gate_up, activation), REFERENCE.gate_mul(gate_up, activation))
-
-
-def quarters(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Products of such add up without rounding: logits, and what is chosen by them, are the same anywhere."""
-    return (randn(*shape, dtype=torch.float32, seed=seed) * 4).round().to(dtype) / 4
-
-
-def mixture_weights(shape: MixtureShape, dtype: torch.dtype, biases: bool) -> MixtureWeights:
-    hidden, count = shape.hidden_size, shape.num_experts
-
-    def expert(i: int) -> ExpertWeights:
-        size = shape.intermediate_size if i < count else shape.shared_size
-        gate, up, down = (
-            randn(*sizes, dtype=dtype, seed=3 * i + j) * sizes[1] ** -0.5
-            for j, sizes in enumerate([(size, hidden), (size, hidden), (hidden, size)])
-        )
-        return ExpertWeights([gate, up], down)
-
-    router = quarters(count + (shape.shared_size > 0), hidden, dtype=dtype, seed=99)
-    if not biases:
-        return MixtureWeights(shape, router, expert)
-    sizes = (count, 2 * shape.intermediate_size), (count, hidden)
-    own = (randn(*size, dtype=dtype, seed=7) for size in sizes)
-    return MixtureWeights(shape, router, expert, quarters(count, dtype=dtype), *own)
-
-
-@settings(several, max_examples=15)
-@given(
-    m=st.sampled_from([1, 2, 5, 33, 400]),
-    sizes=st.sampled_from([(24, 16), (17, 9), (64, 40)]),
-    experts=st.sampled_from([(1, 1), (5, 2), (9, 9), (40, 3)]),
-    shared=st.sampled_from([0, 20]),
-    normalized=st.booleans(),
-    activation=st.sampled_from(ACTIVATIONS),
-    dtype=DTYPES,
-)
-def test_mixture(
-    native: native_cpu.NativeCpuKernels,
-    m: int,
-    sizes: tuple[int, int],
-    experts: tuple[int, int],
-    shared: int,
-    normalized: bool,
-    activation: Activation,
-    dtype: torch.dtype,
-) -> None:
-    """Its routes and sums; a row's bits are those of the row alone."""
-    shape = MixtureShape(*experts, *sizes, normalized, activation, shared)
-    weights = mixture_weights(shape, dtype, biases=not shared)
-    x, own = quarters(m, sizes[0], dtype=dtype), native.mixture(weights)
-    together = own(x)
-    assert_close(together, REFERENCE.mixture(weights)(x))
-    for row in {0, m // 2, m - 1}:
-        assert torch.equal(own(x[row : row + 1].clone()), together[row : row + 1])
-
-
-def test_experts_with_equal_logits_are_taken_by_their_numbers(native: native_cpu.NativeCpuKernels) -> None:
-    shape = MixtureShape(6, 2, 8, 8, False, "silu")
-    weights = mixture_weights(shape, torch.float32, biases=False)
-    router = torch.tensor([0.0, 1.0, 3.0, 1.0, 1.0, 0.0])[:, None].expand(6, 8).contiguous()
-    x, expected = torch.ones(1, 8), torch.zeros(1, 8)
-    share = (router @ x.T).squeeze().softmax(0)
-    for i in (1, 2):
-        expert = weights.expert(i)
-        gate, up = (x @ matrix.T for matrix in expert.gate_up)
-        expected += share[i] * (torch.nn.functional.silu(gate) * up @ expert.down.T)
-    tied = replace(weights, router=router)
-    for kernels in (native, REFERENCE):
-        assert_close(kernels.mixture(tied)(x), expected)
 
 
 @several

@@ -1,0 +1,78 @@
+"""A mixture of experts in C++ is that in plain torch, on every instruction set this machine has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from splitserve.bench.kernels.kernel_inputs import mixture_weights, quarters, relative_error
+from splitserve.kernels.measured_choice import KernelChoices
+from splitserve.kernels.mixture_shape import ACTIVATIONS, Activation, MixtureShape
+from splitserve.kernels.reference import TorchKernels
+
+native_cpu = pytest.importorskip(
+    "splitserve.kernels.native_cpu", reason="the C++ kernels were not built", exc_type=ImportError
+)
+REFERENCE = TorchKernels()
+ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+@pytest.fixture(params=native_cpu._cpu.instruction_sets())
+def native(request: pytest.FixtureRequest) -> Iterator[native_cpu.NativeCpuKernels]:
+    yield native_cpu.NativeCpuKernels(1, request.param)
+    chosen = native_cpu.measured_instruction_set(KernelChoices.of_this_machine())
+    native_cpu._cpu.use_instruction_set(chosen)
+
+
+@settings(
+    max_examples=15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    m=st.sampled_from([1, 2, 5, 33, 400]),
+    sizes=st.sampled_from([(24, 16), (17, 9), (64, 40)]),
+    experts=st.sampled_from([(1, 1), (5, 2), (9, 9), (40, 3)]),
+    shared=st.sampled_from([0, 20]),
+    normalized=st.booleans(),
+    activation=st.sampled_from(ACTIVATIONS),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_mixture(
+    native: native_cpu.NativeCpuKernels,
+    m: int,
+    sizes: tuple[int, int],
+    experts: tuple[int, int],
+    shared: int,
+    normalized: bool,
+    activation: Activation,
+    dtype: torch.dtype,
+) -> None:
+    """Its routes and sums; a row's bits are those of the row alone."""
+    shape = MixtureShape(*experts, *sizes, normalized, activation, shared)
+    weights = mixture_weights(shape, dtype, biases=not shared)
+    x, own = quarters(m, sizes[0], dtype=dtype), native.mixture(weights)
+    together = own(x)
+    assert relative_error(together, REFERENCE.mixture(weights)(x)) < ALLOWED[dtype]
+    for row in {0, m // 2, m - 1}:
+        assert torch.equal(own(x[row : row + 1].clone()), together[row : row + 1])
+
+
+def test_experts_with_equal_logits_are_taken_by_their_numbers(native: native_cpu.NativeCpuKernels) -> None:
+    shape = MixtureShape(6, 2, 8, 8, False, "silu")
+    weights = mixture_weights(shape, torch.float32)
+    router = torch.tensor([0.0, 1.0, 3.0, 1.0, 1.0, 0.0])[:, None].expand(6, 8).contiguous()
+    x, expected = torch.ones(1, 8), torch.zeros(1, 8)
+    share = (router @ x.T).squeeze().softmax(0)
+    for i in (1, 2):
+        expert = weights.expert(i)
+        gate, up = (x @ matrix.T for matrix in expert.gate_up)
+        expected += share[i] * (torch.nn.functional.silu(gate) * up @ expert.down.T)
+    tied = replace(weights, router=router)
+    for kernels in (native, REFERENCE):
+        assert relative_error(kernels.mixture(tied)(x), expected) < ALLOWED[torch.float32]
