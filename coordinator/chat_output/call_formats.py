@@ -1,7 +1,8 @@
 """How families of models write tool calls: one entry a family, which its parser reads and its grammar forces.
 
 A call is ``opens`` + ``call`` + ``closes``. In ``call`` stand ``$name``, and either ``$arguments``, a JSON
-object, or ``$parameters``: ``parameter`` with its ``$key`` and ``$value``, once for each. ``$index`` is the
+object, or ``$parameters``: ``parameter`` with its ``$key`` and ``$value``, once for each, and in ``$string``
+whether the value is text or JSON. ``$index`` is the
 number of the call in the chat; ``$call_id`` is an id behind its mark, where the tokenizer has that mark.
 """
 
@@ -13,7 +14,7 @@ from typing import Literal
 
 ToolStyle = Literal[
     "hermes", "llama3", "pythonic", "mistral", "qwen3_coder", "glm45", "deepseek_v3", "deepseek_v31",
-    "granite", "phi4", "kimi_k2", "gpt_oss",
+    "deepseek_v32", "granite", "phi4", "kimi_k2", "gpt_oss",
 ]  # fmt: skip
 MARK = re.compile(r"<[|｜][^<>\s]+?[|｜]>|</?[a-z_]+>|\[[A-Z_]+\]")
 CALL_ID, ARGS = "[CALL_ID]", "[ARGS]"
@@ -88,6 +89,13 @@ FORMATS: dict[ToolStyle, CallFormat] = {
         *("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
         between="",
         section=_DEEPSEEK_CALLS,
+    ),
+    "deepseek_v32": CallFormat(
+        ' name="$name">\n$parameters',
+        *("<｜DSML｜invoke", "</｜DSML｜invoke>"),
+        between="\n",
+        section=("<｜DSML｜function_calls>\n", "\n</｜DSML｜function_calls>"),
+        parameter='<｜DSML｜parameter name="$key" string="$string">$value</｜DSML｜parameter>\n',
     ),
     "granite": CallFormat(OBJECT, "<|tool_call|>", between=", ", listed=True, also=("<tool_call>",)),
     "phi4": CallFormat(

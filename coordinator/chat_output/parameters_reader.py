@@ -23,7 +23,9 @@ class ParametersReader(BaseReader):
         self._before, self._after = before.strip(), after.strip()
         opens, _, rest = form.parameter.partition("$key")
         middle, _, closes = rest.partition("$value")
-        self._opens, self._middle, self._closes = opens.strip(), middle.split(), closes.strip()
+        self._opens, self._closes = opens.strip(), closes.strip()
+        self._middle = re.sub(r"\$string", " ", middle).split()
+        self._says_kind = "$string" in middle
         self._call_opens = form.opens
         self._own_line = middle.endswith("\n")  # the value stands on lines of its own
         self._ends = [end.strip() or form.closes, form.closes]
@@ -108,12 +110,15 @@ class ParametersReader(BaseReader):
                 self._key = text
             self._text = ""
             if not self._wanted:
-                self._begin_value()
+                self._begin_value(is_text=text == "true" if self._says_kind else None)
         elif len(self._text) > MAX_HEADER_CHARS:
             self._break()
 
-    def _begin_value(self) -> None:
+    def _begin_value(self, is_text: bool | None) -> None:
+        """``is_text``: what the model declares it to be; None: the schema alone decides."""
         self._kinds = kinds_of(property_of(self._parameters, self._key), self._parameters)
+        if is_text and (not self._kinds or "string" in self._kinds):
+            self._kinds = frozenset(["string"])
         self._given.append(f"{', ' if self._begun else '{'}{quoted(self._key)}: ")
         self._begun, self._mode = True, self._first_of_value
         self._finder = self._new_finder()

@@ -11,20 +11,55 @@ SPACE = " \n\r\t"
 
 
 class ThoughtMarks(NamedTuple):
-    """``repeated``: thoughts may begin anywhere, not only at the answer's start."""
+    """``repeated``: thoughts may begin anywhere, not only at the answer's start. ``around``: marks around the
+    answer that follows a thought."""
 
     opens: str
     closes: str
     repeated: bool = False
+    around: tuple[str, ...] = ()
 
 
-ThoughtStyle = Literal["think", "mistral", "granite", "gpt_oss"]
+ThoughtStyle = Literal["granite33", "think", "mistral", "granite", "gpt_oss"]
 THOUGHTS: dict[ThoughtStyle, ThoughtMarks] = {
+    "granite33": ThoughtMarks("<think>", "</think>", around=("<response>", "</response>")),
     "think": ThoughtMarks("<think>", "</think>"),
     "mistral": ThoughtMarks("[THINK]", "[/THINK]"),
     "granite": ThoughtMarks("Here is my thought process:", "Here is my response:"),
     "gpt_oss": ThoughtMarks("<|channel|>analysis", "<|end|>", repeated=True),
 }
+
+
+class Unwrapped:
+    """``OutputParser``: what stands between the marks around an answer, which ``then`` reads."""
+
+    def __init__(self, then: OutputParser | None, around: tuple[str, ...]) -> None:
+        self._then, self._finder = then, MarkFinder(around)
+        self._space = ""  # content only if text follows
+        self._has_text = False
+
+    def feed(self, text: str) -> list[Event]:
+        """See ``OutputParser``."""
+        events: list[Event] = []
+        while text:
+            before, mark, text = self._finder.feed(text)
+            events += self._pass_on(before)
+            if mark is not None:
+                self._space = ""
+        return joined(events)
+
+    def finish(self) -> list[Event]:
+        """See ``OutputParser``."""
+        events = self._pass_on(self._finder.finish())
+        return joined([*events, *(self._then.finish() if self._then is not None else ())])
+
+    def _pass_on(self, text: str) -> list[Event]:
+        text = self._space + text if self._has_text else text.lstrip(SPACE)
+        bare = text.rstrip(SPACE)
+        self._space, self._has_text = text[len(bare) :], self._has_text or bool(bare)
+        if not bare:
+            return []
+        return self._then.feed(bare) if self._then is not None else [Content(bare)]
 
 
 class ReasoningParser:
@@ -35,7 +70,7 @@ class ReasoningParser:
     """
 
     def __init__(self, then: OutputParser | None, marks: ThoughtMarks, *, opened: bool) -> None:
-        self._then = then
+        self._then = Unwrapped(then, marks.around) if marks.around else then
         self._open, self._close = MarkFinder([marks.opens]), MarkFinder([marks.closes])
         self._mode = "thinking" if opened else "start"
         self._space = ""  # at the start: content, if nothing is thought

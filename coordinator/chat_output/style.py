@@ -17,6 +17,7 @@ ReasoningOption = Literal["auto", "none", ThoughtStyle]
 CALL_SIGNS: tuple[tuple[ToolStyle, tuple[str, ...]], ...] = (
     ("gpt_oss", ("<|channel|>",)),
     ("kimi_k2", ("<|tool_calls_section_begin|>",)),
+    ("deepseek_v32", ("｜DSML｜",)),
     ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json")),
     ("deepseek_v31", ("<｜tool▁calls▁begin｜>",)),
     ("mistral", ("[TOOL_CALLS]",)),
@@ -54,7 +55,8 @@ class ChatStyle:
             return cls("gpt_oss", "gpt_oss")  # one goes with the other: all of an answer stands in channels
         if reasoning != "auto":
             return cls(tools, None if reasoning == "none" else reasoning)
-        signs = ((style, marks.closes) for style, marks in THOUGHTS.items() if style != "gpt_oss")
+        known = ((style, marks) for style, marks in THOUGHTS.items() if style != "gpt_oss")
+        signs = ((style, marks.around[1] if marks.around else marks.closes) for style, marks in known)
         return cls(tools, next((style for style, sign in signs if sign in template), None))
 
     @property
@@ -77,7 +79,8 @@ class ChatStyle:
         if self.thoughts == "gpt_oss":
             return HARMONY_MARKS
         thought = self.thought_marks
-        return (*(FORMATS[self.tools].marks if tools else ()), *(thought[:2] if thought else ()))
+        thoughts = () if thought is None else (thought.opens, thought.closes, *thought.around)
+        return (*(FORMATS[self.tools].marks if tools else ()), *thoughts)
 
     def forced_format(self, *, has_args_mark: bool) -> CallFormat:
         """Return the format for calls that are forced. ``has_args_mark``: the tokenizer has ``[ARGS]``."""

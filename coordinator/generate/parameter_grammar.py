@@ -58,8 +58,12 @@ class _Rules:
 
     def parameter(self, name: str, key: str, schema: Any) -> Iterator[str]:
         """Yield the rules of the parameter ``key``."""
-        yield f"{name}: {self._terms(f'{self._before}{key}{self._middle}')} {name}_value"
-        kinds = kinds_of(schema, self._schema)
+        kinds, middle = kinds_of(schema, self._schema), self._middle
+        if "$string" in middle and (not kinds or {"string"} < kinds):
+            yield from self._either(name, key, schema, kinds)
+            return
+        middle = middle.replace("$string", "true" if kinds == {"string"} else "false")
+        yield f"{name}: {self._terms(f'{self._before}{key}{middle}')} {name}_value"
         if self._is_python and kinds == {"string"}:  # in JSON's quotes or in Python's
             quoted = rf"/'[^'\\\x00-\x1f]*'/ & /'({self._pattern(schema)})'/"
             yield f"{name}_value: {name}_json | {name.upper()}\n{name}_json: {self._json(schema, kinds)}"
@@ -69,10 +73,20 @@ class _Rules:
         else:
             yield self._text_rule(f"{name}_value", self._pattern(schema) if kinds == {"string"} else ANYTHING)
 
+    def _either(self, name: str, key: str, schema: Any, kinds: frozenset[str]) -> Iterator[str]:
+        """Yield the rules of a parameter that is text or JSON, and declares which."""
+        text, value = (f"{self._before}{key}{self._middle}".replace("$string", w) for w in ("true", "false"))
+        yield f"{name}: {self._terms(text)} {name}_text | {self._terms(value)} {name}_json"
+        yield self._text_rule(f"{name}_text", ANYTHING)
+        yield f"{name}_json: {self._json(schema, kinds)} {self._terms(self._after)}"
+
     def any_parameter(self, name: str) -> Iterator[str]:
         """Yield the rules of a parameter that the schema does not name."""
         key = "/[A-Za-z_][A-Za-z0-9_]*/" if self._is_python else "/[^<>\\s=]+/"
-        yield f"{name}: {self._terms(self._before)} {key} {self._terms(self._middle)} {name}_value"
+        if "$string" in self._middle:
+            key = '/[^<>"\\s=]+/'
+        middle = self._terms(self._middle.replace("$string", "true"))
+        yield f"{name}: {self._terms(self._before)} {key} {middle} {name}_value"
         if self._is_python:
             yield f"{name}_value: %json {{}}"
         else:

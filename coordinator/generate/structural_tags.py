@@ -21,7 +21,7 @@ from .parameter_grammar import parameter_rules
 Follow = tuple[str, ...] | None
 """Empty strings: the format stands last. None: what follows does not end a free text."""
 LAST = ("",)
-STYLES: dict[str, ToolStyle] = {"qwen_xml": "qwen3_coder", "glm_xml": "glm45"}
+STYLES: dict[str, ToolStyle] = {"qwen_xml": "qwen3_coder", "glm_xml": "glm45", "deepseek_xml": "deepseek_v32"}
 MAX_REPEATS = 1000
 Format = dict[str, Any]
 

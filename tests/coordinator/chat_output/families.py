@@ -62,6 +62,19 @@ def _deepseek(inner: Callable[[str, str], str], between: str) -> Callable[[Seque
     return write
 
 
+def _deepseek_v32(calls: Sequence[Call]) -> str:
+    text = []
+    for name, arguments in calls:
+        given = "".join(
+            f'<｜DSML｜parameter name="{k}" string="{"true" if isinstance(v, str) else "false"}">{_plain(v)}'
+            "</｜DSML｜parameter>\n"
+            for k, v in arguments.items()
+        )
+        text.append(f'<｜DSML｜invoke name="{name}">\n{given}</｜DSML｜invoke>')
+    inner = "\n".join(text)
+    return f"<｜DSML｜function_calls>\n{inner}\n</｜DSML｜function_calls>"
+
+
 def _kimi_k2(calls: Sequence[Call]) -> str:
     mark = "<|tool_call_argument_begin|>"
     text = "".join(
@@ -87,6 +100,7 @@ WRITERS: dict[ToolStyle, Callable[[Sequence[Call]], str]] = {
     "glm45": _glm45,
     "deepseek_v3": _deepseek(lambda n, given: f"function<｜tool▁sep｜>{n}\n```json\n{given}\n```", "\n"),
     "deepseek_v31": _deepseek(lambda n, given: f"{n}<｜tool▁sep｜>{given}", ""),
+    "deepseek_v32": _deepseek_v32,
     "granite": lambda calls: f"<|tool_call|>[{', '.join(_objects(calls))}]",
     "phi4": lambda calls: f"<|tool_call|>[{', '.join(_objects(calls))}]<|/tool_call|>",
     "kimi_k2": _kimi_k2,

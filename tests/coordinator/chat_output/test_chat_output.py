@@ -25,6 +25,7 @@ MAKERS: dict[str, Callable[[], OutputParser]] = {
     "llama3": lambda: ChatStyle("llama3").parser(TOOLS, ""),
     "mistral": lambda: ChatStyle("mistral").parser(TOOLS, ""),
     "think": lambda: ChatStyle(thoughts="think").parser({}, ""),
+    "granite33": lambda: ChatStyle("granite", "granite33").parser(TOOLS, ""),
     "thinking": lambda: ChatStyle(thoughts="think").parser(TOOLS, "<think>\n"),
 }
 
@@ -40,7 +41,14 @@ def call(index: int, name: str, arguments: str) -> list[Event]:
 
 
 W, A = '{"city": "Paris \\"}{\\" 日本"}', '{"a": [1, {"b": -2.5e3}], "c": null}'
+THOUGHT = Reasoning("Hm.")
 CASES: list[tuple[str, str, list[Event]]] = [
+    ("granite33", "<think>Hm.</think>\n<response>\nSo <b>\nit\n</response>\n",
+     [THOUGHT, Content("So <b>\nit")]),
+    ("granite33", "<think>Hm.</think><response></response>", [THOUGHT]),
+    ("granite33", "<think>Hm.</think>So. <respon", [THOUGHT, Content("So. <respon")]),
+    ("granite33", f'<think>Hm.</think><|tool_call|>[{{"name": "add", "arguments": {A}}}]</response>',
+     [THOUGHT, *call(0, "add", A)]),
     ("hermes", f'<tool_call>\n{{"name": "get_weather", "arguments": {W}}}\n</tool_call>',
      call(0, "get_weather", W)),
     (

@@ -230,6 +230,11 @@ LEFT_OUT: list[tuple[ToolStyle, str]] = [
     ("glm45", "<tool_call>note<arg_key>days</arg_key><arg_value>3</arg_value></tool_call>"),
     ("kimi_k2", '<|tool_call_begin|>note<|tool_call_argument_begin|> {"days": 3}'),
     ("deepseek_v31", '<｜tool▁call▁begin｜>note<｜tool▁sep｜>{"days": 3}<｜tool▁call▁end｜>'),
+    (
+        "deepseek_v32",
+        '<｜DSML｜invoke name="note"><｜DSML｜parameter name="days" string="true">3</｜DSML｜parameter>'
+        "</｜DSML｜invoke>",
+    ),
     ("granite", '<tool_call>[{"name": "note", "arguments": {"days": 3}}]'),
     ("phi4", 'functools[{"name": "note", "arguments": {"days": 3}}]'),
     ("phi4", '<|tool_call|>{"name": "note", "arguments": {"days": 3}}<|/tool_call|>'),
@@ -250,7 +255,7 @@ def test_what_models_leave_out(style: ToolStyle, text: str) -> None:
 
 @pytest.mark.parametrize(("style", "name"), [(style, name) for style in STYLES for name in ("add", "note")])
 def test_text_that_follows_a_call_without_its_closing_mark(style: ToolStyle, name: str) -> None:
-    if style in (*BARE, "gpt_oss", "qwen3_coder", "glm45"):
+    if style in (*BARE, "gpt_oss", "qwen3_coder", "glm45", "deepseek_v32"):
         return
     text = WRITERS[style]([(name, {"days": 3})])
     closing = text.rindex("}") + 1 + (style in ("granite", "phi4"))
@@ -273,6 +278,8 @@ TEMPLATES: list[tuple[str, ChatStyle]] = [
         ChatStyle("deepseek_v3"),
     ),
     ("{{ '<｜tool▁calls▁begin｜>' }}{{ '</think>' }}", ChatStyle("deepseek_v31", "think")),
+    ("<｜DSML｜function_calls>\n<think></think>", ChatStyle("deepseek_v32", "think")),
+    ("<|start_of_role|><think></think><response></response><|tool_call|>", ChatStyle("granite", "granite33")),
     ("<|start_of_role|>Here is my response: <|tool_call|>", ChatStyle("granite", "granite")),
     ("{{ '<|tool|>' + message['tools'] + '<|/tool|>' }}", ChatStyle("phi4")),
     ("<|tool_calls_section_begin|>", ChatStyle("kimi_k2")),

@@ -80,6 +80,11 @@ CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
         ["<parameter=a>\n7\n</parameter>\n"],
         ["", "<parameter=a>\nb\n</parameter>\n"],
     ),
+    (
+        {"format": {**JSON, "style": "deepseek_xml"}},
+        ['<｜DSML｜parameter name="a" string="false">7</｜DSML｜parameter>\n'],
+        ['<｜DSML｜parameter name="a" string="true">7</｜DSML｜parameter>\n'],
+    ),
     ({"format": {**JSON, "style": "glm_xml"}}, ["<arg_key>a</arg_key>\n<arg_value>7</arg_value>\n"], ["{}"]),
 ]
 # fmt: on
