@@ -25,7 +25,7 @@ class ParametersReader(BaseReader):
         middle, _, closes = rest.partition("$value")
         self._opens, self._closes = opens.strip(), closes.strip()
         self._middle = re.sub(r"\$string", " ", middle).split()
-        self._says_kind = "$string" in middle
+        self._declares_kind = "$string" in middle
         self._call_opens = form.opens
         self._own_line = middle.endswith("\n")  # the value stands on lines of its own
         self._ends = [end.strip() or form.closes, form.closes]
@@ -110,7 +110,7 @@ class ParametersReader(BaseReader):
                 self._key = text
             self._text = ""
             if not self._wanted:
-                self._begin_value(is_text=text == "true" if self._says_kind else None)
+                self._begin_value(is_text=text == "true" if self._declares_kind else None)
         elif len(self._text) > MAX_HEADER_CHARS:
             self._break()
 
