@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import sys
 import threading
 
 from ..deploy.process_log import log_to_stderr
@@ -14,11 +16,14 @@ from .checks import read_key, require_model
 from .model_source import with_folder
 from .tls_trust import trust
 
+TERMINATED = 128 + signal.SIGTERM
 _log = logging.getLogger(__name__)
 
 
 def worker(settings: PrefillSettings | DecodeSettings) -> None:
     """Run a worker in the roles that its settings name."""
+    # while it loads; the first process of a container would ignore it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     log_to_stderr(settings.log_level, settings.log_format, settings.worker_id)
     _end_with_any_thread()
     settings = with_folder(settings, weights=settings.runner == "model")

@@ -16,7 +16,6 @@ from .loop import Worker
 from .settings import DecodeSettings, FlexibleSettings, PrefillSettings
 
 SWITCH_S = 1e-4  # step threads and the loop alternate: the default of 5 ms would show in every token
-TERMINATED = 128 + signal.SIGTERM
 
 
 def serve(worker: Worker) -> None:
@@ -29,9 +28,6 @@ def serve(worker: Worker) -> None:
 
 def run(settings: PrefillSettings | DecodeSettings | FlexibleSettings) -> None:
     """Run the process until SIGTERM or Ctrl-C."""
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(TERMINATED)
-    )  # the first process of a container has no default
     health = Health()
     if settings.health_port is not None:
         HealthServer(settings.health_port, health)
