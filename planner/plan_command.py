@@ -21,7 +21,7 @@ from .search.candidates import Hardware, Kind
 from .search.demand import good_alone
 from .search.goal import Goal, Limits, settings_of, shapes
 from .search.goodput import PRECISION, Load, Question, sketch, sketched_goodput
-from .search.hardware_file import read_hardware
+from .search.hardware_file import of_inventory, read_hardware, stocks_of
 from .search.launch import write_launch
 from .search.pareto import pareto_table
 from .search.plan import LIVES_TO_FILL, Plan
@@ -85,15 +85,18 @@ def launch(path: Path, found: Plan, console: Console) -> None:
         f"with {bounds}"
     )
     write_launch(path, hardware, winner.candidate, ". ".join([comment, *found.warnings]))
-    console.print(
-        f"wrote the configuration to {path}: splitserve up --config {path} --model ...", highlight=False
-    )
+    chart = path.name.endswith("values.yaml")
+    start = f"helm install -f {path} ..." if chart else f"splitserve up --config {path} --model ..."
+    console.print(f"wrote the configuration to {path}: {start}", highlight=False)
 
 
 def the_hardware(settings: PlanSettings) -> Hardware:
     if settings.hardware is not None:
         return replace(read_hardware(settings.hardware), workers_per_host=settings.workers_per_host)
     assert settings.profile is not None, "one of the two is given"
+    if settings.inventory is not None:
+        found = of_inventory(str(settings.profile), settings.inventory)
+        return replace(found, workers_per_host=settings.workers_per_host)
     profiles = [Profile.read(Path(name)) for name in str(settings.profile).split(",")]
     kinds = tuple(Kind.of(profile, settings.gpus_per_worker or profile.gpus) for profile in profiles)
     return Hardware(kinds, settings.workers_per_host)
@@ -110,7 +113,9 @@ def the_load(settings: PlanSettings) -> Load:
 
 def the_goal(settings: PlanSettings, question: Question) -> Goal:
     """Raises SimulationError where prices or watts are needed and not known."""
-    limits = Limits(settings.gpus, settings.max_price_per_hour, settings.max_watts)
+    stocks = stocks_of(settings.inventory or "")
+    gpus = settings.gpus or sum(num for _, num in stocks)
+    limits = Limits(gpus, settings.max_price_per_hour, settings.max_watts, stocks)
     kinds = question.hardware.kinds
     unpriced = (
         [k.name for k in kinds if k.price_per_hour is None]

@@ -208,7 +208,15 @@ class PlanSettings(BaseModel):
         default=None,
         description="YAML file with several kinds of workers: profiles, prices, watts (docs/planning.md).",
     )
-    gpus: int = Field(ge=2, le=4096, description="Most GPUs that may be used.")
+    inventory: str | None = Field(
+        default=None,
+        pattern=r"^[1-9]\d*x\w+([ ,]+[1-9]\d*x\w+)*$",
+        description="GPUs that there are, such as '16xh100 8xa100', with --profile naming only models "
+        "(llama-3.1-70b-fp8): every degree of tensor parallelism that fits is tried.",
+    )
+    gpus: int | None = Field(
+        default=None, ge=2, le=4096, description="Most GPUs that may be used. Default: all of --inventory."
+    )
     gpus_per_worker: int | None = Field(
         default=None,
         ge=1,
@@ -274,6 +282,13 @@ class PlanSettings(BaseModel):
     def _one_hardware(self) -> Self:
         if (self.profile is None) == (self.hardware is None):
             raise ValueError("give --profile, or --hardware for several kinds of workers")
+        if self.inventory is None and self.gpus is None:
+            raise ValueError("give --gpus, or --inventory with the GPUs that there are")
+        if self.inventory is not None and (self.profile is None or "@" in str(self.profile)):
+            raise ValueError(
+                "--inventory names the GPUs and --profile only the model: "
+                "--profile llama-3.1-70b-fp8 --inventory 16xh100"
+            )
         if self.hardware is not None and self.gpus_per_worker is not None:
             raise ValueError("--gpus-per-worker stands in the file of --hardware")
         if self.rate is not None and self.objective == "goodput":

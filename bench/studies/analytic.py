@@ -4,8 +4,8 @@
    tensor parallelism that the fit has not seen (each left out in turn): vLLM 0.20, splitwise-sim's vLLM of
    2023, DistServe and the vLLM that it measured.
 2. Servers: the constants as shipped against AIConfigurator's measured points, each a closed loop of
-   clients. Points whose number of clients is not known, or whose attention is data parallel, or that span
-   hosts, cannot be asked.
+   clients; TTFT once more with each server left out of the fit of REQUEST_S. Points whose number of clients
+   is not known, or whose attention is data parallel, or that span hosts, cannot be asked.
 
     python -m splitserve.bench.studies.analytic --data ../shared/data --json bench/results/analytic.json
 """
@@ -213,6 +213,21 @@ def servers(data: Path) -> list[dict[str, Any]]:
     return list(found.values())
 
 
+def left_out_ttft(points: Sequence[dict[str, Any]]) -> float:
+    """Median error of TTFT where REQUEST_S is fitted to the other servers only."""
+
+    def error(point: dict[str, Any], request_s: float) -> float:
+        ours = (1 + point["ttft_error"]) * point["ttft_s"] - REQUEST_S + request_s
+        return float(abs(ours / point["ttft_s"] - 1))
+
+    def unseen(one: dict[str, Any]) -> float:
+        others = [point for point in points if point is not one]
+        grid = (0.005 * i for i in range(80))
+        return error(one, min(grid, key=lambda s: median(error(point, s) for point in others)))
+
+    return median(map(unseen, points))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -234,11 +249,13 @@ def main() -> None:
         name: median(abs(point[f"{name}_error"]) for point in points)
         for name in ("ttft", "tpot", "throughput")
     }
+    left_out = left_out_ttft(points)
     record = {
         "environment": environment(),
         "steps": by_source,
         "servers": points,
         "servers_median": medians,
+        "servers_ttft_left_out": left_out,
         "shipped": asdict(CURRENT),
         "shipped_steps_median": median(map(abs, errors(shipped, CURRENT))),
     }
@@ -248,6 +265,8 @@ def main() -> None:
         print(point["point"], *(f"{n} {point[f'{n}_error']:+.0%}" for n in medians))
     print(
         {name: round(value, 3) for name, value in medians.items()},
+        "TTFT with the server left out",
+        round(left_out, 3),
         "shipped steps",
         record["shipped_steps_median"],
     )

@@ -13,8 +13,8 @@ from ..simulator.cluster import Cluster, Pool, PoolRole
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of worker. ``most``: workers there can be; None: as many as there are GPUs. Price and power of
-    a whole worker."""
+    """One kind of worker. ``most``: workers there can be; None: as many as there are GPUs. ``stock``: name of
+    its GPUs, which other kinds may share. Price and power of a whole worker."""
 
     name: str
     profile: Profile
@@ -24,11 +24,12 @@ class Kind:
     prefills: bool = True
     decodes: bool = True
     most: int | None = None
+    stock: str = ""
 
     @classmethod
-    def of(cls, profile: Profile, gpus: int = 1) -> Kind:
+    def of(cls, profile: Profile, gpus: int = 1, stock: str = "") -> Kind:
         """A kind with the profile's price and power."""
-        return cls(profile.name, profile, gpus, profile.price_per_hour, profile.power)
+        return cls(profile.name, profile, gpus, profile.price_per_hour, profile.power, stock=stock)
 
     def hands_to(self, other: Kind) -> bool:
         """Whether the other's blocks hold the same: as many tokens, of equally quantised weights."""

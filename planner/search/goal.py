@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -16,17 +17,22 @@ Objective = Literal["goodput", "cost", "energy"]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of the whole cluster; None: no limit."""
+    """Limits of the whole cluster; None: no limit. ``stocks``: GPUs of each name."""
 
     gpus: int
     price_per_hour: float | None = None
     watts: float | None = None
+    stocks: tuple[tuple[str, int], ...] = ()
 
     def hold(self, candidate: Candidate, hardware: Hardware) -> bool:
         """A price or power that is not known meets no limit."""
         price, watts = hardware.price_per_hour(candidate), hardware.watts(candidate)
+        used = Counter[str]()
+        for _, count, kind in hardware.pools(candidate):
+            used[kind.stock] += count * kind.gpus
         return (
             hardware.num_gpus(candidate) <= self.gpus
+            and all(used[name] <= num for name, num in self.stocks)
             and (self.price_per_hour is None or (price is not None and price <= self.price_per_hour))
             and (self.watts is None or (watts is not None and watts <= self.watts))
         )

@@ -1,16 +1,22 @@
-"""Kinds of workers from a YAML file, or from one profile."""
+"""Kinds of workers from a YAML file, or from an inventory of GPUs."""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from ...engine.latency_profile import Power, Profile
+from ...engine.latency_profile import Power, Profile, ProfileError
 from ..errors import SimulationError
 from .candidates import Hardware, Kind
+
+DEGREES = (1, 2, 4, 8)
+"""GPUs that a worker of an inventory may span: those of one host."""
 
 
 class _Entry(BaseModel):
@@ -45,6 +51,30 @@ def read_hardware(path: Path) -> Hardware:
         lacking = "decode" if any(k.prefills for k in kinds) else "prefill"
         raise SimulationError(f"{path}: nothing may {lacking}; widen some entry's `roles`")
     return Hardware(kinds)
+
+
+def stocks_of(inventory: str) -> tuple[tuple[str, int], ...]:
+    """GPUs of each name in ``16xh100 8xa100``."""
+    stocks = Counter[str]()
+    for num, gpu in re.findall(r"(\d+)x(\w+)", inventory):
+        stocks[gpu] += int(num)
+    return tuple(stocks.items())
+
+
+def of_inventory(models: str, inventory: str) -> Hardware:
+    """Workers of each model (names with commas) on 1, 2, 4 and 8 of each GPU, as far as its weights fit.
+
+    Raises ProfileError where they fit nowhere."""
+    kinds, refused = list[Kind](), list[ProfileError]()
+    for gpu, num in stocks_of(inventory):
+        for model, gpus in product(models.split(","), [n for n in DEGREES if n <= num]):
+            try:
+                kinds.append(Kind.of(Profile.read(Path(f"{model}@{gpus}x{gpu}")), gpus, gpu))
+            except ProfileError as error:
+                refused.append(error)
+    if not kinds:
+        raise refused[-1]
+    return Hardware(tuple(kinds))
 
 
 def _kind(path: Path, entry: _Entry) -> Kind:

@@ -1,9 +1,10 @@
-"""The launch configuration of a plan: a file for ``splitserve up --config``, or for the commands that start
-single workers of each kind."""
+"""The launch configuration of a plan: a file for ``splitserve up --config`` and the commands that start
+single workers of each kind, or values of the Helm chart."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -17,21 +18,35 @@ Section = dict[str, str | int]
 
 def write_launch(path: Path, hardware: Hardware, candidate: Candidate, comment: str = "") -> None:
     """Write the plan's cluster: workers of each role, their steps and batches, their profile's memory and
-    types. Colocated workers are what ``splitserve up --mixed`` starts. ``comment``: one line of comment
-    for the reader. Raises SimulationError."""
+    types. Colocated workers are what ``splitserve up --mixed`` starts. A name that ends in ``values.yaml``
+    gets the Helm chart's form. ``comment``: one line of comment for the reader. Raises SimulationError."""
     pools = {role: (count, kind) for role, count, kind in hardware.pools(candidate)}
-    up: Section = {"prefill": candidate.prefill, "decode": candidate.decode}
-    if candidate.colocated:
-        up["mixed"] = candidate.colocated
     longest = min(kind.profile.memory.max_model_len for _, kind in pools.values())
-    content: dict[str, Section] = {"up": up, "coordinator": {"max_model_len": longest}}
-    for role, (_, kind) in pools.items():
-        content[SECTIONS[role]] = {
-            **_steps(role, candidate),
-            **_numerics(kind),
-            **_memory(kind),
-            "max_model_len": longest,
+    options = {
+        role: {**_steps(role, candidate), **_numerics(kind), **_memory(kind), "max_model_len": longest}
+        for role, (_, kind) in pools.items()
+    }
+    content: dict[str, Any]
+    if path.name.endswith("values.yaml"):
+        content = {
+            "coordinator": {"options": {"max_model_len": longest}},
+            "pools": {"prefill": None, "decode": None}  # those that the chart's own values have
+            | {
+                role: {
+                    "role": SECTIONS[role],
+                    "replicas": count,
+                    "options": options[role],
+                    "resources": {"limits": {"nvidia.com/gpu": kind.gpus}},
+                }
+                for role, (count, kind) in pools.items()
+            },
         }
+    else:
+        up: Section = {"prefill": candidate.prefill, "decode": candidate.decode}
+        if candidate.colocated:
+            up["mixed"] = candidate.colocated
+        content = {"up": up, "coordinator": {"max_model_len": longest}}
+        content |= {SECTIONS[role]: section for role, section in options.items()}
     comments = [f"# {line}\n" for line in (comment, *_remarks(pools)) if line]
     try:
         path.write_text("".join(comments) + yaml.safe_dump(content, sort_keys=False), encoding="utf-8")

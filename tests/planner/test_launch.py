@@ -6,7 +6,9 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import jsonschema
 import pytest
+import yaml
 from planner.test_plan import question
 from planner.test_simulator import profile
 
@@ -19,7 +21,7 @@ from splitserve.planner.search.launch import write_launch
 from splitserve.planner.settings import PlanSettings
 from splitserve.traces.own_format import write_trace
 from splitserve.traces.request import Trace
-from splitserve.worker.settings import FlexibleSettings
+from splitserve.worker.settings import DecodeSettings, FlexibleSettings, PrefillSettings
 
 
 def test_the_command_writes_a_configuration_that_up_reads(
@@ -122,3 +124,23 @@ def test_colocated_workers_are_launched_as_mixed_ones(tmp_path: Path, candidate:
     mixed = [w for w in launched.workers if isinstance(w, FlexibleSettings)]
     assert {(w.start_as, w.max_batch_tokens, w.max_num_seqs) for w in mixed} == {("mixed", 512, 16)}
     assert {w.mover for w in mixed} == {candidate.mover or "auto"}
+
+
+def test_the_chart_takes_a_plan_as_its_values(tmp_path: Path) -> None:
+    """Pools that the plan lacks are taken out of the chart's own values, each option is its command's."""
+    chart = Path(__file__).parents[2] / "deploy/kubernetes/chart"
+    schema = json.loads((chart / "values.schema.json").read_text())
+    hardware, path = Hardware((Kind("h100", profile(), gpus=2),)), tmp_path / "plan-values.yaml"
+    for candidate in (Candidate(2, 1, 0, 512, 16, mover="tcp"), Candidate(0, 0, 3, 512, 16)):
+        write_launch(path, hardware, candidate, "why")
+        written, own = yaml.safe_load(path.read_text()), yaml.safe_load((chart / "values.yaml").read_text())
+        pools = {name: pool for name, pool in (own["pools"] | written["pools"]).items() if pool}
+        jsonschema.validate({**own, "model": {"name": "m"}, "pools": pools}, schema)
+        assert {pool["role"]: pool["replicas"] for pool in pools.values()} == (
+            {"prefill": 2, "decode": 1} if candidate.prefill else {"worker": 3}
+        )
+        for name, pool in pools.items():
+            settings = {"prefill": PrefillSettings, "decode": DecodeSettings}.get(name, FlexibleSettings)
+            assert set(pool["options"]) <= settings.model_fields.keys()
+            assert pool["resources"] == {"limits": {"nvidia.com/gpu": 2}}
+        assert written["coordinator"]["options"] == {"max_model_len": profile().memory.max_model_len}

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 from planner.test_simulator import profile
+from pydantic import ValidationError
 
-from splitserve.engine.latency_profile import Piece, Power, Residuals
+from splitserve.engine.latency_profile import Piece, Power, ProfileError, Residuals
 from splitserve.planner.errors import SimulationError
 from splitserve.planner.plan_command import plan as plan_command
-from splitserve.planner.plan_command import require_reachable, the_hardware, with_enough
+from splitserve.planner.plan_command import require_reachable, the_goal, the_hardware, with_enough
 from splitserve.planner.search.candidates import Candidate, Hardware, Kind
 from splitserve.planner.search.demand import Demand, bound, largest_batch
 from splitserve.planner.search.goal import Goal, Limits, shapes
@@ -479,6 +480,39 @@ def test_degrees_of_parallelism_and_quantisation_are_profiles_to_choose_from(tmp
     assert not kinds[0].hands_to(kinds[2])
     built = {(c.prefill_kind, c.decode_kind) for c in shapes(the_hardware(settings), Limits(8)) if c.prefill}
     assert built == {(0, 0), (0, 1), (1, 0), (1, 1), (2, 2)}
+
+
+def test_an_inventory_gives_every_degree_that_fits_and_shares_its_gpus(tmp_path: Path) -> None:
+    """70 GB of weights fit on no single H100 and no single A100; kinds of one GPU share its number."""
+    settings = PlanSettings(
+        trace=tmp_path / "t", profile=Path("llama-3.1-70b-fp8"), inventory="8xh100 4xa100", slo="ttft=1@p90",
+        workers_per_host=1,
+    )  # fmt: skip
+    hardware = the_hardware(settings)
+    assert [kind.name.partition("@")[2] for kind in hardware.kinds] == [
+        "2xh100", "4xh100", "8xh100", "2xa100", "4xa100",
+    ]  # fmt: skip
+    limits = the_goal(settings, replace(question(300, 3), hardware=hardware)).limits
+    assert (limits.gpus, limits.stocks) == (12, (("h100", 8), ("a100", 4)))
+    for built in shapes(hardware, limits):
+        used = dict.fromkeys(("h100", "a100"), 0)
+        for _, count, kind in hardware.pools(built):
+            used[kind.stock] += count * kind.gpus
+        assert used["h100"] <= 8
+        assert used["a100"] <= 4
+    ratios = {hardware.words(built) for built in shapes(hardware, limits)}
+    assert "4P (llama-3.1-70b-fp8@2xh100) : 2D (llama-3.1-70b-fp8@2xa100)" in ratios
+    with pytest.raises(ProfileError, match="the GPU v100 is not known here"):
+        the_hardware(settings.model_copy(update={"inventory": "8xv100"}))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [({}, "give --gpus, or --inventory"), ({"inventory": "8xh100"}, "--profile only the model")],
+)
+def test_an_inventory_takes_the_place_of_gpus(given: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match=message):
+        PlanSettings(trace=tmp_path / "t", profile=Path("llama-3.1-8b@h100"), slo="ttft=1@p90", **given)
 
 
 def test_a_put_that_waits_for_a_busy_receiver_holds_no_other_put() -> None:
