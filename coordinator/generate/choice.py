@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any, Literal, Protocol
@@ -62,11 +63,11 @@ class Choice:
         "_logprob_sum",
         "_num_chars",
         "_num_shown",
+        "_of_prompt",
         "_opened",
         "_parts",
         "_plain",
         "_plan",
-        "_prompt_logprobs",
         "_showed_prompt",
         "_step",
         "_stops",
@@ -113,7 +114,7 @@ class Choice:
         self._checked = (  # a chunk holds more than text
             plan.num_logprobs is not None or plan.return_token_ids or plan.usage_on_every_chunk or plan.padded
         )
-        self._prompt_logprobs: Sequence[TokenLogprobs] = ()
+        self._of_prompt: asyncio.Future[orjson.Fragment] | None = None
         self._logprob_sum = 0.0
         self._opened = False
         self.last_write = 0.0  # monotonic seconds
@@ -128,7 +129,8 @@ class Choice:
 
     def push_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
         if self._plan.num_prompt_logprobs is not None:
-            self._prompt_logprobs = logprobs
+            ids, written = self.prompt.token_ids, self._form.of_prompt
+            self._of_prompt = self._exchange.tokenizer.aside(lambda: written(ids, logprobs))
         if self._entries is None or not self._plan.echo:
             return
         offset, most = 0, self._plan.num_logprobs or 0
@@ -154,6 +156,9 @@ class Choice:
         parts.clear()
 
     def end(self, ended: Ended) -> None:
+        if self._of_prompt is not None and not self._of_prompt.done():
+            self._of_prompt.add_done_callback(lambda _: self.end(ended))
+            return
         self.ended = ended
         self._exchange.choice_ended(self, ended)
 
@@ -186,13 +191,8 @@ class Choice:
             self._show(text, last=True),
             reason,
             more=self._more(),
-            of_prompt=self._of_prompt(),
+            of_prompt=self._of_prompt and self._of_prompt.result(),
         )
-
-    def _of_prompt(self) -> list[dict[str, Any] | None] | None:
-        """Return the prompt's log probabilities; None if they were not asked for."""
-        most = self._plan.num_prompt_logprobs
-        return None if most is None else self._form.of_prompt(self.prompt.token_ids, self._prompt_logprobs)
 
     def _push_checked(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
         stops = self._stops

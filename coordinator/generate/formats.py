@@ -35,7 +35,7 @@ class ChoiceResult:
     function_call: dict[str, Any] | None = None
     reasoning: str | None = None
     more: dict[str, Any] | None = None  # further fields of the choice
-    of_prompt: list[dict[str, Any] | None] | None = None  # log probabilities of the prompt's tokens
+    of_prompt: orjson.Fragment | None = None  # log probabilities of the prompt's tokens
 
 
 class CompletionFormat:
@@ -76,13 +76,12 @@ class CompletionFormat:
         shown = self._shown(part, last=finish_reason is not None)
         return self._event([self._choice(index, shown, entries, finish_reason, more)], usage)
 
-    def of_prompt(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
-    ) -> list[dict[str, Any] | None]:
-        """Return the log probabilities of a prompt's tokens: none for the first."""
+    def of_prompt(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> orjson.Fragment:
+        """Return the log probabilities of a prompt's tokens, none for the first, as JSON."""
         most = self._plan.num_prompt_logprobs or 0
         after = zip(token_ids[1:], logprobs, strict=True)
-        return [None, *(prompt_logprob(token_id, first(each, most), self._table) for token_id, each in after)]
+        found = (prompt_logprob(token_id, first(each, most), self._table) for token_id, each in after)
+        return orjson.Fragment(orjson.dumps([None, *found]))
 
     def usage_chunk(self, usage: Usage) -> bytes:
         """Return the chunk after the last choice's last one."""

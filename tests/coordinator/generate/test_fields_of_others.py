@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import httpx
@@ -9,6 +10,7 @@ import orjson
 import pytest
 from support.http_fakes import ANSWER, MAX_MODEL_LEN, FakeDispatcher, logprobs
 
+from splitserve.coordinator.generate import formats
 from splitserve.coordinator.server import HttpServer
 from splitserve.coordinator.tenants.limits import salt_of
 from splitserve.coordinator.text.served_model import ServedModel
@@ -231,9 +233,18 @@ async def test_log_probabilities_of_chosen_tokens(
 
 @BOTH
 async def test_log_probabilities_of_the_prompt(
-    asked: Asked, model: ServedModel, path: str, body: dict[str, Any]
+    asked: Asked, model: ServedModel, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    written, threads = formats.prompt_logprob, set[int]()
+
+    def noted(*arguments: Any) -> dict[str, Any]:
+        threads.add(threading.get_ident())
+        return written(*arguments)
+
+    monkeypatch.setattr(formats, "prompt_logprob", noted)
     answer = await asked.answer(path, body, prompt_logprobs=2)
+    assert threads
+    assert threading.get_ident() not in threads, "the event loop goes on while a long prompt's are written"
     found = (answer if path == CHAT[0] else answer["choices"][0])["prompt_logprobs"]
     ids = list(asked.last.prompt_token_ids)
     assert asked.last.prompt_logprobs == 2
