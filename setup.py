@@ -22,12 +22,20 @@ HEADERS = (
     "thread_pool.h",
     "simd.h",
     "linear.h",
+    "quantised.h",
     "attention.h",
     "elementwise.h",
     "experts.h",
     "mixture.h",
 )
-SOURCES = ("module.cpp", "isa_generic.cpp", "isa_avx2.cpp", "isa_avx512.cpp", "isa_avx512_bf16.cpp")
+SOURCES = (
+    "module.cpp",
+    "isa_generic.cpp",
+    "isa_avx2.cpp",
+    "isa_avx512.cpp",
+    "isa_avx512_vnni.cpp",
+    "isa_avx512_bf16.cpp",
+)
 SOURCES_HASH = hashlib.sha256(
     b"".join(file.read_bytes() for file in sorted(Path(FOLDER).glob("*.*")))
 ).hexdigest()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .mixture_shape import Activation, MixtureShape
+from .quantised import Weight, parts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +84,10 @@ class Linear(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
-def joined(weight: Tensor | Sequence[Tensor]) -> Tensor:
-    """What ``Kernels.linear`` gets, as one matrix."""
-    return weight if isinstance(weight, Tensor) else torch.cat(list(weight))
+def joined(weight: Weight | Sequence[Weight]) -> Tensor:
+    """What ``Kernels.linear`` gets, as one matrix; dequantised to float32."""
+    wide = [part if isinstance(part, Tensor) else part.dequantised() for part in parts_of(weight)]
+    return wide[0] if len(wide) == 1 else torch.cat(wide)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +180,7 @@ class FusedLayers(Protocol):
 
 
 class Kernels(Protocol):
-    def linear(self, weight: Tensor | Sequence[Tensor], bias: Tensor | None) -> Linear:
+    def linear(self, weight: Weight | Sequence[Weight], bias: Tensor | None) -> Linear:
         """Prepare weight [out_features, in_features], or several that become one, their outputs side by side.
         Any layout may come of it; the tensors may be dropped afterwards."""
         ...
@@ -187,7 +189,7 @@ class Kernels(Protocol):
         """Prepare a layer's experts, one after the other, so that no two need memory in both layouts."""
         ...
 
-    def head(self, weight: Tensor) -> Linear:
+    def head(self, weight: Weight) -> Linear:
         """Prepare weight [vocab_size, hidden_size], hidden states to logits: as ``linear``, but never in
         float8, where close logits would change places."""
         ...

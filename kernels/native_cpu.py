@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,6 +22,8 @@ from .mixture_shape import ACTIVATIONS, Activation
 from .native_layers import DTYPE_CODES, NO_WINDOW, NativeLayers, address
 from .native_mixture import NativeMixture
 from .packed_weights import PackedWeights
+from .quantised import QuantisedWeight, Scheme, Weight, parts_of
+from .quantised_linear import QuantisedLinear, SplitLinear
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +57,7 @@ class PackedLinear:
         count = -(-self._n // panel) * panel * -(-self._k // 2) * 2
         self._packed = packed.filled(count, self._dtype, pack)
         self._bias = None if bias is None else bias.contiguous()
-        self.addresses = (self._packed.data_ptr(), address(self._bias))
+        self.addresses = (self._packed.data_ptr(), 0, address(self._bias))
         self.rows = rows
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -127,16 +130,32 @@ class NativeCpuKernels:
         instruction_set: str,
         onednn_choices: KernelChoices | None = None,
         packed: PackedWeights | None = None,
+        quantization: Scheme | None = None,
     ) -> None:
-        """``onednn_choices``: where bfloat16 products may be oneDNN's, when that is faster."""
-        self._choices = onednn_choices
+        """``onednn_choices``: where bfloat16 products may be oneDNN's, when that is faster. ``quantization``:
+        of weights that are not quantised yet."""
+        self._choices, self._quantization = onednn_choices, quantization
         self._num_threads = num_threads
         self._packed = packed or PackedWeights()
         self._panel = _cpu.use_instruction_set(instruction_set)
         self._onednn_rows: dict[str, int] = {}
         _cpu.set_num_threads(num_threads)
 
-    def linear(self, weight: Tensor | Sequence[Tensor], bias: Tensor | None) -> Linear:
+    def linear(self, weight: Weight | Sequence[Weight], bias: Tensor | None) -> Linear:
+        parts = parts_of(weight)
+        quantised = [part for part in parts if isinstance(part, QuantisedWeight)]
+        plain = [part for part in parts if isinstance(part, Tensor)]
+        if quantised and plain:
+            return SplitLinear([self.linear(part, None) for part in parts], bias)
+        if quantised:
+            return QuantisedLinear(quantised, bias, self._packed, self._panel)
+        return self._plain(plain, bias, self._quantization)
+
+    def _plain(self, weight: Sequence[Tensor], bias: Tensor | None, quantization: Scheme | None) -> Linear:
+        if quantization is not None:
+            return QuantisedLinear.at_load(
+                partial(joined, weight), _shape(weight), quantization, bias, self._packed, self._panel
+            )
         rows = self._rows_of_onednn(weight)
         if rows == 0:
             return OneDnnLinear(joined(weight), bias)
@@ -146,8 +165,10 @@ class NativeCpuKernels:
     def mixture(self, weights: MixtureWeights) -> NativeMixture:
         return NativeMixture(weights, self._packed, self._panel)
 
-    def head(self, weight: Tensor) -> Linear:
-        return self.linear(weight, None)
+    def head(self, weight: Weight) -> Linear:
+        if isinstance(weight, QuantisedWeight):
+            return self.linear(weight, None)
+        return self._plain([weight], None, "int8" if self._quantization in ("int8", "int4") else None)
 
     def _rows_of_onednn(self, weight: Tensor | Sequence[Tensor]) -> int:
         if self._choices is None or weight[0].dtype != torch.bfloat16:
@@ -250,7 +271,7 @@ class NativeCpuKernels:
             rows = min(rows, *(own.rows for own in packed))
             addresses = [at for own in packed for at in own.addresses]
             mixture = mlp.address if isinstance(mlp, NativeMixture) else 0
-            table.append([*addresses, *(0,) * (8 - len(addresses)), mixture])
+            table.append([*addresses, *(0,) * (12 - len(addresses)), mixture])
         return NativeLayers(layers, table, eps, rows)
 
     def gumbel_argmax(self, logits: Tensor, keys: Tensor) -> Tensor:
@@ -282,10 +303,10 @@ def products(onednn_rows: Mapping[str, int]) -> str:
     return f"in C++, but by oneDNN: {', '.join(by_onednn)}" if by_onednn else "in C++"
 
 
-def _packed(linear: Linear) -> PackedLinear | None:
+def _packed(linear: Linear) -> PackedLinear | QuantisedLinear | None:
     if isinstance(linear, LinearByRows):
         return linear.few
-    return linear if isinstance(linear, PackedLinear) else None
+    return linear if isinstance(linear, PackedLinear | QuantisedLinear) else None
 
 
 def _shape(weight: Tensor | Sequence[Tensor]) -> tuple[int, int]:

@@ -23,8 +23,8 @@ class NativeLayers:
     def __init__(
         self, layers: Sequence[LayerParts], products: Sequence[Sequence[int]], eps: float, rows: int
     ) -> None:
-        """``products``: for each layer the addresses of packed weights and bias (0: none) of qkv, o, gate_up
-        and down, then of its mixture; 0 for those that it has not. ``rows``: see ``FusedLayers``."""
+        """``products``: for each layer the Matrix (cpu/decoder.h) of qkv, o, gate_up and down, then the address
+        of its mixture; 0 for those that it has not. ``rows``: see ``FusedLayers``."""
         self.rows = rows
         self._layers, self._eps = layers, eps  # the addresses are theirs
         table = []
@@ -33,9 +33,9 @@ class NativeLayers:
         for layer, of in zip(layers, products, strict=True):
             activation = layer.mlp.activation if isinstance(layer.mlp, DenseMlp) else "silu"
             row = (
-                address(layer.input_norm), *of[:2], address(layer.q_norm), address(layer.k_norm),
-                layer.norms_all_heads, address(layer.cos_sin), *of[2:4], address(layer.attention_out_norm),
-                address(layer.post_norm), *of[4:6], ACTIVATIONS.index(activation), *of[6:9],
+                address(layer.input_norm), *of[:3], address(layer.q_norm), address(layer.k_norm),
+                layer.norms_all_heads, address(layer.cos_sin), *of[3:6], address(layer.attention_out_norm),
+                address(layer.post_norm), *of[6:9], ACTIVATIONS.index(activation), *of[9:13],
                 address(layer.mlp_out_norm),
                 NO_WINDOW if layer.sliding_window is None else layer.sliding_window, address(layer.sinks),
             )  # fmt: skip

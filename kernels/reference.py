@@ -14,20 +14,23 @@ from torch import Tensor
 from .gumbel_noise import gumbel_noise
 from .interface import AttentionInputs, LayerParts, Linear, MixtureWeights, RopeInputs, joined
 from .mixture_shape import Activation, MixtureShape
+from .quantised import QuantisedWeight, Weight, parts_of, rounded_rows
 
 E4M3_LARGEST = 448.0
 CLAMPED_SLOPE, CLAMPED_LIMIT = 1.702, 7.0  # of gpt-oss's gate
 
 
 class TorchLinear:
-    """y = x W^T + bias, in the weight's dtype."""
+    """y = x W^T + bias, in the weight's dtype. ``rounds_x``: see ``QuantisedWeight``."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, rounds_x: bool = False) -> None:
         self._weight = weight  # [out_features, in_features]
-        self._bias = bias
+        self._bias = None if bias is None else bias.to(weight.dtype)
+        self._rounds_x = rounds_x
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self._weight, self._bias)
+        wide = rounded_rows(x) if self._rounds_x else x
+        return F.linear(wide.to(self._weight.dtype), self._weight, self._bias).to(x.dtype)
 
 
 class TorchMixture:
@@ -78,13 +81,14 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
 class TorchKernels:
     """See ``interface.Kernels`` for the contracts."""
 
-    def linear(self, weight: Tensor | Sequence[Tensor], bias: Tensor | None) -> Linear:
-        return TorchLinear(joined(weight), bias)
+    def linear(self, weight: Weight | Sequence[Weight], bias: Tensor | None) -> Linear:
+        rounds_x = any(isinstance(part, QuantisedWeight) and part.rounds_x for part in parts_of(weight))
+        return TorchLinear(joined(weight), bias, rounds_x)
 
     def mixture(self, weights: MixtureWeights) -> TorchMixture:
         return TorchMixture(weights)
 
-    def head(self, weight: Tensor) -> Linear:
+    def head(self, weight: Weight) -> Linear:
         return self.linear(weight, None)
 
     def embedding(self, table: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:

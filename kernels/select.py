@@ -29,7 +29,7 @@ def select_kernels(
     device: torch.device,
     num_threads: int,
     exact: bool = False,
-    fp8_linears: bool = False,
+    quantization: Quantization = "none",
     fp8_cache: bool = False,
     packed: PackedWeights | None = None,
     shape: AttentionShape | None = None,

@@ -43,8 +43,22 @@ double work_of(const LinearArgs& g) { return double(g.m) * double(g.n) * double(
 double work_of(const RopeArgs& g, int64_t num_tokens) { return double(num_tokens * (g.num_heads + 2 * g.num_kv_heads) * g.head_dim); }
 double work_of(const NormArgs& g, int64_t rows) { return double(rows * g.n); }
 
+int64_t panels(int64_t n) { return (n + active->panel - 1) / active->panel; }
+
+auto* quantised_linear_here() {
+#if defined(__x86_64__)
+  static const bool vnni = __builtin_cpu_supports("avx512vnni");
+  if (vnni && active->vector_width == kAvx512Kernels.vector_width) return quantised_linear_vnni;
+#endif
+  return active->quantised_linear;
+}
+
 void call(const LinearArgs& g) {
-  share((g.n + active->panel - 1) / active->panel, work_of(g), [&](int64_t first, int64_t last) { active->linear(g, first, last); });
+  const auto* parts = static_cast<const QuantisedPart*>(g.packed);
+  int64_t count = g.num_parts ? 0 : panels(g.n);
+  for (int64_t i = 0; i < g.num_parts; ++i) count += panels(parts[i].n);
+  auto* const multiply = g.num_parts ? quantised_linear_here() : active->linear;
+  share(count, work_of(g), [&](int64_t first, int64_t last) { multiply(g, first, last); });
 }
 // Several products in one call; threads share all their panels.
 void call(const std::vector<LinearArgs>& products) {

@@ -6,13 +6,23 @@
 
 namespace {
 
+struct Matrix {  // see LinearArgs
+  const void* packed;
+  int64_t num_parts;
+  const void* bias;
+};
+
 struct LayerWeights {  // 8-byte fields, as the caller's table has them; a bias or norm that is not there is null
-  const void *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm;
+  const void *input_norm;
+  Matrix qkv;
+  const void *q_norm, *k_norm;
   int64_t norms_all_heads;
   const float* cos_sin;
-  const void *o, *o_bias, *attention_out_norm, *post_norm, *gate_up, *gate_up_bias;
+  Matrix o;
+  const void *attention_out_norm, *post_norm;
+  Matrix gate_up;
   int64_t activation;
-  const void *down, *down_bias;
+  Matrix down;
   const MixtureWeights* mixture;  // in place of gate_up and down, or null
   const void* mlp_out_norm;
   int64_t window;
@@ -43,6 +53,9 @@ void run_layers(DecoderArgs& g) {
   g.attention.q = qkv;
   g.attention.q_stride = qkv_size;
   g.attention.out = attended;
+  const auto multiply = [&](const void* x, const Matrix& w, void* y, int64_t n, int64_t k) {
+    call(LinearArgs{x, w.packed, w.bias, y, m, n, k, g.dtype, w.num_parts});
+  };
   for (int64_t i = g.first; i < g.last; ++i) {
     const LayerWeights& w = g.layers[i];
     g.rope.layer = g.attention.layer = i;
@@ -53,18 +66,18 @@ void run_layers(DecoderArgs& g) {
     g.attention.window = w.window;
     g.attention.sinks = w.sinks;
     call(NormArgs{i ? g.hidden : nullptr, g.residual, w.input_norm, normed, e, g.eps, g.dtype}, m);
-    call(LinearArgs{normed, w.qkv, w.qkv_bias, qkv, m, qkv_size, e, g.dtype});
+    multiply(normed, w.qkv, qkv, qkv_size, e);
     call(g.rope, m);
     call(g.attention, items);
-    call(LinearArgs{attended, w.o, w.o_bias, g.hidden, m, e, q_size, g.dtype});
+    multiply(attended, w.o, g.hidden, e, q_size);
     if (w.attention_out_norm) call(NormArgs{nullptr, g.hidden, w.attention_out_norm, g.hidden, e, g.eps, g.dtype}, m);
     call(NormArgs{g.hidden, g.residual, w.post_norm, normed, e, g.eps, g.dtype}, m);
     if (w.mixture) {
       run_mixture(*w.mixture, normed, g.hidden, m, g.dtype);
     } else {
-      call(LinearArgs{normed, w.gate_up, w.gate_up_bias, gate_up, m, 2 * f, e, g.dtype});
+      multiply(normed, w.gate_up, gate_up, 2 * f, e);
       call_gate_mul(active->gate_mul[w.activation], gate_up, activated, m, f, g.dtype);
-      call(LinearArgs{activated, w.down, w.down_bias, g.hidden, m, e, f, g.dtype});
+      multiply(activated, w.down, g.hidden, e, f);
     }
     if (w.mlp_out_norm) call(NormArgs{nullptr, g.hidden, w.mlp_out_norm, g.hidden, e, g.eps, g.dtype}, m);
   }

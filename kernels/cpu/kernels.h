@@ -10,13 +10,36 @@ namespace splitserve {
 
 enum Dtype : int { kFloat32 = 0, kBFloat16 = 1 };
 
+enum QuantisedKind : int64_t { kInt4 = 4, kInt8 = 8, kFloat8 = 9 };
+
+struct QuantisedPart {       // some of a linear's outputs, 8-byte fields; see quantised.h
+  const void* packed;        // panels, see pack_quantised
+  const float* row_scales;   // [n, padded to panels] or null
+  const int32_t* order;      // [k]: which of x's numbers is multiplied at each place, or null
+  int64_t n;
+  int64_t kind;
+  int64_t block;             // of k, a multiple of 8; for whole numbers at most 128
+  int64_t scale_bytes;       // of the scales within the panels: 4 (float32), 2 (float16), 0 (none)
+  int64_t has_offsets;
+  int64_t x_bits;            // that x is rounded to for whole numbers: 16, or 8
+};
+
+struct PackArgs {
+  QuantisedPart part;
+  const uint8_t* codes;      // [n, k], or [n, ceil(k / 2)] of 4 bits, the even k's low
+  const float* scales;       // [n, ceil(k / group)] or null
+  const float* offsets;      // the same, or null
+  int64_t k, group;          // group: a multiple of block
+};
+
 struct LinearArgs {          // y[m][n] = sum_k x[m][k] w[n][k] + bias[n]
   const void* x;             // [m, k]
-  const void* packed;        // [ceil(n / panel)] panels, see pack_linear
+  const void* packed;        // [ceil(n / panel)] panels, see pack_linear; or QuantisedPart[num_parts]
   const void* bias;          // [n] or null
   void* y;                   // [m, n]
   int64_t m, n, k;
   Dtype dtype;               // of all of them
+  int64_t num_parts = 0;     // 0: not quantised
 };
 
 struct AttentionArgs {       // out = softmax(scale q k^T) v, causal; keys and values are read where they lie in the pool
@@ -80,6 +103,8 @@ struct Kernels {
   int64_t panel;             // columns of a packed panel
   void (*pack_linear)(const void* weight, void* packed, int64_t n, int64_t k, Dtype dtype);
   void (*linear)(const LinearArgs&, int64_t first_panel, int64_t last_panel);
+  void (*pack_quantised)(const PackArgs&, int64_t first_panel, int64_t last_panel);
+  void (*quantised_linear)(const LinearArgs&, int64_t first_panel, int64_t last_panel);
   void (*attention)(const AttentionArgs&, const AttentionItem* items, int64_t first, int64_t last);
   void (*rope_and_store)(const RopeArgs&, int64_t first_token, int64_t last_token);
   void (*add_rms_norm)(const NormArgs&, int64_t first_row, int64_t last_row);
@@ -95,6 +120,7 @@ extern const Kernels kGenericKernels;
 extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;
 extern const Kernels kAvx512Bf16Kernels;
+void quantised_linear_vnni(const LinearArgs&, int64_t first_panel, int64_t last_panel);  // in the layout of AVX-512, with the same bits
 #endif
 
 }  // namespace splitserve

@@ -66,10 +66,24 @@ PyObject* pack_linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Py_RETURN_NONE;
 }
 
+PyObject* pack_quantised(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments a{values, count};
+  PackArgs g;
+  const auto* part = a.address<const QuantisedPart>();
+  g.codes = a.address<const uint8_t>(); g.scales = a.address<const float>(); g.offsets = a.address<const float>();
+  g.k = a.integer(); g.group = a.integer();
+  if (!a.complete()) return nullptr;
+  g.part = *part;
+  Py_BEGIN_ALLOW_THREADS
+  share(panels(g.part.n), 8.0 * double(g.part.n * g.k), [&](int64_t first, int64_t last) { active->pack_quantised(g, first, last); });
+  Py_END_ALLOW_THREADS
+  Py_RETURN_NONE;
+}
+
 PyObject* linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments a{values, count};
   LinearArgs g;
-  g.x = a.input(); g.packed = a.input(); g.bias = a.input(); g.y = a.address<void>();
+  g.x = a.input(); g.packed = a.input(); g.num_parts = a.integer(); g.bias = a.input(); g.y = a.address<void>();
   g.m = a.integer(); g.n = a.integer(); g.k = a.integer(); g.dtype = a.dtype();
   if (!a.complete()) return nullptr;
   run(work_of(g), [&] { call(g); });
@@ -211,7 +225,8 @@ PyObject* use_instruction_set(PyObject*, PyObject* name) {
 PyMethodDef methods[] = {
 #define FAST(name, doc) {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(name)), METH_FASTCALL, doc}
     FAST(pack_linear, "weight, packed, n, k, dtype"),
-    FAST(linear, "x, packed, bias or 0, y, m, n, k, dtype"),
+    FAST(linear, "x, packed or parts, number of parts or 0, bias or 0, y, m, n, k, dtype"),
+    FAST(pack_quantised, "part, codes, scales or 0, offsets or 0, k, group"),
     FAST(attention, "q, q_stride, pool, out, query_start_loc, seq_lens, block_tables, sinks or 0, num_seqs, table_stride, num_layers, layer, "
                     "block_size, num_heads, num_kv_heads, head_dim, window, scale, softcap, dtype"),
     FAST(rope_and_store, "qkv, pool, cos_sin, positions, slots, q_norm or 0, k_norm or 0, num_tokens, num_layers, layer, block_size, "

@@ -1,0 +1,159 @@
+"""Quantised weights: what loading produces and ``Kernels.linear`` takes; and how a weight is quantised at load.
+
+    w[n][k] = scale[n][k // group_size] * (code[n][k] - zero[n][k // group_size])
+
+int8 has a scale for each row, int4 for each 32 inputs of a row, float8 for each row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Scheme = Literal["int8", "int4", "fp8"]
+INT4_GROUP = 32
+LARGEST = {"int8": 127.0, "int4": 8.0, "fp8": 448.0}
+INT4_SHRINKS = (1.0, 0.94, 0.88)
+"""Scales that are tried for a group, times the largest: clipping its extremes may lose less than it gains."""
+ROWS_AT_ONCE = 64  # that are quantised: they stay in a core's cache
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedWeight:
+    """A matrix [out_features, in_features] in codes and scales.
+
+    codes      uint8 [out, in]; of 4 bits [out, in / 2 rounded up], the even input low; or float8_e4m3fn
+    scales     float32 [out, groups]
+    zeros      float32 [out, groups]; None: half the range of whole numbers, 0 of float8
+    order      int64 [in]: the input that each column multiplies (GPTQ's act-order); None: its own
+    rounds_x   inputs are rounded to int8 with a scale for each row, as the checkpoint's scheme says
+    """
+
+    codes: Tensor
+    scales: Tensor
+    in_features: int
+    group_size: int
+    bits: Literal[4, 8]
+    zeros: Tensor | None = None
+    order: Tensor | None = None
+    rounds_x: bool = False
+
+    @property
+    def is_float8(self) -> bool:
+        return self.codes.dtype == torch.float8_e4m3fn
+
+    @property
+    def out_features(self) -> int:
+        return len(self.codes)
+
+    def __len__(self) -> int:
+        return self.out_features
+
+    def rows(self, rows: Tensor) -> QuantisedWeight:
+        """The outputs ``rows`` (int64) alone, in that order."""
+        codes = self.codes.view(torch.uint8)[rows].view(self.codes.dtype)
+        zeros = None if self.zeros is None else self.zeros[rows]
+        return replace(self, codes=codes, scales=self.scales[rows], zeros=zeros)
+
+    def dequantised(self) -> Tensor:
+        """float32 [out, in]: what every kernel is tested against."""
+        if self.bits == 4:
+            codes = torch.stack((self.codes & 15, self.codes >> 4), -1).flatten(1)[:, : self.in_features]
+        else:
+            codes = self.codes
+
+        def wide(groups: Tensor) -> Tensor:
+            return groups.repeat_interleave(self.group_size, 1)[:, : self.in_features]
+
+        zeros = 0.0 if self.is_float8 else 2.0 ** (self.bits - 1)
+        weight = wide(self.scales) * (codes.float() - (zeros if self.zeros is None else wide(self.zeros)))
+        if self.order is None:
+            return weight
+        restored = torch.empty_like(weight)
+        restored[:, self.order] = weight
+        return restored
+
+
+Weight = Tensor | QuantisedWeight
+
+
+def parts_of(weight: Weight | Sequence[Weight]) -> Sequence[Weight]:
+    """One or several weights that become one."""
+    return [weight] if isinstance(weight, Weight) else weight
+
+
+def rounded_rows(x: Tensor) -> Tensor:
+    """float32: each row rounded to int8 times a scale of its own."""
+    wide = x.float()
+    scales = wide.abs().amax(1, keepdim=True) / LARGEST["int8"]
+    return (wide / scales.where(scales > 0, 1)).round() * scales
+
+
+def quantise(weight: Tensor, scheme: Scheme) -> QuantisedWeight:
+    """A matrix of any float type, some rows at a time."""
+    quantise_rows = {"int8": _int8, "int4": _int4, "fp8": _float8}[scheme]
+    parts = [quantise_rows(rows.float()) for rows in weight.split(ROWS_AT_ONCE)]
+    codes, scales = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    group_size = INT4_GROUP if scheme == "int4" else weight.shape[1]
+    return QuantisedWeight(codes, scales, weight.shape[1], group_size, 4 if scheme == "int4" else 8)
+
+
+def joined_weight(parts: Sequence[QuantisedWeight]) -> QuantisedWeight | None:
+    """Several with the same inputs as one, their outputs side by side; None where their forms differ."""
+    first = parts[0]
+    alike = all(
+        (part.codes.dtype, part.bits, part.group_size, part.zeros is None, part.rounds_x)
+        == (first.codes.dtype, first.bits, first.group_size, first.zeros is None, first.rounds_x)
+        and (part.order is first.order or _equal(part.order, first.order))
+        for part in parts
+    )
+    if not alike:
+        return None
+    codes = torch.cat([part.codes.view(torch.uint8) for part in parts]).view(first.codes.dtype)
+    zeros = [part.zeros for part in parts if part.zeros is not None]
+    return replace(
+        first,
+        codes=codes,
+        scales=torch.cat([part.scales for part in parts]),
+        zeros=torch.cat(zeros) if zeros else None,
+    )
+
+
+def _equal(order: Tensor | None, other: Tensor | None) -> bool:
+    return order is not None and other is not None and torch.equal(order, other)
+
+
+def _int8(rows: Tensor) -> tuple[Tensor, Tensor]:
+    scales = rows.abs().amax(1, keepdim=True) / LARGEST["int8"]
+    codes = (rows / scales.where(scales > 0, 1)).round_() + 128
+    return codes.to(torch.uint8), scales
+
+
+def _float8(rows: Tensor) -> tuple[Tensor, Tensor]:
+    scales = rows.abs().amax(1, keepdim=True) / LARGEST["fp8"]
+    return (rows / scales.where(scales > 0, 1)).to(torch.float8_e4m3fn), scales
+
+
+def _int4(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The number furthest from 0 becomes -8, the end of the range that reaches further; scales are float16."""
+    columns = rows.shape[1]
+    padded = torch.nn.functional.pad(rows, (0, -columns % INT4_GROUP))
+    groups = padded.unflatten(1, (-1, INT4_GROUP))
+    extreme = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+    best_codes, best_scales, least = torch.empty(0), torch.empty(0), torch.empty(0)
+    for shrink in INT4_SHRINKS:
+        scales = (extreme * (shrink / -LARGEST["int4"])).half().float()
+        codes = (groups / scales.where(scales != 0, 1)).round_().clamp_(-8, 7)
+        error = (codes * scales).sub_(groups).square_().sum(2, keepdim=True)
+        if shrink == INT4_SHRINKS[0]:
+            best_codes, best_scales, least = codes, scales, error
+            continue
+        better = error < least
+        best_codes, best_scales = codes.where(better, best_codes), scales.where(better, best_scales)
+        least = error.minimum(least)
+    whole = (best_codes + 8).to(torch.uint8).flatten(1)
+    return (whole[:, 0::2] | whole[:, 1::2] << 4)[:, : -(-columns // 2)].contiguous(), best_scales.squeeze(2)

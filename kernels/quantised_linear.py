@@ -1,0 +1,165 @@
+"""Linear layers of quantised weights on CPUs: see cpu/quantised.h."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import _cpu
+from .interface import Linear
+from .native_layers import DTYPE_CODES
+from .packed_weights import PackedWeights
+from .quantised import INT4_GROUP, QuantisedWeight, Scheme, joined_weight, quantise
+
+FLOAT8 = 9
+MOST_BLOCK = 128  # inputs whose sum is kept in whole numbers
+BLOCK_UNIT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class PartLayout:
+    """Sizes of some outputs of a linear; ``kind`` and the rest as QuantisedPart of cpu/kernels.h."""
+
+    rows: int
+    columns: int
+    kind: int
+    group_size: int
+    one_scale: bool  # a row has one scale, applied at its end
+    scale_bytes: int = 0
+    has_offsets: bool = False
+    x_bits: int = 16
+
+    @staticmethod
+    def of(weight: QuantisedWeight, offsets: Tensor | None) -> PartLayout:
+        kind = FLOAT8 if weight.is_float8 else weight.bits
+        one_scale = weight.scales.shape[1] == 1 and offsets is None
+        halves = all(bool((t == t.half()).all()) for t in (weight.scales, offsets) if t is not None)
+        return PartLayout(
+            weight.out_features, weight.in_features, kind, weight.group_size, one_scale,
+            0 if one_scale else 2 if halves else 4, offsets is not None, 8 if weight.rounds_x else 16,
+        )  # fmt: skip
+
+    @property
+    def block(self) -> int:
+        if self.group_size >= self.columns:
+            return min(MOST_BLOCK, -(-self.columns // BLOCK_UNIT) * BLOCK_UNIT)
+        sizes = range(min(MOST_BLOCK, self.group_size), 0, -1)
+        return next(size for size in sizes if size % BLOCK_UNIT == 0 and self.group_size % size == 0)
+
+    def panel_bytes(self, panel: int) -> int:
+        codes = self.block * (4 if self.kind == 4 else 8) // 8
+        blocks = -(-self.columns // self.block)
+        return self.padded_rows(panel) * blocks * (codes + self.scale_bytes * (1 + self.has_offsets))
+
+    def num_bytes(self, panel: int) -> int:
+        """Of the panels, and of float32 scales of the rows behind them."""
+        return self.panel_bytes(panel) + self.one_scale * 4 * self.padded_rows(panel)
+
+    def padded_rows(self, panel: int) -> int:
+        return -(-self.rows // panel) * panel
+
+
+class QuantisedLinear:
+    """Weights of one or several forms, their outputs side by side, in panels that are read as they are."""
+
+    rows = 1 << 30  # it is used for fewer than that
+
+    def __init__(self, weights: Sequence[QuantisedWeight], bias: Tensor | None, packed: PackedWeights, panel: int):
+        whole = joined_weight(weights)
+        parts = [whole] if whole is not None else weights
+        layouts = []
+        for part in parts:
+            offsets = None if part.zeros is None else part.scales * part.zeros
+            layouts.append(PartLayout.of(part, offsets))
+        self._make(list(zip(layouts, [_constant(part) for part in parts], strict=True)), bias, packed, panel)
+
+    @classmethod
+    def at_load(
+        cls, weight: Callable[[], Tensor], shape: tuple[int, int], scheme: Scheme, bias: Tensor | None,
+        packed: PackedWeights, panel: int,
+    ) -> QuantisedLinear:  # fmt: skip
+        """Quantise a weight [out, in] of this shape, unless ``packed`` has it from an earlier start."""
+        rows, columns = shape
+        layout = {
+            "int8": PartLayout(rows, columns, 8, columns, True),
+            "fp8": PartLayout(rows, columns, FLOAT8, columns, True),
+            "int4": PartLayout(rows, columns, 4, INT4_GROUP, False, 2),
+        }[scheme]
+        linear = cls.__new__(cls)
+        linear._make([(layout, cache(lambda: quantise(weight(), scheme)))], bias, packed, panel)
+        return linear
+
+    def _make(
+        self,
+        parts: Sequence[tuple[PartLayout, Callable[[], QuantisedWeight]]],
+        bias: Tensor | None,
+        packed: PackedWeights,
+        panel: int,
+    ) -> None:
+        self._kept: list[Tensor] = []  # the table has their addresses
+        self._n, self._k = sum(layout.rows for layout, _ in parts), parts[0][0].columns
+        table = [self._packed_part(layout, weight, packed, panel) for layout, weight in parts]
+        self._table = np.array(table, np.int64)
+        self._bias = None if bias is None else bias.contiguous()
+        address = 0 if self._bias is None else self._bias.data_ptr()
+        self.addresses = (self._table.ctypes.data, len(table), address)
+
+    def _packed_part(
+        self, layout: PartLayout, weight: Callable[[], QuantisedWeight], packed: PackedWeights, panel: int
+    ) -> list[int]:
+        fields = [
+            0, 0, 0, layout.rows, layout.kind, layout.block, layout.scale_bytes, layout.has_offsets, layout.x_bits
+        ]  # fmt: skip
+
+        def pack(memory: Tensor) -> None:
+            of = weight()
+            codes, scales = of.codes.contiguous(), of.scales.contiguous()
+            offsets = scales * of.zeros if of.zeros is not None else None
+            part = np.array([memory.data_ptr(), *fields[1:]], np.int64)
+            group = -(-layout.columns // layout.block) * layout.block
+            _cpu.pack_quantised(
+                part.ctypes.data, codes.data_ptr(), 0 if layout.one_scale else scales.data_ptr(),
+                0 if offsets is None else offsets.data_ptr(), layout.columns,
+                min(layout.group_size, group) if layout.group_size < layout.columns else group,
+            )  # fmt: skip
+            if layout.one_scale:
+                memory[end:].view(torch.float32)[: layout.rows] = scales.flatten()
+
+        end = layout.panel_bytes(panel)
+        memory = packed.filled(layout.num_bytes(panel), torch.uint8, pack)
+        self._kept.append(memory)
+        fields[0] = memory.data_ptr()
+        fields[1] = memory.data_ptr() + end if layout.one_scale else 0
+        return fields
+
+    def __call__(self, x: Tensor) -> Tensor:
+        assert x.is_contiguous()
+        assert x.shape[1] == self._k
+        assert self._bias is None or self._bias.dtype == x.dtype
+        table, num_parts, bias = self.addresses
+        y = torch.empty((x.shape[0], self._n), dtype=x.dtype)
+        _cpu.linear(
+            x.data_ptr(), table, num_parts, bias, y.data_ptr(), x.shape[0], self._n, self._k,
+            DTYPE_CODES[x.dtype],
+        )  # fmt: skip
+        return y
+
+
+class SplitLinear:
+    """Linears of one input, their outputs side by side: some quantised, others not."""
+
+    def __init__(self, parts: Sequence[Linear], bias: Tensor | None) -> None:
+        self._parts, self._bias = parts, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = torch.cat([part(x) for part in self._parts], 1)
+        return y if self._bias is None else y.add_(self._bias)
+
+
+def _constant(weight: QuantisedWeight) -> Callable[[], QuantisedWeight]:
+    return lambda: weight
