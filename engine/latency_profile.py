@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from .analytic.content import content_of
 from .errors import EngineError
+from .settings import Quantization
 from .step.batch import Batch
 
 _log = logging.getLogger(__name__)
@@ -179,7 +180,7 @@ class Numerics(_Part):
 
     dtype: Literal["float32", "bfloat16", "float16"]
     kv_dtype: Literal["auto", "fp8"] = "auto"
-    quantization: Literal["none", "fp8"] = "none"
+    quantization: Quantization = "none"
     exact: bool = False
 
 

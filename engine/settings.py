@@ -14,7 +14,7 @@ from ..transport.process.settings import ClusterKeySettings, ReportSettings
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVDType = Literal["auto", "fp8"]
-Quantization = Literal["none", "fp8"]
+Quantization = Literal["none", "fp8", "int8", "int4"]
 Mover = Literal["auto", "cuda_ipc", "shm", "nccl", "nixl", "tcp"]
 CONTROL_ADDRESS = r"(?:tcp|dns)://(?:[^\s:,]+|\[[0-9a-fA-F:.]+\]):\d+"
 
@@ -41,8 +41,10 @@ class ComputeSettings(BaseModel):
     )
     quantization: Quantization = Field(
         default="none",
-        description="fp8: linear layers, but not the vocabulary head, multiply in float8 (e4m3). Needs an "
-        "Ada, Hopper or later GPU, and not exact; the same on all workers. Not yet run on a GPU.",
+        description="Weights of linear layers, quantised as they load; the same on all workers. int8: a "
+        "scale for each row. int4: for each 32 inputs. Both need a CPU and make the vocabulary head int8. "
+        "fp8: float8 (e4m3), not the head; on GPUs (Ada, Hopper or later, not exact) inputs too. Not yet "
+        "run on a GPU.",
     )
     block_size: int = Field(
         default=0,

@@ -26,6 +26,7 @@ from .gpu.provided_attention import ProvidedAttention
 from .gpu.rope_store import rope_and_store
 from .interface import AttentionInputs, LayerParts, Linear, MixtureWeights, RopeInputs, joined
 from .mixture_shape import Activation
+from .quantised import Weight, parts_of
 from .reference import TorchLinear, TorchMixture
 
 Plans = tuple[DecodePlan | None, PrefillPlan | None]
@@ -53,16 +54,18 @@ class CudaKernels:
         assert not (exact and provided), "the exact attention is Triton's"
         self._provided = provided
 
-    def linear(self, weight: Tensor | Sequence[Tensor], bias: Tensor | None) -> Linear:
-        parts = [weight] if isinstance(weight, Tensor) else weight
+    def linear(self, weight: Weight | Sequence[Weight], bias: Tensor | None) -> Linear:
+        parts = [part for part in parts_of(weight) if isinstance(part, Tensor)]
+        assert len(parts) == len(parts_of(weight)), "quantised weights have kernels on CPUs only"
         if self._fp8_linears and sum(map(len, parts)) % MULTIPLE == parts[0].shape[1] % MULTIPLE == 0:
             return Fp8Linear(parts, bias)
-        return ExactLinear(joined(weight), bias) if self._exact else TorchLinear(joined(weight), bias)
+        return ExactLinear(joined(parts), bias) if self._exact else TorchLinear(joined(parts), bias)
 
     def mixture(self, weights: MixtureWeights) -> TorchMixture:
         return TorchMixture(weights)
 
-    def head(self, weight: Tensor) -> Linear:
+    def head(self, weight: Weight) -> Linear:
+        assert isinstance(weight, Tensor), "quantised weights have kernels on CPUs only"
         return ExactLinear(weight, None) if self._exact else TorchLinear(weight, None)
 
     def embedding(self, table: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:

@@ -23,8 +23,8 @@ class NativeLayers:
     def __init__(
         self, layers: Sequence[LayerParts], products: Sequence[Sequence[int]], eps: float, rows: int
     ) -> None:
-        """``products``: for each layer the Matrix (cpu/decoder.h) of qkv, o, gate_up and down, then the address
-        of its mixture; 0 for those that it has not. ``rows``: see ``FusedLayers``."""
+        """``products``: for each layer the Matrix (cpu/decoder.h) of qkv, o, gate_up and down, then the
+        address of its mixture; 0 for those that it has not. ``rows``: see ``FusedLayers``."""
         self.rows = rows
         self._layers, self._eps = layers, eps  # the addresses are theirs
         table = []

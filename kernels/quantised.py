@@ -1,4 +1,4 @@
-"""Quantised weights: what loading produces and ``Kernels.linear`` takes; and how a weight is quantised at load.
+"""Quantised weights: what loading produces, ``Kernels.linear`` takes; and how a weight is quantised at load.
 
     w[n][k] = scale[n][k // group_size] * (code[n][k] - zero[n][k // group_size])
 
@@ -30,7 +30,7 @@ class QuantisedWeight:
     scales     float32 [out, groups]
     zeros      float32 [out, groups]; None: half the range of whole numbers, 0 of float8
     order      int64 [in]: the input that each column multiplies (GPTQ's act-order); None: its own
-    rounds_x   inputs are rounded to int8 with a scale for each row, as the checkpoint's scheme says
+    rounds_x   inputs are rounded to int8, each row with a scale
     """
 
     codes: Tensor
@@ -96,7 +96,7 @@ def rounded_rows(x: Tensor) -> Tensor:
 def quantise(weight: Tensor, scheme: Scheme) -> QuantisedWeight:
     """A matrix of any float type, some rows at a time."""
     quantise_rows = {"int8": _int8, "int4": _int4, "fp8": _float8}[scheme]
-    parts = [quantise_rows(rows.float()) for rows in weight.split(ROWS_AT_ONCE)]
+    parts = [quantise_rows(rows.float()) for rows in torch.split(weight, ROWS_AT_ONCE)]
     codes, scales = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     group_size = INT4_GROUP if scheme == "int4" else weight.shape[1]
     return QuantisedWeight(codes, scales, weight.shape[1], group_size, 4 if scheme == "int4" else 8)
@@ -139,10 +139,10 @@ def _float8(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _int4(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The number furthest from 0 becomes -8, the end of the range that reaches further; scales are float16."""
+    """The number furthest from 0 becomes -8, the further end of the range; scales are float16."""
     columns = rows.shape[1]
     padded = torch.nn.functional.pad(rows, (0, -columns % INT4_GROUP))
-    groups = padded.unflatten(1, (-1, INT4_GROUP))
+    groups = padded.reshape(len(rows), -1, INT4_GROUP)
     extreme = groups.gather(2, groups.abs().argmax(2, keepdim=True))
     best_codes, best_scales, least = torch.empty(0), torch.empty(0), torch.empty(0)
     for shrink in INT4_SHRINKS:

@@ -35,7 +35,8 @@ class PartLayout:
     x_bits: int = 16
 
     @staticmethod
-    def of(weight: QuantisedWeight, offsets: Tensor | None) -> PartLayout:
+    def of(weight: QuantisedWeight) -> PartLayout:
+        offsets = None if weight.zeros is None else weight.scales * weight.zeros
         kind = FLOAT8 if weight.is_float8 else weight.bits
         one_scale = weight.scales.shape[1] == 1 and offsets is None
         halves = all(bool((t == t.half()).all()) for t in (weight.scales, offsets) if t is not None)
@@ -57,7 +58,7 @@ class PartLayout:
         return self.padded_rows(panel) * blocks * (codes + self.scale_bytes * (1 + self.has_offsets))
 
     def num_bytes(self, panel: int) -> int:
-        """Of the panels, and of float32 scales of the rows behind them."""
+        """Size of the panels and of the rows' float32 scales behind them."""
         return self.panel_bytes(panel) + self.one_scale * 4 * self.padded_rows(panel)
 
     def padded_rows(self, panel: int) -> int:
@@ -69,14 +70,13 @@ class QuantisedLinear:
 
     rows = 1 << 30  # it is used for fewer than that
 
-    def __init__(self, weights: Sequence[QuantisedWeight], bias: Tensor | None, packed: PackedWeights, panel: int):
+    def __init__(
+        self, weights: Sequence[QuantisedWeight], bias: Tensor | None, packed: PackedWeights, panel: int
+    ):
         whole = joined_weight(weights)
         parts = [whole] if whole is not None else weights
-        layouts = []
-        for part in parts:
-            offsets = None if part.zeros is None else part.scales * part.zeros
-            layouts.append(PartLayout.of(part, offsets))
-        self._make(list(zip(layouts, [_constant(part) for part in parts], strict=True)), bias, packed, panel)
+        made = [(PartLayout.of(part), _constant(part)) for part in parts]
+        self._make(made, bias, packed, panel, [part.order for part in parts])
 
     @classmethod
     def at_load(
@@ -100,10 +100,15 @@ class QuantisedLinear:
         bias: Tensor | None,
         packed: PackedWeights,
         panel: int,
+        orders: Sequence[Tensor | None] = (None,),
     ) -> None:
         self._kept: list[Tensor] = []  # the table has their addresses
         self._n, self._k = sum(layout.rows for layout, _ in parts), parts[0][0].columns
         table = [self._packed_part(layout, weight, packed, panel) for layout, weight in parts]
+        for row, order in zip(table, orders, strict=True):
+            if order is not None:
+                self._kept.append(order.int())
+                row[2] = self._kept[-1].data_ptr()
         self._table = np.array(table, np.int64)
         self._bias = None if bias is None else bias.contiguous()
         address = 0 if self._bias is None else self._bias.data_ptr()
@@ -113,7 +118,8 @@ class QuantisedLinear:
         self, layout: PartLayout, weight: Callable[[], QuantisedWeight], packed: PackedWeights, panel: int
     ) -> list[int]:
         fields = [
-            0, 0, 0, layout.rows, layout.kind, layout.block, layout.scale_bytes, layout.has_offsets, layout.x_bits
+            0, 0, 0, layout.rows, layout.kind, layout.block,
+            layout.scale_bytes, layout.has_offsets, layout.x_bits,
         ]  # fmt: skip
 
         def pack(memory: Tensor) -> None:

@@ -8,11 +8,13 @@ the names of their kernels (``numerics``) are equal.
 from __future__ import annotations
 
 import logging
+from typing import Literal
 
 import torch
 
 from .interface import AttentionShape, Kernels
 from .packed_weights import PackedWeights
+from .quantised import Scheme
 from .reference import TorchKernels
 
 logger = logging.getLogger(__name__)
@@ -29,7 +31,7 @@ def select_kernels(
     device: torch.device,
     num_threads: int,
     exact: bool = False,
-    quantization: Quantization = "none",
+    quantization: Scheme | Literal["none"] = "none",
     fp8_cache: bool = False,
     packed: PackedWeights | None = None,
     shape: AttentionShape | None = None,
@@ -37,21 +39,18 @@ def select_kernels(
     """Triton's on GPUs, with another package's attention where it is there and agrees for ``shape``; C++ on
     CPUs, which lay weights into ``packed``; plain torch where Triton or a C++ compiler was missing at
     installation, and for a float8 KV cache on a CPU. Raises UnsuitableKernelsError."""
-    if fp8_linears and exact:
-        raise UnsuitableKernelsError(
-            "exact products are not made in float8: leave exact off, or quantization at none"
-        )
-    if fp8_linears and device.type != "cuda":
-        raise UnsuitableKernelsError(
-            f"quantization fp8 needs a GPU with float8 instructions, and the device is {device}; use none"
-        )
     if device.type == "cuda":
-        return _cuda_kernels(device, exact, fp8_linears, fp8_cache, shape)
+        if quantization not in ("none", "fp8"):
+            raise UnsuitableKernelsError(
+                f"quantization {quantization} has kernels on CPUs only: use fp8 or none on {device}"
+            )
+        return _cuda_kernels(device, exact, quantization == "fp8", fp8_cache, shape)
     if fp8_cache:
         if exact:
             raise UnsuitableKernelsError(
                 "exact with a float8 KV cache needs a GPU: leave exact off, or kv_dtype at auto"
             )
+        _refuse_in_torch(quantization, "they know no float8 KV cache: leave kv_dtype at auto")
         logger.warning("kernels: plain torch, slower: the C++ kernels know no float8 KV cache")
         return TorchKernels()
     try:
@@ -63,14 +62,22 @@ def select_kernels(
             why = str(error)
         if exact:
             raise UnsuitableKernelsError(f"exact needs the C++ kernels; {why}; or leave exact off") from None
+        _refuse_in_torch(quantization, why)
         logger.warning("kernels: plain torch, slower: %s", why)
         return TorchKernels()
     choices = KernelChoices.of_this_machine()
     instruction_set = measured_instruction_set(choices)
     onednn = cpu_multiplies_bfloat16() and not exact  # its products change with the number of rows
     how = ", exact" if exact else ""
+    scheme = None if quantization == "none" else quantization
+    how += f", weights in {scheme}" if scheme else ""
     logger.info("kernels: C++ for %s%s, %d thread(s)", instruction_set, how, num_threads)
-    return NativeCpuKernels(num_threads, instruction_set, choices if onednn else None, packed)
+    return NativeCpuKernels(num_threads, instruction_set, choices if onednn else None, packed, scheme)
+
+
+def _refuse_in_torch(quantization: str, why: str) -> None:
+    if quantization != "none":
+        raise UnsuitableKernelsError(f"quantization {quantization} needs the C++ kernels; {why}; or use none")
 
 
 def numerics(device: torch.device, exact: bool) -> str:
@@ -109,6 +116,10 @@ def kernels_in_words() -> str:
 def _cuda_kernels(
     device: torch.device, exact: bool, fp8_linears: bool, fp8_cache: bool, shape: AttentionShape | None
 ) -> Kernels:
+    if fp8_linears and exact:
+        raise UnsuitableKernelsError(
+            "exact products are not made in float8 on GPUs: leave exact off, or quantization at none"
+        )
     if (fp8_linears or fp8_cache) and torch.cuda.get_device_capability(device) < FLOAT8_CAPABILITY:
         name = torch.cuda.get_device_name(device)
         raise UnsuitableKernelsError(

@@ -1,7 +1,7 @@
 """Decode and prefill time of the engine alone, beside what the machine could do at best.
 
     python -m splitserve.bench.kernels.engine [--models 125m,500m] [--dtypes bfloat16,float32] [--exact] \\
-        [--json FILE]
+        [--quantizations none,int8,int4] [--json FILE]
 
 The floors are measured in the same run, on the same core: a decode step cannot be faster than reading the
 weights and the batch's KV cache once at the rate at which a plain sum reads memory from huge pages; a prefill
@@ -20,11 +20,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from ...engine.model.config import QUANTISED_BYTES
+from ...engine.settings import Quantization
 from ...engine.step.batch import Batch, SamplingState
 from ...engine.step.model_runner import EngineConfig, ModelRunner
 from ...kernels.huge_pages import huge_page_bytes
@@ -136,13 +139,16 @@ def make_batch(num_seqs: int, start: int, count: int, block_size: int = BLOCK_SI
     )
 
 
-def measure(model: str, runner: ModelRunner) -> list[Row]:
+def measure(model: str, runner: ModelRunner, quantization: str = "none") -> list[Row]:
     c, item = runner.config, runner.dtype.itemsize
     bytes_per_s, flops_per_s = read_rate(), multiply_rate(runner.dtype)
     layer = c.hidden_size * (2 * (c.num_heads + c.num_kv_heads) * c.head_dim + 3 * c.intermediate_size)
     weights, head = c.num_layers * layer, c.vocab_size * c.hidden_size
     kv_token_bytes = runner.kv_cache.layout.block_bytes / BLOCK_SIZE
     dtype = str(runner.dtype).removeprefix("torch.")
+    dtype += f", {quantization}" if quantization != "none" else ""
+    num_bytes = weights * QUANTISED_BYTES.get(quantization, item)
+    num_bytes += head * (1 if quantization in ("int8", "int4") else item)
     print(
         f"{model} {dtype}: reads {bytes_per_s / 1e9:.1f} GB/s, multiplies {flops_per_s / 1e9:.0f} GFLOP/s, "
         "one thread"
@@ -162,7 +168,7 @@ def measure(model: str, runner: ModelRunner) -> list[Row]:
         step = make_batch(batch, CONTEXT - 1, 1)
         repeats = 10 if batch < 32 else 5
         seconds = best_seconds(lambda step=step: runner.execute(step), repeats)  # type: ignore[misc]
-        floor = ((weights + head) * item + batch * CONTEXT * kv_token_bytes) / bytes_per_s
+        floor = (num_bytes + batch * CONTEXT * kv_token_bytes) / bytes_per_s
         floor = max(floor, 2 * batch * (weights + head) / flops_per_s)
         products = products_seconds(runner, batch, batch)
         add(f"decode, batch {batch}, context {CONTEXT}", seconds, floor, batch, products)
@@ -194,7 +200,9 @@ def measure_overhead(folder: Path) -> Row:
     )
 
 
-def make_runner(folder: Path, model: str, dtype: str, exact: bool, num_blocks: int) -> ModelRunner:
+def make_runner(
+    folder: Path, model: str, dtype: str, exact: bool, num_blocks: int, quantization: Quantization = "none"
+) -> ModelRunner:
     if not (folder / model).exists():
         make_random_llama(folder / model, **SHAPES[model])
     runner = ModelRunner(
@@ -206,6 +214,7 @@ def make_runner(folder: Path, model: str, dtype: str, exact: bool, num_blocks: i
             num_blocks=num_blocks,
             max_model_len=min(4096, num_blocks * 16),
             exact=exact,
+            quantization=quantization,
         )
     )
     runner.warm_up()
@@ -219,6 +228,7 @@ def main() -> None:
     )
     parser.add_argument("--models", default="125m,500m", help="of bench/models.py, separated by commas")
     parser.add_argument("--dtypes", default="bfloat16,float32", help="separated by commas")
+    parser.add_argument("--quantizations", default="none", help="separated by commas")
     parser.add_argument("--exact", action="store_true", help="batch-invariant mode")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     options = parser.parse_args()
@@ -226,8 +236,9 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for model in options.models.split(","):
-            for dtype in options.dtypes.split(","):
-                rows += measure(model, make_runner(Path(folder), model, dtype, options.exact, num_blocks))
+            for dtype, scheme in product(options.dtypes.split(","), options.quantizations.split(",")):
+                runner = make_runner(Path(folder), model, dtype, options.exact, num_blocks, scheme)
+                rows += measure(model, runner, scheme)
         rows.append(measure_overhead(Path(folder)))
     if options.json:
         options.json.write_text(

@@ -222,9 +222,18 @@ def ignored_tensors(config: ModelConfig) -> tuple[str, ...]:
     return (*ignored, f"{t.head}.weight") if config.tie_word_embeddings else ignored
 
 
-def weight_bytes(config: ModelConfig, itemsize: int) -> int:
-    """Bytes of all weights, at ``itemsize`` bytes an element."""
-    return itemsize * sum(math.prod(shape) for shape in expected_tensors(config).values())
+QUANTISED_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 4.5 / 8}
+"""Size of an element of a linear layer, with its part of the scales."""
+
+
+def weight_bytes(config: ModelConfig, itemsize: int, quantization: str = "none") -> int:
+    """Bytes of all weights, at ``itemsize`` bytes an element where it is not quantised."""
+    linear = QUANTISED_BYTES.get(quantization, itemsize)
+    layers = config.tensors.layer.format("")
+    return sum(
+        int((linear if name.startswith(layers) else itemsize) * math.prod(shape))
+        for name, shape in expected_tensors(config).items()
+    )
 
 
 def _architecture(config: dict[str, Any]) -> str:

@@ -50,6 +50,7 @@ from ..model.decoder import AttentionMetadata, DecoderModel
 from ..model.layers import LayerLoader
 from ..model.model_folder import model_fingerprint
 from ..model.weights import Checkpoint
+from ..settings import Quantization
 from ..worker_readings import StartPhases
 from .batch import Batch, StepOutput
 from .decode_graphs import CudaRecorder, DecodeGraphs, Recorder, feed
@@ -94,7 +95,7 @@ class EngineConfig:
     num_threads: int | Literal["auto"] = 1  # CPU threads of one step
     exact: bool = False  # batch-invariant: see kernels/select.py
     kv_dtype: str = "auto"  # auto: as dtype; fp8
-    quantization: str = "none"  # of linear layers: none, fp8
+    quantization: Quantization = "none"  # of linear layers
     max_step_seqs: int = 0  # on GPUs: kernels for steps of up to this many sequences are compiled at start
     max_decode_seqs: int = (
         0  # on GPUs: ``warm_up`` captures decode steps of up to this many sequences as graphs
@@ -110,6 +111,8 @@ class ModelRunner:
     def __init__(self, engine: EngineConfig) -> None:
         self.phases = StartPhases()
         self.config = ModelConfig.from_folder(engine.model_path)
+        if self.config.mixture is not None and engine.quantization != "none":
+            raise ModelConfigError("experts are not quantised at load: leave quantization at none")
         self.device = select_device(engine.device)
         model_len = _max_model_len(engine.max_model_len, self.config)
         self.config = self.config.for_length(model_len)
@@ -122,8 +125,10 @@ class ModelRunner:
         if any(rope.short_factors and rope.long_factors != rope.short_factors for rope in self.config.ropes):
             self.fingerprint += "-long"  # other keys than with --max-model-len up to the original length
         self.phases.done("fingerprint")
-        if engine.quantization == "fp8":
-            self.fingerprint += "-fp8"  # two such workers share their cache, but not with others
+        if engine.quantization != "none":
+            self.fingerprint += (
+                f"-{engine.quantization}"  # they share their cache with no others
+            )
         packed = PackedWeights(
             kept_files(engine.model_path, self.fingerprint, engine.dtype, engine.exact)
             if self.device.type == "cpu"
@@ -135,7 +140,7 @@ class ModelRunner:
                     self.device,
                     threads.count,
                     engine.exact,
-                    fp8_linears=engine.quantization == "fp8",
+                    engine.quantization,
                     fp8_cache=engine.kv_dtype == "fp8",
                     packed=packed,
                     shape=AttentionShape(
@@ -158,7 +163,11 @@ class ModelRunner:
             longest = (
                 available_bytes(self.device) // layout.block_bytes * layout.block_size
             )  # no table of angles for more
-            weights = weight_bytes(self.config, self.dtype.itemsize) if self.device.type == "cpu" else 0
+            weights = (
+                weight_bytes(self.config, self.dtype.itemsize, engine.quantization)
+                if self.device.type == "cpu"
+                else 0
+            )
             with self.claims.turn():
                 self.claims.claim(weights)
             load = LayerLoader(
@@ -474,7 +483,7 @@ def _load_model(config: ModelConfig, load: LayerLoader, max_model_len: int, fp8_
         raise OutOfMemoryError(
             f"the model's weights do not fit on {load.device}, where {free / 2**30:.2f} GiB were free "
             f"({error}); end what else uses that memory, lower --gpu-memory-utilization of the workers that "
-            "share the GPU, use --quantization fp8 there, or serve a smaller model"
+            "share the GPU, use --quantization fp8 (on CPUs int8 or int4), or serve a smaller model"
         ) from error
 
 

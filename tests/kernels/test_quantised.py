@@ -1,0 +1,178 @@
+"""The C++ kernels of quantised weights agree with the dequantised product on every instruction set of this
+machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from splitserve.kernels.measured_choice import KernelChoices
+from splitserve.kernels.quantised import QuantisedWeight, Scheme, quantise, rounded_rows
+from splitserve.kernels.reference import TorchKernels
+
+native_cpu = pytest.importorskip(
+    "splitserve.kernels.native_cpu", reason="the C++ kernels were not built", exc_type=ImportError
+)
+_cpu = native_cpu._cpu
+SCHEMES: tuple[Scheme, ...] = ("int8", "int4", "fp8")
+several = settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+@pytest.fixture(params=_cpu.instruction_sets())
+def native(request: pytest.FixtureRequest) -> Iterator[native_cpu.NativeCpuKernels]:
+    yield native_cpu.NativeCpuKernels(1, request.param)
+    _cpu.use_instruction_set(native_cpu.measured_instruction_set(KernelChoices.of_this_machine()))
+
+
+def randn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def random_weight(
+    n: int, k: int, bits: int, group: int, zeros: bool, order: bool, halves: bool, seed: int
+) -> QuantisedWeight:
+    """Draw a weight in a checkpoint's form."""
+    draw = torch.Generator().manual_seed(seed)
+    groups = -(-k // group)
+    columns = -(-k // 2) if bits == 4 else k
+    scales = torch.rand(n, groups, generator=draw) / 16 + 0.01
+    return QuantisedWeight(
+        torch.randint(0, 256, (n, columns), dtype=torch.uint8, generator=draw),
+        scales.half().float() if halves else scales,
+        k,
+        group,
+        4 if bits == 4 else 8,
+        torch.randint(0, 2**bits, (n, groups), generator=draw).float() if zeros else None,
+        torch.randperm(k, generator=draw) if order else None,
+    )
+
+
+def assert_product(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    """x is rounded to 16 bits beside its largest, the result to its type."""
+    terms = x.float().abs().amax(1, keepdim=True) * weight.abs().sum(1)
+    allowed = 2e-5 * terms + (1e-2 * found.float().abs() if found.dtype == torch.bfloat16 else 0)
+    exact = F.linear(x.float(), weight, None if bias is None else bias.float())
+    assert ((found.float() - exact).abs() <= allowed + 1e-30).all()
+
+
+@several
+@given(
+    m=st.integers(1, 40),
+    n=st.integers(1, 70),
+    k=st.integers(1, 300),
+    scheme=st.sampled_from(SCHEMES),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 99),
+)
+def test_what_is_quantised_at_load(
+    native: native_cpu.NativeCpuKernels, m: int, n: int, k: int, scheme: Scheme, dtype: torch.dtype, seed: int
+) -> None:
+    native._quantization = scheme
+    weight, bias = randn(n, k, seed=seed).to(dtype), randn(n, seed=seed + 1).to(dtype)
+    x = randn(m, k, seed=seed + 2).to(dtype)
+    assert_product(native.linear(weight, bias)(x), x, quantise(weight, scheme).dequantised(), bias)
+
+
+@several
+@given(
+    m=st.integers(1, 40),
+    rows=st.lists(st.integers(1, 50), min_size=1, max_size=3),
+    groups=st.integers(1, 5),
+    group=st.sampled_from([16, 32, 64, 128, 256]),
+    bits=st.sampled_from([4, 8]),
+    zeros=st.booleans(),
+    order=st.booleans(),
+    halves=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_what_a_checkpoint_has_quantised(
+    native: native_cpu.NativeCpuKernels,
+    m: int,
+    rows: list[int],
+    groups: int,
+    group: int,
+    bits: int,
+    zeros: bool,
+    order: bool,
+    halves: bool,
+    dtype: torch.dtype,
+) -> None:
+    k = groups * group
+    parts = [random_weight(n, k, bits, group, zeros, order, halves, seed=n) for n in rows]
+    x = randn(m, k, seed=m).to(dtype)
+    weight = torch.cat([part.dequantised() for part in parts])
+    assert_product(native.linear(parts, None)(x), x, weight)
+    assert torch.equal(TorchKernels().linear(parts, None)(x), F.linear(x.float(), weight).to(dtype))
+
+
+@pytest.mark.parametrize("zeros", [True, False])
+def test_forms_that_differ_become_one_linear(native: native_cpu.NativeCpuKernels, zeros: bool) -> None:
+    parts = [
+        random_weight(40, 256, 4, 32, zeros, False, True, seed=0),
+        random_weight(33, 256, 8, 16, False, True, False, seed=1),
+        quantise(randn(20, 256, seed=2), "fp8"),
+    ]
+    x, bias = randn(9, 256, seed=3), randn(93, seed=4)
+    linear = native.linear(parts, bias)
+    assert isinstance(linear, native_cpu.QuantisedLinear)
+    assert_product(linear(x), x, torch.cat([part.dequantised() for part in parts]), bias)
+    plain = randn(10, 256, seed=5)
+    mixed = torch.cat([parts[0].dequantised(), plain])
+    assert_product(native.linear([parts[0], plain], bias[:50])(x), x, mixed, bias[:50])
+
+
+def test_inputs_rounded_to_int8(native: native_cpu.NativeCpuKernels) -> None:
+    weight = replace(quantise(randn(50, 300, seed=0), "int8"), rounds_x=True)
+    x = randn(7, 300, seed=1)
+    assert_product(native.linear(weight, None)(x), rounded_rows(x), weight.dequantised())
+    assert_product(TorchKernels().linear(weight, None)(x), rounded_rows(x), weight.dequantised())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_row_does_not_depend_on_the_rows_beside_it(
+    native: native_cpu.NativeCpuKernels, scheme: Scheme, dtype: torch.dtype
+) -> None:
+    native._quantization = scheme
+    x, linear = randn(300, 700, seed=0).to(dtype), native.linear(randn(41, 700, seed=1).to(dtype), None)
+    together = linear(x)
+    for count in (1, 2, 3, 4, 5, 9, 12, 13, 64, 257):
+        assert torch.equal(linear(x[:count].clone()), together[:count])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_whole_numbers_have_the_same_bits_on_all_instruction_sets_of_one_width(scheme: Scheme) -> None:
+    x, weight = randn(30, 256, seed=0), randn(64, 256, seed=1)
+    found = [
+        native_cpu.NativeCpuKernels(1, name, quantization=scheme).linear(weight, None)(x)
+        for name in _cpu.instruction_sets()
+        if name.startswith("avx512")
+    ]
+    assert all(torch.equal(y, found[0]) for y in found)
+
+
+@pytest.mark.parametrize(("scheme", "most"), [("int8", 0.008), ("int4", 0.09), ("fp8", 0.03)])
+def test_the_error_of_a_scheme(scheme: Scheme, most: float) -> None:
+    weight = randn(130, 257, seed=0)
+    error = quantise(weight, scheme).dequantised() - weight
+    assert error.pow(2).mean().sqrt() < most
+    assert torch.equal(quantise(torch.zeros(3, 40), scheme).dequantised(), torch.zeros(3, 40))
+
+
+def test_the_head_is_int8_but_with_float8_not_quantised() -> None:
+    isa, weight, x = _cpu.instruction_sets()[0], randn(100, 64, seed=0), randn(2, 64, seed=1)
+    for scheme in SCHEMES:
+        head = native_cpu.NativeCpuKernels(1, isa, quantization=scheme).head(weight)
+        expected = weight if scheme == "fp8" else quantise(weight, "int8").dequantised()
+        assert_product(head(x), x, expected)
