@@ -2,7 +2,8 @@
 other.
 
 Activations are [num_tokens, features], contiguous, in the model's dtype. The pool is [num_blocks, num_layers,
-2 (K, V), num_kv_heads, block_size, head_dim] in the same dtype, or in float8_e4m3fn with ``kv_scales``
+2 (K, V) or 1 (each key is its value, too), num_kv_heads, block_size, head_dim] in the same dtype, or in
+float8_e4m3fn with ``kv_scales``
 (float32 [num_layers, 2, num_kv_heads]): a key is then what the pool holds times its head's scale. Only GPU
 kernels know the latter.
 """

@@ -117,7 +117,8 @@ class TorchKernels:
         if rope.kv_scales is not None:
             k, v = (quantize_e4m3(x, rope.kv_scales[layer, i]) for i, x in enumerate((k, v)))
         pool[blocks, layer, 0, :, offsets] = k
-        pool[blocks, layer, 1, :, offsets] = v
+        if pool.shape[2] == 2:
+            pool[blocks, layer, 1, :, offsets] = v
         return _rotate(q, angles)
 
     def paged_attention(self, q: Tensor, pool: Tensor, layer: int, inputs: AttentionInputs) -> Tensor:
@@ -143,16 +144,17 @@ class TorchKernels:
 
 
 def split_qkv(qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """[num_tokens, (num_heads + 2 num_kv_heads) head_dim] -> q [num_tokens, num_heads, head_dim], k, v."""
-    heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
-    return heads[:, :num_heads], heads[:, num_heads:-num_kv_heads], heads[:, -num_kv_heads:]
+    """[num_tokens, (num_heads + 2 num_kv_heads) head_dim] -> q [num_tokens, num_heads, head_dim], k, v.
+    Where keys are the values: (num_heads + num_kv_heads) head_dim; v means nothing."""
+    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    return heads[:, :num_heads], heads[:, num_heads:][:, :num_kv_heads], heads[:, -num_kv_heads:]
 
 
 def gather_kv(pool: Tensor, layer: int, block_table: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """One sequence's keys and values, each [length, num_kv_heads, head_dim]."""
     num_blocks = -(-length // pool.shape[4])
     blocks = pool[block_table[:num_blocks].long(), layer].transpose(2, 3)
-    keys, values = blocks.unbind(1)  # [num_blocks, block_size, num_kv_heads, head_dim]
+    keys, values = blocks[:, 0], blocks[:, -1]  # [num_blocks, block_size, num_kv_heads, head_dim]
     return keys.flatten(0, 1)[:length], values.flatten(0, 1)[:length]
 
 

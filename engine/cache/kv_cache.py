@@ -23,21 +23,27 @@ map."""
 
 @dataclass(frozen=True, slots=True)
 class KVCacheLayout:
-    """What one block looks like: [num_layers, 2 (K, V), num_kv_heads, block_size, head_dim]."""
+    """What one block looks like: [num_layers, planes, num_kv_heads, block_size, head_dim].
+
+    ``planes``: keys and values, or 1 where each key is its value, too.
+    """
 
     num_layers: int
     block_size: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    planes: int = 2
 
     @classmethod
     def of(cls, config: ModelConfig, block_size: int, dtype: torch.dtype) -> KVCacheLayout:
-        return cls(config.num_layers, block_size, config.num_kv_heads, config.head_dim, dtype)
+        return cls(
+            config.num_layers, block_size, config.num_kv_heads, config.head_dim, dtype, config.kv_planes
+        )
 
     @property
     def block_shape(self) -> tuple[int, ...]:
-        return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
+        return (self.num_layers, self.planes, self.num_kv_heads, self.block_size, self.head_dim)
 
     @property
     def block_bytes(self) -> int:
@@ -48,13 +54,13 @@ class KVCacheLayout:
         """Equal on two workers exactly if a block means the same to both (the model's dtype aside)."""
         float8 = " in float8_e4m3fn" if self.dtype == torch.float8_e4m3fn else ""
         return (
-            f"block-major/v2 [num_layers={self.num_layers}, 2, num_kv_heads={self.num_kv_heads}, "
+            f"block-major/v2 [num_layers={self.num_layers}, {self.planes}, num_kv_heads={self.num_kv_heads}, "
             f"block_size={self.block_size}, head_dim={self.head_dim}]{float8}"
         )
 
 
 class KVCache:
-    """Owns the pool. ``pool`` has shape [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]."""
+    """Owns the pool. ``pool`` is [num_blocks, num_layers, planes, num_kv_heads, block_size, head_dim]."""
 
     def __init__(
         self,

@@ -13,6 +13,7 @@ from ...kernels.mixture_shape import Activation
 from ..errors import ModelConfigError
 from .config_values import positive_int
 from .families import FAMILIES, Scales, TensorNames
+from .latent_config import LatentConfig, latent_config
 from .mixture_config import MixtureConfig, mixture_config
 from .rope_config import RopeConfig, rope_configs, rope_max_model_len
 
@@ -52,6 +53,7 @@ class ModelConfig:
     layer_norms: bool
     parallel: bool
     activation: Activation
+    latent: LatentConfig | None  # attention's keys and values; None: of heads
     mixture: MixtureConfig | None  # of experts; None: all MLPs are dense
     scales: Scales
     attention_softcap: float  # x becomes softcap tanh(x / softcap); 0: it stays
@@ -82,6 +84,11 @@ class ModelConfig:
         """The norms' eps where the residual is kept divided by f, ``Scales.residual``: rms_norm(x / f) with
         eps / f^2 is rms_norm(x) with eps."""
         return self.rms_norm_eps / self.scales.residual**2
+
+    @property
+    def kv_planes(self) -> int:
+        """Keys and values of a token, or one vector that is both."""
+        return 2 if self.latent is None else 1
 
     @property
     def mlp_width(self) -> int:
@@ -129,6 +136,11 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any]) -> ModelCon
         "head_dim",
     )
     num_layers = positive_int(config, "num_hidden_layers")
+    latent = latent_config(config) if family.latent else None
+    if latent is not None:
+        head_dim, num_kv_heads = latent.cached, 1
+        if int(config.get("first_k_dense_replace", 0)) < num_layers:
+            raise ModelConfigError(f"config.json: the mixtures of experts of {architecture} are not built")
     if num_heads % num_kv_heads:
         raise ModelConfigError(
             f"config.json: {num_heads} attention heads cannot share {num_kv_heads} key-value heads evenly"
@@ -165,12 +177,19 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any]) -> ModelCon
         layer_norms=family.layer_norms,
         parallel=family.parallel,
         activation=activation,
+        latent=latent,
         mixture=mixture,
         scales=family.scales(config, head_dim),
         attention_softcap=float(config.get("attn_logit_softcapping") or 0),
         logits_softcap=float(config.get("final_logit_softcapping") or 0),
         sliding_windows=windows,
-        ropes=rope_configs(config, head_dim, windows, family.interleaved_rope, family.windows_only_rope),
+        ropes=rope_configs(
+            config,
+            head_dim if latent is None else latent.rotated,
+            windows,
+            bool(config.get("rope_interleave", family.interleaved_rope)),
+            family.windows_only_rope,
+        ),
         eos_token_ids=_eos_token_ids(config, generation),
         bos_token_id=config.get("bos_token_id"),
         tensors=family.tensors,
@@ -191,7 +210,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         (t.q, q_size if t.k else q_size + 2 * kv_size, c.hidden_size, c.qkv_bias),
         (t.k, kv_size, c.hidden_size, c.qkv_bias),
         (t.v, kv_size, c.hidden_size, c.qkv_bias),
-        (t.o, c.hidden_size, q_size, c.o_bias),
+        (t.o, c.hidden_size, q_size if c.latent is None else c.num_heads * c.latent.value, c.o_bias),
         (t.gate, c.intermediate_size if t.up else 2 * c.intermediate_size, c.hidden_size, c.mlp_bias),
         (t.up, c.intermediate_size, c.hidden_size, c.mlp_bias),
         (t.down, c.hidden_size, c.intermediate_size, c.mlp_bias),
@@ -206,6 +225,8 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     without_mlp = [projection for projection in projections if projection[0] not in (t.gate, t.up, t.down)]
     for index, layer in enumerate(map(t.layer.format, range(c.num_layers))):
         own = projections
+        if c.latent is not None:
+            expected |= c.latent.expected_tensors(layer)
         if c.mixture is not None and c.mixture.layers[index]:
             own = without_mlp
             expected |= c.mixture.expected_tensors(layer)

@@ -21,6 +21,11 @@ LARGEST = {
     "moe_intermediate_size": 1 << 22,
     "shared_expert_intermediate_size": 1 << 22,
     "decoder_sparse_step": 1024,
+    "q_lora_rank": 1 << 17,
+    "kv_lora_rank": 1 << 13,
+    "qk_nope_head_dim": 1024,
+    "qk_rope_head_dim": 1024,
+    "v_head_dim": 1024,
 }
 """Several times those of any model: what a config.json claims is believed no further, before its weights bear
 it out."""

@@ -22,8 +22,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.interface import AttentionInputs, DenseMlp, FusedLayers, LayerParts, Mixture, RopeInputs
+from ...kernels.interface import (
+    AttentionInputs,
+    DenseMlp,
+    FusedLayers,
+    LayerParts,
+    Linear,
+    Mixture,
+    RopeInputs,
+)
 from .config import ModelConfig, expected_tensors, ignored_tensors
+from .latent_attention import LatentAttention
 from .layers import LayerLoader
 from .rope import cos_sin_table, rows_of_qkv
 
@@ -90,9 +99,15 @@ class DecoderLayer:
         self._sliding_window = config.sliding_windows[index]
         self._input_norm, self._post_norm = norm(t.input_norm), norm(t.post_norm)
         self._attention_out_norm, self._mlp_out_norm = norm(t.attention_out_norm), norm(t.mlp_out_norm)
-        self._qkv = load.column([f"{name}.{of}" for of in (t.q, t.k, t.v) if of], config.qkv_bias, rows)
+        self._qkv: Linear
+        self._o: Linear
+        if config.latent is not None:
+            latent = LatentAttention(config.latent, name, load, config.ropes[index].interleaved)
+            self._qkv, self._o = latent.queries_and_key, latent.output
+        else:
+            self._qkv = load.column([f"{name}.{of}" for of in (t.q, t.k, t.v) if of], config.qkv_bias, rows)
+            self._o = load.row(f"{name}.{t.o}", config.o_bias, config.layer_norms)
         self._q_norm, self._k_norm = norm_of_heads(t.q_norm), norm_of_heads(t.k_norm)
-        self._o = load.row(f"{name}.{t.o}", config.o_bias, config.layer_norms)
         self._mlp: DenseMlp | Mixture
         if config.mixture is not None and config.mixture.layers[index]:
             self._mlp = load.mixture(name, config.mixture)
@@ -175,7 +190,7 @@ class DecoderModel:
             lambda i: DecoderLayer(config, i, load, self._tables[config.ropes[i]]), config.num_layers
         )
         parts = [layer.parts for layer in self._layers]
-        self._fused = None if config.parallel else load.kernels.fuse_layers(parts, self._eps)
+        self._fused = None if config.parallel or config.latent else load.kernels.fuse_layers(parts, self._eps)
         self._norm = load.norm(config.tensors.norm, float(config.unit_norms))
         self._head = load.vocabulary_head(
             config.tensors.embed if config.tie_word_embeddings else config.tensors.head

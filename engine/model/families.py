@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from ..errors import ModelConfigError
 from .mixture_config import MixtureNames
+from .rope_config import yarn_factor
 
 Windows = tuple[int | None, ...]
 """By layer, in tokens; None: full attention."""
@@ -125,6 +126,16 @@ def cohere_scales(config: dict[str, Any], head_dim: int) -> Scales:
     return Scales(head_dim**-0.5, logits=float(config["logit_scale"]))
 
 
+def deepseek_scales(config: dict[str, Any], head_dim: int) -> Scales:
+    """YaRN's factor of the scores is squared: one for queries, one for keys."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    size, share = (
+        int(config["qk_nope_head_dim"]) + int(config["qk_rope_head_dim"]),
+        rope.get("mscale_all_dim"),
+    )
+    return Scales(size**-0.5 * (yarn_factor(float(rope["factor"]), float(share)) ** 2 if share else 1.0))
+
+
 def gemma_scales(config: dict[str, Any], head_dim: int) -> Scales:
     return Scales(
         attention=float(config["query_pre_attn_scalar"]) ** -0.5,
@@ -145,6 +156,7 @@ class Family:
     windows_only_rope layers that attend to all tokens have no rope
     refused           keys of config.json that must be absent, null or false
     defaults          of keys that config.json lacks
+    latent            attention is latent (DeepSeek)
     mixture           names of the experts' tensors; None: all MLPs are dense
     part              the key of config.json below which the text model is described; "": it is the whole
     """
@@ -162,6 +174,7 @@ class Family:
     windows: Callable[[dict[str, Any], int], Windows] = full_attention
     tensors: TensorNames = TensorNames()
     refused: tuple[str, ...] = ()
+    latent: bool = False
     mixture: MixtureNames | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     part: str = ""
@@ -175,6 +188,10 @@ COHERE = Family(
     o_bias="attention_bias", layer_norms=True, parallel=True, interleaved_rope=True, scales=cohere_scales,
     tensors=TensorNames(post_norm=""), refused=("use_qk_norm",),
     defaults={"tie_word_embeddings": True, "logit_scale": 0.0625, "layer_norm_eps": 1e-5},
+)  # fmt: skip
+DEEPSEEK = Family(
+    o_bias="attention_bias", latent=True, interleaved_rope=True, scales=deepseek_scales,
+    tensors=TensorNames(q="", k="", v=""),
 )  # fmt: skip
 GEMMA_2 = Family(
     o_bias="attention_bias", unit_norms=True, scales=gemma_scales, windows=windows_by_pattern,
@@ -234,6 +251,8 @@ FAMILIES = {
         COHERE, windows=windows_by_pattern, windows_only_rope=True,
         defaults={**COHERE.defaults, "sliding_window": 4096, "sliding_window_pattern": 4},
     ),
+    "DeepseekV2ForCausalLM": DEEPSEEK,
+    "DeepseekV3ForCausalLM": DEEPSEEK,
     "Gemma2ForCausalLM": GEMMA_2,
     "Gemma3ForCausalLM": GEMMA_3,
     "Gemma3ForConditionalGeneration": GEMMA_3_IN_PARTS,

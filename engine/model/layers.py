@@ -91,6 +91,9 @@ class LayerLoader:
             router = torch.cat((router, weight(names.shared_gate)))
         return self.kernels.mixture(MixtureWeights(shape, router, expert))
 
+    def weight(self, name: str) -> Tensor:
+        return self._tensor(f"{name}.weight")
+
     def vocabulary_head(self, name: str) -> Linear:
         """Hidden states to logits."""
         return self.kernels.head(self._tensor(f"{name}.weight"))

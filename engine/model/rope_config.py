@@ -171,13 +171,18 @@ def rope_max_model_len(rope: RopeConfig, max_position_embeddings: int) -> int:
     return max_position_embeddings
 
 
+def yarn_factor(factor: float, weight: float = 1.0) -> float:
+    """YaRN section 3.4: 0.1 ln(factor) + 1; DeepSeek weights the logarithm."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
 def _yarn_attention_factor(parameters: dict[str, Any], factor: float) -> float:
-    """YaRN section 3.4: 0.1 ln(factor) + 1, unless the file gives it."""
     given = parameters.get("attention_factor")
     if given is not None:
         return float(given)
-    if parameters.get("mscale") or parameters.get("mscale_all_dim") or not parameters.get("truncate", True):
-        raise ModelConfigError(
-            "config.json: yarn with mscale, mscale_all_dim or truncate=false is not supported"
-        )
-    return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+    if not parameters.get("truncate", True):
+        raise ModelConfigError("config.json: yarn with truncate=false is not supported")
+    turned, all_scores = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    if turned and all_scores:
+        return yarn_factor(factor, float(turned)) / yarn_factor(factor, float(all_scores))
+    return yarn_factor(factor)

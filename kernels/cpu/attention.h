@@ -41,9 +41,10 @@ struct KeyValues {  // where one sequence's keys and values of one layer and hea
   KeyValues(const AttentionArgs& g, const AttentionItem& item)
       : table(g.block_tables + item.seq * g.table_stride), head_dim(g.head_dim), block_size(g.block_size) {
     const int64_t run = block_size * head_dim;
-    value_offset = g.num_kv_heads * run;
-    block_stride = g.num_layers * 2 * value_offset;
-    base = static_cast<const T*>(g.pool) + g.layer * 2 * value_offset + item.head * run;
+    const int64_t plane = g.num_kv_heads * run;
+    value_offset = g.planes == 2 ? plane : 0;
+    block_stride = g.num_layers * g.planes * plane;
+    base = static_cast<const T*>(g.pool) + g.layer * g.planes * plane + item.head * run;
   }
   const T* key(int64_t position) const { return base + table[position / block_size] * block_stride + position % block_size * head_dim; }
 };

@@ -40,7 +40,7 @@ void share(int64_t items, double work, F&& body) {
 }
 
 double work_of(const LinearArgs& g) { return double(g.m) * double(g.n) * double(g.k); }
-double work_of(const RopeArgs& g, int64_t num_tokens) { return double(num_tokens * (g.num_heads + 2 * g.num_kv_heads) * g.head_dim); }
+double work_of(const RopeArgs& g, int64_t num_tokens) { return double(num_tokens * (g.num_heads + g.planes * g.num_kv_heads) * g.head_dim); }
 double work_of(const NormArgs& g, int64_t rows) { return double(rows * g.n); }
 
 int64_t panels(int64_t n) { return (n + active->panel - 1) / active->panel; }

@@ -102,7 +102,7 @@ template <class T>
 static void rope_and_store_of(const RopeArgs& g, int64_t first, int64_t last) {
   const int64_t D = g.head_dim, kv_size = g.num_kv_heads * D, q_size = g.num_heads * D, run = g.block_size * D;
   for (int64_t token = first; token < last; ++token) {
-    T *q = static_cast<T*>(g.qkv) + token * (q_size + 2 * kv_size), *k = q + q_size;
+    T *q = static_cast<T*>(g.qkv) + token * (q_size + g.planes * kv_size), *k = q + q_size;
     const float* table = g.cos_sin + g.positions[token] * D;
     if (g.norms_all_heads) {
       norm_row(q, static_cast<const T*>(g.q_norm), q, q_size, g.eps);
@@ -115,8 +115,8 @@ static void rope_and_store_of(const RopeArgs& g, int64_t first, int64_t last) {
       rotate(head, table, D);
     }
     const int64_t block = g.slots[token] / g.block_size, offset = g.slots[token] % g.block_size;
-    T* slot = static_cast<T*>(g.pool) + (block * g.num_layers + g.layer) * 2 * g.num_kv_heads * run + offset * D;
-    for (int64_t h = 0; h < 2 * g.num_kv_heads; ++h)  // keys, then values
+    T* slot = static_cast<T*>(g.pool) + (block * g.num_layers + g.layer) * g.planes * g.num_kv_heads * run + offset * D;
+    for (int64_t h = 0; h < g.planes * g.num_kv_heads; ++h)  // keys, then values
       std::memcpy(slot + h * run, k + h * D, size_t(D) * sizeof(T));
   }
 }

@@ -44,13 +44,14 @@ struct LinearArgs {          // y[m][n] = sum_k x[m][k] w[n][k] + bias[n]
 
 struct AttentionArgs {       // out = softmax(scale q k^T) v, causal; keys and values are read where they lie in the pool
   const void* q;             // [num_tokens, num_heads, head_dim], tokens q_stride apart
-  const void* pool;          // [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]
+  const void* pool;          // [num_blocks, num_layers, planes, num_kv_heads, block_size, head_dim]
   void* out;                 // [num_tokens, num_heads, head_dim]
   const int32_t* query_start_loc;  // [num_seqs + 1]
   const int32_t* seq_lens;         // [num_seqs]
   const int32_t* block_tables;     // [num_seqs, table_stride]
   const float* sinks;        // [num_heads] or null: a score of each head that has no value (Xiao et al., StreamingLLM, 2023)
   int64_t q_stride, num_seqs, table_stride, num_layers, layer, block_size, num_heads, num_kv_heads, head_dim;
+  int64_t planes = 2;        // keys and values; 1: keys are the values, too
   int64_t window;            // a token sees the window tokens that end with itself; INT32_MAX: all
   float scale;
   float softcap;             // scaled scores become softcap tanh(score / softcap); 0: they stay
@@ -62,7 +63,7 @@ struct AttentionItem {       // query tokens [query, query + num_queries) of a s
 };
 
 struct RopeArgs {            // q and k are normalised (where asked) and rotated in place in qkv; k and v are copied to their slots
-  void* qkv;                 // [num_tokens, num_heads + 2 num_kv_heads, head_dim]
+  void* qkv;                 // [num_tokens, num_heads + planes num_kv_heads, head_dim]
   void* pool;
   const float* cos_sin;      // [max_model_len, head_dim]: cosines, then sines
   const int32_t* positions;  // [num_tokens]
@@ -70,7 +71,7 @@ struct RopeArgs {            // q and k are normalised (where asked) and rotated
   const void* q_norm;        // [head_dim], or of all heads together, or null
   const void* k_norm;
   bool norms_all_heads;
-  int64_t num_layers, layer, block_size, num_heads, num_kv_heads, head_dim;
+  int64_t num_layers, layer, block_size, num_heads, num_kv_heads, head_dim, planes = 2;
   float eps;
   Dtype dtype;
 };

@@ -97,7 +97,7 @@ PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
   g.query_start_loc = a.address<const int32_t>(); g.seq_lens = a.address<const int32_t>(); g.block_tables = a.address<const int32_t>();
   g.sinks = a.address<const float>();
   g.num_seqs = a.integer(); g.table_stride = a.integer(); g.num_layers = a.integer(); g.layer = a.integer(); g.block_size = a.integer();
-  g.num_heads = a.integer(); g.num_kv_heads = a.integer(); g.head_dim = a.integer(); g.window = a.integer();
+  g.num_heads = a.integer(); g.num_kv_heads = a.integer(); g.head_dim = a.integer(); g.planes = a.integer(); g.window = a.integer();
   g.scale = float(a.real()); g.softcap = float(a.real()); g.dtype = a.dtype();
   if (!a.complete()) return nullptr;
   const AttentionItems items(g);
@@ -113,7 +113,7 @@ PyObject* rope_and_store(PyObject*, PyObject* const* values, Py_ssize_t count) {
   g.norms_all_heads = false;
   const int64_t num_tokens = a.integer();
   g.num_layers = a.integer(); g.layer = a.integer(); g.block_size = a.integer();
-  g.num_heads = a.integer(); g.num_kv_heads = a.integer(); g.head_dim = a.integer(); g.eps = float(a.real()); g.dtype = a.dtype();
+  g.num_heads = a.integer(); g.num_kv_heads = a.integer(); g.head_dim = a.integer(); g.planes = a.integer(); g.eps = float(a.real()); g.dtype = a.dtype();
   if (!a.complete()) return nullptr;
   run(work_of(g, num_tokens), [&] { call(g, num_tokens); });
   Py_RETURN_NONE;
@@ -228,9 +228,9 @@ PyMethodDef methods[] = {
     FAST(linear, "x, packed or parts, number of parts or 0, bias or 0, y, m, n, k, dtype"),
     FAST(pack_quantised, "part, codes, scales or 0, offsets or 0, k, group"),
     FAST(attention, "q, q_stride, pool, out, query_start_loc, seq_lens, block_tables, sinks or 0, num_seqs, table_stride, num_layers, layer, "
-                    "block_size, num_heads, num_kv_heads, head_dim, window, scale, softcap, dtype"),
+                    "block_size, num_heads, num_kv_heads, head_dim, planes, window, scale, softcap, dtype"),
     FAST(rope_and_store, "qkv, pool, cos_sin, positions, slots, q_norm or 0, k_norm or 0, num_tokens, num_layers, layer, block_size, "
-                         "num_heads, num_kv_heads, head_dim, eps, dtype"),
+                         "num_heads, num_kv_heads, head_dim, planes, eps, dtype"),
     FAST(add_rms_norm, "x or 0, residual, weight, y, rows, n, eps, dtype"),
     FAST(gate_mul, "gate_up, y, rows, n, activation, dtype"),
     FAST(mixture, "weights, x, y, rows, dtype"),

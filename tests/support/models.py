@@ -14,6 +14,10 @@ from transformers import (
     Cohere2ForCausalLM,
     CohereConfig,
     CohereForCausalLM,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3Config,
@@ -81,6 +85,21 @@ LONGROPE = {  # heads of 16 numbers, 12 of them rotated; transformers chooses fa
         "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
         "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
     },
+}
+LATENT = {
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "num_key_value_heads": 4,
+}
+DEEPSEEK_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.0,
 }
 GEMMA_2 = {  # the first cap is low enough to matter
     "head_dim": 24,
@@ -155,6 +174,16 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Callable[..., Any], dict[str, A
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 32, "tie_word_embeddings": True}),
     "cohere": (CohereForCausalLM, CohereConfig, {"logit_scale": 0.25}),
     "cohere2": (Cohere2ForCausalLM, Cohere2Config, {"sliding_window": 24, "sliding_window_pattern": 2}),
+    "deepseek2": (
+        DeepseekV2ForCausalLM,
+        DeepseekV2Config,
+        {**LATENT, "q_lora_rank": None, "first_k_dense_replace": 3},
+    ),
+    "deepseek3": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config,
+        {**LATENT, "q_lora_rank": 40, "first_k_dense_replace": 3, "rope_parameters": DEEPSEEK_ROPE},
+    ),
     "gemma2": (Gemma2ForCausalLM, Gemma2Config, GEMMA_2),
     "qwen2_moe": (
         Qwen2MoeForCausalLM,
