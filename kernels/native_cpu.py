@@ -209,32 +209,11 @@ class NativeCpuKernels:
         rows = qkv.shape[0]
         _check(qkv, pool.dtype, (rope.num_heads + pool.shape[2] * rope.num_kv_heads) * rope.head_dim)
         _cpu.rope_and_store(
-<<<<<<< HEAD
             qkv.data_ptr(), pool.data_ptr(), rope.cos_sin.data_ptr(), rope.positions.data_ptr(),
             rope.slot_mapping.data_ptr(), address(rope.q_norm), address(rope.k_norm), rows,
             pool.shape[1], layer, pool.shape[4], rope.num_heads, rope.num_kv_heads, rope.head_dim,
-            rope.norm_eps, DTYPE_CODES[qkv.dtype],
+            pool.shape[2], rope.norm_eps, DTYPE_CODES[qkv.dtype],
         )  # fmt: skip
-=======
-            qkv.data_ptr(),
-            pool.data_ptr(),
-            rope.cos_sin.data_ptr(),
-            rope.positions.data_ptr(),
-            rope.slot_mapping.data_ptr(),
-            address(rope.q_norm),
-            address(rope.k_norm),
-            rows,
-            pool.shape[1],
-            layer,
-            pool.shape[4],
-            rope.num_heads,
-            rope.num_kv_heads,
-            rope.head_dim,
-            pool.shape[2],
-            rope.norm_eps,
-            DTYPE_CODES[qkv.dtype],
-        )
->>>>>>> 22a5976 (Latent attention (DeepSeek-V2, V3) on CPUs: one plane in the cache, absorbed)
         return qkv.narrow(1, 0, rope.num_heads * rope.head_dim).view(rows, rope.num_heads, rope.head_dim)
 
     def paged_attention(self, q: Tensor, pool: Tensor, layer: int, inputs: AttentionInputs) -> Tensor:
@@ -243,38 +222,13 @@ class NativeCpuKernels:
         assert q.stride()[1:] == (head_dim, 1)
         out = torch.empty((rows, num_heads * head_dim), dtype=q.dtype)
         _cpu.attention(
-<<<<<<< HEAD
             q.data_ptr(), q.stride(0), pool.data_ptr(), out.data_ptr(),
             inputs.query_start_loc.data_ptr(), inputs.seq_lens.data_ptr(),
             inputs.block_tables.data_ptr(), address(inputs.sinks), len(inputs.seq_lens),
             inputs.block_tables.shape[1], pool.shape[1], layer, pool.shape[4], num_heads, pool.shape[3],
-            head_dim, NO_WINDOW if inputs.sliding_window is None else inputs.sliding_window,
+            head_dim, pool.shape[2], NO_WINDOW if inputs.sliding_window is None else inputs.sliding_window,
             inputs.scale, inputs.softcap, DTYPE_CODES[q.dtype],
         )  # fmt: skip
-=======
-            q.data_ptr(),
-            q.stride(0),
-            pool.data_ptr(),
-            out.data_ptr(),
-            inputs.query_start_loc.data_ptr(),
-            inputs.seq_lens.data_ptr(),
-            inputs.block_tables.data_ptr(),
-            address(inputs.sinks),
-            len(inputs.seq_lens),
-            inputs.block_tables.shape[1],
-            pool.shape[1],
-            layer,
-            pool.shape[4],
-            num_heads,
-            pool.shape[3],
-            head_dim,
-            pool.shape[2],
-            NO_WINDOW if inputs.sliding_window is None else inputs.sliding_window,
-            inputs.scale,
-            inputs.softcap,
-            DTYPE_CODES[q.dtype],
-        )
->>>>>>> 22a5976 (Latent attention (DeepSeek-V2, V3) on CPUs: one plane in the cache, absorbed)
         return out
 
     def fuse_layers(self, layers: Sequence[LayerParts], eps: float) -> NativeLayers | None:
