@@ -114,6 +114,8 @@ class ModelRunner:
         if self.config.mixture is not None and engine.quantization != "none":
             raise ModelConfigError("experts are not quantised at load: leave quantization at none")
         self.device = select_device(engine.device)
+        if self.config.latent is not None and self.device.type != "cpu":
+            raise ModelConfigError("latent attention (DeepSeek) is built for CPUs only; use --device cpu")
         model_len = _max_model_len(engine.max_model_len, self.config)
         self.config = self.config.for_length(model_len)
         self.claims = MemoryClaims(engine.cluster)

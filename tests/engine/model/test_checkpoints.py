@@ -11,13 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.batches import HandSequence, make_batch
-from support.models import make_checkpoint
+from support.models import LATENT, make_checkpoint
 
 from splitserve.engine import device
 from splitserve.engine.errors import ModelConfigError, OutOfMemoryError, WeightsError
 from splitserve.engine.model.config import ModelConfig
 from splitserve.engine.model.model_folder import model_fingerprint
 from splitserve.engine.model.weights import Checkpoint
+from splitserve.engine.step import model_runner
 from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
 
 
@@ -71,6 +72,9 @@ def test_float16_weights_are_converted(tmp_path: Path) -> None:
     assert next_token(tmp_path / "half") == next_token(tmp_path / "full")
 
 
+DEEPSEEK = {"architectures": ["DeepseekV2ForCausalLM"], "q_lora_rank": None, **LATENT}
+
+
 @pytest.mark.parametrize(
     ("changes", "reported"),
     [
@@ -88,6 +92,7 @@ def test_float16_weights_are_converted(tmp_path: Path) -> None:
         ),
         ({"num_key_value_heads": 3}, "cannot share 3 key-value heads"),
         ({"head_dim": 12}, "multiple of 8"),
+        (DEEPSEEK, "the mixtures of experts of DeepseekV2ForCausalLM are not built"),
         ({"architectures": ["CohereForCausalLM"], "use_qk_norm": True}, "use_qk_norm is not supported"),
         ({"hidden_size": None}, "'hidden_size' must be a positive whole number"),
     ],
@@ -216,3 +221,10 @@ def test_a_start_says_how_long_each_phase_took(folder: Path) -> None:
         r"\d+\.\d s: fingerprint \d+\.\d, weights \d+\.\d, KV cache \d+\.\d, warm-up \d+\.\d",
         str(runner.phases),
     )
+
+
+def test_latent_attention_is_refused_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path, "deepseek2")
+    monkeypatch.setattr(model_runner, "select_device", lambda name: torch.device("cuda"))
+    with pytest.raises(ModelConfigError, match="use --device cpu"):
+        ModelRunner(EngineConfig(tmp_path, device="cuda"))
