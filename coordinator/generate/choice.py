@@ -191,7 +191,7 @@ class Choice:
             self._show(text, last=True),
             reason,
             more=self._more(),
-            of_prompt=self._of_prompt and self._of_prompt.result(),
+            of_prompt=None if self._of_prompt is None else self._of_prompt.result(),
         )
 
     def _push_checked(self, token_id: int, logprobs: TokenLogprobs | None) -> None:

@@ -108,7 +108,7 @@ class ParsedChoice(Choice):
             self._reason(reason),
             reasoning=thoughts or None,
             more=self._more(),
-            of_prompt=self._of_prompt and self._of_prompt.result(),
+            of_prompt=None if self._of_prompt is None else self._of_prompt.result(),
         )
         if not self._reading.as_function_call:
             result.tool_calls = [
