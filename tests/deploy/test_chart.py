@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import yaml
 from support.kubernetes import CHART, HELM, MINIMAL, ChartError, helm, manifests, pod_specs
 
 from splitserve.cli.settings import ServerSettings
+from splitserve.coordinator.metrics.system_collector import SystemCollector
+from splitserve.coordinator.metrics.system_snapshot import SystemSnapshot
 from splitserve.worker.settings import DecodeSettings, FlexibleSettings, PrefillSettings
 
 validate = pytest.importorskip("kubernetes_validate")
@@ -124,6 +128,20 @@ def _check_pod(spec: dict[str, Any]) -> None:
             assert {name, name.removeprefix("no_")} & SETTINGS[role].model_fields.keys(), flag
 
 
+def test_the_init_container_fetches_as_a_worker_would(tmp_path: Path) -> None:
+    spec = pod_specs(manifests(EVERYTHING, tmp_path))["demo-decode"]
+    [fetch] = spec["initContainers"]
+    python, option, program, *arguments = fetch["command"]
+    assert (python, option, arguments) == ("python", "-c", ["Qwen/Qwen3-0.6B", "main", "weights"])
+    done = subprocess.run(
+        [sys.executable, option, program, str(tmp_path), "", "weights"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.stdout, done.returncode) == (f"{tmp_path}\n", 0), "a folder stays where it is"
+
+
 def test_it_passes_helms_lint(tmp_path: Path) -> None:
     assert "0 chart(s) failed" in helm("lint", EVERYTHING, tmp_path, "--strict")
 
@@ -153,6 +171,26 @@ def test_policies_open_the_ports_that_are_listened_on(tmp_path: Path) -> None:
         for port in rule["ports"]
     }
     assert opened == set(ports.values()) - {ports["health"]}, "probes come from the node"
+
+
+def test_autoscaling_follows_a_figure_that_exists(tmp_path: Path) -> None:
+    steering = {"wanted_workers": {"decode": 3}, "load": None, "counts": {}}
+    collector = SystemCollector(lambda: SystemSnapshot(steering=steering))
+    samples = [sample for family in collector.collect() for sample in family.samples]
+    [wanted] = [sample for sample in samples if sample.name == "splitserve_steering_wanted_workers"]
+    assert (wanted.labels, wanted.value) == ({"role": "decode"}, 3)
+    by_name = {
+        (found["kind"], found["metadata"]["name"]): found.get("spec")
+        for kind in ("keda", "hpa")
+        for found in manifests({**EVERYTHING, "autoscaling": {"type": kind}}, tmp_path)
+    }
+    [trigger] = by_name["ScaledObject", "demo-decode"]["triggers"]
+    assert trigger["metadata"]["query"].startswith(f'max({wanted.name}{{role="decode",')
+    [metric] = by_name["HorizontalPodAutoscaler", "demo-decode"]["metrics"]
+    assert metric["external"]["metric"]["name"] == wanted.name
+    assert "replicas" not in by_name["StatefulSet", "demo-decode"], (
+        "an upgrade would undo the autoscaler's work"
+    )
 
 
 def test_alerts_and_dashboard_are_those_of_every_installation(tmp_path: Path) -> None:

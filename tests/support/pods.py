@@ -94,7 +94,7 @@ class Pod:
             return False
 
     def wait_ready(self) -> None:
-        """As a kubelet: the start-up probe first, then readiness."""
+        """Wait for the start-up probe, then for readiness, like a kubelet."""
         for probe in ("startupProbe", "readinessProbe"):
             wait_for(
                 f"{probe} of {self.name}",
