@@ -128,9 +128,7 @@ class ModelRunner:
             self.fingerprint += "-long"  # other keys than with --max-model-len up to the original length
         self.phases.done("fingerprint")
         if engine.quantization != "none":
-            self.fingerprint += (
-                f"-{engine.quantization}"  # they share their cache with no others
-            )
+            self.fingerprint += f"-{engine.quantization}"  # they share their cache with no others
         packed = PackedWeights(
             kept_files(engine.model_path, self.fingerprint, engine.dtype, engine.exact)
             if self.device.type == "cpu"

@@ -41,7 +41,10 @@ SAMPLED = SamplingParams(
 )
 
 
-@pytest.fixture(scope="module", params=["qwen3", "mistral", "gemma2", "gemma3", "cohere2", "deepseek2", "qwen2_moe"])
+FAMILIES = ["qwen3", "mistral", "gemma2", "gemma3", "cohere2", "deepseek2", "qwen2_moe"]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Norms of heads and tied embeddings; a sliding window and heads of 24; gelu and norms on both
     sides of a layer's parts; experts."""
