@@ -20,6 +20,7 @@ from .gpu.elementwise import embedding, gate_mul
 from .gpu.exact_linear import ExactLinear
 from .gpu.fp8_linear import MULTIPLE, Fp8Linear
 from .gpu.gumbel_argmax import gumbel_argmax
+from .gpu.mixture import GpuMixture
 from .gpu.norm import add_rms_norm, rms_norm
 from .gpu.prefill_attention import PrefillPlan, exact_tile, plan_prefill, prefill_attention, prefill_tile
 from .gpu.provided_attention import ProvidedAttention
@@ -27,7 +28,7 @@ from .gpu.rope_store import rope_and_store
 from .interface import AttentionInputs, LayerParts, Linear, MixtureWeights, RopeInputs, joined
 from .mixture_shape import Activation
 from .quantised import Weight, parts_of
-from .reference import TorchLinear, TorchMixture
+from .reference import TorchLinear
 
 Plans = tuple[DecodePlan | None, PrefillPlan | None]
 
@@ -61,8 +62,14 @@ class CudaKernels:
             return Fp8Linear(parts, bias)
         return ExactLinear(joined(parts), bias) if self._exact else TorchLinear(joined(parts), bias)
 
-    def mixture(self, weights: MixtureWeights) -> TorchMixture:
-        return TorchMixture(weights)
+    def mixture(self, weights: MixtureWeights) -> GpuMixture:
+        """Experts stay in their own type where the other linears are made float8."""
+        shared = None
+        if weights.shape.shared_size:
+            expert = weights.expert(weights.shape.num_experts)
+            shared = self.linear(expert.gate_up, None), self.linear(expert.down, None)
+        router = ExactLinear if self._exact else TorchLinear
+        return GpuMixture(weights, router(weights.router, weights.router_bias), shared)
 
     def head(self, weight: Weight) -> Linear:
         assert isinstance(weight, Tensor), "quantised weights have kernels on CPUs only"
@@ -84,7 +91,8 @@ class CudaKernels:
         return rope_and_store(qkv, pool, layer, rope)
 
     def paged_attention(self, q: Tensor, pool: Tensor, layer: int, inputs: AttentionInputs) -> Tensor:
-        provided = None if inputs.softcap else self._provided  # theirs is not asked for it
+        plain = not inputs.softcap and inputs.sinks is None
+        provided = self._provided if plain else None  # theirs is not asked for these
         if provided is not None and provided.serves(q, pool, inputs):
             return provided(q, pool, layer, inputs)
         num_tokens, num_heads, head_dim = q.shape

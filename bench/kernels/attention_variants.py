@@ -40,9 +40,10 @@ class Attention:
     group: int = 4
     block_size: int = 64
     softcap: float = 0.0
+    sinks: bool = False
 
     def __str__(self) -> str:
-        options = [name for name in ("window", "exact", "softcap") if getattr(self, name)]
+        options = [name for name in ("window", "exact", "softcap", "sinks") if getattr(self, name)]
         odd = [
             f"{name} {value}"
             for name, value, usual in (("group", self.group, 4), ("block", self.block_size, 64))
@@ -101,5 +102,6 @@ def every() -> Iterator[Attention]:
 
 
 SOFTCAPPED = [Attention(family, 256, window=True, softcap=50.0) for family in FAMILIES]
-VARIANTS = {str(variant): variant for variant in (*covering(), *SOFTCAPPED, *every())}
+SINKED = [Attention(family, 64, window=True, sinks=True) for family in FAMILIES]
+VARIANTS = {str(variant): variant for variant in (*covering(), *SOFTCAPPED, *SINKED, *every())}
 """By name; the covering ones first."""

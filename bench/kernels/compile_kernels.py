@@ -18,9 +18,10 @@ from ...kernels.gpu.block_copy import pack_blocks
 from ...kernels.gpu.decode_attention import decode_attention
 from ...kernels.gpu.decode_plan import plan_decode
 from ...kernels.gpu.elementwise import embedding, gate_mul
-from ...kernels.gpu.exact_linear import ExactLinear
+from ...kernels.gpu.exact_linear import ExactLinear, product_tile
 from ...kernels.gpu.fp8_linear import quantize_rows
 from ...kernels.gpu.gumbel_argmax import gumbel_argmax
+from ...kernels.gpu.mixture import ExpertTiles, grouped_product, route, weighted_sum
 from ...kernels.gpu.norm import add_rms_norm
 from ...kernels.gpu.prefill_attention import plan_prefill, prefill_attention
 from ...kernels.gpu.rope_store import rope_and_store
@@ -28,6 +29,7 @@ from ...kernels.gpu.sampling import SamplingRows, sample
 from ...kernels.gpu.step_inputs import advance
 from ...kernels.gpu.token_masks import forbid
 from ...kernels.interface import AttentionInputs, RopeInputs
+from ...kernels.mixture_shape import MixtureShape
 from . import sm90
 from .attention_variants import VARIANTS, Attention
 
@@ -48,7 +50,8 @@ def attention(variant: Attention) -> None:
         empty(*shape, dtype=torch.int32) for shape in ((NUM_SEQS + 1,), (NUM_SEQS,), (NUM_SEQS, MAX_BLOCKS))
     )
     window = 1000 if variant.window else None
-    inputs = AttentionInputs(starts, lens, tables, 0.1, window, variant.softcap, scales)
+    sinks = empty(num_heads, dtype=torch.float32) if variant.sinks else None
+    inputs = AttentionInputs(starts, lens, tables, 0.1, window, variant.softcap, scales, sinks=sinks)
     num_tokens = NUM_SEQS if variant.family == "decode" else 1024
     q = empty(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=variant.dtype)[:, :num_heads]
     out = empty(num_tokens, num_heads * head_dim, dtype=variant.dtype)
@@ -90,6 +93,20 @@ def exact_linear(
     ExactLinear(weight, empty(6144, dtype=dtype) if bias else None)(
         empty(num_tokens, in_features, dtype=dtype)
     )
+
+
+def mixture(num_tokens: int, dtype: torch.dtype = BFLOAT16) -> None:
+    """Its routes, both products and its sum; as in Qwen3-30B-A3B."""
+    shape = MixtureShape(128, 8, 2048, 768, normalized=True, activation="silu")
+    logits, x = empty(num_tokens, 128, dtype=dtype), empty(num_tokens, 2048, dtype=dtype)
+    experts, weights = route(logits, shape)
+    tile = product_tile(experts.numel())
+    ints = empty(129, dtype=torch.int32)
+    tiles = ExpertTiles(empty(8 * num_tokens, dtype=torch.int64), ints, ints[1:].clone())
+    gate_up = grouped_product(x, empty(128, 1536, 2048, dtype=dtype), None, tiles, tile, 8, sorted_rows=False)
+    down = empty(128, 2048, 768, dtype=dtype)
+    parts = grouped_product(gate_up[:, :768].clone(), down, None, tiles, tile, 8, sorted_rows=True)
+    weighted_sum(parts, weights, None, logits)
 
 
 def sampling(n: int = 8, vocab_size: int = 151936) -> None:
@@ -151,6 +168,9 @@ OTHERS: dict[str, Callable[[], object]] = {
     "exact linear 512 rows float16": lambda: exact_linear(512, dtype=FLOAT16, bias=True),
     "exact linear 4096 rows": lambda: exact_linear(4096, bias=True),
     "exact linear 4096 of 1000": lambda: exact_linear(4096, 1000),
+    "experts, 1 row": lambda: mixture(1),
+    "experts, 64 rows": lambda: mixture(64),
+    "experts, 1024 rows float16": lambda: mixture(1024, FLOAT16),
     "quantize rows": lambda: quantize_rows(empty(64, 14336)),
     "quantize rows float16": lambda: quantize_rows(empty(64, 4096, dtype=FLOAT16)),
     "pack": lambda: pack_blocks(*block_bytes(), empty(2, 1 << 19, dtype=torch.uint8), 4096),

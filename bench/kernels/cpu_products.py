@@ -1,8 +1,9 @@
 """Matrix products and attention of one thread, by each instruction set of the C++ kernels and by oneDNN.
 
-    python -m splitserve.bench.kernels.cpu_products [--models 125m,500m] [--attention] [--json FILE]
+    python -m splitserve.bench.kernels.cpu_products [--models 125m,500m] [--attention | --mixtures] [--json F]
 
-All linear layers of a model in bfloat16, by number of rows, and its attention. The floor is the machine's:
+All linear layers of a model in bfloat16, by number of rows, and its attention; or layers of experts, whose
+bytes are those of the experts that the rows choose. The floor is the machine's:
 reading weights (or keys and values) once at the rate of a plain sum over huge pages, or the multiply-adds at
 the rate of torch's large square product, whichever takes longer. The kernels take turns; times are this
 thread's processor time, the best of ROUNDS.
@@ -24,11 +25,14 @@ from ...engine.model.config import ModelConfig, parse_config
 from ...kernels import _cpu
 from ...kernels.huge_pages import huge_page_bytes
 from ...kernels.interface import AttentionInputs, Linear
+from ...kernels.mixture_shape import MixtureShape
 from ...kernels.native_cpu import NativeCpuKernels, OneDnnLinear
+from ...kernels.reference import routes
 from ...kernels.select import cpu_multiplies_bfloat16
 from ..environment import environment
 from ..models import SHAPES
 from .engine import multiply_rate, read_rate
+from .kernel_inputs import mixture_weights
 
 ROWS = (1, 4, 8, 16, 32, 128, 512)
 ROUNDS = 4
@@ -36,6 +40,8 @@ DECODED = ((batch, context, 1) for batch in (1, 8, 32) for context in (128, 1024
 ATTENTION = (*DECODED, (1, 512, 512), (1, 2048, 2048))  # sequences, context, queries of each
 BLOCK_SIZE = 16
 ONEDNN = "onednn"
+MIXTURE = MixtureShape(16, 4, 2048, 1536, normalized=True, activation="silu")
+MIXTURE_LAYERS, MIXTURE_STEPS = 4, 6
 LLAMA = {"architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
 
 
@@ -97,6 +103,32 @@ def attention(model: str, c: ModelConfig, names: list[str]) -> Iterator[Case]:
         yield Case(what, num_bytes, flops, {name: run for name in names if name != ONEDNN})
 
 
+def mixtures(names: list[str]) -> Iterator[Case]:
+    """Each run takes other rows, which choose other experts: no weights stay in the caches."""
+    panel = _cpu.use_instruction_set(names[0])
+    alike = [name for name in names if name != ONEDNN and _cpu.use_instruction_set(name) == panel]
+    kernels, s = NativeCpuKernels(1, names[0]), MIXTURE
+    weights = [mixture_weights(s, torch.bfloat16) for _ in range(MIXTURE_LAYERS)]
+    layers = [kernels.mixture(layer) for layer in weights]
+    expert = 3 * s.hidden_size * s.intermediate_size
+    for rows in (1, 4, 32):
+        x = torch.randn(MIXTURE_STEPS, rows, s.hidden_size).bfloat16()
+        hit = sum(
+            len(set(routes(step @ layer.router.T, s)[0].flatten().tolist()))
+            for step in x
+            for layer in weights
+        )
+
+        def run(x: torch.Tensor = x) -> None:
+            for step in x:
+                for layer in layers:
+                    layer(step)
+
+        what = f"{s.num_chosen} of {s.num_experts} experts of {2 * expert / 1e6:.0f} MB, {rows} rows"
+        flops = 2.0 * MIXTURE_STEPS * rows * MIXTURE_LAYERS * s.num_chosen * expert
+        yield Case(what, 2 * hit * expert, flops, dict.fromkeys(alike, run))
+
+
 def measure(case: Case, rate: float, peak: float) -> Iterator[dict[str, str | float]]:
     best = dict.fromkeys(case.runs, float("inf"))
     for name, run in list(case.runs.items()) * ROUNDS:
@@ -122,6 +154,7 @@ def main() -> None:
     )
     parser.add_argument("--models", default="125m,500m", help="of bench/models.py, separated by commas")
     parser.add_argument("--attention", action="store_true", help="without the linear layers")
+    parser.add_argument("--mixtures", action="store_true", help="mixtures of experts, instead of models")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -131,7 +164,9 @@ def main() -> None:
         rate, peak = read_rate(), multiply_rate(torch.bfloat16)
         print(f"reads {rate / 1e9:.1f} GB/s, multiplies {peak / 1e9:.0f} GFLOP/s, one thread")
         rows = []
-        for model in options.models.split(","):
+        if options.mixtures:
+            rows += [row for case in mixtures(names) for row in measure(case, rate, peak)]
+        for model in () if options.mixtures else options.models.split(","):
             c = parse_config({**LLAMA, **SHAPES[model]}, {})
             for cases in (attention,) if options.attention else (products, attention):
                 rows += [row for case in cases(model, c, names) for row in measure(case, rate, peak)]

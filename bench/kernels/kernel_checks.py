@@ -14,6 +14,7 @@ from torch import Tensor
 from ...engine.step.batch import SamplingState
 from ...engine.step.device_sampler import DeviceSampler
 from ...engine.step.sampler import SampledRows, Sampler
+from ...kernels.cuda import CudaKernels
 from ...kernels.gpu.attention_tiles import TileShape
 from ...kernels.gpu.block_checksum import block_checksums
 from ...kernels.gpu.block_copy import pack_blocks, unpack_blocks
@@ -28,10 +29,19 @@ from ...kernels.gpu.prefill_attention import exact_tile, plan_prefill, prefill_a
 from ...kernels.gpu.rope_store import rope_and_store
 from ...kernels.gumbel_noise import noise_key
 from ...kernels.interface import RopeInputs
+from ...kernels.mixture_shape import MixtureShape
 from ...kernels.reference import TorchKernels
 from ...transport.messages.messages import SamplingParams
 from .attention_variants import Attention, covering
-from .kernel_inputs import LAYER, AttentionCase, attention_case, randn, relative_error
+from .kernel_inputs import (
+    LAYER,
+    AttentionCase,
+    attention_case,
+    mixture_weights,
+    quarters,
+    randn,
+    relative_error,
+)
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 ALLOWED = {FLOAT32: 2e-6, BFLOAT16: 5e-3, FLOAT16: 6e-4}
@@ -100,6 +110,7 @@ def checks(big: bool) -> Iterator[Check]:
         "window": {"window": 200},
         "softcap": {"softcap": 0.7, "window": 200},
         "fp8": {"fp8": True},
+        "sinks": {"sinks": True},
         "blocks of 16": {"block_size": 16},
         **{f"head dim {head_dim}": {"head_dim": head_dim} for head_dim in (96, 128, 256)},
         **{
@@ -112,7 +123,7 @@ def checks(big: bool) -> Iterator[Check]:
         dtype = options["dtype"]
         assert isinstance(dtype, torch.dtype)
         yield Check(f"decode attention, {name}", ALLOWED[dtype], partial(_decode_error, lengths, options))
-        if big or name in ("bfloat16", "softcap", "window", "fp8"):
+        if big or name in ("bfloat16", "softcap", "sinks", "window", "fp8"):
             yield Check(
                 f"prefill attention, {name}", ALLOWED[dtype], partial(_prefill_error, chunks, options)
             )
@@ -140,6 +151,8 @@ def checks(big: bool) -> Iterator[Check]:
     yield Check("embedding", 0, _embedding)
     yield Check("exact linear", ALLOWED[BFLOAT16], partial(_exact_linear, big))
     yield Check("exact linear: bits of a row in any batch", 0, partial(_exact_rows, big))
+    for dtype in (FLOAT16, BFLOAT16, FLOAT32) if big else (FLOAT16, FLOAT32):
+        yield Check(f"experts, {dtype}", 4 * ALLOWED[dtype], partial(_mixture, big, dtype))
     if big:
         yield Check("float8 linear, a scale a channel", 0.06, partial(_fp8_linear, True))
     yield Check("float8 linear, one scale", 0.06, partial(_fp8_linear, False))
@@ -307,6 +320,14 @@ def _exact_rows(big: bool, device: str) -> float:
     together = linear(x)
     parts = (slice(0, 1), slice(5, 69), slice(60, 125), slice(64, rows - 1))
     return float(not all(torch.equal(linear(x[part]), together[part]) for part in parts))
+
+
+def _mixture(big: bool, dtype: torch.dtype, device: str) -> float:
+    experts, sizes, rows = ((128, 8), (2048, 768), 300) if big else ((5, 2), (72, 40), 9)
+    shape = MixtureShape(*experts, *sizes, normalized=True, activation="silu", shared_size=40)
+    weights = mixture_weights(shape, dtype, device=device)
+    x = quarters(rows, sizes[0], dtype=dtype).to(device)
+    return relative_error(CudaKernels(1).mixture(weights)(x), REFERENCE.mixture(weights)(x))
 
 
 def _fp8_linear(per_channel: bool, device: str) -> float:

@@ -51,6 +51,7 @@ def attention_case(
     dtype: torch.dtype = torch.bfloat16,
     window: int | None = None,
     softcap: float = 0.0,
+    sinks: bool = False,
     fp8: bool = False,
     device: str = "cpu",
     seed: int = 0,
@@ -97,6 +98,7 @@ def attention_case(
         sliding_window=window,
         softcap=softcap,
         kv_scales=None if scales is None else scales.to(device),
+        sinks=randn(group * num_kv_heads, device=device, seed=seed + 9) * 3 if sinks else None,
     )
     exact = exact_attention(q, pool, starts, lens, tables, inputs, scales)
     return AttentionCase(wide.to(device)[: len(q), : group * num_kv_heads], pool.to(device), inputs, exact)
@@ -131,7 +133,11 @@ def exact_attention(
         distance = torch.arange(length - (last - first), length)[:, None] - torch.arange(length)
         window = length if inputs.sliding_window is None else inputs.sliding_window
         scores = scores.masked_fill((distance < 0) | (distance >= window), -torch.inf)
-        out[first:last] = torch.einsum("hqk,hkd->qhd", scores.softmax(-1), values)
+        if inputs.sinks is not None:
+            sinks = inputs.sinks.double().cpu()[:, None, None].expand(-1, last - first, 1)
+            scores = torch.cat((scores, sinks), dim=-1)
+        weights = scores.softmax(-1)[..., :length]
+        out[first:last] = torch.einsum("hqk,hkd->qhd", weights, values)
     return out.flatten(1)
 
 

@@ -230,6 +230,8 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         if c.mixture is not None and c.mixture.layers[index]:
             own = without_mlp
             expected |= c.mixture.expected_tensors(layer)
+        if t.sinks:
+            expected[f"{layer}.{t.sinks}"] = (c.num_heads,)
         expected |= {f"{layer}.{name}.weight": (size,) for name, size in norms}
         expected |= {f"{layer}.{name}.weight": (rows, columns) for name, rows, columns, _ in own}
         expected |= {f"{layer}.{name}.bias": (rows,) for name, rows, _, bias in own if bias}

@@ -97,6 +97,7 @@ class DecoderLayer:
         self._qk_norm, self._qk_eps = config.qk_norm, config.rms_norm_eps
         self._parallel = config.parallel
         self._sliding_window = config.sliding_windows[index]
+        self._sinks = load.sinks(f"{name}.{t.sinks}") if t.sinks else None
         self._input_norm, self._post_norm = norm(t.input_norm), norm(t.post_norm)
         self._attention_out_norm, self._mlp_out_norm = norm(t.attention_out_norm), norm(t.mlp_out_norm)
         self._qkv: Linear
@@ -122,7 +123,7 @@ class DecoderLayer:
         return LayerParts(
             self._input_norm, self._qkv, self._q_norm, self._k_norm, self._qk_norm == "all", self._cos_sin,
             self._o, self._attention_out_norm, self._post_norm, self._mlp, self._mlp_out_norm,
-            self._sliding_window,
+            self._sliding_window, self._sinks,
         )  # fmt: skip
 
     def project(self, hidden: Tensor | None, residual: Tensor, pool: Tensor, rope: RopeInputs) -> Tensor:
@@ -144,8 +145,8 @@ class DecoderLayer:
         """The rest of the layer for the queries at hand, whose residual rows these are; returns its output,
         not yet added to them."""
         k = self._kernels
-        if self._sliding_window is not None:
-            attention = replace(attention, sliding_window=self._sliding_window)
+        if self._sliding_window is not None or self._sinks is not None:
+            attention = replace(attention, sliding_window=self._sliding_window, sinks=self._sinks)
         hidden = self._o(k.paged_attention(q, pool, self._index, attention))
         if self._parallel:
             return hidden.add_(self._mixed(self._add_norm(None, residual, self._input_norm)))

@@ -45,6 +45,7 @@ class TensorNames:
     down: str = "mlp.down_proj"
     norm: str = "model.norm"
     head: str = "lm_head"
+    sinks: str = ""  # the whole name; see ``AttentionInputs``
     kv_scales: tuple[str, str] = ("self_attn.k_scale", "self_attn.v_scale")  # of a float8 KV cache
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)  # endings, or beginnings that end with a dot
 
@@ -262,6 +263,14 @@ FAMILIES = {
             attention_out_norm="post_self_attn_layernorm", mlp_out_norm="post_mlp_layernorm",
             gate="mlp.gate_up_proj", up="",
         ),
+    ),
+    "GptOssForCausalLM": Family(
+        o_bias="attention_bias", windows=windows_by_pattern, tensors=TensorNames(sinks="self_attn.sinks"),
+        mixture=MixtureNames("mlp.router", "mlp.experts.gate_up_proj", "", "mlp.experts.down_proj"),
+        defaults={
+            "attention_bias": True, "head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2,
+            "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
+        },
     ),
     "GraniteForCausalLM": Family(o_bias="attention_bias", mlp_bias="mlp_bias", scales=granite_scales),
     "LlamaForCausalLM": Family(o_bias="attention_bias", mlp_bias="mlp_bias"),

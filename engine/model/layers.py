@@ -78,18 +78,40 @@ class LayerLoader:
         """The experts of the layer of this name."""
         shape, names = config.shape, config.names
 
-        def weight(of: str) -> Tensor:
-            return self._tensor(f"{layer}.{of}.weight")
+        def tensor(of: str) -> Tensor:
+            return self._tensor(f"{layer}.{of}")
 
         def expert(i: int) -> ExpertWeights:
             parts = [of.format(i) for of in (names.gate, names.up, names.down)]
-            gate, up, down = map(weight, parts if i < shape.num_experts else names.shared)
+            gate, up, down = (
+                tensor(f"{of}.weight") for of in (parts if i < shape.num_experts else names.shared)
+            )
             return ExpertWeights([gate, up], down)
 
-        router = weight(names.router)
+        def part(i: int) -> ExpertWeights:
+            """Of tensors that hold all experts; gate and up by turns, inputs before outputs."""
+            gate_up, down = (
+                self.checkpoint.tensor(f"{layer}.{of}")[i].to(self.device, self.dtype).t()
+                for of in (names.gate, names.down)
+            )
+            return ExpertWeights([gate_up[::2], gate_up[1::2]], down)
+
+        router = tensor(f"{names.router}.weight")
         if shape.shared_size:
-            router = torch.cat((router, weight(names.shared_gate)))
-        return self.kernels.mixture(MixtureWeights(shape, router, expert))
+            router = torch.cat((router, tensor(f"{names.shared_gate}.weight")))
+        if names.up:
+            return self.kernels.mixture(MixtureWeights(shape, router, expert))
+        by_turns = tensor(f"{names.gate}_bias")
+        biases = (
+            tensor(f"{names.router}.bias"),
+            torch.cat((by_turns[:, ::2], by_turns[:, 1::2]), dim=1),
+            tensor(f"{names.down}_bias"),
+        )
+        return self.kernels.mixture(MixtureWeights(shape, router, part, *biases))
+
+    def sinks(self, name: str) -> Tensor:
+        """float32 [num_heads]."""
+        return self.checkpoint.tensor(name).to(self.device, torch.float32)
 
     def weight(self, name: str) -> Tensor:
         return self._tensor(f"{name}.weight")

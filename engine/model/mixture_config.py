@@ -82,12 +82,22 @@ def mixture_config(
             hidden_size=positive_int(config, "hidden_size"),
             intermediate_size=positive_int(config, size),
             normalized=bool(config.get("norm_topk_prob", True)),
-            activation=activation,
+            activation=_clamped(config) if "swiglu_limit" in config else activation,
             shared_size=positive_int(config, "shared_expert_intermediate_size") if names.shared_gate else 0,
         ),
         tuple((i + 1) % step == 0 and i not in dense for i in range(num_layers)),
         names,
     )
+
+
+def _clamped(config: dict[str, Any]) -> Activation:
+    found = config.get("swiglu_alpha"), config["swiglu_limit"]
+    if found != (1.702, 7.0):
+        raise ModelConfigError(
+            f"config.json: swiglu_alpha {found[0]!r:.100} and swiglu_limit {found[1]!r:.100} are not "
+            "supported; they must be 1.702 and 7.0"
+        )
+    return "clamped_silu"
 
 
 def _mlp(names: list[str] | tuple[str, ...], size: int, hidden: int) -> dict[str, tuple[int, ...]]:

@@ -82,8 +82,10 @@ def _yarn(rope: RopeConfig, head_dim: int, wavelength_units: Tensor) -> Tensor:
         length = rope.original_max_position_embeddings
         return head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low = max(math.floor(dimension_with_turns(rope.beta_fast)), 0)
-    high = min(math.ceil(dimension_with_turns(rope.beta_slow)), head_dim - 1)
+    low, high = dimension_with_turns(rope.beta_fast), dimension_with_turns(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
     ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
     interpolated = ramp.clamp(0.0, 1.0)
     return interpolated / (rope.factor * wavelength_units) + (1 - interpolated) / wavelength_units

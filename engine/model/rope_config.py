@@ -33,6 +33,7 @@ class RopeConfig:
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn: the bounds of what is interpolated are whole numbers
     attention_factor: float = 1.0  # yarn, longrope: multiplies cosines and sines
     short_factors: tuple[float, ...] = ()  # longrope, by pair: for lengths up to the original one
     long_factors: tuple[float, ...] = ()
@@ -117,6 +118,7 @@ def _rope_config(config: dict[str, Any], head_dim: int, interleaved: bool) -> Ro
         high_freq_factor=float(parameters.get("high_freq_factor", 4.0)),
         beta_fast=float(parameters.get("beta_fast") or 32.0),
         beta_slow=float(parameters.get("beta_slow") or 1.0),
+        truncate=bool(parameters.get("truncate", True)),
         attention_factor=_yarn_attention_factor(parameters, factor) if kind == "yarn" else 1.0,
     )
 
@@ -180,8 +182,6 @@ def _yarn_attention_factor(parameters: dict[str, Any], factor: float) -> float:
     given = parameters.get("attention_factor")
     if given is not None:
         return float(given)
-    if not parameters.get("truncate", True):
-        raise ModelConfigError("config.json: yarn with truncate=false is not supported")
     turned, all_scores = parameters.get("mscale"), parameters.get("mscale_all_dim")
     if turned and all_scores:
         return yarn_factor(factor, float(turned)) / yarn_factor(factor, float(all_scores))

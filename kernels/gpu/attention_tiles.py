@@ -150,6 +150,14 @@ def fold(m, norm, acc, later_m, later_norm, later_acc):
 
 
 @triton.jit
+def add_sinks(m, norm, sinks, heads, real):
+    """The rows' sums with their heads' sinks, which have no value. A row that saw no key stays without."""
+    score = tl.load(sinks + heads, mask=real, other=float("-inf")) * LOG2_E
+    empty = norm == 0.0
+    return norm + tl.where(empty, 0.0, tl.exp2(score - tl.where(empty, 0.0, m)))
+
+
+@triton.jit
 def normalize(norm, acc):
     """Output rows; zero where a row saw no key."""
     return acc / tl.where(norm == 0.0, 1.0, norm)[:, None]

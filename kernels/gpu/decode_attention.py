@@ -27,6 +27,7 @@ from ..interface import AttentionInputs
 from .attention_tiles import (
     LOG2_E,
     TileShape,
+    add_sinks,
     attend,
     fold,
     for_float8,
@@ -95,7 +96,8 @@ def decode_attention(
     _decode_kernel[(num_programs,)](
         q, kv, inputs.query_start_loc, inputs.seq_lens, inputs.block_tables, plan.items, plan.num_items,
         plan.arrived, plan.states,
-        plan.sums, out, kv_scales, inputs.scale, len(inputs.seq_lens), num_rows, window_of(inputs),
+        plan.sums, out, kv_scales, inputs.sinks, inputs.scale, len(inputs.seq_lens), num_rows,
+        window_of(inputs),
         q.stride(0),
         inputs.block_tables.stride(0),
         kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3),
@@ -104,7 +106,8 @@ def decode_attention(
         BLOCK_SIZE=kv.shape[3], KEYS=tile.keys, SPLIT=SPLIT, STAGES=tile.stages,
         WINDOW=inputs.sliding_window is not None,
         SOFTCAP=inputs.softcap,
-        SCALED=kv_scales is not None, GROUP_SPLITS=ONE_GROUP if one_group else GROUP_SPLITS,
+        SCALED=kv_scales is not None, SINKS=inputs.sinks is not None,
+        GROUP_SPLITS=ONE_GROUP if one_group else GROUP_SPLITS,
         FOLD_ROWS=triton.next_power_of_2(group),
         AT_ONCE=FOLDS_AT_ONCE, num_warps=tile.warps, 
         maxnreg=registers,
@@ -113,14 +116,15 @@ def decode_attention(
 
 @triton.jit(do_not_specialize=["num_seqs", "num_rows", "window", "stride_table"])
 def _decode_kernel(
-    q, kv, query_start_loc, seq_lens, tables, items, num_items, arrived, states, sums, out, kv_scales, scale,
+    q, kv, query_start_loc, seq_lens, tables, items, num_items, arrived, states, sums, out, kv_scales, sinks,
+    scale,
     num_seqs, num_rows, window,
     stride_q, stride_table, stride_block, stride_value, stride_head, stride_token,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    SCALED: tl.constexpr, GROUP_SPLITS: tl.constexpr, FOLD_ROWS: tl.constexpr,
+    SCALED: tl.constexpr, SINKS: tl.constexpr, GROUP_SPLITS: tl.constexpr, FOLD_ROWS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Program p takes the items p, p + num_programs, ... of every KV head; the heads of one split are
@@ -200,6 +204,8 @@ def _decode_kernel(
             token = tl.load(query_start_loc + b, volatile=True).to(tl.int64)
         destination = out + (token * NUM_KV_HEADS + head) * GROUP * HEAD_DIM
         if row < 0:
+            if SINKS:
+                norm = add_sinks(m, norm, sinks, head * GROUP + rows, rows < GROUP)
             values = (normalize(norm, acc) * value_scale).to(out.dtype.element_ty)
             tl.store(destination + rows[:, None] * HEAD_DIM + dims[None, :], values, mask=real)
         else:
@@ -244,6 +250,8 @@ def _decode_kernel(
                                 NUM_KV_HEADS, GROUP, HEAD_DIM, DIMS, FOLD_ROWS, AT_ONCE,
                             )  # fmt: skip
                 if is_last:
+                    if SINKS:
+                        whole_norm = add_sinks(whole_m, whole_norm, sinks, head * GROUP + few, few < GROUP)
                     values = (normalize(whole_norm, whole) * value_scale).to(out.dtype.element_ty)
                     tl.store(destination + within, values, mask=inside)
 

@@ -27,6 +27,7 @@ from ..interface import AttentionInputs
 from .attention_tiles import (
     LOG2_E,
     TileShape,
+    add_sinks,
     attend,
     fold,
     for_float8,
@@ -112,13 +113,14 @@ def prefill_attention(
     group, tile = num_heads // num_kv_heads, plan.tile
     _prefill_kernel[(len(plan.tiles) * num_kv_heads,)](
         q, kv, inputs.query_start_loc, inputs.seq_lens, inputs.block_tables, plan.tiles, plan.num_tiles, out,
-        kv_scales,
+        kv_scales, inputs.sinks,
         inputs.scale, window_of(inputs), q.stride(0), inputs.block_tables.stride(0),
         kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, ROWS=tile.rows, TOKENS=tile.rows // group, HEAD_DIM=head_dim,
         DIMS=max(16, triton.next_power_of_2(head_dim)), BLOCK_SIZE=kv.shape[3], KEYS=tile.keys,
         SPLIT=SPLIT if split_folds else 0, STAGES=tile.stages, WINDOW=inputs.sliding_window is not None,
-        SOFTCAP=inputs.softcap, SCALED=kv_scales is not None, num_warps=tile.warps,
+        SOFTCAP=inputs.softcap, SCALED=kv_scales is not None, SINKS=inputs.sinks is not None,
+        num_warps=tile.warps,
     )  # fmt: skip
 
 
@@ -161,13 +163,14 @@ def _plan_kernel(
 
 @triton.jit(do_not_specialize=["window", "stride_table"])
 def _prefill_kernel(
-    q, kv, query_start_loc, seq_lens, tables, tiles, num_tiles, out, kv_scales, scale, window,
+    q, kv, query_start_loc, seq_lens, tables, tiles, num_tiles, out, kv_scales, sinks, scale,
+    window,
     stride_q, stride_table, stride_block, stride_value, stride_head, stride_token,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SCALED: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SCALED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """One program a (tile, KV head)."""
     place = tl.program_id(0) // NUM_KV_HEADS
@@ -232,6 +235,8 @@ def _prefill_kernel(
     real_row = (query < chunk) & (rows < TOKENS * GROUP)
     feature = (head * GROUP + rows % GROUP)[:, None] * HEAD_DIM + dims[None, :]
     at = (chunk_start + query).to(tl.int64)[:, None] * (NUM_KV_HEADS * GROUP * HEAD_DIM) + feature
+    if SINKS:
+        norm = add_sinks(m, norm, sinks, head * GROUP + rows % GROUP, real_row)
     values = (normalize(norm, acc) * value_scale).to(out.dtype.element_ty)
     tl.store(out + at, values, mask=real_row[:, None] & (dims < HEAD_DIM)[None, :])
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from splitserve.bench.kernels.attention_variants import SOFTCAPPED, Attention, covering, every
+from splitserve.bench.kernels.attention_variants import SINKED, SOFTCAPPED, Attention, covering, every
 from splitserve.bench.kernels.compile_bounds import FEW_BYTES, faults_of
 from splitserve.bench.kernels.compile_kernels import OTHERS
 from splitserve.bench.kernels.sm90 import SHARED_MEMORY
@@ -28,7 +28,7 @@ LEFT_TO_GPU_CHECK = {
 }
 TESTED = [
     *USUAL,
-    *map(str, [*SOFTCAPPED, *covering()]),
+    *map(str, [*SOFTCAPPED, *SINKED, *covering()]),
     *(name for name in OTHERS if name not in LEFT_TO_GPU_CHECK),
 ]
 
@@ -51,7 +51,7 @@ def test_a_kernel_is_within_its_bounds(compiled: dict[str, Kernels], case: str) 
 
 
 def test_what_is_compiled_here_leaves_out_no_two_values_that_might_not_go_together() -> None:
-    names = [field.name for field in fields(Attention) if field.name != "softcap"]
+    names = [field.name for field in fields(Attention) if field.name not in ("softcap", "sinks")]
     for one, other in combinations(names, 2):
         values = [{getattr(variant, name) for variant in every()} for name in (one, other)]
         pairs = {(getattr(variant, one), getattr(variant, other)) for variant in covering()}

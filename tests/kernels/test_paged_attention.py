@@ -73,6 +73,7 @@ def prefill(case: AttentionCase, tile: TileShape = SMALL, split_folds: bool = Fa
     dtype=DTYPES,
     window=WINDOWS,
     softcap=SOFTCAPS,
+    sinks=st.booleans(),
     programs=st.integers(1, 5),
 )
 def test_decode(
@@ -83,12 +84,13 @@ def test_decode(
     dtype: torch.dtype,
     window: int | None,
     softcap: float,
+    sinks: bool,
     programs: int,
 ) -> None:
     case = attention_case(
         lengths, [1] * len(lengths), group=heads[0], num_kv_heads=heads[1], head_dim=head_dim,
         block_size=block_size, dtype=dtype, window=window,
-        softcap=softcap,
+        softcap=softcap, sinks=sinks,
     )  # fmt: skip
     assert relative_error(decode(case, programs=programs), case.exact) < ALLOWED[dtype]
 
@@ -160,6 +162,7 @@ def test_a_padding_row_is_zero() -> None:
     dtype=DTYPES,
     window=st.none() | st.integers(1, 70),
     softcap=SOFTCAPS,
+    sinks=st.booleans(),
     split_folds=st.booleans(),
 )
 def test_prefill(
@@ -170,13 +173,14 @@ def test_prefill(
     dtype: torch.dtype,
     window: int | None,
     softcap: float,
+    sinks: bool,
     split_folds: bool,
 ) -> None:
     """Chunks (cached tokens, new tokens) of several sequences in one batch."""
     case = attention_case(
         [cached + new for cached, new in chunks], [new for _, new in chunks], group=heads[0],
         num_kv_heads=heads[1], head_dim=head_dim, block_size=block_size, dtype=dtype, window=window,
-        softcap=softcap,
+        softcap=softcap, sinks=sinks,
     )  # fmt: skip
     assert relative_error(prefill(case, split_folds=split_folds), case.exact) < ALLOWED[dtype]
 

@@ -26,6 +26,8 @@ from transformers import (
     Gemma3TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -212,6 +214,26 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Callable[..., Any], dict[str, A
     "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, GEMMA_3),
     "gemma3_in_parts": (Gemma3ForConditionalGeneration, gemma3_in_parts, GEMMA_3),
     "glm4": (Glm4ForCausalLM, Glm4Config, {"head_dim": 16}),
+    "gpt_oss": (
+        GptOssForCausalLM,
+        GptOssConfig,
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 32,
+            "head_dim": 16,
+            "sliding_window": 24,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 128,
+            },
+        },
+    ),
     "granite": (
         GraniteForCausalLM,
         GraniteConfig,
@@ -299,6 +321,8 @@ def _make_decisive(model: PreTrainedModel, seed: int) -> None:
                 continue
             if name.endswith("norm.weight"):
                 tensor.copy_(1 + 0.2 * torch.randn(tensor.shape, generator=generator))
+            elif name.endswith("sinks"):
+                tensor.copy_(torch.randn(tensor.shape, generator=generator))
             elif name.endswith("bias"):
                 tensor.copy_(0.5 * torch.randn(tensor.shape, generator=generator))
             elif "embed_tokens" in name or "lm_head" in name:

@@ -41,13 +41,13 @@ SAMPLED = SamplingParams(
 )
 
 
-FAMILIES = ["qwen3", "mistral", "gemma2", "gemma3", "cohere2", "deepseek2", "qwen2_moe"]
+FAMILIES = ["qwen3", "mistral", "gemma2", "gemma3", "cohere2", "deepseek2", "qwen2_moe", "gpt_oss"]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Norms of heads and tied embeddings; a sliding window and heads of 24; gelu and norms on both
-    sides of a layer's parts; experts."""
+    sides of a layer's parts; experts; sinks."""
     path = tmp_path_factory.mktemp("checkpoint")
     make_checkpoint(path, request.param, vocab_size=VOCAB_SIZE + 3)  # rows of logits begin at odd addresses
     return path

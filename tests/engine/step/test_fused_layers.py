@@ -18,9 +18,10 @@ pytest.importorskip(
 BLOCK_SIZE = 8
 FUSED = [
     "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "granite", "olmo2", "phi4_mini", "smollm3", "qwen2_moe",
+    "gpt_oss",
 ]  # fmt: skip
 """Biases; norms of q and k; a sliding window; gelu and norms of outputs; scales; norms of all heads; part
-of a head rotated; layers without rope; experts, one shared, beside dense layers."""
+of a head rotated; layers without rope; experts, one shared, beside dense layers; sinks."""
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

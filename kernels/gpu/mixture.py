@@ -1,0 +1,225 @@
+"""A mixture of experts: routes, one product over all experts' rows, the weighted sum.
+
+    y = sum over a token's experts of weight * down(act(gate) * up)
+
+Bytes: the weights of the experts that are chosen, once for each tile of their rows; FLOPs: 6 hidden_size
+intermediate_size a token and expert.
+
+The host knows nothing but the number of tokens, so a graph can hold all of it. A stable sort brings each
+expert's tokens together; a tile is ``rows`` of one expert, and as many programs are launched as there could
+be tiles: those past the last one end at once. A row is summed by one program over all of K in order, and a
+token's experts are added in the order of their numbers: its bits depend on no other token, in any batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..interface import Linear, MixtureWeights, joined
+from ..mixture_shape import MixtureShape
+from .elementwise import gate_mul
+from .exact_linear import BLOCK_K, ProductTile, product_tile
+
+COLUMNS = 1024  # of one program of the sum
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTiles:
+    """
+    order    int64 [num_tokens * num_chosen]  token * num_chosen + place, sorted by expert
+    starts   int32 [num_experts + 1]          of each expert's rows in ``order``
+    ends     int32 [num_experts]              number of tiles of the experts up to this one
+    """
+
+    order: Tensor
+    starts: Tensor
+    ends: Tensor
+
+
+class GpuMixture:
+    """See ``interface.Mixture``. ``router`` and ``shared`` are linears as the kernels make them: the latter
+    the gate above up, and down, of the expert of all tokens."""
+
+    def __init__(self, weights: MixtureWeights, router: Linear, shared: tuple[Linear, Linear] | None) -> None:
+        self._shape, shape = weights.shape, weights.shape
+        self._router, self._shared = router, shared
+        self._gate_up_biases, self._down_biases = weights.gate_up_biases, weights.down_biases
+        count, hidden, size = shape.num_experts, shape.hidden_size, shape.intermediate_size
+        self._gate_up = weights.router.new_empty((count, 2 * size, hidden))
+        self._down = weights.router.new_empty((count, hidden, size))
+        for i in range(count):
+            expert = weights.expert(i)
+            self._gate_up[i] = joined(expert.gate_up)
+            self._down[i] = expert.down
+
+    def __call__(self, x: Tensor) -> Tensor:
+        shape, logits = self._shape, self._router(x)
+        experts, weights = route(logits, shape)
+        tile = product_tile(experts.numel())
+        tiles = plan_tiles(experts, shape.num_experts, tile.rows)
+        chosen = shape.num_chosen
+        gate_up = grouped_product(
+            x, self._gate_up, self._gate_up_biases, tiles, tile, chosen, sorted_rows=False
+        )
+        activated = gate_mul(gate_up, shape.activation)
+        parts = grouped_product(
+            activated, self._down, self._down_biases, tiles, tile, chosen, sorted_rows=True
+        )
+        shared = None
+        if self._shared is not None:
+            shared = self._shared[1](gate_mul(self._shared[0](x), shape.activation))
+        return weighted_sum(parts, weights, shared, logits)
+
+
+def route(logits: Tensor, shape: MixtureShape) -> tuple[Tensor, Tensor]:
+    """Each token's experts, ascending, int32 [num_tokens, num_chosen], and their weights, float32: see
+    ``reference.routes``. Columns of ``logits`` past num_experts are not looked at."""
+    rows = len(logits)
+    experts = torch.empty((rows, shape.num_chosen), dtype=torch.int32, device=logits.device)
+    weights = torch.empty((rows, shape.num_chosen), dtype=torch.float32, device=logits.device)
+    _route_kernel[(rows,)](
+        logits, experts, weights, logits.stride(0), EXPERTS=shape.num_experts,
+        PADDED=max(2, triton.next_power_of_2(shape.num_experts)), CHOSEN=shape.num_chosen,
+        NORMALIZED=shape.normalized, num_warps=1,
+    )  # fmt: skip
+    return experts, weights
+
+
+def plan_tiles(experts: Tensor, num_experts: int, rows: int) -> ExpertTiles:
+    """On the device, without a look at what was chosen."""
+    by_expert, order = experts.flatten().sort(stable=True)
+    numbers = torch.arange(num_experts + 1, dtype=torch.int32, device=experts.device)
+    starts = torch.searchsorted(by_expert, numbers, out_int32=True)
+    ends = ((starts[1:] - starts[:-1] + (rows - 1)) // rows).cumsum(0, dtype=torch.int32)
+    return ExpertTiles(order, starts, ends)
+
+
+def grouped_product(
+    x: Tensor,
+    weights: Tensor,
+    biases: Tensor | None,
+    tiles: ExpertTiles,
+    tile: ProductTile,
+    chosen: int,
+    sorted_rows: bool,
+) -> Tensor:
+    """x W^T + bias of each row's expert, weights [num_experts, n, k].
+
+    ``sorted_rows``: x has the rows of ``tiles.order``, and the result is in the order of tokens; otherwise x
+    has the tokens, and the result the rows of ``tiles.order``."""
+    count, (num_experts, n, k) = len(tiles.order), weights.shape
+    assert x.stride() == (k, 1)
+    y = torch.empty((count, n), dtype=x.dtype, device=x.device)
+    most = triton.cdiv(count, tile.rows) + min(num_experts, count)
+    _grouped_kernel[(most * triton.cdiv(n, tile.columns),)](
+        x, weights, biases, y, tiles.order, tiles.starts, tiles.ends, EXPERTS=num_experts,
+        PADDED=max(2, triton.next_power_of_2(num_experts)), CHOSEN=chosen, SORTED=sorted_rows, N=n, K=k,
+        ROWS=tile.rows, COLUMNS=tile.columns, BLOCK_K=BLOCK_K, STAGES=tile.stages, BIAS=biases is not None,
+        num_warps=tile.warps,
+    )  # fmt: skip
+    return y
+
+
+def weighted_sum(parts: Tensor, weights: Tensor, shared: Tensor | None, logits: Tensor) -> Tensor:
+    """parts [num_tokens * num_chosen, hidden_size], weights [num_tokens, num_chosen]; ``shared``
+    [num_tokens, hidden_size] has the weight sigmoid(the last column of ``logits``)."""
+    (rows, chosen), hidden = weights.shape, parts.shape[1]
+    out = torch.empty((rows, hidden), dtype=parts.dtype, device=parts.device)
+    _sum_kernel[(rows, triton.cdiv(hidden, COLUMNS))](
+        parts, weights, shared, logits, out, logits.stride(0), logits.shape[1] - 1, CHOSEN=chosen, N=hidden,
+        SHARED=shared is not None, COLUMNS=min(COLUMNS, triton.next_power_of_2(hidden)), num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _route_kernel(
+    logits, experts, weights, stride, EXPERTS: tl.constexpr, PADDED: tl.constexpr, CHOSEN: tl.constexpr,
+    NORMALIZED: tl.constexpr,
+):  # fmt: skip
+    """One program a token. Of equal logits, the lower number is chosen."""
+    row = tl.program_id(0).to(tl.int64)
+    numbers = tl.arange(0, PADDED)
+    real = numbers < EXPERTS
+    values = tl.load(logits + row * stride + numbers, mask=real, other=float("-inf")).to(tl.float32)
+    left = values
+    chosen = numbers < 0
+    for _ in range(CHOSEN):
+        highest = tl.max(tl.where(chosen, float("-inf"), left), 0)
+        best = tl.min(tl.where((left == highest) & real & (chosen == 0), numbers, EXPERTS - 1), 0)
+        chosen = chosen | (numbers == best)
+    exponents = tl.exp(values - tl.max(values, 0))
+    total = tl.sum(tl.where(chosen, exponents, 0.0), 0) if NORMALIZED else tl.sum(exponents, 0)
+    place = row * CHOSEN + tl.cumsum(chosen.to(tl.int32), 0) - 1
+    tl.store(experts + place, numbers, mask=chosen)
+    tl.store(weights + place, exponents / total, mask=chosen)
+
+
+@triton.jit
+def _grouped_kernel(
+    x, weights, biases, y, order, starts, ends, EXPERTS: tl.constexpr, PADDED: tl.constexpr,
+    CHOSEN: tl.constexpr, SORTED: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """One program a tile of rows and of columns; programs that follow each other share rows."""
+    tiles_n: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
+    tile = tl.program_id(0) // tiles_n
+    if tile >= tl.load(ends + EXPERTS - 1):
+        return
+    numbers = tl.arange(0, PADDED)
+    before = tl.load(ends + numbers, mask=numbers < EXPERTS, other=2147483647) <= tile
+    expert = tl.sum(before.to(tl.int32), 0)
+    first_tile = 0
+    if expert > 0:
+        first_tile = tl.load(ends + expert - 1)
+    begin = tl.load(starts + expert) + (tile - first_tile) * ROWS
+    end = tl.load(starts + expert + 1)
+    rows = begin + tl.arange(0, ROWS)
+    real = rows < end
+    places = tl.load(order + rows, mask=real, other=0)
+    columns = (tl.program_id(0) % tiles_n) * COLUMNS + tl.arange(0, COLUMNS)
+    sources = rows.to(tl.int64) if SORTED else places // CHOSEN
+    sources = tl.where(real, sources, 0)
+    k = tl.arange(0, BLOCK_K)
+    a = x + sources[:, None] * K + k[None, :]
+    b = weights + (expert.to(tl.int64) * N + columns % N)[:, None] * K + k[None, :]
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        if K % BLOCK_K == 0:
+            acc = tl.dot(tl.load(a + start), tl.trans(tl.load(b + start)), acc, input_precision="ieee")
+        else:
+            inside = (start + k < K)[None, :]
+            own = tl.load(a + start, mask=inside, other=0.0)
+            acc = tl.dot(
+                own, tl.trans(tl.load(b + start, mask=inside, other=0.0)), acc, input_precision="ieee"
+            )
+    if BIAS:
+        acc += tl.load(biases + expert * N + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+    to = places if SORTED else rows.to(tl.int64)
+    at = y + to[:, None] * N + columns[None, :]
+    tl.store(at, acc.to(y.dtype.element_ty), mask=real[:, None] & (columns < N)[None, :])
+
+
+@triton.jit
+def _sum_kernel(
+    parts, weights, shared, logits, out, stride, gate, CHOSEN: tl.constexpr, N: tl.constexpr,
+    SHARED: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    real = columns < N
+    total = tl.zeros([COLUMNS], tl.float32)
+    for i in range(CHOSEN):
+        weight = tl.load(weights + row * CHOSEN + i)
+        part = tl.load(parts + (row * CHOSEN + i) * N + columns, mask=real, other=0.0).to(tl.float32)
+        total = tl.fma(part, weight, total)
+    if SHARED:
+        weight = tl.sigmoid(tl.load(logits + row * stride + gate).to(tl.float32))
+        part = tl.load(shared + row * N + columns, mask=real, other=0.0).to(tl.float32)
+        total = tl.fma(part, weight, total)
+    tl.store(out + row * N + columns, total.to(out.dtype.element_ty), mask=real)
