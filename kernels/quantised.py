@@ -86,6 +86,18 @@ def parts_of(weight: Weight | Sequence[Weight]) -> Sequence[Weight]:
     return [weight] if isinstance(weight, Weight) else weight
 
 
+def selected_rows(parts: Sequence[Weight], rows: Tensor) -> list[Weight]:
+    """The outputs ``rows`` (int64) of several weights side by side; none leaves its part."""
+    selected: list[Weight] = []
+    start = 0
+    for part in parts:
+        own = rows[start : start + len(part)] - start
+        assert 0 <= int(own.min()) <= int(own.max()) < len(part)
+        selected.append(part[own] if isinstance(part, Tensor) else part.rows(own))
+        start += len(part)
+    return selected
+
+
 def rounded_rows(x: Tensor) -> Tensor:
     """float32: each row rounded to int8 times a scale of its own."""
     wide = x.float()

@@ -1,7 +1,7 @@
 """Decode and prefill time of the engine alone, beside what the machine could do at best.
 
     python -m splitserve.bench.kernels.engine [--models 125m,500m] [--dtypes bfloat16,float32] [--exact] \\
-        [--quantizations none,int8,int4] [--json FILE]
+        [--quantizations none,int8,int4] [--longest 2048] [--json FILE]
 
 The floors are measured in the same run, on the same core: a decode step cannot be faster than reading the
 weights and the batch's KV cache once at the rate at which a plain sum reads memory from huge pages; a prefill
@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ...engine.model.config import QUANTISED_BYTES
+from ...engine.model.weight_sizes import QUANTISED_BYTES
 from ...engine.settings import Quantization
 from ...engine.step.batch import Batch, SamplingState
 from ...engine.step.model_runner import EngineConfig, ModelRunner
@@ -139,7 +139,7 @@ def make_batch(num_seqs: int, start: int, count: int, block_size: int = BLOCK_SI
     )
 
 
-def measure(model: str, runner: ModelRunner, quantization: str = "none") -> list[Row]:
+def measure(model: str, runner: ModelRunner, quantization: str, longest: int) -> list[Row]:
     c, item = runner.config, runner.dtype.itemsize
     bytes_per_s, flops_per_s = read_rate(), multiply_rate(runner.dtype)
     layer = c.hidden_size * (2 * (c.num_heads + c.num_kv_heads) * c.head_dim + 3 * c.intermediate_size)
@@ -173,6 +173,8 @@ def measure(model: str, runner: ModelRunner, quantization: str = "none") -> list
         products = products_seconds(runner, batch, batch)
         add(f"decode, batch {batch}, context {CONTEXT}", seconds, floor, batch, products)
     for cached, tokens in PREFILLS:
+        if tokens > longest:
+            continue
         step = make_batch(1, cached, tokens)
         seconds = best_seconds(lambda step=step: runner.execute(step), 3)  # type: ignore[misc]
         pairs = tokens * (cached + tokens / 2)
@@ -229,6 +231,7 @@ def main() -> None:
     parser.add_argument("--models", default="125m,500m", help="of bench/models.py, separated by commas")
     parser.add_argument("--dtypes", default="bfloat16,float32", help="separated by commas")
     parser.add_argument("--quantizations", default="none", help="separated by commas")
+    parser.add_argument("--longest", type=int, default=2048, help="tokens of the longest prompt")
     parser.add_argument("--exact", action="store_true", help="batch-invariant mode")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     options = parser.parse_args()
@@ -238,7 +241,7 @@ def main() -> None:
         for model in options.models.split(","):
             for dtype, scheme in product(options.dtypes.split(","), options.quantizations.split(",")):
                 runner = make_runner(Path(folder), model, dtype, options.exact, num_blocks, scheme)
-                rows += measure(model, runner, scheme)
+                rows += measure(model, runner, scheme, options.longest)
         rows.append(measure_overhead(Path(folder)))
     if options.json:
         options.json.write_text(

@@ -113,6 +113,9 @@ class RandomTensors:
     def has(self, name: str) -> bool:
         return name in self._shapes
 
+    def stored(self, name: str) -> Tensor:
+        return self.tensor(name)
+
     def tensor(self, name: str) -> Tensor:
         shape = self._shapes[name]
         if len(shape) == 1:

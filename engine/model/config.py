@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -15,6 +14,7 @@ from .config_values import positive_int
 from .families import FAMILIES, Scales, TensorNames
 from .latent_config import LatentConfig, latent_config
 from .mixture_config import MixtureConfig, mixture_config
+from .quantisation import BESIDE, Quantisation, parse_quantisation
 from .rope_config import RopeConfig, rope_configs, rope_max_model_len
 
 MISSING_PARTS = {
@@ -27,6 +27,7 @@ MISSING_PARTS = {
     "audio_config": "sounds",
 }
 """By the key of config.json that asks for them."""
+MODELOPT = "hf_quant_config.json"
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -63,6 +64,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     tensors: TensorNames
+    quantisation: Quantisation | None = None  # of the checkpoint's weights
 
     @property
     def max_model_len(self) -> int:
@@ -112,16 +114,21 @@ class ModelConfig:
         generation = (
             _read_json(path / "generation_config.json") if (path / "generation_config.json").exists() else {}
         )
+        modelopt = _read_json(path / MODELOPT) if (path / MODELOPT).exists() else {}
         try:
-            return parse_config(config, generation)
+            return parse_config(config, generation, modelopt)
         except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             raise ModelConfigError(
                 f"{path / 'config.json'} has a value of the wrong type ({error!r:.200}); download it again"
             ) from error
 
 
-def parse_config(config: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
+def parse_config(
+    config: dict[str, Any], generation: dict[str, Any], modelopt: dict[str, Any] | None = None
+) -> ModelConfig:
+    """``modelopt``: its hf_quant_config.json."""
     architecture = _architecture(config)
+    quantisation = parse_quantisation(config.get("quantization_config") or {}, modelopt or {})
     family = FAMILIES[architecture]
     config = family.config(config)
     _refuse_unsupported(config, family.refused)
@@ -153,6 +160,9 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any]) -> ModelCon
     windows = family.windows(config, num_layers)
     names = family.mixture
     mixture = None if names is None else mixture_config(config, names, num_layers, activation)
+    if quantisation is not None and (mixture or latent):
+        part = "latent attention" if latent else "experts"
+        raise ModelConfigError(f"config.json: quantised {part}: not supported; use bf16, f16 or f32 weights")
 
     def has(bias: bool | str) -> bool:
         return bool(config.get(bias, False)) if isinstance(bias, str) else bias
@@ -193,11 +203,17 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any]) -> ModelCon
         eos_token_ids=_eos_token_ids(config, generation),
         bos_token_id=config.get("bos_token_id"),
         tensors=family.tensors,
+        quantisation=quantisation,
     )
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor of the checkpoint with its shape."""
+    wide = _wide_tensors(config)
+    return wide if config.quantisation is None else config.quantisation.expected(wide)
+
+
+def _wide_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     c, t = config, config.tensors
     expected: dict[str, tuple[int, ...]] = {
         f"{t.embed}.weight": (c.vocab_size, c.hidden_size),
@@ -242,21 +258,9 @@ def ignored_tensors(config: ModelConfig) -> tuple[str, ...]:
     """Endings of names that a checkpoint may hold beside the expected ones; with a dot last: beginnings."""
     t = config.tensors
     ignored = (*t.ignored, *(f".{name}" for name in t.kv_scales))
+    if config.quantisation is not None:
+        ignored = (*ignored, *BESIDE)
     return (*ignored, f"{t.head}.weight") if config.tie_word_embeddings else ignored
-
-
-QUANTISED_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 4.5 / 8}
-"""Size of an element of a linear layer, with its part of the scales."""
-
-
-def weight_bytes(config: ModelConfig, itemsize: int, quantization: str = "none") -> int:
-    """Bytes of all weights, at ``itemsize`` bytes an element where it is not quantised."""
-    linear = QUANTISED_BYTES.get(quantization, itemsize)
-    layers = config.tensors.layer.format("")
-    return sum(
-        int((linear if name.startswith(layers) else itemsize) * math.prod(shape))
-        for name, shape in expected_tensors(config).items()
-    )
 
 
 def _architecture(config: dict[str, Any]) -> str:
@@ -282,10 +286,6 @@ def _refuse_unsupported(config: dict[str, Any], refused: tuple[str, ...]) -> Non
     for key in refused:
         if config.get(key):
             raise ModelConfigError(f"config.json: {key} is not supported; it must be false")
-    if config.get("quantization_config"):
-        raise ModelConfigError(
-            "config.json: quantized weights are not supported; use the checkpoint's bf16, f16 or f32 version"
-        )
 
 
 def _activation(config: dict[str, Any]) -> Activation:

@@ -16,8 +16,11 @@ import torch
 from torch import Tensor
 
 from ...kernels.interface import ExpertWeights, Kernels, Linear, Mixture, MixtureWeights
+from ...kernels.quantised import Weight, selected_rows
 from .config import ModelConfig
 from .mixture_config import MixtureConfig
+from .quantisation import Quantisation
+from .quantised_tensors import quantised_weight
 
 Layer = TypeVar("Layer")
 
@@ -29,6 +32,9 @@ class TensorSource(Protocol):
         """These tensors will be asked for; raises WeightsError where they are not as expected."""
 
     def tensor(self, name: str) -> Tensor: ...
+
+    def stored(self, name: str) -> Tensor:
+        """Return the tensor in its own type, which may be none of floats."""
 
     def has(self, name: str) -> bool: ...
 
@@ -42,6 +48,7 @@ class LayerLoader:
     dtype: torch.dtype
     device: torch.device
     num_threads: int = 1  # that load layers side by side; kernels on CPUs allow one
+    quantisation: Quantisation | None = None  # of the checkpoint
 
     def each(self, make: Callable[[int], Layer], count: int) -> list[Layer]:
         """[make(0), make(1), ...], several at a time."""
@@ -60,19 +67,20 @@ class LayerLoader:
 
         ``rows`` int64 [outputs]: which of the checkpoint's rows is at each place; None: all in order.
         """
-        weight = [self._tensor(f"{name}.weight") for name in names]
+        weight = [self._weight(name) for name in names]
         biases = torch.cat([self._tensor(f"{name}.bias") for name in names]) if bias else None
         if rows is not None:
-            weight = [torch.cat(weight)[rows]]
+            weight = selected_rows(weight, rows)
             biases = None if biases is None else biases[rows]
         return self.kernels.linear(weight, biases)
 
     def row(self, name: str, bias: bool, centred: bool = False) -> Linear:
         """``centred``: the outputs' mean is subtracted from each."""
-        parts = [self._tensor(f"{name}.weight"), *([self._tensor(f"{name}.bias")] if bias else [])]
+        weight, of = self._weight(name), self._tensor(f"{name}.bias") if bias else None
         if centred:
-            parts = [(part.float() - part.float().mean(0)).to(part.dtype) for part in parts]
-        return self.kernels.linear(parts[0], parts[1] if bias else None)
+            wide = weight if isinstance(weight, Tensor) else weight.dequantised().to(self.dtype)
+            weight, of = _centred(wide), None if of is None else _centred(of)
+        return self.kernels.linear(weight, of)
 
     def mixture(self, layer: str, config: MixtureConfig) -> Mixture:
         """The experts of the layer of this name."""
@@ -118,7 +126,7 @@ class LayerLoader:
 
     def vocabulary_head(self, name: str) -> Linear:
         """Hidden states to logits."""
-        return self.kernels.head(self._tensor(f"{name}.weight"))
+        return self.kernels.head(self._weight(name))
 
     def vocabulary_table(self, name: str) -> Tensor:
         """[vocab_size, hidden_size]. On CPUs it stays in the memory map of the weights file, in the file's
@@ -143,5 +151,21 @@ class LayerLoader:
         weight = self._tensor(f"{name}.weight")
         return (weight.float() + offset).to(weight.dtype) if offset else weight
 
+    def _weight(self, name: str) -> Weight:
+        scheme = None if self.quantisation is None else self.quantisation.of(name)
+        if scheme is None:
+            return self._tensor(f"{name}.weight")
+
+        def read(of: str) -> Tensor | None:
+            full = f"{name}.{of}"
+            return self.checkpoint.stored(full) if self.checkpoint.has(full) else None
+
+        return quantised_weight(scheme, read)
+
     def _tensor(self, name: str) -> Tensor:
         return self.checkpoint.tensor(name).to(self.device, self.dtype)
+
+
+def _centred(outputs: Tensor) -> Tensor:
+    """Less their mean."""
+    return (outputs.float() - outputs.float().mean(0)).to(outputs.dtype)

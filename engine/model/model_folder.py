@@ -21,10 +21,17 @@ FULL_HASH_BYTES = 8 << 30
 EDGE_BYTES = 1 << 20
 STRIDE_BYTES = 16 << 20
 SAMPLE_BYTES = 64 << 10
-DESCRIPTION_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+DESCRIPTION_FILES = (
+    "config.json",
+    "generation_config.json",
+    "hf_quant_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
 MAX_BYTES = {
     "config.json": 4 << 20,
     "generation_config.json": 1 << 20,
+    "hf_quant_config.json": 1 << 20,
     "tokenizer.json": 256 << 20,
     "tokenizer_config.json": 64 << 20,
     "special_tokens_map.json": 16 << 20,

@@ -91,7 +91,7 @@ def check_tensors(
         ]
         raise WeightsError(f"{path}: the tensors do not match config.json; {'; '.join(problems)}")
     for name, shape in expected.items():
-        if found[name] != shape:
+        if found[name] != shape and not (found[name] == (1,) and shape == ()):
             raise WeightsError(
                 f"{path}: tensor {name!r} has shape {list(found[name])}, config.json implies {list(shape)}"
             )

@@ -56,24 +56,30 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of most of the weights."""
+        """That of most of the weights that are not quantised."""
         sizes: Counter[str] = Counter()
         for name, handle in self._file_of.items():
             view = handle.get_slice(name)
-            sizes[view.get_dtype()] += math.prod(view.get_shape())
-        return STORED_DTYPES.get(sizes.most_common(1)[0][0], torch.float32) if sizes else torch.float32
+            if view.get_dtype() in STORED_DTYPES:
+                sizes[view.get_dtype()] += math.prod(view.get_shape())
+        return STORED_DTYPES[sizes.most_common(1)[0][0]] if sizes else torch.float32
 
     def has(self, name: str) -> bool:
         return name in self._file_of
 
     def tensor(self, name: str) -> Tensor:
         """In the file's dtype, without a copy."""
-        tensor: Tensor = self._file_of[name].get_tensor(name)
+        tensor = self.stored(name)
         if tensor.dtype not in FLOAT_DTYPES:
             raise WeightsError(
                 f"{self._path}: tensor {name!r} is {tensor.dtype}; weights must be float32, bfloat16 or "
                 "float16"
             )
+        return tensor
+
+    def stored(self, name: str) -> Tensor:
+        """Of any dtype, without a copy."""
+        tensor: Tensor = self._file_of[name].get_tensor(name)
         return tensor
 
     def _open(self, file: Path) -> Any:

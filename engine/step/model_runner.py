@@ -45,10 +45,11 @@ from ..device import (
     send_all,
 )
 from ..errors import ModelConfigError, OutOfMemoryError, is_out_of_memory
-from ..model.config import ModelConfig, weight_bytes
+from ..model.config import ModelConfig
 from ..model.decoder import AttentionMetadata, DecoderModel
 from ..model.layers import LayerLoader
 from ..model.model_folder import model_fingerprint
+from ..model.weight_sizes import weight_bytes
 from ..model.weights import Checkpoint
 from ..settings import Quantization
 from ..worker_readings import StartPhases
@@ -111,11 +112,10 @@ class ModelRunner:
     def __init__(self, engine: EngineConfig) -> None:
         self.phases = StartPhases()
         self.config = ModelConfig.from_folder(engine.model_path)
-        if self.config.mixture is not None and engine.quantization != "none":
-            raise ModelConfigError("experts are not quantised at load: leave quantization at none")
         self.device = select_device(engine.device)
         if self.config.latent is not None and self.device.type != "cpu":
             raise ModelConfigError("latent attention (DeepSeek) is built for CPUs only; use --device cpu")
+        _check_quantisation(self.config, engine.quantization, self.device)
         model_len = _max_model_len(engine.max_model_len, self.config)
         self.config = self.config.for_length(model_len)
         self.claims = MemoryClaims(engine.cluster)
@@ -171,7 +171,12 @@ class ModelRunner:
             with self.claims.turn():
                 self.claims.claim(weights)
             load = LayerLoader(
-                checkpoint, kernels, self.dtype, self.device, LOADING_THREADS[self.device.type]
+                checkpoint,
+                kernels,
+                self.dtype,
+                self.device,
+                LOADING_THREADS[self.device.type],
+                self.config.quantisation,
             )
             self._model = _load_model(
                 self.config, load, min(model_len, max(longest, 1)), fp8_cache=engine.kv_dtype == "fp8"
@@ -471,6 +476,21 @@ def wish_of(engine: EngineConfig, layout: KVCacheLayout, model_len: int, device:
         num_blocks=engine.num_blocks,
         num_bytes=engine.kv_cache_bytes,
     )
+
+
+def _check_quantisation(config: ModelConfig, quantization: Quantization, device: torch.device) -> None:
+    """Raises ModelConfigError."""
+    if config.mixture is not None and quantization != "none":
+        raise ModelConfigError("experts are not quantised at load: leave quantization at none")
+    if config.latent is not None and quantization != "none":
+        raise ModelConfigError("latent attention is not quantised at load: leave quantization at none")
+    if config.quantisation is not None and quantization != "none":
+        raise ModelConfigError("the checkpoint is quantised already: leave quantization at none")
+    if config.quantisation is not None and device.type != "cpu":
+        raise ModelConfigError(
+            f"checkpoints of quantised weights have kernels on CPUs only, and the device is {device}: take "
+            "the bf16 version, or use --device cpu"
+        )
 
 
 def _load_model(config: ModelConfig, load: LayerLoader, max_model_len: int, fp8_cache: bool) -> DecoderModel:

@@ -84,7 +84,7 @@ DEEPSEEK = {"architectures": ["DeepseekV2ForCausalLM"], "q_lora_rank": None, **L
             {"architectures": ["Qwen3NextForCausalLM"], "linear_num_value_heads": 32},
             "layers of linear attention are not built; nearest is Qwen3ForCausalLM",
         ),
-        ({"quantization_config": {"bits": 4}}, "quantized weights are not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantised weights: quant_method None"),
         ({"hidden_act": "gelu"}, "'gelu' is not supported"),
         (
             {"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e4}},

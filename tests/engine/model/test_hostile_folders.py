@@ -85,7 +85,9 @@ def test_a_good_folder_passes_also_through_links(folder: Path, tmp_path: Path) -
         ({"eos_token_id": {}}, "a value of the wrong type"),
         ({"architectures": [{}]}, "architecture {} is not supported"),
         ({"architectures": {"a": 1}}, "is not supported"),
-        ({"quantization_config": {"bits": 4}}, "quantized weights are not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantised weights: quant_method None"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "a value of the wrong type"),
+        ({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": []}}, "wrong type"),
     ],
 )
 def test_config_json_is_held_against_the_weights(

@@ -1,0 +1,230 @@
+"""The quantisation that a checkpoint's files describe: compressed-tensors, GPTQ, AWQ, float8, ModelOpt. Free
+of torch.
+
+``quantised_tensors.py`` reads the tensors that are named here. A scheme that is not known is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from ..errors import ModelConfigError
+
+Shape = tuple[int, ...]
+WORD_BITS = 32
+BESIDE = (".input_scale", ".weight_shape", ".g_idx", ".weight_g_idx", ".k_scale", ".v_scale")
+"""Endings of tensors that are read where they are there, or not at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorScheme:
+    """The form of one linear layer's weight.
+
+    form         packed: compressed-tensors' words; plain: a number an element
+    group_size   inputs that share a scale; 0: all of a row
+    whole        one scale for the whole matrix
+    block        rows and inputs that share a scale; None: see group_size
+    rounds_x     inputs are rounded to int8
+    v2           zeros are stored as they are, not less 1
+    """
+
+    form: Literal["packed", "gptq", "awq", "plain"]
+    bits: Literal[4, 8]
+    group_size: int = 0
+    whole: bool = False
+    block: tuple[int, int] | None = None
+    symmetric: bool = True
+    float8: bool = False
+    rounds_x: bool = False
+    v2: bool = False
+    scale: str = "weight_scale"
+
+    def tensors(self, name: str, rows: int, columns: int) -> dict[str, Shape]:
+        """Names and shapes. Raises ModelConfigError where they do not divide."""
+        group, a_word = self.group_size or columns, WORD_BITS // self.bits
+        in_words = {"packed": columns, "gptq": columns, "awq": rows, "plain": 0}[self.form]
+        if columns % group or in_words % a_word or (not self.symmetric and rows % a_word):
+            raise ModelConfigError(
+                f"{name}: {rows} x {columns} numbers of {self.bits} bits do not fill words, or "
+                f"groups of {group}"
+            )
+        groups, found = columns // group, dict[str, Shape]()
+        if self.form == "packed":
+            found = {"weight_packed": (rows, columns // a_word), self.scale: (rows, groups)}
+            if not self.symmetric:
+                found["weight_zero_point"] = (rows // a_word, groups)
+        elif self.form == "gptq":
+            found = {
+                "qweight": (columns // a_word, rows),
+                "qzeros": (groups, rows // a_word),
+                "scales": (groups, rows),
+            }
+        elif self.form == "awq":
+            found = {
+                "qweight": (columns, rows // a_word),
+                "qzeros": (groups, rows // a_word),
+                "scales": (groups, rows),
+            }
+        else:
+            scales: Shape = () if self.whole else (rows, 1)
+            if self.block is not None:
+                scales = (-(-rows // self.block[0]), -(-columns // self.block[1]))
+            found = {"weight": (rows, columns), self.scale: scales}
+        return {f"{name}.{of}": shape for of, shape in found.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """``schemes``: by patterns of module names; the first that matches holds. ``ignored``: modules left as
+    they are."""
+
+    schemes: tuple[tuple[str, TensorScheme], ...]
+    ignored: tuple[str, ...]
+
+    def of(self, module: str) -> TensorScheme | None:
+        if module.endswith("embed_tokens") or any(_matches(pattern, module) for pattern in self.ignored):
+            return None
+        return next((scheme for pattern, scheme in self.schemes if _matches(pattern, module)), None)
+
+    def expected(self, tensors: Mapping[str, Shape]) -> dict[str, Shape]:
+        """``tensors`` of a checkpoint that is not quantised, as they are in this one."""
+        return dict(self._expected(tensors))
+
+    def _expected(self, tensors: Mapping[str, Shape]) -> Iterator[tuple[str, Shape]]:
+        for name, shape in tensors.items():
+            module = name.removesuffix(".weight")
+            scheme = self.of(module) if len(shape) == 2 and module != name else None
+            if scheme is None:
+                yield name, shape
+            else:
+                yield from scheme.tensors(module, *shape).items()
+
+    def element_bytes(self, name: str, itemsize: int) -> int:
+        """Bytes of an element of this tensor; ``itemsize``: of one that is not quantised."""
+        module, _, kind = name.rpartition(".")
+        if kind in ("weight_packed", "qweight", "qzeros", "weight_zero_point"):
+            return WORD_BITS // 8
+        return 1 if kind == "weight" and self.of(module) is not None else itemsize
+
+
+def parse_quantisation(config: Mapping[str, Any], modelopt: Mapping[str, Any]) -> Quantisation | None:
+    """``config``: config.json's ``quantization_config``; ``modelopt``: hf_quant_config.json. Raises
+    ModelConfigError."""
+    if modelopt:
+        return _modelopt(modelopt.get("quantization") or {})
+    if not config:
+        return None
+    readers = {
+        "compressed-tensors": _compressed_tensors, "gptq": _gptq, "awq": _awq, "fp8": _fp8,
+        "modelopt": _modelopt,
+    }  # fmt: skip
+    method = config.get("quant_method")
+    if method not in readers:
+        raise _missing(f"quant_method {method!r:.100} (known: {', '.join(readers)})")
+    return readers[method](config)
+
+
+def _compressed_tensors(config: Mapping[str, Any]) -> Quantisation:
+    groups = list(config["config_groups"].values())
+    schemes = [
+        (target, _compressed_group(group, config.get("format")))
+        for group in groups
+        for target in group["targets"]
+    ]
+    return Quantisation(tuple(schemes), tuple(config.get("ignore") or ()))
+
+
+def _compressed_group(group: Mapping[str, Any], whole_format: str | None) -> TensorScheme:
+    weights, inputs = group["weights"], group.get("input_activations")
+    bits, kind, strategy = weights["num_bits"], weights["type"], weights["strategy"]
+    form = group.get("format") or whole_format
+    symmetric = bool(weights.get("symmetric", True))
+    size = int(weights.get("group_size") or 0) if strategy == "group" else 0
+    if strategy not in ("group", "channel", "tensor", "block") or weights.get("actorder") not in (
+        None, False, "weight", "group", "static",
+    ):  # fmt: skip
+        raise _missing(
+            f"strategy {strategy!r} with actorder {weights.get('actorder')!r} of compressed-tensors"
+        )
+    if form == "pack-quantized" and kind == "int" and bits in (4, 8) and strategy in ("group", "channel"):
+        if inputs:
+            raise _missing("pack-quantized weights of compressed-tensors with quantised inputs")
+        return TensorScheme("packed", bits, max(size, 0), symmetric=symmetric)
+    rows = strategy == "channel"
+    if (
+        form in ("int-quantized", "naive-quantized")
+        and kind == "int"
+        and bits == 8
+        and strategy in ("channel", "tensor")
+    ):
+        if not symmetric or (inputs and not inputs.get("dynamic")):
+            raise _missing("int8 of compressed-tensors that is not symmetric, or with static inputs")
+        return TensorScheme("plain", 8, whole=not rows, rounds_x=bool(inputs))
+    if form in ("float-quantized", "naive-quantized") and kind == "float" and bits == 8 and symmetric:
+        block = weights.get("block_structure") if strategy == "block" else None
+        if strategy != "group":
+            sides = (int(block[0]), int(block[1])) if block else None
+            return TensorScheme("plain", 8, whole=strategy == "tensor", block=sides, float8=True)
+    raise _missing(f"format {form!r} of compressed-tensors with {kind} of {bits} bits by {strategy}")
+
+
+def _gptq(config: Mapping[str, Any]) -> Quantisation:
+    if config.get("dynamic"):
+        raise _missing("GPTQ with schemes by module (dynamic)")
+    form = config.get("checkpoint_format") or "gptq"
+    if config["bits"] not in (4, 8) or form not in ("gptq", "gptq_v2"):
+        raise _missing(f"GPTQ of {config['bits']} bits in the format {form!r}")
+    scheme = TensorScheme(
+        "gptq", config["bits"], max(0, int(config["group_size"])), symmetric=False, v2=form == "gptq_v2"
+    )
+    return Quantisation((("Linear", scheme),), ("lm_head",))
+
+
+def _awq(config: Mapping[str, Any]) -> Quantisation:
+    version = str(config.get("version", "gemm")).lower()
+    if config["bits"] != 4 or version != "gemm":
+        raise _missing(f"AWQ of {config['bits']} bits in version {version!r}")
+    scheme = TensorScheme("awq", 4, max(0, int(config["group_size"])), symmetric=False)
+    return Quantisation((("Linear", scheme),), ("lm_head", *(config.get("modules_to_not_convert") or ())))
+
+
+def _fp8(config: Mapping[str, Any]) -> Quantisation:
+    if config.get("fmt", "e4m3") != "e4m3":
+        raise _missing(f"float8 in {config['fmt']}")
+    block = config.get("weight_block_size")
+    scheme = (
+        TensorScheme("plain", 8, block=(int(block[0]), int(block[1])), float8=True, scale="weight_scale_inv")
+        if block
+        else TensorScheme("plain", 8, whole=True, float8=True)
+    )
+    return Quantisation((("Linear", scheme),), ("lm_head", *(config.get("modules_to_not_convert") or ())))
+
+
+def _modelopt(config: Mapping[str, Any]) -> Quantisation:
+    if config.get("quant_algo") != "FP8":
+        raise _missing(f"quant_algo {config.get('quant_algo')!r:.100} of ModelOpt (known: FP8)")
+    ignored = config.get("exclude_modules") or config.get("ignore") or ()
+    return Quantisation(
+        (("Linear", TensorScheme("plain", 8, whole=True, float8=True)),), ("lm_head", *ignored)
+    )
+
+
+def _matches(pattern: str, module: str) -> bool:
+    """``Linear``: any; ``re:``: a regular expression; ``*``: a wildcard; else a part of its name."""
+    if pattern == "Linear":
+        return True
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], module) is not None
+    if "*" in pattern:
+        return fnmatchcase(module, pattern)
+    return f".{pattern}." in f".{module}."
+
+
+def _missing(what: str) -> ModelConfigError:
+    return ModelConfigError(
+        f"config.json: quantised weights: {what} is not supported; use another version of this checkpoint"
+    )

@@ -1,0 +1,81 @@
+"""Running a quantised model beside transformers' of its dequantised weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from support.batches import HandSequence, hidden_states, make_batch
+from support.models import VOCAB_SIZE
+from transformers import PreTrainedModel
+
+from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
+
+BLOCK_SIZE, PROMPT_LEN, NUM_TOKENS = 8, 45, 16
+
+
+def make_runner(folder: Path, dtype: str = "float32", **options: Any) -> ModelRunner:
+    config = EngineConfig(folder, "cpu", dtype, BLOCK_SIZE, 96, **options)
+    runner = ModelRunner(config)
+    runner.kv_cache.pool.fill_(torch.nan)
+    return runner
+
+
+def random_tokens(count: int, seed: int) -> list[int]:
+    return [int(token) for token in np.random.default_rng(seed).integers(0, VOCAB_SIZE, count)]
+
+
+def blocks(num_tokens: int, seed: int) -> list[int]:
+    return [int(i) for i in np.random.default_rng(seed).permutation(96)[: -(-num_tokens // BLOCK_SIZE)]]
+
+
+def all_logits(runner: ModelRunner, prompt: list[int]) -> torch.Tensor:
+    sequence = HandSequence(prompt, blocks(len(prompt), seed=1))
+    with torch.inference_mode():
+        return runner._model.logits(hidden_states(runner, make_batch([(sequence, len(prompt))], BLOCK_SIZE)))
+
+
+def run(runner: ModelRunner, sequence: HandSequence, count: int) -> None:
+    token = int(runner.execute(make_batch([(sequence, count)], BLOCK_SIZE)).token_ids[0])
+    sequence.num_computed += count
+    if token >= 0:
+        sequence.output.append(token)
+
+
+def answer(runner: ModelRunner, prompt: list[int], chunk: int, seed: int) -> list[int]:
+    """Greedy, the prompt in chunks, its blocks moved elsewhere after it."""
+    here = HandSequence(prompt, blocks(len(prompt), seed))
+    while here.num_computed < len(prompt):
+        run(runner, here, min(chunk, len(prompt) - here.num_computed))
+    moved = runner.kv_cache.block_bytes_view[here.blocks].copy()
+    runner.kv_cache.pool.fill_(torch.nan)
+    there = HandSequence(
+        prompt, blocks(len(prompt) + NUM_TOKENS, seed + 1), num_computed=len(prompt), output=list(here.output)
+    )
+    runner.kv_cache.block_bytes_view[there.blocks[: len(here.blocks)]] = moved
+    while len(there.output) < NUM_TOKENS:
+        run(runner, there, 1)
+    return there.output
+
+
+@torch.inference_mode()
+def assert_same_function(runner: ModelRunner, reference: PreTrainedModel, most: float = 5e-4) -> None:
+    """Compare logits in one pass, to ``most``, and if that is small greedy tokens in chunks and steps.
+    ``reference``: dequantised, float32."""
+    prompt = random_tokens(PROMPT_LEN, seed=3)
+    expected = reference(torch.tensor([prompt])).logits[0].float()
+    error = (all_logits(runner, prompt) - expected).abs().max() / expected.abs().max()
+    assert error < most
+    if most > 1e-2:
+        return
+    out = reference.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, PROMPT_LEN),
+        max_new_tokens=NUM_TOKENS,
+        do_sample=False,
+        eos_token_id=-1,
+        pad_token_id=0,
+    )
+    assert answer(runner, prompt, 17, seed=5) == out[0, PROMPT_LEN:].tolist()
