@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ..transport.channels.channels import DealerChannel
 from ..transport.channels.coordinator_link import identity_of
+from ..transport.messages.cache_map import states
 from ..transport.messages.incarnation import incarnations
 from ..transport.messages.messages import (
     FROM_COORDINATOR,
@@ -32,7 +33,7 @@ from ..transport.messages.messages import (
 
 HEARTBEAT_S = 0.2
 NUM_BLOCKS = 1 << 23
-MODEL = ModelIdentity(fingerprint="fake", dtype="none", block_size=16, layout="none", block_bytes=1)
+MODEL = ModelIdentity(kv_name="fake", dtype="none", block_size=16, cache_map=states(1, 1), block_bytes=1)
 
 
 class FakeWorkers:

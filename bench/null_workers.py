@@ -12,6 +12,8 @@ import numpy as np
 
 from ..engine.step.batch import Batch, StepOutput
 from ..engine.worker_model import WorkerModel
+from ..transport.messages.cache_map import states
+from ..transport.messages.messages import ModelIdentity
 
 TOKEN = 65
 
@@ -28,13 +30,13 @@ def null_model(num_blocks: int, max_model_len: int, block_bytes: int = 64) -> Wo
     return WorkerModel(
         runner=NullRunner(),
         pool=np.zeros((num_blocks, 1, block_bytes), np.uint8),
-        identity={
-            "fingerprint": "null",
-            "dtype": "uint8",
-            "block_size": 16,
-            "layout": "null",
-            "block_bytes": block_bytes,
-        },
+        identity=ModelIdentity(
+            kv_name="null",
+            dtype="uint8",
+            block_size=16,
+            cache_map=states(1, block_bytes),
+            block_bytes=block_bytes,
+        ),
         eos_token_ids=frozenset(),
         max_model_len=max_model_len,
         vocab_size=128,

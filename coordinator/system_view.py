@@ -58,7 +58,7 @@ def _debug_worker(worker: WorkerRecord, now: float) -> dict[str, object]:
         "host": hello.host.partition("/")[0],
         "incarnation": hello.incarnation,
         "wire_version": hello.wire_version,
-        "model": msgspec.structs.asdict(hello.model),
+        "model": {**msgspec.structs.asdict(hello.model), "cache_map": list(map(str, hello.model.cache_map))},
         "silent_s": round(now - worker.last_seen, 3),
         "blocks": {
             "total": hello.num_blocks,

@@ -58,7 +58,7 @@ class DecodeCore:
         worker: PeerId,
         scheduler: DecodeScheduler,
         receiver: HandoffReceiver,
-        fingerprint: str,
+        kv_name: str,
         meet: Meet | None = None,
         drain_timeout_s: float = 10.0,
         tests_movers: bool = False,
@@ -67,8 +67,8 @@ class DecodeCore:
         over none. ``tests_movers``: at the first meeting with one of these."""
         self.worker = worker
         self.scheduler, self.receiver = scheduler, receiver
-        self._fingerprint, self._meet = fingerprint, meet
-        self.moving = Moving(meet, scheduler, fingerprint, tests_movers) if meet is not None else None
+        self._kv_name, self._meet = kv_name, meet
+        self.moving = Moving(meet, scheduler, kv_name, tests_movers) if meet is not None else None
         self._heartbeat = Heartbeat(scheduler, receiver, self.moving)
         self._draining = Draining(drain_timeout_s)
         self._actions: list[DecodeAction] = []
@@ -274,7 +274,7 @@ class DecodeCore:
         state = SamplingState(
             spec.sampling, tokens[: spec.num_prompt_tokens], [*tokens[spec.num_prompt_tokens :], join.token]
         )
-        last_hash = join.last_hash or root_hash(self._fingerprint, spec.salt)
+        last_hash = join.last_hash or root_hash(self._kv_name, spec.salt)
         self._actions.append(ToCoordinator(join.message(len(state.output_token_ids) - 1)))
         self.scheduler.join(
             join.key, spec.request_id, state, join.blocks, last_hash, now + spec.deadline_s, now

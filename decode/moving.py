@@ -42,9 +42,9 @@ class _Leaving:
 class Moving:
     """Joins the batch scheduler and a sender of the handoff."""
 
-    def __init__(self, meet: Meet, scheduler: DecodeScheduler, fingerprint: str, tests_movers: bool) -> None:
+    def __init__(self, meet: Meet, scheduler: DecodeScheduler, kv_name: str, tests_movers: bool) -> None:
         self.sender = HandoffSender(meet, TIMES, test_blocks=scheduler.blocks if tests_movers else None)
-        self._scheduler, self._fingerprint = scheduler, fingerprint
+        self._scheduler, self._kv_name = scheduler, kv_name
         self._leaving: dict[Key, _Leaving] = {}  # by the dispatch it will have there
         self.num_moved = 0
 
@@ -127,7 +127,7 @@ class Moving:
         tokens = u32([*state.prompt_token_ids, *state.output_token_ids[:-1]])
         deadline_s = max(0.0, sequence.deadline - now)
         spec = replace(order.spec, token_ids=tokens, prompt_logprobs=None, deadline_s=deadline_s)
-        hashes = chain(root_hash(self._fingerprint, spec.salt), tokens, self._scheduler.block_size)
+        hashes = chain(root_hash(self._kv_name, spec.salt), tokens, self._scheduler.block_size)
         self.sender.offer(order.decode, spec, len(sequence.blocks), hashes, now)
         self.sender.finish(there, sequence.blocks, state.output_token_ids[-1], sequence.last_logprobs, now)
 

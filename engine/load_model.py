@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..transport.messages.messages import ModelIdentity
 from .cache.kv_cache import KVCache, KVCacheLayout, PoolAllocator
 from .cache.kv_cache_size import KVCacheSize, host_room, kv_cache_size
 from .cache.memory_claims import MemoryClaims
@@ -107,15 +108,16 @@ def _computing_model(
     return WorkerModel(
         runner=runner,
         pool=pool,
-        identity={
-            "fingerprint": runner.fingerprint,
-            "dtype": str(runner.dtype).removeprefix("torch."),
-            "block_size": cache.layout.block_size,
-            "layout": cache.layout.description,
-            "block_bytes": cache.layout.block_bytes,
-            "numerics": runner.numerics,
-            "window": runner.config.window,
-        },
+        identity=ModelIdentity(
+            dtype=str(runner.dtype).removeprefix("torch."),
+            numerics=runner.numerics,
+            window=runner.config.window,
+            kv_name=runner.kv_name,
+            revision=runner.revision,
+            block_size=cache.layout.block_size,
+            cache_map=cache.layout.cache_map,
+            block_bytes=cache.layout.block_bytes,
+        ),
         eos_token_ids=frozenset(runner.config.eos_token_ids),
         max_model_len=runner.max_model_len,
         vocab_size=runner.config.vocab_size,

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ..transport.messages.messages import TokenLogprobs
+from ..transport.messages.cache_map import states
+from ..transport.messages.messages import ModelIdentity, TokenLogprobs
 from .cache.kv_cache import PoolAllocator
 from .latency_profile import PACED, Profile, ProfileError, StepClock
 from .model.config import ModelConfig
@@ -120,13 +121,13 @@ def paced_model(settings: WorkerSettings, allocate: PoolAllocator | None = None)
     return WorkerModel(
         runner=PacedRunner(profile, config.vocab_size, eos, random.Random(settings.worker_id)),
         pool=pool.reshape(shape),
-        identity={
-            "fingerprint": f"paced {profile.name}",
-            "dtype": "uint8",
-            "block_size": memory.block_size,
-            "layout": f"paced [num_layers={memory.num_layers}, {layer_bytes}]",
-            "block_bytes": memory.num_layers * layer_bytes,
-        },
+        identity=ModelIdentity(
+            dtype="uint8",
+            kv_name=f"paced {profile.name}",
+            block_size=memory.block_size,
+            cache_map=states(memory.num_layers, layer_bytes),
+            block_bytes=memory.num_layers * layer_bytes,
+        ),
         eos_token_ids=eos,
         max_model_len=max_model_len,
         vocab_size=config.vocab_size,

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..transport.messages.messages import ModelIdentity
 from .step.grammar import GrammarCompiler
 from .step.step_thread import Launch, Runner
 
@@ -21,12 +22,11 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class WorkerModel:
-    """What a worker's loop needs of a model. ``identity`` has the fields of
-    ``transport.messages.ModelIdentity``."""
+    """What a worker's loop needs of a model."""
 
     runner: Runner
     pool: NDArray[np.uint8] | DeviceBlocks  # [num_blocks, num_layers, layer_bytes]; the KV cache itself
-    identity: dict[str, str | int]
+    identity: ModelIdentity
     eos_token_ids: frozenset[int]
     max_model_len: int
     vocab_size: int

@@ -151,7 +151,7 @@ def _measured(settings: ProfileSettings, folder: Path, console: Console) -> Prof
         worker, max_decode_seqs=settings.max_num_seqs, prefill_tokens=lambda _: settings.max_batch_tokens
     )
     start_s = time.time() - psutil.Process().create_time()
-    block_size, block_bytes = int(model.identity["block_size"]), int(model.identity["block_bytes"])
+    block_size, block_bytes = model.identity.block_size, model.identity.block_bytes
     bounds = Bounds(
         settings.max_batch_tokens, settings.max_num_seqs, model.max_model_len, model.num_blocks, block_size
     )
@@ -215,7 +215,7 @@ def _numerics(settings: ProfileSettings, model: WorkerModel) -> Numerics | None:
     if settings.runner != "model":
         return None
     return Numerics.model_validate(
-        {name: getattr(settings, name) for name in NUMERICS} | {"dtype": model.identity["dtype"]}
+        {name: getattr(settings, name) for name in NUMERICS} | {"dtype": model.identity.dtype}
     )
 
 

@@ -108,7 +108,7 @@ class PrefillScheduler:
         self,
         blocks: BlockManager,
         block_size: int,
-        fingerprint: str,
+        kv_name: str,
         max_batch_tokens: int,
         max_num_seqs: int,
         aging: float | None = None,
@@ -122,7 +122,7 @@ class PrefillScheduler:
         self.blocks, self.block_size, self._window = blocks, block_size, window
         self._offsets = np.arange(block_size, dtype=np.int64)  # of tokens in a block
         self._for_decode = for_decode
-        self._fingerprint = fingerprint
+        self._kv_name = kv_name
         self._max_batch_tokens, self._max_num_seqs = max_batch_tokens, max_num_seqs
         self._budget = max_batch_tokens  # lower for a while after a step that ran out of memory
         self._steps_at_budget = 0
@@ -174,7 +174,7 @@ class PrefillScheduler:
             spec=spec,
             decode=decode,
             token_ids=np.frombuffer(spec.token_ids, "<u4").astype(np.int32),
-            hashes=chain(root_hash(self._fingerprint, spec.salt), spec.token_ids, self.block_size),
+            hashes=chain(root_hash(self._kv_name, spec.salt), spec.token_ids, self.block_size),
             state=SamplingState(spec.sampling, prompt, output),
             arrival=now,
             deadline=now + spec.deadline_s,

@@ -7,7 +7,6 @@ import secrets
 from dataclasses import replace
 from functools import partial
 
-import msgspec
 import zmq
 
 from ..engine.cache.block_manager import BlockManager
@@ -20,7 +19,7 @@ from ..transport.channels.keys import ClusterKey
 from ..transport.channels.name_watch import NameWatch
 from ..transport.live_environment import MonotonicClock, live_environment
 from ..transport.messages.incarnation import incarnations
-from ..transport.messages.messages import SECRET_BYTES, ModelIdentity
+from ..transport.messages.messages import SECRET_BYTES
 from ..transport.movers.opening import gpu_of, offered, open_targets
 from ..transport.movers.shm import SharedPool
 from ..transport.process.host import advertised_host
@@ -69,7 +68,7 @@ def live_parts(
     return WorkerParts(
         clock,
         ModelFacts(
-            msgspec.convert(model.identity, ModelIdentity),
+            model.identity,
             model.eos_token_ids,
             model.max_model_len,
             model.vocab_size,

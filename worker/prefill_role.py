@@ -32,7 +32,7 @@ class PrefillRole(PlayedRole):
         scheduler = PrefillScheduler(
             process.blocks,
             identity.block_size,
-            identity.fingerprint,
+            identity.kv_name,
             self.max_batch_tokens,
             settings.max_num_seqs,
             for_decode=host.for_decode if host and host.mixed else None,

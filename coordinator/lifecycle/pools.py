@@ -71,11 +71,10 @@ class Pools:
         for worker in replaced:
             del self.workers[worker.id]
             self._unlist(worker)
-        known = self.workers.get((hello.worker_id, hello.incarnation))
-        if known is not None:
+        if (known := self.workers.get((hello.worker_id, hello.incarnation))) is not None:
             known.last_seen = now
         else:
-            kind = self._kinds.setdefault(hello.model, len(self._kinds))
+            kind = self._kinds.setdefault(worker_fit.kv_model(hello.model), len(self._kinds))
             self._num_come += 1
             worker = WorkerRecord(
                 hello, now, kind, self._num_come, self._limits.queued_batches, progressed=now
@@ -138,9 +137,10 @@ class Pools:
             worker.misfit = worker_fit.sentence_for_worker(worker, other)
 
     def misfits(self) -> list[str]:
-        """Return a sentence for each worker that fits none of the other role's workers."""
+        """Return sentences about workers that fit none of the other role's, and about several revisions."""
         pairs = worker_fit.misfits(self._of_role["prefill"], self._of_role["decode"])
-        return [worker_fit.sentence_for_log(worker, other) for worker, other in pairs]
+        misfits = [worker_fit.sentence_for_log(*pair) for pair in pairs]
+        return misfits + worker_fit.revisions(list(self.workers.values()))
 
     # --- what they report ------------------------------------------------------------------------------
 

@@ -196,16 +196,16 @@ class Request:
         block."""
         model = worker.hello.model
         first = self.token_bytes()[: 4 * model.block_size]
-        hashes = chain(root_hash(model.fingerprint, self.salt), first, model.block_size)
+        hashes = chain(root_hash(model.kv_name, self.salt), first, model.block_size)
         return hashes[0] if hashes else None
 
     def hashes(self, worker: WorkerRecord) -> list[bytes]:
         """Return the hashes of all full blocks of its tokens, as that worker's model and block size name
         them."""
         model = worker.hello.model
-        if self._named is None or self._named[:2] != (model.fingerprint, self.num_tokens):
-            hashes = chain(root_hash(model.fingerprint, self.salt), self.token_bytes(), model.block_size)
-            self._named = (model.fingerprint, self.num_tokens, hashes)
+        if self._named is None or self._named[:2] != (model.kv_name, self.num_tokens):
+            hashes = chain(root_hash(model.kv_name, self.salt), self.token_bytes(), model.block_size)
+            self._named = (model.kv_name, self.num_tokens, hashes)
         return self._named[2]
 
     def token_bytes(self) -> bytes:

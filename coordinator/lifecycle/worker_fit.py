@@ -1,14 +1,15 @@
 """Which prefill and decode workers fit together, and the sentences for those that do not. Pure.
 
-Two workers fit if their models, as Hello describes them, are equal.
+Two workers fit if KV blocks may pass between their models, as Hello describes them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from msgspec.structs import asdict
+from msgspec.structs import replace
 
+from ...transport.messages.messages import ModelIdentity
 from .worker import WorkerRecord
 
 MAX_MISFIT = 4096  # characters of the sentence for the worker's log
@@ -20,8 +21,8 @@ def gap(prefills: list[WorkerRecord], decodes: list[WorkerRecord]) -> str:
         return "no worker is connected"
     if not prefills or not decodes:
         return f"no {'decode' if prefills else 'prefill'} worker is connected"
-    models = {w.hello.model for w in prefills}
-    if any(w.hello.model in models for w in decodes):
+    kinds = {w.kind for w in prefills}
+    if any(w.kind in kinds for w in decodes):
         return ""
     a, b = prefills[0], decodes[0]
     names = f"prefill worker {a.hello.worker_id} and decode worker {b.hello.worker_id}"
@@ -47,7 +48,7 @@ def sentence_for_log(worker: WorkerRecord, other: WorkerRecord) -> str:
 
 def _difference(a: WorkerRecord, b: WorkerRecord) -> str:
     name, ours, theirs = _first_difference(a, b)
-    return f"their {name} differs ({ours!r} and {theirs!r})"
+    return f"their {name} differs ({ours} and {theirs})"
 
 
 def sentence_for_worker(worker: WorkerRecord, other: WorkerRecord) -> str:
@@ -55,14 +56,30 @@ def sentence_for_worker(worker: WorkerRecord, other: WorkerRecord) -> str:
     name, ours, theirs = _first_difference(worker, other)
     sentence = (
         f"this {worker.role} worker gets no work: it fits no {other.role} worker, and its {name} is not "
-        f"that of {other.hello.worker_id} ({ours!r} here, {theirs!r} there); "
+        f"that of {other.hello.worker_id} ({ours} here, {theirs} there); "
         "start all workers of a model with the same model and options"
     )
     return sentence[:MAX_MISFIT]
 
 
-def _first_difference(a: WorkerRecord, b: WorkerRecord) -> tuple[str, object, object]:
+def kv_model(model: ModelIdentity) -> ModelIdentity:
+    """Return what decides which workers fit."""
+    return replace(model, revision="")
+
+
+def revisions(workers: list[WorkerRecord]) -> list[str]:
+    """Return a sentence if workers that fit together serve several revisions."""
+    first: dict[int, WorkerRecord] = {}
+    for worker in workers:
+        known = first.setdefault(worker.kind, worker)
+        if known.hello.model.revision != worker.hello.model.revision:
+            names = f"{known.hello.worker_id} and {worker.hello.worker_id}"
+            return [f"{names} serve two revisions of one model: tokenizer, template or defaults differ"]
+    return []
+
+
+def _first_difference(a: WorkerRecord, b: WorkerRecord) -> tuple[str, str, str]:
     """Return the first field in which their models differ, and both values."""
-    ours, theirs = asdict(a.hello.model), asdict(b.hello.model)
-    name = next(name for name in ours if ours[name] != theirs[name])
-    return name.replace("_", " "), ours[name], theirs[name]
+    found = a.hello.model.difference(b.hello.model)
+    assert found is not None, "they are of different kinds"
+    return found

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels.huge_pages import advise_huge_pages, huge_page_bytes, populate
+from ...transport.messages.cache_map import Kind, Plane, planes
 from ..device import available_bytes
 from ..errors import OutOfMemoryError
 from ..model.config import ModelConfig
@@ -50,13 +51,10 @@ class KVCacheLayout:
         return int(np.prod(self.block_shape)) * self.dtype.itemsize
 
     @property
-    def description(self) -> str:
-        """Equal on two workers exactly if a block means the same to both (the model's dtype aside)."""
-        float8 = " in float8_e4m3fn" if self.dtype == torch.float8_e4m3fn else ""
-        return (
-            f"block-major/v2 [num_layers={self.num_layers}, {self.planes}, num_kv_heads={self.num_kv_heads}, "
-            f"block_size={self.block_size}, head_dim={self.head_dim}]{float8}"
-        )
+    def cache_map(self) -> tuple[Plane, ...]:
+        kinds: tuple[Kind, ...] = ("key", "value") if self.planes == 2 else ("latent",)
+        plane_bytes = self.block_bytes // (self.planes * self.num_layers)
+        return planes(self.num_layers, self.num_kv_heads, plane_bytes, kinds)
 
 
 class KVCache:

@@ -1,4 +1,4 @@
-"""Check whether a model folder can be served, by its own files; and its fingerprint.
+"""Check whether a model folder can be served, by its own files; and the names of its content.
 
 Worker, coordinator, `splitserve up` and doctor share this check and its messages. Free of torch; a size that
 config.json claims allocates nothing.
@@ -6,13 +6,15 @@ config.json claims allocates nothing.
 
 from __future__ import annotations
 
+import json
 import mmap
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ..errors import ModelConfigError, WeightsError
 from .config import ModelConfig, expected_tensors, ignored_tensors
-from .weight_headers import check_tensors, stored_tensors, weight_files
+from .weight_headers import INDEX, check_tensors, stored_tensors, weight_files
 
 if TYPE_CHECKING:
     import xxhash
@@ -21,13 +23,12 @@ FULL_HASH_BYTES = 8 << 30
 EDGE_BYTES = 1 << 20
 STRIDE_BYTES = 16 << 20
 SAMPLE_BYTES = 64 << 10
-DESCRIPTION_FILES = (
-    "config.json",
-    "generation_config.json",
-    "hf_quant_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
+KV_FILES = (INDEX, "quantize_config.json", "hf_quant_config.json")
+"""These decide KV bytes, beside config.json and the weights."""
+NOT_OF_KV = frozenset(
+    {"_name_or_path", "transformers_version", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"}
 )
+"""Fields of config.json that change no KV."""
 MAX_BYTES = {
     "config.json": 4 << 20,
     "generation_config.json": 1 << 20,
@@ -76,24 +77,45 @@ def _has_weights(path: Path) -> bool:
     return True
 
 
-def model_fingerprint(path: Path) -> str:
-    """Name a model's exact content: 32 hexadecimal digits; equal names mean the same model.
+class ContentNames(NamedTuple):
+    """32 hexadecimal digits each. ``kv``: the files that decide KV bytes; ``revision``: all files that are
+    read."""
 
-    xxh3_128 over config, tokenizer and weight files: names, sizes and content. Files above
-    ``FULL_HASH_BYTES`` are sampled (the first MiB, which holds the tensor headers, then 64 KiB of every
-    16 MiB, and the last MiB): whole files of hundreds of GB would take minutes at every start. The
-    fingerprint guards against mix-ups, not against forgery.
+    kv: str
+    revision: str
+
+
+def content_names(path: Path) -> ContentNames:
+    """Name a model's exact content; equal names mean the same content.
+
+    xxh3_128 over files: names, sizes and content; of config.json, ``kv`` has the fields that may decide KV.
+    Files above ``FULL_HASH_BYTES`` are sampled (the first MiB, which holds the tensor headers, then 64 KiB of
+    every 16 MiB, and the last MiB): whole files of hundreds of GB would take minutes at every start. The
+    names guard against mix-ups, not against forgery.
     """
     import xxhash  # of the extra for workers: the coordinator checks folders without it
 
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     digest = xxhash.xxh3_128()
-    described = [path / name for name in DESCRIPTION_FILES if (path / name).exists()]
-    for file in [*described, *weight_files(path)]:
-        size = file.stat().st_size
-        digest.update(f"{file.name}\0{size}\0".encode())
-        if size:
-            _add_content(digest, file, size)
-    return str(digest.hexdigest())
+    deciding = {name: value for name, value in config.items() if name not in NOT_OF_KV}
+    digest.update(json.dumps(deciding, sort_keys=True).encode())
+    for file in [*_those_there(path, KV_FILES), *weight_files(path)]:
+        _add_file(digest, file)
+    kv = digest.hexdigest()
+    for file in _those_there(path, MAX_BYTES):
+        _add_file(digest, file)
+    return ContentNames(kv, digest.hexdigest())
+
+
+def _those_there(path: Path, names: Iterable[str]) -> list[Path]:
+    return [path / name for name in names if (path / name).exists()]
+
+
+def _add_file(digest: xxhash.xxh3_128, file: Path) -> None:
+    size = file.stat().st_size
+    digest.update(f"{file.name}\0{size}\0".encode())
+    if size:
+        _add_content(digest, file, size)
 
 
 def _add_content(digest: xxhash.xxh3_128, file: Path, size: int) -> None:

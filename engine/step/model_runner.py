@@ -48,7 +48,7 @@ from ..errors import ModelConfigError, OutOfMemoryError, is_out_of_memory
 from ..model.config import ModelConfig
 from ..model.decoder import AttentionMetadata, DecoderModel
 from ..model.layers import LayerLoader
-from ..model.model_folder import model_fingerprint
+from ..model.model_folder import content_names
 from ..model.weight_sizes import weight_bytes
 from ..model.weights import Checkpoint
 from ..settings import Quantization
@@ -123,14 +123,14 @@ class ModelRunner:
         self._num_torch_threads = 1 if engine.exact else threads.count  # torch's own sums change with it
         self._bound_cores, self._bound = threads.bound, threading.local()
         self._use_this_thread()
-        self.fingerprint = model_fingerprint(engine.model_path)
+        weights_name, self.revision = content_names(engine.model_path)
         if any(rope.short_factors and rope.long_factors != rope.short_factors for rope in self.config.ropes):
-            self.fingerprint += "-long"  # other keys than with --max-model-len up to the original length
+            weights_name += "-long"  # other keys than with --max-model-len up to the original length
         self.phases.done("fingerprint")
         if engine.quantization != "none":
-            self.fingerprint += f"-{engine.quantization}"  # they share their cache with no others
+            weights_name += f"-{engine.quantization}"  # they share their cache with no others
         packed = PackedWeights(
-            kept_files(engine.model_path, self.fingerprint, engine.dtype, engine.exact)
+            kept_files(engine.model_path, weights_name, engine.dtype, engine.exact)
             if self.device.type == "cpu"
             else ()
         )
@@ -157,6 +157,8 @@ class ModelRunner:
         with Checkpoint(engine.model_path) as checkpoint, torch.inference_mode():
             self.dtype = select_dtype(engine.dtype, self.device, checkpoint.dtype)
             cache_dtype = torch.float8_e4m3fn if engine.kv_dtype == "fp8" else self.dtype
+            dtypes = f"{self.dtype} {cache_dtype}".replace("torch.", "")
+            self.kv_name = f"{weights_name} {dtypes} {self.numerics}"
             layout = KVCacheLayout.of(
                 self.config, engine.block_size or DEFAULT_BLOCK_SIZE[self.device.type], cache_dtype
             )

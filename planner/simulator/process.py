@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from ...engine.cache.block_manager import BlockManager
 from ...engine.step.step_progress import LayerProgress
 from ...transport.environment import Environment
+from ...transport.messages.cache_map import states
 from ...transport.messages.incarnation import incarnations
 from ...transport.messages.messages import SECRET_BYTES, ModelIdentity, PeerId, Role
 from ...worker.loop import Worker
@@ -218,9 +219,9 @@ def _nothing() -> None: ...
 def _identity(pool: Pool) -> ModelIdentity:
     memory = pool.profile.memory
     return ModelIdentity(
-        fingerprint="one model",
+        kv_name="one model",
         dtype="simulated",
         block_size=memory.block_size,
-        layout="simulated",
+        cache_map=states(1, memory.block_bytes),
         block_bytes=memory.block_bytes,
     )

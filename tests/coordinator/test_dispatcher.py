@@ -15,6 +15,7 @@ from splitserve.coordinator.lifecycle.membership import DRAINED
 from splitserve.coordinator.socket_dispatcher import SocketDispatcher
 from splitserve.transport.channels.channels import DealerChannel
 from splitserve.transport.channels.coordinator_link import identity_of
+from splitserve.transport.messages.cache_map import states
 from splitserve.transport.messages.fields import WIRE_VERSION
 from splitserve.transport.messages.messages import (
     FROM_COORDINATOR,
@@ -131,7 +132,7 @@ def _patient() -> tuple[Lifecycle, SocketDispatcher]:
 
 
 def _hello(host: str, pid: int) -> Hello:
-    model = ModelIdentity(fingerprint="m", dtype="f", block_size=4, layout="l", block_bytes=8)
+    model = ModelIdentity(kv_name="m", dtype="f", block_size=4, cache_map=states(1, 8), block_bytes=8)
     sizes = {
         "max_model_len": 100,
         "vocab_size": 10,

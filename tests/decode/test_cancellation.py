@@ -17,6 +17,7 @@ from splitserve.prefill.core import PrefillCore
 from splitserve.prefill.scheduler import PrefillScheduler
 from splitserve.transport.handoff import protocol as act
 from splitserve.transport.handoff.receiver import HandoffReceiver
+from splitserve.transport.messages.cache_map import states
 from splitserve.transport.messages.messages import (
     FROM_DECODE,
     Cancel,
@@ -33,7 +34,7 @@ from splitserve.transport.messages.messages import (
 from splitserve.transport.movers.interface import ONE_SIDED_MOVERS, MoverEndpoints
 
 BLOCK, TURN_S, WITHIN_S, PROMPT = 4, 0.005, 0.1, 21
-MODEL = ModelIdentity(fingerprint="m", dtype="float32", block_size=BLOCK, layout="l", block_bytes=64)
+MODEL = ModelIdentity(kv_name="m", dtype="float32", block_size=BLOCK, cache_map=states(1, 64), block_bytes=64)
 STEP_TURNS = 3
 EVERY_STATE = {
     "queued",

@@ -20,6 +20,7 @@ from splitserve.engine.cache.block_manager import BlockManager
 from splitserve.engine.step.batch import SamplingState, StepOutput
 from splitserve.transport.handoff import protocol as act
 from splitserve.transport.handoff.receiver import HandoffReceiver
+from splitserve.transport.messages.cache_map import states
 from splitserve.transport.messages.messages import (
     Cancel,
     Joined,
@@ -41,7 +42,7 @@ from splitserve.transport.messages.messages import (
 from splitserve.transport.movers.interface import MoverEndpoints
 
 BLOCK = 4
-MODEL = ModelIdentity(fingerprint="m", dtype="float32", block_size=BLOCK, layout="l", block_bytes=64)
+MODEL = ModelIdentity(kv_name="m", dtype="float32", block_size=BLOCK, cache_map=states(1, 64), block_bytes=64)
 PARAMS: dict[str, Any] = {
     "max_tokens": 30, "temperature": 0.0, "presence_penalty": 0.5, "seed": 7, "logprobs": 0,
 }  # fmt: skip
@@ -70,7 +71,7 @@ class Worker:
             (name, 1), MODEL, self.blocks, endpoints, lambda: self.core.room(), lambda: b"s" * 16
         )
         meet = Meet(worker_id=name, incarnation=1, host="h", pid=1, model=MODEL, movers=("tcp",))
-        self.core = DecodeCore((name, 1), scheduler, receiver, MODEL.fingerprint, meet)
+        self.core = DecodeCore((name, 1), scheduler, receiver, MODEL.kv_name, meet)
         self.sent: list[Message] = []
         self.step: DecodeStep | None = None
 

@@ -12,6 +12,7 @@ from splitserve.engine.cache.block_manager import BlockManager
 from splitserve.engine.step.batch import SamplingState, StepOutput
 from splitserve.transport.handoff.protocol import ToCoordinator
 from splitserve.transport.handoff.receiver import HandoffReceiver
+from splitserve.transport.messages.cache_map import states
 from splitserve.transport.messages.messages import (
     Cancel,
     ModelIdentity,
@@ -23,7 +24,7 @@ from splitserve.transport.messages.messages import (
 )
 from splitserve.transport.movers.interface import MoverEndpoints
 
-MODEL = ModelIdentity(fingerprint="m", dtype="float32", block_size=4, layout="l", block_bytes=64)
+MODEL = ModelIdentity(kv_name="m", dtype="float32", block_size=4, cache_map=states(1, 64), block_bytes=64)
 
 
 def make() -> DecodeCore:

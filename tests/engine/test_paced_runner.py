@@ -125,7 +125,7 @@ def test_a_worker_has_the_profiles_blocks_cut_down_to_fit(tmp_path: Path) -> Non
     model = worker_model(tmp_path)
     assert model.pool.shape[:2] == (64, 12)
     assert (1 << 25) < model.pool.nbytes <= (1 << 26)
-    assert worker_model(tmp_path, kv_cache_gib=1).identity["block_bytes"] == pytest.approx(1 << 20, rel=1e-4)
+    assert worker_model(tmp_path, kv_cache_gib=1).identity.block_bytes == pytest.approx(1 << 20, rel=1e-4)
 
 
 def test_what_the_profile_does_not_cover_is_refused(tmp_path: Path) -> None:

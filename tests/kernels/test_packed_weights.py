@@ -128,7 +128,7 @@ def test_nothing_is_kept_of_a_small_model_nor_on_a_full_disk(
     assert "free space" in caplog.text
 
 
-def test_another_fingerprint_or_type_has_another_file(tmp_path: Path) -> None:
+def test_another_name_or_type_has_another_file(tmp_path: Path) -> None:
     pytest.importorskip("splitserve.kernels._cpu")
     names = {kept_files(tmp_path, *identity)[0].name for identity in (("a", 1), ("a", 2), ("b", 1), ("a", 1))}
     assert len(names) == 3

@@ -14,6 +14,7 @@ from splitserve.engine.step.constraint import CompileGrammar
 from splitserve.prefill.core import PrefillCore
 from splitserve.prefill.scheduler import PrefillScheduler
 from splitserve.transport.handoff import protocol as act
+from splitserve.transport.messages.cache_map import states
 from splitserve.transport.messages.messages import (
     FirstToken,
     Meet,
@@ -26,7 +27,7 @@ from splitserve.transport.messages.messages import (
     u32,
 )
 
-MODEL = ModelIdentity(fingerprint="m", dtype="float32", block_size=4, layout="l", block_bytes=64)
+MODEL = ModelIdentity(kv_name="m", dtype="float32", block_size=4, cache_map=states(1, 64), block_bytes=64)
 MEET = Meet(worker_id="p", incarnation=1, host="h", pid=1, model=MODEL, movers=("shm",))
 KEY = (7, 1)
 

@@ -12,6 +12,7 @@ from splitserve.prefill.core import PrefillCore
 from splitserve.prefill.scheduler import PrefillScheduler
 from splitserve.transport.handoff import protocol as act
 from splitserve.transport.handoff.receiver import HandoffReceiver
+from splitserve.transport.messages.cache_map import states
 from splitserve.transport.messages.messages import (
     Meet,
     Message,
@@ -28,7 +29,7 @@ from splitserve.transport.messages.messages import (
 from splitserve.transport.movers.interface import MoverEndpoints
 
 BLOCK = 4
-MODEL = ModelIdentity(fingerprint="m", dtype="float32", block_size=BLOCK, layout="l", block_bytes=64)
+MODEL = ModelIdentity(kv_name="m", dtype="float32", block_size=BLOCK, cache_map=states(1, 64), block_bytes=64)
 MEET = Meet(worker_id="w:prefill", incarnation=1, host="h", pid=1, model=MODEL, movers=("tcp",))
 PREFILL, DECODE = ("w:prefill", 1), ("w:decode", 2)
 

@@ -25,6 +25,7 @@ from splitserve.engine.step.batch import StepOutput
 from splitserve.engine.step.step_progress import LayerProgress
 from splitserve.prefill.core import PrefillCore
 from splitserve.prefill.scheduler import PrefillScheduler, PrefillStep
+from splitserve.transport.messages.cache_map import states
 from splitserve.transport.messages.messages import (
     Cancel,
     Meet,
@@ -41,7 +42,12 @@ from splitserve.worker.steps import Prompts, RunningStep
 BLOCK = 4
 PEER = Peer(worker_id="d", incarnation=1, address="inproc://d")
 IDENTITY = ModelIdentity(
-    fingerprint="model", dtype="float32", block_size=BLOCK, layout="l", block_bytes=64, numerics="fast"
+    kv_name="model",
+    dtype="float32",
+    block_size=BLOCK,
+    cache_map=states(1, 64),
+    block_bytes=64,
+    numerics="fast",
 )
 
 

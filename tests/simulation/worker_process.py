@@ -22,6 +22,7 @@ from splitserve.engine.errors import EngineError
 from splitserve.engine.step.step_progress import LayerProgress
 from splitserve.transport.handoff.layer_slicing import SlicingMode
 from splitserve.transport.handoff.protocol import HandoffTimes
+from splitserve.transport.messages.cache_map import states
 from splitserve.transport.messages.messages import Cancel, ModelIdentity, PeerId, Role, from_u32
 from splitserve.worker.loop import Worker
 from splitserve.worker.parts import ModelFacts, RoleParts, WorkerParts, WorkerTimes
@@ -34,7 +35,11 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 160
 MODEL = ModelIdentity(
-    fingerprint="simulated", dtype="int", block_size=BLOCK_SIZE, layout="simulated", block_bytes=BLOCK_BYTES
+    kv_name="simulated",
+    dtype="int",
+    block_size=BLOCK_SIZE,
+    cache_map=states(1, BLOCK_BYTES),
+    block_bytes=BLOCK_BYTES,
 )
 TICK_S, HEARTBEAT_S = 0.1, 0.2
 TIMES = WorkerTimes(

@@ -11,6 +11,7 @@ from splitserve.transport.handoff.protocol import HandoffTimes
 from splitserve.transport.handoff.receiver import HandoffReceiver
 from splitserve.transport.handoff.sender import HandoffSender
 from splitserve.transport.messages.blocks import chain, root_hash
+from splitserve.transport.messages.cache_map import states
 from splitserve.transport.messages.messages import (
     Meet,
     Message,
@@ -27,7 +28,7 @@ from splitserve.transport.movers.interface import MoverEndpoints
 BLOCK, NUM_LAYERS = 4, 6
 
 
-MODEL = ModelIdentity(fingerprint="m", dtype="float32", block_size=BLOCK, layout="l", block_bytes=64)
+MODEL = ModelIdentity(kv_name="m", dtype="float32", block_size=BLOCK, cache_map=states(1, 64), block_bytes=64)
 
 
 PREFILL, DECODE = ("p", 1), ("d", 2)

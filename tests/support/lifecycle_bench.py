@@ -7,6 +7,7 @@ from typing import Any
 from splitserve.coordinator.lifecycle.actions import Action, End, Push, Send
 from splitserve.coordinator.lifecycle.lifecycle import Lifecycle, LifecycleLimits
 from splitserve.coordinator.lifecycle.request import Ended, Request
+from splitserve.transport.messages.cache_map import states
 from splitserve.transport.messages.messages import (
     FirstToken,
     Hello,
@@ -20,7 +21,7 @@ from splitserve.transport.messages.messages import (
     u32,
 )
 
-MODEL = ModelIdentity(fingerprint="m", dtype="f", block_size=4, layout="l", block_bytes=8)
+MODEL = ModelIdentity(kv_name="m", dtype="f", block_size=4, cache_map=states(1, 8), block_bytes=8)
 
 
 class Sink:

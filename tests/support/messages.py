@@ -7,9 +7,10 @@ from typing import Any
 import msgspec
 
 from splitserve.transport.messages import messages as m
+from splitserve.transport.messages.cache_map import states
 
 MODEL = m.ModelIdentity(
-    fingerprint="f", dtype="float32", block_size=16, layout="block-major/v1", block_bytes=4096
+    kv_name="f", dtype="float32", block_size=16, cache_map=states(1, 4096), block_bytes=4096
 )
 SAMPLING = m.SamplingParams(
     max_tokens=5, logit_bias={7: -1.5}, stop_token_ids=(1, 2), seed=3, logprobs=2, grammar=b'start: "a"'

@@ -19,6 +19,7 @@ from splitserve.prefill.core import PrefillCore
 from splitserve.prefill.scheduler import PrefillScheduler
 from splitserve.transport.handoff.protocol import ToCoordinator
 from splitserve.transport.handoff.receiver import HandoffReceiver
+from splitserve.transport.messages.cache_map import states
 from splitserve.transport.messages.messages import (
     Cancel,
     FirstToken,
@@ -38,7 +39,7 @@ from splitserve.transport.movers.interface import MoverEndpoints
 from splitserve.worker.steps import RunningStep, Steps
 
 BLOCK, BUDGET, NUM_LAYERS = 4, 12, 4
-MODEL = ModelIdentity(fingerprint="m", dtype="float32", block_size=BLOCK, layout="l", block_bytes=64)
+MODEL = ModelIdentity(kv_name="m", dtype="float32", block_size=BLOCK, cache_map=states(1, 64), block_bytes=64)
 MEET = Meet(worker_id="w:prefill", incarnation=1, host="h", pid=1, model=MODEL, movers=("tcp",))
 PEER = Peer(worker_id="elsewhere", incarnation=1, address="inproc://elsewhere")
 

@@ -90,9 +90,8 @@ class Writers:
 
 
 def _difference(ours: ModelIdentity, theirs: ModelIdentity) -> str:
-    """Return a sentence that names the first field that differs; empty if all are equal."""
-    for name in ModelIdentity.__struct_fields__:
-        a, b = getattr(ours, name), getattr(theirs, name)
-        if a != b:
-            return f"the workers' {name.replace('_', ' ')} differs: decode has {a!r}, prefill has {b!r}"
-    return ""
+    """Return a sentence that names the first field that differs; empty if KV blocks fit."""
+    if (found := ours.difference(theirs)) is None:
+        return ""
+    name, a, b = found
+    return f"the workers' {name} differs: decode has {a}, prefill has {b}"

@@ -5,7 +5,7 @@ sliding window has left behind. Pure.
 
     hash[0]   = blake2b_16(root, tokens[0 : block_size])
     hash[i]   = blake2b_16(hash[i - 1], tokens[i * block_size : (i + 1) * block_size])
-    root      = blake2b_16(model fingerprint, salt)
+    root      = blake2b_16(KV name, adapter, salt), each after its length
 
 Tokens enter as little-endian uint32. BLAKE2b is collision-resistant, so that no tenant can craft a prompt
 that hits another's block; the salt separates tenants on purpose. About 1 us a block.
@@ -26,10 +26,11 @@ NO_BLOCK = -1
 
 
 @lru_cache(maxsize=1024)  # a few models and tenants
-def root_hash(fingerprint: str, salt: bytes = b"") -> bytes:
-    """Return the parent of a sequence's first block."""
-    name = fingerprint.encode()
-    return blake2b(len(name).to_bytes(4, "little") + name + salt, digest_size=HASH_BYTES).digest()
+def root_hash(kv_name: str, salt: bytes = b"", adapter: str = "") -> bytes:
+    """Return the parent of a sequence's first block. ``adapter``: its content's name; empty: none."""
+    fields = (kv_name.encode(), adapter.encode(), salt)
+    tagged = b"".join(len(field).to_bytes(4, "little") + field for field in fields)
+    return blake2b(tagged, digest_size=HASH_BYTES).digest()
 
 
 def chain(parent: bytes, token_ids: bytes, block_size: int) -> list[bytes]:

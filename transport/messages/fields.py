@@ -16,6 +16,8 @@ from typing import Annotated, Literal, TypeAlias
 import numpy as np
 from msgspec import Meta, Struct, field
 
+from .cache_map import CacheMap, map_difference, num_bytes
+
 PeerId: TypeAlias = tuple[str, int]
 """(worker id, incarnation)"""
 WIRE_VERSION = 3
@@ -170,15 +172,32 @@ class RequestSpec(Message, frozen=True, kw_only=True):
 
 
 class ModelIdentity(Message, frozen=True, kw_only=True):
-    """What two workers must share before KV blocks may pass between them. Compared field by field."""
+    """The model of a worker. KV blocks may pass between two workers if all fields but the revision are
+    equal."""
 
-    fingerprint: Name  # of weights, config and tokenizer
-    dtype: Name  # of the KV cache
-    block_size: Annotated[int, Meta(ge=1, le=4096)]
-    layout: Name  # e.g. "block-major/v2 [num_layers=12, 2, num_kv_heads=4, block_size=16, head_dim=64]"
-    block_bytes: Annotated[int, Meta(ge=1, le=1 << 32)]
+    dtype: Name  # that the model computes in
     numerics: Name = "fast"  # or which exact kernels: bits agree only among the same
     window: Count = 0  # tokens that a token attends to at most, in any layer; 0: no bound
+    kv_name: Name  # all that decides the bytes of KV: weights, quantisation, rope, types, numerics
+    revision: Annotated[str, Meta(max_length=256)] = ""  # all files, also template and defaults
+    block_size: Annotated[int, Meta(ge=1, le=4096)]
+    cache_map: CacheMap
+    block_bytes: Annotated[int, Meta(ge=1, le=1 << 32)]
+
+    def check(self) -> None:
+        """See ``Message``."""
+        if (size := num_bytes(self.cache_map)) != self.block_bytes:
+            raise ValueError(f"the cache map has {size} bytes, the block {self.block_bytes}")
+
+    def difference(self, other: ModelIdentity) -> tuple[str, str, str] | None:
+        """Return the first field that keeps KV blocks apart, and both values in words; None: they fit."""
+        for name in self.__struct_fields__:
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if ours == theirs or name == "revision":
+                continue
+            both = map_difference(ours, theirs) if name == "cache_map" else (repr(ours), repr(theirs))
+            return name.replace("_", " ").replace("kv", "KV"), *both
+        return None
 
 
 class Peer(Message, frozen=True, kw_only=True):

@@ -229,6 +229,17 @@ IDLE = {
 }
 
 
+def test_workers_of_two_revisions_serve_together_and_it_is_logged() -> None:
+    bench, newer = Bench(), replace(MODEL, revision="with another template")
+    hello = replace(bench.core.pools.workers[("d", 1)].hello, worker_id="x", model=newer)
+    bench.core.receive(("x", 1), hello, bench.now)
+    (sentence,) = bench.core.pools.misfits()
+    assert "p and x serve two revisions of one model" in sentence
+    bench.core.pools.remove(bench.core.pools.workers[("d", 1)], "gone")
+    (prefill,) = sent(bench.submit(), Prefill)
+    assert prefill.decode.worker_id == "x"
+
+
 def test_who_is_missing_or_does_not_fit_is_said() -> None:
     bench = Bench()
     bench.core.pools.remove(bench.core.pools.workers[("d", 1)], "gone")

@@ -9,9 +9,10 @@ from support.lifecycle_bench import make_hello
 
 from splitserve.coordinator.lifecycle.routing import Need, choose_decode, choose_pair, choose_prefill, fitting
 from splitserve.coordinator.lifecycle.worker import WorkerRecord
+from splitserve.transport.messages.cache_map import states
 from splitserve.transport.messages.messages import ModelIdentity
 
-MODEL = ModelIdentity(fingerprint="m", dtype="f", block_size=16, layout="l", block_bytes=8)
+MODEL = ModelIdentity(kv_name="m", dtype="f", block_size=16, cache_map=states(1, 8), block_bytes=8)
 HASHES = [bytes([i]) * 16 for i in range(10)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from splitserve.engine.cache.kv_cache import KVCache, KVCacheLayout
+from splitserve.transport.messages.cache_map import Plane, num_bytes
 
 LAYOUT = KVCacheLayout(num_layers=2, block_size=8, num_kv_heads=3, head_dim=16, dtype=torch.bfloat16)
 
@@ -21,6 +22,12 @@ def test_a_head_of_a_layer_is_one_run_of_a_blocks_bytes() -> None:
     assert not layer[: 5 * run].any()
 
 
-def test_workers_of_another_layout_are_told_apart_by_its_description() -> None:
-    """v1 had tokens before heads."""
-    assert LAYOUT.description == "block-major/v2 [num_layers=2, 2, num_kv_heads=3, block_size=8, head_dim=16]"
+def test_the_cache_map_names_each_plane_of_a_block() -> None:
+    plane = 3 * 8 * 16 * LAYOUT.dtype.itemsize
+    assert LAYOUT.cache_map == (
+        Plane(0, "key", 0, 3, 0, plane),
+        Plane(0, "value", 0, 3, plane, plane),
+        Plane(1, "key", 0, 3, 2 * plane, plane),
+        Plane(1, "value", 0, 3, 3 * plane, plane),
+    )
+    assert num_bytes(LAYOUT.cache_map) == LAYOUT.block_bytes

@@ -60,9 +60,7 @@ def test_a_float8_cache_answers_nearly_as_a_wide_one(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama3", num_hidden_layers=2)
     wide, narrow = make_runner(tmp_path), make_runner(tmp_path, kv_dtype="fp8")
     assert narrow.kv_cache.layout.block_bytes * 4 == wide.kv_cache.layout.block_bytes
-    assert (
-        narrow.kv_cache.layout.description != wide.kv_cache.layout.description
-    )  # the two do not mix: workers compare it when they meet
+    assert narrow.kv_name != wide.kv_name  # the two do not mix
     (tokens, logprobs), (expected, expected_logprobs) = answer(narrow), answer(wide)
     assert tokens == expected
     assert logprobs != expected_logprobs
@@ -100,16 +98,16 @@ def test_scales_come_from_the_checkpoint(tmp_path: Path) -> None:
     answer(scaled)
     keys, scaled_keys = (runner.kv_cache.pool[9, 0, 0].float() for runner in (plain, scaled))
     assert torch.allclose(scaled_keys * 4, keys, rtol=0.15, atol=0.02)
-    assert (
-        make_runner(tmp_path).fingerprint == scaled.fingerprint
-    )  # a wide cache has no use for it, and loads all the same
+    assert scaled.kv_name != plain.kv_name
+    make_runner(tmp_path)  # a wide cache has no use for it, and loads all the same
 
 
 def test_quantized_workers_do_not_mix_with_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_checkpoint(tmp_path, "llama3", num_hidden_layers=1)
     plain = make_runner(tmp_path)
     monkeypatch.setattr(model_runner, "select_kernels", lambda *_, **__: CudaKernels(1))
-    assert make_runner(tmp_path, quantization="fp8").fingerprint == f"{plain.fingerprint}-fp8"
+    quantised = make_runner(tmp_path, quantization="fp8")
+    assert (quantised.kv_name != plain.kv_name, quantised.revision) == (True, plain.revision)
 
 
 @pytest.mark.parametrize(

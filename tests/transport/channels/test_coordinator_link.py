@@ -12,6 +12,7 @@ import zmq
 from splitserve.transport.channels.channels import RouterChannel
 from splitserve.transport.channels.coordinator_link import CoordinatorLink
 from splitserve.transport.live_environment import LiveNetwork
+from splitserve.transport.messages.cache_map import states
 from splitserve.transport.messages.messages import (
     FROM_WORKER,
     Alive,
@@ -23,7 +24,7 @@ from splitserve.transport.messages.messages import (
     Welcome,
 )
 
-MODEL = ModelIdentity(fingerprint="f", dtype="float32", block_size=16, layout="l", block_bytes=64)
+MODEL = ModelIdentity(kv_name="f", dtype="float32", block_size=16, cache_map=states(1, 64), block_bytes=64)
 
 
 class Worker:

@@ -10,6 +10,7 @@ from support.handoff_pair import DECODE, MODEL, Pair, spec, whole
 
 from splitserve.transport.handoff import protocol as act
 from splitserve.transport.messages.blocks import NO_BLOCK
+from splitserve.transport.messages.cache_map import planes
 from splitserve.transport.messages.messages import Grant, u32
 
 
@@ -42,10 +43,9 @@ def test_what_the_prefill_worker_had_cached_travels_with_the_handoff() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("fingerprint", "x"),
+        ("kv_name", "x"),
         ("dtype", "bfloat16"),
         ("block_size", 8),
-        ("layout", "other"),
         ("block_bytes", 9),
         ("window", 8),
         ("numerics", "exact, C++ avx2"),
@@ -56,8 +56,25 @@ def test_a_different_model_is_refused_in_a_sentence_that_names_the_field(field: 
     whole(pair, spec())
     (ended,) = pair.ended
     assert isinstance(ended, act.Undelivered)
-    assert f"{field.replace('_', ' ')} differs" in ended.message
+    assert f"{field.replace('_', ' ').replace('kv', 'KV')} differs" in ended.message
     assert repr(value) in ended.message
+
+
+def test_cache_maps_that_differ_are_refused_by_the_first_plane_that_does() -> None:
+    """Here: a worker that holds two of four heads of each layer."""
+    ours = replace(MODEL, cache_map=planes(2, 4, 16))
+    pair = Pair(own=ours, model=replace(ours, cache_map=planes(4, 2, 8)))
+    whole(pair, spec())
+    (ended,) = pair.ended
+    assert isinstance(ended, act.Undelivered)
+    assert "cache map differs: decode has key of layer 0, heads 0 to 3, 16 bytes at 0" in ended.message
+    assert "prefill has key of layer 0, heads 0 to 1, 8 bytes at 0" in ended.message
+
+
+def test_another_revision_of_the_same_weights_is_taken() -> None:
+    pair = Pair(model=replace(MODEL, revision="with another template"))
+    whole(pair, spec())
+    assert len(pair.joined) == 1
 
 
 def test_no_mover_in_common() -> None:

@@ -28,6 +28,7 @@ from splitserve.transport.handoff.retiring_end import RetiringEnd
 from splitserve.transport.handoff.sender import HandoffSender
 from splitserve.transport.handoff.sending_end import SendingEnd
 from splitserve.transport.live_environment import live_environment
+from splitserve.transport.messages.cache_map import states
 from splitserve.transport.messages.incarnation import COUNT_BITS
 from splitserve.transport.messages.messages import (
     FROM_PREFILL,
@@ -49,7 +50,7 @@ from splitserve.transport.messages.messages import (
 from splitserve.transport.movers.interface import Arrival, Item
 
 PEER = ("d0", 1)
-MODEL = ModelIdentity(fingerprint="f", dtype="float32", block_size=16, layout="l", block_bytes=1)
+MODEL = ModelIdentity(kv_name="f", dtype="float32", block_size=16, cache_map=states(1, 1), block_bytes=1)
 
 
 def end_of(sender: HandoffSender) -> SendingEnd:

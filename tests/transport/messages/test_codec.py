@@ -127,7 +127,7 @@ _NAN, _INF = float("nan"), float("inf")
         (m.Meet, "movers", ["shm", ["shm", 1], [b"shm"], [""], ["shm"] * 17, None]),
         (m.Meet, "pid", [1 << 31, -1, "1", None]),
         (m.Hello, "pid", [1 << 31]),
-        (m.Meet, "model", [None, [], {"fingerprint": "f"}]),
+        (m.Meet, "model", [None, [], {"kv_name": "f"}]),
         (m.Offer, "num_tokens", [0, (1 << 20) + 1, 3.0]),
         (m.Offer, "grammar", [bytes((256 << 10) + 1), "g", None]),
         (m.Grant, "secret", [b"s" * 15, b"s" * 17, "s" * 16]),

@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from splitserve.transport.messages.cache_map import states
 from splitserve.transport.messages.incarnation import COUNT_BITS
 from splitserve.transport.messages.messages import Meet, ModelIdentity, PeerId, Retire
 from splitserve.transport.movers.targets import WaysIn
 
-MODEL = ModelIdentity(fingerprint="f", dtype="float32", block_size=16, layout="l", block_bytes=1)
+MODEL = ModelIdentity(kv_name="f", dtype="float32", block_size=16, cache_map=states(1, 1), block_bytes=1)
 OLD, NEW = ("p0", (1 << COUNT_BITS) + 1), ("p0", (1 << COUNT_BITS) + 2)
 
 
