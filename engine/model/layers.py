@@ -97,7 +97,7 @@ class LayerLoader:
             return ExpertWeights([gate, up], down)
 
         def part(i: int) -> ExpertWeights:
-            """Of tensors that hold all experts; gate and up by turns, inputs before outputs."""
+            """From tensors of all experts: gate and up alternate, inputs come before outputs."""
             gate_up, down = (
                 self.checkpoint.tensor(f"{layer}.{of}")[i].to(self.device, self.dtype).t()
                 for of in (names.gate, names.down)

@@ -33,7 +33,7 @@ class RopeConfig:
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    truncate: bool = True  # yarn: the bounds of what is interpolated are whole numbers
+    truncate: bool = True  # yarn: interpolation begins and ends at whole dimensions
     attention_factor: float = 1.0  # yarn, longrope: multiplies cosines and sines
     short_factors: tuple[float, ...] = ()  # longrope, by pair: for lengths up to the original one
     long_factors: tuple[float, ...] = ()
