@@ -15,6 +15,7 @@ from typing import Any, Literal
 import click
 
 from ..coordinator.tenants.errors import TenantsError
+from ..deploy.errors import LaunchError
 from ..engine.errors import EngineError
 from ..planner.errors import PlannerError
 from ..traces.errors import TraceError
@@ -73,10 +74,12 @@ def up_command() -> click.Command:
     from .up import up_options
 
     def callback(config: Path | None, **flags: Any) -> None:
+        from .launch import launch
         from .local_cluster import run
         from .up import plan
 
-        sys.exit(run(plan(given(flags), Sources.read(config)), ENTRY))
+        made = plan(given(flags), Sources.read(config))
+        sys.exit(run(made, ENTRY) if made.up.on == "here" else launch(made))
 
     text = (
         "Start a coordinator, prefill and decode workers on this machine; restart what crashes; stop all on "
@@ -278,7 +281,7 @@ def main() -> None:
     except ConfigError as error:
         click.echo(f"splitserve: {error}", err=True)
         sys.exit(2)
-    except (EngineError, PlannerError, TenantsError, TraceError, TransportError) as error:
+    except (EngineError, LaunchError, PlannerError, TenantsError, TraceError, TransportError) as error:
         click.echo(f"splitserve: {error}", err=True)
         sys.exit(1)
     except ModuleNotFoundError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -40,9 +40,21 @@ class ServerSettings(SteeringSettings, CoordinatorSettings):
 
 
 class UpSettings(BaseModel):
-    """Starts a coordinator and its workers on this machine and keeps them running."""
+    """Starts a coordinator and its workers, on this machine or by Slurm, and keeps them running."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    on: Literal["here", "slurm"] = Field(
+        default="here",
+        description="On this machine, or as Slurm jobs. Then the command needs --run-dir and ends when the "
+        "cluster serves; given again with other numbers it adds and drains workers.",
+    )
+    stop: bool = Field(default=False, description="With --on slurm: stop all; workers drain.")
+    sbatch: str = Field(
+        default="", description="Options of sbatch for every job, such as `-p gpu -t 8:00:00`."
+    )
+    sbatch_prefill: str = Field(default="", description="Further ones for prefill workers, such as `-G 1`.")
+    sbatch_decode: str = Field(default="", description="Further ones for decode workers.")
 
     prefill: int = Field(default=1, ge=0, le=256, description="Number of prefill workers.")
     decode: int = Field(default=1, ge=0, le=256, description="Number of decode workers.")
@@ -67,7 +79,8 @@ class UpSettings(BaseModel):
     )
     run_dir: Path | None = Field(
         default=None,
-        description="Folder for the cluster's key, the workers' settings and logs. Default: a temporary one.",
+        description="Folder for the cluster's key, the workers' settings and logs; with --on slurm on every "
+        "node. Default: a temporary one.",
     )
     ready_timeout_s: float = Field(
         default=600, gt=0, le=86_400, description="Seconds until the first answer must have been possible."

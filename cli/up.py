@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from ..coordinator.http.access.operators import admin_key, make_admin_key
-from ..coordinator.http.access.url import url_of
+from ..coordinator.http.access.url import is_loopback, url_of
 from ..coordinator.run_folder import ADMIN_KEY, RunFolder
 from ..engine.settings import WorkerSettings
 from ..worker.settings import DecodeSettings, PrefillSettings
@@ -103,9 +103,14 @@ def plan(flags: Layer, sources: Sources) -> Plan:
             f"{'--decode' if up.prefill else '--prefill'} is 0: start one at least, or workers of "
             "both roles by --mixed"
         )
+    here = up.on == "here"
+    if not here:
+        _require_elsewhere(up)
+    elif up.stop or up.sbatch or up.sbatch_prefill or up.sbatch_decode:
+        raise ConfigError("--stop and --sbatch are for processes elsewhere: give --on slurm")
     derived = {
         "model": Value(DEMO_MODEL, "the bundled model"),
-        "control_address": Value("tcp://127.0.0.1:0", "up"),
+        "control_address": Value("tcp://127.0.0.1:0" if here else "tcp://0.0.0.0:7700", "up"),
     }
     key = read_key("--api-key-file", up.api_key_file)
     layers = [only(ServerSettings, flags), *sources.of("coordinator")]
@@ -119,6 +124,15 @@ def plan(flags: Layer, sources: Sources) -> Plan:
             "--chat and --prompt need --api-key-file where --tenants-file asks for keys; "
             "`splitserve keys create` makes one"
         )
+    if not here and (coordinator.control_address.endswith(":0") or not coordinator.port):
+        raise ConfigError(
+            f"--control-address needs a port, and --port one too: with --on {up.on} 0 cannot be found"
+        )
+    if not here and not up.stop and is_loopback(coordinator.listen_host):
+        raise ConfigError(
+            f"--on {up.on}: clients come from other hosts, and this serves its own alone: give "
+            "--host 0.0.0.0, and --tenants-file or --open-access"
+        )
     if coordinator.control_address.endswith(":0"):
         control = f"tcp://127.0.0.1:{free_ports('127.0.0.1', coordinator.processes)}"
         coordinator = coordinator.model_copy(update={"control_address": control})
@@ -130,10 +144,11 @@ def plan(flags: Layer, sources: Sources) -> Plan:
     computing = [of_role.device for of_role in roles if of_role.runner == "model"]
     coordinator = with_folder(coordinator, weights=bool(computing))
     require_model(coordinator.model, weights=bool(computing))
-    gpus = num_gpus(computing)
-    for device in computing:
+    gpus = num_gpus(computing) if here else 0
+    for device in computing if here else []:
         require_device(device, gpus)
-    require_port(coordinator.listen_host, coordinator.port)
+    if here:
+        require_port(coordinator.listen_host, coordinator.port)
     folder = _run_folder()
     run_dir = _run_dir(up.run_dir) if up.run_dir is not None else folder.path
     if "key_file" in derived:
@@ -153,6 +168,16 @@ def plan(flags: Layer, sources: Sources) -> Plan:
         keep = [*filter(None, [coordinator.steer_keep]), *(worker.name for worker in workers)]
         coordinator = coordinator.model_copy(update={"steer_keep": ",".join(keep)})
     return Plan(up, run_dir, folder, coordinator, workers)
+
+
+def _require_elsewhere(up: UpSettings) -> None:
+    """Raises ConfigError."""
+    if up.run_dir is None:
+        raise ConfigError(f"--on {up.on} needs --run-dir: a folder for the cluster's key, settings and logs")
+    if up.chat or up.prompt is not None:
+        raise ConfigError(
+            f"--on {up.on}: instead of --chat and --prompt use `splitserve chat --url` afterwards"
+        )
 
 
 def _run_folder() -> RunFolder:

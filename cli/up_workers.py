@@ -16,6 +16,9 @@ from .settings import ServerSettings, UpSettings
 FIXED = ("name", "coordinator", "listen", "data_listen", "advertise_host", "memory_shared_by", "health_port")
 """Settings of the roles that ``up`` decides."""
 
+ELSEWHERE = {"listen": "tcp://0.0.0.0:*", "data_listen": "tcp://0.0.0.0:*"}
+"""Decode workers listen for other hosts."""
+
 _OnDevices = list[PrefillSettings | DecodeSettings]
 """One worker's settings on each of the devices that it may have."""
 
@@ -23,7 +26,8 @@ _OnDevices = list[PrefillSettings | DecodeSettings]
 def workers_of(
     up: UpSettings, coordinator: ServerSettings, flags: Layer, sources: Sources, gpus: int
 ) -> list[PrefillSettings | DecodeSettings]:
-    """Return the settings of all workers. Raise ConfigError."""
+    """Return the settings of all workers: of this machine's with its devices and memory dealt out. Raise
+    ConfigError."""
     if up.flexible and up.borrow:
         raise ConfigError("--borrow and --flexible: a worker that borrows keeps its role; choose one")
     if up.borrow:
@@ -46,6 +50,8 @@ def workers_of(
             for index in range(count)
         ]
     wanted += _of_both_roles("mixed", up.mixed, coordinator, flags, sources, "mixed")
+    if up.on != "here":
+        return [each[0].model_copy(update=ELSEWHERE if each[0].role != "prefill" else {}) for each in wanted]
     return _sharing(_on_devices(wanted, gpus))
 
 

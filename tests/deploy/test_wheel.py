@@ -24,8 +24,14 @@ from splitserve.transport.process.private_files import write_private
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("LICENSE", "README.md", "pyproject.toml", "setup.py", "__init__.py", "py.typed", "src")
-FOLDERS_OF_DATA = ("deploy/demo_model", "deploy/monitoring", "coordinator/dashboard/page", "engine/profiles")
-FILES_OF_DATA = ("deploy/scale.sh", "planner/simulator/view.html", "py.typed")
+FOLDERS_OF_DATA = (
+    "deploy/demo_model",
+    "deploy/monitoring",
+    "deploy/systemd",
+    "coordinator/dashboard/page",
+    "engine/profiles",
+)
+FILES_OF_DATA = ("deploy/scale.sh", "deploy/slurm.sbatch", "planner/simulator/view.html", "py.typed")
 BUILD = """
 import sys
 from setuptools import build_meta

@@ -1,0 +1,115 @@
+"""``splitserve up --on``: what runs becomes what is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from splitserve.cli import launch as launching
+from splitserve.cli.config import ConfigError, Sources, Value
+from splitserve.cli.launch import launch
+from splitserve.cli.up import Plan, plan
+from splitserve.deploy.errors import LaunchError
+
+
+class Launched:
+    """A cluster manager that writes down what it is asked."""
+
+    def __init__(self, *running: str, fails: str = "") -> None:
+        self.names, self.calls, self.fails = list(running), list[str](), fails
+
+    def running(self) -> list[str]:
+        return [name for name in self.names if name != self.fails]
+
+    def start(self, name: str, role: str, argv: Sequence[str], env: Mapping[str, str]) -> None:
+        self.names.append(name)
+        self.calls.append(f"start {name} as {role}")
+
+    def stop(self, names: Sequence[str]) -> None:
+        self.names = [name for name in self.names if name not in names]
+        self.calls += [f"stop {name}" for name in names]
+
+    def host(self, deadline: float) -> str:
+        return "192.0.2.3"
+
+    def log_of(self, name: str) -> str:
+        return f"less {name}.log"
+
+
+def planned(tmp_path: Path, **given: Any) -> Plan:
+    options = {"on": "slurm", "run_dir": tmp_path / "run", "open_access": True, "host": "0.0.0.0", **given}
+    flags = {name: Value(value, f"--{name}") for name, value in options.items() if value is not None}
+    return plan(flags, Sources.read(None, {}))
+
+
+def launched(
+    monkeypatch: pytest.MonkeyPatch, made: Plan, manager: Launched, *, ready: bool = True
+) -> list[str]:
+    async def is_ready(url: str, _: Path | None) -> bool:
+        assert url == f"http://192.0.2.3:{made.coordinator.port}"
+        return ready
+
+    monkeypatch.setattr(launching, "is_ready", is_ready)
+    monkeypatch.setattr(launching, "jobs_of", lambda _: manager)
+    assert launch(made) == 0
+    return manager.calls
+
+
+def test_everything_starts_the_coordinator_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = launched(monkeypatch, planned(tmp_path, decode=2), Launched())
+    assert calls == [
+        "start coordinator as coordinator",
+        "start prefill-0 as prefill",
+        "start decode-0 as decode",
+        "start decode-1 as decode",
+    ]
+
+
+def test_other_numbers_add_and_drain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = Launched("coordinator", "prefill-0", "decode-0", "decode-1")
+    calls = launched(monkeypatch, planned(tmp_path, prefill=2), manager)
+    assert calls == ["stop decode-1", "start prefill-1 as prefill"]
+
+
+def test_workers_of_a_lost_coordinator_start_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = launched(monkeypatch, planned(tmp_path), Launched("prefill-0", "decode-0"))
+    assert calls[:3] == ["stop prefill-0", "stop decode-0", "start coordinator as coordinator"]
+
+
+def test_stop_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = launched(
+        monkeypatch, planned(tmp_path, stop=True, open_access=False), Launched("coordinator", "decode-0")
+    )
+    assert calls == ["stop coordinator", "stop decode-0"]
+
+
+def test_what_cannot_start_is_named_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LaunchError, match=r"decode-0 could not start; its log: less decode-0\.log"):
+        launched(monkeypatch, planned(tmp_path), Launched(fails="decode-0"), ready=False)
+    with pytest.raises(LaunchError, match=r"not ready after 0\.1 s; see less coordinator\.log"):
+        launched(monkeypatch, planned(tmp_path, ready_timeout_s=0.1), Launched(), ready=False)
+
+
+def test_decode_workers_elsewhere_listen_for_other_hosts(tmp_path: Path) -> None:
+    made = planned(tmp_path, device="auto", decode=2)
+    assert made.coordinator.control_address == "tcp://0.0.0.0:7700"
+    assert [worker.device for worker in made.workers] == ["auto"] * 3, "the cluster manager deals GPUs out"
+    assert [getattr(worker, "listen", "") for worker in made.workers] == ["", *["tcp://0.0.0.0:*"] * 2]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"run_dir": None}, "--on slurm needs --run-dir"),
+        ({"open_access": False}, "clients come from other hosts"),
+        ({"prompt": "Hello"}, "instead of --chat and --prompt"),
+        ({"control_address": "tcp://0.0.0.0:0"}, "--control-address needs a port"),
+        ({"on": "here", "stop": True}, "--stop and --sbatch"),
+    ],
+)
+def test_what_cannot_work_elsewhere_is_refused(tmp_path: Path, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        planned(tmp_path, **given)
