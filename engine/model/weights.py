@@ -78,7 +78,7 @@ class Checkpoint:
         return tensor
 
     def stored(self, name: str) -> Tensor:
-        """Of any dtype, without a copy."""
+        """Return the tensor in its own dtype, without a copy."""
         tensor: Tensor = self._file_of[name].get_tensor(name)
         return tensor
 
