@@ -107,6 +107,7 @@ class MixtureWeights:
     expert          reads the weights of one; number ``num_experts``: the shared one
     gate_up_biases  [num_experts, 2 intermediate_size] or None; such mixtures have no shared expert
     down_biases     [num_experts, hidden_size] or None
+    correction      float32 [num_experts] or None: added to the scores for the choice alone
     """
 
     shape: MixtureShape
@@ -115,6 +116,7 @@ class MixtureWeights:
     router_bias: Tensor | None = None
     gate_up_biases: Tensor | None = None
     down_biases: Tensor | None = None
+    correction: Tensor | None = None
 
 
 class Mixture(Protocol):

@@ -11,9 +11,14 @@ ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "clamped_silu")  # n
 
 @dataclass(frozen=True, slots=True)
 class MixtureShape:
-    """num_chosen   experts of a token: those with the largest logits; of equal ones the lower numbers
-    normalized   a token's weights add up to 1: softmax over its experts, not over all
-    shared_size  intermediate size of an expert of all tokens, weighted by the sigmoid of its gate; 0: none
+    """num_chosen     experts of a token: those with the largest scores; of equal ones the lower numbers
+    normalized     a token's weights add up to 1 (before ``factor``)
+    shared_size    intermediate size of an expert of all tokens; 0: none
+    shared_gated   it is weighted by the sigmoid of its gate
+    sigmoid        a score is the sigmoid of its logit, not the softmax
+    num_groups     experts side by side are a group; a token's experts are of ``chosen_groups`` of them only:
+                   those with the largest score, or with a correction the largest sum of two
+    factor         of a token's weights
     """
 
     num_experts: int
@@ -23,3 +28,13 @@ class MixtureShape:
     normalized: bool
     activation: Activation
     shared_size: int = 0
+    shared_gated: bool = True
+    sigmoid: bool = False
+    num_groups: int = 1
+    chosen_groups: int = 1
+    factor: float = 1.0
+
+    @property
+    def gates(self) -> int:
+        """Outputs of the router beside the experts' logits."""
+        return int(self.shared_size > 0 and self.shared_gated)

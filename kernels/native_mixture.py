@@ -44,6 +44,7 @@ class NativeMixture:
 
         self._packed = packed.filled(starts[-1], self._dtype, pack)
         self._biases = weights.router_bias, weights.gate_up_biases, weights.down_biases
+        self._correction = weights.correction
         biases = [address(weights.router_bias)]
         for i in range(len(products) // 2):
             for of in self._biases[1:]:
@@ -56,8 +57,10 @@ class NativeMixture:
         ]
         self._table = np.array(
             [
-                *places[:2], shape.num_experts, shape.num_chosen, shape.normalized, shape.hidden_size,
-                shape.intermediate_size, shared, ACTIVATIONS.index(shape.activation), *places[2:],
+                *places[:2], address(weights.correction), shape.num_experts, shape.num_chosen,
+                shape.num_groups, shape.chosen_groups, shape.normalized, shape.sigmoid,
+                np.float64(shape.factor).view(np.int64), shape.hidden_size, shape.intermediate_size,
+                shared, shape.shared_gated, ACTIVATIONS.index(shape.activation), *places[2:],
             ],
             np.int64,
         )  # fmt: skip

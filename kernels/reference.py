@@ -44,13 +44,14 @@ class TorchMixture:
 
     def __call__(self, x: Tensor) -> Tensor:
         shape, logits = self._shape, self._router(x)
-        experts, weights = routes(logits[:, : shape.num_experts], shape)
+        experts, weights = routes(logits[:, : shape.num_experts], shape, self._weights.correction)
         total = torch.zeros_like(x, dtype=torch.float32)
         for i in sorted(set(experts.flatten().tolist())):
             rows, places = torch.where(experts == i)
             total[rows] += weights[rows, places, None] * self._mlp(i, x[rows])
         if shape.shared_size:
-            total += logits[:, shape.num_experts :].float().sigmoid() * self._mlp(shape.num_experts, x)
+            gate = logits[:, shape.num_experts :].float().sigmoid() if shape.shared_gated else 1.0
+            total += gate * self._mlp(shape.num_experts, x)
         return total.to(x.dtype)
 
     def _mlp(self, i: int, x: Tensor) -> Tensor:
@@ -60,14 +61,29 @@ class TorchMixture:
         return F.linear(activated, expert.down, biases[1]).float()
 
 
-def routes(logits: Tensor, shape: MixtureShape) -> tuple[Tensor, Tensor]:
+def routes(logits: Tensor, shape: MixtureShape, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """logits [num_tokens, num_experts] -> each token's experts, ascending, int64 [num_tokens, num_chosen],
     and their weights, float32."""
-    order = logits.float().sort(dim=-1, descending=True, stable=True).indices
+    wide = logits.float()
+    choice = wide.sigmoid() if shape.sigmoid else wide
+    if correction is not None:
+        choice = choice + correction
+    if shape.num_groups > 1:
+        groups = choice.unflatten(1, (shape.num_groups, -1))  # type: ignore[no-untyped-call]
+        best = groups.amax(-1) if correction is None else groups.topk(2).values.sum(-1)
+        kept = best.sort(dim=-1, descending=True, stable=True).indices[:, : shape.chosen_groups]
+        left_out = torch.ones_like(best, dtype=torch.bool).scatter(1, kept, False)
+        choice = groups.masked_fill(left_out[..., None], -torch.inf).flatten(1)
+    order = choice.sort(dim=-1, descending=True, stable=True).indices
     chosen = order[:, : shape.num_chosen].sort(dim=-1).values
-    if shape.normalized:
-        return chosen, logits.float().gather(1, chosen).softmax(-1)
-    return chosen, logits.float().softmax(-1).gather(1, chosen)
+    if shape.sigmoid:
+        weights = wide.sigmoid().gather(1, chosen)
+        weights = weights / (weights.sum(-1, keepdim=True) if shape.normalized else 1.0)
+    elif shape.normalized:
+        weights = wide.gather(1, chosen).softmax(-1)
+    else:
+        weights = wide.softmax(-1).gather(1, chosen)
+    return chosen, weights * shape.factor
 
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:

@@ -146,8 +146,6 @@ def parse_config(
     latent = latent_config(config) if family.latent else None
     if latent is not None:
         head_dim, num_kv_heads = latent.cached, 1
-        if int(config.get("first_k_dense_replace", 0)) < num_layers:
-            raise ModelConfigError(f"config.json: the mixtures of experts of {architecture} are not built")
     if num_heads % num_kv_heads:
         raise ModelConfigError(
             f"config.json: {num_heads} attention heads cannot share {num_kv_heads} key-value heads evenly"
@@ -257,6 +255,8 @@ def _wide_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def ignored_tensors(config: ModelConfig) -> tuple[str, ...]:
     """Endings of names that a checkpoint may hold beside the expected ones; with a dot last: beginnings."""
     t = config.tensors
+    if config.latent is not None:  # layers that predict further tokens
+        t = replace(t, ignored=(*t.ignored, f"{t.layer.format(config.num_layers)}."))
     ignored = (*t.ignored, *(f".{name}" for name in t.kv_scales))
     if config.quantisation is not None:
         ignored = (*ignored, *BESIDE)

@@ -190,9 +190,26 @@ COHERE = Family(
     tensors=TensorNames(post_norm=""), refused=("use_qk_norm",),
     defaults={"tie_word_embeddings": True, "logit_scale": 0.0625, "layer_norm_eps": 1e-5},
 )  # fmt: skip
-DEEPSEEK = Family(
+QWEN_MIXTURE = MixtureNames(
+    "mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"
+)
+DEEPSEEK_2 = Family(
     o_bias="attention_bias", latent=True, interleaved_rope=True, scales=deepseek_scales,
     tensors=TensorNames(q="", k="", v=""),
+    mixture=replace(
+        QWEN_MIXTURE, correction="mlp.gate.e_score_correction_bias",
+        shared=(
+            "mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", "mlp.shared_experts.down_proj"
+        ),
+    ),
+    defaults={"norm_topk_prob": False, "topk_method": "greedy", "scoring_func": "softmax"},
+)  # fmt: skip
+DEEPSEEK_3 = replace(
+    DEEPSEEK_2,
+    defaults={
+        "norm_topk_prob": True, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "n_group": 8,
+        "topk_group": 4, "routed_scaling_factor": 2.5, "first_k_dense_replace": 3,
+    },
 )  # fmt: skip
 GEMMA_2 = Family(
     o_bias="attention_bias", unit_norms=True, scales=gemma_scales, windows=windows_by_pattern,
@@ -238,9 +255,6 @@ OLMO_3 = replace(
     windows=windows_by_pattern,
     defaults={"sliding_window": 4096, "sliding_window_pattern": 4, "rope_local_base_freq": 5e5},
 )
-QWEN_MIXTURE = MixtureNames(
-    "mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"
-)
 QWEN_MIXTURE_SHARED = replace(
     QWEN_MIXTURE,
     shared=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "mlp.shared_expert.down_proj"),
@@ -252,8 +266,8 @@ FAMILIES = {
         COHERE, windows=windows_by_pattern, windows_only_rope=True,
         defaults={**COHERE.defaults, "sliding_window": 4096, "sliding_window_pattern": 4},
     ),
-    "DeepseekV2ForCausalLM": DEEPSEEK,
-    "DeepseekV3ForCausalLM": DEEPSEEK,
+    "DeepseekV2ForCausalLM": DEEPSEEK_2,
+    "DeepseekV3ForCausalLM": DEEPSEEK_3,
     "Gemma2ForCausalLM": GEMMA_2,
     "Gemma3ForCausalLM": GEMMA_3,
     "Gemma3ForConditionalGeneration": GEMMA_3_IN_PARTS,

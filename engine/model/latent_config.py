@@ -36,7 +36,7 @@ class LatentConfig:
         return self.rotated + self.rank
 
     def expected_tensors(self, layer: str) -> dict[str, tuple[int, ...]]:
-        """The tensors of the attention of the layer of this name, with their shapes, but for ``o``."""
+        """The tensors of this layer's attention, with their shapes; without the output projection's."""
         queries, hidden = self.num_heads * (self.plain + self.rotated), self.hidden_size
         expected: dict[str, tuple[int, ...]] = {
             "kv_a_proj_with_mqa.weight": (self.rank + self.rotated, hidden),

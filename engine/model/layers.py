@@ -105,10 +105,13 @@ class LayerLoader:
             return ExpertWeights([gate_up[::2], gate_up[1::2]], down)
 
         router = tensor(f"{names.router}.weight")
-        if shape.shared_size:
+        if shape.gates:
             router = torch.cat((router, tensor(f"{names.shared_gate}.weight")))
         if names.up:
-            return self.kernels.mixture(MixtureWeights(shape, router, expert))
+            correction = None
+            if config.corrected:
+                correction = self.checkpoint.tensor(f"{layer}.{names.correction}").to(self.device).float()
+            return self.kernels.mixture(MixtureWeights(shape, router, expert, correction=correction))
         by_turns = tensor(f"{names.gate}_bias")
         biases = (
             tensor(f"{names.router}.bias"),

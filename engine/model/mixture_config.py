@@ -9,6 +9,7 @@ from ...kernels.mixture_shape import Activation, MixtureShape
 from ..errors import ModelConfigError
 from .config_values import positive_int
 
+METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
 MOST_EXPERTS = 1 << 17  # of all layers: several times those of any model
 
 
@@ -19,7 +20,8 @@ class MixtureNames:
 
     Where ``up`` is "", ``gate`` and ``down`` hold those of all experts, inputs before outputs, gate and up by
     turns, and with ``_bias`` their biases; the router has one too (gpt-oss).
-    ``shared``: gate, up and down of the expert of all tokens; ``shared_gate``: its weight in the sum.
+    ``shared``: gate, up and down of the expert of all tokens; ``shared_gate``: its weight in the sum, or 1.
+    ``correction``: the whole name, where config.json asks for one.
     """
 
     router: str
@@ -28,6 +30,7 @@ class MixtureNames:
     down: str
     shared: tuple[str, str, str] = ("", "", "")
     shared_gate: str = ""
+    correction: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,7 @@ class MixtureConfig:
     shape: MixtureShape
     layers: tuple[bool, ...]
     names: MixtureNames
+    corrected: bool = False
 
     def expected_tensors(self, layer: str) -> dict[str, tuple[int, ...]]:
         """The tensors of the layer of this name, with their shapes."""
@@ -57,7 +61,10 @@ class MixtureConfig:
                 expected |= _mlp(parts, size, hidden)
         if s.shared_size:
             expected |= _mlp(names.shared, s.shared_size, hidden)
+        if s.gates:
             expected[f"{names.shared_gate}.weight"] = (1, hidden)
+        if self.corrected:
+            expected[names.correction] = (s.num_experts,)
         return {f"{layer}.{name}": shape for name, shape in expected.items()}
 
 
@@ -65,7 +72,8 @@ def mixture_config(
     config: dict[str, Any], names: MixtureNames, num_layers: int, activation: Activation
 ) -> MixtureConfig:
     """Raises ModelConfigError where a number is missing or not sensible."""
-    count = positive_int(config, "num_local_experts" if "num_local_experts" in config else "num_experts")
+    keys = [key for key in ("num_local_experts", "n_routed_experts") if key in config]
+    count = positive_int(config, keys[0] if keys else "num_experts")
     chosen = positive_int(config, "num_experts_per_tok")
     if chosen > count or count * num_layers > MOST_EXPERTS:
         raise ModelConfigError(
@@ -74,7 +82,21 @@ def mixture_config(
         )
     size = "moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"
     step = positive_int({"decoder_sparse_step": 1, **config}, "decoder_sparse_step")
-    dense = {int(i) for i in config.get("mlp_only_layers") or ()}
+    dense = {int(i) for i in config.get("mlp_only_layers") or range(config.get("first_k_dense_replace", 0))}
+    method = config.get("topk_method", "greedy")
+    if method not in METHODS or config.get("moe_layer_freq", 1) != 1:
+        raise ModelConfigError(
+            f"config.json: topk_method {method!r:.100} with moe_layer_freq "
+            f"{config.get('moe_layer_freq', 1)!r:.100} is not supported (supported: {', '.join(METHODS)}; 1)"
+        )
+    groups = chosen_groups = 1
+    if method != "greedy":
+        groups, chosen_groups = positive_int(config, "n_group"), positive_int(config, "topk_group")
+        if count % groups or chosen_groups > groups or chosen > count // groups * chosen_groups:
+            raise ModelConfigError(
+                f"config.json: {chosen} experts of {chosen_groups} of {groups} groups do not fit {count} "
+                "experts"
+            )
     return MixtureConfig(
         MixtureShape(
             num_experts=count,
@@ -83,11 +105,24 @@ def mixture_config(
             intermediate_size=positive_int(config, size),
             normalized=bool(config.get("norm_topk_prob", True)),
             activation=_clamped(config) if "swiglu_limit" in config else activation,
-            shared_size=positive_int(config, "shared_expert_intermediate_size") if names.shared_gate else 0,
+            shared_size=_shared_size(config, names),
+            shared_gated=bool(names.shared_gate),
+            sigmoid=config.get("scoring_func") == "sigmoid",
+            num_groups=groups,
+            chosen_groups=chosen_groups,
+            factor=float(config.get("routed_scaling_factor", 1.0)),
         ),
         tuple((i + 1) % step == 0 and i not in dense for i in range(num_layers)),
         names,
+        corrected=method == "noaux_tc",
     )
+
+
+def _shared_size(config: dict[str, Any], names: MixtureNames) -> int:
+    if names.shared_gate:
+        return positive_int(config, "shared_expert_intermediate_size")
+    count = int(config.get("n_shared_experts") or 0)
+    return count * positive_int(config, "moe_intermediate_size") if count and names.shared[0] else 0
 
 
 def _clamped(config: dict[str, Any]) -> Activation:

@@ -1,35 +1,66 @@
 // A mixture's rows: each chooses its experts, and takes the weighted sum of their outputs. The products are linear.h's.
-//   weight of a chosen expert = e^(logit - highest) / (sum of the same over the chosen experts, or over all)
-// Chosen are the largest logits; of equal ones, the lower expert number. Sums go in the order of the experts' numbers, in float32: a row's
+//   weight of a chosen expert = factor e^(logit - highest) / (sum of the same over the chosen experts, or over all), or
+//   factor sigmoid(logit) / (1, or the sum of the same over the chosen experts)
+// Chosen are the largest logits or sigmoids plus correction, of the groups that have the largest (with a correction: the largest sums of
+// two); of equal ones, the lower number. Sums go in the order of the experts' numbers, in float32: a row's
 // bits depend on no other row.
+
+static inline vf sigmoid(vf x) { return 1.0f / (vexp(-x) + 1.0f); }
+
+// The experts of other groups become -infinity.
+static void keep_groups(const RouteArgs& g, float* choice, float* bests) {
+  const int64_t size = g.num_experts / g.num_groups;
+  const auto best = [&](int64_t group) {
+    float first = -INFINITY, second = -INFINITY;
+    for (int64_t i = group * size; i < (group + 1) * size; ++i)
+      if (choice[i] > first) { second = first; first = choice[i]; }
+      else if (choice[i] > second) second = choice[i];
+    return g.correction ? first + second : first;
+  };
+  for (int64_t group = 0; group < g.num_groups; ++group) bests[group] = best(group);
+  for (int64_t group = 0; group < g.num_groups; ++group) {
+    int64_t above = 0;
+    for (int64_t other = 0; other < g.num_groups; ++other)
+      above += bests[other] > bests[group] || (bests[other] == bests[group] && other < group);
+    if (above < g.chosen_groups) continue;
+    for (int64_t i = group * size; i < (group + 1) * size; ++i) choice[i] = -INFINITY;
+  }
+}
 
 template <class T>
 static void route_row(const RouteArgs& g, const T* logits, int32_t* experts, float* weights, float* values) {
   const int64_t n = g.num_experts, padded = (n + W - 1) / W * W;
+  float* const choice = values + padded;
   for (int64_t i = 0; i < padded; ++i) values[i] = i < n ? widen(logits[i]) : -INFINITY;
+  if (g.sigmoid)
+    for (int64_t i = 0; i < padded; i += W) store(values + i, sigmoid(load(values + i)));
+  for (int64_t i = 0; i < n; ++i) choice[i] = g.correction ? values[i] + g.correction[i] : values[i];
+  if (g.num_groups > 1) keep_groups(g, choice, choice + padded);
   for (int64_t c = 0; c < g.chosen; ++c) {  // insertion in ascending order of numbers
     int64_t best = -1, place = c;
     for (int64_t i = 0, next = 0; i < n; ++i) {
       if (next < c && experts[next] == i) { ++next; continue; }
-      if (best < 0 || values[i] > values[best]) best = i;
+      if (best < 0 || choice[i] > choice[best]) best = i;
     }
     for (; place > 0 && experts[place - 1] > best; --place) experts[place] = experts[place - 1];
     experts[place] = int32_t(best);
   }
   float highest = -INFINITY, total = 0;
   for (int64_t c = 0; c < g.chosen; ++c) highest = values[experts[c]] > highest ? values[experts[c]] : highest;
-  for (int64_t i = 0; i < padded; i += W) store(values + i, vexp(load(values + i) - highest));
+  if (!g.sigmoid)
+    for (int64_t i = 0; i < padded; i += W) store(values + i, vexp(load(values + i) - highest));
   if (g.normalized)
     for (int64_t c = 0; c < g.chosen; ++c) total += values[experts[c]];
+  else if (g.sigmoid) total = 1;
   else
     for (int64_t i = 0; i < n; ++i) total += values[i];
-  for (int64_t c = 0; c < g.chosen; ++c) weights[c] = values[experts[c]] / total;
-  if (g.gated) weights[g.chosen] = 1.0f / (1.0f + vexp(splat(-widen(logits[n])))[0]);
+  for (int64_t c = 0; c < g.chosen; ++c) weights[c] = values[experts[c]] / total * g.factor;
+  if (g.gated) weights[g.chosen] = sigmoid(splat(widen(logits[n])))[0];
 }
 
 static void route(const RouteArgs& g, int64_t first, int64_t last) {
   static thread_local Floats values;
-  float* const own = values.reserve((g.num_experts + W - 1) / W * W);
+  float* const own = values.reserve(2 * ((g.num_experts + W - 1) / W * W) + g.num_groups);
   const int64_t columns = g.num_experts + g.gated, weights = g.chosen + g.gated;
   for (int64_t row = first; row < last; ++row) {
     int32_t* const experts = g.experts + row * g.chosen;

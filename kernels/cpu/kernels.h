@@ -90,8 +90,11 @@ struct RouteArgs {           // a mixture's experts of each row, ascending, and 
   const void* logits;        // [m, num_experts], with one more column where gated: the shared expert's gate
   int32_t* experts;          // [m, chosen]
   float* weights;            // [m, chosen], with one more column where gated: sigmoid(gate)
-  int64_t num_experts, chosen;
-  bool normalized;           // a row's weights add up to 1
+  const float* correction;   // [num_experts] or null: added to the scores for the choice alone
+  int64_t num_experts, chosen, num_groups, chosen_groups;
+  bool normalized;           // a row's weights add up to 1, before factor
+  bool sigmoid;              // scores are the logits' sigmoids
+  float factor;              // of the weights
   bool gated;
   Dtype dtype;               // of logits
 };

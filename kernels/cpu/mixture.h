@@ -15,8 +15,11 @@ struct ExpertWeights {  // packed, as linear.h wants them; a bias that is not th
 };
 
 struct MixtureWeights {  // 8-byte fields, as the caller's table has them
-  const void *router, *router_bias;  // num_experts outputs, then the shared expert's gate where there is one
-  int64_t num_experts, chosen, normalized, hidden_size, intermediate_size, shared_size, activation;
+  const void *router, *router_bias;  // num_experts outputs, then the shared expert's gate where it is gated
+  const float* correction;           // [num_experts] or null
+  int64_t num_experts, chosen, num_groups, chosen_groups, normalized, sigmoid;
+  double factor;
+  int64_t hidden_size, intermediate_size, shared_size, shared_gated, activation;
   ExpertWeights experts[1];  // num_experts, then the shared one if shared_size
 };
 
@@ -101,13 +104,14 @@ void run_mixture(const MixtureWeights& w, const void* x, void* y, int64_t m, Dty
   static RowsOfExperts sorted;
   static std::vector<Expert> batch;
   const int64_t n = w.hidden_size, item = dtype == kFloat32 ? 4 : 2, row_bytes = n * item;
-  const int64_t gated = w.shared_size > 0, columns = w.num_experts + gated, stride = w.chosen + gated;
+  const int64_t gated = w.shared_size > 0 && w.shared_gated, columns = w.num_experts + gated, stride = w.chosen + gated;
   void* const logits = logits_buffer.reserve(m * columns * item);
   int32_t* const experts = static_cast<int32_t*>(experts_buffer.reserve(m * w.chosen * 4));
   float* const weights = static_cast<float*>(weights_buffer.reserve(m * stride * 4));
   float* const sum = static_cast<float*>(sum_buffer.reserve(m * n * 4));
   call(LinearArgs{x, w.router, w.router_bias, logits, m, columns, n, dtype});
-  call(RouteArgs{logits, experts, weights, w.num_experts, w.chosen, w.normalized != 0, gated != 0, dtype}, m);
+  call(RouteArgs{logits, experts, weights, w.correction, w.num_experts, w.chosen, w.num_groups, w.chosen_groups, w.normalized != 0,
+                 w.sigmoid != 0, float(w.factor), gated != 0, dtype}, m);
   sorted.sort(experts, weights, m, w.num_experts, w.chosen, stride);
   std::memset(sum, 0, size_t(m * n) * sizeof(float));
   const char* const from = static_cast<const char*>(x);
@@ -145,11 +149,11 @@ void run_mixture(const MixtureWeights& w, const void* x, void* y, int64_t m, Dty
     }
     e = last;
   }
-  if (gated) {
+  if (w.shared_size > 0) {
     batch.assign(1, {w.experts + w.num_experts, m});
     char* const out = static_cast<char*>(out_buffer.reserve(m * row_bytes));
     run_mlps(batch, from, out, 1, n, w.shared_size, w.activation, dtype);
-    add(out, m, [](int64_t i) { return i; }, [&](int64_t i) { return weights[i * stride + w.chosen]; });
+    add(out, m, [](int64_t i) { return i; }, [&](int64_t i) { return gated ? weights[i * stride + w.chosen] : 1.0f; });
   }
   share(m, double(m * n), [&](int64_t first, int64_t last) {
     active->narrow_all(sum + first * n, static_cast<char*>(y) + first * row_bytes, (last - first) * n, dtype);

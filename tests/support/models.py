@@ -93,6 +93,11 @@ LATENT = {
     "qk_nope_head_dim": 24,
     "qk_rope_head_dim": 16,
     "v_head_dim": 20,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
     "num_key_value_heads": 4,
 }
 DEEPSEEK_ROPE = {
@@ -179,12 +184,19 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Callable[..., Any], dict[str, A
     "deepseek2": (
         DeepseekV2ForCausalLM,
         DeepseekV2Config,
-        {**LATENT, "q_lora_rank": None, "first_k_dense_replace": 3},
+        {**LATENT, "q_lora_rank": None, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
     ),
     "deepseek3": (
         DeepseekV3ForCausalLM,
         DeepseekV3Config,
-        {**LATENT, "q_lora_rank": 40, "first_k_dense_replace": 3, "rope_parameters": DEEPSEEK_ROPE},
+        {
+            **LATENT,
+            "q_lora_rank": 40,
+            "n_group": 2,
+            "topk_group": 1,
+            "routed_scaling_factor": 2.5,
+            "rope_parameters": DEEPSEEK_ROPE,
+        },
     ),
     "gemma2": (Gemma2ForCausalLM, Gemma2Config, GEMMA_2),
     "qwen2_moe": (

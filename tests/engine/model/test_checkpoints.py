@@ -92,7 +92,11 @@ DEEPSEEK = {"architectures": ["DeepseekV2ForCausalLM"], "q_lora_rank": None, **L
         ),
         ({"num_key_value_heads": 3}, "cannot share 3 key-value heads"),
         ({"head_dim": 12}, "multiple of 8"),
-        (DEEPSEEK, "the mixtures of experts of DeepseekV2ForCausalLM are not built"),
+        ({**DEEPSEEK, "topk_method": "best"}, "topk_method 'best' .* is not supported"),
+        (
+            {**DEEPSEEK, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 1},
+            "of 1 of 3 groups do not fit 8 experts",
+        ),
         ({"architectures": ["CohereForCausalLM"], "use_qk_norm": True}, "use_qk_norm is not supported"),
         ({"hidden_size": None}, "'hidden_size' must be a positive whole number"),
     ],
