@@ -19,7 +19,8 @@ from .cache.kv_cache_size import KVCacheSize, host_room, kv_cache_size
 from .cache.memory_claims import MemoryClaims
 from .device import available_bytes, free_host_bytes, select_device, select_dtype
 from .errors import OutOfMemoryError
-from .model.config import ModelConfig, expected_tensors, ignored_tensors
+from .model.config import ModelConfig
+from .model.tensors import expected_tensors, ignored_tensors
 from .model.weight_sizes import weight_bytes
 from .model.weights import Checkpoint
 from .paced_runner import paced_model

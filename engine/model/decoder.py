@@ -16,25 +16,18 @@ V: vocab_size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...kernels.interface import (
-    AttentionInputs,
-    DenseMlp,
-    FusedLayers,
-    LayerParts,
-    Linear,
-    Mixture,
-    RopeInputs,
-)
-from .config import ModelConfig, expected_tensors, ignored_tensors
-from .latent_attention import LatentAttention
+from ...kernels.interface import AttentionInputs, FusedLayers, RopeInputs
+from .config import ModelConfig
+from .decoder_layer import DecoderLayer
 from .layers import LayerLoader
-from .rope import cos_sin_table, rows_of_qkv
+from .rope import cos_sin_table
+from .tensors import expected_tensors, ignored_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,104 +67,6 @@ class StepInputs(NamedTuple):
 
     rope: RopeInputs
     attention: AttentionInputs
-
-
-class DecoderLayer:
-    def __init__(self, config: ModelConfig, index: int, load: LayerLoader, cos_sin: Tensor) -> None:
-        t, name = config.tensors, config.tensors.layer.format(index)
-        rows = rows_of_qkv(config.ropes[index], config.head_dim, config.num_heads, config.num_kv_heads)
-
-        def norm(of: str) -> Tensor | None:
-            return load.norm(f"{name}.{of}", float(config.unit_norms)) if of else None
-
-        def norm_of_heads(of: str) -> Tensor | None:
-            """In the order of the heads' numbers here."""
-            weight = norm(of) if config.qk_norm else None
-            if weight is None or rows is None:
-                return weight
-            return weight[rows[: len(weight)].to(weight.device)]  # q's come first; k's are in the same order
-
-        self._index = index
-        self._kernels = load.kernels
-        self._eps, self._cos_sin = config.residual_eps, cos_sin
-        self._qk_norm, self._qk_eps = config.qk_norm, config.rms_norm_eps
-        self._parallel = config.parallel
-        self._sliding_window = config.sliding_windows[index]
-        self._sinks = load.sinks(f"{name}.{t.sinks}") if t.sinks else None
-        self._input_norm, self._post_norm = norm(t.input_norm), norm(t.post_norm)
-        self._attention_out_norm, self._mlp_out_norm = norm(t.attention_out_norm), norm(t.mlp_out_norm)
-        self._qkv: Linear
-        self._o: Linear
-        if config.latent is not None:
-            latent = LatentAttention(config.latent, name, load, config.ropes[index].interleaved)
-            self._qkv, self._o = latent.queries_and_key, latent.output
-        else:
-            self._qkv = load.column([f"{name}.{of}" for of in (t.q, t.k, t.v) if of], config.qkv_bias, rows)
-            self._o = load.row(f"{name}.{t.o}", config.o_bias, config.layer_norms)
-        self._q_norm, self._k_norm = norm_of_heads(t.q_norm), norm_of_heads(t.k_norm)
-        self._mlp: DenseMlp | Mixture
-        if config.mixture is not None and config.mixture.layers[index]:
-            self._mlp = load.mixture(name, config.mixture)
-        else:
-            gate_up = load.column([f"{name}.{of}" for of in (t.gate, t.up) if of], config.mlp_bias)
-            down = load.row(f"{name}.{t.down}", config.mlp_bias, config.layer_norms)
-            self._mlp = DenseMlp(gate_up, config.activation, down, config.intermediate_size)
-
-    @property
-    def parts(self) -> LayerParts:
-        """Its weights, for kernels that run several layers in one call."""
-        return LayerParts(
-            self._input_norm, self._qkv, self._q_norm, self._k_norm, self._qk_norm == "all", self._cos_sin,
-            self._o, self._attention_out_norm, self._post_norm, self._mlp, self._mlp_out_norm,
-            self._sliding_window, self._sinks,
-        )  # fmt: skip
-
-    def project(self, hidden: Tensor | None, residual: Tensor, pool: Tensor, rope: RopeInputs) -> Tensor:
-        """Writes the tokens' keys and values to ``pool``; returns their queries [T, H, D].
-
-        ``hidden`` [T, E] is the last layer's output, not yet added to ``residual`` [T, E], which takes it in.
-        """
-        qkv = self._qkv(self._add_norm(hidden, residual, self._input_norm))  # [T, (H + 2 KVH) D]
-        rope = replace(rope, cos_sin=self._cos_sin)
-        if self._qk_norm == "head":
-            rope = replace(rope, q_norm=self._q_norm, k_norm=self._k_norm)
-        elif self._q_norm is not None and self._k_norm is not None:
-            first, last = len(self._q_norm), len(self._q_norm) + len(self._k_norm)
-            for part, weight in ((qkv[:, :first], self._q_norm), (qkv[:, first:last], self._k_norm)):
-                part.copy_(self._kernels.rms_norm(part.contiguous(), weight, self._qk_eps))
-        return self._kernels.rope_and_store(qkv, pool, self._index, rope)
-
-    def attend_and_mix(self, q: Tensor, residual: Tensor, pool: Tensor, attention: AttentionInputs) -> Tensor:
-        """The rest of the layer for the queries at hand, whose residual rows these are; returns its output,
-        not yet added to them."""
-        k = self._kernels
-        if self._sliding_window is not None or self._sinks is not None:
-            attention = replace(attention, sliding_window=self._sliding_window, sinks=self._sinks)
-        hidden = self._o(k.paged_attention(q, pool, self._index, attention))
-        if self._parallel:
-            return hidden.add_(self._mixed(self._add_norm(None, residual, self._input_norm)))
-        hidden = self._out_norm(hidden, self._attention_out_norm)
-        return self._out_norm(
-            self._mixed(self._add_norm(hidden, residual, self._post_norm)), self._mlp_out_norm
-        )
-
-    def _mixed(self, normed: Tensor) -> Tensor:
-        """What the MLP or the experts add."""
-        mlp = self._mlp
-        if not isinstance(mlp, DenseMlp):
-            return mlp(normed)
-        return mlp.down(self._kernels.gate_mul(mlp.gate_up(normed), mlp.activation))
-
-    def _out_norm(self, hidden: Tensor, weight: Tensor | None) -> Tensor:
-        return hidden if weight is None else self._kernels.rms_norm(hidden, weight, self._eps)
-
-    def _add_norm(self, hidden: Tensor | None, residual: Tensor, weight: Tensor | None) -> Tensor:
-        """Add ``hidden`` to ``residual``; return the residual's norm, or itself where there is none."""
-        if weight is None:
-            return residual if hidden is None else residual.add_(hidden)
-        if hidden is None:
-            return self._kernels.rms_norm(residual, weight, self._eps)
-        return self._kernels.add_rms_norm(hidden, residual, weight, self._eps)
 
 
 class DecoderModel:

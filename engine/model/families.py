@@ -11,13 +11,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ..errors import ModelConfigError
+from .family_rules import (
+    Scales,
+    Windows,
+    cohere_scales,
+    deepseek_scales,
+    full_attention,
+    gemma_scales,
+    granite_scales,
+    plain_scales,
+    same_window,
+    window_if_used,
+    windows_by_layer,
+    windows_by_pattern,
+)
 from .mixture_config import MixtureNames
-from .rope_config import yarn_factor
-
-Windows = tuple[int | None, ...]
-"""By layer, in tokens; None: full attention."""
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,101 +56,6 @@ class TensorNames:
     sinks: str = ""  # the whole name; see ``AttentionInputs``
     kv_scales: tuple[str, str] = ("self_attn.k_scale", "self_attn.v_scale")  # of a float8 KV cache
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)  # endings, or beginnings that end with a dot
-
-
-def full_attention(config: dict[str, Any], num_layers: int) -> Windows:
-    return (None,) * num_layers
-
-
-def same_window(config: dict[str, Any], num_layers: int) -> Windows:
-    """Every layer has the window ``sliding_window``, or none."""
-    return (int(config.get("sliding_window") or 0) or None,) * num_layers
-
-
-def window_if_used(config: dict[str, Any], num_layers: int) -> Windows:
-    """Every layer has the window ``sliding_window`` where ``use_sliding_window`` is set."""
-    used = config.get("use_sliding_window", False)
-    return same_window(config, num_layers) if used else full_attention(config, num_layers)
-
-
-def windows_by_pattern(config: dict[str, Any], num_layers: int) -> Windows:
-    """The layers that ``layer_types`` names; in older files, all but each ``sliding_window_pattern``-th."""
-    pattern = int(config["sliding_window_pattern"])
-    kinds = [FULL if (i + 1) % pattern == 0 else SLIDING for i in range(num_layers)]
-    return _windows_of(config.get("layer_types") or kinds, num_layers, int(config["sliding_window"]))
-
-
-def windows_by_layer(config: dict[str, Any], num_layers: int) -> Windows:
-    """Where ``use_sliding_window`` is set: the layers that ``layer_types`` names; in older files, those from
-    ``max_window_layers`` up."""
-    if not config.get("sliding_window") or not config.get("use_sliding_window", False):
-        return (None,) * num_layers
-    window = int(config["sliding_window"])
-    kinds = config.get("layer_types")
-    if kinds is None:
-        first = int(config.get("max_window_layers", 28))
-        return tuple(window if i >= first else None for i in range(num_layers))
-    return _windows_of(kinds, num_layers, window)
-
-
-def _windows_of(kinds: list[str], num_layers: int, window: int) -> Windows:
-    unknown = set(kinds) - {FULL, SLIDING}
-    if unknown or len(kinds) != num_layers:
-        raise ModelConfigError(
-            f"config.json: layer_types must name {num_layers} layers, each full_attention or "
-            f"sliding_attention; found {len(kinds)} with {', '.join(sorted(set(kinds)))}"
-        )
-    return tuple(window if kind == SLIDING else None for kind in kinds)
-
-
-@dataclass(frozen=True, slots=True)
-class Scales:
-    """Factors beside the weights.
-
-    residual          of the outputs of attention and MLP, before they are added to the residual
-    rounds_embedding  the embedding's factor is rounded to the model's dtype first
-    """
-
-    attention: float
-    embedding: float = 1.0
-    residual: float = 1.0
-    logits: float = 1.0
-    rounds_embedding: bool = False
-
-
-def plain_scales(config: dict[str, Any], head_dim: int) -> Scales:
-    return Scales(head_dim**-0.5)
-
-
-def granite_scales(config: dict[str, Any], head_dim: int) -> Scales:
-    return Scales(
-        attention=float(config.get("attention_multiplier", 1.0)),
-        embedding=float(config.get("embedding_multiplier", 1.0)),
-        residual=float(config.get("residual_multiplier", 1.0)),
-        logits=1.0 / float(config.get("logits_scaling", 1.0)),
-    )
-
-
-def cohere_scales(config: dict[str, Any], head_dim: int) -> Scales:
-    return Scales(head_dim**-0.5, logits=float(config["logit_scale"]))
-
-
-def deepseek_scales(config: dict[str, Any], head_dim: int) -> Scales:
-    """YaRN's factor of the scores is squared: one for queries, one for keys."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    size, share = (
-        int(config["qk_nope_head_dim"]) + int(config["qk_rope_head_dim"]),
-        rope.get("mscale_all_dim"),
-    )
-    return Scales(size**-0.5 * (yarn_factor(float(rope["factor"]), float(share)) ** 2 if share else 1.0))
-
-
-def gemma_scales(config: dict[str, Any], head_dim: int) -> Scales:
-    return Scales(
-        attention=float(config["query_pre_attn_scalar"]) ** -0.5,
-        embedding=float(config["hidden_size"]) ** 0.5,
-        rounds_embedding=True,
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ..errors import ModelConfigError, WeightsError
-from .config import ModelConfig, expected_tensors, ignored_tensors
+from .config import ModelConfig
+from .tensors import expected_tensors, ignored_tensors
 from .weight_headers import INDEX, check_tensors, stored_tensors, weight_files
 
 if TYPE_CHECKING:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from .config import ModelConfig, expected_tensors
+from .config import ModelConfig
+from .tensors import expected_tensors
 
 QUANTISED_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 4.5 / 8}
 """Size of an element of a linear layer, with its part of the scales."""

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 from support.batches import AfterLast, HandSequence, make_batch
-from support.models import VOCAB_SIZE, make_checkpoint
+from support.families import VOCAB_SIZE
+from support.models import make_checkpoint
 from support.played_gpu import OnGpu, PlayedGpu, played_gpu
 from triton import next_power_of_2
 

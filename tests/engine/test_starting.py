@@ -14,7 +14,8 @@ from support.models import make_checkpoint
 
 from splitserve.engine.cache.kv_cache import KVCache, KVCacheLayout
 from splitserve.engine.errors import OutOfMemoryError
-from splitserve.engine.model.decoder import DecoderLayer, DecoderModel
+from splitserve.engine.model.decoder import DecoderModel
+from splitserve.engine.model.decoder_layer import DecoderLayer
 from splitserve.engine.model.layers import LayerLoader
 from splitserve.engine.model.weights import Checkpoint
 from splitserve.engine.step import model_runner
@@ -22,6 +23,7 @@ from splitserve.engine.step.batch import Batch, StepOutput
 from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
 from splitserve.engine.step.warm_up import many_seqs, run_first_steps
 from splitserve.kernels.gpu.attention_tiles import padded_seqs
+from splitserve.kernels.interface import DenseMlp
 from splitserve.kernels.reference import TorchKernels
 
 CPU = torch.device("cpu")
@@ -57,7 +59,10 @@ def test_layers_are_loaded_side_by_side_and_in_their_order(tmp_path: Path) -> No
             assert layer._index == expected._index
             x = torch.randn(3, config.hidden_size)
             assert torch.equal(layer.parts.qkv(x), expected.parts.qkv(x))
-            assert torch.equal(layer.parts.down(torch.ones(1, 160)), expected.parts.down(torch.ones(1, 160)))
+            mlp, expected_mlp = layer.parts.mlp, expected.parts.mlp
+            assert isinstance(mlp, DenseMlp)
+            assert isinstance(expected_mlp, DenseMlp)
+            assert torch.equal(mlp.down(torch.ones(1, 160)), expected_mlp.down(torch.ones(1, 160)))
 
 
 def test_weights_that_do_not_fit_are_told_with_what_is_free(

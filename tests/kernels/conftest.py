@@ -7,6 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from splitserve.kernels.measured_choice import KernelChoices
+
+try:
+    from splitserve.kernels import native_cpu
+except ImportError:
+    INSTRUCTION_SETS = []
+else:
+    INSTRUCTION_SETS = native_cpu._cpu.instruction_sets()
 GUARD = 4096  # bytes before and after each tensor
 UNTOUCHED = 0xA5
 
@@ -30,3 +38,11 @@ def guarded_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for buffer in buffers:
         assert (buffer[:GUARD] == UNTOUCHED).all(), "written before the beginning of a tensor"
         assert (buffer[-GUARD:] == UNTOUCHED).all(), "written beyond the end of a tensor"
+
+
+@pytest.fixture(params=INSTRUCTION_SETS)
+def native(request: pytest.FixtureRequest) -> Iterator[native_cpu.NativeCpuKernels]:
+    """The C++ kernels with each instruction set of this machine."""
+    yield native_cpu.NativeCpuKernels(1, request.param)
+    chosen = native_cpu.measured_instruction_set(KernelChoices.of_this_machine())
+    native_cpu._cpu.use_instruction_set(chosen)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from support.batches import HandSequence, make_batch
-from support.models import VOCAB_SIZE, make_checkpoint
+from support.families import VOCAB_SIZE
+from support.models import make_checkpoint
 
 from splitserve.bench.kernels import triton_interpreter
 from splitserve.bench.kernels.kernel_inputs import randn, relative_error

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -33,12 +30,6 @@ several = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-
-
-@pytest.fixture(params=_cpu.instruction_sets())
-def native(request: pytest.FixtureRequest) -> Iterator[native_cpu.NativeCpuKernels]:
-    yield native_cpu.NativeCpuKernels(1, request.param)
-    _cpu.use_instruction_set(native_cpu.measured_instruction_set(KernelChoices.of_this_machine()))
 
 
 def assert_close(found: Tensor, expected: Tensor, scale: Tensor | None = None) -> None:
@@ -303,9 +294,3 @@ def test_threads_share_a_call_without_changing_it(native: native_cpu.NativeCpuKe
         assert torch.equal(native.linear(weight, None)(x), alone)
     finally:
         _cpu.set_num_threads(1)
-
-
-def test_a_module_that_was_built_from_other_sources_is_not_used() -> None:
-    code = "from splitserve.kernels import _cpu; _cpu.SOURCES_HASH = ''; import splitserve.kernels.native_cpu"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert "built from other sources: python setup.py build_ext --inplace" in run.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from splitserve.bench.kernels.kernel_inputs import mixture_weights, quarters, relative_error
-from splitserve.kernels.measured_choice import KernelChoices
 from splitserve.kernels.mixture_shape import ACTIVATIONS, Activation, MixtureShape
 from splitserve.kernels.reference import TorchKernels
 
@@ -20,13 +18,6 @@ native_cpu = pytest.importorskip(
 )
 REFERENCE = TorchKernels()
 ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-
-
-@pytest.fixture(params=native_cpu._cpu.instruction_sets())
-def native(request: pytest.FixtureRequest) -> Iterator[native_cpu.NativeCpuKernels]:
-    yield native_cpu.NativeCpuKernels(1, request.param)
-    chosen = native_cpu.measured_instruction_set(KernelChoices.of_this_machine())
-    native_cpu._cpu.use_instruction_set(chosen)
 
 
 @settings(

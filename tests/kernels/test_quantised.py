@@ -3,7 +3,6 @@ machine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from splitserve.kernels.measured_choice import KernelChoices
 from splitserve.kernels.quantised import QuantisedWeight, Scheme, quantise, rounded_rows
 from splitserve.kernels.reference import TorchKernels
 
@@ -27,12 +25,6 @@ several = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-
-
-@pytest.fixture(params=_cpu.instruction_sets())
-def native(request: pytest.FixtureRequest) -> Iterator[native_cpu.NativeCpuKernels]:
-    yield native_cpu.NativeCpuKernels(1, request.param)
-    _cpu.use_instruction_set(native_cpu.measured_instruction_set(KernelChoices.of_this_machine()))
 
 
 def randn(*shape: int, seed: int) -> Tensor:

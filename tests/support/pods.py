@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,12 +97,11 @@ class Pod:
     def wait_ready(self) -> None:
         """Wait for the start-up probe, then for readiness, like a kubelet."""
         for probe in ("startupProbe", "readinessProbe"):
-            wait_for(
-                f"{probe} of {self.name}",
-                lambda probe=probe: self.passes(probe) or self._process.poll() is not None,  # type: ignore[misc]
-                START_S,
-            )
+            wait_for(f"{probe} of {self.name}", partial(self._settled, probe), START_S)
             assert self._process.poll() is None, self.log.read_text()[-4000:]
+
+    def _settled(self, probe: str) -> bool:
+        return self.passes(probe) or self._process.poll() is not None
 
     def begin_delete(self) -> subprocess.Popen[bytes] | None:
         """Run the preStop hook; return its process, if it is one."""

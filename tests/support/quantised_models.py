@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from support.batches import HandSequence, hidden_states, make_batch
-from support.models import VOCAB_SIZE
+from support.families import VOCAB_SIZE
 from transformers import PreTrainedModel
 
 from splitserve.engine.step.model_runner import EngineConfig, ModelRunner

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.batches import HandSequence, make_batch
-from support.models import LATENT, make_checkpoint
+from support.families import LATENT
+from support.models import make_checkpoint
 
 from splitserve.engine import device
 from splitserve.engine.errors import ModelConfigError, OutOfMemoryError, WeightsError

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from support.batches import HandSequence, hidden_states, make_batch
-from support.models import FAMILIES, VOCAB_SIZE, make_checkpoint
+from support.families import FAMILIES, VOCAB_SIZE
+from support.models import make_checkpoint
 from transformers import PreTrainedModel
 
 from splitserve.engine.step.model_runner import EngineConfig, ModelRunner

@@ -11,7 +11,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 from support.batches import HandSequence, make_batch
-from support.models import VOCAB_SIZE, make_checkpoint
+from support.families import VOCAB_SIZE
+from support.models import make_checkpoint
 
 from splitserve.engine.errors import ModelConfigError
 from splitserve.engine.step.model_runner import EngineConfig, ModelRunner

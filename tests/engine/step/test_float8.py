@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.batches import HandSequence, make_batch
-from support.models import VOCAB_SIZE, make_checkpoint
+from support.families import VOCAB_SIZE
+from support.models import make_checkpoint
 
 from splitserve.bench.kernels import triton_interpreter
 from splitserve.engine.errors import ModelConfigError

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from support.batches import HandSequence, hidden_states, make_batch
-from support.models import VOCAB_SIZE, make_checkpoint
+from support.families import VOCAB_SIZE
+from support.models import make_checkpoint
 
 from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
 

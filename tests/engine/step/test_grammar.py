@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 from llguidance import LLMatcher
-from support.models import EOS_TOKEN_ID, VOCAB_SIZE, write_byte_tokenizer
+from support.families import EOS_TOKEN_ID, VOCAB_SIZE
+from support.models import write_byte_tokenizer
 from tokenizers import Tokenizer
 
 from splitserve.engine.errors import GrammarError

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 from support.batches import HandSequence, make_batch
-from support.models import VOCAB_SIZE, make_checkpoint
+from support.families import VOCAB_SIZE
+from support.models import make_checkpoint
 from torch import Tensor
 
 from splitserve.bench.kernels import triton_interpreter

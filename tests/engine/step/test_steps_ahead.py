@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.batches import AfterLast, HandSequence, make_batch
-from support.models import VOCAB_SIZE, make_checkpoint
+from support.families import VOCAB_SIZE
+from support.models import make_checkpoint
 
 from splitserve.engine.step.batch import Batch, SamplingState, StepOutput
 from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
