@@ -53,18 +53,22 @@ def worker(name: str = "round numbers", prefill_factor: float = 1.0) -> Profile:
 
 def load(phases: Sequence[Phase], phase_s: float, seed: int, num_workers: int = NUM_WORKERS) -> Trace:
     """Each phase for ``phase_s`` seconds, with Poisson arrivals, scaled to ``num_workers``."""
-    requests = list(_draw(phases, phase_s, num_workers, np.random.default_rng(seed)))
+    segments = [(phase_s, phase) for phase in phases]
+    requests = list(requests_of(segments, num_workers, np.random.default_rng(seed)))
     return Trace("shifting", lambda: iter(requests), None)
 
 
-def _draw(
-    phases: Sequence[Phase], phase_s: float, num_workers: int, random: np.random.Generator
+def requests_of(
+    segments: Sequence[tuple[float, Phase]], num_workers: int, random: np.random.Generator
 ) -> Iterator[TraceRequest]:
-    for number, phase in enumerate(phases):
-        at = number * phase_s
+    """Draw the requests of phases that last these seconds, one after the other."""
+    begin = 0.0
+    for seconds, phase in segments:
+        at, end = begin, begin + seconds
         sigma = float(np.sqrt(np.log1p(phase.cv**2)))
-        while (at := at + float(random.exponential(1 / (phase.rate * num_workers)))) < (number + 1) * phase_s:
+        while (at := at + float(random.exponential(1 / (phase.rate * num_workers)))) < end:
             prompt, output = (
                 mean * np.exp(random.normal(-(sigma**2) / 2, sigma)) for mean in (phase.prompt, phase.output)
             )
             yield TraceRequest(at, int(np.clip(prompt, 4, 12000)), int(np.clip(output, 2, 3000)))
+        begin = end
