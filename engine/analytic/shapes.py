@@ -54,8 +54,12 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
     )
     width = config.get("moe_intermediate_size") or config.get("intermediate_size", 0)
     expert = 3 * hidden * width if experts else 0
-    moe_layers = layers - config.get("first_k_dense_replace", 0) if experts else 0
-    every_token = moe_layers * (config.get("n_shared_experts", 0) * expert + experts * hidden)
+    step = config.get("decoder_sparse_step", 1)
+    without = config.get("mlp_only_layers") or range(config.get("first_k_dense_replace", 0))
+    moe_layers = sum((i + 1) % step == 0 and i not in without for i in range(layers)) if experts else 0
+    shared = (config.get("n_shared_experts") or 0) * expert
+    shared += 3 * hidden * (config.get("shared_expert_intermediate_size") or 0)
+    every_token = moe_layers * (shared + experts * hidden)
     every_token += (layers - moe_layers) * dense_mlp
     attention, pair_flops, token_kv, kv_heads = _attention(config, hidden, heads)
     tied = bool(config.get("tie_word_embeddings"))

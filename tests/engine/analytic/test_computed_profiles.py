@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
+from support.families import FAMILIES, SMALL
 
 from splitserve.engine.analytic.gpus import GPUS
 from splitserve.engine.analytic.models import MODELS
 from splitserve.engine.analytic.shapes import shape_of
 from splitserve.engine.latency_profile import Profile, ProfileError, StepModel
+from splitserve.engine.model.config import parse_config
+from splitserve.engine.model.tensors import expected_tensors
 
 SHIPPED = [
     *(f"llama-3.1-{size}{q}@{n}x{gpu}" for size in ("8b", "70b") for q in ("", "-fp8") for n in (1, 2, 4, 8)
@@ -34,6 +38,15 @@ def decode_s(profile: Profile, seqs: int, context: int = 1000) -> float:
 def test_every_model_has_as_many_weights_as_its_maker_says() -> None:
     found = {name: shape_of(config).weights for name, config in MODELS.items()}
     assert found == pytest.approx(WEIGHTS, rel=0.01)
+
+
+@pytest.mark.parametrize("family", ["llama2", "qwen3", "mixtral", "qwen2_moe", "deepseek2", "deepseek3"])
+def test_a_shape_counts_the_matrices_that_are_loaded(family: str) -> None:
+    model, config, sizes = FAMILIES[family]
+    options = {**config(**{**SMALL, **sizes}).to_dict(), "architectures": [model.__name__]}
+    tensors = expected_tensors(parse_config(options, {}))
+    matrices = sum(math.prod(shape) for shape in tensors.values() if len(shape) > 1)
+    assert shape_of(options).weights == pytest.approx(matrices, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
