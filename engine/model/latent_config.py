@@ -12,8 +12,8 @@ ATTENTION = "self_attn"
 
 @dataclass(frozen=True, slots=True)
 class LatentConfig:
-    """Sizes of a token's vectors. All heads share one latent vector, of which each makes its own key and
-    value, and one rotated key.
+    """Sizes of a token's vectors. All heads share one latent vector and one rotated key. Each head makes its
+    own key and value of the latent vector.
 
     query_rank  of the vector that queries are made of; 0: of the hidden state itself
     rank        of the latent vector

@@ -56,6 +56,27 @@ class ExactLinear:
         return y
 
 
+@triton.jit
+def product(
+    a, b, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """float32 [ROWS, COLUMNS], summed over all of K in order. a [ROWS, BLOCK_K], b [COLUMNS, BLOCK_K]:
+    pointers to the first numbers of each row."""
+    k = tl.arange(0, BLOCK_K)
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        if K % BLOCK_K == 0:
+            acc = tl.dot(tl.load(a + start), tl.trans(tl.load(b + start)), acc, input_precision="ieee")
+        else:
+            inside = (start + k < K)[None, :]
+            own = tl.load(a + start, mask=inside, other=0.0)
+            acc = tl.dot(
+                own, tl.trans(tl.load(b + start, mask=inside, other=0.0)), acc, input_precision="ieee"
+            )
+    return acc
+
+
 @triton.jit(do_not_specialize=["m"])
 def _product_kernel(
     x, weight, bias, y, m, stride_x, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
@@ -75,16 +96,7 @@ def _product_kernel(
         x + (rows % m).to(tl.int64)[:, None] * stride_x + k[None, :]
     )  # rows past the end are others anew, and not stored
     b = weight + (columns % N).to(tl.int64)[:, None] * K + k[None, :]
-    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        if K % BLOCK_K == 0:
-            acc = tl.dot(tl.load(a + start), tl.trans(tl.load(b + start)), acc, input_precision="ieee")
-        else:
-            inside = (start + k < K)[None, :]
-            own = tl.load(a + start, mask=inside, other=0.0)
-            acc = tl.dot(
-                own, tl.trans(tl.load(b + start, mask=inside, other=0.0)), acc, input_precision="ieee"
-            )
+    acc = product(a, b, K, ROWS, COLUMNS, BLOCK_K, STAGES)
     if BIAS:
         acc += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
     at = y + rows.to(tl.int64)[:, None] * N + columns[None, :]

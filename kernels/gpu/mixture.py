@@ -23,7 +23,7 @@ from torch import Tensor
 from ..interface import Linear, MixtureWeights, joined
 from ..mixture_shape import MixtureShape
 from .elementwise import gate_mul
-from .exact_linear import BLOCK_K, ProductTile, product_tile
+from .exact_linear import BLOCK_K, ProductTile, product, product_tile
 
 COLUMNS = 1024  # of one program of the sum
 
@@ -188,16 +188,7 @@ def _grouped_kernel(
     k = tl.arange(0, BLOCK_K)
     a = x + sources[:, None] * K + k[None, :]
     b = weights + (expert.to(tl.int64) * N + columns % N)[:, None] * K + k[None, :]
-    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        if K % BLOCK_K == 0:
-            acc = tl.dot(tl.load(a + start), tl.trans(tl.load(b + start)), acc, input_precision="ieee")
-        else:
-            inside = (start + k < K)[None, :]
-            own = tl.load(a + start, mask=inside, other=0.0)
-            acc = tl.dot(
-                own, tl.trans(tl.load(b + start, mask=inside, other=0.0)), acc, input_precision="ieee"
-            )
+    acc = product(a, b, K, ROWS, COLUMNS, BLOCK_K, STAGES)
     if BIAS:
         acc += tl.load(biases + expert * N + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
     to = places if SORTED else rows.to(tl.int64)
