@@ -1,6 +1,6 @@
 """Quantised weights: what loading produces, ``Kernels.linear`` takes; and how a weight is quantised at load.
 
-    w[n][k] = scale[n][k // group_size] * (code[n][k] - zero[n][k // group_size])
+    w[n][k] = scale[n][g] * (code[n][k] - zero[n][g]) - minimum[n][g],  g = k // group_size
 
 int8 has a scale for each row, int4 for each 32 inputs of a row, float8 for each row.
 """
@@ -16,6 +16,7 @@ from torch import Tensor
 
 Scheme = Literal["int8", "int4", "fp8"]
 INT4_GROUP = 32
+SUPER_BLOCK = 256
 LARGEST = {"int8": 127.0, "int4": 8.0, "fp8": 448.0}
 INT4_SHRINKS = (1.0, 0.94, 0.88)
 """Scales that are tried for a group, times the largest: clipping its extremes may lose less than it gains."""
@@ -31,6 +32,9 @@ class QuantisedWeight:
     zeros      float32 [out, groups]; None: half the range of whole numbers, 0 of float8
     order      int64 [in]: the input that each column multiplies (GPTQ's act-order); None: its own
     rounds_x   inputs are rounded to int8, each row with a scale
+    minimums   float32 [out, groups]; zeros are 0 then, where None
+    supers     float32 [out, super-blocks, 1 or 2], held exactly by float16: the scales (and minimums) of
+               each SUPER_BLOCK inputs are multiples of these, from -128 to 127
     """
 
     codes: Tensor
@@ -41,6 +45,16 @@ class QuantisedWeight:
     zeros: Tensor | None = None
     order: Tensor | None = None
     rounds_x: bool = False
+    minimums: Tensor | None = None
+    supers: Tensor | None = None
+
+    @property
+    def offsets(self) -> Tensor | None:
+        """What is subtracted from scale * code, where it is not half the range; float32 [out, groups]."""
+        if self.zeros is None:
+            return self.minimums
+        offsets = self.scales * self.zeros
+        return offsets if self.minimums is None else offsets + self.minimums
 
     @property
     def is_float8(self) -> bool:
@@ -56,8 +70,12 @@ class QuantisedWeight:
     def rows(self, rows: Tensor) -> QuantisedWeight:
         """The outputs ``rows`` (int64) alone, in that order."""
         codes = self.codes.view(torch.uint8)[rows].view(self.codes.dtype)
-        zeros = None if self.zeros is None else self.zeros[rows]
-        return replace(self, codes=codes, scales=self.scales[rows], zeros=zeros)
+        zeros, minimums, supers = (
+            None if tensor is None else tensor[rows] for tensor in (self.zeros, self.minimums, self.supers)
+        )
+        return replace(
+            self, codes=codes, scales=self.scales[rows], zeros=zeros, minimums=minimums, supers=supers
+        )
 
     def dequantised(self) -> Tensor:
         """float32 [out, in]: what every kernel is tested against."""
@@ -69,8 +87,10 @@ class QuantisedWeight:
         def wide(groups: Tensor) -> Tensor:
             return groups.repeat_interleave(self.group_size, 1)[:, : self.in_features]
 
-        zeros = 0.0 if self.is_float8 else 2.0 ** (self.bits - 1)
+        zeros = 0.0 if self.is_float8 or self.minimums is not None else 2.0 ** (self.bits - 1)
         weight = wide(self.scales) * (codes.float() - (zeros if self.zeros is None else wide(self.zeros)))
+        if self.minimums is not None:
+            weight -= wide(self.minimums)
         if self.order is None:
             return weight
         restored = torch.empty_like(weight)
@@ -118,21 +138,30 @@ def joined_weight(parts: Sequence[QuantisedWeight]) -> QuantisedWeight | None:
     """Several with the same inputs as one, their outputs side by side; None where their forms differ."""
     first = parts[0]
     alike = all(
-        (part.codes.dtype, part.bits, part.group_size, part.zeros is None, part.rounds_x)
-        == (first.codes.dtype, first.bits, first.group_size, first.zeros is None, first.rounds_x)
-        and (part.order is first.order or _equal(part.order, first.order))
+        _form(part) == _form(first) and (part.order is first.order or _equal(part.order, first.order))
         for part in parts
     )
     if not alike:
         return None
     codes = torch.cat([part.codes.view(torch.uint8) for part in parts]).view(first.codes.dtype)
-    zeros = [part.zeros for part in parts if part.zeros is not None]
     return replace(
         first,
         codes=codes,
         scales=torch.cat([part.scales for part in parts]),
-        zeros=torch.cat(zeros) if zeros else None,
+        zeros=_cat([part.zeros for part in parts]),
+        minimums=_cat([part.minimums for part in parts]),
+        supers=_cat([part.supers for part in parts]),
     )
+
+
+def _form(part: QuantisedWeight) -> tuple[object, ...]:
+    absent = (part.zeros is None, part.minimums is None, part.supers is None)
+    return part.codes.dtype, part.bits, part.group_size, part.rounds_x, absent
+
+
+def _cat(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    there = [tensor for tensor in tensors if tensor is not None]
+    return torch.cat(there) if there else None
 
 
 def _equal(order: Tensor | None, other: Tensor | None) -> bool:

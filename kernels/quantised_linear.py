@@ -14,7 +14,7 @@ from . import _cpu
 from .interface import Linear
 from .native_layers import DTYPE_CODES
 from .packed_weights import PackedWeights
-from .quantised import INT4_GROUP, QuantisedWeight, Scheme, joined_weight, quantise
+from .quantised import INT4_GROUP, SUPER_BLOCK, QuantisedWeight, Scheme, joined_weight, quantise
 
 FLOAT8 = 9
 MOST_BLOCK = 128  # inputs whose sum is kept in whole numbers
@@ -36,13 +36,16 @@ class PartLayout:
 
     @staticmethod
     def of(weight: QuantisedWeight) -> PartLayout:
-        offsets = None if weight.zeros is None else weight.scales * weight.zeros
+        offsets = weight.offsets
         kind = FLOAT8 if weight.is_float8 else weight.bits
-        one_scale = weight.scales.shape[1] == 1 and offsets is None
-        halves = all(bool((t == t.half()).all()) for t in (weight.scales, offsets) if t is not None)
+        one_scale = weight.scales.shape[1] == 1 and offsets is None and weight.supers is None
+        scale_bytes = 0 if one_scale else 1
+        if weight.supers is None and not one_scale:
+            halves = all(bool((t == t.half()).all()) for t in (weight.scales, offsets) if t is not None)
+            scale_bytes = 2 if halves else 4
         return PartLayout(
             weight.out_features, weight.in_features, kind, weight.group_size, one_scale,
-            0 if one_scale else 2 if halves else 4, offsets is not None, 8 if weight.rounds_x else 16,
+            scale_bytes, offsets is not None, 8 if weight.rounds_x else 16,
         )  # fmt: skip
 
     @property
@@ -58,8 +61,11 @@ class PartLayout:
         return self.padded_rows(panel) * blocks * (codes + self.scale_bytes * (1 + self.has_offsets))
 
     def num_bytes(self, panel: int) -> int:
-        """Size of the panels and of the rows' float32 scales behind them."""
-        return self.panel_bytes(panel) + self.one_scale * 4 * self.padded_rows(panel)
+        """Size of the panels and, behind them, the rows' float32 scales or the super-blocks' float16."""
+        behind = 4 if self.one_scale else 0
+        if self.scale_bytes == 1:
+            behind = 2 * (1 + self.has_offsets) * -(-self.columns // SUPER_BLOCK)
+        return self.panel_bytes(panel) + behind * self.padded_rows(panel)
 
     def padded_rows(self, panel: int) -> int:
         return -(-self.rows // panel) * panel
@@ -119,13 +125,16 @@ class QuantisedLinear:
     ) -> list[int]:
         fields = [
             0, 0, 0, layout.rows, layout.kind, layout.block,
-            layout.scale_bytes, layout.has_offsets, layout.x_bits,
+            layout.scale_bytes, layout.has_offsets, layout.x_bits, 0, 0,
         ]  # fmt: skip
 
         def pack(memory: Tensor) -> None:
             of = weight()
-            codes, scales = of.codes.contiguous(), of.scales.contiguous()
-            offsets = scales * of.zeros if of.zeros is not None else None
+            codes, scales, offsets = of.codes.contiguous(), of.scales.contiguous(), of.offsets
+            if of.supers is not None:
+                memory[end:].view(torch.float16).copy_(_in_panels(of.supers, panel))
+                scales = _multiples(scales, of.supers[..., 0])
+                offsets = None if offsets is None else _multiples(offsets, of.supers[..., 1])
             part = np.array([memory.data_ptr(), *fields[1:]], np.int64)
             group = -(-layout.columns // layout.block) * layout.block
             _cpu.pack_quantised(
@@ -141,6 +150,8 @@ class QuantisedLinear:
         self._kept.append(memory)
         fields[0] = memory.data_ptr()
         fields[1] = memory.data_ptr() + end if layout.one_scale else 0
+        if layout.scale_bytes == 1:
+            fields[9:] = [memory.data_ptr() + end, (SUPER_BLOCK // layout.block).bit_length() - 1]
         return fields
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -165,6 +176,18 @@ class SplitLinear:
     def __call__(self, x: Tensor) -> Tensor:
         y = torch.cat([part(x) for part in self._parts], 1)
         return y if self._bias is None else y.add_(self._bias)
+
+
+def _in_panels(supers: Tensor, panel: int) -> Tensor:
+    """[out, super-blocks, parts] -> float16, flat: [panel][super-block][part][row of the panel]."""
+    padded = torch.nn.functional.pad(supers, (0, 0, 0, 0, 0, -len(supers) % panel))
+    return padded.half().reshape(-1, panel, *supers.shape[1:]).permute(0, 2, 3, 1).flatten()
+
+
+def _multiples(values: Tensor, supers: Tensor) -> Tensor:
+    """float32 [out, groups]: whole numbers that times their super-block's are ``values``."""
+    wide = supers.repeat_interleave(values.shape[1] // supers.shape[1], 1)
+    return (values / wide.where(wide != 0, 1)).round_()
 
 
 def _constant(weight: QuantisedWeight) -> Callable[[], QuantisedWeight]:

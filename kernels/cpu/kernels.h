@@ -19,9 +19,11 @@ struct QuantisedPart {       // some of a linear's outputs, 8-byte fields; see q
   int64_t n;
   int64_t kind;
   int64_t block;             // of k, a multiple of 8; for whole numbers at most 128
-  int64_t scale_bytes;       // of the scales within the panels: 4 (float32), 2 (float16), 0 (none)
+  int64_t scale_bytes;       // of the scales within the panels: 4 (float32), 2 (float16), 1 (a signed multiple of the super-block's), 0 (none)
   int64_t has_offsets;
   int64_t x_bits;            // that x is rounded to for whole numbers: 16, or 8
+  const uint8_t* supers;     // float16 [panel][super-block of k][scale, offset][PANEL], or null
+  int64_t super_shift;       // a super-block has 1 << super_shift blocks
 };
 
 struct PackArgs {

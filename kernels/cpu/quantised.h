@@ -7,7 +7,8 @@
 //   VNNI: x = 256 high + low, two dot products of bytes.   Others: two dot products of 16-bit numbers, of the even and of the odd k.
 // float8 (e4m3) codes are widened to float32, a piece of a panel at a time.
 //
-// A panel is one stream of blocks: codes, scales[PANEL], offsets[PANEL] (scale * zero), each of the latter two where the part has it.
+// A panel is one stream of blocks: codes, scales[PANEL], offsets[PANEL] (scale * zero), each of the latter two where the part has it. Where they are
+// of one byte, they are multiples of their super-block's, which lie apart.
 //   4 bits: [block / 8][PANEL] words: low nibbles four k, high nibbles the next four.  8 bits: [block / 4][PANEL] words.  float8: [block][PANEL].
 
 #ifndef VNNI_UNITS
@@ -42,8 +43,20 @@ static inline uint16_t narrow_half(float x) {  // of a number that a half holds 
   std::memcpy(&bits, &magnitude, 4);
   return uint16_t((u >> 16 & 0x8000) | bits >> 13);
 }
-static inline vf load_scales(const uint8_t* p, int64_t bytes) {
+// `super`: what a scale of one byte is a multiple of.
+static inline vf load_scales(const uint8_t* p, int64_t bytes, const uint8_t* super = nullptr) {
   if (bytes == 4) return load(reinterpret_cast<const float*>(p));
+  if (bytes == 1) {
+#if VECTOR_BYTES == 64
+    const vi whole = (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#elif VECTOR_BYTES == 32
+    const vi whole = (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+#else
+    vi whole = {};
+    for (int64_t i = 0; i < W; ++i) whole[i] = int8_t(p[i]);
+#endif
+    return __builtin_convertvector(whole, vf) * load_scales(super, 2);
+  }
 #if VECTOR_BYTES == 64
   return (vf)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 #elif VECTOR_BYTES == 32
@@ -64,6 +77,8 @@ static inline int64_t code_bytes(const QuantisedPart& part) { return part.block 
 static inline int64_t block_bytes(const QuantisedPart& part) {
   return code_bytes(part) + PANEL * part.scale_bytes * (1 + part.has_offsets);
 }
+
+static inline int64_t super_bytes(const QuantisedPart& part) { return part.supers ? PANEL * 2 * (1 + part.has_offsets) : 0; }
 
 static void pack_quantised(const PackArgs& g, int64_t first, int64_t last) {
   const QuantisedPart& part = g.part;
@@ -93,7 +108,8 @@ static void pack_quantised(const PackArgs& g, int64_t first, int64_t last) {
           uint8_t* at = out + codes_size + (of * PANEL + j) * part.scale_bytes;
           const uint16_t half = narrow_half(value);
           if (part.scale_bytes == 4) std::memcpy(at, &value, 4);
-          else std::memcpy(at, &half, 2);
+          else if (part.scale_bytes == 2) std::memcpy(at, &half, 2);
+          else *at = uint8_t(int8_t(value));
         }
       }
     }
@@ -214,10 +230,11 @@ static void round_rows(const T* x, int64_t k, const QuantisedPart& part, const R
   }
 }
 
-// c[MR][PANEL] += `count` blocks of a panel for a tile of rows. `unpacked`: the blocks' codes of 4 bits as bytes, or null.
+// c[MR][PANEL] += `count` blocks of a panel for a tile of rows, from block `at` on. `unpacked`: the blocks' codes of 4 bits as bytes, or null.
+// `supers`: the panel's.
 template <int MR, bool kNibbles, bool kBytes>
-static inline __attribute__((always_inline)) void multiply_blocks(const QuantisedPart& part, const uint8_t* panel, const uint8_t* unpacked, const Quad* quads,
-                                                                  const Rounded* rounded, int64_t count, bool add, float* c) {
+static inline __attribute__((always_inline)) void multiply_blocks(const QuantisedPart& part, const uint8_t* panel, const uint8_t* supers, const uint8_t* unpacked,
+                                                                  const Quad* quads, const Rounded* rounded, int64_t at, int64_t count, float* c) {
   constexpr int kChains = MR == 1 ? 2 : 1;
   const int64_t codes_size = code_bytes(part), scale_bytes = part.scale_bytes, steps = part.block / 8;
   const bool has_offsets = part.has_offsets;
@@ -226,7 +243,7 @@ static inline __attribute__((always_inline)) void multiply_blocks(const Quantise
 #pragma GCC unroll 8
   for (int i = 0; i < MR; ++i)
 #pragma GCC unroll 2
-    for (int j = 0; j < kPanelVectors; ++j) total[i][j] = add ? load(c + i * PANEL + j * W) : vf{};
+    for (int j = 0; j < kPanelVectors; ++j) total[i][j] = at ? load(c + i * PANEL + j * W) : vf{};
   for (int64_t b = 0; b < count; ++b, rounded += MR) {
     vi first[kChains][MR][kPanelVectors] = {}, second[kChains][MR][kPanelVectors] = {};
     const uint8_t* codes = unpacked ? unpacked : panel;
@@ -256,10 +273,11 @@ static inline __attribute__((always_inline)) void multiply_blocks(const Quantise
       codes += kStepBytes;
     }
     const uint8_t* scales = panel + codes_size;
+    const uint8_t* super = supers + ((at + b) >> part.super_shift) * super_bytes(part);
 #pragma GCC unroll 2
     for (int j = 0; j < kPanelVectors; ++j) {
-      const vf scale = scale_bytes ? load_scales(scales + j * W * scale_bytes, scale_bytes) : splat(1.0f);
-      const vf offset = has_offsets ? load_scales(scales + (PANEL + j * W) * scale_bytes, scale_bytes) : vf{};
+      const vf scale = scale_bytes ? load_scales(scales + j * W * scale_bytes, scale_bytes, super + j * W * 2) : splat(1.0f);
+      const vf offset = has_offsets ? load_scales(scales + (PANEL + j * W) * scale_bytes, scale_bytes, super + (PANEL + j * W) * 2) : vf{};
 #pragma GCC unroll 8
       for (int i = 0; i < MR; ++i) {
         vi dots = dot_sum<kBytes>(first[0][i][j], second[0][i][j]);
@@ -280,14 +298,14 @@ static inline __attribute__((always_inline)) void multiply_blocks(const Quantise
 }
 
 template <bool kNibbles, bool kBytes>
-static void multiply_tile_of(int64_t rows, const QuantisedPart& part, const uint8_t* panel, const uint8_t* unpacked, const Quad* quads, const Rounded* rounded,
-                             int64_t count, bool add, float* c) {
+static void multiply_tile_of(int64_t rows, const QuantisedPart& part, const uint8_t* panel, const uint8_t* supers, const uint8_t* unpacked, const Quad* quads,
+                             const Rounded* rounded, int64_t at, int64_t count, float* c) {
   switch (rows) {
-    case 1: return multiply_blocks<1, kNibbles, kBytes>(part, panel, unpacked, quads, rounded, count, add, c);
-    case 2: return multiply_blocks<2, kNibbles, kBytes>(part, panel, unpacked, quads, rounded, count, add, c);
+    case 1: return multiply_blocks<1, kNibbles, kBytes>(part, panel, supers, unpacked, quads, rounded, at, count, c);
+    case 2: return multiply_blocks<2, kNibbles, kBytes>(part, panel, supers, unpacked, quads, rounded, at, count, c);
 #if VECTOR_BYTES == 64
-    case 3: return multiply_blocks<3, kNibbles, kBytes>(part, panel, unpacked, quads, rounded, count, add, c);
-    case 4: return multiply_blocks<4, kNibbles, kBytes>(part, panel, unpacked, quads, rounded, count, add, c);
+    case 3: return multiply_blocks<3, kNibbles, kBytes>(part, panel, supers, unpacked, quads, rounded, at, count, c);
+    case 4: return multiply_blocks<4, kNibbles, kBytes>(part, panel, supers, unpacked, quads, rounded, at, count, c);
 #endif
   }
 }
@@ -356,6 +374,7 @@ static void quantised_part(const LinearArgs& g, const QuantisedPart& part, int64
     }
     for (int64_t p = first; p < last; ++p) {
       const uint8_t* panel = static_cast<const uint8_t*>(part.packed) + p * blocks * block_bytes(part);
+      const uint8_t* supers = part.supers + p * blocks_of(blocks, int64_t(1) << part.super_shift) * super_bytes(part);
       for (int64_t b = 0; b < blocks; b += at_once, panel += at_once * block_bytes(part)) {
         if (!whole) widen_float8(part, panel, piece);
         if (unpacks) unpack_nibbles(part, panel, smaller(at_once, blocks - b), unpacked);
@@ -369,9 +388,9 @@ static void quantised_part(const LinearArgs& g, const QuantisedPart& part, int64
           const Rounded* of_block = rounded + start * blocks + b * height;
           const int64_t count = smaller(at_once, blocks - b);
           float* out = c + start * PANEL;
-          if (part.kind == kInt4 && !unpacks) multiply_tile_of<true, false>(height, part, panel, nullptr, quads, of_block, count, b > 0, out);
-          else if (part.x_bits == 16) multiply_tile_of<false, false>(height, part, panel, unpacked, quads, of_block, count, b > 0, out);
-          else multiply_tile_of<false, true>(height, part, panel, unpacked, quads, of_block, count, b > 0, out);
+          if (part.kind == kInt4 && !unpacks) multiply_tile_of<true, false>(height, part, panel, supers, nullptr, quads, of_block, b, count, out);
+          else if (part.x_bits == 16) multiply_tile_of<false, false>(height, part, panel, supers, unpacked, quads, of_block, b, count, out);
+          else multiply_tile_of<false, true>(height, part, panel, supers, unpacked, quads, of_block, b, count, out);
         }
       }
       if (part.row_scales)

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from splitserve.kernels.quantised import QuantisedWeight, Scheme, quantise, rounded_rows
+from splitserve.kernels.quantised import SUPER_BLOCK, QuantisedWeight, Scheme, quantise, rounded_rows
 from splitserve.kernels.reference import TorchKernels
 
 native_cpu = pytest.importorskip(
@@ -106,6 +106,63 @@ def test_what_a_checkpoint_has_quantised(
     weight = torch.cat([part.dequantised() for part in parts])
     assert_product(native.linear(parts, None)(x), x, weight)
     assert torch.equal(TorchKernels().linear(parts, None)(x), F.linear(x.float(), weight).to(dtype))
+
+
+@several
+@given(
+    m=st.integers(1, 40),
+    rows=st.lists(st.integers(1, 50), min_size=1, max_size=3),
+    supers=st.integers(1, 3),
+    group=st.sampled_from([16, 32]),
+    bits=st.sampled_from([4, 8]),
+    minimums=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_scales_that_are_multiples_of_their_super_blocks(
+    native: native_cpu.NativeCpuKernels,
+    m: int,
+    rows: list[int],
+    supers: int,
+    group: int,
+    bits: int,
+    minimums: bool,
+    dtype: torch.dtype,
+) -> None:
+    k = supers * SUPER_BLOCK
+    parts = [multiples_of_supers(n, k, bits, group, minimums, seed=n) for n in rows]
+    x = randn(m, k, seed=m).to(dtype)
+    linear = native.linear(parts, None)
+    scale_bytes = rows_padded(rows, native) * (k // group + 2 * supers) * (1 + minimums)
+    assert kept_bytes(linear) == rows_padded(rows, native) * k * bits // 8 + scale_bytes
+    assert_product(linear(x), x, torch.cat([part.dequantised() for part in parts]))
+
+
+def multiples_of_supers(n: int, k: int, bits: int, group: int, minimums: bool, seed: int) -> QuantisedWeight:
+    draw = torch.Generator().manual_seed(seed)
+    drawn = random_weight(n, k, bits, group, False, False, False, seed)
+    supers = (torch.randn(n, k // SUPER_BLOCK, 1 + minimums, generator=draw) / 16).half().float()
+    supers[0, 0] = 0  # as of a super-block of zeros
+    multiples = torch.randint(-128, 128, (n, k // group, 1 + minimums), generator=draw)
+    values = multiples * supers.repeat_interleave(SUPER_BLOCK // group, 1)
+    own = values[..., 1].contiguous() if minimums else None
+    return replace(drawn, scales=values[..., 0].contiguous(), minimums=own, supers=supers)
+
+
+def rows_padded(rows: list[int], native: native_cpu.NativeCpuKernels) -> int:
+    return -(-sum(rows) // native._panel) * native._panel
+
+
+def kept_bytes(linear: native_cpu.Linear) -> int:
+    assert isinstance(linear, native_cpu.QuantisedLinear)
+    return sum(tensor.nbytes for tensor in linear._kept)
+
+
+def test_minimums_beside_zeros(native: native_cpu.NativeCpuKernels) -> None:
+    weight = replace(random_weight(40, 256, 8, 32, True, False, False, 1), minimums=randn(40, 8, seed=2))
+    x = randn(3, 256, seed=3)
+    rows = torch.tensor([5, 0, 39])
+    assert torch.equal(weight.rows(rows).dequantised(), weight.dequantised()[rows])
+    assert_product(native.linear(weight, None)(x), x, weight.dequantised())
 
 
 @pytest.mark.parametrize("zeros", [True, False])
