@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ..transport.channels.channels import DealerChannel
 from ..transport.channels.coordinator_link import identity_of
 from ..transport.messages.cache_map import states
-from ..transport.messages.incarnation import incarnations
+from ..transport.messages.fields import incarnations
 from ..transport.messages.messages import (
     FROM_COORDINATOR,
     Cancel,

@@ -18,7 +18,7 @@ import uvloop
 
 from ..transport.channels.keys import KeyFile
 from ..transport.errors import KeyFileError
-from ..transport.messages.incarnation import incarnations
+from ..transport.messages.fields import incarnations
 from ..transport.process.collector import settle_heap
 from .background import background
 from .generate.reader.allocator import give_memory_back

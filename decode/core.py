@@ -41,11 +41,10 @@ from ..transport.messages.messages import (
     u32_array,
 )
 from ..transport.process.draining import Draining
-from .heartbeat import Heartbeat
 from .moving import Moving
+from .reports import Heartbeat, step_tokens
 from .rows import DecodeStep
 from .scheduler import DecodeScheduler
-from .step_report import step_tokens
 
 DecodeAction = ToCoordinator | ReceiverAction | SenderAction | CompileGrammar
 

@@ -16,8 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ..engine.cache.block_manager import BlockManager
-from ..engine.step.batch import SamplingState, StepOutput
-from ..engine.step.stopping import finish_reason, last_output_index, stop_set
+from ..engine.step.batch import SamplingState, StepOutput, finish_reason, last_output_index, stop_set
 from ..transport.handoff.protocol import Key, Wait
 from ..transport.messages.blocks import NO_BLOCK, chain, held, num_behind
 from ..transport.messages.messages import FinishReason, u32

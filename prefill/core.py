@@ -40,9 +40,8 @@ from ..transport.messages.messages import (
     from_u32,
 )
 from ..transport.process.draining import Draining
-from .first_token import FirstTokens
 from .handoff_feed import HandoffFeed
-from .heartbeat import Heartbeat
+from .reports import FirstTokens, Heartbeat
 from .scheduler import PrefillScheduler, PrefillSequence, PrefillStep
 from .steps_in_flight import PendingSteps
 

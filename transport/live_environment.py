@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import zmq
@@ -20,7 +22,47 @@ from .movers.checksum import DeviceChecksums, RunningChecksums, block_checksum, 
 from .movers.interface import PutSource
 from .movers.opening import open_source
 from .process.host import host_identity
-from .process.liveness import ProcessIdentity
+
+ENDED = frozenset("ZXx")
+"""States (proc(5)) of a process of which nothing runs any more, even if its parent has not taken notice
+yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """A process of this machine; its id alone may have been given to another since.
+
+    ``start_time``: clock ticks since the machine's start, from /proc. psutil adds the boot time, which it
+    reads each time anew: after the clock was set (a virtual machine that was resumed) a running process would
+    be taken for another one, and the blocks that it still writes would be reused."""
+
+    pid: int
+    start_time: int
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessIdentity | None:
+        """The process that has this id now; None where there is none. Raises OSError where that cannot be
+        seen."""
+        seen = _look(pid)
+        return cls(pid, seen[1]) if seen is not None else None
+
+    def alive(self) -> bool:
+        """False once it has ended, a zombie included."""
+        try:
+            seen = _look(self.pid)
+        except OSError:  # no descriptor left, perhaps for a moment only: asked again soon
+            return True
+        return seen is not None and seen[0] not in ENDED and seen[1] == self.start_time
+
+
+def _look(pid: int) -> tuple[str, int] | None:
+    """(state, start time) of the process that has this id now."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = text.rpartition(")")[2].split()  # after its name, which may hold anything
+    return fields[0], int(fields[19])
 
 
 class MonotonicClock:

@@ -18,7 +18,7 @@ from ..engine.worker_model import WorkerModel
 from ..transport.channels.keys import ClusterKey
 from ..transport.channels.name_watch import NameWatch
 from ..transport.live_environment import MonotonicClock, live_environment
-from ..transport.messages.incarnation import incarnations
+from ..transport.messages.fields import incarnations
 from ..transport.messages.messages import SECRET_BYTES
 from ..transport.movers.opening import gpu_of, offered, open_targets
 from ..transport.movers.shm import SharedPool

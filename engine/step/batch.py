@@ -1,4 +1,5 @@
-"""The input and output of one step of the model runner. Plain numpy, free of torch.
+"""The input and output of one step of the model runner, and when a sequence is over. Plain numpy, free of
+torch.
 
 A batch is a flat row of tokens; ``query_start_loc`` holds where each sequence's tokens begin. Prefill chunks
 and decode rows (one token a sequence) are the same thing. Both may be in one batch, decode rows first:
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -161,3 +163,25 @@ class StepOutput:
                 {row - num_rows: entries for row, entries in self.prompt_logprobs.items() if row >= num_rows},
             ),
         )
+
+
+def last_output_index(state: SamplingState, max_model_len: int) -> int:
+    """The output index of the last token that this sequence may have: by ``max_tokens`` or by the model's
+    context."""
+    return min(state.params.max_tokens, max_model_len - len(state.prompt_token_ids)) - 1
+
+
+def stop_set(state: SamplingState, eos_token_ids: frozenset[int]) -> frozenset[int]:
+    """The tokens that end this sequence."""
+    stops = frozenset(state.params.stop_token_ids)
+    return stops if state.params.ignore_eos else stops | eos_token_ids
+
+
+def finish_reason(
+    token: int, index: int, stops: frozenset[int], min_tokens: int, last_index: int
+) -> Literal["stop", "length"] | None:
+    """Whether output token ``token`` at output index ``index`` ends its sequence. The end token itself is
+    reported too."""
+    if token in stops and index + 1 > min_tokens:
+        return "stop"
+    return "length" if index >= last_index else None

@@ -11,7 +11,7 @@ from ...engine.cache.block_manager import BlockManager
 from ...engine.step.step_progress import LayerProgress
 from ...transport.environment import Environment
 from ...transport.messages.cache_map import states
-from ...transport.messages.incarnation import incarnations
+from ...transport.messages.fields import incarnations
 from ...transport.messages.messages import SECRET_BYTES, ModelIdentity, PeerId, Role
 from ...worker.loop import Worker
 from ...worker.parts import ModelFacts, RoleParts, WorkerParts, WorkerTimes

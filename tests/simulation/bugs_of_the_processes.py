@@ -20,10 +20,10 @@ from splitserve.decode.rows import DecodeRows
 from splitserve.decode.scheduler import DecodeScheduler
 from splitserve.engine.cache.block_manager import BlockManager, CacheEvents
 from splitserve.prefill.core import PrefillCore
-from splitserve.transport.handoff.retirement import Retirement
+from splitserve.transport.handoff.meetings import Retirement
 from splitserve.transport.handoff.sender import HandoffSender
 from splitserve.transport.handoff.writers import Writers
-from splitserve.transport.messages import incarnation
+from splitserve.transport.messages import fields
 from splitserve.transport.messages.messages import u32
 
 Patch = pytest.MonkeyPatch
@@ -137,7 +137,7 @@ def evict_blocks_and_keep_their_names(patch: Patch) -> None:
 def number_incarnations_by_the_hosts_clock(patch: Patch) -> None:
     """And compare all of a name by their numbers: the rule until clocks jumped here."""
     patch.setattr(Host, "incarnations", lambda self: self.time_ns)
-    patch.setattr(incarnation, "COUNT_BITS", 63)
+    patch.setattr(fields, "COUNT_BITS", 63)
 
 
 # --- the coordinator -------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ def take_the_end_of_a_name_for_that_of_the_next(patch: Patch) -> None:
 
     def broken(self: Any, peer: Any, message: Any) -> Any:
         return retire(
-            self, peer, replace(message, incarnation=message.incarnation | (1 << incarnation.COUNT_BITS) - 1)
+            self, peer, replace(message, incarnation=message.incarnation | (1 << fields.COUNT_BITS) - 1)
         )
 
     patch.setattr(Writers, "retire", broken)

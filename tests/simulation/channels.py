@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from splitserve.transport.channels.coordinator_link import opened_to, worker_of
-from splitserve.transport.messages.incarnation import has_ended, is_earlier, same_process
+from splitserve.transport.messages.fields import has_ended, is_earlier, same_process
 from splitserve.transport.messages.messages import (
     Ack,
     Fenced,

@@ -7,7 +7,7 @@ from random import Random
 
 from simulation.clock import EventQueue
 
-from splitserve.transport.messages.incarnation import incarnations
+from splitserve.transport.messages.fields import incarnations
 
 DAY_S = 86_400.0
 JUMPS_S = (2.0, 60.0, 3600.0, DAY_S, 3650 * DAY_S)

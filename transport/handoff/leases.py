@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..messages.messages import Ack, PeerId, Revoke
-from .granting import BlockPool
-from .incoming import Incoming
+from .granting import BlockPool, Incoming
 from .protocol import CloseLease, Join, Key, OpenLease, ReceiverAction, ToPeer, remember
 
 

@@ -1,7 +1,7 @@
 """The decode worker's side of the KV handoff (the protocol is drawn in protocol.py). Pure.
 
 Granting (granting.py) holds the offers that wait for room, LeaseTable (leases.py) the leases, Incoming
-(incoming.py) the arrival of one prompt, Writers (writers.py) the prefill workers met.
+(granting.py) the arrival of one prompt, Writers (writers.py) the prefill workers met.
 
 A handoff is declined for these reasons only:
 
@@ -42,8 +42,7 @@ from ..messages.messages import (
     u32,
 )
 from ..movers.interface import MoverEndpoints
-from .granting import BlockPool, Granting
-from .incoming import Incoming
+from .granting import BlockPool, Granting, Incoming
 from .leases import LeaseTable
 from .protocol import ExpectAgain, HandoffTimes, Key, ReceiverAction, Supersede, ToPeer, Wait
 from .writers import Writers

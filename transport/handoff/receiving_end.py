@@ -10,7 +10,7 @@ from typing import Protocol
 
 from ..channels.coordinator_link import opened_to, worker_of
 from ..environment import Environment, LocalProcess
-from ..messages.incarnation import has_ended, same_process
+from ..messages.fields import has_ended, same_process
 from ..messages.messages import BETWEEN_MOVERS, FROM_PREFILL, Meet, Message, Met, PeerId, Retire, Retired
 from ..movers.targets import MoverTargets
 from ..process.host import advertised_address

@@ -12,7 +12,7 @@ from typing import TypeAlias
 from ..channels.coordinator_link import identity_of
 from ..environment import Channel, Environment, Network
 from ..errors import PeerEnded, TransportError
-from ..messages.incarnation import is_earlier, same_process
+from ..messages.fields import is_earlier, same_process
 from ..messages.messages import BETWEEN_MOVERS, FROM_DECODE, Message, Met, PeerId, Placed, Release, u64
 from ..movers.interface import FALLBACK_MOVER, PutSource, as_talking_source
 from .layer_slicing import TransferClock

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from ..messages.incarnation import COUNT_BITS, has_ended, is_earlier
+from ..messages.fields import COUNT_BITS, has_ended, is_earlier
 from ..messages.messages import Meet, Met, ModelIdentity, PeerId, Retire
 from ..movers.interface import FALLBACK_MOVER, SAME_HOST_MOVERS, TWO_GPU_MOVERS, MoverEndpoints
 from .protocol import remember

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from ..messages.incarnation import has_ended, is_earlier, same_process
+from ..messages.fields import has_ended, is_earlier, same_process
 from ..messages.messages import Meet, Message, Met, PeerId, Retire
 from .interface import Arrival, MoverEndpoints, PutTarget, as_talking_target
 

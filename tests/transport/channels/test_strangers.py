@@ -142,7 +142,7 @@ import resource, sys
 from splitserve.transport import channels
 from splitserve.transport.channels.channels import RouterChannel
 from splitserve.transport.channels.keys import ClusterKey
-from splitserve.transport.process.liveness import ProcessIdentity
+from splitserve.transport.live_environment import ProcessIdentity
 from splitserve.transport.messages.messages import FROM_WORKER
 
 channels.HANDSHAKE_TIMEOUT_MS = 60_000  # strangers stay until they go

@@ -10,8 +10,7 @@ from support.handoff_pair import BLOCK, DECODE, MODEL, PREFILL, TIMES, Pair, spe
 
 from splitserve.transport.handoff import meetings
 from splitserve.transport.handoff import protocol as act
-from splitserve.transport.messages.fields import WIRE_VERSION
-from splitserve.transport.messages.incarnation import COUNT_BITS
+from splitserve.transport.messages.fields import COUNT_BITS, WIRE_VERSION
 from splitserve.transport.messages.messages import (
     Ack,
     Grant,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from splitserve.transport.handoff.incoming import Incoming
+from splitserve.transport.handoff.granting import Incoming
 
 NUM_BLOCKS = 12
 

@@ -29,7 +29,7 @@ from splitserve.transport.handoff.sender import HandoffSender
 from splitserve.transport.handoff.sending_end import SendingEnd
 from splitserve.transport.live_environment import live_environment
 from splitserve.transport.messages.cache_map import states
-from splitserve.transport.messages.incarnation import COUNT_BITS
+from splitserve.transport.messages.fields import COUNT_BITS
 from splitserve.transport.messages.messages import (
     FROM_PREFILL,
     Handoff,

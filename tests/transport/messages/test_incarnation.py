@@ -9,7 +9,7 @@ import pytest
 from splitserve.transport.channels.coordinator_link import identity_of, worker_of
 from splitserve.transport.handoff.receiving_end import _age
 from splitserve.transport.messages.codec import decode, encode
-from splitserve.transport.messages.incarnation import has_ended, incarnations, is_earlier, same_process
+from splitserve.transport.messages.fields import has_ended, incarnations, is_earlier, same_process
 from splitserve.transport.messages.messages import Goodbye
 
 

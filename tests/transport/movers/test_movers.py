@@ -27,6 +27,7 @@ from support.kv_pools import (
 )
 
 from splitserve.transport.errors import MoverError, PeerEnded
+from splitserve.transport.live_environment import ProcessIdentity
 from splitserve.transport.messages.messages import Met
 from splitserve.transport.movers.checksum import RunningChecksums, block_checksum, checksums
 from splitserve.transport.movers.interface import Arrival, Pool, PutSource, PutTarget
@@ -34,7 +35,6 @@ from splitserve.transport.movers.opening import open_source, open_targets
 from splitserve.transport.movers.shm import SharedPool, ShmSource, ShmTarget
 from splitserve.transport.movers.tcp.target import TcpTarget
 from splitserve.transport.process.host import advertised_address, host_identity
-from splitserve.transport.process.liveness import ProcessIdentity
 
 
 @pytest.fixture

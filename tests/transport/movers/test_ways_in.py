@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from splitserve.transport.messages.cache_map import states
-from splitserve.transport.messages.incarnation import COUNT_BITS
+from splitserve.transport.messages.fields import COUNT_BITS
 from splitserve.transport.messages.messages import Meet, ModelIdentity, PeerId, Retire
 from splitserve.transport.movers.targets import WaysIn
 

@@ -17,7 +17,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from ...messages.incarnation import is_earlier
+from ...messages.fields import is_earlier
 from ...messages.messages import Message, ParcelComing, PeerId, RendezvousEntry, SessionOver, from_u32
 from ..block_memory import BlockMemory
 from ..lease_book import PARCEL_BYTES, BookedTarget, Claim, LeaseBook, ParcelHeader

@@ -1,12 +1,15 @@
-"""The heartbeat of a prefill worker: its load, and the changes of its prefix cache. Pure."""
+"""What a prefill worker reports: its load, the changes of its prefix cache, and what each computed prompt
+yields. Pure."""
 
 from __future__ import annotations
 
+from ..engine.step.batch import finish_reason, last_output_index, stop_set
+from ..transport.handoff.protocol import Key
 from ..transport.handoff.sender import HandoffSender
 from ..transport.messages.blocks import held as held_blocks
-from ..transport.messages.messages import Load, PeerId, u32
+from ..transport.messages.messages import FinishReason, FirstToken, Load, PeerId, TokenLogprobs, u32
 from ..transport.process.reports import CacheReporter
-from .scheduler import PrefillScheduler, PrefillStep
+from .scheduler import PrefillScheduler, PrefillSequence, PrefillStep
 
 
 class Heartbeat:
@@ -72,3 +75,50 @@ class Heartbeat:
             },
             gauges={"largest_batch": self._largest_batch, "largest_batch_tokens": self._largest_batch_tokens},
         )
+
+
+class FirstTokens:
+    """What a computed prompt yields: its first token, or the logprobs of the prompt itself. Those are kept,
+    chunk by chunk, until the first token is reported."""
+
+    def __init__(self, eos_token_ids: frozenset[int], max_model_len: int) -> None:
+        self._eos, self._max_model_len = eos_token_ids, max_model_len
+        self._prompt_logprobs: dict[Key, list[TokenLogprobs]] = {}
+
+    def gather(self, key: Key, logprobs: list[TokenLogprobs]) -> None:
+        """Keep the logprobs of the prompt's next chunk, one entry for each position."""
+        self._prompt_logprobs.setdefault(key, []).extend(logprobs)
+
+    def may_be_followed(self, sequence: PrefillSequence) -> bool:
+        """Whether its length allows a second token."""
+        return last_output_index(sequence.state, self._max_model_len) > len(sequence.state.output_token_ids)
+
+    def report(
+        self, sequence: PrefillSequence, token: int, logprobs: TokenLogprobs | None, now: float
+    ) -> FirstToken:
+        """The whole prompt has been computed."""
+        index = len(sequence.state.output_token_ids)
+        prompt_logprobs = self._prompt_logprobs.pop(sequence.key, None)
+        return FirstToken(
+            coordinator=sequence.key[0],
+            dispatch=sequence.key[1],
+            index=index,
+            token=None if sequence.scores_only else token,
+            logprobs=logprobs,
+            prompt_logprobs=tuple(prompt_logprobs) if prompt_logprobs is not None else None,
+            num_cached_tokens=sequence.num_cached_tokens,
+            queue_s=max(0.0, sequence.started - sequence.arrival),
+            prefill_s=max(0.0, now - sequence.started),
+            finished=self._finish_reason(sequence, token, index),
+        )
+
+    def forget(self, key: Key) -> None:
+        """Nobody wants it any more."""
+        self._prompt_logprobs.pop(key, None)
+
+    def _finish_reason(self, sequence: PrefillSequence, token: int, index: int) -> FinishReason | None:
+        state = sequence.state
+        if sequence.scores_only:
+            return "length"
+        last = last_output_index(state, self._max_model_len)
+        return finish_reason(token, index, stop_set(state, self._eos), state.params.min_tokens, last)
