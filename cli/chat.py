@@ -16,8 +16,7 @@ import orjson
 from rich.console import Console
 
 from .chat_commands import KEYS, ChatCommands, show
-from .chat_input import lines
-from .chat_screen import AnswerScreen
+from .chat_screen import AnswerScreen, lines
 from .checks import read_key
 from .settings import ChatSettings
 from .tls_trust import trust

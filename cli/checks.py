@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel
 
@@ -14,6 +16,17 @@ from ..engine.model.model_folder import check_model_folder
 from ..transport.process.private_files import OpenToOthers, require_private
 from .config import ConfigError, flag_of
 from .extras import missing_for
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report. A ``problem`` keeps this machine from serving; a ``note`` makes it slower or
+    smaller."""
+
+    level: Literal["ok", "note", "problem"]
+    text: str
+    advice: str = ""
+
 
 OUTPUTS = ("output", "json_file", "plot_file", "html_file", "launch_file", "records")
 """Settings that name a file to write."""

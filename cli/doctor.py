@@ -17,10 +17,9 @@ from urllib.parse import urlsplit
 from rich.console import Console
 
 from ..coordinator.run_folder import find_door
-from .checks import model_problem, port_problem
+from .checks import Finding, model_problem, port_problem
 from .config import ConfigError
 from .extras import missing_for
-from .finding import Finding
 from .model_source import with_folder
 from .peer_check import check_peer
 from .peer_listener import DEFAULT_PORT

@@ -26,8 +26,8 @@ from ..transport.channels.keys import ClusterKey, load_key
 from ..transport.errors import KeyFileError, MoverError
 from ..transport.messages.fields import WIRE_VERSION, is_neighbour
 from ..transport.process.host import host_identity
+from .checks import Finding
 from .extras import missing_for
-from .finding import Finding
 from .peer_listener import (
     ARRIVAL_S,
     LAYER_BYTES,

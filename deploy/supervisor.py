@@ -14,8 +14,7 @@ from dataclasses import replace
 from functools import partial
 
 from .child_process import ChildProcess, Command, Log, reap_adopted
-from .hung import HungWatch
-from .restart import RestartPolicy
+from .restart import HungWatch, RestartPolicy
 
 POLL_S = 0.1
 WATCH_S = 1.0

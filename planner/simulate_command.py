@@ -15,7 +15,7 @@ from ..traces.request import Trace
 from .errors import SimulationError
 from .settings import SimulateSettings
 from .simulator.cluster import Cluster, Pool, PoolRole, alone_on_their_hosts, read_cluster
-from .simulator.record_file import record_file
+from .simulator.records import record_file
 from .simulator.report import print_report, summary
 from .simulator.simulation import Simulation
 from .simulator.slo import ServiceLevel, parse_slo
@@ -59,7 +59,7 @@ def simulate(settings: SimulateSettings) -> int:
 
         draw_timeline(settings.plot_file, simulation.timeline)
     if settings.html_file is not None:
-        from .simulator.html_view import write_view
+        from .simulator.timeline import write_view
 
         write_view(settings.html_file, simulation.timeline)
     return 0

@@ -13,11 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..lifecycle.time_ledger import NAMES
-from ..metrics.counter_growth import CounterGrowth
 from ..metrics.load_window import WINDOW_S, LoadWindow, Window
 from ..metrics.objectives import Objectives
 from ..metrics.request_record import RequestRecord
-from ..metrics.system_snapshot import SystemSnapshot, WorkerSnapshot
+from ..metrics.system_snapshot import CounterGrowth, SystemSnapshot, WorkerSnapshot
 from .diagnosis import diagnose
 from .event_log import EventLog
 

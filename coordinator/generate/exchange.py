@@ -20,7 +20,7 @@ from ..http.call import JSON, Answering
 from ..lifecycle.request import Dispatcher, Ended, Request
 from ..lifecycle.time_ledger import server_timing
 from ..metrics.metrics import Metrics
-from ..metrics.token_times import TimedSink
+from ..metrics.trace_log import TimedSink
 from ..tenants.limits import salt_of
 from ..tenants.tenancy import Admission
 from ..text.served_model import ServedModel

@@ -12,8 +12,7 @@ from ..text.tokenizer import PIECE_CHARS, Tokenizer
 from .bodies.chat import ChatCompletionRequest
 from .bodies.completion import CompletionRequest
 from .bodies.fields import MAX_TOKENS
-from .bodies.messages import Message
-from .bodies.template_fields import TemplateFields
+from .bodies.messages import Message, TemplateFields
 from .bodies.tools import Tool
 
 TAIL_CHARS = 96

@@ -12,8 +12,7 @@ from pydantic_core import PydanticCustomError
 from ..errors import InvalidRequest
 from ..text.served_model import ServedModel
 from .bodies.fields import INT64, MAX_TOKENS, Body
-from .bodies.messages import MAX_MESSAGES, Message, unknown_of_messages
-from .bodies.template_fields import TemplateFields
+from .bodies.messages import MAX_MESSAGES, Message, TemplateFields, unknown_of_messages
 from .prompts import chat_prompt, encode
 
 

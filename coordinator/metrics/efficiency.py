@@ -7,8 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from .counter_growth import CounterGrowth
-from .system_snapshot import SystemSnapshot, WorkerSnapshot
+from .system_snapshot import CounterGrowth, SystemSnapshot, WorkerSnapshot
 
 WINDOW_S = 60.0
 HOUR_S = 3600.0

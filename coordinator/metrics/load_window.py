@@ -17,10 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..lifecycle.time_ledger import NAMES
-from .counter_growth import CounterGrowth
 from .objectives import Objectives
 from .request_record import RequestRecord
-from .system_snapshot import SystemSnapshot, WorkerSnapshot
+from .system_snapshot import CounterGrowth, SystemSnapshot, WorkerSnapshot
 
 WINDOW_S = 60.0
 MAX_MEASURED = 200

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -49,3 +49,27 @@ class SystemSnapshot:
         default_factory=dict
     )  # why the latest workers that are gone are gone, by worker id
     last_retries: Sequence[str] = ()  # the latest requests that had to be dispatched again, and why
+
+
+class CounterGrowth:
+    """How much the workers' counters have grown since the last look. A worker that starts anew counts from
+    zero; one that is seen for the first time has not grown yet."""
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+        self._before: dict[tuple[str, str], float] = {}
+
+    def since_last(self, workers: Iterable[WorkerSnapshot]) -> dict[str, float]:
+        """By counter, over all workers."""
+        grown = dict.fromkeys(self._names, 0.0)
+        now = {
+            (worker.worker_id, name): worker.counters[name]
+            for worker in workers
+            for name in self._names
+            if name in worker.counters
+        }
+        for (worker_id, name), value in now.items():
+            before = self._before.get((worker_id, name), value)
+            grown[name] += value - before if value >= before else value
+        self._before = now
+        return grown

@@ -17,18 +17,19 @@ import logging
 import os
 import secrets
 import time
+from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
+from time import monotonic
 from typing import BinaryIO
 
 import orjson
 
 from ...transport.messages.blocks import chain, root_hash
-from ...transport.messages.messages import u32
+from ...transport.messages.messages import TokenLogprobs, u32
 from ...transport.process.private_files import private
 from ..full_disk import is_full
-from ..lifecycle.request import Ended, Request
-from .token_times import TimedSink
+from ..lifecycle.request import Ended, Request, Sink
 
 BLOCK_SIZE = 64
 """Tokens of a hashed block: smaller than the workers' would add nothing, larger ones keep the file small."""
@@ -112,3 +113,24 @@ class TraceLog:
             error.filename = str(self.path)
             raise
         self._size += len(row)
+
+
+class TimedSink:
+    """A ``Sink`` that notes, for --trace-token-times, the time of each token and hands all on. ``times``:
+    monotonic seconds."""
+
+    __slots__ = ("_sink", "flush", "times")
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink, self.flush = sink, sink.flush
+        self.times: list[float] = []
+
+    def push(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        self.times.append(monotonic())
+        self._sink.push(token_id, logprobs)
+
+    def push_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
+        self._sink.push_prompt_logprobs(logprobs)
+
+    def end(self, ended: Ended) -> None:
+        self._sink.end(ended)

@@ -1,11 +1,18 @@
-"""One simulated request, from arrival to end."""
+"""One simulated request, from arrival to end, and the CSV file of all of them."""
 
 from __future__ import annotations
 
+import csv
+import gzip
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
 
 from ...coordinator.lifecycle.request import Ended
 from ...coordinator.lifecycle.time_ledger import Stages
+from ..errors import SimulationError
 
 COLUMNS = (
     "number", "arrival_s", "num_prompt_tokens", "num_output_tokens", "num_cached_tokens", "outcome",
@@ -83,3 +90,30 @@ class RequestRecord:
             self.decode_worker,
             self.num_dispatches,
         )
+
+
+@contextmanager
+def record_file(path: Path | None) -> Iterator[Callable[[RequestRecord], None] | None]:
+    """What a simulation calls for each record; gzip'ed if the name ends in .gz. Nothing where ``path`` is
+    None. Raises SimulationError."""
+    if path is None:
+        yield None
+        return
+    try:
+        opened = _opened(path)
+    except OSError as error:
+        raise SimulationError(f"cannot write {path}: {error.strerror or error}") from None
+    with opened as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        yield lambda record: writer.writerow([_shown(value) for value in record.row()])
+
+
+def _shown(value: object) -> object:
+    return f"{value:.9g}" if isinstance(value, float) else value
+
+
+def _opened(path: Path) -> TextIO:
+    if path.suffix == ".gz":
+        return gzip.open(path, "wt", newline="", encoding="utf-8")
+    return path.open("w", newline="", encoding="utf-8")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
 
 MOST = 600
 """Samples; beyond it every second one is dropped, and sampling goes on half as often."""
@@ -46,3 +49,16 @@ class Timeline:
         if len(self.samples) > MOST:
             self.samples = self.samples[1::2]
             self.interval_s *= 2
+
+
+PAGE = Path(__file__).with_name("view.html")
+
+
+def write_view(path: Path, timeline: Timeline) -> None:
+    """Write the page to scrub through a simulation: every worker's KV cache and queue at any time. One file,
+    no network."""
+    content = orjson.dumps(
+        {"names": timeline.names, "samples": timeline.samples}, option=orjson.OPT_SERIALIZE_DATACLASS
+    )
+    text = content.decode().replace("</", "<\\/")  # no end tag inside the script
+    path.write_text(PAGE.read_text(encoding="utf-8").replace("__DATA__", text), encoding="utf-8")

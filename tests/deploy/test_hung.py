@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from splitserve.deploy.hung import HungWatch
+from splitserve.deploy.restart import HungWatch
 
 
 def test_a_worker_that_was_known_and_is_not_any_more_is_hung_after_a_while() -> None:

@@ -13,15 +13,21 @@ from pydantic import ValidationError
 
 from splitserve.engine.latency_profile import Piece, Power, ProfileError, Residuals
 from splitserve.planner.errors import SimulationError
+from splitserve.planner.plan_command import (
+    pareto,
+    pareto_table,
+    require_reachable,
+    the_goal,
+    the_hardware,
+    with_enough,
+)
 from splitserve.planner.plan_command import plan as plan_command
-from splitserve.planner.plan_command import require_reachable, the_goal, the_hardware, with_enough
 from splitserve.planner.search.candidates import Candidate, Hardware, Kind
 from splitserve.planner.search.demand import Demand, bound, largest_batch
 from splitserve.planner.search.goal import Goal, Limits, shapes
 from splitserve.planner.search.goodput import Load, Question, answer, num_failed, simulate
 from splitserve.planner.search.hardware_file import read_hardware
 from splitserve.planner.search.looks import glance
-from splitserve.planner.search.pareto import pareto, pareto_table
 from splitserve.planner.search.plan_json import as_json
 from splitserve.planner.search.search import search
 from splitserve.planner.search.stopped import Stopped

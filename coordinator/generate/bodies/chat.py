@@ -8,9 +8,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, mod
 from pydantic_core import PydanticCustomError
 
 from .fields import INT64, invalid, only, scalars, unknown_within
-from .messages import MAX_MESSAGES, Message, unknown_of_messages
+from .messages import MAX_MESSAGES, Message, TemplateFields, unknown_of_messages
 from .sampling import SamplingFields
-from .template_fields import TemplateFields
 from .tools import (
     FUNCTION_CALL,
     MAX_TOOLS,

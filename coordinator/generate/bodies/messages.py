@@ -6,10 +6,11 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Self
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from ...text.chat_template import Arguments
-from .fields import NULL, Body, invalid, schema, unknown_within
+from .fields import NULL, Body, invalid, scalars, schema, unknown_within
+from .tools import MAX_TOOLS, Tool
 
 MAX_MESSAGES = 10_000
 FUNCTION_CALL_ID = "function0"
@@ -142,3 +143,39 @@ def unknown_of_messages(messages: Sequence[Message]) -> list[str]:
     """Unknown fields of a body's ``messages``; mostly there are none, and this is asked for every request."""
     odd = [(i, message) for i, message in enumerate(messages) if message.model_extra or message.tool_calls]
     return [path for i, message in odd for path in unknown_within(f"messages[{i}]", message)]
+
+
+MAX_TEMPLATE_CHARS = 1 << 18
+
+
+class TemplateFields(Body):
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    """The answer goes on with the last message, the assistant's, which is left open."""
+    add_special_tokens: bool | None = None
+    chat_template: Annotated[str, Field(max_length=MAX_TEMPLATE_CHARS)] | None = None
+    """Instead of the model's; only where the server trusts those of requests."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: Annotated[list[dict[str, Any]], Field(max_length=1024)] | None = None
+    reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
+    verbosity: Annotated[str, Field(max_length=32)] | None = None
+    """Like all variables of the template for those that use it."""
+
+    _template_scalars = scalars("add_generation_prompt", "continue_final_message", "add_special_tokens")
+
+    @model_validator(mode="after")
+    def _one_end(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise invalid(
+                "continue_final_message: not allowed with `add_generation_prompt` true, which begins a new "
+                "message"
+            )
+        return self
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """The template's variables beside messages and tools."""
+        names = ("documents", "reasoning_effort", "verbosity")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return {**given, **(self.chat_template_kwargs or {})}

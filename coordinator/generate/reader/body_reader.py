@@ -9,6 +9,7 @@ import logging
 import os
 import pickle
 import socket
+import struct
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,6 @@ from ...errors import ApiError, Overloaded, Unavailable
 from ...http.limits import HttpLimits
 from ...http.overload import Overload
 from ...text.served_model import ServedModel
-from .frames import receive, send
 
 MOST_PROCESSES = 4
 ANSWER_TIMEOUT_S = 120.0
@@ -133,3 +133,28 @@ class _Process:
         self._connection.close()
         self._process.kill()
         self._process.wait()
+
+
+FRAME = struct.Struct("<QQ")
+
+
+def send(connection: socket.socket, head: bytes, body: bytes | bytearray = b"") -> None:
+    connection.sendall(FRAME.pack(len(head), len(body)) + head)
+    if body:
+        connection.sendall(body)
+
+
+def receive(connection: socket.socket) -> tuple[bytearray, bytearray]:
+    """The pickle and the bytes of a frame. Raises EOFError where the other end has closed."""
+    num_head, num_body = FRAME.unpack(_exactly(connection, FRAME.size))
+    return _exactly(connection, num_head), _exactly(connection, num_body)
+
+
+def _exactly(connection: socket.socket, count: int) -> bytearray:
+    data = bytearray(count)
+    view, at = memoryview(data), 0
+    while at < count:
+        if not (got := connection.recv_into(view[at:])):
+            raise EOFError
+        at += got
+    return data

@@ -29,7 +29,7 @@ from ..bodies.fields import Body
 from ..plan import Planner, RequestPlan, parse
 from ..token_pages import DetokenizeRequest, TokenizeRequest, detokenized, tokenized
 from .allocator import give_memory_back, trimmer
-from .frames import receive, send
+from .body_reader import receive, send
 from .websocket_message import parsed_message, with_stream
 
 NICENESS = 5
