@@ -96,8 +96,8 @@ class ExpertWeights:
     """An expert's matrices, as ``Kernels.linear`` takes them: gate above up [2 intermediate_size,
     hidden_size] in one or two tensors, down [hidden_size, intermediate_size]."""
 
-    gate_up: Tensor | Sequence[Tensor]
-    down: Tensor
+    gate_up: Weight | Sequence[Weight]
+    down: Weight
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,7 @@ class OneDnnLinear:
 class LinearByRows:
     """Few rows by the C++ kernels, many by oneDNN. Each has its own copy of the weights."""
 
-    def __init__(self, few: PackedLinear, many: OneDnnLinear) -> None:
+    def __init__(self, few: PackedLinear | QuantisedLinear, many: OneDnnLinear) -> None:
         self.few, self._many = few, many
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -143,32 +143,44 @@ class NativeCpuKernels:
 
     def linear(self, weight: Weight | Sequence[Weight], bias: Tensor | None) -> Linear:
         parts = parts_of(weight)
-        quantised = [part for part in parts if isinstance(part, QuantisedWeight)]
-        plain = [part for part in parts if isinstance(part, Tensor)]
-        if quantised and plain:
+        if 0 < sum(isinstance(part, QuantisedWeight) for part in parts) < len(parts):
             return SplitLinear([self.linear(part, None) for part in parts], bias)
-        if quantised:
-            return QuantisedLinear(quantised, bias, self._packed, self._panel)
-        return self._plain(plain, bias, self._quantization)
+        return self._linear(parts, bias, self._quantization)
 
-    def _plain(self, weight: Sequence[Tensor], bias: Tensor | None, quantization: Scheme | None) -> Linear:
+    def _linear(self, parts: Sequence[Weight], bias: Tensor | None, quantization: Scheme | None) -> Linear:
+        plain = [part for part in parts if isinstance(part, Tensor)]
+        rows = self._rows_of_onednn(plain) if plain and quantization is None else NEVER
+        if rows == 0:
+            return OneDnnLinear(joined(plain), bias)
+        own = self._own(parts, bias, quantization, rows)
+        return own if rows == NEVER else LinearByRows(own, OneDnnLinear(joined(plain), bias))
+
+    def _own(
+        self, parts: Sequence[Weight], bias: Tensor | None, quantization: Scheme | None, rows: int = NEVER
+    ) -> PackedLinear | QuantisedLinear:
+        """By the C++ kernels. Where one part is quantised and another is not, none is."""
+        plain = [part for part in parts if isinstance(part, Tensor)]
+        quantised = [part for part in parts if isinstance(part, QuantisedWeight)]
+        if not plain:
+            return QuantisedLinear(quantised, bias, self._packed, self._panel)
+        if quantised:
+            plain = [joined(parts).to(plain[0].dtype)]
         if quantization is not None:
             return QuantisedLinear.at_load(
-                partial(joined, weight), _shape(weight), quantization, bias, self._packed, self._panel
+                partial(joined, plain), _shape(plain), quantization, bias, self._packed, self._panel
             )
-        rows = self._rows_of_onednn(weight)
-        if rows == 0:
-            return OneDnnLinear(joined(weight), bias)
-        own = PackedLinear(weight, bias, self._packed, self._panel, rows)
-        return own if rows == NEVER else LinearByRows(own, OneDnnLinear(joined(weight), bias))
+        return PackedLinear(plain, bias, self._packed, self._panel, rows)
 
     def mixture(self, weights: MixtureWeights) -> NativeMixture:
-        return NativeMixture(weights, self._packed, self._panel)
+        router = self._own([weights.router], weights.router_bias, None)
+        return NativeMixture(
+            weights, router, lambda w, bias: self._own(parts_of(w), bias, self._quantization)
+        )
 
     def head(self, weight: Weight) -> Linear:
         if isinstance(weight, QuantisedWeight):
             return self.linear(weight, None)
-        return self._plain([weight], None, "int8" if self._quantization in ("int8", "int4") else None)
+        return self._linear([weight], None, "int8" if self._quantization in ("int8", "int4") else None)
 
     def _rows_of_onednn(self, weight: Tensor | Sequence[Tensor]) -> int:
         if self._choices is None or weight[0].dtype != torch.bfloat16:
@@ -259,15 +271,9 @@ class NativeCpuKernels:
         y = torch.empty_like(residual)
         rows, n = residual.shape
         _cpu.add_rms_norm(
-            address(x),
-            residual.data_ptr(),
-            weight.data_ptr(),
-            y.data_ptr(),
-            rows,
-            n,
-            eps,
+            address(x), residual.data_ptr(), weight.data_ptr(), y.data_ptr(), rows, n, eps,
             DTYPE_CODES[residual.dtype],
-        )
+        )  # fmt: skip
         return y
 
 

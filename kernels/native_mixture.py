@@ -2,65 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from . import _cpu
-from .interface import MixtureWeights, joined
+from .interface import MixtureWeights
 from .mixture_shape import ACTIVATIONS
 from .native_layers import DTYPE_CODES, address
-from .packed_weights import PackedWeights
+from .quantised import Weight
+
+
+class Addressed(Protocol):
+    addresses: tuple[int, int, int]
+    """A Matrix of cpu/kernels.h; what it names lives as long as this object."""
+
+
+MakeLinear = Callable[[Weight | Sequence[Weight], Tensor | None], Addressed]
 
 
 class NativeMixture:
     """See ``interface.Mixture``. ``address``: of the table that cpu/mixture.h calls MixtureWeights."""
 
-    def __init__(self, weights: MixtureWeights, packed: PackedWeights, panel: int) -> None:
+    def __init__(self, weights: MixtureWeights, router: Addressed, linear: MakeLinear) -> None:
+        """``linear``: see ``Kernels.linear``. One expert after the other is read and packed."""
         shape, self._dtype = weights.shape, weights.router.dtype
-        self._hidden_size, code = shape.hidden_size, DTYPE_CODES[self._dtype]
-        router, shared = weights.router, shape.shared_size
-        products = [(len(router), shape.hidden_size)]
-        for size in [shape.intermediate_size] * shape.num_experts + [shared] * (shared > 0):
-            products += [(2 * size, shape.hidden_size), (shape.hidden_size, size)]
-        counts = [-(-n // panel) * panel * -(-k // 2) * 2 for n, k in products]
-        starts = np.cumsum([0, *counts]).tolist()
-
-        def pack(memory: Tensor) -> None:
-            """One expert after the other: they are not read before."""
-
-            def put(i: int, weight: Tensor | Sequence[Tensor]) -> None:
-                whole, (n, k) = joined(weight).contiguous(), products[i]
-                assert whole.shape == (n, k)
-                _cpu.pack_linear(whole.data_ptr(), memory[starts[i] :].data_ptr(), n, k, code)
-
-            put(0, router)
-            for i in range(len(products) // 2):
-                expert = weights.expert(i)
-                put(2 * i + 1, expert.gate_up)
-                put(2 * i + 2, expert.down)
-
-        self._packed = packed.filled(starts[-1], self._dtype, pack)
-        self._biases = weights.router_bias, weights.gate_up_biases, weights.down_biases
-        self._correction = weights.correction
-        biases = [address(weights.router_bias)]
-        for i in range(len(products) // 2):
-            for of in self._biases[1:]:
-                biases.append(0 if of is None else of[i].data_ptr())
-        base, item = self._packed.data_ptr(), self._dtype.itemsize
-        places = [
-            part
-            for start, bias in zip(starts[:-1], biases, strict=True)
-            for part in (base + start * item, bias)
-        ]
+        self._hidden_size = shape.hidden_size
+        self._correction = weights.correction  # the table has the addresses of these
+        self._linears = [router]
+        biases = weights.gate_up_biases, weights.down_biases
+        for i in range(shape.num_experts + (shape.shared_size > 0)):
+            expert = weights.expert(i)
+            for weight, of in zip((expert.gate_up, expert.down), biases, strict=True):
+                self._linears.append(linear(weight, None if of is None else of[i]))
+        places = [part for own in self._linears for part in own.addresses]
         self._table = np.array(
             [
-                *places[:2], address(weights.correction), shape.num_experts, shape.num_chosen,
+                *places[:3], address(weights.correction), shape.num_experts, shape.num_chosen,
                 shape.num_groups, shape.chosen_groups, shape.normalized, shape.sigmoid,
                 np.float64(shape.factor).view(np.int64), shape.hidden_size, shape.intermediate_size,
-                shared, shape.shared_gated, ACTIVATIONS.index(shape.activation), *places[2:],
+                shape.shared_size, shape.shared_gated, ACTIVATIONS.index(shape.activation), *places[3:],
             ],
             np.int64,
         )  # fmt: skip

@@ -18,6 +18,8 @@ Scheme = Literal["int8", "int4", "fp8"]
 INT4_GROUP = 32
 SUPER_BLOCK = 256
 LARGEST = {"int8": 127.0, "int4": 8.0, "fp8": 448.0}
+FLOAT4 = tuple(sign * number for sign in (1.0, -1.0) for number in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+"""The numbers of e2m1, by their codes."""
 INT4_SHRINKS = (1.0, 0.94, 0.88)
 """Scales that are tried for a group, times the largest: clipping its extremes may lose less than it gains."""
 ROWS_AT_ONCE = 64  # that are quantised: they stay in a core's cache
@@ -28,6 +30,7 @@ class QuantisedWeight:
     """A matrix [out_features, in_features] in codes and scales.
 
     codes      uint8 [out, in]; of 4 bits [out, in / 2 rounded up], the even input low; or float8_e4m3fn
+    float4     codes of 4 bits are floats (e2m1), and scales powers of 2
     scales     float32 [out, groups]
     zeros      float32 [out, groups]; None: half the range of whole numbers, 0 of float8
     order      int64 [in]: the input that each column multiplies (GPTQ's act-order); None: its own
@@ -47,6 +50,7 @@ class QuantisedWeight:
     rounds_x: bool = False
     minimums: Tensor | None = None
     supers: Tensor | None = None
+    float4: bool = False
 
     @property
     def offsets(self) -> Tensor | None:
@@ -67,7 +71,7 @@ class QuantisedWeight:
     def __len__(self) -> int:
         return self.out_features
 
-    def rows(self, rows: Tensor) -> QuantisedWeight:
+    def rows(self, rows: Tensor | slice) -> QuantisedWeight:
         """The outputs ``rows`` (int64) alone, in that order."""
         codes = self.codes.view(torch.uint8)[rows].view(self.codes.dtype)
         zeros, minimums, supers = (
@@ -87,7 +91,10 @@ class QuantisedWeight:
         def wide(groups: Tensor) -> Tensor:
             return groups.repeat_interleave(self.group_size, 1)[:, : self.in_features]
 
-        zeros = 0.0 if self.is_float8 or self.minimums is not None else 2.0 ** (self.bits - 1)
+        if self.float4:
+            codes = torch.tensor(FLOAT4)[codes.int()]
+        signed = self.is_float8 or self.float4 or self.minimums is not None
+        zeros = 0.0 if signed else 2.0 ** (self.bits - 1)
         weight = wide(self.scales) * (codes.float() - (zeros if self.zeros is None else wide(self.zeros)))
         if self.minimums is not None:
             weight -= wide(self.minimums)
@@ -156,7 +163,7 @@ def joined_weight(parts: Sequence[QuantisedWeight]) -> QuantisedWeight | None:
 
 def _form(part: QuantisedWeight) -> tuple[object, ...]:
     absent = (part.zeros is None, part.minimums is None, part.supers is None)
-    return part.codes.dtype, part.bits, part.group_size, part.rounds_x, absent
+    return part.codes.dtype, part.bits, part.float4, part.group_size, part.rounds_x, absent
 
 
 def _cat(tensors: Sequence[Tensor | None]) -> Tensor | None:

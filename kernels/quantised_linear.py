@@ -16,7 +16,7 @@ from .native_layers import DTYPE_CODES
 from .packed_weights import PackedWeights
 from .quantised import INT4_GROUP, SUPER_BLOCK, QuantisedWeight, Scheme, joined_weight, quantise
 
-FLOAT8 = 9
+FLOAT4, FLOAT8 = 5, 9
 MOST_BLOCK = 128  # inputs whose sum is kept in whole numbers
 BLOCK_UNIT = 8
 
@@ -37,16 +37,21 @@ class PartLayout:
     @staticmethod
     def of(weight: QuantisedWeight) -> PartLayout:
         offsets = weight.offsets
-        kind = FLOAT8 if weight.is_float8 else weight.bits
-        one_scale = weight.scales.shape[1] == 1 and offsets is None and weight.supers is None
+        kind = FLOAT8 if weight.is_float8 else FLOAT4 if weight.float4 else weight.bits
+        of_a_byte = weight.float4 or weight.supers is not None
+        one_scale = weight.scales.shape[1] == 1 and offsets is None and not of_a_byte
         scale_bytes = 0 if one_scale else 1
-        if weight.supers is None and not one_scale:
+        if not of_a_byte and not one_scale:
             halves = all(bool((t == t.half()).all()) for t in (weight.scales, offsets) if t is not None)
             scale_bytes = 2 if halves else 4
         return PartLayout(
             weight.out_features, weight.in_features, kind, weight.group_size, one_scale,
             scale_bytes, offsets is not None, 8 if weight.rounds_x else 16,
         )  # fmt: skip
+
+    @property
+    def has_supers(self) -> bool:
+        return self.scale_bytes == 1 and self.kind != FLOAT4
 
     @property
     def block(self) -> int:
@@ -56,14 +61,14 @@ class PartLayout:
         return next(size for size in sizes if size % BLOCK_UNIT == 0 and self.group_size % size == 0)
 
     def panel_bytes(self, panel: int) -> int:
-        codes = self.block * (4 if self.kind == 4 else 8) // 8
+        codes = self.block * (4 if self.kind in (4, FLOAT4) else 8) // 8
         blocks = -(-self.columns // self.block)
         return self.padded_rows(panel) * blocks * (codes + self.scale_bytes * (1 + self.has_offsets))
 
     def num_bytes(self, panel: int) -> int:
         """Size of the panels and, behind them, the rows' float32 scales or the super-blocks' float16."""
         behind = 4 if self.one_scale else 0
-        if self.scale_bytes == 1:
+        if self.has_supers:
             behind = 2 * (1 + self.has_offsets) * -(-self.columns // SUPER_BLOCK)
         return self.panel_bytes(panel) + behind * self.padded_rows(panel)
 
@@ -150,7 +155,7 @@ class QuantisedLinear:
         self._kept.append(memory)
         fields[0] = memory.data_ptr()
         fields[1] = memory.data_ptr() + end if layout.one_scale else 0
-        if layout.scale_bytes == 1:
+        if layout.has_supers:
             fields[9:] = [memory.data_ptr() + end, (SUPER_BLOCK // layout.block).bit_length() - 1]
         return fields
 

@@ -33,8 +33,14 @@ class TorchLinear:
         return F.linear(wide.to(self._weight.dtype), self._weight, self._bias).to(x.dtype)
 
 
+def linear(weight: Weight | Sequence[Weight], bias: Tensor | None) -> TorchLinear:
+    rounds_x = any(isinstance(part, QuantisedWeight) and part.rounds_x for part in parts_of(weight))
+    return TorchLinear(joined(weight), bias, rounds_x)
+
+
 class TorchMixture:
-    """y = sum of weight * down(act(gate) * up) over a token's experts, in float32."""
+    """y = sum of weight * down(act(gate) * up) over a token's experts, in float32. Quantised weights of the
+    experts that are chosen are dequantised for each call."""
 
     def __init__(self, weights: MixtureWeights) -> None:
         self._weights, self._shape = weights, weights.shape
@@ -57,8 +63,8 @@ class TorchMixture:
     def _mlp(self, i: int, x: Tensor) -> Tensor:
         w, expert = self._weights, self._experts[i]
         biases = [None if of is None else of[i] for of in (w.gate_up_biases, w.down_biases)]
-        activated = gated(F.linear(x, joined(expert.gate_up), biases[0]), w.shape.activation)
-        return F.linear(activated, expert.down, biases[1]).float()
+        activated = gated(linear(expert.gate_up, biases[0])(x), w.shape.activation)
+        return linear(expert.down, biases[1])(activated).float()
 
 
 def routes(logits: Tensor, shape: MixtureShape, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -98,8 +104,7 @@ class TorchKernels:
     """See ``interface.Kernels`` for the contracts."""
 
     def linear(self, weight: Weight | Sequence[Weight], bias: Tensor | None) -> Linear:
-        rounds_x = any(isinstance(part, QuantisedWeight) and part.rounds_x for part in parts_of(weight))
-        return TorchLinear(joined(weight), bias, rounds_x)
+        return linear(weight, bias)
 
     def mixture(self, weights: MixtureWeights) -> TorchMixture:
         return TorchMixture(weights)

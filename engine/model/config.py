@@ -158,9 +158,14 @@ def parse_config(
     windows = family.windows(config, num_layers)
     names = family.mixture
     mixture = None if names is None else mixture_config(config, names, num_layers, activation)
-    if quantisation is not None and (mixture or latent):
-        part = "latent attention" if latent else "experts"
-        raise ModelConfigError(f"config.json: quantised {part}: not supported; use bf16, f16 or f32 weights")
+    if quantisation is not None and latent is not None:
+        raise ModelConfigError(
+            "config.json: quantised latent attention: not supported; use bf16, f16 or f32 weights"
+        )
+    if quantisation is not None and names is not None:  # routers never are, whatever is left out by name
+        quantisation = replace(
+            quantisation, ignored=(*quantisation.ignored, names.router, names.shared_gate or names.router)
+        )
 
     def has(bias: bool | str) -> bool:
         return bool(config.get(bias, False)) if isinstance(bias, str) else bias

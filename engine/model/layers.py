@@ -92,17 +92,16 @@ class LayerLoader:
         def expert(i: int) -> ExpertWeights:
             parts = [of.format(i) for of in (names.gate, names.up, names.down)]
             gate, up, down = (
-                tensor(f"{of}.weight") for of in (parts if i < shape.num_experts else names.shared)
+                self._weight(f"{layer}.{of}") for of in (parts if i < shape.num_experts else names.shared)
             )
             return ExpertWeights([gate, up], down)
 
         def part(i: int) -> ExpertWeights:
-            """From tensors of all experts: gate and up alternate, inputs come before outputs."""
-            gate_up, down = (
-                self.checkpoint.tensor(f"{layer}.{of}")[i].to(self.device, self.dtype).t()
-                for of in (names.gate, names.down)
-            )
-            return ExpertWeights([gate_up[::2], gate_up[1::2]], down)
+            """From tensors of all experts: gate and up alternate."""
+            gate_up, down = (self._expert(f"{layer}.{of}", i) for of in (names.gate, names.down))
+            if isinstance(gate_up, Tensor):
+                return ExpertWeights([gate_up[::2], gate_up[1::2]], down)
+            return ExpertWeights([gate_up.rows(slice(first, None, 2)) for first in (0, 1)], down)
 
         router = tensor(f"{names.router}.weight")
         if shape.gates:
@@ -164,6 +163,13 @@ class LayerLoader:
             return self.checkpoint.stored(full) if self.checkpoint.has(full) else None
 
         return quantised_weight(scheme, read)
+
+    def _expert(self, name: str, i: int) -> Weight:
+        """From a tensor of all experts: inputs come before outputs where it is not quantised."""
+        scheme = None if self.quantisation is None else self.quantisation.of(name)
+        if scheme is None:
+            return self.checkpoint.tensor(name)[i].to(self.device, self.dtype).t()
+        return quantised_weight(scheme, lambda of: self.checkpoint.stored(f"{name}_{of}")[i])
 
     def _tensor(self, name: str) -> Tensor:
         return self.checkpoint.tensor(name).to(self.device, self.dtype)

@@ -1,5 +1,5 @@
-"""The quantisation that a checkpoint's files describe: compressed-tensors, GPTQ, AWQ, float8, ModelOpt. Free
-of torch.
+"""How a checkpoint's files describe its quantisation: compressed-tensors, GPTQ, AWQ, float8, ModelOpt, MXFP4.
+Free of torch.
 
 ``quantised_tensors.py`` reads the tensors that are named here. A scheme that is not known is refused.
 """
@@ -16,6 +16,7 @@ from ..errors import ModelConfigError
 
 Shape = tuple[int, ...]
 WORD_BITS = 32
+MXFP4_GROUP = 32
 BESIDE = (".input_scale", ".weight_shape", ".g_idx", ".weight_g_idx", ".k_scale", ".v_scale")
 """Endings of tensors that are read where they are there, or not at all."""
 
@@ -24,7 +25,7 @@ BESIDE = (".input_scale", ".weight_shape", ".g_idx", ".weight_g_idx", ".k_scale"
 class TensorScheme:
     """The form of one linear layer's weight.
 
-    form         packed: compressed-tensors' words; plain: a number an element
+    form         packed: compressed-tensors' words; plain: a number an element; mxfp4: of all experts
     group_size   inputs that share a scale; 0: all of a row
     whole        one scale for the whole matrix
     block        rows and inputs that share a scale; None: see group_size
@@ -32,7 +33,7 @@ class TensorScheme:
     v2           zeros are stored as they are, not less 1
     """
 
-    form: Literal["packed", "gptq", "awq", "plain"]
+    form: Literal["packed", "gptq", "awq", "plain", "mxfp4"]
     bits: Literal[4, 8]
     group_size: int = 0
     whole: bool = False
@@ -42,6 +43,16 @@ class TensorScheme:
     rounds_x: bool = False
     v2: bool = False
     scale: str = "weight_scale"
+
+    def experts(self, name: str, count: int, columns: int, rows: int) -> dict[str, Shape]:
+        """Names and shapes of a tensor of all experts. Raises ModelConfigError where they do not divide."""
+        if self.form != "mxfp4" or columns % self.group_size:
+            raise _missing(f"experts of {rows} x {columns} in one tensor ({name}) in the form {self.form!r}")
+        groups = columns // self.group_size
+        return {
+            f"{name}_blocks": (count, rows, groups, self.group_size // 2),
+            f"{name}_scales": (count, rows, groups),
+        }
 
     def tensors(self, name: str, rows: int, columns: int) -> dict[str, Shape]:
         """Names and shapes. Raises ModelConfigError where they do not divide."""
@@ -97,17 +108,20 @@ class Quantisation:
     def _expected(self, tensors: Mapping[str, Shape]) -> Iterator[tuple[str, Shape]]:
         for name, shape in tensors.items():
             module = name.removesuffix(".weight")
-            scheme = self.of(module) if len(shape) == 2 and module != name else None
+            experts, matrix = len(shape) == 3, len(shape) == 2 and module != name
+            scheme = self.of(module) if experts or matrix else None
             if scheme is None:
                 yield name, shape
             else:
-                yield from scheme.tensors(module, *shape).items()
+                yield from (scheme.experts if experts else scheme.tensors)(module, *shape).items()
 
     def element_bytes(self, name: str, itemsize: int) -> int:
         """Bytes of an element of this tensor; ``itemsize``: of one that is not quantised."""
         module, _, kind = name.rpartition(".")
         if kind in ("weight_packed", "qweight", "qzeros", "weight_zero_point"):
             return WORD_BITS // 8
+        if kind.endswith(("_blocks", "_scales")):
+            return 1
         return 1 if kind == "weight" and self.of(module) is not None else itemsize
 
 
@@ -120,7 +134,7 @@ def parse_quantisation(config: Mapping[str, Any], modelopt: Mapping[str, Any]) -
         return None
     readers = {
         "compressed-tensors": _compressed_tensors, "gptq": _gptq, "awq": _awq, "fp8": _fp8,
-        "modelopt": _modelopt,
+        "modelopt": _modelopt, "mxfp4": _mxfp4,
     }  # fmt: skip
     method = config.get("quant_method")
     if method not in readers:
@@ -173,7 +187,8 @@ def _compressed_group(group: Mapping[str, Any], whole_format: str | None) -> Ten
 
 
 def _gptq(config: Mapping[str, Any]) -> Quantisation:
-    if config.get("dynamic"):
+    dynamic = list(config.get("dynamic") or ())
+    if not all(pattern.startswith("-:") for pattern in dynamic):
         raise _missing("GPTQ with schemes by module (dynamic)")
     form = config.get("checkpoint_format") or "gptq"
     if config["bits"] not in (4, 8) or form not in ("gptq", "gptq_v2"):
@@ -181,7 +196,8 @@ def _gptq(config: Mapping[str, Any]) -> Quantisation:
     scheme = TensorScheme(
         "gptq", config["bits"], max(0, int(config["group_size"])), symmetric=False, v2=form == "gptq_v2"
     )
-    return Quantisation((("Linear", scheme),), ("lm_head",))
+    left_out = [f"re:{pattern.removeprefix('-:')}" for pattern in dynamic]
+    return Quantisation((("Linear", scheme),), ("lm_head", *left_out))
 
 
 def _awq(config: Mapping[str, Any]) -> Quantisation:
@@ -202,6 +218,12 @@ def _fp8(config: Mapping[str, Any]) -> Quantisation:
         else TensorScheme("plain", 8, whole=True, float8=True)
     )
     return Quantisation((("Linear", scheme),), ("lm_head", *(config.get("modules_to_not_convert") or ())))
+
+
+def _mxfp4(config: Mapping[str, Any]) -> Quantisation:
+    """Experts alone are in it."""
+    scheme = TensorScheme("mxfp4", 4, MXFP4_GROUP)
+    return Quantisation((("experts", scheme),), tuple(config.get("modules_to_not_convert") or ()))
 
 
 def _modelopt(config: Mapping[str, Any]) -> Quantisation:

@@ -16,7 +16,8 @@ Reader = Callable[[str], Tensor | None]
 
 
 def quantised_weight(scheme: TensorScheme, read: Reader) -> QuantisedWeight:
-    return {"packed": _packed, "gptq": _gptq, "awq": _awq, "plain": _plain}[scheme.form](scheme, read)
+    readers = {"packed": _packed, "gptq": _gptq, "awq": _awq, "plain": _plain, "mxfp4": _mxfp4}
+    return readers[scheme.form](scheme, read)
 
 
 def _packed(scheme: TensorScheme, read: Reader) -> QuantisedWeight:
@@ -52,6 +53,12 @@ def _plain(scheme: TensorScheme, read: Reader) -> QuantisedWeight:
     if not scheme.float8:
         codes = codes.view(torch.uint8) ^ 128
     return QuantisedWeight(codes, scales.contiguous(), columns, group, 8, rounds_x=scheme.rounds_x)
+
+
+def _mxfp4(scheme: TensorScheme, read: Reader) -> QuantisedWeight:
+    codes, exponents = _needed(read, "blocks").flatten(1), _needed(read, "scales")
+    scales = exponents.view(torch.float8_e8m0fnu).float()
+    return QuantisedWeight(codes, scales, 2 * codes.shape[1], scheme.group_size, 4, float4=True)
 
 
 def _grouped(

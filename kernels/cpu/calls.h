@@ -53,28 +53,28 @@ auto* quantised_linear_here() {
   return active->quantised_linear;
 }
 
-void call(const LinearArgs& g) {
+int64_t panels(const LinearArgs& g) {
   const auto* parts = static_cast<const QuantisedPart*>(g.packed);
   int64_t count = g.num_parts ? 0 : panels(g.n);
   for (int64_t i = 0; i < g.num_parts; ++i) count += panels(parts[i].n);
-  auto* const multiply = g.num_parts ? quantised_linear_here() : active->linear;
-  share(count, work_of(g), [&](int64_t first, int64_t last) { multiply(g, first, last); });
+  return count;
 }
 // Several products in one call; threads share all their panels.
-void call(const std::vector<LinearArgs>& products) {
-  const auto panels = [](const LinearArgs& g) { return (g.n + active->panel - 1) / active->panel; };
+void call(const LinearArgs* products, size_t count) {
   int64_t items = 0;
   double work = 0;
-  for (const LinearArgs& g : products) { items += panels(g); work += work_of(g); }
+  for (size_t i = 0; i < count; ++i) { items += panels(products[i]); work += work_of(products[i]); }
   share(items, work, [&](int64_t first, int64_t last) {
-    for (const LinearArgs& g : products) {
-      const int64_t count = panels(g);
-      if (first < count && last > 0) active->linear(g, std::max<int64_t>(first, 0), std::min(last, count));
-      first -= count;
-      last -= count;
+    for (const LinearArgs* g = products; g < products + count; ++g) {
+      const int64_t own = panels(*g);
+      if (first < own && last > 0)
+        (g->num_parts ? quantised_linear_here() : active->linear)(*g, std::max<int64_t>(first, 0), std::min(last, own));
+      first -= own;
+      last -= own;
     }
   });
 }
+void call(const LinearArgs& g) { call(&g, 1); }
 void call(const RouteArgs& g, int64_t rows) {
   share(rows, 4.0 * double(rows * g.num_experts * g.chosen), [&](int64_t first, int64_t last) { active->route(g, first, last); });
 }

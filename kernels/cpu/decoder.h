@@ -6,12 +6,6 @@
 
 namespace {
 
-struct Matrix {  // see LinearArgs
-  const void* packed;
-  int64_t num_parts;
-  const void* bias;
-};
-
 struct LayerWeights {  // 8-byte fields, as the caller's table has them; a bias or norm that is not there is null
   const void *input_norm;
   Matrix qkv;

@@ -10,7 +10,7 @@ namespace splitserve {
 
 enum Dtype : int { kFloat32 = 0, kBFloat16 = 1 };
 
-enum QuantisedKind : int64_t { kInt4 = 4, kInt8 = 8, kFloat8 = 9 };
+enum QuantisedKind : int64_t { kInt4 = 4, kFloat4 = 5, kInt8 = 8, kFloat8 = 9 };
 
 struct QuantisedPart {       // some of a linear's outputs, 8-byte fields; see quantised.h
   const void* packed;        // panels, see pack_quantised
@@ -19,7 +19,7 @@ struct QuantisedPart {       // some of a linear's outputs, 8-byte fields; see q
   int64_t n;
   int64_t kind;
   int64_t block;             // of k, a multiple of 8; for whole numbers at most 128
-  int64_t scale_bytes;       // of the scales within the panels: 4 (float32), 2 (float16), 1 (a signed multiple of the super-block's), 0 (none)
+  int64_t scale_bytes;       // of the scales within the panels: 4 (float32), 2 (float16), 1 (float4: e8m0; others: a signed multiple of the super-block's), 0 (none)
   int64_t has_offsets;
   int64_t x_bits;            // that x is rounded to for whole numbers: 16, or 8
   const uint8_t* supers;     // float16 [panel][super-block of k][scale, offset][PANEL], or null
@@ -42,6 +42,12 @@ struct LinearArgs {          // y[m][n] = sum_k x[m][k] w[n][k] + bias[n]
   int64_t m, n, k;
   Dtype dtype;               // of all of them
   int64_t num_parts = 0;     // 0: not quantised
+};
+
+struct Matrix {              // a linear's weights, see LinearArgs
+  const void* packed;
+  int64_t num_parts;
+  const void* bias;
 };
 
 struct AttentionArgs {       // out = softmax(scale q k^T) v, causal; keys and values are read where they lie in the pool

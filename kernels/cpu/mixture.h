@@ -10,13 +10,13 @@
 
 namespace {
 
-struct ExpertWeights {  // packed, as linear.h wants them; a bias that is not there is null
-  const void *gate_up, *gate_up_bias, *down, *down_bias;
+struct ExpertWeights {
+  Matrix gate_up, down;
 };
 
 struct MixtureWeights {  // 8-byte fields, as the caller's table has them
-  const void *router, *router_bias;  // num_experts outputs, then the shared expert's gate where it is gated
-  const float* correction;           // [num_experts] or null
+  Matrix router;           // num_experts outputs, then the shared expert's gate where it is gated
+  const float* correction;  // [num_experts] or null
   int64_t num_experts, chosen, num_groups, chosen_groups, normalized, sigmoid;
   double factor;
   int64_t hidden_size, intermediate_size, shared_size, shared_gated, activation;
@@ -82,20 +82,22 @@ void run_mlps(const std::vector<Expert>& experts, const void* x, void* y, int64_
   products.clear();
   int64_t at = 0;
   for (const Expert& e : experts) {
-    products.push_back({static_cast<const char*>(x) + step * at * hidden_size * item, e.weights->gate_up, e.weights->gate_up_bias,
-                        gate_up + at * 2 * width * item, e.rows, 2 * width, hidden_size, dtype});
+    const Matrix& w = e.weights->gate_up;
+    products.push_back({static_cast<const char*>(x) + step * at * hidden_size * item, w.packed, w.bias, gate_up + at * 2 * width * item,
+                        e.rows, 2 * width, hidden_size, dtype, w.num_parts});
     at += e.rows;
   }
-  call(products);
+  call(products.data(), products.size());
   call_gate_mul(active->gate_mul[activation], gate_up, activated, rows, width, dtype);
   products.clear();
   at = 0;
   for (const Expert& e : experts) {
-    products.push_back({activated + at * width * item, e.weights->down, e.weights->down_bias, static_cast<char*>(y) + at * hidden_size * item,
-                        e.rows, hidden_size, width, dtype});
+    const Matrix& w = e.weights->down;
+    products.push_back({activated + at * width * item, w.packed, w.bias, static_cast<char*>(y) + at * hidden_size * item, e.rows,
+                        hidden_size, width, dtype, w.num_parts});
     at += e.rows;
   }
-  call(products);
+  call(products.data(), products.size());
 }
 
 // y [m, hidden_size] of x [m, hidden_size]; they may be one.
@@ -109,7 +111,7 @@ void run_mixture(const MixtureWeights& w, const void* x, void* y, int64_t m, Dty
   int32_t* const experts = static_cast<int32_t*>(experts_buffer.reserve(m * w.chosen * 4));
   float* const weights = static_cast<float*>(weights_buffer.reserve(m * stride * 4));
   float* const sum = static_cast<float*>(sum_buffer.reserve(m * n * 4));
-  call(LinearArgs{x, w.router, w.router_bias, logits, m, columns, n, dtype});
+  call(LinearArgs{x, w.router.packed, w.router.bias, logits, m, columns, n, dtype, w.router.num_parts});
   call(RouteArgs{logits, experts, weights, w.correction, w.num_experts, w.chosen, w.num_groups, w.chosen_groups, w.normalized != 0,
                  w.sigmoid != 0, float(w.factor), gated != 0, dtype}, m);
   sorted.sort(experts, weights, m, w.num_experts, w.chosen, stride);

@@ -5,10 +5,11 @@
 // its own (8 bits: each row), so that a block's sum is exact in int32, and the same on every instruction set; sums of blocks are float32, in the
 // order of k. With 16 bits the rounding is finer than bfloat16's own.
 //   VNNI: x = 256 high + low, two dot products of bytes.   Others: two dot products of 16-bit numbers, of the even and of the odd k.
+// float4 (e2m1) codes are doubled, which makes them whole numbers; their scales (e8m0: a power of 2) are halved.
 // float8 (e4m3) codes are widened to float32, a piece of a panel at a time.
 //
-// A panel is one stream of blocks: codes, scales[PANEL], offsets[PANEL] (scale * zero), each of the latter two where the part has it. Where they are
-// of one byte, they are multiples of their super-block's, which lie apart.
+// A panel is one stream of blocks: codes, scales[PANEL], offsets[PANEL] (scale * zero), each of the latter two where the part has it. Where whole
+// numbers have them of one byte, they are multiples of their super-block's, which lie apart.
 //   4 bits: [block / 8][PANEL] words: low nibbles four k, high nibbles the next four.  8 bits: [block / 4][PANEL] words.  float8: [block][PANEL].
 
 #ifndef VNNI_UNITS
@@ -72,8 +73,11 @@ static inline vf load_scales(const uint8_t* p, int64_t bytes, const uint8_t* sup
 #endif
 }
 
+static inline vf load_e8m0(const uint8_t* p) { return (vf)(__builtin_convertvector(*reinterpret_cast<const vb_any*>(p), vu) << 23); }
+
 static inline int64_t blocks_of(int64_t k, int64_t block) { return (k + block - 1) / block; }
-static inline int64_t code_bytes(const QuantisedPart& part) { return part.block * PANEL * (part.kind == kInt4 ? 4 : 8) / 8; }
+static inline bool has_nibbles(const QuantisedPart& part) { return part.kind == kInt4 || part.kind == kFloat4; }
+static inline int64_t code_bytes(const QuantisedPart& part) { return part.block * PANEL * (has_nibbles(part) ? 4 : 8) / 8; }
 static inline int64_t block_bytes(const QuantisedPart& part) {
   return code_bytes(part) + PANEL * part.scale_bytes * (1 + part.has_offsets);
 }
@@ -92,7 +96,7 @@ static void pack_quantised(const PackArgs& g, int64_t first, int64_t last) {
         const int64_t count = there ? smaller(part.block, g.k - b * part.block) : 0;
         for (int64_t i = 0; i < part.block; ++i) {
           const int64_t k = b * part.block + i;
-          if (part.kind == kInt4) {
+          if (has_nibbles(part)) {
             const uint8_t code = i < count ? g.codes[n * ((g.k + 1) / 2) + k / 2] >> k % 2 * 4 & 15 : 8;
             uint8_t& byte = out[(i / 8 * PANEL + j) * 4 + i % 4];
             byte = i % 8 < 4 ? code : uint8_t(byte | code << 4);
@@ -107,13 +111,35 @@ static void pack_quantised(const PackArgs& g, int64_t first, int64_t last) {
           const float value = there ? from[n * groups + b * part.block / g.group] : 0.0f;
           uint8_t* at = out + codes_size + (of * PANEL + j) * part.scale_bytes;
           const uint16_t half = narrow_half(value);
+          uint32_t bits;
+          std::memcpy(&bits, &value, 4);
           if (part.scale_bytes == 4) std::memcpy(at, &value, 4);
           else if (part.scale_bytes == 2) std::memcpy(at, &half, 2);
-          else *at = uint8_t(int8_t(value));
+          else *at = part.kind == kFloat4 ? uint8_t(bits >> 23) : uint8_t(int8_t(value));
         }
       }
     }
 }
+
+// Bytes of 4 bits as the numbers that are multiplied: int4 as they are; float4 doubled, plus 12.
+template <QuantisedKind kKind>
+static inline vi numbers_of(vi nibbles) {
+  if (kKind != kFloat4) return nibbles;
+#if VECTOR_BYTES >= 32
+  const __m128i numbers = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
+#if VECTOR_BYTES == 64
+  return (vi)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(numbers), (__m512i)nibbles);
+#else
+  return (vi)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(numbers), (__m256i)nibbles);
+#endif
+#else
+  const vu magnitude = (vu)nibbles & 0x07070707u, large = magnitude >> 2 & 0x01010101u, negative = (vu)nibbles >> 3 & 0x01010101u;
+  const vu both = magnitude & magnitude >> 1 & 0x01010101u;
+  const vu number = magnitude + (((magnitude & 0x03030303u) + 2 * both) & large * 7);  // 0 1 2 3 4 6 8 12
+  return (vi)(number + 0x0c0c0c0cu - (2 * number & negative * 31));
+#endif
+}
+static inline int32_t zero_of(const QuantisedPart& part) { return part.kind == kInt4 ? 8 : part.kind == kFloat4 ? 12 : 128; }
 
 // Four k of a row of x. VNNI: the high bytes and the low ones; others: k 0 and 2, k 1 and 3 as 16-bit numbers.
 struct Quad { int32_t first, second; };
@@ -230,15 +256,16 @@ static void round_rows(const T* x, int64_t k, const QuantisedPart& part, const R
   }
 }
 
-// c[MR][PANEL] += `count` blocks of a panel for a tile of rows, from block `at` on. `unpacked`: the blocks' codes of 4 bits as bytes, or null.
+// c[MR][PANEL] += `count` blocks of a panel for a tile of rows, from block `at` on. `unpacked`: the blocks' codes of 4 bits as bytes (kKind is kInt8), or null.
 // `supers`: the panel's.
-template <int MR, bool kNibbles, bool kBytes>
+template <int MR, QuantisedKind kKind, bool kBytes>
 static inline __attribute__((always_inline)) void multiply_blocks(const QuantisedPart& part, const uint8_t* panel, const uint8_t* supers, const uint8_t* unpacked,
                                                                   const Quad* quads, const Rounded* rounded, int64_t at, int64_t count, float* c) {
   constexpr int kChains = MR == 1 ? 2 : 1;
+  constexpr bool kNibbles = kKind != kInt8;
   const int64_t codes_size = code_bytes(part), scale_bytes = part.scale_bytes, steps = part.block / 8;
   const bool has_offsets = part.has_offsets;
-  const int32_t zero = part.kind == kInt4 ? 8 : 128;
+  const int32_t zero = zero_of(part);
   vf total[MR][kPanelVectors];
 #pragma GCC unroll 8
   for (int i = 0; i < MR; ++i)
@@ -258,8 +285,8 @@ static inline __attribute__((always_inline)) void multiply_blocks(const Quantise
 #pragma GCC unroll 2
       for (int j = 0; j < kPanelVectors; ++j) {
         const vi words = load_words(codes + j * W * 4);
-        low[j] = kNibbles ? words & 0x0f0f0f0f : words;
-        high[j] = kNibbles ? (vi)((vu)words >> 4) & 0x0f0f0f0f : load_words(codes + (PANEL + j * W) * 4);
+        low[j] = kNibbles ? numbers_of<kKind>(words & 0x0f0f0f0f) : words;
+        high[j] = kNibbles ? numbers_of<kKind>((vi)((vu)words >> 4) & 0x0f0f0f0f) : load_words(codes + (PANEL + j * W) * 4);
       }
 #pragma GCC unroll 8
       for (int i = 0; i < MR; ++i)
@@ -276,7 +303,9 @@ static inline __attribute__((always_inline)) void multiply_blocks(const Quantise
     const uint8_t* super = supers + ((at + b) >> part.super_shift) * super_bytes(part);
 #pragma GCC unroll 2
     for (int j = 0; j < kPanelVectors; ++j) {
-      const vf scale = scale_bytes ? load_scales(scales + j * W * scale_bytes, scale_bytes, super + j * W * 2) : splat(1.0f);
+      const vf scale = part.kind == kFloat4 ? load_e8m0(scales + j * W) * 0.5f
+                       : scale_bytes        ? load_scales(scales + j * W * scale_bytes, scale_bytes, super + j * W * 2)
+                                            : splat(1.0f);
       const vf offset = has_offsets ? load_scales(scales + (PANEL + j * W) * scale_bytes, scale_bytes, super + (PANEL + j * W) * 2) : vf{};
 #pragma GCC unroll 8
       for (int i = 0; i < MR; ++i) {
@@ -297,28 +326,29 @@ static inline __attribute__((always_inline)) void multiply_blocks(const Quantise
     for (int j = 0; j < kPanelVectors; ++j) store(c + i * PANEL + j * W, total[i][j]);
 }
 
-template <bool kNibbles, bool kBytes>
+template <QuantisedKind kKind, bool kBytes>
 static void multiply_tile_of(int64_t rows, const QuantisedPart& part, const uint8_t* panel, const uint8_t* supers, const uint8_t* unpacked, const Quad* quads,
                              const Rounded* rounded, int64_t at, int64_t count, float* c) {
   switch (rows) {
-    case 1: return multiply_blocks<1, kNibbles, kBytes>(part, panel, supers, unpacked, quads, rounded, at, count, c);
-    case 2: return multiply_blocks<2, kNibbles, kBytes>(part, panel, supers, unpacked, quads, rounded, at, count, c);
+    case 1: return multiply_blocks<1, kKind, kBytes>(part, panel, supers, unpacked, quads, rounded, at, count, c);
+    case 2: return multiply_blocks<2, kKind, kBytes>(part, panel, supers, unpacked, quads, rounded, at, count, c);
 #if VECTOR_BYTES == 64
-    case 3: return multiply_blocks<3, kNibbles, kBytes>(part, panel, supers, unpacked, quads, rounded, at, count, c);
-    case 4: return multiply_blocks<4, kNibbles, kBytes>(part, panel, supers, unpacked, quads, rounded, at, count, c);
+    case 3: return multiply_blocks<3, kKind, kBytes>(part, panel, supers, unpacked, quads, rounded, at, count, c);
+    case 4: return multiply_blocks<4, kKind, kBytes>(part, panel, supers, unpacked, quads, rounded, at, count, c);
 #endif
   }
 }
 
 // Blocks of codes of 4 bits as bytes, in the layout of 8 bits.
+template <QuantisedKind kKind>
 static void unpack_nibbles(const QuantisedPart& part, const uint8_t* panel, int64_t count, uint8_t* out) {
   for (int64_t b = 0; b < count; ++b, panel += block_bytes(part))
     for (int64_t at = 0; at < code_bytes(part); at += PANEL * 4, out += PANEL * 8)
 #pragma GCC unroll 2
       for (int64_t j = 0; j < PANEL * 4; j += W * 4) {
         const vi words = load_words(panel + at + j);
-        *reinterpret_cast<vi_any*>(out + j) = words & 0x0f0f0f0f;
-        *reinterpret_cast<vi_any*>(out + PANEL * 4 + j) = (vi)((vu)words >> 4) & 0x0f0f0f0f;
+        *reinterpret_cast<vi_any*>(out + j) = numbers_of<kKind>(words & 0x0f0f0f0f);
+        *reinterpret_cast<vi_any*>(out + PANEL * 4 + j) = numbers_of<kKind>((vi)((vu)words >> 4) & 0x0f0f0f0f);
       }
 }
 
@@ -356,7 +386,7 @@ static void quantised_part(const LinearArgs& g, const QuantisedPart& part, int64
   const int64_t at_once = whole ? larger(1, PIECE_BYTES / code_bytes(part)) : 1;  // blocks
   float *const x = x_buffer.reserve(rows * row_floats), *const c = c_buffer.reserve(rows * PANEL);
   Rounded* const rounded = reinterpret_cast<Rounded*>(sums_buffer.reserve(rows * blocks * 2));
-  const bool unpacks = part.kind == kInt4 && g.m > FEW_TILES * QUAD_ROWS;
+  const bool unpacks = has_nibbles(part) && g.m > FEW_TILES * QUAD_ROWS;
   float* const piece = piece_buffer.reserve(whole ? unpacks * at_once * code_bytes(part) / 2 : part.block * PANEL);
   uint8_t* const unpacked = unpacks ? reinterpret_cast<uint8_t*>(piece) : nullptr;
   for (int64_t m0 = 0; m0 < g.m; m0 += rows) {
@@ -377,7 +407,7 @@ static void quantised_part(const LinearArgs& g, const QuantisedPart& part, int64
       const uint8_t* supers = part.supers + p * blocks_of(blocks, int64_t(1) << part.super_shift) * super_bytes(part);
       for (int64_t b = 0; b < blocks; b += at_once, panel += at_once * block_bytes(part)) {
         if (!whole) widen_float8(part, panel, piece);
-        if (unpacks) unpack_nibbles(part, panel, smaller(at_once, blocks - b), unpacked);
+        if (unpacks) (part.kind == kInt4 ? unpack_nibbles<kInt4> : unpack_nibbles<kFloat4>)(part, panel, smaller(at_once, blocks - b), unpacked);
         for (int64_t t = 0; t < tiles.count; ++t) {
           const int64_t start = tiles.start(t), height = tiles.start(t + 1) - start;
           if (!whole) {
@@ -388,9 +418,11 @@ static void quantised_part(const LinearArgs& g, const QuantisedPart& part, int64
           const Rounded* of_block = rounded + start * blocks + b * height;
           const int64_t count = smaller(at_once, blocks - b);
           float* out = c + start * PANEL;
-          if (part.kind == kInt4 && !unpacks) multiply_tile_of<true, false>(height, part, panel, supers, nullptr, quads, of_block, b, count, out);
-          else if (part.x_bits == 16) multiply_tile_of<false, false>(height, part, panel, supers, unpacked, quads, of_block, b, count, out);
-          else multiply_tile_of<false, true>(height, part, panel, supers, unpacked, quads, of_block, b, count, out);
+          auto* const multiply = part.kind == kInt4 && !unpacks     ? multiply_tile_of<kInt4, false>
+                                 : part.kind == kFloat4 && !unpacks ? multiply_tile_of<kFloat4, false>
+                                 : part.x_bits == 16                ? multiply_tile_of<kInt8, false>
+                                                                    : multiply_tile_of<kInt8, true>;
+          multiply(height, part, panel, supers, unpacked, quads, of_block, b, count, out);
         }
       }
       if (part.row_scales)

@@ -55,7 +55,7 @@ class GpuMixture:
         for i in range(count):
             expert = weights.expert(i)
             self._gate_up[i] = joined(expert.gate_up)
-            self._down[i] = expert.down
+            self._down[i] = joined(expert.down)
 
     def __call__(self, x: Tensor) -> Tensor:
         shape, logits = self._shape, self._router(x)

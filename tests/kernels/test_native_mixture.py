@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from splitserve.bench.kernels.kernel_inputs import mixture_weights, quarters, relative_error
+from splitserve.kernels.interface import ExpertWeights, MixtureWeights
 from splitserve.kernels.mixture_shape import ACTIVATIONS, Activation, MixtureShape
+from splitserve.kernels.quantised import Scheme, Weight, parts_of, quantise
 from splitserve.kernels.reference import TorchKernels
 
 native_cpu = pytest.importorskip(
@@ -52,6 +56,65 @@ def test_mixture(
     assert relative_error(together, REFERENCE.mixture(weights)(x)) < ALLOWED[dtype]
     for row in {0, m // 2, m - 1}:
         assert torch.equal(own(x[row : row + 1].clone()), together[row : row + 1])
+
+
+FORMS: dict[str, Callable[[Tensor], Weight]] = {
+    "int8": lambda weight: quantise(weight, "int8"),
+    "int8 with rounded inputs": lambda weight: replace(quantise(weight, "int8"), rounds_x=True),
+    "int4": lambda weight: quantise(weight, "int4"),
+    "float8": lambda weight: quantise(weight, "fp8"),
+    "float4": lambda weight: replace(
+        quantise(weight, "int4"),
+        scales=torch.full((len(weight), -(-weight.shape[1] // 32)), 2.0**-5),
+        float4=True,
+    ),
+}
+
+
+def in_form(
+    weights: MixtureWeights, write: Callable[[Tensor], Weight], plain_gate: int | None = None
+) -> MixtureWeights:
+    """``weights`` with gate, up and down of each expert quantised, but not the gate of ``plain_gate``."""
+
+    def expert(i: int) -> ExpertWeights:
+        (gate, up), down = parts_of(weights.expert(i).gate_up), weights.expert(i).down
+        assert isinstance(gate, Tensor)
+        assert isinstance(up, Tensor)
+        assert isinstance(down, Tensor)
+        return ExpertWeights([gate if i == plain_gate else write(gate), write(up)], write(down))
+
+    return replace(weights, expert=expert)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_mixture_of_quantised_experts(
+    native: native_cpu.NativeCpuKernels, form: str, dtype: torch.dtype
+) -> None:
+    """A row's bits are those of the row alone, with one thread and with two."""
+    shape = MixtureShape(7, 3, 96, 40, True, "clamped_silu", 20)
+    weights = in_form(mixture_weights(shape, dtype), FORMS[form], plain_gate=2)
+    x, own = quarters(40, 96, dtype=dtype), native.mixture(weights)
+    together = own(x)
+    most = 3e-2 if "rounded" in form else 2e-4 + ALLOWED[dtype]  # inputs are rounded to 8 bits, or to 16
+    assert relative_error(together, REFERENCE.mixture(weights)(x)) < most
+    for row in (0, 17, 39):
+        assert torch.equal(own(x[row : row + 1].clone()), together[row : row + 1])
+    native_cpu._cpu.set_num_threads(2)
+    assert torch.equal(own(x), together)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])
+def test_experts_are_quantised_at_load_but_the_router_is_not(
+    native: native_cpu.NativeCpuKernels, scheme: Scheme
+) -> None:
+    weights = mixture_weights(MixtureShape(5, 2, 64, 40, True, "silu", 24), torch.float32)
+    native._quantization = scheme
+    x = quarters(9, 64, dtype=torch.float32)
+
+    quantised = in_form(weights, lambda weight: quantise(weight, scheme))
+    expected = REFERENCE.mixture(quantised)(x)
+    assert relative_error(native.mixture(weights)(x), expected) < 2e-4
 
 
 def test_experts_with_equal_logits_are_taken_by_their_numbers(native: native_cpu.NativeCpuKernels) -> None:

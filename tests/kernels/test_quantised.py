@@ -50,6 +50,14 @@ def random_weight(
     )
 
 
+def random_float4(n: int, k: int, seed: int) -> QuantisedWeight:
+    draw = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, generator=draw)
+    return QuantisedWeight(
+        codes, 2.0 ** torch.randint(-9, 3, (n, k // 32), generator=draw), k, 32, 4, float4=True
+    )
+
+
 def assert_product(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
     """x is rounded to 16 bits beside its largest, the result to its type."""
     terms = x.float().abs().amax(1, keepdim=True) * weight.abs().sum(1)
@@ -165,14 +173,42 @@ def test_minimums_beside_zeros(native: native_cpu.NativeCpuKernels) -> None:
     assert_product(native.linear(weight, None)(x), x, weight.dequantised())
 
 
+@several
+@given(
+    m=st.integers(1, 40),
+    rows=st.lists(st.integers(1, 50), min_size=1, max_size=3),
+    groups=st.integers(1, 9),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_float4(
+    native: native_cpu.NativeCpuKernels, m: int, rows: list[int], groups: int, dtype: torch.dtype
+) -> None:
+    parts = [random_float4(n, 32 * groups, seed=n) for n in rows]
+    x, weight = randn(m, 32 * groups, seed=m).to(dtype), torch.cat([part.dequantised() for part in parts])
+    assert_product(native.linear(parts, None)(x), x, weight)
+    assert torch.equal(TorchKernels().linear(parts, None)(x), F.linear(x.float(), weight).to(dtype))
+
+
+def test_each_number_of_float4_is_multiplied_exactly(native: native_cpu.NativeCpuKernels) -> None:
+    codes = torch.arange(16, dtype=torch.uint8)[:, None].expand(16, 16) * 17
+    numbers = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    expected = torch.tensor([*numbers, *(-number for number in numbers)])
+    weight = QuantisedWeight(codes.contiguous(), torch.full((16, 1), 0.25), 32, 32, 4, float4=True)
+    x = torch.zeros(20, 32)
+    x[:, 5] = 127.0 * 2.0 ** torch.arange(20)
+    for m in (1, 20):
+        assert torch.equal(native.linear(weight, None)(x[:m]), x[:m, 5:6] * expected / 4)
+
+
 @pytest.mark.parametrize("zeros", [True, False])
 def test_forms_that_differ_become_one_linear(native: native_cpu.NativeCpuKernels, zeros: bool) -> None:
     parts = [
         random_weight(40, 256, 4, 32, zeros, False, True, seed=0),
         random_weight(33, 256, 8, 16, False, True, False, seed=1),
         quantise(randn(20, 256, seed=2), "fp8"),
+        random_float4(21, 256, seed=6),
     ]
-    x, bias = randn(9, 256, seed=3), randn(93, seed=4)
+    x, bias = randn(9, 256, seed=3), randn(114, seed=4)
     linear = native.linear(parts, bias)
     assert isinstance(linear, native_cpu.QuantisedLinear)
     assert_product(linear(x), x, torch.cat([part.dequantised() for part in parts]), bias)
@@ -194,21 +230,24 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(
     native: native_cpu.NativeCpuKernels, scheme: Scheme, dtype: torch.dtype
 ) -> None:
     native._quantization = scheme
-    x, linear = randn(300, 700, seed=0).to(dtype), native.linear(randn(41, 700, seed=1).to(dtype), None)
-    together = linear(x)
-    for count in (1, 2, 3, 4, 5, 9, 12, 13, 64, 257):
-        assert torch.equal(linear(x[:count].clone()), together[:count])
+    x = randn(300, 704, seed=0).to(dtype)
+    for weight in (randn(41, 704, seed=1).to(dtype), random_float4(41, 704, seed=1)):
+        linear = native.linear(weight, None)
+        together = linear(x)
+        for count in (1, 2, 3, 4, 5, 9, 12, 13, 64, 257):
+            assert torch.equal(linear(x[:count].clone()), together[:count])
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_whole_numbers_have_the_same_bits_on_all_instruction_sets_of_one_width(scheme: Scheme) -> None:
-    x, weight = randn(30, 256, seed=0), randn(64, 256, seed=1)
-    found = [
-        native_cpu.NativeCpuKernels(1, name, quantization=scheme).linear(weight, None)(x)
-        for name in _cpu.instruction_sets()
-        if name.startswith("avx512")
-    ]
-    assert all(torch.equal(y, found[0]) for y in found)
+    x = randn(30, 256, seed=0)
+    for weight in (randn(64, 256, seed=1), random_float4(64, 256, seed=1)):
+        found = [
+            native_cpu.NativeCpuKernels(1, name, quantization=scheme).linear(weight, None)(x)
+            for name in _cpu.instruction_sets()
+            if name.startswith("avx512")
+        ]
+        assert all(torch.equal(y, found[0]) for y in found)
 
 
 @pytest.mark.parametrize(("scheme", "most"), [("int8", 0.008), ("int4", 0.09), ("fp8", 0.03)])

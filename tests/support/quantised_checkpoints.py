@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,24 +16,47 @@ from transformers import PreTrainedModel
 Written = tuple[dict[str, Tensor], Tensor]
 """A linear layer's tensors by the ends of their names, and its weight dequantised, float32."""
 GROUP = 16
+EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<i>\d+)\.(?P<matrix>\w+)\.weight")
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def rewrite(
     folder: Path, model: PreTrainedModel, config: dict[str, Any], write: Callable[[Tensor], Written]
 ) -> PreTrainedModel:
-    """Rewrite ``folder``, which was written from ``model``, with quantised layers; return the model with
-    their dequantised weights."""
+    """Rewrite ``folder``, which was written from ``model``, with quantised layers and experts; return the
+    model with their dequantised weights."""
     tensors = load_file(folder / "model.safetensors")
+
+    def rewritten(name: str) -> Tensor:
+        written, wide = write(tensors.pop(f"{name}.weight").float())
+        tensors.update({f"{name}.{end}": tensor.contiguous() for end, tensor in written.items()})
+        return wide.clone()
+
     for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and name != "lm_head":
-            written, wide = write(tensors.pop(f"{name}.weight").float())
-            tensors |= {f"{name}.{end}": tensor.contiguous() for end, tensor in written.items()}
-            module.weight = torch.nn.Parameter(wide.clone(), requires_grad=False)
+        if isinstance(module, torch.nn.Linear) and not name.endswith(("lm_head", "shared_expert_gate")):
+            module.weight = torch.nn.Parameter(rewritten(name), requires_grad=False)
+    for name in sorted(tensors):
+        of_expert = EXPERT.fullmatch(name)
+        if of_expert is not None:
+            experts, i = (
+                model.get_submodule(of_expert["experts"].replace("block_sparse_moe", "mlp")),
+                int(of_expert["i"]),
+            )
+            assert isinstance(experts.gate_up_proj, torch.nn.Parameter)
+            assert isinstance(experts.down_proj, torch.nn.Parameter)
+            gate, up = experts.gate_up_proj.data[i].chunk(2)
+            matrix = {"gate_proj": gate, "w1": gate, "up_proj": up, "w3": up}.get(of_expert["matrix"])
+            (experts.down_proj.data[i] if matrix is None else matrix).copy_(
+                rewritten(name.removesuffix(".weight"))
+            )
+    _save(folder, tensors, config)
+    return model
+
+
+def _save(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": config}))
-    return model
 
 
 def grouped(weight: Tensor, bits: int, group: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -106,6 +130,31 @@ def awq(weight: Tensor) -> Written:
 def int8(weight: Tensor) -> Written:
     codes, scales, _, wide = grouped(weight, 8, weight.shape[1], symmetric=True)
     return {"weight": (codes - 128).to(torch.int8), "weight_scale": scales}, wide
+
+
+def mxfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Blocks [..., groups, 16] and scales [..., groups] of a weight [..., out, in], and it dequantised."""
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    groups = weight.unflatten(-1, (-1, 32))
+    exponents = groups.abs().amax(-1).log2().floor().int() - 2  # the largest number is 1.5 * 2^2
+    scales = 2.0 ** exponents[..., None]
+    codes = ((groups / scales).abs()[..., None] - numbers).abs().argmin(-1)
+    wide = (numbers[codes] * scales).copysign(groups).flatten(-2)
+    codes = (codes + 8 * groups.signbit()).to(torch.uint8)
+    return codes[..., 0::2] | codes[..., 1::2] << 4, (exponents + 127).to(torch.uint8), wide
+
+
+def rewrite_experts_in_mxfp4(folder: Path, model: PreTrainedModel) -> PreTrainedModel:
+    """As ``rewrite``, of a gpt-oss model: its experts."""
+    tensors = load_file(folder / "model.safetensors")
+    for name, parameter in model.named_parameters():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            blocks, scales, wide = mxfp4(tensors.pop(name).float().transpose(1, 2))
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            parameter.data = wide.transpose(1, 2).contiguous()
+    left_out = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    _save(folder, tensors, {"quant_method": "mxfp4", "modules_to_not_convert": left_out})
+    return model
 
 
 def float8(weight: Tensor, scales: Tensor, name: str, stored: Tensor) -> Written:

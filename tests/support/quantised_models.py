@@ -60,6 +60,20 @@ def answer(runner: ModelRunner, prompt: list[int], chunk: int, seed: int) -> lis
     return there.output
 
 
+def assert_exact(folder: Path, dtype: str, **options: Any) -> None:
+    """The same bits in one pass, in chunks, in steps and with two threads."""
+    runner = make_runner(folder, dtype, exact=True, **options)
+    prompt = random_tokens(PROMPT_LEN, seed=7)
+    whole = all_logits(runner, prompt)
+    for index in (1, 9, 30):
+        assert torch.equal(all_logits(runner, prompt[:index]), whole[:index])
+    tokens = answer(runner, prompt, 64, seed=8)
+    assert answer(runner, prompt, 7, seed=11) == tokens
+    two = make_runner(folder, dtype, exact=True, num_threads=2, **options)
+    assert torch.equal(all_logits(two, prompt), whole)
+    assert answer(two, prompt, 19, seed=13) == tokens
+
+
 @torch.inference_mode()
 def assert_same_function(runner: ModelRunner, reference: PreTrainedModel, most: float = 5e-4) -> None:
     """Compare logits in one pass, to ``most``, and if that is small greedy tokens in chunks and steps.

@@ -11,9 +11,20 @@ from typing import Any
 import pytest
 import torch
 from support.models import make_checkpoint
-from support.quantised_checkpoints import GROUP, Written, awq, float8, gptq, int8, packed, rewrite
-from support.quantised_models import assert_same_function, make_runner
+from support.quantised_checkpoints import (
+    GROUP,
+    Written,
+    awq,
+    float8,
+    gptq,
+    int8,
+    packed,
+    rewrite,
+    rewrite_experts_in_mxfp4,
+)
+from support.quantised_models import assert_exact, assert_same_function, make_runner
 from torch import Tensor
+from transformers import GptOssForCausalLM, Mxfp4Config
 
 from splitserve.engine.errors import ModelConfigError
 from splitserve.engine.model.model_folder import check_model_folder
@@ -137,6 +148,74 @@ def test_modelopts_own_file_is_read(tmp_path: Path) -> None:
     assert_same_function(make_runner(tmp_path), reference)
 
 
+MIXTURES = (
+    ("qwen3_moe", "FP8 in blocks"),
+    ("qwen3_moe", "compressed-tensors FP8 dynamic"),
+    ("qwen3_moe", "compressed-tensors W4A16"),
+    ("qwen3_moe", "compressed-tensors W8A16 by row"),
+    ("qwen2_moe", "compressed-tensors int8 weights"),
+    ("qwen2_moe", "GPTQ in act-order"),
+    ("mixtral", "GPTQ with zeros"),
+    ("mixtral", "AWQ"),
+    ("mixtral", "ModelOpt FP8"),
+)
+
+
+@pytest.mark.parametrize(("family", "case"), MIXTURES)
+def test_experts_of_a_checkpoint(tmp_path: Path, family: str, case: str) -> None:
+    """Those of all tokens are quantised, too; routers are not."""
+    sizes = {"mixtral": "intermediate_size"}.get(family, "moe_intermediate_size")
+    model = make_checkpoint(tmp_path, family, **{sizes: 48, "shared_expert_intermediate_size": 64})
+    reference = rewrite(tmp_path, model, *CASES[case])
+    check_model_folder(tmp_path)
+    runner = make_runner(tmp_path)
+    assert runner._model._fused is not None
+    assert_same_function(runner, reference)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", ["FP8 in blocks", "GPTQ in act-order"])
+def test_experts_of_a_checkpoint_in_exact_mode(tmp_path: Path, case: str, dtype: str) -> None:
+    model = make_checkpoint(tmp_path, "qwen3_moe", moe_intermediate_size=48)
+    rewrite(tmp_path, model, *CASES[case])
+    assert_exact(tmp_path, dtype)
+
+
+def test_gpt_oss_in_mxfp4_is_the_function_that_transformers_dequantises(tmp_path: Path) -> None:
+    rewrite_experts_in_mxfp4(tmp_path, make_checkpoint(tmp_path, "gpt_oss"))
+    check_model_folder(tmp_path)
+    reference = GptOssForCausalLM.from_pretrained(
+        tmp_path, quantization_config=Mxfp4Config(dequantize=True), dtype=torch.float32
+    )
+    runner = make_runner(tmp_path)
+    assert runner._model._fused is not None
+    assert_same_function(runner, reference)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_mxfp4_in_exact_mode(tmp_path: Path, dtype: str) -> None:
+    rewrite_experts_in_mxfp4(tmp_path, make_checkpoint(tmp_path, "gpt_oss"))
+    assert_exact(tmp_path, dtype)
+
+
+def test_experts_in_one_tensor_of_another_scheme_are_refused(tmp_path: Path) -> None:
+    rewrite_experts_in_mxfp4(tmp_path, make_checkpoint(tmp_path, "gpt_oss", num_hidden_layers=1))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": CASES["GPTQ"][0]}))
+    with pytest.raises(
+        ModelConfigError, match=r"experts .* in one tensor .*gate_up_proj. in the form 'gptq'"
+    ):
+        check_model_folder(tmp_path)
+
+
+def test_gptq_leaves_out_what_its_dynamic_names(tmp_path: Path) -> None:
+    config, _ = CASES["GPTQ"]
+    quantisation = parse_quantisation({**config, "dynamic": {r"-:.*\.mlp\.up_proj": {}}}, {})
+    assert quantisation is not None
+    assert quantisation.of("model.layers.0.mlp.up_proj") is None
+    assert quantisation.of("model.layers.0.mlp.down_proj") is not None
+
+
 @pytest.mark.parametrize("pattern", ["model.layers.0.mlp", "re:.*[.]mlp[.].*", "*.mlp.*", "mlp"])
 def test_modules_that_are_left_out(pattern: str) -> None:
     config, _ = words_of(4, GROUP)
@@ -151,7 +230,6 @@ def test_modules_that_are_left_out(pattern: str) -> None:
     ("config", "answer"),
     [
         ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' .known: compressed-tensors"),
-        ({"quant_method": "mxfp4"}, "quant_method 'mxfp4'"),
         ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "GPTQ of 3 bits"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"a": 1}}, "schemes by module"),
         ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, "AWQ .* 'gemv'"),

@@ -8,14 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.models import make_checkpoint
-from support.quantised_models import (
-    PROMPT_LEN,
-    all_logits,
-    answer,
-    assert_same_function,
-    make_runner,
-    random_tokens,
-)
+from support.quantised_models import assert_exact, assert_same_function, make_runner
 from transformers import PreTrainedModel
 
 from splitserve.kernels.quantised import Scheme, quantise
@@ -51,16 +44,7 @@ def test_exact_mode_has_the_same_bits_in_chunks_and_steps_and_with_two_threads(
     tmp_path: Path, scheme: Scheme, dtype: str
 ) -> None:
     make_checkpoint(tmp_path, "qwen3")
-    runner = make_runner(tmp_path, dtype, quantization=scheme, exact=True)
-    prompt = random_tokens(PROMPT_LEN, seed=7)
-    whole = all_logits(runner, prompt)
-    for index in (1, 9, 30):
-        assert torch.equal(all_logits(runner, prompt[:index]), whole[:index])
-    tokens = answer(runner, prompt, 64, seed=8)
-    assert answer(runner, prompt, 7, seed=11) == tokens
-    two = make_runner(tmp_path, dtype, quantization=scheme, exact=True, num_threads=2)
-    assert torch.equal(all_logits(two, prompt), whole)
-    assert answer(two, prompt, 19, seed=13) == tokens
+    assert_exact(tmp_path, dtype, quantization=scheme)
 
 
 def test_workers_of_another_quantisation_exchange_no_cache(tmp_path: Path) -> None:
