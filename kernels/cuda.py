@@ -55,10 +55,14 @@ class CudaKernels:
         assert not (exact and provided), "the exact attention is Triton's"
         self._provided = provided
 
-    def linear(self, weight: Weight | Sequence[Weight], bias: Tensor | None) -> Linear:
+    def linear(self, weight: Weight | Sequence[Weight], bias: Tensor | None, as_is: bool = False) -> Linear:
         parts = [part for part in parts_of(weight) if isinstance(part, Tensor)]
         assert len(parts) == len(parts_of(weight)), "quantised weights have kernels on CPUs only"
-        if self._fp8_linears and sum(map(len, parts)) % MULTIPLE == parts[0].shape[1] % MULTIPLE == 0:
+        if (
+            self._fp8_linears
+            and not as_is
+            and sum(map(len, parts)) % MULTIPLE == parts[0].shape[1] % MULTIPLE == 0
+        ):
             return Fp8Linear(parts, bias)
         return ExactLinear(joined(parts), bias) if self._exact else TorchLinear(joined(parts), bias)
 

@@ -183,9 +183,10 @@ class FusedLayers(Protocol):
 
 
 class Kernels(Protocol):
-    def linear(self, weight: Weight | Sequence[Weight], bias: Tensor | None) -> Linear:
+    def linear(self, weight: Weight | Sequence[Weight], bias: Tensor | None, as_is: bool = False) -> Linear:
         """Prepare weight [out_features, in_features], or several that become one, their outputs side by side.
-        Any layout may come of it; the tensors may be dropped afterwards."""
+        Any layout may come of it; the tensors may be dropped afterwards. ``as_is``: it is not quantised at
+        load."""
         ...
 
     def mixture(self, weights: MixtureWeights) -> Mixture:

@@ -141,11 +141,11 @@ class NativeCpuKernels:
         self._onednn_rows: dict[str, int] = {}
         _cpu.set_num_threads(num_threads)
 
-    def linear(self, weight: Weight | Sequence[Weight], bias: Tensor | None) -> Linear:
+    def linear(self, weight: Weight | Sequence[Weight], bias: Tensor | None, as_is: bool = False) -> Linear:
         parts = parts_of(weight)
         if 0 < sum(isinstance(part, QuantisedWeight) for part in parts) < len(parts):
             return SplitLinear([self.linear(part, None) for part in parts], bias)
-        return self._linear(parts, bias, self._quantization)
+        return self._linear(parts, bias, None if as_is else self._quantization)
 
     def _linear(self, parts: Sequence[Weight], bias: Tensor | None, quantization: Scheme | None) -> Linear:
         plain = [part for part in parts if isinstance(part, Tensor)]

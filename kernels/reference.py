@@ -103,7 +103,7 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
 class TorchKernels:
     """See ``interface.Kernels`` for the contracts."""
 
-    def linear(self, weight: Weight | Sequence[Weight], bias: Tensor | None) -> Linear:
+    def linear(self, weight: Weight | Sequence[Weight], bias: Tensor | None, as_is: bool = False) -> Linear:
         return linear(weight, bias)
 
     def mixture(self, weights: MixtureWeights) -> TorchMixture:

@@ -158,10 +158,6 @@ def parse_config(
     windows = family.windows(config, num_layers)
     names = family.mixture
     mixture = None if names is None else mixture_config(config, names, num_layers, activation)
-    if quantisation is not None and latent is not None:
-        raise ModelConfigError(
-            "config.json: quantised latent attention: not supported; use bf16, f16 or f32 weights"
-        )
     if quantisation is not None and names is not None:  # routers never are, whatever is left out by name
         quantisation = replace(
             quantisation, ignored=(*quantisation.ignored, names.router, names.shared_gate or names.router)

@@ -7,6 +7,7 @@ vectors that the cache holds, as if all heads shared one key that is its value, 
 A token's numbers in the cache, and those of a head's query, are in the order [first of the rotated pairs,
 half of the latent vector, second of the pairs, its other half]: rope turns number i with number i + half
 (``rope.py``). The products with K and V are a call for each head: a row's bits do not depend on its batch.
+K and V are in the model's type, whatever the checkpoint or ``--quantization`` makes of the other weights.
 
 T: num_tokens, H: num_heads, R: rank, D: rotated + R.
 """
@@ -34,8 +35,8 @@ class LatentAttention:
         self._kv_a = load.row(f"{name}.kv_a_proj_with_mqa", c.bias)
         self._kv_a_norm = load.norm(f"{name}.kv_a_layernorm")
         heads = load.weight(f"{name}.kv_b_proj").view(c.num_heads, c.plain + c.value, c.rank)
-        self._keys = [load.kernels.linear(head[: c.plain].t().contiguous(), None) for head in heads]
-        self._values = [load.kernels.linear(head[c.plain :].contiguous(), None) for head in heads]
+        self._keys = [load.kernels.linear(head[: c.plain].t().contiguous(), None, True) for head in heads]
+        self._values = [load.kernels.linear(head[c.plain :].contiguous(), None, True) for head in heads]
         self._o = load.row(f"{name}.o_proj", c.bias)
 
     def queries_and_key(self, x: Tensor) -> Tensor:

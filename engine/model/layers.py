@@ -78,8 +78,7 @@ class LayerLoader:
         """``centred``: the outputs' mean is subtracted from each."""
         weight, of = self._weight(name), self._tensor(f"{name}.bias") if bias else None
         if centred:
-            wide = weight if isinstance(weight, Tensor) else weight.dequantised().to(self.dtype)
-            weight, of = _centred(wide), None if of is None else _centred(of)
+            weight, of = _centred(self._wide(weight)), None if of is None else _centred(of)
         return self.kernels.linear(weight, of)
 
     def mixture(self, layer: str, config: MixtureConfig) -> Mixture:
@@ -124,7 +123,8 @@ class LayerLoader:
         return self.checkpoint.tensor(name).to(self.device, torch.float32)
 
     def weight(self, name: str) -> Tensor:
-        return self._tensor(f"{name}.weight")
+        """In the model's type."""
+        return self._wide(self._weight(name))
 
     def vocabulary_head(self, name: str) -> Linear:
         """Hidden states to logits."""
@@ -152,6 +152,9 @@ class LayerLoader:
         """The weight plus ``offset``, which is added in float32."""
         weight = self._tensor(f"{name}.weight")
         return (weight.float() + offset).to(weight.dtype) if offset else weight
+
+    def _wide(self, weight: Weight) -> Tensor:
+        return weight if isinstance(weight, Tensor) else weight.dequantised().to(self.dtype)
 
     def _weight(self, name: str) -> Weight:
         scheme = None if self.quantisation is None else self.quantisation.of(name)

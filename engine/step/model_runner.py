@@ -482,10 +482,11 @@ def wish_of(engine: EngineConfig, layout: KVCacheLayout, model_len: int, device:
 
 def _check_quantisation(config: ModelConfig, quantization: Quantization, device: torch.device) -> None:
     """Raises ModelConfigError."""
-    if config.mixture is not None and quantization != "none":
-        raise ModelConfigError("experts are not quantised at load: leave quantization at none")
-    if config.latent is not None and quantization != "none":
-        raise ModelConfigError("latent attention is not quantised at load: leave quantization at none")
+    if config.mixture is not None and quantization != "none" and device.type != "cpu":
+        raise ModelConfigError(
+            f"experts are quantised at load on CPUs only, and the device is {device}: leave quantization "
+            "at none"
+        )
     if config.quantisation is not None and quantization != "none":
         raise ModelConfigError("the checkpoint is quantised already: leave quantization at none")
     if config.quantisation is not None and device.type != "cpu":

@@ -158,25 +158,34 @@ MIXTURES = (
     ("mixtral", "GPTQ with zeros"),
     ("mixtral", "AWQ"),
     ("mixtral", "ModelOpt FP8"),
+    ("deepseek2", "GPTQ in act-order"),
+    ("deepseek3", "FP8 in blocks"),
+    ("deepseek3", "compressed-tensors W4A16"),
+    ("deepseek3", "AWQ"),
 )
 
 
 @pytest.mark.parametrize(("family", "case"), MIXTURES)
 def test_experts_of_a_checkpoint(tmp_path: Path, family: str, case: str) -> None:
     """Those of all tokens are quantised, too; routers are not."""
-    sizes = {"mixtral": "intermediate_size"}.get(family, "moe_intermediate_size")
-    model = make_checkpoint(tmp_path, family, **{sizes: 48, "shared_expert_intermediate_size": 64})
+    sizes = ["intermediate_size"] if family == "mixtral" else ["moe_intermediate_size"]
+    sizes += {"qwen2_moe": ["shared_expert_intermediate_size"], "deepseek3": ["q_lora_rank"]}.get(family, [])
+    latent = {"v_head_dim": 16} if "deepseek" in family else {}
+    model = make_checkpoint(tmp_path, family, **dict.fromkeys(sizes, 48), **latent)
     reference = rewrite(tmp_path, model, *CASES[case])
     check_model_folder(tmp_path)
     runner = make_runner(tmp_path)
-    assert runner._model._fused is not None
+    assert (runner._model._fused is None) == bool(latent)
     assert_same_function(runner, reference)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", ["FP8 in blocks", "GPTQ in act-order"])
-def test_experts_of_a_checkpoint_in_exact_mode(tmp_path: Path, case: str, dtype: str) -> None:
-    model = make_checkpoint(tmp_path, "qwen3_moe", moe_intermediate_size=48)
+@pytest.mark.parametrize(
+    ("family", "case"),
+    [("qwen3_moe", "FP8 in blocks"), ("qwen3_moe", "GPTQ in act-order"), ("deepseek3", "FP8 in blocks")],
+)
+def test_experts_of_a_checkpoint_in_exact_mode(tmp_path: Path, family: str, case: str, dtype: str) -> None:
+    model = make_checkpoint(tmp_path, family, moe_intermediate_size=48)
     rewrite(tmp_path, model, *CASES[case])
     assert_exact(tmp_path, dtype)
 

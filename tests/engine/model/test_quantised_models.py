@@ -10,7 +10,11 @@ import torch
 from support.models import make_checkpoint
 from support.quantised_models import assert_exact, assert_same_function, make_runner
 from transformers import PreTrainedModel
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
+from splitserve.engine.errors import ModelConfigError
+from splitserve.engine.model.config import ModelConfig
+from splitserve.engine.step.model_runner import _check_quantisation
 from splitserve.kernels.quantised import Scheme, quantise
 
 pytest.importorskip(
@@ -20,9 +24,15 @@ pytest.importorskip(
 
 @torch.no_grad()
 def dequantise(model: PreTrainedModel, scheme: Scheme) -> PreTrainedModel:
-    """Quantise and dequantise the weights of the linear layers and of the head."""
+    """Quantise and dequantise the weights of the linear layers, the experts and the head; routers and kv_b_proj
+    stay."""
     for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear):
+        if name.endswith(".experts") and isinstance(module.gate_up_proj, torch.nn.Parameter):
+            for matrix in (*module.gate_up_proj, *module.down_proj):
+                inputs_first = isinstance(module, GptOssExperts)
+                own = matrix.T if inputs_first else matrix
+                own.copy_(quantise(own.contiguous(), scheme).dequantised())
+        if isinstance(module, torch.nn.Linear) and not name.endswith(("kv_b_proj", "shared_expert_gate")):
             head = name == "lm_head"
             if head and scheme == "fp8":
                 continue
@@ -31,7 +41,9 @@ def dequantise(model: PreTrainedModel, scheme: Scheme) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("family", ["llama3", "qwen2", "glm4"])
+@pytest.mark.parametrize(
+    "family", ["llama3", "qwen2", "glm4", "qwen2_moe", "gpt_oss", "deepseek2", "deepseek3"]
+)
 @pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])
 def test_a_checkpoint_quantised_at_load(tmp_path: Path, family: str, scheme: Scheme) -> None:
     reference = dequantise(make_checkpoint(tmp_path, family), scheme)
@@ -39,12 +51,23 @@ def test_a_checkpoint_quantised_at_load(tmp_path: Path, family: str, scheme: Sch
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize(
+    ("family", "scheme"),
+    [("qwen3", "int8"), ("qwen3", "int4"), ("qwen3", "fp8"), ("deepseek3", "int8"), ("gpt_oss", "int4")],
+)
 def test_exact_mode_has_the_same_bits_in_chunks_and_steps_and_with_two_threads(
-    tmp_path: Path, scheme: Scheme, dtype: str
+    tmp_path: Path, family: str, scheme: Scheme, dtype: str
 ) -> None:
-    make_checkpoint(tmp_path, "qwen3")
+    make_checkpoint(tmp_path, family)
     assert_exact(tmp_path, dtype, quantization=scheme)
+
+
+def test_experts_on_a_gpu_are_not_quantised_at_load(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "mixtral", num_hidden_layers=1)
+    config = ModelConfig.from_folder(tmp_path)
+    _check_quantisation(config, "fp8", torch.device("cpu"))
+    with pytest.raises(ModelConfigError, match="on CPUs only, and the device is cuda"):
+        _check_quantisation(config, "fp8", torch.device("cuda"))
 
 
 def test_workers_of_another_quantisation_exchange_no_cache(tmp_path: Path) -> None:
