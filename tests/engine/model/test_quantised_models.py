@@ -24,8 +24,8 @@ pytest.importorskip(
 
 @torch.no_grad()
 def dequantise(model: PreTrainedModel, scheme: Scheme) -> PreTrainedModel:
-    """Quantise and dequantise the weights of the linear layers, the experts and the head; routers and kv_b_proj
-    stay."""
+    """Quantise and dequantise the weights of the linear layers, the experts and the head; not of routers and
+    kv_b_proj."""
     for name, module in model.named_modules():
         if name.endswith(".experts") and isinstance(module.gate_up_proj, torch.nn.Parameter):
             for matrix in (*module.gate_up_proj, *module.down_proj):
