@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from planner.test_flips_simulated import AtRandom
 from planner.test_simulator import DECODE_S, cluster, colocated, profile, run
 from planner.test_simulator_jumps import BESIDE, clusters, loads, outcome
-from splitserve.planner.simulator.leaving_layers import LeavingLayers
 
 from splitserve.engine.latency_profile import Contention, StepRole
 from splitserve.planner.simulator.cluster import Cluster
+from splitserve.planner.simulator.device import LeavingLayers
 from splitserve.planner.simulator.events import EventQueue
 from splitserve.planner.simulator.host import Host, HostedStep
 from splitserve.traces.request import TraceRequest
