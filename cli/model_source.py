@@ -1,6 +1,7 @@
 """Sources of models: a folder, the hub, or S3. Each becomes a folder on this host; files are fetched once.
 
-/models/llama        that folder
+/models/llama        that folder; where it has no config.json, the GGUF file in it
+/models/llama.gguf   a folder that stands for it (engine/gguf/folder.py); needs splitserve[gguf]
 Qwen/Qwen3-0.6B      the hub, by huggingface_hub with all its settings (HF_HOME, HF_TOKEN, HF_ENDPOINT); its
                      cache is used where the hub cannot be reached
 s3://bucket/prefix   an object store, by boto3 with all its settings (AWS_PROFILE, AWS_ENDPOINT_URL); needs
@@ -20,12 +21,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from glob import escape
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel
 
+from ..engine.errors import ModelConfigError
 from .config import ConfigError
+from .extras import missing_for
 
 TEXTS = (
     "config.json",
@@ -57,7 +61,8 @@ def with_folder(settings: Settings, *, weights: bool = True) -> Settings:
         return settings
     changes: dict[str, Any] = {"model": folder, "revision": ""}
     if getattr(settings, "served_model_name", None) == "":
-        changes["served_model_name"] = str(model) if HUB_ID.fullmatch(str(model)) else Path(str(model)).name
+        name = str(model) if HUB_ID.fullmatch(str(model)) else Path(str(model)).name
+        changes["served_model_name"] = name.removesuffix(".gguf")
     return settings.model_copy(update=changes)
 
 
@@ -68,13 +73,14 @@ def resolved(model: str, revision: str = "", *, weights: bool = True) -> Path:
         if revision:
             raise ConfigError(f"--revision {revision}: {model} has none; it is for models of the hub")
         return _from_s3(found["bucket"], found["prefix"] or "", wanted)
-    if Path(model).is_dir() or not HUB_ID.fullmatch(model):
+    file = _gguf_file(Path(model))
+    if file or Path(model).is_dir() or not HUB_ID.fullmatch(model):
         if revision:
             raise ConfigError(
-                f"--revision {revision}: {model} is a folder; it is for models of the hub, such as "
-                "Qwen/Qwen3-0.6B"
+                f"--revision {revision}: {model} is a {'file' if file else 'folder'}; it is for models of "
+                "the hub, such as Qwen/Qwen3-0.6B"
             )
-        return Path(model)
+        return _from_gguf(file) if file else Path(model)
     return _from_hub(model, revision or "main", wanted)
 
 
@@ -188,26 +194,82 @@ def _fetched(client: Any, bucket: str, address: str, objects: Mapping[str, _Obje
                 f"{free / 1e9:.1f} free; make room or set XDG_CACHE_HOME"
             )
         _log.info("fetching %s: %d files, %.1f MB", address, len(objects), needed / 1e6)
-        part = folder.with_suffix(".part")
-        shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
-        part.mkdir()
-        for name, one in objects.items():
-            client.download_file(bucket, one.key, str(part / name))
-        os.rename(part, folder)
+        with _replacing(folder) as part:
+            for name, one in objects.items():
+                client.download_file(bucket, one.key, str(part / name))
     return folder
+
+
+def _gguf_file(path: Path) -> Path | None:
+    """The GGUF file that ``path`` is, or the only one in a folder without config.json; None where it is
+    something else. Raises ConfigError."""
+    if path.suffix == ".gguf" and not path.is_dir():
+        if not path.is_file():
+            raise ConfigError(f"--model {path}: there is no such file")
+        return path
+    found = [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
+    if len(found) > 1:
+        raise ConfigError(
+            f"--model {path}: it has {len(found)} GGUF files ({found[0].name}, {found[1].name}...); name one"
+        )
+    return found[0] if found else None
+
+
+def _from_gguf(file: Path) -> Path:
+    """Return the folder that stands for this file; one is written where the file is new or has changed."""
+    if advice := missing_for("gguf"):
+        raise ConfigError(f"--model {file}: {advice}")
+    from ..engine.gguf.folder import BESIDE, FORMAT, write_folder
+    from ..engine.model.gguf_types import WEIGHTS
+
+    parts = [file.resolve(), *(beside for name in BESIDE if (beside := file.parent / name).is_file())]
+    stats = [(str(part), part.stat().st_size, part.stat().st_mtime_ns) for part in parts]
+    digest = hashlib.sha256(repr((FORMAT, stats)).encode()).hexdigest()[:16]
+    folder = cache_folder("gguf") / f"{file.stem}-{digest}"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _alone(folder):
+            if not folder.is_dir():
+                _log.info("reading the metadata of %s", file)
+                with _replacing(folder) as part:
+                    write_folder(file, part)
+                for old in folder.parent.glob(f"{escape(file.stem)}-*/{WEIGHTS}"):
+                    if old.parent != folder and old.readlink() == file.resolve():
+                        shutil.rmtree(old.parent, ignore_errors=True)
+    except ModelConfigError as error:
+        raise ConfigError(f"--model {error}") from error
+    except OSError as error:
+        raise ConfigError(
+            f"--model {file}: cannot write what stands for it to {folder.parent} ({error.strerror}); make "
+            "room or set XDG_CACHE_HOME"
+        ) from error
+    return folder
+
+
+@contextmanager
+def _replacing(folder: Path) -> Iterator[Path]:
+    """An empty folder that becomes ``folder`` once it is filled."""
+    part = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
+    part.mkdir()
+    try:
+        yield part
+        os.rename(part, folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """Several processes of a host that want the same model fetch it once."""
-    with folder.with_suffix(".lock").open("a") as lock:
+    with folder.with_name(f"{folder.name}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
-def cache_folder() -> Path:
-    """Return the folder that keeps models from S3."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "splitserve" / "s3"
+def cache_folder(source: Literal["s3", "gguf"] = "s3") -> Path:
+    """Return the folder that keeps models from S3, or what stands for GGUF files."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "splitserve" / source
 
 
 def _first_line(error: Exception) -> str:

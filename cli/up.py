@@ -25,8 +25,8 @@ from .up_workers import FIXED, on_each_device, only, workers_of
 
 TEXTS = {
     "model": "Hugging Face checkpoint folder (config.json, tokenizer and safetensors weights), a model of "
-    "the hub such as "
-    "Qwen/Qwen3-0.6B, or s3://BUCKET/PREFIX (needs splitserve[s3]). Default: the bundled demo model.",
+    "the hub such as Qwen/Qwen3-0.6B, a GGUF file (needs splitserve[gguf]), or s3://BUCKET/PREFIX (needs "
+    "splitserve[s3]). Default: the bundled demo model.",
     "control_address": (
         "Where workers, also those of other hosts, reach the coordinator. Default: a free port of 127.0.0.1."
     ),

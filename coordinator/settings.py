@@ -26,8 +26,8 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
     """Takes HTTP requests and sends them to the workers. Free of torch and of the model's weights."""
 
     model: Path = Field(
-        description="Hugging Face checkpoint folder, a model of the hub such as Qwen/Qwen3-0.6B, or "
-        "s3://BUCKET/PREFIX (needs "
+        description="Hugging Face checkpoint folder, a model of the hub such as Qwen/Qwen3-0.6B, a "
+        "GGUF file (needs splitserve[gguf]), or s3://BUCKET/PREFIX (needs "
         "splitserve[s3]); the coordinator reads only its config, tokenizer and chat template."
     )
     revision: str = Field(

@@ -91,7 +91,8 @@ class WorkerSettings(ComputeSettings, ClusterKeySettings, ReportSettings):
 
     model: Path = Field(
         description="Hugging Face checkpoint folder (config.json, tokenizer and safetensors weights), a "
-        "model of the hub such as Qwen/Qwen3-0.6B, or s3://BUCKET/PREFIX (needs splitserve[s3])."
+        "model of the hub such as Qwen/Qwen3-0.6B, a GGUF file (needs splitserve[gguf]), "
+        "or s3://BUCKET/PREFIX (needs splitserve[s3])."
     )
     revision: str = Field(
         default="", max_length=256, description="Branch, tag or commit of a hub model. Default: main."

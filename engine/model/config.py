@@ -182,7 +182,7 @@ def parse_config(
         o_bias=has(family.o_bias),
         mlp_bias=has(family.mlp_bias),
         qk_norm=family.qk_norm,
-        unit_norms=family.unit_norms,
+        unit_norms=bool(config.get("unit_norms", family.unit_norms)),
         layer_norms=family.layer_norms,
         parallel=family.parallel,
         activation=activation,

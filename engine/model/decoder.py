@@ -96,7 +96,10 @@ class DecoderModel:
         if config.scales.rounds_embedding:
             embedding = torch.tensor(embedding, dtype=load.dtype).item()
         self._embedding_scale = embedding
-        self._embedding_means = row_means(self._embed_table) if config.layer_norms else None
+        self._embedding_means = None
+        if config.layer_norms:
+            assert isinstance(self._embed_table, Tensor), "no family of GGUF's has LayerNorm"
+            self._embedding_means = row_means(self._embed_table)
 
     def forward(
         self,
@@ -136,7 +139,11 @@ class DecoderModel:
     def embed(self, token_ids: Tensor) -> Tensor:
         """The residual [T, E] before the first layer, divided by ``Scales.residual``: see
         ``ModelConfig.residual_eps``."""
-        residual = self._kernels.embedding(self._embed_table, token_ids, self._dtype)
+        table = self._embed_table
+        if isinstance(table, Tensor):
+            residual = self._kernels.embedding(table, token_ids, self._dtype)
+        else:
+            residual = table.rows(token_ids).to(self._dtype)
         if self._embedding_means is not None:
             residual -= self._embedding_means[token_ids]
         return residual if self._embedding_scale == 1.0 else residual.mul_(self._embedding_scale)

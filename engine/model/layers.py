@@ -18,6 +18,7 @@ from torch import Tensor
 from ...kernels.interface import ExpertWeights, Kernels, Linear, Mixture, MixtureWeights
 from ...kernels.quantised import Weight, selected_rows
 from .config import ModelConfig
+from .gguf_blocks import QuantisedTable
 from .mixture_config import MixtureConfig
 from .quantisation import Quantisation
 from .quantised_tensors import quantised_weight
@@ -130,9 +131,12 @@ class LayerLoader:
         """Hidden states to logits."""
         return self.kernels.head(self._weight(name))
 
-    def vocabulary_table(self, name: str) -> Tensor:
+    def vocabulary_table(self, name: str) -> Tensor | QuantisedTable:
         """[vocab_size, hidden_size]. On CPUs it stays in the memory map of the weights file, in the file's
         dtype."""
+        scheme = None if self.quantisation is None else self.quantisation.of(name)
+        if scheme is not None:
+            return QuantisedTable(scheme.kind, self.checkpoint.stored(f"{name}.weight"))
         table = self.checkpoint.tensor(f"{name}.weight")
         return table if self.device.type == "cpu" else table.to(self.device, self.dtype)
 

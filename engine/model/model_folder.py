@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ..errors import ModelConfigError, WeightsError
 from .config import ModelConfig
+from .gguf_types import TABLE
 from .tensors import expected_tensors, ignored_tensors
 from .weight_headers import INDEX, check_tensors, stored_tensors, weight_files
 
@@ -24,7 +25,7 @@ FULL_HASH_BYTES = 8 << 30
 EDGE_BYTES = 1 << 20
 STRIDE_BYTES = 16 << 20
 SAMPLE_BYTES = 64 << 10
-KV_FILES = (INDEX, "quantize_config.json", "hf_quant_config.json")
+KV_FILES = (INDEX, TABLE, "quantize_config.json", "hf_quant_config.json")
 """These decide KV bytes, beside config.json and the weights."""
 NOT_OF_KV = frozenset(
     {"_name_or_path", "transformers_version", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"}
@@ -33,6 +34,7 @@ NOT_OF_KV = frozenset(
 MAX_BYTES = {
     "config.json": 4 << 20,
     "generation_config.json": 1 << 20,
+    TABLE: 32 << 20,
     "hf_quant_config.json": 1 << 20,
     "tokenizer.json": 256 << 20,
     "tokenizer_config.json": 64 << 20,
@@ -49,7 +51,7 @@ def check_model_folder(path: Path, weights: Literal["needed", "if there"] = "nee
     if not path.is_dir():
         raise ModelConfigError(
             f"there is no folder {path}; give a Hugging Face checkpoint folder (config.json, "
-            "tokenizer.json, *.safetensors), a model of the hub (ORG/NAME) or s3://BUCKET/PREFIX"
+            "tokenizer.json, *.safetensors), a GGUF file, a model of the hub (ORG/NAME) or s3://BUCKET/PREFIX"
         )
     for name, most in MAX_BYTES.items():
         file = path / name

@@ -1,5 +1,5 @@
-"""How a checkpoint's files describe its quantisation: compressed-tensors, GPTQ, AWQ, float8, ModelOpt, MXFP4.
-Free of torch.
+"""How a checkpoint's files describe its quantisation: compressed-tensors, GPTQ, AWQ, float8, ModelOpt, MXFP4,
+GGUF. Free of torch.
 
 ``quantised_tensors.py`` reads the tensors that are named here. A scheme that is not known is refused.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from ..errors import ModelConfigError
+from .gguf_types import BLOCKS, packed_bytes
 
 Shape = tuple[int, ...]
 WORD_BITS = 32
@@ -31,9 +32,10 @@ class TensorScheme:
     block        rows and inputs that share a scale; None: see group_size
     rounds_x     inputs are rounded to int8
     v2           zeros are stored as they are, not less 1
+    kind         GGUF's type
     """
 
-    form: Literal["packed", "gptq", "awq", "plain", "mxfp4"]
+    form: Literal["packed", "gptq", "awq", "plain", "mxfp4", "gguf"]
     bits: Literal[4, 8]
     group_size: int = 0
     whole: bool = False
@@ -43,6 +45,7 @@ class TensorScheme:
     rounds_x: bool = False
     v2: bool = False
     scale: str = "weight_scale"
+    kind: str = ""
 
     def experts(self, name: str, count: int, columns: int, rows: int) -> dict[str, Shape]:
         """Names and shapes of a tensor of all experts. Raises ModelConfigError where they do not divide."""
@@ -56,6 +59,8 @@ class TensorScheme:
 
     def tensors(self, name: str, rows: int, columns: int) -> dict[str, Shape]:
         """Names and shapes. Raises ModelConfigError where they do not divide."""
+        if self.form == "gguf":
+            return {f"{name}.weight": (rows, columns)}
         group, a_word = self.group_size or columns, WORD_BITS // self.bits
         in_words = {"packed": columns, "gptq": columns, "awq": rows, "plain": 0}[self.form]
         if columns % group or in_words % a_word or (not self.symmetric and rows % a_word):
@@ -91,12 +96,15 @@ class TensorScheme:
 @dataclass(frozen=True, slots=True)
 class Quantisation:
     """``schemes``: by patterns of module names; the first that matches holds. ``ignored``: modules left as
-    they are."""
+    they are. ``named``: by the modules' whole names, before all else."""
 
     schemes: tuple[tuple[str, TensorScheme], ...]
     ignored: tuple[str, ...]
+    named: Mapping[str, TensorScheme] = field(default_factory=dict)
 
     def of(self, module: str) -> TensorScheme | None:
+        if module in self.named:
+            return self.named[module]
         if module.endswith("embed_tokens") or any(_matches(pattern, module) for pattern in self.ignored):
             return None
         return next((scheme for pattern, scheme in self.schemes if _matches(pattern, module)), None)
@@ -115,9 +123,11 @@ class Quantisation:
             else:
                 yield from (scheme.experts if experts else scheme.tensors)(module, *shape).items()
 
-    def element_bytes(self, name: str, itemsize: int) -> int:
+    def element_bytes(self, name: str, itemsize: int) -> float:
         """Bytes of an element of this tensor; ``itemsize``: of one that is not quantised."""
         module, _, kind = name.rpartition(".")
+        if kind == "weight" and module in self.named:
+            return packed_bytes(self.named[module].kind)
         if kind in ("weight_packed", "qweight", "qzeros", "weight_zero_point"):
             return WORD_BITS // 8
         if kind.endswith(("_blocks", "_scales")):
@@ -134,7 +144,7 @@ def parse_quantisation(config: Mapping[str, Any], modelopt: Mapping[str, Any]) -
         return None
     readers = {
         "compressed-tensors": _compressed_tensors, "gptq": _gptq, "awq": _awq, "fp8": _fp8,
-        "modelopt": _modelopt, "mxfp4": _mxfp4,
+        "modelopt": _modelopt, "mxfp4": _mxfp4, "gguf": _gguf,
     }  # fmt: skip
     method = config.get("quant_method")
     if method not in readers:
@@ -233,6 +243,16 @@ def _modelopt(config: Mapping[str, Any]) -> Quantisation:
     return Quantisation(
         (("Linear", TensorScheme("plain", 8, whole=True, float8=True)),), ("lm_head", *ignored)
     )
+
+
+def _gguf(config: Mapping[str, Any]) -> Quantisation:
+    """The form that engine/gguf/config.py writes."""
+    schemes = {
+        module: TensorScheme("gguf", 8, kind=kind)
+        for kind in BLOCKS
+        for module in config["types"].get(kind, ())
+    }
+    return Quantisation((), (), schemes)
 
 
 def _matches(pattern: str, module: str) -> bool:

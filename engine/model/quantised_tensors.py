@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.quantised import QuantisedWeight
+from .gguf_blocks import weight_of_blocks
 from .quantisation import WORD_BITS, TensorScheme
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each four bits of a word hold
@@ -16,7 +17,9 @@ Reader = Callable[[str], Tensor | None]
 
 
 def quantised_weight(scheme: TensorScheme, read: Reader) -> QuantisedWeight:
-    readers = {"packed": _packed, "gptq": _gptq, "awq": _awq, "plain": _plain, "mxfp4": _mxfp4}
+    readers = {
+        "packed": _packed, "gptq": _gptq, "awq": _awq, "plain": _plain, "mxfp4": _mxfp4, "gguf": _gguf
+    }  # fmt: skip
     return readers[scheme.form](scheme, read)
 
 
@@ -59,6 +62,10 @@ def _mxfp4(scheme: TensorScheme, read: Reader) -> QuantisedWeight:
     codes, exponents = _needed(read, "blocks").flatten(1), _needed(read, "scales")
     scales = exponents.view(torch.float8_e8m0fnu).float()
     return QuantisedWeight(codes, scales, 2 * codes.shape[1], scheme.group_size, 4, float4=True)
+
+
+def _gguf(scheme: TensorScheme, read: Reader) -> QuantisedWeight:
+    return weight_of_blocks(scheme.kind, _needed(read, "weight"))
 
 
 def _grouped(

@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint and their headers. Free of torch.
+"""The safetensors files of a checkpoint and their headers, or a GGUF file and its table. Free of torch.
 
 A size that a header claims allocates nothing.
 
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import WeightsError
+from .gguf_types import BLOCKS, TABLE, WEIGHTS
 
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 32 << 20  # about 250,000 tensors in one file
@@ -34,16 +35,21 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    dtype: str  # as safetensors names it
+    dtype: str  # as safetensors or GGUF names it
     shape: tuple[int, ...]
+    begin: int  # byte among the tensors; of GGUF: in the file
+    end: int
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The model's safetensors files, sorted by name. Raises WeightsError where there are none or not all."""
+    """The model's safetensors files, sorted by name, or its GGUF file. Raises WeightsError where there are
+    none or not all."""
     if (path / INDEX).exists():
         return _indexed_files(path)
     if (path / "model.safetensors").exists():
         return [path / "model.safetensors"]
+    if (path / TABLE).exists() and (path / WEIGHTS).exists():
+        return [path / WEIGHTS]
     pickled = sorted([*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")])
     if pickled:
         raise WeightsError(
@@ -61,7 +67,7 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     fit its file."""
     found: dict[str, StoredTensor] = {}
     for file in weight_files(path):
-        for name, tensor in _header(file).items():
+        for name, tensor in header_of(file).items():
             if name in found:
                 raise WeightsError(f"{path}: tensor {name!r} is in two weight files; remove the stale one")
             found[name] = tensor
@@ -97,28 +103,32 @@ def check_tensors(
             )
 
 
-def _header(file: Path) -> dict[str, StoredTensor]:
-    """Raises WeightsError."""
+def header_of(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of a file. Raises WeightsError."""
     try:
-        size, header = _read_header(file)
+        num_bytes, header = _read_table(file) if file.name == WEIGHTS else _read_header(file)
         tensors = json.loads(header)
         tensors.pop("__metadata__", None)
-        found = {name: _stored(entry, size - 8 - len(header)) for name, entry in tensors.items()}
+        found = {name: _stored(entry, num_bytes) for name, entry in tensors.items()}
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or f"{error}"
         raise WeightsError(
-            f"{file} is not a readable safetensors file ({reason:.200}); download it again"
+            f"{file} is not a readable {_format_of(file)} file ({reason:.200}); download it again"
         ) from error
-    ends = sorted((begin, end) for _, begin, end in found.values())
+    ends = sorted((tensor.begin, tensor.end) for tensor in found.values())
     if any(end > begin for (_, end), (begin, _) in pairwise(ends)):
         raise WeightsError(
-            f"{file} is not a readable safetensors file (its tensors overlap); download it again"
+            f"{file} is not a readable {_format_of(file)} file (its tensors overlap); download it again"
         )
-    return {name: tensor for name, (tensor, _, _) in found.items()}
+    return found
+
+
+def _format_of(file: Path) -> str:
+    return "GGUF" if file.name == WEIGHTS else "safetensors"
 
 
 def _read_header(file: Path) -> tuple[int, bytes]:
-    """The file's size and its header. Raises OSError or ValueError."""
+    """Bytes of its tensors, and the header. Raises OSError or ValueError."""
     with open(
         os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb"
     ) as handle:  # a pipe would wait for its writer
@@ -128,19 +138,25 @@ def _read_header(file: Path) -> tuple[int, bytes]:
         length = int.from_bytes(handle.read(8), "little")
         if status.st_size < 8 or length > min(MAX_HEADER_BYTES, status.st_size - 8):
             raise ValueError(f"it has {status.st_size:,} bytes, and claims a header of {length:,}")
-        return status.st_size, handle.read(length)
+        return status.st_size - 8 - length, handle.read(length)
 
 
-def _stored(entry: Any, num_bytes: int) -> tuple[StoredTensor, int, int]:
-    """(tensor, begin, end). Raises ValueError, or what a wrong type raises."""
+def _read_table(file: Path) -> tuple[int, bytes]:
+    """Bytes of the file, and the table beside it. Raises OSError."""
+    return file.stat().st_size, (file.parent / TABLE).read_bytes()
+
+
+def _stored(entry: Any, num_bytes: int) -> StoredTensor:
+    """Raises ValueError, or what a wrong type raises."""
     shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
     if not all(type(number) is int and 0 <= number < 1 << 48 for number in (*shape, begin, end)):
         raise ValueError("a tensor has sizes that are no whole numbers")
     if not begin <= end <= num_bytes:
         raise ValueError(f"it holds {num_bytes:,} bytes of tensors, and its header tells of {end:,}")
-    if math.prod(shape) * ITEM_BYTES[entry["dtype"]] != end - begin:
+    numbers, size = BLOCKS.get(entry["dtype"]) or (1, ITEM_BYTES[entry["dtype"]])
+    if math.prod(shape) * size != (end - begin) * numbers or (numbers > 1 and shape[-1] % numbers):
         raise ValueError(f"a tensor of shape {list(shape)} in {entry['dtype']} has {end - begin:,} bytes")
-    return StoredTensor(entry["dtype"], shape), begin, end
+    return StoredTensor(entry["dtype"], shape, begin, end)
 
 
 def _indexed_files(path: Path) -> list[Path]:

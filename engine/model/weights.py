@@ -1,4 +1,4 @@
-"""Weights of a checkpoint folder: safetensors only, memory-mapped, one file or several with an index.
+"""Weights of a checkpoint folder, memory-mapped: safetensors, one file or several with an index; or GGUF.
 
 Nothing is ever unpickled: a folder with only .bin or .pt files is refused.
 """
@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,8 +18,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ...kernels.huge_pages import map_file
 from ..errors import WeightsError
-from .weight_headers import check_tensors, weight_files
+from .gguf_types import BLOCKS, WEIGHTS
+from .weight_headers import StoredTensor, check_tensors, header_of, weight_files
 
 STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 FLOAT_DTYPES = tuple(STORED_DTYPES.values())
@@ -60,8 +63,9 @@ class Checkpoint:
         sizes: Counter[str] = Counter()
         for name, handle in self._file_of.items():
             view = handle.get_slice(name)
-            if view.get_dtype() in STORED_DTYPES:
-                sizes[view.get_dtype()] += math.prod(view.get_shape())
+            stored = "BF16" if view.get_dtype() in BLOCKS else view.get_dtype()  # GGUF's norms are F32
+            if stored in STORED_DTYPES:
+                sizes[stored] += math.prod(view.get_shape())
         return STORED_DTYPES[sizes.most_common(1)[0][0]] if sizes else torch.float32
 
     def has(self, name: str) -> bool:
@@ -78,14 +82,49 @@ class Checkpoint:
         return tensor
 
     def stored(self, name: str) -> Tensor:
-        """Return the tensor in its own dtype, without a copy."""
+        """Return the tensor in its own dtype, without a copy; blocks of GGUF as uint8 [rows, bytes]."""
         tensor: Tensor = self._file_of[name].get_tensor(name)
         return tensor
 
     def _open(self, file: Path) -> Any:
+        if file.name == WEIGHTS:
+            return GgufTensors(file)
         try:
             return self._files.enter_context(safe_open(file, framework="pt"))
         except (OSError, SafetensorError) as error:
             raise WeightsError(
                 f"{file} is not a readable safetensors file ({error}); download it again"
             ) from error
+
+
+class GgufTensors:
+    """A GGUF file with the methods of an open safetensors file."""
+
+    def __init__(self, file: Path) -> None:
+        self._tensors = header_of(file)
+        with file.open("rb") as handle:
+            self._bytes = map_file(handle.fileno(), file.stat().st_size)
+
+    def keys(self) -> list[str]:
+        return list(self._tensors)
+
+    def get_slice(self, name: str) -> GgufSlice:
+        return GgufSlice(self._tensors[name])
+
+    def get_tensor(self, name: str) -> Tensor:
+        tensor = self._tensors[name]
+        stored = self._bytes[tensor.begin : tensor.end]
+        if tensor.dtype in BLOCKS:
+            return stored.view(tensor.shape[0], -1)
+        return stored.view(STORED_DTYPES[tensor.dtype]).view(tensor.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufSlice:
+    tensor: StoredTensor
+
+    def get_shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
+
+    def get_dtype(self) -> str:
+        return self.tensor.dtype

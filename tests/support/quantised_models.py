@@ -44,7 +44,9 @@ def run(runner: ModelRunner, sequence: HandSequence, count: int) -> None:
         sequence.output.append(token)
 
 
-def answer(runner: ModelRunner, prompt: list[int], chunk: int, seed: int) -> list[int]:
+def answer(
+    runner: ModelRunner, prompt: list[int], chunk: int, seed: int, num_tokens: int = NUM_TOKENS
+) -> list[int]:
     """Greedy, the prompt in chunks, its blocks moved elsewhere after it."""
     here = HandSequence(prompt, blocks(len(prompt), seed))
     while here.num_computed < len(prompt):
@@ -52,10 +54,10 @@ def answer(runner: ModelRunner, prompt: list[int], chunk: int, seed: int) -> lis
     moved = runner.kv_cache.block_bytes_view[here.blocks].copy()
     runner.kv_cache.pool.fill_(torch.nan)
     there = HandSequence(
-        prompt, blocks(len(prompt) + NUM_TOKENS, seed + 1), num_computed=len(prompt), output=list(here.output)
+        prompt, blocks(len(prompt) + num_tokens, seed + 1), num_computed=len(prompt), output=list(here.output)
     )
     runner.kv_cache.block_bytes_view[there.blocks[: len(here.blocks)]] = moved
-    while len(there.output) < NUM_TOKENS:
+    while len(there.output) < num_tokens:
         run(runner, there, 1)
     return there.output
 

@@ -1,0 +1,206 @@
+"""config.json and the tensors' names of a GGUF file, as the Hugging Face checkpoint that it was made from has
+them. The keys: llama.cpp's convert_hf_to_gguf.py and gguf's constants."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any, NamedTuple
+
+from ..errors import ModelConfigError
+from ..model.families import FAMILIES, TensorNames
+from ..model.gguf_types import BLOCKS
+from .file import GgufFile
+
+
+class Architecture(NamedTuple):
+    """``side_by_side``: rows of Q and K are in the order in which the two numbers that rope rotates follow
+    one another, though the family's checkpoints have another."""
+
+    family: str
+    side_by_side: bool = False
+
+
+ARCHITECTURES = {
+    "gemma2": Architecture("Gemma2ForCausalLM"),
+    "gemma3": Architecture("Gemma3ForCausalLM"),
+    "glm4": Architecture("Glm4ForCausalLM"),
+    "granite": Architecture("GraniteForCausalLM", side_by_side=True),
+    "llama": Architecture("LlamaForCausalLM", side_by_side=True),
+    "olmo2": Architecture("Olmo2ForCausalLM"),
+    "phi3": Architecture("Phi3ForCausalLM"),
+    "qwen2": Architecture("Qwen2ForCausalLM"),
+    "qwen3": Architecture("Qwen3ForCausalLM"),
+    "smollm3": Architecture("SmolLM3ForCausalLM", side_by_side=True),
+}
+NAMES = {
+    "embed": "token_embd", "norm": "output_norm", "head": "output", "input_norm": "attn_norm", "q": "attn_q",
+    "k": "attn_k", "v": "attn_v", "q_norm": "attn_q_norm", "k_norm": "attn_k_norm", "o": "attn_output",
+    "attention_out_norm": "post_attention_norm", "post_norm": "ffn_norm", "mlp_out_norm": "post_ffw_norm",
+    "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down",
+}  # fmt: skip
+"""By the fields of TensorNames."""
+OUTSIDE = ("embed", "norm", "head")  # of the layers
+FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+NUMBERS = {
+    "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count", "num_attention_heads": "attention.head_count",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+}  # fmt: skip
+OPTIONAL = {
+    "num_key_value_heads": "attention.head_count_kv", "head_dim": "attention.key_length",
+    "sliding_window": "attention.sliding_window", "rope_theta": "rope.freq_base",
+    "rope_local_base_freq": "rope.freq_base_swa", "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping", "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}  # fmt: skip
+ENDS = (
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>",
+)  # fmt: skip
+GEMMAS_OF_27B = {"gemma2": 46, "gemma3": 62}
+"""Layers of those whose scores are scaled by hidden_size / num_attention_heads, not by head_dim."""
+
+
+def config_of(file: GgufFile) -> dict[str, Any]:
+    """config.json. Raises ModelConfigError."""
+    architecture = _architecture(file)
+    config: dict[str, Any] = {"architectures": [architecture.family], "model_type": file.architecture}
+    for name, key in NUMBERS.items():
+        config[name] = _single(file, key, file.own(key))
+        if config[name] is None:
+            raise ModelConfigError(f"{file.path} has no {file.architecture}.{key}; download it again")
+    for name, key in OPTIONAL.items():
+        if (value := _single(file, key, file.own(key))) is not None:
+            config[name] = value
+    head_dim = config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    if file.own("attention.value_length", head_dim) != head_dim:
+        raise ModelConfigError(f"{file.path}: values of another length than keys are not supported")
+    tensors = file.tensors
+    config["vocab_size"] = tensors["token_embd.weight"].shape[0] if "token_embd.weight" in tensors else 0
+    config["tie_word_embeddings"] = "output.weight" not in tensors
+    config["attention_bias"] = "blk.0.attn_q.bias" in tensors
+    config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
+    config |= _rope(file, head_dim) | _gemma(file, config)
+    if architecture.side_by_side:
+        config["rope_interleave"] = True
+    if types := _types(file, architecture.family):
+        config["quantization_config"] = {"quant_method": "gguf", "types": types}
+    return config | _special_ids(file)
+
+
+def names_of(file: GgufFile, family: str) -> dict[str, str]:
+    """The family's name of each tensor, by the file's; what is in no checkpoint is left out."""
+    return {
+        name: _name(name, FAMILIES[family].tensors)
+        for name in file.tensors
+        if name not in FACTORS and not name.endswith(".rope_freqs.weight")
+    }
+
+
+def _name(name: str, names: TensorNames) -> str:
+    """The family's name of ``blk.3.attn_q.weight``; the name itself where it has none."""
+    stem, _, end = name.rpartition(".")
+    layer = ""
+    if stem.startswith("blk."):
+        _, number, stem = stem.split(".", 2)
+        layer = f"{names.layer.format(number)}."
+    theirs = dict(NAMES)
+    if not names.k:
+        theirs["q"] = "attn_qkv"
+    if not names.up:
+        theirs["gate"] = "ffn_up"
+    own = {theirs[field.name]: getattr(names, field.name) for field in fields(names) if field.name in theirs
+           and (field.name in OUTSIDE) == (not layer) and getattr(names, field.name)}  # fmt: skip
+    return f"{layer}{own[stem]}.{end}" if stem in own else name
+
+
+def _architecture(file: GgufFile) -> Architecture:
+    name = file.architecture
+    if name in ARCHITECTURES and not file.own("expert_count"):
+        return ARCHITECTURES[name]
+    experts = file.own("expert_count")
+    missing = ": experts are not read from GGUF; take the model's safetensors" if experts else ""
+    nearest = get_close_matches(name, ARCHITECTURES, n=1, cutoff=0.0)
+    raise ModelConfigError(
+        f"{file.path}: architecture {name or 'none'} is not supported{missing}; nearest is "
+        f"{nearest[0] if nearest else 'llama'} (supported: {', '.join(ARCHITECTURES)})"
+    )
+
+
+def _single(file: GgufFile, key: str, value: Any) -> Any:
+    """A number that may be given for each layer. Raises ModelConfigError where layers differ."""
+    if not isinstance(value, list):
+        return value
+    if len(set(value)) != 1:
+        raise ModelConfigError(
+            f"{file.path}: {file.architecture}.{key} differs from layer to layer, which is not supported"
+        )
+    return value[0]
+
+
+def _rope(file: GgufFile, head_dim: int) -> dict[str, Any]:
+    """Rotated numbers and scaling. Llama 3's factors are a tensor, which is read as LongRoPE's."""
+    found: dict[str, Any] = {}
+    rotated = file.own("rope.dimension_count", head_dim)
+    if rotated != head_dim:
+        found["partial_rotary_factor"] = rotated / head_dim
+    original = file.own("rope.scaling.original_context_length")
+    kind, scaling = file.own("rope.scaling.type", "none"), dict[str, Any]()
+    attention = file.own("rope.scaling.attn_factor")
+    if FACTORS[0] in file.tensors:
+        factors = file.floats(FACTORS[0])
+        scaling = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
+        attention = 1.0
+    elif FACTORS[1] in file.tensors:
+        short, long = file.floats(FACTORS[1]), file.floats(FACTORS[2])
+        scaling = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+    elif kind in ("linear", "yarn"):
+        scaling = {"rope_type": kind, "factor": file.own("rope.scaling.factor")}
+        for name in ("beta_fast", "beta_slow"):
+            scaling[name] = file.own(f"rope.scaling.yarn_{name}")
+    elif kind != "none":
+        raise ModelConfigError(f"{file.path}: rope scaling {kind!r:.100} is not supported")
+    if not scaling:
+        return found
+    scaling |= {"attention_factor": attention, "original_max_position_embeddings": original}
+    return found | {"rope_scaling": {key: value for key, value in scaling.items() if value is not None}}
+
+
+def _gemma(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    """The file's norms are 1 + weight already."""
+    if not file.architecture.startswith("gemma"):
+        return {}
+    scale = config["head_dim"]
+    if GEMMAS_OF_27B[file.architecture] == config["num_hidden_layers"]:
+        scale = config["hidden_size"] // config["num_attention_heads"]
+    found = {"unit_norms": False, "query_pre_attn_scalar": scale}
+    pattern = file.own("attention.sliding_window_pattern")
+    if isinstance(pattern, int):
+        found["sliding_window_pattern"] = pattern
+    elif pattern is not None:
+        found["layer_types"] = ["sliding_attention" if local else "full_attention" for local in pattern]
+    return found
+
+
+def _types(file: GgufFile, family: str) -> dict[str, list[str]]:
+    """Modules of quantised weights, by type."""
+    found: dict[str, list[str]] = {}
+    for name, ours in sorted(names_of(file, family).items(), key=lambda pair: pair[1]):
+        if (kind := file.tensors[name].kind) in BLOCKS:
+            found.setdefault(kind, []).append(ours.removesuffix(".weight"))
+    return found
+
+
+def _special_ids(file: GgufFile) -> dict[str, Any]:
+    """Beside the end of a text all tokens that end a turn: chat models stop at either."""
+    ends = [file.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    tokens, types = file.get("tokenizer.ggml.tokens", []), file.get("tokenizer.ggml.token_type", [])
+    ends += [
+        i
+        for i, (token, kind) in enumerate(zip(tokens, types, strict=False))
+        if kind in (3, 4) and token in ENDS
+    ]
+    bos = file.get("tokenizer.ggml.bos_token_id")
+    return {"bos_token_id": bos, "eos_token_id": list(dict.fromkeys(end for end in ends if end is not None))}
