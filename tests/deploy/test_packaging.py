@@ -27,7 +27,7 @@ def stages() -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("target", ["cpu", "cuda"])
+@pytest.mark.parametrize("target", ["cpu", "cuda", "operator"])
 def test_an_image_has_no_compiler_of_the_build_drains_and_is_not_root(target: str) -> None:
     stage = stages()[target]
     assert re.search(r"^USER 10001$", stage, re.M)

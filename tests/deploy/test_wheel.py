@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("LICENSE", "README.md", "pyproject.toml", "setup.py", "__init__.py", "py.typed", "src")
 FOLDERS_OF_DATA = (
     "deploy/demo_model",
+    "deploy/kubernetes",
     "deploy/monitoring",
     "deploy/systemd",
     "coordinator/dashboard/page",
