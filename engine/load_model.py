@@ -165,8 +165,8 @@ def expected_worker(folder: Path, sharers: int = 2) -> ExpectedWorker:
     if needed > (free := available_bytes(device) - pending * (device.type == "cpu")):
         raise OutOfMemoryError(
             f"{needed / 2**30:.1f} GiB of weights do not fit: {max(0, free) / 2**30:.1f} GiB are free on "
-            f"{device}; serve a smaller model, use --quantization fp8, int8 or int4 (the last two "
-            f"on CPUs), or start fewer workers here"
+            f"{device}; serve a smaller model, use --quantization fp8, int8 or int4, "
+            "or start fewer workers here"
         )
     if device.type == "cuda":
         room = gpu_room_of(engine, config, device, dtype, used=weights, loaded=False)

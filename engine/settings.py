@@ -42,7 +42,7 @@ class ComputeSettings(BaseModel):
     quantization: Quantization = Field(
         default="none",
         description="Weights of linear layers, quantised as they load; the same on all workers. int8: a "
-        "scale for each row. int4: for each 32 inputs. Both need a CPU and make the vocabulary head int8. "
+        "scale for each row. int4: for each 32 inputs. Both make the vocabulary head int8. "
         "fp8: float8 (e4m3), not the head; on GPUs (Ada, Hopper or later, not exact) inputs too. Not yet "
         "run on a GPU.",
     )

@@ -24,11 +24,12 @@ from .gpu.mixture import GpuMixture
 from .gpu.norm import add_rms_norm, rms_norm
 from .gpu.prefill_attention import PrefillPlan, exact_tile, plan_prefill, prefill_attention, prefill_tile
 from .gpu.provided_attention import ProvidedAttention
+from .gpu.quantised_linear import QuantisedLinear
 from .gpu.rope_store import rope_and_store
 from .interface import AttentionInputs, LayerParts, Linear, MixtureWeights, RopeInputs, joined
 from .mixture_shape import Activation
-from .quantised import Weight, parts_of
-from .reference import TorchLinear
+from .quantised import QuantisedWeight, Scheme, Weight, joined_weight, parts_of, quantise
+from .reference import SplitLinear, TorchLinear
 
 Plans = tuple[DecodePlan | None, PrefillPlan | None]
 
@@ -40,31 +41,34 @@ class CudaKernels:
         self,
         num_sms: int,
         exact: bool = False,
-        fp8_linears: bool = False,
+        scheme: Scheme | None = None,
         prefill_shape: TileShape | None = None,
         provided: ProvidedAttention | None = None,
     ) -> None:
-        """``num_sms``: multiprocessors of the GPU; ``fp8_linears``: linear layers in float8, where their
-        shape allows it; ``prefill_shape``: another than the one that suits the GPU (small ones, for the
-        interpreter); ``provided``: attention of the steps that it serves."""
-        assert not (exact and fp8_linears), "the exact product is not made for float8"
+        """``num_sms``: multiprocessors of the GPU; ``scheme``: linear layers are quantised by it (float8 ones
+        round their inputs too where their shape allows it, if not exact); ``prefill_shape``: another than the
+        one that suits the GPU (small ones, for the interpreter); ``provided``: attention of the steps that it
+        serves."""
         self._num_sms = num_sms
         self._exact = exact
-        self._fp8_linears = fp8_linears
+        self._scheme = scheme
         self._prefill_shape = prefill_shape
         assert not (exact and provided), "the exact attention is Triton's"
         self._provided = provided
 
     def linear(self, weight: Weight | Sequence[Weight], bias: Tensor | None, as_is: bool = False) -> Linear:
-        parts = [part for part in parts_of(weight) if isinstance(part, Tensor)]
-        assert len(parts) == len(parts_of(weight)), "quantised weights have kernels on CPUs only"
-        if (
-            self._fp8_linears
-            and not as_is
-            and sum(map(len, parts)) % MULTIPLE == parts[0].shape[1] % MULTIPLE == 0
-        ):
+        given = parts_of(weight)
+        parts = [part for part in given if isinstance(part, Tensor)]
+        if len(parts) < len(given):
+            return self._quantised(given, bias)
+        if as_is:
+            return self._wide(joined(parts), bias)
+        whole = sum(map(len, parts)) % MULTIPLE == parts[0].shape[1] % MULTIPLE == 0
+        if self._scheme == "fp8" and whole and not self._exact:
             return Fp8Linear(parts, bias)
-        return ExactLinear(joined(parts), bias) if self._exact else TorchLinear(joined(parts), bias)
+        if self._scheme is not None:
+            return self._quantised([quantise(part, self._scheme) for part in parts], bias)
+        return self._wide(joined(parts), bias)
 
     def mixture(self, weights: MixtureWeights) -> GpuMixture:
         """Experts stay in their own type where the other linears are made float8."""
@@ -72,12 +76,27 @@ class CudaKernels:
         if weights.shape.shared_size:
             expert = weights.expert(weights.shape.num_experts)
             shared = self.linear(expert.gate_up, None), self.linear(expert.down, None)
-        router = ExactLinear if self._exact else TorchLinear
-        return GpuMixture(weights, router(weights.router, weights.router_bias), shared)
+        return GpuMixture(weights, self._wide(weights.router, weights.router_bias), shared)
 
     def head(self, weight: Weight) -> Linear:
-        assert isinstance(weight, Tensor), "quantised weights have kernels on CPUs only"
-        return ExactLinear(weight, None) if self._exact else TorchLinear(weight, None)
+        if isinstance(weight, Tensor) and self._scheme in ("int8", "int4"):
+            weight = quantise(weight, "int8")
+        return self._quantised([weight], None) if isinstance(weight, QuantisedWeight) else self._wide(weight)
+
+    def _wide(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return ExactLinear(weight, bias) if self._exact else TorchLinear(weight, bias)
+
+    def _quantised(self, parts: Sequence[Weight], bias: Tensor | None) -> Linear:
+        """Weights of which some are quantised."""
+        alike = [part for part in parts if isinstance(part, QuantisedWeight)]
+        whole = joined_weight(alike) if len(alike) == len(parts) else None
+        if whole is not None:
+            return QuantisedLinear(whole, bias, self._num_sms, self._exact)
+        linears = [
+            self._quantised([part], None) if isinstance(part, QuantisedWeight) else self._wide(part)
+            for part in parts
+        ]
+        return SplitLinear(linears, bias)
 
     def embedding(self, table: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
         return embedding(table, token_ids, dtype)

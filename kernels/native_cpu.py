@@ -1,7 +1,6 @@
 """The kernels on CPUs: C++ from cpu/*.h, and oneDNN's matrix products where they are measured to be faster.
 
-The C++ module takes addresses; this file is where tensors become addresses, so it checks what the module
-believes.
+The C++ module takes addresses; this file turns tensors into addresses and checks what the module believes.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ from .native_layers import DTYPE_CODES, NO_WINDOW, NativeLayers, address
 from .native_mixture import NativeMixture
 from .packed_weights import PackedWeights
 from .quantised import QuantisedWeight, Scheme, Weight, parts_of
-from .quantised_linear import QuantisedLinear, SplitLinear
+from .quantised_linear import QuantisedLinear
+from .reference import SplitLinear
 
 logger = logging.getLogger(__name__)
 

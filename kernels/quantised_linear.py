@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from . import _cpu
-from .interface import Linear
 from .native_layers import DTYPE_CODES
 from .packed_weights import PackedWeights
 from .quantised import INT4_GROUP, SUPER_BLOCK, QuantisedWeight, Scheme, joined_weight, quantise
@@ -170,17 +169,6 @@ class QuantisedLinear:
             DTYPE_CODES[x.dtype],
         )  # fmt: skip
         return y
-
-
-class SplitLinear:
-    """Linears of one input, their outputs side by side: some quantised, others not."""
-
-    def __init__(self, parts: Sequence[Linear], bias: Tensor | None) -> None:
-        self._parts, self._bias = parts, bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        y = torch.cat([part(x) for part in self._parts], 1)
-        return y if self._bias is None else y.add_(self._bias)
 
 
 def _in_panels(supers: Tensor, panel: int) -> Tensor:

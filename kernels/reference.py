@@ -38,6 +38,17 @@ def linear(weight: Weight | Sequence[Weight], bias: Tensor | None) -> TorchLinea
     return TorchLinear(joined(weight), bias, rounds_x)
 
 
+class SplitLinear:
+    """Linears of one input, their outputs side by side: some quantised, others not."""
+
+    def __init__(self, parts: Sequence[Linear], bias: Tensor | None) -> None:
+        self._parts, self._bias = parts, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = torch.cat([part(x) for part in self._parts], 1)
+        return y if self._bias is None else y.add_(self._bias)
+
+
 class TorchMixture:
     """y = sum of weight * down(act(gate) * up) over a token's experts, in float32. Quantised weights of the
     experts that are chosen are dequantised for each call."""

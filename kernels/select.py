@@ -33,18 +33,17 @@ def select_kernels(
     exact: bool = False,
     quantization: Scheme | Literal["none"] = "none",
     fp8_cache: bool = False,
+    fp8_weights: bool = False,
     packed: PackedWeights | None = None,
     shape: AttentionShape | None = None,
 ) -> Kernels:
     """Triton's on GPUs, with another package's attention where it is there and agrees for ``shape``; C++ on
     CPUs, which lay weights into ``packed``; plain torch where Triton or a C++ compiler was missing at
-    installation, and for a float8 KV cache on a CPU. Raises UnsuitableKernelsError."""
+    installation, and for a float8 KV cache on a CPU. ``fp8_weights``: the checkpoint has some. Raises
+    UnsuitableKernelsError."""
     if device.type == "cuda":
-        if quantization not in ("none", "fp8"):
-            raise UnsuitableKernelsError(
-                f"quantization {quantization} has kernels on CPUs only: use fp8 or none on {device}"
-            )
-        return _cuda_kernels(device, exact, quantization == "fp8", fp8_cache, shape)
+        scheme = None if quantization == "none" else quantization
+        return _cuda_kernels(device, exact, scheme, fp8_cache, fp8_weights, shape)
     if fp8_cache:
         if exact:
             raise UnsuitableKernelsError(
@@ -114,17 +113,20 @@ def kernels_in_words() -> str:
 
 
 def _cuda_kernels(
-    device: torch.device, exact: bool, fp8_linears: bool, fp8_cache: bool, shape: AttentionShape | None
+    device: torch.device,
+    exact: bool,
+    scheme: Scheme | None,
+    fp8_cache: bool,
+    fp8_weights: bool,
+    shape: AttentionShape | None,
 ) -> Kernels:
-    if fp8_linears and exact:
-        raise UnsuitableKernelsError(
-            "exact products are not made in float8 on GPUs: leave exact off, or quantization at none"
-        )
-    if (fp8_linears or fp8_cache) and torch.cuda.get_device_capability(device) < FLOAT8_CAPABILITY:
+    if (scheme == "fp8" or fp8_weights or fp8_cache) and torch.cuda.get_device_capability(
+        device
+    ) < FLOAT8_CAPABILITY:
         name = torch.cuda.get_device_name(device)
         raise UnsuitableKernelsError(
             f"{name} has no float8 instructions (Ada, Hopper and later have): leave kv_dtype and "
-            "quantization out"
+            "quantization out, and take a checkpoint without float8 weights"
         )
     try:
         from .cuda import CudaKernels
@@ -134,9 +136,9 @@ def _cuda_kernels(
             raise UnsuitableKernelsError(
                 "exact on a GPU needs Triton: pip install triton; or leave exact off, or use --device cpu"
             ) from None
-        if fp8_linears:
+        if scheme is not None:
             raise UnsuitableKernelsError(
-                "quantization fp8 needs Triton: pip install triton; or use none"
+                f"quantization {scheme} needs Triton: pip install triton; or use none"
             ) from None
         logger.warning(
             "kernels: plain torch on %s, much slower: Triton is not installed (pip install triton)", device
@@ -148,8 +150,9 @@ def _cuda_kernels(
         with torch.inference_mode():
             ours = CudaKernels(count).paged_attention
             provided, named = usable(FLASHINFER if fp8_cache else FLASH_ATTENTION_3, device, shape, ours)
+    named += f", weights in {scheme}" if scheme else ""
     logger.info("kernels: Triton on %s, %d multiprocessors; %s", gpu.name, count, named)
-    return CudaKernels(count, exact, fp8_linears, provided=provided)
+    return CudaKernels(count, exact, scheme, provided=provided)
 
 
 def cpu_multiplies_bfloat16() -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 from .attention_variants import VARIANTS
 from .sm90 import SHARED_MEMORY
 
+PRODUCTS = ("exact", "quantised")  # cases of products for warp groups
 WARP_GROUP_ROWS = 64  # of its smallest product
 FEW_BYTES = 32
 """Bytes of stack allowed in cases that the tests do not compile: the assembler keeps a few values there that
@@ -17,9 +18,9 @@ window alone: 24)."""
 
 def faults_of(case: str, kernels: Sequence[Mapping[str, Any]], allowed_stack: int = 0) -> list[str]:
     """What is wrong with a case of compile_kernels.py, in words: nothing may spill, all must fit; attention
-    and exact products multiply with matrix instructions, those of warp groups where a tile has the rows for
-    one; decode reads ahead; as many programs fill a multiprocessor as launches count on. ``allowed_stack``:
-    bytes a thread that may lie on the stack all the same."""
+    and exact or quantised products multiply with matrix instructions, those of warp groups where a tile has
+    the rows for one; decode reads ahead; as many programs fill a multiprocessor as launches count on.
+    ``allowed_stack``: bytes a thread that may lie on the stack all the same."""
     faults = []
     for kernel in kernels:
         if kernel["stack"] > allowed_stack:
@@ -29,7 +30,7 @@ def faults_of(case: str, kernels: Sequence[Mapping[str, Any]], allowed_stack: in
         if kernel["programs_per_sm"] < 1:
             faults.append(f"{case}: {kernel['name']} needs more registers than there are")
     last, variant = kernels[-1], VARIANTS.get(case)
-    if (variant is None and "exact" in case) or (
+    if (variant is None and case.startswith(PRODUCTS)) or (
         variant is not None and variant.tile.rows >= WARP_GROUP_ROWS
     ):
         if not last["wgmma"]:

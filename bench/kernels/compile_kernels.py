@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from ...kernels.gpu.gumbel_argmax import gumbel_argmax
 from ...kernels.gpu.mixture import ExpertTiles, grouped_product, route, weighted_sum
 from ...kernels.gpu.norm import add_rms_norm
 from ...kernels.gpu.prefill_attention import plan_prefill, prefill_attention
+from ...kernels.gpu.quantised_linear import QuantisedLinear
 from ...kernels.gpu.rope_store import rope_and_store
 from ...kernels.gpu.sampling import SamplingRows, sample
 from ...kernels.gpu.step_inputs import advance
@@ -32,6 +34,7 @@ from ...kernels.interface import AttentionInputs, RopeInputs
 from ...kernels.mixture_shape import MixtureShape
 from . import sm90
 from .attention_variants import VARIANTS, Attention
+from .kernel_inputs import QUANTISED, quantised_weight
 
 BFLOAT16, FLOAT16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 NUM_SEQS, MAX_BLOCKS = 64, 64
@@ -92,6 +95,14 @@ def exact_linear(
     weight = empty(6144, in_features, dtype=dtype)
     ExactLinear(weight, empty(6144, dtype=dtype) if bias else None)(
         empty(num_tokens, in_features, dtype=dtype)
+    )
+
+
+def quantised_linear(form: str, num_tokens: int, dtype: torch.dtype = BFLOAT16) -> None:
+    """And, of inputs that are rounded, their rounding."""
+    weight = quantised_weight(512, 4096, **QUANTISED[form])
+    QuantisedLinear(weight, empty(512, dtype=dtype), num_sms=sm90.NUM_SMS)(
+        empty(num_tokens, 4096, dtype=dtype)
     )
 
 
@@ -171,6 +182,16 @@ OTHERS: dict[str, Callable[[], object]] = {
     "experts, 1 row": lambda: mixture(1),
     "experts, 64 rows": lambda: mixture(64),
     "experts, 1024 rows float16": lambda: mixture(1024, FLOAT16),
+    **{
+        f"quantised {form}, {rows} rows": partial(quantised_linear, form, rows)
+        for form in QUANTISED
+        for rows in (1, 64, 512, 4096)
+    },
+    **{
+        f"quantised {form}, {rows} rows float16": partial(quantised_linear, form, rows, FLOAT16)
+        for form in ("int4", "GPTQ of 4 bits", "int8")
+        for rows in (1, 4096)
+    },
     "quantize rows": lambda: quantize_rows(empty(64, 14336)),
     "quantize rows float16": lambda: quantize_rows(empty(64, 4096, dtype=FLOAT16)),
     "pack": lambda: pack_blocks(*block_bytes(), empty(2, 1 << 19, dtype=torch.uint8), 4096),

@@ -26,6 +26,7 @@ from ...kernels.gpu.fp8_linear import Fp8Linear
 from ...kernels.gpu.gumbel_argmax import gumbel_argmax
 from ...kernels.gpu.norm import add_rms_norm
 from ...kernels.gpu.prefill_attention import exact_tile, plan_prefill, prefill_attention, prefill_tile
+from ...kernels.gpu.quantised_linear import QuantisedLinear
 from ...kernels.gpu.rope_store import rope_and_store
 from ...kernels.gumbel_noise import noise_key
 from ...kernels.interface import RopeInputs
@@ -35,9 +36,11 @@ from ...transport.messages.messages import SamplingParams
 from .attention_variants import Attention, covering
 from .kernel_inputs import (
     LAYER,
+    QUANTISED,
     AttentionCase,
     attention_case,
     mixture_weights,
+    quantised_weight,
     quarters,
     randn,
     relative_error,
@@ -156,6 +159,14 @@ def checks(big: bool) -> Iterator[Check]:
     if big:
         yield Check("float8 linear, a scale a channel", 0.06, partial(_fp8_linear, True))
     yield Check("float8 linear, one scale", 0.06, partial(_fp8_linear, False))
+    for form in QUANTISED:
+        for rows in (1, 17, 300, 1000) if big else (3,):
+            yield Check(
+                f"quantised linear, {form}, {rows} rows",
+                ALLOWED[BFLOAT16],
+                partial(_quantised_linear, form, rows, big),
+            )
+        yield Check(f"quantised linear, {form}: bits of a row", 0, partial(_quantised_rows, form, big))
     yield Check("blocks packed and unpacked", 0, _copies)
     yield Check("checksums are xxh3", 0, _checksums)
     yield Check("gumbel_argmax", 0, partial(_gumbel, 32 if big else 3, 151936 if big else 5000))
@@ -328,6 +339,24 @@ def _mixture(big: bool, dtype: torch.dtype, device: str) -> float:
     weights = mixture_weights(shape, dtype, device=device)
     x = quarters(rows, sizes[0], dtype=dtype).to(device)
     return relative_error(CudaKernels(1).mixture(weights)(x), REFERENCE.mixture(weights)(x))
+
+
+def _quantised_linear(form: str, rows: int, big: bool, device: str) -> float:
+    n, k = (4096, 4096 + 64) if big else (70, 200)
+    weight = quantised_weight(n, k, **QUANTISED[form], device=device)
+    x, bias = randn(rows, k, dtype=BFLOAT16, device=device), randn(n, dtype=BFLOAT16, device=device, seed=1)
+    expected = REFERENCE.linear(weight, bias)(x.float())
+    return relative_error(QuantisedLinear(weight, bias, num_sms=132 if big else 8)(x), expected)
+
+
+def _quantised_rows(form: str, big: bool, device: str) -> float:
+    """Exact: alone and among others."""
+    (n, k), rows = ((4096, 4096), 700) if big else ((70, 256), 70)
+    weight = quantised_weight(n, k, **QUANTISED[form], device=device)
+    x = randn(rows, k, dtype=BFLOAT16, device=device)
+    linear = QuantisedLinear(weight, None, exact=True)
+    together, parts = linear(x), (slice(0, 1), slice(5, 25), slice(3, 68))
+    return float(not all(torch.equal(linear(x[part]), together[part]) for part in parts))
 
 
 def _fp8_linear(per_channel: bool, device: str) -> float:

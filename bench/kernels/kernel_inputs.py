@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ...kernels.interface import AttentionInputs, ExpertWeights, MixtureWeights
 from ...kernels.mixture_shape import MixtureShape
+from ...kernels.quantised import QuantisedWeight
 from ...kernels.reference import quantize_e4m3
 
 NUM_LAYERS = 2
@@ -165,3 +167,45 @@ def mixture_weights(
     sizes = (count, 2 * shape.intermediate_size), (count, hidden)
     own = (randn(*size, dtype=dtype, device=device, seed=7) for size in sizes)
     return MixtureWeights(shape, router, expert, quarters(count, dtype=dtype).to(device), *own)
+
+
+QUANTISED: dict[str, dict[str, Any]] = {
+    "int8": {"bits": 8},
+    "int4": {"bits": 4, "group": 32},
+    "GPTQ of 4 bits": {"bits": 4, "group": 128, "zeros": True, "order": True},
+    "GPTQ of 8 bits": {"bits": 8, "group": 64, "zeros": True},
+    "AWQ": {"bits": 4, "group": 64, "zeros": True},
+    "float8 in blocks": {"bits": 8, "group": 128, "float8": True},
+    "Q4_K": {"bits": 4, "group": 32, "minimums": True},
+    "Q6_K": {"bits": 8, "group": 16},
+    "W8A8": {"bits": 8, "rounds_x": True},
+}
+"""Forms of quantised weights; ``group``: inputs that share a scale, all of a row where it is left out."""
+
+
+def quantised_weight(
+    rows: int,
+    columns: int,
+    bits: Literal[4, 8],
+    group: int = 0,
+    zeros: bool = False,
+    order: bool = False,
+    float8: bool = False,
+    rounds_x: bool = False,
+    minimums: bool = False,
+    device: str = "cpu",
+    seed: int = 0,
+) -> QuantisedWeight:
+    """Random codes, float16 scales and zeros."""
+    random, group = torch.Generator().manual_seed(seed), group or columns
+    groups = -(-columns // group)
+    codes = torch.randint(0, 256, (rows, columns if bits == 8 else -(-columns // 2)), generator=random).byte()
+    if float8:
+        codes = randn(rows, columns, dtype=torch.float8_e4m3fn, seed=seed)
+    scales = (torch.rand(rows, groups, generator=random) * 0.05 + 0.01).half().float().to(device)
+    offsets = torch.randint(0, 2**bits + 1, (rows, groups), generator=random).float().to(device)
+    inputs = torch.randperm(columns, generator=random).to(device)
+    return QuantisedWeight(
+        codes.to(device), scales, columns, group, bits, offsets if zeros else None, inputs if order else None,
+        rounds_x, scales * 3 if minimums else None,
+    )  # fmt: skip

@@ -45,7 +45,7 @@ class QuantisedTable:
     kind: str
     blocks: Tensor
 
-    def rows(self, rows: Tensor) -> Tensor:
+    def rows(self, rows: Tensor | slice) -> Tensor:
         """float32 [len(rows), numbers]."""
         return weight_of_blocks(self.kind, self.blocks[rows]).dequantised()
 
@@ -67,12 +67,12 @@ def _nibbles(b: Tensor) -> Tensor:
 
 def _shifted(b: Tensor, shifts: list[int], mask: int) -> Tensor:
     """[..., bytes] -> [..., shifts, bytes]."""
-    return b.unsqueeze(-2) >> torch.tensor(shifts, dtype=torch.uint8).unsqueeze(-1) & mask
+    return b.unsqueeze(-2) >> torch.tensor(shifts, dtype=torch.uint8, device=b.device).unsqueeze(-1) & mask
 
 
 def _fifth_bits(b: Tensor) -> Tensor:
     """16, or 0, for each of 32 numbers from 4 bytes."""
-    bits = b.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8) & 1
+    bits = b.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=b.device) & 1
     return bits.flatten(-2) << 4
 
 

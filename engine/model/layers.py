@@ -23,6 +23,7 @@ from .mixture_config import MixtureConfig
 from .quantisation import Quantisation
 from .quantised_tensors import quantised_weight
 
+ROWS_AT_ONCE = 8192  # of a table that are dequantised
 Layer = TypeVar("Layer")
 
 
@@ -133,10 +134,15 @@ class LayerLoader:
 
     def vocabulary_table(self, name: str) -> Tensor | QuantisedTable:
         """[vocab_size, hidden_size]. On CPUs it stays in the memory map of the weights file, in the file's
-        dtype."""
+        dtype; on GPUs it is in the model's."""
         scheme = None if self.quantisation is None else self.quantisation.of(name)
         if scheme is not None:
-            return QuantisedTable(scheme.kind, self.checkpoint.stored(f"{name}.weight"))
+            blocks = self.checkpoint.stored(f"{name}.weight")
+            if self.device.type == "cpu":
+                return QuantisedTable(scheme.kind, blocks)
+            parts = torch.split(blocks.to(self.device), ROWS_AT_ONCE)
+            tables = (QuantisedTable(scheme.kind, part) for part in parts)
+            return torch.cat([table.rows(slice(None)).to(self.dtype) for table in tables])
         table = self.checkpoint.tensor(f"{name}.weight")
         return table if self.device.type == "cpu" else table.to(self.device, self.dtype)
 
@@ -167,7 +173,7 @@ class LayerLoader:
 
         def read(of: str) -> Tensor | None:
             full = f"{name}.{of}"
-            return self.checkpoint.stored(full) if self.checkpoint.has(full) else None
+            return self.checkpoint.stored(full).to(self.device) if self.checkpoint.has(full) else None
 
         return quantised_weight(scheme, read)
 

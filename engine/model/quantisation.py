@@ -109,6 +109,16 @@ class Quantisation:
             return None
         return next((scheme for pattern, scheme in self.schemes if _matches(pattern, module)), None)
 
+    @property
+    def float8(self) -> bool:
+        """Some weights are."""
+        return any(scheme.float8 for _, scheme in self.schemes)
+
+    def odd_group(self, unit: int) -> int:
+        """A number of inputs that share a scale and is no multiple of ``unit``; 0: there is none."""
+        groups = (s.block[1] if s.block else s.group_size for _, s in self.schemes)
+        return next((group for group in groups if group % unit), 0)
+
     def expected(self, tensors: Mapping[str, Shape]) -> dict[str, Shape]:
         """``tensors`` of a checkpoint that is not quantised, as they are in this one."""
         return dict(self._expected(tensors))

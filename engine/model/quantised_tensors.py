@@ -74,7 +74,7 @@ def _grouped(
     """``codes`` uint8 [out, in]; ``groups``: of each input, where their order may not be the inputs'."""
     columns, order = codes.shape[1], None
     group = scheme.group_size or columns
-    if groups is not None and not torch.equal(groups.long(), torch.arange(columns) // group):
+    if groups is not None and (groups != torch.arange(columns, device=groups.device) // group).any():
         order = groups.long().argsort(stable=True)
         codes = codes[:, order]
     if zeros is not None and bool((zeros == 2.0 ** (scheme.bits - 1)).all()):

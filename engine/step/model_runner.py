@@ -69,6 +69,7 @@ METADATA = ("positions", "query_start_loc", "seq_lens", "block_tables", "slot_ma
 DEFAULT_BLOCK_SIZE = {"cpu": 16, "cuda": 64}
 NO_LOGPROBS: dict[int, list[TokenLogprobs]] = {}
 LOGPROB_ROWS = 64  # logits of this many prompt tokens are held at a time
+GPU_GROUP = 16  # inputs: groups that share a scale are multiples of it
 LOADING_THREADS = {"cpu": 1, "cuda": 8}
 TORCH_SPLITS = 1 << 20  # elements that torch sums on several threads
 WARM_UP_TOKENS = (64, 512)  # and on a GPU ``max_prefill_tokens``: its kernels come in sizes
@@ -142,6 +143,7 @@ class ModelRunner:
                     engine.exact,
                     engine.quantization,
                     fp8_cache=engine.kv_dtype == "fp8",
+                    fp8_weights=self.config.quantisation is not None and self.config.quantisation.float8,
                     packed=packed,
                     shape=AttentionShape(
                         self.config.num_heads,
@@ -482,17 +484,19 @@ def wish_of(engine: EngineConfig, layout: KVCacheLayout, model_len: int, device:
 
 def _check_quantisation(config: ModelConfig, quantization: Quantization, device: torch.device) -> None:
     """Raises ModelConfigError."""
-    if config.mixture is not None and quantization != "none" and device.type != "cpu":
+    quantised = config.quantisation is not None or quantization != "none"
+    if config.mixture is not None and quantised and device.type != "cpu":
         raise ModelConfigError(
-            f"experts are quantised at load on CPUs only, and the device is {device}: leave quantization "
-            "at none"
+            f"quantised experts have kernels on CPUs only, and the device is {device}: leave quantization at "
+            "none and take the bf16 version, or use --device cpu"
         )
     if config.quantisation is not None and quantization != "none":
         raise ModelConfigError("the checkpoint is quantised already: leave quantization at none")
-    if config.quantisation is not None and device.type != "cpu":
+    group = config.quantisation.odd_group(GPU_GROUP) if config.quantisation is not None else 0
+    if group and device.type != "cpu":
         raise ModelConfigError(
-            f"checkpoints of quantised weights have kernels on CPUs only, and the device is {device}: take "
-            "the bf16 version, or use --device cpu"
+            f"weights of which {group} share a scale have kernels on CPUs only (on {device}: multiples of "
+            f"{GPU_GROUP}): take another version of the checkpoint, or use --device cpu"
         )
 
 
@@ -506,7 +510,7 @@ def _load_model(config: ModelConfig, load: LayerLoader, max_model_len: int, fp8_
         raise OutOfMemoryError(
             f"the model's weights do not fit on {load.device}, where {free / 2**30:.2f} GiB were free "
             f"({error}); end what else uses that memory, lower --gpu-memory-utilization of the workers that "
-            "share the GPU, use --quantization fp8 (on CPUs int8 or int4), or serve a smaller model"
+            "share the GPU, use --quantization fp8, int8 or int4, or serve a smaller model"
         ) from error
 
 

@@ -77,6 +77,16 @@ def product(
     return acc
 
 
+@triton.jit
+def tile_at(place, tiles_m, tiles_n, GROUPED: tl.constexpr):
+    """Rows and columns, in tiles, of the program at this place: ``GROUPED`` that follow each other share
+    columns."""
+    first_m = place // (GROUPED * tiles_n) * GROUPED
+    in_group = tl.minimum(tiles_m - first_m, GROUPED)
+    within = place % (GROUPED * tiles_n)
+    return first_m + within % in_group, within // in_group
+
+
 @triton.jit(do_not_specialize=["m"])
 def _product_kernel(
     x, weight, bias, y, m, stride_x, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
@@ -84,13 +94,9 @@ def _product_kernel(
     GROUPED: tl.constexpr, STAGES: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """One program a tile; programs that follow each other share weights."""
-    tiles_m = tl.cdiv(m, ROWS)
-    tiles_n = tl.cdiv(N, COLUMNS)
-    first_m = tl.program_id(0) // (GROUPED * tiles_n) * GROUPED
-    in_group = tl.minimum(tiles_m - first_m, GROUPED)
-    within = tl.program_id(0) % (GROUPED * tiles_n)
-    rows = (first_m + within % in_group) * ROWS + tl.arange(0, ROWS)
-    columns = (within // in_group) * COLUMNS + tl.arange(0, COLUMNS)
+    tile_m, tile_n = tile_at(tl.program_id(0), tl.cdiv(m, ROWS), tl.cdiv(N, COLUMNS), GROUPED)
+    rows = tile_m * ROWS + tl.arange(0, ROWS)
+    columns = tile_n * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, BLOCK_K)
     a = (
         x + (rows % m).to(tl.int64)[:, None] * stride_x + k[None, :]

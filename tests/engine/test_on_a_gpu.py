@@ -3,134 +3,39 @@ the device between steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.batches import AfterLast, HandSequence, make_batch
-from support.families import VOCAB_SIZE
+from support.batches import HandSequence, make_batch
+from support.gpu_runs import (
+    BLOCK_SIZE,
+    EDITED,
+    NUM_BLOCKS,
+    PLAIN,
+    WAYS_TO_SAMPLE,
+    generate,
+    load,
+    on_played_gpu,
+)
 from support.models import make_checkpoint
-from support.played_gpu import OnGpu, PlayedGpu, played_gpu
-from triton import next_power_of_2
+from support.played_gpu import OnGpu
 
 from splitserve.bench.kernels import triton_interpreter
 from splitserve.engine.cache.device_blocks import DeviceBlocks
-from splitserve.engine.load_model import load_model
-from splitserve.engine.settings import WorkerSettings
-from splitserve.engine.step import model_runner, prefill_graphs, warm_up
-from splitserve.engine.step.batch import StepOutput
+from splitserve.engine.step import model_runner
 from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
-from splitserve.engine.worker_model import WorkerModel
-from splitserve.kernels.cuda import CudaKernels
-from splitserve.kernels.gpu import decode_plan, prefill_attention
-from splitserve.kernels.gpu.attention_tiles import TileShape
+from splitserve.kernels.quantised import Scheme
 from splitserve.kernels.reference import TorchKernels
 from splitserve.transport.live_environment import LiveDevice
-from splitserve.transport.messages.messages import SamplingParams
 from splitserve.transport.movers.checksum import checksums
 from splitserve.transport.movers.opening import gpu_of
 
 triton_interpreter.install()
 pytestmark = [pytest.mark.filterwarnings("ignore:overflow encountered in exp")]
-
-BLOCK_SIZE, NUM_BLOCKS = 8, 24
-PLAIN = SamplingParams(max_tokens=9, temperature=0.8, seed=3)
-WAYS_TO_SAMPLE = (
-    PLAIN,
-    SamplingParams(max_tokens=9, temperature=0.0),
-    SamplingParams(max_tokens=9, temperature=0.0, frequency_penalty=0.4),
-    SamplingParams(max_tokens=9, top_p=0.9, seed=1),
-    SamplingParams(max_tokens=9, top_k=3, min_p=0.1, logit_bias={3: 1.0}, logprobs=2, seed=1),
-)
-EDITED = SamplingParams(
-    max_tokens=9, temperature=1.2, seed=4, min_p=0.01, repetition_penalty=1.3, frequency_penalty=0.4,
-    min_tokens=2, logprobs=2,
-)  # fmt: skip
-
-
-@contextmanager
-def on_played_gpu(monkeypatch: pytest.MonkeyPatch, exact: bool = False) -> Iterator[PlayedGpu]:
-    kernels = CudaKernels(num_sms=1, exact=exact, prefill_shape=TileShape(16, 32, 4, 3))
-    with played_gpu(monkeypatch) as gpu:
-        monkeypatch.setattr(model_runner, "select_kernels", lambda *_, **__: kernels)
-        monkeypatch.setattr(model_runner, "WARM_UP_TOKENS", (2, 3))
-        monkeypatch.setattr(warm_up, "MANY_SEQS", 3)
-        monkeypatch.setattr(warm_up, "LARGE_SEQS", 5)
-        for plans in (decode_plan, prefill_attention):
-            monkeypatch.setattr(
-                plans, "padded_seqs", lambda seqs: 2 if seqs < 3 else max(4, next_power_of_2(seqs))
-            )
-        monkeypatch.setattr(prefill_graphs, "TOKEN_BUCKETS", (8,))
-        monkeypatch.setattr(prefill_graphs, "seconds", lambda *_: 1.0)
-        monkeypatch.setattr(prefill_graphs, "FASTER", 2)
-        monkeypatch.setattr(model_runner, "CudaRecorder", lambda: gpu.record)
-        yield gpu
-
-
-def load(
-    folder: Path, dtype: str = "float32", kv_dtype: Literal["auto", "fp8"] = "auto", exact: bool = False
-) -> WorkerModel:
-    settings = WorkerSettings(
-        model=folder,
-        insecure=True,
-        device="cuda",
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        exact=exact,
-        num_blocks=NUM_BLOCKS,
-        block_size=BLOCK_SIZE,
-        max_model_len=40,
-    )
-    return load_model(settings, max_decode_seqs=2, prefill_tokens=lambda _: 5, max_step_seqs=9)
-
-
-def generate(runner: ModelRunner, gpu: PlayedGpu | None = None) -> tuple[list[StepOutput], AfterLast]:
-    """Two prompts, one of them in two chunks; then steps of both, and of one, which follows a grammar. On a
-    GPU each of these is launched before the tokens of the one before are read."""
-    random, matcher = np.random.default_rng(4), AfterLast(VOCAB_SIZE)
-    long = HandSequence(random.integers(0, VOCAB_SIZE, 10).tolist(), [9, 3], EDITED)
-    short = HandSequence(random.integers(0, VOCAB_SIZE, 4).tolist(), [1], PLAIN, matcher=matcher)
-    reported: list[StepOutput] = []
-    pending: list[tuple[list[tuple[HandSequence, int]], Callable[[], StepOutput]]] = []
-
-    def collect() -> None:
-        sampled, wait = pending.pop(0)
-        reported.append(wait())
-        tokens = [token for token in reported[-1].token_ids.tolist() if token >= 0]
-        for (sequence, at), token in zip(sampled, tokens, strict=True):
-            sequence.output[at] = token
-
-    steps = [
-        ([long], [7], None),
-        ([long, short], [3, 4], None),
-        *([([long, short], [1, 1], [0, 1])] * 3),
-        ([short], [1], [1]),
-    ]
-    for sequences, counts, rows in steps:
-        while pending and (gpu is None or rows is None or len(pending) > 1):
-            collect()
-        batch = make_batch(list(zip(sequences, counts, strict=True)), BLOCK_SIZE)
-        if gpu is not None and rows is not None:
-            batch = replace(
-                batch, token_ids=np.zeros_like(batch.token_ids), fed_from=np.array(rows, np.int32)
-            )
-        with nullcontext() if gpu is None else gpu.launch():
-            wait = runner.launch(batch, (lambda _: None) if rows is None else None)
-        sampled = []
-        for sequence, count in zip(sequences, counts, strict=True):
-            sequence.num_computed += count
-            if sequence.num_computed == len(sequence.token_ids):
-                sampled.append((sequence, len(sequence.output)))
-                sequence.output.append(-1)  # nobody knows it yet
-        pending.append((sampled, wait))
-    while pending:
-        collect()
-    return reported, matcher
 
 
 def test_a_worker_starts_and_steps_without_a_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,16 +122,21 @@ def test_a_step_with_prompts_sends_one_copy_and_one_for_new_rows(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kv_dtype", "exact"),
-    [("float32", "auto", False), ("float16", "auto", True), ("bfloat16", "fp8", False)],
+    ("dtype", "kv_dtype", "exact", "scheme"),
+    [("float32", "auto", False, "int8"), ("float16", "auto", True, None), ("bfloat16", "fp8", False, None)],
 )
 def test_nothing_is_compiled_once_a_worker_is_ready(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, kv_dtype: Any, exact: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+    kv_dtype: Any,
+    exact: bool,
+    scheme: Scheme | None,
 ) -> None:
     """Steps of each kind, each way to sample, and what movers call."""
     make_checkpoint(tmp_path, "qwen3", num_hidden_layers=1)
     steps = ((1,), (3,), (1, 1), (1, 4), (1, 1, 2), (1,) * 6 + (2,), (1,) * 8 + (2,))
-    with on_played_gpu(monkeypatch, exact) as gpu:
+    with on_played_gpu(monkeypatch, exact, scheme) as gpu:
         monkeypatch.setattr(model_runner, "numerics", lambda *_: "played")
         model = load(tmp_path, dtype, kv_dtype, exact)
         gpu.ready = True

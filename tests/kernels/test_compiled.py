@@ -25,6 +25,16 @@ LEFT_TO_GPU_CHECK = {
     "embedding float16",
     "quantize rows float16",
     "exact linear 512 rows float16",
+    *(name for name in OTHERS if name.startswith("quantised")),
+} - {
+    *(
+        f"quantised {form}, {rows} rows"
+        for form in ("int4", "float8 in blocks", "W8A8")
+        for rows in (1, 4096)
+    ),
+    "quantised int8, 64 rows",
+    "quantised GPTQ of 4 bits, 4096 rows",
+    "quantised Q4_K, 1 rows",
 }
 TESTED = [
     *USUAL,

@@ -109,7 +109,7 @@ def test_weights_are_quantised_slice_by_slice(per_channel: bool, monkeypatch: py
 
 def test_the_head_is_never_quantised() -> None:
     weight = randn(48, 64, dtype=torch.bfloat16)
-    kernels = CudaKernels(num_sms=1, fp8_linears=True)
+    kernels = CudaKernels(num_sms=1, scheme="fp8")
     assert isinstance(kernels.linear([weight, weight], None), Fp8Linear)
     assert isinstance(kernels.head(weight), TorchLinear)
     assert isinstance(CudaKernels(num_sms=1, exact=True).head(weight), ExactLinear)
