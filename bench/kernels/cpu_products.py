@@ -2,20 +2,21 @@
 
     python -m splitserve.bench.kernels.cpu_products [--models 125m,500m] [--attention | --mixtures] [--json F]
 
-All linear layers of a model in bfloat16, by number of rows, and its attention; or layers of experts, whose
-bytes are those of the experts that the rows choose. The floor is the machine's:
+All linear layers of a model in bfloat16, by number of rows, and its attention; or layers of experts in
+several forms, whose bytes are those of the experts that the rows choose. The floor is the machine's:
 reading weights (or keys and values) once at the rate of a plain sum over huge pages, or the multiply-adds at
-the rate of torch's large square product, whichever takes longer. The kernels take turns; times are this
-thread's processor time, the best of ROUNDS.
+the rate of torch's large square product, whichever takes longer. The kernels and that sum take turns; times
+are this thread's processor time, the best of ROUNDS.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -24,14 +25,15 @@ import torch
 from ...engine.model.config import ModelConfig, parse_config
 from ...kernels import _cpu
 from ...kernels.huge_pages import huge_page_bytes
-from ...kernels.interface import AttentionInputs, Linear
+from ...kernels.interface import AttentionInputs, ExpertWeights, Linear
 from ...kernels.mixture_shape import MixtureShape
 from ...kernels.native_cpu import NativeCpuKernels, OneDnnLinear
+from ...kernels.quantised import QuantisedWeight
 from ...kernels.reference import routes
 from ...kernels.select import cpu_multiplies_bfloat16
 from ..environment import environment
 from ..models import SHAPES
-from .engine import multiply_rate, read_rate
+from .engine import multiply_rate, read_block
 from .kernel_inputs import mixture_weights
 
 ROWS = (1, 4, 8, 16, 32, 128, 512)
@@ -39,9 +41,9 @@ ROUNDS = 4
 DECODED = ((batch, context, 1) for batch in (1, 8, 32) for context in (128, 1024, 4096))
 ATTENTION = (*DECODED, (1, 512, 512), (1, 2048, 2048))  # sequences, context, queries of each
 BLOCK_SIZE = 16
-ONEDNN = "onednn"
+ONEDNN, READ = "onednn", "read"
 MIXTURE = MixtureShape(16, 4, 2048, 1536, normalized=True, activation="silu")
-MIXTURE_LAYERS, MIXTURE_STEPS = 4, 6
+MIXTURE_STEPS, MIXTURE_BYTES = 6, 1 << 30  # of all layers, in each form
 LLAMA = {"architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
 
 
@@ -103,20 +105,60 @@ def attention(model: str, c: ModelConfig, names: list[str]) -> Iterator[Case]:
         yield Case(what, num_bytes, flops, {name: run for name in names if name != ONEDNN})
 
 
+def int4(n: int, k: int) -> QuantisedWeight:
+    scales = torch.rand(n, k // 32).add_(0.5).mul_(k**-0.5 / 4).half().float()
+    return QuantisedWeight(torch.randint(0, 256, (n, k // 2), dtype=torch.uint8), scales, k, 32, 4)
+
+
+def mxfp4(n: int, k: int) -> QuantisedWeight:
+    return replace(int4(n, k), scales=torch.full((n, k // 32), 2.0**-7), float4=True)
+
+
+def int8(n: int, k: int) -> QuantisedWeight:
+    codes = torch.randint(0, 256, (n, k), dtype=torch.uint8)
+    return QuantisedWeight(codes, torch.full((n, 1), k**-0.5 / 64), k, k, 8)
+
+
+def float8(n: int, k: int) -> QuantisedWeight:
+    """In blocks of 128 x 128."""
+    codes = torch.randn(n, k).mul_(100).clamp_(-448, 448).to(torch.float8_e4m3fn)
+    return QuantisedWeight(codes, torch.full((n, k // 128), k**-0.5 * 1.001), k, 128, 8)
+
+
+FORMS: dict[str, tuple[float, Callable[[int, int], QuantisedWeight] | None]] = {
+    "bfloat16": (2.0, None),
+    "int8": (1.0, int8),
+    "float8": (1 + 4 / 128, float8),
+    "int4": (0.5 + 2 / 32, int4),
+    "mxfp4": (0.5 + 1 / 32, mxfp4),
+}
+"""Bytes of a weight, and its maker."""
+
+
 def mixtures(names: list[str]) -> Iterator[Case]:
     """Each run takes other rows, which choose other experts: no weights stay in the caches."""
     panel = _cpu.use_instruction_set(names[0])
     alike = [name for name in names if name != ONEDNN and _cpu.use_instruction_set(name) == panel]
+    for form in FORMS:
+        yield from experts_in(form, alike if form == "bfloat16" else alike[:1])
+
+
+def experts_in(form: str, names: list[str]) -> Iterator[Case]:
     kernels, s = NativeCpuKernels(1, names[0]), MIXTURE
-    weights = [mixture_weights(s, torch.bfloat16) for _ in range(MIXTURE_LAYERS)]
-    layers = [kernels.mixture(layer) for layer in weights]
-    expert = 3 * s.hidden_size * s.intermediate_size
+    (item, write), expert = FORMS[form], 3 * s.hidden_size * s.intermediate_size
+    count = math.ceil(MIXTURE_BYTES / (s.num_experts * expert * item))
+    whole = mixture_weights(s, torch.bfloat16)
+    if write is not None:
+        one = ExpertWeights(
+            write(2 * s.intermediate_size, s.hidden_size), write(s.hidden_size, s.intermediate_size)
+        )
+        whole = replace(whole, expert=lambda i: one)
+    routers = [torch.randn_like(whole.router) for _ in range(count)]
+    layers = [kernels.mixture(replace(whole, router=router)) for router in routers]
     for rows in (1, 4, 32):
         x = torch.randn(MIXTURE_STEPS, rows, s.hidden_size).bfloat16()
         hit = sum(
-            len(set(routes(step @ layer.router.T, s)[0].flatten().tolist()))
-            for step in x
-            for layer in weights
+            len(set(routes(step @ router.T, s)[0].flatten().tolist())) for step in x for router in routers
         )
 
         def run(x: torch.Tensor = x) -> None:
@@ -124,19 +166,24 @@ def mixtures(names: list[str]) -> Iterator[Case]:
                 for layer in layers:
                     layer(step)
 
-        what = f"{s.num_chosen} of {s.num_experts} experts of {2 * expert / 1e6:.0f} MB, {rows} rows"
-        flops = 2.0 * MIXTURE_STEPS * rows * MIXTURE_LAYERS * s.num_chosen * expert
-        yield Case(what, 2 * hit * expert, flops, dict.fromkeys(alike, run))
+        what = (
+            f"{form}: {s.num_chosen} of {s.num_experts} experts of {item * expert / 1e6:.0f} MB, {rows} rows"
+        )
+        flops = 2.0 * MIXTURE_STEPS * rows * count * s.num_chosen * expert
+        yield Case(what, int(item * hit * expert), flops, dict.fromkeys(names, run))
 
 
-def measure(case: Case, rate: float, peak: float) -> Iterator[dict[str, str | float]]:
-    best = dict.fromkeys(case.runs, float("inf"))
-    for name, run in list(case.runs.items()) * ROUNDS:
-        if name != ONEDNN:
+def measure(case: Case, block: torch.Tensor, peak: float) -> Iterator[dict[str, str | float]]:
+    """``block``: read between two runs of kernels."""
+    best = dict.fromkeys([*case.runs, READ], float("inf"))
+    turns: list[tuple[str, Callable[[], object]]] = [*case.runs.items(), (READ, block.sum)]
+    for name, run in turns * ROUNDS:
+        if name not in (ONEDNN, READ):
             _cpu.use_instruction_set(name)
         start = time.thread_time()
         run()
         best[name] = min(best[name], time.thread_time() - start)
+    rate = block.nbytes / best.pop(READ)
     for name, seconds in best.items():
         share = max(case.num_bytes / rate, case.flops / peak) / seconds
         gflops, gbytes = case.flops / seconds / 1e9, case.num_bytes / seconds / 1e9
@@ -145,7 +192,10 @@ def measure(case: Case, rate: float, peak: float) -> Iterator[dict[str, str | fl
             f"{share:5.0%} of the floor",
             flush=True,
         )
-        yield {"what": case.what, "kernel": name, "ms": seconds * 1e3, "share_of_floor": share}
+        yield {
+            "what": case.what, "kernel": name, "ms": seconds * 1e3, "share_of_floor": share,
+            "read_bytes_per_s": rate,
+        }  # fmt: skip
 
 
 def main() -> None:
@@ -161,17 +211,17 @@ def main() -> None:
     names = [name for name in _cpu.instruction_sets() if name != "generic"]
     names += [ONEDNN] * cpu_multiplies_bfloat16()
     with torch.inference_mode():
-        rate, peak = read_rate(), multiply_rate(torch.bfloat16)
-        print(f"reads {rate / 1e9:.1f} GB/s, multiplies {peak / 1e9:.0f} GFLOP/s, one thread")
+        block, peak = read_block(), multiply_rate(torch.bfloat16)
+        print(f"multiplies {peak / 1e9:.0f} GFLOP/s, one thread")
         rows = []
         if options.mixtures:
-            rows += [row for case in mixtures(names) for row in measure(case, rate, peak)]
+            rows += [row for case in mixtures(names) for row in measure(case, block, peak)]
         for model in () if options.mixtures else options.models.split(","):
             c = parse_config({**LLAMA, **SHAPES[model]}, {})
             for cases in (attention,) if options.attention else (products, attention):
-                rows += [row for case in cases(model, c, names) for row in measure(case, rate, peak)]
+                rows += [row for case in cases(model, c, names) for row in measure(case, block, peak)]
     if options.json:
-        record = {"environment": environment(), "read_bytes_per_s": rate, "flops_per_s": peak, "rows": rows}
+        record = {"environment": environment(), "flops_per_s": peak, "rows": rows}
         options.json.write_text(json.dumps(record, indent=1) + "\n")
 
 

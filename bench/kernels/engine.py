@@ -72,8 +72,13 @@ def best_seconds(run: Callable[[], object], repeats: int) -> float:
 
 def read_rate() -> float:
     """Bytes a second that one core reads from memory on huge pages."""
-    block = huge_page_bytes(512 << 20).view(torch.float32).fill_(1)
+    block = read_block()
     return block.nbytes / best_seconds(block.sum, 5)
+
+
+def read_block() -> torch.Tensor:
+    """float32, larger than all caches, on huge pages."""
+    return huge_page_bytes(512 << 20).view(torch.float32).fill_(1)
 
 
 def multiply_rate(dtype: torch.dtype) -> float:

@@ -352,28 +352,70 @@ static void unpack_nibbles(const QuantisedPart& part, const uint8_t* panel, int6
       }
 }
 
+// A block's scales for widen_codes.
+static inline void float8_scales(const QuantisedPart& part, const uint8_t* panel, vf* scale) {
+  const vf power = splat(VECTOR_BYTES >= 32 ? 256.0f : 1.329227995784916e36f);  // 2^8, 2^120: from e4m3's bias to float16's, float32's
+  for (int j = 0; j < kPanelVectors; ++j)
+    scale[j] = part.scale_bytes ? load_scales(panel + code_bytes(part) + j * W * part.scale_bytes, part.scale_bytes) * power : power;
+}
+// PANEL float8 codes as float32. By way of float16, where hardware widens subnormal numbers as fast as others.
+static inline void widen_codes(const uint8_t* codes, const vf* scale, vf* out) {
+  __builtin_prefetch(codes + AHEAD_L2, 0, 2);
+  __builtin_prefetch(codes + AHEAD_L1, 0, 3);
+#if VECTOR_BYTES == 64
+  const __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)));
+  const __m512i halves = _mm512_and_si512(_mm512_slli_epi16(wide, 7), _mm512_set1_epi16(int16_t(0xbfff)));
+  out[0] = (vf)_mm512_cvtph_ps(_mm512_castsi512_si256(halves)) * scale[0];
+  out[1] = (vf)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1)) * scale[1];
+#elif VECTOR_BYTES == 32
+  const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+  const __m256i halves = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(int16_t(0xbfff)));
+  out[0] = (vf)_mm256_cvtph_ps(_mm256_castsi256_si128(halves)) * scale[0];
+  out[1] = (vf)_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)) * scale[1];
+#else
+  for (int j = 0; j < kPanelVectors; ++j) {
+    const vu bits = __builtin_convertvector(*reinterpret_cast<const vb_any*>(codes + j * W), vu);
+    out[j] = (vf)((bits & 0x7f) << 20 | (bits & 0x80) << 24) * scale[j];
+  }
+#endif
+}
+
 // A block of float8 codes as float32 [block][PANEL].
 static void widen_float8(const QuantisedPart& part, const uint8_t* panel, float* piece) {
-  const uint8_t* scales = panel + code_bytes(part);
-  vf scale[kPanelVectors];
-  for (int j = 0; j < kPanelVectors; ++j) {
-    const vf power = splat(1.329227995784916e36f);  // 2^120: e4m3's exponent in float32's place
-    scale[j] = part.scale_bytes ? load_scales(scales + j * W * part.scale_bytes, part.scale_bytes) * power : power;
+  vf scale[kPanelVectors], wide[kPanelVectors];
+  float8_scales(part, panel, scale);
+  for (int64_t i = 0; i < part.block; ++i) {
+    widen_codes(panel + i * PANEL, scale, wide);
+    for (int j = 0; j < kPanelVectors; ++j) store(piece + i * PANEL + j * W, wide[j]);
   }
-  for (int64_t i = 0; i < part.block; ++i)
+}
+// c[MR][PANEL] += a block of float8 codes for one tile of rows [block][MR], with the bits of multiply_tile of the widened block.
+template <int MR>
+static void multiply_float8(const QuantisedPart& part, const uint8_t* panel, const float* x, bool add, float* c) {
+  vf scale[kPanelVectors], wide[kPanelVectors], acc[MR][kPanelVectors];
+  float8_scales(part, panel, scale);
+#pragma GCC unroll 16
+  for (int i = 0; i < MR; ++i)
 #pragma GCC unroll 2
-    for (int j = 0; j < kPanelVectors; ++j) {
-      const uint8_t* at = panel + i * PANEL + j * W;
-      if (j == 0) __builtin_prefetch(at + AHEAD_L2, 0, 2), __builtin_prefetch(at + AHEAD_L1, 0, 3);
-#if VECTOR_BYTES == 64
-      const vu bits = (vu)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
-#elif VECTOR_BYTES == 32
-      const vu bits = (vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));
-#else
-      const vu bits = __builtin_convertvector(*reinterpret_cast<const vb_any*>(at), vu);
-#endif
-      store(piece + i * PANEL + j * W, (vf)((bits & 0x7f) << 20 | (bits & 0x80) << 24) * scale[j]);
-    }
+    for (int j = 0; j < kPanelVectors; ++j) acc[i][j] = add ? load(c + i * PANEL + j * W) : vf{};
+  for (int64_t k = 0; k < part.block; ++k, panel += PANEL, x += MR) {
+    widen_codes(panel, scale, wide);
+#pragma GCC unroll 16
+    for (int i = 0; i < MR; ++i)
+#pragma GCC unroll 2
+      for (int j = 0; j < kPanelVectors; ++j) acc[i][j] = multiply_add(acc[i][j], x[i], wide[j]);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < MR; ++i)
+#pragma GCC unroll 2
+    for (int j = 0; j < kPanelVectors; ++j) store(c + i * PANEL + j * W, acc[i][j]);
+}
+static void multiply_float8_rows(int64_t rows, const QuantisedPart& part, const uint8_t* panel, const float* x, bool add, float* c) {
+  switch (rows) {
+#define ROWS(R) case R: return multiply_float8<R>(part, panel, x, add, c);
+    ALL_ROWS
+#undef ROWS
+  }
 }
 
 template <class T>
@@ -406,6 +448,10 @@ static void quantised_part(const LinearArgs& g, const QuantisedPart& part, int64
       const uint8_t* panel = static_cast<const uint8_t*>(part.packed) + p * blocks * block_bytes(part);
       const uint8_t* supers = part.supers + p * blocks_of(blocks, int64_t(1) << part.super_shift) * super_bytes(part);
       for (int64_t b = 0; b < blocks; b += at_once, panel += at_once * block_bytes(part)) {
+        if (!whole && tiles.count == 1) {
+          multiply_float8_rows(tiles.m, part, panel, x + b * part.block * tiles.m, b > 0, c);
+          continue;
+        }
         if (!whole) widen_float8(part, panel, piece);
         if (unpacks) (part.kind == kInt4 ? unpack_nibbles<kInt4> : unpack_nibbles<kFloat4>)(part, panel, smaller(at_once, blocks - b), unpacked);
         for (int64_t t = 0; t < tiles.count; ++t) {
