@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import shutil
 import subprocess
 import threading
@@ -15,12 +16,16 @@ import pytest
 import uvloop
 from openai import AsyncOpenAI
 from support.http_fakes import ADMIN_KEY, ANSWER, OPERATOR, FakeDispatcher, write_tiny_model
+from support.small_disk import SmallDisk, small_disk
+from support.tool_answers import Answering
 
 from splitserve.coordinator.batch.runner import BatchOptions
+from splitserve.coordinator.chat_output.style import ChatStyle
 from splitserve.coordinator.http.access.operators import Operators
 from splitserve.coordinator.http.limits import HttpLimits
 from splitserve.coordinator.lifecycle.request import Request
 from splitserve.coordinator.server import HttpApp, HttpServer
+from splitserve.coordinator.text.chat_template import ChatTemplate
 from splitserve.coordinator.text.served_model import ServedModel
 
 
@@ -152,3 +157,38 @@ async def _listens(socket: Path) -> bool:
     writer.close()
     await writer.wait_closed()
     return True
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    with small_disk(tmp_path / "disk") as disk:
+        yield disk
+
+
+@pytest.fixture
+async def answering(model: ServedModel, limits: HttpLimits) -> AsyncIterator[Answering]:
+    """A client of a model that gives this answer, and the dispatcher that gave it."""
+    servers: list[HttpServer] = []
+    clients: list[AsyncOpenAI] = []
+
+    async def start(
+        answer: str, style: ChatStyle | None = None, template: str | None = None, of: ServedModel = model
+    ) -> tuple[AsyncOpenAI, FakeDispatcher]:
+        ids = of.tokenizer.fast.encode(answer, add_special_tokens=False).ids
+        dispatcher = FakeDispatcher(lambda request: ids)
+        served = dataclasses.replace(of, chat_style=style or ChatStyle())
+        if template is not None:
+            served = dataclasses.replace(served, chat_template=ChatTemplate(template))
+        server = HttpServer(HttpApp(dispatcher, served, limits, dispatcher.system))
+        await server.start()
+        servers.append(server)
+        plain = httpx.AsyncClient(verify=False, timeout=60)  # reading certificates takes longer than a test
+        url = f"http://127.0.0.1:{server.port}/v1"
+        clients.append(AsyncOpenAI(base_url=url, api_key="none", max_retries=0, http_client=plain))
+        return clients[-1], dispatcher
+
+    yield start
+    for client in clients:
+        await client.close()
+    for server in servers:
+        await server.stop(grace_s=0)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner.test_flips_simulated import AtRandom
-from planner.test_simulator import DECODE_S, cluster, colocated, profile, run
 from planner.test_simulator_jumps import BESIDE, clusters, loads, outcome
+from support.simulated import DECODE_S, cluster, colocated, profile, run
 
 from splitserve.engine.latency_profile import Contention, StepRole
 from splitserve.planner.simulator.cluster import Cluster

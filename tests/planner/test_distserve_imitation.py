@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from planner.test_simulator import DECODE_S, PREFILL_S, TOKEN_S, profile
+from support.simulated import DECODE_S, PREFILL_S, TOKEN_S, profile
 
 from splitserve.bench.peers.distserve_machine import CONTEXT_TOKEN_S, PROMPT_STEP_S, STEP_S, DistServeCluster
 from splitserve.bench.studies.validate_distserve import two_to_one

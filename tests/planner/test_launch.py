@@ -9,8 +9,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
-from planner.test_plan import question
-from planner.test_simulator import profile
+from support.planned_loads import question
+from support.simulated import profile
 
 from splitserve.cli.config import Sources, Value, load
 from splitserve.cli.up import plan as up

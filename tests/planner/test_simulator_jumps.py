@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner.test_flips_simulated import AtRandom
-from planner.test_simulator import assert_no_block_is_lost, cluster, colocated, profile, trace
+from planner.test_simulator import assert_no_block_is_lost
+from support.simulated import cluster, colocated, profile, trace
 
 from splitserve.engine.latency_profile import Contention, HandoffModel, Memory
 from splitserve.planner.simulator.cluster import Cluster, Failure, Pool

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planner.test_simulator import cluster, profile, trace, write_trace
+from planner.test_simulate_command import write_trace
 from pydantic import ValidationError
+from support.simulated import cluster, profile, trace
 
 from splitserve.planner.errors import SimulationError
 from splitserve.planner.settings import SimulateSettings

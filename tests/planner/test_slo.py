@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from planner.test_simulator import profile
+from support.simulated import profile
 
 from splitserve.planner.errors import SimulationError
 from splitserve.planner.search.candidates import Candidate, Hardware, Kind

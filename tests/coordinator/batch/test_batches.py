@@ -5,33 +5,26 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import sqlite3
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import httpx
-import msgspec
 import pytest
-from openai import AsyncOpenAI, BadRequestError, NotFoundError
-from starlette.datastructures import UploadFile
+from openai import AsyncOpenAI, BadRequestError
+from support.batch_server import CHAT, serving
 from support.http_fakes import ANSWER, FakeDispatcher
 
-from splitserve.coordinator.batch import routes
 from splitserve.coordinator.batch.asking import Asking
-from splitserve.coordinator.batch.lines import Line, read_lines
+from splitserve.coordinator.batch.lines import read_lines
 from splitserve.coordinator.batch.runner import BatchOptions, BatchRunner
 from splitserve.coordinator.batch.store import BatchStore
-from splitserve.coordinator.http.limits import HttpLimits
 from splitserve.coordinator.lifecycle.request import Ended
-from splitserve.coordinator.server import HttpApp, HttpServer
+from splitserve.coordinator.server import HttpApp
 from splitserve.coordinator.tenants.tenancy import Everyone
 from splitserve.coordinator.text.served_model import ServedModel
 
-CHAT = "/v1/chat/completions"
 OVER = ("completed", "failed", "cancelled", "expired")
 STEP_S = 0.002
 """Between two tokens, where a batch is looked at before it is over: an answer takes longer than two looks."""
@@ -49,29 +42,6 @@ def line(number: int, **body: Any) -> dict[str, Any]:
 
 def jsonl(*lines: dict[str, Any]) -> bytes:
     return b"".join(json.dumps(each).encode() + b"\n" for each in lines)
-
-
-@asynccontextmanager
-async def serving(dispatcher: FakeDispatcher, model: ServedModel, path: Path) -> AsyncIterator[AsyncOpenAI]:
-    app = HttpApp(
-        dispatcher, model, HttpLimits(), dispatcher.system, batches=BatchOptions(path, max_running=4)
-    )
-    server = HttpServer(app)
-    await server.start()
-    plain = httpx.AsyncClient(verify=False, timeout=60)  # reading certificates takes longer than a test
-    url = f"http://127.0.0.1:{server.port}/v1"
-    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, http_client=plain) as client:
-        yield client
-    await server.stop(grace_s=0)
-    assert not dispatcher.running
-
-
-@pytest.fixture
-async def client(
-    dispatcher: FakeDispatcher, model: ServedModel, tmp_path: Path
-) -> AsyncIterator[AsyncOpenAI]:
-    async with serving(dispatcher, model, tmp_path / "batches.db") as client:
-        yield client
 
 
 async def submit(client: AsyncOpenAI, content: bytes, endpoint: Any = CHAT) -> Any:
@@ -245,24 +215,6 @@ async def test_a_cancelled_batch_gives_what_there_is(client: AsyncOpenAI, dispat
         await client.batches.cancel(failed.id)
 
 
-async def test_files_come_and_go(client: AsyncOpenAI) -> None:
-    file = await client.files.create(file=("in.jsonl", b"abc"), purpose="batch")
-    assert (file.bytes, file.filename, file.purpose) == (3, "in.jsonl", "batch")
-    assert (await client.files.retrieve(file.id)).id == file.id
-    assert (await client.files.delete(file.id)).deleted
-    for call in (client.files.retrieve, client.files.content, client.batches.retrieve):
-        with pytest.raises(NotFoundError):
-            await call(file.id)
-    with pytest.raises(BadRequestError, match="purpose"):
-        await client.files.create(file=("in.jsonl", b"abc"), purpose="fine-tune")
-    with pytest.raises(NotFoundError, match="no file"):
-        await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
-    with pytest.raises(BadRequestError, match="endpoint"):
-        await client.batches.create(input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h")
-    ids = [(await client.files.create(file=("in.jsonl", b"x"), purpose="batch")).id for _ in range(5)]
-    assert [file.id async for file in client.files.list(limit=2, order="asc")] == ids
-
-
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
@@ -320,108 +272,3 @@ async def test_it_stops_whatever_has_just_changed(
         for _ in range(turns):
             await asyncio.sleep(0)
         await runner.stop()
-
-
-def test_what_is_old_is_deleted_unless_it_is_in_use(tmp_path: Path) -> None:
-    store = BatchStore(tmp_path / "batches.db")
-    batches = {}
-    for now, status in ((100.0, "completed"), (100.0, "in_progress"), (900.0, "completed")):
-        file = store.add_file("t", "in", "batch", b"x", now)
-        batch = store.add_batch("t", 0, {"input_file_id": file.id}, now)
-        store.add_lines(batch.id, [Line(0, "a", b"{}")])
-        store.change(batch.id, cast(Any, status), {})
-        batches[now, status] = (batch.id, file.id)
-    store.add_file("t", "forgotten", "batch", b"x", 100.0)
-    assert store.prune(500.0) == 3  # a batch, its file, and the one that nobody used
-    left = [ids for key, ids in batches.items() if key != (100.0, "completed")]
-    assert {batch.id for batch in store.batches("t", None, 10)} == {batch for batch, _ in left}
-    assert {file.id for file in store.files("t", None, None, 10, newest_first=True)} == {
-        file for _, file in left
-    }
-    assert [store.counts(id).total for id, _ in batches.values()] == [0, 1, 1]
-    assert store.prune(500.0) == 0
-    store.close()
-
-
-def test_tenants_do_not_see_each_other(tmp_path: Path) -> None:
-    store = BatchStore(tmp_path / "batches.db")
-    file = store.add_file("a", "in", "batch", b"x", 1.0)
-    batch = store.add_batch("a", 0, {}, 1.0)
-    assert store.file("b", file.id) is store.content("b", file.id) is store.batch("b", batch.id) is None
-    assert store.files("b", None, None, 9, newest_first=True) == store.batches("b", None, 9) == []
-    assert not store.delete_file("b", file.id)
-    assert store.content("a", file.id) == b"x"
-    store.close()
-
-
-def test_a_file_of_an_earlier_version_forgets_salts_and_digests(tmp_path: Path) -> None:
-    path, secret = tmp_path / "batches.db", b"SALT" * 4
-    path.touch(mode=0o600)
-    old = sqlite3.connect(path)
-    old.execute("PRAGMA journal_mode = WAL")
-    old.execute(
-        "CREATE TABLE batches (id TEXT PRIMARY KEY, tenant TEXT, created REAL, account BLOB NOT "
-        "NULL, status TEXT, details BLOB)"
-    )
-    old.execute(
-        "INSERT INTO batches VALUES ('b', 'acme', 1, ?, 'in_progress', '{}')",
-        (msgspec.msgpack.encode({"key_id": 12, "salt": secret}),),
-    )
-    old.commit()
-    old.close()
-    assert secret in path.read_bytes()
-    store = BatchStore(path)
-    assert [batch.key_id for batch in store.open_batches()] == [12]
-    store.add_batch("acme", 13, {}, 2.0)
-    store.close()
-    assert secret not in b"".join(file.read_bytes() for file in tmp_path.iterdir())
-    BatchStore(path).close()
-
-
-def test_its_file_is_private_whatever_the_umask(tmp_path: Path) -> None:
-    path, umask = tmp_path / "batches.db", os.umask(0)
-    try:
-        store = BatchStore(path)
-        store.add_file("t", "in", "batch", b"a prompt", 1.0)
-        assert {file.name: file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == dict.fromkeys(
-            ("batches.db", "batches.db-wal", "batches.db-shm"), 0o600
-        )
-        store.close()
-    finally:
-        os.umask(umask)
-    path.chmod(0o644)
-    with pytest.raises(
-        OSError, match=rf"the batch file {path} is open to other users \(mode 0644\); run: chmod 600 {path}$"
-    ):
-        BatchStore(path)
-
-
-async def test_an_upload_without_an_announced_length_ends_at_the_bound(
-    client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(routes, "MAX_FILE_BYTES", 1 << 20)
-    monkeypatch.setattr(routes, "FORM_BYTES", 1 << 16, raising=False)
-    kept = 0
-    write = UploadFile.write
-
-    async def count(file: UploadFile, data: bytes) -> None:
-        nonlocal kept
-        kept += len(data)
-        await write(file, data)
-
-    monkeypatch.setattr(UploadFile, "write", count)
-
-    async def body() -> AsyncIterator[bytes]:
-        yield b'--x\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\n'
-        for _ in range(256):
-            yield b"x" * (1 << 16)
-        yield b"\r\n--x--\r\n"
-
-    async with httpx.AsyncClient(verify=False, timeout=60) as http:
-        answer = await http.post(
-            f"{client.base_url}files",
-            content=body(),
-            headers={"content-type": "multipart/form-data; boundary=x"},
-        )
-    assert answer.status_code == 413
-    assert kept < 2 << 20

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 from coordinator.chat_output.families import STYLES, WRITERS, Call
-from coordinator.chat_output.test_tools import ASK, NOW, Answering, answering
 from coordinator.http.test_calls_at_will import with_marks
+from support.tool_answers import ASK, NOW, Answering
 
 from splitserve.coordinator.chat_output.call_formats import ToolStyle
 from splitserve.coordinator.chat_output.style import ChatStyle
 from splitserve.coordinator.text.served_model import ServedModel
 
-__all__ = ["answering"]  # a fixture
 NOTE: Any = {
     "type": "function",
     "function": {

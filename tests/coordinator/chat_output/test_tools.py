@@ -3,69 +3,18 @@ held to by a grammar."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import httpx
 import pytest
 from coordinator.generate.test_structured_output import follows
-from openai import AsyncOpenAI, BadRequestError
-from support.http_fakes import FakeDispatcher
+from openai import BadRequestError
+from support.tool_answers import ARGUMENTS, ASK, HERMES, NOW, PARAMETERS, WEATHER, Answering
 
 from splitserve.coordinator.chat_output.style import ChatStyle
 from splitserve.coordinator.generate.bodies.chat import ChatCompletionRequest
-from splitserve.coordinator.http.limits import HttpLimits
-from splitserve.coordinator.server import HttpApp, HttpServer
 from splitserve.coordinator.text.chat_template import ChatTemplate
 from splitserve.coordinator.text.served_model import ServedModel
-
-PARAMETERS = {
-    "type": "object",
-    "properties": {"city": {"$ref": "#/$defs/city"}, "days": {"type": "integer"}},
-    "required": ["city", "days"],
-    "additionalProperties": False,
-    "$defs": {"city": {"enum": ["Paris", "Roma"]}},
-}
-WEATHER: Any = {
-    "type": "function",
-    "function": {"name": "weather", "description": "Weather.", "parameters": PARAMETERS},
-}
-NOW: Any = {"type": "function", "function": {"name": "now"}}
-ARGUMENTS = '{"city": "Paris", "days": 3}'
-HERMES = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
-ASK: Any = {"model": "tiny", "messages": [{"role": "user", "content": "Weather?"}], "temperature": 0}
-Answering = Callable[..., Any]
-
-
-@pytest.fixture
-async def answering(model: ServedModel, limits: HttpLimits) -> AsyncIterator[Answering]:
-    """A client of a model that gives this answer, and the dispatcher that gave it."""
-    servers: list[HttpServer] = []
-    clients: list[AsyncOpenAI] = []
-
-    async def start(
-        answer: str, style: ChatStyle | None = None, template: str | None = None, of: ServedModel = model
-    ) -> tuple[AsyncOpenAI, FakeDispatcher]:
-        ids = of.tokenizer.fast.encode(answer, add_special_tokens=False).ids
-        dispatcher = FakeDispatcher(lambda request: ids)
-        served = dataclasses.replace(of, chat_style=style or ChatStyle())
-        if template is not None:
-            served = dataclasses.replace(served, chat_template=ChatTemplate(template))
-        server = HttpServer(HttpApp(dispatcher, served, limits, dispatcher.system))
-        await server.start()
-        servers.append(server)
-        plain = httpx.AsyncClient(verify=False, timeout=60)  # reading certificates takes longer than a test
-        url = f"http://127.0.0.1:{server.port}/v1"
-        clients.append(AsyncOpenAI(base_url=url, api_key="none", max_retries=0, http_client=plain))
-        return clients[-1], dispatcher
-
-    yield start
-    for client in clients:
-        await client.close()
-    for server in servers:
-        await server.stop(grace_s=0)
 
 
 async def test_a_call_is_told_of_as_it_grows(answering: Answering) -> None:
@@ -246,94 +195,3 @@ def test_templates_get_tools_and_calls_as_they_want_them() -> None:
     )
     assert reported.startswith("system: ")
     assert json.dumps(PARAMETERS) in reported
-
-
-FUNCTIONS: Any = {"functions": [WEATHER["function"], NOW["function"]]}
-
-
-async def test_functions_as_they_were_before_tools(answering: Answering) -> None:
-    client, dispatcher = await answering(f"Let me see.\n{HERMES}\n{HERMES}")
-    whole = (await client.chat.completions.create(**ASK, **FUNCTIONS)).choices[0]
-    assert whole.finish_reason == "function_call"
-    assert whole.message.tool_calls is None
-    assert (whole.message.function_call.name, whole.message.function_call.arguments) == ("weather", ARGUMENTS)
-    deltas = []
-    async for chunk in await client.chat.completions.create(
-        **ASK, **FUNCTIONS, function_call="auto", stream=True
-    ):
-        deltas += [(choice.delta, choice.finish_reason) for choice in chunk.choices]
-    assert [reason for _, reason in deltas if reason] == ["function_call"]
-    calls = [delta.function_call for delta, _ in deltas if delta.function_call]
-    assert [call.name for call in calls if call.name] == ["weather"]
-    assert "".join(call.arguments or "" for call in calls) == ARGUMENTS
-    assert not any(request.sampling.grammar for request in dispatcher.requests)  # the model was free
-
-
-async def test_a_function_that_must_be_called_is_held_to_its_schema(
-    answering: Answering, model: ServedModel
-) -> None:
-    client, dispatcher = await answering(HERMES)
-    choice = (
-        await client.chat.completions.create(**ASK, **FUNCTIONS, function_call={"name": "weather"})
-    ).choices[0]
-    assert choice.finish_reason == "function_call"
-    assert choice.message.content is None
-    grammar = dispatcher.requests[0].sampling.grammar
-    assert follows(grammar, HERMES, model)
-    assert not follows(grammar, HERMES.replace("Paris", "Bonn"), model)
-    assert not follows(grammar, f"{HERMES}\n{HERMES}", model)
-
-
-async def test_no_function_where_none_is_wanted(answering: Answering) -> None:
-    client, _ = await answering(HERMES)
-    choice = (await client.chat.completions.create(**ASK, **FUNCTIONS, function_call="none")).choices[0]
-    assert (choice.message.content, choice.message.function_call, choice.finish_reason) == (
-        HERMES,
-        None,
-        "stop",
-    )
-
-
-@pytest.mark.parametrize(
-    ("fields", "sentence"),
-    [
-        ({**FUNCTIONS, "tools": [WEATHER]}, "not allowed beside `tools`"),
-        ({"function_call": "auto"}, "needs `functions`"),
-        ({**FUNCTIONS, "function_call": {"name": "later"}}, "no function 'later' in `functions`"),
-        ({**FUNCTIONS, "function_call": "required"}, "must be 'none', 'auto'"),
-        ({"functions": []}, "functions"),
-        ({**FUNCTIONS, "function_call": {"name": "now"}, "ignore_eos": True}, "ignore_eos"),
-    ],
-)
-async def test_functions_that_cannot_be(answering: Answering, fields: dict[str, Any], sentence: str) -> None:
-    client, _ = await answering(HERMES)
-    with pytest.raises(BadRequestError, match=sentence):
-        await client.chat.completions.create(**ASK, extra_body=fields)
-
-
-def test_a_chat_of_functions_reads_as_one_of_tools() -> None:
-    called: dict[str, Any] = {"role": "assistant", "content": None}
-    question, function = ASK["messages"][0], {"name": "weather", "arguments": ARGUMENTS}
-    before = [
-        question,
-        {**called, "function_call": function},
-        {"role": "function", "name": "weather", "content": "12"},
-    ]
-    since = [
-        question,
-        {**called, "tool_calls": [{"id": "function0", "type": "function", "function": function}]},
-        {"role": "tool", "name": "weather", "tool_call_id": "function0", "content": "12"},
-    ]
-    template = ChatTemplate("{% for m in messages %}{{ m | tojson }}\n{% endfor %}")
-    reported = [
-        template.render(
-            [
-                m.for_template()
-                for m in ChatCompletionRequest.model_validate({**ASK, "messages": messages}).messages
-            ]
-        )
-        for messages in (before, since)
-    ]
-    assert [json.loads(line) for line in reported[0].splitlines()] == [
-        json.loads(line) for line in reported[1].splitlines()
-    ]

@@ -8,10 +8,10 @@ import json
 from typing import Any
 
 import pytest
-from coordinator.chat_output.test_tools import ARGUMENTS, ASK, HERMES, NOW, WEATHER, Answering, answering
 from llguidance import LLMatcher, LLTokenizer
 from openai import BadRequestError, pydantic_function_tool
 from pydantic import BaseModel
+from support.tool_answers import ARGUMENTS, ASK, HERMES, NOW, WEATHER, Answering
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
@@ -23,7 +23,6 @@ from splitserve.coordinator.generate.prompts import Prompt
 from splitserve.coordinator.text.served_model import ServedModel
 from splitserve.coordinator.text.tokenizer import Tokenizer
 
-__all__ = ["answering"]  # a fixture
 STRICT: Any = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
 ALLOWED: Any = {
     "type": "allowed_tools",

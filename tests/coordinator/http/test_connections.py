@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
 import json
 import logging
-import re
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from http.client import HTTPResponse
 from typing import Any
 
@@ -18,37 +15,12 @@ import httpx
 import pytest
 import uvloop
 from support.http_fakes import ANSWER, FakeDispatcher
+from support.raw_requests import TEXT, connection, request_bytes, soon
 
 from splitserve.coordinator.http.limits import HttpLimits
 from splitserve.coordinator.lifecycle.request import Ended, Request
 from splitserve.coordinator.server import HttpApp, HttpServer
 from splitserve.coordinator.text.served_model import ServedModel
-
-TEXT = {"model": "tiny", "prompt": "Hi", "max_tokens": 1000, "temperature": 0}
-
-
-def request_bytes(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
-    content = json.dumps(body).encode()
-    head = (
-        f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: "
-        f"{len(content)}\r\n\r\n"
-    )
-    return head.encode() + content
-
-
-@asynccontextmanager
-async def connection(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    try:
-        yield reader, writer
-    finally:
-        writer.transport.abort()
-
-
-async def soon(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -210,41 +182,6 @@ def test_a_port_in_use_is_said_so(model: ServedModel, dispatcher: FakeDispatcher
             HttpServer(HttpApp(dispatcher, model), port=port)
 
 
-async def test_pipelined_and_keep_alive_requests(server: HttpServer, dispatcher: FakeDispatcher) -> None:
-    async with connection(server.port) as (reader, writer):
-        writer.write(
-            request_bytes({**TEXT, "max_tokens": 3})
-            + request_bytes({**TEXT, "max_tokens": 2, "stream": True})
-        )
-        async with asyncio.timeout(60):
-            data = await reader.readuntil(b"[DONE]")
-    assert data.count(b"HTTP/1.1 200 OK") == 2
-
-
-async def test_hundreds_of_pipelined_requests_are_answered_in_order(server: HttpServer) -> None:
-    """Refused ones, which are answered at once; and ordinary ones between them."""
-    bad, good = (
-        request_bytes({"model": "another", "prompt": "Hi"}),
-        b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n",
-    )
-    async with connection(server.port) as (reader, writer):
-        writer.write((bad + good) * 1000)
-        seen = [await read_response(reader) for _ in range(2000)]
-    assert [status for status, _ in seen] == [404, 200] * 1000
-
-
-async def test_a_client_that_leaves_pipelined_requests_behind_is_forgotten(
-    server: HttpServer, dispatcher: FakeDispatcher
-) -> None:
-    dispatcher.hold = True
-    async with connection(server.port) as (_, writer):
-        writer.write(request_bytes(TEXT) * 3)
-        await dispatcher.until(lambda: len(dispatcher.running) == 1)
-    await dispatcher.until(lambda: len(dispatcher.cancelled) == 1)
-    await soon(lambda: server.app.metrics.num_open == 0)
-    assert len(dispatcher.requests) == 1
-
-
 async def test_a_long_prompt_of_a_client_that_goes_away_is_not_submitted(
     server: HttpServer, dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,46 +204,6 @@ async def test_a_long_prompt_of_a_client_that_goes_away_is_not_submitted(
     await soon(lambda: not generation._preparing)
     assert server.app.metrics.counts.requests == {("/v1/completions", "cancelled"): 1}
     assert dispatcher.requests == []
-
-
-async def test_a_body_may_come_in_pieces_after_100_continue(server: HttpServer) -> None:
-    head, _, body = request_bytes({**TEXT, "max_tokens": 1}).partition(b"\r\n\r\n")
-    async with connection(server.port) as (reader, writer):
-        writer.write(head + b"\r\nexpect: 100-continue\r\n\r\n")
-        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
-        for i in range(len(body)):
-            writer.write(body[i : i + 1])
-            await writer.drain()
-        status, answer = await read_response(reader)
-    assert (status, json.loads(answer)["usage"]["completion_tokens"]) == (200, 1)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_an_old_client_gets_a_body_that_ends_with_its_connection(
-    server: HttpServer, stream: bool
-) -> None:
-    async with connection(server.port) as (reader, writer):
-        writer.write(request_bytes({**TEXT, "stream": stream}).replace(b"HTTP/1.1", b"HTTP/1.0"))
-        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
-    assert b"connection: close" in head
-    assert b"chunked" not in head
-    assert body.endswith(b"data: [DONE]\n\n" if stream else b"}")
-
-
-async def test_a_compressed_body_is_refused_in_words(http: httpx.AsyncClient) -> None:
-    for path in ("/v1/completions", "/tokenize"):
-        headers = {"content-type": "application/json", "content-encoding": "gzip"}
-        response = await http.post(path, content=gzip.compress(json.dumps(TEXT).encode()), headers=headers)
-        assert response.status_code == 415
-        assert "send the body as it is" in response.json()["error"]["message"]
-
-
-async def read_response(reader: asyncio.StreamReader) -> tuple[int, bytes]:
-    async with asyncio.timeout(60):
-        head = await reader.readuntil(b"\r\n\r\n")
-        length = re.search(rb"content-length: (\d+)", head)
-        assert length is not None
-        return int(head.split()[1]), await reader.readexactly(int(length[1]))
 
 
 async def test_dispatchers_that_answer_before_submit_returns(model: ServedModel) -> None:

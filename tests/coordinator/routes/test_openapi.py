@@ -8,8 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
-from coordinator.generate.test_bad_requests import BAD_CHAT, BAD_FOR_BOTH, BAD_TEXT, CHAT, TEXT
+from coordinator.generate.test_bad_values import BAD_CHAT, BAD_FOR_BOTH, BAD_TEXT
 from jsonschema import Draft202012Validator
+from support.bad_values import CHAT, TEXT
 
 from splitserve.coordinator.server import HttpServer
 

@@ -3,7 +3,6 @@ BadMessage."""
 
 from __future__ import annotations
 
-import contextlib
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -12,22 +11,14 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from msgspec import inspect
 from msgspec.structs import replace
+from support.message_types import EVERY_TYPE, _fields, _tag, decodes_or_is_bad
 from support.messages import EXAMPLES, SPEC, STEP
 
 from splitserve.transport.errors import BadMessage
 from splitserve.transport.messages import messages as m
 from splitserve.transport.messages.codec import LONG_LIST, WIRE, Bounds, decode, encode
-
-EVERY_TYPE = tuple(kind for kind, _ in WIRE.values())
-
-
-def decodes_or_is_bad(data: bytes) -> None:
-    with contextlib.suppress(BadMessage):
-        decode(data, EVERY_TYPE)
 
 
 def test_every_message_type_has_a_tag_and_survives_the_trip() -> None:
@@ -35,15 +26,6 @@ def test_every_message_type_has_a_tag_and_survives_the_trip() -> None:
     assert set(everything) == set(EVERY_TYPE) == {type(example) for example in EXAMPLES}
     for example in EXAMPLES:
         assert decode(encode(example), everything) == example
-
-
-def _fields(message: m.Message) -> dict[str, Any]:
-    fields: dict[str, Any] = msgspec.to_builtins(message, builtin_types=(bytes,))
-    return fields
-
-
-def _tag(kind: type[m.Message]) -> bytes:
-    return next(bytes([tag]) for tag, (other, _) in WIRE.items() if other is kind)
 
 
 def test_a_message_for_somebody_else_is_refused() -> None:
@@ -253,48 +235,6 @@ def test_a_message_too_large_for_its_receiver_is_not_sent(monkeypatch: pytest.Mo
     monkeypatch.setattr("splitserve.transport.messages.codec._TAGS", {m.Ack: (b"\x33", Bounds(max_bytes=4))})
     with pytest.raises(BadMessage, match="at most 4 are allowed"):
         encode(m.Ack(coordinator=1, dispatch=2, lease=3))
-
-
-@settings(max_examples=600, deadline=None)
-@given(st.binary(max_size=300))
-def test_arbitrary_bytes(data: bytes) -> None:
-    decodes_or_is_bad(data)
-    for tag in WIRE:
-        decodes_or_is_bad(bytes([tag]) + data)
-
-
-@settings(max_examples=400, deadline=None)
-@given(st.sampled_from(EXAMPLES), st.data())
-def test_mutated_messages(example: m.Message, data: st.DataObject) -> None:
-    wire = bytearray(encode(example))
-    for _ in range(data.draw(st.integers(1, 4))):
-        start = data.draw(st.integers(0, len(wire)))
-        end = min(len(wire), start + data.draw(st.integers(0, 6)))
-        wire[start:end] = data.draw(st.binary(max_size=6))
-    decodes_or_is_bad(bytes(wire))
-
-
-_VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(1 << 63), (1 << 64) - 1)
-    | st.floats()
-    | st.text(max_size=5)
-    | st.binary(max_size=9),
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.dictionaries(st.integers(0, 9) | st.text(max_size=3), inner, max_size=4)
-    ),
-    max_leaves=6,
-)
-
-
-@settings(max_examples=400, deadline=None)
-@given(st.sampled_from(EXAMPLES), st.data())
-def test_wrong_values_in_right_fields(example: m.Message, data: st.DataObject) -> None:
-    fields = _fields(example)
-    fields[data.draw(st.sampled_from(sorted(fields)))] = data.draw(_VALUES)
-    decodes_or_is_bad(_tag(type(example)) + msgspec.msgpack.encode(fields))
 
 
 def test_a_step_of_64_rows_is_cheap() -> None:

@@ -1,0 +1,69 @@
+"""What ``splitserve up`` refuses before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.planned import planned
+
+from splitserve.cli.config import ConfigError
+from splitserve.cli.local_cluster import curl_example
+
+
+def test_what_cannot_work_is_refused_before_anything_starts(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match="--decode is 0: start one at least, or workers of both roles by --mixed"
+    ):
+        planned(model, tmp_path, decode="0")
+    (model / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"neither model\.safetensors nor"):
+        planned(model, tmp_path)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.parametrize("device", ["cuda", "cuda:3"])
+def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(
+    model: Path, tmp_path: Path, device: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^--device {device}: torch finds no GPU on this machine"):
+        planned(model, tmp_path, prefill_device=device)
+    assert not (tmp_path / "run").exists()
+    assert planned(model, tmp_path, prefill_device=device, runner="paced:llama-125m-cpu").workers
+
+
+def test_a_run_directory_that_cannot_be_made_is_said_so(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        ConfigError, match=r"--run-dir: cannot make the folder .*run .Not a directory.; name another"
+    ):
+        planned(model, tmp_path, run_dir=str(tmp_path / "file" / "run"))
+
+
+def test_a_chat_needs_a_key_where_keys_are_asked_for(model: Path, tmp_path: Path) -> None:
+    tenants, key = str(tmp_path / "tenants.sqlite"), tmp_path / "key"
+    with pytest.raises(ConfigError, match="need --api-key-file"):
+        planned(model, tmp_path, tenants_file=tenants, chat="true")
+    with pytest.raises(ConfigError, match=r"cannot read .*key .No such file"):
+        planned(model, tmp_path, tenants_file=tenants, prompt="Hi", api_key_file=str(key))
+    key.write_text(" \n")
+    key.chmod(0o600)
+    with pytest.raises(ConfigError, match="holds no key"):
+        planned(model, tmp_path, tenants_file=tenants, prompt="Hi", api_key_file=str(key))
+    key.write_text("sk-split-x\n")
+    made = planned(model, tmp_path, tenants_file=tenants, prompt="Hi", api_key_file=str(key))
+    assert made.up.api_key_file == key
+    assert "Authorization: Bearer" in curl_example(made)
+    assert "Authorization" not in curl_example(planned(model, tmp_path))
+
+
+def test_a_port_in_use_is_refused(model: Path, tmp_path: Path) -> None:
+    import socket
+
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(ConfigError, match=r"cannot listen on 127\.0\.0\.1:\d+ .*in use"),
+    ):
+        planned(model, tmp_path, port=str(taken.getsockname()[1]))

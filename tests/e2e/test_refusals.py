@@ -1,0 +1,137 @@
+"""Bodies and workers that are refused in a sentence."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+from e2e.cluster import HTTP, MODEL_NAME, PATIENCE_S, Cluster, answers, free_port, wait_for
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.tiny import Tiny
+
+from splitserve.coordinator.lifecycle.limits import LifecycleLimits
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**6), 10**6)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = (
+    "prompt",
+    "max_tokens",
+    "temperature",
+    "n",
+    "stop",
+    "logprobs",
+    "logit_bias",
+    "stream",
+    "seed",
+    "top_p",
+    "model",
+)
+
+
+@settings(
+    max_examples=200,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(body=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=5))
+def test_nonsense_is_refused_in_openais_words(cluster: Cluster, body: dict[str, object]) -> None:
+    answer = HTTP.post(f"{cluster.url}/v1/completions", json={"model": MODEL_NAME, "max_tokens": 2, **body})
+    if answer.status_code != 200:
+        assert 400 <= answer.status_code < 500, answer.text
+        assert answer.status_code != 422
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_coordinator_alone_answers_503_at_once_and_serves_when_workers_come(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    port, control = free_port(), free_port()
+    common = ["--model", str(tiny[0]), "--insecure"]
+    spawn = [sys.executable, "-m", "splitserve.cli.main"]
+    with (tmp_path / "log").open("wb") as log:
+        roles = [
+            ["coordinator", *common, "--port", str(port), "--control-address", f"tcp://127.0.0.1:{control}"],
+            ["prefill", *common, "--coordinator", f"tcp://127.0.0.1:{control}", "--kv-cache-gib", "0.05"],
+            ["decode", *common, "--coordinator", f"tcp://127.0.0.1:{control}", "--kv-cache-gib", "0.05"],
+        ]
+        processes = [subprocess.Popen([*spawn, *roles[0]], stdout=log, stderr=log)]
+        try:
+            url = f"http://127.0.0.1:{port}"
+            wait_for("the HTTP server answers", lambda: answers(f"{url}/health"))
+            body = {"model": tiny[0].name, "prompt": "x", "max_tokens": 2}
+            start = time.monotonic()
+            refused = HTTP.post(f"{url}/v1/completions", json=body)
+            assert time.monotonic() - start < LifecycleLimits().unserved_s, "it waits for nobody"
+            assert refused.status_code == 503
+            assert "retry-after" in refused.headers
+            processes += [subprocess.Popen([*spawn, *role], stdout=log, stderr=log) for role in roles[1:]]
+            wait_for("ready", lambda: answers(f"{url}/ready"))
+            assert HTTP.post(f"{url}/v1/completions", json=body).status_code == 200
+        finally:
+            for process in processes:
+                process.terminate()
+            assert [process.wait(PATIENCE_S) for process in processes] == [0] * len(processes)
+
+
+def test_workers_of_different_block_sizes_are_refused_in_a_sentence(tiny: Tiny, tmp_path: Path) -> None:
+    port, control = free_port(), free_port()
+    common = [sys.executable, "-m", "splitserve.cli.main"]
+    worker = [
+        "--model",
+        str(tiny[0]),
+        "--insecure",
+        "--coordinator",
+        f"tcp://127.0.0.1:{control}",
+        "--kv-cache-gib",
+        "0.05",
+    ]
+    roles = [
+        [
+            "coordinator",
+            "--model",
+            str(tiny[0]),
+            "--insecure",
+            "--port",
+            str(port),
+            "--control-address",
+            f"tcp://127.0.0.1:{control}",
+        ],
+        ["prefill", *worker, "--block-size", "16"],
+        ["decode", *worker, "--block-size", "32"],
+    ]
+
+    def sentence() -> str:
+        try:
+            answer = HTTP.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "x"})
+        except httpx.TransportError:
+            return ""
+        assert answer.status_code == 503
+        message: str = answer.json()["error"]["message"]
+        return message
+
+    with (tmp_path / "log").open("wb") as log:
+        processes = [subprocess.Popen([*common, *role], stdout=log, stderr=log) for role in roles]
+        try:
+            wait_for(
+                "both workers are compared",
+                lambda: "do not fit together: their block size differs (16 and 32)" in sentence(),
+            )
+            wait_for(
+                "the log says so too",
+                lambda: b"gets no work: it does not fit" in (tmp_path / "log").read_bytes(),
+            )
+        finally:
+            for process in processes:
+                process.terminate()
+            assert [process.wait(PATIENCE_S) for process in processes] == [0] * len(processes)

@@ -1,0 +1,33 @@
+"""An HTTP server with batches over a fake dispatcher."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+from openai import AsyncOpenAI
+from support.http_fakes import FakeDispatcher
+
+from splitserve.coordinator.batch.runner import BatchOptions
+from splitserve.coordinator.http.limits import HttpLimits
+from splitserve.coordinator.server import HttpApp, HttpServer
+from splitserve.coordinator.text.served_model import ServedModel
+
+CHAT = "/v1/chat/completions"
+
+
+@asynccontextmanager
+async def serving(dispatcher: FakeDispatcher, model: ServedModel, path: Path) -> AsyncIterator[AsyncOpenAI]:
+    app = HttpApp(
+        dispatcher, model, HttpLimits(), dispatcher.system, batches=BatchOptions(path, max_running=4)
+    )
+    server = HttpServer(app)
+    await server.start()
+    plain = httpx.AsyncClient(verify=False, timeout=60)  # reading certificates takes longer than a test
+    url = f"http://127.0.0.1:{server.port}/v1"
+    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, http_client=plain) as client:
+        yield client
+    await server.stop(grace_s=0)
+    assert not dispatcher.running
