@@ -1,4 +1,4 @@
-"""What a plan says: bounds, doubts, costs, interrupted searches."""
+"""The sentences of a plan: bounds, doubts, costs, interrupted searches."""
 
 from __future__ import annotations
 

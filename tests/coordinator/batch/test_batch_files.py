@@ -1,4 +1,4 @@
-"""Files of batches: who sees them, how long they are kept, what is refused."""
+"""Files of batches: which tenants see them, how long they are kept, which are refused."""
 
 from __future__ import annotations
 
