@@ -6,6 +6,7 @@ import asyncio
 import random
 import threading
 import time
+from base64 import b64encode
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -21,6 +22,7 @@ from .fake_kubernetes import NAMESPACE, FakeKubernetes
 from .kubernetes import MINIMAL
 
 PATIENCE_S = 20.0
+ADMIN_KEY = "0123456789abcdef"
 Values = dict[str, Any]
 
 
@@ -54,7 +56,7 @@ class FakeCoordinator:
         return runner
 
     async def _state(self, request: web.Request) -> web.Response:
-        assert request.headers["authorization"] == "Bearer 0123456789abcdef"
+        assert request.headers["authorization"] == f"Bearer {ADMIN_KEY}"
         workers = [
             {"process": process, "role": role, "draining": False, "dispatches": []}
             for process, role in sorted(self.roles.items())
@@ -75,6 +77,7 @@ class World:
         self.api, self.coordinator = FakeKubernetes(), FakeCoordinator()
         self.broken: set[str] = set()  # revisions whose pods never become ready
         self.down: set[str] = set()  # pods whose worker is not connected
+        self.every_s = 0.05  # between the operator's passes
         self.must_serve = False
         """Whether every moment without a ready pair is an error."""
         self._random = random.Random(seed)
@@ -141,6 +144,17 @@ class World:
             process: roles.get(process, pool) for process, pool in ready.items() if process not in self.down
         }
 
+    async def put_admin_key(self) -> None:
+        await self.api.put(
+            "secrets",
+            {
+                "apiVersion": "v1",
+                "kind": "Secret",
+                "metadata": {"name": "splitserve-admin-key"},
+                "data": {"admin.key": b64encode(ADMIN_KEY.encode()).decode()},
+            },
+        )
+
     def has_pair(self) -> bool:
         """Whether some revision has a ready worker of each role."""
         ready: dict[str, set[str]] = {}
@@ -174,7 +188,7 @@ class World:
         """Run the operator; stop it at the end, as a pod is stopped."""
         info = kopf.ConnectionInfo(server=self.api.url, default_namespace=NAMESPACE)
         operator = Operator(
-            Reconciler(Kubernetes(lambda: info, NAMESPACE), lambda _: self.coordinator.url), 0.05
+            Reconciler(Kubernetes(lambda: info, NAMESPACE), lambda _: self.coordinator.url), self.every_s
         )
         registry, stop = operator.registry(), threading.Event()
         kopf.on.login(registry=registry)(lambda **_: info)
@@ -192,15 +206,7 @@ class World:
 async def world(seed: int = 0) -> AsyncIterator[World]:
     found = World(seed)
     runners = [await found.api.start(), await found.coordinator.start()]
-    await found.api.put(
-        "secrets",
-        {
-            "apiVersion": "v1",
-            "kind": "Secret",
-            "metadata": {"name": "splitserve-admin-key"},
-            "data": {"admin.key": "MDEyMzQ1Njc4OWFiY2RlZgo="},
-        },
-    )
+    await found.put_admin_key()
     playing = asyncio.create_task(found.run())
     try:
         yield found

@@ -136,16 +136,26 @@ class Pods:
     def __init__(self, objects: list[dict[str, Any]], folder: Path, paths: dict[str, str]) -> None:
         self._folder, self._paths = folder, paths
         self._hosts = folder / "hosts"
-        self._sets = {o["metadata"]["name"]: o for o in objects if o["kind"] in ("Deployment", "StatefulSet")}
-        self._services = {o["metadata"]["name"]: o["spec"] for o in objects if o["kind"] == "Service"}
+        self._sets: dict[str, dict[str, Any]] = {}
+        self._services: dict[str, dict[str, Any]] = {}
         self._addresses = iter(range(1, 250))
+        self.num_started = 0
         self.running: dict[str, Pod] = {}
+        self.know(objects)
+
+    def know(self, objects: list[dict[str, Any]]) -> None:
+        """Learn these workloads and Services, and publish the Services' names."""
+        self._sets |= {
+            o["metadata"]["name"]: o for o in objects if o["kind"] in ("Deployment", "StatefulSet")
+        }
+        self._services |= {o["metadata"]["name"]: o["spec"] for o in objects if o["kind"] == "Service"}
         self._publish()
 
     def start(self, name: str, number: int) -> Pod:
         """Start pod ``number`` of a Deployment or StatefulSet, under a new address."""
         pod, address = f"{name}-{number}", f"127.0.1.{next(self._addresses)}"
         self._publish(**{pod: address})
+        self.num_started += 1
         self.running[pod] = Pod(
             pod, address, self._sets[name]["spec"]["template"]["spec"], self._hosts, self._paths
         )
@@ -165,6 +175,11 @@ class Pods:
         pod = self.start(name, number)
         pod.wait_ready()
         return status, pod
+
+    def forget(self, name: str) -> None:
+        """Take a pod that has ended off its Services."""
+        del self.running[name]
+        self._publish()
 
     def kill_all(self) -> None:
         """End all of them."""
