@@ -8,6 +8,7 @@
     ├── NotFound                 404
     ├── MethodNotAllowed         405
     ├── RequestTimeout           408
+    ├── AnswerDiffers            409
     ├── BodyTooLarge             413
     ├── UnsupportedMediaType     415
     ├── HeadersTooLarge          431
@@ -182,6 +183,13 @@ class RequestTimeout(ApiError):
             f"The request was not complete after {timeout_s:g} s (larger ones have longer); send "
             "it faster or in parts."
         )
+
+
+class AnswerDiffers(ApiError):
+    status, kind, code = 409, "invalid_request_error", "answer_differs"
+
+    def __init__(self) -> None:
+        super().__init__("This answer is another than that of Last-Event-ID: ask again without this header.")
 
 
 class HeadersTooLarge(ApiError):

@@ -30,6 +30,7 @@ from ..transport.messages.messages import (
     Cancel,
     Drain,
     FailureKind,
+    Joined,
     Load,
     Meet,
     Message,
@@ -37,10 +38,12 @@ from ..transport.messages.messages import (
     Offer,
     PeerId,
     RequestFailed,
+    Resume,
     from_u32,
     u32_array,
 )
 from ..transport.process.draining import Draining
+from .answers import KEPT_S, Answers, resumed
 from .moving import Moving
 from .reports import Heartbeat, step_tokens
 from .rows import DecodeStep
@@ -61,14 +64,16 @@ class DecodeCore:
         meet: Meet | None = None,
         drain_timeout_s: float = 10.0,
         tests_movers: bool = False,
+        kept_s: float = KEPT_S,
     ) -> None:
         """``meet``: how it introduces itself to other decode workers, to hand sequences over; None: it hands
-        over none. ``tests_movers``: at the first meeting with one of these."""
+        over none. ``tests_movers``: at the first meeting with one of these. ``kept_s``: see ``Answers``."""
         self.worker = worker
         self.scheduler, self.receiver = scheduler, receiver
         self._kv_name, self._meet = kv_name, meet
         self.moving = Moving(meet, scheduler, kv_name, tests_movers) if meet is not None else None
-        self._heartbeat = Heartbeat(scheduler, receiver, self.moving)
+        self.answers = Answers(scheduler, kept_s)
+        self._heartbeat = Heartbeat(scheduler, receiver, self.moving, self.answers)
         self._draining = Draining(drain_timeout_s)
         self._actions: list[DecodeAction] = []
         self._step_failures = StepFailures()
@@ -94,12 +99,15 @@ class DecodeCore:
         return actions
 
     def from_coordinator(self, message: Message, now: float) -> None:
-        """Cancel, Move or Drain. (Welcome and Fenced are the shell's: see ``drop_others`` and ``rename``.)"""
+        """Cancel, Move, Resume or Drain. (Welcome and Fenced are the shell's: see ``drop_others`` and
+        ``rename``.)"""
         if isinstance(message, Cancel):
             for dispatch in from_u32(message.dispatches):
                 self._drop((message.coordinator, dispatch))
         elif isinstance(message, Move):
             self._move(message)
+        elif isinstance(message, Resume):
+            self._resume(message, now)
         elif isinstance(message, Drain):
             self.drain(now, message.timeout_s)
 
@@ -162,6 +170,7 @@ class DecodeCore:
         result, num_seqs = self.scheduler.complete(step, output), len(step.sequences)
         self._heartbeat.count(1, num_seqs, num_seqs - len(result.dropped))
         self._actions += [ToCoordinator(message) for message in step_tokens(result, now)]
+        self.answers.keep(result, now)
         for sequence, reason in result.failed.items():
             self._report_failed(sequence.key, "refused", f"response_format: {reason}")
         if result.finished or result.dropped:
@@ -198,6 +207,7 @@ class DecodeCore:
     def tick(self, now: float) -> None:
         """At least ten times a second: deadlines and leases."""
         self.receiver.tick(now)
+        self.answers.tick(now)
         if self.moving is not None:
             self.moving.tick(now)
         if self._draining.is_overdue(now):
@@ -211,15 +221,17 @@ class DecodeCore:
             self._next_deadline = min((s.deadline for s in self.scheduler.sequences()), default=float("inf"))
 
     def drop_others(self, *coordinators: int) -> None:
-        """Only these coordinators' work is kept."""
+        """Only these coordinators' work is kept, and for a while what a client may have resumed."""
         for key in self._held():
-            if key[0] not in coordinators:
+            if key[0] not in coordinators and not self.answers.outlives_coordinator(key):
                 self._drop(key)
+        self._next_deadline = float("-inf")  # some may be nearer now
 
     def rename(self, incarnation: int) -> None:
-        """A new incarnation: all work of the old one is dropped; the prefix cache and the quarantine stay."""
+        """A new incarnation, after ``drop_others``: what a client may have resumed, the prefix cache and the
+        quarantine stay."""
         for key in self.scheduler.held:
-            self._drop(key)
+            self.scheduler.resume(key)
         self.worker = (self.worker[0], incarnation)
         self.receiver.rename(self.worker)
         if self.moving is not None and self._meet is not None:
@@ -276,7 +288,14 @@ class DecodeCore:
         last_hash = join.last_hash or root_hash(self._kv_name, spec.salt)
         self._actions.append(ToCoordinator(join.message(len(state.output_token_ids) - 1)))
         self.scheduler.join(
-            join.key, spec.request_id, state, join.blocks, last_hash, now + spec.deadline_s, now
+            join.key,
+            spec.request_id,
+            state,
+            join.blocks,
+            last_hash,
+            now + spec.deadline_s,
+            now,
+            spec.answer_id,
         )
         self._next_deadline = min(self._next_deadline, now + spec.deadline_s)
         if state.params.grammar:
@@ -300,6 +319,26 @@ class DecodeCore:
                 "handoff_failed",
                 "this worker hands nothing over",
             )
+
+    def _resume(self, order: Resume, now: float) -> None:
+        """Have the coordinator that asks own the answer; one that has it and lives computes it anew."""
+        key = (order.coordinator, order.dispatch)
+        if (sequence := self.answers.running(order.answer_id)) is not None:
+            if sequence.key == key:
+                return  # it was asked twice
+            self._report_failed(sequence.key, "preempted", "its client has come to another coordinator")
+            self.scheduler.rename(sequence, key, order.request_id, now + order.deadline_s)
+            self._next_deadline = min(self._next_deadline, sequence.deadline)
+            tokens, reason = sequence.state.output_token_ids, None
+        elif (answer := self.answers.complete(order.answer_id)) is not None:
+            tokens, reason = answer.tokens, answer.reason
+        else:
+            self._report_failed(key, "preempted", "the answer is not kept any more")
+            return
+        self._actions += [ToCoordinator(message) for message in resumed(order, tokens, reason)]
+        if reason is None:
+            joined = Joined(coordinator=key[0], dispatch=key[1], index=len(tokens) - 1, token=tokens[-1])
+            self._actions.append(ToCoordinator(joined))
 
     def _held(self) -> list[Key]:
         """Every dispatch of which anything is here."""

@@ -15,6 +15,7 @@ from ..transport.handoff.protocol import Key
 from ..transport.handoff.receiver import HandoffReceiver
 from ..transport.messages.messages import FinishReason, Load, PeerId, StepTokens, TokenLogprobs, u32
 from ..transport.process.reports import CacheReporter
+from .answers import Answers
 from .moving import Moving
 from .scheduler import DecodeResult, DecodeScheduler
 
@@ -22,9 +23,11 @@ from .scheduler import DecodeResult, DecodeScheduler
 class Heartbeat:
     """Counts steps; reads everything else from the scheduler and the handoff."""
 
-    def __init__(self, scheduler: DecodeScheduler, receiver: HandoffReceiver, moving: Moving | None) -> None:
+    def __init__(
+        self, scheduler: DecodeScheduler, receiver: HandoffReceiver, moving: Moving | None, answers: Answers
+    ) -> None:
         self._scheduler, self._receiver, self._moving = scheduler, receiver, moving
-        self.cache = CacheReporter(scheduler.blocks)
+        self.cache = CacheReporter(scheduler.blocks, answers.changes)
         self._num_steps = 0
         self._num_step_sequences = 0
         self._num_tokens = 0

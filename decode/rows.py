@@ -37,6 +37,7 @@ class DecodeSequence:
     ended: bool = False  # it is over here; its blocks are free when nothing in flight has them
     paused: bool = False  # it keeps its blocks and is in no further step
     last_logprobs: TokenLogprobs | None = None  # of its newest token, where they are asked for
+    answer_id: bytes = b""  # empty: nobody may have it resumed
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,11 @@ class DecodeRows:
         )  # what stands for NO_BLOCK is never attended to
         self._num_blocks[row] = len(sequence.blocks)
         self._read_state(sequence)
+
+    def rename(self, sequence: DecodeSequence) -> None:
+        """Its key has changed."""
+        if sequence.row >= 0:
+            self._dispatches[sequence.row] = sequence.key[1]
 
     def leave(self, sequence: DecodeSequence) -> None:
         """Frees the row: the last row moves into it."""

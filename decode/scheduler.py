@@ -116,6 +116,7 @@ class DecodeScheduler:
         last_hash: bytes,
         deadline: float,
         now: float = 0.0,
+        answer_id: bytes = b"",
     ) -> None:
         """A handoff is complete. ``state`` includes the first token; ``blocks`` hold every token before
         it."""
@@ -123,6 +124,7 @@ class DecodeScheduler:
         last = last_output_index(state, self._max_model_len)
         stops = stop_set(state, self._eos)
         sequence = DecodeSequence(key, request_id, state, blocks, last_hash, stops, last, deadline, now)
+        sequence.answer_id = answer_id
         self._by_key[key] = self._by_request[request_id] = sequence
         self._joining.append(sequence)
 
@@ -134,6 +136,19 @@ class DecodeScheduler:
             return False
         self._end(sequence)
         return True
+
+    def rename(self, sequence: DecodeSequence, key: Key, request_id: str, deadline: float) -> None:
+        """The sequence goes on as another dispatch, of another request; also in the steps in flight."""
+        self.resume(sequence.key)
+        del self._by_key[sequence.key]
+        if self._by_request.get(sequence.request_id) is sequence:
+            del self._by_request[sequence.request_id]
+        sequence.key, sequence.request_id, sequence.deadline = key, request_id, deadline
+        self._by_key[key] = self._by_request[request_id] = sequence
+        self._rows.rename(sequence)
+        for step in self._in_flight:
+            if sequence in step.sequences:
+                step.dispatches[step.sequences.index(sequence)] = key[1]
 
     def pause(self, key: Key) -> None:
         """The sequence keeps its blocks and is in no further step; those in flight still give it their

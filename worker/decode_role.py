@@ -67,7 +67,14 @@ class DecodeRole(PlayedRole):
             process.times.handoff,
         )
         self.core = DecodeCore(
-            worker, scheduler, receiver, identity.kv_name, self._meet(), settings.drain_timeout_s, True
+            worker,
+            scheduler,
+            receiver,
+            identity.kv_name,
+            self._meet(),
+            settings.drain_timeout_s,
+            True,
+            process.times.answers,
         )
         assert self.core.moving is not None, "it has said how it meets others"
         self.sender = self.core.moving.sender

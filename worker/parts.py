@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from ..decode.answers import KEPT_S
 from ..engine.cache.block_manager import BlockManager
 from ..engine.step.constraint import CompileGrammar
 from ..engine.step.grammar import CompilingCore
@@ -64,6 +65,7 @@ class WorkerTimes:
 
     tick: float = 0.05  # between two looks at deadlines
     rest: float = 1.0  # before a role at rest ends: a lease of a peer may wait for its last message
+    answers: float = KEPT_S  # for which one is kept for its client
     handoff: HandoffTimes = field(default_factory=HandoffTimes)
     reach: ReachTimes = field(default_factory=ReachTimes)
 

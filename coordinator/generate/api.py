@@ -38,6 +38,7 @@ from .plan import Planner, RequestPlan, parse
 from .reader.body_reader import BodyReader
 from .request_ids import HEADER, RequestIds, client_id
 from .request_sampling import GenerateRequest
+from .resumption import IdempotencyKey
 
 SWEEP_EVERY_S = 1.0
 OVERDUE_S = 5.0
@@ -230,13 +231,14 @@ class GenerationApi:
             raise InvalidRequest(f"n: {asked}; at most {most} are allowed", param="n")
         if plan.unknown_fields:
             self._unknown.note(plan.unknown_fields)
+        key = IdempotencyKey.of(call)
         named = plan.request_id or client_id(call.headers)
         id, trace = self._ids.new(plan.endpoint, named), None
         if self.tracing is not None:
             trace = begin_trace(self.tracing, call.endpoint, call.headers, arrival, self.metrics.failures)
         answering: Answering = call if self.bodies is None else self.bodies.record(call)
         call.drop_body()
-        exchange = HttpExchange(self, answering, plan, id, arrival, trace, named)
+        exchange = HttpExchange(self, answering, plan, id, arrival, trace, named, key)
         exchange.make_requests()
         return exchange
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from time import monotonic
 from typing import Protocol
@@ -17,7 +17,7 @@ from typing import Protocol
 from ...transport.process.otel import RequestTrace
 from ..errors import ApiError, DeadlineExceeded, Headers, InternalError, from_ended
 from ..http.call import JSON, Answering
-from ..lifecycle.request import Dispatcher, Ended, Request
+from ..lifecycle.request import Dispatcher, Ended, Request, Sink
 from ..lifecycle.time_ledger import server_timing
 from ..metrics.metrics import Metrics
 from ..metrics.trace_log import TimedSink
@@ -26,18 +26,14 @@ from ..tenants.tenancy import Admission
 from ..text.served_model import ServedModel
 from .accounting import Accounting
 from .choice import Choice, best_of
-from .formats import DONE, error_event, format_of
+from .formats import DONE, STREAM_HEADERS, error_event, format_of
 from .parsed_choice import ParsedChoice
 from .plan import MANY_CHOICES, RequestPlan
+from .resumption import IdempotencyKey, resumable_stream
 from .silence import COMMENT, Silence
 
 MAX_PER_TURN = 64
 """Sequences that are submitted or cancelled before streams are served again: some milliseconds."""
-STREAM_HEADERS: Headers = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
 _log = logging.getLogger(__name__)
 
 
@@ -65,6 +61,7 @@ class HttpExchange:
         arrival: float,
         trace: RequestTrace | None = None,
         client_id: str = "",
+        key: IdempotencyKey | None = None,
     ) -> None:
         """``arrival``: monotonic seconds. ``client_id``: the client's name for it, which the answer has."""
         self.id, self.plan = id, plan
@@ -73,7 +70,8 @@ class HttpExchange:
         self.itl = service.metrics.itl
         self.tokenizer = service.model.tokenizer
         self.choices: list[Choice] = []
-        self.write = call.write
+        self._key, self._resumable = key, resumable_stream(key, plan, call.write, self.fail)
+        self.write: Callable[[bytes], None] = self._resumable.write if self._resumable else call.write
         self.deadline = arrival + plan.timeout_s
         self.more_headers: Headers = []
         self.admission: Admission | None = None
@@ -122,11 +120,12 @@ class HttpExchange:
         choice = kind(self, number, prompt, f"{self.id}-{number}")
         self.choices.append(choice)
         self._num_open += 1
-        return Request(
+        sink: Sink = choice if self._resumable is None else self._resumable.around(choice)
+        request = Request(
             request_id=choice.request_id,
             prompt_token_ids=prompt.token_ids,
             sampling=plan.sampling_of(prompt_number, candidate),
-            sink=TimedSink(choice) if self._service.times_tokens else choice,
+            sink=TimedSink(sink) if self._service.times_tokens else sink,
             arrival=self.account.arrival,
             deadline=self.deadline,
             priority=plan.priority,
@@ -137,6 +136,7 @@ class HttpExchange:
             prompt_logprobs=plan.most_prompt_logprobs,
             traceparent=self._trace.traceparent if self._trace is not None else "",
         )
+        return request if self._key is None else self._key.applied(request, number, plan.seed)
 
     def begin(self) -> None:
         """See ``Exchange``."""
@@ -151,7 +151,7 @@ class HttpExchange:
         elif not self._begun and self._silence.headers_due(by):
             self.begin()
         elif self._begun and self._silence.comment_due(now, by, (c.last_write for c in self.choices)):
-            self.write(COMMENT)
+            self._call.write(COMMENT)
 
     def stop_met(self, choice: Choice) -> None:
         # not from within the dispatcher's own call

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 import orjson
 
 from ...transport.messages.messages import TokenLogprobs
+from ..errors import Headers
 from ..text.served_model import ServedModel
 from .logprobs import TokenEntry, chat_logprobs, completion_logprobs, first, prompt_logprob
 from .plan import RequestPlan
@@ -18,6 +19,11 @@ from .plan import RequestPlan
 Usage = dict[str, Any]
 ReportedReason = Literal["stop", "length", "tool_calls", "function_call", "timeout", "error"]
 DONE = b"data: [DONE]\n\n"
+STREAM_HEADERS: Headers = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
 _TEXT = "\0text"
 PAD_TO = 256
 """Bytes: the length of a padded chunk is a multiple."""

@@ -12,7 +12,7 @@ workers has room.
     routing.py        to which of several workers     flips.py       workers change their role
     progress.py       workers' messages about it      suspicion.py   requests that kill workers
     pools.py          the workers, by role            snapshot.py    the present state, as values
-    worker.py         one worker
+    worker.py         one worker                      assignments.py the requests of each worker
     time_ledger.py    where a request's time goes
     outcomes.py       counts, readiness
     actions.py        the actions for the shell
@@ -175,6 +175,7 @@ class Lifecycle:
             "sequences_moved": outcomes.num_moved,
             "flips": self.flips.count,
             "moves_given_up": outcomes.num_moves_given_up,
+            "answers_resumed": outcomes.num_resumed,
             "borrowed_prompts": outcomes.num_borrowed_prompts,
             "borrowed_sequences": outcomes.num_borrowed_sequences,
             **{f"deadlines_{stage}": count for stage, count in outcomes.num_deadlines.items()},

@@ -70,6 +70,7 @@ class Outcomes:
         self.last_recoveries: deque[Recovery] = deque(maxlen=MAX_RECOVERIES)
         self.num_moved = 0  # sequences, between decode workers
         self.num_moves_given_up = 0
+        self.num_resumed = 0  # answers that a worker had kept
         self.num_borrowed_prompts = 0  # computed by decode workers
         self.num_borrowed_sequences = 0  # kept by prefill workers
         self.num_deadlines: dict[str, int] = dict.fromkeys(("queue", "prefill", "handoff", "decode"), 0)

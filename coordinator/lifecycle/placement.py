@@ -71,6 +71,8 @@ class Placement:
 
     def place(self, request: Request, now: float) -> list[Action]:
         """Dispatch a new request, or add it to the queue."""
+        if request.answer_id and (keeper := self._pools.keeping(request.answer_id)) is not None:
+            return [self._machine.resume(request, keeper, now)]
         if len(self._queue):
             blocked = self._blocked
             still_blocked = (

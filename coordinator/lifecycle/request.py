@@ -114,6 +114,7 @@ class Request:
     tenant: str = ""  # fair shares are counted by tenant
     priority_class: PriorityClass = "standard"
     traceparent: str = ""  # of its span; empty: it leaves no trace
+    answer_id: bytes = b""  # by which its client may have the answer resumed; empty: it may not
 
     # Its state.
     state: State = field(init=False, default="queue")
@@ -227,6 +228,7 @@ class Request:
             prompt_logprobs=self.prompt_logprobs if self.needs_prompt_logprobs else None,
             deadline_s=max(0.0, self.deadline - now),
             traceparent=self.traceparent,
+            answer_id=self.answer_id,
         )
 
 

@@ -4,6 +4,8 @@
     --------  ---------------------------------------  ----------  ---------------------------------------
     queue     a pair of workers has room               prefill     Send Prefill, under a new epoch and
                                                                    dispatch number
+    queue     it is new, and a worker keeps its        handoff     Send Resume, under a dispatch number
+              answer
     prefill   FirstToken                               handoff     Push
     prefill*  Joined                                   decode      Push, if Joined overtook the first token
     handoff   Joined                                   decode
@@ -39,15 +41,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ...transport.messages.messages import Cancel, FinishReason, Message, Prefill, u32
+from ...transport.messages.messages import Cancel, FinishReason, Message, Prefill, Resume, u32
 from .actions import Action, End, Send
+from .assignments import Assignments
 from .limits import LifecycleLimits, is_lost, min_timeout, no_deadline_before, passed_deadline
 from .outcomes import Outcomes, Recovery
-from .pools import Assignments, Pools
+from .pools import Pools
 from .request import Ended, ErrorKind, Request
 from .request_queue import RequestQueue
 from .suspicion import Suspicion
-from .time_ledger import MIN_STALL_S, AttemptTimes, Milestone, OwnStalls
+from .time_ledger import MIN_STALL_S, AttemptTimes, OwnStalls
 from .worker import WorkerRecord
 
 MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 0.25, 4.0
@@ -95,12 +98,27 @@ class RequestStateMachine:
         request.times = AttemptTimes(request.ledger)
         return Send(prefill.id, Prefill(spec=request.spec(self._incarnation, now), decode=decode.peer))
 
+    def resume(self, request: Request, worker: WorkerRecord, now: float) -> Action:
+        """queue -> handoff: have a worker send the answer that it keeps, and go on with it."""
+        self.assignments.assign_kept(request, worker)
+        self.outcomes.num_resumed += 1
+        self.stalls.book(request.ledger, request.state, now)
+        request.enter("handoff", now)
+        order = Resume(
+            coordinator=self._incarnation,
+            dispatch=request.dispatch,
+            request_id=request.request_id,
+            answer_id=request.answer_id,
+            deadline_s=max(0.0, request.deadline - now),
+        )
+        return Send(worker.id, order)
+
     def prompt_computed(self, request: Request, queue_s: float, prefill_s: float, now: float) -> None:
         """prefill -> handoff. ``queue_s``, ``prefill_s``: as the prefill worker measured them."""
         if request.state == "prefill":
             request.enter("handoff", now)
         if request.times is not None:
-            request.times.first_token(self._milestone(queue_s + prefill_s, now), prefill_s)
+            request.times.first_token(self.stalls.milestone(queue_s + prefill_s, now), prefill_s)
         if request.recovery is not None:
             request.recovery.queue_s, request.recovery.prefill_s = queue_s, prefill_s
         self.assignments.release_prompt(request)
@@ -111,7 +129,7 @@ class RequestStateMachine:
         if request.state != "decode":
             request.enter("decode", now)
             if request.times is not None:
-                request.times.joined(self._milestone(transfer_s, now))
+                request.times.joined(self.stalls.milestone(transfer_s, now))
         self.assignments.release_prompt(request)
         self.assignments.release_blocks(request)
 
@@ -186,7 +204,7 @@ class RequestStateMachine:
     ) -> list[Action]:
         """End a request with its last token. ``stage_s``: length of its last stage, if the worker sent it."""
         if request.times is not None and stage_s is not None:
-            request.times.ended(self._milestone(stage_s, now))
+            request.times.ended(self.stalls.milestone(stage_s, now))
         self.outcomes.finished(request.state)
         actions = self._cancel_move(request)
         self.assignments.unassign(request)
@@ -256,6 +274,3 @@ class RequestStateMachine:
         """Have those of the workers that are still here drop these dispatches."""
         cancel: Message = Cancel(coordinator=self._incarnation, dispatches=u32(dispatches))
         return [Send(w.id, cancel) for w in workers if w is not None and w.id in self._pools.workers]
-
-    def _milestone(self, seconds: float, now: float) -> Milestone:
-        return Milestone(now, self.stalls.read_all_at, seconds)

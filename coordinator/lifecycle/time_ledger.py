@@ -214,6 +214,10 @@ class OwnStalls:
         self._last_tick = now
         return stall if stalled else 0.0
 
+    def milestone(self, seconds: float, now: float) -> Milestone:
+        """Return the milestone of a message that arrives ``now``; ``seconds``: see ``Milestone``."""
+        return Milestone(now, self.read_all_at, seconds)
+
     def book(self, ledger: TimeLedger, stage: Stage, now: float) -> None:
         """Charge to the coordinator the part of ``stage``, the newest one, that its last stall took."""
         began, ended = self.read_all_at, self._resumed_at

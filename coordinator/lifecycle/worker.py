@@ -37,6 +37,7 @@ class WorkerRecord:
     progressed: float = 0.0  # when ``steps`` last grew, or the worker was last idle
     busy: BusyWindow = field(default_factory=BusyWindow)
     cached: set[bytes] = field(default_factory=set)  # hashes of the blocks in its prefix cache
+    answers: set[bytes] = field(default_factory=set)  # that it keeps for clients that may come again
     num_cache_reports: int = 0  # the last one that ``cached`` has
     welcomed_at: float = -1e9  # when it was last asked for a report of its whole cache
     dispatches: set[int] = field(default_factory=set)  # assigned to it

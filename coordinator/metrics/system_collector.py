@@ -27,6 +27,7 @@ LIFECYCLE_COUNTERS = {
         "Running sequences handed from a decode worker that left to another one, with their KV blocks."
     ),
     "moves_given_up": "Such hand-overs that failed; the sequence ran on where it was.",
+    "answers_resumed": "Answers that a decode worker had kept for a client that came again.",
     "deadlines_queue": "Requests that passed a deadline while they waited for a worker.",
     "deadlines_prefill": "Requests that passed a deadline while their prompt was computed.",
     "deadlines_handoff": "Requests that passed a deadline between prefill and decode.",

@@ -11,9 +11,10 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
-from e2e.cluster import DEAD_AFTER_S, MODEL_NAME, START_S, Cluster, free_port, wait_for
+from e2e.cluster import DEAD_AFTER_S, MODEL_NAME, START_S, Cluster, answers, free_port, wait_for
 
 from splitserve.transport.channels.keys import generate_key
 
@@ -26,20 +27,27 @@ ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 class ForkedCluster(Cluster):
-    """One coordinator, and a prefill and decode workers; whichever worker ends is started again, until
-    ``close``."""
+    """A coordinator or several, and prefill and decode workers; whichever worker ends is started again, until
+    ``close``. ``process``, ``url`` and ``control_address`` are those of the first coordinator."""
 
     def __init__(
-        self, model: Path, folder: Path, *options: str, num_prefill: int = 2, num_decode: int = 2
+        self,
+        model: Path,
+        folder: Path,
+        *options: str,
+        num_prefill: int = 2,
+        num_decode: int = 2,
+        num_coordinators: int = 1,
     ) -> None:
         self._folder, self._options = folder, options
         self.key_file = folder / "key"
         generate_key(self.key_file)
         self._common = ["--model", str(model), "--key-file", str(self.key_file)]
-        self._port, self.control_address = free_port(), f"tcp://127.0.0.1:{free_port()}"
-        super().__init__(
-            f"http://127.0.0.1:{self._port}", self.start_coordinator(), folder / "coordinator.log"
-        )
+        self._control_addresses = [f"tcp://127.0.0.1:{free_port()}" for _ in range(num_coordinators)]
+        self.urls = [f"http://127.0.0.1:{free_port()}" for _ in range(num_coordinators)]
+        self.control_address = self._control_addresses[0]
+        super().__init__(self.urls[0], self.start_coordinator(), folder / "coordinator.log")
+        self._others = [self.start_coordinator(number) for number in range(1, num_coordinators)]
         environ = {**ENVIRON, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
         command = [sys.executable, "-m", "support.worker_nursery"]
         self._nursery = subprocess.Popen(
@@ -56,8 +64,8 @@ class ForkedCluster(Cluster):
         self._keeper = threading.Thread(target=self._keep)
         self._keeper.start()
 
-    def start_coordinator(self) -> subprocess.Popen[bytes]:
-        """Start the coordinator, also after it was killed."""
+    def start_coordinator(self, number: int = 0) -> subprocess.Popen[bytes]:
+        """Start a coordinator, also after it was killed."""
         command = [
             sys.executable,
             "-m",
@@ -69,9 +77,9 @@ class ForkedCluster(Cluster):
         ]
         command += [
             "--port",
-            str(self._port),
+            self.urls[number].rpartition(":")[2],
             "--control-address",
-            self.control_address,
+            self._control_addresses[number],
             "--heartbeat-s",
             str(HEARTBEAT_S),
         ]
@@ -89,8 +97,9 @@ class ForkedCluster(Cluster):
         assert self._nursery.stdin is not None
         self._nursery.stdin.close()
         self._nursery.wait(60)
-        self.process.kill()
-        self.process.wait(60)
+        for process in (self.process, *self._others):
+            process.kill()
+            process.wait(60)
         for fd in self._pidfds.values():
             os.close(fd)
         assert self._nursery.stdout is not None
@@ -98,7 +107,8 @@ class ForkedCluster(Cluster):
 
     def _start(self, name: str) -> None:
         role = name.partition("-")[0]
-        argv = [*self._common, "--name", name, "--coordinator", self.control_address, *self._options]
+        argv = [*self._common, "--name", name, "--coordinator", ",".join(self._control_addresses)]
+        argv += self._options
         argv += ["--orphaned-after-s", str(ORPHANED_AFTER_S)]
         nursery = self._nursery
         assert nursery.stdin is not None
@@ -127,12 +137,25 @@ class ForkedCluster(Cluster):
 
 @contextmanager
 def forked(
-    model: Path, folder: Path, *options: str, num_prefill: int = 2, num_decode: int = 2
+    model: Path,
+    folder: Path,
+    *options: str,
+    num_prefill: int = 2,
+    num_decode: int = 2,
+    num_coordinators: int = 1,
 ) -> Iterator[ForkedCluster]:
     """The cluster, ready, until the block ends."""
-    cluster = ForkedCluster(model, folder, *options, num_prefill=num_prefill, num_decode=num_decode)
+    cluster = ForkedCluster(
+        model,
+        folder,
+        *options,
+        num_prefill=num_prefill,
+        num_decode=num_decode,
+        num_coordinators=num_coordinators,
+    )
     try:
-        wait_for(f"the cluster is ready (logs: {folder})", cluster.ready, START_S)
+        for url in cluster.urls:
+            wait_for(f"{url} is ready (logs: {folder})", partial(answers, f"{url}/ready"), START_S)
         cluster.wait_whole(num_prefill, num_decode)
         yield cluster
     finally:

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 from simulation.host import Host
 
-from splitserve.coordinator.lifecycle.pools import Assignments
+from splitserve.coordinator.lifecycle.assignments import Assignments
 from splitserve.coordinator.lifecycle.progress import Progress
 from splitserve.coordinator.lifecycle.request import Request
 from splitserve.coordinator.lifecycle.state_machine import RequestStateMachine

@@ -15,10 +15,16 @@ from simulation.builds import FAR
 from simulation.scenario import Faults
 from simulation.worker_process import TICK_S
 
+from splitserve.decode.core import DecodeCore
+
 if TYPE_CHECKING:
     from simulation.coordinator_process import CoordinatorProcess
     from simulation.worker_role import WorkerRole
     from simulation.world import World
+
+
+SIGNS_OF_LOSS = ("the workers hold nothing of it", "was lost on the way")
+"""In the reason for which a request is dispatched again."""
 
 
 class Checks:
@@ -79,6 +85,8 @@ class Checks:
                 yield f"{worker.name} leaves"
             elif worker.blocks.num_used:
                 yield f"{worker.name}: {worker.blocks.num_used} blocks are in use"
+            elif isinstance(worker.core, DecodeCore) and worker.core.answers.num_complete:
+                yield f"{worker.name} keeps answers"
             elif list(worker.core.waits()):
                 yield f"{worker.name}: waits for {next(iter(worker.core.waits()))}"
         for process in self.world.processes.values():
@@ -106,6 +114,8 @@ class Checks:
         for known in core.pools.workers.values():
             if known.dispatches or known.pending or known.pending_blocks:
                 yield f"{name} counts work for {known.hello.worker_id}"
+            if known.answers:
+                yield f"{name} believes that {known.hello.worker_id} keeps answers"
             if known.drain is not None:
                 yield f"{name} tells {known.hello.worker_id} to leave, which has not said that it does"
 
@@ -144,7 +154,8 @@ class Checks:
 
     def _check_others_work(self) -> None:
         """If the only faults are coordinators that die and clients that leave, no other request is computed
-        twice: one coordinator's end, or its forgetting a worker, does not concern the others."""
+        twice: one coordinator's end, or its forgetting a worker, does not concern the others. Nor is a
+        resumed answer."""
         faults = self.world.scenario.faults
         if faults != Faults(coordinator_restart_every=faults.coordinator_restart_every, cancel=faults.cancel):
             return
@@ -152,9 +163,10 @@ class Checks:
             lost = [
                 why
                 for why in coordinator.core.outcomes.last_retries
-                if "the workers hold nothing of it" in why
+                if any(sign in why for sign in SIGNS_OF_LOSS)
+                and (coordinator.name not in self.world.restarted or "+ in " in why)
             ]
-            if lost and coordinator.name not in self.world.restarted:
+            if lost:
                 self.world.violated(
-                    f"{coordinator.name}, which nothing befell, had to dispatch again: {lost[0]}"
+                    f"{coordinator.name}, for nothing that befell it, had to dispatch again: {lost[0]}"
                 )

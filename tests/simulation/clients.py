@@ -7,23 +7,20 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from simulation.client import BrokenSink, Client, ClientSink
-from simulation.model import EOS, VOCABULARY, expected_output, logprob
+from simulation.model import EOS, expected_output, logprob
 from simulation.poison import FUSES, PoisonousRequest
-from simulation.worker_process import BLOCK_SIZE, MAX_MODEL_LEN
+from simulation.wishes import OWN, Wishes
+from simulation.worker_process import MAX_MODEL_LEN
 
 from splitserve.coordinator.dispatcher import ClosedSink
 from splitserve.coordinator.lifecycle.limits import LifecycleLimits
 from splitserve.coordinator.lifecycle.request import Ended, Request
-from splitserve.transport.messages.messages import PeerId, Prefill, SamplingParams, TokenLogprobs
+from splitserve.transport.messages.messages import PeerId, Prefill, Resume, TokenLogprobs
 
 if TYPE_CHECKING:
     from simulation.coordinator_process import CoordinatorProcess
     from simulation.world import World
 
-TOKENS = range(1, VOCABULARY)
-SHARED, OWN = (0, 0, 8, 16, 32), (2, 5, 9, 24)
-"""Tokens of a prompt that others begin with too, and those of its own."""
-MAX_TOKENS = (1, 2, 2, 4, 6, 24)
 FAIR_ENDS = ("deadline", "unavailable", "overloaded")
 """Errors that a client may meet; whether each was due is checked. (Under the product's limits also
 ``failed``.)"""
@@ -35,20 +32,19 @@ class Clients:
     def __init__(self, world: World) -> None:
         self.world, self.random, self.counts = world, world.random, world.counts
         self.faults = world.scenario.faults
-        self._draw = Random(f"sinks {world.seed}")
+        self._draw, self._keys = Random(f"sinks {world.seed}"), Random(f"keys {world.seed}")
         self.all: dict[str, Client] = {}
         self.pending: dict[str, Client] = {}
-        self._system_prompts = [self.random.choices(TOKENS, k=max(SHARED)) for _ in range(3)]
-        self._recent_prompts = self._system_prompts.copy()
+        self.wishes = Wishes(world, self.random)
 
     # --- what they ask ---------------------------------------------------------------------------
 
     def arrive(self, number: int) -> int:
         """One client's request: one sequence, or a few of the same prompt (n > 1). Returns how many."""
-        draw, prompt = self.random, self._prompt()
+        draw, prompt = self.random, self.wishes.prompt()
         priority, salt = draw.choice((0, 0, 0, 1, -1)), draw.choice((b"", b"", b"", b"tenant"))
         num_choices = draw.choice((1,) * 9 + (3,))
-        sampling, prompt_logprobs = self._sampling()
+        sampling, prompt_logprobs = self.wishes.sampling()
         timeout = (
             draw.uniform(0.02, 2.0)
             if self.faults.short_deadline and draw.random() < self.faults.short_deadline
@@ -56,42 +52,20 @@ class Clients:
         )
         coordinator = self.world.some_coordinator()
         if self.faults.poison and draw.random() < self.faults.poison:
-            prompt, sampling, num_choices, timeout = prompt[: min(OWN)], self._long_answer(), 1, 90.0
+            prompt, sampling, num_choices, timeout = prompt[: min(OWN)], self.wishes.long_answer(), 1, 90.0
             self.world.poison.requests[f"r{number}"] = PoisonousRequest(draw.choice(FUSES))
         for i in range(num_choices):
             request = Request(f"r{number + i}", prompt, sampling, ClosedSink(), 0.0, timeout, priority, salt)
             request.prompt_logprobs, request.session = prompt_logprobs, draw.choice(("", "a", "b"))
+            if self._has_key(request):
+                request.answer_id = request.request_id.encode().rjust(16)
             coordinator.run(self._submit, request, coordinator)
         return num_choices
 
-    def _prompt(self) -> list[int]:
-        """Draw a prompt: the beginning of a system prompt or of a recent prompt, then tokens of its own."""
-        draw = self.random
-        known = draw.choice(self._system_prompts if draw.random() < 0.5 else self._recent_prompts)
-        prompt = known[: draw.choice(SHARED)] + draw.choices(TOKENS, k=draw.choice(OWN))
-        self._recent_prompts[draw.randrange(len(self._recent_prompts))] = prompt
-        return prompt
-
-    def _sampling(self) -> tuple[SamplingParams, int | None]:
-        draw = self.random
-        max_tokens = draw.choice(MAX_TOKENS)
-        prompt_logprobs = 0 if draw.random() < 0.03 else None
-        if prompt_logprobs is not None and draw.random() < 0.3:
-            max_tokens = 0
-        sampling = SamplingParams(
-            max_tokens=max_tokens,
-            min_tokens=draw.choice((0, 0, 0, 3)),
-            temperature=0.0,
-            ignore_eos=draw.random() < 0.3,
-            stop_token_ids=(draw.randrange(VOCABULARY),),
-            logprobs=draw.choice((None, None, None, None, 0)),
-        )
-        return sampling, prompt_logprobs
-
-    def _long_answer(self) -> SamplingParams:
-        cluster = self.world.scenario.cluster
-        room = min(MAX_MODEL_LEN, BLOCK_SIZE * min(cluster.prefill_blocks, cluster.decode_blocks))
-        return SamplingParams(max_tokens=room - BLOCK_SIZE, temperature=0.0, ignore_eos=True)
+    def _has_key(self, request: Request) -> bool:
+        """Whether its client has an idempotency key, and the answer is one that can be resumed."""
+        has_key = self._keys.random() < self.world.scenario.keyed
+        return has_key and request.prompt_logprobs is None and request.sampling.logprobs is None
 
     def _submit(self, request: Request, coordinator: CoordinatorProcess) -> None:
         """The coordinator reads it: it counts from now on."""
@@ -137,10 +111,26 @@ class Clients:
                 client.orphaned = True
                 self.counts["orphaned: their coordinator died"] += 1
                 del self.pending[client.request.request_id]
+                if client.request.answer_id and not client.cancelled:
+                    self.world.queue.after(self._keys.random(), self._come_again, client.request)
 
-    def tried(self, prefill: Prefill, worker: PeerId) -> None:
-        """A coordinator dispatches a request."""
-        spec, decode = prefill.spec, prefill.decode
+    def _come_again(self, before: Request) -> None:
+        """With the same key and the same body, to any coordinator."""
+        if not self.world.calm and (coordinator := self.world.some_coordinator()).alive:
+            self.counts["clients that came again"] += 1
+            id = f"{before.request_id}+"
+            prompt, sampling, salt = before.prompt_token_ids, before.sampling, before.salt
+            request = Request(id, prompt, sampling, ClosedSink(), 0.0, 90.0, before.priority, salt)
+            request.answer_id = before.answer_id
+            coordinator.run(self._submit, request, coordinator)
+
+    def tried(self, order: Prefill | Resume, worker: PeerId) -> None:
+        """A coordinator dispatches a request, or has one resumed."""
+        if isinstance(order, Resume):
+            self.counts["answers resumed"] += 1
+            self.all[order.request_id].tries[order.coordinator, order.dispatch] = worker, worker
+            return
+        spec, decode = order.spec, order.decode
         self.all[spec.request_id].tries[spec.coordinator, spec.dispatch] = (
             worker,
             (decode.worker_id, decode.incarnation),

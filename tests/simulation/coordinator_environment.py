@@ -13,7 +13,15 @@ from simulation.channels import VirtualChannel, VirtualListener, VirtualNetwork
 from splitserve.coordinator.lifecycle.actions import Send
 from splitserve.coordinator.lifecycle.worker import WorkerId, WorkerRecord
 from splitserve.transport.channels.coordinator_link import identity_of, worker_of
-from splitserve.transport.messages.messages import FROM_WORKER, Fenced, Hello, Message, OtherVersion, Prefill
+from splitserve.transport.messages.messages import (
+    FROM_WORKER,
+    Fenced,
+    Hello,
+    Message,
+    OtherVersion,
+    Prefill,
+    Resume,
+)
 
 if TYPE_CHECKING:
     from simulation.coordinator_process import CoordinatorProcess
@@ -225,7 +233,7 @@ class SendCheck:
         def noted(*args: Any) -> Any:
             returned = method(*args)
             for action in returned[1] if isinstance(returned, tuple) else returned:
-                if type(action) is Send and type(action.message) is Prefill:
+                if type(action) is Send and type(action.message) in (Prefill, Resume):
                     self._process.world.clients.tried(action.message, action.worker)
                 if type(action) is Send and self._may_get(action.worker, action.message):
                     self._due[action.worker].append(action.message)

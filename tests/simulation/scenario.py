@@ -101,6 +101,8 @@ class Scenario:
     rate: float = 100.0  # requests a second
     # coordinators are as patient as the product's, and may give a request up; else they hardly ever do
     product_limits: bool = False
+    # share of clients that have an idempotency key, and come again when their coordinator has died
+    keyed: float = 0.0
 
 
 NETWORK = Faults(drop=0.01, double=0.02, late=0.02, mangle=0.002, partition_every=0.8, cancel=0.1)
@@ -233,6 +235,9 @@ NAMED = {
         Cluster(prefill_ahead=1.0),
     ),
     "coordinators": Scenario(Faults(coordinator_restart_every=2.5, cancel=0.1), Cluster(num_coordinators=3)),
+    "keys": Scenario(
+        Faults(coordinator_restart_every=0.4, cancel=0.05), Cluster(num_coordinators=3), keyed=1.0
+    ),
     "flips": Scenario(FLIPS, Cluster(num_prefill=1, num_decode=1, num_flexible=3, one_sided=1.0)),
     "retirements": Scenario(
         Faults(flip_every=0.2, drop=0.3, partition_every=0.15, cancel=0.5),
@@ -326,11 +331,13 @@ NAMED = {
     "upgrades": Scenario(
         replace(MIXED, drain_every=0.4, kill_every=1.0, coordinator_restart_every=2.0, flip_every=1.0),
         Cluster(num_coordinators=2, num_flexible=1, num_mixed=1, rendezvous=0.3, next=0.5, num_far=2),
+        keyed=0.5,
     ),
     "everything": Scenario(
         EVERYTHING,
         Cluster(num_coordinators=2, num_flexible=2, one_sided=1.0, rendezvous=0.5, copies=0.3),
         product_limits=True,
+        keyed=0.5,
     ),
 }
 
@@ -391,4 +398,5 @@ def draw_scenario(seed: int) -> Scenario:
         next=Random(f"next {seed}").choice([0.0, 0.0, 0.0, 0.3, 0.7]),
         num_far=Random(f"far {seed}").choice([0, 0, 0, 0, 0, 2]),
     )
-    return Scenario(Faults(**chosen), cluster, random.choice([120.0, 240.0, 480.0]), product_limits)
+    keyed = Random(f"keyed {seed}").choice([0.0, 0.0, 0.5, 1.0])
+    return Scenario(Faults(**chosen), cluster, random.choice([120.0, 240.0, 480.0]), product_limits, keyed)

@@ -19,6 +19,7 @@ from collections.abc import Callable
 import pytest
 from simulation import (
     bugs_of_borrowing,
+    bugs_of_resumption,
     bugs_of_the_dispatcher,
     bugs_of_the_handoff,
     bugs_of_the_loop,
@@ -41,6 +42,7 @@ FILES = (
     bugs_of_the_processes,
     bugs_of_the_shells,
     bugs_of_the_loop,
+    bugs_of_resumption,
     bugs_of_the_dispatcher,
     bugs_of_upgrades,
 )

@@ -45,6 +45,7 @@ TICK_S, HEARTBEAT_S = 0.1, 0.2
 TIMES = WorkerTimes(
     tick=0.9 * TICK_S,  # due at each tick, whatever the process's clock
     rest=0.45,  # its peers ask again every ``resend``
+    answers=1.5,
     handoff=HandoffTimes(resend=0.2, grant=6.0, ack=1.5, lease=0.6, waiting=1.0, silence=2.5, test=0.9),
     reach=REACH,
 )

@@ -24,6 +24,7 @@ SPEC = m.RequestSpec(
     num_prompt_tokens=3,
     sampling=SAMPLING,
     deadline_s=9.5,
+    answer_id=b"a" * 16,
 )
 LOGPROBS = m.TokenLogprobs(logprob=-float("inf"), top_ids=(4, 5), top_logprobs=(-0.5, -1.0))
 STEP = m.StepTokens(
@@ -39,7 +40,7 @@ EXAMPLES: list[m.Message] = [
     m.Load(worker_id="p0", incarnation=1, blocks_free=1, blocks_cached=2, blocks_used=3, blocks_leased=4,
            num_running=5, num_waiting=6, num_waiting_tokens=7, steps=8, busy=True, accepting=False,
            counters={"a": 1.0}),
-    m.BlockEvents(worker_id="p0", incarnation=1, reset=True, stored=b"h" * 32),
+    m.BlockEvents(worker_id="p0", incarnation=1, reset=True, stored=b"h" * 32, answers_kept=b"a" * 16),
     m.FirstToken(coordinator=1, dispatch=2, index=0, token=None, prompt_logprobs=(LOGPROBS, LOGPROBS),
                  finished="length"),
     m.Joined(coordinator=1, dispatch=2, index=0, token=5, logprobs=LOGPROBS),
@@ -53,6 +54,7 @@ EXAMPLES: list[m.Message] = [
     m.Goodbye(worker_id="d0", incarnation=1),
     m.Alive(coordinator=1),
     m.Move(dispatch=1, spec=SPEC, decode=m.Peer(worker_id="d1", incarnation=4, address="tcp://127.0.0.1:1")),
+    m.Resume(coordinator=1, dispatch=2, request_id="r", answer_id=b"a" * 16, deadline_s=9.5),
     m.Drain(coordinator=1, timeout_s=2.5),
     m.Flip(coordinator=1, role="prefill", timeout_s=2.5),
     m.Meet(worker_id="p0", incarnation=1, host="h", pid=2, model=MODEL, movers=("shm", "tcp")),

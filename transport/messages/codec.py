@@ -59,6 +59,7 @@ WIRE: dict[int, tuple[type[Message], Bounds]] = {
     22: (messages.Drain, Bounds()),
     23: (messages.Flip, Bounds()),
     24: (messages.OtherVersion, Bounds()),
+    25: (messages.Resume, Bounds()),
     32: (messages.Meet, Bounds(meets=True)),
     33: (messages.Offer, Bounds(max_bytes=17 * MIB)),
     34: (messages.Renew, Bounds(max_bytes=MIB)),

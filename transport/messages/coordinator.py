@@ -11,6 +11,8 @@ from .fields import (
     MAX_ROWS,
     WIRE_VERSION,
     Address,
+    AnswerColumn,
+    AnswerId,
     Count,
     Dispatch,
     Duration,
@@ -100,6 +102,8 @@ class BlockEvents(Message, frozen=True, kw_only=True):
     reset: bool = False
     stored: HashColumn = b""
     removed: HashColumn = b""
+    answers_kept: AnswerColumn = b""  # a decode worker's: that a client may have resumed from now on
+    answers_dropped: AnswerColumn = b""
 
 
 class FirstToken(Message, frozen=True, kw_only=True):
@@ -222,6 +226,18 @@ class Move(Message, frozen=True, kw_only=True):
     dispatch: Dispatch
     spec: RequestSpec
     decode: Peer
+
+
+class Resume(Message, frozen=True, kw_only=True):
+    """Send the tokens of this answer from the first one on, and go on with it as ``dispatch``: its client has
+    come to another coordinator. The answer is StepTokens, and Joined while it is not complete; or
+    RequestFailed. Only a worker that has reported the answer is sent this."""
+
+    coordinator: Incarnation
+    dispatch: Dispatch
+    request_id: Name
+    answer_id: AnswerId
+    deadline_s: Duration  # see RequestSpec
 
 
 class Drain(Message, frozen=True, kw_only=True):

@@ -22,7 +22,7 @@ from .cache_map import CacheMap, map_difference, num_bytes
 
 PeerId: TypeAlias = tuple[str, int]
 """(worker id, incarnation)"""
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 """Processes work together if their versions are equal or neighbours. Every change of the messages raises it:
 by one if an older process can skip what is new (optional fields; messages and values that it is never sent),
 else by two."""
@@ -31,6 +31,7 @@ MAX_BLOCKS = 1 << 24
 MAX_ROWS = 1 << 16
 MAX_PARCEL_POSITIONS = 1024
 HASH_BYTES = 16
+ANSWER_ID_BYTES = 16
 SECRET_BYTES = 16
 MAX_GRAMMAR_BYTES = 256 << 10
 _INT63 = (1 << 63) - 1
@@ -67,6 +68,9 @@ ChecksumColumn = Annotated[bytes, _column(8, MAX_REQUEST_TOKENS)]
 """uint64 checksums, one a block."""
 ParcelColumn = Annotated[bytes, _column(4, MAX_PARCEL_POSITIONS)]
 """uint32 positions in a lease."""
+AnswerId = Annotated[bytes, Meta(max_length=ANSWER_ID_BYTES)]
+"""Names an answer whose client has an idempotency key (``Resume``); empty: the client has none."""
+AnswerColumn = Annotated[bytes, _column(ANSWER_ID_BYTES, MAX_ROWS)]
 LeaseColumn = Annotated[bytes, _column(8, MAX_ROWS)]
 """uint64 lease numbers."""
 
@@ -162,6 +166,7 @@ class RequestSpec(Message, frozen=True, kw_only=True):
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     deadline_s: Duration  # seconds left until the request as a whole must have ended
     traceparent: Annotated[str, Meta(max_length=64)] = ""  # of the request's span; empty: it leaves no trace
+    answer_id: AnswerId = b""
 
     @property
     def num_tokens(self) -> int:

@@ -4,7 +4,8 @@ Senders and receivers:
 
     worker      -> coordinator   Hello, Load, BlockEvents, FirstToken, Joined, StepTokens, RequestFailed,
                                  Goodbye
-    coordinator -> worker        Welcome, OtherVersion, Alive, Fenced, Prefill, Move, Cancel, Drain, Flip
+    coordinator -> worker        Welcome, OtherVersion, Alive, Fenced, Prefill, Move, Resume, Cancel, Drain,
+                                 Flip
     prefill     -> decode        Meet, Offer, Renew, Placed, Handoff, Release, Retire
     decode      -> prefill       Met, OtherVersion, Grant, Refuse, Ack, Nack, Revoke, Retired
     their movers, both ways      RendezvousEntry, ParcelComing, SessionOver
@@ -34,10 +35,12 @@ from .coordinator import (
     Move,
     Prefill,
     RequestFailed,
+    Resume,
     StepTokens,
     Welcome,
 )
 from .fields import (
+    ANSWER_ID_BYTES,
     HASH_BYTES,
     MAX_PARCEL_POSITIONS,
     MAX_ROWS,
@@ -80,7 +83,7 @@ from .handoff import (
 )
 
 FROM_WORKER = (Hello, Load, BlockEvents, FirstToken, Joined, StepTokens, RequestFailed, Goodbye)
-FROM_COORDINATOR = (Welcome, OtherVersion, Alive, Fenced, Prefill, Move, Cancel, Drain, Flip)
+FROM_COORDINATOR = (Welcome, OtherVersion, Alive, Fenced, Prefill, Move, Resume, Cancel, Drain, Flip)
 FROM_PREFILL = (
     Meet,
     Offer,
@@ -98,6 +101,7 @@ BETWEEN_MOVERS = (RendezvousEntry, ParcelComing, SessionOver)
 """The movers' own: the handoff's cores never see them."""
 
 __all__ = [
+    "ANSWER_ID_BYTES",
     "BETWEEN_MOVERS",
     "FROM_COORDINATOR",
     "FROM_DECODE",
@@ -142,6 +146,7 @@ __all__ = [
     "Renew",
     "RequestFailed",
     "RequestSpec",
+    "Resume",
     "Retire",
     "Retired",
     "Revoke",

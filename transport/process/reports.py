@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from ..messages.messages import BlockEvents, Load, PeerId
@@ -23,10 +23,13 @@ class PrefixCache(Protocol):
 
 
 class CacheReporter:
-    """Numbers a worker's reports about its prefix cache."""
+    """Numbers a worker's reports about its prefix cache and the answers that it keeps."""
 
-    def __init__(self, cache: PrefixCache) -> None:
-        self._cache, self._events = cache, cache.watch()
+    def __init__(
+        self, cache: PrefixCache, answers: Callable[[bool], tuple[bytes, bytes]] = lambda _: (b"", b"")
+    ) -> None:
+        """``answers``: returns the columns of BlockEvents about them: their changes, or with True all."""
+        self._cache, self._events, self._answers = cache, cache.watch(), answers
         self.num_reports = 0
 
     def report(self, worker: PeerId, everything: bool) -> BlockEvents | None:
@@ -35,7 +38,8 @@ class CacheReporter:
         stored, removed = self._events.take()
         if everything:
             stored, removed = self._cache.cached_hashes(), []
-        if not (stored or removed or everything):
+        kept, dropped = self._answers(everything)
+        if not (stored or removed or kept or dropped or everything):
             return None
         self.num_reports += 1
         worker_id, incarnation = worker
@@ -46,6 +50,8 @@ class CacheReporter:
             reset=everything,
             stored=b"".join(stored),
             removed=b"".join(removed),
+            answers_kept=kept,
+            answers_dropped=dropped,
         )
 
     def close(self) -> None:

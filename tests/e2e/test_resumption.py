@@ -1,0 +1,129 @@
+"""A coordinator is killed: a client with an idempotency key has its answer resumed by another one."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+import httpx
+import orjson
+import pytest
+from e2e.cluster import HTTP, MODEL_NAME, answers, wait_for
+from e2e.forked_cluster import ForkedCluster, forked
+from transformers import PreTrainedModel
+
+NUM_TOKENS = 2500
+BEFORE_THE_KILL = 200
+"""Events, of about a token each."""
+
+
+@dataclass
+class Stream:
+    """What a client has read of a stream."""
+
+    text: str = ""
+    last_id: str = ""
+    finish_reason: str | None = None
+    ids: list[str] = field(default_factory=list)
+
+    def read(self, response: httpx.Response) -> Iterator[None]:
+        """Take event by event."""
+        for line in response.iter_lines():
+            if line.startswith("id: "):
+                self.last_id = line[4:]
+                self.ids.append(self.last_id)
+            elif line.startswith("data: {"):
+                (choice,) = orjson.loads(line[6:])["choices"]
+                self.text += choice["text"]
+                self.finish_reason = choice["finish_reason"]
+                yield
+
+
+def ask(url: str, prompt: str, headers: dict[str, str], up_to: int | None = None, **more: object) -> Stream:
+    """Return the whole stream, or its first events."""
+    body = {
+        "model": MODEL_NAME,
+        "prompt": prompt,
+        "max_tokens": NUM_TOKENS,
+        "ignore_eos": True,
+        "stream": True,
+        **more,
+    }
+    stream = Stream()
+    with HTTP.stream("POST", f"{url}/v1/completions", json=body, headers=headers) as response:
+        assert response.status_code == 200, response.read()
+        for _ in islice(stream.read(response), up_to):
+            pass
+        return stream
+
+
+def num_resumed(url: str) -> float:
+    lines = HTTP.get(f"{url}/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("splitserve_answers_resumed_t"))
+
+
+@pytest.fixture(scope="module")
+def two(
+    tmp_path_factory: pytest.TempPathFactory, tiny: tuple[Path, PreTrainedModel]
+) -> Iterator[ForkedCluster]:
+    options = ("--exact", "--dtype", "float32", "--kv-cache-gib", "0.1")
+    with forked(tiny[0], tmp_path_factory.mktemp("two"), *options, num_coordinators=2) as cluster:
+        yield cluster
+
+
+def test_another_coordinator_resumes_the_answer_of_one_that_was_killed(two: ForkedCluster) -> None:
+    first, second = two.urls
+    prompt, key = "a story " * 20, {"idempotency-key": "story-1"}
+    sampled = {"temperature": 1.0, "seed": 5}
+    whole = ask(second, prompt, {}, **sampled).text
+
+    url = f"{first}/v1/completions"
+    body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    begun = Stream()
+    with HTTP.stream("POST", url, json={**body, "stream": True, **sampled}, headers=key) as response:
+        for _ in islice(begun.read(response), BEFORE_THE_KILL):
+            pass
+        two.process.send_signal(signal.SIGKILL)
+        two.process.wait(60)
+    assert not begun.finish_reason, "it was under way"
+
+    before = num_resumed(second)
+    rest = ask(second, prompt, {**key, "last-event-id": begun.last_id}, **sampled)
+    again = ask(second, prompt, key, **sampled)
+    assert begun.text + rest.text == whole
+    assert rest.text != whole
+    assert (again.text, again.finish_reason, rest.finish_reason) == (whole, "length", "length")
+    assert num_resumed(second) == before + 2
+
+    other = ask(second, prompt, {"idempotency-key": "story-2"}, temperature=1.0)
+    assert other.text != whole, "its key is its seed"
+    two.process = two.start_coordinator()
+    wait_for("the killed one is back", lambda: answers(f"{first}/ready"))
+    two.wait_whole(2, 2)
+    assert ask(first, prompt, {"idempotency-key": "story-2"}, temperature=1.0).text == other.text
+    two.wait_at_rest()
+
+
+def test_the_only_coordinator_resumes_it_when_it_is_back(forked_cluster: ForkedCluster) -> None:
+    cluster = forked_cluster
+    cluster.wait_whole(2, 2)
+    url, prompt, key = cluster.url, "a tale " * 30, {"idempotency-key": "tale"}
+    whole = ask(url, prompt, {}, temperature=0).text
+    body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    begun = Stream()
+    asked = {**body, "stream": True, "temperature": 0}
+    with HTTP.stream("POST", f"{url}/v1/completions", json=asked, headers=key) as response:
+        for _ in islice(begun.read(response), BEFORE_THE_KILL):
+            pass
+        cluster.process.send_signal(signal.SIGKILL)
+        cluster.process.wait(60)
+    cluster.process = cluster.start_coordinator()
+    wait_for("the next coordinator serves", cluster.ready)
+    cluster.wait_whole(2, 2)
+    rest = ask(url, prompt, {**key, "last-event-id": begun.last_id}, temperature=0)
+    assert begun.text + rest.text == whole
+    assert num_resumed(url) == 1
+    cluster.wait_at_rest()

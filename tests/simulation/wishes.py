@@ -1,0 +1,57 @@
+"""What clients ask for."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING
+
+from simulation.model import VOCABULARY
+from simulation.worker_process import BLOCK_SIZE, MAX_MODEL_LEN
+
+from splitserve.transport.messages.messages import SamplingParams
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+TOKENS = range(1, VOCABULARY)
+SHARED, OWN = (0, 0, 8, 16, 32), (2, 5, 9, 24)
+"""Tokens of a prompt that others begin with too, and those of its own."""
+MAX_TOKENS = (1, 2, 2, 4, 6, 24)
+
+
+class Wishes:
+    """Draws prompts and samplings."""
+
+    def __init__(self, world: World, random: Random) -> None:
+        self.world, self.random = world, random
+        self._system_prompts = [self.random.choices(TOKENS, k=max(SHARED)) for _ in range(3)]
+        self._recent_prompts = self._system_prompts.copy()
+
+    def prompt(self) -> list[int]:
+        """Draw a prompt: the beginning of a system prompt or of a recent prompt, then tokens of its own."""
+        draw = self.random
+        known = draw.choice(self._system_prompts if draw.random() < 0.5 else self._recent_prompts)
+        prompt = known[: draw.choice(SHARED)] + draw.choices(TOKENS, k=draw.choice(OWN))
+        self._recent_prompts[draw.randrange(len(self._recent_prompts))] = prompt
+        return prompt
+
+    def sampling(self) -> tuple[SamplingParams, int | None]:
+        draw = self.random
+        max_tokens = draw.choice(MAX_TOKENS)
+        prompt_logprobs = 0 if draw.random() < 0.03 else None
+        if prompt_logprobs is not None and draw.random() < 0.3:
+            max_tokens = 0
+        sampling = SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=draw.choice((0, 0, 0, 3)),
+            temperature=0.0,
+            ignore_eos=draw.random() < 0.3,
+            stop_token_ids=(draw.randrange(VOCABULARY),),
+            logprobs=draw.choice((None, None, None, None, 0)),
+        )
+        return sampling, prompt_logprobs
+
+    def long_answer(self) -> SamplingParams:
+        cluster = self.world.scenario.cluster
+        room = min(MAX_MODEL_LEN, BLOCK_SIZE * min(cluster.prefill_blocks, cluster.decode_blocks))
+        return SamplingParams(max_tokens=room - BLOCK_SIZE, temperature=0.0, ignore_eos=True)
