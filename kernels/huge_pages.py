@@ -111,6 +111,13 @@ def map_file(file: int, num_bytes: int) -> Tensor:
     return memory
 
 
+def drop_pages(mapped: Tensor) -> None:
+    """Leave what ``map_file`` has mapped to the page cache: it takes no memory here until it is read again.
+    It must not have been written."""
+    size = ctypes.c_size_t(mapped.nbytes)
+    _call("madvise", ctypes.c_void_p(mapped.data_ptr()), size, mmap.MADV_DONTNEED)
+
+
 def move_to_huge_pages(mapped: Tensor) -> None:
     """Copy what ``map_file`` has mapped to huge pages at the same addresses, while it is read. It must not be
     written meanwhile. What fills no whole huge page stays, and so does all where Linux refuses.

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ...kernels.huge_pages import map_file
+from ...kernels.huge_pages import drop_pages, map_file
 from ..errors import WeightsError
 from .gguf_types import BLOCKS, WEIGHTS
 from .weight_headers import StoredTensor, check_tensors, header_of, weight_files
@@ -88,7 +88,9 @@ class Checkpoint:
 
     def _open(self, file: Path) -> Any:
         if file.name == WEIGHTS:
-            return GgufTensors(file)
+            tensors = GgufTensors(file)
+            self._files.callback(tensors.drop)
+            return tensors
         try:
             return self._files.enter_context(safe_open(file, framework="pt"))
         except (OSError, SafetensorError) as error:
@@ -104,6 +106,10 @@ class GgufTensors:
         self._tensors = header_of(file)
         with file.open("rb") as handle:
             self._bytes = map_file(handle.fileno(), file.stat().st_size)
+
+    def drop(self) -> None:
+        """Give back the memory that reading took."""
+        drop_pages(self._bytes)
 
     def keys(self) -> list[str]:
         return list(self._tensors)

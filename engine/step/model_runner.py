@@ -492,6 +492,11 @@ def _check_quantisation(config: ModelConfig, quantization: Quantization, device:
         )
     if config.quantisation is not None and quantization != "none":
         raise ModelConfigError("the checkpoint is quantised already: leave quantization at none")
+    if config.quantisation is not None and config.quantisation.named and device.type != "cpu":
+        raise ModelConfigError(
+            f"quantised weights of GGUF have kernels on CPUs only, and the device is {device}: take the "
+            "model's safetensors, or use --device cpu"
+        )
     group = config.quantisation.odd_group(GPU_GROUP) if config.quantisation is not None else 0
     if group and device.type != "cpu":
         raise ModelConfigError(

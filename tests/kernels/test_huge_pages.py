@@ -7,6 +7,7 @@ import ctypes
 import gc
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -92,3 +93,23 @@ def test_what_another_system_does_not_know_is_no_error(monkeypatch: pytest.Monke
     monkeypatch.setattr(huge_pages, "MADV_POPULATE_WRITE", 12345)
     memory = torch.zeros(4096, dtype=torch.uint8)
     assert populate(memory) == []
+
+
+def mapped_kib(memory: Tensor) -> int:
+    """Return how much of a mapping counts as this process's memory."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    start = f"{memory.data_ptr():x}-"
+    next(line for line in lines if line.lstrip("0").startswith(start))
+    return next(int(line.split()[1]) for line in lines if line.startswith("Rss:"))
+
+
+def test_a_mapped_file_takes_no_memory_once_it_is_dropped(tmp_path: Path) -> None:
+    content = torch.arange(1 << 20, dtype=torch.int32)
+    (tmp_path / "file").write_bytes(content.numpy().tobytes())
+    with (tmp_path / "file").open("rb") as file:
+        mapped = huge_pages.map_file(file.fileno(), content.nbytes)
+    assert torch.equal(mapped.view(torch.int32), content)
+    assert mapped_kib(mapped) > 0
+    huge_pages.drop_pages(mapped)
+    assert mapped_kib(mapped) == 0
+    assert torch.equal(mapped.view(torch.int32), content)
