@@ -9,6 +9,7 @@ EXTRAS = {
     "bench": ("aiohttp",),
     "chat": ("prompt_toolkit",),
     "plots": ("matplotlib",),
+    "ray": ("ray",),
     "gguf": ("gguf",),
 }
 

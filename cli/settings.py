@@ -40,16 +40,17 @@ class ServerSettings(SteeringSettings, CoordinatorSettings):
 
 
 class UpSettings(BaseModel):
-    """Starts a coordinator and its workers, on this machine or by Slurm, and keeps them running."""
+    """Starts a coordinator and its workers, on this machine or by Slurm or Ray, and keeps them running."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    on: Literal["here", "slurm"] = Field(
+    on: Literal["here", "slurm", "ray"] = Field(
         default="here",
-        description="On this machine, or as Slurm jobs. Then the command needs --run-dir and ends when the "
-        "cluster serves; given again with other numbers it adds and drains workers.",
+        description="On this machine, as Slurm jobs, or as actors of the Ray cluster that RAY_ADDRESS names. "
+        "Elsewhere the command needs --run-dir and ends when the cluster serves; given again with other "
+        "numbers it adds and drains workers.",
     )
-    stop: bool = Field(default=False, description="With --on slurm: stop all; workers drain.")
+    stop: bool = Field(default=False, description="With --on slurm or ray: stop all; workers drain.")
     sbatch: str = Field(
         default="", description="Options of sbatch for every job, such as `-p gpu -t 8:00:00`."
     )

@@ -107,7 +107,7 @@ def plan(flags: Layer, sources: Sources) -> Plan:
     if not here:
         _require_elsewhere(up)
     elif up.stop or up.sbatch or up.sbatch_prefill or up.sbatch_decode:
-        raise ConfigError("--stop and --sbatch are for processes elsewhere: give --on slurm")
+        raise ConfigError("--stop and --sbatch are for processes elsewhere: give --on slurm or --on ray")
     derived = {
         "model": Value(DEMO_MODEL, "the bundled model"),
         "control_address": Value("tcp://127.0.0.1:0" if here else "tcp://0.0.0.0:7700", "up"),
@@ -172,6 +172,8 @@ def plan(flags: Layer, sources: Sources) -> Plan:
 
 def _require_elsewhere(up: UpSettings) -> None:
     """Raises ConfigError."""
+    if up.on == "ray" and (advice := missing_for("ray")):
+        raise ConfigError(advice)
     if up.run_dir is None:
         raise ConfigError(f"--on {up.on} needs --run-dir: a folder for the cluster's key, settings and logs")
     if up.chat or up.prompt is not None:

@@ -53,7 +53,7 @@ async def start_anew(command: Command, output: int) -> Started:
         stderr=output,
         env=dict(command.env),
         start_new_session=True,  # Ctrl-C reaches the supervisor alone, which stops its children in good order
-        preexec_fn=_die_with(os.getpid()),
+        preexec_fn=die_with(os.getpid()),
     )
 
 
@@ -166,7 +166,9 @@ def reap_adopted() -> None:
             os.waitpid(ended.si_pid, os.WNOHANG)
 
 
-def _die_with(parent: int) -> Callable[[], None]:
+def die_with(parent: int) -> Callable[[], None]:
+    """Return a ``preexec_fn``: the kernel kills the process when the thread that starts it ends."""
+
     def before_exec() -> None:
         hold_signals()
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -10,6 +10,7 @@ import pytest
 
 from splitserve.cli import launch as launching
 from splitserve.cli.config import ConfigError, Sources, Value
+from splitserve.cli.extras import EXTRAS
 from splitserve.cli.launch import launch
 from splitserve.cli.up import Plan, plan
 from splitserve.deploy.errors import LaunchError
@@ -53,7 +54,7 @@ def launched(
         return ready
 
     monkeypatch.setattr(launching, "is_ready", is_ready)
-    monkeypatch.setattr(launching, "jobs_of", lambda _: manager)
+    monkeypatch.setattr(launching, "launcher_of", lambda _: manager)
     assert launch(made) == 0
     return manager.calls
 
@@ -108,8 +109,12 @@ def test_decode_workers_elsewhere_listen_for_other_hosts(tmp_path: Path) -> None
         ({"prompt": "Hello"}, "instead of --chat and --prompt"),
         ({"control_address": "tcp://0.0.0.0:0"}, "--control-address needs a port"),
         ({"on": "here", "stop": True}, "--stop and --sbatch"),
+        ({"on": "ray"}, r"pip install 'splitserve\[ray\]'"),
     ],
 )
-def test_what_cannot_work_elsewhere_is_refused(tmp_path: Path, given: dict[str, Any], message: str) -> None:
+def test_what_cannot_work_elsewhere_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setitem(EXTRAS, "ray", ("ray_that_is_not_there",))
     with pytest.raises(ConfigError, match=message):
         planned(tmp_path, **given)
