@@ -20,6 +20,7 @@ from .gpu.elementwise import embedding, gate_mul
 from .gpu.exact_linear import ExactLinear
 from .gpu.fp8_linear import MULTIPLE, Fp8Linear
 from .gpu.gumbel_argmax import gumbel_argmax
+from .gpu.latent_attention import latent_attention
 from .gpu.mixture import GpuMixture
 from .gpu.norm import add_rms_norm, rms_norm
 from .gpu.prefill_attention import PrefillPlan, exact_tile, plan_prefill, prefill_attention, prefill_tile
@@ -114,6 +115,8 @@ class CudaKernels:
         return rope_and_store(qkv, pool, layer, rope)
 
     def paged_attention(self, q: Tensor, pool: Tensor, layer: int, inputs: AttentionInputs) -> Tensor:
+        if pool.shape[2] == 1:
+            return latent_attention(q, pool, layer, inputs, self._num_sms, self._exact)
         plain = not inputs.softcap and inputs.sinks is None
         provided = self._provided if plain else None  # theirs is not asked for these
         if provided is not None and provided.serves(q, pool, inputs):

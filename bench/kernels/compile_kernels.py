@@ -22,6 +22,7 @@ from ...kernels.gpu.elementwise import embedding, gate_mul
 from ...kernels.gpu.exact_linear import ExactLinear, product_tile
 from ...kernels.gpu.fp8_linear import quantize_rows
 from ...kernels.gpu.gumbel_argmax import gumbel_argmax
+from ...kernels.gpu.latent_attention import latent_attention
 from ...kernels.gpu.mixture import ExpertTiles, grouped_product, route, weighted_sum
 from ...kernels.gpu.norm import add_rms_norm
 from ...kernels.gpu.prefill_attention import plan_prefill, prefill_attention
@@ -98,6 +99,21 @@ def exact_linear(
     )
 
 
+def latent(num_tokens: int, dtype: torch.dtype = BFLOAT16, heads: int = 128) -> None:
+    """As in DeepSeek-V3, or in its small sisters; 64 sequences."""
+    starts, lens, tables = (
+        empty(*shape, dtype=torch.int32) for shape in ((NUM_SEQS + 1,), (NUM_SEQS,), (NUM_SEQS, MAX_BLOCKS))
+    )
+    q, pool = empty(num_tokens, heads, 576, dtype=dtype), empty(4, 2, 1, 1, 64, 576, dtype=dtype)
+    latent_attention(q, pool, 1, AttentionInputs(starts, lens, tables, 0.1), sm90.NUM_SMS, exact=False)
+
+
+def latent_rope() -> None:
+    ints, slots = empty(8, dtype=torch.int32), empty(8, dtype=torch.int64)
+    inputs = RopeInputs(ints, slots, empty(64, 576, dtype=torch.float32), 128, 1, 576)
+    rope_and_store(empty(8, 129 * 576), empty(4, 2, 1, 1, 64, 576), 1, inputs)
+
+
 def quantised_linear(form: str, num_tokens: int, dtype: torch.dtype = BFLOAT16) -> None:
     """And, of inputs that are rounded, their rounding."""
     weight = quantised_weight(512, 4096, **QUANTISED[form])
@@ -157,6 +173,11 @@ OTHERS: dict[str, Callable[[], object]] = {
     "rope 128": lambda: rope(128),
     "rope 128 fp8": lambda: rope(128, FP8),
     "rope 256 fp8 float16": lambda: rope(256, FP8, FLOAT16),
+    "rope 576 latent": latent_rope,
+    "latent decode": lambda: latent(64),
+    "latent decode float16": lambda: latent(64, FLOAT16),
+    "latent, 16 heads": lambda: latent(1024, heads=16),
+    "latent prefill": lambda: latent(1024),
     "silu_mul": lambda: gate_mul(empty(8, 28672), "silu"),
     "gelu_mul": lambda: gate_mul(empty(8, 2 * 6912), "gelu_tanh"),
     "silu_mul float16": lambda: gate_mul(empty(8, 2 * 4864, dtype=FLOAT16), "silu"),

@@ -114,8 +114,10 @@ class ModelRunner:
         self.phases = StartPhases()
         self.config = ModelConfig.from_folder(engine.model_path)
         self.device = select_device(engine.device)
-        if self.config.latent is not None and self.device.type != "cpu":
-            raise ModelConfigError("latent attention (DeepSeek) is built for CPUs only; use --device cpu")
+        if self.config.latent is not None and self.device.type != "cpu" and engine.kv_dtype == "fp8":
+            raise ModelConfigError(
+                "latent attention (DeepSeek) has no float8 KV cache on GPUs: leave kv_dtype out"
+            )
         _check_quantisation(self.config, engine.quantization, self.device)
         model_len = _max_model_len(engine.max_model_len, self.config)
         self.config = self.config.for_length(model_len)
@@ -151,7 +153,9 @@ class ModelRunner:
                         self.config.head_dim,
                         engine.block_size or DEFAULT_BLOCK_SIZE[self.device.type],
                         self.config.sliding_windows,
-                    ),
+                    )
+                    if self.config.latent is None
+                    else None,
                 )
         except UnsuitableKernelsError as error:
             raise ModelConfigError(str(error)) from error

@@ -47,7 +47,7 @@ class GpuMixture:
 
     def __init__(self, weights: MixtureWeights, router: Linear, shared: tuple[Linear, Linear] | None) -> None:
         self._shape, shape = weights.shape, weights.shape
-        self._router, self._shared = router, shared
+        self._router, self._shared, self._correction = router, shared, weights.correction
         self._gate_up_biases, self._down_biases = weights.gate_up_biases, weights.down_biases
         count, hidden, size = shape.num_experts, shape.hidden_size, shape.intermediate_size
         self._gate_up = weights.router.new_empty((count, 2 * size, hidden))
@@ -59,7 +59,7 @@ class GpuMixture:
 
     def __call__(self, x: Tensor) -> Tensor:
         shape, logits = self._shape, self._router(x)
-        experts, weights = route(logits, shape)
+        experts, weights = route(logits, shape, self._correction)
         tile = product_tile(experts.numel())
         tiles = plan_tiles(experts, shape.num_experts, tile.rows)
         chosen = shape.num_chosen
@@ -73,19 +73,20 @@ class GpuMixture:
         shared = None
         if self._shared is not None:
             shared = self._shared[1](gate_mul(self._shared[0](x), shape.activation))
-        return weighted_sum(parts, weights, shared, logits)
+        return weighted_sum(parts, weights, shared, logits, shape.shared_gated)
 
 
-def route(logits: Tensor, shape: MixtureShape) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, shape: MixtureShape, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Each token's experts, ascending, int32 [num_tokens, num_chosen], and their weights, float32: see
     ``reference.routes``. Columns of ``logits`` past num_experts are not looked at."""
     rows = len(logits)
     experts = torch.empty((rows, shape.num_chosen), dtype=torch.int32, device=logits.device)
     weights = torch.empty((rows, shape.num_chosen), dtype=torch.float32, device=logits.device)
     _route_kernel[(rows,)](
-        logits, experts, weights, logits.stride(0), EXPERTS=shape.num_experts,
+        logits, correction, experts, weights, logits.stride(0), EXPERTS=shape.num_experts,
         PADDED=max(2, triton.next_power_of_2(shape.num_experts)), CHOSEN=shape.num_chosen,
-        NORMALIZED=shape.normalized, num_warps=1,
+        NORMALIZED=shape.normalized, SIGMOID=shape.sigmoid, GROUPS=shape.num_groups,
+        CHOSEN_GROUPS=shape.chosen_groups, FACTOR=shape.factor, num_warps=1,
     )  # fmt: skip
     return experts, weights
 
@@ -125,39 +126,78 @@ def grouped_product(
     return y
 
 
-def weighted_sum(parts: Tensor, weights: Tensor, shared: Tensor | None, logits: Tensor) -> Tensor:
+def weighted_sum(
+    parts: Tensor, weights: Tensor, shared: Tensor | None, logits: Tensor, gated: bool = True
+) -> Tensor:
     """parts [num_tokens * num_chosen, hidden_size], weights [num_tokens, num_chosen]; ``shared``
-    [num_tokens, hidden_size] has the weight sigmoid(the last column of ``logits``)."""
+    [num_tokens, hidden_size] has the weight sigmoid(the last column of ``logits``), or 1 if not ``gated``."""
     (rows, chosen), hidden = weights.shape, parts.shape[1]
     out = torch.empty((rows, hidden), dtype=parts.dtype, device=parts.device)
     _sum_kernel[(rows, triton.cdiv(hidden, COLUMNS))](
         parts, weights, shared, logits, out, logits.stride(0), logits.shape[1] - 1, CHOSEN=chosen, N=hidden,
-        SHARED=shared is not None, COLUMNS=min(COLUMNS, triton.next_power_of_2(hidden)), num_warps=4,
+        SHARED=shared is not None, GATED=gated, COLUMNS=min(COLUMNS, triton.next_power_of_2(hidden)),
+        num_warps=4,
     )  # fmt: skip
     return out
 
 
 @triton.jit
 def _route_kernel(
-    logits, experts, weights, stride, EXPERTS: tl.constexpr, PADDED: tl.constexpr, CHOSEN: tl.constexpr,
-    NORMALIZED: tl.constexpr,
+    logits, correction, experts, weights, stride, EXPERTS: tl.constexpr, PADDED: tl.constexpr,
+    CHOSEN: tl.constexpr, NORMALIZED: tl.constexpr, SIGMOID: tl.constexpr, GROUPS: tl.constexpr,
+    CHOSEN_GROUPS: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
-    """One program a token. Of equal logits, the lower number is chosen."""
+    """One program a token. Of equal scores, the lower number is chosen, of experts as of groups."""
     row = tl.program_id(0).to(tl.int64)
     numbers = tl.arange(0, PADDED)
     real = numbers < EXPERTS
     values = tl.load(logits + row * stride + numbers, mask=real, other=float("-inf")).to(tl.float32)
-    left = values
+    scores = tl.where(real, tl.sigmoid(values), float("-inf")) if SIGMOID else values
+    left = scores
+    if correction is not None:
+        left += tl.load(correction + numbers, mask=real, other=0.0)
+    if GROUPS > 1:
+        left = tl.where(
+            _in_chosen_groups(left, numbers, correction is not None, EXPERTS, GROUPS, CHOSEN_GROUPS),
+            left, float("-inf"),
+        )  # fmt: skip
     chosen = numbers < 0
     for _ in range(CHOSEN):
         highest = tl.max(tl.where(chosen, float("-inf"), left), 0)
         best = tl.min(tl.where((left == highest) & real & (chosen == 0), numbers, EXPERTS - 1), 0)
         chosen = chosen | (numbers == best)
-    exponents = tl.exp(values - tl.max(values, 0))
-    total = tl.sum(tl.where(chosen, exponents, 0.0), 0) if NORMALIZED else tl.sum(exponents, 0)
+    if SIGMOID:
+        parts = scores
+        total = tl.sum(tl.where(chosen, parts, 0.0), 0) if NORMALIZED else 1.0
+    else:
+        parts = tl.exp(values - tl.max(values, 0))
+        total = tl.sum(tl.where(chosen, parts, 0.0), 0) if NORMALIZED else tl.sum(parts, 0)
     place = row * CHOSEN + tl.cumsum(chosen.to(tl.int32), 0) - 1
     tl.store(experts + place, numbers, mask=chosen)
-    tl.store(weights + place, exponents / total, mask=chosen)
+    tl.store(weights + place, parts / total * FACTOR, mask=chosen)
+
+
+@triton.jit
+def _in_chosen_groups(
+    scores, numbers, OF_TWO: tl.constexpr, EXPERTS: tl.constexpr, GROUPS: tl.constexpr,
+    CHOSEN: tl.constexpr,
+):  # fmt: skip
+    """Experts of the ``CHOSEN`` groups whose largest score, or sum of the largest two, is largest."""
+    group = numbers // (EXPERTS // GROUPS)
+    best = tl.full(numbers.shape, float("-inf"), tl.float32)  # of each expert's own group
+    for i in tl.static_range(GROUPS):
+        own = tl.where(group == i, scores, float("-inf"))
+        first = tl.max(own, 0)
+        if OF_TWO:
+            place = tl.min(tl.where(own == first, numbers, EXPERTS), 0)
+            first += tl.max(tl.where(numbers == place, float("-inf"), own), 0)
+        best = tl.where(group == i, first, best)
+    kept = numbers < 0
+    for _ in tl.static_range(CHOSEN):
+        highest = tl.max(tl.where(kept, float("-inf"), best), 0)
+        place = tl.min(tl.where((best == highest) & (kept == 0), group, GROUPS), 0)
+        kept = kept | (group == place)
+    return kept & (numbers < EXPERTS)
 
 
 @triton.jit
@@ -199,7 +239,7 @@ def _grouped_kernel(
 @triton.jit
 def _sum_kernel(
     parts, weights, shared, logits, out, stride, gate, CHOSEN: tl.constexpr, N: tl.constexpr,
-    SHARED: tl.constexpr, COLUMNS: tl.constexpr,
+    SHARED: tl.constexpr, GATED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -210,7 +250,7 @@ def _sum_kernel(
         part = tl.load(parts + (row * CHOSEN + i) * N + columns, mask=real, other=0.0).to(tl.float32)
         total = tl.fma(part, weight, total)
     if SHARED:
-        weight = tl.sigmoid(tl.load(logits + row * stride + gate).to(tl.float32))
+        weight = tl.sigmoid(tl.load(logits + row * stride + gate).to(tl.float32)) if GATED else 1.0
         part = tl.load(shared + row * N + columns, mask=real, other=0.0).to(tl.float32)
         total = tl.fma(part, weight, total)
     tl.store(out + row * N + columns, total.to(out.dtype.element_ty), mask=real)

@@ -27,7 +27,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
 
 def _launch(x: Tensor, residual: Tensor, weight: Tensor, eps: float, has_residual: bool) -> Tensor:
     rows, hidden = x.shape
-    assert x.stride() == residual.stride() == (hidden, 1)
+    assert x.is_contiguous()
+    assert residual.is_contiguous()
     y = torch.empty_like(x)
     columns = triton.next_power_of_2(hidden)
     _add_rms_norm_kernel[(rows,)](

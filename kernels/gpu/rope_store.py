@@ -22,18 +22,19 @@ HEADS_AT_ONCE = 8
 
 
 def rope_and_store(qkv: Tensor, pool: Tensor, layer: int, rope: RopeInputs) -> Tensor:
-    """qkv [num_tokens, (num_heads + 2 num_kv_heads) * head_dim] -> q [num_tokens, num_heads, head_dim], which
-    is part of ``qkv``. A token whose slot is negative is padding: its key and value are not written."""
+    """qkv [num_tokens, (num_heads + planes num_kv_heads) * head_dim] -> q [num_tokens, num_heads, head_dim],
+    which is part of ``qkv``. A token whose slot is negative is padding: its key and value are not written."""
     kv, kv_scales = layer_of(pool, layer), None if rope.kv_scales is None else rope.kv_scales[layer]
-    rows, total = len(qkv), rope.num_heads + 2 * rope.num_kv_heads
+    rows, total = len(qkv), rope.num_heads + kv.shape[1] * rope.num_kv_heads
+    dims = triton.next_power_of_2(rope.head_dim // 2)
+    at_once = max(1, min(HEADS_AT_ONCE, HEADS_AT_ONCE * 128 // dims))
     assert qkv.shape[1] == total * rope.head_dim
     assert qkv.is_contiguous()
-    _rope_and_store_kernel[(rows, triton.cdiv(total, HEADS_AT_ONCE))](
+    _rope_and_store_kernel[(rows, triton.cdiv(total, at_once))](
         qkv, kv, rope.positions, rope.slot_mapping, rope.cos_sin, rope.q_norm, rope.k_norm, kv_scales,
         rope.norm_eps, *kv.stride()[:4],
         NUM_HEADS=rope.num_heads, NUM_KV_HEADS=rope.num_kv_heads, HEAD_DIM=rope.head_dim,
-        BLOCK_SIZE=kv.shape[3], HEADS=HEADS_AT_ONCE,
-        DIMS=triton.next_power_of_2(rope.head_dim // 2), NORM=rope.q_norm is not None,
+        PLANES=kv.shape[1], BLOCK_SIZE=kv.shape[3], HEADS=at_once, DIMS=dims, NORM=rope.q_norm is not None,
         SCALED=kv_scales is not None, num_warps=2,
     )  # fmt: skip
     return qkv.view(rows, total, rope.head_dim)[:, : rope.num_heads]
@@ -44,15 +45,20 @@ def _rope_and_store_kernel(
     qkv, kv, positions, slot_mapping, cos_sin, q_norm, k_norm, kv_scales, norm_eps,
     stride_block, stride_value, stride_head, stride_token,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr, DIMS: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr,
+    PLANES: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     dims = tl.arange(0, DIMS)
     is_dim = (dims < HALF)[None, :]
-    real = (heads < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & is_dim
-    at = qkv + token * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM) + heads[:, None] * HEAD_DIM + dims[None, :]
+    real = (heads < NUM_HEADS + PLANES * NUM_KV_HEADS)[:, None] & is_dim
+    at = (
+        qkv
+        + token * ((NUM_HEADS + PLANES * NUM_KV_HEADS) * HEAD_DIM)
+        + heads[:, None] * HEAD_DIM
+        + dims[None, :]
+    )
     a = tl.load(at, mask=real, other=0.0).to(tl.float32)
     b = tl.load(at + HALF, mask=real, other=0.0).to(tl.float32)
     is_value = (heads >= NUM_HEADS + NUM_KV_HEADS)[:, None]

@@ -25,6 +25,8 @@ LEFT_TO_GPU_CHECK = {
     "embedding float16",
     "quantize rows float16",
     "exact linear 512 rows float16",
+    "latent decode float16",
+    "latent, 16 heads",
     *(name for name in OTHERS if name.startswith("quantised")),
 } - {
     *(
