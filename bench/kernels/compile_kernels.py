@@ -100,7 +100,7 @@ def exact_linear(
 
 
 def latent(num_tokens: int, dtype: torch.dtype = BFLOAT16, heads: int = 128) -> None:
-    """As in DeepSeek-V3, or in its small sisters; 64 sequences."""
+    """Attention with the sizes of DeepSeek-V3, for 64 sequences."""
     starts, lens, tables = (
         empty(*shape, dtype=torch.int32) for shape in ((NUM_SEQS + 1,), (NUM_SEQS,), (NUM_SEQS, MAX_BLOCKS))
     )

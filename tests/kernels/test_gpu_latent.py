@@ -43,7 +43,7 @@ def case_of(
     return replace(case, pool=case.pool[:, :, :1].contiguous())
 
 
-def attend(case: AttentionCase, num_sms: int = 8, exact: bool = False) -> Tensor:
+def attend(case: AttentionCase, num_sms: int = 6, exact: bool = False) -> Tensor:
     return latent_attention(case.q, case.pool, LAYER, replace(case.inputs, plans={}), num_sms, exact)
 
 
@@ -55,7 +55,7 @@ def attend(case: AttentionCase, num_sms: int = 8, exact: bool = False) -> Tensor
 @pytest.mark.parametrize("exact", [False, True])
 def test_latent_attention(heads: int, head_dim: int, dtype: torch.dtype, exact: bool) -> None:
     """Decode rows, in ranges if not exact; and chunks. A length of 0 is a padding row, whose output is 0."""
-    for lengths, queries in (([1, 100, 17], [1, 1, 1]), ([40, 5], [9, 5])):
+    for lengths, queries in (([1, 70, 17], [1, 1, 1]), ([20, 5], [6, 5])):
         case = case_of(lengths, queries, heads, head_dim, dtype)
         inputs = replace(case.inputs, plans={})
         expected = REFERENCE.paged_attention(case.q.float(), case.pool.float(), LAYER, inputs)
@@ -99,7 +99,7 @@ def test_routes(experts: int, groups: int, chosen_groups: int, sigmoid: bool, co
 
 def runner_on(device: str, folder: Path, **options: str) -> ModelRunner:
     return ModelRunner(
-        EngineConfig(folder, device, "float32", BLOCK_SIZE, NUM_BLOCKS, max_model_len=40, **options)  # type: ignore[arg-type]
+        EngineConfig(folder, device, "float32", BLOCK_SIZE, NUM_BLOCKS, max_model_len=40, **options)  # type: ignore
     )
 
 
