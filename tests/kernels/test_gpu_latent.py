@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,9 +98,9 @@ def test_routes(experts: int, groups: int, chosen_groups: int, sigmoid: bool, co
     assert relative_error(CudaKernels(1).mixture(made)(x), REFERENCE.mixture(made)(x)) < 1e-5
 
 
-def runner_on(device: str, folder: Path, **options: str) -> ModelRunner:
+def runner_on(device: str, folder: Path, **options: Any) -> ModelRunner:
     return ModelRunner(
-        EngineConfig(folder, device, "float32", BLOCK_SIZE, NUM_BLOCKS, max_model_len=40, **options)  # type: ignore
+        EngineConfig(folder, device, "float32", BLOCK_SIZE, NUM_BLOCKS, max_model_len=40, **options)
     )
 
 
