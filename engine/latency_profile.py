@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from .analytic.content import content_of
 from .errors import EngineError
-from .settings import Quantization
+from .settings import KVDType, Quantization
 from .step.batch import Batch
 
 _log = logging.getLogger(__name__)
@@ -179,7 +179,7 @@ class Numerics(_Part):
     where that was auto."""
 
     dtype: Literal["float32", "bfloat16", "float16"]
-    kv_dtype: Literal["auto", "fp8"] = "auto"
+    kv_dtype: KVDType = "auto"
     quantization: Quantization = "none"
     exact: bool = False
 

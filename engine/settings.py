@@ -13,7 +13,7 @@ from ..transport.channels.name_watch import SCHEME
 from ..transport.process.settings import ClusterKeySettings, ReportSettings
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-KVDType = Literal["auto", "fp8"]
+KVDType = Literal["auto", "fp8", "int8"]
 Quantization = Literal["none", "fp8", "int8", "int4"]
 Mover = Literal["auto", "cuda_ipc", "shm", "nccl", "nixl", "tcp"]
 CONTROL_ADDRESS = r"(?:tcp|dns)://(?:[^\s:,]+|\[[0-9a-fA-F:.]+\]):\d+"
@@ -36,8 +36,9 @@ class ComputeSettings(BaseModel):
     )
     kv_dtype: KVDType = Field(
         default="auto",
-        description="Type of the KV cache. auto: as dtype. fp8: float8 (e4m3) with the checkpoint's scales, "
-        "else 1; the same on all workers. Not yet run on a GPU.",
+        description="Type of the KV cache, the same on all workers. auto: as dtype. int8: a scale for each "
+        "token and head; needs a CPU. fp8: float8 (e4m3) with the checkpoint's scales, else 1; not yet run "
+        "on a GPU.",
     )
     quantization: Quantization = Field(
         default="none",

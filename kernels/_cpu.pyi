@@ -27,6 +27,8 @@ def attention(
     scale: float,
     softcap: float,
     dtype: int,
+    cache: int,
+    kv_scales: int,
     /,
 ) -> None: ...
 def rope_and_store(
@@ -47,6 +49,8 @@ def rope_and_store(
     planes: int,
     eps: float,
     dtype: int,
+    cache: int,
+    kv_scales: int,
     /,
 ) -> None: ...
 def add_rms_norm(
@@ -81,6 +85,8 @@ def decoder_layers(
     eps: float,
     qk_eps: float,
     dtype: int,
+    cache: int,
+    kv_scales: int,
     /,
 ) -> None: ...
 def gumbel_argmax(logits: int, keys: int, chosen: int, rows: int, vocab_size: int, /) -> None: ...

@@ -2,10 +2,10 @@
 other.
 
 Activations are [num_tokens, features], contiguous, in the model's dtype. The pool is [num_blocks, num_layers,
-2 (K, V) or 1 (each key is its value, too), num_kv_heads, block_size, head_dim] in the same dtype, or in
-float8_e4m3fn with ``kv_scales``
-(float32 [num_layers, 2, num_kv_heads]): a key is then what the pool holds times its head's scale. Only GPU
-kernels know the latter.
+2 (K, V) or 1 (each key is its value, too), num_kv_heads, block_size, head_dim] in the same dtype; or in
+float8_e4m3fn with ``kv_scales`` (float32 [num_layers, 2, num_kv_heads]): a key is then what the pool holds
+times its head's scale; or, on CPUs, in int8: each row of head_dim numbers has its float32 scale behind it, so
+that a row is head_dim + INT8_SCALE_BYTES long.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from torch import Tensor
 
 from .mixture_shape import Activation, MixtureShape
 from .quantised import Weight, parts_of
+
+INT8_SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from . import _cpu
 from .interface import AttentionInputs, DenseMlp, LayerParts, Linear, MixtureWeights, RopeInputs, joined
 from .measured_choice import NEVER, ROWS, KernelChoices, fastest, rows_of_onednn
 from .mixture_shape import ACTIVATIONS, Activation
-from .native_layers import DTYPE_CODES, NO_WINDOW, NativeLayers, address
+from .native_layers import DTYPE_CODES, NO_WINDOW, NativeLayers, address, cache_codes
 from .native_mixture import NativeMixture
 from .packed_weights import PackedWeights
 from .quantised import QuantisedWeight, Scheme, Weight, parts_of
@@ -219,18 +219,17 @@ class NativeCpuKernels:
 
     def rope_and_store(self, qkv: Tensor, pool: Tensor, layer: int, rope: RopeInputs) -> Tensor:
         rows = qkv.shape[0]
-        _check(qkv, pool.dtype, (rope.num_heads + pool.shape[2] * rope.num_kv_heads) * rope.head_dim)
+        _check(qkv, qkv.dtype, (rope.num_heads + pool.shape[2] * rope.num_kv_heads) * rope.head_dim)
         _cpu.rope_and_store(
             qkv.data_ptr(), pool.data_ptr(), rope.cos_sin.data_ptr(), rope.positions.data_ptr(),
             rope.slot_mapping.data_ptr(), address(rope.q_norm), address(rope.k_norm), rows,
             pool.shape[1], layer, pool.shape[4], rope.num_heads, rope.num_kv_heads, rope.head_dim,
-            pool.shape[2], rope.norm_eps, DTYPE_CODES[qkv.dtype],
+            pool.shape[2], rope.norm_eps, *cache_codes(qkv.dtype, pool), address(rope.kv_scales),
         )  # fmt: skip
         return qkv.narrow(1, 0, rope.num_heads * rope.head_dim).view(rows, rope.num_heads, rope.head_dim)
 
     def paged_attention(self, q: Tensor, pool: Tensor, layer: int, inputs: AttentionInputs) -> Tensor:
         rows, num_heads, head_dim = q.shape
-        assert q.dtype == pool.dtype
         assert q.stride()[1:] == (head_dim, 1)
         out = torch.empty((rows, num_heads * head_dim), dtype=q.dtype)
         _cpu.attention(
@@ -239,7 +238,7 @@ class NativeCpuKernels:
             inputs.block_tables.data_ptr(), address(inputs.sinks), len(inputs.seq_lens),
             inputs.block_tables.shape[1], pool.shape[1], layer, pool.shape[4], num_heads, pool.shape[3],
             head_dim, pool.shape[2], NO_WINDOW if inputs.sliding_window is None else inputs.sliding_window,
-            inputs.scale, inputs.softcap, DTYPE_CODES[q.dtype],
+            inputs.scale, inputs.softcap, *cache_codes(q.dtype, pool), address(inputs.kv_scales),
         )  # fmt: skip
         return out
 

@@ -15,6 +15,7 @@ from .mixture_shape import ACTIVATIONS
 
 NO_WINDOW = 2**31 - 1
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
+CACHE_CODES = {torch.float8_e4m3fn: 1, torch.int8: 2}  # 0: the pool is in the model's type
 
 
 class NativeLayers:
@@ -55,7 +56,8 @@ class NativeLayers:
     ) -> None:
         assert hidden.is_contiguous()
         assert residual.is_contiguous()
-        assert residual.dtype == hidden.dtype == pool.dtype
+        assert residual.dtype == hidden.dtype
+        code, cache = cache_codes(hidden.dtype, pool)
         num_tokens, hidden_size = residual.shape
         _cpu.decoder_layers(
             self._address,
@@ -83,8 +85,16 @@ class NativeLayers:
             attention.softcap,
             self._eps,
             rope.norm_eps,
-            DTYPE_CODES[pool.dtype],
+            code,
+            cache,
+            address(rope.kv_scales),
         )
+
+
+def cache_codes(dtype: torch.dtype, pool: Tensor) -> tuple[int, int]:
+    """What the kernels call the model's type and the pool's."""
+    assert pool.dtype == dtype or pool.dtype in CACHE_CODES
+    return DTYPE_CODES[dtype], CACHE_CODES.get(pool.dtype, 0)
 
 
 def address(tensor: Tensor | None) -> int:

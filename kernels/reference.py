@@ -12,7 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .gumbel_noise import gumbel_noise
-from .interface import AttentionInputs, LayerParts, Linear, MixtureWeights, RopeInputs, joined
+from .interface import (
+    INT8_SCALE_BYTES,
+    AttentionInputs,
+    LayerParts,
+    Linear,
+    MixtureWeights,
+    RopeInputs,
+    joined,
+)
 from .mixture_shape import Activation, MixtureShape
 from .quantised import QuantisedWeight, Weight, parts_of, rounded_rows
 
@@ -148,6 +156,8 @@ class TorchKernels:
         k, v = _rotate(k, angles)[written], v[written]
         if rope.kv_scales is not None:
             k, v = (quantize_e4m3(x, rope.kv_scales[layer, i]) for i, x in enumerate((k, v)))
+        if pool.dtype == torch.int8:
+            k, v = quantize_int8(k), quantize_int8(v)
         pool[blocks, layer, 0, :, offsets] = k
         if pool.shape[2] == 2:
             pool[blocks, layer, 1, :, offsets] = v
@@ -164,6 +174,8 @@ class TorchKernels:
                     (x.float() * scale[:, None]).to(q.dtype)
                     for x, scale in zip((keys, values), inputs.kv_scales[layer], strict=True)
                 )
+            if pool.dtype == torch.int8:
+                keys, values = dequantize_int8(keys).to(q.dtype), dequantize_int8(values).to(q.dtype)
             out[rows] = attention(q[rows], keys, values, inputs)
         return out.flatten(1)
 
@@ -222,6 +234,19 @@ def quantize_e4m3(x: Tensor, scales: Tensor) -> Tensor:
     """x [..., num_heads, head_dim] / scales [num_heads], to float8_e4m3fn; what is beyond its range becomes
     its largest value."""
     return (x.float() / scales[:, None]).clamp(-E4M3_LARGEST, E4M3_LARGEST).to(torch.float8_e4m3fn)
+
+
+def quantize_int8(x: Tensor) -> Tensor:
+    """x [..., head_dim] -> int8 [..., head_dim + INT8_SCALE_BYTES]: codes, then the float32 scale."""
+    scale = x.float().abs().amax(-1, keepdim=True) / 127
+    codes = (x.float() / scale.where(scale > 0, 1.0)).round().to(torch.int8)
+    return torch.cat((codes, scale.view(torch.int8)), dim=-1)
+
+
+def dequantize_int8(rows: Tensor) -> Tensor:
+    """The inverse of ``quantize_int8``, in float32."""
+    codes, scale = rows[..., :-INT8_SCALE_BYTES], rows[..., -INT8_SCALE_BYTES:]
+    return codes.float() * scale.contiguous().view(torch.float32)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

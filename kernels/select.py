@@ -32,26 +32,21 @@ def select_kernels(
     num_threads: int,
     exact: bool = False,
     quantization: Scheme | Literal["none"] = "none",
-    fp8_cache: bool = False,
+    kv_dtype: Literal["auto", "fp8", "int8"] = "auto",
     fp8_weights: bool = False,
     packed: PackedWeights | None = None,
     shape: AttentionShape | None = None,
 ) -> Kernels:
     """Triton's on GPUs, with another package's attention where it is there and agrees for ``shape``; C++ on
     CPUs, which lay weights into ``packed``; plain torch where Triton or a C++ compiler was missing at
-    installation, and for a float8 KV cache on a CPU. ``fp8_weights``: the checkpoint has some. Raises
-    UnsuitableKernelsError."""
+    installation. ``fp8_weights``: the checkpoint has some. Raises UnsuitableKernelsError."""
     if device.type == "cuda":
-        scheme = None if quantization == "none" else quantization
-        return _cuda_kernels(device, exact, scheme, fp8_cache, fp8_weights, shape)
-    if fp8_cache:
-        if exact:
+        if kv_dtype == "int8":
             raise UnsuitableKernelsError(
-                "exact with a float8 KV cache needs a GPU: leave exact off, or kv_dtype at auto"
+                f"kv_dtype int8 has kernels on CPUs only: use fp8 or auto on {device}"
             )
-        _refuse_in_torch(quantization, "they know no float8 KV cache: leave kv_dtype at auto")
-        logger.warning("kernels: plain torch, slower: the C++ kernels know no float8 KV cache")
-        return TorchKernels()
+        scheme = None if quantization == "none" else quantization
+        return _cuda_kernels(device, exact, scheme, kv_dtype == "fp8", fp8_weights, shape)
     try:
         from .measured_choice import KernelChoices
         from .native_cpu import NativeCpuKernels, measured_instruction_set

@@ -104,7 +104,7 @@ def show(profile: Profile, console: Console) -> None:
 def numerics_words(numerics: Numerics) -> str:
     """In one line."""
     parts: list[str] = [numerics.dtype]
-    parts += ["KV cache in float8"] * (numerics.kv_dtype == "fp8")
+    parts += [f"KV cache in {numerics.kv_dtype}"] * (numerics.kv_dtype != "auto")
     if numerics.quantization != "none":
         parts.append(f"linear layers in {numerics.quantization.replace('fp8', 'float8')}")
     return ", ".join(parts + ["exact"] * numerics.exact)

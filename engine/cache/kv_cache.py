@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels.huge_pages import advise_huge_pages, huge_page_bytes, populate
+from ...kernels.interface import INT8_SCALE_BYTES
 from ...transport.messages.cache_map import Kind, Plane, planes
 from ..device import available_bytes
 from ..errors import OutOfMemoryError
@@ -26,7 +27,8 @@ map."""
 class KVCacheLayout:
     """What one block looks like: [num_layers, planes, num_kv_heads, block_size, head_dim].
 
-    ``planes``: keys and values, or 1 where each key is its value, too.
+    ``planes``: keys and values, or 1 where each key is its value, too. In int8 a row of head_dim numbers is
+    longer by its scale.
     """
 
     num_layers: int
@@ -44,7 +46,8 @@ class KVCacheLayout:
 
     @property
     def block_shape(self) -> tuple[int, ...]:
-        return (self.num_layers, self.planes, self.num_kv_heads, self.block_size, self.head_dim)
+        row = self.head_dim + (INT8_SCALE_BYTES if self.dtype == torch.int8 else 0)
+        return (self.num_layers, self.planes, self.num_kv_heads, self.block_size, row)
 
     @property
     def block_bytes(self) -> int:

@@ -51,7 +51,7 @@ from ..model.layers import LayerLoader
 from ..model.model_folder import content_names
 from ..model.weight_sizes import weight_bytes
 from ..model.weights import Checkpoint
-from ..settings import Quantization
+from ..settings import KVDType, Quantization
 from ..worker_readings import StartPhases
 from .batch import Batch, StepOutput
 from .decode_graphs import CudaRecorder, DecodeGraphs, Recorder, feed
@@ -67,6 +67,7 @@ logger = logging.getLogger(__name__)
 
 METADATA = ("positions", "query_start_loc", "seq_lens", "block_tables", "slot_mapping")
 DEFAULT_BLOCK_SIZE = {"cpu": 16, "cuda": 64}
+CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 NO_LOGPROBS: dict[int, list[TokenLogprobs]] = {}
 LOGPROB_ROWS = 64  # logits of this many prompt tokens are held at a time
 GPU_GROUP = 16  # inputs: groups that share a scale are multiples of it
@@ -96,7 +97,7 @@ class EngineConfig:
     )
     num_threads: int | Literal["auto"] = 1  # CPU threads of one step
     exact: bool = False  # batch-invariant: see kernels/select.py
-    kv_dtype: str = "auto"  # auto: as dtype; fp8
+    kv_dtype: KVDType = "auto"  # auto: as dtype
     quantization: Quantization = "none"  # of linear layers
     max_step_seqs: int = 0  # on GPUs: kernels for steps of up to this many sequences are compiled at start
     max_decode_seqs: int = (
@@ -144,7 +145,7 @@ class ModelRunner:
                     threads.count,
                     engine.exact,
                     engine.quantization,
-                    fp8_cache=engine.kv_dtype == "fp8",
+                    kv_dtype=engine.kv_dtype,
                     fp8_weights=self.config.quantisation is not None and self.config.quantisation.float8,
                     packed=packed,
                     shape=AttentionShape(
@@ -162,7 +163,7 @@ class ModelRunner:
         self.numerics = numerics(self.device, engine.exact)
         with Checkpoint(engine.model_path) as checkpoint, torch.inference_mode():
             self.dtype = select_dtype(engine.dtype, self.device, checkpoint.dtype)
-            cache_dtype = torch.float8_e4m3fn if engine.kv_dtype == "fp8" else self.dtype
+            cache_dtype = CACHE_DTYPES.get(engine.kv_dtype, self.dtype)
             dtypes = f"{self.dtype} {cache_dtype}".replace("torch.", "")
             self.kv_name = f"{weights_name} {dtypes} {self.numerics}"
             layout = KVCacheLayout.of(

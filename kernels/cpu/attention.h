@@ -36,17 +36,17 @@ template <class T>
 struct KeyValues {  // where one sequence's keys and values of one layer and head lie: a run of each in a block
   const T* base;           // of block 0
   const int32_t* table;
-  int64_t head_dim, block_size, block_stride, value_offset;
+  int64_t row, block_size, block_stride, value_offset;
 
   KeyValues(const AttentionArgs& g, const AttentionItem& item)
-      : table(g.block_tables + item.seq * g.table_stride), head_dim(g.head_dim), block_size(g.block_size) {
-    const int64_t run = block_size * head_dim;
+      : table(g.block_tables + item.seq * g.table_stride), row(row_length<T>(g.head_dim)), block_size(g.block_size) {
+    const int64_t run = block_size * row;
     const int64_t plane = g.num_kv_heads * run;
     value_offset = g.planes == 2 ? plane : 0;
     block_stride = g.num_layers * g.planes * plane;
     base = static_cast<const T*>(g.pool) + g.layer * g.planes * plane + item.head * run;
   }
-  const T* key(int64_t position) const { return base + table[position / block_size] * block_stride + position % block_size * head_dim; }
+  const T* key(int64_t position) const { return base + table[position / block_size] * block_stride + position % block_size * row; }
 };
 
 template <class T>
@@ -61,7 +61,7 @@ struct Run {  // the keys [begin, end) of a run, from position `start` on
     value_offset = kv.value_offset;
     for (int64_t i = begin; i < end;) {
       const T* key = kv.key(start + i);
-      for (const int64_t stop = smaller(end, i + kv.block_size - (start + i) % kv.block_size); i < stop; ++i, key += kv.head_dim) keys[i] = key;
+      for (const int64_t stop = smaller(end, i + kv.block_size - (start + i) % kv.block_size); i < stop; ++i, key += kv.row) keys[i] = key;
     }
     for (int64_t i = 0; i < begin; ++i) keys[i] = keys[begin];
     for (int64_t i = end; i < KEYS; ++i) keys[i] = keys[end - 1];
@@ -93,7 +93,7 @@ struct Runs {
   Ahead<T> ahead;
 
   Runs(const AttentionArgs& g, const AttentionItem* first, const AttentionItem* last) : g(g), item(first), last(last) {
-    ahead.row_bytes = g.head_dim * int64_t(sizeof(T));
+    ahead.row_bytes = row_length<T>(g.head_dim) * int64_t(sizeof(T));
     advance();
   }
   const Run<T>& advance() {
@@ -220,27 +220,70 @@ static inline void take_query(const T* from, Two* to, int64_t n) { take_query(fr
 static inline void take_query(const bf16* from, Pair* to, int64_t n) { std::memcpy(to, from, size_t(n) * sizeof(bf16)); }
 
 struct Scratch {  // kept by its thread from call to call
-  Floats q, acc, scores, weights, keys, values, m, l, rescale;
+  Floats q, acc, scores, weights, keys, values, m, l, rescale, wide;
+};
+
+// A run of the pool's rows as T: the rows themselves, or codes widened (see kv_codes.h), with the scales of those.
+template <class T, class C>
+struct Widened {
+  Run<T> run;
+  float key_scales[KEYS], value_scales[KEYS];
+
+  const Run<T>& of(const Run<C>& from, const AttentionArgs& g, const AttentionItem& item, Floats& buffer) {
+    const int64_t D = g.head_dim;
+    T* const rows = reinterpret_cast<T*>(buffer.reserve(2 * KEYS * D));
+    run.start = from.start; run.begin = from.begin; run.end = from.end;
+    run.value_offset = from.value_offset ? KEYS * D : 0;
+    float of_keys = 1.0f, of_values = 1.0f;
+    if (g.cache == kCacheFloat8) {
+      const float* scale = g.kv_scales + g.layer * 2 * g.num_kv_heads + item.head;
+      of_keys = scale[0];
+      of_values = from.value_offset ? scale[g.num_kv_heads] : of_keys;
+    }
+    for (int64_t i = 0; i < KEYS; ++i) {
+      T* const row = rows + i * D;
+      run.keys[i] = row;
+      const C *key = from.keys[i], *value = key + from.value_offset;
+      key_scales[i] = scale_of_row(key, D, of_keys);
+      value_scales[i] = scale_of_row(value, D, of_values);
+      widen_row(key, row, D);
+      if (run.value_offset) widen_row(value, row + KEYS * D, D);
+    }
+    return run;
+  }
+  void scale(float* scores, const float* scales, int64_t rows) const {
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t t = 0; t < KEYS; t += W) store(scores + r * KEYS + t, load(scores + r * KEYS + t) * load(scales + t));
+  }
+  void scale_scores(float* scores, int64_t rows) const { scale(scores, key_scales, rows); }
+  void scale_weights(float* weights, int64_t rows) const { scale(weights, value_scales, rows); }
+};
+template <class T>
+struct Widened<T, T> {
+  const Run<T>& of(const Run<T>& from, const AttentionArgs&, const AttentionItem&, Floats&) { return from; }
+  void scale_scores(float*, int64_t) const {}
+  void scale_weights(float*, int64_t) const {}
 };
 
 // One query token and one key-value head, in runs of KEYS keys: they are transposed, word by word (a word is two bfloat16 or a float32), and
 // serve all query heads of the group.
-template <class T>
+template <class T, class C>
 struct OneQuery {
   const AttentionArgs& g;
   const int64_t D, rows, length, num_words;
   using Query = typename As<T>::Query;
   using Weight = typename As<T>::Weight;
   static constexpr int64_t depth = kStepDepth<Weight>;  // keys that are added in one step
-  Runs<T>& runs;
+  Runs<C>& runs;
   const Run<T>* now = nullptr;
+  Widened<T, C> widened;
   float *acc, *scores, *m, *l, *rescale;
   Query* queries;         // [rows][num_words]
   const Weight* weights;  // [rows][KEYS / depth]
   uint32_t* words;        // [num_words][KEYS]
   Scratch& s;
 
-  OneQuery(const AttentionArgs& g, const AttentionItem& item, Runs<T>& runs, Scratch& s)
+  OneQuery(const AttentionArgs& g, const AttentionItem& item, Runs<C>& runs, Scratch& s)
       : g(g), D(g.head_dim), rows(g.num_heads / g.num_kv_heads), length(g.seq_lens[item.seq]),
         num_words(D * int64_t(sizeof(T)) / 4), runs(runs), s(s) {
     queries = reinterpret_cast<Query*>(s.q.reserve(rows * D)); acc = s.acc.filled(rows * D, 0.0f); scores = s.scores.reserve(rows * KEYS);
@@ -249,7 +292,7 @@ struct OneQuery {
   }
 
   void transpose_keys() {
-    Ahead<T> ahead = runs.ahead;
+    Ahead<C> ahead = runs.ahead;
     for (int64_t t = now->begin / 8 * 8; t < now->end; t += 8)
       transpose_words(reinterpret_cast<const uint32_t* const*>(now->keys + t), num_words, words + t, [&] { ahead.step(128); });
     runs.ahead = ahead;
@@ -261,7 +304,7 @@ struct OneQuery {
     const Query* q = queries + row * num_words;
     const float* at = reinterpret_cast<const float*>(words + t);
     vf total[G][NV] = {};
-    Ahead<T> ahead = runs.ahead;
+    Ahead<C> ahead = runs.ahead;
     for (int64_t word = 0, end = num_words; word < end; ++word, at += KEYS) {
       ahead.step(64);
       vf key[NV];
@@ -292,6 +335,7 @@ struct OneQuery {
     if (left == 3) score_all<3>(row);
     if (left == 2) score_all<2>(row);
     if (left == 1) score_all<1>(row);
+    widened.scale_scores(scores, rows);
   }
 
   void update() {  // scores become exp(scores - new maximum)
@@ -299,6 +343,7 @@ struct OneQuery {
       for (int64_t t = 0; t < now->begin; ++t) scores[row * KEYS + t] = -INFINITY;
       rescale[row] = update_row(m[row], l[row], scores + row * KEYS, now->end, g);
     }
+    widened.scale_weights(scores, rows);
     weights = as_weights(scores, rows * KEYS, reinterpret_cast<Weight*>(s.weights.reserve(depth > 1 ? rows * KEYS / 2 : 0)));
   }
 
@@ -313,7 +358,7 @@ struct OneQuery {
     const int64_t offset = now->value_offset + d;
     const Weight* const weight = weights + row * (KEYS / depth);
     const T* const* const keys = now->keys;
-    Ahead<T> ahead = runs.ahead;
+    Ahead<C> ahead = runs.ahead;
     for (int64_t t = now->begin / depth * depth, end = now->end; t < end; t += depth) {  // beside a run's ends lies weight 0
       const T *value = keys[t] + offset, *next_value = keys[t + depth - 1] + offset;
       ahead.step(depth * NV * W * int64_t(sizeof(T)));
@@ -353,7 +398,7 @@ struct OneQuery {
     const T* q = static_cast<const T*>(g.q) + row0 * g.q_stride + item.head * rows * D;
     for (int64_t i = 0; i < rows; ++i) take_query(q + i * D, queries + i * num_words, D);
     do {
-      now = &runs.advance();
+      now = &widened.of(runs.advance(), g, item, s.wide);
       score_run();
       update();
       add_run();
@@ -395,14 +440,13 @@ static void value_strip(int rows, const X* weights, const float* values, int64_t
   }
 }
 
-// Copies KEYS keys (transposed) and values from position t on, as weights multiply them. Where the sequence has ended lies its last token.
+// Copies a run's keys (transposed) and values, as weights multiply them.
 template <class T>
-static void load_tile(const KeyValues<T>& kv, int64_t t, int64_t length, int64_t D, float* keys, float* values) {
+static void load_tile(const Run<T>& run, int64_t D, float* keys, float* values) {
   constexpr int64_t depth = kStepDepth<typename As<T>::Weight>;
   const int64_t num_words = D * int64_t(sizeof(T)) / 4;
   const bool widened = sizeof(T) == 2 && depth == 1;  // words of two bfloat16 become two rows
-  const T* at[KEYS];
-  for (int64_t i = 0; i < KEYS; ++i) at[i] = kv.key(smaller(t + i, length - 1));
+  const T* const* const at = run.keys;
   float* const words = widened ? keys + num_words * KEYS : keys;
   for (int64_t i = 0; i < KEYS; i += 8)
     transpose_words(reinterpret_cast<const uint32_t* const*>(at + i), num_words, reinterpret_cast<uint32_t*>(words + i), [] {});
@@ -412,14 +456,16 @@ static void load_tile(const KeyValues<T>& kv, int64_t t, int64_t length, int64_t
         load_two(reinterpret_cast<const bf16*>(words + word * KEYS + i), keys + 2 * word * KEYS + i, keys + (2 * word + 1) * KEYS + i);
   for (int64_t i = 0; i < KEYS; i += depth, values += D)
     for (int64_t d = 0; d < D; d += W)
-      store(values + d, load_values(at[i] + kv.value_offset + d, at[i + depth - 1] + kv.value_offset + d));
+      store(values + d, load_values(at[i] + run.value_offset + d, at[i + depth - 1] + run.value_offset + d));
 }
 
 // Many query tokens, one key-value head: rows are (token, query head of the group).
-template <class T>
+template <class T, class C>
 static void attend_many(const AttentionArgs& g, const AttentionItem& item, Scratch& s) {
   using X = typename As<T>::Weight;  // and what queries are multiplied as: keys lie widened
-  const KeyValues<T> kv(g, item);
+  const KeyValues<C> kv(g, item);
+  Run<C> run;
+  Widened<T, C> widened;
   const int64_t D = g.head_dim, group = g.num_heads / g.num_kv_heads, rows = item.num_queries * group, steps = D / kStepDepth<X>;
   const int64_t row0 = int64_t(g.query_start_loc[item.seq]) + item.query, length = g.seq_lens[item.seq];
   const int64_t first = length - (g.query_start_loc[item.seq + 1] - g.query_start_loc[item.seq]) + item.query;  // position of row 0
@@ -431,12 +477,14 @@ static void attend_many(const AttentionArgs& g, const AttentionItem& item, Scrat
   for (int64_t r = 0; r < rows; ++r) take_query(q + r / group * g.q_stride + r % group * D, queries + r * steps, D);
   const int64_t end = first + item.num_queries, begin = larger(0, first + 1 - g.window) / KEYS * KEYS;
   for (int64_t t = begin; t < end; t += KEYS) {
-    load_tile(kv, t, length, D, keys, values);
+    run.find(kv, t, length);
+    load_tile(widened.of(run, g, item, s.wide), D, keys, values);
     for (int64_t r = 0; r < rows; r += STRIP) {
       const int64_t strip = smaller(STRIP, rows - r);
       if (first + (r + strip - 1) / group < t) continue;                  // all of it lies before this tile
       if (first + r / group - g.window >= t + KEYS - 1) continue;         // or has moved past it
       score_strip(int(strip), queries + r * steps, steps, keys, scores);
+      widened.scale_scores(scores, strip);
       float rescale[STRIP];
       for (int64_t i = 0; i < strip; ++i) {
         float* row = scores + i * KEYS;
@@ -445,6 +493,7 @@ static void attend_many(const AttentionArgs& g, const AttentionItem& item, Scrat
         for (int64_t j = smaller(KEYS, position + 1 - g.window - t) - 1; j >= 0; --j) row[j] = -INFINITY;
         rescale[i] = update_row(m[r + i], l[r + i], row, KEYS, g);
       }
+      widened.scale_weights(scores, strip);
       value_strip(int(strip), as_weights(scores, strip * KEYS, reinterpret_cast<X*>(weights)), values, D, rescale, acc + r * D);
     }
   }
@@ -453,15 +502,22 @@ static void attend_many(const AttentionArgs& g, const AttentionItem& item, Scrat
     write_rows(acc + i * group * D, l + i * group, m + i * group, sinks_of(g, item), g.scale, group, D, out + i * g.num_heads * D);
 }
 
-template <class T>
+template <class T, class C>
 static void attend(const AttentionArgs& g, const AttentionItem* item, const AttentionItem* last, Scratch& s) {
-  for (Runs<T> runs(g, item, last); item < last; ++item)
-    if (one_query(g, *item)) OneQuery<T>(g, *item, runs, s).run(*item);
-    else attend_many<T>(g, *item, s);
+  for (Runs<C> runs(g, item, last); item < last; ++item)
+    if (one_query(g, *item)) OneQuery<T, C>(g, *item, runs, s).run(*item);
+    else attend_many<T, C>(g, *item, s);
+}
+
+template <class T>
+static void attend_as(const AttentionArgs& g, const AttentionItem* item, const AttentionItem* last, Scratch& s) {
+  if (g.cache == kCacheFloat8) attend<T, Float8>(g, item, last, s);
+  else if (g.cache == kCacheInt8) attend<T, Int8>(g, item, last, s);
+  else attend<T, T>(g, item, last, s);
 }
 
 static void attention(const AttentionArgs& g, const AttentionItem* items, int64_t first, int64_t last) {
   static thread_local Scratch scratch;
-  if (g.dtype == kFloat32) attend<float>(g, items + first, items + last, scratch);
-  else attend<bf16>(g, items + first, items + last, scratch);
+  if (g.dtype == kFloat32) attend_as<float>(g, items + first, items + last, scratch);
+  else attend_as<bf16>(g, items + first, items + last, scratch);
 }

@@ -98,9 +98,11 @@ static void rotate(T* x, const float* table, int64_t d) {
   }
 }
 
-template <class T>
+template <class T, class C>
 static void rope_and_store_of(const RopeArgs& g, int64_t first, int64_t last) {
-  const int64_t D = g.head_dim, kv_size = g.num_kv_heads * D, q_size = g.num_heads * D, run = g.block_size * D;
+  const int64_t D = g.head_dim, kv_size = g.num_kv_heads * D, q_size = g.num_heads * D;
+  const int64_t row = row_length<C>(D), run = g.block_size * row;
+  const float* const scales = g.kv_scales + g.layer * 2 * g.num_kv_heads;  // read for float8 alone
   for (int64_t token = first; token < last; ++token) {
     T *q = static_cast<T*>(g.qkv) + token * (q_size + g.planes * kv_size), *k = q + q_size;
     const float* table = g.cos_sin + g.positions[token] * D;
@@ -115,15 +117,22 @@ static void rope_and_store_of(const RopeArgs& g, int64_t first, int64_t last) {
       rotate(head, table, D);
     }
     const int64_t block = g.slots[token] / g.block_size, offset = g.slots[token] % g.block_size;
-    T* slot = static_cast<T*>(g.pool) + (block * g.num_layers + g.layer) * g.planes * g.num_kv_heads * run + offset * D;
+    C* slot = static_cast<C*>(g.pool) + (block * g.num_layers + g.layer) * g.planes * g.num_kv_heads * run + offset * row;
     for (int64_t h = 0; h < g.planes * g.num_kv_heads; ++h)  // keys, then values
-      std::memcpy(slot + h * run, k + h * D, size_t(D) * sizeof(T));
+      write_row(k + h * D, slot + h * run, D, g.cache == kCacheFloat8 ? scales[h] : 1.0f);
   }
 }
 
+template <class T>
+static void rope_and_store_as(const RopeArgs& g, int64_t first, int64_t last) {
+  if (g.cache == kCacheFloat8) rope_and_store_of<T, Float8>(g, first, last);
+  else if (g.cache == kCacheInt8) rope_and_store_of<T, Int8>(g, first, last);
+  else rope_and_store_of<T, T>(g, first, last);
+}
+
 static void rope_and_store(const RopeArgs& g, int64_t first, int64_t last) {
-  if (g.dtype == kFloat32) rope_and_store_of<float>(g, first, last);
-  else rope_and_store_of<bf16>(g, first, last);
+  if (g.dtype == kFloat32) rope_and_store_as<float>(g, first, last);
+  else rope_and_store_as<bf16>(g, first, last);
 }
 
 // argmax of logits + Gumbel noise; the formula is in gumbel_noise.py. No noise exceeds 23, so vectors that are further than that below

@@ -20,6 +20,7 @@ namespace {
 #include "simd.h"
 #include "linear.h"
 #include "quantised.h"
+#include "kv_codes.h"
 #include "attention.h"
 #include "elementwise.h"
 #include "experts.h"

@@ -10,6 +10,8 @@ namespace splitserve {
 
 enum Dtype : int { kFloat32 = 0, kBFloat16 = 1 };
 
+enum Cache : int { kPlain = 0, kCacheFloat8 = 1, kCacheInt8 = 2 };  // what the pool holds: see kv_codes.h
+
 enum QuantisedKind : int64_t { kInt4 = 4, kFloat4 = 5, kInt8 = 8, kFloat8 = 9 };
 
 struct QuantisedPart {       // some of a linear's outputs, 8-byte fields; see quantised.h
@@ -52,7 +54,7 @@ struct Matrix {              // a linear's weights, see LinearArgs
 
 struct AttentionArgs {       // out = softmax(scale q k^T) v, causal; keys and values are read where they lie in the pool
   const void* q;             // [num_tokens, num_heads, head_dim], tokens q_stride apart
-  const void* pool;          // [num_blocks, num_layers, planes, num_kv_heads, block_size, head_dim]
+  const void* pool;          // [num_blocks, num_layers, planes, num_kv_heads, block_size, a row of head_dim: see kv_codes.h]
   void* out;                 // [num_tokens, num_heads, head_dim]
   const int32_t* query_start_loc;  // [num_seqs + 1]
   const int32_t* seq_lens;         // [num_seqs]
@@ -64,6 +66,8 @@ struct AttentionArgs {       // out = softmax(scale q k^T) v, causal; keys and v
   float scale;
   float softcap;             // scaled scores become softcap tanh(score / softcap); 0: they stay
   Dtype dtype;
+  Cache cache = kPlain;
+  const float* kv_scales = nullptr;  // of float8: [num_layers, 2, num_kv_heads]
 };
 
 struct AttentionItem {       // query tokens [query, query + num_queries) of a sequence, one key-value head
@@ -82,6 +86,8 @@ struct RopeArgs {            // q and k are normalised (where asked) and rotated
   int64_t num_layers, layer, block_size, num_heads, num_kv_heads, head_dim, planes = 2;
   float eps;
   Dtype dtype;
+  Cache cache = kPlain;
+  const float* kv_scales = nullptr;
 };
 
 struct NormArgs {            // residual += x (where x is given); y = residual / sqrt(mean(residual^2) + eps) * weight, or residual

@@ -98,7 +98,7 @@ PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
   g.sinks = a.address<const float>();
   g.num_seqs = a.integer(); g.table_stride = a.integer(); g.num_layers = a.integer(); g.layer = a.integer(); g.block_size = a.integer();
   g.num_heads = a.integer(); g.num_kv_heads = a.integer(); g.head_dim = a.integer(); g.planes = a.integer(); g.window = a.integer();
-  g.scale = float(a.real()); g.softcap = float(a.real()); g.dtype = a.dtype();
+  g.scale = float(a.real()); g.softcap = float(a.real()); g.dtype = a.dtype(); g.cache = Cache(a.integer()); g.kv_scales = a.address<const float>();
   if (!a.complete()) return nullptr;
   const AttentionItems items(g);
   run(items.work, [&] { call(g, items); });
@@ -114,6 +114,7 @@ PyObject* rope_and_store(PyObject*, PyObject* const* values, Py_ssize_t count) {
   const int64_t num_tokens = a.integer();
   g.num_layers = a.integer(); g.layer = a.integer(); g.block_size = a.integer();
   g.num_heads = a.integer(); g.num_kv_heads = a.integer(); g.head_dim = a.integer(); g.planes = a.integer(); g.eps = float(a.real()); g.dtype = a.dtype();
+  g.cache = Cache(a.integer()); g.kv_scales = a.address<const float>();
   if (!a.complete()) return nullptr;
   run(work_of(g, num_tokens), [&] { call(g, num_tokens); });
   Py_RETURN_NONE;
@@ -182,7 +183,7 @@ PyObject* decoder_layers(PyObject*, PyObject* const* values, Py_ssize_t count) {
   r.num_layers = t.num_layers = a.integer(); r.block_size = t.block_size = a.integer();
   r.num_heads = t.num_heads = a.integer(); r.num_kv_heads = t.num_kv_heads = a.integer(); r.head_dim = t.head_dim = a.integer();
   t.scale = float(a.real()); t.softcap = float(a.real()); g.eps = float(a.real()); r.eps = float(a.real());
-  g.dtype = r.dtype = t.dtype = a.dtype();
+  g.dtype = r.dtype = t.dtype = a.dtype(); r.cache = t.cache = Cache(a.integer()); r.kv_scales = t.kv_scales = a.address<const float>();
   if (!a.complete()) return nullptr;
   t.pool = r.pool;
   run(2 * kShortCall, [&] { run_layers(g); });
@@ -228,15 +229,15 @@ PyMethodDef methods[] = {
     FAST(linear, "x, packed or parts, number of parts or 0, bias or 0, y, m, n, k, dtype"),
     FAST(pack_quantised, "part, codes, scales or 0, offsets or 0, k, group"),
     FAST(attention, "q, q_stride, pool, out, query_start_loc, seq_lens, block_tables, sinks or 0, num_seqs, table_stride, num_layers, layer, "
-                    "block_size, num_heads, num_kv_heads, head_dim, planes, window, scale, softcap, dtype"),
+                    "block_size, num_heads, num_kv_heads, head_dim, planes, window, scale, softcap, dtype, cache, kv_scales or 0"),
     FAST(rope_and_store, "qkv, pool, cos_sin, positions, slots, q_norm or 0, k_norm or 0, num_tokens, num_layers, layer, block_size, "
-                         "num_heads, num_kv_heads, head_dim, planes, eps, dtype"),
+                         "num_heads, num_kv_heads, head_dim, planes, eps, dtype, cache, kv_scales or 0"),
     FAST(add_rms_norm, "x or 0, residual, weight, y, rows, n, eps, dtype"),
     FAST(gate_mul, "gate_up, y, rows, n, activation, dtype"),
     FAST(mixture, "weights, x, y, rows, dtype"),
     FAST(decoder_layers, "layers, first, last, hidden, residual, num_tokens, hidden_size, intermediate_size, pool, positions, slots, "
                          "query_start_loc, seq_lens, block_tables, num_seqs, table_stride, num_layers, block_size, num_heads, num_kv_heads, "
-                         "head_dim, scale, softcap, eps, qk_eps, dtype"),
+                         "head_dim, scale, softcap, eps, qk_eps, dtype, cache, kv_scales or 0"),
     FAST(gumbel_argmax, "logits, keys, chosen, rows, vocab_size"),
 #undef FAST
     {"set_num_threads", set_num_threads, METH_O, "threads that share one call"},

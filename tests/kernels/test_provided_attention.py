@@ -16,6 +16,7 @@ from torch import Tensor
 
 from splitserve.bench.kernels import triton_interpreter
 from splitserve.bench.kernels.kernel_inputs import LAYER, attention_case, relative_error
+from splitserve.engine.settings import KVDType
 from splitserve.kernels.cuda import CudaKernels
 from splitserve.kernels.gpu import provided_attention
 from splitserve.kernels.gpu.attention_tiles import TileShape
@@ -232,13 +233,14 @@ def test_the_log_names_it(
     with played_gpu(monkeypatch):
         hopper(FLASH, flash_attn_with_kvcache=flash_attn_with_kvcache)
         device = torch.device("cuda", 0)
-        for exact, fp8_cache, named in (
-            (False, False, "FlashAttention-3 for steps with prompts"),
-            (False, True, "FlashInfer is not installed"),
-            (True, False, "exact"),
-        ):
-            kernels: Any = select_kernels(device, 1, exact, fp8_cache=fp8_cache, shape=SHAPE)
-            assert (kernels._provided is None) == (exact or fp8_cache)
+        cases: list[tuple[bool, KVDType, str]] = [
+            (False, "auto", "FlashAttention-3 for steps with prompts"),
+            (False, "fp8", "FlashInfer is not installed"),
+            (True, "auto", "exact"),
+        ]
+        for exact, kv_dtype, named in cases:
+            kernels: Any = select_kernels(device, 1, exact, kv_dtype=kv_dtype, shape=SHAPE)
+            assert (kernels._provided is None) == (exact or kv_dtype == "fp8")
             assert f"kernels: Triton on a played GPU, 1 multiprocessors; {named}" in caplog.messages[-1]
 
 

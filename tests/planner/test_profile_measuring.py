@@ -202,4 +202,4 @@ def test_the_command_profiles_a_model_in_the_types_that_it_names(
     assert found.memory.num_blocks == int(KV_CACHE_GIB * 2**30) // found.memory.block_bytes
     assert set(found.movers) == {"shm", "tcp"}
     assert found.decode.seconds(4, 400, 4) > 0
-    assert ("computed in float32, KV cache in float8" in capsys.readouterr().out) == (kv_dtype == "fp8")
+    assert ("computed in float32, KV cache in fp8" in capsys.readouterr().out) == (kv_dtype == "fp8")

@@ -1,5 +1,5 @@
-"""A float8 KV cache answers nearly as a wide one; float8 options are refused, with a sentence, where they
-cannot work."""
+"""A KV cache of 8-bit codes answers nearly as a wide one, in exact mode always with the same bits; float8
+options are refused, with a sentence, where they cannot work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from support.families import VOCAB_SIZE
 from support.models import make_checkpoint
 
 from splitserve.bench.kernels import triton_interpreter
-from splitserve.engine.errors import ModelConfigError
 from splitserve.engine.step import model_runner
 from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
 from splitserve.kernels import select
@@ -42,19 +41,32 @@ def make_runner(folder: Path, **changes: Any) -> ModelRunner:
     return ModelRunner(EngineConfig(folder, **config))
 
 
-def answer(runner: ModelRunner) -> tuple[list[int], list[float]]:
-    """A prompt in two chunks, then decode steps: tokens, and their logprobs."""
+def answer(runner: ModelRunner, chunks: tuple[int, ...] = (13, 7, 1, 1)) -> tuple[list[int], list[float]]:
+    """A prompt of 20 tokens in chunks, then decode steps: tokens, and their logprobs."""
     sequence = HandSequence(
         np.random.default_rng(1).integers(0, VOCAB_SIZE, 20).tolist(), [9, 3, 5, 4], PARAMS
     )
     logprobs = []
-    for count in (13, 7, 1, 1):
+    for count in chunks:
         output = runner.execute(make_batch([(sequence, count)], BLOCK_SIZE))
         sequence.num_computed += count
         if 0 in output.logprobs:
             sequence.output.append(int(output.token_ids[0]))
             logprobs.append(output.logprobs[0].logprob)
     return sequence.output, logprobs
+
+
+def test_an_int8_cache_answers_nearly_as_a_wide_one(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama3", num_hidden_layers=2)
+    wide, narrow = make_runner(tmp_path), make_runner(tmp_path, kv_dtype="int8")
+    head_dim = wide.kv_cache.layout.head_dim
+    ratio = narrow.kv_cache.layout.block_bytes / wide.kv_cache.layout.block_bytes
+    assert ratio == (head_dim + 4) / (4 * head_dim)
+    assert narrow.kv_name != wide.kv_name
+    (tokens, logprobs), (expected, expected_logprobs) = answer(narrow), answer(wide)
+    assert tokens == expected
+    assert logprobs == pytest.approx(expected_logprobs, abs=0.15)
+    assert logprobs != expected_logprobs
 
 
 def test_a_float8_cache_answers_nearly_as_a_wide_one(tmp_path: Path) -> None:
@@ -111,26 +123,36 @@ def test_quantized_workers_do_not_mix_with_others(tmp_path: Path, monkeypatch: p
     assert (quantised.kv_name != plain.kv_name, quantised.revision) == (True, plain.revision)
 
 
-@pytest.mark.parametrize(
-    ("options", "answers"),
-    [
-        (
-            {"quantization": "int8", "kv_dtype": "fp8"},
-            "quantization int8 needs the C.. kernels; .* kv_dtype at auto",
-        ),
-        ({"kv_dtype": "fp8", "exact": True}, "leave exact off, or kv_dtype at auto"),
-    ],
-)
-def test_what_cannot_work_is_refused(tmp_path: Path, options: dict[str, Any], answers: str) -> None:
-    make_checkpoint(tmp_path, "llama3", num_hidden_layers=1)
-    with pytest.raises(ModelConfigError, match=answers):
-        make_runner(tmp_path, **options)
+@pytest.mark.parametrize("kv_dtype", ["fp8", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_in_exact_mode_chunks_and_threads_do_not_matter(tmp_path: Path, kv_dtype: str, dtype: str) -> None:
+    make_checkpoint(tmp_path, "llama3", num_hidden_layers=2)
+    answers = [
+        answer(make_runner(tmp_path, kv_dtype=kv_dtype, dtype=dtype, exact=True, num_threads=threads), chunks)
+        for threads, chunks in ((1, (13, 7, 1, 1)), (2, (20, 1, 1)), (1, (1, 9, 10, 1, 1)))
+    ]
+    assert answers[0] == answers[1] == answers[2]
+    wide = answer(make_runner(tmp_path, dtype=dtype, exact=True))
+    assert answers[0] != wide
 
 
-@pytest.mark.parametrize("options", [{"quantization": "fp8"}, {"fp8_cache": True}, {"fp8_weights": True}])
+@pytest.mark.parametrize("kv_dtype", ["fp8", "int8"])
+def test_a_latent_cache_may_be_narrow_too(tmp_path: Path, kv_dtype: str) -> None:
+    make_checkpoint(tmp_path, "deepseek2")
+    wide, narrow = make_runner(tmp_path), make_runner(tmp_path, kv_dtype=kv_dtype)
+    assert narrow.kv_cache.layout.block_bytes < 0.4 * wide.kv_cache.layout.block_bytes
+    assert answer(narrow)[1] == pytest.approx(answer(wide)[1], abs=0.6)
+
+
+@pytest.mark.parametrize("options", [{"quantization": "fp8"}, {"kv_dtype": "fp8"}, {"fp8_weights": True}])
 def test_a_gpu_before_ada_is_told_so(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     capability: Callable[[object], tuple[int, int]] = lambda device: (8, 0)  # noqa: E731
     monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     with pytest.raises(select.UnsuitableKernelsError, match="NVIDIA A100 has no float8 instructions"):
         select.select_kernels(torch.device("cuda"), 1, **options)
+
+
+def test_an_int8_cache_on_a_gpu_is_refused() -> None:
+    with pytest.raises(select.UnsuitableKernelsError, match="kv_dtype int8 .* use fp8 or auto on cuda"):
+        select.select_kernels(torch.device("cuda"), 1, kv_dtype="int8")
