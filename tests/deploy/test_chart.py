@@ -64,7 +64,12 @@ EVERYTHING: dict[str, Any] = {
         },
         "flexible": {"role": "worker", "replicas": 1, "options": {"start_as": "prefill"}},
     },
-    "steering": {"slo": "ttft=2,tpot=0.05@p90", "profileConfigMap": "profile", "maxWorkers": 12},
+    "steering": {
+        "slo": "ttft=2,tpot=0.05@p90",
+        "mode": "act",
+        "profileConfigMap": "profile",
+        "maxWorkers": 12,
+    },
     "monitoring": {"serviceMonitor": True, "alerts": True, "dashboard": True, "labels": {"a": "b"}},
     "networkPolicy": {
         "clients": [{"namespaceSelector": {"matchLabels": {"a": "b"}}}],
@@ -226,7 +231,14 @@ def test_every_value_is_in_both_files() -> None:
         ({**MINIMAL, "model": {"name": ""}}, "/model/name"),
         ({**MINIMAL, "replicas": 3}, "'replicas' not allowed"),
         ({**MINIMAL, "pools": {"decode": {"autoscale": {"min": 1, "max": 2}}}}, "give steering.slo"),
-        ({**EVERYTHING, "coordinator": {"openAccess": True}}, "must see the whole load"),
+        (
+            {**EVERYTHING, "coordinator": {"openAccess": True}, "steering": {"slo": "ttft=2,tpot=0.05@p90"}},
+            "autoscaling follows the pool controller, which must see the whole load",
+        ),
+        (
+            {**MINIMAL, "steering": {"slo": "ttft=2,tpot=0.05@p90", "profile": "p", "mode": "act"}},
+            "steering.mode=act: .* give coordinator.replicas=1",
+        ),
         (
             {
                 **EVERYTHING,
