@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +19,13 @@ settings.register_profile(
 )
 settings.register_profile("search", settings.get_profile("suite"), derandomize=False)
 settings.load_profile("suite")
+
+
+@pytest.fixture
+def tried(record_property: Callable[[str, object], None]) -> Callable[[str, str, str], None]:
+    """For the table of what was tried on what: family, column and weight format. See ``tools/tried.py``."""
+    return lambda family, column, what: record_property("tried", f"{family}|{column}|{what}")
+
 
 LONGEST_FIRST = ("e2e", "kernels", "simulation", "planner", "engine", "coordinator")
 """Folders: what takes longest comes first, so that all test processes end at about the same time."""

@@ -3,6 +3,7 @@ the device between steps."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,10 @@ triton_interpreter.install()
 pytestmark = [pytest.mark.filterwarnings("ignore:overflow encountered in exp")]
 
 
-def test_a_worker_starts_and_steps_without_a_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_starts_and_steps_without_a_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tried: Callable[[str, str, str], None]
+) -> None:
+    tried("qwen3", "gpu", "float32")
     make_checkpoint(tmp_path, "qwen3", num_hidden_layers=1)
     monkeypatch.setattr(model_runner, "select_kernels", lambda *_, **__: TorchKernels())
     expected, followed = generate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,8 +106,11 @@ def runner_on(device: str, folder: Path, **options: Any) -> ModelRunner:
 
 
 @pytest.mark.parametrize("family", ["deepseek2", "deepseek3"])
-def test_deepseek_runs_as_in_torch(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepseek_runs_as_in_torch(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tried: Callable[[str, str, str], None]
+) -> None:
     """A prompt, then a decode step; a float8 cache is refused."""
+    tried(family, "gpu", "float32")
     make_checkpoint(tmp_path, family, num_hidden_layers=2)
 
     def tokens(runner: ModelRunner) -> list[int]:

@@ -19,7 +19,6 @@ from splitserve.engine.errors import ModelConfigError, OutOfMemoryError, Weights
 from splitserve.engine.model.config import ModelConfig
 from splitserve.engine.model.model_folder import content_names
 from splitserve.engine.model.weights import Checkpoint
-from splitserve.engine.step import model_runner
 from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
 
 
@@ -261,10 +260,3 @@ def test_a_start_says_how_long_each_phase_took(folder: Path) -> None:
         r"\d+\.\d s: fingerprint \d+\.\d, weights \d+\.\d, KV cache \d+\.\d, warm-up \d+\.\d",
         str(runner.phases),
     )
-
-
-def test_latent_attention_is_refused_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_checkpoint(tmp_path, "deepseek2")
-    monkeypatch.setattr(model_runner, "select_device", lambda name: torch.device("cuda"))
-    with pytest.raises(ModelConfigError, match="use --device cpu"):
-        ModelRunner(EngineConfig(tmp_path, device="cuda"))

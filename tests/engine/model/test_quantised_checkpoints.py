@@ -115,9 +115,12 @@ CASES: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_checkpoint_is_the_function_of_its_dequantised_weights(tmp_path: Path, case: str) -> None:
+def test_a_checkpoint_is_the_function_of_its_dequantised_weights(
+    tmp_path: Path, case: str, tried: Callable[[str, str, str], None]
+) -> None:
     config, write = CASES[case]
     family = "glm4" if "AWQ" in case else "llama3"
+    tried(family, "checkpoint", case)
     torch.manual_seed(1)
     reference = rewrite(tmp_path, make_checkpoint(tmp_path, family, num_hidden_layers=2), config, write)
     check_model_folder(tmp_path)
@@ -166,8 +169,11 @@ MIXTURES = (
 
 
 @pytest.mark.parametrize(("family", "case"), MIXTURES)
-def test_experts_of_a_checkpoint(tmp_path: Path, family: str, case: str) -> None:
+def test_experts_of_a_checkpoint(
+    tmp_path: Path, family: str, case: str, tried: Callable[[str, str, str], None]
+) -> None:
     """Those of all tokens are quantised, too; routers are not."""
+    tried(family, "checkpoint", case)
     sizes = ["intermediate_size"] if family == "mixtral" else ["moe_intermediate_size"]
     sizes += {"qwen2_moe": ["shared_expert_intermediate_size"], "deepseek3": ["q_lora_rank"]}.get(family, [])
     latent = {"v_head_dim": 16} if "deepseek" in family else {}
@@ -190,7 +196,10 @@ def test_experts_of_a_checkpoint_in_exact_mode(tmp_path: Path, family: str, case
     assert_exact(tmp_path, dtype)
 
 
-def test_gpt_oss_in_mxfp4_is_the_function_that_transformers_dequantises(tmp_path: Path) -> None:
+def test_gpt_oss_in_mxfp4_is_the_function_that_transformers_dequantises(
+    tmp_path: Path, tried: Callable[[str, str, str], None]
+) -> None:
+    tried("gpt_oss", "checkpoint", "MXFP4")
     rewrite_experts_in_mxfp4(tmp_path, make_checkpoint(tmp_path, "gpt_oss"))
     check_model_folder(tmp_path)
     reference = GptOssForCausalLM.from_pretrained(

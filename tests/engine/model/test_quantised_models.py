@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,10 @@ def dequantise(model: PreTrainedModel, scheme: Scheme) -> PreTrainedModel:
     "family", ["llama3", "qwen2", "glm4", "qwen2_moe", "gpt_oss", "deepseek2", "deepseek3"]
 )
 @pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])
-def test_a_checkpoint_quantised_at_load(tmp_path: Path, family: str, scheme: Scheme) -> None:
+def test_a_checkpoint_quantised_at_load(
+    tmp_path: Path, family: str, scheme: Scheme, tried: Callable[[str, str, str], None]
+) -> None:
+    tried(family, "at load", scheme)
     reference = dequantise(make_checkpoint(tmp_path, family), scheme)
     assert_same_function(make_runner(tmp_path, quantization=scheme), reference)
 

@@ -53,9 +53,10 @@ def runner_on(device: str, folder: Path) -> ModelRunner:
 
 @pytest.mark.parametrize("form", CHECKPOINTS)
 def test_a_quantised_checkpoint_runs_as_in_torch(
-    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tried: Callable[[str, str, str], None]
 ) -> None:
     """Its tensors are unpacked on the GPU; no step waits for it."""
+    tried("glm4", "gpu", form)
     config, write = CHECKPOINTS[form]
     rewrite(tmp_path, make_checkpoint(tmp_path, "glm4", num_hidden_layers=1), config, write)
     monkeypatch.setattr(model_runner, "select_kernels", lambda *_, **__: TorchKernels())

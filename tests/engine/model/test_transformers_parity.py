@@ -3,6 +3,7 @@ cache."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,7 +90,10 @@ def run(runner: ModelRunner, steps: list[tuple[HandSequence, int]]) -> None:
             sequence.output.append(int(token))
 
 
-def test_float32_logits_agree(pair: Pair) -> None:
+def test_float32_logits_agree(
+    pair: Pair, request: pytest.FixtureRequest, tried: Callable[[str, str, str], None]
+) -> None:
+    tried(request.node.callspec.params["pair"], "wide", "float32")
     prompt = random_tokens(PROMPT_LEN, seed=3)
     expected = pair.reference_logits(prompt)
     error = (all_logits(pair.runner, prompt) - expected).abs().max() / expected.abs().max()
@@ -98,8 +102,9 @@ def test_float32_logits_agree(pair: Pair) -> None:
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_bfloat16_logits_are_as_close_to_float32_as_those_of_transformers(
-    family: str, tmp_path: Path
+    family: str, tmp_path: Path, tried: Callable[[str, str, str], None]
 ) -> None:
+    tried(family, "wide", "bfloat16")
     prompt = random_tokens(PROMPT_LEN, seed=4)
     exact = make_checkpoint(tmp_path, family, dtype=torch.bfloat16).float()
     reference = Pair(exact, make_runner(tmp_path, "bfloat16"))
