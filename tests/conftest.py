@@ -23,7 +23,7 @@ settings.load_profile("suite")
 
 @pytest.fixture
 def tried(record_property: Callable[[str, object], None]) -> Callable[[str, str, str], None]:
-    """For the table of what was tried on what: family, column and weight format. See ``tools/tried.py``."""
+    """Record family, column and weight format for the table of tried formats. See ``tools/tried.py``."""
     return lambda family, column, what: record_property("tried", f"{family}|{column}|{what}")
 
 

@@ -1,9 +1,9 @@
-"""Write the table of what the tests tried on what: families by weight formats by device.
+"""Write the table of weight formats that the tests tried, by model family and device.
 
     python -m pytest tests/engine tests/kernels/test_gpu_latent.py --junit-xml tried.xml
     python tools/tried.py tried.xml > bench/results/tried.md
 
-A test says what it tries by the fixture ``tried``; what failed or was skipped is not in the table.
+A test names its formats by the fixture ``tried``; a test that failed or was skipped is not in the table.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def table(found: dict[str, dict[str, list[str]]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-HEADER = """# What was tried on what
+HEADER = """# Weight formats that were tried, by model family and device
 
 Written by `tools/tried.py` from a run of the tests. The models are small, seeded, random
 (`tests/support/families.py`).

@@ -1,4 +1,4 @@
-"""The table of what was tried on what: only what passed, and every family is in it."""
+"""The table of tried formats: only tests that passed, and every family is in it."""
 
 from __future__ import annotations
 
