@@ -113,6 +113,18 @@ class Cluster:
     def wait_at_rest(self) -> None:
         wait_for("all blocks free or cached, no request anywhere", self.at_rest)
 
+    def wait_reported(self) -> None:
+        """Wait until the coordinator knows what every worker has cached by now: until each has sent two more
+        heartbeats, since the report of its cache follows the first one."""
+        for _ in range(2):
+            since = time.monotonic()
+
+            def heard(since: float = since) -> bool:
+                elapsed = time.monotonic() - since
+                return all(w["silent_s"] < elapsed for w in self.state()["workers"])
+
+            wait_for("a heartbeat of every worker", heard)
+
     def wait_whole(self, num_prefill: int, num_decode: int) -> None:
         """Until all workers are (back) here and alive."""
 

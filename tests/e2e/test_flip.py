@@ -88,15 +88,12 @@ def test_a_decode_worker_becomes_a_prefill_worker_and_back_under_load(
 
 def test_what_it_has_cached_in_one_role_it_has_in_the_other(flexible: Cluster) -> None:
     flexible.wait_whole(1, 2)
+    flexible.wait_reported()
     prompt = [(i * 17 + i // 5) % 250 for i in range(1600)]
     before = {w["worker_id"]: w["cached_hashes"] for w in flexible.workers("decode")}
     text = flexible.complete(prompt, 8)
-
-    def holders() -> list[dict[str, Any]]:
-        return [w for w in flexible.workers("decode") if w["cached_hashes"] >= before[w["worker_id"]] + 100]
-
-    wait_for("the coordinator knows who has the prompt", lambda: bool(holders()))
-    holder = holders()[0]
+    flexible.wait_reported()
+    [holder] = [w for w in flexible.workers("decode") if w["cached_hashes"] >= before[w["worker_id"]] + 100]
     first = flexible.workers("prefill")[0]["process"]
     flip(flexible, holder["process"], "prefill")
     flexible.wait_whole(2, 1)

@@ -86,6 +86,8 @@ class VirtualControlSocket(VirtualListener):
     def come(self, channel: VirtualChannel, message: Message) -> None:
         if self._process.alive:
             self._check_owner(message)
+            if isinstance(message, Hello):
+                self._note_displaced(message)
             self.arrive(channel, message)
 
     def connection_lost(self) -> None:
@@ -132,6 +134,12 @@ class VirtualControlSocket(VirtualListener):
         if faults.drop or faults.mangle or faults.late or faults.double or faults.partition_every:
             return ""
         return "messages that were on the way" if self.on_the_way[identity] > 0 else ""
+
+    def _note_displaced(self, hello: Hello) -> None:
+        """A dead worker's late Hello displaces the living one of that name: a death that its requests see."""
+        living = self.world.workers.get(hello.worker_id)
+        if living is not None and living.id[1] != hello.incarnation:
+            self.world.struck[living.id] += 1
 
     def _check_owner(self, message: Message) -> None:
         """A request is its coordinator's alone."""
