@@ -32,11 +32,11 @@ RULES = {
     "greater_than": "must be more than {gt}",
     "less_than_equal": "must be at most {le}",
     "less_than": "must be less than {lt}",
-    "string_too_short": "must have at least {min_length} characters",
+    "string_too_short": "must not be empty",
     "string_too_long": "must have at most {max_length} characters",
     "string_pattern_mismatch": "must match {pattern}",
     "string_unicode": "must be text in UTF-8",
-    "too_short": "must have at least {min_length} entries",
+    "too_short": "must not be empty",
     "too_long": "must have at most {max_length} entries",
     "literal_error": "must be {expected}",
 }

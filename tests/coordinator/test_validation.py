@@ -58,6 +58,10 @@ def test_the_sentence_names_the_field_what_it_must_be_and_what_it_was(body: Any,
     assert reported(TEXT, body) == message
 
 
+def test_an_empty_list_is_said_to_be_empty() -> None:
+    assert reported(CHAT, {"messages": []}) == "messages: must not be empty"
+
+
 @pytest.mark.parametrize("endpoint", [TEXT, CHAT])
 def test_no_sentence_is_the_librarys(endpoint: Endpoint) -> None:
     good: dict[str, Any] = (
