@@ -64,8 +64,9 @@ def controller_of(
 ) -> SteeringShell | None:
     """Make the pool controller; None: it is off. Raises ProfileError."""
     options = settings.steering
-    if options is None or settings.steer_profile is None:
+    if options is None:
         return None
-    steering = Steering(options, Profile.read(settings.steer_profile))
+    profile = Profile.read(settings.steer_profile) if settings.steer_profile is not None else None
+    steering = Steering(options, profile)
     hooks = Hooks(options.mode, settings.steer_webhook, settings.steer_command)
     return SteeringShell(steering, partial(snapshot_of, lifecycle), dispatcher, hooks)

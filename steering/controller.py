@@ -10,7 +10,7 @@ Once a second the latency model finds the best ratio for the present load. It is
 
 Mixed workers have both roles, change neither, and take work from either: the model does not know the worth of
 a ratio beside them. Where there are any, or were lately, roles stay as they are, and workers come and go by
-the rules that need no model.
+the rules that need no model (``Scaling``). Without a model at all these rules change roles too.
 
 The model may be wrong. A change is taken back if, under the same load, fewer requests than before meet the
 objective of the role that lost workers; the controller then changes nothing for a while, longer each time.
@@ -26,10 +26,10 @@ from dataclasses import astuple, dataclass
 from ..engine.latency_profile import Profile
 from ..transport.messages.messages import Role
 from .capacity import Capacity, Pressure
-from .fleet import Decision, Fleet
+from .fleet import AnyRole, Decision, Fleet, Kind
 from .load_watch import MIN_JUDGED, LoadPicture
 from .options import SteeringOptions
-from .scaling import AnyRole, Kind, Scaling
+from .scaling import Scaling
 
 SAME_LOAD = 0.35  # relative difference of the mix up to which two pictures are of one load
 WORSE = 0.1  # of attainment
@@ -59,7 +59,7 @@ class _Proposal:
 
 
 class PoolController:
-    """Decides once a second. ``profile``: the workers' latency model; without one no role is changed."""
+    """Decides once a second. ``profile``: the workers' latency model; without one, by rules alone."""
 
     def __init__(self, options: SteeringOptions, profile: Profile | None) -> None:
         self._options, self._profile = options, profile
@@ -96,11 +96,8 @@ class PoolController:
         found = self._hold(fleet, now) if holds else self._flips(picture, fleet, now)
         self._holds_for_mixed = holds
         if not found and not fleet.changing:
-            counts = (fleet.prefill, fleet.decode, fleet.mixed)
-            scaled = self._scaling.decide(
-                picture, self._capacity, *counts, now, in_use=fleet.in_use, spare=fleet.spare.keys()
-            )
-            found = [] if scaled is None else [_scale(*scaled, fleet, now)]
+            scaled = self._scaling.decide(picture, self._capacity, fleet, now, holds=holds)
+            found = [] if scaled is None else self._by_rule(*scaled, fleet, now)
             self.wanted = {"prefill": fleet.prefill, "decode": fleet.decode}
             if fleet.mixed:
                 self.wanted["mixed"] = fleet.mixed
@@ -131,7 +128,7 @@ class PoolController:
     def _flips(self, picture: LoadPicture, fleet: Fleet, now: float) -> list[Decision]:
         self.pressure = None
         if self._capacity is None:
-            return self._rest("there is no latency model to predict with")
+            return self._rest("there is no latency model to predict with: workers change by rules")
         if not fleet.prefill or not fleet.decode:
             return self._rest("a role has no worker")
         if fleet.changing or now < self._quiet_until:
@@ -254,15 +251,17 @@ class PoolController:
         self.state, self._last_flip = reason, (now, role)
         return [Decision(now, "flip", name, role, reason) for name in names]
 
+    def _by_rule(self, kind: Kind, role: AnyRole, reason: str, fleet: Fleet, now: float) -> list[Decision]:
+        """Return the decisions of a rule."""
+        if kind == "flip":
+            return self._flip(fleet, fleet.prefill + (1 if role == "prefill" else -1), reason, now)
+        change = self._scaling.change
+        going = fleet.spare.get(role, [])[:-change] if change < 0 and role != "mixed" else [""] * change
+        return [Decision(now, kind, name, role, reason) for name in going]
+
     def _rest(self, why: str) -> list[Decision]:
         self._better_since, self.state = None, why
         return []
-
-
-def _scale(kind: Kind, role: AnyRole, reason: str, fleet: Fleet, now: float) -> Decision:
-    return Decision(
-        now, kind, fleet.spare.get(role, "") if kind == "scale_down" and role != "mixed" else "", role, reason
-    )
 
 
 def _same_load(a: LoadPicture, b: LoadPicture) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from ..transport.messages.messages import Role
-from .scaling import AnyRole, Kind
+
+AnyRole = Role | Literal["mixed"]
+Kind = Literal["flip", "hold", "scale_up", "scale_down"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +24,8 @@ class Fleet:
     """Number of processes in mid-flip."""
     max_batch_tokens: int = 512  # of a prefill step
     max_num_seqs: int = 64  # of a decode batch
-    spare: dict[Role, str] = field(default_factory=dict)
-    """The worker of a role that could leave most easily, if one may and it is not the last."""
+    spare: dict[Role, list[str]] = field(default_factory=dict)
+    """Workers of a role that may leave, the least busy first; one of the role always stays."""
     mixed: int = 0
     in_use: dict[Role, float] = field(default_factory=dict)
     """Measured share of a role's workers that is in use."""
@@ -31,6 +34,16 @@ class Fleet:
     def num_workers(self) -> int:
         return self.prefill + self.decode + self.mixed
 
+    def count(self, role: Role) -> int:
+        """Return the number of workers of one role."""
+        return self.prefill if role == "prefill" else self.decode
+
+    def use_without(self, role: Role, leaving: int) -> float:
+        """Return the share of a role's workers that would be in use if ``leaving`` left; infinite if none
+        would be left, or its use is not known."""
+        left = self.count(role) - leaving
+        return self.in_use.get(role, math.inf) * self.count(role) / left if left > 0 else math.inf
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -38,7 +51,7 @@ class Decision:
     is reported once."""
 
     at: float  # seconds of the monotonic clock
-    kind: Literal["flip", "hold"] | Kind
+    kind: Kind
     worker: str
     role: AnyRole  # its new role, or the role of the worker that comes or goes
     reason: str

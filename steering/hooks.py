@@ -18,7 +18,7 @@ import httpx
 
 from .fleet import Decision
 from .options import Mode
-from .scaling import AnyRole
+from .fleet import AnyRole
 
 WEBHOOK_S = 5.0
 COMMAND_S = 300.0

@@ -41,7 +41,9 @@ class SteeringOptions:
     scale_up_ttft: LatencyBound | None = None  # fewer requests than its share keep it: too slow
     scale_up_tpot: LatencyBound | None = None
     scale_up_utilisation: float = 1.0  # measured share in use of one role's workers; see ``PoolUse``
-    scale_down_below: float = 0.6  # load of the best ratio of one worker fewer; far from 1: no flapping
+    scale_down_below: float = 0.6  # load, or use, of fewer workers that leaves room; far from 1: no flapping
+    scale_up_by: int = 1  # workers at once
+    scale_down_by: int = 1
     scale_up_after_s: float = 10.0
     scale_down_after_s: float = 120.0
     scale_cooldown_s: float = 60.0

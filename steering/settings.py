@@ -19,7 +19,7 @@ class SteeringSettings(BaseModel):
     steer: Literal["off", "advise", "act"] = Field(
         default="off",
         description="The pool controller. advise: propose which workers change their roles, and whether "
-        "there should be more or fewer; act: also do it. Needs --steer-slo and --steer-profile.",
+        "there should be more or fewer; act: also do it. Needs --steer-slo.",
     )
     steer_slo: str = Field(
         default="",
@@ -30,7 +30,8 @@ class SteeringSettings(BaseModel):
     steer_profile: Path | None = Field(
         default=None,
         description=(
-            "The workers' latency model, made by `splitserve profile`: by it the pool controller predicts."
+            "The workers' latency model, made by `splitserve profile`: by it the pool controller predicts. "
+            "Without it, rules decide: what a role lacks comes from the other where that has room."
         ),
     )
     steer_min_workers: int = Field(
@@ -62,6 +63,12 @@ class SteeringSettings(BaseModel):
         le=1,
         description="Share of a role's workers in use above which one more is wanted: of prefill workers the "
         "time with prompts to compute, of decode workers rows or KV blocks taken. 1: never.",
+    )
+    steer_scale_up_by: int = Field(
+        default=1, ge=1, le=65_536, description="Workers that come at once where more are wanted."
+    )
+    steer_scale_down_by: int = Field(
+        default=1, ge=1, le=65_536, description="Workers that leave at once, at most, where fewer are enough."
     )
     steer_scale_up_after_s: float = Field(
         default=10, ge=0, le=86_400, description="Seconds for which more must have been wanted."
@@ -118,6 +125,8 @@ class SteeringSettings(BaseModel):
             scale_up_ttft=slow.get("ttft"),
             scale_up_tpot=slow.get("tpot"),
             scale_up_utilisation=self.steer_scale_up_utilisation,
+            scale_up_by=self.steer_scale_up_by,
+            scale_down_by=self.steer_scale_down_by,
             scale_up_after_s=self.steer_scale_up_after_s,
             scale_down_after_s=self.steer_scale_down_after_s,
             scale_cooldown_s=self.steer_cooldown_s,
@@ -126,11 +135,8 @@ class SteeringSettings(BaseModel):
 
     @model_validator(mode="after")
     def _consistent_steering(self) -> Self:
-        if self.steer != "off" and not (self.steer_slo and self.steer_profile):
-            raise ValueError(
-                "--steer needs to know what is good enough and how fast workers are: give "
-                "--steer-slo and --steer-profile"
-            )
+        if self.steer != "off" and not self.steer_slo:
+            raise ValueError("--steer needs to know what is good enough: give --steer-slo")
         _bounds("steer_scale_up_latency", self.steer_scale_up_latency)
         if self.steer_slo and set(self.slo_bounds) != {"ttft", "tpot"}:
             raise ValueError("--steer-slo needs a bound for each, ttft and tpot, as in ttft=2,tpot=0.05@p90")

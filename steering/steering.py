@@ -74,9 +74,9 @@ def fleet_of(snapshot: Snapshot, keep: Sequence[str] = ()) -> Fleet:
         min((w.max_batch_tokens for w in by_load["prefill"]), default=512),
         min((w.max_num_seqs for w in by_load["decode"]), default=64),
         {
-            role: going[0]
+            role: going
             for role, workers in by_load.items()
-            if len(workers) > 1 and (going := _may_go(workers, keep))
+            if (going := _may_go(workers, keep)[: len(workers) - 1])
         },
         sum(w.is_mixed and w.role == "decode" for w in takes_work),
     )

@@ -66,9 +66,11 @@ def run(
     believed: Profile | None = None,
     only: int | None = None,
     mixed: int = 0,
+    by_rules: bool = False,
 ) -> Outcome:
     """One cluster under the load. ``believed``: the profile that the controller goes by, where not the true
-    one; ``only``: the phase whose requests alone come; ``mixed``: number of workers with both roles."""
+    one; ``only``: the phase whose requests alone come; ``mixed``: number of workers with both roles;
+    ``by_rules``: the controller has no profile."""
     true, trace = worker(), load(phases, phase_s, seed, num_workers)
     if only is not None:
         phases, trace = [phases[only]], cut(trace, only * phase_s, (only + 1) * phase_s)
@@ -96,7 +98,7 @@ def run(
         for role, n in counts
         if n
     ]
-    steering = Steering(OPTIONS, believed or true) if steered else None
+    steering = Steering(OPTIONS, None if by_rules else believed or true) if steered else None
     simulation = Simulation(
         Cluster(pools=tuple(pools), max_queue=1 << 30), seed, SLO, count, steering=steering
     )

@@ -119,11 +119,11 @@ class Cluster:
         for _ in range(2):
             since = time.monotonic()
 
-            def heard(since: float = since) -> bool:
+            def has_come(since: float = since) -> bool:
                 elapsed = time.monotonic() - since
                 return all(w["silent_s"] < elapsed for w in self.state()["workers"])
 
-            wait_for("a heartbeat of every worker", heard)
+            wait_for("a heartbeat of every worker", has_come)
 
     def wait_whole(self, num_prefill: int, num_decode: int) -> None:
         """Until all workers are (back) here and alive."""

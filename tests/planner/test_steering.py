@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from splitserve.bench.studies import steer
 from splitserve.bench.studies.steer import run
 from splitserve.bench.studies.steer_verdict import missed_in_simulation, missed_live, num_undone
-from splitserve.bench.studies.steer_workload import CHAT, CODE, load, worker
+from splitserve.bench.studies.steer_workload import CHAT, CODE, Phase, load, worker
 from splitserve.planner.errors import SimulationError
 from splitserve.planner.settings import SimulateSettings
 from splitserve.planner.simulate_command import simulate
@@ -52,6 +52,15 @@ def test_a_profile_that_is_three_times_wrong_does_no_lasting_harm() -> None:
     misled = run([CHAT], PHASE_S, 2, 1, NUM_WORKERS, steered=True, believed=worker("wrong", 3.0))
     assert misled.num_good > 0.9 * sum(misled.total)
     assert len({decision.at for decision in misled.flips}) <= 3
+
+
+@pytest.mark.parametrize(("phase", "prefill", "good"), [(CODE, 1, 0.6), (CHAT, 3, 0.9)])
+def test_rules_without_a_profile_mend_a_wrong_ratio_and_rest(phase: Phase, prefill: int, good: float) -> None:
+    alone = run([phase], 300.0, prefill, 1, NUM_WORKERS)
+    ruled = run([phase], 300.0, prefill, 1, NUM_WORKERS, steered=True, by_rules=True)
+    assert alone.num_good < 0.1 * sum(alone.total)
+    assert ruled.num_good > good * sum(ruled.total)
+    assert len(ruled.flips) == 2
 
 
 REACHED = {

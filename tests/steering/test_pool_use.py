@@ -35,9 +35,9 @@ def test_of_those_with_least_to_do_the_first_goes_that_is_not_kept() -> None:
     for name in ("p2", "scaled-1"):
         bench.hello(name, "prefill")
     bench.hello("w1:decode", "decode", process="w1")
-    assert fleet_of(snapshot_of(bench.core)).spare == {"prefill": "p", "decode": "d"}
+    assert fleet_of(snapshot_of(bench.core)).spare == {"prefill": ["p", "p2"], "decode": ["d"]}
     assert fleet_of(snapshot_of(bench.core), ("p", "p?", "d")).spare == {
-        "prefill": "scaled-1",
-        "decode": "w1:decode",
+        "prefill": ["scaled-1"],
+        "decode": ["w1:decode"],
     }
-    assert fleet_of(snapshot_of(bench.core), ("p*", "d", "w1")).spare == {"prefill": "scaled-1"}
+    assert fleet_of(snapshot_of(bench.core), ("p*", "d", "w1")).spare == {"prefill": ["scaled-1"]}

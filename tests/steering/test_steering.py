@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -30,14 +30,17 @@ class Cluster:
         self.controller, self.now = controller, 100.0
         self.roles = ["prefill"] * prefill + ["decode"] * decode
         self.decisions: list[Decision] = []
+        self.in_use: dict[Role, float] = {}
 
     @property
     def fleet(self) -> Fleet:
         names: Any = {
             role: [f"w{i}" for i, r in enumerate(self.roles) if r == role] for role in ("prefill", "decode")
         }
-        spare = {role: of_role[0] for role, of_role in names.items() if len(of_role) > 1}
-        return Fleet(len(names["prefill"]), len(names["decode"]), names, 0, 2048, 128, spare)
+        spare = {role: of_role[1:] for role, of_role in names.items()}
+        return Fleet(
+            len(names["prefill"]), len(names["decode"]), names, 0, 2048, 128, spare, in_use=self.in_use
+        )
 
     def run(self, seconds: int, picture: LoadPicture) -> list[Decision]:
         found = []
@@ -122,10 +125,64 @@ def test_missing_and_impossible_inputs_change_no_role_and_only_a_known_load_asks
     assert [(decision.kind, decision.role) for decision in controller.decisions] == scaled
 
 
-def test_without_a_latency_model_no_role_is_changed() -> None:
-    controller = PoolController(OPTIONS, None)
-    assert not controller.decide(CODE, cluster().fleet, 1.0)
-    assert "no latency model" in controller.state
+class Ruled(Cluster):
+    """Has no latency model; workers come and leave as decided."""
+
+    def __init__(self, prefill: int, decode: int, **options: Any) -> None:
+        rules = replace(OPTIONS, scale_up_after_s=10.0, scale_down_after_s=30.0, **options)
+        super().__init__(PoolController(rules, None), prefill, decode)
+
+    def run(self, seconds: int, picture: LoadPicture) -> list[Decision]:
+        found = super().run(seconds, picture)
+        for decision in found:
+            if decision.kind == "scale_up":
+                self.roles.append(decision.role)
+            elif decision.kind == "scale_down":
+                self.roles.remove(decision.role)
+        return found
+
+
+LATE = replace(CODE, attainment=0.5, in_time=0.5, in_pace=1.0)
+
+
+@pytest.mark.parametrize(
+    ("picture", "in_use", "role", "why"),
+    [
+        (LATE, {"prefill": 0.9, "decode": 0.3}, "prefill", "50% of requests were good"),
+        (replace(LATE, in_time=1.0, in_pace=0.5), {"prefill": 0.3, "decode": 0.9}, "decode", "50%"),
+        (replace(CODE, num_waiting=60), {"prefill": 0.2, "decode": 0.9}, "decode", "60 requests waited"),
+        (LATE, {"prefill": 0.9, "decode": 0.46}, "", ""),  # 0.61 without one of four
+        (LATE, {}, "", ""),
+        (CODE, {"prefill": 0.9, "decode": 0.1}, "", ""),  # nothing is short
+    ],
+)
+def test_without_a_latency_model_the_role_with_room_gives_a_worker_to_the_one_that_is_short(
+    picture: LoadPicture, in_use: dict[Role, float], role: str, why: str
+) -> None:
+    tried = Ruled(4, 4)
+    tried.in_use = in_use
+    found = tried.run(69, picture)  # one in the cool-down
+    assert [(d.at, d.kind, d.role) for d in found] == ([(111.0, "flip", role)] if role else [])
+    assert why in "".join(d.reason for d in found)
+
+
+def test_without_a_latency_model_workers_come_only_where_no_role_has_room() -> None:
+    tried = Ruled(2, 3, max_workers=9, scale_up_by=3)
+    tried.in_use = {"prefill": 1.0, "decode": 0.3}
+    assert [(d.kind, d.role) for d in tried.run(40, LATE)] == [("flip", "prefill")]
+    tried.in_use = {"prefill": 1.0, "decode": 0.5}
+    assert [(d.kind, d.role) for d in tried.run(60, LATE)] == [("scale_up", "prefill")] * 3
+    assert [d.kind for d in tried.run(60, LATE)] == ["scale_up"], "nine are the most"
+
+
+def test_without_a_latency_model_workers_leave_where_a_role_is_idle() -> None:
+    tried = Ruled(2, 6, max_workers=9, min_workers=4, scale_down_by=3)
+    tried.in_use = {"prefill": 0.5, "decode": 0.35}  # 0.525 without two of six, 0.7 without three
+    calm = replace(CODE, rate=1.0)
+    assert [(d.kind, d.worker) for d in tried.run(60, calm)] == [("scale_down", "w3"), ("scale_down", "w4")]
+    tried.in_use = {"prefill": 0.01, "decode": 0.01}
+    assert [d.role for d in tried.run(60, calm)] == ["decode", "decode"]
+    assert not tried.run(300, calm), "four are the least"
 
 
 def test_the_last_worker_of_a_role_stays() -> None:
@@ -188,7 +245,7 @@ def test_scaling_down_when_one_fewer_would_do_but_not_below_the_least() -> None:
     tried = cluster(2, 2, max_workers=8, min_workers=3, scale_down_after_s=30.0)
     idle = replace(CODE, rate=0.2)
     (down,) = [d for d in tried.run(60, idle) if d.kind == "scale_down"]
-    assert down.worker in tried.fleet.spare.values(), "it says which"
+    assert down.worker in tried.fleet.spare[cast("Role", down.role)], "it says which"
     tried.roles.remove(down.role)
     tried.run(1, idle)
     assert tried.controller.wanted == {"prefill": tried.fleet.prefill, "decode": tried.fleet.decode}
@@ -200,7 +257,7 @@ def test_scaling_down_takes_only_workers_that_may_go() -> None:
     controller = PoolController(replace(OPTIONS, max_workers=8, scale_down_after_s=30.0), worker())
     idle, now = replace(CODE, rate=0.2), 0.0
 
-    def decided(spare: dict[Role, str]) -> list[tuple[str, str, str]]:
+    def decided(spare: dict[Role, list[str]]) -> list[tuple[str, str, str]]:
         nonlocal now
         found = []
         for now in (now + second for second in range(1, 120)):
@@ -209,8 +266,8 @@ def test_scaling_down_takes_only_workers_that_may_go() -> None:
 
     assert not decided({})
     assert controller.wanted == {"prefill": 4, "decode": 4}
-    assert set(decided({"prefill": "p"})) == {("scale_down", "p", "prefill")}
-    assert set(decided({"decode": "d"})) == {("scale_down", "d", "decode")}
+    assert set(decided({"prefill": ["p"]})) == {("scale_down", "p", "prefill")}
+    assert set(decided({"decode": ["d"]})) == {("scale_down", "d", "decode")}
 
 
 @pytest.mark.parametrize(
