@@ -16,9 +16,8 @@ from typing import Any
 
 import httpx
 
-from .fleet import Decision
+from .fleet import AnyRole, Decision
 from .options import Mode
-from .fleet import AnyRole
 
 WEBHOOK_S = 5.0
 COMMAND_S = 300.0
