@@ -19,13 +19,14 @@ from ..errors import ApiError, DeadlineExceeded, Headers, Overloaded, Unavailabl
 from ..generate.api import GenerationApi
 from ..generate.plan import PLAN_HEADERS
 from ..generate.request_ids import HEADER
+from ..generate.resumption import KEY_HEADER
 from ..http.body import ClientGone
 from ..http.call import Endpoint
 from ..http.inner_call import InnerCall
 from ..metrics.request_trace import CONTEXT_HEADERS
 from ..tenants.limits import ANONYMOUS, Account
 
-ASKED_WITH = (*PLAN_HEADERS, HEADER, *CONTEXT_HEADERS)
+ASKED_WITH = (*PLAN_HEADERS, HEADER, KEY_HEADER, *CONTEXT_HEADERS)
 """Headers of the asker's request that the chat completion has, too."""
 PASSED_ON = frozenset(("retry-after", "x-request-id"))
 """Headers of the chat completion that its asker's answer repeats, beside those of the rate limits."""
@@ -86,6 +87,8 @@ class ChatStream:
                 data = self._chunks.popleft()
                 self._num_waiting_bytes -= len(data)
                 for event in data.split(b"\n\n"):
+                    if event.startswith(b"id: "):
+                        event = event.partition(b"\n")[2]
                     if event.startswith(b":"):
                         yield None
                     elif event.startswith(EVENT_DATA) and (chunk := event[len(EVENT_DATA) :]) != NO_MORE:

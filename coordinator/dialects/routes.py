@@ -9,9 +9,10 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from ..errors import ApiError
+from ..errors import ApiError, InvalidRequest
 from ..generate.api import GenerationApi
 from ..generate.bodies.fields import Body, UnknownFields
+from ..generate.resumption import LAST_ID_HEADER
 from ..http.body import check_is_json, held_body
 from ..http.call import Endpoint
 from ..http.limits import LARGE_BODY_BYTES
@@ -68,6 +69,9 @@ class Dialect:
     async def read(self, request: Request, kind: type[Asked]) -> Asked:
         """Return the body as ``kind``; the reader process validates large ones. Raises ApiError."""
         headers, limits = dict(request.scope["headers"]), self.generation.limits
+        if LAST_ID_HEADER in headers:
+            message = "Last-Event-ID: events have no ids here; leave it out for the whole answer"
+            raise InvalidRequest(message, param="Last-Event-ID")
         bounds = limits.max_body_bytes, self.generation.overload
         async with held_body(headers, request.receive, *bounds, self._framing.check_source) as body:
             if len(body) > LARGE_BODY_BYTES:

@@ -70,7 +70,7 @@ class HttpExchange:
         self.itl = service.metrics.itl
         self.tokenizer = service.model.tokenizer
         self.choices: list[Choice] = []
-        self._key, self._resumable = key, resumable_stream(key, plan, call.write, self.fail)
+        self._key, self._resumable = key, resumable_stream(key, plan, self, call.write)
         self.write: Callable[[bytes], None] = self._resumable.write if self._resumable else call.write
         self.deadline = arrival + plan.timeout_s
         self.more_headers: Headers = []
@@ -87,8 +87,7 @@ class HttpExchange:
         self._closed = False
         self._silence = Silence(arrival)
         self._id_header = (b"x-request-id", (client_id or id).encode())
-        self._over = False  # the response is complete, or its client has gone
-        self._reported = False  # the service knows that it is done
+        self._over = self._reported = False  # its response is complete or not wanted; the service knows it
         self.requests: list[Request] = []  # made, and not submitted
 
     def submit(self) -> None:
@@ -138,9 +137,10 @@ class HttpExchange:
         )
         return request if self._key is None else self._key.applied(request, number, plan.seed)
 
-    def begin(self) -> None:
-        """See ``Exchange``."""
-        if not self._begun:
+    def begin(self, *, anyway: bool = False) -> None:
+        """See ``Exchange``. Unless ``anyway``, a resumed stream begins with what its client lacks."""
+        is_muted = self._resumable is not None and self._resumable.is_muted
+        if not self._begun and (anyway or not is_muted):
             self._begun = True
             self._call.start(200, [*STREAM_HEADERS, self._id_header, *self.more_headers])
 
@@ -149,7 +149,7 @@ class HttpExchange:
         if self._over or not self.plan.streamed:
             pass
         elif not self._begun and self._silence.headers_due(by):
-            self.begin()
+            self.begin(anyway=True)
         elif self._begun and self._silence.comment_due(now, by, (c.last_write for c in self.choices)):
             self._call.write(COMMENT)
 
@@ -191,7 +191,7 @@ class HttpExchange:
         elif choice.finish_reason() is None:
             self.fail(InternalError("The request was cancelled on the server."))
         elif self.plan.streamed:
-            self.begin()
+            self.begin(anyway=True)
             self._write_chunks(b"".join(self._last_chunks()))
         elif not self._num_open:
             self._respond_whole()
@@ -274,7 +274,7 @@ class HttpExchange:
         if self.plan.include_usage:
             chunks += self.form.usage_chunk(self.account.usage(self.account.close()[0]))
         self._end("200")
-        self._call.finish(chunks + DONE)
+        self._call.finish((chunks if self._resumable is None else self._resumable.ending(chunks)) + DONE)
 
     def _respond_whole(self) -> None:
         chosen = self.choices if self.plan.num_best is None else best_of(self.choices, self.plan.num_best)

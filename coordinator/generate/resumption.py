@@ -2,16 +2,20 @@
 
 The key, the tenant, the prompt and the sampling name the answer: a decode worker that keeps it is found by
 that name. The key is also the seed where the client gave none, so that an answer that is computed anew is the
-same one. Each event of a stream with one choice has an id, ``NUM_TOKENS-CHECKSUM`` of the tokens so far: by
-the id that a client saw last, it gets the rest alone.
+same one. Each event of a stream with one choice has an id: by the last one it saw, a client gets the rest.
+
+    NUM_TOKENS-CHECKSUM              the last event of a token; the checksum is that of all tokens so far
+    NUM_TOKENS-CHECKSUM.NUM_EVENTS   an earlier event of that token, or one of the answer's end
+
+Each token is written as events of its own, so its events are the same whichever tokens came with it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 from zlib import crc32
 
 from msgspec import msgpack
@@ -20,19 +24,22 @@ from msgspec.structs import replace
 from ...transport.messages.messages import ANSWER_ID_BYTES, TokenLogprobs, u32
 from ..errors import AnswerDiffers, ApiError, InvalidRequest
 from ..http.call import Call
-from ..lifecycle.request import Ended, Request, Sink
+from ..lifecycle.request import Ended, Request
+from .choice import Choice
 from .plan import RequestPlan
 
 KEY_HEADER, LAST_ID_HEADER = b"idempotency-key", b"last-event-id"
 KEY = re.compile(rb"[!-~]{1,255}")
-EVENT_ID = re.compile(rb"(\d{1,9})-([0-9a-f]{8})")
+EVENT_ID = re.compile(rb"(\d{1,9})-([0-9a-f]{8})(?:\.(\d{1,4}))?")
 
 
 class Seen(NamedTuple):
-    """What a client has of a stream: ``checksum`` is that of its first ``num_tokens`` tokens."""
+    """What a client has of a stream: ``checksum`` is that of its first ``num_tokens`` tokens.
+    ``num_events``: of those since the last of these tokens; None: all but the answer's end."""
 
     num_tokens: int
     checksum: int
+    num_events: int | None
 
 
 class IdempotencyKey(NamedTuple):
@@ -56,7 +63,7 @@ class IdempotencyKey(NamedTuple):
                     "Last-Event-ID: is no id of an event of this server; leave it out for the whole answer"
                 )
                 raise InvalidRequest(message, param="Last-Event-ID")
-            seen = Seen(int(found[1]), int(found[2], 16))
+            seen = Seen(int(found[1]), int(found[2], 16), None if found[3] is None else int(found[3]))
         tenant = call.account.tenant.encode()
         return cls(_digest(32, tenant, key), seen)
 
@@ -72,63 +79,92 @@ class IdempotencyKey(NamedTuple):
         return request
 
 
+class Stream(Protocol):
+    """What a client reads."""
+
+    def begin(self) -> None:
+        """Send its headers, once."""
+
+    def fail(self, error: ApiError) -> None:
+        """End it with an error, unless it has ended."""
+
+
 class ResumableStream:
     """Between the dispatcher and the only choice of a stream, and between the choice and the client: writes
     the events' ids, and leaves out what the client has."""
 
-    def __init__(
-        self, write: Callable[[bytes], None], fail: Callable[[ApiError], None], seen: Seen | None
-    ) -> None:
-        self._write, self._fail, self._seen = write, fail, seen or Seen(0, 0)
-        self._is_muted = self._seen.num_tokens > 0
-        self._num_tokens = self._checksum = 0
-        self._choice: Sink
+    def __init__(self, stream: Stream, write: Callable[[bytes], None], seen: Seen | None) -> None:
+        self._stream, self._write, self._seen = stream, write, seen or Seen(0, 0, 0)
+        self._num_tokens = self._checksum = self._num_events = 0
+        self._waiting: list[bytes] = []  # events until the next flush
+        self._choice: Choice
 
-    def around(self, choice: Sink) -> ResumableStream:
+    @property
+    def is_muted(self) -> bool:
+        """Whether the client has all events so far, and may have more."""
+        return (self._num_tokens, self._num_events) < (self._seen.num_tokens, self._seen.num_events or 0)
+
+    def around(self, choice: Choice) -> ResumableStream:
         """Return this, which is the sink in the choice's place."""
         self._choice = choice
         return self
 
     def write(self, events: bytes) -> None:
-        """Write events to the client; the last one gets the id."""
-        if not self._is_muted:
-            last = events.rfind(b"\n\n", 0, -2) + 2 if b"\n\n" in events[:-2] else 0
-            id = b"id: %d-%08x\n" % (self._num_tokens, self._checksum)
-            self._write(events[:last] + id + events[last:])
+        """Take the events of a token."""
+        self._waiting += self._numbered(events, all_of_token=True)
+
+    def ending(self, events: bytes) -> bytes:
+        """Return the events after the last token, as the client lacks them."""
+        return b"".join(self._numbered(events, all_of_token=False))
 
     def push(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        self._num_tokens += 1
-        self._checksum = crc32(token_id.to_bytes(4, "little"), self._checksum)
+        before = self._choice.num_tokens
         self._choice.push(token_id, logprobs)
-        if self._num_tokens == self._seen.num_tokens:
-            if self._checksum != self._seen.checksum:
-                self._fail(AnswerDiffers())
-            self._choice.flush()
-            self._is_muted = False
+        if self._choice.num_tokens == before:  # a stop string has ended it already
+            return
+        differs = self._num_tokens == self._seen.num_tokens and self.is_muted
+        self._num_tokens, self._num_events = self._num_tokens + 1, 0
+        self._checksum = crc32(token_id.to_bytes(4, "little"), self._checksum)
+        if differs or (self._num_tokens == self._seen.num_tokens and self._checksum != self._seen.checksum):
+            self._stream.fail(AnswerDiffers())
+        self._choice.flush()
 
     def push_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
         self._choice.push_prompt_logprobs(logprobs)
 
     def flush(self) -> None:
-        if not self._is_muted:
-            self._choice.flush()
+        if self._waiting:
+            self._stream.begin()
+            self._write(b"".join(self._waiting))
+            self._waiting.clear()
 
     def end(self, ended: Ended) -> None:
-        if self._is_muted and ended.error is None:
-            self._fail(AnswerDiffers())
+        self.flush()
+        if self._num_tokens < self._seen.num_tokens and ended.error is None:
+            self._stream.fail(AnswerDiffers())
         self._choice.end(ended)
+
+    def _numbered(self, events: bytes, *, all_of_token: bool) -> Iterator[bytes]:
+        seen, *whole = self._seen, *events.split(b"\n\n")[:-1]
+        for place, event in enumerate(whole, 1):
+            self._num_events += 1
+            if self._num_tokens != seen.num_tokens:
+                is_seen = self._num_tokens < seen.num_tokens
+            else:
+                is_seen = all_of_token if seen.num_events is None else self._num_events <= seen.num_events
+            if not is_seen:
+                id = b"%d-%08x" % (self._num_tokens, self._checksum)
+                more = b"" if all_of_token and place == len(whole) else b".%d" % self._num_events
+                yield b"id: %b%b\n%b\n\n" % (id, more, event)
 
 
 def resumable_stream(
-    key: IdempotencyKey | None,
-    plan: RequestPlan,
-    write: Callable[[bytes], None],
-    fail: Callable[[ApiError], None],
+    key: IdempotencyKey | None, plan: RequestPlan, stream: Stream, write: Callable[[bytes], None]
 ) -> ResumableStream | None:
     """Return what stands around the choice; None: the events have no ids."""
     if key is None or not plan.streamed or plan.num_choices > 1:
         return None
-    return ResumableStream(write, fail, key.seen)
+    return ResumableStream(stream, write, key.seen)
 
 
 def _digest(size: int, *parts: bytes) -> bytes:

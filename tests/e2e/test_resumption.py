@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import httpx
 import orjson
@@ -104,6 +105,35 @@ def test_another_coordinator_resumes_the_answer_of_one_that_was_killed(two: Fork
     wait_for("the killed one is back", lambda: answers(f"{first}/ready"))
     two.wait_whole(2, 2)
     assert ask(first, prompt, {"idempotency-key": "story-2"}, temperature=1.0).text == other.text
+    two.wait_at_rest()
+
+
+def test_another_coordinator_gives_a_message_again(two: ForkedCluster) -> None:
+    first, second = two.urls
+
+    def asked(story: int) -> dict[str, object]:
+        turn = {"role": "user", "content": f"story {story}"}
+        return {"model": MODEL_NAME, "messages": [turn], "max_tokens": NUM_TOKENS, "temperature": 0}
+
+    def message(story: int, headers: dict[str, str]) -> dict[str, Any]:
+        found: dict[str, Any] = HTTP.post(f"{second}/v1/messages", json=asked(story), headers=headers).json()
+        return found
+
+    wholes = ((story, message(story, {})) for story in range(30))
+    story, whole = next(found for found in wholes if found[1]["usage"]["output_tokens"] == NUM_TOKENS)
+    key = {"idempotency-key": "message"}
+    streamed = {"json": {**asked(story), "stream": True}, "headers": key}
+    with HTTP.stream("POST", f"{first}/v1/messages", **streamed) as response:
+        for _ in islice(response.iter_lines(), 3 * BEFORE_THE_KILL):  # of three lines each
+            pass
+        two.process.send_signal(signal.SIGKILL)
+        two.process.wait(60)
+    before = num_resumed(second)
+    again = message(story, key)
+    assert num_resumed(second) == before + 1
+    assert again["content"] == whole["content"]
+    two.process = two.start_coordinator()
+    wait_for("the killed one is back", lambda: answers(f"{first}/ready"))
     two.wait_at_rest()
 
 

@@ -106,6 +106,7 @@ class FakeDispatcher:
     is_ready: bool = True
     hold: bool = False  # do not start anything
     step_s: float = 0.0
+    tokens_per_flush: int = 1
     running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
@@ -157,7 +158,7 @@ class FakeDispatcher:
             sink.push(
                 token, logprobs(token, sampling.logprobs, asked) if sampling.logprobs is not None else None
             )
-            if number < len(tokens) - 1:
+            if number < len(tokens) - 1 and not (number + 1) % self.tokens_per_flush:
                 sink.flush()
         ended = Ended(
             finish_reason=finish,

@@ -8,11 +8,12 @@ from typing import Any, cast
 import httpx
 import orjson
 import pytest
-from support.http_fakes import ANSWER, FakeDispatcher
+from support.http_fakes import ANSWER, CALL, FakeDispatcher
 
 from splitserve.coordinator.generate.resumption import IdempotencyKey
 from splitserve.coordinator.http.call import Call
 from splitserve.coordinator.tenants.limits import Account
+from splitserve.coordinator.text.served_model import ServedModel
 
 CHAT = "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 90}
 TEXT = "/v1/completions", {"prompt": "Hi", "max_tokens": 90}
@@ -54,6 +55,62 @@ async def test_from_any_event_on_the_rest_alone_is_sent(
         rest = await stream(http, path, body, {**KEY, "last-event-id": id})
         assert seen + text_of(rest) == text_of(whole)
     assert await stream(http, path, body, {}) == [(text, "") for text, _ in whole], "no ids without a key"
+
+
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+
+async def events_with_ids(
+    http: httpx.AsyncClient, body: dict[str, Any], headers: dict[str, str]
+) -> list[Any]:
+    """Return each event of a chat's stream: its id, its choices without calls' ids, and its usage's total."""
+    answer = await http.post(CHAT[0], json={**CHAT[1], **body, **GREEDY}, headers={**KEY, **headers})
+    assert answer.status_code == 200, answer.text
+    events = []
+    for event in answer.text.split("\n\n")[:-2]:
+        id, data = event.split("\n")
+        shown = orjson.loads(data.removeprefix("data: "))
+        for choice in shown["choices"]:
+            for call in choice["delta"].get("tool_calls", ()):
+                call.pop("id", None)
+        usage = shown.get("usage") or {}
+        events.append((id.removeprefix("id: "), shown["choices"], usage.get("total_tokens")))
+    assert answer.text.endswith("data: [DONE]\n\n")
+    return events
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"tools": [WEATHER], "max_tokens": 500, "stream_options": {"include_usage": True}},
+        {"stop": ["jumps over"]},
+        {"logprobs": True, "top_logprobs": 1},
+        {"max_tokens": 3},
+    ],
+)
+async def test_each_event_of_one_write_has_its_own_place(
+    http: httpx.AsyncClient, dispatcher: FakeDispatcher, model: ServedModel, more: dict[str, Any]
+) -> None:
+    if "tools" in more:
+        text = f"First 世界 😀.{CALL}\n{CALL}"
+        ids = model.tokenizer.fast.encode(text, add_special_tokens=False).ids
+        dispatcher.script = lambda request: ids
+    whole = await events_with_ids(http, more, {})
+    ids_seen = [id for id, *_ in whole]
+    assert len(set(ids_seen)) == len(ids_seen)
+    assert any("." in id for id in ids_seen), "the end's"
+    for place, id in enumerate(ids_seen):
+        dispatcher.tokens_per_flush = 1 + place % 5  # the next coordinator has them in other groups
+        assert await events_with_ids(http, more, {"last-event-id": id}) == whole[place + 1 :]
+
+
+async def test_an_event_that_the_answer_does_not_have_is_refused(http: httpx.AsyncClient) -> None:
+    path, body = CHAT
+    asked = {"json": {**body, **GREEDY}}
+    id = (await events_with_ids(http, {}, {}))[4][0]
+    answer = await http.post(path, headers={**KEY, "last-event-id": f"{id}.7"}, **asked)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "answer_differs")
 
 
 @BOTH
@@ -106,6 +163,40 @@ async def test_key_body_choice_and_tenant_name_an_answer(
     assert [seed for _, seed in await named(KEY, seed=3)] == [3]
     assert [answer_id for answer_id, _ in await named({})] == [b""]
     assert [answer_id for answer_id, _ in await named(KEY, logprobs=1)] == [b""], "it is not kept"
+
+
+OF_OTHERS = pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 90}),
+        ("/v1/responses", {"input": "Hi"}),
+    ],
+)
+
+
+@OF_OTHERS
+async def test_a_key_names_the_answers_of_other_apis(
+    http: httpx.AsyncClient, dispatcher: FakeDispatcher, path: str, more: dict[str, Any]
+) -> None:
+    body = {"model": "tiny", "temperature": 0, **more}
+    texts = [(await http.post(path, json={**body, "stream": True}, headers=KEY)).text for _ in range(2)]
+    await http.post(path, json=body, headers=KEY)
+    assert all(text.startswith("event: ") and "\nid: " not in text for text in texts)
+    assert len(texts[0]) == len(texts[1]) > 2000, "ids have one length"
+    assert (
+        {request.answer_id for request in dispatcher.requests} == {dispatcher.requests[0].answer_id} != {b""}
+    )
+
+
+@OF_OTHERS
+async def test_an_event_that_has_no_id_is_refused(
+    http: httpx.AsyncClient, path: str, more: dict[str, Any]
+) -> None:
+    answer = await http.post(
+        path, json={"model": "tiny", **more}, headers={**KEY, "last-event-id": "1-00000000"}
+    )
+    assert answer.status_code == 400
+    assert "leave it out for the whole answer" in answer.text
 
 
 def test_a_key_is_its_tenants_own() -> None:
