@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -17,8 +18,8 @@ from e2e.forked_cluster import ForkedCluster, forked
 from transformers import PreTrainedModel
 
 NUM_TOKENS = 2500
-BEFORE_THE_KILL = 200
-"""Events, of about a token each."""
+REPORTED_S = 0.6
+"""By then the decode worker's second heartbeat has reported an answer to all coordinators."""
 
 
 @dataclass
@@ -61,6 +62,13 @@ def ask(url: str, prompt: str, headers: dict[str, str], up_to: int | None = None
         return stream
 
 
+def read_until_reported(events: Iterator[Any]) -> None:
+    next(events)
+    began = time.monotonic()
+    while time.monotonic() < began + REPORTED_S:
+        next(events)  # StopIteration: it has ended before
+
+
 def num_resumed(url: str) -> float:
     lines = HTTP.get(f"{url}/metrics").text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith("splitserve_answers_resumed_t"))
@@ -85,8 +93,7 @@ def test_another_coordinator_resumes_the_answer_of_one_that_was_killed(two: Fork
     body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": NUM_TOKENS, "ignore_eos": True}
     begun = Stream()
     with HTTP.stream("POST", url, json={**body, "stream": True, **sampled}, headers=key) as response:
-        for _ in islice(begun.read(response), BEFORE_THE_KILL):
-            pass
+        read_until_reported(begun.read(response))
         two.process.send_signal(signal.SIGKILL)
         two.process.wait(60)
     assert not begun.finish_reason, "it was under way"
@@ -97,7 +104,7 @@ def test_another_coordinator_resumes_the_answer_of_one_that_was_killed(two: Fork
     assert begun.text + rest.text == whole
     assert rest.text != whole
     assert (again.text, again.finish_reason, rest.finish_reason) == (whole, "length", "length")
-    assert num_resumed(second) == before + 2
+    wait_for("both are counted", lambda: num_resumed(second) == before + 2)
 
     other = ask(second, prompt, {"idempotency-key": "story-2"}, temperature=1.0)
     assert other.text != whole, "its key is its seed"
@@ -124,13 +131,12 @@ def test_another_coordinator_gives_a_message_again(two: ForkedCluster) -> None:
     key = {"idempotency-key": "message"}
     streamed = {"json": {**asked(story), "stream": True}, "headers": key}
     with HTTP.stream("POST", f"{first}/v1/messages", **streamed) as response:
-        for _ in islice(response.iter_lines(), 3 * BEFORE_THE_KILL):  # of three lines each
-            pass
+        read_until_reported(response.iter_lines())
         two.process.send_signal(signal.SIGKILL)
         two.process.wait(60)
     before = num_resumed(second)
     again = message(story, key)
-    assert num_resumed(second) == before + 1
+    wait_for("it is counted", lambda: num_resumed(second) == before + 1)
     assert again["content"] == whole["content"]
     two.process = two.start_coordinator()
     wait_for("the killed one is back", lambda: answers(f"{first}/ready"))
@@ -146,8 +152,7 @@ def test_the_only_coordinator_resumes_it_when_it_is_back(forked_cluster: ForkedC
     begun = Stream()
     asked = {**body, "stream": True, "temperature": 0}
     with HTTP.stream("POST", f"{url}/v1/completions", json=asked, headers=key) as response:
-        for _ in islice(begun.read(response), BEFORE_THE_KILL):
-            pass
+        read_until_reported(begun.read(response))
         cluster.process.send_signal(signal.SIGKILL)
         cluster.process.wait(60)
     cluster.process = cluster.start_coordinator()
@@ -155,5 +160,5 @@ def test_the_only_coordinator_resumes_it_when_it_is_back(forked_cluster: ForkedC
     cluster.wait_whole(2, 2)
     rest = ask(url, prompt, {**key, "last-event-id": begun.last_id}, temperature=0)
     assert begun.text + rest.text == whole
-    assert num_resumed(url) == 1
+    wait_for("it is counted", lambda: num_resumed(url) == 1)
     cluster.wait_at_rest()
