@@ -69,7 +69,7 @@ def require_writable(settings: BaseModel) -> None:
     for name in OUTPUTS:
         path = getattr(settings, name, None)
         if path is not None and (
-            problem := write_problem(path) or (missing_for("plots") if name == "plot_file" else "")
+            problem := write_problem(path) or (missing_for("plan") if name == "plot_file" else "")
         ):
             raise ConfigError(f"{flag_of(name)}: {problem}")
 

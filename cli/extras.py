@@ -7,8 +7,8 @@ import importlib.util
 EXTRAS = {
     "worker": ("torch", "safetensors", "xxhash", "cryptography", "psutil", "pynvml"),
     "bench": ("aiohttp",),
-    "chat": ("prompt_toolkit",),
-    "plots": ("matplotlib",),
+    "cli": ("prompt_toolkit",),
+    "plan": ("matplotlib",),
     "ray": ("ray",),
     "gguf": ("gguf",),
 }

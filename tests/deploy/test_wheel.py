@@ -153,7 +153,7 @@ def test_version_tells_one_installation_from_another(bare: Path, argument: str) 
         (["prefill", "--model", "MODEL", "--insecure"], "worker"),
         (["profile", "--model", "MODEL", "--output", "profile.json"], "worker"),
         (["bench", "--requests", "1"], "bench"),
-        (["bench", "--plot-file", "bench.png"], "plots"),
+        (["bench", "--plot-file", "bench.png"], "plan"),
     ],
 )
 def test_what_needs_more_says_what_to_install(bare: Path, command: list[str], extra: str) -> None:
