@@ -59,6 +59,7 @@ def launcher_of(plan: Plan) -> Launcher:
             port,
             num_cpus={each.name: 1 if each.threads == "auto" else each.threads for each in plan.workers},
             devices={each.name: each.device for each in plan.workers if each.runner == "model"},
+            resources={"prefill": _amounts(plan.up.ray_prefill), "decode": _amounts(plan.up.ray_decode)},
             leave_s=max(each.drain_timeout_s for each in plan.workers) + plan.up.grace_s,
             scales=plan.coordinator.steer_command is None,
         )
@@ -66,6 +67,11 @@ def launcher_of(plan: Plan) -> Launcher:
     further = {"prefill": plan.up.sbatch_prefill, "decode": plan.up.sbatch_decode}
     options = {role: [*every, *shlex.split(text)] for role, text in further.items()}
     return SlurmJobs(plan.run_dir, port, {"coordinator": every, "mixed": every, **options})
+
+
+def _amounts(resources: str) -> dict[str, float]:
+    named = (each.rpartition("=") for each in resources.split())
+    return {name: float(amount) for name, _, amount in named}
 
 
 def _launch(plan: Plan, launcher: Launcher) -> int:

@@ -39,6 +39,9 @@ class ServerSettings(SteeringSettings, CoordinatorSettings):
         return self
 
 
+RAY_RESOURCES = r"^ *([\w:.-]+=[0-9]+(\.[0-9]+)? *)*$"
+
+
 class UpSettings(BaseModel):
     """Starts a coordinator and its workers, on this machine or by Slurm or Ray, and keeps them running."""
 
@@ -56,6 +59,17 @@ class UpSettings(BaseModel):
     )
     sbatch_prefill: str = Field(default="", description="Further ones for prefill workers, such as `-G 1`.")
     sbatch_decode: str = Field(default="", description="Further ones for decode workers.")
+    ray_prefill: str = Field(
+        default="",
+        pattern=RAY_RESOURCES,
+        description="Ray's resources that each prefill worker needs besides its CPUs and GPU, such as "
+        "`accelerator_type:H100=0.001`; spaces between several.",
+    )
+    ray_decode: str = Field(
+        default="",
+        pattern=RAY_RESOURCES,
+        description="The same for each decode worker, such as `accelerator_type:A100=0.001`.",
+    )
 
     prefill: int = Field(default=1, ge=0, le=256, description="Number of prefill workers.")
     decode: int = Field(default=1, ge=0, le=256, description="Number of decode workers.")

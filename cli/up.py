@@ -37,6 +37,7 @@ DEVICE = {
     "worker on a GPU of its own, as far as there are enough; where there is none, auto is the CPU."
 }
 KEY_NAME = "cluster.key"
+OPTIONS_OF = {"slurm": ("sbatch", "sbatch_prefill", "sbatch_decode"), "ray": ("ray_prefill", "ray_decode")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ def up_options() -> list[click.Parameter]:
 def plan(flags: Layer, sources: Sources) -> Plan:
     """Settings of all processes. Makes the run directory and the cluster's key. Raises ConfigError."""
     up = build(UpSettings, [only(UpSettings, flags), *sources.of("up")])
-    if advice := missing_for("worker") or (missing_for("chat") if up.chat and sys.stdin.isatty() else ""):
+    if advice := missing_for("worker") or (missing_for("cli") if up.chat and sys.stdin.isatty() else ""):
         raise ConfigError(advice)
     if not (up.prefill or up.mixed) or not (up.decode or up.mixed):
         raise ConfigError(
@@ -106,8 +107,11 @@ def plan(flags: Layer, sources: Sources) -> Plan:
     here = up.on == "here"
     if not here:
         _require_elsewhere(up)
-    elif up.stop or up.sbatch or up.sbatch_prefill or up.sbatch_decode:
-        raise ConfigError("--stop and --sbatch are for processes elsewhere: give --on slurm or --on ray")
+    elif up.stop:
+        raise ConfigError("--stop is for processes elsewhere: give --on slurm or --on ray")
+    for manager, names in OPTIONS_OF.items():
+        if manager != up.on and (wrong := [name for name in names if getattr(up, name)]):
+            raise ConfigError(f"--{wrong[0].replace('_', '-')} is for --on {manager}")
     derived = {
         "model": Value(DEMO_MODEL, "the bundled model"),
         "control_address": Value("tcp://127.0.0.1:0" if here else "tcp://0.0.0.0:7700", "up"),

@@ -119,14 +119,16 @@ class RayActors:
         *,
         num_cpus: Mapping[str, int] | None = None,
         devices: Mapping[str, str] | None = None,
+        resources: Mapping[str, Mapping[str, float]] | None = None,
         leave_s: float = ANSWER_S,
         scales: bool = False,
         address: str = "auto",
     ) -> None:
-        """``control_port``: the coordinator's; ``num_cpus``, ``devices``: by worker; ``leave_s``: seconds in
-        which a worker drains; ``scales``: whether the pool controller adds actors. Raises LaunchError."""
+        """``control_port``: the coordinator's; ``num_cpus``, ``devices``: by worker; ``resources``: further
+        ones, by role; ``leave_s``: seconds in which a worker drains; ``scales``: whether the pool controller
+        adds actors. Raises LaunchError."""
         self._folder, self._port, self._leave_s, self._scales = folder, control_port, leave_s, scales
-        self._num_cpus, self._devices = num_cpus or {}, devices or {}
+        self._num_cpus, self._devices, self._resources = num_cpus or {}, devices or {}, resources or {}
         if not ray.is_initialized():
             os.environ.setdefault("RAY_DEDUP_LOGS", "0")
             try:
@@ -151,7 +153,8 @@ class RayActors:
             added["SPLITSERVE_STEER_COMMAND"] = shlex.join(hook)
         paths = [*self._folder.glob("*.key"), self._folder / f"{name}.yaml"]
         files = {str(path): path.read_text(encoding="utf-8") for path in paths}
-        needs = ON_HEAD if role == COORDINATOR else {"CPU": self._num_cpus.get(name, 1), **self._gpu(name)}
+        own = {"CPU": self._num_cpus.get(name, 1), **self._gpu(name), **self._resources.get(role, {})}
+        needs = ON_HEAD if role == COORDINATOR else own
         self._create(Spec(name, argv, added, files, needs))
 
     def stop(self, names: Sequence[str]) -> None:

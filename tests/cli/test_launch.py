@@ -108,7 +108,10 @@ def test_decode_workers_elsewhere_listen_for_other_hosts(tmp_path: Path) -> None
         ({"open_access": False}, "clients come from other hosts"),
         ({"prompt": "Hello"}, "instead of --chat and --prompt"),
         ({"control_address": "tcp://0.0.0.0:0"}, "--control-address needs a port"),
-        ({"on": "here", "stop": True}, "--stop and --sbatch"),
+        ({"on": "here", "stop": True}, "--stop is for"),
+        ({"on": "here", "sbatch": "-p gpu"}, "--sbatch is for --on slurm"),
+        ({"ray_decode": "H100=1"}, "--ray-decode is for --on ray"),
+        ({"on": "ray", "ray_decode": "H100"}, "'H100' cannot be used"),
         ({"on": "ray"}, r"pip install 'splitserve\[ray\]'"),
     ],
 )

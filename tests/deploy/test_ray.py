@@ -33,7 +33,14 @@ time.sleep(600)
 def address() -> Iterator[str]:
     """A Ray of this test's own."""
     port = free_port("127.0.0.1")
-    command = [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", "--num-cpus=2"]
+    command = [
+        str(Path(sys.executable).parent / "ray"),
+        "start",
+        "--head",
+        "--block",
+        "--num-cpus=2",
+        '--resources={"H100": 1}',
+    ]
     command += [f"--port={port}", "--object-store-memory=100000000", "--include-dashboard=false"]
     head = subprocess.Popen(
         [*command, "--node-ip-address=127.0.0.1", "--disable-usage-stats"],
@@ -55,7 +62,8 @@ def actors(address: str, tmp_path: Path) -> Iterator[RayActors]:
     deadline = time.monotonic() + 60
     while True:
         try:
-            made = RayActors(tmp_path, 7701, address=address, leave_s=20)
+            further = {"decode": {"H100": 0.25}}
+            made = RayActors(tmp_path, 7701, address=address, leave_s=20, resources=further)
             break
         except LaunchError:
             assert time.monotonic() < deadline
@@ -96,6 +104,7 @@ def test_ray_restarts_a_process_that_dies_and_a_worker_that_leaves_drains(
     assert lines == [f"tcp://{actors.host(0)}:7701 given"] * 2, (
         "each found the coordinator by the head's address"
     )
+    assert ray.available_resources()["H100"] == 0.75, "of its role"
     assert actors.add("decode") == "decode-1", "of the settings of decode-0"
     pid_of(tmp_path / "decode-0.pid")
     wait_for(lambda: "--name decode-1" in (tmp_path / "decode-0").read_text())
