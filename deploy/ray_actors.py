@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.state import state  # Ray has no public name for the nodes that it drains
 from ray.exceptions import RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -34,6 +35,8 @@ RESTART_DELAY_S = 1.0
 QUICK_S = 60.0
 """A process that fails sooner, the first time that it runs, is not started again: its settings are wrong."""
 ANSWER_S = 60.0
+LOOK_EVERY_S = 2.0
+"""For a node that is to be given back."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Spec:
 
 
 class Process:
-    """An actor: runs one process on its node. Each ends with the other.
+    """An actor: runs one process on its node. Each ends with the other, and once Ray drains the node.
 
     Ray then starts both anew, under a new incarnation, unless the process was to end.
     """
@@ -76,6 +79,7 @@ class Process:
         signal.signal(signal.SIGTERM, lambda *_: self._terminate())
         self._watch = threading.Thread(target=self._run, daemon=True)
         self._watch.start()
+        threading.Thread(target=self._leave_with, args=(context.get_node_id(),), daemon=True).start()
 
     def __repr__(self) -> str:
         return self._spec.name  # Ray puts it before each line of the log
@@ -89,6 +93,12 @@ class Process:
         self._for_good = True
         self._terminate()
         self._watch.join()
+
+    def _leave_with(self, node: str) -> None:
+        """End the process once Ray drains its node: the actor waits for another one."""
+        while node not in state.get_draining_nodes():
+            time.sleep(LOOK_EVERY_S)
+        self._terminate()
 
     def _terminate(self) -> None:
         if not self._leaving:  # a second signal would end a worker without a drain

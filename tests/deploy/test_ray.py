@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -20,6 +21,7 @@ from splitserve.cli.up import free_port  # noqa: E402
 from splitserve.deploy.errors import LaunchError  # noqa: E402
 from splitserve.deploy.ray_actors import RayActors  # noqa: E402
 
+RAY = str(Path(sys.executable).parent / "ray")
 PROCESS = """
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: (print("drained", file=open(sys.argv[1] + ".end", "w")), sys.exit()))
@@ -29,28 +31,29 @@ time.sleep(600)
 """
 
 
+@contextmanager
+def node(*options: str) -> Iterator[None]:
+    """A node of two CPUs."""
+    command = [RAY, "start", "--block", "--num-cpus=2", "--object-store-memory=100000000"]
+    process = subprocess.Popen(
+        [*command, "--node-ip-address=127.0.0.1", "--disable-usage-stats", *options],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait(30)
+
+
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     """A Ray of this test's own."""
     port = free_port("127.0.0.1")
-    command = [
-        str(Path(sys.executable).parent / "ray"),
-        "start",
-        "--head",
-        "--block",
-        "--num-cpus=2",
-        '--resources={"H100": 1}',
-    ]
-    command += [f"--port={port}", "--object-store-memory=100000000", "--include-dashboard=false"]
-    head = subprocess.Popen(
-        [*command, "--node-ip-address=127.0.0.1", "--disable-usage-stats"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    yield f"127.0.0.1:{port}"
-    ray.shutdown()
-    head.kill()
-    head.wait(30)
+    with node("--head", f"--port={port}", "--include-dashboard=false", '--resources={"H100": 1}'):
+        yield f"127.0.0.1:{port}"
+        ray.shutdown()
 
 
 @pytest.fixture
@@ -62,7 +65,7 @@ def actors(address: str, tmp_path: Path) -> Iterator[RayActors]:
     deadline = time.monotonic() + 60
     while True:
         try:
-            further = {"decode": {"H100": 0.25}}
+            further = {"decode": {"H100": 0.25}, "mixed": {"H100": 2}}
             made = RayActors(tmp_path, 7701, address=address, leave_s=20, resources=further)
             break
         except LaunchError:
@@ -113,6 +116,26 @@ def test_ray_restarts_a_process_that_dies_and_a_worker_that_leaves_drains(
     wait_for(lambda: actors.running() == [])
     groups = ray.util.placement_group_table().values()
     assert {group["state"] for group in groups} == {"REMOVED"}
+
+
+def test_a_worker_drains_with_its_node_and_starts_again_on_another(
+    actors: RayActors, address: str, tmp_path: Path
+) -> None:
+    (head,) = (row["NodeID"] for row in ray.nodes() if row["Alive"])
+    other = f"--address={address}", '--resources={"H100": 9}'
+    (tmp_path / "wide.yaml").write_text("mixed: {}")
+    with node(*other):
+        wait_for(lambda: ray.cluster_resources()["H100"] == 10)
+        leaving = next(row["NodeID"] for row in ray.nodes() if row["Alive"] and row["NodeID"] != head)
+        actors.start("wide", "mixed", ["python", "-c", PROCESS, str(tmp_path / "wide")], {"OURS": "given"})
+        first = pid_of(tmp_path / "wide.pid")
+        drain = [RAY, "drain-node", f"--address={address}", f"--node-id={leaving}", "--reason-message=test"]
+        drain += ["--reason=DRAIN_NODE_REASON_PREEMPTION", "--deadline-remaining-seconds=600"]
+        subprocess.run(drain, check=True, capture_output=True, timeout=60)
+        wait_for((tmp_path / "wide.end").exists)
+    with node(*other):
+        wait_for(lambda: pid_of(tmp_path / "wide.pid") != first)
+        actors.stop(["wide"])
 
 
 def test_a_process_that_cannot_start_or_has_ended_is_not_started_again(
