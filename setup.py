@@ -15,19 +15,6 @@ from setuptools.command.build_py import build_py
 from setuptools.command.sdist import sdist
 
 FOLDER = "src/splitserve/kernels/cpu"
-HEADERS = (
-    "kernels.h",
-    "calls.h",
-    "decoder.h",
-    "thread_pool.h",
-    "simd.h",
-    "linear.h",
-    "quantised.h",
-    "attention.h",
-    "elementwise.h",
-    "experts.h",
-    "mixture.h",
-)
 SOURCES = (
     "module.cpp",
     "isa_generic.cpp",
@@ -83,7 +70,7 @@ setup(
         Extension(
             "splitserve.kernels._cpu",
             sources=[f"{FOLDER}/{name}" for name in SOURCES],
-            depends=[f"{FOLDER}/{name}" for name in HEADERS],
+            depends=sorted(str(header) for header in Path(FOLDER).glob("*.h")),
             language="c++",
             # errno and traps of floating-point functions are never read; nothing else of -ffast-math is used
             extra_compile_args=["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-pthread"],
