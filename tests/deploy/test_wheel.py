@@ -114,6 +114,14 @@ def test_the_wheel_has_every_file_that_a_clone_has(wheel: Path) -> None:
     assert modules == {path for path in inside if path.endswith(".py") and path != "splitserve/__init__.py"}
 
 
+def test_the_sdist_has_every_source_of_the_kernels(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        inside = {Path(name).name for name in archive.getnames() if "/kernels/cpu/" in name}
+    assert {
+        path.name for path in (ROOT / "kernels" / "cpu").iterdir() if path.suffix in (".h", ".cpp")
+    } <= inside
+
+
 def test_one_wheel_is_for_every_python(wheel: Path) -> None:
     assert re.match(r"splitserve-[^-]+-cp311-abi3-", wheel.name)
 
