@@ -74,9 +74,9 @@ class Capacity:
 
     def _demand(self, picture: LoadPicture) -> _Demand:
         batch = self.batch(picture)
-        lasts_s = picture.remaining_tokens * self._step_s(batch, picture)
+        lasts_s = picture.remaining_tokens * self.step_s(batch, picture)
         staying = math.exp(-self.options.work_off_s / lasts_s) if lasts_s else 0.0
-        return _Demand(self.prompt_s(picture), self._answer_s(picture, batch), batch, staying)
+        return _Demand(self.prompt_s(picture), self.answer_s(picture, batch), batch, staying)
 
     def _pressure(self, picture: LoadPicture, demand: _Demand, prefill: int, decode: int) -> Pressure:
         options = self.options
@@ -100,9 +100,9 @@ class Capacity:
         seqs = max(1.0, chunk / picture.new_tokens)
         return steps * (self.profile.prefill.seconds(chunk, reads, seqs) + self.profile.prefill_loop_s)
 
-    def _answer_s(self, picture: LoadPicture, batch: int) -> float:
+    def answer_s(self, picture: LoadPicture, batch: int) -> float:
         """Return the seconds of one decode worker for a mean answer, in a batch of this size."""
-        return max(0.0, picture.output_tokens - 1) * self._step_s(batch, picture) / batch
+        return max(0.0, picture.output_tokens - 1) * self.step_s(batch, picture) / batch
 
     def batch(self, picture: LoadPicture) -> int:
         """Return the most sequences that meet the TPOT and fit into the cache; at least 1."""
@@ -111,13 +111,13 @@ class Capacity:
         low, high = 1, max(1, min(self.max_num_seqs, fits))
         while low < high:
             middle = (low + high + 1) // 2
-            if self._step_s(middle, picture) <= PACE_MARGIN * self.options.tpot_s:
+            if self.step_s(middle, picture) <= PACE_MARGIN * self.options.tpot_s:
                 low = middle
             else:
                 high = middle - 1
         return low
 
-    def _step_s(self, batch: int, picture: LoadPicture) -> float:
+    def step_s(self, batch: int, picture: LoadPicture) -> float:
         return self.profile.decode.seconds(batch, batch * picture.context, batch) + self.profile.decode_loop_s
 
     def _utilisation(self, picture: LoadPicture, servers: int, service_s: float) -> float:

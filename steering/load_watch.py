@@ -79,6 +79,10 @@ class LoadPicture:
         1.0  # share that keeps ``scale_up_ttft``: 1 where there is none, or too few to judge by
     )
     tpot_kept: float = 1.0  # likewise ``scale_up_tpot``
+    newest: int = 0  # requests of the last ``every_s``, and the means of these
+    newest_tokens: float = 0.0
+    newest_pairs: float = 0.0
+    newest_output: float = 0.0
 
 
 class LoadWatch:
@@ -123,7 +127,7 @@ class LoadWatch:
             ttft_kept=self._kept(running, now, options.scale_up_ttft, lambda note: note.ttft_s),
             tpot_kept=self._kept(running, now, options.scale_up_tpot, lambda note: note.tpot_s or 0.0),
         )
-        return self._with_mix(picture, arrived, means)
+        return self._with_mix(picture, arrived, means, now)
 
     def _window(self, arrivals: list[float], now: float) -> float:
         """Seconds back from now: few requests are no mix. All that came after the oldest end remembered is
@@ -135,7 +139,9 @@ class LoadWatch:
             return longest
         return min(max(options.window_s, now - nlargest(options.min_requests, arrivals)[-1] + 1e-3), longest)
 
-    def _with_mix(self, picture: LoadPicture, arrived: list[Note], means: dict[int, float]) -> LoadPicture:
+    def _with_mix(
+        self, picture: LoadPicture, arrived: list[Note], means: dict[int, float], now: float
+    ) -> LoadPicture:
         if not arrived:
             return picture
         known = [n for n in arrived if n.has_token] or arrived
@@ -144,8 +150,14 @@ class LoadWatch:
         mean = sum(new) / len(new)
         variance = sum((one - mean) ** 2 for one in new) / len(new)
         output = sum(means[n.kind] for n in arrived) / len(arrived)
+        newest = [n for n in arrived if n.arrival > now - self._options.every_s]
+        many = max(1, len(newest))
         return replace(
             picture,
+            newest=len(newest),
+            newest_tokens=share * sum(n.prompt for n in newest) / many,
+            newest_pairs=sum(share * n.prompt * (n.prompt * (1 - share / 2)) for n in newest) / many,
+            newest_output=sum(means[n.kind] for n in newest) / many,
             new_tokens=mean,
             pairs=sum(
                 one * (n.prompt - one) + one * (one + 1) / 2 for one, n in zip(new, arrived, strict=True)

@@ -43,7 +43,7 @@ def test_code_that_comes_while_conversations_still_run_is_seen_as_code() -> None
     """Nothing of it has ended: what is known of its answers is that code had short ones before, or that the
     first ones are."""
     there_and_back = run([CODE, CHAT, CODE], PHASE_S, 3, 1, NUM_WORKERS, steered=True)
-    assert there_and_back.num_good > 0.93 * sum(there_and_back.total)
+    assert there_and_back.num_good > 0.88 * sum(there_and_back.total)
     for_the_first_time = run([CHAT, CODE], PHASE_S, 2, 1, NUM_WORKERS, steered=True)
     assert for_the_first_time.num_good > 0.9 * sum(for_the_first_time.total)
 
@@ -134,8 +134,8 @@ def test_the_command_tells_what_was_changed_on_a_trace_of_ones_own_and_what_that
     worker().write(tmp_path / "p.json")
     write_trace(tmp_path / "t.jsonl", load([CODE], 40.0, 1, NUM_WORKERS))
     pools = [
-        {"role": role, "count": 3, "profile": "p.json", "max_batch_tokens": 2048, "flexible": True}
-        for role in ("prefill", "decode")
+        {"role": role, "count": count, "profile": "p.json", "max_batch_tokens": 2048, "flexible": True}
+        for role, count in (("prefill", 2), ("decode", 4))
     ]
     (tmp_path / "c.yaml").write_text(yaml.safe_dump({"pools": pools}))
     usual: dict[str, Any] = {

@@ -3,6 +3,7 @@ inputs."""
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from typing import Any, cast
@@ -21,6 +22,15 @@ from splitserve.transport.messages.messages import Role
 OPTIONS = SteeringOptions(ttft_s=4.0, tpot_s=0.15, mode="act")
 CODE = LoadPicture(200, 8.0, new_tokens=2600, pairs=3.4e6, output_tokens=30, context=2615, num_judged=100)
 CHAT = LoadPicture(200, 9.0, new_tokens=500, pairs=1.25e5, output_tokens=450, context=725, num_judged=100)
+
+
+def arriving(picture: LoadPicture) -> LoadPicture:
+    """The same, also of the newest second."""
+    newest = round(picture.rate) if math.isfinite(picture.rate) else 0
+    return replace(
+        picture, newest=newest, newest_tokens=picture.new_tokens,
+        newest_pairs=picture.pairs, newest_output=picture.output_tokens,
+    )  # fmt: skip
 
 
 class Cluster:
@@ -46,7 +56,7 @@ class Cluster:
         found = []
         for _ in range(seconds):
             self.now += 1
-            for decision in self.controller.decide(picture, self.fleet, self.now):
+            for decision in self.controller.decide(arriving(picture), self.fleet, self.now):
                 found.append(decision)
                 if decision.kind == "flip":
                     self.roles[int(decision.worker[1:])] = decision.role
@@ -66,7 +76,7 @@ def test_it_follows_a_load_that_shifts_and_says_why() -> None:
     assert many_prefill >= 6
     assert tried.fleet.decode >= 5
     assert all("load" in d.reason and "requests/s" in d.reason for d in found)
-    assert {d.at for d in found} == {found[0].at}, "all of a change at once"
+    assert len({d.at for d in found}) <= 2 < len(found), "several at once"
 
 
 def test_it_waits_whether_a_change_of_the_load_stays() -> None:
@@ -95,7 +105,7 @@ def test_no_oscillation_under_constant_load() -> None:
 def test_where_there_is_room_nothing_is_changed() -> None:
     tried = cluster()
     assert not tried.run(60, replace(CODE, rate=1.0))
-    assert "room" in tried.controller.state
+    assert "stays" in tried.controller.state
 
 
 @pytest.mark.parametrize(
@@ -191,26 +201,22 @@ def test_the_last_worker_of_a_role_stays() -> None:
     assert not tried.run(60, CHAT)
 
 
-def test_a_change_that_made_things_worse_is_taken_back_and_nothing_tried_for_a_while() -> None:
+def test_nothing_is_changed_while_enough_requests_are_good_and_will_be() -> None:
+    """The model thinks the worst of the ratio, in every other second; what is seen counts."""
     tried = cluster()
-    before = replace(CODE, attainment=0.8, in_pace=0.9)
-    tried.run(5, before)
-    assert tried.fleet.prefill > 4
-    after = replace(CODE, attainment=0.4, in_pace=0.5)
-    (*_, last) = tried.run(40, after)
-    assert tried.fleet.prefill == 4
-    assert "back to 4 prefill workers" in last.reason
-    assert "50% of requests make their TPOT where 90% did" in last.reason
-    held = tried.run(30, after)
-    assert not held, "whatever the model says"
+    for _ in range(100):
+        assert not tried.run(1, CODE)
+        assert not tried.run(1, replace(CODE, rate=0.5))
+    assert not tried.run(1, replace(CODE, rate=0.5, attainment=0.5)), "nor is it held against it later"
+    assert "hardly better" in tried.controller.state or "best ratio" in tried.controller.state
 
 
-def test_what_had_queued_up_before_a_change_is_no_reason_to_take_it_back() -> None:
-    tried = cluster()
-    tried.run(5, replace(CODE, attainment=0.8, in_time=0.8))
-    prefill = tried.fleet.prefill
-    tried.run(40, replace(CODE, attainment=0.2, in_time=0.2))
-    assert tried.fleet.prefill >= prefill > 4
+def test_a_ratio_that_is_fair_to_all_mixes_stays_where_they_alternate_fast() -> None:
+    tried = cluster(5, 3)
+    even = [replace(CODE, attainment=0.8, rate=6.0), replace(CHAT, attainment=0.8, rate=4.0)]
+    for turn in range(40):
+        tried.run(5, even[turn % 2])
+    assert not tried.decisions
 
 
 def test_sequences_that_run_for_long_keep_their_workers_busy_when_no_more_come() -> None:
@@ -321,21 +327,24 @@ class Advised(Cluster):
         return found
 
 
-def test_advice_that_nobody_takes_is_repeated_once_a_minute_and_never_regretted() -> None:
+def test_advice_that_nobody_takes_is_repeated_once_a_minute() -> None:
     tried = Advised(PoolController(replace(OPTIONS, mode="advise"), worker()), 4, 4)
     message: list[Decision] = []
-    for second in range(130):
+    for second in range(140):
         message += tried.run(1, replace(CODE, attainment=0.9 - second / 200))
-    assert [at - 100 for at in sorted({d.at for d in message})] == [3.0, 63.0, 123.0]
+    assert [at - 100 for at in sorted({d.at for d in message})] == [7.0, 67.0, 127.0]
     assert {d.role for d in message} == {"prefill"}
     assert "it was proposed" in tried.controller.state
 
 
 def test_where_no_worker_can_change_its_role_it_says_what_would_be_better() -> None:
     controller = PoolController(OPTIONS, worker())
-    assert not controller.decide(CODE, Fleet(2, 6, {}, 0, 2048, 128), 1.0)
+    for now in range(10):
+        assert not controller.decide(
+            arriving(replace(CODE, attainment=0.5)), Fleet(2, 6, {}, 0, 2048, 128), now
+        )
     assert "start them as `splitserve worker`" in controller.state
-    assert not controller.decide(replace(CODE, rate=1.0), Fleet(4, 4, {}, 0, 2048, 128), 2.0)
+    assert not controller.decide(replace(CODE, attainment=0.5), Fleet(5, 2, {}, 0, 2048, 128), 10.0)
     assert "best ratio" in controller.state
 
 
@@ -364,9 +373,11 @@ def test_mixed_workers_that_have_gone_may_come_back() -> None:
         assert [d.kind for d in controller.decide(CODE, replace(without, mixed=2), began)] == (
             ["hold"] if not began else []
         )
-        assert not [d for after in range(1, 60) for d in controller.decide(CODE, without, began + after)]
+        assert not [
+            d for after in range(1, 60) for d in controller.decide(arriving(CODE), without, began + after)
+        ]
         assert "may come back" in controller.state
-    gone = [d for after in range(60, 400) for d in controller.decide(CODE, without, 100.0 + after)]
+    gone = [d for after in range(60, 400) for d in controller.decide(arriving(CODE), without, 100.0 + after)]
     assert {d.kind for d in gone} == {"flip"}
     assert gone[0].at >= 100.0 + OPTIONS.mixed_again_s
 
