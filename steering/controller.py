@@ -128,7 +128,8 @@ class PoolController:
     def _improve(self, picture: LoadPicture, fleet: Fleet, present: Pressure, now: float) -> list[Decision]:
         options, virtual, here = self._options, self._virtual, f"{fleet.prefill}P:{fleet.decode}D"
         suffers = picture.num_judged >= MIN_JUDGED and picture.attainment < options.attainment
-        if not suffers and virtual.foreseen(fleet.prefill) < options.act_above:
+        is_feared = present.worst >= options.act_load and virtual.foreseen(fleet.prefill) >= options.act_above
+        if not (suffers or is_feared):
             return self._rest(f"{picture.attainment:.0%} of requests are good: {here} stays")
         low = max(1, fleet.prefill - len(fleet.flexible.get("prefill", ())))
         high = min(fleet.num_workers - 1, fleet.prefill + len(fleet.flexible.get("decode", ())))
@@ -153,7 +154,7 @@ class PoolController:
         reason = (
             f"{picture.attainment:.0%} of requests are good, load {present.prefill:.2f} on prefill and "
             f"{present.decode:.2f} on decode with {here}; {there} would have served {won:.0f} more of the "
-            f"minutes' ({picture.rate:.1f} requests/s of {picture.new_tokens:.0f} new and "
+            f"last minutes' ({picture.rate:.1f} requests/s of {picture.new_tokens:.0f} new and "
             f"{picture.output_tokens:.0f} output tokens, {picture.num_waiting} waiting)"
         )
         self._proposal = _Proposal(now, fleet.prefill, prefill)

@@ -70,9 +70,9 @@ def cluster(prefill: int = 4, decode: int = 4, **options: Any) -> Cluster:
 
 def test_it_follows_a_load_that_shifts_and_says_why() -> None:
     tried = cluster()
-    tried.run(20, CODE)
+    tried.run(20, replace(CODE, attainment=0.5))
     many_prefill = tried.fleet.prefill
-    found = tried.run(20, CHAT)
+    found = tried.run(20, replace(CHAT, attainment=0.5))
     assert many_prefill >= 6
     assert tried.fleet.decode >= 5
     assert all("load" in d.reason and "requests/s" in d.reason for d in found)
