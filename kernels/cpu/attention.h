@@ -72,14 +72,21 @@ struct Run {  // the keys [begin, end) of a run, from position `start` on
 template <class T>
 struct Ahead {
   const Run<T>* run = nullptr;
-  int64_t row = 2 * KEYS, row_bytes, at = 0;
+  uint64_t row = 2 * KEYS;  // the next one
+  int64_t row_bytes, left = 0;
+  const char* at = nullptr;
 
+  bool is_done() const { return row == 2 * KEYS && !left; }
   inline __attribute__((always_inline)) void step(int64_t num_bytes) {
-    if (row == 2 * KEYS) return;
-    const char* from = reinterpret_cast<const char*>(run->keys[row % KEYS] + (row < KEYS ? 0 : run->value_offset)) + at;
-    for (int64_t i = 0; i < num_bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
+    if (!left) {
+      if (row == 2 * KEYS) return;
+      at = reinterpret_cast<const char*>(run->keys[row % KEYS] + (row < KEYS ? 0 : run->value_offset));
+      left = row_bytes;
+      ++row;
+    }
+    for (int64_t i = 0; i < num_bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
     at += num_bytes;
-    if (at >= row_bytes) { at = 0; ++row; }
+    left = larger(left - num_bytes, 0);
   }
 };
 
@@ -97,7 +104,7 @@ struct Runs {
     advance();
   }
   const Run<T>& advance() {
-    while (ahead.row < 2 * KEYS) ahead.step(ahead.row_bytes);
+    while (!ahead.is_done()) ahead.step(ahead.row_bytes);
     Run<T>* const used = now;
     now = following;
     following = used;

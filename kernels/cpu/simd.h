@@ -80,21 +80,28 @@ static inline vf select(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) |
 static inline vf vmax(vf a, vf b) { return a > b ? a : b; }
 static inline vf vmin(vf a, vf b) { return a < b ? a : b; }
 
-// Over the lanes, by halves.
-static inline float sum(vf x) {
+// Over the lanes, by halves: `both` of lanes i and i + W / 2, and so on.
+template <class F>
+static inline float by_halves(vf x, F&& both) {
+#if VECTOR_BYTES >= 32
+#if VECTOR_BYTES == 64
+  const __m256 of8 = both(_mm512_castps512_ps256((__m512)x), _mm512_extractf32x8_ps((__m512)x, 1));
+#else
+  const __m256 of8 = (__m256)x;
+#endif
+  const __m128 of4 = both(_mm256_castps256_ps128(of8), _mm256_extractf128_ps(of8, 1));
+  const __m128 of2 = both(of4, _mm_movehl_ps(of4, of4));
+  return both(of2, _mm_movehdup_ps(of2))[0];
+#else
   float lane[W];
   store(lane, x);
   for (int64_t half = W / 2; half > 0; half /= 2)
-    for (int64_t i = 0; i < half; ++i) lane[i] += lane[i + half];
+    for (int64_t i = 0; i < half; ++i) lane[i] = both(lane[i], lane[i + half]);
   return lane[0];
+#endif
 }
-static inline float largest(vf x) {
-  float lane[W];
-  store(lane, x);
-  for (int64_t half = W / 2; half > 0; half /= 2)
-    for (int64_t i = 0; i < half; ++i) lane[i] = lane[i + half] > lane[i] ? lane[i + half] : lane[i];
-  return lane[0];
-}
+static inline float sum(vf x) { return by_halves(x, [](auto a, auto b) { return a + b; }); }
+static inline float largest(vf x) { return by_halves(x, [](auto a, auto b) { return b > a ? b : a; }); }
 
 // e^x to 1 ulp or so: x = n ln 2 + r, a polynomial for e^r, n added to the exponent. Below -87 it is 0.
 static inline vf vexp(vf x) {
