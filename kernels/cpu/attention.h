@@ -11,6 +11,7 @@
 // With bfloat16 units both products are theirs: two d, or two keys, a step; probabilities are rounded to bfloat16, all sums are float32.
 
 constexpr int64_t KEYS = 64;  // in a run
+constexpr int SCORED = VECTOR_BYTES == 64 ? 4 : 2;  // vectors of keys that are scored at once: what the register file holds
 
 // What a query (by words of its keys) and probabilities are multiplied as: see multiply_tile.
 template <class T>
@@ -68,25 +69,26 @@ struct Run {  // the keys [begin, end) of a run, from position `start` on
   }
 };
 
-// Asks for a run's keys, then for its values, some bytes at a time: evenly, for L1 has few open misses, and to L2.
+// Asks for a run's keys, then for its values, some cache lines at a time: evenly, for L1 has few open misses, and to L2.
 template <class T>
 struct Ahead {
   const Run<T>* run = nullptr;
   uint64_t row = 2 * KEYS;  // the next one
-  int64_t row_bytes, left = 0;
+  int64_t row_bytes, left = 0;  // of the row at hand
   const char* at = nullptr;
 
-  bool is_done() const { return row == 2 * KEYS && !left; }
-  inline __attribute__((always_inline)) void step(int64_t num_bytes) {
-    if (!left) {
-      if (row == 2 * KEYS) return;
-      at = reinterpret_cast<const char*>(run->keys[row % KEYS] + (row < KEYS ? 0 : run->value_offset));
-      left = row_bytes;
-      ++row;
+  bool is_done() const { return row == 2 * KEYS && left <= 0; }
+  inline __attribute__((always_inline)) void step(int lines) {
+#pragma GCC unroll 4
+    for (int i = 0; i < lines; ++i, at += 64, left -= 64) {
+      if (left <= 0) {
+        if (row == 2 * KEYS) return;
+        at = reinterpret_cast<const char*>(run->keys[row % KEYS] + (row < KEYS ? 0 : run->value_offset));
+        left = row_bytes;
+        ++row;
+      }
+      __builtin_prefetch(at, 0, 2);
     }
-    for (int64_t i = 0; i < num_bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
-    at += num_bytes;
-    left = larger(left - num_bytes, 0);
   }
 };
 
@@ -104,7 +106,7 @@ struct Runs {
     advance();
   }
   const Run<T>& advance() {
-    while (!ahead.is_done()) ahead.step(ahead.row_bytes);
+    while (!ahead.is_done()) ahead.step(1);
     Run<T>* const used = now;
     now = following;
     following = used;
@@ -169,7 +171,10 @@ static inline vf load_values(const bf16* key, const bf16* next) {
 // Probabilities as weights.
 static inline const float* as_weights(const float* scores, int64_t, float*) { return scores; }
 static inline const Pair* as_weights(const float* scores, int64_t count, Pair* out) {
-  for (int64_t i = 0; i < count; i += W) store(reinterpret_cast<bf16*>(out) + i, load(scores + i));
+#if BF16_UNITS
+  for (int64_t i = 0; i < count; i += W)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i / 2), (__m256i)_mm512_cvtneps_pbh((__m512)load(scores + i)));
+#endif
   return out;
 }
 
@@ -301,7 +306,7 @@ struct OneQuery {
   void transpose_keys() {
     Ahead<C> ahead = runs.ahead;
     for (int64_t t = now->begin / 8 * 8; t < now->end; t += 8)
-      transpose_words(reinterpret_cast<const uint32_t* const*>(now->keys + t), num_words, words + t, [&] { ahead.step(128); });
+      transpose_words(reinterpret_cast<const uint32_t* const*>(now->keys + t), num_words, words + t, [&] { ahead.step(3); });
     runs.ahead = ahead;
   }
 
@@ -313,7 +318,7 @@ struct OneQuery {
     vf total[G][NV] = {};
     Ahead<C> ahead = runs.ahead;
     for (int64_t word = 0, end = num_words; word < end; ++word, at += KEYS) {
-      ahead.step(64);
+      ahead.step(NV / 2);
       vf key[NV];
 #pragma GCC unroll 4
       for (int j = 0; j < NV; ++j) key[j] = load(at + j * W);
@@ -331,7 +336,8 @@ struct OneQuery {
 
   template <int G>
   void score_all(int64_t row) {
-    for (int64_t t = now->begin / (2 * W) * (2 * W); t < now->end; t += 2 * W) score<G, 2>(row, t);
+    constexpr int64_t at_once = SCORED * W;
+    for (int64_t t = now->begin / at_once * at_once; t < now->end; t += at_once) score<G, SCORED>(row, t);
   }
 
   void score_run() {  // scores [rows][KEYS]
@@ -368,7 +374,7 @@ struct OneQuery {
     Ahead<C> ahead = runs.ahead;
     for (int64_t t = now->begin / depth * depth, end = now->end; t < end; t += depth) {  // beside a run's ends lies weight 0
       const T *value = keys[t] + offset, *next_value = keys[t + depth - 1] + offset;
-      ahead.step(depth * NV * W * int64_t(sizeof(T)));
+      ahead.step(3);
       vf v[NV];
 #pragma GCC unroll 4
       for (int j = 0; j < NV; ++j) v[j] = load_values(value + j * W, next_value + j * W);
