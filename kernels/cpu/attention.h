@@ -306,8 +306,14 @@ struct OneQuery {
   void transpose_keys() {
     Ahead<C> ahead = runs.ahead;
     for (int64_t t = now->begin / 8 * 8; t < now->end; t += 8)
-      transpose_words(reinterpret_cast<const uint32_t* const*>(now->keys + t), num_words, words + t, [&] { ahead.step(3); });
+      transpose_words(reinterpret_cast<const uint32_t* const*>(now->keys + t), num_words, words + t, [&] { ahead.step(2); });
     runs.ahead = ahead;
+  }
+
+  // Asks again for values [first, last), and to L1: a CPU drops what it is asked for while too much is on its way.
+  inline __attribute__((always_inline)) void ask_values(int64_t first, int64_t last) const {
+    for (; first < last; ++first)
+      for (int64_t d = 0; d < D; d += 64 / int64_t(sizeof(T))) __builtin_prefetch(now->keys[first] + now->value_offset + d, 0, 3);
   }
 
   // Scores of G query heads from row on with the NV vectors of keys from t on.
@@ -318,7 +324,8 @@ struct OneQuery {
     vf total[G][NV] = {};
     Ahead<C> ahead = runs.ahead;
     for (int64_t word = 0, end = num_words; word < end; ++word, at += KEYS) {
-      ahead.step(NV / 2);
+      ahead.step(3);
+      if (row == 0) ask_values(word * KEYS / end, (word + 1) * KEYS / end);
       vf key[NV];
 #pragma GCC unroll 4
       for (int j = 0; j < NV; ++j) key[j] = load(at + j * W);
