@@ -24,4 +24,4 @@ say "types"
 "$VENV/bin/mypy"
 say "tests"
 if (($#)); then exec "$VENV/bin/python" -m pytest "$@"; fi
-exec "$VENV/bin/python" -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+exec "$VENV/bin/python" -m pytest --numprocesses 2 --max-worker-restart 1 --dist loadfile --no-loadscope-reorder

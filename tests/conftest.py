@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import HealthCheck, settings
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -25,6 +27,25 @@ settings.load_profile("suite")
 def tried(record_property: Callable[[str, object], None]) -> Callable[[str, str, str], None]:
     """Record family, column and weight format for the table of tried formats. See ``tools/tried.py``."""
     return lambda family, column, what: record_property("tried", f"{family}|{column}|{what}")
+
+
+HANGS_AFTER_S = 700.0
+"""After which a setup, a call or a teardown ends its process, with a dump of all threads: more than any time
+limit. pytest-timeout ends neither what hangs in native code nor the teardown of a test that has failed."""
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def _watched(item: pytest.Item) -> Generator[None, object, object]:
+    stderr = item.config.stash[fault_handler_stderr_fd_key]
+    faulthandler.dump_traceback_later(HANGS_AFTER_S, file=stderr, exit=True)
+    return (yield)
+
+
+pytest_runtest_setup = pytest_runtest_call = pytest_runtest_teardown = _watched
+
+
+def pytest_runtest_logfinish() -> None:
+    faulthandler.cancel_dump_traceback_later()
 
 
 LONGEST_FIRST = ("e2e", "kernels", "simulation", "planner", "engine", "coordinator")

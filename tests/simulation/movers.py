@@ -44,7 +44,7 @@ class Source(ABC):
         """What leaves: these layers of the block, or something else."""
         values = self.writer.memory.read(block, first, end)
         if self.is_broken:
-            values[0] ^= 1
+            values[0] ^= 1 << 60  # beyond what is flipped below, which must not undo it
         if self.world.strikes(self.faults.corrupt_put, "puts corrupted"):
             values[int(self.random() * len(values))] ^= 1 << int(self.random() * 60)
         if self.world.strikes(self.faults.partial_put, "puts cut short"):
