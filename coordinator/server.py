@@ -166,14 +166,14 @@ class HttpApp:
 
     async def drain(self, grace_s: float) -> None:
         """Takes no new request for tokens; gives the open ones ``grace_s`` seconds, then ends them with an
-        error."""
+        error; workers keep answers with a key."""
         refusal = Unavailable("The server is shutting down.", retry_after_s=1)
         self.generation.refusal, self.health.stopping = refusal, True
         deadline = monotonic() + grace_s
         while self.generation.open and monotonic() < deadline:
             await asyncio.sleep(POLL_S)
         for exchange in list(self.generation.open.values()):
-            exchange.fail(refusal)
+            exchange.fail(refusal, stopping=True)
 
 
 def app_of(

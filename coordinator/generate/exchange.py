@@ -196,8 +196,8 @@ class HttpExchange:
         elif not self._num_open:
             self._respond_whole()
 
-    def fail(self, error: ApiError) -> None:
-        """End the response with an error, and cancel the rest of its requests."""
+    def fail(self, error: ApiError, *, stopping: bool = False) -> None:
+        """End the response and its requests; with the coordinator, not those of an idempotency key."""
         if self._over:
             return
         self._end(str(error.status))
@@ -209,7 +209,8 @@ class HttpExchange:
             timing = server_timing(*self.account.close())
             headers = [JSON, self._id_header, *self.more_headers, (b"server-timing", timing)]
             self._call.respond(error.status, [*headers, *error.headers()], error.body())
-        self._loop.call_soon(self._cancel_rest)  # not from within the dispatcher's own call
+        if not (stopping and self._key):
+            self._loop.call_soon(self._cancel_rest)  # not from within the dispatcher's own call
 
     def _last_chunks(self, *, broken_off: bool = False) -> Iterator[bytes]:
         """Yield the last chunk of each choice that has ended, once; of all unfinished ones if broken off.
@@ -285,8 +286,7 @@ class HttpExchange:
         body = self.form.response(results, self.account.usage(stages))
         self._end("200")
         timing = server_timing(stages, total)
-        headers = [JSON, self._id_header, *self.more_headers, (b"server-timing", timing)]
-        self._call.respond(200, headers, body)
+        self._call.respond(200, [JSON, self._id_header, *self.more_headers, (b"server-timing", timing)], body)
 
     def _end(self, status: str) -> None:
         self._over = True

@@ -21,7 +21,7 @@ from zlib import crc32
 from msgspec import msgpack
 from msgspec.structs import replace
 
-from ...transport.messages.messages import ANSWER_ID_BYTES, TokenLogprobs, u32
+from ...transport.messages.messages import ANSWER_ID_BYTES, SamplingParams, TokenLogprobs, u32
 from ..errors import AnswerDiffers, ApiError, InvalidRequest
 from ..http.call import Call
 from ..lifecycle.request import Ended, Request
@@ -74,7 +74,7 @@ class IdempotencyKey(NamedTuple):
             own = int.from_bytes(_digest(8, self.digest, b"%d" % number)) >> 1
             request.sampling = replace(request.sampling, seed=own)
         if request.sampling.logprobs is None and request.prompt_logprobs is None:
-            asked = (u32(request.prompt_token_ids), msgpack.encode(request.sampling), request.salt)
+            asked = (u32(request.prompt_token_ids), _encoded(request.sampling), request.salt)
             request.answer_id = _digest(ANSWER_ID_BYTES, self.digest, b"%d" % number, *asked)
         return request
 
@@ -165,6 +165,15 @@ def resumable_stream(
     if key is None or not plan.streamed or plan.num_choices > 1:
         return None
     return ResumableStream(stream, write, key.seen)
+
+
+def _encoded(sampling: SamplingParams) -> bytes:
+    """Return the bytes of all fields that differ from their defaults: the same ones from a build that has one
+    more field, or one less."""
+    default = type(sampling)(max_tokens=sampling.max_tokens)
+    values = {f: getattr(sampling, f) for f in sampling.__struct_fields__}
+    named = {f: v for f, v in values.items() if f == "max_tokens" or v != getattr(default, f)}
+    return msgpack.encode(named, order="sorted")
 
 
 def _digest(size: int, *parts: bytes) -> bytes:

@@ -50,19 +50,6 @@ class Distribution:
             else min(math.exp((index + (0.5 if index >= 0 else -0.5)) / _SCALE), self.largest)
         )
 
-    def share_within(self, bound: float) -> float:
-        """Which share is at most ``bound``; to ``RESOLUTION``."""
-        if not self.num:
-            return math.nan
-        return (
-            sum(
-                count
-                for index, count in self._counts.items()
-                if index == -(1 << 30) or math.exp(index / _SCALE) <= bound
-            )
-            / self.num
-        )
-
 
 class Tallies:
     """All that is known of the requests that have ended. ``tpot_all``: E2E after the first token over *all*

@@ -12,8 +12,10 @@ from support.http_fakes import ANSWER, CALL, FakeDispatcher
 
 from splitserve.coordinator.generate.resumption import IdempotencyKey
 from splitserve.coordinator.http.call import Call
+from splitserve.coordinator.lifecycle.request import Request
 from splitserve.coordinator.tenants.limits import Account
 from splitserve.coordinator.text.served_model import ServedModel
+from splitserve.transport.messages.messages import SamplingParams
 
 CHAT = "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 90}
 TEXT = "/v1/completions", {"prompt": "Hi", "max_tokens": 90}
@@ -210,3 +212,17 @@ def test_a_key_is_its_tenants_own() -> None:
         digest_of(*asked) for asked in (("a", b"k"), ("b", b"k"), ("", b"k"), ("a", b"bk"), ("ab", b"k"))
     }
     assert len(digests) == 5
+
+
+def test_a_neighbouring_build_gives_an_answer_the_same_name() -> None:
+    class NextSamplingParams(SamplingParams, frozen=True, kw_only=True):
+        of_tomorrow: int = 0
+
+    def name(sampling: SamplingParams) -> bytes:
+        asked = SimpleNamespace(sampling=sampling, prompt_token_ids=[1], prompt_logprobs=None, salt=b"")
+        return IdempotencyKey(b"k", None).applied(cast(Request, asked), 0, 7).answer_id
+
+    same = name(SamplingParams(max_tokens=9, top_k=4, seed=7))
+    assert name(NextSamplingParams(max_tokens=9, top_k=4, seed=7)) == same
+    assert name(NextSamplingParams(max_tokens=9, top_k=4, seed=7, of_tomorrow=1)) != same
+    assert name(SamplingParams(max_tokens=9, top_p=0.5, seed=7)) != same

@@ -152,9 +152,14 @@ async def test_stopping_lets_streams_end(
     assert (await stream).text.endswith("data: [DONE]\n\n")
 
 
+@pytest.mark.parametrize("key", [{}, {"idempotency-key": "k"}])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_stopping_ends_what_does_not_end_by_itself(
-    model: ServedModel, dispatcher: FakeDispatcher, stream: bool, caplog: pytest.LogCaptureFixture
+async def test_stopping_ends_what_does_not_end_by_itself_and_leaves_workers_what_has_a_key(
+    model: ServedModel,
+    dispatcher: FakeDispatcher,
+    stream: bool,
+    key: dict[str, str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     dispatcher.step_s = 0.01
     server = HttpServer(HttpApp(dispatcher, model))
@@ -163,7 +168,7 @@ async def test_stopping_ends_what_does_not_end_by_itself(
         base_url=f"http://127.0.0.1:{server.port}", verify=False, timeout=60
     ) as http:
         asking = asyncio.create_task(
-            http.post("/v1/completions", json={**TEXT, "stream": stream, "ignore_eos": True})
+            http.post("/v1/completions", json={**TEXT, "stream": stream, "ignore_eos": True}, headers=key)
         )
         await dispatcher.until(lambda: bool(dispatcher.running))
         await asyncio.sleep(0.1)
@@ -171,7 +176,9 @@ async def test_stopping_ends_what_does_not_end_by_itself(
         response = await asking
     assert response.status_code == (200 if stream else 503)
     assert "shutting down" in response.text
-    assert not dispatcher.running
+    assert len(dispatcher.cancelled) == (0 if key else 1)
+    for request_id in list(dispatcher.running):
+        dispatcher.cancel(request_id)
     assert caplog.records == []
 
 
