@@ -79,12 +79,17 @@ async def _run(plan: Plan, entry: str) -> int:
         leave_within_s=max(worker.drain_timeout_s for worker in plan.workers) + plan.up.grace_s,
         hung_after_s=plan.up.hung_after_s,
     )
+
+    def roll() -> None:
+        forks.renew()
+        supervisor.roll()
+
     loop = asyncio.get_running_loop()
     for number in (
         (signal.SIGTERM, signal.SIGHUP) if interactive else (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
     ):
         loop.add_signal_handler(number, supervisor.stop)
-    loop.add_signal_handler(signal.SIGUSR1, supervisor.roll)
+    loop.add_signal_handler(signal.SIGUSR1, roll)
     loop.add_signal_handler(signal.SIGUSR2, supervisor.signal_all, signal.SIGUSR2)  # debug on, off
     deliver_signals()
     mixed = f", and {plan.up.mixed} of both roles" if plan.up.mixed else ""

@@ -42,14 +42,13 @@ class WorkerForks:
         self._notify, self._entry = notify, entry
         self._context = get_context("forkserver")
         self._context.set_forkserver_preload([FORK_SERVER, entry.partition(":")[0], WORKER])
-        os.environ |= dict.fromkeys(
-            ("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"
-        )  # the server's: one with threads must not fork
-        self._thread = ThreadPoolExecutor(
-            1, "worker forks"
-        )  # the first start waits for the imports, and Process is for one thread
+        # the server's: one with threads must not fork
+        os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        # the first start waits for the imports, and Process is for one thread
+        self._thread = ThreadPoolExecutor(1, "worker forks")
         self._server: int | None = None  # its process id
         self._server_fd = -1
+        self._is_renewed = False  # the server ends because it is to
         _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
     async def start(
@@ -62,6 +61,12 @@ class WorkerForks:
         )
         self._watch(server)
         return ForkedWorker(pid)
+
+    def renew(self) -> None:
+        """Have later workers run the build that is installed by now."""
+        if self._server is not None:
+            self._is_renewed = True
+            signal.pidfd_send_signal(self._server_fd, signal.SIGKILL)
 
     def close(self) -> None:
         """After the last worker has ended."""
@@ -78,25 +83,13 @@ class WorkerForks:
         raise OSError(f"the fork server ended {len(PAUSES_S)} times while it started {command.name}")
 
     def _fork(self, command: Command, output: int, first: Callable[[], None] | None) -> tuple[int, int]:
-        (receiver, sender), (born, born_end) = (
-            self._context.Pipe(duplex=False),
-            self._context.Pipe(duplex=False),
-        )
+        (receiver, sender), (born, born_end) = (self._context.Pipe(duplex=False) for _ in range(2))
         with receiver, born:
             with sender, born_end:
-                os.dup2(
-                    output, sender.fileno(), inheritable=False
-                )  # a Connection, for that is what is handed to a fork
-                arguments = (
-                    os.getpid(),
-                    first,
-                    self._entry,
-                    command.name,
-                    tuple(command.argv),
-                    dict(command.env),
-                    sender,
-                    born_end,
-                )
+                # a Connection, for that is what is handed to a fork
+                os.dup2(output, sender.fileno(), inheritable=False)
+                theirs = (command.name, tuple(command.argv), dict(command.env), sender, born_end)
+                arguments = (os.getpid(), first, self._entry, *theirs)
                 between = self._context.Process(target=be_worker, args=arguments, daemon=True)
                 with _without_main():
                     between.start()
@@ -108,9 +101,7 @@ class WorkerForks:
         if server == self._server:
             return
         self._unwatch()
-        with contextlib.suppress(
-            ProcessLookupError
-        ):  # it has ended already: the next start makes another one
+        with contextlib.suppress(ProcessLookupError):  # it has ended: the next start makes another one
             self._server_fd, self._server = os.pidfd_open(server), server
             asyncio.get_running_loop().add_reader(self._server_fd, self._server_ended)
 
@@ -119,13 +110,14 @@ class WorkerForks:
             with contextlib.suppress(RuntimeError):  # the loop is over
                 asyncio.get_running_loop().remove_reader(self._server_fd)
             os.close(self._server_fd)
-            self._server = None
+            self._server, self._is_renewed = None, False
 
     def _server_ended(self) -> None:
-        self._notify(
-            f"the fork server (process {self._server}) has ended; workers go on, and another one "
-            "is started for later ones"
-        )
+        if not self._is_renewed:
+            self._notify(
+                f"the fork server (process {self._server}) has ended; workers go on, and another one "
+                "is started for later ones"
+            )
         self._unwatch()
         self._thread.submit(forkserver.ensure_running)
 

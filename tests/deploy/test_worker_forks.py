@@ -99,8 +99,9 @@ def server_of(forks: WorkerForks) -> psutil.Process:
     return psutil.Process(forks._server)
 
 
-async def test_a_killed_fork_server_costs_no_worker(
-    forks: WorkerForks, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_to_end", [False, True])
+async def test_a_fork_server_that_ends_costs_no_worker(
+    forks: WorkerForks, monkeypatch: pytest.MonkeyPatch, is_to_end: bool
 ) -> None:
     message, sentences = Said(), list[str]()
     monkeypatch.setattr(forks, "_notify", sentences.append)
@@ -110,10 +111,10 @@ async def test_a_killed_fork_server_costs_no_worker(
     await message.until(UP)
     assert child.pid is not None
     server = server_of(forks)
-    server.kill()
+    forks.renew() if is_to_end else server.kill()
     assert await ChildProcess(Command("later", ["version"], ENVIRON, forks.start), message).run() == 0
     assert server_of(forks).pid != server.pid, "another one made the later worker"
-    assert [str(server.pid) in sentence for sentence in sentences] == [True]
+    assert [str(server.pid) in sentence for sentence in sentences] == [True] * (not is_to_end)
     worker = psutil.Process(child.pid)
     assert worker.is_running()
     assert worker.ppid() == os.getpid()

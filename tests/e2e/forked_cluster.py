@@ -84,6 +84,7 @@ class ForkedCluster(Cluster):
             str(HEARTBEAT_S),
         ]
         command += ["--progress-timeout-s", str(PROGRESS_TIMEOUT_S), "--dead-after-s", str(DEAD_AFTER_S)]
+        command += ["--shutdown-timeout-s", "0"]
         with (self._folder / "coordinator.log").open("ab") as log:
             return subprocess.Popen(command, stdout=log, stderr=log, env=ENVIRON)
 

@@ -1,4 +1,4 @@
-"""A coordinator is killed: a client with an idempotency key has its answer resumed by another one."""
+"""A coordinator ends: a client with an idempotency key has its answer resumed by another one."""
 
 from __future__ import annotations
 
@@ -83,9 +83,12 @@ def two(
         yield cluster
 
 
-def test_another_coordinator_resumes_the_answer_of_one_that_was_killed(two: ForkedCluster) -> None:
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+def test_another_coordinator_resumes_the_answer_of_one_that_has_ended(
+    two: ForkedCluster, end: signal.Signals
+) -> None:
     first, second = two.urls
-    prompt, key = "a story " * 20, {"idempotency-key": "story-1"}
+    prompt, key = "a story " * 20, {"idempotency-key": end.name}
     sampled = {"temperature": 1.0, "seed": 5}
     whole = ask(second, prompt, {}, **sampled).text
 
@@ -93,8 +96,9 @@ def test_another_coordinator_resumes_the_answer_of_one_that_was_killed(two: Fork
     body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": NUM_TOKENS, "ignore_eos": True}
     begun = Stream()
     with HTTP.stream("POST", url, json={**body, "stream": True, **sampled}, headers=key) as response:
-        read_until_reported(begun.read(response))
-        two.process.send_signal(signal.SIGKILL)
+        events = begun.read(response)  # held: without it the client is gone
+        read_until_reported(events)
+        two.process.send_signal(end)
         two.process.wait(60)
     assert not begun.finish_reason, "it was under way"
 
@@ -109,7 +113,7 @@ def test_another_coordinator_resumes_the_answer_of_one_that_was_killed(two: Fork
     other = ask(second, prompt, {"idempotency-key": "story-2"}, temperature=1.0)
     assert other.text != whole, "its key is its seed"
     two.process = two.start_coordinator()
-    wait_for("the killed one is back", lambda: answers(f"{first}/ready"))
+    wait_for("the first one is back", lambda: answers(f"{first}/ready"))
     two.wait_whole(2, 2)
     assert ask(first, prompt, {"idempotency-key": "story-2"}, temperature=1.0).text == other.text
     two.wait_at_rest()
@@ -131,7 +135,8 @@ def test_another_coordinator_gives_a_message_again(two: ForkedCluster) -> None:
     key = {"idempotency-key": "message"}
     streamed = {"json": {**asked(story), "stream": True}, "headers": key}
     with HTTP.stream("POST", f"{first}/v1/messages", **streamed) as response:
-        read_until_reported(response.iter_lines())
+        lines = response.iter_lines()
+        read_until_reported(lines)
         two.process.send_signal(signal.SIGKILL)
         two.process.wait(60)
     before = num_resumed(second)
@@ -152,7 +157,8 @@ def test_the_only_coordinator_resumes_it_when_it_is_back(forked_cluster: ForkedC
     begun = Stream()
     asked = {**body, "stream": True, "temperature": 0}
     with HTTP.stream("POST", f"{url}/v1/completions", json=asked, headers=key) as response:
-        read_until_reported(begun.read(response))
+        events = begun.read(response)
+        read_until_reported(events)
         cluster.process.send_signal(signal.SIGKILL)
         cluster.process.wait(60)
     cluster.process = cluster.start_coordinator()
