@@ -34,6 +34,9 @@ EVERYWHERE = ("0.0.0.0", "*", "[::]")
 """Hosts of an address that is listened on, which others cannot connect to."""
 
 
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+
+
 def host_towards(address: str) -> str:
     """Return this host's own address, as the listener at ``address`` (SCHEME://HOST:PORT) sees it. Nothing is
     sent. Raises OSError."""
@@ -55,6 +58,9 @@ def advertised_host(listen: str, advertise_host: str, coordinator: str) -> str:
     it is the one that the coordinator sees. Raises AddressError where that cannot be found."""
     listened = listen.removeprefix("tcp://").rpartition(":")[0]
     if advertise_host or listened not in EVERYWHERE:
+        if listened in LOOPBACK and not any(f"://{host}:" in coordinator for host in LOOPBACK):
+            what = "other hosts cannot reach --listen %s: give 0.0.0.0 there and in --data-listen"
+            _log.warning(what, listen)
         return advertise_host or listened.strip("[]")
     try:
         host = host_towards(coordinator)

@@ -34,3 +34,12 @@ def test_where_it_cannot_be_found_the_worker_says_what_to_do() -> None:
         AddressError, match=r"--listen tcp://0\.0\.0\.0:7740 names no address .* give --advertise-host"
     ):
         advertised_host("tcp://0.0.0.0:7740", "", "tcp://no-such-host.invalid:7000")
+
+
+@pytest.mark.parametrize(("coordinator", "warns"), [(COORDINATOR, False), ("tcp://192.0.2.10:7700", True)])
+def test_a_worker_that_only_its_own_host_reaches_warns(
+    coordinator: str, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each handoff from another host fails after seconds, and nothing else is logged."""
+    assert advertised_host("tcp://127.0.0.1:*", "", coordinator) == "127.0.0.1"
+    assert ["cannot reach --listen" in message for message in caplog.messages] == [True] * warns
