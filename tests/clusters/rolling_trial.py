@@ -26,15 +26,16 @@ from typing import Any
 
 import httpx
 from e2e.cluster import free_port
+from resuming_load import NUM_STREAMS, Streams
 
 from splitserve.bench.environment import environment
 from splitserve.cli.operator_access import OperatorAuth
 from splitserve.cli.settings import DEMO_MODEL, DEMO_MODEL_NAME
 from splitserve.transport.channels.keys import generate_key
 
-NUM_STREAMS, MAX_TOKENS, CUT_S = 32, 200, 8.0
+CUT_S = 8.0
 HERE, BRIDGE = "10.99.7.254", f"ss{os.getpid()}"
-"""Where the coordinators listen for workers."""
+"""The coordinators' address for workers, and the bridge that has it."""
 NODES = {"a": "10.99.7.1", "b": "10.99.7.2"}
 INSIDE = "ROLLING_TRIAL_INSIDE"
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -130,73 +131,6 @@ async def until(what: str, condition: Callable[[], bool], timeout_s: float = 120
             raise SystemExit(f"{what}: not within {timeout_s:g} s")
         await asyncio.sleep(0.1)
     return time.monotonic() - began
-
-
-class Streams:
-    """Clients: each goes on with its answer at the other coordinator where one breaks off."""
-
-    def __init__(self, urls: list[str]) -> None:
-        self._urls, self._expected = urls, dict[int, str]()
-        self._http = httpx.AsyncClient(timeout=60, trust_env=False, limits=httpx.Limits(max_connections=None))
-        self.stop = asyncio.Event()
-        self.counts = {"answers": 0, "different": 0, "broken off": 0, "resumed in mid-answer": 0}
-        self.act = ""  # what is done meanwhile
-        self.longest: dict[str, float] = {}  # pause, by what was done when it ended
-        self.problems: list[str] = []
-
-    async def expect(self) -> None:
-        """Ask for each answer once, undisturbed."""
-        for number in range(NUM_STREAMS):
-            self._expected[number] = await self._answer(number, f"undisturbed-{number}")
-
-    async def run(self) -> None:
-        await asyncio.gather(*map(self._again_and_again, range(NUM_STREAMS)))
-        await self._http.aclose()
-
-    async def _again_and_again(self, number: int) -> None:
-        turn = 0
-        while not self.stop.is_set():
-            answer, turn = await self._answer(number, f"{number}-{turn}"), turn + 1
-            self.counts["answers"] += 1
-            if answer != self._expected[number]:
-                self.counts["different"] += 1
-                self.problems.append(f"{number}: {answer!r} is not {self._expected[number]!r}")
-
-    async def _answer(self, number: int, key: str) -> str:
-        body = {
-            "model": DEMO_MODEL_NAME,
-            "prompt": f"# {number}\ndef join(path, *paths):\n",
-            "max_tokens": MAX_TOKENS,
-            "ignore_eos": True,
-            "temperature": 0.8,
-            "seed": number,
-            "stream": True,
-        }
-        text, last_id, last, place = "", "", time.monotonic(), number
-        while True:
-            headers = {"idempotency-key": key} | ({"last-event-id": last_id} if last_id else {})
-            url = f"{self._urls[place % len(self._urls)]}/v1/completions"
-            with contextlib.suppress(httpx.TransportError):
-                async with self._http.stream("POST", url, json=body, headers=headers) as response:
-                    if response.status_code not in (200, 503):
-                        raise SystemExit(f"{response.status_code}: {(await response.aread()).decode()}")
-                    event_id = ""
-                    async for line in response.aiter_lines():
-                        if line.startswith("id: "):
-                            event_id = line[4:]
-                        elif line.startswith('data: {"error"'):
-                            break
-                        elif line.startswith("data: {") and event_id:  # docs/api.md: no id, no text
-                            text += json.loads(line[6:])["choices"][0]["text"]
-                            last_id, event_id = event_id, ""
-                            pause, last = time.monotonic() - last, time.monotonic()
-                            self.longest[self.act] = max(self.longest.get(self.act, 0.0), pause)
-                        elif line == "data: [DONE]":
-                            return text
-            self.counts["broken off"] += 1
-            self.counts["resumed in mid-answer"] += bool(last_id)
-            place += 1
-            await asyncio.sleep(0.2)
 
 
 async def acts(trial: Trial, streams: Streams, report: dict[str, Any]) -> None:
