@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,7 @@ class Trial:
             command = ["ip", "netns", "exec", f"{BRIDGE}-{node}", *command, "--name", name, "--exact"]
             command += ["--coordinator", addresses, "--num-blocks", "1200", "--mover", "tcp"]
             listen = "tcp://0.0.0.0:*"
+            command += ["--log-format", "json"]
             command += ["--listen", listen, "--data-listen", listen] if role == "decode" else []
         with (self.folder / f"{name}.log").open("ab") as log:
             self.running[name] = subprocess.Popen(command, stdout=log, stderr=log, env=ENVIRON)
@@ -167,29 +170,44 @@ async def acts(trial: Trial, streams: Streams, report: dict[str, Any]) -> None:
     )
     streams.act = "scaled to 4P4D"
     more = {f"{role}-{i}": node for role in ("prefill", "decode") for i, node in ((2, "a"), (3, "b"))}
-    began = time.monotonic()
+    began = time.time()
     for name, node in more.items():
         trial.start(name, node, next_build=True)
-    served = await first_tokens(trial, list(more), began)
+    served = await first_served(trial, list(more), began)
     await until("4P4D", lambda: trial.has(*home, *more))
-    report["4P4D: seconds from each start until it is connected, until it serves"] = served
+    found = [phases(trial.folder / f"{name}.log", began, at) for name, at in served.items()]
+    names = ("imports", "model", "connection", "first request")
+    report["4P4D: seconds of a new worker's start, of four at once"] = {
+        name: _median(list(times)) for name, times in zip(names, zip(*found, strict=True), strict=True)
+    }
     streams.act = "scaled back"
     for name in more:
         await asyncio.to_thread(trial.end, name)
     await until("2P2D", lambda: trial.has(*home))
 
 
-async def first_tokens(trial: Trial, names: list[str], began: float) -> dict[str, list[float]]:
-    """Return when each new worker was connected, and when it first held a request."""
-    seen: dict[str, list[float]] = {name: [] for name in names}
-    while any(len(times) < 2 for times in seen.values()) and time.monotonic() < began + 60:
+async def first_served(trial: Trial, names: list[str], began: float) -> dict[str, float]:
+    """Return when each new worker first held a request, in seconds of the day."""
+    seen: dict[str, float] = {}
+    while len(seen) < len(names) and time.time() < began + 60:
         for url in trial.urls:
             for worker in (await asyncio.to_thread(trial.state, url))["workers"]:
-                times = seen.get(worker["worker_id"])
-                if times == [] or (times is not None and len(times) == 1 and worker["dispatches"]):
-                    times.append(round(time.monotonic() - began, 1))
+                if worker["worker_id"] in names and worker["dispatches"]:
+                    seen.setdefault(worker["worker_id"], time.time())
         await asyncio.sleep(0.02)
     return seen
+
+
+def phases(log: Path, began: float, served: float) -> list[float]:
+    """Return the seconds of a worker's start: until its first line, its model is loaded, it is connected, it
+    serves."""
+    lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+
+    def at(text: str) -> float:
+        return next(datetime.fromisoformat(e["time"]).timestamp() for e in lines if text in e["message"])
+
+    times = [began, at(""), at(", ready in "), at("connected to the coordinator"), served]
+    return [later - earlier for earlier, later in itertools.pairwise(times)]
 
 
 def _median(values: list[float]) -> float:

@@ -70,12 +70,15 @@ def ids_of(answer: Any) -> set[int]:
 
 
 def test_tokens_that_may_and_may_not_occur(cluster: Cluster) -> None:
+    one, other = (
+        HTTP.post(f"{cluster.url}/tokenize", json={"prompt": word}).json()["tokens"][-1] for word in "xy"
+    )
     asked: dict[str, Any] = {"model": MODEL_NAME, "prompt": "a", "n": 4, "max_tokens": 20, "temperature": 1.5}
-    only = {"allowed_token_ids": [101], "return_token_ids": True}
-    assert ids_of(cluster.client.completions.create(**asked, extra_body=only)) == {101}
-    word = HTTP.post(f"{cluster.url}/detokenize", json={"tokens": [101]}).json()["prompt"]
-    rules = {**only, "allowed_token_ids": [100, 101], "bad_words": [word]}
-    assert ids_of(cluster.client.completions.create(**asked, extra_body=rules)) == {100}
+    asked["logit_bias"] = {str(other): 100}
+    only = {"allowed_token_ids": [one, other], "return_token_ids": True}
+    assert ids_of(cluster.client.completions.create(**asked, extra_body=only)) == {other}
+    rules = {**only, "bad_words": ["y"]}
+    assert ids_of(cluster.client.completions.create(**asked, extra_body=rules)) == {one}
 
 
 def test_a_required_call_has_valid_arguments(cluster: Cluster) -> None:
