@@ -101,7 +101,8 @@ class SocketDispatcher(LifecycleDispatcher):
         return is_ready(self._core)
 
     def failing(self) -> str:
-        return self._core.outcomes.failing
+        waits = "a worker that left in good order is expected back" if self._core.pools.gap else ""
+        return self._core.outcomes.failing or waits
 
     def gap(self) -> str:
         return self._core.gap(self._timers.now())

@@ -100,6 +100,8 @@ async def test_the_last_words_of_a_process_count_that_arrive_after_its_end_is_kn
     dispatcher.stop()
     assert core.counters()["workers_lost"] == 0
     assert core.pools.reasons_lost[("p", 1)] == DRAINED
+    assert dispatcher.gap() == "", "requests wait for the next one"
+    assert "expected back" in dispatcher.failing()
 
 
 async def test_a_worker_of_another_wire_version_is_refused_on_both_sides_and_shown(
