@@ -17,7 +17,8 @@ from operator import sub
 from statistics import median
 
 from ...transport.messages.messages import Load
-from .worker import OpenWorkers, WorkerId, WorkerRecord
+from .open_workers import OpenWorkers
+from .worker import WorkerId, WorkerRecord
 
 MIN_REPORTS, MAX_REPORTS = 3, 15  # with full steps in them
 HALF_LIFE_TOKENS = 50_000.0  # of the measured share of cached tokens

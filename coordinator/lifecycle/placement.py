@@ -5,10 +5,13 @@ A request waits until a prefill worker and a decode worker that fit together hav
 
 from __future__ import annotations
 
+from itertools import chain
 from math import inf
 from typing import NamedTuple
 
 from .actions import Action
+from .cache_index import Level
+from .open_workers import OpenWorkers
 from .pools import Pools
 from .request import Request
 from .request_queue import RequestQueue
@@ -23,7 +26,7 @@ from .routing import (
     holding,
 )
 from .state_machine import RequestStateMachine
-from .worker import MAX_COMPARED, OpenWorkers, WorkerRecord
+from .worker import WorkerRecord
 
 Pair = tuple[WorkerRecord, WorkerRecord]
 """A prefill worker and a decode worker."""
@@ -161,18 +164,29 @@ class Placement:
         if len(pools.open_of_role("prefill")) == 1 == len(pools.open_of_role("decode")):
             return prefills[0], decodes[0]
         need = Need.of(request, prefills[0], self._assignments.next_dispatch)
-        if self._policy == "hybrid" and need.first is not None:
-            prefills = _union(prefills, pools.open_of_role("prefill").caching(need.first, num_tokens))
-            decodes = _union(decodes, pools.open_of_role("decode").caching(need.first, num_tokens))
+        if self._policy == "hybrid" and need.first in pools.cache:
+            levels = pools.cache.levels(need.hashes())
+            prefills = self._with_holders(prefills, pools.open_of_role("prefill"), request, levels)
+            decodes = self._with_holders(decodes, pools.open_of_role("decode"), request, levels)
         return choose_prefill(self._policy, prefills, need), choose_decode(self._policy, decodes, need)
 
     def _candidates(self, workers: OpenWorkers, request: Request) -> list[WorkerRecord]:
         """Return workers with room. The hybrid policy needs only those that may be the best if none has a
-        prefix cached; a session's own worker must be among them, so none of these is left out."""
+        prefix cached."""
         if self._policy != "hybrid":
             return workers.with_room(request.num_tokens)
-        limit = None if request.session else MAX_COMPARED
-        return workers.best(request.num_tokens, self._assignments.next_dispatch, limit)
+        return self._best(workers, request, None)
+
+    def _best(self, workers: OpenWorkers, request: Request, level: Level | None) -> list[WorkerRecord]:
+        turn, session = self._assignments.next_dispatch, request.session
+        return workers.best(request.num_tokens, turn, level=level, session=session)
+
+    def _with_holders(
+        self, candidates: list[WorkerRecord], workers: OpenWorkers, request: Request, levels: list[Level]
+    ) -> list[WorkerRecord]:
+        """Return the candidates, and of each level's holders those that may be the best."""
+        holders = (worker for level in levels for worker in self._best(workers, request, level))
+        return list(dict.fromkeys(chain(candidates, holders)))
 
     def _choose_among_fitting(self, request: Request) -> Pair | None:
         """For retries, suspects, and workers that differ."""
@@ -245,7 +259,3 @@ class Placement:
         return sum(
             tokens for dispatch, tokens in worker.pending.items() if by_dispatch[dispatch].num_attempts > 1
         )
-
-
-def _union(workers: list[WorkerRecord], more: list[WorkerRecord]) -> list[WorkerRecord]:
-    return list(dict.fromkeys([*workers, *more])) if more else workers

@@ -16,8 +16,10 @@ from ...transport.messages.messages import (
     from_hashes,
 )
 from . import worker_fit
+from .cache_index import CacheIndex
 from .limits import LifecycleLimits
-from .worker import OpenWorkers, WorkerId, WorkerRecord
+from .open_workers import OpenWorkers
+from .worker import WorkerId, WorkerRecord
 
 MAX_REASONS = 64  # remembered of workers that are gone
 
@@ -29,6 +31,7 @@ class Pools:
         self._limits = limits
         self._num_come = 0
         self.workers: dict[WorkerId, WorkerRecord] = {}
+        self.cache = CacheIndex()
         self.reasons_lost: dict[WorkerId, str] = {}  # why the latest of the workers that are gone are gone
         self._open: dict[Role, OpenWorkers] = {"prefill": OpenWorkers(), "decode": OpenWorkers()}
         self._reserves: dict[Role, OpenWorkers] = {"prefill": OpenWorkers(), "decode": OpenWorkers()}
@@ -74,6 +77,7 @@ class Pools:
         for worker in replaced:
             del self.workers[worker.id]
             self._unlist(worker)
+            self.cache.clear(worker)
         if (known := self.workers.get((hello.worker_id, hello.incarnation))) is not None:
             known.last_seen = now
         else:
@@ -102,6 +106,7 @@ class Pools:
         if len(self.reasons_lost) > MAX_REASONS:
             del self.reasons_lost[next(iter(self.reasons_lost))]
         self._unlist(worker)
+        self.cache.clear(worker)
         self._workers_changed()
 
     def process_ending(self, worker: WorkerRecord) -> None:
@@ -166,13 +171,13 @@ class Pools:
         if worker is None or events.number <= worker.num_cache_reports:
             return
         if events.reset:
-            worker.cached.clear()
+            self.cache.clear(worker)
             worker.answers.clear()
         elif events.number != worker.num_cache_reports + 1:
             return
         worker.num_cache_reports = events.number
-        worker.cached.update(from_hashes(events.stored))
-        worker.cached.difference_update(from_hashes(events.removed))
+        self.cache.store(worker, from_hashes(events.stored))
+        self.cache.remove(worker, from_hashes(events.removed))
         worker.answers.update(from_hashes(events.answers_kept))
         worker.answers.difference_update(from_hashes(events.answers_dropped))
 

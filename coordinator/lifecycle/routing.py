@@ -10,7 +10,8 @@ workers.
 
 For decode workers the hybrid policy takes the one with the most room left after the request; cached blocks
 count as room. Where more than sixteen workers could be the best, sixteen of them are compared, in turn
-(worker.py), and all that have the prompt's first block cached.
+(open_workers.py), and sixteen of those that have the prompt cached up to each of at most sixteen blocks
+(cache_index.py).
 
 A mixed worker generates for what it computes itself. Where there are any, the decode worker is chosen first;
 then either it computes the prompt itself, or a prefill worker does, whichever costs less.
@@ -23,10 +24,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from math import inf
 from typing import Literal
 
+from .name_hash import hash64, shuffled
 from .request import Request
 from .worker import WorkerRecord
 
@@ -188,19 +189,10 @@ def _in_turn(workers: Sequence[WorkerRecord], need: Need) -> WorkerRecord:
 
 
 def _sticky(workers: Sequence[WorkerRecord], need: Need) -> WorkerRecord:
-    return max(
-        workers,
-        key=lambda w: blake2b(f"{need.session}\0{w.hello.worker_id}".encode(), digest_size=8).digest(),
-    )
+    number = hash64(need.session)
+    return max(workers, key=lambda w: shuffled(w.name_hash, number))
 
 
-def _turns(need: Need) -> Callable[[WorkerRecord], bytes]:
+def _turns(need: Need) -> Callable[[WorkerRecord], int]:
     """Return a tie-break that rotates, so that the same worker is not always first."""
-    seed = blake2b(f"{need.turn}\0".encode(), digest_size=4)
-
-    def turn(worker: WorkerRecord) -> bytes:
-        digest = seed.copy()
-        digest.update(worker.name)
-        return digest.digest()[::-1]
-
-    return turn
+    return lambda worker: shuffled(worker.name_hash, need.turn)

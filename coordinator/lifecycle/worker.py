@@ -1,23 +1,27 @@
-"""One live worker as the coordinator knows it, and the list of those that take new work. Pure."""
+"""One live worker as the coordinator knows it. Pure."""
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Iterator
+from bisect import bisect_left
 from dataclasses import dataclass, field
-from itertools import chain, islice
-from math import inf
+from typing import Protocol
 
 from ...transport.messages.blocks import num_behind
 from ...transport.messages.messages import Drain, Flip, Hello, Load, Peer, Role
 from ...transport.messages.prompt_order import UNLIMITED, max_prompt_tokens
 from .busy_window import BusyWindow
+from .name_hash import hash64
 
 WorkerId = tuple[str, int]  # worker id, incarnation
-MAX_COMPARED = 16
-GOLDEN = 2_654_435_761  # 2^32 by the golden ratio: its multiples spread evenly over any range
 NO_ROOM = -1
 QUEUED_BATCHES = 2
+
+
+class Listing(Protocol):
+    """A list of workers that take new work (open_workers.py)."""
+
+    def changed(self, worker: WorkerRecord, rank_before: float) -> None: ...
+    def remove(self, worker: WorkerRecord) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -49,10 +53,10 @@ class WorkerRecord:
     ended: bool = False  # its process has; it is removed as soon as its last messages are read
     draining: bool = False  # it gets no new work, and leaves
     drain: Drain | Flip | None = None  # repeated until it reports that it drains
-    listed: OpenWorkers | None = None  # the list of its role's workers that take new work
+    listed: Listing | None = None  # the list of its role's workers that take new work
     misfit: str = ""  # why it gets no work, where it fits no worker of the other role: for its own log
     id: WorkerId = field(init=False)
-    name: bytes = field(init=False)
+    name_hash: int = field(init=False)  # 64 bits, the same in each coordinator
     peer: Peer = field(init=False)  # how prefill workers reach it
     role: Role = field(init=False)
     block_size: int = field(init=False)
@@ -73,7 +77,7 @@ class WorkerRecord:
 
     def __post_init__(self) -> None:
         hello = self.hello
-        self.id, self.name = (hello.worker_id, hello.incarnation), hello.worker_id.encode()
+        self.id, self.name_hash = (hello.worker_id, hello.incarnation), hash64(hello.worker_id)
         self.peer = Peer(worker_id=hello.worker_id, incarnation=hello.incarnation, address=hello.peer_address)
         self.role, self.block_size, self.window = hello.role, hello.model.block_size, hello.model.window
         self.max_num_seqs, self.max_batch_tokens = max(1, hello.max_num_seqs), hello.max_batch_tokens
@@ -189,96 +193,11 @@ class WorkerRecord:
         )
 
     def match_prefix(self, hashes: list[bytes]) -> int:
-        """Return how many leading blocks of a prompt this worker has cached."""
-        for i, block_hash in enumerate(hashes):
-            if block_hash not in self.cached:
-                return i
-        return len(hashes)
+        """Return how many leading blocks of a prompt this worker has cached: one that has a block has all
+        before it, since caches evict leaves first."""
+        cached = self.cached
+        return bisect_left(hashes, True, key=lambda block_hash: block_hash not in cached)
 
     def reported_without(self, dispatch: int, since: float) -> bool:
         """Whether it has reported since then without naming this dispatch."""
         return self.held_at >= since and dispatch not in self.held
-
-
-class OpenWorkers:
-    """The workers of one role that take new work, in the order in which they came.
-
-    They are also kept sorted by rank, so that finding the best of many means looking at the first few.
-    """
-
-    def __init__(self) -> None:
-        self._workers: list[WorkerRecord] = []
-        self._ranked: list[tuple[float, int, WorkerRecord]] = []  # sorted by rank, then by number
-        self.max_room = -1  # upper bound of the workers' room, in tokens
-        self.sum_of_ranks = 0.0
-        self.version = 0  # incremented whenever a worker is added or removed
-
-    def __iter__(self) -> Iterator[WorkerRecord]:
-        return iter(self._workers)
-
-    def __len__(self) -> int:
-        return len(self._workers)
-
-    def add(self, worker: WorkerRecord) -> None:
-        """Add a worker that came after all that are here."""
-        self.version += 1
-        self._workers.append(worker)
-        insort(self._ranked, (worker.rank, worker.number, worker))
-        self.sum_of_ranks += worker.rank
-        self.max_room = max(self.max_room, worker.room)
-
-    def remove(self, worker: WorkerRecord) -> None:
-        """Remove a worker that is gone, or takes no new work."""
-        self.version += 1
-        self._workers.remove(worker)
-        del self._ranked[bisect_left(self._ranked, (worker.rank, worker.number))]
-        self.sum_of_ranks -= worker.rank
-
-    def changed(self, worker: WorkerRecord, rank_before: float) -> None:
-        """Note that a worker's room or rank has changed."""
-        if worker.room > self.max_room:
-            self.max_room = worker.room
-        if worker.rank != rank_before:
-            del self._ranked[bisect_left(self._ranked, (rank_before, worker.number))]
-            insort(self._ranked, (worker.rank, worker.number, worker))
-            self.sum_of_ranks += worker.rank - rank_before
-
-    def has_room(self, num_tokens: int) -> bool:
-        """Whether any worker has room for a new sequence of this length."""
-        if num_tokens > self.max_room:
-            return False
-        if any(worker.room >= num_tokens for worker in self._workers):
-            return True
-        self.max_room = max((worker.room for worker in self._workers), default=-1)
-        return False
-
-    def with_room(self, num_tokens: int) -> list[WorkerRecord]:
-        """Return all workers that have room for a new sequence of this length."""
-        if not self.has_room(num_tokens):
-            return []
-        return [worker for worker in self._workers if worker.room >= num_tokens]
-
-    def best(self, num_tokens: int, turn: int, limit: int | None = MAX_COMPARED) -> list[WorkerRecord]:
-        """Return the workers with room that may be the best for this sequence if none has its prefix cached.
-
-        If there are more than ``limit``, return ``limit`` of them, rotated by ``turn``: among many workers
-        that are nearly alike, as in an idle cluster, finding the very best costs more than it brings.
-        """
-        if not self.has_room(num_tokens):
-            return []
-        begin = next(i for i, (_, _, worker) in enumerate(self._ranked) if worker.room >= num_tokens)
-        end = bisect_left(
-            self._ranked, (self._ranked[begin][2].max_competing_rank(num_tokens), inf), begin + 1
-        )
-        equals = self._ranked[begin:end]
-        if limit is None or len(equals) <= limit:
-            return [worker for _, _, worker in equals if worker.room >= num_tokens]
-        first = turn * GOLDEN % len(equals)
-        in_turn = chain(islice(equals, first, None), islice(equals, first))
-        return list(islice((worker for _, _, worker in in_turn if worker.room >= num_tokens), limit))
-
-    def caching(self, block_hash: bytes, num_tokens: int) -> list[WorkerRecord]:
-        """Return the workers with room that have this block cached."""
-        return [
-            worker for worker in self._workers if block_hash in worker.cached and worker.room >= num_tokens
-        ]

@@ -6,15 +6,18 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import pytest
 from hypothesis import assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from support.lifecycle_bench import MODEL, make_hello
 
+from splitserve.coordinator.lifecycle.cache_index import MAX_LEVELS
 from splitserve.coordinator.lifecycle.limits import LifecycleLimits
+from splitserve.coordinator.lifecycle.open_workers import FEW_HOLDERS, MAX_COMPARED
 from splitserve.coordinator.lifecycle.pools import Pools
 from splitserve.coordinator.lifecycle.routing import Need, choose_decode, choose_prefill
-from splitserve.coordinator.lifecycle.worker import MAX_COMPARED, WorkerRecord
+from splitserve.coordinator.lifecycle.worker import WorkerRecord
 from splitserve.transport.messages.messages import Load, Role
 
 HASHES = [bytes([i]) * 16 for i in range(4)]
@@ -106,7 +109,9 @@ class Rooms(RuleBasedStateMachine):
 
     @rule(place=PLACES, num_cached=st.integers(0, 4))
     def caches(self, place: int, num_cached: int) -> None:
-        self.one(place).cached = set(HASHES[:num_cached])
+        worker = self.one(place)
+        self.pools.cache.store(worker, HASHES[:num_cached])
+        self.pools.cache.remove(worker, reversed(HASHES[num_cached:]))
 
     @rule(
         num_tokens=LENGTHS,
@@ -130,8 +135,15 @@ class Rooms(RuleBasedStateMachine):
             assert set(some) <= set(few)
             assert bool(few) == bool(able)
             if able:
-                few += [w for w in workers.caching(hashes[0], num_tokens) if w not in few] if hashes else []
+                for level in self.pools.cache.levels(hashes):
+                    few += [w for w in workers.best(num_tokens, turn, None, level) if w not in few]
                 assert choose("hybrid", few, need) is choose("hybrid", able, need)
+
+    @invariant()
+    def every_holder_is_known(self) -> None:
+        workers = self.pools.workers.values()
+        known = {h: {w.id for w in workers if h in w.cached} for h in HASHES}
+        assert {h: {w.id for w in self.pools.cache.holders(h)} for h in HASHES} == known
 
     @invariant()
     def what_is_kept_is_what_is(self) -> None:
@@ -165,6 +177,45 @@ def test_of_many_that_are_equal_each_has_its_turn() -> None:
     assert len(times) == 300
     assert sum(times.values()) == 3000 * MAX_COMPARED
     assert max(times.values()) < 1.5 * min(times.values())
+
+
+@pytest.mark.parametrize("num_holders", [FEW_HOLDERS, 300])
+def test_of_many_with_the_prompt_cached_few_are_compared(num_holders: int) -> None:
+    pools = Pools(LifecycleLimits())
+    for number in range(300):
+        pools.add(make_hello(f"p{number}", "prefill", max_batch_tokens=32), 0.0)
+    workers = pools.open_of_role("prefill")
+    for worker in list(workers)[:num_holders]:
+        pools.cache.store(worker, HASHES)
+    (level,) = pools.cache.levels(HASHES)
+    times = Counter(worker.number for turn in range(3000) for worker in workers.best(64, turn, level=level))
+    assert set(times) == set(range(1, num_holders + 1))
+    assert sum(times.values()) == 3000 * MAX_COMPARED
+
+
+def test_a_sessions_own_worker_is_among_few() -> None:
+    pools = Pools(LifecycleLimits())
+    for number in range(300):
+        pools.add(make_hello(f"p{number}", "prefill", max_batch_tokens=32), 0.0)
+    workers = pools.open_of_role("prefill")
+    for session in ("a", "b", "c"):
+        need = Need(20, None, list, session, 0)
+        own = choose_prefill("hybrid", list(workers), need)
+        assert {choose_prefill("hybrid", workers.best(20, t, session=session), need) for t in range(9)} == {
+            own
+        }
+
+
+def test_a_prompt_that_workers_have_to_many_depths_has_few_levels() -> None:
+    pools, hashes = Pools(LifecycleLimits()), [bytes([i]) * 16 for i in range(200)]
+    for number in range(200):
+        pools.add(make_hello(f"p{number}", "prefill"), 0.0)
+    for worker in pools.workers.values():
+        pools.cache.store(worker, hashes[: worker.number])
+    levels = pools.cache.levels(hashes)
+    assert 1 < len(levels) <= MAX_LEVELS
+    assert levels[0].block_hash == hashes[-1]
+    assert [len(level.holders) for level in levels] == sorted(len(level.holders) for level in levels)
 
 
 TestRooms = Rooms.TestCase
