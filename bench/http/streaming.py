@@ -323,8 +323,9 @@ def _ready(server: Server, workers: FakeWorkers) -> bool:
 
 
 @contextmanager
-def coordinator(model: Path, cores: list[int], *more: str) -> Iterator[Server]:
-    """The real one, by its command; ``more``: options."""
+def coordinator(model: Path, cores: list[int], *more: str, key_file: Path | None = None) -> Iterator[Server]:
+    """The real one, by its command; ``more``: options; ``key_file``: the cluster's key, if it is to have
+    one."""
     port, control = free_port("127.0.0.1"), f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
     command = [
         sys.executable,
@@ -341,7 +342,7 @@ def coordinator(model: Path, cores: list[int], *more: str) -> Iterator[Server]:
         str(port),
         "--control-address",
         control,
-        "--insecure",
+        *(["--key-file", str(key_file)] if key_file else ["--insecure"]),
         "--log-level",
         "warning",
         "--max-queue",

@@ -210,7 +210,7 @@ class Pools:
         reason."""
         limits, found = self._limits, []
         for worker in self.workers.values():
-            silent_s = now - worker.last_seen
+            silent_s = max(0.0, now - worker.last_seen)
             stuck_s = worker.last_seen - worker.progressed  # silence shows nothing about progress
             if worker.ended:
                 continue

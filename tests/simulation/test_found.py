@@ -54,7 +54,7 @@ def test_a_writer_that_was_shut_out_and_granted_one_lease_more_does_not_keep_its
     """A prefill worker was silent for long, and its way in, by a mover whose puts linger, was closed. It came
     back, was granted a lease, failed at its first put, and met the decode worker anew, by another mover; of
     that lease it reported nothing, and was asked for ever."""
-    worlds = [simulate(seed, draw_scenario(seed), requests=150) for seed in (6006, 6022, 6024)]
+    worlds = [simulate(seed, draw_scenario(seed), requests=150) for seed in (6081, 6094, 6096)]
     assert sum(world.counts["agents ended"] for world in worlds)
     assert sum(world.counts["leases left unsettled"] for world in worlds) >= 3
     assert not any(world.violations for world in worlds)

@@ -1,0 +1,223 @@
+"""Many prefill and decode workers without engines, in one process: each has a connection of its own to a real
+coordinator, beats, publishes a prefix cache and answers at once."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+import zmq
+
+from ..transport.channels.coordinator_link import identity_of
+from ..transport.channels.keys import ClusterKey
+from ..transport.messages.blocks import chain, root_hash
+from ..transport.messages.codec import decode, encode
+from ..transport.messages.messages import (
+    FROM_COORDINATOR,
+    BlockEvents,
+    Cancel,
+    FirstToken,
+    Hello,
+    Joined,
+    Load,
+    Message,
+    Prefill,
+    Role,
+    StepTokens,
+    Welcome,
+    from_u32,
+    u32,
+)
+from .fake_workers import MODEL
+
+NUM_BLOCKS = 1 << 15
+HASH_BYTES = 16
+COUNTERS = (
+    "output_tokens",
+    "step_sequences",
+    "preemptions",
+    "corrupt_blocks",
+    "handed_over",
+    "mover_fallbacks",
+)
+
+
+@dataclass(eq=False)
+class FakeWorker:
+    """One of them. ``rows``: of a decode worker, by dispatch each sequence's next index and its number of
+    tokens."""
+
+    name: str
+    role: Role
+    socket: zmq.Socket[bytes]
+    coordinator: int = 0  # its incarnation, once it has answered
+    num_cache_reports: int = 0
+    num_steps: int = 0
+    rows: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def send(self, *messages: Message) -> int:
+        """Return how many."""
+        self.socket.send_multipart([encode(message) for message in messages])
+        return len(messages)
+
+
+class FakeFleet:
+    """Half of them prefill workers. ``num_sent`` counts messages to the coordinator."""
+
+    def __init__(self, coordinator: str, key: ClusterKey, num_workers: int, token: int) -> None:
+        """``token``: of which all outputs consist."""
+        self._token, self._context = token, zmq.Context()
+        self._context.max_sockets = num_workers + 1
+        self._poller = zmq.Poller()
+        self.num_sent = 0
+        self.last_prompt = b""  # hashes of its blocks
+        self.workers: list[FakeWorker] = []
+        self._by_socket: dict[zmq.Socket[bytes], FakeWorker] = {}
+        self._decodes: dict[str, FakeWorker] = {}
+        roles: tuple[Role, Role] = ("prefill", "decode")
+        for number in range(num_workers):
+            role = roles[number % 2]
+            name = f"{role}-{number // 2}"
+            socket = self._context.socket(zmq.DEALER)
+            socket.linger, socket.routing_id = 0, identity_of(name, 1)
+            socket.curve_serverkey = socket.curve_publickey = key.public
+            socket.curve_secretkey = key.secret
+            socket.connect(coordinator)
+            worker = FakeWorker(name, role, socket)
+            self._poller.register(socket, zmq.POLLIN)
+            self._by_socket[socket] = worker
+            self.workers.append(worker)
+            if role == "decode":
+                self._decodes[name] = worker
+            self.num_sent += worker.send(self._hello(worker))
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.socket.close()
+        self._context.term()
+
+    # --- what they do by themselves ----------------------------------------------------------------------
+
+    def beat(self) -> None:
+        """Send a heartbeat of each worker."""
+        for worker in self.workers:
+            self.num_sent += worker.send(self._load(worker))
+
+    def store(self, hashes: bytes) -> None:
+        """Add these blocks to the prefix cache of each worker."""
+        for worker in self.workers:
+            self._publish(worker, hashes)
+
+    def store_own(self, num_blocks: int) -> None:
+        """Add as many blocks that no other worker has."""
+        for worker in self.workers:
+            self._publish(worker, os.urandom(num_blocks * HASH_BYTES))
+
+    def step(self) -> int:
+        """One token of every sequence. Return how many."""
+        count = 0
+        for worker in self._decodes.values():
+            if not worker.rows:
+                continue
+            dispatches, places = list(worker.rows), list(worker.rows.values())
+            ended = [row for row, (index, limit) in enumerate(places) if index + 1 >= limit]
+            message = StepTokens(
+                coordinator=worker.coordinator,
+                dispatches=u32(dispatches),
+                indices=u32([index for index, _ in places]),
+                tokens=u32([self._token] * len(places)),
+                finished=dict.fromkeys(ended, "length"),
+            )
+            self.num_sent += worker.send(message)
+            worker.rows = {d: (index + 1, limit) for d, (index, limit) in worker.rows.items()}
+            for row in ended:
+                del worker.rows[dispatches[row]]
+            worker.num_steps += 1
+            count += len(places)
+        return count
+
+    # --- what they are told ------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Handle what has arrived."""
+        for socket, _ in self._poller.poll(0):
+            worker = self._by_socket[socket]
+            while True:
+                try:
+                    frames = socket.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                for frame in frames:
+                    self._receive(worker, decode(frame, FROM_COORDINATOR))
+
+    def _receive(self, worker: FakeWorker, message: Message) -> None:
+        if isinstance(message, Welcome):
+            worker.coordinator = message.coordinator
+        elif isinstance(message, Prefill):
+            self._answer(worker, message)
+        elif isinstance(message, Cancel):
+            for dispatch in from_u32(message.dispatches):
+                worker.rows.pop(dispatch, None)
+
+    def _answer(self, worker: FakeWorker, message: Prefill) -> None:
+        spec = message.spec
+        owner, only = spec.coordinator, spec.sampling.max_tokens == 1
+        first = FirstToken(
+            coordinator=owner,
+            dispatch=spec.dispatch,
+            index=0,
+            token=self._token,
+            finished="length" if only else None,
+        )
+        if not only:
+            decode = self._decodes[message.decode.worker_id]
+            decode.rows[spec.dispatch] = (1, spec.sampling.max_tokens)
+            joined = Joined(coordinator=owner, dispatch=spec.dispatch, index=0, token=self._token)
+            self.num_sent += decode.send(joined)
+        self.num_sent += worker.send(first)
+        self.last_prompt = b"".join(
+            chain(root_hash(MODEL.kv_name, spec.salt), spec.token_ids, MODEL.block_size)
+        )
+
+    # --- messages ------------------------------------------------------------------------------------------
+
+    def _publish(self, worker: FakeWorker, hashes: bytes) -> None:
+        worker.num_cache_reports += 1
+        self.num_sent += worker.send(
+            BlockEvents(worker_id=worker.name, incarnation=1, number=worker.num_cache_reports, stored=hashes)
+        )
+
+    def _hello(self, worker: FakeWorker) -> Hello:
+        return Hello(
+            worker_id=worker.name,
+            incarnation=1,
+            role=worker.role,
+            host="fake",
+            pid=os.getpid(),
+            model=MODEL,
+            max_model_len=1 << 20,
+            vocab_size=1 << 20,
+            num_blocks=NUM_BLOCKS,
+            max_num_seqs=256,
+            max_batch_tokens=8192,
+            peer_address="tcp://127.0.0.1:1" if worker.role == "decode" else "",
+        )
+
+    def _load(self, worker: FakeWorker) -> Load:
+        return Load(
+            worker_id=worker.name,
+            incarnation=1,
+            blocks_free=NUM_BLOCKS,
+            blocks_cached=0,
+            blocks_used=0,
+            blocks_leased=0,
+            num_running=len(worker.rows),
+            num_waiting=0,
+            num_waiting_tokens=0,
+            steps=worker.num_steps,
+            busy=bool(worker.rows),
+            accepting=True,
+            dispatches=u32(list(worker.rows)),
+            num_cache_reports=worker.num_cache_reports,
+            counters=dict.fromkeys(COUNTERS, float(worker.num_steps)),
+        )

@@ -1,0 +1,313 @@
+"""What one coordinator process carries in a large cluster: processor time, connections, memory, messages.
+
+    python -m splitserve.bench.scale [--workers 10 100 1000] [--json bench/results/scale.json]
+
+The real coordinator, with encrypted channels, runs on the first core. This process, on the last one, plays
+the workers (fake_fleet.py) and the clients. For each size of cluster, the coordinator's processor time is
+divided by what it was given: heartbeats; blocks that workers report as cached; requests of one token, whose
+prompt is cached on no worker, then on all; steps of streams. ``needed`` adds that up for a load.
+
+``simulated``: the same load on the largest cluster under virtual time, every heartbeat and step of it:
+messages that the coordinator receives each second, and the time that its dispatcher took for them here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from ..planner.simulator.simulation import Simulation
+from ..traces.workload.arrivals import Arrivals
+from ..traces.workload.workload import Workload
+from ..transport.channels.keys import generate_key
+from ..transport.messages.messages import Message
+from .environment import environment
+from .fake_fleet import HASH_BYTES, FakeFleet
+from .http.front_door_requests import OpenLoop
+from .http.raw_client import RawClient, request_bytes
+from .http.streaming import PATH, TEXT, Server, coordinator, model_folder
+from .studies.simulator_speed import LENGTHS, cluster_of
+
+HEARTBEAT_S = 0.5  # the default of --heartbeat-s
+STORED_BLOCKS = 4096  # that each worker reports as cached: a reset report has so many at most
+STREAMS_PER_WORKER = 28  # of a decode worker: 1,667 requests/s of 211 tokens at 25 tokens/s, over 500
+MAX_STREAMS = 2000
+STEPS_PER_S = 25
+TOKEN = 300
+CHAT = {"model": "bench", "messages": [{"role": "user", "content": 45 * TEXT}]}  # some 1,150 tokens
+
+
+class Meter:
+    """The coordinator's processor time, and the messages that it is sent meanwhile."""
+
+    def __init__(self, server: Server, fleet: FakeFleet) -> None:
+        self._server, self._fleet = server, fleet
+        self._beat_at = time.monotonic()
+
+    def tend(self) -> None:
+        """Answer what has come, and beat when it is time."""
+        self._fleet.poll()
+        if time.monotonic() >= self._beat_at:
+            self._beat_at = time.monotonic() + HEARTBEAT_S
+            self._fleet.beat()
+
+    def cpu_s(self, seconds: float, work: Callable[[], None]) -> tuple[float, float, int]:
+        """Do ``work`` again and again. Return processor seconds, wall seconds and messages sent."""
+        begin, cpu, sent = time.monotonic(), self._server.cpu_s(), self._fleet.num_sent
+        while (took := time.monotonic() - begin) < seconds:
+            work()
+            self.tend()
+            time.sleep(0.0005)
+        return self._server.cpu_s() - cpu, took, self._fleet.num_sent - sent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--workers", type=int, nargs="+", default=[10, 100, 1000], help="sizes of the cluster"
+    )
+    parser.add_argument("--seconds", type=float, default=10.0, help="length of each measurement")
+    parser.add_argument("--rate", type=float, default=300.0, help="requests a second while they are measured")
+    parser.add_argument("--per-minute", type=float, default=100_000, help="requests of the load to add up")
+    parser.add_argument("--output-tokens", type=float, default=211, help="of each, in the mean")
+    parser.add_argument("--new-blocks", type=float, default=72, help="cached anew for each, on both workers")
+    parser.add_argument("--simulated-s", type=float, default=30.0, help="virtual seconds of the simulation")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    options = parser.parse_args()
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    cores = sorted(os.sched_getaffinity(0))
+    sizes: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        model = model_folder(Path(folder))
+        for num_workers in options.workers:
+            found = measured(model, Path(folder), cores, num_workers, options.seconds, options.rate)
+            found["needed"] = needed(found, options)
+            sizes[str(num_workers)] = found
+            print(num_workers, json.dumps(found, indent=1), flush=True)
+    seen = simulated(max(options.workers), options.per_minute / 60, options.simulated_s)
+    print(json.dumps(seen, indent=1))
+    if options.json:
+        record = {"environment": environment(), "workers": sizes, "simulated": seen}
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def measured(
+    model: Path, folder: Path, cores: list[int], num_workers: int, seconds: float, rate: float
+) -> dict[str, Any]:
+    """All figures of one size, each beside the heartbeats of all workers."""
+    with cluster(model, folder, cores, num_workers) as (server, fleet):
+        meter = Meter(server, fleet)
+        await_ready(server, fleet, meter)
+        idle_mb = server.rss_mb()
+        cpu, took, sent = meter.cpu_s(seconds, lambda: None)
+        beats_share = cpu / took
+        found: dict[str, Any] = {
+            "idle_mb": round(idle_mb, 1),
+            "open_files": server.process.num_fds(),
+            "heartbeats_per_s": round(sent / took),
+            "heartbeats_share_of_a_core": round(beats_share, 4),
+            "cpu_us_per_heartbeat": round(1e6 * cpu / sent, 1),
+        }
+        found |= caches(server, fleet, meter, num_workers, beats_share)
+        found["cpu_us_per_request"] = requests(server, meter, rate, seconds, beats_share)
+        hashes = fleet.last_prompt
+        fleet.store(hashes)
+        meter.cpu_s(2.0, lambda: None)
+        found["prompt_blocks"] = len(hashes) // HASH_BYTES
+        found["cpu_us_per_request_cached_on_all"] = requests(server, meter, rate, seconds, beats_share)
+        return found | streams(server, fleet, meter, num_workers, seconds)
+
+
+def caches(
+    server: Server, fleet: FakeFleet, meter: Meter, num_workers: int, beats_share: float
+) -> dict[str, Any]:
+    """Each worker reports blocks that no other one has."""
+    before, cpu, begin = server.rss_mb(), server.cpu_s(), time.monotonic()
+    fleet.store_own(STORED_BLOCKS)
+    while not _has_read_all(server, meter):
+        pass
+    used = server.cpu_s() - cpu - beats_share * (time.monotonic() - begin)
+    num_blocks = STORED_BLOCKS * num_workers
+    return {
+        "blocks_reported": num_blocks,
+        "cpu_us_per_block_reported": round(1e6 * used / num_blocks, 3),
+        "bytes_per_block": round(1e6 * (server.rss_mb() - before) / num_blocks, 1),
+        "with_caches_mb": round(server.rss_mb(), 1),
+    }
+
+
+def _has_read_all(server: Server, meter: Meter) -> bool:
+    """Whether the coordinator used nearly no time just now."""
+    cpu, took, _ = meter.cpu_s(2.0, lambda: None)
+    return cpu < 0.5 * took
+
+
+def requests(server: Server, meter: Meter, rate: float, seconds: float, beats_share: float) -> float:
+    """Processor microseconds of the coordinator for each request of one token."""
+    load = OpenLoop(server.port, request_bytes(PATH, {**CHAT, "max_tokens": 1}), 128)
+    begin, sent = time.monotonic(), 0
+
+    def work() -> None:
+        nonlocal sent
+        while sent < rate * seconds and begin + sent / rate <= time.monotonic():
+            load.send(begin + sent / rate)
+            sent += 1
+        load.receive(0)
+
+    cpu, took, _ = meter.cpu_s(seconds, work)
+    while load.num_open or sent < rate * seconds:
+        more_cpu, more_s, _ = meter.cpu_s(0.2, work)
+        cpu, took = cpu + more_cpu, took + more_s
+        assert took < seconds + 60, f"{load.num_open} of {sent} are not answered"
+    load.close()
+    assert not load.num_errors, f"{load.num_errors} of {sent} requests failed"
+    return round(1e6 * (cpu - beats_share * took) / sent, 1)
+
+
+def streams(
+    server: Server, fleet: FakeFleet, meter: Meter, num_workers: int, seconds: float
+) -> dict[str, Any]:
+    """Each step of a decode worker is a message with a token of each of its streams."""
+    num_streams = min(MAX_STREAMS, STREAMS_PER_WORKER * num_workers // 2)
+    before = server.rss_mb()
+    client = RawClient(server.port, num_streams)
+    client.send_all(request_bytes(PATH, {**CHAT, "stream": True, "max_tokens": 900_000}))
+    received, deadline = 0, time.monotonic() + 60
+    while received < 2 * num_streams:
+        assert time.monotonic() < deadline, f"{received} of {2 * num_streams} first events came"
+        received += client.count(0.01)[0]
+        meter.tend()
+    open_mb = server.rss_mb()
+    beats_cpu, beats_s, _ = meter.cpu_s(seconds / 2, lambda: None)
+    beats_share = beats_cpu / beats_s  # of the same streams, whose numbers heartbeats carry
+    num_tokens, step_at = 0, time.monotonic()
+
+    def work() -> None:
+        nonlocal num_tokens, step_at
+        client.count(0)
+        if time.monotonic() >= step_at:
+            step_at = max(step_at + 1 / STEPS_PER_S, time.monotonic() - 1 / STEPS_PER_S)
+            num_tokens += fleet.step()
+
+    steps = sum(worker.num_steps for worker in fleet.workers)
+    cpu, took, _ = meter.cpu_s(seconds, work)
+    steps = sum(worker.num_steps for worker in fleet.workers) - steps
+    client.close()
+    return {
+        "streams": num_streams,
+        "kb_per_stream": round(1e3 * (open_mb - before) / num_streams, 1),
+        "streams_per_decode_worker": round(num_tokens / steps, 1),
+        "tokens_per_s": round(num_tokens / took),
+        "step_messages_per_s": round(steps / took),
+        "heartbeats_share_with_streams": round(beats_share, 4),
+        "cpu_us_per_token": round(1e6 * (cpu - beats_share * took) / num_tokens, 2),
+    }
+
+
+def needed(found: dict[str, Any], options: argparse.Namespace) -> dict[str, float]:
+    """Processor time of all coordinators together, in cores, for the load. Heartbeats and reports of caches
+    go to each coordinator; requests and their tokens to one."""
+    rate = options.per_minute / 60
+    each = {
+        "heartbeats": found["heartbeats_share_of_a_core"],
+        "cache_reports": 2 * rate * options.new_blocks * found["cpu_us_per_block_reported"] / 1e6,
+    }
+    divided = {
+        "requests": rate * found["cpu_us_per_request_cached_on_all"] / 1e6,
+        "tokens": rate * options.output_tokens * found["cpu_us_per_token"] / 1e6,
+    }
+    left = 0.7 - sum(each.values())  # of a core that is busy for 70%
+    return {
+        **{f"{name}_cores_each": round(cores, 3) for name, cores in each.items()},
+        **{f"{name}_cores": round(cores, 3) for name, cores in divided.items()},
+        "coordinators_at_70_percent": round(sum(divided.values()) / left, 2) if left > 0 else float("inf"),
+    }
+
+
+def simulated(num_workers: int, rate: float, seconds: float) -> dict[str, Any]:
+    """Conversations, on workers that are about as fast as 70B models need them. Messages and time are of the
+    last third, when as many requests end as begin."""
+    lengths = LENGTHS["conversation"]
+    load = Workload(arrivals=Arrivals(rate=rate), lengths=lengths, sessions=None)
+    simulation = Simulation(cluster_of("conversation", num_workers), jumps=False)
+    played, received, took, num_submitted, first_at = simulation.coordinator, Counter[str](), 0.0, 0, inf
+    receive_from, submit = played.receive_from, played.submit
+
+    def counts() -> bool:
+        return seconds * 2 / 3 <= simulation.queue.now - first_at < seconds
+
+    def timed(call: Callable[..., None], *args: Any) -> None:
+        nonlocal took
+        begin = time.process_time()
+        call(*args)
+        if counts():
+            took += time.process_time() - begin
+
+    def receive(identity: bytes, messages: Sequence[Message]) -> None:
+        if counts():
+            received.update(type(message).__name__ for message in messages)
+        timed(receive_from, identity, messages)
+
+    def submitted(*args: Any) -> None:
+        nonlocal num_submitted, first_at
+        first_at = min(first_at, simulation.queue.now)
+        num_submitted += counts()
+        timed(submit, *args)
+
+    played.receive_from = receive  # type: ignore[method-assign]
+    played.submit = submitted  # type: ignore[method-assign, assignment]
+    tallies = simulation.run(load.trace(0, max_requests=round(rate * seconds)))
+    latency = tallies.percentiles()
+    return {
+        "workers": num_workers,
+        "requests": tallies.num_requests,
+        "outcomes": dict(tallies.outcomes),
+        "requests_per_s": round(num_submitted * 3 / seconds),
+        "received_per_s": {name: round(count * 3 / seconds, 1) for name, count in received.most_common()},
+        "dispatcher_cores": round(took * 3 / seconds, 3),
+        "latency_s": {name: {p: latency[name][p] for p in ("p50", "p99")} for name in ("ttft", "tpot")},
+    }
+
+
+@contextmanager
+def cluster(
+    model: Path, folder: Path, cores: list[int], num_workers: int
+) -> Iterator[tuple[Server, FakeFleet]]:
+    """A coordinator with these workers."""
+    key_file = folder / f"{num_workers}.key"
+    key = generate_key(key_file)
+    with coordinator(model, cores, "--dead-after-s", "60", key_file=key_file) as server:
+        fleet = FakeFleet(server.control, key, num_workers, TOKEN)
+        try:
+            yield server, fleet
+        finally:
+            fleet.close()
+
+
+def await_ready(server: Server, fleet: FakeFleet, meter: Meter) -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        meter.cpu_s(0.5, lambda: None)
+        fleet.step()
+        if httpx.get(f"http://127.0.0.1:{server.port}/ready").status_code == 200:
+            return
+        assert time.monotonic() < deadline, "the coordinator did not become ready"
+
+
+if __name__ == "__main__":
+    main()
