@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,8 +52,11 @@ class PackedLinear:
         self._code = DTYPE_CODES[self._dtype]
 
         def pack(memory: Tensor) -> None:
-            whole = joined(weight).contiguous()
-            _cpu.pack_linear(whole.data_ptr(), memory.data_ptr(), self._n, self._k, self._code)
+            parts = [part.contiguous() for part in ([weight] if isinstance(weight, Tensor) else weight)]
+            table = np.array([(part.data_ptr(), len(part)) for part in parts], np.int64)
+            _cpu.pack_linear(
+                table.ctypes.data, memory.data_ptr(), self._n, self._k, self._code, packed.num_threads
+            )
 
         count = -(-self._n // panel) * panel * -(-self._k // 2) * 2
         self._packed = packed.filled(count, self._dtype, pack)

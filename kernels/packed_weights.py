@@ -40,7 +40,9 @@ class PackedWeights:
     """``filled`` for each weight in a fixed order, then ``finish``. ``paths``: the first of these files that
     is there is read; the first that can be written is. None: nothing is kept."""
 
-    def __init__(self, paths: Sequence[Path] = ()) -> None:
+    def __init__(self, paths: Sequence[Path] = (), num_threads: int = 1) -> None:
+        """``num_threads``: that pack."""
+        self.num_threads = num_threads
         self._paths, self._arena = paths, HugePageArena()
         self._given: list[Tensor] = []  # uint8
         self._fresh = False  # some are not in the file

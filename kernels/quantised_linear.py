@@ -145,6 +145,7 @@ class QuantisedLinear:
                 part.ctypes.data, codes.data_ptr(), 0 if layout.one_scale else scales.data_ptr(),
                 0 if offsets is None else offsets.data_ptr(), layout.columns,
                 min(layout.group_size, group) if layout.group_size < layout.columns else group,
+                packed.num_threads,
             )  # fmt: skip
             if layout.one_scale:
                 memory[end:].view(torch.float32)[: layout.rows] = scales.flatten()

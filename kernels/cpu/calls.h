@@ -39,6 +39,14 @@ void share(int64_t items, double work, F&& body) {
   pool.run(items, (items + pool.size() - 1) / pool.size(), body);
 }
 
+// The same on threads of its own, for a start: cores that later are other workers' still have nothing to do.
+template <class F>
+void share_packing(int64_t threads, int64_t items, double work, F&& body) {
+  ThreadPool packers;
+  if (work >= kShortCall) packers.resize(threads);
+  packers.run(items, packers.size() > 1 ? 1 : items, body);
+}
+
 double work_of(const LinearArgs& g) { return double(g.m) * double(g.n) * double(g.k); }
 double work_of(const RopeArgs& g, int64_t num_tokens) { return double(num_tokens * (g.num_heads + g.planes * g.num_kv_heads) * g.head_dim); }
 double work_of(const NormArgs& g, int64_t rows) { return double(rows * g.n); }

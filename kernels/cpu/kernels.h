@@ -36,6 +36,18 @@ struct PackArgs {
   int64_t k, group;          // group: a multiple of block
 };
 
+struct PackedPart {          // some of a linear's outputs
+  const void* weight;        // [rows, k]
+  int64_t rows;
+};
+
+struct PackLinearArgs {
+  const PackedPart* parts;   // one above the other [n, k]
+  void* packed;              // [ceil(n / panel)] panels
+  int64_t n, k;
+  Dtype dtype;
+};
+
 struct LinearArgs {          // y[m][n] = sum_k x[m][k] w[n][k] + bias[n]
   const void* x;             // [m, k]
   const void* packed;        // [ceil(n / panel)] panels, see pack_linear; or QuantisedPart[num_parts]
@@ -119,7 +131,7 @@ struct Kernels {
   const char* name;
   int64_t vector_width;      // float32 lanes
   int64_t panel;             // columns of a packed panel
-  void (*pack_linear)(const void* weight, void* packed, int64_t n, int64_t k, Dtype dtype);
+  void (*pack_linear)(const PackLinearArgs&, int64_t first_panel, int64_t last_panel);
   void (*linear)(const LinearArgs&, int64_t first_panel, int64_t last_panel);
   void (*pack_quantised)(const PackArgs&, int64_t first_panel, int64_t last_panel);
   void (*quantised_linear)(const LinearArgs&, int64_t first_panel, int64_t last_panel);

@@ -13,22 +13,32 @@ constexpr int64_t LEAST_TILES = 4;  // of a block of x, however large k is
 
 static inline int64_t even(int64_t k) { return (k + 1) / 2 * 2; }
 
-static void pack_linear_of(const float* weight, float* packed, int64_t n, int64_t k) {
-  for (int64_t start = 0; start < n; start += PANEL, packed += even(k) * PANEL)
-    for (int64_t j = 0; j < PANEL; ++j)
-      for (int64_t i = 0; i < even(k); ++i) packed[i * PANEL + j] = start + j < n && i < k ? weight[(start + j) * k + i] : 0.0f;
-}
-
-static void pack_linear_of(const bf16* weight, bf16* packed, int64_t n, int64_t k) {
-  for (int64_t start = 0; start < n; start += PANEL, packed += even(k) * PANEL)
-    for (int64_t j = 0; j < PANEL; ++j)
-      for (int64_t i = 0; i < even(k); ++i)
-        packed[(i / 2 * PANEL + j) * 2 + i % 2] = start + j < n && i < k ? weight[(start + j) * k + i] : bf16{};
-}
-
-static void pack_linear(const void* weight, void* packed, int64_t n, int64_t k, Dtype dtype) {
-  if (dtype == kFloat32) pack_linear_of(static_cast<const float*>(weight), static_cast<float*>(packed), n, k);
-  else pack_linear_of(static_cast<const bf16*>(weight), static_cast<bf16*>(packed), n, k);
+// Rows to columns, by words of 4 bytes: a number, or two of bfloat16.
+static void pack_linear(const PackLinearArgs& g, int64_t first, int64_t last) {
+  const int64_t item = g.dtype == kFloat32 ? 4 : 2, row_bytes = g.k * item, words = even(g.k) * item / 4;
+  const PackedPart* part = g.parts;
+  int64_t part_end = part->rows;
+  for (int64_t p = first; p < last; ++p) {
+    const char* rows[PANEL];
+    for (int64_t j = 0, row = p * PANEL; j < PANEL; ++j, ++row) {
+      while (row >= part_end && row < g.n) part_end += (++part)->rows;
+      rows[j] = row < g.n ? static_cast<const char*>(part->weight) + (row - part_end + part->rows) * row_bytes : nullptr;
+    }
+    uint32_t* out = static_cast<uint32_t*>(g.packed) + p * words * PANEL;
+    for (int64_t word = 0; word < words; word += W, out += W * PANEL)
+      for (int v = 0; v < kPanelVectors; ++v) {
+        vu block[W];
+        for (int64_t i = 0; i < W; ++i) {
+          block[i] = vu{};
+          const char* row = rows[v * W + i];
+          const int64_t left = row_bytes - word * 4;
+          if (row && left >= VECTOR_BYTES) std::memcpy(&block[i], row + word * 4, VECTOR_BYTES);
+          else if (row) std::memcpy(&block[i], row + word * 4, size_t(left));
+        }
+        transpose(block);
+        for (int64_t i = 0; i < smaller(W, words - word); ++i) *reinterpret_cast<vu_any*>(out + i * PANEL + v * W) = block[i];
+      }
+  }
 }
 
 // Step `step` of a row of x, which ends after k numbers.
@@ -49,13 +59,29 @@ struct RowTiles {
   int64_t start(int64_t tile) const { return tile * (m / count) + smaller(tile, m % count); }
 };
 
-// x's rows as tiles [steps][height], one after the other.
+// W steps of up to W rows. Writes W - height words too many.
+template <class X, class T>
+static inline void transpose_block(const T* rows, int64_t k, int64_t height, X* out) {
+  vu block[W];
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < W; ++i) block[i] = i < height ? *reinterpret_cast<const vu_any*>(rows + i * k) : vu{};
+  transpose(block);
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < W; ++i) *reinterpret_cast<vu_any*>(out + i * height) = block[i];
+}
+
+// x's rows as tiles [steps][height], one after the other; up to W words behind them are written, too.
 template <class X, class T>
 static void pack_rows(const T* x, int64_t k, const RowTiles& tiles, int64_t steps, X* out) {
+  constexpr bool kCopies = sizeof(X) == kStepDepth<X> * sizeof(T) && ROW_TILE <= W;
   for (int64_t t = 0; t < tiles.count; ++t) {
     const int64_t start = tiles.start(t), height = tiles.start(t + 1) - start;
+    const T* rows = x + start * k;
+    int64_t done = 0;
+    if constexpr (kCopies)
+      for (; (done + W) * kStepDepth<X> <= k; done += W) transpose_block(rows + done * kStepDepth<X>, k, height, out + done * height);
     for (int64_t i = 0; i < height; ++i)
-      for (int64_t j = 0; j < steps; ++j) take(x + (start + i) * k, j, k, out[j * height + i]);
+      for (int64_t j = done; j < steps; ++j) take(rows + i * k, j, k, out[j * height + i]);
     out += steps * height;
   }
 }
@@ -94,7 +120,7 @@ static void linear_as(const LinearArgs& g, int64_t first, int64_t last) {
   static thread_local Floats x_buffer, c_buffer, piece_buffer;
   const int64_t steps = (g.k + depth - 1) / depth, row_bytes = steps * int64_t(sizeof(X));
   const int64_t block = smaller(g.m, larger(LEAST_TILES, X_BLOCK_BYTES / row_bytes / ROW_TILE) * ROW_TILE);
-  X* const x = reinterpret_cast<X*>(x_buffer.reserve(block * row_bytes / int64_t(sizeof(float))));
+  X* const x = reinterpret_cast<X*>(x_buffer.reserve(block * row_bytes / int64_t(sizeof(float)) + W));
   float *const c = c_buffer.reserve(block * PANEL), *const piece = piece_buffer.reserve(kWidensPieces ? k_block * PANEL : 0);
   const T *packed = static_cast<const T*>(g.packed), *bias = static_cast<const T*>(g.bias);
   for (int64_t m0 = 0; m0 < g.m; m0 += block) {

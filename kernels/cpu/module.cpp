@@ -55,13 +55,13 @@ struct Arguments {
 
 PyObject* pack_linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments a{values, count};
-  const void* weight = a.input();
-  void* packed = a.address<void>();
-  const int64_t n = a.integer(), k = a.integer();
-  const Dtype dtype = a.dtype();
+  PackLinearArgs g;
+  g.parts = a.address<const PackedPart>(); g.packed = a.address<void>();
+  g.n = a.integer(); g.k = a.integer(); g.dtype = a.dtype();
+  const int64_t threads = a.integer();
   if (!a.complete()) return nullptr;
   Py_BEGIN_ALLOW_THREADS
-  active->pack_linear(weight, packed, n, k, dtype);
+  share_packing(threads, panels(g.n), double(g.n * g.k), [&](int64_t first, int64_t last) { active->pack_linear(g, first, last); });
   Py_END_ALLOW_THREADS
   Py_RETURN_NONE;
 }
@@ -72,10 +72,11 @@ PyObject* pack_quantised(PyObject*, PyObject* const* values, Py_ssize_t count) {
   const auto* part = a.address<const QuantisedPart>();
   g.codes = a.address<const uint8_t>(); g.scales = a.address<const float>(); g.offsets = a.address<const float>();
   g.k = a.integer(); g.group = a.integer();
+  const int64_t threads = a.integer();
   if (!a.complete()) return nullptr;
   g.part = *part;
   Py_BEGIN_ALLOW_THREADS
-  share(panels(g.part.n), 8.0 * double(g.part.n * g.k), [&](int64_t first, int64_t last) { active->pack_quantised(g, first, last); });
+  share_packing(threads, panels(g.part.n), 8.0 * double(g.part.n * g.k), [&](int64_t first, int64_t last) { active->pack_quantised(g, first, last); });
   Py_END_ALLOW_THREADS
   Py_RETURN_NONE;
 }
@@ -225,9 +226,9 @@ PyObject* use_instruction_set(PyObject*, PyObject* name) {
 
 PyMethodDef methods[] = {
 #define FAST(name, doc) {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(name)), METH_FASTCALL, doc}
-    FAST(pack_linear, "weight, packed, n, k, dtype"),
+    FAST(pack_linear, "parts, packed, n, k, dtype, threads"),
     FAST(linear, "x, packed or parts, number of parts or 0, bias or 0, y, m, n, k, dtype"),
-    FAST(pack_quantised, "part, codes, scales or 0, offsets or 0, k, group"),
+    FAST(pack_quantised, "part, codes, scales or 0, offsets or 0, k, group, threads"),
     FAST(attention, "q, q_stride, pool, out, query_start_loc, seq_lens, block_tables, sinks or 0, num_seqs, table_stride, num_layers, layer, "
                     "block_size, num_heads, num_kv_heads, head_dim, planes, window, scale, softcap, dtype, cache, kv_scales or 0"),
     FAST(rope_and_store, "qkv, pool, cos_sin, positions, slots, q_norm or 0, k_norm or 0, num_tokens, num_layers, layer, block_size, "

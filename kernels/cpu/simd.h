@@ -34,6 +34,7 @@ typedef uint32_t vu __attribute__((vector_size(VECTOR_BYTES)));
 typedef int32_t vi __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint16_t vh __attribute__((vector_size(VECTOR_BYTES / 2)));
 typedef float vf_any __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
+typedef uint32_t vu_any __attribute__((vector_size(VECTOR_BYTES), aligned(2), may_alias));
 typedef uint16_t vh_any __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2), may_alias));
 
 struct bf16 { uint16_t bits; };
@@ -74,6 +75,28 @@ static inline void narrow(float* p, float x) { *p = x; }
 static inline void narrow(bf16* p, float x) {
   uint32_t u; std::memcpy(&u, &x, 4);
   p->bits = x != x ? 0x7fc0 : uint16_t((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+}
+
+// Words [W rows][W] transposed in place.
+template <int S, int... L>
+static inline void exchange(vu& a, vu& b, std::integer_sequence<int, L...>) {  // halves of 2 S lanes
+  const vu first = a, second = b;
+#if defined(__clang__)
+  a = __builtin_shufflevector(first, second, (L & S ? W + (L ^ S) : L)...);
+  b = __builtin_shufflevector(first, second, (L & S ? W + L : L ^ S)...);
+#else
+  a = __builtin_shuffle(first, second, vu{(L & S ? W + (L ^ S) : L)...});
+  b = __builtin_shuffle(first, second, vu{(L & S ? W + L : L ^ S)...});
+#endif
+}
+template <int S = W / 2>
+static inline __attribute__((always_inline)) void transpose(vu* rows) {
+  if constexpr (S > 0) {
+#pragma GCC unroll 16
+    for (int i = 0; i < W; ++i)
+      if (!(i & S)) exchange<S>(rows[i], rows[i + S], std::make_integer_sequence<int, W>{});
+    transpose<S / 2>(rows);
+  }
 }
 
 static inline vf select(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
