@@ -27,6 +27,7 @@ class CpuThreads:
     cores: tuple[int, ...]
     own: bool
     reason: str
+    loading: int = 1  # for the start alone: this worker's part of the cores that are left
 
     @property
     def bound(self) -> tuple[int, ...]:
@@ -51,16 +52,16 @@ def choose_threads(
     free = [core for core in cores if core not in taken]
     usable = max(1, int(min(len(cores), quota)))
     left = max(0, min(len(free), usable - (len(cores) - len(free))))
-    count = max(1, left // (1 + absent)) if asked == AUTO else asked
+    part = max(1, left // (1 + absent))
+    count = part if asked == AUTO else asked
     own = tuple([*free, *(core for core in cores if core in taken)][:count])
     reason = f"{left} of {usable} cores are left on this host"
     if absent:
         reason += f", workers still to start: {absent}"
     if count > left:
         reason += "; its threads share cores with other workers"
-    return CpuThreads(
-        count, own, count + absent <= len(free), f"auto: {reason}" if asked == AUTO else f"asked; {reason}"
-    )
+    reason = f"auto: {reason}" if asked == AUTO else f"asked; {reason}"
+    return CpuThreads(count, own, count + absent <= len(free), reason, max(part, count))
 
 
 def usable_cores() -> list[int]:

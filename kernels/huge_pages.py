@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 HUGE_PAGE_BYTES = 2 << 20
-CHUNK_BYTES = 32 << 20  # of packed weights
+CHUNK_BYTES = 256 << 20  # of packed weights; the last huge page of each is used in part
 FIRST_BYTES = 64 << 20  # found at once: what the first requests use
 POPULATED_BYTES = (
     1 << 30

@@ -113,6 +113,9 @@ class RandomTensors:
     def has(self, name: str) -> bool:
         return name in self._shapes
 
+    def drop_pages(self) -> None:
+        """They are memory of this process."""
+
     def stored(self, name: str) -> Tensor:
         return self.tensor(name)
 

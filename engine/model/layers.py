@@ -40,6 +40,9 @@ class TensorSource(Protocol):
 
     def has(self, name: str) -> bool: ...
 
+    def drop_pages(self) -> None:
+        """Give back the memory that reading took."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerLoader:
@@ -54,13 +57,15 @@ class LayerLoader:
 
     def each(self, make: Callable[[int], Layer], count: int) -> list[Layer]:
         """[make(0), make(1), ...], several at a time."""
-        if self.num_threads == 1:
-            return [make(i) for i in range(count)]
 
         def made(i: int) -> Layer:
             with torch.inference_mode():  # a thread's own setting
-                return make(i)
+                layer = make(i)
+            self.checkpoint.drop_pages()
+            return layer
 
+        if self.num_threads == 1:
+            return [made(i) for i in range(count)]
         with ThreadPoolExecutor(self.num_threads, "load-weights") as threads:
             return list(threads.map(made, range(count)))
 

@@ -37,7 +37,7 @@ Shape = tuple[int, ...]
 class StoredTensor:
     dtype: str  # as safetensors or GGUF names it
     shape: tuple[int, ...]
-    begin: int  # byte among the tensors; of GGUF: in the file
+    begin: int  # byte in the file
     end: int
 
 
@@ -106,10 +106,10 @@ def check_tensors(
 def header_of(file: Path) -> dict[str, StoredTensor]:
     """The tensors of a file. Raises WeightsError."""
     try:
-        num_bytes, header = _read_table(file) if file.name == WEIGHTS else _read_header(file)
+        first, num_bytes, header = _read_table(file) if file.name == WEIGHTS else _read_header(file)
         tensors = json.loads(header)
         tensors.pop("__metadata__", None)
-        found = {name: _stored(entry, num_bytes) for name, entry in tensors.items()}
+        found = {name: _stored(entry, first, num_bytes) for name, entry in tensors.items()}
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or f"{error}"
         raise WeightsError(
@@ -127,8 +127,8 @@ def _format_of(file: Path) -> str:
     return "GGUF" if file.name == WEIGHTS else "safetensors"
 
 
-def _read_header(file: Path) -> tuple[int, bytes]:
-    """Bytes of its tensors, and the header. Raises OSError or ValueError."""
+def _read_header(file: Path) -> tuple[int, int, bytes]:
+    """The first byte of its tensors, how many they are, and the header. Raises OSError or ValueError."""
     with open(
         os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb"
     ) as handle:  # a pipe would wait for its writer
@@ -138,15 +138,15 @@ def _read_header(file: Path) -> tuple[int, bytes]:
         length = int.from_bytes(handle.read(8), "little")
         if status.st_size < 8 or length > min(MAX_HEADER_BYTES, status.st_size - 8):
             raise ValueError(f"it has {status.st_size:,} bytes, and claims a header of {length:,}")
-        return status.st_size - 8 - length, handle.read(length)
+        return 8 + length, status.st_size - 8 - length, handle.read(length)
 
 
-def _read_table(file: Path) -> tuple[int, bytes]:
-    """Bytes of the file, and the table beside it. Raises OSError."""
-    return file.stat().st_size, (file.parent / TABLE).read_bytes()
+def _read_table(file: Path) -> tuple[int, int, bytes]:
+    """The same of the table beside the file. Raises OSError."""
+    return 0, file.stat().st_size, (file.parent / TABLE).read_bytes()
 
 
-def _stored(entry: Any, num_bytes: int) -> StoredTensor:
+def _stored(entry: Any, first: int, num_bytes: int) -> StoredTensor:
     """Raises ValueError, or what a wrong type raises."""
     shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
     if not all(type(number) is int and 0 <= number < 1 << 48 for number in (*shape, begin, end)):
@@ -156,7 +156,7 @@ def _stored(entry: Any, num_bytes: int) -> StoredTensor:
     numbers, size = BLOCKS.get(entry["dtype"]) or (1, ITEM_BYTES[entry["dtype"]])
     if math.prod(shape) * size != (end - begin) * numbers or (numbers > 1 and shape[-1] % numbers):
         raise ValueError(f"a tensor of shape {list(shape)} in {entry['dtype']} has {end - begin:,} bytes")
-    return StoredTensor(entry["dtype"], shape, begin, end)
+    return StoredTensor(entry["dtype"], shape, first + begin, first + end)
 
 
 def _indexed_files(path: Path) -> list[Path]:

@@ -72,6 +72,7 @@ NO_LOGPROBS: dict[int, list[TokenLogprobs]] = {}
 LOGPROB_ROWS = 64  # logits of this many prompt tokens are held at a time
 GPU_GROUP = 16  # inputs: groups that share a scale are multiples of it
 LOADING_THREADS = {"cpu": 1, "cuda": 8}
+PACKING_THREADS = 16  # and no more: memory is the limit
 TORCH_SPLITS = 1 << 20  # elements that torch sums on several threads
 WARM_UP_TOKENS = (64, 512)  # and on a GPU ``max_prefill_tokens``: its kernels come in sizes
 
@@ -136,7 +137,8 @@ class ModelRunner:
         packed = PackedWeights(
             kept_files(engine.model_path, weights_name, engine.dtype, engine.exact)
             if self.device.type == "cpu"
-            else ()
+            else (),
+            min(threads.loading, PACKING_THREADS),
         )
         try:
             with new_threads_bound(threads.bound[1:]):
