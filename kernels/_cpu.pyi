@@ -41,6 +41,7 @@ def rope_and_store(
     slots: int,
     q_norm: int,
     k_norm: int,
+    norms_each_head: bool,
     num_tokens: int,
     num_layers: int,
     layer: int,

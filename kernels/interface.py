@@ -29,7 +29,8 @@ class RopeInputs:
     positions    int32 [num_tokens]
     slot_mapping int64 [num_tokens]               block * block_size + offset
     cos_sin      float32 [max_model_len, head_dim] cosines, then sines
-    q_norm       [head_dim] or None               RMSNorm of each head before the rotation (Qwen3)
+    q_norm       [head_dim] or None               RMSNorm of each head before the rotation (Qwen3); or
+                 [num_heads, head_dim]            LayerNorm of each head, each with its weight (Command-R+)
     """
 
     positions: Tensor

@@ -226,7 +226,8 @@ class NativeCpuKernels:
         _check(qkv, qkv.dtype, (rope.num_heads + pool.shape[2] * rope.num_kv_heads) * rope.head_dim)
         _cpu.rope_and_store(
             qkv.data_ptr(), pool.data_ptr(), rope.cos_sin.data_ptr(), rope.positions.data_ptr(),
-            rope.slot_mapping.data_ptr(), address(rope.q_norm), address(rope.k_norm), rows,
+            rope.slot_mapping.data_ptr(), address(rope.q_norm), address(rope.k_norm),
+            rope.q_norm is not None and rope.q_norm.dim() == 2, rows,
             pool.shape[1], layer, pool.shape[4], rope.num_heads, rope.num_kv_heads, rope.head_dim,
             pool.shape[2], rope.norm_eps, *cache_codes(qkv.dtype, pool), address(rope.kv_scales),
         )  # fmt: skip

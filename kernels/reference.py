@@ -147,8 +147,8 @@ class TorchKernels:
     def rope_and_store(self, qkv: Tensor, pool: Tensor, layer: int, rope: RopeInputs) -> Tensor:
         q, k, v = split_qkv(qkv, rope.num_heads, rope.num_kv_heads, rope.head_dim)
         if rope.q_norm is not None and rope.k_norm is not None:
-            q = _rms_norm(q, rope.q_norm, rope.norm_eps)
-            k = _rms_norm(k, rope.k_norm, rope.norm_eps)
+            q = _norm_of_heads(q, rope.q_norm, rope.norm_eps)
+            k = _norm_of_heads(k, rope.k_norm, rope.norm_eps)
         angles = rope.cos_sin[rope.positions.long()].unsqueeze(1)  # [num_tokens, 1, head_dim]
         block_size = pool.shape[4]
         written = rope.slot_mapping >= 0
@@ -253,6 +253,14 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (normed * weight.float()).to(x.dtype)
+
+
+def _norm_of_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See ``RopeInputs.q_norm``."""
+    wide = x.float()
+    if weight.dim() == 2:
+        wide = wide - wide.mean(-1, keepdim=True)
+    return _rms_norm(wide, weight, eps).to(x.dtype)
 
 
 def _rotate(x: Tensor, angles: Tensor) -> Tensor:

@@ -77,16 +77,17 @@ def norm(hidden: int, dtype: torch.dtype = BFLOAT16) -> None:
 
 
 def rope(
-    head_dim: int, cache_dtype: torch.dtype = BFLOAT16, dtype: torch.dtype = BFLOAT16, head_norms: bool = True
+    head_dim: int, cache_dtype: torch.dtype = BFLOAT16, dtype: torch.dtype = BFLOAT16, norm: int = 1
 ) -> None:
+    """``norm``: dimensions of the norms' weights; 0: there are none."""
     pool, scales = _pool(head_dim, 8, 64, cache_dtype)
     positions, slots, cos_sin = (
         empty(8, dtype=torch.int32),
         empty(8, dtype=torch.int64),
         empty(64, head_dim, dtype=torch.float32),
     )
-    weight = empty(head_dim, dtype=dtype) if head_norms else None
-    inputs = RopeInputs(positions, slots, cos_sin, 32, 8, head_dim, weight, weight, 1e-6, scales)
+    q, k = (empty(*[heads] * (norm - 1), head_dim, dtype=dtype) if norm else None for heads in (32, 8))
+    inputs = RopeInputs(positions, slots, cos_sin, 32, 8, head_dim, q, k, 1e-6, scales)
     rope_and_store(empty(8, 48 * head_dim, dtype=dtype), pool, 1, inputs)
 
 
@@ -168,8 +169,9 @@ OTHERS: dict[str, Callable[[], object]] = {
     "norm 4096": lambda: norm(4096),
     "norm 2560": lambda: norm(2560),
     "norm 896 float16": lambda: norm(896, FLOAT16),
-    "rope 64 float16": lambda: rope(64, FLOAT16, FLOAT16, head_norms=False),
-    "rope 96 fp8": lambda: rope(96, FP8, head_norms=False),
+    "rope 64 float16": lambda: rope(64, FLOAT16, FLOAT16, norm=0),
+    "rope 96 fp8": lambda: rope(96, FP8, norm=0),
+    "rope 128, norms of each": lambda: rope(128, norm=2),
     "rope 128": lambda: rope(128),
     "rope 128 fp8": lambda: rope(128, FP8),
     "rope 256 fp8 float16": lambda: rope(256, FP8, FLOAT16),

@@ -49,7 +49,7 @@ class ModelConfig:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    qk_norm: Literal["", "head", "all"]
+    qk_norm: Literal["", "head", "all", "each"]
     unit_norms: bool
     layer_norms: bool
     parallel: bool
@@ -131,7 +131,6 @@ def parse_config(
     quantisation = parse_quantisation(config.get("quantization_config") or {}, modelopt or {})
     family = FAMILIES[architecture]
     config = family.config(config)
-    _refuse_unsupported(config, family.refused)
     activation = _activation(config)
     num_heads = positive_int(config, "num_attention_heads")
     num_kv_heads = positive_int(
@@ -181,7 +180,7 @@ def parse_config(
         qkv_bias=has(family.qkv_bias),
         o_bias=has(family.o_bias),
         mlp_bias=has(family.mlp_bias),
-        qk_norm=family.qk_norm,
+        qk_norm=family.qk_norm if config.get("use_qk_norm", True) else "",
         unit_norms=bool(config.get("unit_norms", family.unit_norms)),
         layer_norms=family.layer_norms,
         parallel=family.parallel,
@@ -223,12 +222,6 @@ def _architecture(config: dict[str, Any]) -> str:
             + f" (supported: {', '.join(FAMILIES)})"
         )
     return str(architectures[0])
-
-
-def _refuse_unsupported(config: dict[str, Any], refused: tuple[str, ...]) -> None:
-    for key in refused:
-        if config.get(key):
-            raise ModelConfigError(f"config.json: {key} is not supported; it must be false")
 
 
 def _activation(config: dict[str, Any]) -> Activation:

@@ -26,7 +26,8 @@ class DecoderLayer:
             weight = norm(of) if config.qk_norm else None
             if weight is None or rows is None:
                 return weight
-            return weight[rows[: len(weight)].to(weight.device)]  # q's come first; k's are in the same order
+            own = rows[: weight.numel()].to(weight.device)  # q's come first; k's are in the same order
+            return weight.flatten()[own].view_as(weight)
 
         self._index = index
         self._kernels = load.kernels
@@ -70,7 +71,7 @@ class DecoderLayer:
         """
         qkv = self._qkv(self._add_norm(hidden, residual, self._input_norm))  # [T, (H + 2 KVH) D]
         rope = replace(rope, cos_sin=self._cos_sin)
-        if self._qk_norm == "head":
+        if self._qk_norm != "all":
             rope = replace(rope, q_norm=self._q_norm, k_norm=self._k_norm)
         elif self._q_norm is not None and self._k_norm is not None:
             first, last = len(self._q_norm), len(self._q_norm) + len(self._k_norm)

@@ -62,13 +62,13 @@ class TensorNames:
 class Family:
     """A bias is there always (True), never (False), or where config.json sets the key that is named.
 
-    qk_norm           of each head, or of all heads of q and all of k together
+    qk_norm           RMSNorm of each head, or of all heads of q and all of k together; or LayerNorm of each
+                      head with a weight of its own, where config.json sets ``use_qk_norm``
     unit_norms        norms multiply by 1 + weight
     layer_norms       norms subtract the mean first
     parallel          attention and MLP have the same input, and both are added to the residual
     interleaved_rope  the numbers of a pair that is rotated lie side by side in the checkpoint
     windows_only_rope layers that attend to all tokens have no rope
-    refused           keys of config.json that must be absent, null or false
     defaults          of keys that config.json lacks
     latent            attention is latent (DeepSeek)
     mixture           names of the experts' tensors; None: all MLPs are dense
@@ -78,7 +78,7 @@ class Family:
     qkv_bias: bool | str = "attention_bias"
     o_bias: bool | str = False
     mlp_bias: bool | str = False
-    qk_norm: Literal["", "head", "all"] = ""
+    qk_norm: Literal["", "head", "all", "each"] = ""
     unit_norms: bool = False
     layer_norms: bool = False
     parallel: bool = False
@@ -87,7 +87,6 @@ class Family:
     scales: Callable[[dict[str, Any], int], Scales] = plain_scales
     windows: Callable[[dict[str, Any], int], Windows] = full_attention
     tensors: TensorNames = TensorNames()
-    refused: tuple[str, ...] = ()
     latent: bool = False
     mixture: MixtureNames | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -100,8 +99,10 @@ class Family:
 
 COHERE = Family(
     o_bias="attention_bias", layer_norms=True, parallel=True, interleaved_rope=True, scales=cohere_scales,
-    tensors=TensorNames(post_norm=""), refused=("use_qk_norm",),
-    defaults={"tie_word_embeddings": True, "logit_scale": 0.0625, "layer_norm_eps": 1e-5},
+    tensors=TensorNames(post_norm=""), qk_norm="each",
+    defaults={
+        "tie_word_embeddings": True, "logit_scale": 0.0625, "layer_norm_eps": 1e-5, "use_qk_norm": False,
+    },
 )  # fmt: skip
 QWEN_MIXTURE = MixtureNames(
     "mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"

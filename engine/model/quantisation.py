@@ -105,7 +105,8 @@ class Quantisation:
     def of(self, module: str) -> TensorScheme | None:
         if module in self.named:
             return self.named[module]
-        if module.endswith("embed_tokens") or any(_matches(pattern, module) for pattern in self.ignored):
+        left_out = module.endswith(("embed_tokens", "norm"))
+        if left_out or any(_matches(pattern, module) for pattern in self.ignored):
             return None
         return next((scheme for pattern, scheme in self.schemes if _matches(pattern, module)), None)
 

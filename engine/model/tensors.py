@@ -34,11 +34,13 @@ def _wide_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     ]
     projections = [projection for projection in projections if projection[0]]
     outer = (t.input_norm, t.attention_out_norm, t.post_norm, t.mlp_out_norm)
-    norms = [(name, c.hidden_size) for name in outer if name]
+    norms: list[tuple[str, tuple[int, ...]]] = [(name, (c.hidden_size,)) for name in outer if name]
     if c.qk_norm == "head":
-        norms += [(t.q_norm, c.head_dim), (t.k_norm, c.head_dim)]
+        norms += [(t.q_norm, (c.head_dim,)), (t.k_norm, (c.head_dim,))]
     if c.qk_norm == "all":
-        norms += [(t.q_norm, q_size), (t.k_norm, kv_size)]
+        norms += [(t.q_norm, (q_size,)), (t.k_norm, (kv_size,))]
+    if c.qk_norm == "each":
+        norms += [(t.q_norm, (c.num_heads, c.head_dim)), (t.k_norm, (c.num_kv_heads, c.head_dim))]
     without_mlp = [projection for projection in projections if projection[0] not in (t.gate, t.up, t.down)]
     for index, layer in enumerate(map(t.layer.format, range(c.num_layers))):
         own = projections
@@ -49,7 +51,7 @@ def _wide_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             expected |= c.mixture.expected_tensors(layer)
         if t.sinks:
             expected[f"{layer}.{t.sinks}"] = (c.num_heads,)
-        expected |= {f"{layer}.{name}.weight": (size,) for name, size in norms}
+        expected |= {f"{layer}.{name}.weight": shape for name, shape in norms}
         expected |= {f"{layer}.{name}.weight": (rows, columns) for name, rows, columns, _ in own}
         expected |= {f"{layer}.{name}.bias": (rows,) for name, rows, _, bias in own if bias}
     return expected

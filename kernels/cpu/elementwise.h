@@ -1,15 +1,25 @@
 // The small kernels between the matrix products: each reads its inputs once and writes its output once. Sums are float32.
 
 template <class T>
-static void norm_row(const T* x, const T* weight, T* y, int64_t n, float eps) {
+static float mean_of_row(const T* x, int64_t n) {
+  vf sums = {};
+  int64_t i = 0;
+  for (; i + W <= n; i += W) sums += load(x + i);
+  float total = sum(sums);
+  for (; i < n; ++i) total += widen(x[i]);
+  return total / float(n);
+}
+
+template <class T>
+static void norm_row(const T* x, const T* weight, T* y, int64_t n, float eps, float mean = 0.0f) {
   vf squares = {};
   int64_t i = 0;
-  for (; i + W <= n; i += W) { const vf v = load(x + i); squares += v * v; }
+  for (; i + W <= n; i += W) { const vf v = load(x + i) - mean; squares += v * v; }
   float total = sum(squares);
-  for (; i < n; ++i) total += widen(x[i]) * widen(x[i]);
+  for (; i < n; ++i) total += (widen(x[i]) - mean) * (widen(x[i]) - mean);
   const float scale = 1.0f / std::sqrt(total / float(n) + eps);
-  for (i = 0; i + W <= n; i += W) store(y + i, load(x + i) * scale * load(weight + i));
-  for (; i < n; ++i) narrow(y + i, widen(x[i]) * scale * widen(weight[i]));
+  for (i = 0; i + W <= n; i += W) store(y + i, (load(x + i) - mean) * scale * load(weight + i));
+  for (; i < n; ++i) narrow(y + i, (widen(x[i]) - mean) * scale * widen(weight[i]));
 }
 
 template <class T>
@@ -113,7 +123,8 @@ static void rope_and_store_of(const RopeArgs& g, int64_t first, int64_t last) {
     for (int64_t h = 0; h < g.num_heads + g.num_kv_heads; ++h) {
       T* head = q + h * D;
       const T* weight = static_cast<const T*>(h < g.num_heads ? g.q_norm : g.k_norm);
-      if (weight && !g.norms_all_heads) norm_row(head, weight, head, D, g.eps);
+      if (weight && g.norms_each_head) norm_row(head, weight + (h < g.num_heads ? h : h - g.num_heads) * D, head, D, g.eps, mean_of_row(head, D));
+      else if (weight && !g.norms_all_heads) norm_row(head, weight, head, D, g.eps);
       rotate(head, table, D);
     }
     const int64_t block = g.slots[token] / g.block_size, offset = g.slots[token] % g.block_size;

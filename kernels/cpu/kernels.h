@@ -92,9 +92,9 @@ struct RopeArgs {            // q and k are normalised (where asked) and rotated
   const float* cos_sin;      // [max_model_len, head_dim]: cosines, then sines
   const int32_t* positions;  // [num_tokens]
   const int64_t* slots;      // [num_tokens]
-  const void* q_norm;        // [head_dim], or of all heads together, or null
+  const void* q_norm;        // [head_dim], or of all heads together, or of each head, or null
   const void* k_norm;
-  bool norms_all_heads;
+  bool norms_all_heads, norms_each_head = false;  // the latter: less the head's mean
   int64_t num_layers, layer, block_size, num_heads, num_kv_heads, head_dim, planes = 2;
   float eps;
   Dtype dtype;

@@ -111,7 +111,7 @@ PyObject* rope_and_store(PyObject*, PyObject* const* values, Py_ssize_t count) {
   RopeArgs g;
   g.qkv = a.address<void>(); g.pool = a.address<void>(); g.cos_sin = a.address<const float>();
   g.positions = a.address<const int32_t>(); g.slots = a.address<const int64_t>(); g.q_norm = a.input(); g.k_norm = a.input();
-  g.norms_all_heads = false;
+  g.norms_all_heads = false; g.norms_each_head = a.integer();
   const int64_t num_tokens = a.integer();
   g.num_layers = a.integer(); g.layer = a.integer(); g.block_size = a.integer();
   g.num_heads = a.integer(); g.num_kv_heads = a.integer(); g.head_dim = a.integer(); g.planes = a.integer(); g.eps = float(a.real()); g.dtype = a.dtype();
@@ -231,8 +231,8 @@ PyMethodDef methods[] = {
     FAST(pack_quantised, "part, codes, scales or 0, offsets or 0, k, group, threads"),
     FAST(attention, "q, q_stride, pool, out, query_start_loc, seq_lens, block_tables, sinks or 0, num_seqs, table_stride, num_layers, layer, "
                     "block_size, num_heads, num_kv_heads, head_dim, planes, window, scale, softcap, dtype, cache, kv_scales or 0"),
-    FAST(rope_and_store, "qkv, pool, cos_sin, positions, slots, q_norm or 0, k_norm or 0, num_tokens, num_layers, layer, block_size, "
-                         "num_heads, num_kv_heads, head_dim, planes, eps, dtype, cache, kv_scales or 0"),
+    FAST(rope_and_store, "qkv, pool, cos_sin, positions, slots, q_norm or 0, k_norm or 0, norms_each_head, num_tokens, num_layers, layer, "
+                         "block_size, num_heads, num_kv_heads, head_dim, planes, eps, dtype, cache, kv_scales or 0"),
     FAST(add_rms_norm, "x or 0, residual, weight, y, rows, n, eps, dtype"),
     FAST(gate_mul, "gate_up, y, rows, n, activation, dtype"),
     FAST(mixture, "weights, x, y, rows, dtype"),

@@ -1,7 +1,7 @@
-"""Per-head RMSNorm (where a model has it), rotary embedding and the write to the KV cache, in one pass over
-q, k and v.
+"""RMSNorm or LayerNorm by head (where a model has it), rotary embedding and the write to the KV cache, in one
+pass over q, k and v.
 
-    q, k: x = rms_norm(x) * weight;  (a, b) = (x[:D/2], x[D/2:]);  (a cos - b sin, b cos + a sin)
+    q, k: x = norm(x) * weight;  (a, b) = (x[:D/2], x[D/2:]);  (a cos - b sin, b cos + a sin)
     q -> in place;  k, v -> pool[slot // block_size, layer, {0, 1}, slot % block_size]
     (divided by their head's scale if it is float8)
 
@@ -30,12 +30,13 @@ def rope_and_store(qkv: Tensor, pool: Tensor, layer: int, rope: RopeInputs) -> T
     at_once = max(1, min(HEADS_AT_ONCE, HEADS_AT_ONCE * 128 // dims))
     assert qkv.shape[1] == total * rope.head_dim
     assert qkv.is_contiguous()
+    assert rope.q_norm is None or rope.q_norm.is_contiguous()
     _rope_and_store_kernel[(rows, triton.cdiv(total, at_once))](
         qkv, kv, rope.positions, rope.slot_mapping, rope.cos_sin, rope.q_norm, rope.k_norm, kv_scales,
         rope.norm_eps, *kv.stride()[:4],
         NUM_HEADS=rope.num_heads, NUM_KV_HEADS=rope.num_kv_heads, HEAD_DIM=rope.head_dim,
-        PLANES=kv.shape[1], BLOCK_SIZE=kv.shape[3], HEADS=at_once, DIMS=dims, NORM=rope.q_norm is not None,
-        SCALED=kv_scales is not None, num_warps=2,
+        PLANES=kv.shape[1], BLOCK_SIZE=kv.shape[3], HEADS=at_once, DIMS=dims, SCALED=kv_scales is not None,
+        NORM=0 if rope.q_norm is None else rope.q_norm.dim(), num_warps=2,
     )  # fmt: skip
     return qkv.view(rows, total, rope.head_dim)[:, : rope.num_heads]
 
@@ -65,10 +66,18 @@ def _rope_and_store_kernel(
     rotated_a = a
     rotated_b = b
     if NORM:
+        if NORM == 2:  # each head has a weight of its own
+            mean = ((tl.sum(a, 1) + tl.sum(b, 1)) / HEAD_DIM)[:, None]
+            a = tl.where(is_value | ~is_dim, a, a - mean)
+            b = tl.where(is_value | ~is_dim, b, b - mean)
         scale = 1.0 / tl.sqrt_rn((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / HEAD_DIM + norm_eps)[:, None]
         is_query = (heads < NUM_HEADS)[:, None]
-        weight_a = tl.where(is_query, _row(q_norm, dims, HALF), _row(k_norm, dims, HALF))
-        weight_b = tl.where(is_query, _row(q_norm + HALF, dims, HALF), _row(k_norm + HALF, dims, HALF))
+        weight = tl.where(is_query, q_norm + dims[None, :], k_norm + dims[None, :])
+        if NORM == 2:
+            weight += tl.where(is_query, heads[:, None], heads[:, None] - NUM_HEADS) * HEAD_DIM
+        normed = real & ~is_value
+        weight_a = tl.load(weight, mask=normed, other=0.0).to(tl.float32)
+        weight_b = tl.load(weight + HALF, mask=normed, other=0.0).to(tl.float32)
         rotated_a = (a * scale * weight_a).to(qkv.dtype.element_ty).to(tl.float32)
         rotated_b = (b * scale * weight_b).to(qkv.dtype.element_ty).to(tl.float32)
     angles = cos_sin + tl.load(positions + token).to(tl.int64) * HEAD_DIM

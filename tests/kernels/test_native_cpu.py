@@ -129,7 +129,7 @@ def test_silu_and_gelu(
     head_dim=HEAD_DIMS,
     group=st.integers(1, 4),
     num_kv_heads=st.integers(1, 3),
-    norm=st.booleans(),
+    norm=st.integers(0, 2),
 )
 def test_rope_and_store(
     native: native_cpu.NativeCpuKernels,
@@ -138,7 +138,7 @@ def test_rope_and_store(
     head_dim: int,
     group: int,
     num_kv_heads: int,
-    norm: bool,
+    norm: int,
 ) -> None:
     num_tokens = data.draw(st.integers(1, 6))
     num_heads = group * num_kv_heads
@@ -155,8 +155,8 @@ def test_rope_and_store(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        q_norm=randn(head_dim, dtype=dtype, seed=2) if norm else None,
-        k_norm=randn(head_dim, dtype=dtype, seed=3) if norm else None,
+        q_norm=randn(*([num_heads] * (norm - 1)), head_dim, dtype=dtype, seed=2) if norm else None,
+        k_norm=randn(*([num_kv_heads] * (norm - 1)), head_dim, dtype=dtype, seed=3) if norm else None,
         norm_eps=1e-6,
     )
     expected = REFERENCE.rope_and_store(qkv.clone(), expected_pool, 1, rope)

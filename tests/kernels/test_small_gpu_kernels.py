@@ -86,11 +86,11 @@ def test_embedding(dtype: torch.dtype) -> None:
     dtype=DTYPES,
     head_dim=st.sampled_from([16, 64, 96]),
     heads=st.sampled_from([(1, 1), (2, 3), (7, 1)]),
-    norm=st.booleans(),
+    norm=st.integers(0, 2),
     fp8=st.booleans(),
 )
 def test_rope_and_store(
-    data: st.DataObject, dtype: torch.dtype, head_dim: int, heads: tuple[int, int], norm: bool, fp8: bool
+    data: st.DataObject, dtype: torch.dtype, head_dim: int, heads: tuple[int, int], norm: int, fp8: bool
 ) -> None:
     num_heads, num_kv_heads = heads[0] * heads[1], heads[1]
     num_tokens = data.draw(st.integers(1, 4))
@@ -113,8 +113,8 @@ def test_rope_and_store(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        q_norm=randn(head_dim, dtype=dtype, seed=2) if norm else None,
-        k_norm=randn(head_dim, dtype=dtype, seed=3) if norm else None,
+        q_norm=randn(*([num_heads] * (norm - 1)), head_dim, dtype=dtype, seed=2) if norm else None,
+        k_norm=randn(*([num_kv_heads] * (norm - 1)), head_dim, dtype=dtype, seed=3) if norm else None,
         norm_eps=1e-6,
         kv_scales=scales,
     )

@@ -176,6 +176,7 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Callable[..., Any], dict[str, A
     ),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 32, "tie_word_embeddings": True}),
     "cohere": (CohereForCausalLM, CohereConfig, {"logit_scale": 0.25}),
+    "cohere_plus": (CohereForCausalLM, CohereConfig, {"logit_scale": 0.25, "use_qk_norm": True}),
     "cohere2": (Cohere2ForCausalLM, Cohere2Config, {"sliding_window": 24, "sliding_window_pattern": 2}),
     "deepseek2": (
         DeepseekV2ForCausalLM,

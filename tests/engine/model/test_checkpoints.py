@@ -97,7 +97,6 @@ DEEPSEEK = {"architectures": ["DeepseekV2ForCausalLM"], "q_lora_rank": None, **L
             {**DEEPSEEK, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 1},
             "of 1 of 3 groups do not fit 8 experts",
         ),
-        ({"architectures": ["CohereForCausalLM"], "use_qk_norm": True}, "use_qk_norm is not supported"),
         ({"hidden_size": None}, "'hidden_size' must be a positive whole number"),
     ],
 )

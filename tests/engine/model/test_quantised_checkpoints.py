@@ -114,12 +114,15 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("family", "case"),
+    [("glm4" if "AWQ" in case else "llama3", case) for case in CASES]
+    + [("cohere_plus", "compressed-tensors W4A16")],
+)
 def test_a_checkpoint_is_the_function_of_its_dequantised_weights(
-    tmp_path: Path, case: str, tried: Callable[[str, str, str], None]
+    tmp_path: Path, family: str, case: str, tried: Callable[[str, str, str], None]
 ) -> None:
     config, write = CASES[case]
-    family = "glm4" if "AWQ" in case else "llama3"
     tried(family, "checkpoint", case)
     torch.manual_seed(1)
     reference = rewrite(tmp_path, make_checkpoint(tmp_path, family, num_hidden_layers=2), config, write)

@@ -42,7 +42,17 @@ SAMPLED = SamplingParams(
 )
 
 
-FAMILIES = ["qwen3", "mistral", "gemma2", "gemma3", "cohere2", "deepseek2", "qwen2_moe", "gpt_oss"]
+FAMILIES = [
+    "qwen3",
+    "mistral",
+    "gemma2",
+    "gemma3",
+    "cohere2",
+    "cohere_plus",
+    "deepseek2",
+    "qwen2_moe",
+    "gpt_oss",
+]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
