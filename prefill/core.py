@@ -40,9 +40,10 @@ from ..transport.messages.messages import (
     from_u32,
 )
 from ..transport.process.draining import Draining
+from .chunks import PrefillSequence, PrefillStep
 from .handoff_feed import HandoffFeed
 from .reports import FirstTokens, Heartbeat
-from .scheduler import PrefillScheduler, PrefillSequence, PrefillStep
+from .scheduler import PrefillScheduler
 from .steps_in_flight import PendingSteps
 
 PrefillAction = ToCoordinator | SenderAction | CompileGrammar

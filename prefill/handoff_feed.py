@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from ..transport.handoff.sender import HandoffSender
 from ..transport.messages.messages import TokenLogprobs
-from .scheduler import PrefillSequence, PrefillStep
+from .chunks import PrefillSequence, PrefillStep
 
 
 class HandoffFeed:
@@ -38,7 +38,7 @@ class HandoffFeed:
     def layer_stride(self, step: PrefillStep) -> int:
         """Every how many layers ``layers_done`` is wanted while this step runs; 0: not at all."""
         strides = [
-            out.layer_stride(self._num_final(c.sequence, c.start + c.count))
+            out.layer_stride(self._num_final(c.sequence, c.end))
             for c in step.chunks
             if (out := self._sender.outgoing.get(c.sequence.key)) is not None
         ]
@@ -48,7 +48,7 @@ class HandoffFeed:
         """How many layers of the running step must be done before ``layers_done`` has anything leave, as
         things are now; None: nothing leaves before the step's end."""
         nexts = [
-            out.next_slice(self._num_final(c.sequence, c.start + c.count))
+            out.next_slice(self._num_final(c.sequence, c.end))
             for c in step.chunks
             if (out := self._sender.outgoing.get(c.sequence.key)) is not None
         ]
@@ -60,7 +60,7 @@ class HandoffFeed:
         for chunk in step.chunks:
             sequence = chunk.sequence
             if sequence.in_step and not sequence.cancelled:
-                stop = self._num_final(sequence, chunk.start + chunk.count)
+                stop = self._num_final(sequence, chunk.end)
                 self._sender.layers_ready(sequence.key, sequence.blocks, stop, num_layers)
 
     def finish(

@@ -9,7 +9,8 @@ from ..transport.handoff.sender import HandoffSender
 from ..transport.messages.blocks import held as held_blocks
 from ..transport.messages.messages import FinishReason, FirstToken, Load, PeerId, TokenLogprobs, u32
 from ..transport.process.reports import CacheReporter
-from .scheduler import PrefillScheduler, PrefillSequence, PrefillStep
+from .chunks import PrefillSequence, PrefillStep
+from .scheduler import PrefillScheduler
 
 
 class Heartbeat:
@@ -53,14 +54,14 @@ class Heartbeat:
             blocks_leased=sum(len(held_blocks(sequence.blocks)) for sequence in s.pinned.values()),
             num_running=len(s.running),
             num_waiting=len(s.waiting),
-            num_waiting_tokens=s.num_waiting_tokens,
+            num_waiting_tokens=s.num_waiting_tokens(),
             steps=self._num_steps,
             busy=bool(s.waiting or s.running),
             accepting=b.num_available > b.num_blocks // 16,
             draining=draining,
             dispatches=u32(own),
             num_others=len(held) - len(own),
-            num_others_tokens=s.num_waiting_tokens_but_of(coordinator)
+            num_others_tokens=s.num_waiting_tokens(but_of=coordinator)
             if len(held) > len(own) and coordinator is not None
             else 0,
             num_cache_reports=self.cache.num_reports,

@@ -13,92 +13,20 @@ the pool in this way while there are prompts for others: it slows its own reques
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from collections.abc import Callable, Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..engine.cache.block_manager import BlockManager
-from ..engine.step.batch import Batch, SamplingState
+from ..engine.step.batch import SamplingState
+from ..engine.step.step_failures import SizeLimit
 from ..transport.handoff.protocol import Key, Wait
 from ..transport.messages.blocks import NO_BLOCK, chain, held, num_behind, root_hash
 from ..transport.messages.messages import Peer, PeerId, RequestSpec, u32_array
 from ..transport.messages.prompt_order import prompt_rank
+from .chunks import Chunk, PrefillSequence, PrefillStep, batch_of
 
 STEPS_AT_BUDGET = 32  # steps after which a budget that lack of memory had cut is doubled
-
-
-@dataclass(slots=True)
-class PrefillSequence:
-    """One prompt (with the output it already has, if it was dispatched before)."""
-
-    key: Key
-    spec: RequestSpec
-    decode: Peer
-    token_ids: NDArray[np.int32]
-    hashes: list[bytes]
-    state: SamplingState
-    arrival: float
-    deadline: float
-    blocks: list[int] = field(default_factory=list)  # NO_BLOCK behind a sliding window
-    num_computed: int = 0
-    num_scheduled: int = 0  # computed, or in a step that has not been booked
-    num_steps: int = 0  # those steps
-    num_cached_tokens: int = 0
-    started: float = 0.0
-    cancelled: bool = False  # cancelled while a step that writes its blocks is running
-    alone: bool = False  # a step raised that it was in: nobody else is in its next ones
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def remaining(self) -> int:
-        return self.num_tokens - self.num_computed
-
-    @property
-    def in_step(self) -> bool:
-        return self.num_steps > 0
-
-    @property
-    def unscheduled(self) -> int:
-        """Tokens that no step has taken along yet."""
-        return self.num_tokens - self.num_scheduled
-
-    @property
-    def peer_id(self) -> PeerId:
-        return (self.decode.worker_id, self.decode.incarnation)
-
-    @property
-    def returns(self) -> bool:
-        """It was dispatched before, and its attempt was lost."""
-        return self.spec.epoch > 0
-
-    @property
-    def scores_only(self) -> bool:
-        """``max_tokens`` 0: the prompt's logprobs are wanted, and no token."""
-        return self.spec.sampling.max_tokens == 0
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    sequence: PrefillSequence
-    start: int
-    count: int
-
-    @property
-    def is_last(self) -> bool:
-        return self.start + self.count == self.sequence.num_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillStep:
-    chunks: list[Chunk]
-    batch: Batch
-    is_full: bool = False  # no more prompt tokens would have gone into it: its rate is the worker's best
 
 
 class PrefillScheduler:
@@ -120,14 +48,12 @@ class PrefillScheduler:
         takes every prompt that is computed here; None: there is none. ``window``: the model's widest, in
         tokens; 0: none."""
         self.blocks, self.block_size, self._window = blocks, block_size, window
-        self._offsets = np.arange(block_size, dtype=np.int64)  # of tokens in a block
         self._for_decode = for_decode
         self._kv_name = kv_name
         self._max_batch_tokens, self._max_num_seqs = max_batch_tokens, max_num_seqs
-        self._budget = max_batch_tokens  # lower for a while after a step that ran out of memory
-        self._steps_at_budget = 0
+        self._budget = SizeLimit(max_batch_tokens, STEPS_AT_BUDGET, lambda tokens: 2 * tokens)
         self._aging = float(max_batch_tokens) if aging is None else aging
-        self._starving_s = starving_s
+        self.starving_s = starving_s
         self.waiting: dict[Key, PrefillSequence] = {}
         self.running: dict[Key, PrefillSequence] = {}
         self._started: list[PrefillSequence] = []
@@ -135,15 +61,10 @@ class PrefillScheduler:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
 
-    @property
-    def num_waiting_tokens(self) -> int:
-        return sum(s.remaining for s in (*self.waiting.values(), *self.running.values()))
-
-    def num_waiting_tokens_but_of(self, coordinator: int) -> int:
-        """Return the tokens that wait for other coordinators."""
-        return sum(
-            s.remaining for s in (*self.waiting.values(), *self.running.values()) if s.key[0] != coordinator
-        )
+    def num_waiting_tokens(self, but_of: int | None = None) -> int:
+        """Tokens that are to be computed yet; without those of the coordinator ``but_of``."""
+        unfinished = (*self.waiting.values(), *self.running.values())
+        return sum(s.remaining for s in unfinished if s.key[0] != but_of)
 
     @property
     def held(self) -> list[Key]:
@@ -212,33 +133,17 @@ class PrefillScheduler:
         if not self.waiting and not self.running:
             return None
         most = max(self._max_batch_tokens - num_decode_rows, min(self.block_size, self._max_batch_tokens))
-        budget = min(self._budget, most)
+        budget = min(self._budget.now, most)
         chunks: list[Chunk] = []
-        computing: set[bytes] = set()
-        crowding: set[PeerId] = set()
-        if self.waiting:
-            computing = {
-                h
-                for s in self.running.values()
-                if (h := self._next_hash(s, s.num_computed // self.block_size))
-            }
-            crowding = self._crowding_peers()
-        starved = False
+        queue = _QueuePass(self, now) if self.waiting else None
         candidates = [*self.running.values(), *self.waiting.values()]
         if len(candidates) > 1:
-            candidates.sort(key=lambda s: self._rank(s, now))
+            candidates.sort(key=lambda s: prompt_rank(s.returns, s.unscheduled, now - s.arrival, self._aging))
         for sequence in candidates:
             if budget == 0 or len(chunks) == self._max_num_seqs:
                 break
-            if sequence.key in self.waiting:
-                if starved or sequence.peer_id in crowding or self._being_computed(sequence, computing):
-                    continue
-                if not self._start(sequence, now):
-                    starved = now - sequence.arrival > self._starving_s
-                    continue
-                self._started.append(sequence)
-                if block_hash := self._next_hash(sequence, sequence.num_computed // self.block_size):
-                    computing.add(block_hash)
+            if queue is not None and sequence.key in self.waiting and not queue.starts(sequence):
+                continue
             count = min(budget, sequence.unscheduled)
             if count == 0 or sequence.cancelled or (sequence.alone and (chunks or num_decode_rows)):
                 continue
@@ -250,8 +155,8 @@ class PrefillScheduler:
             budget = 0 if sequence.alone else budget - count
         if not chunks:
             return None
-        self._raise_budget()
-        batch = self._batch(chunks)
+        self._budget.good_step()
+        batch = batch_of(chunks, self.block_size)
         return PrefillStep(chunks, batch, batch.num_tokens >= most or len(chunks) == self._max_num_seqs)
 
     @property
@@ -265,15 +170,12 @@ class PrefillScheduler:
         started, self._started = self._started, []
         return started
 
-    def _rank(self, sequence: PrefillSequence, now: float) -> tuple[bool, float]:
-        return prompt_rank(sequence.returns, sequence.unscheduled, now - sequence.arrival, self._aging)
-
     def shrink(self, step: PrefillStep) -> bool:
         """The step ran out of memory: half as many tokens a step for a while. False: it is down to a block,
         and nothing was done."""
         if step.batch.num_tokens <= self.block_size:
             return False
-        self._budget, self._steps_at_budget = step.batch.num_tokens // 2, 0
+        self._budget.lower(step.batch.num_tokens // 2)
         self.skip(step)
         return True
 
@@ -297,13 +199,6 @@ class PrefillScheduler:
             if sequence.cancelled:
                 self.drop(sequence.key)
 
-    def _raise_budget(self) -> None:
-        """Double the limit after a number of steps that did not run out of memory."""
-        if self._budget < self._max_batch_tokens:
-            self._steps_at_budget += 1
-            if self._steps_at_budget > STEPS_AT_BUDGET:
-                self._budget, self._steps_at_budget = min(2 * self._budget, self._max_batch_tokens), 0
-
     def complete(self, chunk: Chunk) -> bool:
         """Books one chunk of a finished step. False: the sequence had been dropped, and is gone with its last
         step."""
@@ -312,7 +207,7 @@ class PrefillScheduler:
         if sequence.cancelled:
             self.drop(sequence.key)
             return False
-        first, last = sequence.num_computed // self.block_size, (chunk.start + chunk.count) // self.block_size
+        first, last = sequence.num_computed // self.block_size, chunk.end // self.block_size
         sequence.num_computed += chunk.count
         before = sequence.hashes[first - 1] if first else None
         self.blocks.commit_all(sequence.blocks[first:last], sequence.hashes[first:last], before)
@@ -322,24 +217,18 @@ class PrefillScheduler:
             self.pinned[sequence.key] = sequence
         return True
 
-    def _crowding_peers(self) -> set[PeerId]:
-        """Decode workers whose blocks, computed and not taken in, fill half of the pool while prompts for
-        others wait."""
-        if len(self.waiting) < 2 or len({s.peer_id for s in self.waiting.values()}) < 2:
-            return set()
-        kept: Counter[PeerId] = Counter()
-        for sequence in self.pinned.values():
-            kept[sequence.peer_id] += len(held(sequence.blocks))
-        return {peer for peer, count in kept.items() if count >= self.blocks.num_blocks // 2}
+    def start(self, sequence: PrefillSequence, now: float) -> bool:
+        """Give a waiting prompt all its blocks. Return False if there is no room.
 
-    def _start(self, sequence: PrefillSequence, now: float) -> bool:
-        usable = self._usable(sequence)
+        Beside a decode worker some are left to it: those that its sequences may grow into, and a last,
+        partial block for each prompt from here, which moves."""
+        left = self._for_decode() + len(self.running) + len(self.pinned) + 1 if self._for_decode else 0
+        usable = sequence.usable_hashes(self.block_size)
         hits = self.blocks.match_prefix(usable)
         behind = num_behind(hits * self.block_size, self._window, self.block_size)
         total = -(-sequence.num_tokens // self.block_size)
-        if total - hits + self._left_to_decode() > self.blocks.num_available - self.blocks.num_idle_among(
-            usable[behind:hits]
-        ):
+        idle = self.blocks.num_idle_among(usable[behind:hits])
+        if total - hits + left > self.blocks.num_available - idle:
             return False
         cached = self.blocks.acquire_prefix(usable[behind:hits])
         fresh = self.blocks.allocate(total - hits)
@@ -350,29 +239,8 @@ class PrefillScheduler:
         self.num_prompt_tokens += sequence.num_tokens
         self.num_cached_tokens += sequence.num_cached_tokens
         self.running[sequence.key] = self.waiting.pop(sequence.key)
+        self._started.append(sequence)
         return True
-
-    def _left_to_decode(self) -> int:
-        """What the sequences that run there may grow into, and a last, partial block for each prompt from
-        here, which moves."""
-        return (
-            0 if self._for_decode is None else self._for_decode() + len(self.running) + len(self.pinned) + 1
-        )
-
-    def _usable(self, sequence: PrefillSequence) -> list[bytes]:
-        """The blocks that may come from the cache: never the one of the last token, whose logits are needed;
-        none where the prompt's own logprobs are asked for."""
-        if sequence.spec.prompt_logprobs is not None:
-            return []
-        return sequence.hashes[: (sequence.num_tokens - 1) // self.block_size]
-
-    def _being_computed(self, sequence: PrefillSequence, computing: set[bytes]) -> bool:
-        usable = self._usable(sequence)
-        hits = self.blocks.match_prefix(usable)
-        return hits < len(usable) and usable[hits] in computing
-
-    def _next_hash(self, sequence: PrefillSequence, index: int) -> bytes | None:
-        return sequence.hashes[index] if index < len(sequence.hashes) else None
 
     def _release_behind_window(self, sequence: PrefillSequence) -> None:
         """No later chunk reads these blocks, and the decode worker wants none of them."""
@@ -385,59 +253,41 @@ class PrefillScheduler:
         self.blocks.release(sequence.blocks)
         sequence.blocks = []
 
-    def _batch(self, chunks: Sequence[Chunk]) -> Batch:
-        if len(chunks) == 1:
-            return self._batch_of_one(chunks[0])
-        tables = np.zeros((len(chunks), max(len(c.sequence.blocks) for c in chunks)), np.int32)
-        for row, chunk in enumerate(chunks):
-            tables[row, : len(chunk.sequence.blocks)] = chunk.sequence.blocks
-        np.maximum(tables, 0, out=tables)  # what stands for NO_BLOCK is never attended to
-        counts = [c.count for c in chunks]
-        positions = np.concatenate([np.arange(c.start, c.start + c.count, dtype=np.int32) for c in chunks])
-        at_block = positions // self.block_size
-        slots = tables[np.arange(len(chunks)).repeat(counts), at_block].astype(np.int64)
-        slots *= self.block_size
-        slots += positions - at_block * self.block_size
-        return Batch(
-            token_ids=np.concatenate([c.sequence.token_ids[c.start : c.start + c.count] for c in chunks]),
-            positions=positions,
-            query_start_loc=np.array([0, *accumulate(counts)], np.int32),
-            seq_lens=np.array([c.start + c.count for c in chunks], np.int32),
-            block_tables=tables,
-            slot_mapping=slots,
-            sampling=[c.sequence.state if c.is_last and not c.sequence.scores_only else None for c in chunks],
-            prompt_logprobs=[c.sequence.spec.prompt_logprobs for c in chunks],
-            next_prompt_ids=[_next_prompt_ids(c) for c in chunks],
-        )
 
-    def _batch_of_one(self, chunk: Chunk) -> Batch:
-        """The same, of fewer operations: most steps have one chunk."""
-        sequence, end = chunk.sequence, chunk.start + chunk.count
-        positions = np.arange(chunk.start, end, dtype=np.int32)
-        tables = np.maximum(np.array([sequence.blocks], np.int32), 0)
-        first = chunk.start // self.block_size
-        starts = tables[0, first : -(-end // self.block_size)].astype(np.int64)
-        starts *= self.block_size
-        slots = np.add.outer(starts, self._offsets).ravel()[
-            chunk.start - first * self.block_size : end - first * self.block_size
-        ]
-        return Batch(
-            token_ids=sequence.token_ids[chunk.start : end].copy(),
-            positions=positions,
-            query_start_loc=np.array([0, chunk.count], np.int32),
-            seq_lens=np.array([end], np.int32),
-            block_tables=tables,
-            slot_mapping=slots,
-            sampling=[sequence.state if chunk.is_last and not sequence.scores_only else None],
-            prompt_logprobs=[sequence.spec.prompt_logprobs],
-            next_prompt_ids=[_next_prompt_ids(chunk)],
-        )
+class _QueuePass:
+    """One pass over the prompts that wait, most urgent first: which of them start."""
 
+    def __init__(self, scheduler: PrefillScheduler, now: float) -> None:
+        self._scheduler, self._now = scheduler, now
+        running, size = scheduler.running.values(), scheduler.block_size
+        self._computing = {block_hash for s in running if (block_hash := s.next_hash(size))}
+        self._crowding = self._crowding_peers()
+        self._starved = False  # a prompt that has waited too long gets the next blocks
 
-def _next_prompt_ids(chunk: Chunk) -> list[int]:
-    sequence = chunk.sequence
-    if sequence.spec.prompt_logprobs is None:
-        return []
-    end = min(chunk.start + chunk.count + 1, sequence.spec.num_prompt_tokens)
-    following: list[int] = sequence.token_ids[chunk.start + 1 : end].tolist()
-    return following
+    def starts(self, sequence: PrefillSequence) -> bool:
+        """Start this prompt, unless it has to wait for blocks, for its decode worker, or for another prompt
+        that computes its next block."""
+        if self._starved or sequence.peer_id in self._crowding or self._being_computed(sequence):
+            return False
+        if not self._scheduler.start(sequence, self._now):
+            self._starved = self._now - sequence.arrival > self._scheduler.starving_s
+            return False
+        if block_hash := sequence.next_hash(self._scheduler.block_size):
+            self._computing.add(block_hash)
+        return True
+
+    def _being_computed(self, sequence: PrefillSequence) -> bool:
+        usable = sequence.usable_hashes(self._scheduler.block_size)
+        hits = self._scheduler.blocks.match_prefix(usable)
+        return hits < len(usable) and usable[hits] in self._computing
+
+    def _crowding_peers(self) -> set[PeerId]:
+        """Decode workers whose blocks, computed and not taken in, fill half of the pool while prompts for
+        others wait."""
+        scheduler = self._scheduler
+        if len({s.peer_id for s in scheduler.waiting.values()}) < 2:
+            return set()
+        kept: Counter[PeerId] = Counter()
+        for sequence in scheduler.pinned.values():
+            kept[sequence.peer_id] += len(held(sequence.blocks))
+        return {peer for peer, count in kept.items() if count >= scheduler.blocks.num_blocks // 2}

@@ -19,8 +19,8 @@ from ..engine.errors import DeviceLostError
 from ..engine.step.batch import StepOutput
 from ..engine.step.step_progress import LayerProgress
 from ..engine.step.step_thread import Finished, StepDevice
+from ..prefill.chunks import PrefillStep
 from ..prefill.core import PrefillCore
-from ..prefill.scheduler import PrefillStep
 
 HEAD_START_S = 1e-4  # of a step, before its prompts are offered to decode workers
 _log = logging.getLogger(__name__)

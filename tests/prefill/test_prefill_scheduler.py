@@ -11,7 +11,8 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from splitserve.engine.cache.block_manager import BlockManager
-from splitserve.prefill.scheduler import PrefillScheduler, PrefillStep
+from splitserve.prefill.chunks import PrefillStep
+from splitserve.prefill.scheduler import PrefillScheduler
 from splitserve.transport.messages.messages import Peer, RequestSpec, SamplingParams, u32
 
 BLOCK = 4

@@ -23,8 +23,9 @@ from splitserve.engine.load_model import load_model
 from splitserve.engine.settings import WorkerSettings
 from splitserve.engine.step.batch import StepOutput
 from splitserve.engine.step.step_progress import LayerProgress
+from splitserve.prefill.chunks import PrefillStep
 from splitserve.prefill.core import PrefillCore
-from splitserve.prefill.scheduler import PrefillScheduler, PrefillStep
+from splitserve.prefill.scheduler import PrefillScheduler
 from splitserve.transport.messages.cache_map import states
 from splitserve.transport.messages.messages import (
     Cancel,
@@ -90,7 +91,7 @@ def test_the_next_chunk_follows_the_one_that_runs() -> None:
         (16, 4),
     ]
     assert steps[3] is None
-    assert core.scheduler.num_waiting_tokens == 20, "nothing is booked yet"
+    assert core.scheduler.num_waiting_tokens() == 20, "nothing is booked yet"
     for step in steps[:3]:
         assert step is not None
         complete(core, step)

@@ -1,0 +1,171 @@
+"""Prompts, and the chunks of them that one step computes, as the batch that the model runs. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..engine.step.batch import Batch, SamplingState
+from ..transport.handoff.protocol import Key
+from ..transport.messages.messages import Peer, PeerId, RequestSpec
+
+
+@dataclass(slots=True)
+class PrefillSequence:
+    """One prompt (with the output it already has, if it was dispatched before)."""
+
+    key: Key
+    spec: RequestSpec
+    decode: Peer
+    token_ids: NDArray[np.int32]
+    hashes: list[bytes]
+    state: SamplingState
+    arrival: float
+    deadline: float
+    blocks: list[int] = field(default_factory=list)  # NO_BLOCK behind a sliding window
+    num_computed: int = 0
+    num_scheduled: int = 0  # computed, or in a step that has not been booked
+    num_steps: int = 0  # those steps
+    num_cached_tokens: int = 0
+    started: float = 0.0
+    cancelled: bool = False  # cancelled while a step that writes its blocks is running
+    alone: bool = False  # a step raised that it was in: nobody else is in its next ones
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def remaining(self) -> int:
+        return self.num_tokens - self.num_computed
+
+    @property
+    def in_step(self) -> bool:
+        return self.num_steps > 0
+
+    @property
+    def unscheduled(self) -> int:
+        """Tokens that no step has taken along yet."""
+        return self.num_tokens - self.num_scheduled
+
+    @property
+    def peer_id(self) -> PeerId:
+        return (self.decode.worker_id, self.decode.incarnation)
+
+    @property
+    def returns(self) -> bool:
+        """It was dispatched before, and its attempt was lost."""
+        return self.spec.epoch > 0
+
+    def usable_hashes(self, block_size: int) -> list[bytes]:
+        """Hashes of the blocks that may come from the cache: never the one of the last token, whose logits
+        are needed; none where the prompt's own logprobs are asked for."""
+        if self.spec.prompt_logprobs is not None:
+            return []
+        return self.hashes[: (self.num_tokens - 1) // block_size]
+
+    def next_hash(self, block_size: int) -> bytes | None:
+        """The hash of the block that is computed next; None: that block will not be full."""
+        index = self.num_computed // block_size
+        return self.hashes[index] if index < len(self.hashes) else None
+
+    @property
+    def scores_only(self) -> bool:
+        """``max_tokens`` 0: the prompt's logprobs are wanted, and no token."""
+        return self.spec.sampling.max_tokens == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    sequence: PrefillSequence
+    start: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+    @property
+    def is_last(self) -> bool:
+        return self.end == self.sequence.num_tokens
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        return self.sequence.token_ids[self.start : self.end]
+
+    @property
+    def sampling(self) -> SamplingState | None:
+        """None: no token is sampled behind this chunk."""
+        return self.sequence.state if self.is_last and not self.sequence.scores_only else None
+
+    @property
+    def next_prompt_ids(self) -> list[int]:
+        """The tokens behind those of the chunk, where the prompt's own logprobs are asked for."""
+        spec = self.sequence.spec
+        if spec.prompt_logprobs is None:
+            return []
+        following: list[int] = self.sequence.token_ids[
+            self.start + 1 : min(self.end + 1, spec.num_prompt_tokens)
+        ].tolist()
+        return following
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillStep:
+    chunks: list[Chunk]
+    batch: Batch
+    is_full: bool = False  # no more prompt tokens would have gone into it: its rate is the worker's best
+
+
+def batch_of(chunks: Sequence[Chunk], block_size: int) -> Batch:
+    """Return the batch of these chunks, in this order."""
+    if len(chunks) == 1:
+        return _batch_of_one(chunks[0], block_size)
+    tables = np.zeros((len(chunks), max(len(c.sequence.blocks) for c in chunks)), np.int32)
+    for row, chunk in enumerate(chunks):
+        tables[row, : len(chunk.sequence.blocks)] = chunk.sequence.blocks
+    np.maximum(tables, 0, out=tables)  # what stands for NO_BLOCK is never attended to
+    counts = [c.count for c in chunks]
+    positions = np.concatenate([np.arange(c.start, c.end, dtype=np.int32) for c in chunks])
+    at_block = positions // block_size
+    slots = tables[np.arange(len(chunks)).repeat(counts), at_block].astype(np.int64)
+    slots *= block_size
+    slots += positions - at_block * block_size
+    return Batch(
+        token_ids=np.concatenate([c.token_ids for c in chunks]),
+        positions=positions,
+        query_start_loc=np.array([0, *accumulate(counts)], np.int32),
+        seq_lens=np.array([c.end for c in chunks], np.int32),
+        block_tables=tables,
+        slot_mapping=slots,
+        sampling=[c.sampling for c in chunks],
+        prompt_logprobs=[c.sequence.spec.prompt_logprobs for c in chunks],
+        next_prompt_ids=[c.next_prompt_ids for c in chunks],
+    )
+
+
+def _batch_of_one(chunk: Chunk, block_size: int) -> Batch:
+    """The same, of fewer operations: most steps have one chunk."""
+    positions = np.arange(chunk.start, chunk.end, dtype=np.int32)
+    tables = np.maximum(np.array([chunk.sequence.blocks], np.int32), 0)
+    first = chunk.start // block_size
+    starts = tables[0, first : -(-chunk.end // block_size)].astype(np.int64)
+    starts *= block_size
+    slots = np.add.outer(starts, np.arange(block_size)).ravel()[
+        chunk.start - first * block_size : chunk.end - first * block_size
+    ]
+    return Batch(
+        token_ids=chunk.token_ids.copy(),
+        positions=positions,
+        query_start_loc=np.array([0, chunk.count], np.int32),
+        seq_lens=np.array([chunk.end], np.int32),
+        block_tables=tables,
+        slot_mapping=slots,
+        sampling=[chunk.sampling],
+        prompt_logprobs=[chunk.sequence.spec.prompt_logprobs],
+        next_prompt_ids=[chunk.next_prompt_ids],
+    )
