@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from msgspec.structs import replace
-
-from ..engine.cache.block_manager import BlockManager
+from ..engine.role_core import RoleCore
 from ..engine.step.batch import SamplingState, StepOutput
-from ..engine.step.constraint import CompileGrammar, TokenMatcher
-from ..engine.step.step_failures import StepFailures
+from ..engine.step.constraint import CompileGrammar
 from ..transport.handoff.protocol import (
     Join,
     Key,
@@ -26,23 +23,18 @@ from ..transport.handoff.protocol import (
 from ..transport.handoff.receiver import HandoffReceiver
 from ..transport.messages.blocks import root_hash
 from ..transport.messages.messages import (
-    BlockEvents,
     Cancel,
     Drain,
-    FailureKind,
     Joined,
-    Load,
     Meet,
     Message,
     Move,
     Offer,
     PeerId,
-    RequestFailed,
     Resume,
     from_u32,
     u32_array,
 )
-from ..transport.process.draining import Draining
 from .answers import KEPT_S, Answers, resumed
 from .moving import Moving
 from .reports import Heartbeat, step_tokens
@@ -52,45 +44,34 @@ from .scheduler import DecodeScheduler
 DecodeAction = ToCoordinator | ReceiverAction | SenderAction | CompileGrammar
 
 
-class DecodeCore:
-    """One decode worker's decisions; all times are ``now`` of one monotonic clock, in seconds."""
+class DecodeCore(RoleCore[ReceiverAction | SenderAction]):
+    """One decode worker's decisions."""
+
+    scheduler: DecodeScheduler
+    _heartbeat: Heartbeat
 
     def __init__(
         self,
-        worker: PeerId,
+        meet: Meet,
         scheduler: DecodeScheduler,
         receiver: HandoffReceiver,
-        kv_name: str,
-        meet: Meet | None = None,
         drain_timeout_s: float = 10.0,
         tests_movers: bool = False,
         kept_s: float = KEPT_S,
     ) -> None:
-        """``meet``: how it introduces itself to other decode workers, to hand sequences over; None: it hands
-        over none. ``tests_movers``: at the first meeting with one of these. ``kept_s``: see ``Answers``."""
-        self.worker = worker
+        """``tests_movers``: at the first meeting with another decode worker. ``kept_s``: see ``Answers``."""
+        super().__init__(meet, drain_timeout_s)
         self.scheduler, self.receiver = scheduler, receiver
-        self._kv_name, self._meet = kv_name, meet
-        self.moving = Moving(meet, scheduler, kv_name, tests_movers) if meet is not None else None
+        self._kv_name = meet.model.kv_name
+        self.moving = Moving(meet, scheduler, tests_movers)
         self.answers = Answers(scheduler, kept_s)
         self._heartbeat = Heartbeat(scheduler, receiver, self.moving, self.answers)
-        self._draining = Draining(drain_timeout_s)
-        self._actions: list[DecodeAction] = []
-        self._step_failures = StepFailures()
         self._next_deadline = float("inf")  # of any sequence here; or earlier
-
-    @property
-    def blocks(self) -> BlockManager:
-        return self.scheduler.blocks
 
     @property
     def has_actions(self) -> bool:
         """Whether there may be anything to ``take``."""
-        return (
-            bool(self._actions)
-            or self.receiver.has_actions
-            or (self.moving is not None and self.moving.has_actions)
-        )
+        return bool(self._actions) or self.receiver.has_actions or self.moving.has_actions
 
     def take(self, now: float) -> list[DecodeAction]:
         """What is to be done since the last call, in order."""
@@ -105,7 +86,7 @@ class DecodeCore:
             for dispatch in from_u32(message.dispatches):
                 self._drop((message.coordinator, dispatch))
         elif isinstance(message, Move):
-            self._move(message)
+            self.moving.begin(message)
         elif isinstance(message, Resume):
             self._resume(message, now)
         elif isinstance(message, Drain):
@@ -117,39 +98,13 @@ class DecodeCore:
         if isinstance(message, Offer) and message.grammar:
             self._actions.append(CompileGrammar(None, message.grammar))
 
-    def grammar_compiled(self, key: Key, matcher: TokenMatcher) -> None:
-        """Answers CompileGrammar: the sequence takes part in the next step."""
-        if (sequence := self.scheduler.get(key)) is not None:
-            sequence.state.matcher = matcher
-
-    def grammar_failed(self, key: Key, reason: str) -> None:
-        """Answers CompileGrammar: no worker could."""
-        if self.scheduler.get(key) is not None:
-            self._drop(key)
-            self._report_failed(key, "refused", f"response_format: {reason}")
-
-    def drain(self, now: float, timeout_s: float | None = None) -> None:
-        """Report it to the coordinator, which sends nothing new and moves what runs here to other workers.
-        Sequences left after ``timeout_s`` (default: as configured) are given back."""
-        if self._draining.begin(now, timeout_s):
-            self._heartbeat.cache.close()
-            self._actions.append(ToCoordinator(self.load()))
-
     @property
-    def drains(self) -> bool:
-        """It takes nothing new, and is to leave."""
-        return self._draining.has_begun
-
-    @property
-    def may_leave(self) -> bool:
-        """It drains, and nothing is left here."""
-        return self._draining.has_begun and not self._held()
+    def held(self) -> list[Key]:
+        return [*super().held, *self.receiver.keys(), *self.moving.keys()]
 
     @property
     def at_rest(self) -> bool:
-        """Nothing runs or is on its way, and no block is referenced from here, nor may anyone still be
-        writing one."""
-        return not self._held() and not any(self.block_tables())
+        return not self.held and not any(self.block_tables())
 
     def schedule(self, now: float) -> DecodeStep | None:
         """The next step, made ahead if one is in flight; sequences that found no block are given back to the
@@ -184,11 +139,6 @@ class DecodeCore:
             self._step_failures.book(sequence.request_id)
             self._report_failed(sequence.key, "internal", reason)
 
-    @property
-    def is_broken(self) -> bool:
-        """Whether steps raise whatever they compute."""
-        return self._step_failures.means_broken
-
     def shrink_step(self, step: DecodeStep) -> None:
         """The step ran out of memory: its younger sequences are given back to the coordinator, the others go
         on. One that was alone counts as failed, so that it is not tried for ever."""
@@ -208,58 +158,41 @@ class DecodeCore:
         """At least ten times a second: deadlines and leases."""
         self.receiver.tick(now)
         self.answers.tick(now)
-        if self.moving is not None:
-            self.moving.tick(now)
-        if self._draining.is_overdue(now):
-            self._give_back_all()
+        self.moving.tick(now)
+        if self._is_overdue(now):
+            self._give_back(self.held, "the decode worker leaves, and no other had room in time")
         if now >= self._next_deadline:
             for sequence in [s for s in self.scheduler.sequences() if now >= s.deadline]:
-                self._drop(sequence.key)
-                self._report_failed(
-                    sequence.key, "deadline", "the request's deadline passed on the decode worker"
-                )
+                self._fail(sequence.key, "deadline", "the request's deadline passed on the decode worker")
             self._next_deadline = min((s.deadline for s in self.scheduler.sequences()), default=float("inf"))
 
     def drop_others(self, *coordinators: int) -> None:
         """Only these coordinators' work is kept, and for a while what a client may have resumed."""
-        for key in self._held():
+        for key in self.held:
             if key[0] not in coordinators and not self.answers.outlives_coordinator(key):
                 self._drop(key)
         self._next_deadline = float("-inf")  # some may be nearer now
 
-    def rename(self, incarnation: int) -> None:
+    def rename(self, meet: Meet) -> None:
         """A new incarnation, after ``drop_others``: what a client may have resumed, the prefix cache and the
         quarantine stay."""
         for key in self.scheduler.held:
             self.scheduler.resume(key)
-        self.worker = (self.worker[0], incarnation)
+        super().rename(meet)
         self.receiver.rename(self.worker)
-        if self.moving is not None and self._meet is not None:
-            self._meet = replace(self._meet, incarnation=incarnation)
-            self.moving.rename(self._meet)
+        self.moving.rename(meet)
 
     def waits(self) -> Iterator[Wait]:
         """Everything that waits here, each until some time."""
         yield from self.scheduler.waits()
         yield from self.receiver.waits()
-        if self.moving is not None:
-            yield from self.moving.sender.waits()
+        yield from self.moving.sender.waits()
 
     def block_tables(self) -> Iterator[list[int]]:
         """The blocks that are referenced, owner by owner."""
         yield from self.scheduler.block_tables()
         yield from self.receiver.leases.block_tables()
-        if self.moving is not None:
-            yield from self.moving.sender.tests.block_tables()
-
-    def load(self, coordinator: int | None = None) -> Load:
-        """Return the heartbeat for one of several coordinators; None: for the only one."""
-        return self._heartbeat.load(self.worker, self._held(), self.drains, coordinator)
-
-    def block_events(self, everything: bool = False) -> BlockEvents | None:
-        """Return the changes of the prefix cache; with ``everything``, its whole contents. None while
-        draining: the role that takes over the same blocks reports them."""
-        return None if self.drains else self._heartbeat.cache.report(self.worker, everything)
+        yield from self.moving.sender.tests.block_tables()
 
     def room(self) -> tuple[int, int]:
         """For the receiver: (rows free, blocks to leave for the sequences that run)."""
@@ -267,7 +200,7 @@ class DecodeCore:
         return self.scheduler.row_limit - running - len(self.receiver.leases.granted), running
 
     def _settle(self, now: float) -> None:
-        if self.moving is not None and self.moving.has_actions:
+        if self.moving.has_actions:
             self.moving.advance(now)
             self._actions += self.moving.take()
         for action in self.receiver.take():
@@ -303,23 +236,6 @@ class DecodeCore:
                 CompileGrammar(join.key, state.params.grammar, tuple(state.output_token_ids))
             )
 
-    def _report_failed(self, key: Key, kind: FailureKind, reason: str) -> None:
-        self._actions.append(
-            ToCoordinator(
-                RequestFailed(coordinator=key[0], dispatch=key[1], kind=kind, message=reason[:4096])
-            )
-        )
-
-    def _move(self, order: Move) -> None:
-        if self.moving is not None:
-            self.moving.begin(order)
-        else:
-            self._report_failed(
-                (order.spec.coordinator, order.spec.dispatch),
-                "handoff_failed",
-                "this worker hands nothing over",
-            )
-
     def _resume(self, order: Resume, now: float) -> None:
         """Have the coordinator that asks own the answer; one that has it and lives computes it anew."""
         key = (order.coordinator, order.dispatch)
@@ -340,17 +256,7 @@ class DecodeCore:
             joined = Joined(coordinator=key[0], dispatch=key[1], index=len(tokens) - 1, token=tokens[-1])
             self._actions.append(ToCoordinator(joined))
 
-    def _held(self) -> list[Key]:
-        """Every dispatch of which anything is here."""
-        return [*self.scheduler.held, *self.receiver.keys(), *(self.moving.keys() if self.moving else ())]
-
-    def _give_back_all(self) -> None:
-        for key in self._held():
-            self._drop(key)
-            self._report_failed(key, "preempted", "the decode worker leaves, and no other had room in time")
-
     def _drop(self, key: Key) -> None:
-        if self.moving is not None:
-            self.moving.cancel(key)
+        self.moving.cancel(key)
         self.receiver.cancel(key)
         self.scheduler.drop(key)

@@ -42,9 +42,9 @@ class _Leaving:
 class Moving:
     """Joins the batch scheduler and a sender of the handoff."""
 
-    def __init__(self, meet: Meet, scheduler: DecodeScheduler, kv_name: str, tests_movers: bool) -> None:
+    def __init__(self, meet: Meet, scheduler: DecodeScheduler, tests_movers: bool) -> None:
         self.sender = HandoffSender(meet, TIMES, test_blocks=scheduler.blocks if tests_movers else None)
-        self._scheduler, self._kv_name = scheduler, kv_name
+        self._scheduler, self._kv_name = scheduler, meet.model.kv_name
         self._leaving: dict[Key, _Leaving] = {}  # by the dispatch it will have there
         self.num_moved = 0
 

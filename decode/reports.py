@@ -24,7 +24,7 @@ class Heartbeat:
     """Counts steps; reads everything else from the scheduler and the handoff."""
 
     def __init__(
-        self, scheduler: DecodeScheduler, receiver: HandoffReceiver, moving: Moving | None, answers: Answers
+        self, scheduler: DecodeScheduler, receiver: HandoffReceiver, moving: Moving, answers: Answers
     ) -> None:
         self._scheduler, self._receiver, self._moving = scheduler, receiver, moving
         self.cache = CacheReporter(scheduler.blocks, answers.changes)
@@ -69,8 +69,8 @@ class Heartbeat:
                 "output_tokens": self._num_tokens,
                 "step_sequences": self._num_step_sequences,
                 "corrupt_blocks": r.num_corrupt_blocks,
-                "handed_over": self._moving.num_moved if self._moving else 0,
-                "mover_fallbacks": self._moving.sender.num_fallbacks if self._moving else 0,
+                "handed_over": self._moving.num_moved,
+                "mover_fallbacks": self._moving.sender.num_fallbacks,
             },
             gauges={"largest_batch": self._largest_batch},
         )

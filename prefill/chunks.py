@@ -118,7 +118,8 @@ class Chunk:
 class PrefillStep:
     chunks: list[Chunk]
     batch: Batch
-    is_full: bool = False  # no more prompt tokens would have gone into it: its rate is the worker's best
+    is_full: bool  # no more prompt tokens would have gone into it: its rate is the worker's best
+    made_at: float
 
 
 def batch_of(chunks: Sequence[Chunk], block_size: int) -> Batch:

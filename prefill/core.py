@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
-from ..engine.cache.block_manager import BlockManager
+from ..engine.role_core import RoleCore
 from ..engine.step.batch import StepOutput
-from ..engine.step.constraint import CompileGrammar, TokenMatcher
-from ..engine.step.step_failures import StepFailures
+from ..engine.step.constraint import CompileGrammar
 from ..transport.handoff.layer_slicing import WHOLE_BLOCKS, LayerSlicing
 from ..transport.handoff.protocol import (
     Delivered,
@@ -25,33 +24,20 @@ from ..transport.handoff.protocol import (
     remember,
 )
 from ..transport.handoff.sender import HandoffSender
-from ..transport.messages.messages import (
-    BlockEvents,
-    Cancel,
-    Drain,
-    FailureKind,
-    Load,
-    Meet,
-    Message,
-    PeerId,
-    Prefill,
-    RequestFailed,
-    TokenLogprobs,
-    from_u32,
-)
-from ..transport.process.draining import Draining
+from ..transport.messages.messages import Cancel, Drain, Meet, Message, Prefill, TokenLogprobs, from_u32
 from .chunks import PrefillSequence, PrefillStep
 from .handoff_feed import HandoffFeed
 from .reports import FirstTokens, Heartbeat
 from .scheduler import PrefillScheduler
-from .steps_in_flight import PendingSteps
 
 PrefillAction = ToCoordinator | SenderAction | CompileGrammar
 
 
-class PrefillCore:
-    """One prefill worker's decisions. ``meet`` names the worker; all times are ``now`` of one monotonic
-    clock, in seconds."""
+class PrefillCore(RoleCore[SenderAction]):
+    """One prefill worker's decisions."""
+
+    scheduler: PrefillScheduler
+    _heartbeat: Heartbeat
 
     def __init__(
         self,
@@ -67,22 +53,15 @@ class PrefillCore:
     ) -> None:
         """``is_local``: whether the decode worker of this name is of the same process, over the same
         blocks. ``tests_movers``: at the first meeting with a decode worker."""
-        self.worker: PeerId = (meet.worker_id, meet.incarnation)
+        super().__init__(meet, drain_timeout_s)
+        self._leaving = f"prefill worker {meet.worker_id} leaves"
         self.scheduler = scheduler
         self.sender = HandoffSender(meet, times, slicing, scheduler.blocks if tests_movers else None)
         self.feed = HandoffFeed(self.sender, scheduler.block_size, is_local)
         self._first_tokens = FirstTokens(eos_token_ids, max_model_len)
-        self._steps = PendingSteps()
-        self._step_failures = StepFailures()
         self._heartbeat = Heartbeat(scheduler, self.sender)
-        self._draining = Draining(drain_timeout_s)
         self._given_back = False  # what was left when the drain's time was over
         self._past: OrderedDict[Key, None] = OrderedDict()  # dispatches that have come, or were cancelled
-        self._actions: list[PrefillAction] = []
-
-    @property
-    def blocks(self) -> BlockManager:
-        return self.scheduler.blocks
 
     @property
     def has_actions(self) -> bool:
@@ -91,7 +70,12 @@ class PrefillCore:
 
     def take(self) -> list[PrefillAction]:
         """Return the actions since the last call, in order."""
-        self._settle()
+        for action in self.sender.take():
+            if isinstance(action, Delivered):
+                self.scheduler.unpin(action.key)
+            elif isinstance(action, Undelivered):
+                self._fail(action.key, action.kind, action.message)
+            self._actions.append(action)
         actions, self._actions = self._actions, []
         return actions
 
@@ -116,56 +100,26 @@ class PrefillCore:
         elif isinstance(message, Drain):
             self.drain(now, message.timeout_s)
 
-    def from_peer(self, peer: PeerId, message: Message, now: float) -> None:
-        """Any message of a decode worker."""
-        self.sender.receive(peer, message, now)
-
-    def grammar_compiled(self, key: Key, matcher: TokenMatcher) -> None:
-        """Answers CompileGrammar: the prompt's last chunk may be computed."""
-        if (sequence := self.scheduler.get(key)) is not None:
-            sequence.state.matcher = matcher
-
-    def grammar_failed(self, key: Key, reason: str) -> None:
-        """Answers CompileGrammar: no worker could."""
-        if self.scheduler.get(key) is not None:
-            self._fail(key, "refused", f"response_format: {reason}")
-
     def drain(self, now: float, timeout_s: float | None = None) -> None:
-        """Report it to the coordinator, give back prompts that have not begun and finish the rest. Those left
-        after ``timeout_s`` (default: as configured) are given back too."""
-        if self._draining.begin(now, timeout_s):
-            self._heartbeat.cache.close()
-            self._actions.append(ToCoordinator(self.load()))
-            self._give_back(
-                [
-                    *self.scheduler.waiting,
-                    *(k for k, s in self.scheduler.running.items() if self.feed.stays_here(s)),
-                ]
-            )
-
-    @property
-    def drains(self) -> bool:
-        """It takes nothing new, and is to leave."""
-        return self._draining.has_begun
+        """Give back prompts that have not begun, too, and finish the rest."""
+        begins = not self.drains
+        super().drain(now, timeout_s)
+        if begins:
+            stay = [key for key, s in self.scheduler.running.items() if self.feed.stays_here(s)]
+            self._give_back([*self.scheduler.waiting, *stay], self._leaving)
 
     @property
     def may_leave(self) -> bool:
-        """It drains, and nothing is left here."""
-        return self._draining.has_begun and (self._given_back or not self.scheduler.held)
+        return self.drains and (self._given_back or not self.held)
 
     @property
     def at_rest(self) -> bool:
-        """Nothing is computed or handed over, and no block is referenced from here."""
-        return not self.scheduler.held and not self.sender.outgoing
+        return not self.held and not self.sender.outgoing
 
     def schedule(self, now: float, num_decode_rows: int = 0) -> PrefillStep | None:
         """The next step, which may follow one that still runs; prompts that start with it are offered to
         their decode workers. ``num_decode_rows``: sequences that generate in the same step."""
-        if self._steps.are_lost:
-            return None
         step = self.scheduler.schedule(now, num_decode_rows)
-        if step is not None:
-            self._steps.begin(now)
         for sequence in self.scheduler.take_started():
             if self._first_tokens.may_be_followed(sequence):
                 self.feed.begin(sequence, now)
@@ -175,17 +129,15 @@ class PrefillCore:
         """A step has run: its finished blocks leave, and a prompt that is complete reports its first
         token."""
         self._step_failures.good_step()
-        self._heartbeat.count_step(step, self._steps.end(now))
-        for row, chunk in enumerate(step.chunks):
-            if self.scheduler.complete(chunk):
-                if (prompt_logprobs := output.prompt_logprobs.get(row)) is not None:
-                    self._first_tokens.gather(chunk.sequence.key, prompt_logprobs)
-                if chunk.is_last:
-                    self._first_token(
-                        chunk.sequence, int(output.token_ids[row]), output.logprobs.get(row), now
-                    )
-                else:
-                    self.feed.blocks_ready(chunk.sequence)
+        self._heartbeat.count_step(step, now)
+        for row, chunk in self.scheduler.complete(step):
+            sequence = chunk.sequence
+            if (prompt_logprobs := output.prompt_logprobs.get(row)) is not None:
+                self._first_tokens.gather(sequence.key, prompt_logprobs)
+            if chunk.is_last:
+                self._first_token(sequence, int(output.token_ids[row]), output.logprobs.get(row), now)
+            else:
+                self.feed.blocks_ready(sequence)
 
     def fail_step(self, step: PrefillStep, reason: str, shared: bool = False) -> None:
         """The step raised: the prompt that was alone in it is given back to the coordinator. Several are
@@ -194,40 +146,29 @@ class PrefillCore:
         if not self.scheduler.separate(step, shared):
             self._step_failures.book(step.chunks[0].sequence.spec.request_id)
             self._give_up_step(step, reason)
-        else:
-            self._steps.fail()
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether steps raise whatever they compute."""
-        return self._step_failures.means_broken
 
     def _give_up_step(self, step: PrefillStep, reason: str) -> None:
         failed = [chunk.sequence.key for chunk in step.chunks if not chunk.sequence.cancelled]
         self.scheduler.skip(step)
         for key in failed:
             self._fail(key, "internal", reason)
-        self._steps.fail()
 
     def shrink_step(self, step: PrefillStep, reason: str) -> None:
         """The step ran out of memory: it is done again in smaller ones, or fails where it is small already.
         What follows it is to be skipped."""
-        if self.scheduler.shrink(step):
-            self._steps.fail()
-        else:
+        if not self.scheduler.shrink(step):
             self._give_up_step(step, reason)
 
     def skip_step(self, step: PrefillStep) -> None:
         """It followed one that failed, and was not run."""
         self.scheduler.skip(step)
-        self._steps.skip()
 
     def tick(self, now: float) -> None:
         """At least ten times a second: deadlines."""
         self.sender.tick(now)
-        if self._draining.is_overdue(now) and not self._given_back:
+        if self._is_overdue(now) and not self._given_back:
             self._given_back = True
-            self._give_back(self.scheduler.held)
+            self._give_back(self.held, self._leaving)
         for sequence in [
             *self.scheduler.waiting.values(),
             *self.scheduler.running.values(),
@@ -236,17 +177,11 @@ class PrefillCore:
             if now >= sequence.deadline and not sequence.cancelled:
                 self._fail(sequence.key, "deadline", "the request's deadline passed on the prefill worker")
 
-    def drop_others(self, *coordinators: int) -> None:
-        """Only these coordinators' work is kept."""
-        for key in self.scheduler.held:
-            if key[0] not in coordinators:
-                self._drop(key)
-
     def rename(self, meet: Meet) -> None:
         """A new incarnation: all work of the old one is dropped; the prefix cache stays."""
-        for key in self.scheduler.held:
+        for key in self.held:
             self._drop(key)
-        self.worker = (meet.worker_id, meet.incarnation)
+        super().rename(meet)
         self.sender.rename(meet)
 
     def waits(self) -> Iterator[Wait]:
@@ -259,15 +194,6 @@ class PrefillCore:
         yield from self.scheduler.block_tables()
         yield from self.sender.tests.block_tables()
 
-    def load(self, coordinator: int | None = None) -> Load:
-        """Return the heartbeat for one of several coordinators; None: for the only one."""
-        return self._heartbeat.load(self.worker, self.drains, coordinator)
-
-    def block_events(self, everything: bool = False) -> BlockEvents | None:
-        """Return the changes of the prefix cache; with ``everything``, its whole contents. None while
-        draining: the role that takes over the same blocks reports them."""
-        return None if self.drains else self._heartbeat.cache.report(self.worker, everything)
-
     def _add(self, message: Prefill, now: float) -> None:
         spec = message.spec
         key = (spec.coordinator, spec.dispatch)
@@ -278,7 +204,7 @@ class PrefillCore:
             return
         remember(self._past, key, None)
         if self.drains:
-            self._report_failed(key, "preempted", f"prefill worker {self.worker[0]} leaves")
+            self._report_failed(key, "preempted", self._leaving)
         elif needed > self.blocks.num_blocks:
             reason = (
                 f"the prompt needs {needed} KV blocks; prefill worker {self.worker[0]} has "
@@ -304,30 +230,6 @@ class PrefillCore:
             self._drop(sequence.key)
         else:
             self.feed.finish(sequence, token, report.logprobs, now)
-
-    def _settle(self) -> None:
-        for action in self.sender.take():
-            if isinstance(action, Delivered):
-                self.scheduler.unpin(action.key)
-            elif isinstance(action, Undelivered):
-                self._report_failed(action.key, action.kind, action.message)
-                self._drop(action.key)
-            self._actions.append(action)
-
-    def _give_back(self, keys: list[Key]) -> None:
-        for key in keys:
-            self._fail(key, "preempted", f"prefill worker {self.worker[0]} leaves")
-
-    def _fail(self, key: Key, kind: FailureKind, reason: str) -> None:
-        self._drop(key)
-        self._report_failed(key, kind, reason)
-
-    def _report_failed(self, key: Key, kind: FailureKind, reason: str) -> None:
-        self._actions.append(
-            ToCoordinator(
-                RequestFailed(coordinator=key[0], dispatch=key[1], kind=kind, message=reason[:4096])
-            )
-        )
 
     def _drop(self, key: Key) -> None:
         self.sender.abandon(key)

@@ -3,6 +3,8 @@ yields. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..engine.step.batch import finish_reason, last_output_index, stop_set
 from ..transport.handoff.protocol import Key
 from ..transport.handoff.sender import HandoffSender
@@ -23,11 +25,12 @@ class Heartbeat:
         self._num_step_sequences = 0
         self._num_first_tokens = 0
         self._num_full_step_tokens = 0
-        self._full_step_s = 0.0
+        self._full_step_s = self._last_step_at = 0.0
         self._largest_batch = self._largest_batch_tokens = 0
 
-    def count_step(self, step: PrefillStep, seconds: float) -> None:
-        """Count a step that has run."""
+    def count_step(self, step: PrefillStep, now: float) -> None:
+        """Count a step that has run. Steps run one after the other."""
+        seconds, self._last_step_at = max(0.0, now - max(step.made_at, self._last_step_at)), now
         self._num_steps += 1
         self._num_step_sequences += len(step.chunks)
         self._largest_batch = max(self._largest_batch, len(step.chunks))
@@ -40,10 +43,10 @@ class Heartbeat:
         """One more prompt has yielded its first token."""
         self._num_first_tokens += 1
 
-    def load(self, worker: PeerId, draining: bool, coordinator: int | None) -> Load:
-        """Return the load for one of several coordinators; None: for the only one."""
+    def load(self, worker: PeerId, held: Sequence[Key], draining: bool, coordinator: int | None) -> Load:
+        """Return the load for one of several coordinators; None: for the only one. ``held``: every dispatch
+        with anything here."""
         s, b = self._scheduler, self._scheduler.blocks
-        held = s.held
         own = [dispatch for owner, dispatch in held if coordinator is None or owner == coordinator]
         return Load(
             worker_id=worker[0],

@@ -12,7 +12,7 @@ the pool in this way while there are prompts for others: it slows its own reques
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -58,6 +58,8 @@ class PrefillScheduler:
         self.running: dict[Key, PrefillSequence] = {}
         self._started: list[PrefillSequence] = []
         self.pinned: dict[Key, PrefillSequence] = {}  # computed; blocks kept until the handoff is over
+        self._in_flight: deque[PrefillStep] = deque()  # oldest first
+        self._failed = False  # a step did not run; what is in flight behind it will not either
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
 
@@ -126,11 +128,12 @@ class PrefillScheduler:
 
     def schedule(self, now: float, num_decode_rows: int = 0) -> PrefillStep | None:
         """The next step's chunks, or None where there is nothing to compute. New prompts are taken from
-        ``waiting`` as they fit. Steps before it need not have been booked.
+        ``waiting`` as they fit. Steps before it need not have been booked; behind one that failed, none is
+        made until those in flight have been skipped.
 
         ``num_decode_rows``: sequences that generate in the same step, each a token of its budget. At least a
         block is left to prompts, so that they are never starved."""
-        if not self.waiting and not self.running:
+        if self._failed or not (self.waiting or self.running):
             return None
         most = max(self._max_batch_tokens - num_decode_rows, min(self.block_size, self._max_batch_tokens))
         budget = min(self._budget.now, most)
@@ -157,7 +160,9 @@ class PrefillScheduler:
             return None
         self._budget.good_step()
         batch = batch_of(chunks, self.block_size)
-        return PrefillStep(chunks, batch, batch.num_tokens >= most or len(chunks) == self._max_num_seqs)
+        is_full = batch.num_tokens >= most or len(chunks) == self._max_num_seqs
+        self._in_flight.append(step := PrefillStep(chunks, batch, is_full, now))
+        return step
 
     @property
     def tries_apart(self) -> bool:
@@ -192,6 +197,8 @@ class PrefillScheduler:
     def skip(self, step: PrefillStep) -> None:
         """The step has not been run, or counts for nothing: its chunks are to be computed yet. What was
         dropped meanwhile is gone."""
+        self._take_out(step)
+        self._failed = bool(self._in_flight)
         for chunk in step.chunks:
             sequence = chunk.sequence
             sequence.num_steps -= 1
@@ -199,9 +206,17 @@ class PrefillScheduler:
             if sequence.cancelled:
                 self.drop(sequence.key)
 
-    def complete(self, chunk: Chunk) -> bool:
-        """Books one chunk of a finished step. False: the sequence had been dropped, and is gone with its last
-        step."""
+    def complete(self, step: PrefillStep) -> list[tuple[int, Chunk]]:
+        """Books the oldest step in flight. Returns its chunks, each with its row; without those of sequences
+        that had been dropped, which are gone with their last step."""
+        self._take_out(step)
+        return [(row, chunk) for row, chunk in enumerate(step.chunks) if self._complete(chunk)]
+
+    def _take_out(self, step: PrefillStep) -> None:
+        oldest = self._in_flight.popleft()
+        assert oldest is step, "steps end in the order in which they were made"
+
+    def _complete(self, chunk: Chunk) -> bool:
         sequence = chunk.sequence
         sequence.num_steps -= 1
         if sequence.cancelled:

@@ -83,6 +83,7 @@ PURE = [
     ),
     "splitserve.worker.roles",
     "splitserve.engine.cache.block_manager",
+    "splitserve.engine.role_core",
     "splitserve.transport.handoff.sender",
     "splitserve.transport.handoff.receiver",
 ]

@@ -67,16 +67,8 @@ class DecodeRole(PlayedRole):
             process.times.handoff,
         )
         self.core = DecodeCore(
-            worker,
-            scheduler,
-            receiver,
-            identity.kv_name,
-            self._meet(),
-            settings.drain_timeout_s,
-            True,
-            process.times.answers,
+            self._meet(), scheduler, receiver, settings.drain_timeout_s, True, process.times.answers
         )
-        assert self.core.moving is not None, "it has said how it meets others"
         self.sender = self.core.moving.sender
 
     def _take(self, now: float) -> list[Any]:
@@ -89,6 +81,3 @@ class DecodeRole(PlayedRole):
             self._receiving.carry_out(action)
         elif not isinstance(action, Join | Supersede):  # the core's own
             super()._do(action)
-
-    def _rename(self, incarnation: int) -> None:
-        self.core.rename(incarnation)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from ..decode.core import DecodeCore
 from ..engine.step.constraint import CompileGrammar
@@ -18,19 +18,12 @@ from ..transport.handoff.protocol import ToCoordinator
 from ..transport.handoff.receiving_end import ReceivingEnd
 from ..transport.handoff.sender import HandoffSender
 from ..transport.handoff.sending_end import SendingEnd
-from ..transport.messages.messages import BlockEvents, Flip, Goodbye, Hello, Load, Meet, Message, Role
+from ..transport.messages.messages import Flip, Goodbye, Hello, Load, Meet, Message, Role
 from ..transport.process.reports import Telemetry, with_telemetry
 from ..transport.process.worker_trace import WorkerTrace
 from .parts import WorkerParts
 from .roles import Departure, RoleHost
 from .settings import DecodeSettings, PrefillSettings
-
-
-class ReportingCore(Protocol):
-    """A role's core, as far as its heartbeat goes."""
-
-    def load(self, coordinator: int | None = None) -> Load: ...
-    def block_events(self, everything: bool = False) -> BlockEvents | None: ...
 
 
 class WorkerReports:
@@ -40,7 +33,7 @@ class WorkerReports:
     def __init__(
         self,
         links: CoordinatorLinks,
-        core: ReportingCore,
+        core: PrefillCore | DecodeCore,
         telemetry: Sequence[Telemetry],
         trace: WorkerTrace | None,
         clock: Clock,
@@ -144,10 +137,6 @@ class PlayedRole(ABC):
     @abstractmethod
     def _take(self, now: float) -> list[Any]:
         """Return the core's actions."""
-
-    @abstractmethod
-    def _rename(self, incarnation: int) -> None:
-        """Have the core go on as this incarnation."""
 
     def _report(self, now: float) -> None:
         """Send the heartbeat, once there is a coordinator."""
@@ -276,7 +265,7 @@ class PlayedRole(ABC):
         self.core.drop_others(-1)
         self.carry_out(self._clock.now())
         self.sending.rename(incarnation)
-        self._rename(incarnation)
+        self.core.rename(self._meet())
 
     def orphaned(self) -> None:
         """See ``LinkedWorker``."""

@@ -53,6 +53,3 @@ class PrefillRole(PlayedRole):
 
     def _take(self, now: float) -> list[Any]:
         return self.core.take()
-
-    def _rename(self, incarnation: int) -> None:
-        self.core.rename(self._meet())

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 from ..engine.cache.block_manager import BlockManager
 from ..engine.errors import EngineError
+from ..engine.role_core import RoleCore
 from ..engine.step.step_failures import BROKEN_AFTER
 from ..transport.messages.messages import Role
 
@@ -49,25 +50,11 @@ class RoleHost:
         return self.mixed and decode_worker == worker_name(self.process, "decode")
 
 
-class DrainingCore(Protocol):
-    """A role's core, as far as its end goes."""
-
-    @property
-    def drains(self) -> bool: ...
-    @property
-    def may_leave(self) -> bool: ...
-    @property
-    def at_rest(self) -> bool: ...
-    @property
-    def is_broken(self) -> bool: ...
-    def drain(self, now: float, timeout_s: float | None = None) -> None: ...
-
-
 class Departure:
     """Decides when a role ends. ``host`` is None where the process has only this role and cannot change
     it."""
 
-    def __init__(self, core: DrainingCore, role: str, host: RoleHost | None) -> None:
+    def __init__(self, core: RoleCore[Any], role: str, host: RoleHost | None) -> None:
         self._core, self._role, self._host = core, role, host
         self.ordered = False  # the process is to end; set from a signal handler
         self._rests_since: float | None = None

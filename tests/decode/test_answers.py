@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from decode.test_several_coordinators import make
+from decode.test_several_coordinators import MEET, make
+from msgspec.structs import replace
 
 from splitserve.decode import answers
 from splitserve.decode.core import DecodeCore
@@ -126,6 +127,6 @@ def test_a_new_incarnation_keeps_it() -> None:
     join(core, 1, A)
     join(core, 2, b"")
     core.drop_others(-1)
-    core.rename(2)
+    core.rename(replace(MEET, incarnation=2))
     assert core.scheduler.held == [(OLD, 1)]
     assert [type(message) for message in ask(core, A, 1.0)] == [RequestFailed, StepTokens, Joined]

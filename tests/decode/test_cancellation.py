@@ -82,7 +82,7 @@ class System:
         receiver = HandoffReceiver(
             ("d", 1), MODEL, self.decode_blocks, endpoints, lambda: decode.room(), lambda: b"s" * 16
         )
-        decode = DecodeCore(("d", 1), scheduler, receiver, "m", replace(meet, worker_id="d"))
+        decode = DecodeCore(replace(meet, worker_id="d"), scheduler, receiver)
         self.p, self.d = Side(prefill), Side(decode)
         self.others = self.decode_blocks.allocate(14) if full else None
 
@@ -146,7 +146,8 @@ class System:
 
     def _send(self, to: Side, me: tuple[str, int], message: Any) -> None:
         assert isinstance(message, FROM_DECODE) == (to is self.p)
-        self.after(1, lambda: to.core.from_peer(me, message, self.now))
+        receive = self.p.core.sender.receive if to is self.p else self.d.core.from_peer
+        self.after(1, lambda: receive(me, message, self.now))
 
     def _look(self) -> None:
         """Which states there have been."""

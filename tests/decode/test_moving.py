@@ -71,7 +71,7 @@ class Worker:
             (name, 1), MODEL, self.blocks, endpoints, lambda: self.core.room(), lambda: b"s" * 16
         )
         meet = Meet(worker_id=name, incarnation=1, host="h", pid=1, model=MODEL, movers=("tcp",))
-        self.core = DecodeCore((name, 1), scheduler, receiver, MODEL.kv_name, meet)
+        self.core = DecodeCore(meet, scheduler, receiver)
         self.sent: list[Message] = []
         self.step: DecodeStep | None = None
 

@@ -15,6 +15,7 @@ from splitserve.transport.handoff.receiver import HandoffReceiver
 from splitserve.transport.messages.cache_map import states
 from splitserve.transport.messages.messages import (
     Cancel,
+    Meet,
     ModelIdentity,
     SamplingParams,
     StepTokens,
@@ -25,6 +26,7 @@ from splitserve.transport.messages.messages import (
 from splitserve.transport.movers.interface import MoverEndpoints
 
 MODEL = ModelIdentity(kv_name="m", dtype="float32", block_size=4, cache_map=states(1, 64), block_bytes=64)
+MEET = Meet(worker_id="d", incarnation=1, host="h", pid=1, model=MODEL, movers=("tcp",))
 
 
 def make() -> DecodeCore:
@@ -32,7 +34,7 @@ def make() -> DecodeCore:
     scheduler = DecodeScheduler(blocks, 4, 8, 64, frozenset([0]))
     endpoints = MoverEndpoints(("tcp",), "h", "", "")
     receiver = HandoffReceiver(("d", 1), MODEL, blocks, endpoints, lambda: core.room(), lambda: b"s" * 16)
-    core = DecodeCore(("d", 1), scheduler, receiver, "m")
+    core = DecodeCore(MEET, scheduler, receiver)
     return core
 
 

@@ -95,7 +95,7 @@ class Rig:
     def _from_decode(self, action: Any) -> None:
         match action:
             case act.ToPeer():
-                self.prefill.from_peer(("d", 1), action.message, 0.0)
+                self.prefill.sender.receive(("d", 1), action.message, 0.0)
             case act.Verify():
                 self.decode.verified(action.lease, action.positions, [], 0.0)
 

@@ -98,7 +98,7 @@ class Process:
 
     def _carry_out_there(self, received: object) -> None:
         if isinstance(received, act.ToPeer):
-            self.prefill.from_peer(DECODE, received.message, 0.0)
+            self.prefill.sender.receive(DECODE, received.message, 0.0)
         elif isinstance(received, act.Verify):
             self.decode.verified(received.lease, received.positions, [], 0.0)
         elif isinstance(received, act.Join):

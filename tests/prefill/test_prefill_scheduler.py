@@ -45,8 +45,7 @@ def run(scheduler: PrefillScheduler, now: float) -> list[int] | None:
     if step is None:
         return None
     check(step)
-    for chunk in step.chunks:
-        scheduler.complete(chunk)
+    scheduler.complete(step)
     return [chunk.sequence.key[1] for chunk in step.chunks]
 
 
@@ -175,8 +174,8 @@ def test_every_prompt_is_computed_once_or_dropped_and_no_block_stays(
         assert step.batch.num_tokens <= budget
         if turn in drops:
             scheduler.drop((1, turn % len(prompts)))  # in the middle of a step
-        for chunk in step.chunks:
-            if scheduler.complete(chunk) and chunk.is_last:
+        for _, chunk in scheduler.complete(step):
+            if chunk.is_last:
                 done.add(chunk.sequence.key[1])
                 scheduler.unpin(chunk.sequence.key)
     assert not scheduler.held
@@ -195,8 +194,7 @@ def test_a_step_out_of_memory_is_done_again_in_halves_until_it_is_one_block() ->
         smaller = scheduler.shrink(step)
     assert counts == [16, 8, 4]
     assert not smaller  # a block cannot be halved: for the core to give back
-    for chunk in step.chunks:
-        scheduler.complete(chunk)
+    scheduler.complete(step)
     while run(scheduler, 0.0) is not None:
         pass
     assert [s.num_computed for s in scheduler.pinned.values()] == [40]
@@ -218,8 +216,7 @@ def test_the_budget_grows_back_after_good_steps() -> None:
     while (step := scheduler.schedule(0.0)) is not None:
         check(step)
         sizes.append(step.batch.num_tokens)
-        for chunk in step.chunks:
-            scheduler.complete(chunk)
+        scheduler.complete(step)
     assert sizes[0] == 8
     assert sizes[-2] == 16
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from splitserve.decode.core import DecodeCore
+from splitserve.prefill.core import PrefillCore
 from splitserve.transport.messages.messages import Goodbye
-from splitserve.worker.decode_role import DecodeRole
 from splitserve.worker.loop import Worker
 from splitserve.worker.played_role import PlayedRole
-from splitserve.worker.prefill_role import PrefillRole
 from splitserve.worker.roles import Departure
 from splitserve.worker.steps import RunningStep
 
@@ -55,18 +55,18 @@ def send_the_last_reports_after_goodbye(patch: Patch) -> None:
 
 
 def report_as_the_incarnation_that_was_fenced(patch: Patch) -> None:
-    patch.setattr(DecodeRole, "_rename", lambda self, incarnation: None)
+    patch.setattr(DecodeCore, "rename", lambda self, meet: None)
 
 
 def meet_peers_as_the_incarnation_that_was_fenced(patch: Patch) -> None:
-    patch.setattr(PrefillRole, "_rename", lambda self, incarnation: None)
+    patch.setattr(PrefillCore, "rename", lambda self, meet: None)
 
 
 def keep_the_channels_of_the_incarnation_that_was_fenced(patch: Patch) -> None:
     def broken(self: Any, incarnation: int) -> None:
         self.core.drop_others(-1)
         self.carry_out(self._clock.now())
-        self._rename(incarnation)
+        self.core.rename(self._meet())
 
     patch.setattr(PlayedRole, "fenced", broken)
 

@@ -200,15 +200,13 @@ def drop_the_work_of_all_when_one_coordinator_is_gone(patch: Patch) -> None:
 
 
 def cancel_whoever_has_that_dispatch_number(patch: Patch) -> None:
-    patch.setattr(DecodeCore, "_drop", _drop_by_number(DecodeCore._drop, lambda core: core._held()))
-    patch.setattr(PrefillCore, "_drop", _drop_by_number(PrefillCore._drop, lambda core: core.scheduler.held))
+    for core in (PrefillCore, DecodeCore):
+        patch.setattr(core, "_drop", _drop_by_number(core._drop))
 
 
-def _drop_by_number(
-    drop: Callable[[Any, Any], None], held: Callable[[Any], Any]
-) -> Callable[[Any, Any], None]:
+def _drop_by_number(drop: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     def broken(self: Any, key: Any) -> None:
-        for other in [key, *held(self)]:
+        for other in [key, *self.held]:
             if other[1] == key[1]:
                 drop(self, other)
 

@@ -8,6 +8,7 @@ from collections import deque
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from splitserve.decode.core import DecodeCore
 from splitserve.decode.scheduler import DecodeScheduler
@@ -159,7 +160,7 @@ class SteppedProcess:
             lambda: (8, 0),
             lambda: b"s" * 16,
         )
-        self.decode = DecodeCore(("w:decode", 1), self.scheduler, receiver, "m")
+        self.decode = DecodeCore(replace(MEET, worker_id="w:decode"), self.scheduler, receiver)
         self.device = Device(self.chance)
 
         def progress(every: int) -> LayerProgress:

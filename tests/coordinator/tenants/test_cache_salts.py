@@ -41,8 +41,7 @@ def cached_tokens(scheduler: PrefillScheduler, dispatch: int, salt: bytes) -> in
     )
     sequence = scheduler.add(spec, Peer(worker_id="d", incarnation=1, address="x"), float(dispatch))
     while (step := scheduler.schedule(float(dispatch))) is not None:
-        for chunk in step.chunks:
-            scheduler.complete(chunk)
+        scheduler.complete(step)
     scheduler.drop(sequence.key)
     return sequence.num_cached_tokens
 

@@ -1,0 +1,153 @@
+"""What the cores of both roles have in common: the drain, steps that fail, reports, grammars. Pure."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from ..transport.handoff.protocol import Key, ToCoordinator
+from ..transport.messages.messages import BlockEvents, FailureKind, Load, Meet, PeerId, RequestFailed
+from ..transport.process.reports import CacheReporter
+from .cache.block_manager import BlockManager
+from .step.batch import SamplingState
+from .step.constraint import CompileGrammar, TokenMatcher
+from .step.step_failures import StepFailures
+
+Action = TypeVar("Action")
+
+
+class RoleSequence(Protocol):
+    """A prompt, or a sequence that generates."""
+
+    state: SamplingState
+
+
+class RoleScheduler(Protocol):
+    """A role's scheduler, as far as both are alike."""
+
+    blocks: BlockManager
+
+    @property
+    def held(self) -> list[Key]: ...
+    def get(self, key: Key) -> RoleSequence | None: ...
+
+
+class RoleHeartbeat(Protocol):
+    """A role's load, and the reporter of its prefix cache."""
+
+    cache: CacheReporter
+
+    def load(self, worker: PeerId, held: Sequence[Key], draining: bool, coordinator: int | None) -> Load: ...
+
+
+class RoleCore(ABC, Generic[Action]):
+    """One role's decisions; all times are ``now`` of one monotonic clock, in seconds."""
+
+    scheduler: RoleScheduler
+    _heartbeat: RoleHeartbeat
+
+    def __init__(self, meet: Meet, drain_timeout_s: float) -> None:
+        """``meet``: names the worker, and is how it introduces itself to decode workers that it hands over
+        to. ``drain_timeout_s``: how long to drain by default."""
+        self.worker: PeerId = (meet.worker_id, meet.incarnation)
+        self._drain_timeout_s = drain_timeout_s
+        self._leave_by: float | None = None  # None: it does not drain
+        self._step_failures = StepFailures()
+        self._actions: list[Action | ToCoordinator | CompileGrammar] = []
+
+    @property
+    def blocks(self) -> BlockManager:
+        return self.scheduler.blocks
+
+    @property
+    def held(self) -> list[Key]:
+        """Every dispatch of which anything is here."""
+        return self.scheduler.held
+
+    def drop_others(self, *coordinators: int) -> None:
+        """Only these coordinators' work is kept."""
+        for key in self.held:
+            if key[0] not in coordinators:
+                self._drop(key)
+
+    def rename(self, meet: Meet) -> None:
+        """A new incarnation; the prefix cache stays."""
+        self.worker = (meet.worker_id, meet.incarnation)
+
+    @abstractmethod
+    def _drop(self, key: Key) -> None:
+        """Forget everything of a dispatch."""
+
+    # --- draining --------------------------------------------------------------------------------
+
+    def drain(self, now: float, timeout_s: float | None = None) -> None:
+        """Take nothing new, and report that. What is left after ``timeout_s`` (default: as configured) is
+        given back to the coordinator. A second call may bring that time forward, never back."""
+        leave_by = now + (self._drain_timeout_s if timeout_s is None else timeout_s)
+        begins, self._leave_by = not self.drains, min(leave_by, self._leave_by or leave_by)
+        if begins:
+            self._heartbeat.cache.close()
+            self._actions.append(ToCoordinator(self.load()))
+
+    @property
+    def drains(self) -> bool:
+        """It takes nothing new, and is to leave."""
+        return self._leave_by is not None
+
+    @property
+    def may_leave(self) -> bool:
+        """It drains, and nothing is left here."""
+        return self.drains and not self.held
+
+    @property
+    @abstractmethod
+    def at_rest(self) -> bool:
+        """Nothing is here, no block is referenced from here, nor may anything still be writing one."""
+
+    def _is_overdue(self, now: float) -> bool:
+        """Whether what is left must be given back now."""
+        return self._leave_by is not None and now >= self._leave_by
+
+    # --- failures --------------------------------------------------------------------------------
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether steps raise whatever they compute."""
+        return self._step_failures.means_broken
+
+    def _give_back(self, keys: Iterable[Key], reason: str) -> None:
+        """Have the coordinator dispatch them elsewhere."""
+        for key in keys:
+            self._fail(key, "preempted", reason)
+
+    def _fail(self, key: Key, kind: FailureKind, reason: str) -> None:
+        self._drop(key)
+        self._report_failed(key, kind, reason)
+
+    def _report_failed(self, key: Key, kind: FailureKind, reason: str) -> None:
+        failed = RequestFailed(coordinator=key[0], dispatch=key[1], kind=kind, message=reason[:4096])
+        self._actions.append(ToCoordinator(failed))
+
+    # --- grammars --------------------------------------------------------------------------------
+
+    def grammar_compiled(self, key: Key, matcher: TokenMatcher) -> None:
+        """Answers CompileGrammar: the sequence's next token may be sampled."""
+        if (sequence := self.scheduler.get(key)) is not None:
+            sequence.state.matcher = matcher
+
+    def grammar_failed(self, key: Key, reason: str) -> None:
+        """Answers CompileGrammar: no worker could."""
+        if self.scheduler.get(key) is not None:
+            self._fail(key, "refused", f"response_format: {reason}")
+
+    # --- reports ---------------------------------------------------------------------------------
+
+    def load(self, coordinator: int | None = None) -> Load:
+        """Return the heartbeat for one of several coordinators; None: for the only one."""
+        return self._heartbeat.load(self.worker, self.held, self.drains, coordinator)
+
+    def block_events(self, everything: bool = False) -> BlockEvents | None:
+        """Return the changes of the prefix cache; with ``everything``, its whole contents. None while
+        draining: the role that takes over the same blocks reports them."""
+        return None if self.drains else self._heartbeat.cache.report(self.worker, everything)
