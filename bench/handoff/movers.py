@@ -44,7 +44,7 @@ from ...transport.messages.messages import Met
 from ...transport.movers.block_memory import HostMemory
 from ...transport.movers.checksum import checksums
 from ...transport.movers.interface import Item, Pool, PutSource, TalkingSource
-from ...transport.movers.nccl.receiving import NcclTarget
+from ...transport.movers.nccl import NcclTarget
 from ...transport.movers.nixl import NixlTarget
 from ...transport.movers.nixl import is_installed as nixl_is_installed
 from ...transport.movers.opening import open_source

@@ -20,7 +20,7 @@ from splitserve.transport.handoff.receiver import HandoffReceiver
 from splitserve.transport.handoff.sender import HandoffSender
 from splitserve.transport.messages.blocks import num_behind
 from splitserve.transport.movers.lease_book import Claim, LeaseBook
-from splitserve.transport.movers.nccl.sending import SendingSession
+from splitserve.transport.movers.nccl_sessions import SendingSession
 from splitserve.transport.movers.targets import WaysIn
 
 Patch = pytest.MonkeyPatch

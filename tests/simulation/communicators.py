@@ -20,8 +20,13 @@ from simulation.network import LATE_S
 from splitserve.transport.errors import MoverError
 from splitserve.transport.messages.messages import Message
 from splitserve.transport.movers.interface import Arrival, Item
-from splitserve.transport.movers.nccl.receiving import ReceivingSession, ReceivingSessions
-from splitserve.transport.movers.nccl.sending import LeavingParcel, SendingSession
+from splitserve.transport.movers.nccl_sessions import (
+    ComingParcel,
+    ReceivingSession,
+    ReceivingSessions,
+    SendingSession,
+)
+from splitserve.transport.movers.parcel_source import Parcel
 
 if TYPE_CHECKING:
     from simulation.worker_role import WorkerRole
@@ -73,6 +78,13 @@ class CommunicatorEnd:
         self.other = self.world.communicator_ends[int(value)]
         if self.other.other is self:
             _meet(self, self.other)
+
+    def expect(self, parcel: ComingParcel) -> None:
+        """One more in ``ReceivingSession.coming``."""
+        self.came()
+
+    def tear_down(self) -> None:
+        self.is_torn = True
 
     def has_met(self) -> None:
         if not self.is_torn:
@@ -152,7 +164,10 @@ class RendezvousSource(Source):
         super().__init__(writer, peer, process)
         self._on_change = on_change
         self.failed: Callable[[], None] = _nothing
-        self.session = SendingSession(self.world.next_number(), PATIENCE_S, lambda: writer.now)
+        size = writer.memory.block_size
+        shape = (len(writer.memory.values) // (NUM_LAYERS * size), NUM_LAYERS, size)
+        number = self.world.next_number()
+        self.session = SendingSession(shape, number, PATIENCE_S, lambda: writer.now)
         self._end = CommunicatorEnd(writer, self._met, self._broke, _nothing)
         self.session.send_entry("0", str(self._end.number).encode())
         self._given: dict[
@@ -166,8 +181,8 @@ class RendezvousSource(Source):
         if self.world.strikes(self.faults.mover_error, "mover errors"):
             self.failed()
             raise MoverError("the adversary says so")
-        parcels = [items[at : at + PARCEL] for at in range(0, len(items), PARCEL)]
-        self.session.put_parcels(lease, secret, parcels, slice(first, end))
+        for at in range(0, len(items), PARCEL):
+            self.session.put(lease, secret, items[at : at + PARCEL], first, end - first)
         self._given.update({(lease, block): self.writer.blocks.times_given[block] for _, block, _ in items})
         self._go_on()
 
@@ -205,12 +220,12 @@ class RendezvousSource(Source):
         self._on_change(self)
 
     def _go_on(self) -> None:
-        if (parcel := self.session.next()) is not None:
+        if self._end.busy_since < 0.0 and (parcel := self.session.next()) is not None:
             self._end.begin()
             self._watch()
             self.writer.after(0.001 * self.random() ** 2, self._leave, parcel)
 
-    def _leave(self, parcel: LeavingParcel) -> None:
+    def _leave(self, parcel: Parcel) -> None:
         """The blocks are read now."""
         end, other = self._end, self._end.other
         if end.is_torn or other is None:
@@ -231,9 +246,9 @@ class RendezvousSource(Source):
             self._break(slices, other)
         elif self.random() < 0.5:  # it is buffered somewhere
             other.arrive(Piece(slices, _nothing))
-            self.writer.after(0.001 * self.random(), self._left)
+            self.writer.after(0.001 * self.random(), self._left, parcel)
         else:
-            other.arrive(Piece(slices, lambda: self.writer.run(self._left)))
+            other.arrive(Piece(slices, lambda: self.writer.run(self._left, parcel)))
 
     def _break(self, slices: list[list[int]], other: CommunicatorEnd) -> None:
         """In the middle of a piece. One end notices, or both; or the other takes what has come for the whole,
@@ -249,10 +264,10 @@ class RendezvousSource(Source):
         elif how == "late":
             other.arrive(Piece(slices, _nothing, 0.005 + LATE_S * self.random()))
 
-    def _left(self) -> None:
+    def _left(self, parcel: Parcel) -> None:
         if not self._end.is_torn and not self.session.is_over:
             self._end.end()
-            self.session.left()
+            self.session.left(parcel)
             self._go_on()
             self._on_change(self)
 
@@ -318,13 +333,8 @@ class RendezvousTarget(BookTarget):
 
     def settle(self) -> None:
         """Do what the sessions ask for, and send their messages."""
-        for session in self.sessions.ended:
-            session.end.is_torn = True
-            self._open.remove(session)
-            self._world.counts["communicators torn down"] += 1
-        self.sessions.ended.clear()
-        for session in self._open:
-            self._go_on(session)
+        self._world.counts["communicators torn down"] += sum(session.is_over for session in self._open)
+        self._open = [session for session in self._open if not session.is_over]
         self._words += self.sessions.take_messages()
         if self._words:
             self._process.after(0.0, self._process.poll)
@@ -339,17 +349,17 @@ class RendezvousTarget(BookTarget):
         return end
 
     def _broke(self, session: ReceivingSession[CommunicatorEnd], reason: str) -> None:
-        self.sessions.broke(session, reason)
+        self.sessions.end(session, reason)
         self.settle()
 
     def _go_on(self, session: ReceivingSession[CommunicatorEnd]) -> None:
         """With what is to be received next; with what has come of it."""
         end = session.end
-        if end.is_torn or end.is_receiving:
+        if end.is_torn or end.is_receiving or not session.coming:
             return
-        if session.receiving is None and self.sessions.next(session) is not None:
+        if end.busy_since < 0.0:
             end.begin()
-        if session.receiving is not None and end.pieces:
+        if end.pieces:
             end.is_receiving = True
             piece = end.pieces.popleft()
             self._process.after(

@@ -310,7 +310,7 @@ class ParcelTarget(BookTarget):
         )
         positions = tuple(position for position, _ in parcel.slices)
         claim = self.book.claim(ParcelHeader(parcel.lease, parcel.secret, start, size, positions))
-        if isinstance(claim, str):
+        if claim is None:
             return None
         if any(len(values) != size for _, values in parcel.slices):
             self.book.give_back(claim)

@@ -170,9 +170,7 @@ def _converse(data: bytes) -> bool:
     book, arrived = LeaseBook(4, LAYER_BYTES), list[tuple[int, int]]()
     book.open(9, GRANT, {0: 3, 1: 5})
     message = bytearray()
-    inbound = Inbound(
-        Desk(pool, book, threading.Lock(), SECRET, True, Counter(), arrived.extend), message.extend
-    )
+    inbound = Inbound(Desk(pool, book, threading.Lock(), SECRET, True, arrived.extend), message.extend)
     talk = inbound.talk()
     buffers = next(talk)
     member, mode, rest = (

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import hmac
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..errors import MoverError
 from ..messages.messages import MAX_PARCEL_POSITIONS
 from ..process.wakeup import Wakeup
-from .interface import Arrival, Item
+from .interface import Arrival
 
 PARCEL_BYTES = 8 << 20  # at most, unless one block has more
 
@@ -23,16 +22,6 @@ PARCEL_BYTES = 8 << 20  # at most, unless one block has more
 def blocks_per_parcel(slice_bytes: int) -> int:
     """Return how many blocks one parcel may hold, with ``slice_bytes`` of each."""
     return min(MAX_PARCEL_POSITIONS, max(1, PARCEL_BYTES // slice_bytes))
-
-
-def cut(items: Sequence[Item], layers: slice, shape: Sequence[int]) -> list[Sequence[Item]]:
-    """Cut a put from a pool of ``shape`` into the items of its parcels. Raises MoverError for blocks that do
-    not exist."""
-    num_blocks, _, layer_bytes = shape
-    if not all(0 <= block < num_blocks for _, block, _ in items):
-        raise MoverError(f"put of a block that does not exist; the pool has {num_blocks}")
-    size = blocks_per_parcel((layers.stop - layers.start) * layer_bytes)
-    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +68,7 @@ class LeaseBook:
     def __init__(self, num_layers: int, layer_bytes: int) -> None:
         self._num_layers, self._layer_bytes = num_layers, layer_bytes
         self._entries: dict[int, LeaseEntry] = {}
+        self.dropped: Counter[str] = Counter()  # parcels without a claim, by the field that was wrong
 
     def open(self, lease: int, secret: bytes, targets: Mapping[int, int]) -> None:
         self.close(lease)
@@ -99,22 +89,13 @@ class LeaseBook:
         for lease in list(self._entries):
             self.close(lease)
 
-    def claim(self, header: ParcelHeader) -> Claim | str:
-        """Return the right to write a parcel's body, or the name of the field that is wrong."""
-        entry = self._entries.get(header.lease)
-        if entry is None:
-            return "lease"
-        if not hmac.compare_digest(header.secret, entry.secret):
-            return "secret"
-        bits = self._layer_bits(header)
-        if bits is None:
-            return "length"
-        positions = header.positions
-        if len(set(positions)) != len(positions) or any(bits & ~entry.missing.get(p, 0) for p in positions):
-            return "position"
-        for position in positions:
-            entry.missing[position] &= ~bits
-        return Claim(entry, header, [entry.targets[p] for p in positions], bits)
+    def claim(self, header: ParcelHeader) -> Claim | None:
+        """Return the right to write a parcel's body; None: see ``dropped``."""
+        claim = self._claim(header)
+        if isinstance(claim, str):
+            self.dropped[claim] += 1
+            return None
+        return claim
 
     def complete(self, claim: Claim) -> list[Arrival]:
         """Note that the body has been written. Return the blocks that are complete with it."""
@@ -132,6 +113,23 @@ class LeaseBook:
         """Allow another parcel to bring the body: this one was cut off."""
         for position in claim.header.positions:
             claim.entry.missing[position] |= claim.bits
+
+    def _claim(self, header: ParcelHeader) -> Claim | str:
+        """Return the claim, or the name of the field that is wrong."""
+        entry = self._entries.get(header.lease)
+        if entry is None:
+            return "lease"
+        if not hmac.compare_digest(header.secret, entry.secret):
+            return "secret"
+        bits = self._layer_bits(header)
+        if bits is None:
+            return "length"
+        positions = header.positions
+        if len(set(positions)) != len(positions) or any(bits & ~entry.missing.get(p, 0) for p in positions):
+            return "position"
+        for position in positions:
+            entry.missing[position] &= ~bits
+        return Claim(entry, header, [entry.targets[p] for p in positions], bits)
 
     def _expect(self, entry: LeaseEntry, positions: Sequence[int]) -> None:
         for position in positions:
@@ -158,6 +156,11 @@ class BookedTarget:
         self._book = LeaseBook(num_layers, layer_bytes)
         self._arrivals: deque[Arrival] = deque()
         self._news = Wakeup()
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """What was dropped, by reason."""
+        return self._book.dropped
 
     @property
     def fd(self) -> int:

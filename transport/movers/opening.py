@@ -18,9 +18,7 @@ from . import nixl
 from .block_memory import BlockPool, DevicePool, memory_of
 from .cuda_ipc import CudaIpcSource, CudaIpcTarget, LoadedCudart
 from .interface import FALLBACK_MOVER, MoverEndpoints, PutSource, PutTarget
-from .nccl.communicator import place_of
-from .nccl.receiving import NcclTarget
-from .nccl.sending import NcclSource
+from .nccl import NcclSource, NcclTarget, place_of
 from .nixl import NixlSource, NixlTarget
 from .shm import SharedPool, ShmSource, ShmTarget
 from .targets import MoverTargets

@@ -13,7 +13,7 @@ from splitserve.bench.null_workers import null_model
 from splitserve.transport.errors import MoverError
 from splitserve.transport.messages.messages import Joined, Load, RequestFailed
 from splitserve.transport.movers import nixl
-from splitserve.transport.movers.nccl.sending import NcclSource
+from splitserve.transport.movers.nccl import NcclSource
 from splitserve.transport.movers.nixl import NixlSource
 from splitserve.transport.movers.shm import ShmSource
 

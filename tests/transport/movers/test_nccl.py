@@ -28,12 +28,10 @@ from splitserve.transport.messages.messages import (
     SessionOver,
     u32,
 )
-from splitserve.transport.movers import lease_book
+from splitserve.transport.movers import lease_book, nccl
 from splitserve.transport.movers.block_memory import BlockMemory, HostMemory
 from splitserve.transport.movers.interface import Arrival, MoverEndpoints, Pool
-from splitserve.transport.movers.nccl import communicator, sending
-from splitserve.transport.movers.nccl.receiving import NcclTarget
-from splitserve.transport.movers.nccl.sending import NcclSource
+from splitserve.transport.movers.nccl import NcclSource, NcclTarget
 
 WRITER = ("p0", 1)
 
@@ -162,7 +160,7 @@ def test_a_lost_announcement_breaks_the_session_and_the_next_one_works(pair: Pai
 
 
 def test_a_peer_that_never_answers_is_an_error(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(communicator, "MEET_S", 0.2)
+    monkeypatch.setattr(nccl, "LIMIT_S", 0.2)
     pair.source = pair.meet()
     with pytest.raises(MoverError, match="broke"):
         until(lambda: pair.source.poll() and False)
@@ -179,7 +177,7 @@ def test_a_source_that_stops_sending_breaks_its_session_only(
         session=session, number=1, lease=9, secret=SECRET, first_layer=0, num_layers=1, positions=u32([1])
     )
     with monkeypatch.context() as impatient:
-        impatient.setattr(communicator, "PARCEL_S", 0.2)
+        impatient.setattr(nccl, "LIMIT_S", 0.2)
         pair.target.receive(WRITER, announced)  # and then nothing
         with pytest.raises(MoverError, match=r"decode worker has ended|broke"):
             pair.until(lambda: False)
@@ -197,7 +195,7 @@ def test_a_source_that_stops_sending_breaks_its_session_only(
 def test_announcements_that_cannot_be_end_the_session(
     pair: Pair, first_layer: int, num_layers: int, positions: list[int]
 ) -> None:
-    pair.until(lambda: pair.source._thread.communicator)
+    pair.until(lambda: pair.source._is_met)
     session = pair.source.number
     pair.target.receive(
         WRITER,
@@ -220,7 +218,8 @@ def test_a_source_that_is_closed_has_the_other_ends_communicator_torn_down(pair:
     pair.target.open(9, SECRET, {0: 7})
     pair.source.put(9, SECRET, [(0, 1, 7)])
     pair.until(lambda: pair.arrived)
-    (session,) = pair.target._sessions.sessions.values()
+    (session,) = pair.target.sessions.sessions.values()
+    assert session is not None
     pair.source.close()
     pair.turn()
     assert session.is_over
@@ -231,7 +230,7 @@ def test_a_source_that_is_closed_has_the_other_ends_communicator_torn_down(pair:
 def test_strangers_words_make_nothing(pair: Pair) -> None:
     for message in (RendezvousEntry(session=5, key="0/0", value=b"x"), SessionOver(session=5, reason="no")):
         pair.target.receive(("p9", 1), message)
-    assert set(pair.target._sessions.sessions) <= {WRITER}
+    assert set(pair.target.sessions.sessions) == {WRITER}
     assert pair.target.take_messages() == []
 
 
@@ -253,7 +252,7 @@ def test_two_ends_on_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         NcclSource(address, on_gpu("a"), (2, NUM_LAYERS, 16))
     with pytest.raises(MoverError, match=r"cuda b.*cpu"):
         NcclSource(b"cpu", on_gpu("b"), (2, NUM_LAYERS, 16))
-    monkeypatch.setattr(sending.CommunicatorThread, "start", lambda thread: None)
+    monkeypatch.setattr(nccl.Communicator, "start", lambda thread: None)
     assert not NcclSource(address, on_gpu("b"), (2, NUM_LAYERS, 16)).is_over
 
 
@@ -276,22 +275,26 @@ def test_torchs_watchdog_is_off_before_the_first_group(monkeypatch: pytest.Monke
 
     class Group:
         def __init__(self, store: object, rank: int, size: int, options: SimpleNamespace) -> None:
-            limits = {name: os.environ.get(name) for name in communicator.WATCHDOG}
+            limits = {name: os.environ.get(name) for name in nccl.WATCHDOG}
             found.append((limits, options._timeout.total_seconds()))
 
         Options = SimpleNamespace
 
-    for name in communicator.WATCHDOG:
+    for name in nccl.WATCHDOG:
         monkeypatch.setenv(name, "3")
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
-    communicator.Communicator(communicator.SharedStore(lambda key, value: None), 0, torch.device("cuda", 0))
+    monkeypatch.setattr(nccl.Communicator, "start", lambda thread: None)
+    ours = nccl.Communicator(
+        0, torch.device("cuda", 0), lambda key, value: None, lambda _: False, pytest.fail
+    )
+    ours.meet()
     ((limits, timeout),) = found
     assert set(limits.values()) == {"0"}
-    assert timeout > 100 * communicator.PARCEL_S
+    assert timeout > 100 * nccl.LIMIT_S
 
 
 def test_closing_does_not_wait_for_a_peer_that_is_silent(pair: Pair) -> None:
     start = time.monotonic()
     pair.source.close()
-    assert time.monotonic() - start < communicator.MEET_S / 2
+    assert time.monotonic() - start < nccl.LIMIT_S / 2

@@ -16,8 +16,13 @@ from splitserve.transport.messages.messages import (
     u32,
 )
 from splitserve.transport.movers.lease_book import LeaseBook
-from splitserve.transport.movers.nccl.receiving import ReceivingSession, ReceivingSessions
-from splitserve.transport.movers.nccl.sending import LeavingParcel, SendingSession
+from splitserve.transport.movers.nccl_sessions import (
+    ComingParcel,
+    ReceivingSession,
+    ReceivingSessions,
+    SendingSession,
+)
+from splitserve.transport.movers.parcel_source import Parcel
 
 WRITER, SECRET = ("p0", 7), b"0123456789abcdef"
 NUM_LAYERS, LAYER_BYTES, WHOLE = 4, 10, slice(0, 4)
@@ -32,7 +37,7 @@ class Clock:
 
 
 def sending(number: int = 1, clock: Clock | None = None) -> SendingSession:
-    return SendingSession(number, PATIENCE_S, clock or Clock())
+    return SendingSession((40, NUM_LAYERS, LAYER_BYTES), number, PATIENCE_S, clock or Clock())
 
 
 def items(*positions: int) -> list[tuple[int, int, int]]:
@@ -40,10 +45,18 @@ def items(*positions: int) -> list[tuple[int, int, int]]:
 
 
 class End:
-    """The receiving end of a communicator: the entries that it got."""
+    """The receiving end of a communicator: what it got."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[str, bytes]] = []
+        self.expected: list[ComingParcel] = []
+        self.torn_down: list[bool] = []
+
+    def expect(self, parcel: ComingParcel) -> None:
+        self.expected.append(parcel)
+
+    def tear_down(self) -> None:
+        self.torn_down.append(True)
 
     def receive(self, key: str, value: bytes) -> None:
         self.entries.append((key, value))
@@ -67,7 +80,10 @@ class Receiving:
         """The sessions that end with these messages."""
         for message in messages:
             self.sessions.receive(peer, message)
-        ended, self.sessions.ended = self.sessions.ended, []
+        ended = [session for session in self.begun if session.end.torn_down]
+        for session in ended:
+            assert session.is_over
+            session.end.torn_down.remove(True)  # once
         return ended
 
     def begin(self, number: int = 1, peer: PeerId = WRITER) -> ReceivingSession[End]:
@@ -78,7 +94,7 @@ class Receiving:
 
     def receives(self, session: ReceivingSession[End]) -> list[int] | None:
         """The blocks that the next parcel is written into."""
-        assert self.sessions.next(session) is not None
+        assert session.coming[0] in session.end.expected
         claim = self.sessions.received(session)
         return None if claim is None else claim.blocks
 
@@ -111,33 +127,33 @@ def over(words: list[tuple[PeerId, Message]]) -> list[tuple[PeerId, int]]:
     return [(peer, message.session) for peer, message in words if isinstance(message, SessionOver)]
 
 
-# --- the sending end ---------------------------------------------------------------------------------
-
-
-def test_parcels_are_announced_at_once_and_leave_one_by_one_once_both_ends_have_met() -> None:
+def test_parcels_are_announced_at_once_and_leave_in_that_order() -> None:
     session = sending()
-    session.put_parcels(9, SECRET, [items(0, 1), items(2)], WHOLE)
+    session.put(9, SECRET, items(0, 1))
+    session.put(9, SECRET, items(2))
     assert [(m.number, m.session) for m in session.take_messages() if isinstance(m, ParcelComing)] == [
         (0, 1),
         (1, 1),
     ]
-    assert (session.next(), session.pending()) == (None, 3)
     session.met()
-    assert session.next() == LeavingParcel(0, 9, [0, 1], [10, 11], WHOLE)
-    assert session.next() is None, "one at a time"
-    session.left()
-    assert session.poll() == [(9, 0), (9, 1)]
-    assert session.next() == LeavingParcel(1, 9, [2], [12], WHOLE)
+    first = session.next()
+    assert (first, session.pending()) == (Parcel(9, SECRET, (0, 1), [10, 11], WHOLE), 3)
+    assert (session.poll(), session.pending()) == ([], 3)
+    session.left(first)
+    assert (session.poll(), session.pending()) == ([(9, 0), (9, 1)], 1)
+    assert session.next() == Parcel(9, SECRET, (2,), [12], WHOLE)
+    assert session.next() is None
 
 
 def test_what_is_cancelled_leaves_and_is_not_told_of() -> None:
     session = sending()
     session.met()
-    session.put_parcels(8, SECRET, [items(0)], WHOLE)
-    session.put_parcels(9, SECRET, [items(1)], WHOLE)
+    session.put(8, SECRET, items(0))
+    session.put(9, SECRET, items(1))
     for _ in range(2):
-        assert session.next() is not None
-        session.left()
+        parcel = session.next()
+        assert parcel is not None
+        session.left(parcel)
     session.cancel(8)
     assert session.poll() == [(9, 1)]
 
@@ -155,7 +171,7 @@ def test_a_meeting_and_a_parcel_that_never_end_are_given_up() -> None:
     assert session.hangs_at is None, "it waits for nobody"
     clock.now = 1000.0
     assert session.poll() == []
-    session.put_parcels(9, SECRET, [items(0)], WHOLE)
+    session.put(9, SECRET, items(0))
     session.next()
     assert session.hangs_at == 1000.0 + PATIENCE_S
     clock.now = 1000.1 + PATIENCE_S
@@ -166,20 +182,20 @@ def test_a_meeting_and_a_parcel_that_never_end_are_given_up() -> None:
 def test_a_session_that_has_failed_sends_nothing_more_and_says_why() -> None:
     session = sending(5)
     session.met()
-    session.put_parcels(9, SECRET, [items(0)], WHOLE)
+    session.put(9, SECRET, items(0))
     session.entry_in(SessionOver(session=4, reason="another's"))
     assert session.poll() == []
     session.entry_in(SessionOver(session=5, reason="announcements were lost"))
     session.fail("what followed from that")
     assert session.next() is None
-    for use in (lambda: session.poll(), lambda: session.put_parcels(9, SECRET, [items(1)], WHOLE)):
+    for use in (lambda: session.poll(), lambda: session.put(9, SECRET, items(1))):
         with pytest.raises(MoverError, match="announcements were lost"):
             use()
 
 
 def test_the_other_end_hears_that_a_session_is_closed() -> None:
     session = sending(5)
-    session.put_parcels(9, SECRET, [items(0)], WHOLE)
+    session.put(9, SECRET, items(0))
     session.close_session()
     session.close_session()
     assert [(type(word), getattr(word, "session", 0)) for word in session.take_messages()] == [
@@ -196,16 +212,12 @@ def test_only_its_own_entries_are_for_the_communicator() -> None:
     assert session.take_messages() == [entry(5)]
 
 
-# --- the receiving end -------------------------------------------------------------------------------
-
-
 def test_the_first_word_begins_a_session_and_parcels_come_in_order(receiving: Receiving) -> None:
     assert receiving.receive(entry(1), coming(0, [0]), coming(1, [2, 1])) == []
-    (session,), sessions = receiving.begun, receiving.sessions
+    (session,) = receiving.begun
     assert session.end.entries == [("0", b"here")]
-    assert sessions.next(session) is not None
-    assert sessions.next(session) is None, "one at a time"
-    claim = sessions.received(session)
+    assert list(session.coming) == session.end.expected
+    claim = receiving.sessions.received(session)
     assert claim is not None
     assert receiving.book.complete(claim) == [(9, 0)]
     assert receiving.receives(session) == [22, 21]
@@ -214,19 +226,14 @@ def test_the_first_word_begins_a_session_and_parcels_come_in_order(receiving: Re
 def test_a_parcel_whose_lease_has_ended_is_received_and_written_nowhere(receiving: Receiving) -> None:
     session = receiving.begin()
     receiving.receive(coming(0, [0]), coming(1, [1], lease=8), coming(2, [2]))
-    assert receiving.sessions.next(session) is not None
     receiving.book.close(9)
-    assert receiving.sessions.received(session) is None
-    assert receiving.receives(session) is None
-    assert receiving.receives(session) is None
-    assert receiving.sessions.dropped == {"lease": 1}
+    assert [receiving.receives(session) for _ in range(3)] == [None, None, None]
+    assert receiving.book.dropped == {"lease": 1}
 
 
 def test_what_an_old_communicator_still_brings_is_written_nowhere(receiving: Receiving) -> None:
-    """Its lease stands; the parcel comes again through the new one."""
     old = receiving.begin(1)
     receiving.receive(coming(0, [0]))
-    assert receiving.sessions.next(old) is not None
     assert receiving.receive(entry(2), coming(0, [0], session=2)) == [old]
     assert receiving.sessions.received(old) is None
     assert receiving.receives(receiving.begun[-1]) == [20]
@@ -260,7 +267,7 @@ def test_announcements_out_of_order_end_the_session_once(
     assert receiving.receive(*messages) == [session]
     assert receiving.receive(coming(0, [0]), coming(1, [0])) == []
     assert over(receiving.sessions.take_messages()) == [(WRITER, 1)]
-    assert receiving.sessions.next(session) is None
+    assert not session.coming
 
 
 @pytest.mark.parametrize(
@@ -275,9 +282,8 @@ def test_a_parcel_that_cannot_be_ends_the_session(receiving: Receiving, announce
 def test_what_was_announced_may_come_again_when_a_session_has_ended(receiving: Receiving) -> None:
     session = receiving.begin(1)
     receiving.receive(coming(0, [0]), coming(1, [1]))
-    assert receiving.sessions.next(session) is not None
-    assert receiving.sessions.broke(session, "by a test")
-    assert not receiving.sessions.broke(session, "that is known")
+    assert receiving.sessions.end(session, "by a test")
+    assert not receiving.sessions.end(session, "that is known")
     again = receiving.begin(2)
     receiving.receive(coming(0, [0, 1], session=2))
     assert receiving.receives(again) == [20, 21]

@@ -9,7 +9,7 @@ received into host memory and copied from there.
 from __future__ import annotations
 
 import hmac
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -41,7 +41,6 @@ class Desk:
     lock: AbstractContextManager[object]
     secret: bytes
     takes_plain: bool
-    dropped: Counter[str]
     arrived: Callable[[list[Arrival]], None]
     staging: Staging | None = None  # where the pool lies on a GPU; used with the lock held
 
@@ -106,8 +105,7 @@ class Inbound:
             raise BadPeer("malformed")
         with self._desk.lock:
             claim = self._desk.book.claim(header)
-        if isinstance(claim, str):
-            self._desk.dropped[claim] += 1
+        if claim is None:
             yield from self._discard(len(header.positions) * header.length)
             return
         self._claim = claim

@@ -16,14 +16,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from ...errors import MoverError
 from ..block_memory import BlockPool
-from ..interface import Arrival, Item, layer_slice
-from ..lease_book import ParcelHeader, cut
+from ..lease_book import ParcelHeader
+from ..parcel_source import Parcel, ParcelSource
 from .parcels import RECORD_BYTES, SIZE, Span, pack_header, records, spans
 from .sealing import (
     ANSWER_BYTES,
@@ -49,16 +47,7 @@ CLOSE_S = 0.2
 MAX_BUFFERS = 512  # in one system call (IOV_MAX is 1024)
 
 
-@dataclass(frozen=True, slots=True)
-class _Parcel:
-    lease: int
-    secret: bytes
-    positions: tuple[int, ...]
-    blocks: list[int]
-    layers: slice
-
-
-class TcpSource:
+class TcpSource(ParcelSource):
     """One per decode worker. Safe to close at any time; what cannot be sent becomes a MoverError of ``put``
     or ``poll``."""
 
@@ -68,68 +57,29 @@ class TcpSource:
         self._address = DataAddress.parse(data_address)
         self._mode = PLAIN if plain and self._address.takes_plain else cipher or quickest_cipher()
         self._pool = pool
-        self._changed = threading.Condition()
-        self._waiting: deque[_Parcel] = deque()
-        self._leaving: list[_Parcel] = []
-        self._left: list[Arrival] = []
-        self._failure = ""
-        self._closed = False
+        super().__init__(pool.shape)
         self._connections: list[_Connection] = []
         self._open_connection()
-
-    def put(
-        self,
-        lease: int,
-        secret: bytes,
-        items: Sequence[Item],
-        first_layer: int = 0,
-        num_layers: int | None = None,
-    ) -> None:
-        layers = layer_slice(self._pool.shape, first_layer, num_layers)
-        parts = cut(items, layers, self._pool.shape)
-        with self._changed:
-            self._raise_failure()
-            for part in parts:
-                positions, blocks = tuple(item[0] for item in part), [item[1] for item in part]
-                self._waiting.append(_Parcel(lease, secret, positions, blocks, layers))
-            self._changed.notify_all()
-            num_blocks = len(self._waiting) * max(map(len, parts), default=0)
-        waiting = num_blocks * (layers.stop - layers.start) * self._pool.shape[2]
-        if waiting > BACKLOG_BYTES * len(self._connections) and len(self._connections) < MAX_CONNECTIONS:
-            self._open_connection()
-
-    def poll(self) -> list[Arrival]:
-        with self._changed:
-            self._raise_failure()
-            left, self._left = self._left, []
-        return left
-
-    def pending(self) -> int:
-        with self._changed:
-            return sum(len(parcel.positions) for parcel in (*self._waiting, *self._leaving))
-
-    def writing(self, lease: int) -> bool:
-        return False  # the peer writes, and only what its leases allow
 
     def cancel(self, lease: int) -> None:
         with self._changed:
             self._waiting = deque(parcel for parcel in self._waiting if parcel.lease != lease)
-            self._left = [arrival for arrival in self._left if arrival[0] != lease]
+            super().cancel(lease)
 
     def close(self) -> tuple[()]:
-        with self._changed:
-            self._closed = True
-            self._waiting.clear()
-            self._changed.notify_all()
+        self._close()
         for connection in self._connections:
             connection.interrupt()
         for connection in self._connections:
             connection.join(CLOSE_S)  # one that is still connecting ends by itself, within CONNECT_TIMEOUT_S
         return ()
 
-    def _raise_failure(self) -> None:
-        if self._failure:
-            raise MoverError(self._failure)
+    def _queued(self, parcels: Sequence[Parcel]) -> None:
+        longest, layer_bytes = parcels[0], self._pool.shape[2]
+        parcel_bytes = len(longest.blocks) * (longest.layers.stop - longest.layers.start) * layer_bytes
+        is_behind = len(self._waiting) * parcel_bytes > BACKLOG_BYTES * len(self._connections)
+        if is_behind and len(self._connections) < MAX_CONNECTIONS:
+            self._open_connection()
 
     def _open_connection(self) -> None:
         connection = _Connection(self, self._address, self._mode, self._pool)
@@ -138,36 +88,16 @@ class TcpSource:
 
     # --- for the connections' threads ------------------------------------------------------------
 
-    def next_parcel(self) -> _Parcel | None:
-        """Wait for a parcel to send. None: the source is closed or has failed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed or self._failure)
-            if self._closed or self._failure:
-                return None
-            parcel = self._waiting.popleft()
-            self._leaving.append(parcel)
-            return parcel
-
-    def has_left(self, parcel: _Parcel) -> None:
+    def did_not_leave(self, parcel: Parcel) -> None:
         with self._changed:
             self._leaving.remove(parcel)
-            self._left += [(parcel.lease, position) for position in parcel.positions]
-
-    def did_not_leave(self, parcel: _Parcel) -> None:
-        with self._changed:
-            self._leaving.remove(parcel)
-            if not self._closed:
+            if not self._is_closed:
                 self._waiting.appendleft(parcel)
-
-    def fail(self, reason: str) -> None:
-        with self._changed:
-            self._failure = self._failure or reason
-            self._changed.notify_all()
 
     def pause(self, seconds: float) -> bool:
         """False: the source is closed."""
         with self._changed:
-            return not self._changed.wait_for(lambda: self._closed, seconds)
+            return not self._changed.wait_for(lambda: self._is_closed, seconds)
 
 
 class _Connection(threading.Thread):
@@ -193,7 +123,7 @@ class _Connection(threading.Thread):
             if self._connect():
                 pool = self._pool
                 self._memory = HostBytes(pool) if isinstance(pool, np.ndarray) else Staging(pool)
-                while (parcel := self._source.next_parcel()) is not None and self._send_or_connect_again(
+                while (parcel := self._source.wait_for_next()) is not None and self._send_or_connect_again(
                     parcel
                 ):
                     pass
@@ -202,13 +132,13 @@ class _Connection(threading.Thread):
         if self._stream is not None:
             self._stream.close()
 
-    def _send_or_connect_again(self, parcel: _Parcel) -> bool:
+    def _send_or_connect_again(self, parcel: Parcel) -> bool:
         try:
             self._send(parcel)
         except OSError:
             self._source.did_not_leave(parcel)
             return self._connect()
-        self._source.has_left(parcel)
+        self._source.left(parcel)
         return True
 
     def _connect(self) -> bool:
@@ -252,7 +182,7 @@ class _Connection(threading.Thread):
         )
         self._seal = transcript.seal()
 
-    def _send(self, parcel: _Parcel) -> None:
+    def _send(self, parcel: Parcel) -> None:
         layer_bytes = self._pool.shape[2]
         offset = parcel.layers.start * layer_bytes
         length = parcel.layers.stop * layer_bytes - offset

@@ -19,7 +19,7 @@ import selectors
 import socket
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -51,7 +51,6 @@ class TcpTarget(BookedTarget):
         """Listens on ``address`` (tcp://host:* takes a free port). Raises AddressError."""
         self._listener = _listening(address)
         super().__init__(pool.shape[1], pool.shape[2])
-        self.dropped: Counter[str] = Counter()
         self.num_blocks_received = 0
         self._secret = secrets.token_bytes(SECRET_BYTES)
         desk = Desk(
@@ -60,7 +59,6 @@ class TcpTarget(BookedTarget):
             self._lock,
             self._secret,
             takes_plain,
-            self.dropped,
             self._arrived,
             None if isinstance(pool, np.ndarray) else Staging(pool),
         )
@@ -214,7 +212,7 @@ class _Server(threading.Thread):
             return
         if len(self._connections) >= MAX_CONNECTIONS:
             stream.close()
-            self._desk.dropped["full"] += 1
+            self._desk.book.dropped["full"] += 1
             return
         connection = _Connection(stream, self._desk, time.monotonic())
         self._connections[stream] = connection
@@ -232,7 +230,7 @@ class _Server(threading.Thread):
             self._end(connection)
 
     def _refuse(self, connection: _Connection, reason: str) -> None:
-        self._desk.dropped[reason] += 1
+        self._desk.book.dropped[reason] += 1
         self._end(connection)
 
     def _end(self, connection: _Connection) -> None:
