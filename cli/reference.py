@@ -1,4 +1,6 @@
-"""Write docs/configuration.md from the settings models: ``python -m splitserve.cli.reference``."""
+"""Write docs/configuration.md from the settings models: ``python -m splitserve.cli.reference``.
+
+Each command that serves has a table. The others are listed with their purpose: ``--help`` has the rest."""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 INTRODUCTION = """\
 # Configuration
 
-This page is generated from the code: `python -m splitserve.cli.reference` writes it.
+`python -m splitserve.cli.reference` writes this page from the code.
 
 A setting is taken from the first of these that has it:
 
@@ -33,17 +35,20 @@ decode:
   max_num_seqs: 32
 ```
 
-All names in the file and all variables that begin with `SPLITSERVE_` are checked, whichever command runs: an
-unknown one is an error that names the nearest known one. (The variables that Kubernetes sets for a Service
-called `splitserve` are skipped.) Settings are checked before anything starts, and never change while it runs.
-A file in which a URL has a password or key must have mode 0600.
+Settings are checked before anything starts, and never change while it runs. An unknown name in the file, or
+an unknown variable that begins with `SPLITSERVE_`, is an error that names the nearest known one. Variables
+that Kubernetes sets for a Service called `splitserve` are skipped. A file in which a URL has a password or
+key must have mode 0600.
 
-`splitserve up` takes its own settings and those of all roles. A worker option holds for all workers, or for
-one role with `--prefill-` or `--decode-` before its name (`--decode-device cuda:1`). Each worker gets a GPU
-of its own, prefill workers first; with fewer GPUs than workers they share. `--prefill-device cuda:0,cuda:1`
-gives one to each worker. `up` sets `name`, `coordinator`, `listen`, `data_listen` and `advertise_host`
-itself, and gives all workers the coordinator's `model`, key and `max_model_len`. By default it makes a new
-key, takes a free port and serves the bundled model.
+`splitserve up` takes its own settings and those of all roles.
+
+- A worker option holds for all workers. With `--prefill-` or `--decode-` before its name it holds for one
+  role: `--decode-device cuda:1`.
+- Each worker gets a GPU of its own, prefill workers first; with fewer GPUs than workers they share.
+  `--prefill-device cuda:0,cuda:1` gives one to each worker.
+- `up` sets `name`, `coordinator`, `listen`, `data_listen` and `advertise_host` itself, and gives all workers
+  the coordinator's `model`, key and `max_model_len`.
+- By default it makes a new key, takes a free port and serves the bundled model.
 """
 
 
@@ -55,6 +60,13 @@ Every process of the cluster gets it as `key_file`. `--rotate add`, `switch` and
 ([operations](operations.md#changing-the-cluster-key)).
 """
 
+SERVING = ("coordinator", "prefill", "decode", "worker", "up")
+OTHERS = """\
+## Other commands
+
+`--help` of each lists its settings. They have names in the file and variables, too: `trace_make: {rate: 2}`.
+"""
+
 
 def main() -> None:
     """Write the page."""
@@ -63,11 +75,12 @@ def main() -> None:
 
 
 def page() -> str:
-    """Return the whole page as Markdown. An option that several commands share stands under the first of
+    """Return the whole page as Markdown. An option that several of SERVING share stands under the first of
     them; a later one names it."""
     parts, rows_of = [INTRODUCTION, KEYGEN], dict[str, dict[str, str]]()
-    for name, model in SECTIONS.items():
-        lines = [f"## {_command(name)}", "", " ".join((model.__doc__ or "").split()), ""]
+    for name in SERVING:
+        model = SECTIONS[name]
+        lines = [f"## {_command(name)}", "", _purpose(name), ""]
         rows = rows_of[name] = _rows(model)
         own = dict(rows)
         for other in sorted([*rows_of][:-1], key=lambda other: -_num_shared(rows_of[other], rows)):
@@ -77,7 +90,14 @@ def page() -> str:
         if own:
             lines += ["| setting | value | default | meaning |", "|---|---|---|---|", *own.values(), ""]
         parts.append("\n".join(lines))
+    purposes = {name: _purpose(name).partition(". ")[0].rstrip(".") for name in SECTIONS}
+    others = [f"| `{_command(name)}` | {purposes[name]} |" for name in SECTIONS if name not in SERVING]
+    parts.append("\n".join([OTHERS, "| command | purpose |", "|---|---|", *others, ""]))
     return "\n".join(parts)
+
+
+def _purpose(section: str) -> str:
+    return " ".join((SECTIONS[section].__doc__ or "").split())
 
 
 def _num_shared(rows: dict[str, str], others: dict[str, str]) -> int:
