@@ -134,6 +134,9 @@ class Pools:
         """Whether any worker's process has both roles, and prefers neither."""
         self._home_of = {(w.hello.process, w.hello.pid): w for w in workers if w.hello.home == w.role}
         """By process: its worker of the role that it prefers, where the process may borrow."""
+        for worker in workers:
+            if worker.is_reserve:
+                worker.home = self._home_of.get((worker.hello.process, worker.hello.pid))
         self.all_fit = not self.has_mixed and len({(w.kind, w.max_model_len) for w in workers}) == 1
         """Whether every prefill worker fits every decode worker, and all hold sequences of the same
         length."""

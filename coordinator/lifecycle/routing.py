@@ -29,9 +29,8 @@ from typing import Literal
 
 from .name_hash import hash64, shuffled
 from .request import Request
-from .worker import WorkerRecord
+from .worker import DELAY_WEIGHT, WorkerRecord
 
-DELAY_WEIGHT = 1 / 16
 Policy = Literal["hybrid", "round_robin", "least_loaded", "prefix", "sticky"]
 
 
@@ -63,9 +62,7 @@ def choose_prefill(policy: Policy, workers: Sequence[WorkerRecord], need: Need) 
         return workers[0]
     if policy == "hybrid":
         cached = [_num_cached(w, need) * w.block_size for w in workers]
-        costs = [
-            need.num_tokens - tokens + w.pending_tokens for tokens, w in zip(cached, workers, strict=True)
-        ]
+        costs = [need.num_tokens - tokens + w.rank for tokens, w in zip(cached, workers, strict=True)]
         best = min(costs)
         near = [(cost, w) for cost, w in zip(costs, workers, strict=True) if cost - best < w.block_size]
         if need.session:

@@ -14,6 +14,8 @@ from .name_hash import hash64
 
 WorkerId = tuple[str, int]  # worker id, incarnation
 NO_ROOM = -1
+DELAY_WEIGHT = 1 / 16
+"""A sequence that waits for a prompt beside it counts as this much of a prompt that waits."""
 QUEUED_BATCHES = 2
 
 
@@ -54,6 +56,8 @@ class WorkerRecord:
     draining: bool = False  # it gets no new work, and leaves
     drain: Drain | Flip | None = None  # repeated until it reports that it drains
     listed: Listing | None = None  # the list of its role's workers that take new work
+    home: WorkerRecord | None = None  # of a reserve: its process's worker of the role that it prefers
+    num_borrowed: int = 0  # sequences that a prefill worker's process generates for
     misfit: str = ""  # why it gets no work, where it fits no worker of the other role: for its own log
     id: WorkerId = field(init=False)
     name_hash: int = field(init=False)  # 64 bits, the same in each coordinator
@@ -73,7 +77,8 @@ class WorkerRecord:
     blocks_reported: int = field(init=False)  # free or evictable, as it last reported
     room: int = field(init=False, default=NO_ROOM)  # the longest new sequence that it can take now, in tokens
     rank: float = field(init=False, default=0.0)
-    """Less is better. Prefill: pending tokens. Decode: minus the smaller free share of rows or blocks."""
+    """Less is better. Prefill: pending tokens, and DELAY_WEIGHT of a step's for each borrowed sequence, which
+    a prompt delays. Decode: minus the smaller free share of rows or blocks."""
 
     def __post_init__(self) -> None:
         hello = self.hello
@@ -133,9 +138,13 @@ class WorkerRecord:
     def _update(self) -> None:
         before = self.rank
         if self.role == "prefill":
-            self.room, self.rank = self._max_prompt_tokens(), self.pending_tokens
+            delay = self.num_borrowed * self.max_batch_tokens * DELAY_WEIGHT
+            self.room, self.rank = self._max_prompt_tokens(), self.pending_tokens + delay
         else:
             self.room, self.rank = self._max_sequence_tokens(), -self.share_left(0)
+            if self.home is not None and self.home.num_borrowed != (num := len(self.dispatches)):
+                self.home.num_borrowed = num
+                self.home._update()
         self.room = min(self.room, self.max_model_len - 1)
         if self.listed is not None:
             self.listed.changed(self, before)
@@ -182,7 +191,7 @@ class WorkerRecord:
     def max_competing_rank(self, num_tokens: int) -> float:
         """Return the rank above which a worker without a cached prefix is worse for this sequence."""
         if self.role == "prefill":
-            return self.pending_tokens + self.block_size - 1
+            return self.rank + self.block_size - 1
         return -self.share_left(self.blocks_for(num_tokens))
 
     def blocks_for(self, num_tokens: int) -> int:
