@@ -4,7 +4,8 @@ When a worker dies:
 
 1. It is noticed: its process ends, its connection stays away for ``unreachable_s``, it is silent for
    ``dead_after_s``, or busy without a step for ``progress_timeout_s`` (``Pools.dead``); or it sends Hello
-   under a new incarnation.
+   under a new incarnation. One of the same name on another host waits until then: a node that was cut off
+   and comes back may hold the worker whose successor runs elsewhere.
 2. ``lose`` removes it from the pools, so that nothing is routed to it. If it lives, it is fenced: it takes a
    new incarnation.
 3. ``Suspicion`` counts the death against the requests that it ran. A request with too many deaths ends.
@@ -77,6 +78,9 @@ class Membership:
         """Take in a worker, or a new incarnation of one."""
         if worker_id != (hello.worker_id, hello.incarnation):
             return []  # the socket has another name than the message
+        if (holder := self._pools.on_another_host(hello)) is not None:
+            why = f"a worker on {holder.host.partition('/')[0]} has the name {hello.worker_id}, and lives"
+            return [Send(worker_id, Alive(coordinator=self._incarnation, misfit=why))]
         actions: list[Action] = []
         for replaced in self._pools.add(hello, now):
             actions += self.lose(replaced, "restarted", now)

@@ -66,6 +66,11 @@ class Pools:
 
     # --- coming and going ------------------------------------------------------------------------------
 
+    def on_another_host(self, hello: Hello) -> Hello | None:
+        """Return the Hello of the worker with this name on another host; None: there is none."""
+        named = (w.hello for w in self.workers.values() if w.hello.worker_id == hello.worker_id)
+        return next((found for found in named if found.host != hello.host), None)
+
     def add(self, hello: Hello, now: float) -> list[WorkerRecord]:
         """Take in a worker. Return its earlier incarnations, which are dead."""
         before = self.gap

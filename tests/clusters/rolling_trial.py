@@ -21,13 +21,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import httpx
 from e2e.cluster import free_port
+from namespaces import HERE, cut, inside, join, nodes, on_node
 from resuming_load import NUM_STREAMS, Streams
 
 from splitserve.bench.environment import environment
@@ -36,39 +37,8 @@ from splitserve.cli.settings import DEMO_MODEL, DEMO_MODEL_NAME
 from splitserve.transport.channels.keys import generate_key
 
 CUT_S = 8.0
-HERE, BRIDGE = "10.99.7.254", f"ss{os.getpid()}"
-"""The coordinators' address for workers, and the bridge that has it."""
-NODES = {"a": "10.99.7.1", "b": "10.99.7.2"}
-INSIDE = "ROLLING_TRIAL_INSIDE"
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1"}
 HTTP = httpx.Client(timeout=30, trust_env=False, auth=OperatorAuth())
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, timeout=20)
-
-
-@contextlib.contextmanager
-def nodes() -> Iterator[None]:
-    """Network namespaces, each at a port of one bridge in this process's own."""
-    try:
-        ip("link", "set", "lo", "up")
-        ip("link", "add", BRIDGE, "type", "bridge")
-        ip("addr", "add", f"{HERE}/24", "dev", BRIDGE)
-        ip("link", "set", BRIDGE, "up")
-        for name, address in NODES.items():
-            inside, port = f"{BRIDGE}-{name}0", f"{BRIDGE}-{name}"
-            ip("netns", "add", port)
-            ip("link", "add", port, "type", "veth", "peer", "name", inside)
-            ip("link", "set", inside, "netns", port)
-            ip("link", "set", port, "master", BRIDGE, "up")
-            ip("-n", port, "addr", "add", f"{address}/24", "dev", inside)
-            ip("-n", port, "link", "set", inside, "up")
-            ip("-n", port, "link", "set", "lo", "up")
-        yield
-    finally:
-        for name in NODES:
-            subprocess.run(["ip", "netns", "del", f"{BRIDGE}-{name}"], check=False)
 
 
 class Trial:
@@ -91,7 +61,7 @@ class Trial:
             command += ["--port", str(http), "--control-address", f"tcp://{HERE}:{control}"]
         else:
             addresses = ",".join(f"tcp://{HERE}:{control}" for _, control in self._ports.values())
-            command = ["ip", "netns", "exec", f"{BRIDGE}-{node}", *command, "--name", name, "--exact"]
+            command = [*on_node(node), *command, "--name", name, "--exact"]
             command += ["--coordinator", addresses, "--num-blocks", "1200", "--mover", "tcp"]
             listen = "tcp://0.0.0.0:*"
             command += ["--log-format", "json"]
@@ -160,11 +130,11 @@ async def acts(trial: Trial, streams: Streams, report: dict[str, Any]) -> None:
         trial.start(name, "b", next_build=True)
     await until("node b is back", lambda: trial.has(*home))
     streams.act = "a node is cut off"
-    ip("link", "set", f"{BRIDGE}-b", "down")
+    cut("b")
     seconds = await until("node b is noticed to be lost", lambda: trial.has("prefill-0", "decode-0"))
     report["seconds until a node that is cut off is left out"] = round(seconds, 1)
     await asyncio.sleep(CUT_S)
-    ip("link", "set", f"{BRIDGE}-b", "up")
+    join("b")
     report["seconds until it serves again"] = round(
         await until("node b is back", lambda: trial.has(*home)), 1
     )
@@ -237,10 +207,8 @@ async def play(trial: Trial) -> dict[str, Any]:
 
 
 def main() -> int:
-    if INSIDE not in os.environ:
-        command = ["unshare", "--net", sys.executable, *sys.argv]
-        os.execvpe("unshare", command, {**os.environ, INSIDE: "1"})
-    with nodes(), tempfile.TemporaryDirectory() as folder:
+    inside()
+    with nodes("ab"), tempfile.TemporaryDirectory() as folder:
         trial = Trial(Path(folder))
         try:
             found = asyncio.run(play(trial))

@@ -2,8 +2,8 @@
 
     python tests/clusters/slurm_trial.py bench/results/slurm.json
 
-Needs root and Debian's slurmctld, slurmd, slurm-client and munge. Takes about 5
-minutes; not a part of the tests.
+Needs root and Debian's slurmctld, slurmd, slurm-client and munge. Takes about 5 minutes; not a part of the
+tests.
 """
 
 from __future__ import annotations
@@ -18,73 +18,12 @@ import time
 from pathlib import Path
 
 from load import Load
+from slurm_daemons import Slurm
 from watch import Cluster, run, wait_for
 
 from splitserve.bench.environment import environment
-from splitserve.cli.up import free_port
 
-REQUEUE_S = 10  # a job that is queued anew waits this long; Slurm's default is 120
-CONF = """
-ClusterName=trial
-SlurmctldHost=localhost(127.0.0.1)
-SlurmctldPort={ctld}
-SlurmUser=root
-SlurmdUser=root
-AuthType=auth/munge
-AuthInfo=socket={folder}/munge/socket,cred_expire={requeue}
-CredType=cred/munge
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool/%n
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.%n.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/%n.log
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
-SlurmdParameters=config_overrides
-ReturnToService=2
-MpiDefault=none
-{nodes}
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
-"""
-
-
-class Slurm:
-    """A Slurm of this trial's own; every daemon ends with it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        nodes = "\n".join(
-            f"NodeName=n{number} NodeHostname=localhost NodeAddr=127.0.0.1 CPUs=4 Port={port}"
-            for number, port in enumerate(free_port("127.0.0.1") for _ in range(4))
-        )
-        for name in ("munge", "state", "spool"):
-            (folder / name).mkdir(mode=0o700)
-        (folder / "munge/key").write_bytes(os.urandom(1024))
-        (folder / "munge/key").chmod(0o400)
-        os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
-        (folder / "slurm.conf").write_text(
-            CONF.format(folder=folder, ctld=free_port("127.0.0.1"), nodes=nodes, requeue=REQUEUE_S)
-        )
-        munge = [f"--{name}-file={folder}/munge/{name}" for name in ("key", "pid", "log", "seed")]
-        self._daemons = [
-            self._start("munged", "--foreground", "--force", f"--socket={folder}/munge/socket", *munge)
-        ]
-        wait_for("munge's socket", (folder / "munge/socket").exists)
-        self._daemons.append(self._start("slurmctld", "-D"))
-        self._daemons += [self._start("slurmd", "-D", "-N", f"n{number}") for number in range(4)]
-        wait_for("four idle nodes", lambda: run("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == "4")
-
-    def _start(self, *command: str) -> subprocess.Popen[bytes]:
-        log = (self.folder / f"{command[0]}.out").open("ab")
-        return subprocess.Popen(command, stdout=log, stderr=log)
-
-    def close(self) -> None:
-        for daemon in reversed(self._daemons):
-            daemon.terminate()
-            daemon.wait(30)
+NODES = {f"n{number}": "NodeAddr=127.0.0.1 CPUs=4" for number in range(4)}
 
 
 def trial(folder: Path) -> dict[str, object]:
@@ -126,7 +65,7 @@ def trial(folder: Path) -> dict[str, object]:
 
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder:
-        slurm = Slurm(Path(folder))
+        slurm = Slurm(Path(folder), NODES)
         try:
             report = {
                 "environment": environment(),

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 
 from splitserve.cli.up import free_port
 from splitserve.coordinator.http.access.operators import admin_key
+
+PHASE = re.compile(r'splitserve_worker_start_seconds{phase="([^"]*)",.*worker="([^"]*)"} (.*)')
 
 
 class Cluster:
@@ -34,8 +38,23 @@ class Cluster:
 
     def workers(self) -> dict[str, int]:
         """Process ids of the workers that do not drain, by name."""
-        state = self._get("/debug/state").json()
-        return {worker["worker_id"]: worker["pid"] for worker in state["workers"] if not worker["draining"]}
+        workers = self.state()["workers"]
+        return {worker["worker_id"]: worker["pid"] for worker in workers if not worker["draining"]}
+
+    def state(self) -> dict[str, Any]:
+        """Return /debug/state. Raises HTTPError."""
+        found: dict[str, Any] = self._get("/debug/state").json()
+        return found
+
+    def start_phases(self, names: Collection[str]) -> dict[str, dict[str, float]]:
+        """Return the seconds of workers' starts, by phase and name."""
+        found: dict[str, dict[str, float]] = {}
+        for line in self._get("/metrics").text.splitlines():
+            if match := PHASE.match(line):
+                phase, name, seconds = match.groups()
+                if name in names:
+                    found.setdefault(phase, {})[name] = float(seconds)
+        return found
 
     def moved(self) -> int:
         """Return how many sequences have moved from one decode worker to another."""

@@ -125,6 +125,7 @@ class CoordinatorLink:
                 self._fence(message)
                 return []
             elif isinstance(message, Alive):
+                self._waiting_since = None
                 self._note_misfit(message.misfit)
             elif isinstance(message, OtherVersion):
                 self._waiting_since = None  # it has answered, and the channel has logged why it does not work

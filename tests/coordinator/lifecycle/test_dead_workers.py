@@ -236,6 +236,20 @@ def test_a_restarted_worker_replaces_itself() -> None:
     assert len(bench.core.requests) == 1
 
 
+def test_a_worker_that_comes_back_with_its_node_leaves_its_successor_alone() -> None:
+    bench = Bench()
+    bench.submit()
+    stale = bench.hello("p", "prefill", incarnation=2, host="lost")
+    assert not sent(stale, Welcome)
+    [refusal] = sent(stale, Alive)
+    assert refusal.misfit == "a worker on h has the name p, and lives"
+    assert not sent(bench.first(1), Fenced), "the request goes on where it is"
+    bench.now += 2.0
+    bench.load("d", [])
+    bench.core.tick(bench.now)
+    assert sent(bench.hello("p", "prefill", incarnation=2, host="lost"), Welcome), "once that one is dead"
+
+
 def test_a_silent_worker_is_dead_after_a_while_also_with_heartbeats_quicker_than_ticks() -> None:
     bench = Bench(heartbeat_s=0.01, dead_after_s=0.5)
     for _ in range(9):
