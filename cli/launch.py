@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from ..coordinator.http.access.url import url_of
+from ..deploy.child_process import Command
 from ..deploy.errors import LaunchError
 from ..deploy.slurm_jobs import SlurmJobs
-from .local_cluster import commands, curl_example, is_ready, notify
+from .local_cluster import commands, curl_example, incarnations, is_ready, notify
 from .up import Plan
 
 POLL_S = 0.5
@@ -26,6 +27,10 @@ class Launcher(Protocol):
         ...
 
     def start(self, name: str, role: str, argv: Sequence[str], env: Mapping[str, str]) -> None: ...
+
+    def restart(self, name: str, role: str, argv: Sequence[str], env: Mapping[str, str]) -> None:
+        """Start a process again; a worker drains before."""
+        ...
 
     def stop(self, names: Sequence[str]) -> None:
         """Stop processes; a worker drains."""
@@ -93,6 +98,8 @@ def _launch(plan: Plan, launcher: Launcher) -> int:
         raise LaunchError(
             f"not ready after {plan.up.ready_timeout_s:g} s; see {launcher.log_of('coordinator')}"
         )
+    if plan.up.roll and not anew:
+        asyncio.run(_roll(plan, launcher, url, [wanted[name] for name in wanted if name in running], roles))
     notify(
         f"ready at {url}\n\n{curl_example(plan).replace(plan.url, url)}\n\n"
         "The same command with other numbers adds and drains workers, with --stop it ends all."
@@ -109,3 +116,33 @@ async def _ready(plan: Plan, launcher: Launcher, url: str, wanted: set[str], dea
             return False
         await asyncio.sleep(POLL_S)
     return True
+
+
+async def _roll(
+    plan: Plan, launcher: Launcher, url: str, old: Sequence[Command], roles: Mapping[str, str]
+) -> None:
+    """Start each process again once the one before is back: workers, then the coordinator. Raises LaunchError
+    where one does not come back."""
+    headers = {"authorization": f"Bearer {plan.admin_key}"}
+
+    async def known() -> dict[str, int]:
+        return await incarnations(url, headers, plan.coordinator.tls_cert)
+
+    for name, argv, env in sorted(
+        ((each.name, each.argv, each.env) for each in old), key=lambda each: each[0] not in roles
+    ):
+        before, deadline = await known(), time.monotonic() + plan.up.ready_timeout_s
+        notify(f"{name} starts again ...")
+        await asyncio.to_thread(launcher.restart, name, roles.get(name, "coordinator"), argv, env)
+        while not (_is_back(name, before, await known()) and await is_ready(url, plan.coordinator.tls_cert)):
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"{name} is not back after {plan.up.ready_timeout_s:g} s, the processes after it are as "
+                    f"they were; its log: {launcher.log_of(name)}"
+                )
+            await asyncio.sleep(POLL_S)
+
+
+def _is_back(name: str, before: Mapping[str, int], now: Mapping[str, int]) -> bool:
+    """Whether a process is there in another incarnation, and every other one that was."""
+    return name in now and now[name] != before.get(name) and before.keys() <= now.keys()

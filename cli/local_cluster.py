@@ -203,6 +203,18 @@ async def known_workers(
         return None
 
 
+async def incarnations(url: str, headers: dict[str, str], certificate: Path | None = None) -> dict[str, int]:
+    """Return the incarnation of each process that does not drain; empty: the coordinator does not answer."""
+    try:
+        async with _asking(url, certificate) as client:
+            state = (await client.get(f"{url}/debug/state", headers=headers)).json()
+            workers = [worker for worker in state["workers"] if not worker["draining"]]
+            found = {worker["process"] or worker["worker_id"]: worker["incarnation"] for worker in workers}
+            return {**found, "coordinator": state["coordinator"]["incarnation"]}
+    except (httpx.HTTPError, ValueError, KeyError):
+        return {}
+
+
 class LogLines:
     """Lines of a log on a disk that may be full: that costs lines, and no process."""
 

@@ -54,6 +54,11 @@ class UpSettings(BaseModel):
         "numbers it adds and drains workers.",
     )
     stop: bool = Field(default=False, description="With --on slurm or ray: stop all; workers drain.")
+    roll: bool = Field(
+        default=False,
+        description="With --on slurm or ray: start each process again, workers one at a time after they have "
+        "drained, then the coordinator: with the build that is installed by then, and with these settings.",
+    )
     sbatch: str = Field(
         default="", description="Options of sbatch for every job, such as `-p gpu -t 8:00:00`."
     )

@@ -107,8 +107,11 @@ def plan(flags: Layer, sources: Sources) -> Plan:
     here = up.on == "here"
     if not here:
         _require_elsewhere(up)
-    elif up.stop:
-        raise ConfigError("--stop is for processes elsewhere: give --on slurm or --on ray")
+    elif up.stop or up.roll:
+        option = "--stop" if up.stop else "--roll"
+        raise ConfigError(f"{option} is for processes elsewhere: give --on slurm or --on ray")
+    if up.stop and up.roll:
+        raise ConfigError("--stop ends what --roll would start again: give one of them")
     for manager, names in OPTIONS_OF.items():
         if manager != up.on and (wrong := [name for name in names if getattr(up, name)]):
             raise ConfigError(f"--{wrong[0].replace('_', '-')} is for --on {manager}")

@@ -178,6 +178,11 @@ class RayActors:
         for name in names:
             _remove_group(name)
 
+    def restart(self, name: str, role: str, argv: Sequence[str], env: Mapping[str, str]) -> None:
+        """End a process, a worker by draining, and start it anew."""
+        self.stop([name])
+        self.start(name, role, argv, env)
+
     def host(self, deadline: float) -> str:
         """Return the coordinator's host: the head node's."""
         return str(self._address.rpartition(":")[0].strip("[]"))

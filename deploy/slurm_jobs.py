@@ -54,6 +54,10 @@ class SlurmJobs:
         if wanted := [numbers[name] for name in names if name in numbers]:
             _run("scancel", *wanted)
 
+    def restart(self, name: str, role: str, argv: Sequence[str], env: Mapping[str, str]) -> None:
+        """Have a process start again within its job, once a worker has drained. Raises LaunchError."""
+        _run("scancel", "--batch", "--signal=USR2", self._numbers()[name])
+
     def host(self, deadline: float) -> str:
         """Wait for the coordinator's job to run; return its node's address. Raises LaunchError.
 

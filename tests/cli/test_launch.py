@@ -33,6 +33,9 @@ class Launched:
         self.names = [name for name in self.names if name not in names]
         self.calls += [f"stop {name}" for name in names]
 
+    def restart(self, name: str, role: str, argv: Sequence[str], env: Mapping[str, str]) -> None:
+        self.calls.append(f"restart {name} as {role}")
+
     def host(self, deadline: float) -> str:
         return "192.0.2.3"
 
@@ -87,6 +90,32 @@ def test_stop_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == ["stop coordinator", "stop decode-0"]
 
 
+def test_a_roll_waits_for_each_process_and_takes_the_coordinator_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = Launched("coordinator", "prefill-0", "decode-0")
+    seen: list[str] = []
+
+    async def incarnations(*_: object) -> dict[str, int]:
+        """A process that starts again is seen to be gone before it is back."""
+        again = [call.split()[1] for call in manager.calls if call.startswith("restart")]
+        gone = again[-1:] if seen != again else []
+        seen[:] = again
+        return {name: again.count(name) for name in manager.names if name not in gone}
+
+    monkeypatch.setattr(launching, "incarnations", incarnations)
+    monkeypatch.setattr(launching, "POLL_S", 0.01)
+    calls = launched(monkeypatch, planned(tmp_path, decode=2, roll=True), manager)
+    assert calls == [
+        "start decode-1 as decode",
+        *(f"restart {name} as {name.partition('-')[0]}" for name in ("prefill-0", "decode-0", "coordinator")),
+    ], "what is new stays"
+    manager.names.remove("prefill-0")
+    monkeypatch.setattr(manager, "restart", lambda *_: manager.names.remove("decode-0"))
+    with pytest.raises(LaunchError, match=r"decode-0 is not back after 0\.1 s, .* less decode-0\.log"):
+        launched(monkeypatch, planned(tmp_path, decode=2, roll=True, ready_timeout_s=0.1), manager)
+
+
 def test_what_cannot_start_is_named_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LaunchError, match=r"decode-0 could not start; its log: less decode-0\.log"):
         launched(monkeypatch, planned(tmp_path), Launched(fails="decode-0"), ready=False)
@@ -109,6 +138,8 @@ def test_decode_workers_elsewhere_listen_for_other_hosts(tmp_path: Path) -> None
         ({"prompt": "Hello"}, "instead of --chat and --prompt"),
         ({"control_address": "tcp://0.0.0.0:0"}, "--control-address needs a port"),
         ({"on": "here", "stop": True}, "--stop is for"),
+        ({"on": "here", "roll": True}, "--roll is for"),
+        ({"roll": True, "stop": True}, "give one of them"),
         ({"on": "here", "sbatch": "-p gpu"}, "--sbatch is for --on slurm"),
         ({"ray_decode": "H100=1"}, "--ray-decode is for --on ray"),
         ({"on": "ray", "ray_decode": "H100"}, "'H100' cannot be used"),

@@ -111,6 +111,13 @@ def test_ray_restarts_a_process_that_dies_and_a_worker_that_leaves_drains(
     assert actors.add("decode") == "decode-1", "of the settings of decode-0"
     pid_of(tmp_path / "decode-0.pid")
     wait_for(lambda: "--name decode-1" in (tmp_path / "decode-0").read_text())
+    (tmp_path / "decode-0.pid").unlink()
+    argv = ["python", "-c", PROCESS, str(tmp_path / "decode-0"), "rolled"]
+    actors.restart("decode-0", "decode", argv, {**os.environ, "OURS": "given"})
+    assert (tmp_path / "decode-0.end").read_text() == "drained\n"
+    (tmp_path / "decode-0.end").unlink()
+    pid_of(tmp_path / "decode-0.pid")
+    assert (tmp_path / "decode-0").read_text().endswith("given rolled\n"), "with its new settings"
     actors.stop(["decode-1", "decode-0"])
     assert (tmp_path / "decode-0.end").read_text() == "drained\n"
     wait_for(lambda: actors.running() == [])

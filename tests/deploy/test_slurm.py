@@ -51,6 +51,8 @@ def test_each_process_is_a_job_that_finds_the_coordinators(tmp_path: Path, calls
     assert {"COORDINATOR_JOB=101", "COORDINATOR_PORT=7701"} <= set(text.splitlines())
     assert jobs.running() == ["coordinator", "decode-1"]
     assert jobs.host(time.monotonic() + 10) == "192.0.2.3"
+    jobs.restart("decode-1", "decode", [], env)
+    assert calls.read_text().splitlines()[-1] == "scancel --batch --signal=USR2 102"
     jobs.stop(["decode-1", "decode-7"])
     assert calls.read_text().splitlines()[-1] == "scancel 102"
 
@@ -91,6 +93,20 @@ def test_before_the_time_limit_the_process_drains_and_the_job_is_queued_anew(
     job.send_signal(signal.SIGUSR1)
     assert job.communicate(timeout=30)[0] == "drained\n"
     assert calls.read_text() == "scontrol requeue 105\n"
+
+
+def test_a_process_that_is_rolled_drains_and_starts_again_in_its_job(tmp_path: Path, calls: Path) -> None:
+    job = begin(
+        tmp_path,
+        f"cd {tmp_path}; [[ -e again ]] && {{ echo new; exit; }}\n"
+        "trap 'echo drained; touch again; exit 0' TERM; echo begun; while :; do sleep 0.05; done",
+    )
+    assert job.stdout is not None
+    assert job.stdout.readline() == "begun\n"
+    job.send_signal(signal.SIGUSR2)
+    assert job.communicate(timeout=30)[0] == "drained\nnew\n"
+    assert job.returncode == 0
+    assert not calls.exists(), "it is not queued anew"
 
 
 def test_a_cancelled_job_waits_while_its_process_drains(tmp_path: Path, calls: Path) -> None:
