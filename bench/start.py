@@ -1,22 +1,30 @@
 """Time from `splitserve up` to a ready cluster: first starts, which pack the weights, and later ones.
 
     python -m splitserve.bench.start [--model 500m] [--rounds 3] [--cpu-memory-utilization 0.1] [--json FILE]
+    python -m splitserve.bench.start --load [--threads 1] ...
 
 In turn: a start without kept weights, then one with them. Wall clock, and the processor time of all processes
-until then, which a loaded machine changes less.
+until then, which a loaded machine changes less. ``--load``: of the model alone in a fresh process, from the
+opening of its files to one that can run a step, without imports; and the memory that this takes as a multiple
+of the weight files' size (``peak``: the most; ``resident``: afterwards). ``fresh_s``: the processor time that
+the machine takes to find as much fresh memory, which a first start cannot do without.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import shutil
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 import psutil
 
+from ..engine.step.model_runner import EngineConfig, ModelRunner
+from ..kernels.huge_pages import huge_page_bytes
 from .environment import environment
 from .live_cluster import live_cluster
 from .models import SHAPES, make_random_llama
@@ -39,11 +47,52 @@ def start(model: Path, log: Path, options: list[str], first: bool) -> dict[str, 
     return {"ready_s": round(ready_s, 2), "cpu_s": round(sum(t.user + t.system for t in times), 2)}
 
 
+def load(model: Path, threads: int, first: bool) -> dict[str, float]:
+    """Load in this process, whose first load it is."""
+    from ..kernels import native_cpu  # noqa: F401 (an import is no part of loading)
+
+    size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    Path("/proc/self/clear_refs").write_text("5")  # begins the peak anew
+    before, cpu = status("VmRSS"), time.process_time()
+    runner = ModelRunner(EngineConfig(model, "cpu", num_blocks=16, max_model_len=256, num_threads=threads))
+    cpu = time.process_time() - cpu
+    phases = runner.phases.seconds
+    result = {
+        "load_s": phases["fingerprint"] + phases["weights"],
+        "cpu_s": cpu,
+        "peak": (status("VmHWM") - before) / size,
+    }
+    for thread in threading.enumerate():
+        if thread.name == "packed-weights":
+            thread.join()
+    result["resident"] = (status("VmRSS") - before) / size
+    if first:
+        cpu = time.thread_time()
+        huge_page_bytes(size).numpy().fill(1)
+        result["fresh_s"] = time.thread_time() - cpu
+    return {name: round(value, 2) for name, value in result.items()}
+
+
+def status(name: str) -> int:
+    """Bytes, of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
+
+
+def load_apart(model: Path, threads: int, first: bool) -> dict[str, float]:
+    if first:
+        shutil.rmtree(model / ".splitserve", ignore_errors=True)
+    with multiprocessing.get_context("spawn").Pool(1) as process:
+        return process.apply(load, (model, threads, first))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", choices=SHAPES, default="500m")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cpu-memory-utilization", default="0.1", help="of `splitserve up`")
+    parser.add_argument("--load", action="store_true", help="the model alone")
+    parser.add_argument("--threads", type=int, default=1, help="of a step, with --load")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     options = ["--cpu-memory-utilization", arguments.cpu_memory_utilization]
@@ -54,7 +103,10 @@ def main() -> None:
         runs: dict[str, list[dict[str, float]]] = {"first": [], "second": []}
         for _ in range(arguments.rounds):
             for name, made in runs.items():
-                made.append(start(model, log, options, first=name == "first"))
+                if arguments.load:
+                    made.append(load_apart(model, arguments.threads, first=name == "first"))
+                else:
+                    made.append(start(model, log, options, first=name == "first"))
                 print(name, made[-1], flush=True)
     record |= {"model": arguments.model, **runs}
     record["fastest"] = {

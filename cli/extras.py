@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 EXTRAS = {
-    "worker": ("torch", "safetensors", "xxhash", "cryptography", "psutil", "pynvml"),
+    "worker": ("torch", "xxhash", "cryptography", "psutil", "pynvml"),
     "bench": ("aiohttp",),
     "cli": ("prompt_toolkit",),
     "plan": ("matplotlib",),

@@ -112,10 +112,11 @@ def map_file(file: int, num_bytes: int) -> Tensor:
 
 
 def drop_pages(mapped: Tensor) -> None:
-    """Leave what ``map_file`` has mapped to the page cache: it takes no memory here until it is read again.
-    It must not have been written."""
-    size = ctypes.c_size_t(mapped.nbytes)
-    _call("madvise", ctypes.c_void_p(mapped.data_ptr()), size, mmap.MADV_DONTNEED)
+    """Leave a part of what ``map_file`` has mapped, and the rest of its pages, to the page cache: no memory
+    is taken here until they are read again. They must not have been written."""
+    start = mapped.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    size = ctypes.c_size_t(mapped.data_ptr() + mapped.nbytes - start)
+    _call("madvise", ctypes.c_void_p(start), size, mmap.MADV_DONTNEED)
 
 
 def move_to_huge_pages(mapped: Tensor) -> None:

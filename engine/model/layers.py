@@ -41,7 +41,7 @@ class TensorSource(Protocol):
     def has(self, name: str) -> bool: ...
 
     def drop_pages(self) -> None:
-        """Give back the memory that reading took."""
+        """Give back the memory that reading the tensors so far took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +57,13 @@ class LayerLoader:
 
     def each(self, make: Callable[[int], Layer], count: int) -> list[Layer]:
         """[make(0), make(1), ...], several at a time."""
+        if self.num_threads == 1:
+            return [make(i) for i in range(count)]
 
         def made(i: int) -> Layer:
             with torch.inference_mode():  # a thread's own setting
-                layer = make(i)
-            self.checkpoint.drop_pages()
-            return layer
+                return make(i)
 
-        if self.num_threads == 1:
-            return [made(i) for i in range(count)]
         with ThreadPoolExecutor(self.num_threads, "load-weights") as threads:
             return list(threads.map(made, range(count)))
 
@@ -79,14 +77,19 @@ class LayerLoader:
         if rows is not None:
             weight = selected_rows(weight, rows)
             biases = None if biases is None else biases[rows]
-        return self.kernels.linear(weight, biases)
+        return self._linear(weight, biases)
 
     def row(self, name: str, bias: bool, centred: bool = False) -> Linear:
         """``centred``: the outputs' mean is subtracted from each."""
         weight, of = self._weight(name), self._tensor(f"{name}.bias") if bias else None
         if centred:
             weight, of = _centred(self._wide(weight)), None if of is None else _centred(of)
-        return self.kernels.linear(weight, of)
+        return self._linear(weight, of)
+
+    def _linear(self, weight: Weight | Sequence[Weight], bias: Tensor | None) -> Linear:
+        linear = self.kernels.linear(weight, bias)
+        self.checkpoint.drop_pages()
+        return linear
 
     def mixture(self, layer: str, config: MixtureConfig) -> Mixture:
         """The experts of the layer of this name."""
@@ -96,6 +99,7 @@ class LayerLoader:
             return self._tensor(f"{layer}.{of}")
 
         def expert(i: int) -> ExpertWeights:
+            self.checkpoint.drop_pages()  # of the one before
             parts = [of.format(i) for of in (names.gate, names.up, names.down)]
             gate, up, down = (
                 self._weight(f"{layer}.{of}") for of in (parts if i < shape.num_experts else names.shared)
@@ -104,6 +108,7 @@ class LayerLoader:
 
         def part(i: int) -> ExpertWeights:
             """From tensors of all experts: gate and up alternate."""
+            self.checkpoint.drop_pages()
             gate_up, down = (self._expert(f"{layer}.{of}", i) for of in (names.gate, names.down))
             if isinstance(gate_up, Tensor):
                 return ExpertWeights([gate_up[::2], gate_up[1::2]], down)

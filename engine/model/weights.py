@@ -33,18 +33,18 @@ class Checkpoint:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._maps: list[Tensor] = []  # uint8
+        self._read: list[Tensor] = []  # what was handed out since ``drop_pages``
         self._tensors: dict[str, tuple[StoredTensor, Tensor]] = {}  # and its file's bytes
         for file in weight_files(path):
             tensors = header_of(file)
             with file.open("rb") as handle:
-                self._maps.append(map_file(handle.fileno(), file.stat().st_size))
+                mapped = map_file(handle.fileno(), file.stat().st_size)
             for name, tensor in tensors.items():
                 if name in self._tensors:
                     raise WeightsError(
                         f"{path}: tensor {name!r} is in two weight files; remove the stale one"
                     )
-                self._tensors[name] = tensor, self._maps[-1]
+                self._tensors[name] = tensor, mapped
 
     def __enter__(self) -> Self:
         return self
@@ -55,9 +55,11 @@ class Checkpoint:
         self.drop_pages()
 
     def drop_pages(self) -> None:
-        """Give back the memory that reading took: the files stay in the page cache."""
-        for mapped in self._maps:
-            drop_pages(mapped)
+        """Give back the memory that reading the tensors so far took: the files stay in the page cache, from
+        where a tensor that is used again is read again."""
+        read, self._read = self._read, []
+        for stored in read:
+            drop_pages(stored)
 
     def check(self, expected: Mapping[str, tuple[int, ...]], ignored: tuple[str, ...] = ()) -> None:
         """All of ``expected`` is there in the right shape, and nothing else but names that end in one of
@@ -92,6 +94,7 @@ class Checkpoint:
         """Return the tensor in its own dtype, without a copy; blocks of GGUF as uint8 [rows, bytes]."""
         tensor, mapped = self._tensors[name]
         stored = mapped[tensor.begin : tensor.end]
+        self._read.append(stored)
         if tensor.dtype in BLOCKS:
             return stored.view(tensor.shape[0], -1)
         dtype = STORED_DTYPES[tensor.dtype]

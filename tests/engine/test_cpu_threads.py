@@ -40,6 +40,12 @@ def test_threads_by_what_is_left(
     assert (chosen.count, chosen.cores) == expected
 
 
+def test_a_start_takes_this_workers_part_of_the_cores_that_are_left() -> None:
+    assert choose_threads(1, range(8), NO_LIMIT, (0, 1), 0).loading == 6
+    assert choose_threads(1, range(8), NO_LIMIT, (0, 1), 2).loading == 2
+    assert choose_threads(3, range(2), NO_LIMIT, (0, 1), 0).loading == 3
+
+
 def test_threads_are_bound_if_they_wait_for_each_other_on_cores_of_their_own() -> None:
     assert choose_threads(2, range(4), NO_LIMIT, (0,), 0).bound == (1, 2)
     assert choose_threads(1, range(4), NO_LIMIT, (), 0).bound == ()  # a lone one waits for none

@@ -70,6 +70,24 @@ def test_linear(
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("k", [1, 48, 77])
+@pytest.mark.parametrize("heights", [(70,), (5, 40, 3), (64, 64)])
+def test_several_threads_pack_parts_into_panels_as_one_matrix(
+    native: native_cpu.NativeCpuKernels, dtype: torch.dtype, k: int, heights: tuple[int, ...]
+) -> None:
+    parts = [randn(height, k, dtype=dtype, seed=height) for height in heights]
+    n, panel = sum(heights), native._panel
+    whole = torch.nn.functional.pad(torch.cat(parts), (0, k % 2, 0, -n % panel))
+    step = 1 if dtype == torch.float32 else 2  # numbers of k that lie interleaved
+    expected = whole.view(-1, panel, (k + k % 2) // step, step).transpose(1, 2).flatten()
+    stale = torch.full_like(expected, 7)
+    packed = native_cpu.PackedWeights(num_threads=3)
+    packed._arena.empty = lambda count, _: stale.view(torch.uint8)[:count]  # type: ignore[method-assign]
+    found = native_cpu.PackedLinear(parts, None, packed, panel)
+    assert torch.equal(found._packed, expected)
+
+
 @pytest.mark.skipif(not cpu_multiplies_bfloat16(), reason="this CPU has neither AVX512-BF16 nor AMX")
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("rows", [0, 8, NEVER])

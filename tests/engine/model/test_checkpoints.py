@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,15 @@ from support.batches import HandSequence, make_batch
 from support.families import LATENT
 from support.models import make_checkpoint
 
+from splitserve.bench.models import make_random_llama
+from splitserve.bench.start import status
 from splitserve.engine import device
 from splitserve.engine.errors import ModelConfigError, OutOfMemoryError, WeightsError
 from splitserve.engine.model.config import ModelConfig
 from splitserve.engine.model.model_folder import content_names
-from splitserve.engine.model.weights import Checkpoint
+from splitserve.engine.model.weights import STORED_DTYPES, Checkpoint
 from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
+from splitserve.kernels import packed_weights
 
 
 @pytest.fixture
@@ -141,6 +145,54 @@ def test_a_truncated_file_is_reported(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
     with pytest.raises(WeightsError, match="download it again"):
         next_token(folder)
+
+
+def test_tensors_of_every_type_are_read_as_they_were_written_and_again_after_their_pages_were_dropped(
+    tmp_path: Path,
+) -> None:
+    bits = torch.randint(256, (4, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    tensors = {
+        str(dtype): bits.clone().view(dtype) for dtype in STORED_DTYPES.values() if dtype != torch.bool
+    }
+    tensors |= {"bool": bits > 127, "scalar": torch.tensor(3.5)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with Checkpoint(tmp_path) as checkpoint:
+        for _ in range(2):
+            for name, tensor in tensors.items():
+                stored = checkpoint.stored(name)
+                assert (stored.dtype, stored.shape) == (tensor.dtype, tensor.shape)
+                assert torch.equal(stored.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+            checkpoint.drop_pages()
+
+
+def test_a_tensor_may_begin_at_an_odd_byte(tmp_path: Path) -> None:
+    header = json.dumps(
+        {
+            "flag": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
+            "weight": {"dtype": "F32", "shape": [3], "data_offsets": [1, 13]},
+        }
+    ).encode()
+    weight = torch.tensor([1.0, -2.0, 0.5])
+    content = len(header).to_bytes(8, "little") + header + b"\1" + weight.numpy().tobytes()
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with Checkpoint(tmp_path) as checkpoint:
+        assert torch.equal(checkpoint.tensor("weight"), weight)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux says how much memory was taken")
+def test_loading_takes_the_memory_of_one_copy_of_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("splitserve.kernels._cpu")
+    monkeypatch.setattr(packed_weights, "LEAST_BYTES", 1 << 40)  # no thread that keeps them
+    shape = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096, "vocab_size": 4096}
+    make_random_llama(tmp_path, **shape, num_hidden_layers=4, tie_word_embeddings=False)
+    size = (tmp_path / "model.safetensors").stat().st_size
+    Path("/proc/self/clear_refs").write_text("5")  # begins the peak anew
+    before = status("VmRSS")
+    ModelRunner(EngineConfig(tmp_path, device="cpu", num_blocks=4, max_model_len=64, exact=True))
+    peak = status("VmHWM") - before
+    assert 0.5 * size < peak <= 1.1 * size
 
 
 def test_a_shard_that_is_absent_is_named(tmp_path: Path) -> None:
