@@ -153,7 +153,7 @@ class TorchKernels:
         block_size = pool.shape[4]
         written = rope.slot_mapping >= 0
         blocks, offsets = rope.slot_mapping[written] // block_size, rope.slot_mapping[written] % block_size
-        k, v = _rotate(k, angles)[written], v[written]
+        k, v = rotate(k, angles)[written], v[written]
         if rope.kv_scales is not None:
             k, v = (quantize_e4m3(x, rope.kv_scales[layer, i]) for i, x in enumerate((k, v)))
         if pool.dtype == torch.int8:
@@ -161,7 +161,7 @@ class TorchKernels:
         pool[blocks, layer, 0, :, offsets] = k
         if pool.shape[2] == 2:
             pool[blocks, layer, 1, :, offsets] = v
-        return _rotate(q, angles)
+        return rotate(q, angles)
 
     def paged_attention(self, q: Tensor, pool: Tensor, layer: int, inputs: AttentionInputs) -> Tensor:
         out = torch.empty_like(q)
@@ -263,7 +263,7 @@ def _norm_of_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _rms_norm(wide, weight, eps).to(x.dtype)
 
 
-def _rotate(x: Tensor, angles: Tensor) -> Tensor:
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
     """x [num_tokens, heads, head_dim]; angles: cosines, then sines, float32 [num_tokens, 1, head_dim]."""
     cos, sin = angles.chunk(2, dim=-1)
     first, second = x.float().chunk(2, dim=-1)

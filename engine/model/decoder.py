@@ -25,6 +25,7 @@ from torch import Tensor
 from ...kernels.interface import AttentionInputs, FusedLayers, RopeInputs
 from .config import ModelConfig
 from .decoder_layer import DecoderLayer
+from .latent_chunks import FEWEST_TOKENS, ExpandedQueries, LatentChunks, latent_chunks
 from .layers import LayerLoader
 from .rope import cos_sin_table
 from .tensors import expected_tensors, ignored_tensors
@@ -67,6 +68,7 @@ class StepInputs(NamedTuple):
 
     rope: RopeInputs
     attention: AttentionInputs
+    chunks: LatentChunks | None = None
 
 
 class DecoderModel:
@@ -82,6 +84,7 @@ class DecoderModel:
             for rope in set(config.ropes)
         }
         self._eps = config.residual_eps
+        self._expands = config.latent if load.expands_latent else None
         self._layers = load.each(
             lambda i: DecoderLayer(config, i, load, self._tables[config.ropes[i]]), config.num_layers
         )
@@ -124,6 +127,8 @@ class DecoderModel:
         if rows is None and self._fused is not None and len(token_ids) < self._fused.rows:
             return self._forward_fused(self._fused, residual, metadata, pool, on_layer)
         inputs, last = self.inputs(metadata), len(self._layers) - 1
+        if self._expands is not None and len(token_ids) >= FEWEST_TOKENS:
+            inputs = inputs._replace(chunks=latent_chunks(self._expands, inputs.attention, pool.shape[4]))
         hidden = self.run_layers(0, last, None, residual, inputs, pool, on_layer)
         q = self.project_last(hidden, residual, inputs, pool)
         if on_layer is not None:
@@ -175,7 +180,11 @@ class DecoderModel:
         """Layers [first, last). ``hidden`` [T, E], of the layer before, is not yet added to ``residual``, nor
         is the result; None: no layer has run."""
         for index, layer in enumerate(self._layers[first:last], start=first + 1):
-            q = layer.project(hidden, residual, pool, inputs.rope)
+            q: Tensor | ExpandedQueries
+            if inputs.chunks is None:
+                q = layer.project(hidden, residual, pool, inputs.rope)
+            else:
+                q = layer.project_chunks(hidden, residual, pool, inputs.rope, inputs.chunks)
             if on_layer is not None:
                 on_layer(index)
             hidden = layer.attend_and_mix(q, residual, pool, inputs.attention)
@@ -202,7 +211,7 @@ class DecoderModel:
         pool: Tensor,
         on_layer: Callable[[int], None] | None,
     ) -> Tensor:
-        rope, attention = self.inputs(metadata)
+        rope, attention, _ = self.inputs(metadata)
         hidden = torch.empty_like(residual)
         last = len(self._layers) - 1
         if on_layer is not None and last:

@@ -9,6 +9,7 @@ from torch import Tensor
 from ...kernels.interface import AttentionInputs, DenseMlp, LayerParts, Linear, Mixture, RopeInputs
 from .config import ModelConfig
 from .latent_attention import LatentAttention
+from .latent_chunks import ExpandedQueries, LatentChunks
 from .layers import LayerLoader
 from .rope import rows_of_qkv
 
@@ -42,7 +43,7 @@ class DecoderLayer:
         self._o: Linear
         if config.latent is not None:
             latent = LatentAttention(config.latent, name, load, config.ropes[index].interleaved)
-            self._qkv, self._o = latent.queries_and_key, latent.output
+            self._latent, self._qkv, self._o = latent, latent.queries_and_key, latent.output
         else:
             self._qkv = load.column([f"{name}.{of}" for of in (t.q, t.k, t.v) if of], config.qkv_bias, rows)
             self._o = load.row(f"{name}.{t.o}", config.o_bias, config.layer_norms)
@@ -79,13 +80,25 @@ class DecoderLayer:
                 part.copy_(self._kernels.rms_norm(part.contiguous(), weight, self._qk_eps))
         return self._kernels.rope_and_store(qkv, pool, self._index, rope)
 
-    def attend_and_mix(self, q: Tensor, residual: Tensor, pool: Tensor, attention: AttentionInputs) -> Tensor:
+    def project_chunks(
+        self, hidden: Tensor | None, residual: Tensor, pool: Tensor, rope: RopeInputs, chunks: LatentChunks
+    ) -> ExpandedQueries:
+        """As ``project``, in a step with chunks that are expanded."""
+        x = self._add_norm(hidden, residual, self._input_norm)
+        return self._latent.project_chunks(x, pool, self._index, replace(rope, cos_sin=self._cos_sin), chunks)
+
+    def attend_and_mix(
+        self, q: Tensor | ExpandedQueries, residual: Tensor, pool: Tensor, attention: AttentionInputs
+    ) -> Tensor:
         """The rest of the layer for the queries at hand, whose residual rows these are; returns its output,
         not yet added to them."""
         k = self._kernels
         if self._sliding_window is not None or self._sinks is not None:
             attention = replace(attention, sliding_window=self._sliding_window, sinks=self._sinks)
-        hidden = self._o(k.paged_attention(q, pool, self._index, attention))
+        if isinstance(q, ExpandedQueries):
+            hidden = self._latent.attend_chunks(q, pool, self._index)
+        else:
+            hidden = self._o(k.paged_attention(q, pool, self._index, attention))
         if self._parallel:
             return hidden.add_(self._mixed(self._add_norm(None, residual, self._input_norm)))
         hidden = self._out_norm(hidden, self._attention_out_norm)

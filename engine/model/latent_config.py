@@ -35,6 +35,11 @@ class LatentConfig:
         """Numbers of a token and layer in the KV cache."""
         return self.rotated + self.rank
 
+    @property
+    def expanded(self) -> int:
+        """Numbers of a head's key, and of its value, where both are made for each token."""
+        return -(-max(self.plain + self.rotated, self.value) // 8) * 8
+
     def expected_tensors(self, layer: str) -> dict[str, tuple[int, ...]]:
         """The tensors of this layer's attention, with their shapes; without the output projection's."""
         queries, hidden = self.num_heads * (self.plain + self.rotated), self.hidden_size

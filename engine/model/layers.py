@@ -54,6 +54,13 @@ class LayerLoader:
     device: torch.device
     num_threads: int = 1  # that load layers side by side; kernels on CPUs allow one
     quantisation: Quantisation | None = None  # of the checkpoint
+    exact: bool = False  # see kernels/select.py
+
+    @property
+    def expands_latent(self) -> bool:
+        """Chunks of latent attention may be expanded (``latent_chunks.py``). Not in exact mode: a token's
+        bits would depend on its chunk. Not on GPUs, where steps are recorded with no lengths at hand."""
+        return self.device.type == "cpu" and not self.exact
 
     def each(self, make: Callable[[int], Layer], count: int) -> list[Layer]:
         """[make(0), make(1), ...], several at a time."""

@@ -188,6 +188,7 @@ class ModelRunner:
                 self.device,
                 LOADING_THREADS[self.device.type],
                 self.config.quantisation,
+                engine.exact,
             )
             self._model = _load_model(
                 self.config, load, min(model_len, max(longest, 1)), fp8_cache=engine.kv_dtype == "fp8"
