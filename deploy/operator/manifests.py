@@ -58,7 +58,7 @@ async def render(cluster: Object, plan: Object, helm: str = "helm") -> Manifests
     given = merged(plan, spec.get("values") or {})
     defaults = yaml.safe_load((CHART / "values.yaml").read_text())
     values = without_nulls(merged(defaults, given))
-    pools = {name: _pool(pool) for name, pool in values["pools"].items()}
+    pools = {name: _pool(name, pool) for name, pool in values["pools"].items()}
     own = {name: {"autoscale": None} for name, pool in values["pools"].items() if "autoscale" in pool}
     if spec.get("ratio") == "Controller":
         _check_controller(values, pools)
@@ -107,7 +107,11 @@ def without_nulls(values: Mapping[str, Any]) -> Object:
     }
 
 
-def _pool(pool: Mapping[str, Any]) -> PoolSpec:
+def _pool(name: str, pool: Mapping[str, Any]) -> PoolSpec:
+    if pool.get("leaderWorkerSet"):
+        raise InvalidValues(
+            f"pool {name}: leaderWorkerSet is for helm; the operator's pools are StatefulSets"
+        )
     role, options = pool.get("role"), pool.get("options") or {}
     flexible = role == "worker" and options.get("start_as") != "mixed" and not options.get("borrow")
     bounds = pool.get("autoscale") or {}

@@ -116,10 +116,9 @@ class OnRay:
         self._start("head", "--head", f"--port={self._port}", "--num-cpus=0", "--include-dashboard=false")
         os.environ["RAY_ADDRESS"] = f"{HERE}:{self._port}"
         wait_for("Ray", lambda: subprocess.run(["ray", "status"], capture_output=True).returncode == 0)
+        ray.init(namespace="trial", log_to_driver=False, logging_level="error")
         for name in NODES:
             self._start_node(name)
-        ray.init(namespace="trial", log_to_driver=False, logging_level="error")
-        wait_for("nodes", lambda: len(self._alive()) == len(NODES))
         self.about = {"ray": ray.__version__}
 
     def _start(self, name: str, *options: str) -> None:
@@ -132,6 +131,7 @@ class OnRay:
     def _start_node(self, name: str) -> None:
         resources = json.dumps({"prefill": 1, "decode": 1})
         self._start(name, f"--address={HERE}:{self._port}", "--num-cpus=2", f"--resources={resources}")
+        wait_for(f"node {name}", lambda: name in self._alive())  # two at once may choose the same ports
 
     def _alive(self) -> dict[str, str]:
         rows = [row for row in self._ray.nodes() if row["Alive"]]
@@ -148,7 +148,6 @@ class OnRay:
         self._end(node)
         wait_for("its end", lambda: self._alive().get(node) in (None, *([] if old else [""])))
         self._start_node(node)
-        wait_for(f"node {node}", lambda: node in self._alive())
 
     def _end(self, name: str) -> None:
         self._raylets[name].terminate()

@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from support.kubernetes import CHART, HELM, MINIMAL, ChartError, helm, manifests, pod_specs
+from support.kubernetes import CHART, HELM, MINIMAL, ChartError, helm, manifests, pod_specs, pod_template
 
 from splitserve.cli.settings import ServerSettings
 from splitserve.coordinator.metrics.system_collector import SystemCollector
@@ -81,10 +81,15 @@ EVERYTHING: dict[str, Any] = {
         "endpointPicker": "picker",
     },
 }
+GROUPS = {
+    **EVERYTHING,
+    "pools": {name: {**pool, "leaderWorkerSet": {"size": 1}} for name, pool in EVERYTHING["pools"].items()},
+}
 MATRIX = {
     "minimal": MINIMAL,
     "everything": EVERYTHING,
     "hpa": {**EVERYTHING, "autoscaling": {"type": "hpa"}},
+    "groups": GROUPS,
     "object store": {**MINIMAL, "model": {"name": "s3://models/llama"}},
     "registry": {
         **MINIMAL,
@@ -159,6 +164,26 @@ def test_a_pods_grace_is_longer_than_its_drain(tmp_path: Path) -> None:
     assert specs["demo-coordinator"]["terminationGracePeriodSeconds"] > 60 + 5
 
 
+def test_a_group_of_one_has_the_pods_of_a_stateful_set(tmp_path: Path) -> None:
+    sets, groups = (
+        {found["metadata"]["name"]: found for found in manifests(values, tmp_path) if pod_template(found)}
+        for values in (EVERYTHING, GROUPS)
+    )
+    for name in ("demo-prefill", "demo-decode", "demo-flexible"):
+        kinds = [found["kind"] for found in (sets[name], groups[name])]
+        assert kinds == ["StatefulSet", "LeaderWorkerSet"]
+        assert pod_template(sets[name]) == pod_template(groups[name]), "valid for each version of Kubernetes"
+        assert sets[name]["spec"].get("replicas") == groups[name]["spec"].get("replicas")
+    scaled = {
+        kind: found["spec"]["scaleTargetRef"]
+        for kind in ("keda", "hpa")
+        for found in manifests({**GROUPS, "autoscaling": {"type": kind}}, tmp_path)
+        if "scaleTargetRef" in found.get("spec", {}) and found["metadata"]["name"] == "demo-decode"
+    }
+    target = {"apiVersion": "leaderworkerset.x-k8s.io/v1", "kind": "LeaderWorkerSet", "name": "demo-decode"}
+    assert scaled == {"keda": target, "hpa": target}
+
+
 def test_policies_open_the_ports_that_are_listened_on(tmp_path: Path) -> None:
     objects = manifests(MINIMAL, tmp_path)
     ports = {
@@ -216,7 +241,7 @@ def test_every_value_is_in_both_files() -> None:
         assert properties == given.keys(), path
         for name in properties:
             inner = node["properties"][name]
-            if "properties" in inner and name != "autoscale":
+            if "properties" in inner and name not in ("autoscale", "leaderWorkerSet"):
                 compare(given[name], inner, f"{path}.{name}")
 
     compare(values, schema, "values")
@@ -238,6 +263,10 @@ def test_every_value_is_in_both_files() -> None:
         (
             {**MINIMAL, "steering": {"slo": "ttft=2,tpot=0.05@p90", "profile": "p", "mode": "act"}},
             "steering.mode=act: .* give coordinator.replicas=1",
+        ),
+        (
+            {**MINIMAL, "pools": {"decode": {"leaderWorkerSet": {"size": 2}}}},
+            "pool decode: leaderWorkerSet.size must be 1: a worker has one rank",
         ),
         (
             {

@@ -228,8 +228,15 @@ async def test_a_plan_gives_the_pools_and_wrong_values_are_named_in_the_status()
             },
         )
         await here.until("the chart refuses", lambda: "'replicas' not allowed" in here.status()["message"])
+        groups = cluster({"pools": {"decode": {"leaderWorkerSet": {"size": 1}}}}, planConfigMap="plan")
+        await here.api.put("splitserveclusters", groups)
+        await here.until(
+            "it refuses groups", lambda: "leaderWorkerSet is for helm" in here.status()["message"]
+        )
         assert not here.sets()
-        await here.api.put("splitserveclusters", {**cluster({"replicas": None}, planConfigMap="plan")})
+        await here.api.put(
+            "splitserveclusters", cluster({"replicas": None, "pools": None}, planConfigMap="plan")
+        )
         await here.until_serving(prefill=1, decode=3)
 
 
@@ -264,4 +271,4 @@ def test_its_own_manifests_are_valid_and_its_role_covers_what_it_does() -> None:
         for line in path.read_text().splitlines()
         if line.startswith("kind: ")
     }
-    assert rendered - {"ScaledObject", "HorizontalPodAutoscaler"} == RESOURCES.keys()
+    assert rendered - {"ScaledObject", "HorizontalPodAutoscaler", "LeaderWorkerSet"} == RESOURCES.keys()

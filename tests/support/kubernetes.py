@@ -37,9 +37,14 @@ def manifests(values: dict[str, Any], folder: Path, release: str = "demo") -> li
 
 
 def pod_specs(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the pod templates' specs by the name of their Deployment or StatefulSet."""
-    return {
-        found["metadata"]["name"]: found["spec"]["template"]["spec"]
-        for found in objects
-        if found["kind"] in ("Deployment", "StatefulSet")
-    }
+    """Return the pod templates' specs by the name of what makes the pods."""
+    return {found["metadata"]["name"]: made["spec"] for found in objects if (made := pod_template(found))}
+
+
+def pod_template(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the template of an object's pods; empty: it makes none."""
+    spec = found.get("spec", {})
+    template: dict[str, Any] = spec.get("leaderWorkerTemplate", {}).get("workerTemplate") or spec.get(
+        "template"
+    )
+    return template if found["kind"] in ("Deployment", "StatefulSet", "LeaderWorkerSet") else {}
