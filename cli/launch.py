@@ -4,6 +4,7 @@ until the cluster serves."""
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -57,6 +58,7 @@ def launcher_of(plan: Plan) -> Launcher:
     """Return the launcher that ``--on`` names."""
     port = int(plan.coordinator.control_address.rpartition(":")[2])
     if plan.up.on == "ray":
+        os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # read once, when ray is imported
         from ..deploy.ray_actors import RayActors
 
         return RayActors(

@@ -140,7 +140,6 @@ class RayActors:
         self._folder, self._port, self._leave_s, self._scales = folder, control_port, leave_s, scales
         self._num_cpus, self._devices, self._resources = num_cpus or {}, devices or {}, resources or {}
         if not ray.is_initialized():
-            os.environ.setdefault("RAY_DEDUP_LOGS", "0")
             try:
                 ray.init(address=address, namespace=f"splitserve:{folder}", logging_level="error")
             except (ConnectionError, RuntimeError) as error:
