@@ -44,7 +44,7 @@ from .scheduler import DecodeScheduler
 DecodeAction = ToCoordinator | ReceiverAction | SenderAction | CompileGrammar
 
 
-class DecodeCore(RoleCore[ReceiverAction | SenderAction]):
+class DecodeCore(RoleCore[ReceiverAction | SenderAction, DecodeStep]):
     """One decode worker's decisions."""
 
     scheduler: DecodeScheduler
@@ -131,14 +131,6 @@ class DecodeCore(RoleCore[ReceiverAction | SenderAction]):
         if result.finished or result.dropped:
             self.receiver.grant_waiting(now)
 
-    def fail_step(self, step: DecodeStep, reason: str, shared: bool = False) -> None:
-        """The step raised: a sequence that was alone in it is given back to the coordinator. Several are
-        tried apart, so that a request whose step raises ends no other. ``shared``: prompts were in it,
-        too."""
-        for sequence in self.scheduler.separate(step, shared):
-            self._step_failures.book(sequence.request_id)
-            self._report_failed(sequence.key, "internal", reason)
-
     def shrink_step(self, step: DecodeStep) -> None:
         """The step ran out of memory: its younger sequences are given back to the coordinator, the others go
         on. One that was alone counts as failed, so that it is not tried for ever."""
@@ -150,17 +142,14 @@ class DecodeCore(RoleCore[ReceiverAction | SenderAction]):
                 "the decode worker ran out of memory in a step",
             )
 
-    def skip_step(self, step: DecodeStep) -> None:
-        """The step before this one failed, so this one was not run."""
-        self.scheduler.skip(step)
-
     def tick(self, now: float) -> None:
         """At least ten times a second: deadlines and leases."""
         self.receiver.tick(now)
         self.answers.tick(now)
         self.moving.tick(now)
-        if self._is_overdue(now):
-            self._give_back(self.held, "the decode worker leaves, and no other had room in time")
+        if now >= self._leave_by:
+            for key in self.held:
+                self._fail(key, "preempted", "the decode worker leaves, and no other had room in time")
         if now >= self._next_deadline:
             for sequence in [s for s in self.scheduler.sequences() if now >= s.deadline]:
                 self._fail(sequence.key, "deadline", "the request's deadline passed on the decode worker")
@@ -231,10 +220,7 @@ class DecodeCore(RoleCore[ReceiverAction | SenderAction]):
             spec.answer_id,
         )
         self._next_deadline = min(self._next_deadline, now + spec.deadline_s)
-        if state.params.grammar:
-            self._actions.append(
-                CompileGrammar(join.key, state.params.grammar, tuple(state.output_token_ids))
-            )
+        self._compile_grammar(join.key, state)
 
     def _resume(self, order: Resume, now: float) -> None:
         """Have the coordinator that asks own the answer; one that has it and lives computes it anew."""

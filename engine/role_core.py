@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from math import inf
 from typing import Generic, Protocol, TypeVar
 
 from ..transport.handoff.protocol import Key, ToCoordinator
@@ -15,15 +16,21 @@ from .step.constraint import CompileGrammar, TokenMatcher
 from .step.step_failures import StepFailures
 
 Action = TypeVar("Action")
+Step = TypeVar("Step")
+StepIn = TypeVar("StepIn", contravariant=True)
 
 
 class RoleSequence(Protocol):
     """A prompt, or a sequence that generates."""
 
+    key: Key
     state: SamplingState
 
+    @property
+    def request_id(self) -> str: ...
 
-class RoleScheduler(Protocol):
+
+class RoleScheduler(Protocol[StepIn]):
     """A role's scheduler, as far as both are alike."""
 
     blocks: BlockManager
@@ -31,6 +38,8 @@ class RoleScheduler(Protocol):
     @property
     def held(self) -> list[Key]: ...
     def get(self, key: Key) -> RoleSequence | None: ...
+    def separate(self, step: StepIn, shared: bool = False) -> Sequence[RoleSequence]: ...
+    def skip(self, step: StepIn) -> None: ...
 
 
 class RoleHeartbeat(Protocol):
@@ -41,10 +50,10 @@ class RoleHeartbeat(Protocol):
     def load(self, worker: PeerId, held: Sequence[Key], draining: bool, coordinator: int | None) -> Load: ...
 
 
-class RoleCore(ABC, Generic[Action]):
+class RoleCore(ABC, Generic[Action, Step]):
     """One role's decisions; all times are ``now`` of one monotonic clock, in seconds."""
 
-    scheduler: RoleScheduler
+    scheduler: RoleScheduler[Step]
     _heartbeat: RoleHeartbeat
 
     def __init__(self, meet: Meet, drain_timeout_s: float) -> None:
@@ -52,7 +61,7 @@ class RoleCore(ABC, Generic[Action]):
         to. ``drain_timeout_s``: how long to drain by default."""
         self.worker: PeerId = (meet.worker_id, meet.incarnation)
         self._drain_timeout_s = drain_timeout_s
-        self._leave_by: float | None = None  # None: it does not drain
+        self._leave_by = inf  # when what is left must be given back, once it drains
         self._step_failures = StepFailures()
         self._actions: list[Action | ToCoordinator | CompileGrammar] = []
 
@@ -85,7 +94,7 @@ class RoleCore(ABC, Generic[Action]):
         """Take nothing new, and report that. What is left after ``timeout_s`` (default: as configured) is
         given back to the coordinator. A second call may bring that time forward, never back."""
         leave_by = now + (self._drain_timeout_s if timeout_s is None else timeout_s)
-        begins, self._leave_by = not self.drains, min(leave_by, self._leave_by or leave_by)
+        begins, self._leave_by = not self.drains, min(leave_by, self._leave_by)
         if begins:
             self._heartbeat.cache.close()
             self._actions.append(ToCoordinator(self.load()))
@@ -93,7 +102,7 @@ class RoleCore(ABC, Generic[Action]):
     @property
     def drains(self) -> bool:
         """It takes nothing new, and is to leave."""
-        return self._leave_by is not None
+        return self._leave_by < inf
 
     @property
     def may_leave(self) -> bool:
@@ -105,21 +114,24 @@ class RoleCore(ABC, Generic[Action]):
     def at_rest(self) -> bool:
         """Nothing is here, no block is referenced from here, nor may anything still be writing one."""
 
-    def _is_overdue(self, now: float) -> bool:
-        """Whether what is left must be given back now."""
-        return self._leave_by is not None and now >= self._leave_by
-
     # --- failures --------------------------------------------------------------------------------
+
+    def fail_step(self, step: Step, reason: str, shared: bool = False) -> None:
+        """The step raised: a sequence that was alone in it is given back to the coordinator. Several are
+        tried apart, so that a request whose step raises ends no other. What follows the step is to be
+        skipped. ``shared``: sequences of the other role were in it, too."""
+        for sequence in self.scheduler.separate(step, shared):
+            self._step_failures.book(sequence.request_id)
+            self._fail(sequence.key, "internal", reason)
+
+    def skip_step(self, step: Step) -> None:
+        """It followed one that failed, and was not run."""
+        self.scheduler.skip(step)
 
     @property
     def is_broken(self) -> bool:
         """Whether steps raise whatever they compute."""
         return self._step_failures.means_broken
-
-    def _give_back(self, keys: Iterable[Key], reason: str) -> None:
-        """Have the coordinator dispatch them elsewhere."""
-        for key in keys:
-            self._fail(key, "preempted", reason)
 
     def _fail(self, key: Key, kind: FailureKind, reason: str) -> None:
         self._drop(key)
@@ -130,6 +142,11 @@ class RoleCore(ABC, Generic[Action]):
         self._actions.append(ToCoordinator(failed))
 
     # --- grammars --------------------------------------------------------------------------------
+
+    def _compile_grammar(self, key: Key, state: SamplingState) -> None:
+        """Have a new sequence's grammar compiled, if it has one."""
+        if state.params.grammar:
+            self._actions.append(CompileGrammar(key, state.params.grammar, tuple(state.output_token_ids)))
 
     def grammar_compiled(self, key: Key, matcher: TokenMatcher) -> None:
         """Answers CompileGrammar: the sequence's next token may be sampled."""

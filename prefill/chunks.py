@@ -36,6 +36,10 @@ class PrefillSequence:
     alone: bool = False  # a step raised that it was in: nobody else is in its next ones
 
     @property
+    def request_id(self) -> str:
+        return self.spec.request_id
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 

@@ -33,7 +33,7 @@ from .scheduler import PrefillScheduler
 PrefillAction = ToCoordinator | SenderAction | CompileGrammar
 
 
-class PrefillCore(RoleCore[SenderAction]):
+class PrefillCore(RoleCore[SenderAction, PrefillStep]):
     """One prefill worker's decisions."""
 
     scheduler: PrefillScheduler
@@ -106,7 +106,8 @@ class PrefillCore(RoleCore[SenderAction]):
         super().drain(now, timeout_s)
         if begins:
             stay = [key for key, s in self.scheduler.running.items() if self.feed.stays_here(s)]
-            self._give_back([*self.scheduler.waiting, *stay], self._leaving)
+            for key in [*self.scheduler.waiting, *stay]:
+                self._fail(key, "preempted", self._leaving)
 
     @property
     def may_leave(self) -> bool:
@@ -120,9 +121,10 @@ class PrefillCore(RoleCore[SenderAction]):
         """The next step, which may follow one that still runs; prompts that start with it are offered to
         their decode workers. ``num_decode_rows``: sequences that generate in the same step."""
         step = self.scheduler.schedule(now, num_decode_rows)
-        for sequence in self.scheduler.take_started():
+        for sequence in self.scheduler.started:
             if self._first_tokens.may_be_followed(sequence):
                 self.feed.begin(sequence, now)
+        self.scheduler.started.clear()
         return step
 
     def complete(self, step: PrefillStep, output: StepOutput, now: float) -> None:
@@ -139,36 +141,19 @@ class PrefillCore(RoleCore[SenderAction]):
             else:
                 self.feed.blocks_ready(sequence)
 
-    def fail_step(self, step: PrefillStep, reason: str, shared: bool = False) -> None:
-        """The step raised: the prompt that was alone in it is given back to the coordinator. Several are
-        tried apart, so that a request whose step raises takes no other along. What follows the step is to be
-        skipped. ``shared``: sequences that generate were in it, too."""
-        if not self.scheduler.separate(step, shared):
-            self._step_failures.book(step.chunks[0].sequence.spec.request_id)
-            self._give_up_step(step, reason)
-
-    def _give_up_step(self, step: PrefillStep, reason: str) -> None:
-        failed = [chunk.sequence.key for chunk in step.chunks if not chunk.sequence.cancelled]
-        self.scheduler.skip(step)
-        for key in failed:
-            self._fail(key, "internal", reason)
-
     def shrink_step(self, step: PrefillStep, reason: str) -> None:
         """The step ran out of memory: it is done again in smaller ones, or fails where it is small already.
         What follows it is to be skipped."""
-        if not self.scheduler.shrink(step):
-            self._give_up_step(step, reason)
-
-    def skip_step(self, step: PrefillStep) -> None:
-        """It followed one that failed, and was not run."""
-        self.scheduler.skip(step)
+        for sequence in self.scheduler.shrink(step):
+            self._fail(sequence.key, "internal", reason)
 
     def tick(self, now: float) -> None:
         """At least ten times a second: deadlines."""
         self.sender.tick(now)
-        if self._is_overdue(now) and not self._given_back:
+        if now >= self._leave_by and not self._given_back:
             self._given_back = True
-            self._give_back(self.held, self._leaving)
+            for key in self.held:
+                self._fail(key, "preempted", self._leaving)
         for sequence in [
             *self.scheduler.waiting.values(),
             *self.scheduler.running.values(),
@@ -212,9 +197,7 @@ class PrefillCore(RoleCore[SenderAction]):
             )
             self._report_failed(key, "refused", reason)
         else:
-            state = self.scheduler.add(spec, message.decode, now).state
-            if state.params.grammar:
-                self._actions.append(CompileGrammar(key, state.params.grammar, tuple(state.output_token_ids)))
+            self._compile_grammar(key, self.scheduler.add(spec, message.decode, now).state)
 
     def _first_token(
         self, sequence: PrefillSequence, token: int, logprobs: TokenLogprobs | None, now: float

@@ -56,7 +56,8 @@ class PrefillScheduler:
         self.starving_s = starving_s
         self.waiting: dict[Key, PrefillSequence] = {}
         self.running: dict[Key, PrefillSequence] = {}
-        self._started: list[PrefillSequence] = []
+        self.started: list[PrefillSequence] = []
+        """They have got their blocks: in a step, or before one while their grammar is compiled."""
         self.pinned: dict[Key, PrefillSequence] = {}  # computed; blocks kept until the handoff is over
         self._in_flight: deque[PrefillStep] = deque()  # oldest first
         self._failed = False  # a step did not run; what is in flight behind it will not either
@@ -118,13 +119,13 @@ class PrefillScheduler:
             sequence.cancelled = True
         else:
             self.running.pop(key, None)
-            self._free(sequence)
+            self.blocks.release(sequence.blocks)
         return sequence
 
     def unpin(self, key: Key) -> None:
         """The handoff of a computed prompt is over."""
         if key in self.pinned:
-            self._free(self.pinned.pop(key))
+            self.blocks.release(self.pinned.pop(key).blocks)
 
     def schedule(self, now: float, num_decode_rows: int = 0) -> PrefillStep | None:
         """The next step's chunks, or None where there is nothing to compute. New prompts are taken from
@@ -169,30 +170,29 @@ class PrefillScheduler:
         """Whether a prompt waits for a step of its own, because one with others raised."""
         return any(s.alone and s.unscheduled and not s.cancelled for s in self.running.values())
 
-    def take_started(self) -> list[PrefillSequence]:
-        """Those that have their blocks since the last call: in a step, or before one while their grammar is
-        compiled."""
-        started, self._started = self._started, []
-        return started
-
-    def shrink(self, step: PrefillStep) -> bool:
-        """The step ran out of memory: half as many tokens a step for a while. False: it is down to a block,
-        and nothing was done."""
+    def shrink(self, step: PrefillStep) -> list[PrefillSequence]:
+        """The step ran out of memory: half as many tokens a step for a while. Returns its prompts where it is
+        down to a block already."""
         if step.batch.num_tokens <= self.block_size:
-            return False
+            return self._give_up(step)
         self._budget.lower(step.batch.num_tokens // 2)
         self.skip(step)
-        return True
+        return []
 
-    def separate(self, step: PrefillStep, shared: bool = False) -> bool:
-        """The step raised: each of its prompts is computed alone from now on. False: one was alone in it, and
-        nothing was done. ``shared``: sequences that generate were in it, too."""
+    def separate(self, step: PrefillStep, shared: bool = False) -> list[PrefillSequence]:
+        """The step raised: each of its prompts is computed alone from now on. Returns the one that was alone
+        in it. ``shared``: sequences that generate were in it, too."""
         if len(step.chunks) == 1 and not shared:
-            return False
+            return self._give_up(step)
         for chunk in step.chunks:
             chunk.sequence.alone = True
         self.skip(step)
-        return True
+        return []
+
+    def _give_up(self, step: PrefillStep) -> list[PrefillSequence]:
+        left = [chunk.sequence for chunk in step.chunks if not chunk.sequence.cancelled]
+        self.skip(step)
+        return left
 
     def skip(self, step: PrefillStep) -> None:
         """The step has not been run, or counts for nothing: its chunks are to be computed yet. What was
@@ -254,7 +254,7 @@ class PrefillScheduler:
         self.num_prompt_tokens += sequence.num_tokens
         self.num_cached_tokens += sequence.num_cached_tokens
         self.running[sequence.key] = self.waiting.pop(sequence.key)
-        self._started.append(sequence)
+        self.started.append(sequence)
         return True
 
     def _release_behind_window(self, sequence: PrefillSequence) -> None:
@@ -263,10 +263,6 @@ class PrefillScheduler:
         if behind and (left := held(sequence.blocks[:behind])):
             self.blocks.release(left)
             sequence.blocks[:behind] = [NO_BLOCK] * behind
-
-    def _free(self, sequence: PrefillSequence) -> None:
-        self.blocks.release(sequence.blocks)
-        sequence.blocks = []
 
 
 class _QueuePass:

@@ -54,7 +54,7 @@ class Departure:
     """Decides when a role ends. ``host`` is None where the process has only this role and cannot change
     it."""
 
-    def __init__(self, core: RoleCore[Any], role: str, host: RoleHost | None) -> None:
+    def __init__(self, core: RoleCore[Any, Any], role: str, host: RoleHost | None) -> None:
         self._core, self._role, self._host = core, role, host
         self.ordered = False  # the process is to end; set from a signal handler
         self._rests_since: float | None = None
