@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from ..transport.handoff.protocol import Key
 from ..transport.messages.messages import FinishReason, Resume, StepTokens, u32
-from .rows import DecodeSequence
 from .scheduler import DecodeResult, DecodeScheduler
+from .sequences import DecodeSequence
 
 KEPT_S = 30.0
 MAX_KEPT, MAX_KEPT_TOKENS = 1024, 1 << 20
@@ -53,7 +53,7 @@ class Answers:
 
     def running(self, answer_id: bytes) -> DecodeSequence | None:
         """Return the sequence that generates this answer."""
-        return next((s for s in self._scheduler.sequences() if s.answer_id == answer_id), None)
+        return next((s for s in self._scheduler.running.values() if s.answer_id == answer_id), None)
 
     def complete(self, answer_id: bytes) -> CompleteAnswer | None:
         """Return an answer that is kept."""
@@ -83,7 +83,8 @@ class Answers:
     def changes(self, everything: bool) -> tuple[bytes, bytes]:
         """Return the answers that can be resumed since the last call, and those that no longer can, as
         columns; with ``everything``, all that can."""
-        present = {s.answer_id for s in self._scheduler.sequences() if s.answer_id} | self._complete.keys()
+        running = {s.answer_id for s in self._scheduler.running.values() if s.answer_id}
+        present = running | self._complete.keys()
         before, self._reported = set() if everything else self._reported, present
         return b"".join(sorted(present - before)), b"".join(sorted(before - present))
 

@@ -151,9 +151,10 @@ class DecodeCore(RoleCore[ReceiverAction | SenderAction, DecodeStep]):
             for key in self.held:
                 self._fail(key, "preempted", "the decode worker leaves, and no other had room in time")
         if now >= self._next_deadline:
-            for sequence in [s for s in self.scheduler.sequences() if now >= s.deadline]:
-                self._fail(sequence.key, "deadline", "the request's deadline passed on the decode worker")
-            self._next_deadline = min((s.deadline for s in self.scheduler.sequences()), default=float("inf"))
+            running = self.scheduler.running
+            for key in [key for key, s in running.items() if now >= s.deadline]:
+                self._fail(key, "deadline", "the request's deadline passed on the decode worker")
+            self._next_deadline = min((s.deadline for s in running.values()), default=float("inf"))
 
     def drop_others(self, *coordinators: int) -> None:
         """Only these coordinators' work is kept, and for a while what a client may have resumed."""
@@ -173,7 +174,8 @@ class DecodeCore(RoleCore[ReceiverAction | SenderAction, DecodeStep]):
 
     def waits(self) -> Iterator[Wait]:
         """Everything that waits here, each until some time."""
-        yield from self.scheduler.waits()
+        for sequence in self.scheduler.running.values():
+            yield Wait(sequence.key, "its end", sequence.deadline)
         yield from self.receiver.waits()
         yield from self.moving.sender.waits()
 
@@ -186,7 +188,7 @@ class DecodeCore(RoleCore[ReceiverAction | SenderAction, DecodeStep]):
     def room(self) -> tuple[int, int]:
         """For the receiver: (rows free, blocks to leave for the sequences that run)."""
         running = self.scheduler.num_running + self.receiver.num_joining
-        return self.scheduler.row_limit - running - len(self.receiver.leases.granted), running
+        return self.scheduler.row_limit.now - running - len(self.receiver.leases.granted), running
 
     def _settle(self, now: float) -> None:
         if self.moving.has_actions:
@@ -201,7 +203,7 @@ class DecodeCore(RoleCore[ReceiverAction | SenderAction, DecodeStep]):
 
     def _join(self, join: Join, now: float) -> None:
         spec = join.spec
-        if (older := self.scheduler.of_request(spec.request_id)) is not None:
+        if (older := self.scheduler.by_request.get(spec.request_id)) is not None:
             self._drop(older.key)
         tokens = u32_array(spec.token_ids)
         state = SamplingState(

@@ -23,8 +23,8 @@ from ..transport.handoff.protocol import (
 from ..transport.handoff.sender import HandoffSender
 from ..transport.messages.blocks import chain, root_hash
 from ..transport.messages.messages import Meet, Message, Move, PeerId, RequestFailed, u32
-from .rows import DecodeSequence
 from .scheduler import DecodeScheduler
+from .sequences import DecodeSequence
 
 TIMES = HandoffTimes(resend=0.25, grant=2.0, ack=5.0)
 """Short, because the stream stands still meanwhile."""
@@ -70,7 +70,7 @@ class Moving:
             sequence = self._scheduler.get(leaving.here)
             if sequence is None:
                 self._forget(there)
-            elif not leaving.offered and self._scheduler.is_still(leaving.here):
+            elif not leaving.offered and not sequence.in_flight:
                 leaving.offered = True
                 self._offer(there, leaving, sequence, now)
 

@@ -59,7 +59,7 @@ class Heartbeat:
             steps=self._num_steps,
             busy=s.num_running > 0,
             accepting=b.num_available > b.num_blocks // 16
-            and s.num_running + len(r.leases.granted) < s.row_limit,
+            and s.num_running + len(r.leases.granted) < s.row_limit.now,
             draining=draining,
             dispatches=u32(own),
             num_others=len(held) - len(own),

@@ -1,5 +1,5 @@
 """The dense rows of a decode batch: one sequence a row of a few arrays, so that a step's inputs are slices of
-them. Pure.
+them; and which sequences those are. Pure.
 
 The rows are those of the next step. It may be built while the one before still runs, whose tokens nobody
 knows yet: ``fed_from`` is the row of that step from which a sequence's input token comes.
@@ -7,37 +7,16 @@ knows yet: ``fed_from`` is the row of that step from which a sequence's input to
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..engine.step.batch import Batch, SamplingState
-from ..transport.handoff.protocol import Key
-from ..transport.messages.messages import TokenLogprobs
+from ..engine.step.batch import Batch
+from .sequences import DecodeSequence
 
 KNOWN = -1
-
-
-@dataclass(slots=True, eq=False)
-class DecodeSequence:
-    """A sequence that generates. ``blocks`` hold the KV of all its tokens but the newest."""
-
-    key: Key
-    request_id: str
-    state: SamplingState
-    blocks: list[int]  # NO_BLOCK behind a sliding window
-    last_hash: bytes  # of its newest full block, or the root
-    stops: frozenset[int]
-    last_index: int
-    deadline: float
-    joined_at: float = 0.0
-    row: int = -1  # in the next step
-    in_flight: int = 0  # steps under way that it is in: they read and write its blocks
-    ended: bool = False  # it is over here; its blocks are free when nothing in flight has them
-    paused: bool = False  # it keeps its blocks and is in no further step
-    last_logprobs: TokenLogprobs | None = None  # of its newest token, where they are asked for
-    answer_id: bytes = b""  # empty: nobody may have it resumed
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +47,8 @@ class DecodeRows:
             self._tokens, self._fed_from, self._positions, self._slots, self._indices, self._last_indices,
             self._dispatches, self._num_blocks,
         )  # fmt: skip
-        self.beginning: set[DecodeSequence] = (
-            set()
-        )  # their next token begins a block that they have not got yet
+        self.beginning: set[DecodeSequence] = set()
+        """Their next token begins a block that they have not got yet."""
         self._tables = np.zeros((max_num_seqs, max_blocks), np.int32)
         self._arange = np.arange(max_num_seqs + 1, dtype=np.int32)
 
@@ -112,12 +90,12 @@ class DecodeRows:
         self._num_blocks[sequence.row] = len(sequence.blocks)
         self.beginning.discard(sequence)
 
-    def finished(self) -> list[DecodeSequence]:
-        """Those that the step in flight gives their last token."""
+    def leave_finished(self) -> None:
+        """Free the rows of those that the step in flight gives their last token."""
         n = len(self.sequences)
-        return [
-            self.sequences[row] for row in (self._indices[:n] > self._last_indices[:n]).nonzero()[0].tolist()
-        ]
+        last = (self._indices[:n] > self._last_indices[:n]).nonzero()[0].tolist()
+        for sequence in [self.sequences[row] for row in last]:
+            self.leave(sequence)
 
     def build(self, alone: bool = False) -> DecodeStep:
         """The step of all rows; the rows are then those of the step after it."""
@@ -180,3 +158,65 @@ class DecodeRows:
             self.beginning.discard(sequence)
         else:
             self.beginning.add(sequence)
+
+
+class BatchMembers:
+    """Which sequences the rows of the next step hold, and which come into the batch later."""
+
+    def __init__(self, rows: DecodeRows) -> None:
+        self._rows = rows
+        self._joining: list[DecodeSequence] = []
+        self._apart: list[list[DecodeSequence]] = []
+        """Groups of a step that raised: the last one is in the next step, and nobody else."""
+
+    @property
+    def are_tried_apart(self) -> bool:
+        """Whether some are known to be in a group that made a step raise."""
+        return bool(self._apart)
+
+    def add(self, sequence: DecodeSequence) -> None:
+        """It takes part as soon as it can."""
+        self._joining.append(sequence)
+
+    def remove(self, sequence: DecodeSequence) -> None:
+        """It takes part no more."""
+        if sequence.row >= 0:
+            self._rows.leave(sequence)
+        elif sequence in self._joining:
+            self._joining.remove(sequence)
+
+    def add_left(self, sequences: Iterable[DecodeSequence]) -> None:
+        """A step has not run: add those that were to have their last token by it."""
+        for sequence in sequences:
+            if sequence.row < 0 and not sequence.paused and sequence not in self._joining:
+                self._joining.append(sequence)
+
+    def try_apart(self, *groups: list[DecodeSequence]) -> None:
+        """Have each group, the last one first, take part in a step alone."""
+        self._apart += groups
+
+    def admit(self) -> None:
+        """Take joined sequences into the batch, except those whose grammar is still being compiled, and those
+        still in a step: their newest token is not known."""
+        for sequence in self._joining:
+            if not sequence.state.lacks_matcher and not sequence.in_flight:
+                self._rows.enter(sequence)
+        self._joining = [sequence for sequence in self._joining if sequence.row < 0]
+
+    def admit_apart(self) -> bool:
+        """Only the next group of a step that raised is in the batch; the others stay with the joining ones.
+        Return False if all groups have ended meanwhile."""
+        group: list[DecodeSequence] = []
+        while self._apart and not group:
+            group = [s for s in self._apart.pop() if not (s.ended or s.paused)]
+        if not group:
+            self.admit()
+            return False
+        for sequence in [s for s in self._rows.sequences if s not in group]:
+            self._rows.leave(sequence)
+            self._joining.append(sequence)
+        for sequence in group:
+            if sequence.row < 0:
+                self._joining.remove(sequence)
+                self._rows.enter(sequence)
+        return True

@@ -154,11 +154,7 @@ class PrefillCore(RoleCore[SenderAction, PrefillStep]):
             self._given_back = True
             for key in self.held:
                 self._fail(key, "preempted", self._leaving)
-        for sequence in [
-            *self.scheduler.waiting.values(),
-            *self.scheduler.running.values(),
-            *self.scheduler.pinned.values(),
-        ]:
+        for sequence in self.scheduler.sequences():
             if now >= sequence.deadline and not sequence.cancelled:
                 self._fail(sequence.key, "deadline", "the request's deadline passed on the prefill worker")
 
@@ -171,7 +167,11 @@ class PrefillCore(RoleCore[SenderAction, PrefillStep]):
 
     def waits(self) -> Iterator[Wait]:
         """Everything that waits here, each until some time."""
-        yield from self.scheduler.waits()
+        pinned = self.scheduler.pinned
+        for sequence in self.scheduler.sequences():
+            if not sequence.cancelled:
+                what = "its handoff" if sequence.key in pinned else "its turn"
+                yield Wait(sequence.key, what, sequence.deadline)
         yield from self.sender.waits()
 
     def block_tables(self) -> Iterator[list[int]]:

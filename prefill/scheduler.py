@@ -20,7 +20,7 @@ import numpy as np
 from ..engine.cache.block_manager import BlockManager
 from ..engine.step.batch import SamplingState
 from ..engine.step.step_failures import SizeLimit
-from ..transport.handoff.protocol import Key, Wait
+from ..transport.handoff.protocol import Key
 from ..transport.messages.blocks import NO_BLOCK, chain, held, num_behind, root_hash
 from ..transport.messages.messages import Peer, PeerId, RequestSpec, u32_array
 from ..transport.messages.prompt_order import prompt_rank
@@ -71,18 +71,11 @@ class PrefillScheduler:
 
     @property
     def held(self) -> list[Key]:
-        """Every prompt of which anything is kept here."""
         return [*self.waiting, *self.running, *self.pinned]
 
-    def waits(self) -> Iterator[Wait]:
-        """Yield a wait for every prompt here that is not cancelled."""
-        for sequence in (*self.waiting.values(), *self.running.values(), *self.pinned.values()):
-            if not sequence.cancelled:
-                yield Wait(
-                    sequence.key,
-                    "its handoff" if sequence.key in self.pinned else "its turn",
-                    sequence.deadline,
-                )
+    def sequences(self) -> list[PrefillSequence]:
+        """Every prompt of which anything is kept here."""
+        return [*self.waiting.values(), *self.running.values(), *self.pinned.values()]
 
     def block_tables(self) -> Iterator[list[int]]:
         """The blocks that are referenced here."""

@@ -136,7 +136,7 @@ def test_a_step_out_of_memory_sends_the_younger_half_away_and_the_rest_go_on() -
     assert step is not None
     scheduler.drop((1, 0))  # meanwhile cancelled
     assert [s.key[1] for s in scheduler.shrink(step)] == [3, 4, 5]
-    assert scheduler.row_limit == 2
+    assert scheduler.row_limit.now == 2
     again = scheduler.schedule()
     assert again is not None
     check(again)
@@ -155,12 +155,12 @@ def test_the_batch_grows_back_after_good_steps() -> None:
     step = scheduler.schedule()
     assert step is not None
     scheduler.shrink(step)
-    assert scheduler.row_limit == 1
+    assert scheduler.row_limit.now == 1
     for dispatch in range(3, 9):
         while (step := scheduler.schedule()) is not None:
             scheduler.complete(step, output(step))
         join(scheduler, dispatch, 2, max_tokens=50)
-    assert scheduler.row_limit == 3
+    assert scheduler.row_limit.now == 3
 
 
 def test_alone_and_out_of_memory_it_leaves_too() -> None:
@@ -213,7 +213,7 @@ def test_a_step_with_a_grammar_is_made_ahead() -> None:
     scheduler = make()
     join(scheduler, 1, 6)
     join(scheduler, 2, 6, grammar=b"g")
-    for sequence in scheduler.sequences():
+    for sequence in scheduler.running.values():
         sequence.state.matcher = Matcher(fails_at=9) if sequence.state.params.grammar else None
     first, second = scheduler.schedule(), scheduler.schedule()
     assert first is not None
@@ -265,7 +265,7 @@ def test_blocks_behind_a_sliding_window_are_released_while_a_step_is_in_flight()
         step = steps.pop(0)
         assert step is not None
         scheduler.complete(step, output(step))
-        (sequence,) = scheduler.sequences()
+        (sequence,) = scheduler.running.values()
         for left in steps:
             assert left is not None
             position = int(left.batch.positions[0])

@@ -196,7 +196,7 @@ def test_a_sequence_goes_on_at_the_other_worker_with_all_of_its_state() -> None:
     (joined,) = pair.joined()
     assert joined.logprobs is not None  # should the coordinator have missed the newest token
     assert joined.logprobs.logprob == -float(joined.token)
-    (moved,) = pair.b.core.scheduler.sequences()
+    (moved,) = pair.b.core.scheduler.running.values()
     assert moved.state.params == SamplingParams(**PARAMS)
     assert pair.a.blocks.num_used == 0
     assert pair.a.core.load().counters["handed_over"] == 1

@@ -11,7 +11,7 @@ from simulation.agents import AgentSource
 from simulation.copies import CopySource
 from simulation.model import NUM_LAYERS
 
-from splitserve.decode import scheduler as decode_scheduler
+from splitserve.decode import sequences
 from splitserve.prefill.core import PrefillCore
 from splitserve.transport.handoff import granting
 from splitserve.transport.handoff.leases import LeaseTable
@@ -211,9 +211,7 @@ def wait_for_ever_for_a_silent_writer(patch: Patch) -> None:
 
 def release_a_block_that_the_next_token_still_sees(patch: Patch) -> None:
     patch.setattr(
-        decode_scheduler,
-        "num_behind",
-        lambda num_tokens, window, size: num_behind(num_tokens + 1, window, size),
+        sequences, "num_behind", lambda num_tokens, window, size: num_behind(num_tokens + 1, window, size)
     )
 
 

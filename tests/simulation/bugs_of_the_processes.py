@@ -18,6 +18,7 @@ from splitserve.coordinator.lifecycle.suspicion import Suspicion
 from splitserve.decode.core import DecodeCore
 from splitserve.decode.rows import DecodeRows
 from splitserve.decode.scheduler import DecodeScheduler
+from splitserve.decode.sequences import SequenceBlocks
 from splitserve.engine.cache.block_manager import BlockManager, CacheEvents
 from splitserve.prefill.core import PrefillCore
 from splitserve.transport.handoff.meetings import Retirement
@@ -67,7 +68,7 @@ def free_blocks_in_the_middle_of_a_step(patch: Patch) -> None:
     drop = DecodeScheduler.drop
 
     def broken(self: Any, key: Any) -> bool:
-        sequence = self._by_key.get(key)
+        sequence = self.running.get(key)
         if sequence is not None and sequence.in_flight:
             self.blocks.release(sequence.blocks)
             sequence.blocks = []
@@ -112,14 +113,14 @@ def feed_on_the_token_of_another_row(patch: Patch) -> None:
 
 
 def cache_a_block_one_token_early(patch: Patch) -> None:
-    commit = DecodeScheduler._commit
+    commit = SequenceBlocks.commit
 
     def broken(self: Any, sequence: Any, block: int) -> None:
         commit(self, sequence, block)
-        if self.blocks._references[sequence.blocks[block]] == 1:
-            self.blocks.release([sequence.blocks[block]])
+        if self._blocks._references[sequence.blocks[block]] == 1:
+            self._blocks.release([sequence.blocks[block]])
 
-    patch.setattr(DecodeScheduler, "_commit", broken)
+    patch.setattr(SequenceBlocks, "commit", broken)
 
 
 def take_up_cached_blocks_without_a_reference(patch: Patch) -> None:

@@ -149,9 +149,7 @@ class SteppedProcess:
         self.blocks, self.chance = BlockManager(400), random.Random(seed)
         prompts = PrefillScheduler(self.blocks, BLOCK, "m", budget, 4)
         self.prefill = PrefillCore(MEET, prompts, frozenset(), 256)
-        self.scheduler = DecodeScheduler(
-            self.blocks, BLOCK, max_num_seqs, 256, frozenset(), prefix_cache=False
-        )
+        self.scheduler = DecodeScheduler(self.blocks, BLOCK, max_num_seqs, 256, frozenset())
         receiver = HandoffReceiver(
             ("w:decode", 1),
             MODEL,
@@ -205,7 +203,7 @@ class SteppedProcess:
         """Sequences that a step made now must have: all whose last token is not in flight."""
         return [
             s
-            for s in self.scheduler.sequences()
+            for s in self.scheduler.running.values()
             if len(s.state.output_token_ids) + s.in_flight <= s.last_index
         ]
 
@@ -228,7 +226,7 @@ class SteppedProcess:
         for action in (*self.prefill.take(), *self.decode.take(0.0)):
             if isinstance(action, ToCoordinator):
                 self._report(action.message)
-        while self.joining and self.scheduler.num_running < self.scheduler.row_limit:
+        while self.joining and self.scheduler.num_running < self.scheduler.row_limit.now:
             self._join(*self.joining.popleft())
 
     def _report(self, message: Any) -> None:
