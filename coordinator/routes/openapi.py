@@ -16,7 +16,7 @@ from ..generate.bodies.chat import ChatCompletionRequest
 from ..generate.bodies.completion import CompletionRequest
 from ..generate.token_pages import DetokenizeRequest, TokenizeRequest
 from . import openapi_answers as answers
-from .openapi_ollama import OLLAMA_BODIES, OLLAMA_SCHEMAS
+from .openapi_ollama import OLLAMA_BODIES, OLLAMA_SCHEMAS, ollama_paths
 from .openapi_parts import (
     EVENTS,
     JSON,
@@ -110,6 +110,7 @@ def document(*, batches: bool = False, ollama: bool = False) -> dict[str, Any]:
             **_gets(),
             **_responses(),
             **(batch_paths() if batches else {}),
+            **(ollama_paths() if ollama else {}),
         },
         "components": {
             "schemas": {

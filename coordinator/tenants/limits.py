@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from functools import cached_property
 from hashlib import blake2b
-from typing import Annotated, get_args
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..lifecycle.request import PriorityClass
 
 Bound = Annotated[int, Field(ge=1, le=1 << 50)] | None
-CLASSES: tuple[PriorityClass, ...] = get_args(PriorityClass)
 
 
 class Limits(BaseModel):

@@ -59,3 +59,11 @@ async def test_a_form_of_another_site_is_refused(
         answer = await http.post(f"/api/{path}", content=orjson.dumps(ASKED), headers=headers)
         assert (answer.status_code, list(answer.json())) == (403, ["error"])
     assert not dispatcher.requests
+
+
+async def test_the_openapi_document_has_its_paths(server: HttpServer) -> None:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}") as http:
+        paths = (await http.get("/openapi.json")).json()["paths"]
+        for path in ("/api/chat", "/api/generate", "/api/show", "/api/tags", "/api/ps", "/api/version"):
+            for method in paths[path]:
+                assert (await http.request(method, path)).status_code not in (404, 405), path

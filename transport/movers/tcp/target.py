@@ -51,7 +51,6 @@ class TcpTarget(BookedTarget):
         """Listens on ``address`` (tcp://host:* takes a free port). Raises AddressError."""
         self._listener = _listening(address)
         super().__init__(pool.shape[1], pool.shape[2])
-        self.num_blocks_received = 0
         self._secret = secrets.token_bytes(SECRET_BYTES)
         desk = Desk(
             pool,
@@ -89,11 +88,6 @@ class TcpTarget(BookedTarget):
         self._close_book()
         self._server.stop()
         self._news.close()
-
-    def _arrived(self, arrivals: list[Arrival]) -> None:
-        """On the server's thread."""
-        self.num_blocks_received += len(arrivals)
-        super()._arrived(arrivals)
 
 
 class _Connection:
