@@ -50,7 +50,7 @@ class UpSettings(BaseModel):
     on: Literal["here", "slurm", "ray"] = Field(
         default="here",
         description="On this machine, as Slurm jobs, or as actors of the Ray cluster that RAY_ADDRESS names. "
-        "Elsewhere the command needs --run-dir and ends when the cluster serves; given again with other "
+        "Elsewhere it needs --run-dir and ends when the cluster serves; run again with other "
         "numbers it adds and drains workers.",
     )
     stop: bool = Field(default=False, description="With --on slurm or ray: stop all; workers drain.")
@@ -83,8 +83,7 @@ class UpSettings(BaseModel):
         ge=0,
         le=256,
         description="Number of workers of both roles, besides: each generates for the prompts that it "
-        "computes, and for those of prefill "
-        "workers. Of mixed workers alone: `--prefill 0 --decode 0 --mixed 2`.",
+        "computes, and for those of prefill workers.",
     )
     flexible: bool = Field(
         default=False,
@@ -116,7 +115,7 @@ class UpSettings(BaseModel):
         gt=0,
         le=86_400,
         description="Seconds that a worker's process may run after the coordinator has given it up; then it "
-        "is killed and started anew. Raise it to look at a hanging worker with a debugger.",
+        "is killed and started anew.",
     )
     chat: bool = Field(
         default=False, description="When ready, start a chat in this terminal; stop everything when it ends."

@@ -60,8 +60,8 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
     )
     reasoning_parser: ReasoningOption = Field(
         default="auto",
-        description="How a chat's answer marks the thought before it, which becomes its reasoning_content: "
-        "think is <think></think>. auto: by the chat template.",
+        description="How a chat's answer marks the thought before it, which becomes its reasoning_content. "
+        "auto: by the chat template.",
     )
     trust_request_chat_template: bool = Field(
         default=False,
@@ -88,9 +88,8 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
     ttft_slo: str = Field(
         default="",
         pattern=rf"^$|^{_CLASS_SECONDS}(,{_CLASS_SECONDS})*$",
-        description="Seconds to the first token by priority class, such as premium=0.5,standard=2: a "
-        "request that would take longer, by the measured speed of prefill workers, is refused at once with "
-        "429. Its deadline is held to in any case.",
+        description="Seconds to the first token by priority class, such as premium=0.5,standard=2: a request "
+        "that would take longer is refused at once with 429.",
     )
     heartbeat_s: float = Field(
         default=0.25, ge=0.01, le=60, description="Seconds between the workers' reports."
@@ -108,19 +107,18 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
         default=1,
         ge=1,
         le=48,
-        description="Processes that share the HTTP port; each listens to workers on a port of its own, from "
-        "--control-address's on, and has its own admin port, from --admin-port's on.",
+        description="Processes that share the HTTP port; each has a control port and an admin port of its "
+        "own, counted from the given ones.",
     )
     batch_file: Path | None = Field(
         default=None,
-        description="SQLite file of /v1/files and /v1/batches, made where it is not there; several "
-        "coordinators of one host may share it. Default: no batches.",
+        description="SQLite file of /v1/files and /v1/batches, made if it is missing; coordinators of one "
+        "host may share it. Default: no batches.",
     )
     responses_file: str | None = Field(
         default=None,
         min_length=1,
-        description="SQLite file of stored /v1/responses, which several coordinators of one host may share; "
-        "for several hosts redis://HOST:6379/0 (needs `pip install splitserve[redis]`). Default: a "
+        description="SQLite file of stored /v1/responses; for several hosts redis://HOST:6379/0. Default: a "
         "temporary file, which ends with the coordinator.",
     )
     retention_days: float = Field(

@@ -37,15 +37,14 @@ class ComputeSettings(BaseModel):
     kv_dtype: KVDType = Field(
         default="auto",
         description="Type of the KV cache, the same on all workers. auto: as dtype. int8: a scale for each "
-        "token and head; needs a CPU. fp8: float8 (e4m3) with the checkpoint's scales, else 1; not yet run "
-        "on a GPU.",
+        "token and head; CPUs only. fp8: float8 (e4m3) with the checkpoint's scales, else 1; not "
+        "yet run on a GPU.",
     )
     quantization: Quantization = Field(
         default="none",
         description="Weights of linear layers, quantised as they load; the same on all workers. int8: a "
-        "scale for each row. int4: for each 32 inputs. Both make the vocabulary head int8. "
-        "fp8: float8 (e4m3), not the head; on GPUs (Ada, Hopper or later, not exact) inputs too. Not yet "
-        "run on a GPU.",
+        "scale for each row; int4: for each 32 inputs. fp8: float8 (e4m3), not the head; on GPUs inputs "
+        "too. Not yet run on a GPU.",
     )
     block_size: int = Field(
         default=0,
@@ -57,8 +56,8 @@ class ComputeSettings(BaseModel):
         default=None,
         gt=0,
         le=65_536,
-        description="Size of the KV cache in GiB. Default: by the free memory; in host memory at most what "
-        "64 sequences (or max_num_seqs) can fill.",
+        description="Size of the KV cache in GiB. Default: by the free memory; in host memory at most for 64 "
+        "sequences (or max_num_seqs).",
     )
     max_model_len: int | None = Field(
         default=None,
@@ -81,7 +80,7 @@ class ComputeSettings(BaseModel):
         default="model",
         pattern=r"^(model|paced:.+)$",
         description="model computes; paced:PROFILE.json takes the profile's time and computes nothing, to "
-        "rehearse a cluster: answers mean nothing, and weights are not needed.",
+        "rehearse a cluster without weights.",
     )
 
 
@@ -107,7 +106,7 @@ class WorkerSettings(ComputeSettings, ClusterKeySettings, ReportSettings):
         default="tcp://127.0.0.1:7700",
         pattern=rf"^{CONTROL_ADDRESS}(,{CONTROL_ADDRESS})*$",
         description="The coordinator's control address, tcp://HOST:PORT; those of several hosts with commas "
-        "between. dns://HOST:PORT: every address that HOST has, looked up again every 2 s.",
+        "between. dns://HOST:PORT: every address that HOST has.",
     )
     num_blocks: int | None = Field(
         default=None, ge=2, le=1 << 24, description="Blocks in the KV cache; instead of kv_cache_gib."
@@ -121,16 +120,15 @@ class WorkerSettings(ComputeSettings, ClusterKeySettings, ReportSettings):
         default=0.9,
         gt=0,
         le=1,
-        description="Share of the GPU's whole memory that this worker may take: weights, steps, graphs and "
-        "1 GiB for CUDA; the KV cache gets the rest of it, at most what is free. `splitserve up` divides it "
-        "among workers that share a GPU.",
+        description="Share of the GPU's whole memory that this worker may take; the KV cache gets the rest "
+        "of it. `splitserve up` divides it among workers that share a GPU.",
     )
     cpu_memory_utilization: float = Field(
         default=0.5,
         gt=0,
         le=1,
-        description="Share of the host's free memory (or the container's), less weights, for KV caches on "
-        "CPUs; for all workers of memory_shared_by together. A fifth of the free memory remains.",
+        description="Share of the host's (or container's) free memory, less weights, for the KV caches of "
+        "all workers of memory_shared_by. A fifth remains free.",
     )
     memory_shared_by: int = Field(
         default=1,
@@ -141,10 +139,9 @@ class WorkerSettings(ComputeSettings, ClusterKeySettings, ReportSettings):
     )
     mover: Mover = Field(
         default="auto",
-        description="How KV blocks travel. auto: the first that both workers have and that passes a "
-        "self-test when they meet: cuda_ipc (GPUs of one host), nccl (GPUs, with plaintext_kv), shm (one "
-        "host, caches in host memory), nixl (installed, RDMA, plaintext_kv), tcp. A mover that is named "
-        "here and fails its self-test is an error; one that fails in use is replaced by tcp.",
+        description="How KV blocks travel. auto: the first that both workers have and that passes a self-"
+        "test: cuda_ipc, nccl, shm, nixl, tcp. A mover that is named here and fails its self-test "
+        "is an error; one that fails in use is replaced by tcp.",
     )
     plaintext_kv: bool = Field(
         default=False,

@@ -18,20 +18,20 @@ class SteeringSettings(BaseModel):
 
     steer: Literal["off", "advise", "act"] = Field(
         default="off",
-        description="The pool controller. advise: propose which workers change their roles, and whether "
-        "there should be more or fewer; act: also do it. Needs --steer-slo.",
+        description="The pool controller. advise: propose changes of roles, and more or fewer workers; act: "
+        "also make them. Needs --steer-slo.",
     )
     steer_slo: str = Field(
         default="",
         pattern=notation("ttft", "tpot"),
-        description="What requests may take, in seconds, and how many of a hundred must keep both at once: "
+        description="What requests may take, in seconds, and the share that must keep both: "
         "ttft=2,tpot=0.05@p90; of several percentiles the largest counts.",
     )
     steer_profile: Path | None = Field(
         default=None,
         description=(
-            "The workers' latency model, made by `splitserve profile`: by it the pool controller predicts. "
-            "Without it, rules decide: what a role lacks comes from the other where that has room."
+            "The workers' latency model, made by `splitserve profile`, by which the pool controller "
+            "predicts. Without it, rules decide."
         ),
     )
     steer_min_workers: int = Field(
@@ -61,8 +61,8 @@ class SteeringSettings(BaseModel):
         default=1,
         gt=0,
         le=1,
-        description="Share of a role's workers in use above which one more is wanted: of prefill workers the "
-        "time with prompts to compute, of decode workers rows or KV blocks taken. 1: never.",
+        description="Share in use above which a role wants one more worker: of prefill workers the busy "
+        "time, of decode workers rows or KV blocks. 1: never.",
     )
     steer_scale_up_by: int = Field(
         default=1, ge=1, le=65_536, description="Workers that come at once where more are wanted."
@@ -85,9 +85,8 @@ class SteeringSettings(BaseModel):
     steer_keep: str = Field(
         default="",
         max_length=65_536,
-        description="Workers that scaling down leaves alone, such as those that something starts again: "
-        "names with commas between, in which * stands for anything. `splitserve up` adds the "
-        "workers that it starts itself.",
+        description="Names of workers that scaling down leaves alone, with commas between; * stands for "
+        "anything. `splitserve up` adds its own.",
     )
     steer_webhook: str | None = Field(
         default=None,

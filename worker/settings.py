@@ -59,8 +59,8 @@ class DecodeSettings(WorkerSettings):
     advertise_host: str = Field(
         default="",
         max_length=255,
-        description="Host name or address that prefill workers connect to. Default: the one in listen; where "
-        "that is 0.0.0.0, the one by which the coordinator sees this host.",
+        description="Host name or address that prefill workers connect to. Default: that of listen; if it is "
+        "0.0.0.0, the one by which the coordinator sees this host.",
     )
 
     @property
@@ -77,8 +77,8 @@ class FlexibleSettings(DecodeSettings, PrefillSettings):
 
     start_as: Literal["prefill", "decode", "mixed"] = Field(
         default="decode",
-        description="The role that it begins with. mixed: it is of both for good, and generates for the "
-        "prompts that it computes, of which next to nothing moves.",
+        description="The role that it begins with. mixed: both for good; it generates for the prompts that "
+        "it computes.",
     )
     borrow: bool = Field(
         default=False,

@@ -38,17 +38,17 @@ class HttpSettings(BaseModel):
     allowed_hosts: str = Field(
         default="",
         max_length=65_536,
-        description="Names of this server that requests may have in Host, with commas between; * in one "
-        "stands for anything, alone for all. Always allowed: IP addresses, localhost, this machine's name, "
-        "--host; with --open-access also names without a dot or of a private domain (.svc, .cluster.local, "
-        ".internal, .local, .home.arpa). Default: all where API keys are asked for, else no others.",
+        description="Names of this server that requests may have in Host, with commas between; * stands for "
+        "anything. Always allowed: IP addresses, localhost, this machine's name, --host; with "
+        "--open-access also names of private domains. Default: all where API keys are asked for, "
+        "else no others.",
     )
     allowed_origins: str = Field(
         default="",
         max_length=65_536,
-        description="Origins of web pages that may use the API from browsers (CORS), with commas between, "
-        "such as https://app.example; * in one stands for anything, alone for all. Default: "
-        "pages of this server alone.",
+        description="Origins of web pages that may use the API from browsers (CORS), such as "
+        "https://app.example, with commas between; * stands for anything. Default: pages of this "
+        "server alone.",
     )
     trusted_proxies: str = Field(
         default="",
@@ -58,24 +58,23 @@ class HttpSettings(BaseModel):
     )
     tls_cert: Path | None = Field(
         default=None,
-        description="Certificate in PEM, with its chain: HTTP, WebSocket and the admin port then speak TLS "
-        "only. It is read again when it changes.",
+        description="Certificate in PEM, with its chain: all HTTP ports then speak TLS only. It is read "
+        "again when it changes.",
     )
     tls_key: Path | None = Field(
         default=None, description="Private key of --tls-cert in PEM. Default: it is in that file, too."
     )
     admin_key_file: Path | None = Field(
         default=None,
-        description="File (mode 0600) with the key that operators' pages ask for: /metrics, /debug/state, "
-        "the dashboard's data, /admin. Default: a new key, in a file that the log names; "
-        "commands on this host find it by themselves.",
+        description="File (mode 0600) with the key for /metrics, /debug/state, the dashboard's data and "
+        "/admin. Default: a new key, in a file that the log names.",
     )
     admin_port: int | None = Field(
         default=None,
         ge=0,
         le=65535,
-        description="Port of the admin API (tenants, keys, usage, drain, metrics); 0 lets the system "
-        "choose. Default: no such port, and only /admin/drain, on the HTTP server's.",
+        description="Port of the admin API; 0 lets the system choose. Default: no such port, and only "
+        "/admin/drain, on the HTTP server's.",
     )
     admin_host: str = Field(
         default="127.0.0.1", min_length=1, description="Address on which the admin API listens."
@@ -84,8 +83,8 @@ class HttpSettings(BaseModel):
         default=600,
         gt=0,
         le=86_400,
-        description="Longest life of a request in seconds; then it ends with what it has generated, or with "
-        "504 where that is nothing. A request may ask for less.",
+        description="Longest life of a request in seconds; then it ends with what it has generated, else "
+        "with 504. A request may ask for less.",
     )
     shutdown_timeout_s: float = Field(
         default=5,

@@ -19,13 +19,12 @@ class RecordSettings(ReportSettings):
     log_bodies: Path | None = Field(
         default=None,
         description="Write every request for tokens and its answer into this file, as JSON lines: personal "
-        "data. Mode 0600, no API keys; "
-        "rotated to FILE.1. Of several coordinator processes each writes a file of its own, FILE-N.",
+        "data. Mode 0600, no API keys; rotated to FILE.1. With --processes: FILE-N.",
     )
     trace_folder: Path | None = Field(
         default=None,
         description="Write the load as a trace for `splitserve trace`, `simulate` and `plan` into this "
-        "folder: arrivals, lengths and keyed block hashes, never text. One file a start.",
+        "folder: arrivals, lengths and block hashes, never text.",
     )
     trace_token_times: bool = Field(
         default=False,
@@ -43,8 +42,8 @@ class RecordSettings(ReportSettings):
         default=None,
         ge=0,
         le=1e9,
-        description="Price of one GPU for an hour, or of one worker without a GPU, in any currency; "
-        "/metrics then has the price of a million output tokens.",
+        description="Price of one GPU (without GPUs: worker) for an hour; /metrics then has the price of a "
+        "million output tokens.",
     )
 
     @model_validator(mode="after")

@@ -18,14 +18,14 @@ class TenantSettings(BaseModel):
     tenants_file: Path | None = Field(
         default=None,
         description="Tenants and API keys, made by `splitserve keys`. Default: no keys are asked for, and "
-        "the HTTP server listens on this host's loopback only.",
+        "only this host is served.",
     )
     usage_url: str | None = Field(
         default=None,
         pattern=r"^(sqlite:///|postgres(ql)?://).+$",
         description="Database for one record of each request: sqlite:///PATH or "
-        "postgresql://USER@HOST/DATABASE (needs `pip install splitserve[postgres]`). Default: a "
-        "SQLite file beside the tenants file, where there is one; else nothing is metered.",
+        "postgresql://USER@HOST/DATABASE. Default: a SQLite file beside the tenants file, else "
+        "none.",
     )
     usage_retention_days: float | None = Field(
         default=None,
@@ -36,9 +36,8 @@ class TenantSettings(BaseModel):
     redis_url: str | None = Field(
         default=None,
         pattern=REDIS_URL,
-        description="Redis that keeps what keys and tenants have left of their limits, for coordinators on "
-        "several hosts: redis://HOST:6379/0 (needs `pip install splitserve[redis]`). Default: a "
-        "file beside the tenants file, for one host.",
+        description="Redis that keeps the state of limits for coordinators on several hosts: "
+        "redis://HOST:6379/0. Default: a file beside the tenants file, for one host.",
     )
 
     @property
