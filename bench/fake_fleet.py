@@ -136,7 +136,7 @@ class FakeFleet:
             count += len(places)
         return count
 
-    # --- what they are told ------------------------------------------------------------------------------
+    # --- messages from the coordinator ------------------------------------------------------------------------------
 
     def poll(self) -> None:
         """Handle what has arrived."""

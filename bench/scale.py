@@ -4,7 +4,7 @@
 
 The real coordinator, with encrypted channels, runs on the first core. This process, on the last one, plays
 the workers (fake_fleet.py) and the clients. For each size of cluster, the coordinator's processor time is
-divided by what it was given: heartbeats; blocks that workers report as cached; requests of one token, whose
+divided by its load: heartbeats; blocks that workers report as cached; requests of one token, whose
 prompt is cached on no worker, then on all; steps of streams. ``needed`` adds that up for a load.
 
 ``simulated``: the same load on the largest cluster under virtual time, every heartbeat and step of it:
@@ -41,7 +41,7 @@ from .http.streaming import PATH, TEXT, Server, coordinator, model_folder
 from .studies.simulator_speed import LENGTHS, cluster_of
 
 HEARTBEAT_S = 0.5  # the default of --heartbeat-s
-STORED_BLOCKS = 4096  # that each worker reports as cached: a reset report has so many at most
+STORED_BLOCKS = 4096  # that each worker reports as cached: the most that a reset report has
 STREAMS_PER_WORKER = 28  # of a decode worker: 1,667 requests/s of 211 tokens at 25 tokens/s, over 500
 MAX_STREAMS = 2000
 STEPS_PER_S = 25

@@ -112,7 +112,7 @@ def map_file(file: int, num_bytes: int) -> Tensor:
 
 
 def drop_pages(mapped: Tensor) -> None:
-    """Leave a part of what ``map_file`` has mapped, and the rest of its pages, to the page cache: no memory
+    """Leave a part of a mapped file, and the rest of its pages, to the page cache: no memory
     is taken here until they are read again. They must not have been written."""
     start = mapped.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     size = ctypes.c_size_t(mapped.data_ptr() + mapped.nbytes - start)

@@ -13,7 +13,7 @@ from .name_hash import hash64, shuffled
 from .worker import WorkerRecord
 
 MAX_COMPARED = 16
-FEW_HOLDERS = 64  # so many are sorted; of more, the best are found among all workers by rank
+FEW_HOLDERS = 64  # up to this number they are sorted; above, all workers are looked at by rank
 GOLDEN = 2_654_435_761  # 2^32 by the golden ratio: its multiples spread evenly over any range
 
 

@@ -37,7 +37,7 @@ def manifests(values: dict[str, Any], folder: Path, release: str = "demo") -> li
 
 
 def pod_specs(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the pod templates' specs by the name of what makes the pods."""
+    """Return the pod templates' specs by the name of the object that makes the pods."""
     return {found["metadata"]["name"]: made["spec"] for found in objects if (made := pod_template(found))}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import pytest
 import zmq
@@ -129,7 +130,8 @@ def test_a_worker_that_fits_no_other_says_so_in_its_own_log_once(
         "this decode worker gets no work: its dtype is not that of p0 ('float32' here, 'bfloat16' there)"
     )
     for misfit in (sentence, sentence, "", ""):
-        later(line, 3.0, lambda misfit=misfit: line.send(identity, Alive(coordinator=1, misfit=misfit)))  # type: ignore[misc]
+        alive = Alive(coordinator=1, misfit=misfit)
+        later(line, 3.0, partial(line.send, identity, alive))
     sent = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert sent == [("WARNING", sentence), ("INFO", "there is a worker of the other role that this one fits")]
 
