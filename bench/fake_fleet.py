@@ -136,7 +136,7 @@ class FakeFleet:
             count += len(places)
         return count
 
-    # --- messages from the coordinator ------------------------------------------------------------------------------
+    # --- messages from the coordinator -------------------------------------------------------------------
 
     def poll(self) -> None:
         """Handle what has arrived."""
