@@ -1,4 +1,4 @@
-"""The command ``splitserve`` from its first line (the commands are in cli.py)."""
+"""The command ``splitserve`` from its first line (the commands are in main.py)."""
 
 from __future__ import annotations
 

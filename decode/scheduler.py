@@ -1,5 +1,14 @@
 """Which sequences take part in the next decode step, and with which blocks: continuous batching. Pure.
 
+    state         until                                                          then
+    ------------  -------------------------------------------------------------  ------------
+    joining       its grammar is compiled, and no step in flight has it          in the batch
+    in the batch  its last token, or it is cancelled, preempted or failed        ended
+    in the batch  it is to move (``pause``)                                      paused
+    paused        it runs elsewhere (``drop``)                                   ended
+    paused        it does not move after all (``resume``)                        joining
+    ended         no step in flight has it                                       gone
+
 The next step may be made while the one before runs (``MAX_IN_FLIGHT``): its input tokens are then fed on by
 the runner of the steps, and a sequence that turns out to have ended has one row too many, whose token is
 dropped. What needs to know more waits for the running step: preemption, and a sequence that comes back into

@@ -1,7 +1,7 @@
-"""The prefill worker without its body: what it does with every message and every finished step. Pure.
+"""What a prefill worker does with every message and every finished step. Pure.
 
-It joins the chunk scheduler and the sending side of the handoff; the shell (worker.py) carries out what
-``take`` returns.
+It joins the chunk scheduler and the sending side of the handoff (``HandoffFeed``). ``RoleCore`` has what both
+roles do alike. The shell, worker/prefill_role.py, carries out what ``take`` returns.
 """
 
 from __future__ import annotations

@@ -1,5 +1,12 @@
 """Which prompt tokens are computed next: chunked prefill under a token budget, over a prefix cache. Pure.
 
+    state    until                                          then
+    -------  ---------------------------------------------  -------
+    waiting  the pool has all its blocks                    running
+    running  its last chunk is computed                     pinned
+    pinned   its decode worker has the blocks               gone
+    any      it is cancelled, and no step in flight has it  gone
+
 Order: requests that come back from a lost attempt first, for their streams stand still; then shortest
 remaining prompt first, where every second of waiting counts as ``aging`` tokens less, so that long prompts
 are not starved. A prompt takes all its blocks when it starts (two half-computed prompts can never block each

@@ -14,7 +14,7 @@ BLOCKS = {
 
 
 def packed_bytes(kind: str) -> float:
-    """Size of a number in memory, with its part of the scales (``blocks.py``)."""
+    """Size of a number in memory, with its part of the scales (``gguf_blocks.py``)."""
     codes = 0.5 if kind[:2] in ("Q2", "Q3", "Q4") else 1.0
     with_minimums = 1 + (kind in ("Q2_K", "Q4_K", "Q5_K") or kind.endswith("_1"))
     if not kind.endswith("_K"):

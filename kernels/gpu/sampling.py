@@ -1,7 +1,7 @@
 """One token a row from its logits, on the device: edits, penalties, temperature, min-p, top-k, top-p, noise,
 logprobs.
 
-In the order and with the meaning of ``engine/sampling/sampler.py``:
+In the order and with the meaning of ``engine/step/sampler.py``:
 
     x = logit + bias (-inf while the token is banned);
     seen tokens: x / r where x > 0, x * r elsewhere (repetition penalty r);
