@@ -23,7 +23,8 @@ from pathlib import Path
 
 import psutil
 
-from ..engine.step.model_runner import EngineConfig, ModelRunner
+from ..engine.engine_config import EngineConfig
+from ..engine.step.model_runner import ModelRunner
 from ..kernels.huge_pages import huge_page_bytes
 from .environment import environment
 from .live_cluster import live_cluster

@@ -18,6 +18,7 @@ from .cache.kv_cache import KVCache, KVCacheLayout, PoolAllocator
 from .cache.kv_cache_size import KVCacheSize, host_room, kv_cache_size
 from .cache.memory_claims import MemoryClaims
 from .device import available_bytes, free_host_bytes, select_device, select_dtype
+from .engine_config import DEFAULT_BLOCK_SIZE, EngineConfig, gpu_room_of, wish_of
 from .errors import OutOfMemoryError
 from .model.config import ModelConfig
 from .model.tensors import expected_tensors, ignored_tensors
@@ -26,7 +27,7 @@ from .model.weights import Checkpoint
 from .paced_runner import paced_model
 from .settings import WorkerSettings
 from .step.grammar import GrammarCompiler
-from .step.model_runner import DEFAULT_BLOCK_SIZE, EngineConfig, ModelRunner, gpu_room_of, wish_of
+from .step.model_runner import ModelRunner
 from .step_log import logged
 from .worker_model import WorkerModel
 

@@ -1,9 +1,9 @@
 """The kernels on NVIDIA GPUs: Triton's, from gpu/, and cuBLAS for the matrix products. Nothing here waits for
 the device.
 
-Exact: products by gpu/exact_linear.py, and both attention kernels in one tile shape with the same folds, so that
-a token's row has the same bits in any batch and chunk, prefilled or decoded. The other kernels are like that
-anyway.
+Exact: products by gpu/exact_linear.py, and both attention kernels in one tile shape with the same folds, so
+that a token's row has the same bits in any batch and chunk, prefilled or decoded. The other kernels are like
+that anyway.
 """
 
 from __future__ import annotations

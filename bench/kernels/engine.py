@@ -26,10 +26,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ...engine.engine_config import EngineConfig
 from ...engine.model.weight_sizes import QUANTISED_BYTES
 from ...engine.settings import Quantization
 from ...engine.step.batch import Batch, SamplingState
-from ...engine.step.model_runner import EngineConfig, ModelRunner
+from ...engine.step.model_runner import ModelRunner
 from ...kernels.huge_pages import huge_page_bytes
 from ...kernels.interface import DenseMlp
 from ...transport.messages.messages import SamplingParams

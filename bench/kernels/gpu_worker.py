@@ -21,9 +21,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...decode.rows import DecodeStep
+from ...engine.engine_config import EngineConfig
 from ...engine.load_model import load_model
 from ...engine.settings import WorkerSettings
-from ...engine.step.model_runner import EngineConfig, ModelRunner
+from ...engine.step.model_runner import ModelRunner
 from ...engine.step.step_progress import StepForecast
 from ...engine.step.step_thread import StepThread
 from ..models import LLAMA_500M, LLAMA_TINY, make_random_llama

@@ -17,7 +17,8 @@ import time
 from pathlib import Path
 
 from ...cli.model_source import resolved
-from ...engine.step.model_runner import EngineConfig, ModelRunner
+from ...engine.engine_config import EngineConfig
+from ...engine.step.model_runner import ModelRunner
 from ..kernels.engine import BLOCK_SIZE, CONTEXT, make_batch
 
 TESTS = {"decode, batch 1": (1, CONTEXT, 1), "batch of 8": (8, CONTEXT, 1), "prompt of 128": (1, 0, 128)}

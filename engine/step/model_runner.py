@@ -7,10 +7,8 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,16 +20,8 @@ from ...kernels.packed_weights import PackedWeights, kept_files
 from ...kernels.reference import TorchKernels
 from ...kernels.select import UnsuitableKernelsError, numerics, select_kernels
 from ...transport.messages.messages import TokenLogprobs
-from ..cache.kv_cache import KVCache, KVCacheLayout, PoolAllocator
-from ..cache.kv_cache_size import (
-    KVCacheSize,
-    KVCacheWish,
-    gpu_room,
-    host_room,
-    kv_cache_size,
-    shrunk,
-    step_bytes,
-)
+from ..cache.kv_cache import KVCache, KVCacheLayout
+from ..cache.kv_cache_size import KVCacheSize, KVCacheWish, host_room, kv_cache_size, shrunk
 from ..cache.memory_claims import MemoryClaims
 from ..cpu_threads import AUTO, CpuThreads, choose_threads, cpu_quota, new_threads_bound, usable_cores
 from ..device import (
@@ -44,6 +34,15 @@ from ..device import (
     select_dtype,
     send_all,
 )
+from ..engine_config import (
+    DEFAULT_BLOCK_SIZE,
+    WARM_UP_TOKENS,
+    EngineConfig,
+    check_quantisation,
+    gpu_room_of,
+    max_model_len,
+    wish_of,
+)
 from ..errors import ModelConfigError, OutOfMemoryError, is_out_of_memory
 from ..model.config import ModelConfig
 from ..model.decoder import AttentionMetadata, DecoderModel
@@ -51,7 +50,6 @@ from ..model.layers import LayerLoader
 from ..model.model_folder import content_names
 from ..model.weight_sizes import weight_bytes
 from ..model.weights import Checkpoint
-from ..settings import KVDType, Quantization
 from ..worker_readings import StartPhases
 from .batch import Batch, StepOutput
 from .decode_graphs import CudaRecorder, DecodeGraphs, Recorder, feed
@@ -66,46 +64,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 METADATA = ("positions", "query_start_loc", "seq_lens", "block_tables", "slot_mapping")
-DEFAULT_BLOCK_SIZE = {"cpu": 16, "cuda": 64}
 CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 NO_LOGPROBS: dict[int, list[TokenLogprobs]] = {}
 LOGPROB_ROWS = 64  # logits of this many prompt tokens are held at a time
-GPU_GROUP = 16  # inputs: groups that share a scale are multiples of it
 LOADING_THREADS = {"cpu": 1, "cuda": 8}
 PACKING_THREADS = 16  # and no more: memory is the limit
 TORCH_SPLITS = 1 << 20  # elements that torch sums on several threads
-WARM_UP_TOKENS = (64, 512)  # and on a GPU ``max_prefill_tokens``: its kernels come in sizes
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """How to run a model. ``None`` means: chosen from the device and the model."""
-
-    model_path: Path
-    device: str = "auto"  # auto, cpu, cuda, cuda:N
-    dtype: str = "auto"  # auto, float32, bfloat16, float16
-    block_size: int | None = None  # tokens
-    num_blocks: int | None = None  # wins over kv_cache_bytes
-    kv_cache_bytes: int | None = None  # None, without num_blocks: by the memory that is free
-    kv_cache_shrink: bool = False  # a size that was asked for may become what is free
-    gpu_memory_utilization: float = 0.9  # share of the card that this worker may use in all
-    cpu_memory_utilization: float = 0.5  # share of the free host memory for KV caches on CPUs
-    memory_shared_by: int = 1  # workers of this cluster on this host
-    max_num_seqs: int = 64  # a cache in host memory holds at most what this many sequences fill
-    cluster: str = ""  # its name, for workers that share the host's memory
-    max_model_len: int | None = (
-        None  # prompt and output tokens of one sequence; None: the model's, or what fits
-    )
-    num_threads: int | Literal["auto"] = 1  # CPU threads of one step
-    exact: bool = False  # batch-invariant: see kernels/select.py
-    kv_dtype: KVDType = "auto"  # auto: as dtype
-    quantization: Quantization = "none"  # of linear layers
-    max_step_seqs: int = 0  # on GPUs: kernels for steps of up to this many sequences are compiled at start
-    max_decode_seqs: int = (
-        0  # on GPUs: ``warm_up`` captures decode steps of up to this many sequences as graphs
-    )
-    max_prefill_tokens: int = 0  # on GPUs: the largest prefill step, which ``warm_up`` tries
-    pool_allocator: PoolAllocator | None = None  # where the pool's memory comes from; None: from torch
 
 
 class ModelRunner:
@@ -120,8 +84,8 @@ class ModelRunner:
             raise ModelConfigError(
                 "latent attention (DeepSeek) has no float8 KV cache on GPUs: leave kv_dtype out"
             )
-        _check_quantisation(self.config, engine.quantization, self.device)
-        model_len = _max_model_len(engine.max_model_len, self.config)
+        check_quantisation(self.config, engine.quantization, self.device)
+        model_len = max_model_len(engine.max_model_len, self.config)
         self.config = self.config.for_length(model_len)
         self.claims = MemoryClaims(engine.cluster)
         threads = self._claim_threads(engine)
@@ -455,64 +419,6 @@ def _metadata(batch: Batch, sent: Mapping[str, Tensor]) -> AttentionMetadata:
     return AttentionMetadata(max_query_len=longest, **{name: sent[name] for name in METADATA})
 
 
-def gpu_room_of(
-    engine: EngineConfig,
-    config: ModelConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    used: int,
-    loaded: bool = True,
-) -> int:
-    """Bytes for a KV cache on this GPU, where the worker has taken ``used`` bytes so far; not ``loaded``:
-    where it will have."""
-    free, total = torch.cuda.mem_get_info(device)
-    step = step_bytes(
-        hidden_size=config.hidden_size,
-        intermediate_size=config.mlp_width,
-        vocab_size=config.vocab_size,
-        num_tokens=max(engine.max_prefill_tokens, *WARM_UP_TOKENS),
-        num_seqs=max(engine.max_decode_seqs, 1),
-        itemsize=dtype.itemsize,
-    )
-    free = free if loaded else free - used
-    return gpu_room(total=total, free=free, used=used, step=step, utilization=engine.gpu_memory_utilization)
-
-
-def wish_of(engine: EngineConfig, layout: KVCacheLayout, model_len: int, device: torch.device) -> KVCacheWish:
-    return KVCacheWish(
-        block_bytes=layout.block_bytes,
-        block_size=layout.block_size,
-        model_len=model_len,
-        max_model_len=engine.max_model_len,
-        max_num_seqs=engine.max_num_seqs if device.type == "cpu" else None,
-        num_blocks=engine.num_blocks,
-        num_bytes=engine.kv_cache_bytes,
-    )
-
-
-def _check_quantisation(config: ModelConfig, quantization: Quantization, device: torch.device) -> None:
-    """Raises ModelConfigError."""
-    quantised = config.quantisation is not None or quantization != "none"
-    if config.mixture is not None and quantised and device.type != "cpu":
-        raise ModelConfigError(
-            f"quantised experts have kernels on CPUs only, and the device is {device}: leave quantization at "
-            "none and take the bf16 version, or use --device cpu"
-        )
-    if config.quantisation is not None and quantization != "none":
-        raise ModelConfigError("the checkpoint is quantised already: leave quantization at none")
-    if config.quantisation is not None and config.quantisation.named and device.type != "cpu":
-        raise ModelConfigError(
-            f"quantised weights of GGUF have kernels on CPUs only, and the device is {device}: take the "
-            "model's safetensors, or use --device cpu"
-        )
-    group = config.quantisation.odd_group(GPU_GROUP) if config.quantisation is not None else 0
-    if group and device.type != "cpu":
-        raise ModelConfigError(
-            f"weights of which {group} share a scale have kernels on CPUs only (on {device}: multiples of "
-            f"{GPU_GROUP}): take another version of the checkpoint, or use --device cpu"
-        )
-
-
 def _load_model(config: ModelConfig, load: LayerLoader, max_model_len: int, fp8_cache: bool) -> DecoderModel:
     free = available_bytes(load.device)
     try:
@@ -545,11 +451,3 @@ def _make_sampler(
     from .device_sampler import DeviceSampler  # which needs Triton
 
     return DeviceSampler(eos_token_ids)
-
-
-def _max_model_len(asked: int | None, config: ModelConfig) -> int:
-    if asked is not None and asked > config.max_model_len:
-        raise ModelConfigError(
-            f"max_model_len {asked} is more than the model's {config.max_model_len}; lower --max-model-len"
-        )
-    return asked or config.max_model_len

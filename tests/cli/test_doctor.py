@@ -17,9 +17,10 @@ from splitserve.cli.settings import DEMO_MODEL, DoctorSettings
 from splitserve.coordinator.run_folder import Door, RunFolder, announce
 from splitserve.engine import device, load_model
 from splitserve.engine.cache import memory_claims
+from splitserve.engine.engine_config import EngineConfig
 from splitserve.engine.load_model import expected_worker
 from splitserve.engine.step import model_runner
-from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
+from splitserve.engine.step.model_runner import ModelRunner
 
 
 def doctor(**settings: object) -> tuple[int, str]:

@@ -13,7 +13,8 @@ from splitserve.engine import cpu_threads, device
 from splitserve.engine.cache import memory_claims
 from splitserve.engine.cache.memory_claims import MemoryClaims
 from splitserve.engine.cpu_threads import choose_threads, cpu_quota, usable_cores
-from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
+from splitserve.engine.engine_config import EngineConfig
+from splitserve.engine.step.model_runner import ModelRunner
 
 NO_LIMIT = float("inf")
 

@@ -27,8 +27,9 @@ from support.played_gpu import OnGpu
 
 from splitserve.bench.kernels import triton_interpreter
 from splitserve.engine.cache.device_blocks import DeviceBlocks
+from splitserve.engine.engine_config import EngineConfig
 from splitserve.engine.step import model_runner
-from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
+from splitserve.engine.step.model_runner import ModelRunner
 from splitserve.kernels.quantised import Scheme
 from splitserve.kernels.reference import TorchKernels
 from splitserve.transport.live_environment import LiveDevice

@@ -13,6 +13,7 @@ import torch
 from support.models import make_checkpoint
 
 from splitserve.engine.cache.kv_cache import KVCache, KVCacheLayout
+from splitserve.engine.engine_config import EngineConfig
 from splitserve.engine.errors import OutOfMemoryError
 from splitserve.engine.model.decoder import DecoderModel
 from splitserve.engine.model.decoder_layer import DecoderLayer
@@ -20,7 +21,7 @@ from splitserve.engine.model.layers import LayerLoader
 from splitserve.engine.model.weights import Checkpoint
 from splitserve.engine.step import model_runner
 from splitserve.engine.step.batch import Batch, StepOutput
-from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
+from splitserve.engine.step.model_runner import ModelRunner
 from splitserve.engine.step.warm_up import many_seqs, run_first_steps
 from splitserve.kernels.gpu.attention_tiles import padded_seqs
 from splitserve.kernels.interface import DenseMlp

@@ -14,9 +14,10 @@ from support.models import make_checkpoint
 
 from splitserve.bench.kernels import triton_interpreter
 from splitserve.bench.kernels.kernel_inputs import randn, relative_error
+from splitserve.engine.engine_config import EngineConfig
 from splitserve.engine.step import model_runner
 from splitserve.engine.step.batch import StepOutput
-from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
+from splitserve.engine.step.model_runner import ModelRunner
 from splitserve.kernels.cuda import CudaKernels
 from splitserve.kernels.gpu.attention_tiles import TileShape
 from splitserve.kernels.gpu.gumbel_argmax import SLICE, gumbel_argmax

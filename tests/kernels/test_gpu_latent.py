@@ -24,9 +24,10 @@ from splitserve.bench.kernels.kernel_inputs import (
     randn,
     relative_error,
 )
+from splitserve.engine.engine_config import EngineConfig
 from splitserve.engine.errors import ModelConfigError
 from splitserve.engine.step import model_runner
-from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
+from splitserve.engine.step.model_runner import ModelRunner
 from splitserve.kernels.cuda import CudaKernels
 from splitserve.kernels.gpu.latent_attention import latent_attention
 from splitserve.kernels.gpu.mixture import route

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from splitserve.bench.kernels import triton_interpreter
 from splitserve.bench.kernels.kernel_inputs import QUANTISED, quantised_weight, randn, relative_error
-from splitserve.engine.step.model_runner import WARM_UP_TOKENS
+from splitserve.engine.engine_config import WARM_UP_TOKENS
 from splitserve.kernels.cuda import CudaKernels
 from splitserve.kernels.gpu import quantised_linear
 from splitserve.kernels.gpu.exact_linear import product_tile

@@ -11,7 +11,8 @@ from support.batches import HandSequence, hidden_states, make_batch
 from support.families import VOCAB_SIZE
 from transformers import PreTrainedModel
 
-from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
+from splitserve.engine.engine_config import EngineConfig
+from splitserve.engine.step.model_runner import ModelRunner
 
 BLOCK_SIZE, PROMPT_LEN, NUM_TOKENS = 8, 45, 16
 

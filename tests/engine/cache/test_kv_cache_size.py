@@ -27,10 +27,11 @@ from splitserve.engine.cache.kv_cache_size import (
     step_bytes,
 )
 from splitserve.engine.cache.memory_claims import MemoryClaims
+from splitserve.engine.engine_config import EngineConfig
 from splitserve.engine.errors import OutOfMemoryError
 from splitserve.engine.model.config import ModelConfig
 from splitserve.engine.step import model_runner
-from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
+from splitserve.engine.step.model_runner import ModelRunner
 
 SHAPES = {
     "Qwen3-0.6B": KVCacheWish(block_bytes=28 * 2 * 8 * 128 * 2 * 16, block_size=16, model_len=40_960),

@@ -22,13 +22,13 @@ from support.quantised_models import (
 )
 from transformers import PreTrainedModel
 
+from splitserve.engine.engine_config import check_quantisation
 from splitserve.engine.errors import ModelConfigError, WeightsError
 from splitserve.engine.gguf.folder import write_folder
 from splitserve.engine.model.gguf_blocks import weight_of_blocks
 from splitserve.engine.model.gguf_types import BLOCKS, TABLE, WEIGHTS, packed_bytes
 from splitserve.engine.model.model_folder import check_model_folder, content_names
 from splitserve.engine.model.weights import Checkpoint
-from splitserve.engine.step.model_runner import _check_quantisation
 
 native_cpu = pytest.importorskip(
     "splitserve.kernels.native_cpu", reason="the C++ kernels were not built", exc_type=ImportError
@@ -267,6 +267,6 @@ def test_blocks_are_refused_on_gpus(tmp_path: Path) -> None:
     folder, _ = make(tmp_path, "llama2")
     plain, _ = make(tmp_path / "plain", "llama2", lambda name: "BF16")
     gpu = torch.device("cuda", 0)
-    _check_quantisation(check_model_folder(plain), "none", gpu)
+    check_quantisation(check_model_folder(plain), "none", gpu)
     with pytest.raises(ModelConfigError, match=r"GGUF have kernels on CPUs only.*use --device cpu"):
-        _check_quantisation(check_model_folder(folder), "none", gpu)
+        check_quantisation(check_model_folder(folder), "none", gpu)

@@ -18,11 +18,12 @@ from support.models import make_checkpoint
 from splitserve.bench.models import make_random_llama
 from splitserve.bench.start import status
 from splitserve.engine import device
+from splitserve.engine.engine_config import EngineConfig
 from splitserve.engine.errors import ModelConfigError, OutOfMemoryError, WeightsError
 from splitserve.engine.model.config import ModelConfig
 from splitserve.engine.model.model_folder import content_names
 from splitserve.engine.model.weights import STORED_DTYPES, Checkpoint
-from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
+from splitserve.engine.step.model_runner import ModelRunner
 from splitserve.kernels import packed_weights
 
 

@@ -12,10 +12,11 @@ from support.families import LATENT
 from support.models import make_checkpoint
 from support.quantised_models import BLOCK_SIZE, make_runner, random_tokens
 
+from splitserve.engine.engine_config import EngineConfig
 from splitserve.engine.model import latent_attention
 from splitserve.engine.model.latent_chunks import expanding_saves
 from splitserve.engine.model.latent_config import latent_config
-from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
+from splitserve.engine.step.model_runner import ModelRunner
 
 
 @pytest.mark.parametrize("family", ["deepseek2", "deepseek3"])

@@ -17,10 +17,11 @@ from support.models import make_checkpoint
 from support.quantised_checkpoints import Written, awq, gptq, int8, rewrite
 
 from splitserve.bench.kernels import triton_interpreter
+from splitserve.engine.engine_config import EngineConfig
 from splitserve.engine.errors import ModelConfigError
 from splitserve.engine.gguf.folder import write_folder
 from splitserve.engine.step import model_runner
-from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
+from splitserve.engine.step.model_runner import ModelRunner
 from splitserve.kernels.reference import TorchKernels
 
 triton_interpreter.install()

@@ -15,7 +15,8 @@ from support.families import FAMILIES, VOCAB_SIZE
 from support.models import make_checkpoint
 from transformers import PreTrainedModel
 
-from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
+from splitserve.engine.engine_config import EngineConfig
+from splitserve.engine.step.model_runner import ModelRunner
 
 BLOCK_SIZE = 8
 NUM_BLOCKS = 96

@@ -21,12 +21,13 @@ from support.models import make_checkpoint
 from torch import Tensor
 
 from splitserve.bench.kernels import triton_interpreter
+from splitserve.engine.engine_config import EngineConfig
 from splitserve.engine.errors import OutOfMemoryError
 from splitserve.engine.step import model_runner
 from splitserve.engine.step.batch import Batch, StepOutput
 from splitserve.engine.step.decode_graphs import BUCKETS, CudaRecorder, StepBuffers, buckets_up_to
 from splitserve.engine.step.device_sampler import DeviceSampler
-from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
+from splitserve.engine.step.model_runner import ModelRunner
 from splitserve.kernels.cuda import CudaKernels
 from splitserve.kernels.gpu.attention_tiles import TileShape
 from splitserve.transport.messages.messages import SamplingParams

@@ -14,8 +14,9 @@ from support.batches import HandSequence, make_batch
 from support.families import VOCAB_SIZE
 from support.models import make_checkpoint
 
+from splitserve.engine.engine_config import EngineConfig
 from splitserve.engine.errors import ModelConfigError
-from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
+from splitserve.engine.step.model_runner import ModelRunner
 from splitserve.kernels import select
 from splitserve.transport.messages.messages import SamplingParams, TokenLogprobs
 

@@ -16,8 +16,9 @@ from support.families import VOCAB_SIZE
 from support.models import make_checkpoint
 
 from splitserve.bench.kernels import triton_interpreter
+from splitserve.engine.engine_config import EngineConfig
 from splitserve.engine.step import model_runner
-from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
+from splitserve.engine.step.model_runner import ModelRunner
 from splitserve.kernels import select
 from splitserve.kernels.cuda import CudaKernels
 from splitserve.kernels.gpu.attention_tiles import TileShape

@@ -11,7 +11,8 @@ from support.batches import HandSequence, hidden_states, make_batch
 from support.families import VOCAB_SIZE
 from support.models import make_checkpoint
 
-from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
+from splitserve.engine.engine_config import EngineConfig
+from splitserve.engine.step.model_runner import ModelRunner
 
 pytest.importorskip(
     "splitserve.kernels.native_cpu", reason="the C++ kernels were not built", exc_type=ImportError

@@ -8,7 +8,8 @@ import numpy as np
 from support.batches import HandSequence, make_batch
 from support.models import make_checkpoint
 
-from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
+from splitserve.engine.engine_config import EngineConfig
+from splitserve.engine.step.model_runner import ModelRunner
 from splitserve.engine.step.step_progress import LayerProgress
 
 

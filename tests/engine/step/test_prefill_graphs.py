@@ -21,10 +21,11 @@ from support.models import make_checkpoint
 from torch import Tensor
 
 from splitserve.bench.kernels import triton_interpreter
+from splitserve.engine.engine_config import EngineConfig
 from splitserve.engine.model.decoder import AttentionMetadata
 from splitserve.engine.step import model_runner, prefill_graphs
 from splitserve.engine.step.batch import Batch, StepOutput
-from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
+from splitserve.engine.step.model_runner import ModelRunner
 from splitserve.engine.step.prefill_graphs import PrefillGraphs
 from splitserve.kernels.cuda import CudaKernels
 from splitserve.kernels.gpu.attention_tiles import TileShape

@@ -15,8 +15,9 @@ from support.batches import AfterLast, HandSequence, make_batch
 from support.families import VOCAB_SIZE
 from support.models import make_checkpoint
 
+from splitserve.engine.engine_config import EngineConfig
 from splitserve.engine.step.batch import Batch, SamplingState, StepOutput
-from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
+from splitserve.engine.step.model_runner import ModelRunner
 from splitserve.engine.step.step_progress import StepForecast
 from splitserve.engine.step.step_thread import Finished, StepThread
 from splitserve.transport.messages.messages import SamplingParams
