@@ -36,13 +36,17 @@ MACHINES = {
     "Splitwise-HA": {"conv": (25, 26), "code": (35, 8)},
     "Splitwise-HHcap": {"conv": (25, 21), "code": (35, 7)},
     "Splitwise-AA": {"conv": (45, 25), "code": (55, 15)},
+    "Baseline-A100": {"conv": (70, 0), "code": (70, 0)},
+    "Baseline-H100": {"conv": (40, 0), "code": (40, 0)},
 }
-"""Prompt and token machines of the published runs."""
+"""Prompt and token machines of the published runs; the baselines' do both."""
 PUBLISHED = {
     "Splitwise-HH": {"conv": 120, "code": 90},
     "Splitwise-HA": {"conv": 140, "code": 90},
     "Splitwise-HHcap": {"conv": 140, "code": 100},
     "Splitwise-AA": {"conv": 110, "code": 70},
+    "Baseline-A100": {"conv": 50, "code": 40},
+    "Baseline-H100": {"conv": 120, "code": 50},
 }
 """The highest of the traces' rates at which splitwise-sim holds all nine service levels, BLOOM-176B."""
 Workload = Literal["conv", "code"]
@@ -61,11 +65,14 @@ def simulated(
     """Return each request's times, and the coordinator's counters."""
     prompt, token = (profile_of(data / "perf_model.csv", model, hardware) for hardware in DESIGNS[design])
     num_prompt, num_token = MACHINES[design][workload]
-    batch: dict[str, Any] = {"max_batch_tokens": 2048, "max_num_seqs": 512, "borrow": borrow}
-    pools = (
-        Pool(role="prefill", count=num_prompt, profile=prompt, **batch),
-        Pool(role="decode", count=num_token, profile=token, **batch),
-    )
+    batch: dict[str, Any] = {"max_batch_tokens": 2048, "max_num_seqs": 512}
+    if design.startswith("Baseline"):
+        pools: tuple[Pool, ...] = (Pool(role="colocated", count=num_prompt, profile=prompt, **batch),)
+    else:
+        pools = (
+            Pool(role="prefill", count=num_prompt, profile=prompt, borrow=borrow, **batch),
+            Pool(role="decode", count=num_token, profile=token, borrow=borrow, **batch),
+        )
     records: list[RequestRecord] = []
     simulation = Simulation(
         Cluster(pools=pools, max_queue=1 << 30, coordinator_s=0.0), on_record=records.append
@@ -95,7 +102,7 @@ def compare(arguments: argparse.Namespace, rate: int) -> dict[str, Any]:
         "splitwise": percentiles(of_jobs(theirs)),
         "splitwise_missed": levels.missed(theirs, num_requests),
     }
-    for borrow in arguments.borrow:
+    for borrow in [0] if design.startswith("Baseline") else arguments.borrow:
         began, key = time.process_time(), "borrowing" if borrow else "fixed"
         jobs, counters = simulated(data, model, design, workload, trace, bool(borrow))
         ours = found[key] = percentiles(of_jobs(jobs))
