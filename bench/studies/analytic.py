@@ -4,10 +4,13 @@
    tensor parallelism that the fit has not seen (each left out in turn): vLLM 0.20, splitwise-sim's vLLM of
    2023, DistServe and the vLLM that it measured.
 2. Servers: the constants as shipped against AIConfigurator's measured points, each a closed loop of
-   clients; TTFT once more with each server left out of the fit of REQUEST_S. Points whose number of clients
-   is not known, or whose attention is data parallel, or that span hosts, cannot be asked.
+   clients, and by constants chosen on the other models alone. Points whose number of clients is not known,
+   whose attention is data parallel, whose weights are int4, or that span hosts, cannot be asked; nor those
+   whose requests wait longer than their answers take, for rows that the server lacks.
+   ``--servers``: AIConfigurator's file of all points, systems/silicon_sample.csv; else the 35 of the data.
 
-    python -m splitserve.bench.studies.analytic --data ../shared/data --json bench/results/analytic.json
+    python -m splitserve.bench.studies.analytic steps --data ../shared/data --json bench/results/analytic.json
+    python -m splitserve.bench.studies.analytic servers --data ../shared/data --servers silicon_sample.csv
 """
 
 from __future__ import annotations
@@ -24,12 +27,12 @@ from statistics import mean, median
 from typing import Any, NamedTuple
 
 from ...engine.analytic.content import CURRENT
-from ...engine.analytic.gpus import GPUS
+from ...engine.analytic.gpus import GPUS, Gpu
 from ...engine.analytic.models import MODELS
 from ...engine.analytic.shapes import shape_of
 from ...engine.analytic.step_times import Machine, Software
 from ...engine.latency_profile import StepModel
-from ...planner.profile.closed_loop import Run, closed_loop
+from ...planner.profile.closed_loop import REQUEST_S, Run, Server, closed_loop
 from ..environment import environment
 
 LLAMA2 = {"num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8}
@@ -50,12 +53,19 @@ CONFIGS = MODELS | {
 }
 REPOSITORIES = {
     "deepseek-ai/DeepSeek-R1": "deepseek-v3", "deepseek-ai/DeepSeek-V3": "deepseek-v3",
+    "nvidia/DeepSeek-R1-NVFP4": "deepseek-v3", "nvidia/DeepSeek-V3.1-NVFP4": "deepseek-v3",
     "MiniMaxAI/MiniMax-M2.5": "minimax-m2.5", "moonshotai/Kimi-K2.5": "kimi-k2",
-    "Qwen/Qwen3-32B": "qwen3-32b", "Qwen/Qwen3-235B-A22B-FP8": "qwen3-235b-a22b",
+    "Qwen/Qwen3-32B": "qwen3-32b", "nvidia/Qwen3-32B-NVFP4": "qwen3-32b",
+    "Qwen/Qwen3-235B-A22B-FP8": "qwen3-235b-a22b", "openai/gpt-oss-120b": "gpt-oss-120b",
+    "meta-llama/Llama-3.1-70B": "llama-3.1-70b", "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b",
+    "nvidia/Llama-3.1-8B-Instruct-FP8": "llama-3.1-8b",
 }  # fmt: skip
-BITS = {"": 16.0, "fp8": 8.0, "fp4": 4.5}
-REQUEST_S = 0.06
-"""HTTP, tokenizer and queue of the measured servers, per request; fitted to their TTFT."""
+BITS = {"": 16.0, "bf16": 16.0, "fp8": 8.0, "fp4": 4.5}
+EXPERTS, QUANTISED, REQUESTS = (0.16, 0.24, 0.36), (0.5, 0.65, 0.85), (0.005, 0.015, 0.03, 0.06)
+"""What is chosen among for a model that is left out: the share of experts' products, Blackwell's of quantised
+ones, REQUEST_S."""
+EVERY = 4
+"""Of the points, one in so many is asked with each choice."""
 STARTED = Software(0.6, 0.75, 0.4, 0.5, 3e-5, 1.2e-5, 1e-3, 1e-5, 2e-3)
 AT_MOST = {"compute": 0.95, "memory": 0.95, "attention": 0.9, "links": 1.0}
 
@@ -75,8 +85,8 @@ class Step(NamedTuple):
         return f"{self.model} {self.gpus}x{self.gpu}"
 
 
-def models(model: str, gpu: str, gpus: int, bits: float, software: Software) -> dict[str, StepModel]:
-    machine = Machine(shape_of(CONFIGS[model]), GPUS[gpu], gpus, bits, software)
+def models(model: str, gpu: Gpu, gpus: int, bits: float, software: Software) -> dict[str, StepModel]:
+    machine = Machine(shape_of(CONFIGS[model]), gpu, gpus, bits, software)
     content = {"prefill": machine.prefill(), "decode": machine.decode()}
     return {role: StepModel.model_validate(steps, strict=False) for role, steps in content.items()}
 
@@ -134,7 +144,7 @@ def errors(steps: Sequence[Step], software: Software) -> list[float]:
     found = []
     for step in steps:
         if step.group not in known:
-            known[step.group] = models(step.model, step.gpu, step.gpus, 16, software)
+            known[step.group] = models(step.model, GPUS[step.gpu], step.gpus, 16, software)
         found.append(known[step.group][step.role].seconds(*step.args) / step.seconds - 1)
     return found
 
@@ -149,7 +159,8 @@ def fit(steps: Sequence[Step], rounds: int = 25) -> Software:
         return mean(map(mean, by.values()))
 
     best, software = loss(STARTED), STARTED
-    names = [name for name, value in asdict(STARTED).items() if value and name != "sharpness"]
+    fixed = "sharpness", "experts"  # these steps are of dense models
+    names = [name for name, value in asdict(STARTED).items() if value and name not in fixed]
     widths = dict.fromkeys(names, 0.4)
     for _ in range(rounds):
         for name in names:
@@ -181,61 +192,135 @@ def held_out(steps: Sequence[Step]) -> dict[str, Any]:
     return {"steps": len(steps), "constants": asdict(software)} | medians
 
 
-def servers(data: Path) -> list[dict[str, Any]]:
-    """AIConfigurator's points beside ours; errors are relative."""
-    found: dict[str, dict[str, Any]] = {}
-    with (data / "aiconfigurator/silicon_refs.csv").open() as file:
+class Point(NamedTuple):
+    """A measured server. ``source``: whose benchmark; ``gpu``: with how many, as a profile's name has it."""
+
+    source: str
+    backend: str
+    model: str
+    precision: str
+    gpus: int
+    gpu: str
+    prompt: int
+    output: int
+    clients: int
+
+
+Measured = dict[Point, list[tuple[float, float]]]
+"""TTFT and TPOT in seconds, of each run."""
+
+
+def measured(path: Path) -> Measured:
+    """Read AIConfigurator's points that can be asked."""
+    found = defaultdict[Point, list[tuple[float, float]]](list)
+    with path.open() as file:
         for row in csv.DictReader(file):
             gpu, model = row["system"].split("_")[0], REPOSITORIES.get(row["model_path"])
             clients, gpus = (int(float(row[n] or 0)) for n in ("batch_size", "tp_size"))
-            alone = row["mode"] == "agg" and float(row["attention_dp_size"] or 1) == 1 and gpus <= 8
-            if not alone or model is None or gpu not in GPUS or "_c_" in row["id"]:
+            alone = float(row["attention_dp_size"] or 1) == 1 and float(row["pp_size"] or 1) == 1
+            known = model in CONFIGS and gpu in GPUS and row["precision"] in BITS and "_c_" not in row["id"]
+            if row["mode"] != "agg" or not (alone and known and 0 < gpus <= 8 and clients) or model is None:
                 continue
-            prompt, output = int(row["isl"]), int(row["osl"])
-            ttft, tpot = (float(row[f"silicon_{n}_ms"]) / 1e3 for n in ("ttft", "tpot"))
-            steps = models(model, gpu, gpus, BITS[row["precision"]], CURRENT)
-            run = Run(prompt, output, clients, ttft, tpot)
-            mixes = row["backend"] != "sglang"
-            our_ttft, our_tpot = closed_loop(steps["prefill"], steps["decode"], run, mixes=mixes)
-            our_ttft += REQUEST_S
-            name = f"{row['backend']} {model} {row['precision'] or 'bf16'} {gpus}x{gpu}"
-            name += f" {prompt}/{output} c{clients}"
-            if name in found and found[name]["ttft_s"] == ttft:
-                continue  # the same measurement is there twice
-            found[name] = {
-                "point": name,
-                "ttft_s": ttft,
-                "tpot_s": tpot,
-                "ttft_error": our_ttft / ttft - 1,
-                "tpot_error": our_tpot / tpot - 1,
-                "throughput_error": (ttft + (output - 1) * tpot) / (our_ttft + (output - 1) * our_tpot) - 1,
-            }
-    return list(found.values())
+            source = "InferenceMAX" if row["id"].startswith("20") or "_cfg" in row["id"] else "AIConfigurator"
+            lengths = int(row["isl"]), int(row["osl"])
+            point = Point(source, row["backend"], model, row["precision"], gpus, gpu, *lengths, clients)
+            found[point].append((float(row["silicon_ttft_ms"]) / 1e3, float(row["silicon_tpot_ms"]) / 1e3))
+    return {
+        point: runs
+        for point, runs in found.items()
+        if median(t for t, _ in runs) <= (point.output - 1) * median(t for _, t in runs)
+    }
 
 
-def left_out_ttft(points: Sequence[dict[str, Any]]) -> float:
-    """Median error of TTFT where REQUEST_S is fitted to the other servers only."""
+def load(point: Point) -> tuple[Run, Server]:
+    """Return what a benchmark asks, and how the server was started.
 
-    def error(point: dict[str, Any], request_s: float) -> float:
-        ours = (1 + point["ttft_error"]) * point["ttft_s"] - REQUEST_S + request_s
-        return float(abs(ours / point["ttft_s"] - 1))
-
-    def unseen(one: dict[str, Any]) -> float:
-        others = [point for point in points if point is not one]
-        grid = (0.005 * i for i in range(80))
-        return error(one, min(grid, key=lambda s: median(error(point, s) for point in others)))
-
-    return median(map(unseen, points))
+    InferenceMAX's lengths lie between 0.8 of the nominal ones and these. AIConfigurator's are all equal, and
+    its steps take a prompt and 1,500 tokens more; yet lengths that vary by a tenth meet its runs of vLLM."""
+    if point.source == "InferenceMAX":
+        run = Run(0.9 * point.prompt, 0.9 * point.output, point.clients, 0, 0)
+        return run, Server(mixes=point.backend != "sglang", spread=1 / 9)
+    step_tokens, spread = point.prompt + 1500 + point.clients, 0.1 if point.backend == "vllm" else 0.0
+    server = Server(step_tokens, point.backend != "sglang", point.backend != "trtllm", spread)
+    return Run(point.prompt, point.output, point.clients, 0, 0), server
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data", type=Path, required=True, help="folder of the published data")
-    parser.add_argument("--json", type=Path, help="write the record here")
-    arguments = parser.parse_args()
-    data: Path = arguments.data
+def sent_together(point: Point) -> int:
+    """Return how many tokens the server sends at once, by InferenceMAX's scripts: TTFT waits for them all."""
+    if point.source != "InferenceMAX" or point.model != "deepseek-v3":
+        return 1
+    many = point.backend == "sglang" and point.precision == "fp8" and point.gpu in ("b200", "b300")
+    return 30 if many else 10
+
+
+def server_errors(
+    points: Measured, software: Software, quantised: float | None = None
+) -> dict[Point, dict[str, float]]:
+    """Relative errors of each point beside the median of its runs. ``quantised``: of Blackwell."""
+    known, found = dict[tuple[str, str, int, str], dict[str, StepModel]](), dict[Point, dict[str, float]]()
+    for point, runs in points.items():
+        key = point.model, point.gpu, point.gpus, point.precision
+        if key not in known:
+            gpu = GPUS[point.gpu]
+            if quantised is not None and gpu.quantised < 1:
+                gpu = replace(gpu, quantised=quantised)
+            known[key] = models(point.model, gpu, point.gpus, BITS[point.precision], software)
+        ttft, tpot = (median(run[i] for run in runs) for i in (0, 1))
+        ours_ttft, ours_tpot = closed_loop(known[key]["prefill"], known[key]["decode"], *load(point))
+        ours = ours_ttft + (sent_together(point) - 1) * ours_tpot, ours_tpot
+        lives = [first + (point.output - 1) * other for first, other in ((ttft, tpot), ours)]
+        found[point] = {
+            "ttft_s": ttft,
+            "ttft_error": ours[0] / ttft - 1,
+            "tpot_error": ours[1] / tpot - 1,
+            "throughput_error": lives[0] / lives[1] - 1,
+        }
+    return found
+
+
+def medians(found: Iterable[dict[str, float]]) -> dict[str, float]:
+    errors_found = [*found]
+    names = "ttft", "tpot", "throughput"
+    return {"points": len(errors_found)} | {
+        name: median(abs(error[f"{name}_error"]) for error in errors_found) for name in names
+    }
+
+
+def left_out(points: Measured) -> dict[str, dict[str, float]]:
+    """Median errors of each model by the constants with the least mean logarithm on the other models."""
+    some = {point: points[point] for point in sorted(points)[::EVERY]}
+    by_choice = dict[tuple[float, float, float], dict[Point, dict[str, float]]]()
+    for experts in EXPERTS:
+        for quantised in QUANTISED:
+            found = server_errors(some, replace(CURRENT, experts=experts), quantised)
+            for request_s in REQUESTS:
+                by_choice[experts, quantised, request_s] = {
+                    p: e | {"ttft_error": e["ttft_error"] + (request_s - REQUEST_S) / e["ttft_s"]}
+                    for p, e in found.items()
+                }
+
+    def loss(choice: tuple[float, float, float], model: str) -> float:
+        found = by_choice[choice]
+        errors_found = (
+            e[f"{n}_error"] for p, e in found.items() if p.model != model for n in ("ttft", "tpot")
+        )
+        return mean(min(1.0, abs(log(max(0.01, 1 + error)))) for error in errors_found)
+
+    result = {}
+    for model in sorted({point.model for point in some}):
+        choice = min(by_choice, key=lambda c: loss(c, model))
+        unseen = [e for p, e in by_choice[choice].items() if p.model == model]
+        result[model] = medians(unseen) | dict(
+            zip(("experts", "quantised", "request_s"), choice, strict=True)
+        )
+    unseen = [
+        e for model, r in result.items()
+        for p, e in by_choice[r["experts"], r["quantised"], r["request_s"]].items() if p.model == model
+    ]  # fmt: skip
+    return result | {"all": medians(unseen)}
+
+
+def step_record(data: Path) -> dict[str, Any]:
     sources = {
         "vllm 0.20 (AIConfigurator)": vllm_steps(data),
         "vllm 2023 (splitwise-sim)": splitwise_steps(data),
@@ -243,33 +328,58 @@ def main() -> None:
         "vllm (DistServe's)": distserve_steps(data / "distserve/profiler-a100-80g.vllm.json"),
     }
     by_source = {name: held_out([*steps]) for name, steps in sources.items()}
-    shipped = [*vllm_steps(data)]
-    points = servers(data)
-    medians = {
-        name: median(abs(point[f"{name}_error"]) for point in points)
-        for name in ("ttft", "tpot", "throughput")
-    }
-    left_out = left_out_ttft(points)
-    record = {
-        "environment": environment(),
-        "steps": by_source,
-        "servers": points,
-        "servers_median": medians,
-        "servers_ttft_left_out": left_out,
-        "shipped": asdict(CURRENT),
-        "shipped_steps_median": median(map(abs, errors(shipped, CURRENT))),
-    }
     for name, found in by_source.items():
         print(name, {key: round(value, 3) for key, value in found.items() if key != "constants"})
-    for point in points:
-        print(point["point"], *(f"{n} {point[f'{n}_error']:+.0%}" for n in medians))
-    print(
-        {name: round(value, 3) for name, value in medians.items()},
-        "TTFT with the server left out",
-        round(left_out, 3),
-        "shipped steps",
-        record["shipped_steps_median"],
+    return by_source | {"shipped_median": median(map(abs, errors([*vllm_steps(data)], CURRENT)))}
+
+
+def server_record(points: Measured) -> dict[str, Any]:
+    """Errors by source, engine and model; of single points where they are few."""
+    found = server_errors(points, CURRENT)
+    groups = defaultdict[str, list[dict[str, float]]](list)
+    for point, error in found.items():
+        for name in ("all", f"{point.source}, {point.backend}", point.model, f"{point.clients} clients"):
+            groups[name].append(error)
+    by_group = {name: medians(of) for name, of in groups.items() if len(of) > 4}
+    spread = [
+        [max(v) / min(v) - 1 for v in zip(*runs, strict=True)] for runs in points.values() if len({*runs}) > 1
+    ]
+    record: dict[str, Any] = {"by_group": by_group, "left_out": left_out(points)}
+    if spread:
+        record["repeated_runs_differ"] = {
+            n: median(s[i] for s in spread) for i, n in enumerate(("ttft", "tpot"))
+        }
+    tpot = sorted(abs(error["tpot_error"]) for error in found.values())
+    record["tpot"] = {
+        "num_points": len(tpot),
+        "mean": mean(tpot),
+        "p95": tpot[int(0.95 * len(tpot))],
+        "worst": tpot[-1],
+    }
+    if len(found) < 100:
+        record["points"] = {" ".join(map(str, point)): error for point, error in found.items()}
+    for name in ("by_group", "left_out", "points"):
+        for key, value in record.get(name, {}).items():
+            print(key, {k: round(v, 3) for k, v in value.items()})
+    return record
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("what", choices=["steps", "servers"])
+    parser.add_argument("--data", type=Path, required=True, help="folder of the published data")
+    parser.add_argument("--servers", type=Path, help="AIConfigurator's file of all measured points")
+    parser.add_argument("--json", type=Path, help="write the record here")
+    arguments = parser.parse_args()
+    if arguments.what == "steps":
+        found = step_record(arguments.data)
+    else:
+        found = server_record(
+            measured(arguments.servers or arguments.data / "aiconfigurator/silicon_refs.csv")
+        )
+    record = {"environment": environment(), "shipped": asdict(CURRENT), arguments.what: found}
     if arguments.json:
         arguments.json.write_text(json.dumps(record, indent=1) + "\n")
 

@@ -24,7 +24,8 @@ KNOTS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 
 class Software:
     """The constants of an engine.
 
-    ``compute``, ``memory``, ``attention``, ``links``: shares of the published rates. Overheads in seconds:
+    ``compute``, ``memory``, ``attention``, ``links``: shares of the published rates; ``experts``: share of
+    ``compute`` that the many small products of routed experts reach. Overheads in seconds:
     ``layer_s`` of a layer, ``sum_s`` of a sum over GPUs, ``routing_s`` of a layer of experts, ``step_s`` of a
     step, ``seq_s`` of a sequence in it, ``prompt_s`` of a prompt step besides. ``sharpness``: p above."""
 
@@ -39,6 +40,7 @@ class Software:
     prompt_s: float = 0.0
     routing_s: float = 0.0
     sharpness: float = 3.0
+    experts: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +80,20 @@ class Machine:
             routed = shape.experts * shape.expert
             share = shape.expert_share(tokens)
             bits = shape.expert_bits or self.bits
-            layer_s += soft.routing_s + self._matmul_s(
-                tokens * shape.active / shape.experts, routed, share, bits
-            )
+            rows = tokens * shape.active / shape.experts
+            layer_s += soft.routing_s + self._matmul_s(rows, routed, share, bits, soft.experts)
         return soft.step_s + shape.layers * layer_s
 
     @property
     def _bytes_per_s(self) -> float:
         return self.software.memory * self.gpu.reached * self.gpu.bandwidth
 
-    def _matmul_s(self, tokens: float, weights: float, share: float, bits: float) -> float:
-        """Time ``tokens`` rows through ``weights`` weights; ``share``: of them that are read."""
-        soft, rate = self.software, self.gpu.flops(bits)
+    def _matmul_s(
+        self, tokens: float, weights: float, share: float, bits: float, reached: float = 1.0
+    ) -> float:
+        """Time ``tokens`` rows through ``weights`` weights; ``share``: of them that are read; ``reached``: of
+        the FLOP/s that other products reach."""
+        soft, rate = self.software, reached * self.gpu.flops(bits)
         flops_s = 2 * tokens * weights / self.gpus / (soft.compute * rate)
         bytes_s = share * weights * bits / 8 / self.gpus / self._bytes_per_s
         p = soft.sharpness

@@ -1,66 +1,122 @@
 """What clients of one worker see that start together and ask again when answered: the load of most published
-benchmarks. Pure."""
+benchmarks. Pure.
+
+The server's front takes requests one after another, and their lengths vary: so clients do not stay in step,
+and few prompts share a step of the engine.
+"""
 
 from __future__ import annotations
 
+from heapq import heappop, heappush
 from statistics import mean
 from typing import NamedTuple
 
 from ...engine.latency_profile import StepModel
 
-WAVES = 5
+WAVES = 8
 """Answers to each client."""
+REQUEST_S = 0.015
+"""HTTP and tokenizer of a request."""
+FRONT_S = 0.006
+"""What a server's front does for a request before it looks at the next one."""
+_TURN = 0.6180339887498949  # multiples of it spread evenly over 0 to 1
 
 
 class Run(NamedTuple):
     """A benchmark: means over its requests; times in seconds."""
 
-    prompt: int
-    output: int
+    prompt: float
+    output: float
     clients: int
     ttft_s: float
     tpot_s: float
 
 
+class Server(NamedTuple):
+    """How an engine fills its steps.
+
+    ``mixes``: a step takes prompts and tokens, else prompts go first; ``cuts``: prompts are cut to fill a
+    step; ``spread``: lengths vary by this share of the mean, up and down."""
+
+    step_tokens: int = 8192
+    mixes: bool = True
+    cuts: bool = True
+    spread: float = 0.1
+
+
+class _Request:
+    """``left``: prompt tokens, then output tokens, that are still to be computed."""
+
+    def __init__(self, asked: float, number: int, run: Run, spread: float) -> None:
+        self.asked = asked
+        self.prompt = float(round(run.prompt * (1 + spread * (2 * (number * _TURN % 1) - 1))))
+        self.output = max(2, round(run.output * (1 + spread * (2 * (number * _TURN**2 % 1) - 1))))
+        self.left, self.first = self.prompt, 0.0
+
+
+USUAL = Server()
+
+
 def closed_loop(
-    prefill: StepModel, decode: StepModel, run: Run, step_tokens: int = 8192, mixes: bool = True
+    prefill: StepModel, decode: StepModel, run: Run, server: Server = USUAL
 ) -> tuple[float, float]:
-    """Mean TTFT and TPOT. ``mixes``: a step takes prompts and tokens; else prompts go first."""
-    _, output, clients, *_ = run
-    prompt, once = float(run.prompt), min(prefill.base_s, decode.base_s)
-    now, waiting, running = 0.0, [[0.0, 0.0] for _ in range(clients)], list[list[float]]()
-    ttft, tpot = list[float](), list[float]()
-    while len(tpot) < WAVES * clients:
-        chunks, context = list[tuple[list[float], float]](), sum(r[1] for r in running)
-        room = max(1.0, step_tokens - len(running))
-        while waiting and room > 0:
-            new = min(room, prompt - waiting[0][1])
-            chunks.append((waiting[0], new))
-            room -= new
-            if new < prompt - waiting[0][1]:
-                break
-            waiting.pop(0)
-        steps = 1 if mixes or not chunks else 0
-        decode_s = decode.seconds(len(running), context, len(running)) if running and steps else 0.0
+    """Return the mean TTFT and TPOT."""
+    once, num_asked, front = min(prefill.base_s, decode.base_s), 0, 0.0
+    coming, waiting = list[tuple[float, int, _Request]](), list[_Request]()
+    running = list[tuple[int, int, _Request]]()  # by the step that ends them
+    now, step, context, ttft, tpot = 0.0, 0, 0.0, list[float](), list[float]()
+
+    def ask() -> None:
+        nonlocal num_asked, front
+        if num_asked < WAVES * run.clients:
+            front = max(front, now + REQUEST_S) + FRONT_S
+            heappush(coming, (front, num_asked, _Request(now, num_asked, run, server.spread)))
+            num_asked += 1
+
+    for _ in range(run.clients):
+        ask()
+    while coming or waiting or running:
+        if not waiting and not running:
+            now = max(now, coming[0][0])
+        while coming and coming[0][0] <= now:
+            waiting.append(heappop(coming)[2])
+        num = len(running)
+        chunks = _chunks(waiting, server, num if server.mixes else 0)
         if chunks:
-            pairs = sum(new * w[1] + new * (new + 1) / 2 for w, new in chunks)
-            cached = sum(w[1] for w, _ in chunks)
+            pairs = sum(new * (w.prompt - w.left) + new * (new + 1) / 2 for w, new in chunks)
+            cached = sum(w.prompt - w.left for w, _ in chunks)
             now += prefill.seconds(sum(new for _, new in chunks), pairs, len(chunks), cached)
-            now += decode_s - once if decode_s else 0.0
+            if steps := int(server.mixes):
+                now += decode.seconds(num, context, num) - once if num else 0.0
         else:
-            steps = int(min(r[2] for r in running))
-            context += len(running) * (steps - 1) / 2
-            now += steps * decode.seconds(len(running), context, len(running))
-        for sequence in running:
-            sequence[1] += steps
-            sequence[2] -= steps
-        for ended in [r for r in running if r[2] <= 0]:
-            running.remove(ended)
-            tpot.append((now - ended[0]) / (output - 1))
-            waiting.append([now, 0.0])
+            steps = running[0][0] - step
+            step_s = decode.seconds(num, context + num * (steps - 1) / 2, num)
+            if coming:  # until something arrives
+                steps = min(steps, max(1, -int((now - coming[0][0]) // step_s)))
+            now += steps * decode.seconds(num, context + num * (steps - 1) / 2, num)
+        step, context = step + steps, context + steps * num
+        while running and running[0][0] <= step:
+            ended = heappop(running)[2]
+            context -= ended.prompt + ended.output
+            tpot.append((now - ended.first) / (ended.output - 1))
+            ask()
         for asked, new in chunks:
-            asked[1] += new
-            if asked[1] >= prompt:
-                ttft.append(now - asked[0])
-                running.append([now, prompt + 1, output - 1.0])
+            asked.left -= new
+            if asked.left <= 0:
+                waiting.remove(asked)
+                asked.first = now
+                ttft.append(now - asked.asked)
+                heappush(running, (step + asked.output - 1, len(ttft), asked))
+                context += asked.prompt + 1
     return mean(ttft), mean(tpot)
+
+
+def _chunks(waiting: list[_Request], server: Server, num_rows: int) -> list[tuple[_Request, float]]:
+    """Return the prompts of the next step, each with its new tokens; at least one of those that wait."""
+    room, chunks = max(1.0, float(server.step_tokens - num_rows)), list[tuple[_Request, float]]()
+    for request in waiting:
+        if room <= 0 or (chunks and not server.cuts and request.left > room):
+            break
+        chunks.append((request, min(room, request.left)))
+        room -= chunks[-1][1]
+    return chunks

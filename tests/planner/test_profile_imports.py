@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from splitserve.engine.latency_profile import Profile
 from splitserve.planner.errors import ProfilingError
-from splitserve.planner.profile.closed_loop import Run, closed_loop
+from splitserve.planner.profile.closed_loop import FRONT_S, REQUEST_S, Run, Server, closed_loop
 from splitserve.planner.profile.imported import imported
 from splitserve.planner.profile_commands import profile
 from splitserve.planner.settings import ProfileSettings
@@ -170,3 +170,37 @@ def test_the_command_prints_the_drift_and_writes_the_profile(
 def test_like_needs_a_file_to_import() -> None:
     with pytest.raises(ValidationError, match="--like is for --published"):
         ProfileSettings(model=Path("m"), like=Path("p.json"))
+
+
+# --- the load of a benchmark -----------------------------------------------------------------------------
+
+
+def test_a_client_alone_waits_for_its_own_prompt_only() -> None:
+    ttft, tpot = closed_loop(LIKE.prefill, LIKE.decode, Run(1000, 65, 1, 0, 0), Server(spread=0.0))
+    prompt = LIKE.prefill.seconds(1000, 1000 * 1001 / 2, 1)
+    assert ttft == pytest.approx(prompt + REQUEST_S + FRONT_S)
+    assert tpot == pytest.approx(LIKE.decode.seconds(1, 1000 + 32.5, 1), rel=1e-3)
+
+
+def test_every_request_is_answered_whatever_a_step_holds() -> None:
+    """The first token waits for all prompts at most, the others are delayed by these at most."""
+    run = Run(1000, 65, 16, 0, 0)
+    found = {
+        (size, mixes, cuts): closed_loop(LIKE.prefill, LIKE.decode, run, Server(size, mixes, cuts, 0.0))
+        for size in (300, 1100, 8192) for mixes in (True, False) for cuts in (True, False)
+    }  # fmt: skip
+    prompt = LIKE.prefill.seconds(1000, 1000 * 1001 / 2, 1)
+    for server, (ttft, tpot) in found.items():
+        assert prompt < ttft < 17 * prompt + 16 * FRONT_S, server
+        assert (
+            LIKE.decode.seconds(1, 1000, 1) < tpot < LIKE.decode.seconds(16, 16 * 1065, 16) + 16 * prompt / 64
+        )
+    assert found[8192, False, True][1] < found[1100, True, False][1], "prompts first: fewer interruptions"
+
+
+def test_clients_whose_answers_vary_do_not_wait_for_each_other() -> None:
+    run = Run(1000, 400, 8, 0, 0)
+    even, varied = (
+        closed_loop(LIKE.prefill, LIKE.decode, run, Server(spread=spread))[0] for spread in (0.0, 0.1)
+    )
+    assert varied < 0.7 * even

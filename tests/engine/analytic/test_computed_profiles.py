@@ -129,13 +129,14 @@ def test_the_recorded_validation_is_of_these_constants() -> None:
 
     from splitserve.engine.analytic.content import CURRENT, ERROR
 
-    record = json.loads((Path(__file__).parents[3] / "bench/results/analytic.json").read_text())
+    record = json.loads((Path(__file__).parents[3] / "bench/results/analytic_servers.json").read_text())
     assert record["shipped"] == asdict(CURRENT)
-    errors = sorted(abs(point["tpot_error"]) for point in record["servers"])
-    assert (len(errors), errors[-1]) == (ERROR["num_points"], pytest.approx(ERROR["worst"], abs=0.01))
-    assert sum(errors) / len(errors) == pytest.approx(ERROR["mean"], abs=0.01)
-    assert record["servers_median"]["tpot"] < 0.15
-    assert record["servers_median"]["throughput"] < 0.15
+    found = record["servers"]
+    assert {name: round(value, 2) for name, value in found["tpot"].items()} == ERROR
+    assert found["by_group"]["all"]["tpot"] < 0.15
+    assert found["by_group"]["all"]["throughput"] < 0.15
+    assert found["left_out"]["all"]["tpot"] < 0.15
+    assert found["by_group"]["all"]["ttft"] < 0.22
 
 
 def test_a_profile_file_wins_over_a_computed_name(tmp_path: Path) -> None:
