@@ -65,11 +65,11 @@ class Process:
             new.replace(path)
         context = ray.get_runtime_context()
         coordinator = f"tcp://{context.gcs_address.rpartition(':')[0]}:{control_port}"
-        self._spec, self._group = spec, ray.util.get_current_placement_group()
+        self._spec, self._port, self._group = spec, control_port, ray.util.get_current_placement_group()
         with warnings.catch_warnings(action="ignore"):  # Ray's own code calls what Ray deprecates
             self._first = not context.was_current_actor_reconstructed
         self._began = time.monotonic()
-        self._leaving, self._for_good = False, False
+        self._leaving, self._for_good, self._moves = False, False, False
         self._child = subprocess.Popen(  # by the main thread, which lives as long as the actor
             [sys.executable, *spec.argv[1:]],
             env={**os.environ, "SPLITSERVE_COORDINATOR": coordinator, **spec.env},
@@ -95,9 +95,10 @@ class Process:
         self._watch.join()
 
     def _leave_with(self, node: str) -> None:
-        """End the process once Ray drains its node: the actor waits for another one."""
+        """End the process once Ray drains its node; a new actor runs it on another."""
         while node not in state.get_draining_nodes():
             time.sleep(LOOK_EVERY_S)
+        self._moves = True
         self._terminate()
 
     def _terminate(self) -> None:
@@ -111,12 +112,39 @@ class Process:
         quick = self._first and status > 0 and time.monotonic() - self._began < QUICK_S
         again = self._leaving or (status != 0 and not quick)
         print(f"ended with status {status}", flush=True)
-        if self._for_good or not again:
+        if self._moves and not self._for_good:
+            self._have_successor()  # the group stays on its node until that ends, and so would this actor
+        if self._for_good or self._moves or not again:
             remove_placement_group(self._group)
             ray.kill(ray.get_actor(self._spec.name))  # Ray does not restart it
         else:
             time.sleep(RESTART_DELAY_S)
             os._exit(1)
+
+    def _have_successor(self) -> None:
+        successor: Any = ray.remote(Successor)
+        made = successor.options(num_cpus=0, lifetime="detached").remote(self._spec, self._port)
+        try:
+            ray.get(made.__ray_ready__.remote(), timeout=ANSWER_S)
+        except RayError as error:
+            print(f"waits for its node's end: no successor could be made: {error}", flush=True)
+            os._exit(1)
+
+
+class Successor:
+    """An actor that makes a process's new one, once the old one is gone, and ends."""
+
+    def __init__(self, spec: Spec, control_port: int) -> None:
+        self._own = ray.get_runtime_context().current_actor
+        threading.Thread(target=self._succeed, args=(spec, control_port), daemon=True).start()
+
+    def _succeed(self, spec: Spec, control_port: int) -> None:
+        deadline = time.monotonic() + ANSWER_S
+        while (there := spec.name in ray.util.list_named_actors()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if not there:
+            _create(spec, control_port)
+        ray.kill(self._own)
 
 
 class RayActors:
@@ -164,7 +192,7 @@ class RayActors:
         files = {str(path): path.read_text(encoding="utf-8") for path in paths}
         own = {"CPU": self._num_cpus.get(name, 1), **self._gpu(name), **self._resources.get(role, {})}
         needs = ON_HEAD if role == COORDINATOR else own
-        self._create(Spec(name, argv, added, files, needs))
+        _create(Spec(name, argv, added, files, needs), self._port)
 
     def stop(self, names: Sequence[str]) -> None:
         """End processes together, and give their resources back: workers drain."""
@@ -204,7 +232,7 @@ class RayActors:
             raise LaunchError(f"{kind}-0 does not answer: {error}") from None
         name = next(name for number in itertools.count(1) if (name := f"{kind}-{number}") not in names)
         start_as = ["--start-as", role] if kind == "worker" else []
-        self._create(replace(spec, name=name, argv=[*spec.argv, "--name", name, *start_as]))
+        _create(replace(spec, name=name, argv=[*spec.argv, "--name", name, *start_as]), self._port)
         return name
 
     def _gpu(self, name: str) -> dict[str, float]:
@@ -212,18 +240,19 @@ class RayActors:
         here = device.startswith("cuda") or (device == "auto" and ray.cluster_resources().get("GPU", 0))
         return {"GPU": 1} if here else {}
 
-    def _create(self, spec: Spec) -> None:
-        _remove_group(spec.name)  # of an actor that someone has killed
-        group = placement_group([dict(spec.needs)], name=spec.name, lifetime="detached")
-        actor: Any = ray.remote(Process)
-        actor.options(
-            name=spec.name,
-            lifetime="detached",
-            max_restarts=-1,
-            num_cpus=spec.needs.get("CPU", 0),
-            num_gpus=spec.needs.get("GPU", 0),
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group),
-        ).remote(spec, self._port)
+
+def _create(spec: Spec, control_port: int) -> None:
+    _remove_group(spec.name)  # of an actor that someone has killed
+    group = placement_group([dict(spec.needs)], name=spec.name, lifetime="detached")
+    actor: Any = ray.remote(Process)
+    actor.options(
+        name=spec.name,
+        lifetime="detached",
+        max_restarts=-1,
+        num_cpus=spec.needs.get("CPU", 0),
+        num_gpus=spec.needs.get("GPU", 0),
+        scheduling_strategy=PlacementGroupSchedulingStrategy(group),
+    ).remote(spec, control_port)
 
 
 def _remove_group(name: str) -> None:

@@ -113,7 +113,7 @@ class OnRay:
         os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         for key in [key for key in os.environ if key.startswith("RAY_")]:
             del os.environ[key]
-        os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (at 15, a machine that others use leaves nothing to it)
+        os.environ.update(RAY_worker_niceness="0")  # at 15, a machine that others use leaves nothing to it
         self._start("head", "--head", f"--port={self._port}", "--num-cpus=0", "--include-dashboard=false")
         os.environ["RAY_ADDRESS"] = f"{HERE}:{self._port}"
         wait_for("Ray", lambda: subprocess.run(["ray", "status"], capture_output=True).returncode == 0)
@@ -152,7 +152,11 @@ class OnRay:
 
     def _end(self, name: str) -> None:
         self._raylets[name].terminate()
-        self._raylets[name].wait(60)
+        try:
+            self._raylets[name].wait(30)
+        except subprocess.TimeoutExpired:
+            self._raylets[name].kill()
+            self._raylets[name].wait(30)
 
     def close(self) -> None:
         self._ray.shutdown()

@@ -140,9 +140,10 @@ def test_a_worker_drains_with_its_node_and_starts_again_on_another(
         drain += ["--reason=DRAIN_NODE_REASON_PREEMPTION", "--deadline-remaining-seconds=600"]
         subprocess.run(drain, check=True, capture_output=True, timeout=60)
         wait_for((tmp_path / "wide.end").exists)
-    with node(*other):
-        wait_for(lambda: pid_of(tmp_path / "wide.pid") != first)
-        actors.stop(["wide"])
+        with node(*other):  # the first one has ten minutes left
+            wait_for(lambda: pid_of(tmp_path / "wide.pid") != first)
+            assert actors.running() == ["wide"]
+            actors.stop(["wide"])
 
 
 def test_a_process_that_cannot_start_or_has_ended_is_not_started_again(
