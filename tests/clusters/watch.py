@@ -36,6 +36,21 @@ class Cluster:
         print(run(*command), file=sys.stderr)
         return round(time.monotonic() - began, 1)
 
+    def chat(self, question: str) -> str:
+        """Return what `splitserve chat` streams."""
+        command = [
+            sys.executable,
+            "-m",
+            "splitserve.cli.main",
+            "chat",
+            "--url",
+            self.url,
+            "--max-tokens",
+            "20",
+        ]
+        done = subprocess.run(command, input=f"{question}\n", capture_output=True, text=True, timeout=120)
+        return done.stdout.strip()
+
     def workers(self) -> dict[str, int]:
         """Process ids of the workers that do not drain, by name."""
         workers = self.state()["workers"]
