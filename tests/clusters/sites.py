@@ -16,6 +16,12 @@ from watch import run, wait_for
 from splitserve.cli.up import free_port
 
 NODES = "abcd"
+QUICK = {
+    "RAY_worker_niceness": "0",  # at 15, a machine that others use leaves nothing to it
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "3000",
+    "RAY_health_check_failure_threshold": "3",
+}
 
 
 class Site(Protocol):
@@ -90,14 +96,14 @@ class OnRay:
         os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         for key in [key for key in os.environ if key.startswith("RAY_")]:
             del os.environ[key]
-        os.environ.update(RAY_worker_niceness="0")  # at 15, a machine that others use leaves nothing to it
+        os.environ.update(QUICK)
         self._start("head", "--head", f"--port={self._port}", "--num-cpus=0", "--include-dashboard=false")
         os.environ["RAY_ADDRESS"] = f"{HERE}:{self._port}"
         wait_for("Ray", lambda: subprocess.run(["ray", "status"], capture_output=True).returncode == 0)
         ray.init(namespace="trial", log_to_driver=False, logging_level="error")
         for name in NODES:
             self._start_node(name)
-        self.about = {"ray": ray.__version__, "settings": "RAY_worker_niceness=0"}
+        self.about = {"ray": ray.__version__, "settings": " ".join(map("=".join, QUICK.items()))}
 
     def _start(self, name: str, *options: str) -> None:
         command = [*(on_node(name) if name != "head" else []), "ray", "start", "--block"]
@@ -109,7 +115,12 @@ class OnRay:
     def _start_node(self, name: str) -> None:
         resources = json.dumps({"prefill": 1, "decode": 1})
         self._start(name, f"--address={HERE}:{self._port}", "--num-cpus=2", f"--resources={resources}")
-        wait_for(f"node {name}", lambda: name in self._alive())  # two at once may choose the same ports
+        wait_for(f"node {name}", lambda: self._is_up(name))  # two at once may choose the same ports
+
+    def _is_up(self, name: str) -> bool:
+        if self._raylets[name].poll() is not None:
+            self._start_node(name)  # Ray gives up where the machine is slow
+        return name in self._alive()
 
     def _alive(self) -> dict[str, str]:
         rows = [row for row in self._ray.nodes() if row["Alive"]]
