@@ -55,12 +55,10 @@ class PrefillScheduler:
         takes every prompt that is computed here; None: there is none. ``window``: the model's widest, in
         tokens; 0: none."""
         self.blocks, self.block_size, self._window = blocks, block_size, window
-        self._for_decode = for_decode
-        self._kv_name = kv_name
+        self._for_decode, self._kv_name = for_decode, kv_name
         self._max_batch_tokens, self._max_num_seqs = max_batch_tokens, max_num_seqs
         self._budget = SizeLimit(max_batch_tokens, STEPS_AT_BUDGET, lambda tokens: 2 * tokens)
-        self._aging = float(max_batch_tokens) if aging is None else aging
-        self.starving_s = starving_s
+        self._aging, self.starving_s = float(max_batch_tokens) if aging is None else aging, starving_s
         self.waiting: dict[Key, PrefillSequence] = {}
         self.running: dict[Key, PrefillSequence] = {}
         self.started: list[PrefillSequence] = []
@@ -68,8 +66,7 @@ class PrefillScheduler:
         self.pinned: dict[Key, PrefillSequence] = {}  # computed; blocks kept until the handoff is over
         self._in_flight: deque[PrefillStep] = deque()  # oldest first
         self._failed = False  # a step did not run; what is in flight behind it will not either
-        self.num_prompt_tokens = 0
-        self.num_cached_tokens = 0
+        self.num_prompt_tokens = self.num_cached_tokens = 0
 
     def num_waiting_tokens(self, but_of: int | None = None) -> int:
         """Tokens that are to be computed yet; without those of the coordinator ``but_of``."""
@@ -199,8 +196,7 @@ class PrefillScheduler:
         dropped meanwhile is gone."""
         self._take_out(step)
         self._failed = bool(self._in_flight)
-        for chunk in step.chunks:
-            sequence = chunk.sequence
+        for sequence in [chunk.sequence for chunk in step.chunks]:
             sequence.num_steps -= 1
             sequence.num_scheduled = sequence.num_computed
             if sequence.cancelled:
