@@ -179,12 +179,12 @@ def _compressed_group(group: Mapping[str, Any], whole_format: str | None) -> Ten
     form = group.get("format") or whole_format
     symmetric = bool(weights.get("symmetric", True))
     size = int(weights.get("group_size") or 0) if strategy == "group" else 0
-    if strategy not in ("group", "channel", "tensor", "block") or weights.get("actorder") not in (
-        None, False, "weight", "group", "static",
-    ):  # fmt: skip
-        raise _missing(
-            f"strategy {strategy!r} with actorder {weights.get('actorder')!r} of compressed-tensors"
-        )
+    what = f"format {form!r} of compressed-tensors with {kind} of {bits} bits by {strategy}"
+    order = weights.get("actorder")
+    if order not in (None, False, "weight", "group", "static"):
+        raise _missing(f"{what} with actorder {order!r}")
+    if strategy not in ("group", "channel", "tensor", "block"):
+        raise _missing(what)
     if form == "pack-quantized" and kind == "int" and bits in (4, 8) and strategy in ("group", "channel"):
         if inputs:
             raise _missing("pack-quantized weights of compressed-tensors with quantised inputs")
@@ -204,7 +204,7 @@ def _compressed_group(group: Mapping[str, Any], whole_format: str | None) -> Ten
         if strategy != "group":
             sides = (int(block[0]), int(block[1])) if block else None
             return TensorScheme("plain", 8, whole=strategy == "tensor", block=sides, float8=True)
-    raise _missing(f"format {form!r} of compressed-tensors with {kind} of {bits} bits by {strategy}")
+    raise _missing(what)
 
 
 def _gptq(config: Mapping[str, Any]) -> Quantisation:
