@@ -65,7 +65,7 @@ EXPERTS, QUANTISED, REQUESTS = (0.16, 0.24, 0.36), (0.5, 0.65, 0.85), (0.005, 0.
 """What is chosen among for a model that is left out: the share of experts' products, Blackwell's of quantised
 ones, REQUEST_S."""
 EVERY = 4
-"""Of the points, one in so many is asked with each choice."""
+"""Each choice is tried on every fourth point."""
 STARTED = Software(0.6, 0.75, 0.4, 0.5, 3e-5, 1.2e-5, 1e-3, 1e-5, 2e-3)
 AT_MOST = {"compute": 0.95, "memory": 0.95, "attention": 0.9, "links": 1.0}
 
