@@ -52,12 +52,6 @@ class EngineConfig:
 
 def check_quantisation(config: ModelConfig, quantization: Quantization, device: torch.device) -> None:
     """Raises ModelConfigError."""
-    quantised = config.quantisation is not None or quantization != "none"
-    if config.mixture is not None and quantised and device.type != "cpu":
-        raise ModelConfigError(
-            f"quantised experts have kernels on CPUs only, and the device is {device}: leave quantization at "
-            "none and take the bf16 version, or use --device cpu"
-        )
     if config.quantisation is not None and quantization != "none":
         raise ModelConfigError("the checkpoint is quantised already: leave quantization at none")
     if config.quantisation is not None and config.quantisation.named and device.type != "cpu":

@@ -9,6 +9,7 @@ that anyway.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from .gpu.prefill_attention import PrefillPlan, exact_tile, plan_prefill, prefil
 from .gpu.provided_attention import ProvidedAttention
 from .gpu.quantised_linear import QuantisedLinear
 from .gpu.rope_store import rope_and_store
-from .interface import AttentionInputs, LayerParts, Linear, MixtureWeights, RopeInputs, joined
+from .interface import AttentionInputs, ExpertWeights, LayerParts, Linear, MixtureWeights, RopeInputs, joined
 from .mixture_shape import Activation
 from .quantised import QuantisedWeight, Scheme, Weight, joined_weight, parts_of, quantise
 from .reference import SplitLinear, TorchLinear
@@ -72,11 +73,20 @@ class CudaKernels:
         return self._wide(joined(parts), bias)
 
     def mixture(self, weights: MixtureWeights) -> GpuMixture:
-        """Experts stay in their own type where the other linears are made float8."""
-        shared = None
+        """Experts are quantised at load as linears are; their inputs are not rounded."""
+        scheme, shared, expert_of = self._scheme, None, weights.expert
         if weights.shape.shared_size:
             expert = weights.expert(weights.shape.num_experts)
             shared = self.linear(expert.gate_up, None), self.linear(expert.down, None)
+
+        def quantised(i: int) -> ExpertWeights:
+            of = expert_of(i)
+            assert isinstance(of.down, Tensor)
+            assert scheme is not None
+            return ExpertWeights(quantise(joined(of.gate_up), scheme), quantise(of.down, scheme))
+
+        if scheme is not None:
+            weights = replace(weights, expert=quantised)
         return GpuMixture(weights, self._wide(weights.router, weights.router_bias), shared)
 
     def head(self, weight: Weight) -> Linear:

@@ -92,7 +92,7 @@ class QuantisedWeight:
             return groups.repeat_interleave(self.group_size, 1)[:, : self.in_features]
 
         if self.float4:
-            codes = torch.tensor(FLOAT4)[codes.int()]
+            codes = torch.tensor(FLOAT4, device=codes.device)[codes.int()]
         signed = self.is_float8 or self.float4 or self.minimums is not None
         zeros = 0.0 if signed else 2.0 ** (self.bits - 1)
         weight = wide(self.scales) * (codes.float() - (zeros if self.zeros is None else wide(self.zeros)))

@@ -110,7 +110,6 @@ def by_gptqmodel(wide: Path, out: Path) -> None:
         "gptq_actorder": {"desc_act": True},
         "gptq_asym": {"sym": False},
         "gptq_8": {"bits": 8},
-        "awq": {"quant_method": "awq", "format": "gemm", "sym": False},
     }
     for name, changes in kinds.items():
         folder = out / name
@@ -119,10 +118,10 @@ def by_gptqmodel(wide: Path, out: Path) -> None:
         model.quantize(data, batch_size=8)
         model.save(str(folder))
         loaded = GPTQModel.load(str(folder), device="cpu", backend=BACKEND.TORCH)
-        weights = {}
+        weights, stored = {}, load_file(folder / "model.safetensors")
         for path, module in loaded.model.named_modules():
             if hasattr(module, "dequantize_weight"):
-                module.scales = module.scales.float()
+                module.scales = stored[f"{path}.scales"].float()  # loading made them bfloat16
                 weights[path] = module.dequantize_weight().T
         expect(folder, wide, weights)
 

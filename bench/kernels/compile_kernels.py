@@ -20,13 +20,15 @@ from ...kernels.gpu.decode_attention import decode_attention
 from ...kernels.gpu.decode_plan import plan_decode
 from ...kernels.gpu.elementwise import embedding, gate_mul
 from ...kernels.gpu.exact_linear import ExactLinear, product_tile
+from ...kernels.gpu.expert_tiles import ExpertTiles
 from ...kernels.gpu.fp8_linear import quantize_rows
 from ...kernels.gpu.gumbel_argmax import gumbel_argmax
 from ...kernels.gpu.latent_attention import latent_attention
-from ...kernels.gpu.mixture import ExpertTiles, grouped_product, route, weighted_sum
+from ...kernels.gpu.mixture import grouped_product, route, weighted_sum
 from ...kernels.gpu.norm import add_rms_norm
 from ...kernels.gpu.prefill_attention import plan_prefill, prefill_attention
-from ...kernels.gpu.quantised_linear import QuantisedLinear
+from ...kernels.gpu.quantised_experts import QuantisedExperts
+from ...kernels.gpu.quantised_linear import QuantisedLinear, quantised_tile
 from ...kernels.gpu.rope_store import rope_and_store
 from ...kernels.gpu.sampling import SamplingRows, sample
 from ...kernels.gpu.step_inputs import advance
@@ -137,6 +139,18 @@ def mixture(num_tokens: int, dtype: torch.dtype = BFLOAT16) -> None:
     weighted_sum(parts, weights, None, logits)
 
 
+def quantised_experts(form: str, num_tokens: int, dtype: torch.dtype = BFLOAT16) -> None:
+    """Both products of 32 experts, 4 a token."""
+    count = 4 * num_tokens
+    ints, tile = empty(33, dtype=torch.int32), quantised_tile(count)
+    tiles = ExpertTiles(empty(count, dtype=torch.int64), ints, ints[1:].clone())
+    for x_rows, last in ((num_tokens, False), (count, True)):
+        matrix = quantised_weight(64, 2880 if last else 4096, **QUANTISED[form])
+        experts = QuantisedExperts.of([matrix] * 32, empty(32, 64, dtype=dtype))
+        assert experts is not None
+        experts(empty(x_rows, matrix.in_features, dtype=dtype), tiles, tile, 4, sorted_rows=last)
+
+
 def sampling(n: int = 8, vocab_size: int = 151936) -> None:
     ints, floats = empty(n, dtype=torch.int32), empty(n, dtype=torch.float32)
     rows = SamplingRows(
@@ -214,6 +228,11 @@ OTHERS: dict[str, Callable[[], object]] = {
         f"quantised {form}, {rows} rows float16": partial(quantised_linear, form, rows, FLOAT16)
         for form in ("int4", "GPTQ of 4 bits", "int8")
         for rows in (1, 4096)
+    },
+    **{
+        f"experts in {form}, {rows} rows": partial(quantised_experts, form, rows)
+        for form in ("int4", "GPTQ of 4 bits", "float8 in blocks", "W8A8", "MXFP4")
+        for rows in (1, 1024)
     },
     "quantize rows": lambda: quantize_rows(empty(64, 14336)),
     "quantize rows float16": lambda: quantize_rows(empty(64, 4096, dtype=FLOAT16)),

@@ -179,6 +179,7 @@ QUANTISED: dict[str, dict[str, Any]] = {
     "Q4_K": {"bits": 4, "group": 32, "minimums": True},
     "Q6_K": {"bits": 8, "group": 16},
     "W8A8": {"bits": 8, "rounds_x": True},
+    "MXFP4": {"bits": 4, "group": 32, "float4": True},
 }
 """Forms of quantised weights; ``group``: inputs that share a scale, all of a row where it is left out."""
 
@@ -193,6 +194,7 @@ def quantised_weight(
     float8: bool = False,
     rounds_x: bool = False,
     minimums: bool = False,
+    float4: bool = False,
     device: str = "cpu",
     seed: int = 0,
 ) -> QuantisedWeight:
@@ -207,5 +209,5 @@ def quantised_weight(
     inputs = torch.randperm(columns, generator=random).to(device)
     return QuantisedWeight(
         codes.to(device), scales, columns, group, bits, offsets if zeros else None, inputs if order else None,
-        rounds_x, scales * 3 if minimums else None,
+        rounds_x, scales * 3 if minimums else None, float4=float4,
     )  # fmt: skip

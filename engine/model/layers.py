@@ -199,7 +199,7 @@ class LayerLoader:
         scheme = None if self.quantisation is None else self.quantisation.of(name)
         if scheme is None:
             return self.checkpoint.tensor(name)[i].to(self.device, self.dtype).t()
-        return quantised_weight(scheme, lambda of: self.checkpoint.stored(f"{name}_{of}")[i])
+        return quantised_weight(scheme, lambda of: self.checkpoint.stored(f"{name}_{of}")[i].to(self.device))
 
     def _tensor(self, name: str) -> Tensor:
         return self.checkpoint.tensor(name).to(self.device, self.dtype)

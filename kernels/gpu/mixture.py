@@ -13,7 +13,7 @@ token's experts are added in the order of their numbers: its bits depend on no o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
 
 import torch
 import triton
@@ -22,23 +22,15 @@ from torch import Tensor
 
 from ..interface import Linear, MixtureWeights, joined
 from ..mixture_shape import MixtureShape
+from ..quantised import QuantisedWeight
 from .elementwise import gate_mul
 from .exact_linear import BLOCK_K, ProductTile, product, product_tile
+from .expert_tiles import ExpertTiles, plan_tiles, rows_of_tile
+from .quantised_experts import QuantisedExperts
+from .quantised_linear import quantised_tile
 
+logger = logging.getLogger(__name__)
 COLUMNS = 1024  # of one program of the sum
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertTiles:
-    """
-    order    int64 [num_tokens * num_chosen]  token * num_chosen + place, sorted by expert
-    starts   int32 [num_experts + 1]          of each expert's rows in ``order``
-    ends     int32 [num_experts]              number of tiles of the experts up to this one
-    """
-
-    order: Tensor
-    starts: Tensor
-    ends: Tensor
 
 
 class GpuMixture:
@@ -50,17 +42,30 @@ class GpuMixture:
         self._router, self._shared, self._correction = router, shared, weights.correction
         self._gate_up_biases, self._down_biases = weights.gate_up_biases, weights.down_biases
         count, hidden, size = shape.num_experts, shape.hidden_size, shape.intermediate_size
+        self._gate_up: Tensor | QuantisedExperts
+        self._down: Tensor | QuantisedExperts
+        expert_of = weights.expert
+        if isinstance(expert_of(0).down, QuantisedWeight):
+            experts = [expert_of(i) for i in range(count)]
+            gate_up = QuantisedExperts.of([of.gate_up for of in experts], weights.gate_up_biases)
+            down = QuantisedExperts.of([of.down for of in experts], weights.down_biases)
+            if gate_up is not None and down is not None:
+                self._gate_up, self._down = gate_up, down
+                return
+            logger.warning("kernels: experts in several forms are dequantised: they take the model's type")
+            expert_of = experts.__getitem__
         self._gate_up = weights.router.new_empty((count, 2 * size, hidden))
         self._down = weights.router.new_empty((count, hidden, size))
         for i in range(count):
-            expert = weights.expert(i)
+            expert = expert_of(i)
             self._gate_up[i] = joined(expert.gate_up)
             self._down[i] = joined(expert.down)
 
     def __call__(self, x: Tensor) -> Tensor:
         shape, logits = self._shape, self._router(x)
         experts, weights = route(logits, shape, self._correction)
-        tile = product_tile(experts.numel())
+        quantised = isinstance(self._down, QuantisedExperts)
+        tile = (quantised_tile if quantised else product_tile)(experts.numel())
         tiles = plan_tiles(experts, shape.num_experts, tile.rows)
         chosen = shape.num_chosen
         gate_up = grouped_product(
@@ -91,18 +96,9 @@ def route(logits: Tensor, shape: MixtureShape, correction: Tensor | None = None)
     return experts, weights
 
 
-def plan_tiles(experts: Tensor, num_experts: int, rows: int) -> ExpertTiles:
-    """On the device, without a look at what was chosen."""
-    by_expert, order = experts.flatten().sort(stable=True)
-    numbers = torch.arange(num_experts + 1, dtype=torch.int32, device=experts.device)
-    starts = torch.searchsorted(by_expert, numbers, out_int32=True)
-    ends = ((starts[1:] - starts[:-1] + (rows - 1)) // rows).cumsum(0, dtype=torch.int32)
-    return ExpertTiles(order, starts, ends)
-
-
 def grouped_product(
     x: Tensor,
-    weights: Tensor,
+    weights: Tensor | QuantisedExperts,
     biases: Tensor | None,
     tiles: ExpertTiles,
     tile: ProductTile,
@@ -113,11 +109,12 @@ def grouped_product(
 
     ``sorted_rows``: x has the rows of ``tiles.order``, and the result is in the order of tokens; otherwise x
     has the tokens, and the result the rows of ``tiles.order``."""
-    count, (num_experts, n, k) = len(tiles.order), weights.shape
+    if isinstance(weights, QuantisedExperts):
+        return weights(x, tiles, tile, chosen, sorted_rows)
+    num_experts, n, k = weights.shape
     assert x.stride() == (k, 1)
-    y = torch.empty((count, n), dtype=x.dtype, device=x.device)
-    most = triton.cdiv(count, tile.rows) + min(num_experts, count)
-    _grouped_kernel[(most * triton.cdiv(n, tile.columns),)](
+    y = torch.empty((len(tiles.order), n), dtype=x.dtype, device=x.device)
+    _grouped_kernel[(tiles.most(tile.rows) * triton.cdiv(n, tile.columns),)](
         x, weights, biases, y, tiles.order, tiles.starts, tiles.ends, EXPERTS=num_experts,
         PADDED=max(2, triton.next_power_of_2(num_experts)), CHOSEN=chosen, SORTED=sorted_rows, N=n, K=k,
         ROWS=tile.rows, COLUMNS=tile.columns, BLOCK_K=BLOCK_K, STAGES=tile.stages, BIAS=biases is not None,
@@ -211,27 +208,14 @@ def _grouped_kernel(
     tile = tl.program_id(0) // tiles_n
     if tile >= tl.load(ends + EXPERTS - 1):
         return
-    numbers = tl.arange(0, PADDED)
-    before = tl.load(ends + numbers, mask=numbers < EXPERTS, other=2147483647) <= tile
-    expert = tl.sum(before.to(tl.int32), 0)
-    first_tile = 0
-    if expert > 0:
-        first_tile = tl.load(ends + expert - 1)
-    begin = tl.load(starts + expert) + (tile - first_tile) * ROWS
-    end = tl.load(starts + expert + 1)
-    rows = begin + tl.arange(0, ROWS)
-    real = rows < end
-    places = tl.load(order + rows, mask=real, other=0)
+    expert, real, sources, to = rows_of_tile(tile, order, starts, ends, EXPERTS, PADDED, CHOSEN, SORTED, ROWS)
     columns = (tl.program_id(0) % tiles_n) * COLUMNS + tl.arange(0, COLUMNS)
-    sources = rows.to(tl.int64) if SORTED else places // CHOSEN
-    sources = tl.where(real, sources, 0)
     k = tl.arange(0, BLOCK_K)
     a = x + sources[:, None] * K + k[None, :]
     b = weights + (expert.to(tl.int64) * N + columns % N)[:, None] * K + k[None, :]
     acc = product(a, b, K, ROWS, COLUMNS, BLOCK_K, STAGES)
     if BIAS:
         acc += tl.load(biases + expert * N + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
-    to = places if SORTED else rows.to(tl.int64)
     at = y + to[:, None] * N + columns[None, :]
     tl.store(at, acc.to(y.dtype.element_ty), mask=real[:, None] & (columns < N)[None, :])
 

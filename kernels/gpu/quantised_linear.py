@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ..quantised import LARGEST, QuantisedWeight
 from .exact_linear import GROUPED_ROWS, ProductTile, tile_at
+from .expert_tiles import rows_of_tile
 
 MOST_TILE = {4: 64, 8: 128}  # inputs, by bits
 FEW_ROWS = 64  # of a step whose K is cut
@@ -57,7 +58,7 @@ class QuantisedLinear:
     ) -> None:
         self._n, self._k, self._bits = weight.out_features, weight.in_features, weight.bits
         self._order, self._rounds_x, self._bias, self._exact = weight.order, weight.rounds_x, bias, exact
-        assert not weight.float4, "only experts are of this type"
+        self._float4 = weight.float4
         moved = weight.zeros is not None or weight.minimums is not None
         assert not (weight.rounds_x and moved), "int8 inputs, and weights that are not symmetric"
         one_scale = weight.scales.shape[1] == 1 and weight.minimums is None
@@ -92,13 +93,23 @@ class QuantisedLinear:
             kind = torch.int32 if self._rounds_x and not self._group else torch.float32
             splits = self._splits
             partials = torch.empty((tiles, splits, tile.columns, tile.rows), dtype=kind, device=x.device)
-        _quantised_kernel[(tiles, splits)](
-            x, x_scales, self._codes, self._scales, self._zeros, self._minimums, self._bias, y, partials,
-            self._arrived, m, x.stride(0), N=self._n, K=self._k, BITS=self._bits, TILE=self._tile,
-            GROUP=self._group, SPLITS=splits, ROWS=tile.rows, COLUMNS=tile.columns, GROUPED=GROUPED_ROWS,
-            STAGES=tile.stages, ROUNDED=self._rounds_x, num_warps=tile.warps,
+        self.launch(
+            x, x_scales, y, partials, (tiles, splits), tile, None, None, None, None, N=self._n, EXPERTS=1,
+            PADDED=1, CHOSEN=1, SORTED=False,
         )  # fmt: skip
         return y
+
+    def launch(
+        self, x: Tensor, x_scales: Tensor | None, y: Tensor, partials: Tensor | None, grid: tuple[int, int],
+        tile: ProductTile, *experts: Tensor | None, **sizes: int,
+    ) -> None:  # fmt: skip
+        """``grid``: tiles of y, and ranges of K; ``experts``, ``sizes``: the kernel's own arguments."""
+        _quantised_kernel[grid](
+            x, x_scales, self._codes, self._scales, self._zeros, self._minimums, self._bias, y, partials,
+            self._arrived, *experts, len(x), x.stride(0), K=self._k, BITS=self._bits, TILE=self._tile,
+            GROUP=self._group, SPLITS=grid[1], ROWS=tile.rows, COLUMNS=tile.columns, GROUPED=GROUPED_ROWS,
+            STAGES=tile.stages, ROUNDED=self._rounds_x, FLOAT4=self._float4, num_warps=tile.warps, **sizes,
+        )  # fmt: skip
 
     def _in_steps(self, weight: QuantisedWeight) -> Tensor:
         """Codes of whole steps: [out, steps * TILE] bytes; of 8 bits without zeros signed."""
@@ -157,9 +168,12 @@ def _round_kernel(x, rounded, scales, stride, N: tl.constexpr, COLUMNS: tl.const
 
 
 @triton.jit
-def _number(codes, zero, kind: tl.constexpr, BITS: tl.constexpr):
+def _number(codes, zero, kind: tl.constexpr, BITS: tl.constexpr, FLOAT4: tl.constexpr):
     """codes - zero, exact. ``zero``: float32 [COLUMNS or 1, 1]; of 8 bits may be None."""
-    if BITS == 8 and zero is None:
+    if FLOAT4:  # sign, exponent and mantissa where float16 has them; its exponents are 14 lower
+        bits = ((codes.to(tl.int16) & 7) << 9) | ((codes.to(tl.int16) & 8) << 12)
+        numbers = bits.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+    elif BITS == 8 and zero is None:
         numbers = codes
     elif BITS == 4 and kind == tl.bfloat16:  # the bits of 128 + code
         numbers = (codes.to(tl.int16) | 0x4300).to(kind, bitcast=True) - (zero + 128.0).to(kind)
@@ -172,12 +186,13 @@ def _number(codes, zero, kind: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["m"])
 def _quantised_kernel(
-    x, x_scales, codes, scales, zeros, minimums, bias, y, partials, arrived, m, stride_x,
-    N: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
-    SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPED: tl.constexpr,
-    STAGES: tl.constexpr, ROUNDED: tl.constexpr,
+    x, x_scales, codes, scales, zeros, minimums, bias, y, partials, arrived, order, starts, ends, permuted,
+    m, stride_x, N: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
+    GROUP: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    GROUPED: tl.constexpr, STAGES: tl.constexpr, ROUNDED: tl.constexpr, FLOAT4: tl.constexpr,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, CHOSEN: tl.constexpr, SORTED: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile of y, or a range of K of one."""
+    """One program a tile of y, or a range of K of one; of ``EXPERTS``, a tile of one expert's rows."""
     PARTS: tl.constexpr = 8 // BITS
     STEP: tl.constexpr = TILE * PARTS
     STEPS: tl.constexpr = (K + STEP - 1) // STEP
@@ -185,13 +200,26 @@ def _quantised_kernel(
     kind: tl.constexpr = x.dtype.element_ty
     sums: tl.constexpr = tl.int32 if ROUNDED else tl.float32
     total_kind: tl.constexpr = tl.int32 if ROUNDED and GROUP == 0 else tl.float32
-    tile_m, tile_n = tile_at(tl.program_id(0), tl.cdiv(m, ROWS), tl.cdiv(N, COLUMNS), GROUPED)
-    rows = tile_m * ROWS + tl.arange(0, ROWS)
+    if order is None:
+        tile_m, tile_n = tile_at(tl.program_id(0), tl.cdiv(m, ROWS), tl.cdiv(N, COLUMNS), GROUPED)
+        rows = tile_m * ROWS + tl.arange(0, ROWS)
+        real = rows < m
+        sources = (rows % m).to(tl.int64)  # rows past the end are others anew, and not stored
+        to = rows.to(tl.int64)
+        expert = 0
+    else:
+        tile_n = tl.program_id(0) % tl.cdiv(N, COLUMNS)
+        tile = tl.program_id(0) // tl.cdiv(N, COLUMNS)
+        if tile >= tl.load(ends + EXPERTS - 1):
+            return
+        expert, real, sources, to = rows_of_tile(
+            tile, order, starts, ends, EXPERTS, PADDED, CHOSEN, SORTED, ROWS
+        )
     columns = tile_n * COLUMNS + tl.arange(0, COLUMNS)
-    real_rows = rows % m  # rows past the end are others anew, and not stored
-    own = columns % N
+    own = expert * N + columns % N
     k = tl.arange(0, TILE)
-    at_x = x + real_rows.to(tl.int64)[:, None] * stride_x + k[None, :]
+    row_x = x + sources[:, None] * stride_x
+    at_x = row_x + k[None, :]
     at_codes = codes + own.to(tl.int64)[:, None] * (STEPS * TILE) + k[None, :]
     first = tl.program_id(1) * PER_SPLIT
     acc = tl.zeros([COLUMNS, ROWS], total_kind)
@@ -201,24 +229,28 @@ def _quantised_kernel(
         for half in tl.static_range(PARTS):
             start = step * STEP + half * TILE
             group = start // GROUP if GROUP else 0
-            if K % STEP == 0:
+            if permuted is not None:
+                inside = start + k < K
+                k_of_x = tl.load(permuted + expert * K + start + k, mask=inside, other=0)
+                inputs = tl.load(row_x + k_of_x[None, :], mask=inside[None, :], other=0.0)
+            elif K % STEP == 0:
                 inputs = tl.load(at_x + start)
             else:
                 inputs = tl.load(at_x + start, mask=(start + k < K)[None, :], other=0.0)
             if zeros is not None:
-                zero = tl.load(zeros + group * N + own).to(tl.float32)[:, None]
+                zero = tl.load(zeros + group * (EXPERTS * N) + own).to(tl.float32)[:, None]
             else:
                 zero = tl.full([1, 1], 8.0, tl.float32) if BITS == 4 else None
-            weights = _number((held >> (4 * half)) & 15 if BITS == 4 else held, zero, kind, BITS)
+            weights = _number((held >> (4 * half)) & 15 if BITS == 4 else held, zero, kind, BITS, FLOAT4)
             if GROUP == 0:
                 acc = tl.dot(weights, tl.trans(inputs), acc, input_precision="ieee", out_dtype=sums)
             else:
                 part = tl.dot(weights, tl.trans(inputs), part, input_precision="ieee", out_dtype=sums)
                 if minimums is not None:
-                    minimum = tl.load(minimums + group * N + own).to(tl.float32)
+                    minimum = tl.load(minimums + group * (EXPERTS * N) + own).to(tl.float32)
                     acc = tl.fma(tl.sum(inputs.to(tl.float32), 1)[None, :], -minimum[:, None], acc)
                 if GROUP < STEP or half == PARTS - 1:
-                    scale = tl.load(scales + group * N + own).to(tl.float32)
+                    scale = tl.load(scales + group * (EXPERTS * N) + own).to(tl.float32)
                     acc = tl.fma(part.to(tl.float32), scale[:, None], acc)
                     part = tl.zeros([COLUMNS, ROWS], sums)
     if SPLITS > 1:
@@ -236,9 +268,9 @@ def _quantised_kernel(
     if GROUP == 0:
         total = total * tl.load(scales + own).to(tl.float32)[:, None]
     if ROUNDED:
-        total = total * tl.load(x_scales + real_rows)[None, :]
+        total = total * tl.load(x_scales + sources)[None, :]
     if bias is not None:
         total += tl.load(bias + own).to(tl.float32)[:, None]
-    at = y + rows.to(tl.int64)[:, None] * N + columns[None, :]
-    inside = (rows < m)[:, None] & (columns < N)[None, :]
+    at = y + to[:, None] * N + columns[None, :]
+    inside = real[:, None] & (columns < N)[None, :]
     tl.store(at, tl.trans(total).to(y.dtype.element_ty), mask=inside)

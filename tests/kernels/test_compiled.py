@@ -27,13 +27,14 @@ LEFT_TO_GPU_CHECK = {
     "exact linear 512 rows float16",
     "latent decode float16",
     "latent, 16 heads",
-    *(name for name in OTHERS if name.startswith("quantised")),
+    *(name for name in OTHERS if name.startswith(("quantised", "experts in"))),
 } - {
     *(
         f"quantised {form}, {rows} rows"
         for form in ("int4", "float8 in blocks", "W8A8")
         for rows in (1, 4096)
     ),
+    "experts in MXFP4, 1024 rows",
     "quantised int8, 64 rows",
     "quantised GPTQ of 4 bits, 4096 rows",
     "quantised Q4_K, 1 rows",

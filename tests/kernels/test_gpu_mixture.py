@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from splitserve.bench.kernels import triton_interpreter
-from splitserve.bench.kernels.kernel_inputs import mixture_weights, quarters, relative_error
+from splitserve.bench.kernels.kernel_inputs import (
+    QUANTISED,
+    mixture_weights,
+    quantised_weight,
+    quarters,
+    relative_error,
+)
 from splitserve.kernels.cuda import CudaKernels
 from splitserve.kernels.gpu.mixture import plan_tiles
+from splitserve.kernels.gpu.quantised_experts import QuantisedExperts
+from splitserve.kernels.interface import ExpertWeights, joined
 from splitserve.kernels.mixture_shape import ACTIVATIONS, Activation, MixtureShape
+from splitserve.kernels.quantised import QuantisedWeight, Scheme, quantise
 from splitserve.kernels.reference import TorchKernels
 
 triton_interpreter.install()
@@ -60,3 +71,50 @@ def test_tiles_cover_each_experts_rows() -> None:
     assert tiles.starts.tolist() == [0, 3, 3, 3, 7, 8, 8]
     assert tiles.ends.tolist() == [2, 2, 2, 4, 5, 5]
     assert experts.flatten()[tiles.order].tolist() == [0, 0, 0, 3, 3, 3, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("form", "m", "dtype", "alike"),
+    [
+        *((form, 2, torch.float16, True) for form in QUANTISED),
+        ("GPTQ of 4 bits", 20, torch.float32, True),
+        ("GPTQ of 4 bits", 3, torch.float32, False),
+    ],
+)
+def test_experts_in_a_quantised_form(form: str, m: int, dtype: torch.dtype, alike: bool) -> None:
+    """Beside plain torch with the same codes; a row's bits are those of the row alone. ``alike``: gate and
+    up are in one act-order; otherwise they are dequantised."""
+    shape = MixtureShape(3, 2, 32, 24, normalized=True, activation="silu")
+    wide, how = mixture_weights(shape, dtype, biases=True), dict(QUANTISED[form])
+    how |= {"group": 16} if how.get("group") else {}
+
+    def matrix(rows: int, columns: int, seed: int) -> QuantisedWeight:
+        """Its numbers keep activations small."""
+        weight = quantised_weight(rows, columns, **how, seed=seed)
+        small = None if weight.minimums is None else weight.minimums / 2**weight.bits
+        return replace(weight, scales=weight.scales / 2**weight.bits, minimums=small)
+
+    def expert(i: int) -> ExpertWeights:
+        return ExpertWeights(
+            [matrix(24, 32, i), matrix(24, 32, i if alike else 50 + i)], matrix(32, 24, 90 + i)
+        )
+
+    weights = replace(wide, expert=expert)
+    x, own = quarters(m, 32, dtype=dtype), CudaKernels(1, exact=True).mixture(weights)
+    assert isinstance(own._down, QuantisedExperts) == alike
+    together = own(x)
+    assert relative_error(together, TorchKernels().mixture(weights)(x)) < 2 * ALLOWED[dtype]
+    assert torch.equal(own(x[m // 2 : m // 2 + 1].clone())[0], together[m // 2])
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])
+def test_experts_quantised_at_load(scheme: Scheme) -> None:
+    shape = MixtureShape(5, 2, 64, 32, normalized=True, activation="silu", shared_size=24)
+    weights, x = mixture_weights(shape, torch.float32), quarters(7, 64, dtype=torch.float32)
+
+    def expert(i: int) -> ExpertWeights:
+        of = weights.expert(i)
+        return ExpertWeights(quantise(joined(of.gate_up), scheme), quantise(joined(of.down), scheme))
+
+    expected = TorchKernels().mixture(replace(weights, expert=expert))(x)
+    assert relative_error(CudaKernels(1, exact=True, scheme=scheme).mixture(weights)(x), expected) < 1e-5

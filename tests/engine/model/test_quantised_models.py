@@ -13,9 +13,6 @@ from support.quantised_models import assert_exact, assert_same_function, make_ru
 from transformers import PreTrainedModel
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from splitserve.engine.engine_config import check_quantisation
-from splitserve.engine.errors import ModelConfigError
-from splitserve.engine.model.config import ModelConfig
 from splitserve.kernels.quantised import Scheme, quantise
 
 pytest.importorskip(
@@ -64,14 +61,6 @@ def test_exact_mode_has_the_same_bits_in_chunks_and_steps_and_with_two_threads(
 ) -> None:
     make_checkpoint(tmp_path, family)
     assert_exact(tmp_path, dtype, quantization=scheme)
-
-
-def test_experts_on_a_gpu_are_not_quantised_at_load(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "mixtral", num_hidden_layers=1)
-    config = ModelConfig.from_folder(tmp_path)
-    check_quantisation(config, "fp8", torch.device("cpu"))
-    with pytest.raises(ModelConfigError, match="on CPUs only, and the device is cuda"):
-        check_quantisation(config, "fp8", torch.device("cuda"))
 
 
 def test_workers_of_another_quantisation_exchange_no_cache(tmp_path: Path) -> None:

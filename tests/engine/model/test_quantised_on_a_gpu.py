@@ -14,7 +14,7 @@ from support.batches import HandSequence, make_batch
 from support.gguf_checkpoints import write_gguf
 from support.gpu_runs import BLOCK_SIZE, NUM_BLOCKS, WAYS_TO_SAMPLE, generate, on_played_gpu
 from support.models import make_checkpoint
-from support.quantised_checkpoints import Written, awq, gptq, int8, rewrite
+from support.quantised_checkpoints import Written, awq, gptq, int8, rewrite, rewrite_experts_in_mxfp4
 
 from splitserve.bench.kernels import triton_interpreter
 from splitserve.engine.engine_config import EngineConfig
@@ -52,14 +52,23 @@ def runner_on(device: str, folder: Path) -> ModelRunner:
     return ModelRunner(EngineConfig(folder, device, "float32", BLOCK_SIZE, NUM_BLOCKS, max_model_len=40))
 
 
-@pytest.mark.parametrize("form", CHECKPOINTS)
+@pytest.mark.parametrize(
+    ("family", "form"), [*(("glm4", form) for form in CHECKPOINTS), ("mixtral", "AWQ"), ("gpt_oss", "MXFP4")]
+)
 def test_a_quantised_checkpoint_runs_as_in_torch(
-    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tried: Callable[[str, str, str], None]
+    family: str,
+    form: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tried: Callable[[str, str, str], None],
 ) -> None:
     """Its tensors are unpacked on the GPU; no step waits for it."""
-    tried("glm4", "gpu", form)
-    config, write = CHECKPOINTS[form]
-    rewrite(tmp_path, make_checkpoint(tmp_path, "glm4", num_hidden_layers=1), config, write)
+    tried(family, "gpu", form)
+    model = make_checkpoint(tmp_path, family, num_hidden_layers=1)
+    if form == "MXFP4":
+        rewrite_experts_in_mxfp4(tmp_path, model)
+    else:
+        rewrite(tmp_path, model, *CHECKPOINTS[form])
     monkeypatch.setattr(model_runner, "select_kernels", lambda *_, **__: TorchKernels())
     expected, _ = generate(runner_on("cpu", tmp_path))
     with on_played_gpu(monkeypatch) as gpu:
