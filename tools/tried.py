@@ -1,6 +1,7 @@
 """Write the table of weight formats that the tests tried, by model family and device.
 
-    python -m pytest tests/engine tests/kernels/test_gpu_latent.py --junit-xml tried.xml
+    python -m pytest tests/engine tests/kernels/test_gpu_latent.py \\
+        -o junit_family=xunit1 --junit-xml tried.xml
     python tools/tried.py tried.xml > bench/results/tried.md
 
 A test names its formats by the fixture ``tried``; a test that failed or was skipped is not in the table.
