@@ -52,19 +52,12 @@ key must have mode 0600.
 """
 
 
-KEYGEN = """\
-## splitserve keygen
-
-`splitserve keygen FILE` writes a new cluster key to FILE, readable by you alone; it never overwrites a file.
-Every process of the cluster gets it as `key_file`. `--rotate add`, `switch` and `finish` change a key in use
-([operations](operations.md#changing-the-cluster-key)).
-"""
-
 SERVING = ("coordinator", "prefill", "decode", "worker", "up")
 OTHERS = """\
 ## Other commands
 
 `--help` of each lists its settings. They have names in the file and variables, too: `trace_make: {rate: 2}`.
+`splitserve keygen FILE` makes a [cluster key](hosts.md#2-one-key).
 """
 
 
@@ -77,7 +70,7 @@ def main() -> None:
 def page() -> str:
     """Return the whole page as Markdown. An option that several of SERVING share stands under the first of
     them; a later one names it."""
-    parts, rows_of = [INTRODUCTION, KEYGEN], dict[str, dict[str, str]]()
+    parts, rows_of = [INTRODUCTION], dict[str, dict[str, str]]()
     for name in SERVING:
         model = SECTIONS[name]
         lines = [f"## {_command(name)}", "", _purpose(name), ""]
