@@ -40,7 +40,6 @@ from .http.raw_client import RawClient, request_bytes
 from .http.streaming import PATH, TEXT, Server, coordinator, model_folder
 from .studies.simulator_speed import LENGTHS, cluster_of
 
-HEARTBEAT_S = 0.5  # the default of --heartbeat-s
 STORED_BLOCKS = 4096  # that each worker reports as cached: the most that a reset report has
 STREAMS_PER_WORKER = 28  # of a decode worker: 1,667 requests/s of 211 tokens at 25 tokens/s, over 500
 MAX_STREAMS = 2000
@@ -52,15 +51,15 @@ CHAT = {"model": "bench", "messages": [{"role": "user", "content": 45 * TEXT}]} 
 class Meter:
     """The coordinator's processor time, and the messages that it is sent meanwhile."""
 
-    def __init__(self, server: Server, fleet: FakeFleet) -> None:
-        self._server, self._fleet = server, fleet
+    def __init__(self, server: Server, fleet: FakeFleet, heartbeat_s: float) -> None:
+        self._server, self._fleet, self._heartbeat_s = server, fleet, heartbeat_s
         self._beat_at = time.monotonic()
 
     def tend(self) -> None:
         """Answer what has come, and beat when it is time."""
         self._fleet.poll()
         if time.monotonic() >= self._beat_at:
-            self._beat_at = time.monotonic() + HEARTBEAT_S
+            self._beat_at = time.monotonic() + self._heartbeat_s
             self._fleet.beat()
 
     def cpu_s(self, seconds: float, work: Callable[[], None]) -> tuple[float, float, int]:
@@ -82,6 +81,9 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=10.0, help="length of each measurement")
     parser.add_argument("--rate", type=float, default=300.0, help="requests a second while they are measured")
+    parser.add_argument(
+        "--heartbeat-s", type=float, default=0.25, help="of the workers; the default is theirs"
+    )
     parser.add_argument("--per-minute", type=float, default=100_000, help="requests of the load to add up")
     parser.add_argument("--output-tokens", type=float, default=211, help="of each, in the mean")
     parser.add_argument("--new-blocks", type=float, default=72, help="cached anew for each, on both workers")
@@ -95,23 +97,25 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = model_folder(Path(folder))
         for num_workers in options.workers:
-            found = measured(model, Path(folder), cores, num_workers, options.seconds, options.rate)
+            found = measured(model, Path(folder), cores, num_workers, options)
             found["needed"] = needed(found, options)
             sizes[str(num_workers)] = found
             print(num_workers, json.dumps(found, indent=1), flush=True)
-    seen = simulated(max(options.workers), options.per_minute / 60, options.simulated_s)
-    print(json.dumps(seen, indent=1))
+    record: dict[str, Any] = {"environment": environment(), "workers": sizes}
+    if options.simulated_s:
+        record["simulated"] = simulated(max(options.workers), options.per_minute / 60, options.simulated_s)
+        print(json.dumps(record["simulated"], indent=1))
     if options.json:
-        record = {"environment": environment(), "workers": sizes, "simulated": seen}
         options.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def measured(
-    model: Path, folder: Path, cores: list[int], num_workers: int, seconds: float, rate: float
+    model: Path, folder: Path, cores: list[int], num_workers: int, options: argparse.Namespace
 ) -> dict[str, Any]:
     """All figures of one size, each beside the heartbeats of all workers."""
-    with cluster(model, folder, cores, num_workers) as (server, fleet):
-        meter = Meter(server, fleet)
+    seconds, rate, heartbeat_s = options.seconds, options.rate, options.heartbeat_s
+    with cluster(model, folder, cores, num_workers, heartbeat_s) as (server, fleet):
+        meter = Meter(server, fleet, heartbeat_s)
         await_ready(server, fleet, meter)
         idle_mb = server.rss_mb()
         cpu, took, sent = meter.cpu_s(seconds, lambda: None)
@@ -286,12 +290,13 @@ def simulated(num_workers: int, rate: float, seconds: float) -> dict[str, Any]:
 
 @contextmanager
 def cluster(
-    model: Path, folder: Path, cores: list[int], num_workers: int
+    model: Path, folder: Path, cores: list[int], num_workers: int, heartbeat_s: float
 ) -> Iterator[tuple[Server, FakeFleet]]:
     """A coordinator with these workers."""
     key_file = folder / f"{num_workers}.key"
     key = generate_key(key_file)
-    with coordinator(model, cores, "--dead-after-s", "60", key_file=key_file) as server:
+    beats = "--heartbeat-s", str(heartbeat_s), "--dead-after-s", "60"
+    with coordinator(model, cores, *beats, key_file=key_file) as server:
         fleet = FakeFleet(server.control, key, num_workers, TOKEN)
         try:
             yield server, fleet

@@ -12,7 +12,8 @@ from splitserve.bench.scale import STREAMS_PER_WORKER, measured, needed, simulat
 
 def test_what_a_coordinator_is_given_is_counted(tmp_path: Path) -> None:
     cores = sorted(os.sched_getaffinity(0))
-    found = measured(model_folder(tmp_path), tmp_path, cores, num_workers=4, seconds=0.5, rate=20)
+    options = Namespace(seconds=0.5, rate=20, heartbeat_s=0.25)
+    found = measured(model_folder(tmp_path), tmp_path, cores, 4, options)
     assert found["prompt_blocks"] > 50
     assert found["streams"] == 2 * STREAMS_PER_WORKER
     assert found["blocks_reported"] == 4 * 4096
