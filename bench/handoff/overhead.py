@@ -55,7 +55,7 @@ from ..null_workers import start_null_worker
 
 BATCH = 64
 PAUSE_S = 0.003
-WARM_S, WINDOW_S, WINDOWS = 2.0, 1.0, 5
+WARM_S, WINDOW_S, WINDOWS = 0.5, 0.4, 5  # sequences end after 19,000 steps
 HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"  # answered with {"status": ...}
 
 
