@@ -17,7 +17,6 @@ from ..transport.messages.messages import (
     BlockEvents,
     Cancel,
     FirstToken,
-    Hello,
     Joined,
     Load,
     Message,
@@ -28,9 +27,10 @@ from ..transport.messages.messages import (
     from_u32,
     u32,
 )
-from .fake_workers import MODEL
+from .fake_workers import MODEL, fake_hello
 
 NUM_BLOCKS = 1 << 15
+SIZES = {"num_blocks": NUM_BLOCKS, "max_num_seqs": 256, "max_batch_tokens": 8192}
 HASH_BYTES = 16
 COUNTERS = (
     "output_tokens",
@@ -65,7 +65,7 @@ class FakeFleet:
     """Half of them prefill workers. ``num_sent`` counts messages to the coordinator."""
 
     def __init__(self, coordinator: str, key: ClusterKey, num_workers: int, token: int) -> None:
-        """``token``: of which all outputs consist."""
+        """``token``: each output repeats it."""
         self._token, self._context = token, zmq.Context()
         self._context.max_sockets = num_workers + 1
         self._poller = zmq.Poller()
@@ -89,7 +89,7 @@ class FakeFleet:
             self.workers.append(worker)
             if role == "decode":
                 self._decodes[name] = worker
-            self.num_sent += worker.send(self._hello(worker))
+            self.num_sent += worker.send(fake_hello(name, role, 1, **SIZES))
 
     def close(self) -> None:
         for worker in self.workers:
@@ -185,22 +185,6 @@ class FakeFleet:
         worker.num_cache_reports += 1
         self.num_sent += worker.send(
             BlockEvents(worker_id=worker.name, incarnation=1, number=worker.num_cache_reports, stored=hashes)
-        )
-
-    def _hello(self, worker: FakeWorker) -> Hello:
-        return Hello(
-            worker_id=worker.name,
-            incarnation=1,
-            role=worker.role,
-            host="fake",
-            pid=os.getpid(),
-            model=MODEL,
-            max_model_len=1 << 20,
-            vocab_size=1 << 20,
-            num_blocks=NUM_BLOCKS,
-            max_num_seqs=256,
-            max_batch_tokens=8192,
-            peer_address="tcp://127.0.0.1:1" if worker.role == "decode" else "",
         )
 
     def _load(self, worker: FakeWorker) -> Load:

@@ -36,6 +36,22 @@ NUM_BLOCKS = 1 << 23
 MODEL = ModelIdentity(kv_name="fake", dtype="none", block_size=16, cache_map=states(1, 1), block_bytes=1)
 
 
+def fake_hello(name: str, role: Role, incarnation: int, **sizes: int) -> Hello:
+    """Return the Hello of a played worker."""
+    return Hello(
+        worker_id=name,
+        incarnation=incarnation,
+        role=role,
+        host="fake",
+        pid=os.getpid(),
+        model=MODEL,
+        max_model_len=1 << 20,
+        vocab_size=1 << 20,
+        peer_address="tcp://127.0.0.1:1" if role == "decode" else "",
+        **sizes,  # type: ignore[arg-type]
+    )
+
+
 class FakeWorkers:
     """Both workers, driven by hand: ``poll`` takes requests in and gives first tokens, ``step`` is one decode
     step of all."""
@@ -99,21 +115,8 @@ class FakeWorkers:
         channel = DealerChannel.connect(
             coordinator, identity_of(role, self._incarnation), None, FROM_COORDINATOR
         )
-        hello = Hello(
-            worker_id=role,
-            incarnation=self._incarnation,
-            role=role,
-            host="fake",
-            pid=os.getpid(),
-            model=MODEL,
-            max_model_len=1 << 20,
-            vocab_size=1 << 20,
-            num_blocks=NUM_BLOCKS,
-            max_num_seqs=1 << 16,
-            max_batch_tokens=1 << 20,
-            peer_address="tcp://127.0.0.1:1" if role == "decode" else "",
-        )
-        channel.send(hello)
+        sizes = {"num_blocks": NUM_BLOCKS, "max_num_seqs": 1 << 16, "max_batch_tokens": 1 << 20}
+        channel.send(fake_hello(role, role, self._incarnation, **sizes))
         return channel
 
     def _load(self, role: Role) -> Load:

@@ -167,7 +167,7 @@ class BatchMembers:
         self._rows = rows
         self._joining: list[DecodeSequence] = []
         self._apart: list[list[DecodeSequence]] = []
-        """Groups of a step that raised: the last one is in the next step, and nobody else."""
+        """Groups of a step that raised: the next step has the last one alone."""
 
     @property
     def are_tried_apart(self) -> bool:

@@ -30,7 +30,7 @@ class DecodeSequence:
     ended: bool = False  # it is over here
     paused: bool = False  # it keeps its blocks and is in no further step
     last_logprobs: TokenLogprobs | None = None  # of its newest token, where they are asked for
-    answer_id: bytes = b""  # empty: nobody may have it resumed
+    answer_id: bytes = b""  # empty: it cannot be resumed
 
 
 class SequenceBlocks:
@@ -52,8 +52,8 @@ class SequenceBlocks:
         sequence.last_hash = block_hash
 
     def release_behind_window(self, sequence: DecodeSequence, num_tokens: int) -> None:
-        """A step of the sequence, of this length, has run: later ones, one of which may be in flight, read no
-        block that its successor does not."""
+        """Release a block that has left the window, after a step of this length. The one after it may be in
+        flight. No later step reads the block."""
         last = num_behind(num_tokens, self._window, self._block_size) - 1
         if last >= 0 and not sequence.ended and sequence.blocks[last] != NO_BLOCK:
             self._blocks.release(sequence.blocks[last : last + 1])

@@ -71,7 +71,7 @@ class RoleCore(ABC, Generic[Action, Step]):
 
     @property
     def held(self) -> list[Key]:
-        """Every dispatch of which anything is here."""
+        """The dispatches that have anything here."""
         return self.scheduler.held
 
     def drop_others(self, *coordinators: int) -> None:

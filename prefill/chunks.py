@@ -33,7 +33,7 @@ class PrefillSequence:
     num_cached_tokens: int = 0
     started: float = 0.0
     cancelled: bool = False  # cancelled while a step that writes its blocks is running
-    alone: bool = False  # a step raised that it was in: nobody else is in its next ones
+    alone: bool = False  # its step raised: its next ones have no other prompt
 
     @property
     def request_id(self) -> str:

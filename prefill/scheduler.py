@@ -78,7 +78,7 @@ class PrefillScheduler:
         return [*self.waiting, *self.running, *self.pinned]
 
     def sequences(self) -> list[PrefillSequence]:
-        """Every prompt of which anything is kept here."""
+        """The prompts that have anything here."""
         return [*self.waiting.values(), *self.running.values(), *self.pinned.values()]
 
     def block_tables(self) -> Iterator[list[int]]:
