@@ -35,6 +35,11 @@ if _sources and _hash != getattr(_cpu, "SOURCES_HASH", ""):
 
 MEASURED_WEIGHTS = 1 << 21  # of a linear: more than a core's caches hold
 PROBE_ROWS, PROBE_SIZE = 32, 768
+ASKING_ROWS, ALWAYS_ASKING = (
+    (1, 2, 4, 6, 8),
+    12,
+)  # see asking_rows in cpu/simd.h; a tile has at most twelve rows
+STREAMED_COPIES = 56  # of a probe's weights: more than a CPU's caches hold
 
 
 class PackedLinear:
@@ -122,6 +127,31 @@ def _probe(name: str) -> Callable[[], None]:
         linear(x)
 
     return run
+
+
+def measured_asking_rows(choices: KernelChoices, instruction_set: str) -> int:
+    """From how many rows on products ask memory for their weights ahead; they do so from now on. One thread
+    measures."""
+
+    def measure() -> int:
+        _cpu.set_num_threads(1)
+        part = torch.ones(PROBE_SIZE, PROBE_SIZE, dtype=torch.bfloat16)
+        panel = _cpu.use_instruction_set(instruction_set)
+        linear = PackedLinear([part] * STREAMED_COPIES, None, PackedWeights(), panel)
+
+        def run(rows: int, least: int) -> None:
+            _cpu.ask_from_rows(least)
+            linear(part[:rows])
+
+        for rows in ASKING_ROWS:
+            asking, leaving = fastest([partial(run, rows, 1), partial(run, rows, NEVER)], 1)
+            if asking < leaving:
+                return rows
+        return ALWAYS_ASKING
+
+    rows = choices.get("rows that ask memory ahead", measure)
+    _cpu.ask_from_rows(rows)
+    return rows
 
 
 class NativeCpuKernels:

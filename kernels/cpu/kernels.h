@@ -8,6 +8,8 @@
 
 namespace splitserve {
 
+extern int64_t asking_rows;  // products of fewer leave it to the CPU to fetch weights ahead; set before the first, see multiply_tile
+
 enum Dtype : int { kFloat32 = 0, kBFloat16 = 1 };
 
 enum Cache : int { kPlain = 0, kCacheFloat8 = 1, kCacheInt8 = 2 };  // what the pool holds: see kv_codes.h

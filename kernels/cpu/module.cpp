@@ -12,6 +12,8 @@
 #include "calls.h"
 #include "decoder.h"
 
+int64_t splitserve::asking_rows = 1;
+
 namespace {
 using namespace splitserve;
 
@@ -224,6 +226,13 @@ PyObject* use_instruction_set(PyObject*, PyObject* name) {
   return PyErr_Format(PyExc_ValueError, "this machine has no instruction set %s", wanted), nullptr;
 }
 
+PyObject* ask_from_rows(PyObject*, PyObject* rows) {
+  const int64_t wanted = PyLong_AsLongLong(rows);
+  if (wanted == -1 && PyErr_Occurred()) return nullptr;
+  asking_rows = wanted;
+  Py_RETURN_NONE;
+}
+
 PyMethodDef methods[] = {
 #define FAST(name, doc) {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(name)), METH_FASTCALL, doc}
     FAST(pack_linear, "parts, packed, n, k, dtype, threads"),
@@ -244,6 +253,7 @@ PyMethodDef methods[] = {
     {"set_num_threads", set_num_threads, METH_O, "threads that share one call"},
     {"instruction_sets", instruction_sets, METH_NOARGS, "names, best first"},
     {"use_instruction_set", use_instruction_set, METH_O, "name -> panel width"},
+    {"ask_from_rows", ask_from_rows, METH_O, "rows from which products ask memory for weights ahead"},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_cpu", "Native CPU kernels; see kernels.h.", -1, methods, nullptr, nullptr, nullptr, nullptr};

@@ -278,6 +278,7 @@ static inline __attribute__((always_inline)) void multiply_blocks(const Quantise
                                                                   const Quad* quads, const Rounded* rounded, int64_t at, int64_t count, float* c) {
   constexpr int kChains = MR == 1 ? 2 : 1;
   constexpr bool kNibbles = kKind != kInt8;
+  const bool asks = 2 * MR >= asking_rows;  // codes take at least twice the time of as many bytes of numbers
   const int64_t codes_size = code_bytes(part), scale_bytes = part.scale_bytes, steps = part.block / 8;
   const bool has_offsets = part.has_offsets;
   const int32_t zero = zero_of(part);
@@ -291,10 +292,9 @@ static inline __attribute__((always_inline)) void multiply_blocks(const Quantise
     const uint8_t* codes = unpacked ? unpacked : panel;
     for (int64_t s = 0; s < steps; ++s, quads += 2 * MR) {  // eight k
       constexpr int64_t kStepBytes = PANEL * (kNibbles ? 4 : 8);
+      if (asks) {
 #pragma GCC unroll 8
-      for (int64_t line = 0; line < kStepBytes; line += 64) {
-        __builtin_prefetch(codes + line + AHEAD_L2, 0, 2);
-        __builtin_prefetch(codes + line + AHEAD_L1, 0, 3);
+        for (int64_t line = 0; line < kStepBytes; line += 64) ask(codes + line);
       }
       vi low[kPanelVectors], high[kPanelVectors];
 #pragma GCC unroll 2
@@ -375,8 +375,7 @@ static inline void float8_scales(const QuantisedPart& part, const uint8_t* panel
 }
 // PANEL float8 codes as float32. By way of float16, where hardware widens subnormal numbers as fast as others.
 static inline void widen_codes(const uint8_t* codes, const vf* scale, vf* out) {
-  __builtin_prefetch(codes + AHEAD_L2, 0, 2);
-  __builtin_prefetch(codes + AHEAD_L1, 0, 3);
+  ask(codes);
 #if VECTOR_BYTES == 64
   const __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)));
   const __m512i halves = _mm512_and_si512(_mm512_slli_epi16(wide, 7), _mm512_set1_epi16(int16_t(0xbfff)));

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,38 @@ def test_this_machine_chooses_an_instruction_set_that_it_has() -> None:
     chosen = native_cpu.measured_instruction_set(choices)
     assert chosen in native_cpu._cpu.instruction_sets()
     assert native_cpu.measured_instruction_set(choices) == chosen
+
+
+def test_prefetching_begins_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen, asked = native_cpu._cpu.instruction_sets()[0], []
+    monkeypatch.setattr(native_cpu._cpu, "ask_from_rows", asked.append)
+    monkeypatch.setattr(native_cpu, "STREAMED_COPIES", 1)
+    for first_faster, rows in ((1, 1), (3, 4), (8, 8), (9, native_cpu.ALWAYS_ASKING)):
+
+        def seconds(candidates: list[partial[None]], _: int, first_faster: int = first_faster) -> list[float]:
+            for run in candidates:
+                run()
+            return [0.9 if candidates[0].args[0] >= first_faster else 1.1, 1.0]
+
+        monkeypatch.setattr(native_cpu, "fastest", seconds)
+        choices = KernelChoices(None, "")
+        assert native_cpu.measured_asking_rows(choices, chosen) == rows
+        assert native_cpu.measured_asking_rows(choices, chosen) == rows == asked[-1]
+
+
+def test_prefetching_changes_no_bits() -> None:
+    generator = torch.Generator().manual_seed(3)
+    for name in native_cpu._cpu.instruction_sets():
+        kernels = native_cpu.NativeCpuKernels(1, name)
+        linear = kernels.linear(torch.randn(70, 130, generator=generator).bfloat16(), None)
+        x = torch.randn(13, 130, generator=generator).bfloat16()
+        for rows in (1, 3, 6, 13):
+            native_cpu._cpu.ask_from_rows(1)
+            asking = linear(x[:rows])
+            native_cpu._cpu.ask_from_rows(NEVER)
+            assert torch.equal(linear(x[:rows]), asking)
+    native_cpu._cpu.ask_from_rows(1)
+    native_cpu._cpu.use_instruction_set(native_cpu.measured_instruction_set(KernelChoices.of_this_machine()))
 
 
 @pytest.mark.parametrize(("rows", "packed"), [(NEVER, 4), (8, 4), (0, 0)])
