@@ -9,8 +9,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ..transport.channels.name_watch import SCHEME
-from ..transport.process.settings import ClusterKeySettings, ReportSettings
+from ..transport.process.settings import DNS, ClusterKeySettings, ReportSettings
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVDType = Literal["auto", "fp8", "int8"]
@@ -182,7 +181,7 @@ class WorkerSettings(ComputeSettings, ClusterKeySettings, ReportSettings):
     @property
     def coordinator_names(self) -> list[str]:
         """The names that stand for the addresses of any number of coordinators."""
-        return [one for one in self.coordinator.split(",") if one.startswith(SCHEME)]
+        return [one for one in self.coordinator.split(",") if one.startswith(DNS)]
 
     @property
     def worker_id(self) -> str:

@@ -12,7 +12,7 @@ from ...kernels.interface import AttentionShape
 from ..kernels import kernel_figures
 from ..kernels.engine_figures import EXACT_SUFFIX, engine_figures
 from ..kernels.gpu_timing import Ceilings, Figure
-from ..peers.transformers_peer import PeerFailed
+from ..kernels.transformers_peer import PeerFailed
 from .correctness import interpret
 from .line import Line, Place, figure_line, left_out
 

@@ -28,11 +28,11 @@ from ...engine.step.model_runner import ModelRunner
 from ...engine.step.step_progress import StepForecast
 from ...engine.step.step_thread import StepThread
 from ..models import LLAMA_500M, LLAMA_TINY, make_random_llama
-from ..peers.transformers_peer import peer_us
 from .decode_loop import MAX_LEN, decode_scheduler, run_steps
 from .engine import CONTEXT, make_batch
 from .engine_figures import device_us
 from .gpu_timing import Ceilings, Figure
+from .transformers_peer import peer_us
 
 PROMPT, OUTPUT = 256, 64
 REQUESTS, BATCH = 10, 32

@@ -8,14 +8,15 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 
-SCHEME = "dns://"
+from ..process.settings import DNS
+
 EVERY_S = 2.0
 _log = logging.getLogger(__name__)
 
 
 def addresses_of(name: str) -> tuple[str, ...]:
     """Return the tcp:// addresses behind ``dns://HOST:PORT``, sorted. Raises OSError."""
-    host, _, port = name.removeprefix(SCHEME).rpartition(":")
+    host, _, port = name.removeprefix(DNS).rpartition(":")
     found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     hosts = {str(address[0]) for *_, address in found}
     return tuple(sorted(f"tcp://[{one}]:{port}" if ":" in one else f"tcp://{one}:{port}" for one in hosts))

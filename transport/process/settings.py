@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
+DNS = "dns://"  # begins the name of coordinators that are found while a worker runs
 
 
 class ReportSettings(BaseModel):

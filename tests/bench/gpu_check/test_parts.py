@@ -21,7 +21,7 @@ from splitserve.bench.kernels.engine_figures import TINY, BareEngine, RandomTens
 from splitserve.bench.kernels.gpu_timing import Figure
 from splitserve.bench.kernels.kernel_checks import Check, checks
 from splitserve.bench.kernels.kernel_inputs import relative_error
-from splitserve.bench.peers.transformers_peer import PeerFailed, peer_us
+from splitserve.bench.kernels.transformers_peer import PeerFailed, peer_us
 
 triton_interpreter.install()
 pytestmark = [
@@ -225,7 +225,7 @@ def test_a_peer_that_fails_says_why(
     def other_program(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
         return ours([sys.executable, "-S", "-c", code or "import time; time.sleep(60)"], **options)
 
-    monkeypatch.setattr("splitserve.bench.peers.transformers_peer.subprocess.run", other_program)
-    monkeypatch.setattr("splitserve.bench.peers.transformers_peer.PATIENCE_S", 60.0 if code else 0.2)
+    monkeypatch.setattr("splitserve.bench.kernels.transformers_peer.subprocess.run", other_program)
+    monkeypatch.setattr("splitserve.bench.kernels.transformers_peer.PATIENCE_S", 60.0 if code else 0.2)
     with pytest.raises(PeerFailed, match=why):
         peer_us(tmp_path, "cpu", 1, 1, 1)

@@ -1,7 +1,7 @@
 """The peer on a GPU: transformers' own continuous batching, in a process of its own: whatever becomes of it,
 our figures stand.
 
-python -m splitserve.bench.peers.transformers_peer FOLDER DEVICE PROMPTS PROMPT_TOKENS OUTPUT_TOKENS    #
+python -m splitserve.bench.kernels.transformers_peer FOLDER DEVICE PROMPTS PROMPT_TOKENS OUTPUT_TOKENS    #
 prints microseconds
 """
 
