@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 
 import httptools
 
-from .hostile_requests import Attempt, HostileRequests
+from .hostile_parts import Attempt
+from .hostile_requests import HostileRequests
 
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 READ_BYTES = 1 << 18

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from splitserve.bench.http.hostile_requests import FIELDS, SOME_VALUES
+from splitserve.bench.http.hostile_parts import FIELDS, SOME_VALUES
 from splitserve.coordinator.errors import InvalidRequest
 from splitserve.coordinator.generate.plan import parse
 from splitserve.coordinator.http.call import Endpoint
