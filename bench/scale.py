@@ -37,7 +37,8 @@ from .environment import environment
 from .fake_fleet import HASH_BYTES, FakeFleet
 from .http.front_door_requests import OpenLoop
 from .http.raw_client import RawClient, request_bytes
-from .http.streaming import PATH, TEXT, Server, coordinator, model_folder
+from .http.streaming import PATH
+from .http.streaming_servers import TEXT, Server, coordinator, model_folder
 from .studies.simulator_speed import LENGTHS, cluster_of
 
 STORED_BLOCKS = 4096  # that each worker reports as cached: the most that a reset report has

@@ -33,7 +33,7 @@ from ..environment import environment
 from .front_door_admission import admission
 from .front_door_requests import sustained
 from .front_door_streams import streamed, streams
-from .streaming import model_folder
+from .streaming_servers import model_folder
 
 
 def main() -> None:

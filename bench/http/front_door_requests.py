@@ -20,7 +20,8 @@ import psutil
 from ...cli.up import free_port, free_ports
 from ..fake_workers import FakeWorkers
 from .raw_client import request_bytes
-from .streaming import CHAT, PATH, Server, pinned, workers_of
+from .streaming import CHAT, PATH
+from .streaming_servers import Server, pinned, workers_of
 
 NUM_CONNECTIONS = 256
 

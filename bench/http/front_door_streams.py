@@ -12,7 +12,8 @@ from typing import Any
 
 from ..fake_workers import FakeWorkers
 from .raw_client import RawClient, request_bytes
-from .streaming import CHAT, PATH, POLL_S, Server, coordinator, open_streams, workers_of
+from .streaming import CHAT, PATH, POLL_S, open_streams
+from .streaming_servers import Server, coordinator, workers_of
 from .trace_sink import trace_sink
 
 OPEN_WITHIN_S = 300.0

@@ -39,7 +39,7 @@ from ..fake_workers import FakeWorkers
 from .bystander import beside
 from .hostile_client import HostileClient, Tally
 from .hostile_requests import HostileRequests
-from .streaming import Server, model_folder, workers_of
+from .streaming_servers import Server, model_folder, workers_of
 
 CONTEXT = 256  # tokens: what a request gets that sets no bound
 STEP_EVERY_S = 0.002

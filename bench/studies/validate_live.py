@@ -27,45 +27,30 @@ import asyncio
 import contextlib
 import itertools
 import json
-import random
 import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from ...cli.settings import DEMO_MODEL
 from ...engine.latency_profile import Memory, Piece, Profile, StepModel
 from ...engine.step_log import read_step_logs
 from ...loadgen.load import generate_load
-from ...loadgen.report import times_of
-from ...loadgen.sample import Sample
 from ...loadgen.settings import LoadSettings
 from ...planner.profile.handoff import measure_movers
 from ...planner.simulator.cluster import Cluster, Pool, PoolRole
-from ...planner.simulator.records import RequestRecord
-from ...planner.simulator.simulation import Simulation
-from ...traces.operators import cut, mean_rate, scaled
 from ...traces.own_format import write_trace
 from ...traces.readers import open_trace
 from ...traces.request import Trace, TraceRequest
-from ...traces.workload.arrivals import Arrivals
-from ...traces.workload.lengths import MarginalLengths
-from ...traces.workload.workload import Workload
 from ..environment import environment
-from ..handoff.live_pace import WINDOW_S, LivePace, processor_times, stolen_share
+from ..handoff.live_pace import LivePace, processor_times, stolen_share
 from ..live_cluster import live_cluster
+from .live_errors import LATE_S, Replay, compared, medians, of_records, of_samples, show, simulated
+from .live_workloads import WORKLOADS, limited
 
-WORKLOADS = {  # prompt, output; shares of the longest sequence
-    "conversation": ("lognormal:{0},0.8", "lognormal:{0},0.7", 1 / 12, 1 / 24),
-    "code": ("lognormal:{0},0.9", "lognormal:{0},0.9", 1 / 6, 1 / 100),
-    "even": ("uniform:8,{0}", "uniform:8,{0}", 1 / 6, 1 / 20),
-}
 BOUNDS = {"paced": {"p50": 0.05, "p90": 0.05, "p99": 0.05}, "model": {"p50": 0.1, "p90": 0.1, "p99": 0.15}}
 """Allowed errors of percentiles: a profile is itself measured."""
 PACED = Profile(
@@ -74,8 +59,6 @@ PACED = Profile(
     prefill=StepModel(pieces=(Piece(curve=((0, 0.02), (512, 0.08)), read_s=5e-8),)),
     decode=StepModel(pieces=(Piece(curve=((0, 0.03), (64, 0.06)), read_s=3e-7),)),
 )
-LATE_S, NUM_LATE = 0.002, 8
-"""Lateness of arrivals in seconds, and number of draws, for the range of the simulated percentiles."""
 STEPS = "steps"
 """The folder of the workers' logs."""
 ALONE = ((64, 1), (64, 33), (400, 2))
@@ -203,66 +186,6 @@ def parsed() -> argparse.Namespace:
     return arguments
 
 
-def limited(arguments: argparse.Namespace, profile: Profile, workload: str, folder: Path) -> Path:
-    """The workload as a file that both replay, at the rate that loads the busier pool as asked."""
-    requests = drawn(arguments, profile, workload, arguments.requests)
-    lasting = int(arguments.seconds * arguments.load * capacity(arguments, profile, requests))
-    if lasting > len(requests):
-        requests = drawn(arguments, profile, workload, lasting)
-    kept = Trace(workload, lambda: iter(requests))
-    rate = arguments.load * capacity(arguments, profile, requests)
-    path = folder / f"{workload}.jsonl"
-    write_trace(path, scaled(kept, rate / mean_rate(kept)))
-    return path
-
-
-def drawn(arguments: argparse.Namespace, profile: Profile, workload: str, count: int) -> list[TraceRequest]:
-    """Requests of the workload, or of the trace with this name."""
-    longest = profile.memory.max_model_len
-    if arguments.traces:
-        trace = cut(
-            open_trace(next(path for path in arguments.traces if path.name == workload)), max_requests=count
-        )
-    else:
-        prompt, output, prompt_share, output_share = WORKLOADS[workload]
-        lengths = MarginalLengths(
-            prompt=prompt.format(int(longest * prompt_share)),
-            output=output.format(int(longest * output_share)),
-        )
-        trace = Workload(arrivals=Arrivals(rate=1.0), lengths=lengths, sessions=None).trace(
-            7, max_requests=count
-        )
-    return [fitting(request, longest) for request in trace]
-
-
-def fitting(request: TraceRequest, longest: int) -> TraceRequest:
-    prompt = min(request.num_prompt_tokens, longest - 2)
-    return replace(
-        request,
-        num_prompt_tokens=prompt,
-        num_output_tokens=min(request.num_output_tokens, longest - prompt),
-        block_hashes=(),
-    )
-
-
-def capacity(arguments: argparse.Namespace, profile: Profile, requests: Sequence[TraceRequest]) -> float:
-    """Requests per second that the busier pool could compute, its steps half full. Mixed workers do what the
-    others leave."""
-    prompt = float(np.mean([r.num_prompt_tokens for r in requests]))
-    output = float(np.mean([r.num_output_tokens for r in requests]))
-    tokens, seqs = arguments.max_batch_tokens / 2, arguments.max_num_seqs / 2
-    prompt_s = profile.prefill.seconds(tokens, tokens * prompt / 2, 1) * prompt / tokens
-    answer_s = profile.decode.seconds(seqs, seqs * (prompt + output / 2), seqs) * output / seqs
-    prefill, decode, mixed = arguments.prefill, arguments.decode, arguments.mixed
-    return float(
-        min(
-            (prefill + mixed) / prompt_s,
-            (decode + mixed) / answer_s,
-            (prefill + decode + mixed) / (prompt_s + answer_s),
-        )
-    )
-
-
 def command_line(arguments: argparse.Namespace, profile: Profile, folder: Path) -> list[str]:
     """Options of ``splitserve up``."""
     options: dict[str, object] = {
@@ -282,13 +205,6 @@ def command_line(arguments: argparse.Namespace, profile: Profile, folder: Path) 
         profile.write(folder / "paced.json")
         options["--runner"] = f"paced:{folder / 'paced.json'}"
     return [str(word) for option in options.items() for word in option]
-
-
-class Replay(NamedTuple):
-    """What the clients saw, and when it began (seconds of the monotonic clock)."""
-
-    samples: list[Sample]
-    began: float
 
 
 async def replayed(url: str, path: Path, seed: int) -> Replay:
@@ -367,147 +283,6 @@ def simulated_cluster(arguments: argparse.Namespace, profile: Profile, coordinat
         sum(counts.values()) if arguments.runner == "model" else 1
     )  # paced workers do not slow each other
     return Cluster(pools=pools, coordinator_s=coordinator_s, workers_per_host=on_one_host)
-
-
-def simulated(cluster: Cluster, trace: Trace, pace: LivePace | None = None) -> list[RequestRecord]:
-    """``pace``: the steps' times are then as they were, with what workers of one host cost each other in
-    them."""
-    records: list[RequestRecord] = []
-    if pace is not None:
-        cluster = cluster.model_copy(update={"workers_per_host": 1})
-    Simulation(cluster, on_record=records.append, pace=pace).run(trace)
-    return records
-
-
-def late(trace: Trace, seed: int) -> Trace:
-    """Each request up to ``LATE_S`` later."""
-    draw = random.Random(seed)
-    requests = sorted(
-        (replace(r, arrival_s=r.arrival_s + draw.uniform(0, LATE_S)) for r in trace),
-        key=lambda r: r.arrival_s,
-    )
-    return Trace(trace.name, lambda: iter(requests), trace.block_size)
-
-
-Times = dict[str, list[float]]
-Percentiles = dict[str, dict[str, float]]
-
-
-def of_samples(samples: Sequence[Sample]) -> Times:
-    times = [times_of(sample) for sample in samples]
-    return {
-        "ttft": [t.ttft for t in times],
-        "tpot": [t.tpot for t in times if t.tpot is not None],
-        "e2e": [t.e2e for t in times],
-    }
-
-
-def of_records(records: Sequence[RequestRecord]) -> Times:
-    assert all(r.finished for r in records), "every simulated request ends"
-    return {
-        "ttft": [r.ttft_s for r in records],
-        "tpot": [r.tpot_s for r in records if r.tpot_s is not None],
-        "e2e": [r.e2e_s for r in records],
-    }
-
-
-def medians(times: Times) -> dict[str, float]:
-    return {name: float(np.median(values)) if values else 0.0 for name, values in times.items()}
-
-
-def compared(
-    runs: Sequence[Replay], cluster: Cluster, path: Path, paces: Sequence[LivePace | None]
-) -> dict[str, Any]:
-    """Percentiles of both, and by how much the simulated are off. Live ones are each the median over the runs
-    of the same trace."""
-    began = time.process_time()
-    records = simulated(cluster, open_trace(path))
-    took = time.process_time() - began
-    each = [percentiles(of_samples(run.samples)) for run in runs]
-    live = medians_of(each)
-    modelled = percentiles(of_records(records))
-    when_late = [
-        percentiles(of_records(simulated(cluster, late(open_trace(path), seed)))) for seed in range(NUM_LATE)
-    ]
-    return {
-        "requests": len(records),
-        "rate": mean_rate(open_trace(path)),
-        "live": live,
-        "live_runs": each,
-        "simulated": modelled,
-        "error": errors(modelled, live),
-        **at_its_pace(cluster, path, live, [pace for pace in paces if pace is not None]),
-        "error_when_late": {
-            name: {p: extremes(one[name][p] / at - 1 for one in when_late) for p, at in of_name.items()}
-            for name, of_name in live.items()
-        },
-        "simulated_requests_per_cpu_s": len(records) / took,
-    }
-
-
-def at_its_pace(cluster: Cluster, path: Path, live: Percentiles, paces: Sequence[LivePace]) -> dict[str, Any]:
-    """The same with the machine's measured speed in each of the runs."""
-    if not paces:
-        return {}
-    modelled = medians_of(
-        [percentiles(of_records(simulated(cluster, open_trace(path), pace))) for pace in paces]
-    )
-    measured = [pace.summary() for pace in paces]
-    return {"pace": measured, "simulated_at_its_pace": modelled, "error_at_its_pace": errors(modelled, live)}
-
-
-def errors(modelled: Percentiles, live: Percentiles) -> Percentiles:
-    return {name: {p: modelled[name][p] / of_name[p] - 1 for p in of_name} for name, of_name in live.items()}
-
-
-def medians_of(each: Sequence[Percentiles]) -> Percentiles:
-    """Percentile by percentile."""
-    return {
-        name: {p: float(np.median([one[name][p] for one in each])) for p in each[0][name]} for name in each[0]
-    }
-
-
-def extremes(values: Iterable[float]) -> tuple[float, float]:
-    known = sorted(values)
-    return known[0], known[-1]
-
-
-def percentiles(times: Times) -> Percentiles:
-    return {
-        name: {f"p{p}": float(np.percentile(values, p)) for p in (50, 90, 99)}
-        for name, values in times.items()
-    }
-
-
-def show(workload: str, result: dict[str, Any]) -> None:
-    stolen = f"the hypervisor gave {result['stolen']:.0%} of the wanted processor time to others"
-    print(f"{workload}: {result['requests']} requests at {result['rate']:.2f}/s; {stolen}")
-    for name, live in result["live"].items():
-        modelled, error = result["simulated"][name], result["error"][name]
-        cells = [
-            f"{p} {1e3 * live[p]:8.1f} ms{spread(result, name, p)}, simulated {1e3 * modelled[p]:8.1f} "
-            f"({error[p]:+.1%})"
-            for p in live
-        ]
-        print(f"  {name:5}" + "   ".join(cells), flush=True)
-    for one in result.get("pace", ()):
-        text = (
-            f"{role} steps took {p['mean']:.2f} times (in {WINDOW_S:g} s: {p['p10']:.2f} to {p['p90']:.2f})"
-            for role, p in one.items()
-        )
-        print(f"  beside the profile, {' and '.join(text)}")
-    for name, found in result.get("error_at_its_pace", {}).items():
-        print(
-            f"  {name:5}told that, the simulator is off by "
-            + ", ".join(f"{error:+.1%} ({p})" for p, error in found.items()),
-            flush=True,
-        )
-
-
-def spread(result: dict[str, Any], name: str, percentile: str) -> str:
-    """Spread of live runs of the same trace; empty for one run."""
-    values = [run[name][percentile] for run in result["live_runs"]]
-    return f" (runs {min(values) / max(values) - 1:+.1%})" if len(values) > 1 else ""
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import os
 from argparse import Namespace
 from pathlib import Path
 
-from splitserve.bench.http.streaming import model_folder
+from splitserve.bench.http.streaming_servers import model_folder
 from splitserve.bench.scale import STREAMS_PER_WORKER, measured, needed, simulated
 
 

@@ -11,18 +11,9 @@ import pytest
 
 from splitserve.bench.handoff.live_pace import LivePace, processor_times, stolen_share
 from splitserve.bench.studies import validate_live
-from splitserve.bench.studies.validate_live import (
-    BOUNDS,
-    LATE_S,
-    PACED,
-    late,
-    limited,
-    missed,
-    parsed,
-    simulated,
-    simulated_cluster,
-    validated,
-)
+from splitserve.bench.studies.live_errors import LATE_S, late, simulated
+from splitserve.bench.studies.live_workloads import limited
+from splitserve.bench.studies.validate_live import BOUNDS, PACED, missed, parsed, simulated_cluster, validated
 from splitserve.engine.latency_profile import Contention
 from splitserve.engine.step_log import LoggedStep
 from splitserve.loadgen.sample import Sample
