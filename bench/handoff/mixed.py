@@ -14,15 +14,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -33,39 +30,22 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from ...cli.operator_access import OperatorAuth
-from ...cli.settings import DEMO_MODEL_NAME
-from ...cli.up import free_port
-from ...coordinator.tenants.store import TenantStore
 from ...coordinator.tenants.usage_database import open_database
 from ...coordinator.tenants.usage_record import UsageRecord
 from ..environment import environment
 from .mixed_clients import MixedClients, RequestFailed, Seen
+from .mixed_cluster import Place, cluster
 
 CONCURRENCY = 32
 SETTLE_S = 30.0
 OPERATOR = OperatorAuth()
 MAX_TOLD = 20
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "SPLITSERVE_COORDINATOR_DEAD_AFTER_S": "60",
-}  # a busy machine is no dead worker
 MAX_GROWTH = 1.1  # from a quarter of the requests to the end, of all processes' private memory together
 METRICS = {
     "prompt_tokens": "splitserve_prompt_tokens_total",
     "cached_tokens": "splitserve_prompt_tokens_cached_total",
     "completion_tokens": "splitserve_generation_tokens_total",
 }
-
-
-class Place(NamedTuple):
-    """A cluster under test. ``metrics``: the address of each coordinator process's own; ``usage``: URL of the
-    usage database."""
-
-    url: str
-    metrics: Sequence[str]
-    keys: dict[str, str]
-    model: str
-    usage: str
 
 
 def main() -> int:
@@ -249,59 +229,6 @@ def _blocks(state: dict[str, Any]) -> Iterator[str]:
 
 def _split(total: int, most: int) -> list[int]:
     return [min(most, total - begin) for begin in range(0, total, most)]
-
-
-@contextmanager
-def cluster(folder: Path) -> Iterator[tuple[Place, list[psutil.Process], Path]]:
-    """`splitserve up` with the demo model, three tenants, limits, metering and batches; its processes and its
-    log."""
-    store, keys = TenantStore(folder / "tenants", create=True), {}
-    store.set_tier("small", None, {"requests_per_minute": 6})
-    for tenant, tier in (("a", "premium"), ("b", "standard"), ("limited", "small")):
-        store.set_tenant(tenant, tier=tier)
-        keys[tenant] = store.create_key(tenant, limits={"tokens_per_minute": 1 << 40}).key
-    store.close()
-    port, log = free_port("127.0.0.1"), folder / "log"
-    command = [
-        sys.executable,
-        "-m",
-        "splitserve.cli",
-        "up",
-        "--port",
-        str(port),
-        "--log-level",
-        "warning",
-        "--kv-cache-gib",
-        "0.25",
-    ]
-    command += ["--tenants-file", str(folder / "tenants"), "--batch-file", str(folder / "batches")]
-    url = f"http://127.0.0.1:{port}"
-    with log.open("wb") as sink:
-        process = subprocess.Popen(
-            command, stdout=sink, stderr=subprocess.STDOUT, env={**os.environ, **ENVIRONMENT}
-        )
-    try:
-        deadline = time.monotonic() + 300
-        while not _ready(url):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the cluster did not start: {log.read_text()[-2000:]}")
-            time.sleep(0.2)
-        place = Place(url, [url], keys, DEMO_MODEL_NAME, f"sqlite:///{folder / 'tenants'}-usage")
-        yield place, psutil.Process(process.pid).children(recursive=True), log
-        process.terminate()
-        if (status := process.wait(30)) != 0:
-            raise RuntimeError(f"the cluster ended with {status}: {log.read_text()[-2000:]}")
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-
-
-def _ready(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/ready", timeout=5).status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 if __name__ == "__main__":

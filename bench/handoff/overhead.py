@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import socket
 import statistics
@@ -26,7 +25,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +50,9 @@ from ...transport.messages.messages import (
 )
 from ..environment import environment
 from ..null_workers import start_null_worker
+from .bare_exchange import PAUSE_S, echoing, exchange, round_trip
 
 BATCH = 64
-PAUSE_S = 0.003
 WARM_S, WINDOW_S, WINDOWS = 0.5, 0.4, 5  # sequences end after 19,000 steps
 HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"  # answered with {"status": ...}
 
@@ -171,7 +169,7 @@ def time_to_first_token(windows: int = 10, requests: int = 60) -> dict[str, Any]
     """
     with (
         _null_cluster() as port,
-        _echoing() as dealer,
+        echoing() as dealer,
         LoneWorker() as worker,
         socket.create_connection(("127.0.0.1", port), timeout=10) as connection,
     ):
@@ -194,11 +192,11 @@ def _window(
     connection: socket.socket, dealer: zmq.Socket[bytes], worker: LoneWorker, requests: int
 ) -> dict[str, float]:
     """Medians, in milliseconds."""
-    answers = [_exchange(connection, _request(i), b"0\r\n\r\n") for i in range(requests)]
+    answers = [exchange(connection, _request(i), b"0\r\n\r\n") for i in range(requests)]
     floors = [
-        _exchange(connection, HEALTH, b"}")[1] for _ in range(requests)
+        exchange(connection, HEALTH, b"}")[1] for _ in range(requests)
     ]  # GET /health on the same connection
-    round_trips = [_round_trip(dealer) for _ in range(requests)]
+    round_trips = [round_trip(dealer) for _ in range(requests)]
     alone = [worker.first_token() for _ in range(requests)]
     stages = [_stages(text) for _, _, text in answers]
     firsts = [first for first, _, _ in answers]
@@ -220,43 +218,6 @@ def _window(
     }
 
 
-@contextmanager
-def _echoing() -> Iterator[zmq.Socket[bytes]]:
-    """A socket to a process that sends back by ZeroMQ what it gets."""
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    echo = context.Process(target=_echo, args=(sender,), daemon=True)
-    echo.start()
-    try:
-        with zmq.Context() as own, own.socket(zmq.DEALER) as dealer:
-            dealer.linger = 0
-            dealer.connect(receiver.recv())
-            yield dealer
-    finally:
-        echo.terminate()
-
-
-def _round_trip(dealer: zmq.Socket[bytes]) -> float:
-    """Seconds that a few bytes take to another process and back by ZeroMQ alone, some milliseconds after the
-    last, as requests come."""
-    time.sleep(PAUSE_S)
-    start = time.perf_counter()
-    dealer.send(b"ping")
-    if not dealer.poll(5_000):
-        raise TimeoutError("no answer from the echoing process")
-    dealer.recv()
-    return time.perf_counter() - start
-
-
-def _echo(sender: Connection) -> None:
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
-        port = router.bind_to_random_port("tcp://127.0.0.1")
-        sender.send(f"tcp://127.0.0.1:{port}")
-        while True:
-            router.poll()
-            router.send_multipart(router.recv_multipart())
-
-
 def _request(number: int) -> bytes:
     fields = {"model": DEMO_MODEL_NAME, "prompt": [number % 60 + 1] * 256, "max_tokens": 4, "stream": True}
     body = json.dumps({**fields, "stream_options": {"include_usage": True}}).encode()
@@ -265,17 +226,6 @@ def _request(number: int) -> bytes:
         f"application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body
-
-
-def _exchange(connection: socket.socket, request: bytes, end: bytes) -> tuple[float, float, bytes]:
-    """Seconds to the first and to the last bytes of the answer, and the answer."""
-    start = time.perf_counter()
-    connection.sendall(request)
-    text = connection.recv(1 << 16)
-    first = time.perf_counter() - start
-    while end not in text:
-        text += connection.recv(1 << 16)
-    return first, time.perf_counter() - start, text
 
 
 def _stages(text: bytes) -> dict[str, float]:

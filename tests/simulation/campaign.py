@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from simulation.faults import Scenario
 from simulation.network import LATE_S
-from simulation.scenario import NAMED, Scenario, draw_scenario
+from simulation.scenario import NAMED, draw_scenario
 from simulation.world import World
 
 from splitserve.transport.process.huge_heap import collapse_heap

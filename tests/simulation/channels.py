@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+
+from simulation.process import Process, VirtualPid
 
 from splitserve.transport.channels.coordinator_link import opened_to, worker_of
 from splitserve.transport.messages.fields import has_ended, is_earlier, same_process
@@ -27,9 +28,6 @@ from splitserve.transport.messages.messages import (
     RequestFailed,
     Retired,
 )
-
-if TYPE_CHECKING:
-    from simulation.process import Process
 
 NOTICED_S = 0.5
 """Seconds after which a silent connection is found missing (live: HEARTBEAT_TIMEOUT_MS)."""
@@ -154,16 +152,6 @@ class VirtualNetwork:
         self._incarnation = max(self._incarnation, named[1])
 
 
-class VirtualPid:
-    """What this host knows of one of its processes."""
-
-    def __init__(self, process: Process) -> None:
-        self._process = process
-
-    def alive(self) -> bool:
-        return self._process.alive
-
-
 class VirtualChannel:
     """The connecting end."""
 
@@ -246,9 +234,7 @@ class VirtualListener:
         self.closed = False
         self.on_the_way: Counter[bytes] = Counter()  # messages to it, by sender, where the network loses none
         self._routes: dict[bytes, VirtualChannel] = {}  # the newest of each identity
-        self._opened_to: dict[
-            PeerId, int
-        ] = {}  # by peer, the newest of our incarnations that a channel of it was opened to
+        self._opened_to = dict[PeerId, int]()  # by peer: the newest of ours it opened a channel to
 
     @property
     def socket(self) -> object:

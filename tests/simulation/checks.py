@@ -12,7 +12,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from simulation.builds import FAR
-from simulation.scenario import Faults
+from simulation.faults import Faults
 from simulation.worker_process import TICK_S
 
 from splitserve.decode.core import DecodeCore

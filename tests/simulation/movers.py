@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from simulation.model import NUM_LAYERS
@@ -16,11 +15,11 @@ from simulation.network import LATE_S
 if TYPE_CHECKING:
     from simulation.worker_role import WorkerRole
 
-    from splitserve.transport.messages.messages import PeerId
+
+from simulation.targets import Parcel
 
 from splitserve.transport.errors import MoverError
-from splitserve.transport.movers.interface import Arrival, Item, OneSidedTarget
-from splitserve.transport.movers.lease_book import LeaseBook, ParcelHeader
+from splitserve.transport.movers.interface import Arrival, Item
 
 PARCEL = 4
 """Blocks a parcel, at most."""
@@ -216,105 +215,3 @@ class ParcelSource(Source):
     def _arrive(self, parcel: Parcel) -> None:
         if (target := self.target()) is not None:
             target.run(target.parcels.on_parcel, parcel)
-
-
-@dataclass(frozen=True, slots=True)
-class Parcel:
-    """Layers [first, end) of some blocks, by position in the lease."""
-
-    lease: int
-    secret: bytes
-    first: int
-    end: int
-    slices: list[tuple[int, list[int]]]
-
-
-class MappedTarget(OneSidedTarget):
-    """The receiving side of a writer that has mapped the memory: open as long as that process lives."""
-
-    def address(self, peer: PeerId) -> bytes:
-        return b""
-
-    def shut_out(self, peer: PeerId) -> bool:
-        return False
-
-
-class BookTarget:
-    """The receiving side where this process itself writes what comes: what the real movers' lease book
-    expects and nothing else. (A value counts as a byte.)"""
-
-    one_sided = lingers = False
-
-    def __init__(self, process: WorkerRole) -> None:
-        self._process, self._memory = process, process.memory
-        self.book = LeaseBook(NUM_LAYERS, process.memory.block_size)
-        self.fd = process.world.next_number()
-        self._arrivals: list[Arrival] = []
-
-    def open(self, lease: int, secret: bytes, targets: Mapping[int, int]) -> None:
-        self.book.open(lease, secret, targets)
-
-    def expect_again(self, lease: int, positions: Sequence[int]) -> None:
-        self.book.expect_again(lease, positions)
-
-    def close(self, lease: int) -> None:
-        self.book.close(lease)
-
-    def poll(self, limit: int) -> list[Arrival]:
-        arrivals, self._arrivals = self._arrivals[:limit], self._arrivals[limit:]
-        if not self._arrivals:
-            self._process.network.readable.discard(self.fd)
-        return arrivals
-
-    def close_all(self) -> None:
-        """The end of this role."""
-
-    def _have_arrived(self, arrivals: list[Arrival]) -> None:
-        self._arrivals += arrivals
-        self._process.network.woken(self.fd)
-
-
-class ParcelTarget(BookTarget):
-    """Receives parcels. Every decode worker has one, which counts the corrupt blocks of all movers."""
-
-    def expect_again(self, lease: int, positions: Sequence[int]) -> None:
-        self._process.world.counts["corrupt blocks found"] += len(positions)
-        super().expect_again(lease, positions)
-
-    def address(self, peer: PeerId) -> bytes:
-        return b""
-
-    def shut_out(self, peer: PeerId) -> bool:
-        return True
-
-    def on_parcel(self, parcel: Parcel) -> None:
-        """Whole slices at places that are expected, or nothing."""
-        process = self._process
-        complete = self.take_in(parcel)
-        if complete is None:
-            process.world.counts["parcels refused"] += 1
-            return
-        if process.core.receiver.leases.mover_of(parcel.lease) != "tcp":
-            process.world.violated(
-                f"{process.name}: a parcel of lease {parcel.lease} was written, which had ended or "
-                "belongs to another mover"
-            )
-        self._have_arrived([(parcel.lease, position) for position in complete])
-
-    def take_in(self, parcel: Parcel) -> list[int] | None:
-        """Writes the parcel and returns the positions that are complete now; None where it is not expected
-        (any more), or is cut short."""
-        size, start = (
-            (parcel.end - parcel.first) * self._memory.block_size,
-            parcel.first * self._memory.block_size,
-        )
-        positions = tuple(position for position, _ in parcel.slices)
-        claim = self.book.claim(ParcelHeader(parcel.lease, parcel.secret, start, size, positions))
-        if claim is None:
-            return None
-        if any(len(values) != size for _, values in parcel.slices):
-            self.book.give_back(claim)
-            return None
-        for block, (_, values) in zip(claim.blocks, parcel.slices, strict=True):
-            self._memory.write(block, start, values)
-        return [position for _, position in self.book.complete(claim)]

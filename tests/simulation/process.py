@@ -110,3 +110,13 @@ class Process:
                 self._stop_in_the_middle()
         if self._backlog and self.alive:
             self._wake_later()
+
+
+class VirtualPid:
+    """What this host knows of one of its processes."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+
+    def alive(self) -> bool:
+        return self._process.alive

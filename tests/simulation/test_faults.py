@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 from simulation.campaign import REQUESTS, Report, run, simulate_named
-from simulation.scenario import EVERYTHING, NAMED, Faults, Scenario, draw_scenario
+from simulation.faults import EVERYTHING, Faults, Scenario
+from simulation.scenario import NAMED, draw_scenario
 from simulation.world import World
 
 from splitserve.transport.messages.messages import (

@@ -4,7 +4,8 @@ the simulator: so, several.)"""
 from __future__ import annotations
 
 from simulation.campaign import simulate
-from simulation.scenario import FLIPS, Cluster, Faults, Scenario, draw_scenario
+from simulation.faults import FLIPS, Cluster, Faults, Scenario
+from simulation.scenario import draw_scenario
 
 
 def test_a_failed_mover_leaves_nothing_in_quarantine() -> None:

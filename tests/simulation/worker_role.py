@@ -13,7 +13,7 @@ from simulation.clock import Event
 from simulation.communicators import RendezvousTarget
 from simulation.environment import ReachCheck, environment_of
 from simulation.memory import Memory
-from simulation.movers import MappedTarget, ParcelTarget
+from simulation.targets import MappedTarget, ParcelTarget
 from simulation.watched_blocks import WatchedBlocks
 
 from splitserve.prefill.core import PrefillCore

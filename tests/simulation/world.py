@@ -31,13 +31,13 @@ from simulation.channels import NOTICED_S, VirtualListener, VirtualNetwork
 from simulation.checks import Checks
 from simulation.clients import Clients
 from simulation.clock import EventQueue
-from simulation.communicators import CommunicatorEnd
+from simulation.communicator_ends import CommunicatorEnd
 from simulation.coordinator_process import CoordinatorProcess
+from simulation.faults import Faults, Scenario
 from simulation.host import Host
 from simulation.network import Network
 from simulation.poison import Poison
 from simulation.process import Killed
-from simulation.scenario import Faults, Scenario
 from simulation.worker_process import Home, Kind, WorkerProcess
 from simulation.worker_role import WorkerRole
 
