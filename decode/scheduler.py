@@ -25,8 +25,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ..engine.cache.block_manager import BlockManager
+from ..engine.role_core import SizeLimit
 from ..engine.step.batch import SamplingState, StepOutput, finish_reason, last_output_index, stop_set
-from ..engine.step.step_failures import SizeLimit
 from ..transport.handoff.protocol import Key
 from ..transport.messages.blocks import held
 from ..transport.messages.messages import FinishReason

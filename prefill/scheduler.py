@@ -25,8 +25,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from ..engine.cache.block_manager import BlockManager
+from ..engine.role_core import SizeLimit
 from ..engine.step.batch import SamplingState
-from ..engine.step.step_failures import SizeLimit
 from ..transport.handoff.protocol import Key
 from ..transport.messages.blocks import NO_BLOCK, chain, held, num_behind, root_hash
 from ..transport.messages.messages import Peer, PeerId, RequestSpec, u32_array

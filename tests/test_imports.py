@@ -87,6 +87,8 @@ PURE = [
     "splitserve.worker.roles",
     "splitserve.engine.cache.block_manager",
     "splitserve.engine.role_core",
+    "splitserve.transport.handoff.held_back",
+    "splitserve.transport.handoff.reachability",
     "splitserve.transport.handoff.sender",
     "splitserve.transport.handoff.receiver",
 ]

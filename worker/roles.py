@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 from ..engine.cache.block_manager import BlockManager
 from ..engine.errors import EngineError
-from ..engine.role_core import RoleCore
-from ..engine.step.step_failures import BROKEN_AFTER
+from ..engine.role_core import BROKEN_AFTER, RoleCore
 from ..transport.messages.messages import Role
 
 _log = logging.getLogger(__name__)

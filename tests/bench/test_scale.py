@@ -7,7 +7,8 @@ from argparse import Namespace
 from pathlib import Path
 
 from splitserve.bench.http.streaming_servers import model_folder
-from splitserve.bench.scale import STREAMS_PER_WORKER, measured, needed, simulated
+from splitserve.bench.scale import STREAMS_PER_WORKER, measured, needed
+from splitserve.bench.scale_simulated import simulated
 
 
 def test_what_a_coordinator_is_given_is_counted(tmp_path: Path) -> None:

@@ -15,12 +15,13 @@ from splitserve.transport.channels import coordinator_link
 from splitserve.transport.channels.coordinator_link import CoordinatorLink
 from splitserve.transport.channels.coordinator_links import CoordinatorLinks
 from splitserve.transport.handoff import sending_end
+from splitserve.transport.handoff.held_back import HeldBack
 from splitserve.transport.handoff.mover_tests import MoverTests
 from splitserve.transport.handoff.reachability import Reachability
 from splitserve.transport.handoff.receiver import HandoffReceiver
 from splitserve.transport.handoff.receiving_end import ReceivingEnd
 from splitserve.transport.handoff.sender import HandoffSender
-from splitserve.transport.handoff.sending_end import HeldBack, SendingEnd
+from splitserve.transport.handoff.sending_end import SendingEnd
 from splitserve.worker.steps import RunningStep
 
 Patch = pytest.MonkeyPatch

@@ -10,8 +10,8 @@ from support.worker_pair import WorkerPair, spec
 
 from splitserve.bench.null_workers import NullRunner
 from splitserve.engine.errors import DeviceLostError, EngineError
+from splitserve.engine.role_core import BROKEN_AFTER
 from splitserve.engine.step.batch import Batch, StepOutput
-from splitserve.engine.step.step_failures import BROKEN_AFTER
 from splitserve.transport.messages.messages import RequestFailed, StepTokens, from_u32
 
 NUM_SEQS, POISON, NUM_TOKENS = 6, 3, 50

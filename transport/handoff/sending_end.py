@@ -4,10 +4,8 @@ pools, checksums of sent blocks."""
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from functools import partial
-from typing import TypeAlias
 
 from ..channels.coordinator_link import identity_of
 from ..environment import Channel, Environment, Network
@@ -15,6 +13,7 @@ from ..errors import PeerEnded, TransportError
 from ..messages.fields import is_earlier, same_process
 from ..messages.messages import BETWEEN_MOVERS, FROM_DECODE, Message, Met, PeerId, Placed, Release, u64
 from ..movers.interface import FALLBACK_MOVER, PutSource, as_talking_source
+from .held_back import HeldBack, Writing
 from .layer_slicing import TransferClock
 from .protocol import (
     CancelPuts,
@@ -35,54 +34,7 @@ RECEIVE_LIMIT = 256
 LOOK_S, IDLE_LOOK_S = 0.05, 1.0  # between two looks for unreachable peers
 FENCED = "the decode worker has been fenced, and goes on as a new incarnation"
 RESTARTED = "the decode worker has been started anew"
-Send: TypeAlias = Callable[[], None]
-Writing: TypeAlias = Callable[[int], bool]
-"""Whether a put under this lease may still be writing."""
 _log = logging.getLogger(__name__)
-
-
-class HeldBack:
-    """Messages about blocks that a put may still be writing. Pure.
-
-    A message that lets the peer read blocks (Placed, Handoff) or reuse them (Release) waits, in order, until
-    no put under its lease is under way. After a mover was closed in the middle of one, nothing more is sent
-    about its lease, and the peer shuts this worker out before it reuses those blocks."""
-
-    def __init__(self) -> None:
-        self._queues: dict[PeerId, deque[tuple[int, Send]]] = {}
-        self._unsettled: set[int] = set()  # leases under which a put of a closed mover may still land
-
-    def send(self, peer: PeerId, lease: int, writing: Writing, send: Send) -> None:
-        """Call ``send`` as soon as the message may go; ``lease`` 0: it is about no blocks."""
-        if lease in self._unsettled:
-            return
-        queue = self._queues.get(peer, ())
-        if lease and (writing(lease) or any(held == lease for held, _ in queue)):
-            self._queues.setdefault(peer, deque()).append((lease, send))
-        else:
-            send()
-
-    def written(self, peer: PeerId, writing: Writing) -> None:
-        """Send the messages whose puts have ended."""
-        if peer not in self._queues:
-            return
-        queue, still = self._queues.pop(peer), set[int]()
-        for lease, send in queue:
-            if lease in still or writing(lease):
-                still.add(lease)
-                self._queues.setdefault(peer, deque()).append((lease, send))
-            else:
-                send()
-
-    def waits(self, peer: PeerId) -> bool:
-        """Return whether a message to this peer waits."""
-        return peer in self._queues
-
-    def close(self, peer: PeerId, unsettled: Iterable[int]) -> None:
-        """Drop the peer's messages: its mover is closed, and under the leases ``unsettled`` a put may still
-        land. Handoff is of no use any more, and Release is sent again when the peer asks."""
-        self._unsettled.update(unsettled)
-        self._queues.pop(peer, None)
 
 
 class SendingEnd:

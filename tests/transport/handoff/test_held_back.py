@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from splitserve.transport.handoff.sending_end import HeldBack
+from splitserve.transport.handoff.held_back import HeldBack
 
 PEER = ("d0", 1)
 
