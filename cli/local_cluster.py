@@ -112,7 +112,7 @@ async def _run(plan: Plan, entry: str) -> int:
 
 def _work(plan: Plan) -> Callable[[], Awaitable[int]]:
     """What happens once the system serves."""
-    from .chat import answer_once, converse
+    from .terminal.chat import answer_once, converse
 
     settings = ChatSettings(url=plan.url, api_key_file=plan.up.api_key_file)
 

@@ -200,14 +200,14 @@ for added in (
     ),
     command(
         "top",
-        "cli.top:main",
+        "cli.terminal.top:main",
         "Live workers, latencies and requests of a running server in this terminal; q quits.",
     ),
-    command("chat", "cli.chat:main", "Chat with a running server in this terminal."),
+    command("chat", "cli.terminal.chat:main", "Chat with a running server in this terminal."),
     keygen,
     command(
         "doctor",
-        "cli.doctor:main",
+        "cli.doctor.doctor:main",
         "Check whether this machine can serve, and print what to do where it cannot.",
     ),
     command(

@@ -13,9 +13,10 @@ workers has room.
     progress.py       workers' messages about it      suspicion.py   requests that kill workers
     pools.py          the workers, by role            snapshot.py    the present state, as values
     worker.py         one worker                      assignments.py the requests of each worker
-    time_ledger.py    where a request's time goes
-    outcomes.py       counts, readiness
-    actions.py        the actions for the shell
+    open_workers.py   the workers with room           cache_index.py the workers that have a block
+    time_ledger.py    where a request's time goes     worker_fit.py  which workers fit together
+    outcomes.py       counts, readiness               busy_window.py how busy a worker was lately
+    actions.py        the actions for the shell       name_hash.py   orders alike in each coordinator
 """
 
 from __future__ import annotations

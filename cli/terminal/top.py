@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from .operator_access import operator_access
-from .settings import TopSettings
-from .tls_trust import trust
+from ..operator_access import operator_access
+from ..settings import TopSettings
+from ..tls_trust import trust
 from .top_view import Picture, render, trouble
 
 MAX_POINTS = 450

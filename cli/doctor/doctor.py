@@ -16,14 +16,14 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
-from ..coordinator.run_folder import find_door
-from .checks import Finding, model_problem, port_problem
-from .config import ConfigError
-from .extras import missing_for
-from .model_source import with_folder
+from ...coordinator.run_folder import find_door
+from ..checks import Finding, model_problem, port_problem
+from ..config import ConfigError
+from ..extras import missing_for
+from ..model_source import with_folder
+from ..settings import DEMO_MODEL, DoctorSettings
 from .peer_check import check_peer
 from .peer_listener import DEFAULT_PORT
-from .settings import DEMO_MODEL, DoctorSettings
 
 GIB = 1 << 30
 MIN_OPEN_FILES = 4096
@@ -57,8 +57,8 @@ def _report(findings: Iterable[Finding], console: Console, good: str) -> int:
 
 def _listen(settings: DoctorSettings, console: Console) -> int:
     """Until a signal."""
-    from ..transport.channels.keys import load_key
-    from ..transport.errors import AddressError, KeyFileError
+    from ...transport.channels.keys import load_key
+    from ...transport.errors import AddressError, KeyFileError
     from .peer_listener import Address, listening
 
     assert settings.key_file is not None, "checked with the settings"
@@ -165,7 +165,7 @@ def check_kernels(_: DoctorSettings) -> Iterator[Finding]:
     if missing_for("worker"):
         return
     if importlib.util.find_spec("splitserve.kernels._cpu"):
-        from ..engine.device import cpu_kernels_in_words
+        from ...engine.device import cpu_kernels_in_words
 
         try:
             importlib.import_module("splitserve.kernels.native_cpu")
@@ -173,8 +173,8 @@ def check_kernels(_: DoctorSettings) -> Iterator[Finding]:
             yield Finding("note", "C++ kernels for CPUs are of another checkout", str(error))
             return
         yield Finding("ok", f"C++ kernels for CPUs are built: {cpu_kernels_in_words()}")
-        from ..engine.cache.memory_claims import MemoryClaims
-        from ..engine.cpu_threads import AUTO, choose_threads, cpu_quota, usable_cores
+        from ...engine.cache.memory_claims import MemoryClaims
+        from ...engine.cpu_threads import AUTO, choose_threads, cpu_quota, usable_cores
 
         with MemoryClaims("").turn() as others:
             threads = choose_threads(AUTO, usable_cores(), cpu_quota(), others.cores, 0)
@@ -218,8 +218,8 @@ def _ports_of_ours(host: str, port: int) -> set[int]:
 def check_key(settings: DoctorSettings) -> Iterator[Finding]:
     if settings.key_file is None:
         return
-    from ..transport.channels.keys import load_key
-    from ..transport.errors import KeyFileError
+    from ...transport.channels.keys import load_key
+    from ...transport.errors import KeyFileError
 
     try:
         load_key(settings.key_file)
@@ -260,8 +260,8 @@ def check_model(settings: DoctorSettings) -> Iterator[Finding]:
     if missing_for("worker"):
         yield Finding("ok", f"model {folder.name}: all files are there; a host with workers looks into them")
         return
-    from ..engine.errors import EngineError
-    from ..engine.load_model import expected_worker
+    from ...engine.errors import EngineError
+    from ...engine.load_model import expected_worker
 
     try:
         worker = expected_worker(folder)

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from splitserve.cli.checks import model_problem
-from splitserve.cli.doctor import main
+from splitserve.cli.doctor.doctor import main
 from splitserve.cli.settings import DEMO_MODEL, DoctorSettings
 from splitserve.coordinator.run_folder import Door, RunFolder, announce
 from splitserve.engine import device, load_model

@@ -19,10 +19,10 @@ import pytest
 import zmq
 from rich.console import Console
 
-from splitserve.cli import peer_check, peer_listener
 from splitserve.cli.config import ConfigError, Sources, Value, load
-from splitserve.cli.doctor import main
-from splitserve.cli.peer_listener import Address, PeerListener, listening
+from splitserve.cli.doctor import peer_check, peer_listener
+from splitserve.cli.doctor.doctor import main
+from splitserve.cli.doctor.peer_listener import Address, PeerListener, listening
 from splitserve.cli.settings import DoctorSettings
 from splitserve.cli.up import free_ports
 from splitserve.transport.channels.channels import RouterChannel

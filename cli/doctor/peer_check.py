@@ -21,13 +21,14 @@ import numpy as np
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from .. import __version__
-from ..transport.channels.keys import ClusterKey, load_key
-from ..transport.errors import KeyFileError, MoverError
-from ..transport.messages.fields import WIRE_VERSION, is_neighbour
-from ..transport.process.host import host_identity
-from .checks import Finding
-from .extras import missing_for
+from ... import __version__
+from ...transport.channels.keys import ClusterKey, load_key
+from ...transport.errors import KeyFileError, MoverError
+from ...transport.messages.fields import WIRE_VERSION, is_neighbour
+from ...transport.process.host import host_identity
+from ..checks import Finding
+from ..extras import missing_for
+from ..settings import DoctorSettings
 from .peer_listener import (
     ARRIVAL_S,
     LAYER_BYTES,
@@ -43,7 +44,6 @@ from .peer_listener import (
     checksum_of,
     movers,
 )  # fmt: skip
-from .settings import DoctorSettings
 
 CONNECT_S = 3.0
 ANSWER_S = 5.0
@@ -157,7 +157,7 @@ def _clock(peer: PeerSocket) -> tuple[Who, float, float]:
 
 def _bandwidth(peer: PeerSocket, who: Who, address: Address) -> Iterator[Finding]:
     """Raises NoAnswer."""
-    from ..transport.movers.tcp.sealing import DataAddress
+    from ...transport.movers.tcp.sealing import DataAddress
 
     data = replace(DataAddress.parse(who.data_address), host=address.host.strip("[]"))
     if problem := _unreachable(data.host, data.port):
@@ -191,7 +191,7 @@ def _rate(
 ) -> float:
     """Bytes per second, the best of some rounds. Raises MoverError where blocks are lost or changed,
     NoAnswer."""
-    from ..transport.movers.tcp.source import TcpSource
+    from ...transport.movers.tcp.source import TcpSource
 
     best, expected = 0.0, checksum_of(pool)
     source = TcpSource(data_address, pool, plain)

@@ -15,11 +15,11 @@ import httpx
 import orjson
 from rich.console import Console
 
+from ..checks import read_key
+from ..settings import ChatSettings
+from ..tls_trust import trust
 from .chat_commands import KEYS, ChatCommands, show
 from .chat_screen import AnswerScreen, lines
-from .checks import read_key
-from .settings import ChatSettings
-from .tls_trust import trust
 
 Message = dict[str, str]
 

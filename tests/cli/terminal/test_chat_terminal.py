@@ -15,7 +15,7 @@ from rich.console import Console
 from support.http_fakes import FakeDispatcher, write_tiny_model
 from support.terminal import Terminal, terminal
 
-from splitserve.cli.chat_screen import AnswerScreen, end_of_block
+from splitserve.cli.terminal.chat_screen import AnswerScreen, end_of_block
 from splitserve.coordinator.server import HttpApp, HttpServer
 from splitserve.coordinator.text.served_model import ServedModel
 

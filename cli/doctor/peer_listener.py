@@ -14,16 +14,16 @@ import msgspec
 import numpy as np
 import zmq
 
-from .. import __version__
-from ..transport.channels.authenticator import Authenticator
-from ..transport.channels.keys import ClusterKey
-from ..transport.errors import AddressError
-from ..transport.messages.fields import WIRE_VERSION
-from ..transport.process.host import host_identity
-from .extras import missing_for
+from ... import __version__
+from ...transport.channels.authenticator import Authenticator
+from ...transport.channels.keys import ClusterKey
+from ...transport.errors import AddressError
+from ...transport.messages.fields import WIRE_VERSION
+from ...transport.process.host import host_identity
+from ..extras import missing_for
 
 if TYPE_CHECKING:
-    from ..transport.movers.tcp.target import TcpTarget
+    from ...transport.movers.tcp.target import TcpTarget
 
 NUM_BLOCKS, NUM_LAYERS, LAYER_BYTES = 64, 16, 64 << 10
 TOTAL_BYTES = NUM_BLOCKS * NUM_LAYERS * LAYER_BYTES
@@ -117,7 +117,7 @@ class PeerListener:
     def _open_target(self, address: Address) -> None:
         if missing_for("worker"):
             return
-        from ..transport.movers.tcp.target import TcpTarget
+        from ...transport.movers.tcp.target import TcpTarget
 
         self._pool = np.zeros((NUM_BLOCKS, NUM_LAYERS, LAYER_BYTES), np.uint8)
         self._target = TcpTarget(address.zmq(1), self._pool, takes_plain=True)
@@ -173,7 +173,7 @@ def movers() -> tuple[str, ...]:
     """What a worker of this host would offer by default."""
     if missing_for("worker"):
         return ()
-    from ..transport.movers.opening import offered
+    from ...transport.movers.opening import offered
 
     return offered("auto", False, False)
 

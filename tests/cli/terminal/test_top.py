@@ -22,7 +22,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from rich.console import Console
 
-from splitserve.cli.top_view import Picture, render
+from splitserve.cli.terminal.top_view import Picture, render
 from splitserve.coordinator.dashboard.live_view import LiveView
 from splitserve.coordinator.lifecycle.time_ledger import TimeLedger
 from splitserve.coordinator.metrics.request_record import RequestRecord
@@ -43,7 +43,10 @@ STEERING = {
     ],
 }
 KEY = "k" * 32
-PATIENT_TOP = "from splitserve.cli import main, top; top.PATIENCE_S = 60; main.main()"
+PATIENT_TOP = (
+    "from splitserve.cli.main import main; from splitserve.cli.terminal import top; "
+    "top.PATIENCE_S = 60; main()"
+)
 
 
 def live_view() -> LiveView:

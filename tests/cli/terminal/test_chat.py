@@ -12,8 +12,8 @@ import pytest
 from support.fake_openai import USAGE, fake_openai
 
 from splitserve.cli import start
-from splitserve.cli.chat import account, answer_once, converse
 from splitserve.cli.settings import ChatSettings
+from splitserve.cli.terminal.chat import account, answer_once, converse
 from splitserve.loadgen.settings import LoadSettings
 from splitserve.transport.process.private_files import write_private
 
