@@ -103,13 +103,13 @@ class OpenWorkers:
         if begin == len(ranked):
             return []
         max_rank = ranked[begin][2].max_competing_rank(num_tokens)
-        equals = ranked[begin : bisect_left(ranked, (max_rank, inf), begin + 1)]
-        if limit is None or len(equals) <= limit:
-            return [worker for _, _, worker in equals if suits(worker)]
+        end = bisect_left(ranked, (max_rank, inf), begin + 1)
+        if limit is None or end - begin <= limit:
+            return [worker for _, _, worker in ranked[begin:end] if suits(worker)]
         if session:
             number = hash64(session)
-            suitable = (w for _, _, w in equals if suits(w))
+            suitable = (w for _, _, w in ranked[begin:end] if suits(w))
             return nlargest(limit, suitable, lambda w: shuffled(w.name_hash, number))
-        first = turn * GOLDEN % len(equals)
-        in_turn = chain(islice(equals, first, None), islice(equals, first))
-        return list(islice((worker for _, _, worker in in_turn if suits(worker)), limit))
+        first = begin + turn * GOLDEN % (end - begin)
+        in_turn = (ranked[i][2] for i in chain(range(first, end), range(begin, first)))
+        return list(islice(filter(suits, in_turn), limit))
