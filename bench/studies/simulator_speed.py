@@ -6,8 +6,8 @@ busy: Poisson, with lengths of the Azure conversation trace's medians and spread
 compressed. Measured from the first arrival to the last end.
 
     python -m splitserve.bench.studies.simulator_speed --json out.json
-    python -m splitserve.bench.studies.simulator_speed --workers 1000 --requests 1000000 \\
-        --loads conversation --json out.json
+    python -m splitserve.bench.studies.simulator_speed --workers 1000 --requests 1000000 --sketch alone \\
+        --json out.json
     python -m splitserve.bench.studies.simulator_speed --workers 100 \\
         --trace ../shared/data/azure/AzureLLMInferenceTrace_conv.csv \\
         --json out.json
@@ -100,18 +100,29 @@ def measure(kind: str, num_workers: int, trace: Trace, jumps: bool = True) -> di
     }
 
 
-def measure_sketch(kind: str, num_workers: int, trace: Trace, simulated: dict[str, Any]) -> dict[str, Any]:
-    """The same sketched: how much faster, and how far from the simulated percentiles."""
+def measure_sketch(
+    kind: str, num_workers: int, trace: Trace, simulated: dict[str, Any] | None
+) -> dict[str, Any]:
+    """The same sketched: how much faster, and how far from the simulated percentiles, if these are given."""
     cluster, bounds = cluster_of(kind, num_workers), Slo()
     began = time.process_time()
     found = sketched(cluster, trace, bounds)
     took = time.process_time() - began
     latency = sketch_summary(found, cluster, trace, bounds)["latency_s"]
-    off = {
-        name: {p: one[p] / simulated["latency_s"][name][p] - 1 for p in ("p50", "p90", "p99")}
-        for name, one in latency.items()
+    seen: dict[str, Any] = {
+        "workers": num_workers,
+        "requests": found.num_ended,
+        "refused": found.num_refused,
+        "cpu_s": took,
     }
-    return {"requests_per_cpu_s": found.num_ended / took, "latency_s": latency, "off": off}
+    seen |= {"requests_per_cpu_s": found.num_ended / took, "simulated_s": found.elapsed_s}
+    seen |= {"peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+    if simulated is not None:
+        seen["off"] = {
+            name: {p: one[p] / simulated["latency_s"][name][p] - 1 for p in ("p50", "p90", "p99")}
+            for name, one in latency.items()
+        }
+    return {**seen, "latency_s": latency}
 
 
 def main() -> int:
@@ -123,7 +134,7 @@ def main() -> int:
     parser.add_argument("--loads", nargs="+", choices=sorted(LENGTHS), default=sorted(LENGTHS, reverse=True))
     parser.add_argument("--trace", type=Path, help="in place of the made-up loads")
     parser.add_argument(
-        "--sketch", action="store_true", help="sketch each load too, and tell how far off that is"
+        "--sketch", choices=("too", "alone"), help="sketch each load; too: and tell how far off that is"
     )
     parser.add_argument(
         "--stepped", action="store_true", help="simulate every layer and heartbeat, to compare with"
@@ -136,6 +147,12 @@ def main() -> int:
         for num_workers in arguments.workers:
             counts = num_workers, arguments.requests
             trace = compressed(arguments.trace, *counts) if arguments.trace else synthetic(kind, *counts)
+            if arguments.sketch == "alone":
+                results[kind].append(seen := measure_sketch(kind, num_workers, trace, None))
+                print(
+                    f"{kind}, {num_workers} workers: {seen['requests_per_cpu_s']:,.0f} a second", flush=True
+                )
+                continue
             found = measure(kind, num_workers, trace, not arguments.stepped)
             results[kind].append(found)
             rate, busy = found["requests_per_cpu_s"], ", ".join(f"{share:.0%}" for share in found["busy"])

@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from ...planner.search.sketch import SketchPool, StepTimes
+from ...planner.search.sketch import SketchPool
+from ...planner.search.step_times import StepTimes
 from ...planner.simulator.cluster import Cluster, Pool, PoolRole
 from ...planner.simulator.records import RequestRecord
 from ...planner.simulator.simulation import Simulation

@@ -10,7 +10,7 @@ from ...engine.latency_profile import Profile
 from ...traces.request import TraceRequest
 from ..simulator.slo import Slo
 from .candidates import Candidate, Hardware
-from .sketch import Arrival
+from .sketched_worker import Arrival
 
 LARGEST_BATCH = 512
 

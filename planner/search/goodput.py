@@ -21,7 +21,9 @@ from ..simulator.tallies import Tallies
 from .candidates import Candidate, Hardware, with_mover
 from .demand import Demand, arrivals, bound
 from .look import Look
-from .sketch import Arrival, Sketch, Sketched, SketchPool, StepTimes
+from .sketch import Sketch, Sketched, SketchPool
+from .sketched_worker import Arrival
+from .step_times import StepTimes
 
 PRECISION = 0.04
 """Bisection ends when the goodput is known to this share of itself."""

@@ -1,23 +1,37 @@
-"""A sketch of a cluster under a load: prompts queue, sequences share a device, nothing else is there. It
-ranks; the simulator decides.
+"""A cluster under a load, decision by decision: the coordinator's queue, placement and routing as they ship,
+called directly; workers and links in closed form.
 
-Prompts go to the worker with the fewest tokens before it and are computed in chunks, shortest first with
-aging. Between two arrivals a decode batch is a fluid: its steps take the profiled time for its sequences and
-context. On a worker of both roles a step with prompts has its sequences, too. Without messages, full caches
-and protocol a request takes about forty microseconds.
+Prompts are computed in chunks, shortest first with aging. Equal decode steps are one event, until a sequence
+ends or joins. On a worker of both roles a step with prompts has its sequences, too. Of messages there are
+only their times; there are no tokens, no failures, and one prefix cache without bound, unknown to routing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from math import inf
 
-from ...engine.latency_profile import Profile
-from ...transport.messages.prompt_order import prompt_rank
+from ...coordinator.lifecycle.actions import Action, Send
+from ...coordinator.lifecycle.lifecycle import CHARGE_EVERY_S
+from ...coordinator.lifecycle.limits import LifecycleLimits
+from ...coordinator.lifecycle.placement import Placement
+from ...coordinator.lifecycle.pools import Pools
+from ...coordinator.lifecycle.request import Request
+from ...coordinator.lifecycle.request_queue import RequestQueue
+from ...coordinator.lifecycle.state_machine import RequestStateMachine
+from ...coordinator.lifecycle.worker import WorkerRecord
+from ...transport.messages.messages import Alive, Hello, Load, Role
+from ..simulator.coordinator import TICK_S
+from ..simulator.events import EventQueue
+from ..simulator.process import identity_of
+from ..simulator.prompts import NO_SINK, sampling
 from ..simulator.slo import Slo
+from .sketched_worker import Arrival, Asked, SketchWorker
+from .step_times import StepTimes
 
 COORDINATOR_S = 1e-3
+NOTHING = Alive(coordinator=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,72 +44,14 @@ class SketchPool:
     generates: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """``num_new``: prompt tokens that no prefix cache has."""
-
-    at_s: float
-    num_new: int
-    num_prompt: int
-    num_output: int
-
-
-class StepTimes:
-    """A profile's step times as tables, for ``max_batch_tokens`` prompt tokens and ``max_num_seqs`` sequences
-    in a step."""
-
-    def __init__(self, profile: Profile, max_batch_tokens: int, max_num_seqs: int) -> None:
-        self.max_batch_tokens, self.max_num_seqs = max_batch_tokens, max_num_seqs
-        self.least_prompt_tokens = min(profile.memory.block_size, max_batch_tokens)  # beside sequences
-        self.num_tokens = profile.memory.num_blocks * profile.memory.block_size
-        prefill, decode = profile.prefill.seconds, profile.decode.seconds
-        self._prompt = [prefill(n, 0, 0) for n in range(max_batch_tokens + 1)]
-        self._prompt_read = [prefill(n, 1e6, 0) * 1e-6 - 1e-6 * base for n, base in enumerate(self._prompt)]
-        self._prompt_seq, self._prompt_cached = (
-            profile.prefill.pieces[-1].seq_s,
-            profile.prefill.pieces[-1].cached_s,
-        )
-        self._decode = [decode(n, 0, n) for n in range(max_num_seqs + 1)]
-        self._decode_read = [decode(n, 1e6, n) * 1e-6 - 1e-6 * base for n, base in enumerate(self._decode)]
-        self.prefill_loop_s, self.decode_loop_s = profile.prefill_loop_s, profile.decode_loop_s
-        self._once_s = self.prefill_loop_s + profile.once_s
-        handoff = profile.handoff
-        self._token_s = profile.memory.block_bytes / profile.memory.block_size / handoff.bytes_per_s
-        self._handoff_s = 2 * handoff.message_s + handoff.put_s + handoff.join_s
-        self._num_layers = profile.memory.num_layers
-        self.message_s = handoff.message_s
-        self.handoff_to_itself_s = 3 * handoff.message_s + handoff.join_s
-
-    def decode_s(self, num_seqs: int, context: float) -> float:
-        return self._decode[num_seqs] + self._decode_read[num_seqs] * context + self.decode_loop_s
-
-    def prompts_s(self, units: int, reads: float, seqs: int, cached: int) -> float:
-        seconds = (
-            self._prompt[units]
-            + self._prompt_read[units] * reads
-            + self._prompt_seq * seqs
-            + self._prompt_cached * cached
-        )
-        return seconds + self.prefill_loop_s
-
-    def both_s(self, prompts_s: float, num_seqs: int, context: float) -> float:
-        """Seconds of a step of prompts that takes ``prompts_s`` without these sequences."""
-        return max(0.0, prompts_s + self.decode_s(num_seqs, context) - self._once_s)
-
-    def handoff_s(self, num_new: int, computed_in_s: float) -> float:
-        """What of the transfer is left when the prompt is computed: the last layer of the last chunk, or what
-        the link could not keep up with."""
-        last = min(num_new, self.max_batch_tokens) * self._token_s / self._num_layers
-        return self._handoff_s + max(last, num_new * self._token_s - computed_in_s)
-
-
 @dataclass(slots=True)
 class Sketched:
     """``num_good`` of ``num_ended``. ``busy_s``: seconds in which steps ran, over all workers, by pool: (with
-    prompts, without)."""
+    prompts, without). Times are of those that finished."""
 
     num_good: float = 0
     num_ended: int = 0
+    num_refused: int = 0  # of them: too long for the workers
     elapsed_s: float = 0.0
     busy_s: list[tuple[float, float]] = field(default_factory=list)
     ttft_s: list[float] = field(default_factory=list)
@@ -107,28 +63,16 @@ class Sketched:
         return max(0.0, self.num_good / max(1, self.num_ended))
 
 
-@dataclass(slots=True, eq=False)
-class _Worker:
-    number: int
-    pool: int
-    times: StepTimes
-    prompts: list[tuple[tuple[bool, float], int]] = field(default_factory=list)  # by rank: requests
-    pending: int = 0  # tokens of those
-    stepping: bool = False  # a step of prompts runs, or what is left of the one of sequences before it
-    due: float = 0.0  # decode steps that this is: one, the part that is left, or 0 without sequences
-    chunks: list[tuple[int, int]] = field(default_factory=list)  # of the step: (request, tokens)
-    running: list[tuple[float, int]] = field(default_factory=list)  # by the number of steps at which they end
-    steps: float = 0.0  # decode steps so far
-    context: float = 0.0  # tokens in the caches of those running
-    at: float = 0.0  # time up to which it has advanced
-    version: int = 0  # of the next event
-    held: int = 0  # sequences that have a place
-    held_tokens: int = 0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
+class _Machine(RequestStateMachine):
+    """Dispatches to workers here, without a message."""
 
+    dispatched: Callable[[Asked, WorkerRecord, WorkerRecord], None]
 
-_STEPPED, _FLUID, _JOINS, _DECODED = range(4)
+    def dispatch(self, request: Request, prefill: WorkerRecord, decode: WorkerRecord, now: float) -> Action:
+        assert isinstance(request, Asked), "all requests are"
+        self.assignments.assign(request, prefill, decode)
+        self.dispatched(request, prefill, decode)
+        return Send(prefill.id, NOTHING)
 
 
 class Sketch:
@@ -143,261 +87,171 @@ class Sketch:
         coordinator_s: float = COORDINATOR_S,
     ) -> None:
         self._bounds, self._allowed, self._coordinator_s = bounds, allowed, coordinator_s
-        self._prefills: list[_Worker] = []  # but those that generate too
-        self._decodes: list[_Worker] = []
-        self._workers: list[_Worker] = []
+        self.workers: list[SketchWorker] = []
+        self.events = EventQueue()
+        limits = LifecycleLimits()
+        self._heartbeat_s = limits.heartbeat_s
+        self.pools, self._queue = Pools(limits), RequestQueue(limits.starving_s)
+        self._machine = _Machine(1, limits, self.pools, self._queue)
+        self._machine.dispatched = self._dispatched
+        self._placement = Placement("hybrid", self._queue, self.pools, self._machine)
+        self.worker_of: dict[WorkerRecord, SketchWorker] = {}
+        self._decodes: list[WorkerRecord] = []
         for index, pool in enumerate(pools):
-            for _ in range(pool.count):
-                worker = _Worker(len(self._workers), index, pool.times)
-                self._workers.append(worker)
-                if pool.computes and not pool.generates:
-                    self._prefills.append(worker)
+            both = pool.computes and pool.generates
+            for number in range(pool.count):
+                worker = SketchWorker(len(self.workers), index, pool.times, self.events, self)
+                self.workers.append(worker)
+                if pool.computes:
+                    self.open(worker, "prefill", f"prefill-{index}-{number}", both)
                 if pool.generates:
-                    self._decodes.append(worker)
-        self._together = [pool.computes and pool.generates for pool in pools]
+                    self.open(worker, "decode", f"decode-{index}-{number}", both)
         self._num_pools = len(pools)
-        # when, number, kind, whose, version or request
-        self._events: list[tuple[float, int, int, _Worker | None, int]] = []
-        self._number = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anything goes on, or is to come."""
+        waiting_or_over = self.known.num_ended + len(self._queue)
+        return bool(self._machine.assignments.by_dispatch) or waiting_or_over < len(self._arrivals)
+
+    def requests(self) -> list[Asked]:
+        """Those that have come and not ended."""
+        found = *self._machine.assignments.by_dispatch.values(), *self._queue
+        return [request for request in found if isinstance(request, Asked)]
+
+    def open(self, worker: SketchWorker, role: Role, name: str, both: bool = False) -> None:
+        """Have a worker take new work in this role; and in no other, unless it takes ``both``. Its name, by
+        which ties are broken, is the simulator's."""
+        times = worker.times
+        incarnation = len(self.worker_of) + 1
+        hello = Hello(
+            worker_id=name,
+            incarnation=incarnation,
+            role=role,
+            host="sketched",
+            pid=worker.number + 1,
+            model=identity_of(times.memory),
+            max_model_len=times.memory.max_model_len,
+            vocab_size=1 << 30,
+            num_blocks=times.memory.num_blocks,
+            max_num_seqs=times.max_num_seqs,
+            max_batch_tokens=times.max_batch_tokens,
+            process=str(worker.number) if both else "",
+            mixed=both,
+        )
+        self.pools.add(hello, 0.0)
+        record = self.pools.workers[name, incarnation]
+        self.worker_of[record] = worker
+        if role == "decode":
+            self._decodes.append(record)
 
     def run(self, arrivals: Sequence[Arrival]) -> Sketched:
-        self._arrivals = arrivals
-        self._left = [a.num_new for a in arrivals]
-        self._first = [0.0] * len(arrivals)
-        self._place: list[_Worker | None] = [None] * len(arrivals)  # the worker that generates
-        self._waiting: list[int] = []  # nobody has room to generate for them
-        self._known, self._missed = Sketched(), [0] * len(self._bounds.parts)
-        events, following = self._events, 0
-        while True:
-            if following < len(arrivals) and (not events or arrivals[following].at_s <= events[0][0]):
-                self._now = arrivals[following].at_s
-                self._arrive(following)
-                following += 1
-            elif events:
-                self._now, _, kind, worker, value = heappop(events)
-                if worker is None:
-                    self._join(value)
-                elif kind == _STEPPED:
-                    self._stepped(worker, value)
-                elif kind == _DECODED:
-                    self._decoded(worker, value)
-                elif worker.version == value:
-                    self._follow(worker)
-                    self._go_on(worker)
-            else:
-                break
-            if self._known.num_ended - self._known.num_good > self._allowed:
-                break
-        known = self._known
-        known.elapsed_s = self._now - arrivals[0].at_s
+        self._arrivals, events = arrivals, self.events
+        self.known, self._missed = known, _ = Sketched(), [0] * len(self._bounds.parts)
+        events.now = began_at = arrivals[0].at_s
+        events.at(began_at + self._coordinator_s, self._arrive, 0)
+        events.after(self._heartbeat_s, self._report)
+        events.after(TICK_S, self._tick, began_at - TICK_S)
+        events.run_while(lambda: known.num_ended - known.num_good <= self._allowed)
+        known.elapsed_s = events.now - began_at
         for pool in range(self._num_pools):
-            of = [w for w in self._workers if w.pool == pool]
+            of = [w for w in self.workers if w.pool == pool]
             known.busy_s.append((sum(w.prefill_s for w in of), sum(w.decode_s for w in of)))
         return known
 
-    def _at(self, when: float, kind: int, worker: _Worker | None, value: int) -> None:
-        self._number += 1
-        heappush(self._events, (when, self._number, kind, worker, value))
+    # --- the coordinator -------------------------------------------------------------------------
 
-    # --- prompts ---------------------------------------------------------------------------------
-
-    def _arrive(self, request: int) -> None:
-        if self._waiting or not self._dispatch(request):
-            self._waiting.append(request)
-
-    def _dispatch(self, request: int) -> bool:
-        arrival = self._arrivals[request]
-        place = max(self._decodes, key=_share_left)
-        if not _has_room(place, arrival.num_prompt):
-            return False
-        prefill = self._who_computes(arrival, request, place)
-        place.held += 1
-        place.held_tokens += arrival.num_prompt + arrival.num_output // 2
-        self._place[request] = place
-        heappush(prefill.prompts, (self._rank(arrival, arrival.num_new, prefill), request))
-        prefill.pending += arrival.num_new
-        if not prefill.stepping:
-            self._follow(prefill)
-            self._take_turn(prefill)
-        return True
-
-    def _rank(self, arrival: Arrival, num_tokens_left: int, worker: _Worker) -> tuple[bool, float]:
-        """Return the prompt's rank. What it has waited is counted from zero, not from now, so that ranks stay
-        comparable."""
-        waited_s = -(arrival.at_s + self._coordinator_s)
-        return prompt_rank(False, num_tokens_left, waited_s, worker.times.max_batch_tokens)
-
-    def _who_computes(self, arrival: Arrival, request: int, place: _Worker) -> _Worker:
-        """A prefill worker, or the one that generates, where it does both: whichever costs less, as in
-        coordinator/lifecycle/routing.py."""
-        prefill = (
-            min(self._prefills, key=lambda w: (w.pending, _turn(w.number, request)))
-            if self._prefills
-            else place
-        )
-        if (
-            self._together[place.pool]
-            and place.pending + arrival.num_new * (1 + len(place.running))
-            <= prefill.pending + arrival.num_new
-        ):
-            return place
-        return prefill
-
-    def _take_turn(self, worker: _Worker) -> None:
-        """A step of prompts, after what is left of the running one of sequences."""
-        begun = worker.steps % 1.0
-        if worker.running and begun:
-            worker.due, worker.stepping = 1.0 - begun, True
-            worker.version += 1
-            seconds = worker.due * worker.times.decode_s(len(worker.running), worker.context)
-            worker.decode_s += seconds
-            self._at(self._now + seconds, _DECODED, worker, len(worker.running))
-        else:
-            self._begin(worker)
-
-    def _decoded(self, worker: _Worker, num_seqs: int) -> None:
-        self._advance(worker, num_seqs)
-        self._begin(worker)
-
-    def _advance(self, worker: _Worker, num_seqs: int) -> None:
-        """A step, or the rest of one, is over that had these sequences."""
-        worker.at = self._now
-        worker.steps = float(round(worker.steps + worker.due)) if worker.due else worker.steps
-        worker.context += worker.due * num_seqs
-        worker.due = 0.0
-        self._end_those_done(worker)
-
-    def _begin(self, worker: _Worker) -> None:
-        num_seqs, times = len(worker.running), worker.times
-        budget = most = max(times.max_batch_tokens - num_seqs, times.least_prompt_tokens)
-        reads, cached = 0.0, 0
-        while worker.prompts and budget:
-            _, request = heappop(worker.prompts)
-            arrival, left = self._arrivals[request], self._left[request]
-            count = left if left < budget else budget
-            start = arrival.num_prompt - left
-            reads += count * start + count * (count + 1) * 0.5
-            cached += start
-            budget -= count
-            worker.chunks.append((request, count))
-        seconds = times.prompts_s(most - budget, reads, len(worker.chunks), cached)
-        if num_seqs:
-            seconds = times.both_s(seconds, num_seqs, worker.context)
-            worker.due = 1.0
-        worker.stepping = True
-        worker.version += 1
-        worker.prefill_s += seconds
-        self._at(self._now + seconds, _STEPPED, worker, num_seqs)
-
-    def _stepped(self, worker: _Worker, num_seqs: int) -> None:
-        worker.stepping = False
-        self._advance(worker, num_seqs)
-        chunks, worker.chunks = worker.chunks, []
-        for request, count in chunks:
-            self._left[request] -= count
-            worker.pending -= count
-            if self._left[request]:
-                arrival = self._arrivals[request]
-                heappush(worker.prompts, (self._rank(arrival, self._left[request], worker), request))
-            else:
-                self._computed(worker, request)
-        self._go_on(worker)
-
-    def _computed(self, worker: _Worker, request: int) -> None:
-        arrival, times = self._arrivals[request], worker.times
-        self._first[request] = self._now + times.message_s + self._coordinator_s
-        if arrival.num_output == 1:
-            self._end(request)
-        elif self._place[request] is worker:
-            self._at(self._now + times.handoff_to_itself_s, _JOINS, None, request)
-        else:
-            computed_in = times.prompts_s(min(arrival.num_new, times.max_batch_tokens), 0.0, 1, 0)
-            self._at(self._now + times.handoff_s(arrival.num_new, computed_in), _JOINS, None, request)
-
-    # --- sequences -------------------------------------------------------------------------------
-
-    def _join(self, request: int) -> None:
-        worker, arrival = self._place[request], self._arrivals[request]
-        assert worker is not None, "it was dispatched"
-        self._follow(worker)
-        # what is left of the decode step that runs
-        of_running = worker.due if worker.stepping else 0.5 if worker.running else 0.0
-        heappush(worker.running, (worker.steps + of_running + arrival.num_output - 1, request))
-        worker.context += arrival.num_prompt
-        if not worker.stepping:
-            self._go_on(worker)
-
-    def _follow(self, worker: _Worker) -> None:
-        """Brings a fluid batch up to now."""
-        elapsed, worker.at = self._now - worker.at, self._now
-        num = len(worker.running)
-        if worker.stepping or not num or elapsed <= 0:
+    def _arrive(self, number: int) -> None:
+        arrival, now = self._arrivals[number], self.events.now
+        if number + 1 < len(self._arrivals):
+            after = self._arrivals[number + 1].at_s + self._coordinator_s
+            self.events.at(after, self._arrive, number + 1)
+        if arrival.num_prompt >= self.pools.max_sequence_tokens:
+            self.known.num_refused += 1
+            self._count([True] * len(self._missed))
             return
-        about = elapsed / worker.times.decode_s(num, worker.context)
-        steps = elapsed / worker.times.decode_s(num, worker.context + num * about / 2)
-        worker.decode_s += elapsed
-        worker.steps += steps
-        worker.context += num * steps
-        self._end_those_done(worker)
+        prompt, params = range(arrival.num_prompt), sampling(arrival.num_output)
+        request = Asked(str(number), prompt, params, NO_SINK, now, inf)
+        request.number, request.asked, request.left, request.first = number, arrival, arrival.num_new, 0.0
+        self._placement.place(request, now)
 
-    def _end_those_done(self, worker: _Worker) -> None:
-        running = worker.running
-        while running and running[0][0] <= worker.steps + 1e-6:
-            _, request = heappop(running)
-            arrival = self._arrivals[request]
-            worker.context -= arrival.num_prompt + arrival.num_output - 1
-            self._end(request)
-        if not running:
-            worker.context = 0.0
+    def _dispatched(self, request: Asked, prefill: WorkerRecord, decode: WorkerRecord) -> None:
+        """The coordinator sends a prompt to a prefill worker."""
+        request.source, request.place = self.worker_of[prefill], self.worker_of[decode]
+        request.granted_at, request.num_last = -1.0, 0
+        self.events.after(request.source.times.message_s, request.source.prompt, request)
 
-    def _go_on(self, worker: _Worker) -> None:
-        """Whatever it does next."""
-        if worker.prompts and not worker.stepping:
-            self._take_turn(worker)
-        elif worker.running and not worker.stepping:
-            num, steps = len(worker.running), worker.running[0][0] - worker.steps
-            worker.version += 1
-            seconds = steps * worker.times.decode_s(num, worker.context + num * steps / 2)
-            self._at(self._now + max(seconds, 0.0) + 1e-9, _FLUID, worker, worker.version)
+    def _report(self) -> None:
+        """All decode workers' heartbeats come at once."""
+        for record in self._decodes:
+            free = max(0, self.worker_of[record].free_blocks(self.events.now))
+            if free != record.blocks_reported:
+                record.report(_load(record, free))
+        self._place_waiting()
+        if self.is_open:
+            self.events.after(self._heartbeat_s, self._report)
 
-    def _end(self, request: int) -> None:
-        arrival, worker, bounds = self._arrivals[request], self._place[request], self._bounds
-        assert worker is not None, "it was dispatched"
-        worker.held -= 1
-        worker.held_tokens -= arrival.num_prompt + arrival.num_output // 2
-        ended = self._now + worker.times.message_s
-        ttft_s = self._first[request] - arrival.at_s
-        tpot_s = (ended - self._first[request]) / (arrival.num_output - 1) if arrival.num_output > 1 else 0.0
-        self._known.ttft_s.append(ttft_s)
-        self._known.tpot_s.append(tpot_s)
-        self._known.e2e_s.append(ended - arrival.at_s)
-        self._known.num_ended += 1
-        for index, part in enumerate(bounds.parts):
-            most = part.most(arrival.num_prompt, arrival.num_output)
-            self._missed[index] += (
-                ttft_s > most.ttft
-                or tpot_s > most.tpot
-                or ended - self._first[request] > most.tpot_all * arrival.num_output
-                or ended - arrival.at_s > most.e2e
-            )
-        self._known.num_good = self._known.num_ended - bounds.failed(self._missed)
-        while self._waiting and self._dispatch(self._waiting[0]):
-            self._waiting.pop(0)
+    def _tick(self, charged_at: float) -> None:
+        """The coordinator's. It charges requests, all of one tenant, and tries those that wait anew."""
+        if (now := self.events.now) - charged_at >= CHARGE_EVERY_S:
+            charged_at = now
+            self._queue.charge_running(())
+        self._place_waiting()
+        if self.is_open:
+            self.events.after(TICK_S, self._tick, charged_at)
+
+    def _place_waiting(self) -> None:
+        if len(self._queue):
+            self._placement.place_waiting(self.events.now)
+
+    def first(self, request: Asked) -> None:
+        """Its first token has come."""
+        request.first = request.first or self.events.now
+        self._machine.assignments.release_prompt(request)
+        self._place_waiting()
+
+    def joined(self, request: Asked) -> None:
+        self._machine.assignments.release_blocks(request)
+        self._place_waiting()
+
+    def over(self, request: Asked) -> None:
+        """Its last token has come."""
+        asked, known, num_output, now = request.asked, self.known, request.num_output, self.events.now
+        self._machine.assignments.unassign(request)
+        ttft_s, rest_s, e2e_s = request.first - asked.at_s, now - request.first, now - asked.at_s
+        tpot_s = rest_s / max(1, num_output - 1)
+        known.ttft_s.append(ttft_s)
+        known.tpot_s.append(tpot_s)
+        known.e2e_s.append(e2e_s)
+        most = (part.most(asked.num_prompt, num_output) for part in self._bounds.parts)
+        self._count(
+            [
+                ttft_s > m.ttft or tpot_s > m.tpot or rest_s > m.tpot_all * num_output or e2e_s > m.e2e
+                for m in most
+            ]
+        )
+        self._place_waiting()
+
+    def lost(self, request: Asked) -> None:
+        """Its decode worker had no block for it: what is not cached of it is computed anew."""
+        size = request.place.times.memory.block_size
+        request.left = request.num_tokens - request.asked.num_prompt // size * size
+        self._machine.assignments.unassign(request)
+        self._queue.add(request)
+        self._place_waiting()
+
+    def _count(self, missed: list[bool]) -> None:
+        known = self.known
+        known.num_ended += 1
+        for index, one in enumerate(missed):
+            self._missed[index] += one
+        known.num_good = known.num_ended - self._bounds.failed(self._missed)
 
 
-def _turn(number: int, request: int) -> int:
-    """A tie-break without a pattern."""
-    return ((number + 1) * 2_654_435_761 ^ (request + 1) * 2_246_822_519) * 3_266_489_917 & 0xFFFF_FFFF
-
-
-def _share_left(worker: _Worker) -> float:
-    rows = 1 - (worker.held + 1) / worker.times.max_num_seqs
-    return min(rows, 1 - worker.held_tokens / worker.times.num_tokens)
-
-
-def _has_room(worker: _Worker, num_tokens: int) -> bool:
-    if not worker.held:
-        return True
-    return (
-        worker.held < worker.times.max_num_seqs and worker.held_tokens + num_tokens <= worker.times.num_tokens
-    )
+def _load(record: WorkerRecord, num_free: int) -> Load:
+    """Return a heartbeat with this number of free blocks."""
+    return Load(
+        worker_id=record.id[0], incarnation=record.id[1], blocks_free=num_free, blocks_cached=0,
+        blocks_used=0, blocks_leased=0, num_running=0, num_waiting=0, num_waiting_tokens=0, steps=0,
+        busy=True, accepting=True,
+    )  # fmt: skip

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from ...engine.cache.block_manager import BlockManager
+from ...engine.latency_profile import Memory
 from ...engine.step.step_progress import LayerProgress
 from ...transport.environment import Environment
 from ...transport.messages.cache_map import states
@@ -178,7 +179,7 @@ class SimulatedProcess:
         progress = partial(LayerProgress, _nothing)
         return WorkerParts(
             self.clock,
-            ModelFacts(_identity(self.pool), frozenset(), memory.max_model_len, 1 << 30, memory.num_layers),
+            ModelFacts(identity_of(memory), frozenset(), memory.max_model_len, 1 << 30, memory.num_layers),
             BlockManager(self.pool.blocks),
             self.pid,
             incarnations(self.simulation.draw.getrandbits),
@@ -216,8 +217,8 @@ class SimulatedProcess:
 def _nothing() -> None: ...
 
 
-def _identity(pool: Pool) -> ModelIdentity:
-    memory = pool.profile.memory
+def identity_of(memory: Memory) -> ModelIdentity:
+    """Workers of equal blocks fit together."""
     return ModelIdentity(
         kv_name="one model",
         dtype="simulated",

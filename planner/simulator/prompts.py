@@ -22,7 +22,7 @@ def generation_request(
     return Request(
         request_id=f"r{number}",
         prompt_token_ids=prompt_tokens(number, request, block_size),
-        sampling=_sampling(request.num_output_tokens),
+        sampling=sampling(request.num_output_tokens),
         sink=NO_SINK,
         arrival=arrival,
         deadline=arrival + timeout_s,
@@ -44,5 +44,6 @@ def prompt_tokens(number: int, request: TraceRequest, block_size: int) -> list[i
 
 
 @lru_cache(maxsize=4096)
-def _sampling(num_output_tokens: int) -> SamplingParams:
+def sampling(num_output_tokens: int) -> SamplingParams:
+    """Return the parameters of an answer of this length."""
     return SamplingParams(max_tokens=num_output_tokens, temperature=0.0, ignore_eos=True)

@@ -1,0 +1,69 @@
+"""A profile's times in closed form: of steps, of runs of equal decode steps, and of a prompt's puts."""
+
+from __future__ import annotations
+
+from math import ceil, sqrt
+
+from ...engine.latency_profile import Profile
+from ...transport.handoff.layer_slicing import UNSEEN_RATE, LayerSlicing
+
+
+class StepTimes:
+    """Tables for up to ``max_batch_tokens`` prompt tokens and ``max_num_seqs`` sequences in a step."""
+
+    def __init__(self, profile: Profile, max_batch_tokens: int, max_num_seqs: int) -> None:
+        self.max_batch_tokens, self.max_num_seqs = max_batch_tokens, max_num_seqs
+        self.memory, self.handoff = profile.memory, profile.handoff
+        self.message_s = profile.handoff.message_s
+        self.least_prompt_tokens = min(profile.memory.block_size, max_batch_tokens)  # beside sequences
+        prefill, decode = profile.prefill.seconds, profile.decode.seconds
+        self._prompt = [prefill(n, 0, 0) for n in range(max_batch_tokens + 1)]
+        self._prompt_read = [prefill(n, 1e6, 0) * 1e-6 - 1e-6 * base for n, base in enumerate(self._prompt)]
+        last = profile.prefill.pieces[-1]
+        self._prompt_seq, self._prompt_cached = last.seq_s, last.cached_s
+        self._decode = [decode(n, 0, n) for n in range(max_num_seqs + 1)]
+        self._decode_read = [decode(n, 1e6, n) * 1e-6 - 1e-6 * base for n, base in enumerate(self._decode)]
+        self.prefill_loop_s, self.decode_loop_s = profile.prefill_loop_s, profile.decode_loop_s
+        self._once_s = self.prefill_loop_s + profile.once_s
+        self._slicing = LayerSlicing(profile.memory.num_layers, profile.memory.block_bytes)
+
+    def decode_s(self, num_seqs: int, context: float) -> float:
+        return self._decode[num_seqs] + self._decode_read[num_seqs] * context + self.decode_loop_s
+
+    def run_s(self, num_steps: int, num_seqs: int, context: int) -> float:
+        """Seconds of this number of decode steps; ``context``: of the first one."""
+        more = self._decode_read[num_seqs] * num_seqs * 0.5
+        return num_steps * (self.decode_s(num_seqs, context) + more * (num_steps - 1))
+
+    def num_steps(self, seconds: float, num_seqs: int, context: int) -> int:
+        """Number of such steps until the first end that is not before ``seconds``."""
+        more = self._decode_read[num_seqs] * num_seqs * 0.5
+        first = self.decode_s(num_seqs, context) - more
+        return ceil(2 * seconds / (first + sqrt(first * first + 4 * more * seconds)) - 1e-9)
+
+    def prompts_s(self, units: int, reads: int, seqs: int, cached: int) -> float:
+        seconds = self._prompt[units] + self._prompt_read[units] * reads
+        return seconds + self._prompt_seq * seqs + self._prompt_cached * cached + self.prefill_loop_s
+
+    def both_s(self, prompts_s: float, num_seqs: int, context: float) -> float:
+        """Seconds of a step of prompts that takes ``prompts_s`` without these sequences."""
+        return max(0.0, prompts_s + self.decode_s(num_seqs, context) - self._once_s)
+
+    def num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.memory.block_size)
+
+    def puts_s(self, num_blocks: int, num_last: int, is_known: bool) -> tuple[float, float]:
+        """Seconds of all puts of a prompt, and of the last one: some layers of the ``num_last`` blocks of its
+        last chunk. ``is_known``: the rate of the way has been measured."""
+        memory, handoff = self.memory, self.handoff
+        stride = self._slicing.layers_per_put(num_last, handoff.bytes_per_s if is_known else UNSEEN_RATE)
+        num_puts = -(-memory.num_layers // stride)
+        last = 1 - stride * (num_puts - 1) / memory.num_layers
+        num_slices = num_last if num_puts > 1 else 0
+        last_s = handoff.seconds(num_last * memory.block_bytes * last, num_slices)
+        each_s = num_puts * (handoff.put_s + num_slices * handoff.slice_s)
+        return each_s + num_blocks * memory.block_bytes / handoff.bytes_per_s, last_s
+
+    def check_s(self, num_blocks: int) -> float:
+        """Seconds that the receiver takes to check them."""
+        return num_blocks * self.memory.block_bytes / self.handoff.check_bytes_per_s
