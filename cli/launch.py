@@ -16,6 +16,7 @@ from ..deploy.errors import LaunchError
 from ..deploy.slurm_jobs import SlurmJobs
 from .local_cluster import commands, curl_example, incarnations, is_ready, notify
 from .up import Plan
+from .up_workers import pools_of
 
 POLL_S = 0.5
 
@@ -57,6 +58,7 @@ def launch(plan: Plan) -> int:
 def launcher_of(plan: Plan) -> Launcher:
     """Return the launcher that ``--on`` names."""
     port = int(plan.coordinator.control_address.rpartition(":")[2])
+    pools = {name: pool for pool, names in pools_of(plan.up) for name in names}
     if plan.up.on == "ray":
         os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # read once, when ray is imported
         from ..deploy.ray_actors import RayActors
@@ -66,14 +68,13 @@ def launcher_of(plan: Plan) -> Launcher:
             port,
             num_cpus={each.name: 1 if each.threads == "auto" else each.threads for each in plan.workers},
             devices={each.name: each.device for each in plan.workers if each.runner == "model"},
-            resources={"prefill": _amounts(plan.up.ray_prefill), "decode": _amounts(plan.up.ray_decode)},
+            resources={name: _amounts(pool.ray) for name, pool in pools.items()},
             leave_s=max(each.drain_timeout_s for each in plan.workers) + plan.up.grace_s,
             scales=plan.coordinator.steer_command is None,
         )
     every = shlex.split(plan.up.sbatch)
-    further = {"prefill": plan.up.sbatch_prefill, "decode": plan.up.sbatch_decode}
-    options = {role: [*every, *shlex.split(text)] for role, text in further.items()}
-    return SlurmJobs(plan.run_dir, port, {"coordinator": every, "mixed": every, **options})
+    options = {name: [*every, *shlex.split(pool.sbatch)] for name, pool in pools.items()}
+    return SlurmJobs(plan.run_dir, port, {"coordinator": every, **options})
 
 
 def _amounts(resources: str) -> dict[str, float]:

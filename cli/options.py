@@ -33,6 +33,10 @@ EVERYDAY = frozenset(
 """Options that a person sets up a server with."""
 
 
+FILE_ONLY = frozenset({"pools", "other_models"})
+"""Settings that are too large for an option."""
+
+
 class SettingOption(click.Option):
     """An option for one field; ``group`` is the heading it stands under in the help."""
 
@@ -108,7 +112,7 @@ def options(
     return [
         SettingOption(prefix + name, field, group=group, hidden=hidden, text=texts.get(name, ""))
         for name, field in model.model_fields.items()
-        if name not in skip
+        if name not in skip and name not in FILE_ONLY
     ]
 
 

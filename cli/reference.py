@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from .config import SECTIONS, flag_of
-from .options import bounds, default, metavar
+from .options import FILE_ONLY, bounds, default, metavar
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 INTRODUCTION = """\
@@ -117,6 +117,8 @@ def _rows(model: type[BaseModel]) -> dict[str, str]:
     """Return one table row for each setting, by flag."""
     rows = {}
     for name, field in model.model_fields.items():
+        if name in FILE_ONLY:
+            continue
         kind = metavar(field).strip("[]").replace("|", " \\| ").lower()
         value = ", ".join(part for part in (kind, bounds(field)) if part)
         shown = "needed" if field.is_required() else f"`{text}`" if (text := default(field)) else ""

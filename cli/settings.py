@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -40,6 +40,18 @@ class ServerSettings(SteeringSettings, CoordinatorSettings):
 
 
 RAY_RESOURCES = r"^ *([\w:.-]+=[0-9]+(\.[0-9]+)? *)*$"
+
+
+class PoolSettings(BaseModel):
+    """Further workers of a role. ``options``: settings in which they differ from the others."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    role: Literal["prefill", "decode", "mixed"]
+    count: int = Field(ge=0, le=256)
+    options: dict[str, Any] = {}
+    sbatch: str = ""
+    ray: str = Field(default="", pattern=RAY_RESOURCES)
 
 
 class UpSettings(BaseModel):
@@ -84,6 +96,9 @@ class UpSettings(BaseModel):
         le=256,
         description="Number of workers of both roles, besides: each generates for the prompts that it "
         "computes, and for those of prefill workers.",
+    )
+    pools: tuple[PoolSettings, ...] = Field(
+        default=(), description="Further workers, as `splitserve plan --launch-file` writes them."
     )
     flexible: bool = Field(
         default=False,

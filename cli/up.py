@@ -21,7 +21,7 @@ from .gpus import num_gpus
 from .model_source import with_folder
 from .options import options
 from .settings import DEMO_MODEL, DEMO_MODEL_NAME, ServerSettings, UpSettings
-from .up_workers import FIXED, on_each_device, only, workers_of
+from .up_workers import FIXED, on_each_device, only, pools_of, workers_of
 
 TEXTS = {
     "model": "Hugging Face checkpoint folder (config.json, tokenizer and safetensors weights), a model of "
@@ -99,9 +99,10 @@ def plan(flags: Layer, sources: Sources) -> Plan:
     up = build(UpSettings, [only(UpSettings, flags), *sources.of("up")])
     if advice := missing_for("worker") or (missing_for("cli") if up.chat and sys.stdin.isatty() else ""):
         raise ConfigError(advice)
-    if not (up.prefill or up.mixed) or not (up.decode or up.mixed):
+    started = {pool.role for pool, names in pools_of(up) if names}
+    if "mixed" not in started and len(started) < 2:
         raise ConfigError(
-            f"{'--decode' if up.prefill else '--prefill'} is 0: start one at least, or workers of "
+            f"{'--decode' if 'prefill' in started else '--prefill'} is 0: start one at least, or workers of "
             "both roles by --mixed"
         )
     here = up.on == "here"
@@ -113,7 +114,7 @@ def plan(flags: Layer, sources: Sources) -> Plan:
     if up.stop and up.roll:
         raise ConfigError("--stop ends what --roll would start again: give one of them")
     for manager, names in OPTIONS_OF.items():
-        if manager != up.on and (wrong := [name for name in names if getattr(up, name)]):
+        if manager != up.on and (wrong := [name for name in names if name in flags and getattr(up, name)]):
             raise ConfigError(f"--{wrong[0].replace('_', '-')} is for --on {manager}")
     derived = {
         "model": Value(DEMO_MODEL, "the bundled model"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 from pydantic import BaseModel
@@ -11,7 +13,7 @@ from ..engine.settings import WorkerSettings
 from ..worker.settings import DecodeSettings, FlexibleSettings, PrefillSettings
 from .config import ConfigError, Layer, Sources, Value, build
 from .gpus import deal
-from .settings import ServerSettings, UpSettings
+from .settings import PoolSettings, ServerSettings, UpSettings
 
 FIXED = ("name", "coordinator", "listen", "data_listen", "advertise_host", "memory_shared_by", "health_port")
 """Settings of the roles that ``up`` decides."""
@@ -30,26 +32,20 @@ def workers_of(
     ConfigError."""
     if up.flexible and up.borrow:
         raise ConfigError("--borrow and --flexible: a worker that borrows keeps its role; choose one")
-    if up.borrow:
-        wanted = [
-            *_of_both_roles("prefill", up.prefill, coordinator, flags, sources, "prefill"),
-            *_of_both_roles("decode", up.decode, coordinator, flags, sources, "decode"),
+    wanted = []
+    for pool, names in pools_of(up):
+        own = {**{name: Value(value, f"up.pools: {name}") for name, value in pool.options.items()}, **flags}
+        of_both = up.flexible or up.borrow or pool.role == "mixed"
+        of_role = PrefillSettings if pool.role == "prefill" else DecodeSettings
+        known = (FlexibleSettings if of_both else of_role).model_fields.keys() - set(FIXED)
+        if unknown := sorted(pool.options.keys() - known):
+            raise ConfigError(f"up.pools: a {pool.role} worker has no setting {unknown[0]!r} of its own")
+        wanted += [
+            _of_both_roles(name, pool.role, coordinator, own, sources)
+            if of_both
+            else on_each_device(of_role, name, coordinator, own, sources)
+            for name in names
         ]
-    elif up.flexible:
-        wanted = [  # each named by its number
-            *_of_both_roles("worker", up.prefill, coordinator, flags, sources, "prefill"),
-            *_of_both_roles("worker", up.decode, coordinator, flags, sources, "decode", first=up.prefill),
-        ]
-    else:
-        wanted = [
-            on_each_device(model, f"{role}-{index}", coordinator, flags, sources)
-            for role, model, count in (
-                ("prefill", PrefillSettings, up.prefill),
-                ("decode", DecodeSettings, up.decode),
-            )
-            for index in range(count)
-        ]
-    wanted += _of_both_roles("mixed", up.mixed, coordinator, flags, sources, "mixed")
     if up.on != "here":
         return [each[0].model_copy(update=ELSEWHERE if each[0].role != "prefill" else {}) for each in wanted]
     return _sharing(_on_devices(wanted, gpus))
@@ -79,40 +75,39 @@ def _sharing(workers: list[PrefillSettings | DecodeSettings]) -> list[PrefillSet
     ]
 
 
+def pools_of(up: UpSettings) -> Iterator[tuple[PoolSettings, list[str]]]:
+    """Return each pool with its workers' names; workers that change their roles are named by number alone."""
+    own = (
+        PoolSettings(role="prefill", count=up.prefill, sbatch=up.sbatch_prefill, ray=up.ray_prefill),
+        PoolSettings(role="decode", count=up.decode, sbatch=up.sbatch_decode, ray=up.ray_decode),
+        PoolSettings(role="mixed", count=up.mixed),
+    )
+    numbers = defaultdict[str, Iterator[int]](count)
+    for pool in (*own, *up.pools):
+        called = "worker" if up.flexible and pool.role != "mixed" else pool.role
+        yield pool, [f"{called}-{next(numbers[called])}" for _ in range(pool.count)]
+
+
 def _of_both_roles(
-    called: str,
-    count: int,
-    coordinator: ServerSettings,
-    flags: Layer,
-    sources: Sources,
-    start_as: str,
-    first: int = 0,
-) -> list[_OnDevices]:
+    name: str, start_as: str, coordinator: ServerSettings, flags: Layer, sources: Sources
+) -> _OnDevices:
     """An option for one role is for that role's part of a worker's settings."""
-    if not count:
-        return []
     options_of_both = {
         name: value for name, value in flags.items() if not name.startswith(("prefill_", "decode_"))
     }
     for flag, value in flags.items():
-        prefix, _, name = flag.partition("_")
-        if prefix in ("prefill", "decode") and name:
-            if name in WorkerSettings.model_fields or flag == "prefill_max_num_seqs":
+        prefix, _, field = flag.partition("_")
+        if prefix in ("prefill", "decode") and field:
+            if field in WorkerSettings.model_fields or flag == "prefill_max_num_seqs":
                 raise ConfigError(
                     f"--{flag.replace('_', '-')}: workers that are of both roles, or can be, have "
-                    f"one --{name.replace('_', '-')} for both"
+                    f"one --{field.replace('_', '-')} for both"
                 )
-            options_of_both[name] = value
-    workers = [
-        on_each_device(FlexibleSettings, f"{called}-{first + index}", coordinator, options_of_both, sources)
-        for index in range(count)
-    ]
+            options_of_both[field] = value
+    borrow = name.startswith(("prefill", "decode"))
     return [
-        [
-            worker.model_copy(update={"start_as": start_as, "borrow": called in ("prefill", "decode")})
-            for worker in each
-        ]
-        for each in workers
+        worker.model_copy(update={"start_as": start_as, "borrow": borrow})
+        for worker in on_each_device(FlexibleSettings, name, coordinator, options_of_both, sources)
     ]
 
 

@@ -162,8 +162,8 @@ class RayActors:
         scales: bool = False,
         address: str = "auto",
     ) -> None:
-        """``control_port``: the coordinator's; ``num_cpus``, ``devices``: by worker; ``resources``: further
-        ones, by role; ``leave_s``: seconds in which a worker drains; ``scales``: whether the pool controller
+        """``control_port``: the coordinator's; ``num_cpus``, ``devices``, and further ``resources``: by
+        worker; ``leave_s``: seconds in which a worker drains; ``scales``: whether the pool controller
         adds actors. Raises LaunchError."""
         self._folder, self._port, self._leave_s, self._scales = folder, control_port, leave_s, scales
         self._num_cpus, self._devices, self._resources = num_cpus or {}, devices or {}, resources or {}
@@ -190,7 +190,7 @@ class RayActors:
             added["SPLITSERVE_STEER_COMMAND"] = shlex.join(hook)
         paths = [*self._folder.glob("*.key"), self._folder / f"{name}.yaml"]
         files = {str(path): path.read_text(encoding="utf-8") for path in paths}
-        own = {"CPU": self._num_cpus.get(name, 1), **self._gpu(name), **self._resources.get(role, {})}
+        own = {"CPU": self._num_cpus.get(name, 1), **self._gpu(name), **self._resources.get(name, {})}
         needs = ON_HEAD if role == COORDINATOR else own
         _create(Spec(name, argv, added, files, needs), self._port)
 

@@ -25,7 +25,7 @@ class SlurmJobs:
     """The jobs of one cluster; ``folder``, which every node sees, has their logs and numbers."""
 
     def __init__(self, folder: Path, port: int, options: Mapping[str, Sequence[str]]) -> None:
-        """``port``: of the coordinator's control address; ``options``: those of sbatch, by role."""
+        """``port``: of the coordinator's control address; ``options``: those of sbatch, by name."""
         self._folder, self._port, self._options = folder, port, options
 
     def running(self) -> list[str]:
@@ -44,7 +44,7 @@ class SlurmJobs:
         lead = LEAD_S + STAGGER_S * (int(name.rpartition("-")[2]) % MAX_STAGGERS if "-" in name else 0)
         ours = ["--parsable", "--job-name", name, "--output", str(log), "--chdir", str(self._folder)]
         ours.append(f"--signal=B:USR1@{lead}")
-        printed = _run("sbatch", *ours, *self._options.get(role, ()), str(TEMPLATE), *argv, env=env)
+        printed = _run("sbatch", *ours, *self._options.get(name, ()), str(TEMPLATE), *argv, env=env)
         numbers[name] = printed.strip().partition(";")[0]
         (self._folder / JOBS).write_text(json.dumps(numbers), encoding="utf-8")
 

@@ -43,6 +43,10 @@ MOST_PLANNED = 4_000
 
 def plan(settings: PlanSettings) -> int:
     """The command. Returns its exit status; raises PlannerError, TraceError and EngineError."""
+    if settings.other_models:
+        from .several import plan_several
+
+        return plan_several(settings)
     began = time.monotonic()
     console = Console()
     hardware = the_hardware(settings)
@@ -53,11 +57,14 @@ def plan(settings: PlanSettings) -> int:
         question = with_enough(question, goal)
     if warning := alone_on_their_hosts(settings.workers_per_host, (kind.profile for kind in hardware.kinds)):
         console.print(f"[yellow]{warning}[/yellow]", highlight=False)
-    processes = settings.jobs or os.cpu_count() or 1
     try:
         with console.status("bounds") as status:
             found = search(
-                question, goal, processes, status.update, with_curves=settings.plot_file is not None
+                question,
+                goal,
+                num_processes(settings),
+                status.update,
+                with_curves=settings.plot_file is not None,
             )
     except Stopped as stopped:
         console.print(str(stopped), highlight=False)
@@ -77,6 +84,10 @@ def plan(settings: PlanSettings) -> int:
     if settings.launch_file is not None:
         launch(settings.launch_file, found, console)
     return 0
+
+
+def num_processes(settings: PlanSettings) -> int:
+    return settings.jobs or os.cpu_count() or 1
 
 
 def launch(path: Path, found: Plan, console: Console) -> None:
@@ -174,7 +185,8 @@ def require_reachable(question: Question, max_batch_tokens: int) -> None:
 
 
 def beyond(path: Path, found: Plan) -> Iterable[str]:
-    """Return a warning where the sketch finds the rest of the trace harder than the planned part."""
+    """Return a warning where the sketch finds the rest of the trace harder than the planned part, and note
+    what the winner serves over all of it."""
     planned, winner = found.question, found.winner
     trace = open_trace(path)
     requests: tuple[TraceRequest, ...] = tuple(islice(trace, MOST_CHECKED))
@@ -185,6 +197,7 @@ def beyond(path: Path, found: Plan) -> Iterable[str]:
         whole, winner.candidate, winner.goodput * whole.load.rate / planned.load.rate, give_up=False
     ).attainment
     if attainment < planned.level.attainment - 0.01:
+        found.whole = len(requests), sketched_goodput(whole, winner.candidate)
         yield (
             f"Over {len(requests):,} requests of the trace, at the same compression, only about "
             f"{attainment:.1%} would be good: {_why(found)}. Plan on more (--requests)."

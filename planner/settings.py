@@ -8,6 +8,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..engine.settings import ComputeSettings
+from .search.hardware_file import ModelLoad
 from .simulator.slo import NOTATION
 
 IN_THE_FILE = {  # options of `splitserve simulate` that a cluster's file replaces
@@ -214,6 +215,7 @@ class PlanSettings(BaseModel):
         description="GPUs that there are, such as '16xh100 8xa100', with --profile naming only models "
         "(llama-3.1-70b-fp8): every degree of tensor parallelism that fits is tried.",
     )
+    other_models: tuple[ModelLoad, ...] = Field((), description="Further models that share --inventory.")
     gpus: int | None = Field(
         default=None, ge=2, le=4096, description="Most GPUs that may be used. Default: all of --inventory."
     )
@@ -289,6 +291,8 @@ class PlanSettings(BaseModel):
                 "--inventory names the GPUs and --profile only the model: "
                 "--profile llama-3.1-70b-fp8 --inventory 16xh100"
             )
+        if self.other_models and (self.inventory is None or self.objective != "goodput"):
+            raise ValueError("several models share an --inventory, for the highest goodput")
         if self.hardware is not None and self.gpus_per_worker is not None:
             raise ValueError("--gpus-per-worker stands in the file of --hardware")
         if self.rate is not None and self.objective == "goodput":

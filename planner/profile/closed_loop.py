@@ -36,12 +36,14 @@ class Server(NamedTuple):
     """How an engine fills its steps.
 
     ``mixes``: a step takes prompts and tokens, else prompts go first; ``cuts``: prompts are cut to fill a
-    step; ``spread``: lengths vary by this share of the mean, up and down."""
+    step; ``spread``: lengths vary by this share of the mean, up and down; ``max_num_seqs``: requests that run
+    at once."""
 
     step_tokens: int = 8192
     mixes: bool = True
     cuts: bool = True
     spread: float = 0.1
+    max_num_seqs: int = 1 << 30
 
 
 class _Request:
@@ -81,7 +83,9 @@ def closed_loop(
         while coming and coming[0][0] <= now:
             waiting.append(heappop(coming)[2])
         num = len(running)
-        chunks = _chunks(waiting, server, num if server.mixes else 0)
+        begun = sum(asked.left < asked.prompt for asked in waiting)
+        able = waiting[: max(begun, server.max_num_seqs - num)]
+        chunks = _chunks(able, server, num if server.mixes else 0)
         if chunks:
             pairs = sum(new * (w.prompt - w.left) + new * (new + 1) / 2 for w, new in chunks)
             cached = sum(w.prompt - w.left for w, _ in chunks)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -38,11 +39,24 @@ class Kind:
         return alike and mine.memory.block_size == theirs.memory.block_size
 
 
+ROLES: tuple[PoolRole, ...] = ("prefill", "decode", "colocated")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Equal workers of one pool. ``kind``: index into the hardware."""
+
+    role: PoolRole
+    count: int
+    kind: int
+    max_num_seqs: int = 1
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """``max_batch_tokens``: the chunk budget of a step's prompts; ``max_num_seqs``: the largest decode batch.
     The kinds are indices into the hardware; colocated workers are of ``prefill_kind``. ``mover``: one that
-    the profiles know; empty: their only one."""
+    the profiles know; empty: their only one. ``beside``: workers of other kinds in the same pools."""
 
     prefill: int
     decode: int
@@ -52,15 +66,33 @@ class Candidate:
     prefill_kind: int = 0
     decode_kind: int = 0
     mover: str = ""
+    beside: tuple[Group, ...] = ()
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """All workers, by pool and kind."""
+        seqs = self.max_num_seqs
+        own = (
+            Group("prefill", self.prefill, self.prefill_kind, seqs),
+            Group("decode", self.decode, self.decode_kind, seqs),
+            Group("colocated", self.colocated, self.prefill_kind, seqs),
+        )
+        return tuple(group for group in (*own, *self.beside) if group.count)
 
     @property
     def num_workers(self) -> int:
-        return self.prefill + self.decode + self.colocated
+        return sum(group.count for group in self.groups)
 
     @property
     def shape(self) -> Candidate:
         """These workers, whatever their settings."""
-        return replace(self, max_batch_tokens=1, max_num_seqs=1, mover="")
+        beside = tuple(replace(group, max_num_seqs=1) for group in self.beside)
+        return replace(self, max_batch_tokens=1, max_num_seqs=1, mover="", beside=beside)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its own workers can serve."""
+        return self.colocated > 0 or min(self.prefill, self.decode) > 0
 
     @property
     def is_split(self) -> bool:
@@ -70,10 +102,10 @@ class Candidate:
     @property
     def ratio(self) -> str:
         """``10P:6D``, ``16 colocated``, ``6P:6D and 4 colocated``, or ``6P and 10 colocated``."""
-        split = f"{self.prefill}P:{self.decode}D" if self.decode else f"{self.prefill}P"
-        if not self.colocated:
-            return split
-        return f"{split} and {self.colocated} colocated" if self.prefill else f"{self.colocated} colocated"
+        counts = Counter[PoolRole]()
+        for group in self.groups:
+            counts[group.role] += group.count
+        return _joined([Group(role, num, 0) for role, num in counts.items()], lambda _: "", ":")
 
     def __str__(self) -> str:
         mover = f", KV blocks by {self.mover}" if self.mover else ""
@@ -81,6 +113,10 @@ class Candidate:
             f"{self.ratio}, steps of {self.max_batch_tokens} prompt tokens, batches of "
             f"{self.max_num_seqs}{mover}"
         )
+
+    def joined_by(self, role: PoolRole, kind: int, count: int) -> Candidate:
+        """Add workers of another kind to a pool."""
+        return replace(self, beside=(*self.beside, Group(role, count, kind)))
 
     def moved(self, by: int) -> Candidate | None:
         """Move ``by`` workers from decode to prefill; None if there are not enough."""
@@ -97,6 +133,14 @@ class Candidate:
         return replace(self, prefill=self.prefill + prefill, decode=self.decode + decode)
 
 
+def _joined(groups: Sequence[Group], suffix: Callable[[Group], str], colon: str) -> str:
+    prefill, decode, together = (
+        " + ".join(f"{g.count}{letter}{suffix(g)}" for g in groups if g.role == role)
+        for role, letter in zip(ROLES, ("P", "D", " colocated"), strict=True)
+    )
+    return " and ".join(filter(None, (colon.join(filter(None, (prefill, decode))), together)))
+
+
 @dataclass(frozen=True)
 class Hardware:
     """The kinds of workers to choose from."""
@@ -108,34 +152,23 @@ class Hardware:
         """The ratio, with the kinds' names where there are several."""
         if len(self.kinds) == 1:
             return candidate.ratio
-        prefill, decode = self.kinds[candidate.prefill_kind].name, self.kinds[candidate.decode_kind].name
-        if not candidate.prefill:
-            return f"{candidate.colocated} colocated ({prefill})"
-        mixed = f" and {candidate.colocated} colocated ({prefill})" if candidate.colocated else ""
-        if not candidate.decode:
-            return f"{candidate.prefill}P ({prefill}){mixed}"
-        return f"{candidate.prefill}P ({prefill}) : {candidate.decode}D ({decode}){mixed}"
+        return _joined(candidate.groups, lambda group: f" ({self.kinds[group.kind].name})", " : ")
 
-    def pools(self, candidate: Candidate) -> Iterator[tuple[PoolRole, int, Kind]]:
-        prefill, decode = self.kinds[candidate.prefill_kind], self.kinds[candidate.decode_kind]
-        counts: tuple[tuple[PoolRole, int, Kind], ...] = (
-            ("prefill", candidate.prefill, prefill),
-            ("decode", candidate.decode, decode),
-            ("colocated", candidate.colocated, prefill),
-        )
-        yield from ((role, count, kind) for role, count, kind in counts if count)
+    def pools(self, candidate: Candidate) -> Iterator[tuple[Group, Kind]]:
+        """The candidate's groups, each with its kind."""
+        return ((group, self.kinds[group.kind]) for group in candidate.groups)
 
     def cluster(self, candidate: Candidate, max_queue: int) -> Cluster:
         """The cluster to simulate."""
         pools = [
             Pool(
-                role=role,
-                count=count,
+                role=group.role,
+                count=group.count,
                 profile=with_mover(kind.profile, candidate.mover),
                 max_batch_tokens=candidate.max_batch_tokens,
-                max_num_seqs=candidate.max_num_seqs,
+                max_num_seqs=group.max_num_seqs,
             )
-            for role, count, kind in self.pools(candidate)
+            for group, kind in self.pools(candidate)
         ]
         return Cluster(pools=tuple(pools), max_queue=max_queue, workers_per_host=self.workers_per_host)
 
@@ -144,6 +177,13 @@ class Hardware:
         prefill, decode = self.kinds[candidate.prefill_kind], self.kinds[candidate.decode_kind]
         return prefill.profile.prefill.mean_error, decode.profile.decode.mean_error
 
+    def can_join(self, kind: int, role: PoolRole, candidate: Candidate) -> bool:
+        """Whether workers of this kind can be added to the role's pool; not where it has such workers."""
+        one, pool = self.kinds[kind], [group for group in candidate.groups if group.role == role]
+        does = (one.prefills or role == "decode") and (one.decodes or role == "prefill")
+        alike = all(self.kinds[group.kind].hands_to(one) for group in candidate.groups)
+        return does and alike and bool(pool) and all(group.kind != kind for group in pool)
+
     def with_slower_steps(self) -> Hardware:
         """The same hardware with steps slower by the profiles' mean errors."""
         return replace(
@@ -151,11 +191,11 @@ class Hardware:
         )
 
     def num_gpus(self, candidate: Candidate) -> int:
-        return sum(count * kind.gpus for _, count, kind in self.pools(candidate))
+        return sum(group.count * kind.gpus for group, kind in self.pools(candidate))
 
     def price_per_hour(self, candidate: Candidate) -> float | None:
         """None where a kind has no price."""
-        prices = [(count, kind.price_per_hour) for _, count, kind in self.pools(candidate)]
+        prices = [(group.count, kind.price_per_hour) for group, kind in self.pools(candidate)]
         return (
             None
             if any(price is None for _, price in prices)
@@ -165,11 +205,11 @@ class Hardware:
     def watts(self, candidate: Candidate) -> float | None:
         """What must be provided for: every worker at its role's power. None where a kind's is not known."""
         total = 0.0
-        for role, count, kind in self.pools(candidate):
+        for group, kind in self.pools(candidate):
             if kind.power is None:
                 return None
             of_role = {"prefill": kind.power.prefill_w, "decode": kind.power.decode_w}
-            total += count * of_role.get(role, max(of_role.values()))
+            total += group.count * of_role.get(group.role, max(of_role.values()))
         return total
 
     @cached_property

@@ -34,13 +34,14 @@ def add_sizes(plan: Plan, crew: Crew, rate: float) -> None:
 
 def _other_sizes(split: Candidate, most: float) -> Iterable[Candidate]:
     """Clusters of half to ``most`` times the workers, in about this ratio."""
-    for total in range(max(2, split.num_workers // 2), int(most * split.num_workers) + 1):
-        middle = round(total * split.prefill / split.num_workers)
+    own = split.prefill + split.decode
+    for total in range(max(2, own // 2), int(most * own) + 1):
+        middle = round(total * split.prefill / own)
         for prefill in range(max(1, middle - 1), min(total - 1, middle + 1) + 1):
             yield replace(split, prefill=prefill, decode=total - prefill)
 
 
 def _other_colocated(colocated: Candidate, most: float) -> Iterable[Candidate]:
     """Half to ``most`` times these workers."""
-    for total in range(max(1, colocated.num_workers // 2), int(most * colocated.num_workers) + 1):
+    for total in range(max(1, colocated.colocated // 2), int(most * colocated.colocated) + 1):
         yield replace(colocated, colocated=total)

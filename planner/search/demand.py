@@ -3,6 +3,7 @@ bound, never a plan."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,34 +53,25 @@ def arrivals(requests: Sequence[TraceRequest], block_size: int | None) -> tuple[
 
 def bound(candidate: Candidate, hardware: Hardware, demand: Demand, tpot_s: float | None) -> float:
     """Requests a second that no schedule could exceed: every step full, nobody ever waiting."""
-    prefill, decode = (
-        hardware.kinds[candidate.prefill_kind].profile,
-        hardware.kinds[candidate.decode_kind].profile,
-    )
-    chunk = float(candidate.max_batch_tokens)
-    rest = max(0.0, demand.output - 1)
-    prompt_s = max(demand.prompt / chunk * prefill.prefill.seconds(chunk, chunk * demand.reads, 1), 1e-9)
-    computed = candidate.prefill / prompt_s
-    generated = candidate.decode / max(
-        rest * _per_token(decode, candidate.max_num_seqs, demand, tpot_s), 1e-9
-    )
+    steps, rest = demand.prompt / candidate.max_batch_tokens, max(0.0, demand.output - 1)
+    prompts, answers = (defaultdict[str, float](float) for _ in range(2))  # requests a second, by role
+    for group, kind in hardware.pools(candidate):
+        chunk = float(candidate.max_batch_tokens)
+        prompt_s = steps * kind.profile.prefill.seconds(chunk, chunk * demand.reads, 1)
+        if group.role == "colocated" and rest:  # a step of prompts has sequences, too
+            prompt_s -= steps * kind.profile.once_s
+        answer_s = rest * _per_token(kind.profile, group.max_num_seqs, demand, tpot_s)
+        prompts[group.role] += group.count / max(prompt_s, 1e-9)
+        answers[group.role] += group.count / max(answer_s, 1e-9)
     if not candidate.colocated:
-        return min(computed, generated)
-    if rest:  # a step of prompts has sequences, too
-        prompt_s = max(prompt_s - demand.prompt / chunk * prefill.once_s, 1e-9)
-    answer_s = max(rest * _per_token(prefill, candidate.max_num_seqs, demand, tpot_s), 1e-9)
-    return _with_colocated(candidate.colocated, prompt_s, answer_s, computed, generated)
-
-
-def _with_colocated(count: int, prompt_s: float, answer_s: float, computed: float, generated: float) -> float:
-    """Such workers take what prompts and answers are left by those that do one of the two, and generate for
-    what they compute."""
-    low, high = 0.0, (computed + count / prompt_s) * 1.001
+        return min(prompts["prefill"], answers["decode"])
+    # what is left by workers of one role; they generate for what they compute
+    low, high = 0.0, sum(prompts.values()) * 1.001
     for _ in range(40):
         rate = (low + high) / 2
-        prompts = max(0.0, rate - computed)
-        answers = max(prompts, rate - generated)
-        low, high = (rate, high) if prompts * prompt_s + answers * answer_s <= count else (low, rate)
+        left = max(0.0, rate - prompts["prefill"])
+        busy = left / prompts["colocated"] + max(left, rate - answers["decode"]) / answers["colocated"]
+        low, high = (rate, high) if busy <= 1 else (low, rate)
     return high
 
 

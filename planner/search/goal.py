@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 from typing import Literal
 
-from .candidates import Candidate, Hardware, Kind
+from ..simulator.cluster import PoolRole
+from .candidates import ROLES, Candidate, Hardware
 from .demand import largest_batch
 from .goodput import Question, sketch
 from .sketch import Sketched
@@ -27,12 +30,15 @@ class Limits:
     def hold(self, candidate: Candidate, hardware: Hardware) -> bool:
         """A price or power that is not known meets no limit."""
         price, watts = hardware.price_per_hour(candidate), hardware.watts(candidate)
-        used = Counter[str]()
-        for _, count, kind in hardware.pools(candidate):
-            used[kind.stock] += count * kind.gpus
+        used, workers = Counter[str](), Counter[int]()
+        for group, kind in hardware.pools(candidate):
+            used[kind.stock] += group.count * kind.gpus
+            workers[group.kind] += group.count
+        enough = [(num, hardware.kinds[index].most) for index, num in workers.items()]
         return (
             hardware.num_gpus(candidate) <= self.gpus
             and all(used[name] <= num for name, num in self.stocks)
+            and all(most is None or num <= most for num, most in enough)
             and (self.price_per_hour is None or (price is not None and price <= self.price_per_hour))
             and (self.watts is None or (watts is not None and watts <= self.watts))
         )
@@ -68,12 +74,11 @@ def energy_wh(question: Question, candidate: Candidate, rate: float) -> float | 
 
 def energy_of(found: Sketched, hardware: Hardware, candidate: Candidate) -> float | None:
     joules = 0.0
-    busy = dict(zip(("prefill", "decode", "colocated"), found.busy_s, strict=True))
-    for role, count, kind in hardware.pools(candidate):
+    for (group, kind), busy_s in zip(hardware.pools(candidate), found.busy_s, strict=True):
         if kind.power is None:
             return None
-        prefill_s, decode_s = busy[role]
-        idle_s = max(0.0, count * found.elapsed_s - prefill_s - decode_s)
+        prefill_s, decode_s = busy_s
+        idle_s = max(0.0, group.count * found.elapsed_s - prefill_s - decode_s)
         joules += (
             prefill_s * kind.power.prefill_w + decode_s * kind.power.decode_w + idle_s * kind.power.idle_w
         )
@@ -82,15 +87,25 @@ def energy_of(found: Sketched, hardware: Hardware, candidate: Candidate) -> floa
 
 def settings_of(question: Question, goal: Goal, shape: Candidate) -> list[Candidate]:
     """A shape with each chunk budget, with batches about the largest that keeps TPOT, and with each mover."""
-    decode = question.hardware.kinds[shape.decode_kind if shape.prefill else shape.prefill_kind]
-    # few steps are as full as the fullest
     asked = question.tpot_range
-    batch = largest_batch(decode.profile, question.demand, asked[0] if asked else None)
+
+    def batch(kind: int) -> int:
+        profile = question.hardware.kinds[kind].profile
+        return largest_batch(profile, question.demand, asked[0] if asked else None)
+
+    own = batch(shape.decode_kind if shape.prefill else shape.prefill_kind)
+    others = [(group, batch(group.kind)) for group in shape.beside]
     movers = question.hardware.movers if shape.prefill else ("",)
     return [
-        replace(shape, max_batch_tokens=chunk, max_num_seqs=seqs, mover=mover)
+        replace(
+            shape,
+            max_batch_tokens=chunk,
+            max_num_seqs=times * own,
+            mover=mover,
+            beside=tuple(replace(group, max_num_seqs=times * seqs) for group, seqs in others),
+        )
         for chunk in goal.chunks
-        for seqs in (batch, 2 * batch, 4 * batch)
+        for times in (1, 2, 4)  # few steps are as full as the fullest
         for mover in movers
     ]
 
@@ -99,9 +114,9 @@ def shapes(hardware: Hardware, limits: Limits) -> Iterator[Candidate]:
     """Every split of every pair of kinds to which no worker can be added, and all of a kind colocated."""
     for p, prefill in enumerate(hardware.kinds):
         if prefill.prefills and prefill.decodes:
-            together = _most(hardware, limits, Candidate(0, 0, 0, 1, 1, p, p), prefill)
-            if together:
-                yield Candidate(0, 0, together, 1, 1, p, p)
+            together = _largest(hardware, limits, _with(Candidate(0, 0, 0, 1, 1, p, p), "colocated"))
+            if together is not None:
+                yield together
         for d, decode in enumerate(hardware.kinds):
             if not prefill.prefills or not decode.decodes:
                 continue
@@ -110,28 +125,39 @@ def shapes(hardware: Hardware, limits: Limits) -> Iterator[Candidate]:
 
 
 def _splits(hardware: Hardware, limits: Limits, p: int, d: int) -> Iterator[Candidate]:
-    prefill, decode = hardware.kinds[p], hardware.kinds[d]
     seen: dict[int, Candidate] = {}  # by the decode workers: the one with the most for prompts
-    for count in range(1, min(limits.gpus // prefill.gpus, prefill.most or limits.gpus) + 1):
-        most = _most_decode(hardware, limits, Candidate(count, 0, 0, 1, 1, p, d), decode)
-        if most < 1:
+    for count in range(1, limits.gpus):
+        found = _largest(hardware, limits, _with(Candidate(count, 0, 0, 1, 1, p, d), "decode"))
+        if found is None:
             break
-        seen[most] = Candidate(count, most, 0, 1, 1, p, d)
+        seen[found.decode] = found
     yield from seen.values()
 
 
-def _most(hardware: Hardware, limits: Limits, empty: Candidate, kind: Kind) -> int:
-    most = min(limits.gpus // kind.gpus, kind.most or limits.gpus)
-    return next((n for n in range(most, 0, -1) if limits.hold(replace(empty, colocated=n), hardware)), 0)
+def _with(candidate: Candidate, role: PoolRole) -> Callable[[int], Candidate]:
+    return lambda num: replace(candidate, **{role: num})  # type: ignore[arg-type]
 
 
-def _most_decode(hardware: Hardware, limits: Limits, candidate: Candidate, kind: Kind) -> int:
-    most = limits.gpus // kind.gpus
-    if kind.most is not None:
-        most = min(
-            most, kind.most - (candidate.prefill if candidate.prefill_kind == candidate.decode_kind else 0)
-        )
-    return next((n for n in range(most, 0, -1) if limits.hold(replace(candidate, decode=n), hardware)), 0)
+def _largest(hardware: Hardware, limits: Limits, of_size: Callable[[int], Candidate]) -> Candidate | None:
+    """The one with the most workers within the limits; None: not even with one."""
+    low, high = 0, limits.gpus
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if limits.hold(of_size(middle), hardware) else (low, middle - 1)
+    return of_size(low) if low else None
+
+
+def joined(hardware: Hardware, limits: Limits, candidate: Candidate) -> Iterator[Candidate]:
+    """The cluster with its own workers divided otherwise, and with as many workers of another kind in one of
+    its pools as the limits allow, in place of one of its own or beside all of them."""
+    yield from filter(None, map(candidate.moved, (-2, -1, 1, 2)))
+    fewer = candidate, candidate.with_more(prefill=-1), candidate.with_more(decode=-1)
+    for one in filter(lambda c: c.is_whole, dict.fromkeys(fewer)):
+        for kind, role in product(range(len(hardware.kinds)), ROLES):
+            if hardware.can_join(kind, role, one):
+                found = _largest(hardware, limits, partial(one.joined_by, role, kind))
+                if found is not None:
+                    yield found
 
 
 def mixtures(best: Candidate) -> Iterator[Candidate]:

@@ -18,7 +18,7 @@ from ...traces.request import Trace, TraceRequest
 from ..simulator.simulation import Simulation
 from ..simulator.slo import ServiceLevel
 from ..simulator.tallies import Tallies
-from .candidates import Candidate, Hardware, with_mover
+from .candidates import Candidate, Group, Hardware, with_mover
 from .demand import Demand, arrivals, bound
 from .look import Look
 from .sketch import Sketch, Sketched, SketchPool
@@ -129,11 +129,11 @@ class Question:
         """By as much as the profiles' fits are off."""
         return replace(self, hardware=self.hardware.with_slower_steps(), energies={}, _times={})
 
-    def times(self, kind: int, candidate: Candidate) -> StepTimes:
-        key = kind, candidate.max_batch_tokens, candidate.max_num_seqs, candidate.mover
+    def times(self, group: Group, candidate: Candidate) -> StepTimes:
+        key = group.kind, candidate.max_batch_tokens, group.max_num_seqs, candidate.mover
         if key not in self._times:
-            profile = with_mover(self.hardware.kinds[kind].profile, candidate.mover)
-            self._times[key] = StepTimes(profile, candidate.max_batch_tokens, candidate.max_num_seqs)
+            profile = with_mover(self.hardware.kinds[group.kind].profile, candidate.mover)
+            self._times[key] = StepTimes(profile, candidate.max_batch_tokens, group.max_num_seqs)
         return self._times[key]
 
 
@@ -161,14 +161,9 @@ class Answer:
 
 def sketch(question: Question, candidate: Candidate, rate: float, give_up: bool = True) -> Sketched:
     """The candidate under the load at this rate, sketched."""
-    prefill, decode = (
-        question.times(candidate.prefill_kind, candidate),
-        question.times(candidate.decode_kind, candidate),
-    )
     pools = [
-        SketchPool(prefill, candidate.prefill, computes=True, generates=False),
-        SketchPool(decode, candidate.decode, computes=False, generates=True),
-        SketchPool(prefill, candidate.colocated, computes=True, generates=True),
+        SketchPool(question.times(g, candidate), g.count, g.role != "decode", g.role != "prefill")
+        for g in candidate.groups
     ]
     first, factor = question.arrivals[0].at_s, question.load.rate / rate
     asked = [

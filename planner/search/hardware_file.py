@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from ...engine.latency_profile import Power, Profile, ProfileError
 from ..errors import SimulationError
+from ..simulator.slo import NOTATION
 from .candidates import Hardware, Kind
 
 DEGREES = (1, 2, 4, 8)
@@ -31,6 +32,16 @@ class _Entry(BaseModel):
     price_per_hour: Annotated[float, Field(ge=0)] | None = None  # of one worker
     power: Power | None = None  # of one worker
     roles: tuple[Literal["prefill", "decode"], ...] = ("prefill", "decode")
+
+
+class ModelLoad(BaseModel):
+    """A further model of an inventory, with its load, as in the settings of `splitserve plan`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    trace: Path
+    profile: Path
+    slo: Annotated[str, Field(pattern=NOTATION)]
 
 
 def read_hardware(path: Path) -> Hardware:

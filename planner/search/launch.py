@@ -4,49 +4,39 @@ single workers of each kind, or values of the Helm chart."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from ..errors import SimulationError
 from ..simulator.cluster import PoolRole
-from .candidates import Candidate, Hardware, Kind
+from .candidates import Candidate, Group, Hardware, Kind
 
 SECTIONS: dict[PoolRole, str] = {"prefill": "prefill", "decode": "decode", "colocated": "worker"}
 Section = dict[str, str | int]
+NODE_LABEL = "gpu"
+"""Label of nodes by their GPUs' name, which pods select by where there are several."""
+
+
+class _Pool(NamedTuple):
+    """``options``: of its workers; ``first``: whether no pool before it has its role."""
+
+    group: Group
+    kind: Kind
+    options: Section
+    first: bool
 
 
 def write_launch(path: Path, hardware: Hardware, candidate: Candidate, comment: str = "") -> None:
-    """Write the plan's cluster: workers of each role, their steps and batches, their profile's memory and
-    types. Colocated workers are what ``splitserve up --mixed`` starts. A name that ends in ``values.yaml``
-    gets the Helm chart's form. ``comment``: one line of comment for the reader. Raises SimulationError."""
-    pools = {role: (count, kind) for role, count, kind in hardware.pools(candidate)}
-    longest = min(kind.profile.memory.max_model_len for _, kind in pools.values())
-    options = {
-        role: {**_steps(role, candidate), **_numerics(kind), **_memory(kind), "max_model_len": longest}
-        for role, (_, kind) in pools.items()
-    }
-    content: dict[str, Any]
-    if path.name.endswith("values.yaml"):
-        content = {
-            "coordinator": {"options": {"max_model_len": longest}},
-            "pools": {"prefill": None, "decode": None}  # those that the chart's own values have
-            | {
-                role: {
-                    "role": SECTIONS[role],
-                    "replicas": count,
-                    "options": options[role],
-                    "resources": {"limits": {"nvidia.com/gpu": kind.gpus}},
-                }
-                for role, (count, kind) in pools.items()
-            },
-        }
-    else:
-        up: Section = {"prefill": candidate.prefill, "decode": candidate.decode}
-        if candidate.colocated:
-            up["mixed"] = candidate.colocated
-        content = {"up": up, "coordinator": {"max_model_len": longest}}
-        content |= {SECTIONS[role]: section for role, section in options.items()}
+    """Write the plan's cluster: workers of each role and kind, their steps and batches, their profile's
+    memory and types, and on which GPUs they run. A name that ends in ``values.yaml`` gets the Helm chart's
+    form. ``comment``: one line of comment for the reader. Raises SimulationError."""
+    longest = min(kind.profile.memory.max_model_len for _, kind in hardware.pools(candidate))
+    pools = list[_Pool]()
+    for group, kind in hardware.pools(candidate):
+        options = {**_steps(group, candidate), **_numerics(kind), **_memory(kind), "max_model_len": longest}
+        pools.append(_Pool(group, kind, options, all(group.role != other.group.role for other in pools)))
+    content = (_values if path.name.endswith("values.yaml") else _configuration)(pools, longest)
     comments = [f"# {line}\n" for line in (comment, *_remarks(pools)) if line]
     try:
         path.write_text("".join(comments) + yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
@@ -54,16 +44,59 @@ def write_launch(path: Path, hardware: Hardware, candidate: Candidate, comment: 
         raise SimulationError(f"cannot write {path}: {error.strerror or error}") from None
 
 
-def _steps(role: PoolRole, candidate: Candidate) -> Section:
+def _values(pools: list[_Pool], longest: int) -> dict[str, Any]:
+    several = len({kind.stock for _, kind, *_ in pools}) > 1
+    made = {
+        group.role if first else f"{group.role}-{index}": {
+            "role": SECTIONS[group.role],
+            "replicas": group.count,
+            "options": options,
+            "resources": {"limits": {"nvidia.com/gpu": kind.gpus}},
+            **({"nodeSelector": {NODE_LABEL: kind.stock}} if several and kind.stock else {}),
+        }
+        for index, (group, kind, options, first) in enumerate(pools)
+    }
+    chart = {"prefill": None, "decode": None}  # those that the chart's own values have
+    return {"coordinator": {"options": {"max_model_len": longest}}, "pools": chart | made}
+
+
+def _configuration(pools: list[_Pool], longest: int) -> dict[str, Any]:
+    up: dict[str, Any] = {"prefill": 0, "decode": 0}
+    content: dict[str, Any] = {"up": up, "coordinator": {"max_model_len": longest}}
+    for group, kind, options, first in pools:
+        place = _place(kind)
+        if first:
+            content[SECTIONS[group.role]] = options
+        if first and group.role != "colocated":
+            up |= {group.role: group.count, **{f"{name}_{group.role}": text for name, text in place.items()}}
+        else:
+            role = "mixed" if group.role == "colocated" else group.role
+            own = {} if first else {"options": options}
+            up.setdefault("pools", []).append({"role": role, "count": group.count, **own, **place})
+    return content
+
+
+def _place(kind: Kind) -> dict[str, str]:
+    """Options of sbatch and resources of Ray for GPUs of this kind, where its inventory names them."""
+    if not kind.stock:
+        return {}
+    several = f" GPU={kind.gpus}" if kind.gpus > 1 else ""
+    return {
+        "sbatch": f"--gpus {kind.stock}:{kind.gpus}",
+        "ray": f"accelerator_type:{kind.stock.upper()}=0.001{several}",
+    }
+
+
+def _steps(group: Group, candidate: Candidate) -> Section:
     mover: Section = {"mover": candidate.mover} if candidate.mover else {}
     of_prompts: Section = {"max_batch_tokens": candidate.max_batch_tokens}
-    of_sequences: Section = {"max_num_seqs": candidate.max_num_seqs}
+    of_sequences: Section = {"max_num_seqs": group.max_num_seqs}
     by_role: dict[PoolRole, Section] = {
         "prefill": of_prompts,
         "decode": of_sequences,
         "colocated": {"start_as": "mixed", **of_prompts, **of_sequences},
     }
-    return {**by_role[role], **mover}
+    return {**by_role[group.role], **mover}
 
 
 def _numerics(kind: Kind) -> Section:
@@ -76,34 +109,42 @@ def _memory(kind: Kind) -> Section:
     return {"block_size": memory.block_size, "num_blocks": memory.num_blocks}
 
 
-def _remarks(pools: dict[PoolRole, tuple[int, Kind]]) -> list[str]:
+def _remarks(pools: list[_Pool]) -> list[str]:
     """Comments on settings that the sections cannot express."""
-    remarks = []
-    if len({kind.name for _, kind in pools.values()}) > 1:
-        whose = ", ".join(
-            f"`splitserve {SECTIONS[role]}` on {kind.name} ({count} of them)"
-            for role, (count, kind) in pools.items()
+    remarks, kinds = list[str](), [pool.kind for pool in pools]
+    if len({kind.name for kind in kinds}) > 1:
+        commands = (
+            f"`splitserve {SECTIONS[group.role]}{'' if first else _flags(options)}` on {kind.name} "
+            f"({group.count} of them)"
+            for group, kind, options, first in pools
         )
-        remarks.append(
+        remarks += [
             "`splitserve up` starts all workers on one machine. Where each kind of hardware is a "
-            "machine of its own, start there,"
-        )
+            "machine of its own, start there,",
+            "each with --config, this file, and what docs/hosts.md says: `splitserve coordinator`, "
+            + ", ".join(commands),
+        ]
+    if len({kind.stock for kind in kinds}) > 1:
         remarks.append(
-            f"each with --config, this file, and what docs/hosts.md says: `splitserve coordinator`, {whose}"
+            f"On Kubernetes nodes need labels: `kubectl label node NODE {NODE_LABEL}={kinds[0].stock}`"
         )
-    if len({kind.profile.memory.block_size for _, kind in pools.values()}) > 1:
+    if len({kind.profile.memory.block_size for kind in kinds}) > 1:
         remarks.append(
             "The profiles' block sizes differ, and so workers would exchange no blocks: profile "
             "again with one --block-size"
         )
-    if len({kind.profile.numerics for _, kind in pools.values() if kind.profile.numerics is not None}) > 1:
+    if len({kind.profile.numerics for kind in kinds if kind.profile.numerics is not None}) > 1:
         remarks.append(
             "The profiles were measured in different types, and so workers would exchange no "
             "blocks: profile again in one"
         )
-    spanning = sorted({(kind.name, kind.gpus) for _, kind in pools.values() if kind.gpus > 1})
+    spanning = sorted({(kind.name, kind.gpus) for kind in kinds if kind.gpus > 1})
     remarks += [
         f"A worker of {name} is {gpus} GPUs in its profile; a worker that `splitserve` starts has one"
         for name, gpus in spanning
     ]
     return remarks
+
+
+def _flags(options: Section) -> str:
+    return "".join(f" --{name.replace('_', '-')} {value}" for name, value in options.items())

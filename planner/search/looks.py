@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -31,12 +32,11 @@ def look(question: Question, asked: tuple[Candidate, float]) -> Look:
 def glance(question: Question, asked: tuple[Candidate, float]) -> Glance:
     candidate, rate = asked
     found = sketch(question, candidate, rate, give_up=False)
-    counts = {"prefill": candidate.prefill, "decode": candidate.decode, "colocated": candidate.colocated}
-    busy = {
-        role: sum(seconds) / count / max(found.elapsed_s, 1e-9)
-        for (role, count), seconds in zip(counts.items(), found.busy_s, strict=True)
-        if count
-    }
+    busy_s, counts = defaultdict[str, float](float), Counter[str]()
+    for group, seconds in zip(candidate.groups, found.busy_s, strict=True):
+        busy_s[group.role] += sum(seconds) / max(found.elapsed_s, 1e-9)
+        counts[group.role] += group.count
+    busy = {role: busy_s[role] / num for role, num in counts.items()}
     energy = energy_of(found, question.hardware, candidate)
     return Glance(rate, found.attainment, _p90(found.ttft_s), _p90(found.tpot_s), busy, energy)
 

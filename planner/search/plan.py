@@ -60,6 +60,8 @@ class Plan:
     if_slower: float | None
     # its goodput, by the sketch, where the load comes over and over; None: the load is not short
     sustained: float | None = None
+    # its goodput, by the sketch, over more of the trace than was planned on; None: that is not harder
+    whole: tuple[int, float] | None = None  # (requests, goodput)
     curves: dict[Candidate, list[Glance]] = field(default_factory=dict)
     sizes: dict[Candidate, Glance] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
@@ -77,7 +79,8 @@ class Plan:
     @property
     def served(self) -> float:
         """Requests/s that the winner serves for long, as far as that is known."""
-        return self.winner.goodput if self.sustained is None else self.sustained
+        known = self.winner.goodput, self.sustained, self.whole and self.whole[1]
+        return min(rate for rate in known if rate is not None)
 
     @property
     def num_simulated(self) -> int:

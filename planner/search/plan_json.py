@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from math import isfinite
 from typing import Any
 
@@ -47,6 +48,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "attainment": plan.means.attainment,
         },
         "sustained_per_s": plan.sustained,
+        "whole_trace_per_s": plan.whole and plan.whole[1],
         "candidates": [_answer(a) for a in plan.answers],
         "sketched": [
             {"ratio": hardware.words(c), "options": str(c), "goodput_per_s": g}
@@ -72,6 +74,7 @@ def _answer(one: Answer) -> dict[str, Any]:
         "colocated": c.colocated,
         "prefill_kind": c.prefill_kind,
         "decode_kind": c.decode_kind,
+        "beside": [asdict(group) for group in c.beside],
         "max_batch_tokens": c.max_batch_tokens,
         "max_num_seqs": c.max_num_seqs,
         "mover": c.mover,

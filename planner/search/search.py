@@ -11,22 +11,20 @@ from collections.abc import Callable, Iterable
 from math import ceil
 
 from ..errors import SimulationError
-from .candidates import Candidate, middle_first
+from .candidates import Candidate
 from .crew import Crew, crew
 from .curves import add_curves, add_sizes
-from .goal import Goal, energy_wh, mixtures, settings_of, shapes
+from .goal import Goal, energy_wh, joined, mixtures, settings_of, shapes
 from .goodput import Answer, Question, sketched_goodput
 from .look import Look
 from .looks import answered, by_chance, glance, if_slower, look, sketched
 from .plan import GROWTH, Growth, Means, Plan
-from .smallest import smallest, smallest_that_serve
+from .smallest import least_more, smallest, smallest_that_serve
 from .stopped import so_far
 
 NEARLY = 0.93
 """A candidate whose sketch is this near to the best one's is simulated too."""
 MOST_RIVALS = 3
-MOST_GROWN = 4
-"""Larger clusters that are simulated for the load that has grown."""
 LIVES_TO_SETTLE = 20
 """Repetitions of the load for figures of the long run."""
 KINDS: tuple[Callable[[Candidate], bool], ...] = (
@@ -53,6 +51,12 @@ def search(
             raise so_far(question, goal, known.values(), sketched.values()) from None
 
 
+def best_sketched(question: Question, goal: Goal, processes: int) -> float:
+    """The highest goodput that the sketch finds."""
+    with crew(question, processes) as workers:
+        return max(_Search(question, goal, workers, print, {}, {}).sketched().values(), default=0.0)
+
+
 class _Search:
     """What the stages share."""
 
@@ -70,11 +74,13 @@ class _Search:
 
     def run(self, with_curves: bool) -> Plan:
         self._report("sketching")
-        sketches = (
-            self._sketched()
-            if self._goal.objective == "goodput"
-            else smallest_that_serve(self._question, self._goal, self._crew)
-        )
+        goal = self._goal
+        if goal.objective == "goodput":
+            sketches = self.sketched()
+        else:  # pools of several kinds where no other ones serve the rate
+            sketches = smallest_that_serve(self._question, goal, self._crew) or {
+                c: goal.rate for c, goodput in self.sketched().items() if goodput >= goal.rate
+            }
         families = self._families(sketches)
         if not families:
             raise SimulationError(
@@ -105,7 +111,7 @@ class _Search:
             self._crew.begin(look, asked)
             for asked in (*((winner.candidate, at) for at in rates), (of_means, expected))
         ]
-        grown = self._grown(winner.candidate, grown_rate)
+        grown = least_more(self._question, self._crew, winner.candidate, grown_rate)
         unchanged = glance(self._question, (winner.candidate, grown_rate))
         *at_goodput, relaxed, means = [one() for one in looks]
         plan = Plan(
@@ -144,7 +150,7 @@ class _Search:
 
     # --- the sketch ------------------------------------------------------------------------------
 
-    def _sketched(self) -> dict[Candidate, float]:
+    def sketched(self) -> dict[Candidate, float]:
         """The goodput of each shape at its best settings, by the sketch; then of mixtures around the best
         split."""
         all_shapes = list(shapes(self._question.hardware, self._goal.limits))
@@ -157,16 +163,37 @@ class _Search:
             found |= self._best_settings(
                 [one for shape in mixtures(best) for one in settings_of(self._question, self._goal, shape)]
             )
+        for kind in KINDS:
+            self._join_others(found, kind)
         return found
 
-    def _best_settings(self, candidates: list[Candidate]) -> dict[Candidate, float]:
-        """Best bound first, and of one shape only what beats its best settings known."""
+    def _join_others(self, found: dict[Candidate, float], kind: Callable[[Candidate], bool]) -> None:
+        """Add clusters whose pools have workers of several kinds: from the best one on, as long as the next
+        one is better."""
+        hardware, limits = self._question.hardware, self._goal.limits
+        best = max(filter(kind, found), key=lambda c: found[c], default=None)
+        while best is not None and len(hardware.kinds) > 1:
+            tried = self._best_settings(
+                [
+                    one
+                    for shape in joined(hardware, limits, best)
+                    for one in settings_of(self._question, self._goal, shape)
+                ],
+                found[best],
+            )
+            before, best = found[best], max(tried, key=lambda c: tried[c], default=None)
+            if best is None or tried[best] <= before:
+                break
+            found |= {c: goodput for c, goodput in tried.items() if goodput > before}
+
+    def _best_settings(self, candidates: list[Candidate], floor: float = 0.0) -> dict[Candidate, float]:
+        """Best bound first, and of one shape only what beats its best settings known, and ``floor``."""
         waiting = sorted(candidates, key=self._question.bound, reverse=True)
         best = dict[Candidate, tuple[float, Candidate]]()
         at_once = 4 * self._crew.num_processes
         while waiting:
             now, waiting = waiting[:at_once], waiting[at_once:]
-            known = [best[c.shape][0] if c.shape in best else 0.0 for c in now]
+            known = [best[c.shape][0] if c.shape in best else floor for c in now]
             for one, goodput in zip(
                 now, self._crew.ask(sketched, list(zip(now, known, strict=True))), strict=True
             ):
@@ -246,40 +273,7 @@ class _Search:
                 if candidate.prefill
                 else [candidate.with_more(-1)]
             )
-        return [c for c in around if c is not None and (c.colocated > 0 or min(c.prefill, c.decode) > 0)]
-
-    def _grown(self, candidate: Candidate, rate: float) -> tuple[Candidate, float]:
-        """The cluster with the fewest workers more that serves ``rate``, and its attainment: sketched, then
-        simulated."""
-        more = 1
-        for _ in range(MOST_GROWN):
-            bigger = self._least_more(candidate, rate, more)
-            (seen,) = self._crew.ask(look, [(bigger, rate)])
-            if seen.tallies.attainment >= self._question.level.attainment:
-                break
-            more = bigger.num_workers - candidate.num_workers + max(1, candidate.num_workers // 8)
-        return bigger, seen.tallies.attainment
-
-    def _least_more(self, candidate: Candidate, rate: float, at_least: int) -> Candidate:
-        """The first cluster with ``at_least`` workers more that the sketch finds good enough and
-        sustainable."""
-        most = max(at_least, 2 * candidate.num_workers)
-        for more in range(at_least, most + 1):
-            tried = (
-                [candidate.with_more(more - d, d) for d in range(more + 1)]
-                if candidate.prefill
-                else [candidate.with_more(more)]
-            )
-            seen = [
-                (one, glance(self._question, (one, rate)))
-                for one in middle_first(tried)
-                if self._question.bound(one) >= rate
-            ]
-            enough = [(one, s) for one, s in seen if s.attainment >= self._question.level.attainment]
-            if enough:
-                return max(enough, key=lambda pair: pair[1].attainment)[0]
-        of_prompts = round(most * candidate.prefill / candidate.num_workers)
-        return candidate.with_more(of_prompts, most - of_prompts)
+        return [c for c in around if c is not None and c.is_whole]
 
     def _from_means(self, sketches: dict[Candidate, float]) -> tuple[Candidate, float]:
         """What a plan from means would build, and the rate that it would expect."""

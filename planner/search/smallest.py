@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from .candidates import Candidate
+from .candidates import Candidate, middle_first
 from .crew import Crew
 from .goal import Goal, settings_of
 from .goodput import Answer, Question, num_failed, simulate, sketch, sketched_goodput
-from .looks import answered
+from .looks import answered, glance, look
 
 MOST_SIMULATED = 12
+MOST_GROWN = 4
+"""Larger clusters that are simulated for a load that has grown."""
 
 
 def smallest_that_serve(question: Question, goal: Goal, crew: Crew) -> dict[Candidate, float]:
@@ -103,3 +105,30 @@ def smallest(
             if more not in seen and goal.limits.hold(more, question.hardware):
                 seen.add(more)
                 waiting.append(more)
+
+
+def least_more(question: Question, crew: Crew, candidate: Candidate, rate: float) -> tuple[Candidate, float]:
+    """The cluster with the fewest workers more that serves ``rate``, and its attainment: sketched, then
+    simulated."""
+    more = 1
+    for _ in range(MOST_GROWN):
+        bigger = _least_more(question, candidate, rate, more)
+        (seen,) = crew.ask(look, [(bigger, rate)])
+        if seen.tallies.attainment >= question.level.attainment:
+            break
+        more = bigger.num_workers - candidate.num_workers + max(1, candidate.num_workers // 8)
+    return bigger, seen.tallies.attainment
+
+
+def _least_more(question: Question, candidate: Candidate, rate: float, at_least: int) -> Candidate:
+    """The first cluster with ``at_least`` workers more that the sketch finds good enough and sustainable."""
+    most = max(at_least, 2 * candidate.num_workers)
+    for more in range(at_least, most + 1):
+        divisions = range(more + 1) if candidate.prefill else [0]
+        tried = [candidate.with_more(more - d, d) for d in divisions]
+        seen = [(c, glance(question, (c, rate))) for c in middle_first(tried) if question.bound(c) >= rate]
+        enough = [(c, s) for c, s in seen if s.attainment >= question.level.attainment]
+        if enough:
+            return max(enough, key=lambda pair: pair[1].attainment)[0]
+    of_prompts = round(most * candidate.prefill / candidate.num_workers)
+    return candidate.with_more(of_prompts, most - of_prompts)

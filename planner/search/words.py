@@ -80,7 +80,12 @@ def _refused(plan: Plan) -> list[str]:
 def _served(plan: Plan, asked: str) -> str:
     """The rate that is sustained, and its range."""
     rate = plan.winner.goodput
-    if plan.sustained is not None:
+    if plan.whole is not None and plan.served == plan.whole[1]:
+        lead = (
+            f"It serves about {plan.served:.2f} requests/s over {plan.whole[0]:,} requests of the trace "
+            f"(sketched) with {asked}; the planned part alone, {rate:.2f}."
+        )
+    elif plan.sustained is not None:
         lead = (
             f"It serves {_for_long(plan)} requests/s for long (sketched) with {asked}; "
             f"these alone, {rate:.2f}."

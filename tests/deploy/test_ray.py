@@ -65,7 +65,7 @@ def actors(address: str, tmp_path: Path) -> Iterator[RayActors]:
     deadline = time.monotonic() + 60
     while True:
         try:
-            further = {"decode": {"H100": 0.25}, "mixed": {"H100": 2}}
+            further = {"decode-0": {"H100": 0.25}, "wide": {"H100": 2}}
             made = RayActors(tmp_path, 7701, address=address, leave_s=20, resources=further)
             break
         except LaunchError:
@@ -107,7 +107,7 @@ def test_ray_restarts_a_process_that_dies_and_a_worker_that_leaves_drains(
     assert lines == [f"tcp://{actors.host(0)}:7701 given"] * 2, (
         "each found the coordinator by the head's address"
     )
-    assert ray.available_resources()["H100"] == 0.75, "of its role"
+    assert ray.available_resources()["H100"] == 0.75, "its own"
     assert actors.add("decode") == "decode-1", "of the settings of decode-0"
     pid_of(tmp_path / "decode-0.pid")
     wait_for(lambda: "--name decode-1" in (tmp_path / "decode-0").read_text())

@@ -37,7 +37,7 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def jobs_of(folder: Path) -> SlurmJobs:
-    return SlurmJobs(folder, 7701, {"coordinator": ["--time", "8:00:00"], "decode": ["--gpus", "1"]})
+    return SlurmJobs(folder, 7701, {"coordinator": ["--time", "8:00:00"], "decode-1": ["--gpus", "1"]})
 
 
 def test_each_process_is_a_job_that_finds_the_coordinators(tmp_path: Path, calls: Path) -> None:

@@ -12,11 +12,12 @@ import yaml
 from support.planned_loads import question
 from support.simulated import profile
 
-from splitserve.cli.config import Sources, Value, load
+from splitserve.cli.config import ConfigError, Sources, Value, load
 from splitserve.cli.up import plan as up
+from splitserve.cli.up_workers import pools_of
 from splitserve.engine.latency_profile import Numerics
 from splitserve.planner.plan_command import plan as plan_command
-from splitserve.planner.search.candidates import Candidate, Hardware, Kind
+from splitserve.planner.search.candidates import Candidate, Group, Hardware, Kind
 from splitserve.planner.search.launch import write_launch
 from splitserve.planner.settings import PlanSettings
 from splitserve.traces.own_format import write_trace
@@ -109,6 +110,41 @@ def test_several_kinds_of_hardware_are_launched_each_as_its_profile_is(tmp_path:
     assert "`splitserve prefill` on large (2 of them), `splitserve decode` on small (1 of them)" in message
     assert "A worker of large is 2 GPUs in its profile" in message
     assert "block sizes" not in message
+
+
+def test_workers_of_a_pool_that_are_of_another_kind_are_launched_as_theirs_are(tmp_path: Path) -> None:
+    """By `up` here, on Slurm and on Ray, by commands of their own, and as a pool of the chart."""
+    small = profile(memory=profile().memory.model_copy(update={"num_blocks": 300}))
+    hardware = Hardware((Kind("large", profile(), 2, stock="h100"), Kind("small", small, stock="a100")))
+    beside = (Group("decode", 2, 1, 8), Group("prefill", 1, 1, 8))
+    path, candidate = tmp_path / "up.yaml", Candidate(2, 1, 0, 512, 16, 0, 0, beside=beside)
+    assert hardware.words(candidate) == "2P (large) + 1P (small) : 1D (large) + 2D (small)"
+    write_launch(path, hardware, candidate)
+    launched = up(
+        {"run_dir": Value(tmp_path / "run", "test"), "port": Value(0, "test")}, Sources.read(path, env={})
+    )
+    found = {w.worker_id: (w.num_blocks, getattr(w, "max_num_seqs", 0)) for w in launched.workers}
+    large, few = profile().memory.num_blocks, 300
+    assert {name: found[name] for name in sorted(found)} == {
+        "decode-0": (large, 16), "decode-1": (few, 8), "decode-2": (few, 8),
+        "prefill-0": (large, 64), "prefill-1": (large, 64), "prefill-2": (few, 64),
+    }  # fmt: skip
+    places = {name: (pool.sbatch, pool.ray) for pool, names in pools_of(launched.up) for name in names}
+    assert places["decode-0"] == ("--gpus h100:2", "accelerator_type:H100=0.001 GPU=2")
+    assert places["decode-2"] == ("--gpus a100:1", "accelerator_type:A100=0.001")
+    assert "`splitserve decode --max-num-seqs 8 --block-size 16 --num-blocks 300" in path.read_text()
+    write_launch(tmp_path / "values.yaml", hardware, candidate)
+    pools = yaml.safe_load((tmp_path / "values.yaml").read_text())["pools"]
+    where = {name: (p["role"], p["replicas"], p["nodeSelector"]["gpu"]) for name, p in pools.items()}
+    assert where == {
+        "prefill": ("prefill", 2, "h100"), "decode": ("decode", 1, "h100"),
+        "decode-2": ("decode", 2, "a100"), "prefill-3": ("prefill", 1, "a100"),
+    }  # fmt: skip
+    written = yaml.safe_load(path.read_text())
+    written["up"]["pools"][0]["options"]["num_bloks"] = 1
+    path.write_text(yaml.safe_dump(written))
+    with pytest.raises(ConfigError, match="a decode worker has no setting 'num_bloks'"):
+        up({"run_dir": Value(tmp_path / "run", "test")}, Sources.read(path, env={}))
 
 
 @pytest.mark.parametrize("candidate", [Candidate(0, 0, 3, 512, 16, mover="tcp"), Candidate(2, 1, 3, 512, 16)])

@@ -11,16 +11,20 @@ from pydantic import ValidationError
 from support.planned_loads import LEVEL, question
 from support.simulated import profile
 
+from splitserve.cli.config import Sources, load
 from splitserve.engine.latency_profile import Power, ProfileError
 from splitserve.planner.errors import SimulationError
+from splitserve.planner.plan_command import plan as plan_command
 from splitserve.planner.plan_command import the_goal, the_hardware
 from splitserve.planner.search.candidates import Candidate, Hardware, Kind
-from splitserve.planner.search.goal import Goal, Limits, shapes
-from splitserve.planner.search.goodput import Question, simulate
+from splitserve.planner.search.goal import Goal, Limits, settings_of, shapes
+from splitserve.planner.search.goodput import Question, answer, simulate
 from splitserve.planner.search.hardware_file import read_hardware
 from splitserve.planner.search.search import search
 from splitserve.planner.search.words import sentences
 from splitserve.planner.settings import PlanSettings
+from splitserve.traces.own_format import write_trace
+from splitserve.traces.request import Trace
 
 
 def test_the_cheapest_cluster_for_a_rate_takes_each_kind_for_what_it_is_good_at() -> None:
@@ -144,8 +148,8 @@ def test_an_inventory_gives_every_degree_that_fits_and_shares_its_gpus(tmp_path:
     assert (limits.gpus, limits.stocks) == (12, (("h100", 8), ("a100", 4)))
     for built in shapes(hardware, limits):
         used = dict.fromkeys(("h100", "a100"), 0)
-        for _, count, kind in hardware.pools(built):
-            used[kind.stock] += count * kind.gpus
+        for group, kind in hardware.pools(built):
+            used[kind.stock] += group.count * kind.gpus
         assert used["h100"] <= 8
         assert used["a100"] <= 4
     ratios = {hardware.words(built) for built in shapes(hardware, limits)}
@@ -161,3 +165,55 @@ def test_an_inventory_gives_every_degree_that_fits_and_shares_its_gpus(tmp_path:
 def test_an_inventory_takes_the_place_of_gpus(given: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match=message):
         PlanSettings(trace=tmp_path / "t", profile=Path("llama-3.1-8b@h100"), slo="ttft=1@p90", **given)
+
+
+def test_a_pool_takes_workers_of_another_kind_where_that_serves_more() -> None:
+    """Three new workers and two old ones, half as quick: together they serve more than either kind."""
+    old = profile(name="old")
+    slower = {name: getattr(old, name).times(2.0) for name in ("prefill", "decode")}
+    new = Kind("new", profile(), price_per_hour=3.0, stock="n")
+    kinds = new, Kind("old", old.model_copy(update=slower), price_per_hour=1.0, stock="o")
+    asked = Question.of(Hardware(kinds), question(300, 8).load, LEVEL)
+    limits = Limits(5, stocks=(("n", 3), ("o", 2)))
+    goal = Goal("goodput", limits, chunks=(512,))
+    winner = search(asked, goal, processes=1).winner
+    used = {kind.name: 0 for kind in kinds}
+    for group, kind in asked.hardware.pools(winner.candidate):
+        used[kind.name] += group.count
+    assert winner.candidate.beside
+    assert used == {"new": 3, "old": 2}
+    pure = [c for c in shapes(asked.hardware, limits) if c.prefill]
+    each = [answer(asked, one).goodput for c in pure for one in settings_of(asked, goal, c)]
+    assert winner.goodput > max(each)
+    rate = (winner.goodput + max(each)) / 2
+    cheapest = search(asked, Goal("cost", limits, rate, (512,)), processes=1).winner
+    assert cheapest.candidate.beside
+    assert cheapest.goodput >= rate
+
+
+def test_several_models_share_an_inventory_by_their_loads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The one with four times the load gets most of the GPUs; each gets a plan and a file of its own."""
+    for name, scale in (("much", 0.25), ("few", 1.0)):
+        requests = [
+            replace(r, arrival_s=scale * r.arrival_s) for r in question(300, 20, count=24).load.requests
+        ]
+        write_trace(tmp_path / f"{name}.jsonl", Trace(name, lambda given=requests: iter(given)))
+    (tmp_path / "plan.yaml").write_text(
+        f"plan:\n  trace: {tmp_path}/much.jsonl\n  profile: llama-3.1-8b\n  slo: ttft=1@p90,tpot=0.1@p90\n"
+        f"  inventory: 6xl40s\n  jobs: 1\n  chunk_budgets: '512'\n  launch_file: {tmp_path}/up.yaml\n"
+        f"  other_models:\n  - {{trace: {tmp_path}/few.jsonl, profile: qwen3-30b-a3b-fp8, slo: ttft=1@p90}}\n"
+    )
+    settings = load("plan", {}, Sources.read(tmp_path / "plan.yaml", env={}))
+    assert isinstance(settings, PlanSettings)
+    assert plan_command(settings) == 0
+    lines = capsys.readouterr().out.splitlines()
+    shares = [int(line.partition(" on ")[2].partition("x")[0]) for line in lines[:2]]
+    assert sum(shares) == 6
+    assert shares[0] > shares[1] > 0
+    assert {path.name for path in tmp_path.glob("*up.yaml")} == {
+        "llama-3.1-8b-up.yaml", "qwen3-30b-a3b-fp8-up.yaml",
+    }  # fmt: skip
+    with pytest.raises(ValidationError, match="several models share an --inventory"):
+        PlanSettings.model_validate({**settings.model_dump(), "objective": "cost"})

@@ -164,6 +164,9 @@ def test_a_harder_rest_of_the_trace_is_told_wherever_the_plan_is_read(
     (warning,) = message["warnings"]
     assert warning.startswith("Over 100 requests of the trace, at the same compression, only about ")
     assert warning in message["recommendation"]
+    assert message["whole_trace_per_s"] < message["best"]["goodput_per_s"]
+    lead = f"It serves about {message['whole_trace_per_s']:.2f} requests/s over 100 requests of the trace"
+    assert message["recommendation"][1].startswith(lead)
     assert warning in " ".join(capsys.readouterr().out.split())
     first, *_ = (tmp_path / "up.yaml").read_text().splitlines()
     assert first.startswith("# ")

@@ -20,10 +20,13 @@ COMMANDS = [
     for line in block.replace("\\\n", " ").splitlines()
     if "h100.json" not in line
 ]
-(HARDWARE,) = (block for kind, block in BLOCKS if kind == "yaml")
+MODELS, HARDWARE = (block for kind, block in BLOCKS if kind == "yaml")
+TRACES = re.findall(r"trace: ([\w.]+)", MODELS)
 
 
-@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: " ".join(words[1:6]))
+@pytest.mark.parametrize(
+    "words", [*COMMANDS, ["", "plan", "--config", "models.yaml"]], ids=lambda words: " ".join(words[1:6])
+)
 def test_a_worked_example_runs(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("dgx.yaml").write_text(HARDWARE, encoding="utf-8")
@@ -31,7 +34,9 @@ def test_a_worked_example_runs(words: list[str], tmp_path: Path, monkeypatch: py
         f"2023-11-16 18:{15 + i // 30}:{2 * (i % 30):02}.0000000,{300 + 97 * i % 900},{20 + i % 9}\n"
         for i in range(60)
     )
-    Path(words[words.index("--trace") + 1]).write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
+    Path("models.yaml").write_text(MODELS, encoding="utf-8")
+    for trace in [words[words.index("--trace") + 1]] if "--trace" in words else TRACES:
+        Path(trace).write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
     jobs = ["--jobs", "1"] if words[1] == "plan" else []
     result = CliRunner().invoke(cli, [*words[1:], *jobs], catch_exceptions=False)
     assert result.exit_code == 0, result.output
