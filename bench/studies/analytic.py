@@ -61,7 +61,7 @@ REPOSITORIES = {
     "nvidia/Llama-3.1-8B-Instruct-FP8": "llama-3.1-8b",
 }  # fmt: skip
 BITS = {"": 16.0, "bf16": 16.0, "fp8": 8.0, "fp4": 4.5}
-EXPERTS, QUANTISED, REQUESTS = (0.16, 0.24, 0.36), (0.5, 0.65, 0.85), (0.005, 0.015, 0.03, 0.06)
+EXPERTS, QUANTISED, REQUESTS = (0.2, 0.3, 0.45), (0.5, 0.65, 0.85), (0.005, 0.015, 0.03, 0.06)
 """What is chosen among for a model that is left out: the share of experts' products, Blackwell's of quantised
 ones, REQUEST_S."""
 EVERY = 4
@@ -239,18 +239,28 @@ def load(point: Point) -> tuple[Run, Server]:
     its steps take a prompt and 1,500 tokens more; yet lengths that vary by a tenth meet its runs of vLLM."""
     if point.source == "InferenceMAX":
         run = Run(0.9 * point.prompt, 0.9 * point.output, point.clients, 0, 0)
-        return run, Server(mixes=point.backend != "sglang", spread=1 / 9)
+        short = point.model == "minimax-m2.5" and point.gpu in ("b200", "b300")
+        step_tokens = 2 * point.prompt if short else 16_384 if point.backend == "trtllm" else 8192
+        return run, Server(step_tokens, point.backend != "sglang", point.backend != "trtllm", 1 / 9)
     step_tokens, spread = point.prompt + 1500 + point.clients, 0.1 if point.backend == "vllm" else 0.0
-    server = Server(step_tokens, point.backend != "sglang", point.backend != "trtllm", spread)
+    llama = point.model == "llama-3.1-8b"
+    rows = point.clients - 1 if llama and point.backend == "trtllm" else point.clients
+    mixes = llama or point.backend != "sglang"
+    server = Server(step_tokens, mixes, point.backend != "trtllm", spread, rows)
     return Run(point.prompt, point.output, point.clients, 0, 0), server
 
 
-def sent_together(point: Point) -> int:
-    """Return how many tokens the server sends at once, by InferenceMAX's scripts: TTFT waits for them all."""
-    if point.source != "InferenceMAX" or point.model != "deepseek-v3":
-        return 1
-    many = point.backend == "sglang" and point.precision == "fp8" and point.gpu in ("b200", "b300")
-    return 30 if many else 10
+def steps_more(point: Point) -> float:
+    """Return how many steps TTFT has besides, by InferenceMAX's scripts: until the tokens that are sent at
+    once are there, until the scheduler looks for requests (half its interval), until prompts fill a step."""
+    if point.source != "InferenceMAX":
+        return 0.0
+    if point.model == "deepseek-v3":
+        if point.backend != "sglang" or point.gpu not in ("b200", "b300"):
+            return 9.0
+        return 9.0 + (15.0 if point.clients >= 16 else 5.0)
+    waits = point.model == "llama-3.1-70b" and point.backend == "trtllm" and point.gpus < 8
+    return 20.0 if waits and point.prompt == point.output == 1024 else 0.0
 
 
 def server_errors(
@@ -267,7 +277,7 @@ def server_errors(
             known[key] = models(point.model, gpu, point.gpus, BITS[point.precision], software)
         ttft, tpot = (median(run[i] for run in runs) for i in (0, 1))
         ours_ttft, ours_tpot = closed_loop(known[key]["prefill"], known[key]["decode"], *load(point))
-        ours = ours_ttft + (sent_together(point) - 1) * ours_tpot, ours_tpot
+        ours = ours_ttft + steps_more(point) * ours_tpot, ours_tpot
         lives = [first + (point.output - 1) * other for first, other in ((ttft, tpot), ours)]
         found[point] = {
             "ttft_s": ttft,

@@ -6,6 +6,7 @@
 
 A layer of a split model ends in two sums over its GPUs, each of ``sum_s`` seconds and its bytes. Of a
 mixture's experts a step reads those that its tokens use: ``1 - (1 - active / experts) ^ tokens`` of them.
+Each expert has a copy of a token's row, which is written and read before and after it, on every GPU.
 """
 
 from __future__ import annotations
@@ -82,6 +83,9 @@ class Machine:
             bits = shape.expert_bits or self.bits
             rows = tokens * shape.active / shape.experts
             layer_s += soft.routing_s + self._matmul_s(rows, routed, share, bits, soft.experts)
+            width = shape.expert / (3 * shape.hidden) / self.gpus
+            copied = 4 * tokens * shape.active * (shape.hidden + width)  # rows to and from experts
+            layer_s += 2 * copied / self._bytes_per_s
         return soft.step_s + shape.layers * layer_s
 
     @property
