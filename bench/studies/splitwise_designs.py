@@ -5,8 +5,8 @@
     iso-throughput   the cheapest, and the thriftiest, machines that hold all nine at a given rate
 
 Machines and scheduler are the imitation of splitwise-sim, which gives its published results
-(validate_splitwise.py). How a design divides its machines is searched: from the paper's own share on, as long
-as another share holds a higher rate.
+(validate_splitwise.py). How a design divides its machines is searched from many shares on, each as long as
+another one holds a higher rate.
 
     python -m splitserve.bench.studies.splitwise_designs --data ../shared/data/splitwise-sim \\
         --json out.json --plot out.png
@@ -32,9 +32,8 @@ from .splitwise_cluster import DESIGNS, Imitation
 from .splitwise_slo import NineSlos
 
 Comparison = Literal["iso-power", "iso-cost", "iso-throughput"]
-SHARES = {"code": 0.82, "conv": 0.6}
-"""Share of machines for prompts at which the search begins (the paper's are 0.78 to 0.88 for code, 0.5 to
-0.64 for conversations)."""
+STARTS = 7
+"""Divisions at which the search begins, from the fewest machines for prompts to the most."""
 
 
 @dataclass(frozen=True)
@@ -141,22 +140,22 @@ def run(task: Task) -> list[Row]:
 
 
 def _from_budget(trials: Trials) -> Row:
-    """The division with the highest rate: the first one's neighbours, as long as one of them holds more."""
-    step, divisions = 4, list(_divisions(trials))
+    """The division with the highest rate: from each start its neighbours, as long as one holds more than any
+    before."""
+    divisions = list(_divisions(trials))
     if not divisions:
         return _row(trials, 0, 0, 0.0, ["the budget buys no cluster"])
-    at = min(
-        range(len(divisions)),
-        key=lambda i: abs(divisions[i][0] / sum(divisions[i]) - SHARES[trials.task.workload]),
-    )
-    best, rate = divisions[at], trials.highest(*divisions[at])
-    while step >= 1:
-        for other in (at - step, at + step):
-            if 0 <= other < len(divisions) and (held := trials.highest(*divisions[other], above=rate)) > rate:
-                at, best, rate = other, divisions[other], held
-                break
-        else:
+    best, rate = divisions[0], 0
+    for start in range(STARTS):
+        step, at = 8, round(start * (len(divisions) - 1) / (STARTS - 1))
+        tried = [at]
+        while step >= 1:
+            for other in tried:
+                if 0 <= other < len(divisions) and (held := trials.highest(*divisions[other], rate)) > rate:
+                    at, best, rate, step = other, divisions[other], held, 8
+                    break
             step //= 2
+            tried = [at - step, at + step]
     following = next((r for r in trials.rates if r > rate), None)
     return _row(trials, *best, float(rate), trials.missed(*best, following) if following else [])
 

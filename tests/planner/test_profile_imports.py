@@ -207,7 +207,7 @@ def test_clients_whose_answers_vary_do_not_wait_for_each_other() -> None:
 
 
 def test_a_row_too_few_costs_each_client_its_share_of_a_life() -> None:
-    """Of eight clients one always waits for a row."""
+    """One of eight clients always waits for a row."""
     own, asked = Profile.read(Path("llama-3.1-8b@h100")), Run(1024, 256, 8, 0, 0)
     ttft, tpot = closed_loop(own.prefill, own.decode, asked, Server(spread=0.0, max_num_seqs=7))
     alone_s = own.prefill.seconds(1024, 1024 * 1025 / 2, 1) + REQUEST_S + FRONT_S
