@@ -153,16 +153,10 @@ class _Search:
     def sketched(self) -> dict[Candidate, float]:
         """The goodput of each shape at its best settings, by the sketch; then of mixtures around the best
         split."""
-        all_shapes = list(shapes(self._question.hardware, self._goal.limits))
-        found = self._best_settings(
-            [one for shape in all_shapes for one in settings_of(self._question, self._goal, shape)]
-        )
+        found = self._best_settings(shapes(self._question.hardware, self._goal.limits))
         splits = {c: goodput for c, goodput in found.items() if c.prefill}
         if splits:
-            best = max(splits, key=lambda c: splits[c])
-            found |= self._best_settings(
-                [one for shape in mixtures(best) for one in settings_of(self._question, self._goal, shape)]
-            )
+            found |= self._best_settings(mixtures(max(splits, key=lambda c: splits[c])))
         for kind in KINDS:
             self._join_others(found, kind)
         return found
@@ -173,21 +167,18 @@ class _Search:
         hardware, limits = self._question.hardware, self._goal.limits
         best = max(filter(kind, found), key=lambda c: found[c], default=None)
         while best is not None and len(hardware.kinds) > 1:
-            tried = self._best_settings(
-                [
-                    one
-                    for shape in joined(hardware, limits, best)
-                    for one in settings_of(self._question, self._goal, shape)
-                ],
-                found[best],
-            )
+            tried = self._best_settings(joined(hardware, limits, best), found[best])
             before, best = found[best], max(tried, key=lambda c: tried[c], default=None)
             if best is None or tried[best] <= before:
                 break
             found |= {c: goodput for c, goodput in tried.items() if goodput > before}
 
-    def _best_settings(self, candidates: list[Candidate], floor: float = 0.0) -> dict[Candidate, float]:
-        """Best bound first, and of one shape only what beats its best settings known, and ``floor``."""
+    def _best_settings(self, tried: Iterable[Candidate], floor: float = 0.0) -> dict[Candidate, float]:
+        """Of shapes within the limits: best bound first, and of each only what beats its best settings known,
+        and ``floor``."""
+        hold, hardware = self._goal.limits.hold, self._question.hardware
+        built = [shape for shape in tried if hold(shape, hardware)]
+        candidates = [one for shape in built for one in settings_of(self._question, self._goal, shape)]
         waiting = sorted(candidates, key=self._question.bound, reverse=True)
         best = dict[Candidate, tuple[float, Candidate]]()
         at_once = 4 * self._crew.num_processes
@@ -273,7 +264,8 @@ class _Search:
                 if candidate.prefill
                 else [candidate.with_more(-1)]
             )
-        return [c for c in around if c is not None and c.is_whole]
+        hold = self._goal.limits.hold
+        return [c for c in around if c is not None and c.is_whole and hold(c, self._question.hardware)]
 
     def _from_means(self, sketches: dict[Candidate, float]) -> tuple[Candidate, float]:
         """What a plan from means would build, and the rate that it would expect."""

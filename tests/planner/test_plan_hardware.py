@@ -176,7 +176,10 @@ def test_a_pool_takes_workers_of_another_kind_where_that_serves_more() -> None:
     asked = Question.of(Hardware(kinds), question(300, 8).load, LEVEL)
     limits = Limits(5, stocks=(("n", 3), ("o", 2)))
     goal = Goal("goodput", limits, chunks=(512,))
-    winner = search(asked, goal, processes=1).winner
+    found = search(asked, goal, processes=1)
+    assert all(limits.hold(one, asked.hardware) for one in found.sketches)
+    assert all(limits.hold(one.candidate, asked.hardware) for one in found.answers)
+    winner = found.winner
     used = {kind.name: 0 for kind in kinds}
     for group, kind in asked.hardware.pools(winner.candidate):
         used[kind.name] += group.count
