@@ -19,12 +19,12 @@ NODE_LABEL = "gpu"
 
 
 class _Pool(NamedTuple):
-    """``options``: of its workers; ``first``: whether no pool before it has its role."""
+    """``options``: of its workers; ``own``: those unlike the first pool's of the role, where that is None."""
 
     group: Group
     kind: Kind
     options: Section
-    first: bool
+    own: Section | None
 
 
 def write_launch(path: Path, hardware: Hardware, candidate: Candidate, comment: str = "") -> None:
@@ -35,7 +35,9 @@ def write_launch(path: Path, hardware: Hardware, candidate: Candidate, comment: 
     pools = list[_Pool]()
     for group, kind in hardware.pools(candidate):
         options = {**_steps(group, candidate), **_numerics(kind), **_memory(kind), "max_model_len": longest}
-        pools.append(_Pool(group, kind, options, all(group.role != other.group.role for other in pools)))
+        first = next((other.options for other in pools if other.group.role == group.role), None)
+        own = None if first is None else {k: v for k, v in options.items() if first.get(k) != v}
+        pools.append(_Pool(group, kind, options, own))
     content = (_values if path.name.endswith("values.yaml") else _configuration)(pools, longest)
     comments = [f"# {line}\n" for line in (comment, *_remarks(pools)) if line]
     try:
@@ -47,14 +49,14 @@ def write_launch(path: Path, hardware: Hardware, candidate: Candidate, comment: 
 def _values(pools: list[_Pool], longest: int) -> dict[str, Any]:
     several = len({kind.stock for _, kind, *_ in pools}) > 1
     made = {
-        group.role if first else f"{group.role}-{index}": {
+        group.role if own is None else f"{group.role}-{index}": {
             "role": SECTIONS[group.role],
             "replicas": group.count,
             "options": options,
             "resources": {"limits": {"nvidia.com/gpu": kind.gpus}},
             **({"nodeSelector": {NODE_LABEL: kind.stock}} if several and kind.stock else {}),
         }
-        for index, (group, kind, options, first) in enumerate(pools)
+        for index, (group, kind, options, own) in enumerate(pools)
     }
     chart = {"prefill": None, "decode": None}  # those that the chart's own values have
     return {"coordinator": {"options": {"max_model_len": longest}}, "pools": chart | made}
@@ -63,16 +65,16 @@ def _values(pools: list[_Pool], longest: int) -> dict[str, Any]:
 def _configuration(pools: list[_Pool], longest: int) -> dict[str, Any]:
     up: dict[str, Any] = {"prefill": 0, "decode": 0}
     content: dict[str, Any] = {"up": up, "coordinator": {"max_model_len": longest}}
-    for group, kind, options, first in pools:
+    for group, kind, options, own in pools:
         place = _place(kind)
-        if first:
+        if own is None:
             content[SECTIONS[group.role]] = options
-        if first and group.role != "colocated":
+        if own is None and group.role != "colocated":
             up |= {group.role: group.count, **{f"{name}_{group.role}": text for name, text in place.items()}}
         else:
             role = "mixed" if group.role == "colocated" else group.role
-            own = {} if first else {"options": options}
-            up.setdefault("pools", []).append({"role": role, "count": group.count, **own, **place})
+            differs = {"options": own} if own else {}
+            up.setdefault("pools", []).append({"role": role, "count": group.count, **differs, **place})
     return content
 
 
@@ -114,9 +116,8 @@ def _remarks(pools: list[_Pool]) -> list[str]:
     remarks, kinds = list[str](), [pool.kind for pool in pools]
     if len({kind.name for kind in kinds}) > 1:
         commands = (
-            f"`splitserve {SECTIONS[group.role]}{'' if first else _flags(options)}` on {kind.name} "
-            f"({group.count} of them)"
-            for group, kind, options, first in pools
+            f"`splitserve {SECTIONS[group.role]}{_flags(own or {})}` on {kind.name} ({group.count} of them)"
+            for group, kind, _, own in pools
         )
         remarks += [
             "`splitserve up` starts all workers on one machine. Where each kind of hardware is a "
@@ -147,4 +148,8 @@ def _remarks(pools: list[_Pool]) -> list[str]:
 
 
 def _flags(options: Section) -> str:
-    return "".join(f" --{name.replace('_', '-')} {value}" for name, value in options.items())
+    flags = {name.replace("_", "-"): value for name, value in options.items()}
+    return "".join(
+        f" --{'' if value else 'no-'}{name}" if isinstance(value, bool) else f" --{name} {value}"
+        for name, value in flags.items()
+    )

@@ -132,7 +132,7 @@ def test_workers_of_a_pool_that_are_of_another_kind_are_launched_as_theirs_are(t
     places = {name: (pool.sbatch, pool.ray) for pool, names in pools_of(launched.up) for name in names}
     assert places["decode-0"] == ("--gpus h100:2", "accelerator_type:H100=0.001 GPU=2")
     assert places["decode-2"] == ("--gpus a100:1", "accelerator_type:A100=0.001")
-    assert "`splitserve decode --max-num-seqs 8 --block-size 16 --num-blocks 300" in path.read_text()
+    assert "`splitserve decode --max-num-seqs 8 --num-blocks 300` on small (2 of them)" in path.read_text()
     write_launch(tmp_path / "values.yaml", hardware, candidate)
     pools = yaml.safe_load((tmp_path / "values.yaml").read_text())["pools"]
     where = {name: (p["role"], p["replicas"], p["nodeSelector"]["gpu"]) for name, p in pools.items()}
