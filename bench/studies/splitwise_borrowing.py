@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...engine.latency_profile import Profile
-from ...planner.profile.published import import_published, splitwise_curves
+from ...planner.profile.published import import_published
 from ...planner.simulator.cluster import Cluster, Pool
 from ...planner.simulator.records import RequestRecord
 from ...planner.simulator.simulation import Simulation
@@ -29,7 +29,7 @@ from ...traces.request import Trace
 from ..environment import environment
 from .splitwise_cluster import DESIGNS, Imitation, of_jobs, percentiles
 from .splitwise_machine import Job
-from .splitwise_slo import NineSlos
+from .splitwise_slo import NineSlos, splitwise_curves
 
 MACHINES = {
     "Splitwise-HH": {"conv": (25, 15), "code": (35, 5)},

@@ -27,10 +27,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ...planner.profile.published import splitwise_curves
 from ...traces.readers import open_trace
 from ...traces.request import Trace
 from .splitwise_machine import GIB, MACHINE_BYTES, Clock, Job, LlmShape, Machine, Work
+from .splitwise_slo import splitwise_curves
 
 SHAPES = {"llama2-70b": LlmShape(135e9, 8192, 80), "bloom-176b": LlmShape(329e9, 14336, 70)}
 DESIGNS = {  # hardware of the prompt machines, and of the token machines

@@ -9,16 +9,46 @@ and for E2E their sum over all tokens but the first; TBT is (E2E - TTFT) / outpu
 
 from __future__ import annotations
 
+import csv
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 
-from ...planner.profile.published import splitwise_curves
+from ...engine.latency_profile import Piece, StepModel
 from .splitwise_machine import Job
 
 LIMITS = {"ttft": (2.0, 3.0, 6.0), "tbt": (1.25, 1.5, 5.0), "e2e": (1.25, 1.5, 5.0)}
 PERCENTS = (50, 90, 99)
+
+
+def splitwise_curves(
+    path: Path, model: str, hardware: str, tensor_parallel: int
+) -> tuple[StepModel, StepModel]:
+    """splitwise-sim's own reading of its measurements, for comparisons with its results: medians over prompt
+    * batch tokens, both for prompts and for decode steps; it asks the latter for a number of *sequences*, and
+    so gets nearly one time for all."""
+    wanted = model, hardware, str(tensor_parallel)
+    with path.open(encoding="utf-8") as file:
+        rows = [
+            r for r in csv.DictReader(file) if (r["model"], r["hardware"], r["tensor_parallel"]) == wanted
+        ]
+    if not rows:
+        raise SystemExit(f"{path} has no rows for {wanted}")
+    by_tokens: defaultdict[int, list[dict[str, str]]] = defaultdict(list)
+    for row in rows:
+        by_tokens[int(row["prompt_size"]) * int(row["batch_size"])].append(row)
+
+    def model_of(column: str) -> StepModel:
+        curve = tuple(
+            (float(tokens), median(float(r[column]) for r in by_tokens[tokens]) / 1e3)
+            for tokens in sorted(by_tokens)
+        )
+        return StepModel(pieces=(Piece(curve=curve),))
+
+    return model_of("prompt_time"), model_of("token_time")
 
 
 class NineSlos:

@@ -88,31 +88,6 @@ def splitwise(
     )
 
 
-def splitwise_curves(
-    path: Path, model: str, hardware: str, tensor_parallel: int
-) -> tuple[StepModel, StepModel]:
-    """splitwise-sim's own reading of its measurements, for comparisons with its results: medians over prompt
-    * batch tokens, both for prompts and for decode steps; it asks the latter for a number of *sequences*, and
-    so gets nearly one time for all."""
-    rows = [r for r in csv.DictReader(_text(path).splitlines()) if _is(r, model, hardware, tensor_parallel)]
-    if not rows:
-        raise ProfilingError(
-            f"{path} has no rows for {model}, {hardware}, tensor parallelism {tensor_parallel}"
-        )
-    by_tokens: defaultdict[int, list[dict[str, str]]] = defaultdict(list)
-    for row in rows:
-        by_tokens[int(row["prompt_size"]) * int(row["batch_size"])].append(row)
-
-    def model_of(column: str) -> StepModel:
-        curve = tuple(
-            (float(tokens), median(float(r[column]) for r in by_tokens[tokens]) / 1e3)
-            for tokens in sorted(by_tokens)
-        )
-        return StepModel(pieces=(Piece(curve=curve),))
-
-    return model_of("prompt_time"), model_of("token_time")
-
-
 def _distserve(path: Path, content: dict[str, Any], model: str, tensor_parallel: int) -> Profile:
     """Milliseconds: prefill a + b sum(l) + c sum(l^2); decode a + b sum(context) + c batch, in two regimes of
     the batch."""

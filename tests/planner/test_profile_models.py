@@ -15,6 +15,7 @@ import pytest
 from pydantic import ValidationError
 from rich.console import Console
 
+from splitserve.bench.studies.splitwise_slo import splitwise_curves
 from splitserve.engine.latency_profile import (
     HandoffModel,
     Memory,
@@ -28,7 +29,7 @@ from splitserve.engine.latency_profile import (
 from splitserve.engine.step.batch import Batch, SamplingState
 from splitserve.planner.errors import ProfilingError
 from splitserve.planner.profile.fit import PutPoint, StepPoint, fit_puts, fit_steps
-from splitserve.planner.profile.published import import_published, splitwise_curves
+from splitserve.planner.profile.published import import_published
 from splitserve.planner.profile_commands import show
 from splitserve.planner.settings import ProfileSettings
 from splitserve.transport.messages.messages import SamplingParams
