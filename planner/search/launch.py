@@ -19,7 +19,7 @@ NODE_LABEL = "gpu"
 
 
 class _Pool(NamedTuple):
-    """``options``: of its workers; ``own``: those unlike the first pool's of the role, where that is None."""
+    """``options``: of its workers; ``own``: where they differ from the role's first pool, whose is None."""
 
     group: Group
     kind: Kind

@@ -174,8 +174,8 @@ class _Search:
             found |= {c: goodput for c, goodput in tried.items() if goodput > before}
 
     def _best_settings(self, tried: Iterable[Candidate], floor: float = 0.0) -> dict[Candidate, float]:
-        """Of shapes within the limits: best bound first, and of each only what beats its best settings known,
-        and ``floor``."""
+        """Sketch shapes within the limits, best bound first: of each what beats its best settings known, and
+        ``floor``."""
         hold, hardware = self._goal.limits.hold, self._question.hardware
         built = [shape for shape in tried if hold(shape, hardware)]
         candidates = [one for shape in built for one in settings_of(self._question, self._goal, shape)]
