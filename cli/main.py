@@ -258,7 +258,7 @@ for added in (
         "Run a trace through a cluster of any size under virtual time.",
     ),
     command(
-        "plan", "planner.plan_command:plan", "Find the best ratio of prefill and decode workers for a load."
+        "plan", "planner.several:plan_each", "Find the best ratio of prefill and decode workers for a load."
     ),
     command(
         "profile",

@@ -42,11 +42,7 @@ MOST_PLANNED = 4_000
 
 
 def plan(settings: PlanSettings) -> int:
-    """The command. Returns its exit status; raises PlannerError, TraceError and EngineError."""
-    if settings.other_models:
-        from .several import plan_several
-
-        return plan_several(settings)
+    """Plan for one model. Returns the exit status; raises PlannerError, TraceError and EngineError."""
     began = time.monotonic()
     console = Console()
     hardware = the_hardware(settings)

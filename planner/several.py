@@ -67,8 +67,10 @@ class _Model:
         return self._sketched[key]
 
 
-def plan_several(settings: PlanSettings) -> int:
-    """Divide the inventory, and plan each model on its share. Raises what ``plan`` does."""
+def plan_each(settings: PlanSettings) -> int:
+    """The command: divide the inventory, and plan each model on its share. Raises what ``plan`` does."""
+    if not settings.other_models:
+        return plan(settings)
     each = [settings.model_copy(update={"other_models": ()})]
     each += [each[0].model_copy(update=dict(other)) for other in settings.other_models]
     models = [_Model(one) for one in each]

@@ -14,7 +14,6 @@ from support.simulated import profile
 from splitserve.cli.config import Sources, load
 from splitserve.engine.latency_profile import Power, ProfileError
 from splitserve.planner.errors import SimulationError
-from splitserve.planner.plan_command import plan as plan_command
 from splitserve.planner.plan_command import the_goal, the_hardware
 from splitserve.planner.search.candidates import Candidate, Hardware, Kind
 from splitserve.planner.search.goal import Goal, Limits, settings_of, shapes
@@ -23,6 +22,7 @@ from splitserve.planner.search.hardware_file import read_hardware
 from splitserve.planner.search.search import search
 from splitserve.planner.search.words import sentences
 from splitserve.planner.settings import PlanSettings
+from splitserve.planner.several import plan_each
 from splitserve.traces.own_format import write_trace
 from splitserve.traces.request import Trace
 
@@ -210,7 +210,7 @@ def test_several_models_share_an_inventory_by_their_loads(
     )
     settings = load("plan", {}, Sources.read(tmp_path / "plan.yaml", env={}))
     assert isinstance(settings, PlanSettings)
-    assert plan_command(settings) == 0
+    assert plan_each(settings) == 0
     lines = capsys.readouterr().out.splitlines()
     shares = [int(line.partition(" on ")[2].partition("x")[0]) for line in lines[:2]]
     assert sum(shares) == 6
