@@ -17,6 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from heapq import nlargest
+from itertools import takewhile
 from typing import NamedTuple
 
 from ..coordinator.lifecycle.snapshot import FinishedRequest, RunningRequest
@@ -91,6 +92,8 @@ class LoadWatch:
     def __init__(self, options: SteeringOptions) -> None:
         self._options = options
         self._ended: deque[Note] = deque(maxlen=MEMORY)
+        self._newest: deque[int] = deque(maxlen=OF_A_KIND)  # output tokens
+        self._outputs: defaultdict[int, deque[int]] = defaultdict(lambda: deque(maxlen=OF_A_KIND))  # by kind
 
     def note(self, request: FinishedRequest, now: float) -> None:
         """Take in a request that is over."""
@@ -99,15 +102,17 @@ class LoadWatch:
             request.num_prompt_tokens,
             request.num_cached_tokens,
         )
-        self._ended.append(
-            Note(request.arrival, prompt, cached, count, now, request.ttft_s, request.tpot_s, count > 0)
-        )
+        note = Note(request.arrival, prompt, cached, count, now, request.ttft_s, request.tpot_s, count > 0)
+        self._ended.append(note)
+        if count:
+            self._newest.append(count)
+            self._outputs[note.kind].append(count)
 
     def look(self, requests: Iterable[RunningRequest], now: float) -> LoadPicture:
         """Return the load now; ``requests`` are all that have not ended."""
         options = self._options
         running = [_note_of(request, now) for request in requests]
-        notes = [*self._ended, *running]
+        notes = [*self._after(now - options.longest_window_s), *running]
         window = self._window([note.arrival for note in notes], now)
         arrived = [note for note in notes if note.arrival > now - window]
         judged = self._judged(running, now, self._good)
@@ -172,31 +177,26 @@ class LoadWatch:
         """Output tokens of a request, by kind; see above. A kind of which none has ended yet is thought to be
         as the rest."""
         since = now - self._options.work_off_s
-        ended = [n for n in self._ended if n.has_token]
-        every = (
-            sum(n.output for n in ended[-OF_A_KIND:]) / len(ended[-OF_A_KIND:]) if ended else _so_far(running)
-        )
-        newest: dict[int, list[int]] = {note.kind: [] for note in [*running, *self._ended]}
-        for note in reversed(ended):
-            if len(outputs := newest.setdefault(note.kind, [])) < OF_A_KIND:
-                outputs.append(note.output)
+        every = sum(self._newest) / len(self._newest) if self._newest else _so_far(running)
         tokens: defaultdict[int, float] = defaultdict(float)
         ends: defaultdict[int, int] = defaultdict(int)
-        for note in [*running, *ended]:
-            if note.ended is None or note.ended > since:
-                tokens[note.kind] += note.recent_tokens(since, now)
-                ends[note.kind] += note.ended is not None
-        prior = {kind: sum(outputs) / len(outputs) if outputs else every for kind, outputs in newest.items()}
-        return {
-            kind: (tokens[kind] + PRIOR_REQUESTS * mean) / (ends[kind] + PRIOR_REQUESTS)
-            for kind, mean in prior.items()
-        }
+        for note in [*running, *(n for n in self._after(since) if n.has_token)]:
+            tokens[note.kind] += note.recent_tokens(since, now)
+            ends[note.kind] += note.ended is not None
+        means: defaultdict[int, float] = defaultdict(lambda: every)
+        means |= {kind: sum(outputs) / len(outputs) for kind, outputs in self._outputs.items()}
+        for kind in tokens:
+            means[kind] = (tokens[kind] + PRIOR_REQUESTS * means[kind]) / (ends[kind] + PRIOR_REQUESTS)
+        return means
+
+    def _after(self, since: float) -> list[Note]:
+        """Return those that ended after ``since``, the newest first."""
+        return list(takewhile(lambda note: note.ended is None or note.ended > since, reversed(self._ended)))
 
     def _judged(self, running: list[Note], now: float, holds: Callable[[Note], bool]) -> list[Note]:
         """Those that have ended lately, and those of which it is clear already that they do not keep what
         they should."""
-        recent = [n for n in self._ended if n.ended is not None and n.ended > now - self._options.work_off_s]
-        return recent + [n for n in running if not holds(n)]
+        return self._after(now - self._options.work_off_s) + [n for n in running if not holds(n)]
 
     def _kept(
         self, running: list[Note], now: float, bound: LatencyBound | None, took: Callable[[Note], float]
