@@ -56,8 +56,8 @@ class Capacity:
     max_batch_tokens: int = 512
     max_num_seqs: int = 64
 
-    def pressure(self, picture: LoadPicture, prefill: int, decode: int) -> Pressure:
-        """Return the loads of these numbers of workers."""
+    def pressure(self, picture: LoadPicture, prefill: float, decode: float) -> Pressure:
+        """Return the loads of these numbers of workers, each counted by its speed."""
         return self._pressure(picture, self._demand(picture), prefill, decode)
 
     def pressures(
@@ -78,7 +78,7 @@ class Capacity:
         staying = math.exp(-self.options.work_off_s / lasts_s) if lasts_s else 0.0
         return _Demand(self.prompt_s(picture), self.answer_s(picture, batch), batch, staying)
 
-    def _pressure(self, picture: LoadPicture, demand: _Demand, prefill: int, decode: int) -> Pressure:
+    def _pressure(self, picture: LoadPicture, demand: _Demand, prefill: float, decode: float) -> Pressure:
         options = self.options
         if not prefill or not decode:
             return Pressure(math.inf, math.inf)
@@ -106,9 +106,7 @@ class Capacity:
 
     def batch(self, picture: LoadPicture) -> int:
         """Return the most sequences that meet the TPOT and fit into the cache; at least 1."""
-        memory = self.profile.memory
-        fits = int(memory.num_blocks * memory.block_size / max(1.0, picture.context))
-        low, high = 1, max(1, min(self.max_num_seqs, fits))
+        low, high = 1, self.most(picture)
         while low < high:
             middle = (low + high + 1) // 2
             if self.step_s(middle, picture) <= PACE_MARGIN * self.options.tpot_s:
@@ -117,10 +115,16 @@ class Capacity:
                 high = middle - 1
         return low
 
+    def most(self, picture: LoadPicture) -> int:
+        """Return the most sequences that a worker can have, whatever their pace; at least 1."""
+        memory = self.profile.memory
+        fits = int(memory.num_blocks * memory.block_size / max(1.0, picture.context))
+        return max(1, min(self.max_num_seqs, fits))
+
     def step_s(self, batch: int, picture: LoadPicture) -> float:
         return self.profile.decode.seconds(batch, batch * picture.context, batch) + self.profile.decode_loop_s
 
-    def _utilisation(self, picture: LoadPicture, servers: int, service_s: float) -> float:
+    def _utilisation(self, picture: LoadPicture, servers: float, service_s: float) -> float:
         """Return the highest utilisation at which nine of ten prompts meet their TTFT."""
         left = self.options.ttft_s - service_s
         power, scale = (

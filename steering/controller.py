@@ -26,7 +26,7 @@ from .fleet import AnyRole, Decision, Fleet, Kind
 from .load_watch import MIN_JUDGED, LoadPicture
 from .options import SteeringOptions
 from .scaling import Scaling
-from .virtual_fleets import VirtualFleets
+from .virtual_fleets import Size, VirtualFleets
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class PoolController:
         self._capacity: Capacity | None = None
         self._scaling = Scaling(options)
         self._virtual = VirtualFleets(options)
-        self._num_workers = 0  # when no change was under way
+        self._sizes: dict[int, Size] = {}  # when no change was under way
         self._quiet_until = -math.inf
         self._proposal: _Proposal | None = None
         self.state = "nothing looked at yet"
@@ -112,14 +112,14 @@ class PoolController:
             return self._rest("there is no latency model to predict with: workers change by rules")
         if not fleet.prefill or not fleet.decode:
             return self._rest("a role has no worker")
-        self._num_workers = self._num_workers if fleet.changing else fleet.num_workers
-        self._virtual.serve(picture, self._capacity, self._num_workers, fleet.prefill)
+        self._sizes = self._sizes if self._sizes and fleet.changing else fleet.sizes()
+        self._virtual.serve(picture, self._capacity, self._sizes, fleet.prefill)
         if fleet.changing or now < self._quiet_until:
             self.state = "a change is under way, or has not had time to show"
             return []
         if picture.num_requests < MIN_JUDGED:
             return self._rest(f"only {picture.num_requests} requests to judge by")
-        present = self._capacity.pressure(picture, fleet.prefill, fleet.decode)
+        present = self._capacity.pressure(picture, *fleet.size)
         if not math.isfinite(present.worst):
             return self._rest("the latency model does not cover this load")
         self.pressure = present

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..transport.messages.messages import Role
+from .speeds import Speed
 
 AnyRole = Role | Literal["mixed"]
 Kind = Literal["flip", "hold", "scale_up", "scale_down"]
@@ -29,10 +30,29 @@ class Fleet:
     mixed: int = 0
     in_use: dict[Role, float] = field(default_factory=dict)
     """Measured share of a role's workers that is in use."""
+    speeds: dict[Role, list[Speed]] = field(default_factory=dict)
+    """By role, one for each worker. Empty: all are as the latency model predicts."""
 
     @property
     def num_workers(self) -> int:
         return self.prefill + self.decode + self.mixed
+
+    @property
+    def size(self) -> tuple[float, float]:
+        """Prefill and decode workers, each counted by its speed."""
+        return sum(s.prefill for s in self._of("prefill")), sum(s.decode for s in self._of("decode"))
+
+    def sizes(self) -> dict[int, tuple[float, float]]:
+        """Return the same by prefill workers: as now, and for others with each worker where it suits."""
+        every = sorted(self._of("prefill") + self._of("decode"), key=lambda s: s.decode / s.prefill)
+        best = {
+            count: (sum(s.prefill for s in every[:count]), sum(s.decode for s in every[count:]))
+            for count in range(1, len(every))
+        }
+        return best | {self.prefill: self.size}
+
+    def _of(self, role: Role) -> list[Speed]:
+        return self.speeds.get(role) or [Speed()] * self.count(role)
 
     def count(self, role: Role) -> int:
         """Return the number of workers of one role."""

@@ -1,14 +1,8 @@
 """What arrives, what waits and how well it is served, as the pool controller sees it. Pure; times in seconds.
 
 A request's output length is known at its end only. Requests with prompts of about one length count as one
-kind; of a kind
-
-    mean output = tokens generated / requests ended, both of the last ``work_off_s``
-
-which in a steady state is exact whatever the lengths' distribution, and when a kind begins to answer at
-greater length shows it long before its requests end. The newest ended requests of the kind are added.
-The mean over all is that over what arrives, by kind: those that wait count too, of which nothing is known but
-the prompt.
+kind (``OutputLengths``). The mean over all is that over what arrives, by kind: those that wait count too, of
+which nothing is known but the prompt.
 """
 
 from __future__ import annotations
@@ -23,10 +17,9 @@ from typing import NamedTuple
 from ..coordinator.lifecycle.snapshot import FinishedRequest, RunningRequest
 from ..transport.latency_bounds import LatencyBound
 from .options import SteeringOptions
+from .output_lengths import OutputLengths, Span
 
-PRIOR_REQUESTS = 8.0  # that the newest ended ones of a kind weigh in its mean
 MEMORY = 4096  # ended requests
-OF_A_KIND = 50  # of these, the newest
 # of the mean output: what a running sequence of a steady state has still before it, by lengths as they are
 # found
 REMAINING = 0.7
@@ -50,12 +43,6 @@ class Note(NamedTuple):
     def kind(self) -> int:
         """By the prompt's length."""
         return self.prompt.bit_length()
-
-    def recent_tokens(self, since: float, now: float) -> float:
-        """Return the tokens generated after ``since``."""
-        if not self.tpot_s:
-            return self.output
-        return min(self.output, max(0.0, (now if self.ended is None else self.ended) - since) / self.tpot_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +79,9 @@ class LoadWatch:
     def __init__(self, options: SteeringOptions) -> None:
         self._options = options
         self._ended: deque[Note] = deque(maxlen=MEMORY)
-        self._newest: deque[int] = deque(maxlen=OF_A_KIND)  # output tokens
-        self._outputs: defaultdict[int, deque[int]] = defaultdict(lambda: deque(maxlen=OF_A_KIND))  # by kind
+        self._lengths = OutputLengths()
+        self._unseen: list[Note] = []  # ended since the last look
+        self._outputs: dict[tuple[float, int], int] = {}  # tokens of those that ran then
 
     def note(self, request: FinishedRequest, now: float) -> None:
         """Take in a request that is over."""
@@ -104,9 +92,7 @@ class LoadWatch:
         )
         note = Note(request.arrival, prompt, cached, count, now, request.ttft_s, request.tpot_s, count > 0)
         self._ended.append(note)
-        if count:
-            self._newest.append(count)
-            self._outputs[note.kind].append(count)
+        self._unseen.append(note)
 
     def look(self, requests: Iterable[RunningRequest], now: float) -> LoadPicture:
         """Return the load now; ``requests`` are all that have not ended."""
@@ -116,7 +102,8 @@ class LoadWatch:
         window = self._window([note.arrival for note in notes], now)
         arrived = [note for note in notes if note.arrival > now - window]
         judged = self._judged(running, now, self._good)
-        means = self._means(running, now)
+        self._take(running)
+        means = self._lengths.means(_so_far(running))
         decoding = [n for n in running if n.has_token]
         remaining = sum(max(REMAINING * means[n.kind], 1.0) for n in decoding) / max(1, len(decoding))
         picture = LoadPicture(
@@ -173,21 +160,16 @@ class LoadWatch:
             variation=variance / mean**2 if mean else 1.0,
         )
 
-    def _means(self, running: list[Note], now: float) -> dict[int, float]:
-        """Output tokens of a request, by kind; see above. A kind of which none has ended yet is thought to be
-        as the rest."""
-        since = now - self._options.work_off_s
-        every = sum(self._newest) / len(self._newest) if self._newest else _so_far(running)
-        tokens: defaultdict[int, float] = defaultdict(float)
-        ends: defaultdict[int, int] = defaultdict(int)
-        for note in [*running, *(n for n in self._after(since) if n.has_token)]:
-            tokens[note.kind] += note.recent_tokens(since, now)
-            ends[note.kind] += note.ended is not None
-        means: defaultdict[int, float] = defaultdict(lambda: every)
-        means |= {kind: sum(outputs) / len(outputs) for kind, outputs in self._outputs.items()}
-        for kind in tokens:
-            means[kind] = (tokens[kind] + PRIOR_REQUESTS * means[kind]) / (ends[kind] + PRIOR_REQUESTS)
-        return means
+    def _take(self, running: list[Note]) -> None:
+        """Take in the tokens since the last look."""
+        spans: defaultdict[int, list[Span]] = defaultdict(list)
+        for note in [*self._unseen, *running]:
+            if note.has_token:
+                before = self._outputs.get((note.arrival, note.prompt), 0)
+                spans[note.kind].append((before, note.output, note.ended is not None))
+        self._outputs = {(note.arrival, note.prompt): note.output for note in running}
+        self._unseen.clear()
+        self._lengths.take(spans)
 
     def _after(self, since: float) -> list[Note]:
         """Return those that ended after ``since``, the newest first."""

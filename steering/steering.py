@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Any
 
 from ..coordinator.lifecycle.snapshot import FinishedRequest, Snapshot, WorkerState
@@ -16,6 +17,7 @@ from .fleet import Decision, Fleet
 from .load_watch import LoadWatch
 from .options import SteeringOptions
 from .pool_use import ROLES, PoolUse
+from .speeds import Speed, Speeds
 
 
 class Steering:
@@ -25,6 +27,7 @@ class Steering:
         self.options = options
         self._watch, self._use = LoadWatch(options), PoolUse(options.work_off_s)
         self._in_use: dict[Role, float] = {}
+        self._speeds = Speeds(options, profile)
         self.controller = PoolController(options, profile)
 
     def note(self, request: FinishedRequest, now: float) -> None:
@@ -34,8 +37,10 @@ class Steering:
     def look(self, snapshot: Snapshot, now: float) -> list[Decision]:
         """Return what should be done; the caller carries it out."""
         self._in_use = self._use.look(snapshot.workers, now)
-        fleet = replace(fleet_of(snapshot, self.options.keep), in_use=self._in_use)
-        return self.controller.decide(self._watch.look(snapshot.requests, now), fleet, now)
+        picture = self._watch.look(snapshot.requests, now)
+        speeds = self._speeds.look(snapshot.workers, picture, now)
+        fleet = replace(fleet_of(snapshot, self.options.keep, speeds), in_use=self._in_use)
+        return self.controller.decide(picture, fleet, now)
 
     def as_json(self, now: float) -> dict[str, Any]:
         """For /debug/state and the dashboard."""
@@ -59,7 +64,9 @@ class Steering:
         }
 
 
-def fleet_of(snapshot: Snapshot, keep: Sequence[str] = ()) -> Fleet:
+def fleet_of(
+    snapshot: Snapshot, keep: Sequence[str] = (), speeds: Mapping[str, Speed] = MappingProxyType({})
+) -> Fleet:
     """Return the workers that take new work, and those of them that could change role or leave.
 
     A worker whose name matches a pattern in ``keep`` never leaves.
@@ -69,7 +76,7 @@ def fleet_of(snapshot: Snapshot, keep: Sequence[str] = ()) -> Fleet:
     return Fleet(
         len(by_load["prefill"]),
         len(by_load["decode"]),
-        {role: _flexible(workers, snapshot.changing) for role, workers in by_load.items()},
+        {role: _flexible(role, workers, snapshot.changing, speeds) for role, workers in by_load.items()},
         sum(not has_begun for has_begun in snapshot.changing.values()),
         min((w.max_batch_tokens for w in by_load["prefill"]), default=512),
         min((w.max_num_seqs for w in by_load["decode"]), default=64),
@@ -79,6 +86,7 @@ def fleet_of(snapshot: Snapshot, keep: Sequence[str] = ()) -> Fleet:
             if (going := _may_go(workers, keep)[: len(workers) - 1])
         },
         sum(w.is_mixed and w.role == "decode" for w in takes_work),
+        speeds={role: [_speed(w, speeds) for w in workers] for role, workers in by_load.items()},
     )
 
 
@@ -93,5 +101,14 @@ def _by_load(workers: list[WorkerState], role: Role) -> list[WorkerState]:
     return sorted(of_role, key=lambda w: (w.num_dispatches, w.worker_id))
 
 
-def _flexible(workers: list[WorkerState], changing: Mapping[str, bool]) -> list[str]:
-    return [w.process for w in workers if w.process and w.process not in changing]
+def _speed(worker: WorkerState, speeds: Mapping[str, Speed]) -> Speed:
+    return speeds.get(worker.process or worker.worker_id, Speed())
+
+
+def _flexible(
+    role: Role, workers: list[WorkerState], changing: Mapping[str, bool], speeds: Mapping[str, Speed]
+) -> list[str]:
+    """Return the processes, those first that suit the other role best."""
+    found = [w for w in workers if w.process and w.process not in changing]
+    sign = 1 if role == "prefill" else -1
+    return [w.process for w in sorted(found, key=lambda w: sign * _speed(w, speeds).suits_prefill)]

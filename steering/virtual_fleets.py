@@ -23,9 +23,14 @@ FOLLOW_ABOVE, FOLLOW_GAIN = 0.9, 0.15  # load below which it stays, and least re
 PREFILL_UTILISATION = 0.95
 # above 1: the largest batch that meets the TPOT may be exceeded for a while, since a request's TPOT is a mean
 DECODE_UTILISATION = 1.1
+FULL_UTILISATION = 0.9  # where a batch cannot be exceeded: requests wait for a place before their prompt
 FORESEEN_S = 15.0
 RAMP = 0.25  # width about an objective over which the share that misses it goes from 0 to 1
 FOLLOWER_S = 2.0  # of requests, by which the follower must have lost less than every fixed ratio
+
+
+Size = tuple[float, float]
+"""Prefill and decode workers, each counted by its speed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,36 +65,37 @@ class _Load:
 @dataclass(slots=True)
 class _VirtualFleet:
     prefill: int
+    size: Size = (1.0, 1.0)
     waiting_s: float = 0.0  # worker seconds of prompts
     running: float = 0.0  # decode workers that the running answers fill
     lost: float = 0.0
 
-    def serve(self, work: _Work, num_workers: int, ttft_s: float, seconds: float) -> float:
+    def serve(self, work: _Work, ttft_s: float, seconds: float) -> float:
         """Take in the work of these seconds. Return how many of its requests miss an objective."""
-        done_s = seconds * self.prefill * PREFILL_UTILISATION
+        done_s = seconds * self.size[0] * PREFILL_UTILISATION
         self.waiting_s = max(0.0, self.waiting_s + work.prompts - done_s)
         part = 1 - math.exp(-seconds / work.answer_lasts_s)
         self.running += (work.answers / seconds - self.running) * part
-        late = _missed((self.waiting_s / self.prefill + work.prompt_s) / ttft_s)
-        return work.count * max(late, self._slow(self.running, num_workers))
+        late = _missed((self.waiting_s / self.size[0] + work.prompt_s) / ttft_s)
+        return work.count * max(late, self._slow(self.running))
 
-    def foresee(self, load: _Load, num_workers: int, ttft_s: float) -> float:
+    def foresee(self, load: _Load, ttft_s: float) -> float:
         """Return the share of the requests of the next ``FORESEEN_S`` that will miss an objective."""
-        begin = self.waiting_s - ttft_s * self.prefill  # above 0: late
-        end = begin + (load.prompts - self.prefill * PREFILL_UTILISATION) * FORESEEN_S
+        begin = self.waiting_s - ttft_s * self.size[0]  # above 0: late
+        end = begin + (load.prompts - self.size[0] * PREFILL_UTILISATION) * FORESEEN_S
         part = 1 - math.exp(-FORESEEN_S / load.answer_lasts_s)
-        slow = self._slow(self.running + (load.answers - self.running) * part, num_workers)
+        slow = self._slow(self.running + (load.answers - self.running) * part)
         return max(slow, _share_above_zero(begin, end))
 
-    def _slow(self, running: float, num_workers: int) -> float:
-        return _missed(running / ((num_workers - self.prefill) * DECODE_UTILISATION))
+    def _slow(self, running: float) -> float:
+        return _missed(running / (self.size[1] * DECODE_UTILISATION))
 
 
 class VirtualFleets:
     """Call ``serve`` once every ``every_s``."""
 
     def __init__(self, options: SteeringOptions) -> None:
-        self._options, self._num_workers = options, 0
+        self._options = options
         self._fixed: dict[int, _VirtualFleet] = {}
         self._follower = _VirtualFleet(0)
         self._load = _Load()
@@ -102,7 +108,7 @@ class VirtualFleets:
 
     def foreseen(self, prefill: int) -> float:
         """Return the share of requests that will miss an objective with this number of prefill workers."""
-        return self._fixed[prefill].foresee(self._load, self._num_workers, self._options.ttft_s)
+        return self._fixed[prefill].foresee(self._load, self._options.ttft_s)
 
     def lost(self, prefill: int) -> float:
         """Return the requests that this number of prefill workers would have lost, and soon will."""
@@ -117,34 +123,34 @@ class VirtualFleets:
             return self._follower.prefill, follower
         return best, lost[best]
 
-    def serve(self, picture: LoadPicture, capacity: Capacity, num_workers: int, present: int) -> None:
-        """Take in the newest arrivals. Another ``num_workers`` than before: all is forgotten."""
+    def serve(self, picture: LoadPicture, capacity: Capacity, sizes: dict[int, Size], present: int) -> None:
+        """Take in the newest arrivals. ``sizes``: by prefill workers; all is forgotten if these change."""
         options = self._options
-        if num_workers != self._num_workers:
+        if sizes.keys() != self._fixed.keys():
             self.__init__(options)  # type: ignore[misc]
-            self._num_workers = num_workers
-            self._fixed = {prefill: _VirtualFleet(prefill) for prefill in range(1, num_workers)}
+            self._fixed = {prefill: _VirtualFleet(prefill) for prefill in sizes}
             self._follower.prefill = present
         seconds, work = options.every_s, _work(picture, capacity)
         keep = math.exp(-seconds / MEMORY_S)
         self._count, self._span_s = self._count * keep + work.count, self._span_s * keep + seconds
         is_good = picture.attainment >= options.attainment
         for fleet in [*self._fixed.values(), self._follower]:
-            lost = fleet.serve(work, num_workers, options.ttft_s, seconds)
+            fleet.size = sizes[fleet.prefill]
+            lost = fleet.serve(work, options.ttft_s, seconds)
             # the measured share of good requests overrules the model
             fleet.lost = fleet.lost * keep + (0.0 if is_good and fleet.prefill == present else lost)
         self._load.take(work, seconds)
         self._follow()
 
     def _lost(self, fleet: _VirtualFleet) -> float:
-        share = fleet.foresee(self._load, self._num_workers, self._options.ttft_s)
+        share = fleet.foresee(self._load, self._options.ttft_s)
         return fleet.lost + share * self._load.arrivals * FORESEEN_S
 
     def _follow(self) -> None:
-        follower, num_workers = self._follower, self._num_workers
+        follower = self._follower
         prompts = (self._load.prompts + follower.waiting_s / self._options.work_off_s) / PREFILL_UTILISATION
         answers = self._load.answers / DECODE_UTILISATION
-        loads = {p: max(prompts / p, answers / (num_workers - p)) for p in self._fixed}
+        loads = {p: max(prompts / fleet.size[0], answers / fleet.size[1]) for p, fleet in self._fixed.items()}
         best, here = min(loads, key=lambda p: (loads[p], abs(p - follower.prefill))), loads[follower.prefill]
         if here > FOLLOW_ABOVE and loads[best] < (1 - FOLLOW_GAIN) * here:
             follower.prefill = best
@@ -172,5 +178,7 @@ def _work(picture: LoadPicture, capacity: Capacity) -> _Work:
     )
     batch, count = capacity.batch(picture), picture.newest
     prompt_s, answer_s = capacity.prompt_s(newest), capacity.answer_s(newest, batch)
+    if batch == capacity.most(picture):
+        answer_s *= DECODE_UTILISATION / FULL_UTILISATION
     lasts_s = max(capacity.options.every_s, picture.output_tokens * capacity.step_s(batch, picture))
     return _Work(count, count * prompt_s, count * answer_s, prompt_s, lasts_s)

@@ -13,13 +13,17 @@ import yaml
 from pydantic import ValidationError
 
 from splitserve.bench.studies import steer
-from splitserve.bench.studies.steer import run
+from splitserve.bench.studies.steer import OPTIONS, SLO, run
 from splitserve.bench.studies.steer_verdict import missed_in_simulation, missed_live, num_undone
 from splitserve.bench.studies.steer_workload import CHAT, CODE, Phase, load, worker
+from splitserve.engine.latency_profile import Profile
 from splitserve.planner.errors import SimulationError
 from splitserve.planner.settings import SimulateSettings
 from splitserve.planner.simulate_command import simulate
+from splitserve.planner.simulator.cluster import Cluster, Pool, PoolRole
+from splitserve.planner.simulator.simulation import Simulation
 from splitserve.steering.fleet import Decision
+from splitserve.steering.steering import Steering
 from splitserve.traces.own_format import write_trace
 from splitserve.transport.messages.messages import Role
 
@@ -52,6 +56,31 @@ def test_a_profile_that_is_three_times_wrong_does_no_lasting_harm() -> None:
     misled = run([CHAT], PHASE_S, 2, 1, NUM_WORKERS, steered=True, believed=worker("wrong", 3.0))
     assert misled.num_good > 0.9 * sum(misled.total)
     assert len({decision.at for decision in misled.flips}) <= 3
+
+
+def test_workers_of_unequal_speed_are_steered_by_what_each_can_do() -> None:
+    """Two slow ones cannot compute these prompts, which two of the model's speed could. That is measured."""
+    alone, _ = good_of_slow_prefill(steered=False)
+    steered, flips = good_of_slow_prefill(steered=True)
+    assert alone < 0.1
+    assert steered > 0.55, "it begins with a queue"
+    assert [d.role for d in flips] == ["prefill"]
+
+
+def good_of_slow_prefill(steered: bool) -> tuple[float, list[Decision]]:
+    """Two prefill workers take three times as long as the two decode workers would."""
+    kinds: list[tuple[PoolRole, Profile]] = [("prefill", worker("slow", 3.0)), ("decode", worker())]
+    pools = [
+        Pool(role=role, count=2, profile=profile, flexible=True, max_batch_tokens=2048, max_num_seqs=128)
+        for role, profile in kinds
+    ]
+    steering, good = Steering(OPTIONS, worker()) if steered else None, list[bool]()
+    cluster = Cluster(pools=tuple(pools), max_queue=1 << 30)
+    simulation = Simulation(
+        cluster, 1, SLO, lambda record: good.append(SLO.met_by(record)), steering=steering
+    )
+    simulation.run(load([replace(CODE, rate=0.45)], 90.0, 1, NUM_WORKERS))
+    return sum(good) / len(good), [] if steering is None else list(steering.controller.decisions)
 
 
 @pytest.mark.parametrize(("phase", "prefill", "good"), [(CODE, 1, 0.6), (CHAT, 3, 0.9)])
