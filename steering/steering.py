@@ -27,6 +27,7 @@ class Steering:
         self.options = options
         self._watch, self._use = LoadWatch(options), PoolUse(options.work_off_s)
         self._in_use: dict[Role, float] = {}
+        self._speed: dict[str, Speed] = {}
         self._speeds = Speeds(options, profile)
         self.controller = PoolController(options, profile)
 
@@ -38,8 +39,8 @@ class Steering:
         """Return what should be done; the caller carries it out."""
         self._in_use = self._use.look(snapshot.workers, now)
         picture = self._watch.look(snapshot.requests, now)
-        speeds = self._speeds.look(snapshot.workers, picture, now)
-        fleet = replace(fleet_of(snapshot, self.options.keep, speeds), in_use=self._in_use)
+        self._speed = self._speeds.look(snapshot.workers, picture, now)
+        fleet = replace(fleet_of(snapshot, self.options.keep, self._speed), in_use=self._in_use)
         return self.controller.decide(picture, fleet, now)
 
     def as_json(self, now: float) -> dict[str, Any]:
@@ -56,6 +57,9 @@ class Steering:
             if picture is None
             else {name: round(value, 4) for name, value in asdict(picture).items()},
             "in_use": {role: round(use, 3) for role, use in self._in_use.items()},
+            "speeds": {
+                name: {r: round(x, 2) for r, x in s._asdict().items()} for name, s in self._speed.items()
+            },
             "wanted_workers": controller.wanted,
             "decisions": [
                 {"ago_s": round(now - d.at, 1), **{k: v for k, v in asdict(d).items() if k != "at"}}

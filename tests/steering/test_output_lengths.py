@@ -10,7 +10,7 @@ from splitserve.steering.output_lengths import OutputLengths, Span
 
 
 class Answers:
-    """Of one kind each: ten a second, a token every 0.1 s."""
+    """Ten a second come, each with a token every 0.1 s."""
 
     def __init__(self) -> None:
         self.lengths, self._running = OutputLengths(), dict[int, list[list[int]]]()  # [tokens, length]

@@ -33,7 +33,7 @@ def prompts(process: str, tokens: float, seconds: float) -> WorkerState:
 
 
 def measured(speed: float, role: Role, seconds: int = 120) -> Speed:
-    """Of a worker that computes all the time."""
+    """Return the speed of a worker that computes all the time."""
     speeds, found = Speeds(OPTIONS, profile()), {}
     token_s, step_s = CAPACITY.prompt_s(PICTURE) / 1000, CAPACITY.step_s(32, PICTURE)
     for now in range(seconds):
