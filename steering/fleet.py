@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Literal
 
 from ..transport.messages.messages import Role
@@ -20,7 +21,7 @@ class Fleet:
     prefill: int
     decode: int
     flexible: dict[Role, list[str]]
-    """Processes that can change their role, by the present one; the least busy first."""
+    """Processes that can change their role, by the present one; those first that suit the other, then the least busy."""
     changing: int = 0
     """Number of processes in mid-flip."""
     max_batch_tokens: int = 512  # of a prefill step
@@ -45,10 +46,8 @@ class Fleet:
     def sizes(self) -> dict[int, tuple[float, float]]:
         """Return the same by prefill workers: as now, and for others with each worker where it suits."""
         every = sorted(self._of("prefill") + self._of("decode"), key=lambda s: s.decode / s.prefill)
-        best = {
-            count: (sum(s.prefill for s in every[:count]), sum(s.decode for s in every[count:]))
-            for count in range(1, len(every))
-        }
+        prompts, answers = (list(accumulate(speed[role] for speed in every)) for role in (0, 1))
+        best = {n: (prompts[n - 1], answers[-1] - answers[n - 1]) for n in range(1, len(every))}
         return best | {self.prefill: self.size}
 
     def _of(self, role: Role) -> list[Speed]:
