@@ -21,7 +21,7 @@ class Fleet:
     prefill: int
     decode: int
     flexible: dict[Role, list[str]]
-    """Processes that can change their role, by the present one; those first that suit the other, then the least busy."""
+    """Processes that can change their role, by the present one: first to suit the other, then least busy."""
     changing: int = 0
     """Number of processes in mid-flip."""
     max_batch_tokens: int = 512  # of a prefill step
