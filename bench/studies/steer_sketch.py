@@ -77,7 +77,8 @@ class SteeredSketch(Sketch):
         load = Load(
             worker_id=str(worker.number), incarnation=1, blocks_free=0, blocks_cached=0, blocks_used=blocks,
             blocks_leased=0, num_running=num_running, num_waiting=len(worker.prompts),
-            num_waiting_tokens=worker.pending, steps=worker.num_steps(self.events.now), busy=worker.pending > 0, accepting=True,
+            num_waiting_tokens=worker.pending, steps=worker.num_steps(self.events.now),
+            busy=worker.pending > 0, accepting=True,
         )  # fmt: skip
         name, role = str(worker.number), self._roles[worker.number]
         return WorkerState(
