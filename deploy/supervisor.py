@@ -205,7 +205,8 @@ class Supervisor:
             self._warn(child, f"ended ({_ending(status)}); starts again in {delay:g} s")
             child.command = again
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), delay)
+                async with asyncio.timeout(delay):
+                    await self._stopping.wait()
 
     async def _stop_all(self, keepers: list[asyncio.Task[None]]) -> None:
         self.signal_all(signal.SIGTERM)

@@ -94,7 +94,8 @@ class Hooks:
             _log.error("steering: cannot run %s: %s", shlex.join(argv), error)
             return
         try:
-            status = await asyncio.wait_for(process.wait(), COMMAND_S)
+            async with asyncio.timeout(COMMAND_S):
+                status = await process.wait()
         except TimeoutError:
             _log.error(
                 "steering: %s has not ended after %g s; it goes on by itself", shlex.join(argv), COMMAND_S

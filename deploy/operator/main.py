@@ -82,7 +82,8 @@ class Operator:
                 await asyncio.sleep(retry_s)
             else:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(changed.wait(), self._every_s)
+                    async with asyncio.timeout(self._every_s):  # Python 3.11's wait_for() may swallow _stop()
+                        await changed.wait()
         del self._tasks[name], self._changed[name]
 
 

@@ -17,6 +17,8 @@ from support.kubernetes_schemas import INSTALL, check_valid
 from support.operator_world import cluster, world
 
 from splitserve.deploy.operator.kubernetes import RESOURCES
+from splitserve.deploy.operator.main import Operator
+from splitserve.deploy.operator.reconcile import Reconciler
 
 pytestmark = pytest.mark.skipif(not HELM, reason="helm is not installed")
 VERSIONS = ("1.35", "1.36", "1.37")
@@ -99,6 +101,28 @@ async def test_flexible_workers_flip_where_the_ratio_changes_and_only_the_rest_a
         here.coordinator.roles[process] = "prefill"  # as after a restart of its pod
         await here.until("it has flipped again", lambda: len(here.coordinator.flips) == 2)
         await here.until_serving(prefill=2, decode=3)
+
+
+@pytest.mark.parametrize("ticks", range(6))
+async def test_the_operator_stops_although_its_cluster_has_just_changed(ticks: int) -> None:
+    class Passes(Reconciler):
+        def __init__(self) -> None:
+            pass
+
+        async def run(self, name: str) -> bool:
+            return True
+
+        async def close(self) -> None:
+            pass
+
+    operator = Operator(Passes())
+    operator._wake("demo")
+    await asyncio.sleep(0.01)  # it waits for the next change
+    operator._wake("demo")
+    for _ in range(ticks):
+        await asyncio.sleep(0)
+    async with asyncio.timeout(1):
+        await operator._stop()
 
 
 async def test_the_pool_controller_decides_the_ratio_within_bounds() -> None:

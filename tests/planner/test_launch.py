@@ -55,7 +55,9 @@ def test_the_command_writes_a_configuration_that_up_reads(
     prefills, decodes = ([w for role, w in workers if role == wanted] for wanted in ("prefill", "decode"))
     assert (len(prefills), len(decodes)) == (best["prefill"], best["decode"])
     assert {w.max_batch_tokens for w in prefills} == {best["max_batch_tokens"]}  # type: ignore[attr-defined]
-    assert {w.max_num_seqs for w in decodes} == {best["max_num_seqs"]}  # type: ignore[attr-defined]
+    generating = [w for role, w in workers if role != "prefill"]
+    assert len(generating) == best["decode"] + best["colocated"] > 0
+    assert {w.max_num_seqs for w in generating} == {best["max_num_seqs"]}  # type: ignore[attr-defined]
     memory = profile().memory
     assert {(w.block_size, w.num_blocks) for w in launched.workers} == {
         (memory.block_size, memory.num_blocks)
