@@ -200,14 +200,14 @@ def _window(
     alone = [worker.first_token() for _ in range(requests)]
     stages = [_stages(text) for _, _, text in answers]
     firsts = [first for first, _, _ in answers]
-    ttft, floor, round_trip, own = (
+    ttft, floor, zmq_trip, own = (
         statistics.median(times) * 1e3 for times in (firsts, floors, round_trips, alone)
     )
     return {
         "http_floor_ms": floor,
-        "zmq_round_trip_ms": round_trip,
+        "zmq_round_trip_ms": zmq_trip,
         "worker_alone_ms": own,
-        "ttft_added_ms": ttft - floor - round_trip,
+        "ttft_added_ms": ttft - floor - zmq_trip,
         "by_control_ms": ttft - floor - own,
         "ttft_ms": ttft,
         "e2e_ms": statistics.median(last for _, last, _ in answers) * 1e3,
