@@ -1,4 +1,4 @@
-"""Ends of communicators that never come about, break, hang, or bring late what nobody wants any more."""
+"""Ends of communicators that are never made, break, hang, or deliver after the transfer was given up."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 MEET_S, PARCEL_S = 2.0, 1.5
 """The library's own limits, where it keeps them."""
 LIMITED = 0.5
-"""The share of ends whose library keeps its limits; the others are at what they do until somebody tears them
-down."""
+"""The share of ends whose library keeps its time limits; the others hang until they are torn down."""
 NOTICED = 0.7
 """How often an end sees that its other end is gone."""
 
