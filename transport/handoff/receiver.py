@@ -115,7 +115,7 @@ class HandoffReceiver:
         """Take a message from a prefill worker."""
         if isinstance(message, Meet):
             if not self._writers.has_retired(peer):  # else an echo
-                for earlier in self._writers.earlier_runs(peer):
+                for earlier in self._writers.retire(peer, peer[1] - 1):
                     self.writer_gone(earlier)
                 self._actions.append(ToPeer(peer, self._writers.meet(peer, message, self._worker)))
         elif isinstance(message, OtherVersion):  # a Meet
@@ -139,7 +139,7 @@ class HandoffReceiver:
                 del self.granting.waiting[waiting.key]
             self.leases.release(message.lease, peer)
         elif isinstance(message, Retire):
-            for ended in self._writers.retire(peer, message):
+            for ended in self._writers.retire(peer, message.incarnation):
                 self.writer_gone(ended)
             self._actions.append(ToPeer(peer, Retired(incarnation=message.incarnation)))
 

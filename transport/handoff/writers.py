@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from ..messages.fields import COUNT_BITS, has_ended, is_earlier
-from ..messages.messages import Meet, Met, ModelIdentity, PeerId, Retire
+from ..messages.fields import COUNT_BITS, has_ended
+from ..messages.messages import Meet, Met, ModelIdentity, PeerId
 from ..movers.interface import FALLBACK_MOVER, SAME_HOST_MOVERS, TWO_GPU_MOVERS, MoverEndpoints
 from .protocol import remember
 
@@ -54,13 +54,10 @@ class Writers:
             shm_name=ours.shm_name,
         )
 
-    def earlier_runs(self, peer: PeerId) -> list[PeerId]:
-        """Return the earlier names of the same process: no put that it began under those is under way."""
-        return [known for known in self.pids if known[0] == peer[0] and is_earlier(known[1], peer[1])]
-
-    def retire(self, peer: PeerId, message: Retire) -> list[PeerId]:
-        """Return the names that have ended. Echoes of their messages do not bring them back."""
-        ended, process = message.incarnation, (peer[0], message.incarnation >> COUNT_BITS)
+    def retire(self, peer: PeerId, ended: int) -> list[PeerId]:
+        """Return the names that are over with this incarnation: no put that was begun under them is under
+        way. Echoes of their messages do not bring them back."""
+        process = (peer[0], ended >> COUNT_BITS)
         remember(self._retired, process, max(ended, self._retired.get(process, 0)))
         return [known for known in self.pids if known[0] == peer[0] and has_ended(known[1], ended)]
 

@@ -173,6 +173,22 @@ def test_an_echo_does_not_bring_back_who_has_retired() -> None:
     assert isinstance(pair.to_sender[0], Met), "the same process under a later name is somebody else"
 
 
+def test_an_echo_does_not_bring_back_who_has_come_under_a_later_name() -> None:
+    """Its Retire was lost, and the later name's Meet had ended it here; then an older channel still brought
+    its own Meet and Offer."""
+    pair = Pair(movers=("shm",))
+    meet = Meet(worker_id="p", incarnation=1, host="h", pid=5, model=MODEL, movers=("shm",))
+    pair.receiver.receive(("p", 2), replace(meet, incarnation=2), pair.now)
+    pair.collect()
+    pair.to_sender.clear()
+    pair.receiver.receive(("p", 1), meet, pair.now)
+    offer = Offer(request_id="q", epoch=0, coordinator=7, dispatch=9, num_tokens=4, block_hashes=b"h" * 16)
+    pair.receiver.receive(("p", 1), offer, pair.now)
+    pair.collect()
+    assert pair.to_sender == []
+    assert pair.pool.num_used == 0
+
+
 def test_the_end_of_one_name_is_not_that_of_the_next_nor_of_another_process() -> None:
     pair = Pair(movers=("shm",))
     pair.offer(spec())
