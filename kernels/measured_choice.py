@@ -107,10 +107,10 @@ def _remembered(path: Path, machine: str) -> KernelChoices:
     return KernelChoices(path, machine)
 
 
-def fastest(candidates: Sequence[Callable[[], object]], num_threads: int) -> list[float]:
-    """Seconds of each candidate: the shortest of several rounds, in which they take turns; the processor time
-    of one thread, to which other processes add nothing, or the wall-clock time of several."""
-    clock = time.thread_time if num_threads == 1 else time.perf_counter
+def fastest(candidates: Sequence[Callable[[], object]]) -> list[float]:
+    """Seconds of each candidate: the shortest of several rounds, in which they take turns; processor time of
+    this thread, to which other processes add nothing."""
+    clock = time.thread_time
     best = [float("inf")] * len(candidates)
     for run in candidates:
         run()
@@ -125,12 +125,12 @@ def fastest(candidates: Sequence[Callable[[], object]], num_threads: int) -> lis
     return best
 
 
-def rows_of_onednn(own: Callable[[int], object], onednn: Callable[[int], object], num_threads: int) -> int:
+def rows_of_onednn(own: Callable[[int], object], onednn: Callable[[int], object]) -> int:
     """Return the number of rows from which on oneDNN is faster; NEVER, or 0 for always."""
     limit = NEVER
     for rows in reversed(ROWS):
         runs: list[Callable[[], object]] = [partial(own, rows), partial(onednn, rows)]
-        mine, theirs = fastest(runs, num_threads)
+        mine, theirs = fastest(runs)
         if theirs > GAIN * mine:
             return limit
         limit = rows

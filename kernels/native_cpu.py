@@ -111,7 +111,7 @@ def measured_instruction_set(choices: KernelChoices) -> str:
     def measure() -> int:
         _cpu.set_num_threads(1)
         linears = [_probe(name) for name in names]
-        seconds = fastest(linears, 1)
+        seconds = fastest(linears)
         return seconds.index(min(seconds))
 
     return names[choices.get("instruction set", measure) % len(names)]
@@ -144,7 +144,7 @@ def measured_asking_rows(choices: KernelChoices, instruction_set: str) -> int:
             linear(part[:rows])
 
         for rows in ASKING_ROWS:
-            asking, leaving = fastest([partial(run, rows, 1), partial(run, rows, NEVER)], 1)
+            asking, leaving = fastest([partial(run, rows, 1), partial(run, rows, NEVER)])
             if asking < leaving:
                 return rows
         return ALWAYS_ASKING
@@ -221,16 +221,20 @@ class NativeCpuKernels:
             return NEVER
         n, k = _shape(weight)
 
-        def measure() -> int:
+        def measure() -> int:  # by one thread: what else runs would change the times of several
+            torch_threads = torch.get_num_threads()
+            _cpu.set_num_threads(1)
+            torch.set_num_threads(1)
             part = joined(weight)[: max(self._panel, MEASURED_WEIGHTS // k)]
             own, onednn = PackedLinear(part, None, PackedWeights(), self._panel), OneDnnLinear(part, None)
-            rows = {count: torch.ones(count, k, dtype=torch.bfloat16) for count in ROWS}
-            return rows_of_onednn(
-                lambda count: own(rows[count]), lambda count: onednn(rows[count]), self._num_threads
-            )
+            x = {count: torch.ones(count, k, dtype=torch.bfloat16) for count in ROWS}
+            limit = rows_of_onednn(lambda count: own(x[count]), lambda count: onednn(x[count]))
+            torch.set_num_threads(torch_threads)
+            _cpu.set_num_threads(self._num_threads)
+            return limit
 
         name = f"{n}x{k}"
-        self._onednn_rows[name] = self._choices.get(f"{name}, {self._num_threads} threads", measure)
+        self._onednn_rows[name] = self._choices.get(name, measure)
         return self._onednn_rows[name]
 
     def embedding(self, table: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:

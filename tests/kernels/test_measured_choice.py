@@ -93,13 +93,13 @@ def test_onednn_is_taken_from_where_on_it_is_faster(
 ) -> None:
     asked: list[int] = []
 
-    def seconds(candidates: list[object], _: int) -> list[float]:
+    def seconds(candidates: list[object]) -> list[float]:
         for run in candidates:
             run()  # type: ignore[operator]
         return [1.0, 0.5 if asked[-1] in faster else 0.95]
 
     monkeypatch.setattr(measured_choice, "fastest", seconds)
-    assert measured_choice.rows_of_onednn(asked.append, asked.append, 1) == limit
+    assert measured_choice.rows_of_onednn(asked.append, asked.append) == limit
 
 
 def test_this_machine_chooses_an_instruction_set_that_it_has() -> None:
@@ -115,7 +115,7 @@ def test_prefetching_begins_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(native_cpu, "STREAMED_COPIES", 1)
     for first_faster, rows in ((1, 1), (3, 4), (8, 8), (9, native_cpu.ALWAYS_ASKING)):
 
-        def seconds(candidates: list[partial[None]], _: int, first_faster: int = first_faster) -> list[float]:
+        def seconds(candidates: list[partial[None]], first_faster: int = first_faster) -> list[float]:
             for run in candidates:
                 run()
             return [0.9 if candidates[0].args[0] >= first_faster else 1.1, 1.0]
@@ -141,11 +141,27 @@ def test_prefetching_changes_no_bits() -> None:
     native_cpu._cpu.use_instruction_set(native_cpu.measured_instruction_set(KernelChoices.of_this_machine()))
 
 
+def test_one_thread_measures_for_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads were measured while another process had one of their cores, and slow products chosen for
+    good."""
+    threads: list[int] = []
+
+    def rows_of_onednn(own: object, onednn: object) -> int:
+        threads.append(torch.get_num_threads())
+        return 8
+
+    monkeypatch.setattr(native_cpu._cpu, "set_num_threads", threads.append)
+    monkeypatch.setattr(native_cpu, "rows_of_onednn", rows_of_onednn)
+    kernels = native_cpu.NativeCpuKernels(2, native_cpu._cpu.instruction_sets()[0], KernelChoices(None, ""))
+    kernels.linear(torch.ones(32, 32, dtype=torch.bfloat16), None)
+    assert threads == [2, 1, 1, 2]
+
+
 @pytest.mark.parametrize(("rows", "packed"), [(NEVER, 4), (8, 4), (0, 0)])
 def test_layers_are_fused_for_as_many_rows_as_all_linears_are_ours(rows: int, packed: int) -> None:
     weight = torch.ones(32, 32, dtype=torch.bfloat16)
     choices = KernelChoices(None, "")
-    choices.made["32x32, 1 threads"] = rows
+    choices.made["32x32"] = rows
     kernels = native_cpu.NativeCpuKernels(1, native_cpu._cpu.instruction_sets()[0], choices)
     norm = torch.ones(32, dtype=torch.bfloat16)
     linears = [kernels.linear(weight, None) for _ in range(4)]

@@ -93,7 +93,7 @@ def test_several_threads_pack_parts_into_panels_as_one_matrix(
 @pytest.mark.parametrize("rows", [0, 8, NEVER])
 def test_a_linear_is_onednns_from_as_many_rows_as_were_measured(bias: bool, rows: int) -> None:
     choices = KernelChoices(None, "")
-    choices.made["100x64, 1 threads"] = rows
+    choices.made["100x64"] = rows
     kernels = native_cpu.NativeCpuKernels(1, _cpu.instruction_sets()[0], choices)
     weight = randn(100, 64, dtype=torch.bfloat16)
     linear = kernels.linear(weight, offset := randn(100, dtype=torch.bfloat16) if bias else None)
