@@ -23,9 +23,13 @@ die() {
 prepare() {
     {
         flock 9 # several roles may be started at once from one clone
+        if [[ "$1" == test ]]; then
+            make_venv
+            install_test_packages & # beside pip
+        fi
         prepare_alone "$1"
         if [[ "$1" == test ]]; then
-            install_test_packages
+            wait
             install_node_client
             install_helm
         fi

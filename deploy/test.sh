@@ -20,8 +20,14 @@ cd "$ROOT"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # workers and tests are processes: they share the cores
 say "lint"
 "$VENV/bin/ruff" check
-say "types"
-"$VENV/bin/mypy"
-say "tests"
-if (($#)); then exec "$VENV/bin/python" -m pytest "$@"; fi
-exec "$VENV/bin/python" -m pytest --numprocesses 2 --max-worker-restart 1 --dist loadfile --no-loadscope-reorder
+say "types, and beside them tests"
+types="$(mktemp)"
+trap 'rm -f "$types"' EXIT
+"$VENV/bin/mypy" >"$types" 2>&1 &
+checking=$!
+if ((! $#)); then set -- --numprocesses 2 --max-worker-restart 1 --dist loadfile --no-loadscope-reorder; fi
+status=0
+"$VENV/bin/python" -m pytest "$@" || status=$?
+wait $checking || status=1
+cat "$types"
+exit "$status"
