@@ -40,12 +40,12 @@ from ...transport.messages.messages import Met
 from ...transport.movers.block_memory import HostMemory
 from ...transport.movers.checksum import checksums
 from ...transport.movers.interface import Pool
-from ...transport.movers.nccl import NcclTarget
 from ...transport.movers.nixl import NixlTarget
 from ...transport.movers.nixl import is_installed as nixl_is_installed
+from ...transport.movers.opening import nccl_target
 from ...transport.movers.shm import SharedPool, ShmTarget
-from ...transport.movers.tcp.sealing import GCM, OCB
 from ...transport.movers.tcp.target import TcpTarget
+from ...transport.movers.tcp.sealing import GCM, OCB
 from ..environment import environment
 from .bare_transfer import TcpReceiver, ZmqReceiver
 from .moved_blocks import NUM_LAYERS, SECRET, WRITER, receive_all, seal_all, send_blocks, timed
@@ -120,7 +120,8 @@ def measure_case(block_bytes: int, order: str, gib: float, rounds: int) -> list[
         data_address=tcp.data_address("127.0.0.1"),
     )
     ours.send((met, bare.port, four.port, bare_zmq.port))
-    nccl, nixl = NcclTarget(HostMemory(pool), pool.shape), NixlTarget(pool) if nixl_is_installed() else None
+    nccl = nccl_target(HostMemory(pool), pool.shape)
+    nixl = NixlTarget(pool) if nixl_is_installed() else None
     words_ours, words_theirs = multiprocessing.get_context("spawn").Pipe()
     ours.send((words_theirs, nccl.address(WRITER), nixl.address(WRITER) if nixl is not None else None))
     bare.accept()

@@ -20,7 +20,8 @@ from splitserve.transport.handoff.receiver import HandoffReceiver
 from splitserve.transport.handoff.sender import HandoffSender
 from splitserve.transport.messages.blocks import num_behind
 from splitserve.transport.movers.lease_book import Claim, LeaseBook
-from splitserve.transport.movers.nccl_sessions import SendingSession
+from splitserve.transport.movers.nccl import NcclSource
+from splitserve.transport.movers.parcel_source import ParcelSource
 from splitserve.transport.movers.targets import WaysIn
 
 Patch = pytest.MonkeyPatch
@@ -175,17 +176,18 @@ def write_what_comes_when_its_lease_has_ended(patch: Patch) -> None:
 
 
 def leave_the_other_end_of_a_closed_communicator_alone(patch: Patch) -> None:
-    close = SendingSession.close_session
+    close = NcclSource.close
 
-    def broken(self: Any) -> None:
+    def broken(self: Any) -> tuple[()]:
         close(self)
         self.take_messages()
+        return ()
 
-    patch.setattr(SendingSession, "close_session", broken)
+    patch.setattr(NcclSource, "close", broken)
 
 
 def wait_for_ever_for_a_rendezvous(patch: Patch) -> None:
-    patch.setattr(SendingSession, "hangs_at", None)
+    patch.setattr(NcclSource, "poll", ParcelSource.poll)
 
 
 # --- one-sided movers whose puts linger, or go on by themselves

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from simulation.network import LATE_S
 
-from splitserve.transport.movers.nccl_sessions import ComingParcel
-
 if TYPE_CHECKING:
     from simulation.worker_role import WorkerRole
 
 
 MEET_S, PARCEL_S = 2.0, 1.5
 """The library's own limits, where it keeps them."""
+PATIENCE_S = 2.2
 LIMITED = 0.5
 """The share of ends whose library keeps its time limits; the others hang until they are torn down."""
 NOTICED = 0.7
@@ -53,18 +52,21 @@ class CommunicatorEnd:
         """Its other end is there no more."""
         return self.other is None or self.other.is_torn or not self.other.process.alive
 
-    def receive(self, key: str, value: bytes) -> None:
+    @property
+    def hangs(self) -> bool:
+        return self.busy_since >= 0.0 and self.process.now > self._began + PATIENCE_S
+
+    def take_entry(self, key: str, value: bytes) -> None:
         """The other end's part of the rendezvous."""
         self.other = self.world.communicator_ends[int(value)]
         if self.other.other is self:
             _meet(self, self.other)
 
-    def expect(self, parcel: ComingParcel) -> None:
-        """One more in ``ReceivingSession.coming``."""
-        self.came()
-
     def tear_down(self) -> None:
         self.is_torn = True
+
+    def join(self, seconds: float) -> None:
+        """It has no thread."""
 
     def has_met(self) -> None:
         if not self.is_torn:
@@ -73,7 +75,7 @@ class CommunicatorEnd:
 
     def begin(self) -> None:
         """Something that the other end has to take part in."""
-        self.busy_since = self.world.queue.now
+        self.busy_since, self._began = self.world.queue.now, self.process.now
         self._watch(self._limit_s)
 
     def end(self) -> None:

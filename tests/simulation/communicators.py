@@ -1,5 +1,5 @@
-"""The rendezvous mover: the real sessions of the mover ``nccl``, over communicators that never come about,
-break, hang, or bring what nobody wants any more.
+"""The rendezvous mover: both ends of the mover ``nccl`` as they ship, over communicators that never come
+about, break, hang, or bring what nobody wants any more.
 
 In the live mover each end of a communicator is a thread of its process that does one thing at a time; so
 here. Pieces come in the order in which they left, whatever they are (NCCL knows no tags), and an end that is
@@ -9,26 +9,23 @@ torn down may still end what it is at.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
-from simulation.communicator_ends import NOTICED, CommunicatorEnd, Piece
+from simulation.communicator_ends import NOTICED, PATIENCE_S, CommunicatorEnd, Piece
 from simulation.model import NUM_LAYERS
 from simulation.movers import PARCEL, Source
 from simulation.network import LATE_S
-from simulation.targets import BookTarget
 
 from splitserve.transport.errors import MoverError
 from splitserve.transport.messages.messages import Message
 from splitserve.transport.movers.interface import Arrival, Item
-from splitserve.transport.movers.nccl_sessions import ReceivingSession, ReceivingSessions, SendingSession
+from splitserve.transport.movers.nccl import NcclSource, NcclTarget, Session
 from splitserve.transport.movers.parcel_source import Parcel
 
 if TYPE_CHECKING:
     from simulation.worker_role import WorkerRole
 
     from splitserve.transport.messages.messages import PeerId
-
-PATIENCE_S = 2.2
 
 
 class RendezvousSource(Source):
@@ -44,8 +41,10 @@ class RendezvousSource(Source):
         size = writer.memory.block_size
         shape = (len(writer.memory.values) // (NUM_LAYERS * size), NUM_LAYERS, size)
         number = self.world.next_number()
-        self.session = SendingSession(shape, number, PATIENCE_S, lambda: writer.now)
         self._end = CommunicatorEnd(writer, self._met, self._broke, _nothing)
+        memory, end = cast(Any, writer.memory), cast(Any, self._end)
+        self.session = NcclSource(b"cpu", "cpu", memory, shape, lambda *_: end)
+        self.session.number = number  # of the world's, so that a seed replays
         self.session.send_entry("0", str(self._end.number).encode())
         self._given: dict[
             tuple[int, int], int
@@ -64,8 +63,7 @@ class RendezvousSource(Source):
         self._go_on()
 
     def receive(self, message: Message) -> None:
-        if (entry := self.session.entry_in(message)) is not None:
-            self._end.receive(entry.key, entry.value)
+        self.session.receive(message)
 
     def take_messages(self) -> list[Message]:
         return self.session.take_messages()
@@ -83,17 +81,14 @@ class RendezvousSource(Source):
         self.session.cancel(lease)
 
     def close(self) -> tuple[()]:
-        self.session.close_session()
-        self._end.is_torn = True
-        return ()
+        return self.session.close()
 
     def _met(self) -> None:
         self.world.counts["communicators made"] += 1
-        self.session.met()
         self._go_on()
 
     def _broke(self, reason: str) -> None:
-        self.session.fail(f"the communicator broke: {reason}")
+        self.session.broke(reason)
         self._on_change(self)
 
     def _go_on(self) -> None:
@@ -170,68 +165,52 @@ class RendezvousSource(Source):
             self._watch()
 
 
-class RendezvousTarget(BookTarget):
+class RendezvousTarget(NcclTarget):
     """The receiving end of all writers."""
 
     def __init__(self, process: WorkerRole) -> None:
-        super().__init__(process)
-        self._world = process.world
-        self._words: list[tuple[PeerId, Message]] = []
+        self._process, self._world = process, process.world
         size = process.memory.block_size
-        self.sessions = ReceivingSessions(
-            self.book, NUM_LAYERS, size, PARCEL * NUM_LAYERS * size, self._begin
-        )
-        self._open: list[ReceivingSession[CommunicatorEnd]] = []
+        self._writing = _Writing(process)
+        super().__init__("cpu", self._writing, (0, NUM_LAYERS, size), self._make)  # type: ignore[arg-type]
+        self._news.close()
+        self._news = _News(process)  # type: ignore[assignment]
+        self._open: list[Session] = []
 
-    def left_over(self) -> Iterator[ReceivingSession[CommunicatorEnd]]:
+    def left_over(self) -> Iterator[Session]:
         """Those whose communicator is there, though the sending end has closed its own, and its process
         lives."""
         for session in self._open:
-            other = session.end.other
-            if other is not None and other.is_torn and other.process.alive:
+            other = _end_of(session).other
+            if not session.is_over and other is not None and other.is_torn and other.process.alive:
                 yield session
 
     def receive(self, peer: PeerId, message: Message) -> None:
-        self.sessions.receive(peer, message)
-        self.settle()
+        super().receive(peer, message)
+        for session in list(self._open):
+            self._go_on(session)
 
-    def address(self, peer: PeerId) -> bytes:
-        self.sessions.meet(peer)
-        return b""
+    def over(self, session: Session, reason: str = "") -> bool:
+        is_first = super().over(session, reason)
+        self._world.counts["communicators torn down"] += is_first
+        if is_first:
+            self._open.remove(session)
+        return is_first
 
-    def shut_out(self, peer: PeerId) -> bool:
-        self.sessions.shut_out(peer)
-        self.settle()
-        return True
+    def _make(self, rank: int, send_entry: Any, carry_next: Any, failed: Any) -> CommunicatorEnd:
+        (session,) = send_entry.args
 
-    def take_messages(self) -> list[tuple[PeerId, Message]]:
-        words, self._words = self._words, []
-        return words
-
-    def settle(self) -> None:
-        """Do what the sessions ask for, and send their messages."""
-        self._world.counts["communicators torn down"] += sum(session.is_over for session in self._open)
-        self._open = [session for session in self._open if not session.is_over]
-        self._words += self.sessions.take_messages()
-        if self._words:
-            self._process.after(0.0, self._process.poll)
-
-    def _begin(self, session: ReceivingSession[CommunicatorEnd]) -> CommunicatorEnd:
         def go_on() -> None:
             self._go_on(session)
 
-        end = CommunicatorEnd(self._process, go_on, lambda reason: self._broke(session, reason), go_on)
+        end = CommunicatorEnd(self._process, go_on, failed, go_on)
         self._open.append(session)
-        self.sessions.send_entry(session, "1", str(end.number).encode())
+        send_entry("1", str(end.number).encode())
         return end
 
-    def _broke(self, session: ReceivingSession[CommunicatorEnd], reason: str) -> None:
-        self.sessions.end(session, reason)
-        self.settle()
-
-    def _go_on(self, session: ReceivingSession[CommunicatorEnd]) -> None:
+    def _go_on(self, session: Session) -> None:
         """With what is to be received next; with what has come of it."""
-        end = session.end
+        end = _end_of(session)
         if end.is_torn or end.is_receiving or not session.coming:
             return
         if end.busy_since < 0.0:
@@ -240,12 +219,10 @@ class RendezvousTarget(BookTarget):
             end.is_receiving = True
             piece = end.pieces.popleft()
             self._process.after(
-                0.0005 * self._world.random.random() + piece.takes_s, self._received, session, end, piece
+                0.0005 * self._world.random.random() + piece.takes_s, self._has_come, session, end, piece
             )
 
-    def _received(
-        self, session: ReceivingSession[CommunicatorEnd], end: CommunicatorEnd, piece: Piece
-    ) -> None:
+    def _has_come(self, session: Session, end: CommunicatorEnd, piece: Piece) -> None:
         """Also when it has been torn down since: then what comes is a late collective of an old
         communicator."""
         if end.is_torn and self._world.random.random() < 0.5:
@@ -253,17 +230,44 @@ class RendezvousTarget(BookTarget):
         self._world.counts["late collectives"] += end.is_torn
         end.is_receiving = False
         end.end()
-        claim = self.sessions.received(session)
-        if claim is not None:
+        claim = session.coming[0][1] if session.coming else None
+        if claim is not None and claim.valid:
             if sum(map(len, piece.slices)) != claim.header.length * len(claim.blocks):
-                self._broke(session, "a piece of another size came")
+                self.broke(session, "a piece of another size came")
                 return
-            self._process.written_by_itself(
-                claim.header.lease, claim.blocks, claim.header.offset, piece.slices
-            )
-            self._have_arrived(self.book.complete(claim))
+            self._writing.lease = claim.header.lease
+        self.received(session, piece.slices)  # type: ignore[arg-type]
         piece.received()
         self._go_on(session)
+
+
+class _Writing:
+    """The pool, as a communicator writes it. ``lease``: of the next piece."""
+
+    def __init__(self, process: WorkerRole) -> None:
+        self._process, self.lease = process, 0
+
+    def unpack(self, slices: list[list[int]], blocks: list[int], layers: slice) -> None:
+        start = layers.start * self._process.memory.block_size
+        self._process.written_by_itself(self.lease, blocks, start, slices)
+
+
+class _News:
+    """A ``Wakeup`` of virtual time."""
+
+    def __init__(self, process: WorkerRole) -> None:
+        self._process, self.fd = process, process.world.next_number()
+
+    def set(self) -> None:
+        self._process.network.readable.add(self.fd)
+        self._process.after(0.0, self._process.poll)
+
+    def clear(self) -> None:
+        self._process.network.readable.discard(self.fd)
+
+
+def _end_of(session: Session) -> CommunicatorEnd:
+    return session.end  # type: ignore[return-value]
 
 
 def _nothing() -> None:

@@ -152,7 +152,7 @@ class BookedTarget:
     lingers = False
 
     def __init__(self, num_layers: int, layer_bytes: int) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._book = LeaseBook(num_layers, layer_bytes)
         self._arrivals: deque[Arrival] = deque()
         self._news = Wakeup()

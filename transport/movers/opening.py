@@ -15,10 +15,11 @@ from ..errors import MoverError
 from ..messages.messages import Met
 from ..process.host import host_identity
 from . import nixl
-from .block_memory import BlockPool, DevicePool, memory_of
+from .block_memory import BlockMemory, BlockPool, DevicePool, memory_of
+from .communicator import Communicator, place_of
 from .cuda_ipc import CudaIpcSource, CudaIpcTarget, LoadedCudart
 from .interface import FALLBACK_MOVER, MoverEndpoints, PutSource, PutTarget
-from .nccl import NcclSource, NcclTarget, place_of
+from .nccl import NcclSource, NcclTarget
 from .nixl import NixlSource, NixlTarget
 from .shm import SharedPool, ShmSource, ShmTarget
 from .targets import MoverTargets
@@ -70,7 +71,7 @@ def open_source(met: Met, pool: BlockPool, plain_kv: bool = False) -> PutSource:
     if met.mover == "shm" and isinstance(pool, np.ndarray):
         return ShmSource(met.shm_name, met.num_blocks, pool)
     if met.mover == "nccl":
-        return NcclSource(met.mover_address, memory_of(pool), pool.shape)
+        return nccl_source(met.mover_address, memory_of(pool), pool.shape)
     if met.mover == "nixl":
         return NixlSource(met.mover_address, met.num_blocks, pool)
     if met.mover == "tcp":
@@ -100,13 +101,23 @@ def open_targets(
     if "nixl" in offered:
         _open(targets, "nixl", lambda: NixlTarget(pool), forced)
     if "nccl" in offered:
-        targets["nccl"] = NcclTarget(memory_of(pool), pool.shape)
+        targets["nccl"] = nccl_target(memory_of(pool), pool.shape)
     targets[FALLBACK_MOVER] = tcp = TcpTarget(
         data_listen, pool, plaintext
     )  # also where another one is forced: it may fail
     movers = tuple(mover for mover in targets if mover in offered)
     endpoints = MoverEndpoints(movers, host_identity(), shm_name, tcp.data_address(host), gpu_of(pool))
     return MoverTargets(targets, endpoints)
+
+
+def nccl_source(address: bytes, memory: BlockMemory, shape: tuple[int, ...]) -> NcclSource:
+    """See ``NcclSource``."""
+    return NcclSource(address, place_of(memory.device), memory, shape, partial(Communicator, memory.device))
+
+
+def nccl_target(memory: BlockMemory, shape: tuple[int, ...]) -> NcclTarget:
+    """See ``NcclTarget``."""
+    return NcclTarget(place_of(memory.device), memory, shape, partial(Communicator, memory.device))
 
 
 def gpu_of(pool: BlockPool) -> str:

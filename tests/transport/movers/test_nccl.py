@@ -3,7 +3,6 @@ error, and a late piece never reaches a block whose lease has ended."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -12,7 +11,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from msgspec.structs import replace
 from support.kv_pools import DEADLINE_S, NUM_BLOCKS, NUM_LAYERS, SECRET, empty_pool, filled_pool, until
 from support.messages import MODEL
@@ -28,10 +26,12 @@ from splitserve.transport.messages.messages import (
     SessionOver,
     u32,
 )
-from splitserve.transport.movers import lease_book, nccl
+from splitserve.transport.movers import communicator, lease_book
 from splitserve.transport.movers.block_memory import BlockMemory, HostMemory
+from splitserve.transport.movers.communicator import Communicator
 from splitserve.transport.movers.interface import Arrival, MoverEndpoints, Pool
-from splitserve.transport.movers.nccl import NcclSource, NcclTarget
+from splitserve.transport.movers.nccl import NcclSource
+from splitserve.transport.movers.opening import nccl_source, nccl_target
 
 WRITER = ("p0", 1)
 
@@ -41,7 +41,7 @@ class Pair:
 
     def __init__(self, stack: ExitStack) -> None:
         self.stack, self.source_pool, self.pool = stack, filled_pool(), empty_pool()
-        self.target = NcclTarget(HostMemory(self.pool), self.pool.shape)
+        self.target = nccl_target(HostMemory(self.pool), self.pool.shape)
         stack.callback(self.target.close_all)
         self.source = self.meet()
         self.arrived: list[Arrival] = []
@@ -49,7 +49,9 @@ class Pair:
         self.lost: Callable[[Message], bool] = lambda message: False
 
     def meet(self) -> NcclSource:
-        source = NcclSource(self.target.address(WRITER), HostMemory(self.source_pool), self.source_pool.shape)
+        source = nccl_source(
+            self.target.address(WRITER), HostMemory(self.source_pool), self.source_pool.shape
+        )
         self.stack.callback(source.close)
         return source
 
@@ -160,7 +162,7 @@ def test_a_lost_announcement_breaks_the_session_and_the_next_one_works(pair: Pai
 
 
 def test_a_peer_that_never_answers_is_an_error(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "LIMIT_S", 0.2)
+    monkeypatch.setattr(communicator, "LIMIT_S", 0.2)
     pair.source = pair.meet()
     with pytest.raises(MoverError, match="broke"):
         until(lambda: pair.source.poll() and False)
@@ -177,7 +179,7 @@ def test_a_source_that_stops_sending_breaks_its_session_only(
         session=session, number=1, lease=9, secret=SECRET, first_layer=0, num_layers=1, positions=u32([1])
     )
     with monkeypatch.context() as impatient:
-        impatient.setattr(nccl, "LIMIT_S", 0.2)
+        impatient.setattr(communicator, "LIMIT_S", 0.2)
         pair.target.receive(WRITER, announced)  # and then nothing
         with pytest.raises(MoverError, match=r"decode worker has ended|broke"):
             pair.until(lambda: False)
@@ -195,7 +197,7 @@ def test_a_source_that_stops_sending_breaks_its_session_only(
 def test_announcements_that_cannot_be_end_the_session(
     pair: Pair, first_layer: int, num_layers: int, positions: list[int]
 ) -> None:
-    pair.until(lambda: pair.source._is_met)
+    pair.until(lambda: pair.source.end._deadline is None)
     session = pair.source.number
     pair.target.receive(
         WRITER,
@@ -218,7 +220,7 @@ def test_a_source_that_is_closed_has_the_other_ends_communicator_torn_down(pair:
     pair.target.open(9, SECRET, {0: 7})
     pair.source.put(9, SECRET, [(0, 1, 7)])
     pair.until(lambda: pair.arrived)
-    (session,) = pair.target.sessions.sessions.values()
+    (session,) = pair.target.sessions.values()
     assert session is not None
     pair.source.close()
     pair.turn()
@@ -230,13 +232,13 @@ def test_a_source_that_is_closed_has_the_other_ends_communicator_torn_down(pair:
 def test_strangers_words_make_nothing(pair: Pair) -> None:
     for message in (RendezvousEntry(session=5, key="0/0", value=b"x"), SessionOver(session=5, reason="no")):
         pair.target.receive(("p9", 1), message)
-    assert set(pair.target.sessions.sessions) == {WRITER}
+    assert set(pair.target.sessions) == {WRITER}
     assert pair.target.take_messages() == []
 
 
 def test_pools_on_different_devices_are_refused() -> None:
     with pytest.raises(MoverError, match=r"cpu.*cuda"):
-        NcclSource(b"cuda", HostMemory(filled_pool(2)), (2, NUM_LAYERS, 16))
+        nccl_source(b"cuda", HostMemory(filled_pool(2)), (2, NUM_LAYERS, 16))
 
 
 def test_two_ends_on_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,15 +247,15 @@ def test_two_ends_on_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         memory: BlockMemory = SimpleNamespace(device=torch.device("cuda", 0))  # type: ignore[assignment]
         return memory
 
-    target = NcclTarget(on_gpu("a"), (2, NUM_LAYERS, 16))
+    target = nccl_target(on_gpu("a"), (2, NUM_LAYERS, 16))
     address = target.address(WRITER)
     target.close_all()
     with pytest.raises(MoverError, match="no two processes on one GPU"):
-        NcclSource(address, on_gpu("a"), (2, NUM_LAYERS, 16))
+        nccl_source(address, on_gpu("a"), (2, NUM_LAYERS, 16))
     with pytest.raises(MoverError, match=r"cuda b.*cpu"):
-        NcclSource(b"cpu", on_gpu("b"), (2, NUM_LAYERS, 16))
-    monkeypatch.setattr(nccl.Communicator, "start", lambda thread: None)
-    assert not NcclSource(address, on_gpu("b"), (2, NUM_LAYERS, 16)).is_over
+        nccl_source(b"cpu", on_gpu("b"), (2, NUM_LAYERS, 16))
+    monkeypatch.setattr(Communicator, "start", lambda thread: None)
+    assert not nccl_source(address, on_gpu("b"), (2, NUM_LAYERS, 16)).is_over
 
 
 def test_two_workers_on_one_gpu_are_not_offered_it() -> None:
@@ -269,32 +271,7 @@ def test_two_workers_on_one_gpu_are_not_offered_it() -> None:
     assert "between two GPUs only; these share one" in met(replace(meet, movers=("nccl",)), "a").refused
 
 
-def test_torchs_watchdog_is_off_before_the_first_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its defaults it ends the whole process when a peer dies in mid-transfer."""
-    found: list[tuple[dict[str, str | None], float]] = []
-
-    class Group:
-        def __init__(self, store: object, rank: int, size: int, options: SimpleNamespace) -> None:
-            limits = {name: os.environ.get(name) for name in nccl.WATCHDOG}
-            found.append((limits, options._timeout.total_seconds()))
-
-        Options = SimpleNamespace
-
-    for name in nccl.WATCHDOG:
-        monkeypatch.setenv(name, "3")
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
-    monkeypatch.setattr(nccl.Communicator, "start", lambda thread: None)
-    ours = nccl.Communicator(
-        0, torch.device("cuda", 0), lambda key, value: None, lambda _: False, pytest.fail
-    )
-    ours.meet()
-    ((limits, timeout),) = found
-    assert set(limits.values()) == {"0"}
-    assert timeout > 100 * nccl.LIMIT_S
-
-
 def test_closing_does_not_wait_for_a_peer_that_is_silent(pair: Pair) -> None:
     start = time.monotonic()
     pair.source.close()
-    assert time.monotonic() - start < nccl.LIMIT_S / 2
+    assert time.monotonic() - start < communicator.LIMIT_S / 2

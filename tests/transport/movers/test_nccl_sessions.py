@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -15,29 +17,20 @@ from splitserve.transport.messages.messages import (
     SessionOver,
     u32,
 )
-from splitserve.transport.movers.lease_book import LeaseBook
-from splitserve.transport.movers.nccl_sessions import (
-    ComingParcel,
-    ReceivingSession,
-    ReceivingSessions,
-    SendingSession,
-)
+from splitserve.transport.movers import lease_book, nccl
+from splitserve.transport.movers.nccl import NcclSource, NcclTarget, Session
 from splitserve.transport.movers.parcel_source import Parcel
 
 WRITER, SECRET = ("p0", 7), b"0123456789abcdef"
 NUM_LAYERS, LAYER_BYTES, WHOLE = 4, 10, slice(0, 4)
-PATIENCE_S = 16.0
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def sending(number: int = 1, clock: Clock | None = None) -> SendingSession:
-    return SendingSession((40, NUM_LAYERS, LAYER_BYTES), number, PATIENCE_S, clock or Clock())
+def sending(number: int = 1) -> NcclSource:
+    source = NcclSource(
+        b"cpu", "cpu", cast(Any, None), (40, NUM_LAYERS, LAYER_BYTES), lambda *_: cast(Any, End())
+    )
+    source.number = number
+    return source
 
 
 def items(*positions: int) -> list[tuple[int, int, int]]:
@@ -45,63 +38,76 @@ def items(*positions: int) -> list[tuple[int, int, int]]:
 
 
 class End:
-    """The receiving end of a communicator: what it got."""
+    """An end of a communicator: what it got."""
+
+    hangs = False
 
     def __init__(self) -> None:
         self.entries: list[tuple[str, bytes]] = []
-        self.expected: list[ComingParcel] = []
         self.torn_down: list[bool] = []
-
-    def expect(self, parcel: ComingParcel) -> None:
-        self.expected.append(parcel)
 
     def tear_down(self) -> None:
         self.torn_down.append(True)
 
-    def receive(self, key: str, value: bytes) -> None:
+    def take_entry(self, key: str, value: bytes) -> None:
         self.entries.append((key, value))
+
+    def join(self, seconds: float) -> None: ...
 
 
 class Receiving:
     """The receiving end, with a lease for three blocks."""
 
     def __init__(self) -> None:
-        self.book = LeaseBook(NUM_LAYERS, LAYER_BYTES)
-        self.book.open(9, SECRET, {0: 20, 1: 21, 2: 22})
-        self.begun: list[ReceivingSession[End]] = []
-        self.sessions = ReceivingSessions(self.book, NUM_LAYERS, LAYER_BYTES, 80, self._make_end)
-        self.sessions.meet(WRITER)
+        self.written: list[int] | None = None
+        memory = SimpleNamespace(unpack=self._write)
+        self.target = NcclTarget("cpu", cast(Any, memory), (40, NUM_LAYERS, LAYER_BYTES), self._make_end)
+        self.target.open(9, SECRET, {0: 20, 1: 21, 2: 22})
+        self.begun: list[Session] = []
+        self.target.address(WRITER)
 
-    def _make_end(self, session: ReceivingSession[End]) -> End:
+    def _make_end(self, rank: int, send_entry: Any, *_: Any) -> Any:
+        (session,) = send_entry.args
         self.begun.append(session)
         return End()
 
-    def receive(self, *messages: Message, peer: PeerId = WRITER) -> list[ReceivingSession[End]]:
+    def _write(self, packed: Any, blocks: list[int], layers: slice) -> None:
+        self.written = blocks
+
+    def receive(self, *messages: Message, peer: PeerId = WRITER) -> list[Session]:
         """The sessions that end with these messages."""
         for message in messages:
-            self.sessions.receive(peer, message)
-        ended = [session for session in self.begun if session.end.torn_down]
+            self.target.receive(peer, message)
+        ended = [session for session in self.begun if end_of(session).torn_down]
         for session in ended:
             assert session.is_over
-            session.end.torn_down.remove(True)  # once
+            end_of(session).torn_down.remove(True)  # once
         return ended
 
-    def begin(self, number: int = 1, peer: PeerId = WRITER) -> ReceivingSession[End]:
+    def begin(self, number: int = 1, peer: PeerId = WRITER) -> Session:
         before = len(self.begun)
         self.receive(entry(number), peer=peer)
         (begun,) = self.begun[before:]
         return begun
 
-    def receives(self, session: ReceivingSession[End]) -> list[int] | None:
+    def receives(self, session: Session) -> list[int] | None:
         """The blocks that the next parcel is written into."""
-        assert session.coming[0] in session.end.expected
-        claim = self.sessions.received(session)
-        return None if claim is None else claim.blocks
+        self.written = None
+        self.target.received(session, cast(Any, None))
+        return self.written
+
+
+def end_of(session: Session | NcclSource) -> End:
+    return cast(End, session.end)
 
 
 @pytest.fixture
-def receiving() -> Receiving:
-    return Receiving()
+def receiving(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiving]:
+    monkeypatch.setattr(lease_book, "PARCEL_BYTES", 80)
+    monkeypatch.setattr(nccl, "PARCEL_BYTES", 80)
+    receiving = Receiving()
+    yield receiving
+    receiving.target.close_all()
 
 
 def entry(session: int) -> RendezvousEntry:
@@ -135,7 +141,6 @@ def test_parcels_are_announced_at_once_and_leave_in_that_order() -> None:
         (0, 1),
         (1, 1),
     ]
-    session.met()
     first = session.next()
     assert (first, session.pending()) == (Parcel(9, SECRET, (0, 1), [10, 11], WHOLE), 3)
     assert (session.poll(), session.pending()) == ([], 3)
@@ -147,7 +152,6 @@ def test_parcels_are_announced_at_once_and_leave_in_that_order() -> None:
 
 def test_what_is_cancelled_leaves_and_is_not_told_of() -> None:
     session = sending()
-    session.met()
     session.put(8, SECRET, items(0))
     session.put(9, SECRET, items(1))
     for _ in range(2):
@@ -158,34 +162,24 @@ def test_what_is_cancelled_leaves_and_is_not_told_of() -> None:
     assert session.poll() == [(9, 1)]
 
 
-def test_a_meeting_and_a_parcel_that_never_end_are_given_up() -> None:
-    clock = Clock()
-    session = sending(clock=clock)
-    clock.now = 100.0 + PATIENCE_S
+def test_a_communicator_that_hangs_is_given_up() -> None:
+    session = sending()
     assert session.poll() == []
-    clock.now += 0.1
+    end_of(session).hangs = True
     with pytest.raises(MoverError, match="hangs"):
         session.poll()
-    session = sending(clock=clock)
-    session.met()
-    assert session.hangs_at is None, "it waits for nobody"
-    clock.now = 1000.0
-    assert session.poll() == []
-    session.put(9, SECRET, items(0))
-    session.next()
-    assert session.hangs_at == 1000.0 + PATIENCE_S
-    clock.now = 1000.1 + PATIENCE_S
-    with pytest.raises(MoverError, match="hangs"):
-        session.poll()
+    closed = sending()
+    closed.close()
+    end_of(closed).hangs = True
+    assert closed.poll() == [], "nobody waits for it"
 
 
 def test_a_session_that_has_failed_sends_nothing_more_and_says_why() -> None:
     session = sending(5)
-    session.met()
     session.put(9, SECRET, items(0))
-    session.entry_in(SessionOver(session=4, reason="another's"))
+    session.receive(SessionOver(session=4, reason="another's"))
     assert session.poll() == []
-    session.entry_in(SessionOver(session=5, reason="announcements were lost"))
+    session.receive(SessionOver(session=5, reason="announcements were lost"))
     session.fail("what followed from that")
     assert session.next() is None
     for use in (lambda: session.poll(), lambda: session.put(9, SECRET, items(1))):
@@ -196,18 +190,20 @@ def test_a_session_that_has_failed_sends_nothing_more_and_says_why() -> None:
 def test_the_other_end_hears_that_a_session_is_closed() -> None:
     session = sending(5)
     session.put(9, SECRET, items(0))
-    session.close_session()
-    session.close_session()
+    session.close()
+    session.close()
     assert [(type(word), getattr(word, "session", 0)) for word in session.take_messages()] == [
         (SessionOver, 5)
     ]
-    assert (session.pending(), session.is_over, session.hangs_at) == (0, True, None)
+    assert (session.pending(), session.is_over) == (0, True)
 
 
 def test_only_its_own_entries_are_for_the_communicator() -> None:
     session = sending(5)
-    assert session.entry_in(entry(4)) is None
-    assert session.entry_in(entry(5)) == entry(5)
+    session.receive(entry(4))
+    assert end_of(session).entries == []
+    session.receive(entry(5))
+    assert end_of(session).entries == [("0", b"here")]
     session.send_entry("0", b"here")
     assert session.take_messages() == [entry(5)]
 
@@ -215,43 +211,41 @@ def test_only_its_own_entries_are_for_the_communicator() -> None:
 def test_the_first_word_begins_a_session_and_parcels_come_in_order(receiving: Receiving) -> None:
     assert receiving.receive(entry(1), coming(0, [0]), coming(1, [2, 1])) == []
     (session,) = receiving.begun
-    assert session.end.entries == [("0", b"here")]
-    assert list(session.coming) == session.end.expected
-    claim = receiving.sessions.received(session)
-    assert claim is not None
-    assert receiving.book.complete(claim) == [(9, 0)]
+    assert end_of(session).entries == [("0", b"here")]
+    assert receiving.receives(session) == [20]
+    assert receiving.target.poll(9) == [(9, 0)]
     assert receiving.receives(session) == [22, 21]
 
 
 def test_a_parcel_whose_lease_has_ended_is_received_and_written_nowhere(receiving: Receiving) -> None:
     session = receiving.begin()
     receiving.receive(coming(0, [0]), coming(1, [1], lease=8), coming(2, [2]))
-    receiving.book.close(9)
+    receiving.target.close(9)
     assert [receiving.receives(session) for _ in range(3)] == [None, None, None]
-    assert receiving.book.dropped == {"lease": 1}
+    assert receiving.target.dropped == {"lease": 1}
 
 
 def test_what_an_old_communicator_still_brings_is_written_nowhere(receiving: Receiving) -> None:
     old = receiving.begin(1)
     receiving.receive(coming(0, [0]))
     assert receiving.receive(entry(2), coming(0, [0], session=2)) == [old]
-    assert receiving.sessions.received(old) is None
+    assert receiving.receives(old) is None
     assert receiving.receives(receiving.begun[-1]) == [20]
-    assert over(receiving.sessions.take_messages()) == [(WRITER, 1)]
+    assert over(receiving.target.take_messages()) == [(WRITER, 1)]
 
 
 def test_older_sessions_and_strangers_are_not_heard(receiving: Receiving) -> None:
     receiving.begin(5)
-    receiving.sessions.take_messages()
+    receiving.target.take_messages()
     assert receiving.receive(entry(4), coming(0, [0], session=4), SessionOver(session=4, reason="late")) == []
     assert receiving.receive(entry(6), peer=("p9", 1)) == []
     assert len(receiving.begun) == 1
-    assert receiving.sessions.take_messages() == []
+    assert receiving.target.take_messages() == []
 
 
 def test_a_worker_that_comes_under_a_new_name_has_no_session_under_the_old_one(receiving: Receiving) -> None:
     old, newer = receiving.begin(1), (WRITER[0], WRITER[1] + 1)
-    receiving.sessions.meet(newer)
+    receiving.target.address(newer)
     assert receiving.receive(entry(2), peer=newer) == [old]
     assert receiving.receive(entry(3)) == [], "an echo under the old name"
     assert len(receiving.begun) == 2
@@ -266,7 +260,7 @@ def test_announcements_out_of_order_end_the_session_once(
     session = receiving.begin()
     assert receiving.receive(*messages) == [session]
     assert receiving.receive(coming(0, [0]), coming(1, [0])) == []
-    assert over(receiving.sessions.take_messages()) == [(WRITER, 1)]
+    assert over(receiving.target.take_messages()) == [(WRITER, 1)]
     assert not session.coming
 
 
@@ -282,8 +276,8 @@ def test_a_parcel_that_cannot_be_ends_the_session(receiving: Receiving, announce
 def test_what_was_announced_may_come_again_when_a_session_has_ended(receiving: Receiving) -> None:
     session = receiving.begin(1)
     receiving.receive(coming(0, [0]), coming(1, [1]))
-    assert receiving.sessions.end(session, "by a test")
-    assert not receiving.sessions.end(session, "that is known")
+    assert receiving.target.over(session, "by a test")
+    assert not receiving.target.over(session, "that is known")
     again = receiving.begin(2)
     receiving.receive(coming(0, [0, 1], session=2))
     assert receiving.receives(again) == [20, 21]
@@ -294,7 +288,7 @@ def test_a_writer_that_has_closed_its_end_or_is_shut_out_has_its_communicator_to
 ) -> None:
     session = receiving.begin(1)
     assert receiving.receive(SessionOver(session=1, reason="closed")) == [session]
-    assert receiving.sessions.take_messages() == [], "it knows"
+    assert receiving.target.take_messages() == [], "it knows"
     session = receiving.begin(2)
-    receiving.sessions.shut_out(WRITER)
+    receiving.target.shut_out(WRITER)
     assert receiving.receive(entry(3)) == [session]

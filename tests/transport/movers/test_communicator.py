@@ -1,0 +1,62 @@
+"""The communicator of the mover nccl: torch's watchdog is off, and what takes too long is known to hang."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from splitserve.transport.movers import communicator
+from splitserve.transport.movers.communicator import Communicator
+
+
+def test_torchs_watchdog_is_off_before_the_first_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its defaults it ends the whole process when a peer dies in mid-transfer."""
+    found: list[tuple[dict[str, str | None], float]] = []
+
+    class Group:
+        def __init__(self, store: object, rank: int, size: int, options: SimpleNamespace) -> None:
+            limits = {name: os.environ.get(name) for name in communicator.WATCHDOG}
+            found.append((limits, options._timeout.total_seconds()))
+
+        Options = SimpleNamespace
+
+    for name in communicator.WATCHDOG:
+        monkeypatch.setenv(name, "3")
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(Communicator, "start", lambda thread: None)
+    ours = Communicator(torch.device("cuda", 0), 0, lambda key, value: None, lambda _: False, pytest.fail)
+    ours.meet()
+    ((limits, timeout),) = found
+    assert set(limits.values()) == {"0"}
+    assert timeout > 100 * communicator.LIMIT_S
+
+
+def test_a_meeting_and_a_parcel_hang_once_their_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    late = communicator.LIMIT_S + communicator.SLACK_S + 0.1
+    monkeypatch.setattr(communicator, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(Communicator, "start", lambda thread: None)
+    monkeypatch.setattr(communicator, "ProcessGroupGloo", MagicMock())
+    ours = Communicator(torch.device("cpu"), 0, lambda key, value: None, lambda _: False, pytest.fail)
+    assert not ours.hangs
+    now += late
+    assert ours.hangs, "no peer has come"
+    ours.meet()
+    assert not ours.hangs, "it waits for nobody"
+
+    def wait(limit: timedelta) -> None:
+        nonlocal now
+        assert not ours.hangs
+        now += late
+        assert ours.hangs
+
+    ours._group.send = lambda *_: SimpleNamespace(wait=wait)
+    ours.send(torch.zeros(1))
+    assert not ours.hangs
