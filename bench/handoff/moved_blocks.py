@@ -17,9 +17,8 @@ from ...transport.movers.checksum import checksums
 from ...transport.movers.interface import Item, Pool, PutSource, TalkingSource
 from ...transport.movers.nccl import NcclTarget
 from ...transport.movers.opening import open_source
-from ...transport.movers.tcp.parcels import RECORD_BYTES
-from ...transport.movers.tcp.sealing import TAG_BYTES, Seal
 from ...transport.movers.tcp.target import TcpTarget
+from ...transport.movers.tcp.wire import RECORD_BYTES, TAG_BYTES, Seal
 from .bare_transfer import TcpSender, ZmqSender
 
 NUM_LAYERS = 16

@@ -45,7 +45,7 @@ from ...transport.movers.nixl import is_installed as nixl_is_installed
 from ...transport.movers.opening import nccl_target
 from ...transport.movers.shm import SharedPool, ShmTarget
 from ...transport.movers.tcp.target import TcpTarget
-from ...transport.movers.tcp.sealing import GCM, OCB
+from ...transport.movers.tcp.wire import GCM, OCB
 from ..environment import environment
 from .bare_transfer import TcpReceiver, ZmqReceiver
 from .moved_blocks import NUM_LAYERS, SECRET, WRITER, receive_all, seal_all, send_blocks, timed

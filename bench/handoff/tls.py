@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 
 from ...transport.movers.interface import Pool
-from ...transport.movers.tcp.sealing import GCM, quickest_cipher
 from ...transport.movers.tcp.source import TcpSource
 from ...transport.movers.tcp.target import TcpTarget
+from ...transport.movers.tcp.wire import GCM, quickest_cipher
 from ..environment import environment
 
 BLOCK_BYTES, NUM_LAYERS, PIECE_BYTES, SECRET = 2 << 20, 16, 8 << 20, bytes(16)

@@ -18,10 +18,10 @@ WRITER = ("p0", 1)
 
 def staging(device: str) -> float:
     """0 if pieces of the pool come to the host and go back to other places whole, and no others change."""
-    from ...transport.movers.tcp.staging import Staging  # needs msgspec
+    from ...transport.movers.block_memory import Staging  # needs msgspec
 
     pool = _filled(SHAPE).to(device)
-    before, through = pool.cpu().clone().view(-1), Staging(DeviceBlocks(pool))
+    before, through = pool.cpu().clone().view(-1), Staging(DeviceBlocks(pool), 256 << 10)
     record = [(5, 70_000), (131_072, 196_608), (1, 2)]
     expected = torch.cat([before[start:end] for start, end in record])
     (read,) = through.read(record)

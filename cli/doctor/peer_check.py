@@ -157,7 +157,7 @@ def _clock(peer: PeerSocket) -> tuple[Who, float, float]:
 
 def _bandwidth(peer: PeerSocket, who: Who, address: Address) -> Iterator[Finding]:
     """Raises NoAnswer."""
-    from ...transport.movers.tcp.sealing import DataAddress
+    from ...transport.movers.tcp.wire import DataAddress
 
     data = replace(DataAddress.parse(who.data_address), host=address.host.strip("[]"))
     if problem := _unreachable(data.host, data.port):

@@ -10,21 +10,23 @@ from support.kv_pools import BLOCK_BYTES, DEADLINE_S, SECRET, empty_pool
 
 from splitserve.transport.movers.interface import Pool
 from splitserve.transport.movers.lease_book import ParcelHeader
-from splitserve.transport.movers.tcp.parcels import RECORD_BYTES, SIZE, pack_header
-from splitserve.transport.movers.tcp.sealing import (
+from splitserve.transport.movers.tcp.source import TcpSource
+from splitserve.transport.movers.tcp.target import TcpTarget
+from splitserve.transport.movers.tcp.wire import (
     ANSWER_BYTES,
     GCM,
     NONCE_BYTES,
     OCB,
     PLAIN,
+    RECORD_BYTES,
+    SIZE,
     TAG_BYTES,
     DataAddress,
     Hello,
     Seal,
     Transcript,
+    pack_header,
 )
-from splitserve.transport.movers.tcp.source import TcpSource
-from splitserve.transport.movers.tcp.target import TcpTarget
 
 MODES = pytest.mark.parametrize("mode", [PLAIN, GCM, OCB], ids=["plain", "gcm", "ocb"])
 

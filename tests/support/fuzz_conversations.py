@@ -8,17 +8,18 @@ import numpy as np
 
 from splitserve.transport.movers.lease_book import LeaseBook, ParcelHeader
 from splitserve.transport.movers.tcp.inbound import Desk, Inbound
-from splitserve.transport.movers.tcp.parcels import SIZE, pack_header
-from splitserve.transport.movers.tcp.sealing import (
+from splitserve.transport.movers.tcp.wire import (
     ANSWER_BYTES,
     GCM,
     HELLO_BYTES,
     NONCE_BYTES,
     OCB,
     PLAIN,
+    SIZE,
     TAG_BYTES,
     Hello,
     Transcript,
+    pack_header,
 )
 
 SECRET, GRANT = bytes(32), b"0123456789abcdef"

@@ -35,8 +35,7 @@ from splitserve.transport.movers.cuda_ipc import HANDLE_BYTES, CudaIpcSource, Cu
 from splitserve.transport.movers.lease_book import ParcelHeader
 from splitserve.transport.movers.shm import SharedPool, ShmSource
 from splitserve.transport.movers.tcp.inbound import BadPeer
-from splitserve.transport.movers.tcp.parcels import pack_header, unpack_header
-from splitserve.transport.movers.tcp.sealing import DataAddress
+from splitserve.transport.movers.tcp.wire import DataAddress, pack_header, unpack_header
 
 MAX_SECONDS = 2.0
 HANG_SECONDS = 60.0

@@ -1,5 +1,5 @@
-"""A pool of KV blocks wherever it lies, in host memory or on a GPU; and blocks as tensors, for movers that
-send packed ones: some layers of scattered blocks in one piece."""
+"""A pool of KV blocks wherever it lies, in host memory or on a GPU: as packed tensors, for movers that send
+some layers of scattered blocks in one piece, and as bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .interface import Pool
+from .interface import Pool, Span
 
 
 class BlockMemory(Protocol):
@@ -78,3 +78,49 @@ class HostMemory:
 
 def memory_of(pool: BlockPool) -> BlockMemory:
     return HostMemory(pool) if isinstance(pool, np.ndarray) else pool
+
+
+class HostBytes:
+    """The bytes of a pool in host memory: they are read where they are."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._bytes = pool.reshape(-1).data
+
+    def read(self, places: Sequence[Span]) -> list[memoryview]:
+        return [self._bytes[start:end] for start, end in places]
+
+
+class Staging:
+    """The bytes of a pool on a GPU, by ``num_bytes`` of page-locked host memory. For one thread at a time.
+    The copies go to a stream of their own, beside the step that is running: what is read must be final, what
+    is written must belong to no running sequence."""
+
+    def __init__(self, pool: DevicePool, num_bytes: int) -> None:
+        self._bytes, self._stream = pool.bytes, None
+        if pool.device.type == "cuda":
+            with torch.cuda.device(pool.device):  # else page-locking would make a context on GPU 0
+                self._host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+                self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
+        else:  # a GPU is rehearsed
+            self._host = torch.empty(num_bytes, dtype=torch.uint8)
+        self.buffer: memoryview = self._host.numpy().data
+
+    def read(self, places: Sequence[Span]) -> list[memoryview]:
+        """Return these bytes of the pool, at most ``num_bytes``, in one piece: good until the next call."""
+        return [self.buffer[: self._copy(places, to_host=True)]]
+
+    def write(self, record: Sequence[Span]) -> None:
+        """Write the first bytes of ``buffer`` to these places of the pool. Return when they are there."""
+        self._copy(record, to_host=False)
+
+    def _copy(self, record: Sequence[Span], to_host: bool) -> int:
+        at = 0
+        with torch.cuda.stream(self._stream):
+            for start, end in record:
+                host, device = self._host[at : at + end - start], self._bytes[start:end]
+                target, source = (host, device) if to_host else (device, host)
+                target.copy_(source, non_blocking=True)
+                at += end - start
+        if self._stream is not None:
+            self._stream.synchronize()
+        return at

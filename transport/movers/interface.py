@@ -24,6 +24,8 @@ Item: TypeAlias = tuple[int, int, int]
 """(position in the lease, own block, the peer's block)"""
 Arrival: TypeAlias = tuple[int, int]
 """(lease, position)"""
+Span: TypeAlias = tuple[int, int]
+"""[start, end) in the pool's bytes"""
 
 
 ONE_SIDED_MOVERS = frozenset({"cuda_ipc", "shm", "nixl"})

@@ -19,7 +19,8 @@ from splitserve.transport.errors import MoverError
 from splitserve.transport.movers.lease_book import blocks_per_parcel
 from splitserve.transport.movers.tcp import source as tcp_source
 from splitserve.transport.movers.tcp import target as tcp_target
-from splitserve.transport.movers.tcp.sealing import (
+from splitserve.transport.movers.tcp.source import TcpSource
+from splitserve.transport.movers.tcp.wire import (
     GCM,
     HELLO_BYTES,
     NONCE_BYTES,
@@ -29,7 +30,6 @@ from splitserve.transport.movers.tcp.sealing import (
     Hello,
     Transcript,
 )
-from splitserve.transport.movers.tcp.source import TcpSource
 
 
 @MODES

@@ -15,9 +15,9 @@ from splitserve.transport.errors import AddressError, MoverError
 from splitserve.transport.messages.messages import Met
 from splitserve.transport.movers.opening import open_source
 from splitserve.transport.movers.tcp import source as tcp_source
-from splitserve.transport.movers.tcp.sealing import PLAIN
 from splitserve.transport.movers.tcp.source import TcpSource
 from splitserve.transport.movers.tcp.target import TcpTarget
+from splitserve.transport.movers.tcp.wire import PLAIN
 
 
 @MODES

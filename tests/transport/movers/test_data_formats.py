@@ -11,8 +11,15 @@ from support.data_connections import RawPeer, body, header, new_target
 from support.kv_pools import DEADLINE_S, LAYER_BYTES, NUM_BLOCKS, NUM_LAYERS, SECRET, arrivals, filled_pool
 
 from splitserve.transport.movers.interface import Pool
-from splitserve.transport.movers.tcp.parcels import RECORD_BYTES, pack_header, records, spans, unpack_header
-from splitserve.transport.movers.tcp.sealing import DataAddress, endpoint
+from splitserve.transport.movers.tcp.wire import (
+    RECORD_BYTES,
+    DataAddress,
+    endpoint,
+    pack_header,
+    records,
+    spans,
+    unpack_header,
+)
 
 
 def test_data_addresses_travel_as_text() -> None:
@@ -48,7 +55,7 @@ def test_spans_and_records_cover_a_body_exactly_and_in_order(
     blocks: list[int], first: int, data: st.DataObject
 ) -> None:
     count = data.draw(st.integers(1, NUM_LAYERS - first))
-    runs = spans(PATTERN, blocks, first * LAYER_BYTES, count * LAYER_BYTES)
+    runs = spans(PATTERN.shape, blocks, first * LAYER_BYTES, count * LAYER_BYTES)
     flat = PATTERN.reshape(-1)
     expected = PATTERN[blocks, first : first + count].tobytes()
     assert b"".join(flat[start:end].tobytes() for start, end in runs) == expected

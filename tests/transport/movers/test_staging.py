@@ -21,21 +21,21 @@ triton_interpreter.install()
 from splitserve.engine.cache.device_blocks import DeviceBlocks  # noqa: E402
 from splitserve.transport.errors import MoverError  # noqa: E402
 from splitserve.transport.live_environment import LiveDevice  # noqa: E402
+from splitserve.transport.movers.block_memory import Staging  # noqa: E402
 from splitserve.transport.movers.checksum import checksums  # noqa: E402
 from splitserve.transport.movers.interface import Arrival, Pool  # noqa: E402
 from splitserve.transport.movers.opening import offered  # noqa: E402
-from splitserve.transport.movers.tcp import inbound, parcels, source, staging  # noqa: E402
-from splitserve.transport.movers.tcp.sealing import GCM, OCB, PLAIN  # noqa: E402
+from splitserve.transport.movers.tcp import inbound, source, target, wire  # noqa: E402
 from splitserve.transport.movers.tcp.source import TcpSource  # noqa: E402
-from splitserve.transport.movers.tcp.staging import Staging  # noqa: E402
 from splitserve.transport.movers.tcp.target import TcpTarget  # noqa: E402
+from splitserve.transport.movers.tcp.wire import GCM, OCB, PLAIN  # noqa: E402
 
 RECORD_BYTES = 100  # a block is cut in the middle of a layer
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedGpu]:
-    for module in (parcels, source, inbound, staging):
+    for module in (wire, source, inbound, target):
         monkeypatch.setattr(module, "RECORD_BYTES", RECORD_BYTES)
     with played_gpu(monkeypatch) as gpu:
         yield gpu

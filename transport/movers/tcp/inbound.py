@@ -17,12 +17,25 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ..block_memory import BlockPool
-from ..interface import Arrival
+from ..block_memory import BlockPool, Staging
+from ..interface import Arrival, Span
 from ..lease_book import Claim, LeaseBook, blocks_per_parcel
-from .parcels import RECORD_BYTES, SIZE, Span, header_bytes, records, spans, unpack_header
-from .sealing import HELLO_BYTES, PLAIN, PROOF_BYTES, TAG_BYTES, Hello, Seal, Transcript, new_nonce
-from .staging import Staging
+from .wire import (
+    HELLO_BYTES,
+    PLAIN,
+    PROOF_BYTES,
+    RECORD_BYTES,
+    SIZE,
+    TAG_BYTES,
+    Hello,
+    Seal,
+    Transcript,
+    header_bytes,
+    new_nonce,
+    records,
+    spans,
+    unpack_header,
+)
 
 Talk: TypeAlias = Generator[list[memoryview], None, None]
 
@@ -109,7 +122,7 @@ class Inbound:
             yield from self._discard(len(header.positions) * header.length)
             return
         self._claim = claim
-        runs = spans(self._desk.pool, claim.blocks, header.offset, header.length)
+        runs = spans(self._desk.pool.shape, claim.blocks, header.offset, header.length)
         if self._seal is not None:
             yield from self._take_sealed(runs, self._seal, claim)
         elif self._desk.staging is None:

@@ -3,7 +3,7 @@ connections at a time.
 
 Each connection has a thread that takes parcels from one queue, so that a further connection opens only when
 those before it do not keep up. Bytes go from the pool to the kernel without a copy in between, or through the
-cipher into one buffer; those of a pool on a GPU through one page-locked record (staging.py).
+cipher into one buffer; those of a pool on a GPU through one page-locked record (``Staging``).
 """
 
 from __future__ import annotations
@@ -19,23 +19,27 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..block_memory import BlockPool
+from ..block_memory import BlockPool, HostBytes, Staging
+from ..interface import Span
 from ..lease_book import ParcelHeader
 from ..parcel_source import Parcel, ParcelSource
-from .parcels import RECORD_BYTES, SIZE, Span, pack_header, records, spans
-from .sealing import (
+from .wire import (
     ANSWER_BYTES,
     NONCE_BYTES,
     PLAIN,
+    RECORD_BYTES,
+    SIZE,
     TAG_BYTES,
     DataAddress,
     Hello,
     Seal,
     Transcript,
     new_nonce,
+    pack_header,
     quickest_cipher,
+    records,
+    spans,
 )
-from .staging import HostBytes, Staging
 
 MAX_CONNECTIONS = 4
 BACKLOG_BYTES = 16 << 20  # waiting for one connection: more than that opens another
@@ -122,7 +126,9 @@ class _Connection(threading.Thread):
         try:
             if self._connect():
                 pool = self._pool
-                self._memory = HostBytes(pool) if isinstance(pool, np.ndarray) else Staging(pool)
+                self._memory = (
+                    HostBytes(pool) if isinstance(pool, np.ndarray) else Staging(pool, RECORD_BYTES)
+                )
                 while (parcel := self._source.wait_for_next()) is not None and self._send_or_connect_again(
                     parcel
                 ):
@@ -187,12 +193,12 @@ class _Connection(threading.Thread):
         offset = parcel.layers.start * layer_bytes
         length = parcel.layers.stop * layer_bytes - offset
         header = pack_header(ParcelHeader(parcel.lease, parcel.secret, offset, length, parcel.positions))
-        runs = spans(self._pool, parcel.blocks, offset, length)
+        runs = spans(self._pool.shape, parcel.blocks, offset, length)
         if self._seal is not None:
             self._send_sealed(header, runs, self._seal)
             return
         before = [SIZE.pack(len(header)) + header]
-        for places in self._memory.batches(runs):
+        for places in records(runs) if isinstance(self._memory, Staging) else (runs,):
             self._send_all([*before, *self._memory.read(places)])
             before = []
 

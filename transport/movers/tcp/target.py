@@ -27,12 +27,11 @@ import numpy as np
 from ...errors import AddressError, MoverError
 from ...messages.messages import PeerId
 from ...process.wakeup import Wakeup
-from ..block_memory import BlockPool
+from ..block_memory import BlockPool, Staging
 from ..interface import Arrival
 from ..lease_book import BookedTarget
 from .inbound import BadPeer, Desk, Inbound
-from .sealing import SECRET_BYTES, DataAddress, endpoint
-from .staging import Staging
+from .wire import RECORD_BYTES, SECRET_BYTES, DataAddress, endpoint
 
 HANDSHAKE_TIMEOUT_S = 5.0
 MAX_STRANGERS = 64  # connections that have not proved anything yet; beyond them the oldest ends
@@ -59,7 +58,7 @@ class TcpTarget(BookedTarget):
             self._secret,
             takes_plain,
             self._arrived,
-            None if isinstance(pool, np.ndarray) else Staging(pool),
+            None if isinstance(pool, np.ndarray) else Staging(pool, RECORD_BYTES),
         )
         self._takes_plain = takes_plain
         self._server = _Server(self._listener, desk, self._news.set)

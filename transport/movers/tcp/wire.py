@@ -1,18 +1,22 @@
-"""How the two ends of a data connection authenticate each other, and how their records are sealed; its
-address.
-
-Both ends know the secret S of the data address, which came over the encrypted control channel. C and N are
-fresh random nonces.
+"""The bytes of a data connection. Both ends know the secret S of its address, which came over the encrypted
+control channel. C and N are fresh random nonces.
 
     client -> server   "SSKV" | version | mode | 2 bytes 0 | C
     server -> client   N | HMAC-SHA256(S, "server" | mode | C | N)
     client -> server   HMAC-SHA256(S, "client" | mode | C | N)
 
-Then parcels (parcels.py) flow from client to server. In the *sealed* modes they are cut into records of 256
-KiB, each sealed under the key HMAC-SHA256(S, "sealed" | mode | C | N) with the record's number as nonce: a
-record that is changed, left out, repeated or moved to another connection does not open. In the mode *plain*
-only the two proofs and the secrets of the grants protect the parcels. There is no forward secrecy: S lives as
-long as the decode worker's process.
+Then parcels flow from client to server: some layers of one or several blocks of a lease each, little-endian.
+
+    size of the header u32 | header | body
+    header: "SSKV" | version u8 | 3 bytes 0 | lease u64 | secret 16 B | offset u64 | length u64
+            | positions u32 ...
+
+The body holds, for each position in turn, bytes [offset, offset + length) of its block. In the *sealed* modes
+the header is one record and the body is cut into records of RECORD_BYTES, the last one shorter; each is
+followed by its tag, and the size counts the tag. A record is sealed under the key HMAC-SHA256(S, "sealed" |
+mode | C | N) with its number as nonce: one that is changed, left out, repeated or moved to another connection
+does not open. In the mode *plain* only the two proofs and the secrets of the grants protect the parcels.
+There is no forward secrecy: S lives as long as the decode worker's process.
 
 There are two ciphers, AES-256-GCM and AES-128-OCB3 (RFC 7253); the client takes the one that is quicker on
 its processor. GCM's authentication costs as much again as AES itself without 512-bit carry-less products,
@@ -36,18 +40,25 @@ import os
 import re
 import struct
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM, AESOCB3
 
 from ...errors import MoverError
+from ...messages import messages
+from ..interface import Span
+from ..lease_book import ParcelHeader
 
 PLAIN, GCM, OCB = 0, 1, 2
 NONCE_BYTES = PROOF_BYTES = 32
 TAG_BYTES = 16
-TRIAL_BYTES = 256 << 10
+RECORD_BYTES = 256 << 10
+SECRET_BYTES = 32  # of an address; a grant's has messages.SECRET_BYTES
+SIZE = struct.Struct("<I")
 _HELLO = struct.Struct(f"<4sBB2x{NONCE_BYTES}s")
+_HEADER = struct.Struct(f"<4sB3xQ{messages.SECRET_BYTES}sQQ")
 _MAGIC, _VERSION = b"SSKV", 2
 HELLO_BYTES, ANSWER_BYTES = _HELLO.size, NONCE_BYTES + PROOF_BYTES
 
@@ -131,7 +142,7 @@ class Seal:
 @functools.cache
 def quickest_cipher() -> int:
     """GCM or OCB, as measured here once, in a few milliseconds."""
-    record, sealed = bytes(TRIAL_BYTES), memoryview(bytearray(TRIAL_BYTES + TAG_BYTES))
+    record, sealed = bytes(RECORD_BYTES), memoryview(bytearray(RECORD_BYTES + TAG_BYTES))
 
     def seconds(mode: int) -> float:
         seal = Seal(bytes(32), mode)
@@ -145,7 +156,58 @@ def quickest_cipher() -> int:
     return min((GCM, OCB), key=seconds)
 
 
-SECRET_BYTES = 32
+def pack_header(header: ParcelHeader) -> bytes:
+    fixed = _HEADER.pack(_MAGIC, _VERSION, header.lease, header.secret, header.offset, header.length)
+    return fixed + struct.pack(f"<{len(header.positions)}I", *header.positions)
+
+
+def header_bytes(num_positions: int) -> int:
+    return _HEADER.size + 4 * num_positions
+
+
+def unpack_header(data: bytes | memoryview, max_positions: int) -> ParcelHeader | None:
+    """Return the header; None where ``data`` is not one of this version, or names no position or more than
+    ``max_positions``."""
+    size = len(data) - _HEADER.size
+    if not 0 < size <= 4 * max_positions or size % 4:
+        return None
+    magic, version, lease, secret, offset, length = _HEADER.unpack_from(data)
+    if magic != _MAGIC or version != _VERSION or data[5:8] != b"\0\0\0":
+        return None
+    return ParcelHeader(
+        lease, secret, offset, length, struct.unpack_from(f"<{size // 4}I", data, _HEADER.size)
+    )
+
+
+def spans(shape: Sequence[int], blocks: Sequence[int], offset: int, length: int) -> list[Span]:
+    """Return the places of a parcel's body in a pool of this shape: runs of bytes, as long as possible."""
+    block_bytes = shape[1] * shape[2]
+    runs: list[Span] = []
+    for block in blocks:
+        start = block * block_bytes + offset
+        if runs and runs[-1][1] == start:
+            runs[-1] = (runs[-1][0], start + length)
+        else:
+            runs.append((start, start + length))
+    return runs
+
+
+def records(runs: Sequence[Span]) -> Iterator[list[Span]]:
+    """Cut a body into records. Yield the runs of each."""
+    record: list[Span] = []
+    room = RECORD_BYTES
+    for start, end in runs:
+        while start < end:
+            taken = min(room, end - start)
+            record.append((start, start + taken))
+            start, room = start + taken, room - taken
+            if room == 0:
+                yield record
+                record, room = [], RECORD_BYTES
+    if record:
+        yield record
+
+
 _TCP = re.compile(r"tcp://(?:\[(?P<v6>[0-9a-fA-F:.%]+)\]|(?P<host>[^\s:\[\]#]+)):(?P<port>\d{1,5}|\*)")
 
 
