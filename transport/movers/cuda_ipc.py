@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from ..errors import MoverError, PeerEnded
 from ..messages.messages import PeerId
-from .interface import Arrival, BackgroundSource, Item, OneSidedTarget, layer_slice, runs
+from .interface import Arrival, BackgroundSource, Items, OneSidedTarget, layer_slice, runs
 
 HANDLE_BYTES = 64
 PUT_S, SLOWEST_BYTES_PER_S = 5.0, 1e9  # a put may take that long, and as long as its bytes at that rate
@@ -71,12 +71,7 @@ class CudaIpcSource(BackgroundSource):
             raise
 
     def put(
-        self,
-        lease: int,
-        secret: bytes,
-        items: Sequence[Item],
-        first_layer: int = 0,
-        num_layers: int | None = None,
+        self, lease: int, secret: bytes, items: Items, first_layer: int = 0, num_layers: int | None = None
     ) -> None:
         layers = layer_slice(self._shape, first_layer, num_layers)
         found = runs(items, layers, self._shape, self._num_blocks, self._pointer, self._target)

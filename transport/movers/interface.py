@@ -22,6 +22,7 @@ from ..messages.messages import Message, PeerId
 Pool: TypeAlias = NDArray[np.uint8]
 Item: TypeAlias = tuple[int, int, int]
 """(position in the lease, own block, the peer's block)"""
+Items: TypeAlias = Sequence[Item]
 Arrival: TypeAlias = tuple[int, int]
 """(lease, position)"""
 Span: TypeAlias = tuple[int, int]
@@ -93,12 +94,7 @@ class PutSource(Protocol):
     """The sending side: one per prefill worker and decode worker."""
 
     def put(
-        self,
-        lease: int,
-        secret: bytes,
-        items: Sequence[Item],
-        first_layer: int = 0,
-        num_layers: int | None = None,
+        self, lease: int, secret: bytes, items: Items, first_layer: int = 0, num_layers: int | None = None
     ) -> None:
         """Starts sending ``num_layers`` layers of these blocks, from ``first_layer`` on (None: all from
         there). They must keep their content until ``poll`` has named them, or ``cancel``, or ``close``. A
@@ -217,7 +213,7 @@ class BackgroundSource:
     def __init__(self) -> None:
         self._puts: list[BackgroundPut] = []
 
-    def _begin(self, lease: int, items: Sequence[Item], handle: Any, seconds: float) -> None:
+    def _begin(self, lease: int, items: Items, handle: Any, seconds: float) -> None:
         """Note a put that has begun, and has to end within ``seconds``."""
         positions = [position for position, _, _ in items]
         self._puts.append(BackgroundPut(lease, positions, handle, time.monotonic() + seconds))
@@ -239,12 +235,7 @@ class Run(NamedTuple):
 
 
 def runs(
-    items: Sequence[Item],
-    layers: slice,
-    shape: Sequence[int],
-    num_target_blocks: int,
-    source: int,
-    target: int,
+    items: Items, layers: slice, shape: Sequence[int], num_target_blocks: int, source: int, target: int
 ) -> list[Run]:
     """Return the copies that put these layers from a pool of ``shape`` at address ``source`` into the peer's
     of ``num_target_blocks`` at ``target``. Blocks side by side in both are one run. Raises MoverError for

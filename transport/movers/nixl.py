@@ -26,7 +26,6 @@ import struct
 import threading
 import time
 import uuid
-from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -34,7 +33,7 @@ import numpy as np
 from ..errors import MoverError
 from ..messages.messages import PeerId
 from .block_memory import BlockPool
-from .interface import Arrival, BackgroundSource, Item, OneSidedTarget, layer_slice, runs
+from .interface import Arrival, BackgroundSource, Items, OneSidedTarget, layer_slice, runs
 
 PUT_S, SLOWEST_BYTES_PER_S = 10.0, 50e6  # a put may take that long, and as long as its bytes at that rate
 Descriptor: TypeAlias = tuple[int, int, int]
@@ -159,12 +158,7 @@ class NixlSource(BackgroundSource):
             )
 
     def put(
-        self,
-        lease: int,
-        secret: bytes,
-        items: Sequence[Item],
-        first_layer: int = 0,
-        num_layers: int | None = None,
+        self, lease: int, secret: bytes, items: Items, first_layer: int = 0, num_layers: int | None = None
     ) -> None:
         layers = layer_slice(self._shape, first_layer, num_layers)
         found = runs(items, layers, self._shape, self._num_blocks, self._place.address, self._peer_base)

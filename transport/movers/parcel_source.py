@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import MoverError
-from .interface import Arrival, Item, layer_slice
+from .interface import Arrival, Items, layer_slice
 from .lease_book import blocks_per_parcel
 
 
@@ -43,12 +43,7 @@ class ParcelSource:
         return self._is_closed or bool(self._failure)
 
     def put(
-        self,
-        lease: int,
-        secret: bytes,
-        items: Sequence[Item],
-        first_layer: int = 0,
-        num_layers: int | None = None,
+        self, lease: int, secret: bytes, items: Items, first_layer: int = 0, num_layers: int | None = None
     ) -> None:
         layers = layer_slice(self._shape, first_layer, num_layers)
         num_blocks, _, layer_bytes = self._shape

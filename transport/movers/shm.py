@@ -13,13 +13,12 @@ import fcntl
 import mmap
 import os
 import select
-from collections.abc import Sequence
 
 import numpy as np
 
 from ..errors import MoverError, PeerEnded
 from ..messages.messages import PeerId
-from .interface import Arrival, Item, OneSidedTarget, Pool, layer_slice
+from .interface import Arrival, Items, OneSidedTarget, Pool, layer_slice
 
 _LARGEST_PID = (1 << 31) - 1
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -90,12 +89,7 @@ class ShmSource:
         self._done: list[Arrival] = []
 
     def put(
-        self,
-        lease: int,
-        secret: bytes,
-        items: Sequence[Item],
-        first_layer: int = 0,
-        num_layers: int | None = None,
+        self, lease: int, secret: bytes, items: Items, first_layer: int = 0, num_layers: int | None = None
     ) -> None:
         """One copy for each run of blocks that lie side by side in both pools; a memcpy where it is of all
         layers."""
