@@ -1,7 +1,7 @@
 """What a decode worker does with every message and every finished step. Pure.
 
 It joins the batch scheduler and the receiving side of the handoff. ``RoleCore`` has what both roles do alike.
-The shell, worker/decode_role.py, carries out what ``take`` returns.
+The shell, worker/live_roles.py, carries out what ``take`` returns.
 """
 
 from __future__ import annotations

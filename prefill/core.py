@@ -1,7 +1,7 @@
 """What a prefill worker does with every message and every finished step. Pure.
 
 It joins the chunk scheduler and the sending side of the handoff (``HandoffFeed``). ``RoleCore`` has what both
-roles do alike. The shell, worker/prefill_role.py, carries out what ``take`` returns.
+roles do alike. The shell, worker/live_roles.py, carries out what ``take`` returns.
 """
 
 from __future__ import annotations

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import csv
+import gzip
+import io
 import itertools
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -13,11 +16,13 @@ import orjson
 from .errors import TraceFileError
 from .fields import BadField
 from .formats import FORMATS, Format, described
-from .lines import read_lines
 from .ordering import Numbered, Order
 from .own_format import FORMAT_NAME, Header, parse_header, parse_row
 from .request import Trace
 
+GZIP_MAGIC = b"\x1f\x8b"
+MAX_LINE_BYTES = 64 << 20
+"""A longer line is no trace; without a limit a small gzip file could fill the memory."""
 Parameters = ParamSpec("Parameters")
 Parsed = TypeVar("Parsed")
 
@@ -129,3 +134,27 @@ def _located(
         return parse(*args, **kwargs)
     except BadField as error:
         raise TraceFileError(path, str(error), line=line, field=error.field) from None
+
+
+def read_lines(path: Path) -> Iterator[str]:
+    """Lines without their ends. The content decides whether the file is compressed. Raises TraceError."""
+    number = 0
+    try:
+        with path.open("rb") as file:
+            packed = file.peek(2)[:2] == GZIP_MAGIC
+            stream = io.BufferedReader(gzip.GzipFile(fileobj=file), 1 << 16) if packed else file
+            while line := stream.readline(MAX_LINE_BYTES):
+                number += 1
+                if len(line) == MAX_LINE_BYTES:
+                    raise TraceFileError(
+                        path, f"longer than {MAX_LINE_BYTES >> 20} MiB: this is no trace", line=number
+                    )
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise TraceFileError(path, f"not UTF-8 text ({error.reason})", line=number) from None
+    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise TraceFileError(
+            path, f"the gzip data is damaged or cut short ({error})", line=number + 1
+        ) from None
+    except OSError as error:
+        raise TraceFileError(path, f"cannot be read: {error.strerror or error}") from None

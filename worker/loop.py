@@ -18,9 +18,8 @@ import logging
 
 from ..transport.handoff.retiring_end import RetiringEnd
 from ..transport.messages.messages import Role
-from .decode_role import DecodeRole
+from .live_roles import DecodeRole, PrefillRole
 from .parts import WorkerParts
-from .prefill_role import PrefillRole
 from .roles import RoleHost
 from .settings import DecodeSettings, FlexibleSettings, PrefillSettings
 

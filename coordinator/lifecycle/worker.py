@@ -1,15 +1,16 @@
-"""One live worker as the coordinator knows it. Pure."""
+"""One live worker as the coordinator knows it, and how busy it was lately by its own reports. Pure."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from ...transport.messages.blocks import num_behind
 from ...transport.messages.messages import Drain, Flip, Hello, Load, Peer, Role
 from ...transport.messages.prompt_order import UNLIMITED, max_prompt_tokens
-from .busy_window import BusyWindow
 from .name_hash import hash64
 
 WorkerId = tuple[str, int]  # worker id, incarnation
@@ -17,6 +18,8 @@ NO_ROOM = -1
 DELAY_WEIGHT = 1 / 16
 """A sequence that waits for a prompt beside it counts as this much of a prompt that waits."""
 QUEUED_BATCHES = 2
+WINDOW_S = 10.0
+MIN_SPACING_S = 0.5  # between two reports of a BusyWindow; workers report much more often
 
 
 class Listing(Protocol):
@@ -24,6 +27,33 @@ class Listing(Protocol):
 
     def changed(self, worker: WorkerRecord, rank_before: float) -> None: ...
     def remove(self, worker: WorkerRecord) -> None: ...
+
+
+class BusyWindow:
+    """Measures how busy a worker was in the last WINDOW_S seconds, by the worker's own clock."""
+
+    def __init__(self) -> None:
+        self._kept: deque[tuple[float, float]] = deque()
+        """(uptime, busy) in seconds; the first is WINDOW_S old, or the oldest there is."""
+        self._newest: tuple[float, float] | None = None
+
+    def report(self, counters: Mapping[str, float]) -> None:
+        """Take the cumulative counters of a load report; one without ``busy_seconds`` is ignored."""
+        uptime, busy = counters.get("uptime_seconds"), counters.get("busy_seconds")
+        if uptime is None or busy is None:
+            return
+        self._newest = uptime, busy
+        if not self._kept or uptime - self._kept[-1][0] >= MIN_SPACING_S:
+            self._kept.append(self._newest)
+        while len(self._kept) > 1 and self._kept[1][0] <= uptime - WINDOW_S:
+            self._kept.popleft()
+
+    @property
+    def share(self) -> float | None:
+        """Share of the window in which a step ran, 0 to 1; None: not known."""
+        if self._newest is None or (seconds := self._newest[0] - self._kept[0][0]) <= 0:
+            return None
+        return min(1.0, max(0.0, (self._newest[1] - self._kept[0][1]) / seconds))
 
 
 @dataclass(slots=True, eq=False)

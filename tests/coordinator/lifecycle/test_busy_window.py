@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from splitserve.coordinator.lifecycle.busy_window import BusyWindow
+from splitserve.coordinator.lifecycle.worker import BusyWindow
 
 
 def report(window: BusyWindow, uptime: float, busy: float) -> None:

@@ -1,4 +1,4 @@
-"""The decode role of a worker's process."""
+"""The two roles of a worker's process."""
 
 from __future__ import annotations
 
@@ -6,12 +6,59 @@ from typing import Any
 
 from ..decode.core import DecodeCore
 from ..decode.scheduler import DecodeScheduler
+from ..prefill.core import PrefillCore
+from ..prefill.scheduler import PrefillScheduler
+from ..transport.handoff.layer_slicing import LayerSlicing
 from ..transport.handoff.protocol import Join, Supersede, ToPeer
 from ..transport.handoff.receiver import HandoffReceiver
 from ..transport.handoff.receiving_end import RECEIVING, ReceivingEnd
 from ..transport.messages.messages import FROM_DECODE
 from .played_role import PlayedRole
-from .settings import DecodeSettings
+from .settings import DecodeSettings, PrefillSettings
+
+
+class PrefillRole(PlayedRole):
+    """Computes prompts and hands their blocks to decode workers."""
+
+    role = "prefill"
+    core: PrefillCore
+
+    def complete_steps(self, now: float) -> None:
+        """Send first tokens before the next step is made and before any block is copied: a client waits for
+        them."""
+        super().complete_steps(now)
+        if reports := self.core.take_reports():
+            self._reports.send(*reports)
+
+    def _make_core(self) -> None:
+        process, settings, host = self._process, self._settings, self._host
+        model, identity = process.model, process.model.identity
+        assert isinstance(settings, PrefillSettings)
+        self.max_batch_tokens = settings.chunk_budget(model.device_type)
+        scheduler = PrefillScheduler(
+            process.blocks,
+            identity.block_size,
+            identity.kv_name,
+            self.max_batch_tokens,
+            settings.max_num_seqs,
+            for_decode=host.for_decode if host and host.mixed else None,
+            window=identity.window,
+        )
+        self.core = PrefillCore(
+            self._meet(),
+            scheduler,
+            model.eos_token_ids,
+            model.max_model_len,
+            process.times.handoff,
+            settings.drain_timeout_s,
+            slicing=LayerSlicing(model.num_layers, identity.block_bytes, process.slicing),
+            is_local=host.hands_to_itself if host else lambda _: False,
+            tests_movers=True,
+        )
+        self.sender = self.core.sender
+
+    def _take(self, now: float) -> list[Any]:
+        return self.core.take()
 
 
 class DecodeRole(PlayedRole):
