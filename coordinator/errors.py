@@ -109,8 +109,7 @@ def _unpickled(kind: type[ApiError], args: tuple[Any, ...], state: dict[str, Any
 
 
 class InvalidRequest(ApiError):
-    status = 400
-    kind = "invalid_request_error"
+    status, kind = 400, "invalid_request_error"
 
 
 class ContextTooLong(InvalidRequest):
@@ -143,25 +142,19 @@ class ContextTooLong(InvalidRequest):
 
 
 class Unauthorized(ApiError):
-    status = 401
-    kind = "authentication_error"
-    code = "invalid_api_key"
+    status, kind, code = 401, "authentication_error", "invalid_api_key"
 
 
 class Forbidden(ApiError):
-    status = 403
-    kind = "permission_error"
-    code = "forbidden"
+    status, kind, code = 403, "permission_error", "forbidden"
 
 
 class NotFound(ApiError):
-    status = 404
-    kind = "invalid_request_error"
+    status, kind = 404, "invalid_request_error"
 
 
 class MethodNotAllowed(ApiError):
-    status = 405
-    kind = "invalid_request_error"
+    status, kind = 405, "invalid_request_error"
 
     def __init__(self, message: str, allow: str) -> None:
         super().__init__(message, code="method_not_allowed")
@@ -174,9 +167,7 @@ class MethodNotAllowed(ApiError):
 class RequestTimeout(ApiError):
     """The client began a request and did not send all of it."""
 
-    status = 408
-    kind = "invalid_request_error"
-    code = "request_timeout"
+    status, kind, code = 408, "invalid_request_error", "request_timeout"
 
     def __init__(self, timeout_s: float) -> None:
         super().__init__(
@@ -193,8 +184,7 @@ class AnswerDiffers(ApiError):
 
 
 class HeadersTooLarge(ApiError):
-    status = 431
-    kind = "invalid_request_error"
+    status, kind = 431, "invalid_request_error"
 
     def __init__(self, max_bytes: int) -> None:
         super().__init__(
@@ -203,9 +193,7 @@ class HeadersTooLarge(ApiError):
 
 
 class BodyTooLarge(ApiError):
-    status = 413
-    kind = "invalid_request_error"
-    code = "request_too_large"
+    status, kind, code = 413, "invalid_request_error", "request_too_large"
 
     def __init__(self, max_body_bytes: int) -> None:
         super().__init__(
@@ -214,22 +202,17 @@ class BodyTooLarge(ApiError):
 
 
 class UnsupportedMediaType(ApiError):
-    status = 415
-    kind = "invalid_request_error"
-    code = "unsupported_media_type"
+    status, kind, code = 415, "invalid_request_error", "unsupported_media_type"
 
 
 class Overloaded(ApiError):
-    status = 429
-    kind = "rate_limit_error"
-    code = "overloaded"
+    status, kind, code = 429, "rate_limit_error", "overloaded"
 
 
 class RateLimited(ApiError):
     """A limit of the client's key or tenant is reached. ``what``: its name; ``more``: rate limit headers."""
 
-    status = 429
-    kind = "rate_limit_error"
+    status, kind = 429, "rate_limit_error"
 
     def __init__(
         self, message: str, code: str, what: str, more: list[tuple[bytes, bytes]], retry_after_s: float | None
@@ -244,15 +227,11 @@ class RateLimited(ApiError):
 
 
 class Unavailable(ApiError):
-    status = 503
-    kind = "service_unavailable_error"
-    code = "unavailable"
+    status, kind, code = 503, "service_unavailable_error", "unavailable"
 
 
 class DeadlineExceeded(ApiError):
-    status = 504
-    kind = "timeout_error"
-    code = "deadline_exceeded"
+    status, kind, code = 504, "timeout_error", "deadline_exceeded"
 
 
 class InternalError(ApiError):
@@ -271,8 +250,7 @@ def no_workers(gap: str) -> Unavailable:
 class StorageFull(ApiError):
     """The disk that a file would go to has no space."""
 
-    status = 507
-    code = "insufficient_storage"
+    status, code = 507, "insufficient_storage"
 
     def __init__(self, where: object) -> None:
         message = (

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 
-from ..transport.handoff.retiring_end import RetiringEnd
+from ..transport.handoff.sending_end import RetiringEnd
 from ..transport.messages.messages import Role
 from .live_roles import DecodeRole, PrefillRole
 from .parts import WorkerParts

@@ -25,12 +25,14 @@ from .protocol import (
     SendHandoff,
     SendPlaced,
     ToPeer,
+    Undelivered,
     WriteTestBlock,
 )
 from .reachability import Reachability, ReachTimes
 from .sender import HandoffSender
 
 RECEIVE_LIMIT = 256
+RETIRE_TICK_S = 0.05
 LOOK_S, IDLE_LOOK_S = 0.05, 1.0  # between two looks for unreachable peers
 FENCED = "the decode worker has been fenced, and goes on as a new incarnation"
 RESTARTED = "the decode worker has been started anew"
@@ -261,3 +263,33 @@ def _pass_messages(mover: PutSource | None, channel: Channel | None) -> None:
     if channel is not None and (talking := as_talking_source(mover)) is not None:
         for message in talking.take_messages():
             channel.send(message)
+
+
+class RetiringEnd:
+    """The sending end of a role that is over, in a process that goes on: it sends Retire to the decode
+    workers that may hold blocks for it, until each has answered. Its owner calls ``turn`` again and again
+    until it ``is_over``, then ``close``."""
+
+    def __init__(self, end: SendingEnd, sender: HandoffSender) -> None:
+        """``end``: of a worker at rest, of which nothing else is used any more."""
+        self._end, self._sender = end, sender
+        self._ticked = float("-inf")
+        self._network = end.stop_writing()
+        sender.retire()
+
+    @property
+    def is_over(self) -> bool:
+        return self._sender.meetings.retirement.is_complete
+
+    def turn(self, now: float) -> None:
+        """Send what is due, and receive the answers."""
+        self._end.receive(self._network.ready(), now)
+        if now - self._ticked >= RETIRE_TICK_S:
+            self._ticked = now
+            self._sender.tick(now)
+        for action in self._sender.take():
+            assert not isinstance(action, Undelivered), "a worker at rest hands nothing over"
+            self._end.carry_out(action)
+
+    def close(self) -> None:
+        self._end.close()

@@ -13,7 +13,7 @@ from support.sending_end import PEER, Reached, SlowMover
 
 from splitserve.transport.channels.channels import RouterChannel
 from splitserve.transport.handoff.reachability import ReachTimes
-from splitserve.transport.handoff.retiring_end import RetiringEnd
+from splitserve.transport.handoff.sending_end import RetiringEnd
 from splitserve.transport.messages.fields import COUNT_BITS
 from splitserve.transport.messages.messages import FROM_PREFILL, Message, Met, Peer, Retire, Retired
 
