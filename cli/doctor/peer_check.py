@@ -219,11 +219,8 @@ class PeerSocket:
     def __init__(self, address: Address, key: ClusterKey) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.REQ)
-        self._socket.linger, self._socket.maxmsgsize, self._socket.ipv6 = (
-            0,
-            MAX_MESSAGE_BYTES,
-            "[" in address.host,
-        )
+        self._socket.linger, self._socket.maxmsgsize = 0, MAX_MESSAGE_BYTES
+        self._socket.ipv6 = "[" in address.host
         self._socket.curve_serverkey = self._socket.curve_publickey = key.public
         self._socket.curve_secretkey = key.secret
         self._socket.reconnect_ivl = 50

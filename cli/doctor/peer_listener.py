@@ -88,11 +88,8 @@ class PeerListener:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator = Authenticator(self._context)
         self._socket = self._context.socket(zmq.REP)
-        self._socket.linger, self._socket.maxmsgsize, self._socket.ipv6 = (
-            0,
-            MAX_MESSAGE_BYTES,
-            "[" in address.host,
-        )
+        self._socket.linger, self._socket.maxmsgsize = 0, MAX_MESSAGE_BYTES
+        self._socket.ipv6 = "[" in address.host
         self._socket.curve_server = True
         self._socket.curve_secretkey = key.secret
         self._socket.zap_domain = key.public

@@ -34,13 +34,8 @@ class Accounting:
         self.arrival = arrival
         self.status = ""  # as it is counted; empty while it runs
         self.num_prompt_tokens = plan.num_prompt_tokens
-        self._id, self._plan, self._call, self._model_name, self._choices = (
-            id,
-            plan,
-            call,
-            model_name,
-            choices,
-        )
+        self._id, self._plan, self._call, self._model_name = id, plan, call, model_name
+        self._choices = choices
         self._last: Ended | None = None
         self._ledger = TimeLedger("parse", arrival)
 

@@ -61,12 +61,8 @@ class ServerCollector:
         model_name: str,
         failures: Mapping[str, int],
     ) -> None:
-        self._counts, self._num_open, self._efficiency, self._model_name = (
-            counts,
-            num_open,
-            efficiency,
-            model_name,
-        )
+        self._counts, self._num_open, self._efficiency = counts, num_open, efficiency
+        self._model_name = model_name
         self._failures = failures
 
     def describe(self) -> list[Metric]:

@@ -39,12 +39,8 @@ class CoordinatorLinks:
     ) -> None:
         """``discover``: returns the present addresses of coordinators that are found by name."""
         self._discover, self._discovered = discover, set[str]()
-        self._network, self._worker_id, self._worker, self._incarnations = (
-            network,
-            worker_id,
-            worker,
-            incarnations,
-        )
+        self._network, self._worker_id, self._worker = network, worker_id, worker
+        self._incarnations = incarnations
         self._orphaned_after_s = orphaned_after_s
         self._links: dict[str, CoordinatorLink] = {}
         self._newcomers: list[str] = []

@@ -241,11 +241,8 @@ def runs(
     of ``num_target_blocks`` at ``target``. Blocks side by side in both are one run. Raises MoverError for
     blocks that do not exist."""
     num_blocks, num_layers, layer_bytes = shape
-    block_bytes, offset, length = (
-        num_layers * layer_bytes,
-        layers.start * layer_bytes,
-        (layers.stop - layers.start) * layer_bytes,
-    )
+    block_bytes, offset = num_layers * layer_bytes, layers.start * layer_bytes
+    length = (layers.stop - layers.start) * layer_bytes
     found: list[Run] = []
     for _, own, theirs in items:
         if not (0 <= own < num_blocks and 0 <= theirs < num_target_blocks):
