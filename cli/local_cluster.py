@@ -46,17 +46,15 @@ def run(plan: Plan, entry: str) -> int:
     ``entry``: the function that ``splitserve`` runs, as MODULE:NAME, for the workers that are forked.
     """
     if len(str(plan.folder.path)) + SOCKET_NAME_CHARS <= MAX_SOCKET_PATH:
-        tempfile.tempdir = str(
-            plan.folder.path
-        )  # of multiprocessing's sockets: the next start removes what a killed one leaves
+        # of multiprocessing's sockets: the next start removes what a killed one leaves
+        tempfile.tempdir = str(plan.folder.path)
     try:
         return asyncio.run(_run(plan, entry))
     except KeyboardInterrupt:
         return 130
     finally:
-        Finalize(
-            None, plan.folder.close, exitpriority=-200
-        )  # multiprocessing's own folder lies in it, which it removes at -100
+        # multiprocessing's own folder lies in it, which it removes at -100
+        Finalize(None, plan.folder.close, exitpriority=-200)
 
 
 async def _run(plan: Plan, entry: str) -> int:
@@ -169,9 +167,8 @@ def _command(
         ) from error
     env |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     arguments = [role, "--config", str(path)]
-    again = (
-        ["--kv-cache-shrink"] if isinstance(settings, WorkerSettings) else []
-    )  # a fuller host is better than no worker
+    # a fuller host is better than no worker
+    again = ["--kv-cache-shrink"] if isinstance(settings, WorkerSettings) else []
     if fork is not None:
         return Command(name, arguments, env, fork, again)
     return Command(name, [sys.executable, "-m", "splitserve.cli.main", *arguments], env, start_anew, again)

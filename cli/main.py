@@ -273,9 +273,8 @@ for added in (
 
 def main() -> None:
     """Entry point of the command ``splitserve``."""
-    os.environ.setdefault(
-        "OMP_WAIT_POLICY", "PASSIVE"
-    )  # torch's threads spin otherwise, on others' cores too
+    # torch's threads spin otherwise, on others' cores too
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         cli(prog_name="splitserve", standalone_mode=True)
     except ConfigError as error:

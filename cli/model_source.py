@@ -42,9 +42,8 @@ TEXTS = (
 WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
 """What is fetched: never pickled weights, and none for a coordinator."""
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
-S3 = re.compile(
-    r"s3:/{1,2}(?P<bucket>[a-z0-9][a-z0-9.-]{1,62})(?:/(?P<prefix>.*?))?/*"
-)  # a Path has lost one slash
+# a Path has lost one slash
+S3 = re.compile(r"s3:/{1,2}(?P<bucket>[a-z0-9][a-z0-9.-]{1,62})(?:/(?P<prefix>.*?))?/*")
 MOST_OBJECTS = 10_000
 _log = logging.getLogger(__name__)
 Settings = TypeVar("Settings", bound=BaseModel)

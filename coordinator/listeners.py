@@ -27,9 +27,8 @@ class ListenerFailures:
         self.counts: Counter[str] = Counter()
         """By listener, for /metrics."""
         self._clock = clock
-        self._kinds: dict[
-            tuple[str, str], tuple[float, int]
-        ] = {}  # when it may be logged again, and how often it was not logged
+        # when it may be logged again, and how often it was not logged
+        self._kinds: dict[tuple[str, str], tuple[float, int]] = {}
 
     def call(self, name: str, listener: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
         """Never raises an Exception."""
@@ -44,9 +43,8 @@ class ListenerFailures:
         kind, now = (name, type(error).__name__), self._clock()
         if kind not in self._kinds:
             self._kinds[kind] = (now + LOG_EVERY_S, 0)
-            traceback = (
-                None if isinstance(error, OSError | ApiError) else error
-            )  # for those the sentence is enough
+            # for those the sentence is enough
+            traceback = None if isinstance(error, OSError | ApiError) else error
             _log.error(
                 "%s has failed, requests go on without it: %s", name, _sentence(error), exc_info=traceback
             )

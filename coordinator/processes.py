@@ -58,9 +58,8 @@ def address_of(control_address: str, index: int) -> str:
 def run_all(settings: CoordinatorSettings, serve: Serve, run_folder: Path | None = None) -> None:
     """Runs ``settings.processes`` processes until a signal. Raises OSError where the port is not to be had,
     CannotStart where a process cannot serve with these settings."""
-    reserved = bind(
-        settings.listen_host, settings.port, shared=True
-    )  # not listening: it gets no connection, and keeps the port ours
+    # not listening: it gets no connection, and keeps the port ours
+    reserved = bind(settings.listen_host, settings.port, shared=True)
     settings = settings.model_copy(update={"port": reserved.getsockname()[1]})
     processes = [
         CoordinatorProcess(settings, index, serve, run_folder) for index in range(settings.processes)

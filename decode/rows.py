@@ -58,9 +58,8 @@ class DecodeRows:
         self.sequences.append(sequence)
         self._last_indices[row] = sequence.last_index
         self._dispatches[row] = sequence.key[1]
-        self._tables[row, : len(sequence.blocks)] = np.maximum(
-            sequence.blocks, 0
-        )  # what stands for NO_BLOCK is never attended to
+        # what stands for NO_BLOCK is never attended to
+        self._tables[row, : len(sequence.blocks)] = np.maximum(sequence.blocks, 0)
         self._num_blocks[row] = len(sequence.blocks)
         self._read_state(sequence)
 

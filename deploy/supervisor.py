@@ -88,9 +88,8 @@ class Supervisor:
             if self._rolling is not None:
                 self._rolling.cancel()
             foreground.cancel()
-            with contextlib.suppress(
-                asyncio.CancelledError, Exception
-            ):  # its result, if any, was taken above
+            # its result, if any, was taken above
+            with contextlib.suppress(asyncio.CancelledError, Exception):
                 await foreground
             await self._stop_all(keepers)
 

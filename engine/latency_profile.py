@@ -236,9 +236,8 @@ class Profile(_Part):
     prefill_loop_s: Seconds = 0.0
     decode_loop_s: Seconds = 0.0
     handoff: HandoffModel = HandoffModel()
-    movers: dict[
-        str, HandoffModel
-    ] = {}  # by name, where several have been measured; ``handoff`` is the best of them
+    # by name, where several have been measured; ``handoff`` is the best of them
+    movers: dict[str, HandoffModel] = {}
     start_s: Seconds = 0.0  # from the start of the process to being ready
     flip_s: Seconds | None = None  # None: not measured
     noise_cv: Annotated[float, Field(ge=0, le=10)] = 0.0  # of step times about the model

@@ -62,9 +62,8 @@ class StepLog:
         path = folder / f"{worker_id.replace('/', '_')}-{os.getpid()}.csv"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(
-                path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644
-            )  # closed with the process
+            # closed with the process
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         except OSError as error:
             raise StepLogError(
                 f"cannot write the step log {path}: {error.strerror}; choose another --step-log folder"

@@ -25,9 +25,8 @@ from torch import Tensor
 HUGE_PAGE_BYTES = 2 << 20
 CHUNK_BYTES = 256 << 20  # of packed weights; the last huge page of each is used in part
 FIRST_BYTES = 64 << 20  # found at once: what the first requests use
-POPULATED_BYTES = (
-    1 << 30
-)  # and no more unasked: a pool may be most of a host's memory, of which little is ever used
+# and no more unasked: a pool may be most of a host's memory, of which little is ever used
+POPULATED_BYTES = 1 << 30
 POPULATING = "populate-kv"  # what `top -H` calls the thread that finds the rest
 PR_SET_NAME = 15  # of linux/prctl.h
 BACKGROUND_SHARE = 0.1  # of a core, for the rest: the first requests run beside it

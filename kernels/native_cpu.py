@@ -35,10 +35,8 @@ if _sources and _hash != getattr(_cpu, "SOURCES_HASH", ""):
 
 MEASURED_WEIGHTS = 1 << 21  # of a linear: more than a core's caches hold
 PROBE_ROWS, PROBE_SIZE = 32, 768
-ASKING_ROWS, ALWAYS_ASKING = (
-    (1, 2, 4, 6, 8),
-    12,
-)  # see asking_rows in cpu/simd.h; a tile has at most twelve rows
+# see asking_rows in cpu/simd.h; a tile has at most twelve rows
+ASKING_ROWS, ALWAYS_ASKING = ((1, 2, 4, 6, 8), 12)
 STREAMED_COPIES = 56  # of a probe's weights: more than a CPU's caches hold
 
 

@@ -100,9 +100,8 @@ async def _measure(
 
     async def one(request: LoadRequest, body: bytes) -> Sample:
         await asyncio.sleep(max(0.0, request.at_s - (time.perf_counter() - start)))
-        arrived = (
-            time.perf_counter() - start
-        )  # with --rate or --trace, waiting for room counts: the client would see it
+        # with --rate or --trace, waiting for room counts: the client would see it
+        arrived = time.perf_counter() - start
         async with room:
             sample = Sample(arrived if settings.is_open else time.perf_counter() - start)
             await _send(session, body, sample, start)

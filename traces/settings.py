@@ -9,14 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from .workload.notation import LENGTHS
 
-DRAWN = {
-    "rate",
-    "output",
-    "requests",
-    "duration_s",
-    "seed",
-    "workload",
-}  # what may be given beside a workload file
+# what may be given beside a workload file
+DRAWN = {"rate", "output", "requests", "duration_s", "seed", "workload"}
 
 
 class TraceReading(BaseModel):

@@ -108,9 +108,8 @@ class BatchRunner:
             except Exception as error:
                 self.failures.note("running batches", error)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(
-                    LOOK_EVERY_S
-                ):  # wait_for() may swallow stop()'s cancellation (Python 3.11)
+                # wait_for() may swallow stop()'s cancellation (Python 3.11)
+                async with asyncio.timeout(LOOK_EVERY_S):
                     await self._changed.wait()
 
     def _is_ours(self) -> bool:
@@ -197,9 +196,8 @@ class BatchRunner:
             if (account := self._account(batch)) is None:
                 await asyncio.sleep(WAIT_S)  # the batch is about to be ended, and this task with it
                 continue
-            headers = (
-                {ON_TIMEOUT_HEADER: b"error"} if num_timeouts < MAX_TIMEOUTS else {}
-            )  # at last a part is better than nothing
+            # at last a part is better than nothing
+            headers = {ON_TIMEOUT_HEADER: b"error"} if num_timeouts < MAX_TIMEOUTS else {}
             answer = await self._asking.ask(batch.details["endpoint"], line.body, account, headers)
             num_timeouts += answer.status == 504
             if answer.status not in AGAIN or num_timeouts > MAX_TIMEOUTS:

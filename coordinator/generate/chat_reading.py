@@ -19,9 +19,8 @@ class ChatReading:
     """A value, so that it travels from the reader process."""
 
     style: ChatStyle
-    tools: dict[
-        str, Any
-    ]  # that may be called, with the schemas of their parameters where the style needs them
+    # that may be called, with the schemas of their parameters where the style needs them
+    tools: dict[str, Any]
     marks: dict[int, str]  # special tokens that the parsers must see as text
     max_calls: int  # further calls are left out
     as_function_call: bool  # the one call is reported in the form that OpenAI had before tools

@@ -67,9 +67,8 @@ def with_rules(
         found = f"token ids {', '.join(map(str, wrong[:20]))}"
         message = f"allowed_token_ids: {found} are outside the vocabulary of {model.vocab_size} tokens"
         raise InvalidRequest(message, param="allowed_token_ids")
-    spelled = [
-        text for word in bad for text in (word, f" {word.lstrip()}")
-    ]  # as it stands, and in a sentence
+    # as it stands, and in a sentence
+    spelled = [text for word in bad for text in (word, f" {word.lstrip()}")]
     runs = dict.fromkeys(
         tuple(ids) for ids in model.tokenizer.encode(spelled, add_special_tokens=False) if ids
     )

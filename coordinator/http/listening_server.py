@@ -133,9 +133,8 @@ def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
     Raises OSError.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(
-        family, socket.SOCK_STREAM, socket.IPPROTO_TCP
-    )  # asyncio looks at the protocol before it sets TCP_NODELAY
+    # asyncio looks at the protocol before it sets TCP_NODELAY
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if shared:

@@ -205,9 +205,8 @@ class HttpProtocol(UpgradingProtocol):
     def _break_off(self, error: ApiError) -> None:
         """End the connection, with an error as the answer if none has begun."""
         cycle: Any = self.cycle
-        between = (
-            not self._has_head or self._since is None
-        )  # requests: ``cycle`` is complete, as far as its client goes
+        # requests: ``cycle`` is complete, as far as its client goes
+        between = not self._has_head or self._since is None
         if self.pipeline or self.transport.is_closing() or between != self._is_free:
             # an earlier answer is not to be mixed up with this one; or this request has been answered already
             pass

@@ -248,9 +248,8 @@ class Placement:
             return worker.room >= num_tokens
         if not worker.accepting and worker.dispatches:
             return False
-        ahead = self._pending_retry_tokens(
-            worker
-        )  # retries are computed first (transport/messages/prompt_order.py)
+        # retries are computed first (transport/messages/prompt_order.py)
+        ahead = self._pending_retry_tokens(worker)
         return ahead == 0 or ahead + num_tokens <= worker.queue_budget
 
     def _pending_retry_tokens(self, worker: WorkerRecord) -> int:

@@ -190,9 +190,8 @@ class RequestStateMachine:
         """Retry every request that no worker holds, by the workers' own reports."""
         by_dispatch = self.assignments.by_dispatch
         unreported = (d for worker in self._pools.of_role("decode") for d in worker.dispatches - worker.held)
-        requests = dict.fromkeys(
-            by_dispatch[dispatch] for dispatch in sorted(unreported)
-        )  # a move has two dispatches
+        # a move has two dispatches
+        requests = dict.fromkeys(by_dispatch[dispatch] for dispatch in sorted(unreported))
         old = now - self._limits.lost_after_s  # a younger state is not lost
         lost = [r for r in requests if r.dispatch >= 0 and r.entered <= old and is_lost(r, self._limits, now)]
         return [a for request in lost for a in self.retry(request, "the workers hold nothing of it", now)]

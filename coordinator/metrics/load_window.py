@@ -50,9 +50,8 @@ class Tally(NamedTuple):
     num_measured: int  # of these, requests that were answered whole
     stages: NDArray[np.float64]  # [num_stages] seconds, over the measured ones
     ttft_s: float  # sum over the measured ones, from the mean of ``times``
-    times: NDArray[
-        np.float64
-    ]  # [<= MAX_MEASURED, 4]: TTFT, TPOT, the operator's TTFT bound for the request's class, whole stay
+    # [<= MAX_MEASURED, 4]: TTFT, TPOT, the operator's TTFT bound for the request's class, whole stay
+    times: NDArray[np.float64]
     num_failed: int  # 5xx
     num_refused: int  # 429
     num_waiting: int
@@ -85,9 +84,8 @@ class Window:
     lost: Sequence[str] = ()  # "name (why)" of workers that were lost in this time
     objectives: Objectives = field(default_factory=Objectives)
     kept: float | None = None  # share of the measured and refused or failed requests that kept the objectives
-    times: Mapping[str, NDArray[np.float64]] = field(
-        default_factory=dict
-    )  # of single requests, by "ttft", "tpot" and "e2e"
+    # of single requests, by "ttft", "tpot" and "e2e"
+    times: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     ttft_missed: float = 0.0  # share of the measured ones
     tpot_missed: float = 0.0
 

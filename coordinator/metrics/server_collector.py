@@ -43,9 +43,8 @@ class Counts:
     output_tokens: int = 0
     retries: int = 0
     recovered: int = 0
-    requests: defaultdict[tuple[str, str], int] = field(
-        default_factory=lambda: defaultdict(int)
-    )  # by endpoint and status
+    # by endpoint and status
+    requests: defaultdict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
     sequences: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))  # by finish reason
     refusals: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))  # by reason
 

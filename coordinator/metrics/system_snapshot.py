@@ -45,9 +45,8 @@ class SystemSnapshot:
     counters: Mapping[str, float] = field(default_factory=dict)
     stages: Mapping[str, int] = field(default_factory=dict)  # requests by the stage that they are in
     steering: Mapping[str, Any] | None = None  # JSON-ready; None: there is no pool controller
-    reasons_lost: Mapping[str, str] = field(
-        default_factory=dict
-    )  # why the latest workers that are gone are gone, by worker id
+    # why the latest workers that are gone are gone, by worker id
+    reasons_lost: Mapping[str, str] = field(default_factory=dict)
     last_retries: Sequence[str] = ()  # the latest requests that had to be dispatched again, and why
 
 

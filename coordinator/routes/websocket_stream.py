@@ -49,9 +49,8 @@ class WebSocketStreams:
         return [WebSocketRoute(PATH, self._connection)]
 
     async def _connection(self, socket: WebSocket) -> None:
-        if (
-            socket.scope.get("account", ANONYMOUS) is ANONYMOUS
-        ):  # nothing else keeps other sites' pages from the model
+        # nothing else keeps other sites' pages from the model
+        if socket.scope.get("account", ANONYMOUS) is ANONYMOUS:
             try:
                 self._generation.access.check_origin(dict(socket.scope["headers"]))
             except ApiError as error:

@@ -94,9 +94,8 @@ class Meter:
             self._num_dropped += 1
             self.failures.note("usage records", UsageDropped())
         if self._journal.num_bytes > MAX_JOURNAL_BYTES:
-            self.failures.call(
-                "usage journal", self._journal.flush
-            )  # its file may be closed before the turn ends
+            # its file may be closed before the turn ends
+            self.failures.call("usage journal", self._journal.flush)
             self._full.append((self._journal, self._num_ended))
             self._journal = self._new_journal()
             for running in self._running.values():
@@ -147,9 +146,8 @@ class Meter:
     def _write(self) -> None:
         if self._pending:
             self._write_pending()
-        while (
-            self._full and self._full[0][1] <= self._num_kept
-        ):  # it may have become full after its last record was kept
+        # it may have become full after its last record was kept
+        while self._full and self._full[0][1] <= self._num_kept:
             self._full.popleft()[0].remove()
 
     def _write_pending(self) -> None:

@@ -140,9 +140,8 @@ class SharedLimiter:
         num_rows = max(os.fstat(self._fd).st_size // ROW_BYTES, (row // GROW_ROWS + 1) * GROW_ROWS)
         if not self._alone:
             try:
-                os.posix_fallocate(
-                    self._fd, 0, num_rows * ROW_BYTES
-                )  # writing to a page without disk space would kill the process
+                # writing to a page without disk space would kill the process
+                os.posix_fallocate(self._fd, 0, num_rows * ROW_BYTES)
             except OSError as error:
                 if not is_full(error):
                     raise

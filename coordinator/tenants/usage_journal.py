@@ -94,9 +94,8 @@ class UsageJournal:
             )
 
     def _open(self) -> None:
-        unlocked = self.path.with_name(
-            f".{self.path.name}"
-        )  # under its own name it would be taken for one that was left behind
+        # under its own name it would be taken for one that was left behind
+        unlocked = self.path.with_name(f".{self.path.name}")
         fd = os.open(unlocked, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)

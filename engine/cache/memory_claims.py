@@ -84,9 +84,8 @@ class MemoryClaims:
     def _record(self, claim: Claim) -> None:
         self._claim = claim
         if self._file is not None:
-            with suppress(
-                OSError
-            ):  # a full file system: a claim is a courtesy to workers that start beside this one
+            # a full file system: a claim is a courtesy to workers that start beside this one
+            with suppress(OSError):
                 os.pwrite(self._file, json.dumps(asdict(self._claim)).encode().ljust(CLAIM_BYTES), 0)
 
     def committed(self, num_bytes: int) -> None:

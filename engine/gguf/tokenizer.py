@@ -36,14 +36,8 @@ PATTERNS = {
 WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken", "chatglm-bpe")
 """A word that is a token is taken without merges."""
 COMPOSED = ("qwen2", "deepseek-r1-qwen", "megrez")  # Unicode, NFC
-BEGIN_WITH_BOS = (
-    "llama-bpe",
-    "llama3",
-    "llama-v3",
-    "falcon3",
-    "pixtral",
-    "tekken",
-)  # unless the metadata decides
+# unless the metadata decides
+BEGIN_WITH_BOS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
 SPECIALS = ("bos", "eos", "unknown", "padding", "seperator", "mask")  # gguf spells one so
 NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "mask_token")
 PLAIN_OF_PHI_3 = ("<unk>", "<s>", "<|endoftext|>")  # spaces after its other special tokens are theirs

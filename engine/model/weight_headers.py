@@ -129,9 +129,8 @@ def _format_of(file: Path) -> str:
 
 def _read_header(file: Path) -> tuple[int, int, bytes]:
     """The first byte of its tensors, how many they are, and the header. Raises OSError or ValueError."""
-    with open(
-        os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb"
-    ) as handle:  # a pipe would wait for its writer
+    # a pipe would wait for its writer
+    with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as handle:
         status = os.fstat(handle.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise ValueError("it is no regular file")

@@ -135,9 +135,8 @@ class ModelRunner:
             layout = KVCacheLayout.of(
                 self.config, engine.block_size or DEFAULT_BLOCK_SIZE[self.device.type], cache_dtype
             )
-            longest = (
-                available_bytes(self.device) // layout.block_bytes * layout.block_size
-            )  # no table of angles for more
+            # no table of angles for more
+            longest = available_bytes(self.device) // layout.block_bytes * layout.block_size
             weights = (
                 weight_bytes(self.config, self.dtype.itemsize, engine.quantization)
                 if self.device.type == "cpu"

@@ -96,9 +96,8 @@ class _Launched(Generic[S]):
     follows: bool
     watched: bool
     at: float  # monotonic time
-    output: (
-        Callable[[], StepOutput] | Exception | None
-    )  # None: not launched, because the one before could not be
+    # None: not launched, because the one before could not be
+    output: Callable[[], StepOutput] | Exception | None
 
     def wait(self) -> StepOutput:
         if isinstance(self.output, Exception):

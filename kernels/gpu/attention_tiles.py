@@ -142,9 +142,8 @@ def fold(m, norm, acc, later_m, later_norm, later_acc):
     base = tl.where(highest == float("-inf"), 0.0, highest)
     shrink = tl.exp2(m - base)
     later_shrink = tl.exp2(later_m - base)
-    norm = tl.fma(
-        later_norm, later_shrink, norm * shrink
-    )  # fma spelled out: the compiler may not choose which product it rounds
+    # fma spelled out: the compiler may not choose which product it rounds
+    norm = tl.fma(later_norm, later_shrink, norm * shrink)
     acc = tl.fma(later_acc, later_shrink[:, None], acc * shrink[:, None])
     return highest, norm, acc
 

@@ -97,9 +97,8 @@ def _page_sums_kernel(
     stripe = tl.arange(0, 16)[None, :, None]
     lane = tl.arange(0, 8)[None, None, :]
     at = page[:, None, None] * 128 + stripe * 8
-    inside = (at < BLOCK_WORDS - 8) & (
-        lane < 8
-    )  # the block's last 8 words are the last stripe, which the chain takes
+    # the block's last 8 words are the last stripe, which the chain takes
+    inside = (at < BLOCK_WORDS - 8) & (lane < 8)
     keyed = _words(start + at + lane, inside) ^ _words(table + stripe + lane, inside)
     terms = _product(keyed) + _words(start + at + (lane ^ 1), inside)
     total = tl.sum(terms.to(tl.int64, bitcast=True), 1)
@@ -119,9 +118,8 @@ def _chain_kernel(words, blocks, table, sums, checksums, BLOCK_WORDS: tl.constex
     state = _words(table + 40 + lane, every)
     scramble = _words(table + 16 + lane, every)
     own = sums + i * (NUM_PAGES * 8) + lane
-    for page in tl.range(
-        0, NUM_PAGES - 1, loop_unroll_factor=16
-    ):  # unrolled: the loads do not wait for the chain
+    # unrolled: the loads do not wait for the chain
+    for page in tl.range(0, NUM_PAGES - 1, loop_unroll_factor=16):
         state += _words(own + page * 8, every)
         state = (state ^ (state >> 47) ^ scramble) * 0x9E3779B1
     state += _words(own + (NUM_PAGES - 1) * 8, every)

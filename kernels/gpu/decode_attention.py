@@ -170,9 +170,8 @@ def _decode_kernel(
                     log2_scale * key_scale, stride_block, stride_value, stride_token,
                     ROWS, HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, SPLIT, STAGES, WINDOW, SOFTCAP, SPREAD,
                 )  # fmt: skip
-                if (
-                    last - first > 1
-                ):  # a sequence that is one item: registers do not suffice for a third state
+                # a sequence that is one item: registers do not suffice for a third state
+                if last - first > 1:
                     own = rows + unknown_zero(query_start_loc)
                     place = (num_rows + b).to(tl.int64) * NUM_KV_HEADS * GROUP + head * GROUP + own
                     state = states + place * 2

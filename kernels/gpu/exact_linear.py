@@ -98,9 +98,8 @@ def _product_kernel(
     rows = tile_m * ROWS + tl.arange(0, ROWS)
     columns = tile_n * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, BLOCK_K)
-    a = (
-        x + (rows % m).to(tl.int64)[:, None] * stride_x + k[None, :]
-    )  # rows past the end are others anew, and not stored
+    # rows past the end are others anew, and not stored
+    a = x + (rows % m).to(tl.int64)[:, None] * stride_x + k[None, :]
     b = weight + (columns % N).to(tl.int64)[:, None] * K + k[None, :]
     acc = product(a, b, K, ROWS, COLUMNS, BLOCK_K, STAGES)
     if BIAS:

@@ -196,9 +196,8 @@ def _prefill_kernel(
     first_position = cached + first_query
     last_position = cached + tl.minimum(first_query + TOKENS, chunk) - 1
     lowest = tl.maximum(first_position - window + 1, 0)
-    middle = (
-        tl.cdiv(tl.maximum(last_position - window + 1, 0), KEYS) * KEYS
-    )  # from here to `diagonal` every row sees every key
+    # from here to `diagonal` every row sees every key
+    middle = tl.cdiv(tl.maximum(last_position - window + 1, 0), KEYS) * KEYS
     diagonal = tl.maximum((first_position + 1) // KEYS * KEYS, middle)
     key_scale = 1.0
     value_scale = 1.0

@@ -34,9 +34,8 @@ MOST_TILE = {4: 64, 8: 128}  # inputs, by bits
 FEW_ROWS = 64  # of a step whose K is cut
 PROGRAMS_PER_SM = 4  # aimed at by the cuts
 LEAST_STEPS = 4  # of a cut
-NEAREST = tl.constexpr(
-    12582912.0
-)  # 1.5 * 2^23: added and subtracted, it rounds to a whole number, ties to even
+# 1.5 * 2^23: added and subtracted, it rounds to a whole number, ties to even
+NEAREST = tl.constexpr(12582912.0)
 GROUP_UNIT = 16  # inputs, the least tile of a product
 
 

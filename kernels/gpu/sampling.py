@@ -77,9 +77,8 @@ def sample(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
     threshold = (
         thresholds(scores, rows.temperatures, rows.top_k, rows.top_p, rows.min_p) if rows.filtered else None
     )
-    bests = torch.empty(
-        (n, slices, 3), dtype=torch.float32, device=logits.device
-    )  # best sum, and logsumexp's parts
+    # best sum, and logsumexp's parts
+    bests = torch.empty((n, slices, 3), dtype=torch.float32, device=logits.device)
     tokens = torch.empty((n, slices), dtype=torch.int32, device=logits.device)
     chosen = torch.empty(n, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(n, dtype=torch.float32, device=logits.device)

@@ -24,9 +24,8 @@ class Authenticator:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]):
         self._socket = context.socket(zmq.REP)
         self._socket.linger = 0
-        self._socket.bind(
-            _ENDPOINT
-        )  # before any server socket: without a handler every peer would be accepted
+        # before any server socket: without a handler every peer would be accepted
+        self._socket.bind(_ENDPOINT)
         self._thread = threading.Thread(target=self._serve, name="zmq-authenticator", daemon=True)
         self._thread.start()
 

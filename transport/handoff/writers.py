@@ -17,9 +17,8 @@ class Writers:
         self._identity, self._endpoints, self._num_blocks = identity, endpoints, num_blocks
         self.movers: dict[PeerId, str] = {}  # the one in use, by writer
         self.pids: dict[PeerId, int] = {}
-        self._retired: OrderedDict[PeerId, int] = (
-            OrderedDict()
-        )  # newest incarnation, by worker id and process
+        # newest incarnation, by worker id and process
+        self._retired: OrderedDict[PeerId, int] = OrderedDict()
         self._num_failed: dict[PeerId, int] = {}  # movers that a writer has named as failed; only grows
 
     def __contains__(self, peer: PeerId) -> bool:

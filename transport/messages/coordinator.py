@@ -148,9 +148,8 @@ class StepTokens(Message, frozen=True, kw_only=True, omit_defaults=True):
     tokens: RowColumn
     finished: Annotated[dict[int, FinishReason], Meta(max_length=MAX_ROWS)] = field(default_factory=dict)
     logprobs: Annotated[dict[int, TokenLogprobs], Meta(max_length=MAX_ROWS)] = field(default_factory=dict)
-    decode_s: Annotated[dict[int, Duration], Meta(max_length=MAX_ROWS)] = field(
-        default_factory=dict
-    )  # since the join, of finished rows
+    # since the join, of finished rows
+    decode_s: Annotated[dict[int, Duration], Meta(max_length=MAX_ROWS)] = field(default_factory=dict)
 
     def check(self) -> None:
         """See ``Message``."""

@@ -46,9 +46,8 @@ class Meet(Message, frozen=True, kw_only=True):
     model: ModelIdentity
     movers: Annotated[tuple[Name, ...], Meta(max_length=16)]
     addressee: Incarnation = 0  # the decode worker's incarnation that is meant; 0: whichever it is
-    failed: Annotated[
-        tuple[Name, ...], Meta(max_length=16)
-    ] = ()  # movers that have failed in use between these two
+    # movers that have failed in use between these two
+    failed: Annotated[tuple[Name, ...], Meta(max_length=16)] = ()
     gpu: Annotated[str, Meta(max_length=128)] = ""  # UUID of the one with the KV cache; empty: host memory
 
 

@@ -64,9 +64,8 @@ class HostMemory:
 
     def pack(self, blocks: Sequence[int], layers: slice) -> Tensor:
         packed = np.empty((len(blocks), *self._pool[0, layers].shape), dtype=np.uint8)
-        for piece, block in zip(
-            packed, blocks, strict=True
-        ):  # a memcpy each: torch's index_select takes ten times as long
+        # a memcpy each: torch's index_select takes ten times as long
+        for piece, block in zip(packed, blocks, strict=True):
             np.copyto(piece, self._pool[block, layers])
         return torch.from_numpy(packed.reshape(-1))
 

@@ -102,9 +102,8 @@ def open_targets(
         _open(targets, "nixl", lambda: NixlTarget(pool), forced)
     if "nccl" in offered:
         targets["nccl"] = nccl_target(memory_of(pool), pool.shape)
-    targets[FALLBACK_MOVER] = tcp = TcpTarget(
-        data_listen, pool, plaintext
-    )  # also where another one is forced: it may fail
+    # also where another one is forced: it may fail
+    targets[FALLBACK_MOVER] = tcp = TcpTarget(data_listen, pool, plaintext)
     movers = tuple(mover for mover in targets if mover in offered)
     endpoints = MoverEndpoints(movers, host_identity(), shm_name, tcp.data_address(host), gpu_of(pool))
     return MoverTargets(targets, endpoints)

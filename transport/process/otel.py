@@ -77,9 +77,8 @@ class Tracing:
             if parent.is_valid:
                 trace_id, is_random = parent.trace_id, parent.trace_flags.random_trace_id
         trace_id = trace_id or self.ids.generate_trace_id()
-        sampler = (
-            self._provider.sampler
-        )  # asked again when the span is made: it goes by the parent and the trace's id
+        # asked again when the span is made: it goes by the parent and the trace's id
+        sampler = self._provider.sampler
         if not self._is_on or sampler.should_sample(context, trace_id, name).decision is not self._sampled:
             return None
         return RequestTrace(

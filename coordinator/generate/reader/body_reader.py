@@ -34,9 +34,8 @@ class BodyReader:
         self._model, self._limits, self._overload = model, limits, overload
         self._pickled = b""
         num_processes = min(MOST_PROCESSES, max(1, (os.cpu_count() or 1) // 2))
-        self._threads = ThreadPoolExecutor(
-            num_processes, thread_name_prefix="body-reader"
-        )  # each waits for one process
+        # each waits for one process
+        self._threads = ThreadPoolExecutor(num_processes, thread_name_prefix="body-reader")
         self._idle: list[_Process] = []
         self._all: set[_Process] = set()
         self._closed = False
@@ -60,10 +59,8 @@ class BodyReader:
         try:
             raise answer
         finally:
-            del (
-                answer,
-                body,
-            )  # else the error, by its traceback, would hold both until the collector finds them
+            # else the error, by its traceback, would hold both until the collector finds them
+            del answer, body
 
     def close(self) -> None:
         """Ends the processes, in the middle of a body too."""

@@ -42,9 +42,8 @@ class Access:
         self._has_origins = bool(origins)
         self._hosts = _pattern([*LOOPBACK_NAMES, *hosts, *(PRIVATE_NAMES if private_names else ())])
         self._private_names = private_names
-        self._known_hosts: set[bytes | None] = {
-            None
-        }  # values of the header that were allowed; none comes with HTTP/1.0 only
+        # values of the header that were allowed; none comes with HTTP/1.0 only
+        self._known_hosts: set[bytes | None] = {None}
 
     def check(self, method: str, headers: Mapping[bytes, bytes]) -> None:
         """Raises InvalidRequest where Host is none, Forbidden where host or origin is not allowed."""

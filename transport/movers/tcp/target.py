@@ -199,9 +199,8 @@ class _Server(threading.Thread):
             stream, _ = self._listener.accept()
         except OSError as error:  # it has gone again, or we have no descriptor left
             _log.warning("cannot accept a connection for KV blocks: %s", error.strerror)
-            select.select(
-                [self._ending.fd], [], [], ACCEPT_PAUSE_S
-            )  # the listener stays readable; descriptors take time to come back
+            # the listener stays readable; descriptors take time to come back
+            select.select([self._ending.fd], [], [], ACCEPT_PAUSE_S)
             return
         if len(self._connections) >= MAX_CONNECTIONS:
             stream.close()
