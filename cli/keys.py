@@ -89,8 +89,6 @@ def _text(name: str, row: Mapping[str, Any]) -> str:
     value = row[name]
     if value is None:
         return ""
-    return (
-        datetime.fromtimestamp(value, UTC).isoformat(" ", "seconds")
-        if name in ("created", "expires")
-        else str(value)
-    )
+    if name in ("created", "expires"):
+        return datetime.fromtimestamp(value, UTC).isoformat(" ", "seconds")
+    return str(value)

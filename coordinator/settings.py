@@ -160,11 +160,9 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
             "--log-bodies": self.log_bodies,
         }
         folders = {option: path.absolute().parent for option, path in files.items() if path is not None}
-        return (
-            folders
-            if self.trace_folder is None
-            else {**folders, "--trace-folder": self.trace_folder.absolute()}
-        )
+        if self.trace_folder is None:
+            return folders
+        return {**folders, "--trace-folder": self.trace_folder.absolute()}
 
     @property
     def _responses_path(self) -> Path | None:

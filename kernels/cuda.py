@@ -173,8 +173,6 @@ class CudaKernels:
         if self._prefill_shape is not None:
             return self._prefill_shape
         head_dim = q.shape[2]
-        return (
-            exact_tile(head_dim, q.itemsize, fp8=pool.dtype.itemsize == 1)
-            if self._exact
-            else prefill_tile(head_dim, q.itemsize)
-        )
+        if self._exact:
+            return exact_tile(head_dim, q.itemsize, fp8=pool.dtype.itemsize == 1)
+        return prefill_tile(head_dim, q.itemsize)

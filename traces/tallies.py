@@ -124,11 +124,9 @@ class Windows:
     def dispersion(self) -> float | None:
         """Variance over mean of the counts in whole windows (the last, cut one left out): 1 for Poisson
         arrivals, more for bursts."""
-        return (
-            self.counts.deviation**2 / self.counts.mean
-            if self.counts.count > 1 and self.counts.mean
-            else None
-        )
+        if self.counts.count > 1 and self.counts.mean:
+            return self.counts.deviation**2 / self.counts.mean
+        return None
 
 
 @dataclass(slots=True)

@@ -39,13 +39,11 @@ class CallParser:
         self._mode: Callable[[str], str] = self._outside
 
     def feed(self, text: str) -> list[Event]:
-        """See ``OutputParser``."""
         while text:
             text = self._mode(text)
         return self._taken()
 
     def finish(self) -> list[Event]:
-        """See ``OutputParser``."""
         if self._mode == self._in_call:
             self._reader.finish()
             self._emit_arguments()

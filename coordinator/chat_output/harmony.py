@@ -40,7 +40,6 @@ class HarmonyParser:
             self._has_thought = False
 
     def feed(self, text: str) -> list[Event]:
-        """See ``OutputParser``."""
         while text:
             before, mark, text = self._finder.feed(text)
             self._take(before)
@@ -49,7 +48,6 @@ class HarmonyParser:
         return self._taken()
 
     def finish(self) -> list[Event]:
-        """See ``OutputParser``."""
         self._take(self._finder.finish())
         if self._is_header and START not in self._header and CHANNEL not in self._header:
             self._events.append(Content(self._header))

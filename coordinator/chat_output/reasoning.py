@@ -39,7 +39,6 @@ class Unwrapped:
         self._has_text = False
 
     def feed(self, text: str) -> list[Event]:
-        """See ``OutputParser``."""
         events: list[Event] = []
         while text:
             before, mark, text = self._finder.feed(text)
@@ -49,7 +48,6 @@ class Unwrapped:
         return joined(events)
 
     def finish(self) -> list[Event]:
-        """See ``OutputParser``."""
         events = self._pass_on(self._finder.finish())
         return joined([*events, *(self._then.finish() if self._then is not None else ())])
 
@@ -77,7 +75,6 @@ class ReasoningParser:
         self._has_text = False  # something of the present part
 
     def feed(self, text: str) -> list[Event]:
-        """See ``OutputParser``."""
         events: list[Event] = []
         if self._mode == "start":
             text = self._look_for_start(text)
@@ -91,7 +88,6 @@ class ReasoningParser:
         return joined(events)
 
     def finish(self) -> list[Event]:
-        """See ``OutputParser``."""
         events: list[Event] = []
         if self._mode == "thinking":
             events.append(Reasoning(self._close.finish()))

@@ -75,11 +75,9 @@ def one_more(w: Window, role: str, busy: float) -> str:
 
 
 def basis_of_queue(busy: float) -> str:
-    return (
-        "an open queue, by Sakasegawa's formula"
-        if busy < SATURATED
-        else "a closed system, by mean value analysis; more where arrivals do not wait"
-    )
+    if busy < SATURATED:
+        return "an open queue, by Sakasegawa's formula"
+    return "a closed system, by mean value analysis; more where arrivals do not wait"
 
 
 def requests(count: int) -> str:

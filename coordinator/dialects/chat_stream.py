@@ -114,7 +114,6 @@ class ChatStream:
         self._ready.set()
 
     def streamed(self, data: bytes, *, last: bool) -> None:
-        """See ``Listener``."""
         self._chunks.append(data)
         self._num_waiting_bytes += len(data)
         self._over = last

@@ -171,7 +171,6 @@ class CountTokensRequest(Body):
     output_config: OutputConfig | None = None
 
     def unknown_fields(self) -> list[str]:
-        """See ``Body``."""
         return [path for path in unknown_inside(self) if path.rpartition(".")[2] not in IGNORED]
 
     def for_chat(self) -> dict[str, Any]:
@@ -217,7 +216,6 @@ class MessagesRequest(CountTokensRequest):
     mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
 
     def for_chat(self) -> dict[str, Any]:
-        """See ``CountTokensRequest``."""
         tier = {"auto": "auto", "standard_only": "default", None: None}[self.service_tier]
         more = {
             "max_completion_tokens": self.max_tokens, "stop": self.stop_sequences, "service_tier": tier,

@@ -146,7 +146,6 @@ class OllamaRequest(Body):
         return self
 
     def unknown_fields(self) -> list[str]:
-        """See ``Body``."""
         return [name for name in super().unknown_fields() if name not in REFUSED]
 
     def sampling(self) -> dict[str, Any]:

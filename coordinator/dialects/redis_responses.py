@@ -78,7 +78,6 @@ class RedisResponses:
         self._save, self._cancel = map(self._redis.register_script, (SAVE, CANCEL))
 
     async def close(self) -> None:
-        """See ``ResponseStore``."""
         await self._redis.aclose()
 
     async def save(
@@ -90,7 +89,6 @@ class RedisResponses:
         deadline: float = 0.0,
         events: Iterable[dict[str, Any]] = (),
     ) -> bool:
-        """See ``ResponseStore``."""
         id, status = response["id"], response["status"]
         begins = status == "queued" or not deadline
         new = list(events)
@@ -116,7 +114,6 @@ class RedisResponses:
         return bool(await _answered(self._save(keys=keys, args=[*head, *named, *written])))
 
     async def found(self, tenant: str, id: str, param: str = "response_id") -> Stored:
-        """See ``ResponseStore``."""
         values = dict(
             zip(FIELDS, await _answered(self._redis.hmget(self._key("one", id), *FIELDS)), strict=True)
         )
@@ -126,7 +123,6 @@ class RedisResponses:
         return stored_of(id, values["response"], values["input"], previous, values["status"], deadline)
 
     async def conversation(self, tenant: str, id: str) -> list[Item]:
-        """See ``ResponseStore``."""
         turns: list[list[Item]] = []
         next_id: str | None = id
         while next_id is not None and len(turns) < MAX_TURNS:
@@ -136,12 +132,10 @@ class RedisResponses:
         return [item for turn in reversed(turns) for item in turn]
 
     async def items(self, tenant: str, ids: Sequence[str]) -> dict[str, Item]:
-        """See ``ResponseStore``."""
         found = await _answered(self._redis.mget([self._item(tenant, id) for id in ids]))
         return {id: orjson.loads(item) for id, item in zip(ids, found, strict=True) if item is not None}
 
     async def newest(self, tenant: str, after: str | None, limit: int) -> list[dict[str, Any]]:
-        """See ``ResponseStore``."""
         begin = 0
         if after is not None:
             rank = await _answered(self._redis.zrevrank(self._key("of", tenant), after))
@@ -156,19 +150,16 @@ class RedisResponses:
         return [orjson.loads(response) for response in found if response is not None]
 
     async def events(self, id: str, after: int) -> list[bytes]:
-        """See ``ResponseStore``."""
         found = await _answered(self._redis.lrange(self._key("events", id), max(0, after + 1), -1))
         return [event.encode() for event in found]
 
     async def delete(self, tenant: str, id: str) -> None:
-        """See ``ResponseStore``."""
         stored = await self.found(tenant, id)
         items = [self._item(tenant, item["id"]) for item in (*stored.input, *stored.response["output"])]
         await _answered(self._redis.delete(self._key("one", id), self._key("events", id), *items))
         await _answered(self._redis.zrem(self._key("of", tenant), id))
 
     async def cancel(self, tenant: str, id: str) -> Stored:
-        """See ``ResponseStore``."""
         stored = await self.found(tenant, id)
         if not stored.running:
             return stored

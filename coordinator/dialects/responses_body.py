@@ -112,7 +112,6 @@ class CountInputRequest(Body):
         return self
 
     def unknown_fields(self) -> list[str]:
-        """See ``Body``."""
         found = [name for name in unknown_inside(self) if name not in IGNORED]
         return found + unknown_of_tools(self.tools or ())
 
@@ -180,7 +179,6 @@ class ResponsesRequest(CountInputRequest):
         return THOUGHTS in (self.include or ())
 
     def for_chat(self, items: Sequence[Item]) -> dict[str, Any]:
-        """See ``CountInputRequest``."""
         chat = super().for_chat(items)
         chat |= {
             "max_completion_tokens": self.max_output_tokens, "temperature": self.temperature,

@@ -115,7 +115,6 @@ class SqliteResponses:
         self._prune_at = 0.0
 
     async def close(self) -> None:
-        """See ``ResponseStore``."""
         self._thread.shutdown()
         self._db.close()
 
@@ -128,7 +127,6 @@ class SqliteResponses:
         deadline: float = 0.0,
         events: Iterable[dict[str, Any]] = (),
     ) -> bool:
-        """See ``ResponseStore``."""
         row = (orjson.dumps(response), response["status"], deadline)
         new = (
             response["id"],
@@ -157,12 +155,9 @@ class SqliteResponses:
         return await self._call(write)
 
     async def found(self, tenant: str, id: str) -> Stored:
-        """See ``ResponseStore``."""
         return await self._call(lambda db: _found(db, tenant, id, "response_id"))
 
     async def conversation(self, tenant: str, id: str) -> list[Item]:
-        """See ``ResponseStore``."""
-
         def read(db: sqlite3.Connection) -> list[Item]:
             turns: list[list[Item]] = []
             next_id: str | None = id
@@ -175,7 +170,6 @@ class SqliteResponses:
         return await self._call(read)
 
     async def items(self, tenant: str, ids: Sequence[str]) -> dict[str, Item]:
-        """See ``ResponseStore``."""
         query = (
             "SELECT items.id, item FROM items JOIN responses ON responses.id = items.response "
             f"WHERE tenant = ? AND items.id IN ({', '.join('?' * len(ids))})"
@@ -184,8 +178,6 @@ class SqliteResponses:
         return {id: orjson.loads(item) for id, item in rows}
 
     async def newest(self, tenant: str, after: str | None, limit: int) -> list[dict[str, Any]]:
-        """See ``ResponseStore``."""
-
         def read(db: sqlite3.Connection) -> list[dict[str, Any]]:
             before = _found(db, tenant, after, "after").response["created_at"] + 1.0 if after else 1e12
             rows = db.execute(
@@ -198,13 +190,10 @@ class SqliteResponses:
         return await self._call(read)
 
     async def events(self, id: str, after: int) -> list[bytes]:
-        """See ``ResponseStore``."""
         query = "SELECT event FROM events WHERE response = ? AND number > ? ORDER BY number"
         return [row[0] for row in await self._call(lambda db: db.execute(query, (id, after)).fetchall())]
 
     async def delete(self, tenant: str, id: str) -> None:
-        """See ``ResponseStore``."""
-
         def write(db: sqlite3.Connection) -> None:
             _found(db, tenant, id, "response_id")
             db.execute("DELETE FROM responses WHERE id = ?", (id,))
@@ -212,8 +201,6 @@ class SqliteResponses:
         await self._call(write)
 
     async def cancel(self, tenant: str, id: str) -> Stored:
-        """See ``ResponseStore``."""
-
         def write(db: sqlite3.Connection) -> Stored:
             stored = _found(db, tenant, id, "response_id")
             if not stored.running:

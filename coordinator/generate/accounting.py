@@ -74,11 +74,9 @@ class Accounting:
     def num_used_tokens(self) -> int:
         """Return prompt and output tokens, for limits; 0 where the server gave nothing for the prompt."""
         num_output = self.num_output_tokens()
-        return (
-            self.num_prompt_tokens + num_output
-            if num_output or self.status in ("200", "cancelled", "too_slow")
-            else 0
-        )
+        if num_output or self.status in ("200", "cancelled", "too_slow"):
+            return self.num_prompt_tokens + num_output
+        return 0
 
     def usage_so_far(self) -> Usage:
         """Return OpenAI's three counts."""

@@ -73,7 +73,6 @@ class ParsedChoice(Choice):
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """See ``Choice``."""
         return 0 if self._thought is None else self._thought.num_tokens
 
     def flush(self) -> None:
@@ -82,13 +81,11 @@ class ParsedChoice(Choice):
             self._flush_checked()
 
     def last_chunk(self, reason: ReportedReason) -> bytes:
-        """See ``Choice``."""
         events = self._read(self._rest(), last=True)
         chunks = b"".join(self._event_chunks(events))
         return self._opening() + chunks + self._delta({}, self._reason(reason))
 
     def result(self, reason: ReportedReason) -> ChoiceResult:
-        """See ``Choice``."""
         text = self._rest()
         events = joined(self._read(text, last=True))
         content = "".join(

@@ -53,7 +53,6 @@ class InnerCall(Call):
         self._handler.handle(self)
 
     def respond(self, status: int, headers: Headers, body: bytes) -> None:
-        """See ``Call``."""
         if not self._completed:
             self._completed = True
             self._listener.answered(status, headers, body)
@@ -63,12 +62,10 @@ class InnerCall(Call):
         """See ``Call``: the listener needs none of it."""
 
     def write(self, data: bytes) -> None:
-        """See ``Call``."""
         if not self._completed and data:
             self._listener.streamed(data, last=False)
 
     def finish(self, data: bytes) -> None:
-        """See ``Call``."""
         if not self._completed:
             self._completed = True
             self._listener.streamed(data, last=True)

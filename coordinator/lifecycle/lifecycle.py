@@ -218,11 +218,9 @@ class Lifecycle:
             return []
         version = self._machine.assignments.version
         actions = self._progress.step_tokens(worker, message, now)
-        return (
-            actions
-            if version == self._machine.assignments.version
-            else actions + self._placement.place_waiting(now)
-        )
+        if version == self._machine.assignments.version:
+            return actions
+        return actions + self._placement.place_waiting(now)
 
     def _receive_milestone(
         self, worker: WorkerRecord, message: FirstToken | Joined | RequestFailed, now: float

@@ -243,8 +243,6 @@ def _ttft(record: RequestRecord) -> float:
 def _tpot(record: RequestRecord) -> float:
     """Mean time of the tokens after the first; 0 where there is none."""
     ended = record.ledger.end - record.stages.stream
-    return (
-        (ended - record.first_token_at) / (record.num_output_tokens - 1)
-        if record.num_output_tokens > 1
-        else 0.0
-    )
+    if record.num_output_tokens > 1:
+        return (ended - record.first_token_at) / (record.num_output_tokens - 1)
+    return 0.0

@@ -179,11 +179,9 @@ def _totals(by: Sequence[By], day: str, mark: str) -> str:
     columns = ", ".join([*groups, "count(*)", *(f"sum({name})" for name in SUMS)])
     where = f"FROM usage WHERE started >= {mark} AND started < {mark}"
     numbers = ", ".join(str(n + 1) for n in range(len(groups)))
-    return (
-        f"SELECT {columns} {where} GROUP BY {numbers} ORDER BY {numbers}"
-        if by
-        else f"SELECT {columns} {where}"
-    )
+    if by:
+        return f"SELECT {columns} {where} GROUP BY {numbers} ORDER BY {numbers}"
+    return f"SELECT {columns} {where}"
 
 
 def _records(mark: str) -> str:

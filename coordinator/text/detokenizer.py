@@ -106,10 +106,8 @@ class MarkedDetokenizer:
         self._inner, self._marks = inner, marks
 
     def step(self, token_id: int) -> str:
-        """See ``Detokenizer``."""
         mark = self._marks.get(token_id)
         return self._inner.step(token_id) if mark is None else self._inner.finish() + mark
 
     def finish(self) -> str:
-        """See ``Detokenizer``."""
         return self._inner.finish()

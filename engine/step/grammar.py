@@ -41,7 +41,6 @@ class GrammarMatcher:
         self._failed: tuple[int, str] | None = None  # after how many tokens, and why
 
     def failure(self, num_outputs: int) -> str:
-        """See ``TokenMatcher``."""
         failed = self._failed
         return failed[1] if failed is not None and failed[0] <= num_outputs else ""
 
@@ -53,7 +52,6 @@ class GrammarMatcher:
             self._note_failure()
 
     def mask(self, output_token_ids: Sequence[int]) -> NDArray[np.int32]:
-        """See ``TokenMatcher``."""
         self.read(output_token_ids)
         words = np.zeros(self._num_words, np.int32)
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
@@ -211,13 +209,11 @@ class RuledMatcher:
         self._failed: int | None = None  # number of tokens after which nothing may follow
 
     def failure(self, num_outputs: int) -> str:
-        """See ``TokenMatcher``."""
         if self._failed is not None and self._failed <= num_outputs:
             return "the tokens that are allowed leave none that may follow"
         return "" if self._inner is None else self._inner.failure(num_outputs)
 
     def mask(self, output_token_ids: Sequence[int]) -> NDArray[np.int32]:
-        """See ``TokenMatcher``."""
         words = self._allowed.copy()
         if self._inner is not None:
             words &= self._inner.mask(output_token_ids)

@@ -152,7 +152,6 @@ class StepTokens(Message, frozen=True, kw_only=True, omit_defaults=True):
     decode_s: Annotated[dict[int, Duration], Meta(max_length=MAX_ROWS)] = field(default_factory=dict)
 
     def check(self) -> None:
-        """See ``Message``."""
         if not len(self.dispatches) == len(self.indices) == len(self.tokens):
             raise ValueError("the columns differ in length")
 

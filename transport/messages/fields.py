@@ -173,7 +173,6 @@ class RequestSpec(Message, frozen=True, kw_only=True):
         return len(self.token_ids) // 4
 
     def check(self) -> None:
-        """See ``Message``."""
         if self.num_prompt_tokens > self.num_tokens:
             raise ValueError(f"{self.num_prompt_tokens} prompt tokens in {self.num_tokens} tokens")
 
@@ -192,7 +191,6 @@ class ModelIdentity(Message, frozen=True, kw_only=True):
     block_bytes: Annotated[int, Meta(ge=1, le=1 << 32)]
 
     def check(self) -> None:
-        """See ``Message``."""
         if (size := num_bytes(self.cache_map)) != self.block_bytes:
             raise ValueError(f"the cache map has {size} bytes, the block {self.block_bytes}")
 

@@ -64,12 +64,10 @@ class ChatCompletionRequest(SamplingFields, TemplateFields):
 
     @property
     def num_logprobs(self) -> int | None:
-        """See ``SamplingFields``."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def max_new_tokens(self) -> int | None:
-        """See ``SamplingFields``."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     def _check_functions(self) -> None:
@@ -130,7 +128,6 @@ class ChatCompletionRequest(SamplingFields, TemplateFields):
 
     @property
     def has_grammar(self) -> bool:
-        """See ``SamplingFields``."""
         return self.output_format is not None or self.holds_calls
 
     @property

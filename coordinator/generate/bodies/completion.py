@@ -76,7 +76,6 @@ class CompletionRequest(SamplingFields):
 
     @property
     def num_logprobs(self) -> int | None:
-        """See ``SamplingFields``."""
         return self.logprobs
 
     @property

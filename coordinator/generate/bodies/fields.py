@@ -27,11 +27,9 @@ class Body(BaseModel):
 
     def unknown_fields(self) -> list[str]:
         """Return the paths of unknown fields that have a value."""
-        return (
-            sorted(name for name, value in self.model_extra.items() if value is not None)
-            if self.model_extra
-            else []
-        )
+        if self.model_extra:
+            return sorted(name for name, value in self.model_extra.items() if value is not None)
+        return []
 
 
 def unknown_within(path: str, inner: Body) -> list[str]:

@@ -63,7 +63,6 @@ class ToolCall(Body):
     function: CalledFunction
 
     def unknown_fields(self) -> list[str]:
-        """See ``Body``."""
         return super().unknown_fields() + unknown_within("function", self.function)
 
     def for_template(self) -> dict[str, Any]:
@@ -111,7 +110,6 @@ class Message(Body):
         return self
 
     def unknown_fields(self) -> list[str]:
-        """See ``Body``."""
         found = super().unknown_fields()
         for i, call in enumerate(self.tool_calls or ()):
             found += unknown_within(f"tool_calls[{i}]", call)

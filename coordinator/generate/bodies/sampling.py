@@ -192,7 +192,6 @@ class SamplingFields(Body):
         return self
 
     def unknown_fields(self) -> list[str]:
-        """See ``Body``."""
         found = [name for name in super().unknown_fields() if name not in IGNORED]
         if self.stream_options is not None:
             found += unknown_within("stream_options", self.stream_options)

@@ -44,7 +44,6 @@ class Tool(Body):
     function: Function
 
     def unknown_fields(self) -> list[str]:
-        """See ``Body``."""
         return super().unknown_fields() + unknown_within("function", self.function)
 
 
