@@ -28,10 +28,10 @@ from typing import Any
 
 import httpx
 
-from ..cli.operator_access import OperatorAuth
 from ..cli.settings import DEMO_MODEL_NAME
 from ..cli.up import free_port
 from .environment import environment
+from .operator_auth import OperatorAuth
 
 HEARTBEAT_S = 0.05
 LONGEST_WAIT_S = 0.5

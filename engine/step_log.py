@@ -8,24 +8,23 @@ one ends.
 
 from __future__ import annotations
 
-import csv
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
 
 from .errors import EngineError
-from .latency_profile import Profile, StepClock, StepRole, parts_of
+from .latency_profile import StepRole, parts_of
 from .step.batch import Batch, StepOutput
 from .step.step_thread import Launch, OnLayer, Runner
 from .worker_model import WorkerModel
 
 
 class StepLogError(EngineError):
-    """A step log cannot be written or read."""
+    """A step log cannot be written."""
 
 
 class LoggedStep(NamedTuple):
@@ -44,14 +43,6 @@ class LoggedStep(NamedTuple):
     def role(self) -> StepRole:
         """Role of the step: prefill if it has prompt chunks."""
         return "prefill" if self.chunks else "decode"
-
-    def modelled_s(self, profile: Profile) -> float:
-        """Seconds of this step by the profile."""
-        parts = [chunk.split("+") for chunk in self.chunks.split()]
-        clock = StepClock(profile, warns=False)
-        return clock.mixed(
-            [(int(cached), int(new)) for cached, new in parts], self.num_seqs, self.num_context_tokens
-        )
 
 
 class StepLog:
@@ -114,20 +105,3 @@ def logged(model: WorkerModel, folder: Path, worker_id: str) -> WorkerModel:
     """The model, whose steps are written to a file of this folder from now on. Raises StepLogError."""
     runner = _LoggedRunner(model.runner, model.launch, StepLog(folder, worker_id))
     return replace(model, runner=runner, launch=runner.launch if model.launch is not None else None)
-
-
-def read_step_logs(folder: Path) -> Iterator[LoggedStep]:
-    """The steps of all files there, process by process. Raises StepLogError."""
-    for path in sorted(folder.glob("*.csv")):
-        try:
-            with path.open(encoding="utf-8", newline="") as file:
-                for row in csv.DictReader(file):
-                    yield LoggedStep(
-                        float(row["began"]),
-                        float(row["seconds"]),
-                        row["chunks"],
-                        int(row["num_seqs"]),
-                        int(row["num_context_tokens"]),
-                    )
-        except (OSError, KeyError, TypeError, ValueError) as error:
-            raise StepLogError(f"{path} is no step log: {error!r}") from None

@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from ...cli.operator_access import OperatorAuth
+from ..operator_auth import OperatorAuth
 from .chaos_streams import Stream
 
 POLL_S = 0.5

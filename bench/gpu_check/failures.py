@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 import psutil
 
-from ...cli.operator_access import OperatorAuth
 from ..live_cluster import live_cluster
+from ..operator_auth import OperatorAuth
 from .correctness import interpret
 from .line import Line, Place
 from .machine import model_folder

@@ -27,10 +27,10 @@ from typing import Any
 
 import httpx
 
-from ...cli.operator_access import OperatorAuth
 from ...cli.settings import DEMO_MODEL
 from ...cli.up import free_port
 from ..environment import environment
+from ..operator_auth import OperatorAuth
 
 PATIENCE_S = 240.0
 STREAMS, TOKENS = 8, 24

@@ -7,12 +7,14 @@ measured speed only the simulator's own part is left.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import csv
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
-from ...engine.latency_profile import Profile, StepRole
-from ...engine.step_log import LoggedStep
+from ...engine.latency_profile import Profile, StepClock, StepRole
+from ...engine.step_log import LoggedStep, StepLogError
 
 WINDOW_S = 2.0
 
@@ -46,7 +48,7 @@ class LivePace:
             if step.began >= began:
                 sums = self._sums[step.role].setdefault(int((step.began - began) / WINDOW_S), [0.0, 0.0])
                 sums[0] += step.seconds
-                sums[1] += step.modelled_s(profile)
+                sums[1] += modelled_s(step, profile)
 
     def __call__(self, role: StepRole, at: float) -> float:
         """``at``: seconds since ``began``."""
@@ -66,3 +68,27 @@ class LivePace:
                 low, high = np.percentile([a / m for a, m in windows.values() if m > 0], (10, 90))
                 found[role] = {"mean": float(actual / modelled), "p10": float(low), "p90": float(high)}
         return found
+
+
+def modelled_s(step: LoggedStep, profile: Profile) -> float:
+    """Return the seconds of this step by the profile."""
+    parts = [chunk.split("+") for chunk in step.chunks.split()]
+    chunks = [(int(cached), int(new)) for cached, new in parts]
+    return StepClock(profile, warns=False).mixed(chunks, step.num_seqs, step.num_context_tokens)
+
+
+def read_step_logs(folder: Path) -> Iterator[LoggedStep]:
+    """The steps of all files there, process by process. Raises StepLogError."""
+    for path in sorted(folder.glob("*.csv")):
+        try:
+            with path.open(encoding="utf-8", newline="") as file:
+                for row in csv.DictReader(file):
+                    yield LoggedStep(
+                        float(row["began"]),
+                        float(row["seconds"]),
+                        row["chunks"],
+                        int(row["num_seqs"]),
+                        int(row["num_context_tokens"]),
+                    )
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise StepLogError(f"{path} is no step log: {error!r}") from None

@@ -29,10 +29,10 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from ...cli.operator_access import OperatorAuth
 from ...coordinator.tenants.usage_database import open_database
 from ...coordinator.tenants.usage_record import UsageRecord
 from ..environment import environment
+from ..operator_auth import OperatorAuth
 from .mixed_clients import MixedClients, RequestFailed, Seen
 from .mixed_cluster import Place, cluster
 

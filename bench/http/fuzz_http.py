@@ -31,11 +31,11 @@ from typing import Any
 import httpx
 import psutil
 
-from ...cli.operator_access import OperatorAuth
 from ...cli.up import free_port
 from ...coordinator.tenants.store import TenantStore
 from ..environment import environment
 from ..fake_workers import FakeWorkers
+from ..operator_auth import OperatorAuth
 from .bystander import beside
 from .hostile_client import HostileClient, Tally
 from .hostile_requests import HostileRequests

@@ -29,11 +29,11 @@ from typing import Any
 import httpx
 import orjson
 
-from ...cli.operator_access import OperatorAuth
 from ...cli.settings import DEMO_MODEL
 from ...cli.up import free_port
 from ...traces.request import TraceRequest
 from ..environment import environment
+from ..operator_auth import OperatorAuth
 from .steer_verdict import missed_live
 from .steer_workload import CHAT, CODE, TPOT_S, TTFT_S, load, worker
 

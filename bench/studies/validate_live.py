@@ -37,7 +37,6 @@ from typing import Any
 
 from ...cli.settings import DEMO_MODEL
 from ...engine.latency_profile import Memory, Piece, Profile, StepModel
-from ...engine.step_log import read_step_logs
 from ...loadgen.load import generate_load
 from ...loadgen.settings import LoadSettings
 from ...planner.profile.handoff import measure_movers
@@ -46,7 +45,7 @@ from ...traces.own_format import write_trace
 from ...traces.readers import open_trace
 from ...traces.request import Trace, TraceRequest
 from ..environment import environment
-from ..handoff.live_pace import LivePace, processor_times, stolen_share
+from ..handoff.live_pace import LivePace, processor_times, read_step_logs, stolen_share
 from ..live_cluster import live_cluster
 from .live_errors import LATE_S, Replay, compared, medians, of_records, of_samples, show, simulated
 from .live_workloads import WORKLOADS, limited

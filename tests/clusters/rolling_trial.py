@@ -32,7 +32,7 @@ from namespaces import HERE, cut, inside, join, nodes, on_node
 from resuming_load import NUM_STREAMS, Streams
 
 from splitserve.bench.environment import environment
-from splitserve.cli.operator_access import OperatorAuth
+from splitserve.bench.operator_auth import OperatorAuth
 from splitserve.cli.settings import DEMO_MODEL, DEMO_MODEL_NAME
 from splitserve.transport.channels.keys import generate_key
 

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 from openai import OpenAI
 
-from splitserve.cli.operator_access import OperatorAuth
+from splitserve.bench.operator_auth import OperatorAuth
 
 MODEL_NAME = "tiny"
 START_S = 200.0  # five processes that all read torch from a disk; a test has 300

@@ -17,8 +17,8 @@ import httpx
 import pytest
 from e2e.cluster import NEVER_DEAD, PATIENCE_S, Cluster, free_port, running, wait_for
 
+from splitserve.bench.operator_auth import OperatorAuth
 from splitserve.bench.studies.steer_live import Streamed, stream
-from splitserve.cli.operator_access import OperatorAuth
 from splitserve.cli.settings import DEMO_MODEL
 from splitserve.engine.latency_profile import Memory, Piece, Profile, StepModel
 from splitserve.traces.request import TraceRequest

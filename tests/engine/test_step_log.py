@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from splitserve.bench.handoff.live_pace import modelled_s, read_step_logs
 from splitserve.cli.settings import DEMO_MODEL
 from splitserve.engine.latency_profile import Memory, Piece, Profile, StepModel
 from splitserve.engine.load_model import load_model
 from splitserve.engine.settings import WorkerSettings
 from splitserve.engine.step.batch import Batch, StepOutput
-from splitserve.engine.step_log import LoggedStep, StepLogError, logged, read_step_logs
+from splitserve.engine.step_log import LoggedStep, StepLogError, logged
 
 STEP_S = 0.03
 PROFILE = Profile(
@@ -56,8 +57,8 @@ def test_each_step_is_a_line_and_the_profile_can_be_asked_for_it(tmp_path: Path)
     assert prompts[2:] == ("0+32 16+32", 0, 0)
     assert answers[2:] == ("", 2, 300)
     assert (prompts.role, answers.role) == ("prefill", "decode")
-    assert prompts.modelled_s(PROFILE) == pytest.approx(2 * STEP_S)
-    assert answers.modelled_s(PROFILE) == pytest.approx(STEP_S + 300e-5)
+    assert modelled_s(prompts, PROFILE) == pytest.approx(2 * STEP_S)
+    assert modelled_s(answers, PROFILE) == pytest.approx(STEP_S + 300e-5)
     assert prompts.seconds >= 2 * STEP_S - 0.001
     assert began - 0.001 <= prompts.began <= answers.began <= ended
     assert prompts.seconds + answers.seconds <= ended - began + 0.001

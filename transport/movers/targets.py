@@ -87,18 +87,6 @@ class MoverTargets:
             target.close_all()
 
 
-class Way(Protocol):
-    """One mover's target. See ``movers.interface.PutTarget``."""
-
-    @property
-    def one_sided(self) -> bool: ...
-
-    @property
-    def lingers(self) -> bool: ...
-
-    def shut_out(self, peer: PeerId) -> bool: ...
-
-
 class Receiver(Protocol):
     """A HandoffReceiver, as it is used here."""
 
@@ -112,7 +100,7 @@ class WaysIn:
     """Which movers each writer writes by. Pure, except that it calls the targets. ``log`` takes a sentence
     about each writer that is shut out."""
 
-    def __init__(self, targets: Mapping[str, Way], log: Callable[[str], None]) -> None:
+    def __init__(self, targets: Mapping[str, PutTarget], log: Callable[[str], None]) -> None:
         self._targets, self._log = targets, log
         self._met_by: dict[PeerId, set[str]] = {}
         self._leaving: set[PeerId] = set()  # ``shut_out`` has to be called again
