@@ -90,12 +90,6 @@ def find_door(url: str) -> Door | None:
     return None
 
 
-def operator_headers(url: str) -> dict[str, str]:
-    """For a request to a coordinator on this host; empty where ``find_door`` finds none."""
-    door = find_door(url)
-    return {} if door is None else door.headers()
-
-
 def _doors() -> list[Door]:
     root, doors = _root(), []
     try:

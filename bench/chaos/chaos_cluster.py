@@ -17,14 +17,13 @@ from ...cli.local_cluster import is_ready, known_workers
 from ...cli.main import ENTRY
 from ...cli.settings import DEMO_MODEL, DEMO_MODEL_NAME
 from ...cli.up import free_port
-from ...coordinator.run_folder import operator_headers
 from ...deploy.child_process import Command, Started, start_anew
 from ...deploy.supervisor import Supervisor
 from ...deploy.worker_forks import WorkerForks
 from ...transport.channels.keys import generate_key
 from ..handoff import packet_network
 from ..handoff.packet_network import PacketNetwork
-from ..operator_auth import OperatorAuth
+from ..operator_auth import OperatorAuth, operator_headers
 from .chaos_clocks import Clocks
 
 HTTP_PORT, CONTROL_PORT = 8000, 7700

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from splitserve.coordinator.run_folder import Door, RunFolder, announce, find_door, operator_headers
+from splitserve.bench.operator_auth import operator_headers
+from splitserve.coordinator.run_folder import Door, RunFolder, announce, find_door
 
 KILLED = """
 import os, signal

@@ -11,6 +11,7 @@ from simulation.model import NUM_LAYERS
 if TYPE_CHECKING:
     from simulation.worker_role import WorkerRole
 
+    from splitserve.transport.handoff.leases import LeaseTable
     from splitserve.transport.messages.messages import PeerId
 from splitserve.transport.movers.interface import Arrival, OneSidedTarget
 from splitserve.transport.movers.lease_book import LeaseBook, ParcelHeader
@@ -35,6 +36,21 @@ class MappedTarget(OneSidedTarget):
 
     def shut_out(self, peer: PeerId) -> bool:
         return False
+
+
+def mover_of(leases: LeaseTable, lease: int) -> str:
+    """The mover of this lease's writer; empty if there is no such lease."""
+    incoming = leases.by_lease.get(lease)
+    return incoming.mover if incoming is not None else ""
+
+
+def blocks_open_to(leases: LeaseTable, lease: int) -> list[int]:
+    """The blocks that this lease's writer may still be writing."""
+    incoming = leases.by_lease.get(lease)
+    if incoming is not None:
+        return incoming.blocks[incoming.num_cached :]
+    ended = leases.quarantine.leases.get(lease)
+    return ended.blocks if ended is not None else []
 
 
 class BookTarget:
@@ -92,7 +108,7 @@ class ParcelTarget(BookTarget):
         if complete is None:
             process.world.counts["parcels refused"] += 1
             return
-        if process.core.receiver.leases.mover_of(parcel.lease) != "tcp":
+        if mover_of(process.core.receiver.leases, parcel.lease) != "tcp":
             process.world.violated(
                 f"{process.name}: a parcel of lease {parcel.lease} was written, which had ended or "
                 "belongs to another mover"

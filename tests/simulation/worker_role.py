@@ -13,7 +13,7 @@ from simulation.clock import Event
 from simulation.communicators import RendezvousTarget
 from simulation.environment import ReachCheck, environment_of
 from simulation.memory import Memory
-from simulation.targets import MappedTarget, ParcelTarget
+from simulation.targets import MappedTarget, ParcelTarget, blocks_open_to, mover_of
 from simulation.watched_blocks import WatchedBlocks
 
 from splitserve.prefill.core import PrefillCore
@@ -164,7 +164,7 @@ class WorkerRole:
     def written_by_itself(self, lease: int, blocks: list[int], start: int, slices: list[list[int]]) -> None:
         """By a communicator: what has been received is copied into the pool."""
         leases = self.core.receiver.leases
-        if not set(blocks) <= set(leases.blocks_open_to(lease)) or leases.mover_of(lease) != "nccl":
+        if not set(blocks) <= set(blocks_open_to(leases, lease)) or mover_of(leases, lease) != "nccl":
             self.world.violated(
                 f"{self.name}: blocks {blocks} were written under lease {lease}, which had ended "
                 "or is another mover's"
@@ -175,11 +175,11 @@ class WorkerRole:
     def written_by_peer(self, lease: int, block: int, start: int, values: list[int]) -> None:
         """The one-sided mover: the memory changes, whatever this process thinks or does."""
         leases = self.core.receiver.leases
-        if block not in leases.blocks_open_to(lease):
+        if block not in blocks_open_to(leases, lease):
             self.world.violated(
                 f"{self.name}: block {block} was written under lease {lease}, which had ended"
             )
-        if leases.mover_of(lease) in ("tcp", "nccl"):
+        if mover_of(leases, lease) in ("tcp", "nccl"):
             self.world.violated(
                 f"{self.name}: block {block} was written by its peer itself, under a lease of another mover"
             )

@@ -72,23 +72,10 @@ class LeaseTable:
         """Blocks under a lease or in quarantine (they count as used in the pool)."""
         return sum(len(i.held) for i in self.granted.values()) + self.quarantine.num_blocks
 
-    def blocks_open_to(self, lease: int) -> list[int]:
-        """Return the blocks that this lease's writer may still be writing."""
-        incoming = self.by_lease.get(lease)
-        if incoming is not None:
-            return incoming.blocks[incoming.num_cached :]
-        ended = self.quarantine.leases.get(lease)
-        return ended.blocks if ended is not None else []
-
     def block_tables(self) -> Iterator[list[int]]:
         """Yield the blocks that are referenced here, lease by lease."""
         yield from (incoming.held for incoming in self.granted.values())
         yield from (ended.blocks for ended in self.quarantine.leases.values())
-
-    def mover_of(self, lease: int) -> str:
-        """Return the mover of this lease's writer; empty if there is no such lease."""
-        incoming = self.by_lease.get(lease)
-        return incoming.mover if incoming is not None else ""
 
     def of(self, lease: int, peer: PeerId) -> Incoming | None:
         """Return the lease, if it is this writer's."""

@@ -44,7 +44,7 @@ def test_the_answer_to_an_echo_of_a_meeting_decides_nothing() -> None:
     pair.receiver.receive(PREFILL, echo, pair.now)
     pair.deliver()
     (lease,) = pair.receiver.leases.by_lease
-    assert pair.opened == [pair.receiver.leases.mover_of(lease)] == ["shm"]
+    assert pair.opened == [pair.receiver.leases.by_lease[lease].mover] == ["shm"]
 
 
 def test_a_meet_that_was_meant_for_an_earlier_incarnation_is_told_who_is_here() -> None:
