@@ -29,7 +29,8 @@ import numpy as np
 
 from ...traces.readers import open_trace
 from ...traces.request import Trace
-from .splitwise_machine import GIB, MACHINE_BYTES, Clock, Job, LlmShape, Machine, Work
+from .splitwise_clock import Clock
+from .splitwise_machine import GIB, MACHINE_BYTES, Job, LlmShape, Machine, Work
 from .splitwise_slo import splitwise_curves
 
 SHAPES = {"llama2-70b": LlmShape(135e9, 8192, 80), "bloom-176b": LlmShape(329e9, 14336, 70)}

@@ -17,56 +17,17 @@ purpose:
 from __future__ import annotations
 
 import bisect
-import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from ...engine.latency_profile import StepModel
+from .splitwise_clock import Clock, Event
 
 MAX_BATCH, MAX_TOKENS, MAX_PREEMPTIONS = 512, 2048, 4
 MIXED = 1.1
 GIB = 1 << 30
 MACHINE_BYTES = 8 * 80 * GIB
-
-
-class Clock:
-    """Events by time alone: two of one instant come in the order that the heap happens to have. No delay: at
-    once."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._heap: list[_Event] = []
-
-    @property
-    def num_events(self) -> int:
-        """Still to come, cancelled ones too."""
-        return len(self._heap)
-
-    def after(self, delay: float, action: Callable[[], None]) -> _Event | None:
-        if delay == 0:
-            action()
-            return None
-        event = _Event(self.now + delay, action)
-        heapq.heappush(self._heap, event)
-        return event
-
-    def run(self) -> None:
-        while self._heap:
-            event = heapq.heappop(self._heap)
-            if not event.cancelled:
-                self.now = event.time
-                event.action()
-
-
-@dataclass(slots=True, eq=False)
-class _Event:
-    time: float
-    action: Callable[[], None]
-    cancelled: bool = False
-
-    def __lt__(self, other: _Event) -> bool:
-        return self.time < other.time
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +97,7 @@ class Machine:
     _batch_tokens: int = 0
     _seconds: float = 0.0  # of one iteration
     _count: float = 0.0  # contiguous iterations
-    _end: _Event | None = None
+    _end: Event | None = None
     _paused: bool = False
 
     def __post_init__(self) -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from splitserve.bench.studies.splitwise_clock import Clock
 from splitserve.bench.studies.splitwise_cluster import Imitation
-from splitserve.bench.studies.splitwise_machine import Clock, Job, LlmShape, Machine, Work
+from splitserve.bench.studies.splitwise_machine import Job, LlmShape, Machine, Work
 from splitserve.engine.latency_profile import Piece, StepModel
 from splitserve.traces.request import Trace, TraceRequest
 

@@ -21,7 +21,6 @@ from splitserve.engine import device
 from splitserve.engine.engine_config import EngineConfig
 from splitserve.engine.errors import ModelConfigError, OutOfMemoryError, WeightsError
 from splitserve.engine.model.config import ModelConfig
-from splitserve.engine.model.model_folder import content_names
 from splitserve.engine.model.weights import STORED_DTYPES, Checkpoint
 from splitserve.engine.step.model_runner import ModelRunner
 from splitserve.kernels import packed_weights
@@ -219,52 +218,6 @@ def test_a_cache_beyond_the_machine_says_how_many_blocks_fit(folder: Path) -> No
 def test_a_longer_context_than_the_model_is_refused(folder: Path) -> None:
     with pytest.raises(ModelConfigError, match="more than the model's 512"):
         next_token(folder, max_model_len=513)
-
-
-def test_weights_change_both_names(folder: Path) -> None:
-    first = content_names(folder)
-    assert content_names(folder) == first
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.norm.weight"][5] += 1e-3
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    second = content_names(folder)
-    assert first.kv != second.kv
-    assert first.revision != second.revision
-
-
-@pytest.mark.parametrize(
-    "name", ["chat_template.jinja", "tokenizer.json", "tokenizer_config.json", "generation_config.json"]
-)
-def test_a_new_template_is_a_new_revision_and_keeps_the_caches(folder: Path, name: str) -> None:
-    first = content_names(folder)
-    with (folder / name).open("a") as file:
-        file.write(" ")
-    second = content_names(folder)
-    assert first.kv == second.kv
-    assert first.revision != second.revision
-
-
-@pytest.mark.parametrize("name", ["quantize_config.json", "hf_quant_config.json"])
-def test_how_weights_are_quantised_decides_the_bytes_of_kv(folder: Path, name: str) -> None:
-    names = [content_names(folder)]
-    for text in ('{"bits": 4}', '{"bits": 8}'):
-        (folder / name).write_text(text)
-        names.append(content_names(folder))
-    assert len({found.kv for found in names}) == len({found.revision for found in names}) == 3
-
-
-@pytest.mark.parametrize(
-    ("changes", "decides"),
-    [({"rope_theta": 12345.0}, True), ({"a_field_of_tomorrow": 1}, True), ({"eos_token_id": 3}, False)],
-)
-def test_of_the_configuration_only_what_may_change_kv_is_in_its_name(
-    folder: Path, changes: dict[str, Any], decides: bool
-) -> None:
-    first = content_names(folder)
-    edit_config(folder, **changes)
-    second = content_names(folder)
-    assert (first.kv != second.kv) == decides
-    assert first.revision != second.revision
 
 
 def test_the_pool_may_lie_in_memory_of_the_callers(folder: Path) -> None:
