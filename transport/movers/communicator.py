@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
 LIMIT_S = 15.0  # a meeting or a parcel that takes longer breaks the communicator
 SLACK_S = 1.0  # the libraries' own limits come first; some of their calls have none
-LOOK_S = 0.0002
+LOOK_S, MEETING_LOOK_S = 0.0002, 0.002
 WATCHDOG_S = 3600.0  # torch's own limit for a parcel: LIMIT_S always comes first
 WATCHDOG = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -148,7 +148,7 @@ class _Entries(Store):
         while not self.check(keys):
             if self.is_over or time.monotonic() > give_up:
                 raise RuntimeError("the peer did not say how it is reached")
-            time.sleep(LOOK_S)
+            time.sleep(MEETING_LOOK_S)
 
     def check(self, keys: list[str]) -> bool:
         return all(key in self.entries for key in keys)
