@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from ...transport.messages.messages import Met
 from ...transport.movers.checksum import checksums
-from ...transport.movers.interface import Item, Pool, PutSource, TalkingSource
+from ...transport.movers.interface import Item, Pool, PutSource, as_talking_source
 from ...transport.movers.nccl import NcclTarget
 from ...transport.movers.opening import open_source
 from ...transport.movers.tcp.target import TcpTarget
@@ -115,11 +115,11 @@ def _putting(
         open_now()
 
     def turn(source: PutSource) -> None:
-        if words is not None and isinstance(source, TalkingSource):
-            for word in source.take_messages():
+        if words is not None and (talking := as_talking_source(source)) is not None:
+            for word in talking.take_messages():
                 words.send(word)
             while words.poll():
-                source.receive(words.recv())
+                talking.receive(words.recv())
         source.poll()
         time.sleep(0.0005)
 
