@@ -16,7 +16,7 @@ LOGPROB: dict[str, Any] = {"type": "number", "minimum": -9999}
 REASONS = ["stop", "length", "tool_calls", "function_call", "timeout"]
 
 
-def record(required: dict[str, Any], optional: dict[str, Any] | None = None) -> dict[str, Any]:
+def record(optional: dict[str, Any] | None = None, /, **required: Any) -> dict[str, Any]:
     """An object with these properties; there may be others."""
     return {"type": "object", "required": list(required), "properties": {**required, **(optional or {})}}
 
@@ -29,26 +29,24 @@ def or_null(schema: dict[str, Any]) -> dict[str, Any]:
     return {"anyOf": [schema, {"type": "null"}]}
 
 
-ERROR = record(
-    {"error": record({"message": STRING, "type": STRING, "param": STRING_OR_NULL, "code": STRING_OR_NULL})}
-)
+ERROR = record(error=record(message=STRING, type=STRING, param=STRING_OR_NULL, code=STRING_OR_NULL))
 USAGE = record(
-    {"prompt_tokens": COUNT, "completion_tokens": COUNT, "total_tokens": COUNT},
     {
-        "prompt_tokens_details": record({"cached_tokens": COUNT}),
-        "completion_tokens_details": record({"reasoning_tokens": COUNT}),
+        "prompt_tokens_details": record(cached_tokens=COUNT),
+        "completion_tokens_details": record(reasoning_tokens=COUNT),
         "splitserve": {"type": "object", "description": "Seconds by stage."},
     },
+    prompt_tokens=COUNT,
+    completion_tokens=COUNT,
+    total_tokens=COUNT,
 )
 _IDS = {"token_ids": array(COUNT), "prompt_token_ids": array(COUNT)}
 
 _TEXT_LOGPROBS = record(
-    {
-        "tokens": array(STRING),
-        "token_logprobs": array(or_null(LOGPROB)),
-        "top_logprobs": array(or_null({"type": "object", "additionalProperties": LOGPROB})),
-        "text_offset": array(COUNT),
-    }
+    tokens=array(STRING),
+    token_logprobs=array(or_null(LOGPROB)),
+    top_logprobs=array(or_null({"type": "object", "additionalProperties": LOGPROB})),
+    text_offset=array(COUNT),
 )
 _TOKEN = {
     "token": STRING,
@@ -56,26 +54,27 @@ _TOKEN = {
     "bytes": array({"type": "integer", "minimum": 0, "maximum": 255}),
 }
 _CHAT_LOGPROBS = record(
-    {"content": array(record({**_TOKEN, "top_logprobs": array(record(_TOKEN))})), "refusal": {"type": "null"}}
+    content=array(record(**_TOKEN, top_logprobs=array(record(**_TOKEN)))), refusal={"type": "null"}
 )
 
-_CALLED = record({"name": STRING, "arguments": STRING})
-_CALL = record({"id": STRING, "type": {"const": "function"}, "function": _CALLED})
+_CALLED = record(name=STRING, arguments=STRING)
+_CALL = record(id=STRING, type={"const": "function"}, function=_CALLED)
 _MESSAGE = record(
-    {"role": {"const": "assistant"}, "content": STRING_OR_NULL, "refusal": {"type": "null"}},
     {
         "reasoning_content": STRING,
         "reasoning": STRING,
         "tool_calls": array(_CALL, minItems=1),
         "function_call": _CALLED,
     },
+    role={"const": "assistant"},
+    content=STRING_OR_NULL,
+    refusal={"type": "null"},
 )
-_PART_OF_CALLED = record({}, {"name": STRING, "arguments": STRING})
+_PART_OF_CALLED = record({"name": STRING, "arguments": STRING})
 _PART_OF_CALL = record(
-    {"index": COUNT}, {"id": STRING, "type": {"const": "function"}, "function": _PART_OF_CALLED}
+    {"id": STRING, "type": {"const": "function"}, "function": _PART_OF_CALLED}, index=COUNT
 )
 _DELTA = record(
-    {},
     {
         "role": {"const": "assistant"},
         "content": STRING,
@@ -83,7 +82,7 @@ _DELTA = record(
         "reasoning": STRING,
         "tool_calls": array(_PART_OF_CALL, minItems=1),
         "function_call": _PART_OF_CALLED,
-    },
+    }
 )
 
 
@@ -98,18 +97,18 @@ def _answer(
         "choices": choices,
         **usage,
     }
-    return record(required, {"service_tier": {"enum": sorted(set(CLASS_TIERS.values()))}, **(more or {})})
+    return record({"service_tier": {"enum": sorted(set(CLASS_TIERS.values()))}, **(more or {})}, **required)
 
 
 def _whole(kind: str, choice: dict[str, Any]) -> dict[str, Any]:
-    item = record({"index": COUNT, "finish_reason": {"enum": REASONS}, **choice}, _IDS)
+    item = record(_IDS, index=COUNT, finish_reason={"enum": REASONS}, **choice)
     return _answer(kind, array(item, minItems=1), {"usage": USAGE})
 
 
 def _chunk(kind: str, choice: dict[str, Any]) -> dict[str, Any]:
     """The last one has no choices where usage was asked for. "error" ends a choice that could not be
     finished."""
-    item = record({"index": COUNT, "finish_reason": {"enum": [*REASONS, "error", None]}, **choice}, _IDS)
+    item = record(_IDS, index=COUNT, finish_reason={"enum": [*REASONS, "error", None]}, **choice)
     return _answer(kind, array(item), {}, {"usage": or_null(USAGE), "obfuscation": STRING})
 
 
@@ -120,112 +119,84 @@ CHAT_COMPLETION_CHUNK = _chunk(
     "chat.completion.chunk", {"delta": _DELTA, "logprobs": or_null(_CHAT_LOGPROBS)}
 )
 _MESSAGE_USAGE = record(
-    {
-        "input_tokens": COUNT,
-        "cache_creation_input_tokens": COUNT,
-        "cache_read_input_tokens": COUNT,
-        "output_tokens": COUNT,
-    }
+    input_tokens=COUNT, cache_creation_input_tokens=COUNT, cache_read_input_tokens=COUNT, output_tokens=COUNT
 )
 MESSAGE = record(
-    {
-        "id": STRING,
-        "type": {"const": "message"},
-        "role": {"const": "assistant"},
-        "model": STRING,
-        "content": array(record({"type": {"enum": ["text", "thinking", "tool_use"]}})),
-        "stop_reason": {"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
-        "stop_sequence": STRING_OR_NULL,
-        "usage": _MESSAGE_USAGE,
-    }
+    id=STRING,
+    type={"const": "message"},
+    role={"const": "assistant"},
+    model=STRING,
+    content=array(record(type={"enum": ["text", "thinking", "tool_use"]})),
+    stop_reason={"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
+    stop_sequence=STRING_OR_NULL,
+    usage=_MESSAGE_USAGE,
 )
 RESPONSE = record(
-    {
-        "id": STRING,
-        "object": {"const": "response"},
-        "created_at": INTEGER,
-        "status": {"enum": ["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]},
-        "model": STRING,
-        "output": array(record({"id": STRING, "type": {"enum": ["message", "reasoning", "function_call"]}})),
-        "usage": {"type": ["object", "null"]},
-        "error": {"type": ["object", "null"]},
-        "previous_response_id": STRING_OR_NULL,
-    }
+    id=STRING,
+    object={"const": "response"},
+    created_at=INTEGER,
+    status={"enum": ["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]},
+    model=STRING,
+    output=array(record(id=STRING, type={"enum": ["message", "reasoning", "function_call"]})),
+    usage={"type": ["object", "null"]},
+    error={"type": ["object", "null"]},
+    previous_response_id=STRING_OR_NULL,
 )
-DELETED_RESPONSE = record({"id": STRING, "object": {"const": "response"}, "deleted": {"const": True}})
-TOKEN_COUNT = record({"input_tokens": COUNT})
-MESSAGES_ERROR = record({"type": {"const": "error"}, "error": record({"type": STRING, "message": STRING})})
+DELETED_RESPONSE = record(id=STRING, object={"const": "response"}, deleted={"const": True})
+TOKEN_COUNT = record(input_tokens=COUNT)
+MESSAGES_ERROR = record(type={"const": "error"}, error=record(type=STRING, message=STRING))
 TOKENS = record(
-    {"count": COUNT, "max_model_len": COUNT, "tokens": array(COUNT)},
-    {"token_strs": or_null(array(STRING_OR_NULL))},
+    {"token_strs": or_null(array(STRING_OR_NULL))}, count=COUNT, max_model_len=COUNT, tokens=array(COUNT)
 )
-TEXT = record({"prompt": STRING})
+TEXT = record(prompt=STRING)
 PROPERTIES = record(
-    {
-        "default_generation_settings": record({"n_ctx": COUNT, "params": {"type": "object"}}),
-        "total_slots": COUNT,
-        "model_alias": STRING,
-        "model_path": STRING,
-        "modalities": {"type": "object"},
-        "chat_template": STRING,
-        "bos_token": STRING,
-        "eos_token": STRING,
-        "build_info": STRING,
-    }
+    default_generation_settings=record(n_ctx=COUNT, params={"type": "object"}),
+    total_slots=COUNT,
+    model_alias=STRING,
+    model_path=STRING,
+    modalities={"type": "object"},
+    chat_template=STRING,
+    bos_token=STRING,
+    eos_token=STRING,
+    build_info=STRING,
 )
-LOAD = record({"server_load": COUNT, "waiting": COUNT, "running": COUNT})
+LOAD = record(server_load=COUNT, waiting=COUNT, running=COUNT)
 _OBJECT = {"type": "object"}
-SERVER_INFO = record(
-    {"version": STRING, "model": STRING, "max_model_len": COUNT, "workers": _OBJECT, "settings": _OBJECT}
-)
-MODEL = record(
-    {
-        "id": STRING,
-        "object": {"const": "model"},
-        "created": INTEGER,
-        "owned_by": STRING,
-        "max_model_len": COUNT,
-    }
-)
-MODELS = record({"object": {"const": "list"}, "data": array(MODEL)})
+SERVER_INFO = record(version=STRING, model=STRING, max_model_len=COUNT, workers=_OBJECT, settings=_OBJECT)
+MODEL = record(id=STRING, object={"const": "model"}, created=INTEGER, owned_by=STRING, max_model_len=COUNT)
+MODELS = record(object={"const": "list"}, data=array(MODEL))
 
 FILE = record(
-    {
-        "id": STRING,
-        "object": {"const": "file"},
-        "bytes": COUNT,
-        "created_at": INTEGER,
-        "filename": STRING,
-        "purpose": {"enum": ["batch", "batch_output"]},
-    }
+    id=STRING,
+    object={"const": "file"},
+    bytes=COUNT,
+    created_at=INTEGER,
+    filename=STRING,
+    purpose={"enum": ["batch", "batch_output"]},
 )
-DELETED = record({"id": STRING, "object": {"const": "file"}, "deleted": {"const": True}})
+DELETED = record(id=STRING, object={"const": "file"}, deleted={"const": True})
 _BATCH_USAGE = record(
-    {
-        "input_tokens": COUNT,
-        "input_tokens_details": record({"cached_tokens": COUNT}),
-        "output_tokens": COUNT,
-        "output_tokens_details": record({"reasoning_tokens": COUNT}),
-        "total_tokens": COUNT,
-    }
+    input_tokens=COUNT,
+    input_tokens_details=record(cached_tokens=COUNT),
+    output_tokens=COUNT,
+    output_tokens_details=record(reasoning_tokens=COUNT),
+    total_tokens=COUNT,
 )
 BATCH = record(
-    {
-        "id": STRING,
-        "object": {"const": "batch"},
-        "endpoint": STRING,
-        "input_file_id": STRING,
-        "created_at": INTEGER,
-        "status": {"enum": [*OPEN, "failed", "completed", "expired", "cancelled"]},
-        "request_counts": record({"total": COUNT, "completed": COUNT, "failed": COUNT}),
-        "usage": _BATCH_USAGE,
-        "output_file_id": STRING_OR_NULL,
-        "error_file_id": STRING_OR_NULL,
-    }
+    id=STRING,
+    object={"const": "batch"},
+    endpoint=STRING,
+    input_file_id=STRING,
+    created_at=INTEGER,
+    status={"enum": [*OPEN, "failed", "completed", "expired", "cancelled"]},
+    request_counts=record(total=COUNT, completed=COUNT, failed=COUNT),
+    usage=_BATCH_USAGE,
+    output_file_id=STRING_OR_NULL,
+    error_file_id=STRING_OR_NULL,
 )
 
 
 def page(item: dict[str, Any]) -> dict[str, Any]:
     """Return the schema of a list, newest first."""
     ends = {"first_id": STRING_OR_NULL, "last_id": STRING_OR_NULL}
-    return record({"object": {"const": "list"}, "data": array(item), **ends, "has_more": {"type": "boolean"}})
+    return record(object={"const": "list"}, data=array(item), **ends, has_more={"type": "boolean"})

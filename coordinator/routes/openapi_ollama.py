@@ -20,20 +20,22 @@ _ENDS = {
     **dict.fromkeys(("prompt_eval_count", "eval_count"), COUNT),
     "logprobs": array({"type": "object"}),
 }
-_CALL = record({"function": record({"name": STRING, "arguments": {"type": "object"}})})
+_CALL = record(function=record(name=STRING, arguments={"type": "object"}))
 _MESSAGE = record(
-    {"role": {"const": "assistant"}, "content": STRING}, {"thinking": STRING, "tool_calls": array(_CALL)}
+    {"thinking": STRING, "tool_calls": array(_CALL)}, role={"const": "assistant"}, content=STRING
 )
-_DETAILS = record({"family": STRING, "format": STRING})
-_CARD = record({"name": STRING, "model": STRING, "size": COUNT, "digest": STRING, "details": _DETAILS})
+_DETAILS = record(family=STRING, format=STRING)
+_CARD = record(name=STRING, model=STRING, size=COUNT, digest=STRING, details=_DETAILS)
 OLLAMA_SCHEMAS: dict[str, dict[str, Any]] = {
-    "OllamaError": record({"error": STRING}),
-    "OllamaChat": record({**_HEAD, "message": _MESSAGE}, _ENDS),
-    "OllamaText": record({**_HEAD, "response": STRING}, {"thinking": STRING, **_ENDS}),
-    "OllamaModels": record({"models": array(_CARD)}),
+    "OllamaError": record(error=STRING),
+    "OllamaChat": record(_ENDS, **_HEAD, message=_MESSAGE),
+    "OllamaText": record({"thinking": STRING, **_ENDS}, **_HEAD, response=STRING),
+    "OllamaModels": record(models=array(_CARD)),
     "OllamaModel": record(
-        {"details": _DETAILS, "model_info": {"type": "object"}, "capabilities": array(STRING)},
         {"template": STRING, "parameters": STRING},
+        details=_DETAILS,
+        model_info={"type": "object"},
+        capabilities=array(STRING),
     ),
 }
 
