@@ -229,6 +229,7 @@ def _decode_kernel(
                         first_group = lowest_split // GROUP_SPLITS
                         end_group = tl.cdiv(num_splits, GROUP_SPLITS)
                         place = (top + begin).to(tl.int64) * NUM_KV_HEADS * GROUP + head * GROUP
+                        tl.debug_barrier()  # all threads have read what lay there
                         tl.store(states + (place + few) * 2, whole_m, mask=few < GROUP)
                         tl.store(states + (place + few) * 2 + 1, whole_norm, mask=few < GROUP)
                         tl.store(sums + place * HEAD_DIM + within, whole, mask=inside)
