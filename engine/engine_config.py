@@ -16,7 +16,7 @@ from .settings import KVDType, Quantization
 
 DEFAULT_BLOCK_SIZE = {"cpu": 16, "cuda": 64}
 GPU_GROUP = 16  # inputs: groups that share a scale are multiples of it
-WARM_UP_TOKENS = (64, 512)  # and on a GPU ``max_prefill_tokens``: its kernels come in sizes
+WARM_UP_TOKENS = (5, 20, 64, 512)  # and on a GPU ``max_prefill_tokens``: its kernels come in sizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,14 +27,17 @@ from support.played_gpu import OnGpu
 
 from splitserve.bench.kernels import triton_interpreter
 from splitserve.engine.cache.device_blocks import DeviceBlocks
-from splitserve.engine.engine_config import EngineConfig
+from splitserve.engine.engine_config import WARM_UP_TOKENS, EngineConfig
 from splitserve.engine.step import model_runner
 from splitserve.engine.step.model_runner import ModelRunner
+from splitserve.kernels.gpu.exact_linear import product_tile
+from splitserve.kernels.gpu.quantised_linear import quantised_tile
 from splitserve.kernels.quantised import Scheme
 from splitserve.kernels.reference import TorchKernels
 from splitserve.transport.live_environment import LiveDevice
 from splitserve.transport.movers.checksum import checksums
 from splitserve.transport.movers.opening import gpu_of
+from splitserve.worker.settings import DEFAULT_BATCH_TOKENS
 
 triton_interpreter.install()
 pytestmark = [pytest.mark.filterwarnings("ignore:overflow encountered in exp")]
@@ -156,6 +159,15 @@ def test_nothing_is_compiled_once_a_worker_is_ready(
         LiveDevice(model.pool).write_test_block(6, (1, 2))
         model.pool.checksums([5, 2, 7])
         model.pool.unpack(model.pool.pack([3], slice(0, 1)), [4], slice(0, 1))
+
+
+@pytest.mark.parametrize("chosen", [1, 2, 4, 6, 8, 10])
+def test_first_steps_compile_products_of_every_size(chosen: int) -> None:
+    """Of each token ``chosen`` experts; a decode step of one token is among the first."""
+    budget = DEFAULT_BATCH_TOKENS["cuda"]
+    for tile in (product_tile, quantised_tile):
+        sizes = {tile(tokens * chosen) for tokens in range(1, budget + 1)}
+        assert {tile(tokens * chosen) for tokens in (1, *WARM_UP_TOKENS, budget)} == sizes
 
 
 def test_slices_of_any_width_are_copied_by_the_same_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
