@@ -7,6 +7,7 @@
 # That machine brings Python 3.12 (PYTHON_VERSION=3.11 here for another), pip, and torch with Triton. run.sh installs
 # into gpu_check/site what is missing there, nothing outside of it, and passes other arguments on:
 # gpu_check/run.sh OUT --rehearse runs every part without a GPU. The C++ kernels for CPUs are left out.
+# WITHOUT="numpy uvloop" here leaves out wheels that the machine has, where the archive must be smaller.
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -52,13 +53,16 @@ END
 
 wheels() {
     local -a platforms=()
-    local number
+    local number name
     for number in 39 35 34 31 28 27 24 17 12 5; do
         platforms+=(--platform "manylinux_2_${number}_x86_64")
     done
     platforms+=(--platform manylinux2014_x86_64 --platform manylinux2010_x86_64 --platform manylinux1_x86_64)
     "$PYTHON" -m pip download -q --only-binary=:all: --python-version "$PYTHON_VERSION" --implementation cp \
         "${platforms[@]}" -d "$1/wheels" -r "$1/requirements.txt"
+    for name in ${WITHOUT:-}; do
+        rm "$1/wheels/${name//-/_}"-*.whl
+    done
 }
 
 write_run_script() {

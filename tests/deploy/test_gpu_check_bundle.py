@@ -18,7 +18,7 @@ def python_without_index(folder: Path) -> Path:
         "#!/bin/sh\n"
         'if [ "$3" = download ]; then\n'
         '    while [ "$1" != -d ]; do shift; done\n'
-        f'    mkdir -p "$2"; cp "$4" {folder}/asked\n'
+        f'    mkdir -p "$2"; cp "$4" {folder}/asked; touch "$2"/numpy-9-py3-none-any.whl\n'
         "else\n"
         f'    exec {sys.executable} "$@"\n'
         "fi\n"
@@ -28,7 +28,7 @@ def python_without_index(folder: Path) -> Path:
 
 
 def test_the_bundle_runs_where_nothing_is_missing(tmp_path: Path) -> None:
-    archive, environ = tmp_path / "gpu_check.tar", {**os.environ, "PIP_NO_INDEX": "1"}
+    archive, environ = tmp_path / "gpu_check.tar", {**os.environ, "PIP_NO_INDEX": "1", "WITHOUT": "numpy"}
     python = python_without_index(tmp_path)
     subprocess.run(
         [ROOT / "deploy/gpu_check_bundle.sh", archive], env={**environ, "PYTHON": str(python)}, check=True
@@ -40,6 +40,8 @@ def test_the_bundle_runs_where_nothing_is_missing(tmp_path: Path) -> None:
     with tarfile.open(archive) as tar:
         tar.extractall(tmp_path, filter="data")
     assert not (tmp_path / "gpu_check/tree/tests").exists()
+    assert (tmp_path / "gpu_check/wheels").is_dir()
+    assert not list((tmp_path / "gpu_check/wheels").glob("numpy*")), "left out"
     command = [tmp_path / "gpu_check/run.sh", tmp_path / "out", "--rehearse", "--only", "fa3"]
     subprocess.run(command, env={**environ, "PYTHON": sys.executable}, check=True, timeout=250)
     text = (tmp_path / "out/summary.txt").read_text()
