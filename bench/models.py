@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,35 @@ SHAPES = {"125m": LLAMA_125M, "500m": LLAMA_500M, "tiny": LLAMA_TINY}
 def make_random_llama(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0, **shape: Any) -> None:
     """Writes a Llama checkpoint with a tokenizer to the folder ``path``; ``shape`` overrides fields of
     ``LLAMA_125M``. With ``QWEN3`` it is a Qwen3 one."""
+    config = _write_config(path, dtype, shape)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        name: torch.ones(size, dtype=dtype)
+        if len(size) == 1
+        else (torch.randn(size, generator=generator) * size[-1] ** -0.5).to(dtype)
+        for name, size in _tensor_shapes(config).items()
+    }
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def make_hollow_llama(path: Path, **shape: Any) -> None:
+    """The same in bfloat16 with weights of zero, which are a hole in the file: no time and no disk, whatever
+    the model's size."""
+    config = _write_config(path, torch.bfloat16, shape)
+    header: dict[str, Any] = {}
+    end = 0
+    for name, size in _tensor_shapes(config).items():
+        begin, end = end, end + 2 * math.prod(size)
+        header[name] = {"dtype": "BF16", "shape": size, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with (path / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+
+
+def _write_config(path: Path, dtype: torch.dtype, shape: dict[str, Any]) -> dict[str, Any]:
+    """And the tokenizer."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -61,15 +91,8 @@ def make_random_llama(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int
     }
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config, indent=2))
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {
-        name: torch.ones(size, dtype=dtype)
-        if len(size) == 1
-        else (torch.randn(size, generator=generator) * size[-1] ** -0.5).to(dtype)
-        for name, size in _tensor_shapes(config).items()
-    }
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     _write_tokenizer(path, int(config["vocab_size"]))
+    return config
 
 
 def _tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -5,6 +5,12 @@
     deploy/gpu_check_bundle.sh gpu_check.tar     # for a machine without a network: this tree and its wheels
     tar xf gpu_check.tar && gpu_check/run.sh OUT               # there
 
+On a machine that is lent for fifteen minutes, ten a command: first the start, kernels and engines, then the
+rest, with time to mend between (leave the second line's parts out that need no second look):
+
+    gpu_check/run.sh OUT --seconds 280
+    gpu_check/run.sh OUT --begin "serve cuda_ipc" --seconds 400
+
 It needs torch for CUDA and Triton. It uses transformers, compute-sanitizer and FlashAttention-3 (as
 flash_attn_interface, or in vLLM) where they are installed. The bundle brings the wheels of all else that
 splitserve[worker,bench] needs; run.sh installs those that are missing, into the bundle's own folder.
@@ -26,6 +32,7 @@ import os
 import signal
 import sys
 import tempfile
+from itertools import dropwhile
 from pathlib import Path
 
 from ..environment import environment
@@ -45,15 +52,18 @@ def main() -> int:
     parser.add_argument(
         "--seconds",
         type=float,
-        help=f"for all parts (default: {SECONDS}; {REHEARSAL_SECONDS} in a rehearsal)",
+        help=f"for all parts (default: {SECONDS}; {REHEARSAL_SECONDS} in a rehearsal); fewer: less is begun",
     )
     parser.add_argument("--only", nargs="+", metavar="PART", help="names of the parts to run")
+    parser.add_argument("--begin", metavar="PART", help="skip the stages before this part's")
     parser.add_argument("--rehearse", action="store_true", help="in small sizes on the CPU; measures nothing")
     options = parser.parse_args()
     stages = (*STAGES, *SPARE)
     names = {part.name for stage in stages for part in stage}
-    if unknown := set(options.only or ()) - names:
+    if unknown := {*(options.only or ()), *filter(None, [options.begin])} - names:
         parser.error(f"no part is named {', '.join(sorted(unknown))}; there are {', '.join(sorted(names))}")
+    if options.begin:
+        stages = tuple(dropwhile(lambda stage: options.begin not in {part.name for part in stage}, stages))
     if options.only:
         chosen = (tuple(part for part in stage if part.name in options.only) for stage in stages)
         stages = tuple(filter(None, chosen))

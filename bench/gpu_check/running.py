@@ -98,7 +98,7 @@ class Run:
         return self.left_s >= self._limit(part) * LEAST_SHARE
 
     def _limit(self, part: Part) -> float:
-        return part.limit_s * self.seconds / SECONDS
+        return part.limit_s * max(1.0, self.seconds / SECONDS)
 
     def _start(self, part: Part, threads: int) -> Running:
         limit = min(self._limit(part), self.left_s)

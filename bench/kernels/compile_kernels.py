@@ -10,12 +10,15 @@ import json
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...engine.step.decode_graphs import BUCKETS
 from ...kernels.gpu.block_checksum import block_checksums
-from ...kernels.gpu.block_copy import pack_blocks
+from ...kernels.gpu.block_copy import pack_blocks, unpack_blocks
 from ...kernels.gpu.decode_attention import decode_attention
 from ...kernels.gpu.decode_plan import plan_decode
 from ...kernels.gpu.elementwise import embedding, gate_mul
@@ -35,30 +38,32 @@ from ...kernels.gpu.step_inputs import advance
 from ...kernels.gpu.token_masks import forbid
 from ...kernels.interface import AttentionInputs, RopeInputs
 from ...kernels.mixture_shape import MixtureShape
+from ..models import LLAMA_500M
 from . import sm90
 from .attention_variants import VARIANTS, Attention
+from .engine_figures import MODELS
 from .kernel_inputs import QUANTISED, quantised_weight
 
 BFLOAT16, FLOAT16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
-NUM_SEQS, MAX_BLOCKS = 64, 64
+NUM_SEQS, MANY_SEQS, MAX_BLOCKS = 64, 65, 64
 
 
 def empty(*shape: int, dtype: torch.dtype = BFLOAT16) -> Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-def attention(variant: Attention) -> None:
+def attention(variant: Attention, num_kv_heads: int = 8, num_seqs: int = NUM_SEQS) -> None:
     """Its plan and itself."""
-    head_dim, group, block_size, num_kv_heads = variant.head_dim, variant.group, variant.block_size, 8
+    head_dim, group, block_size = variant.head_dim, variant.group, variant.block_size
     num_heads = group * num_kv_heads
     pool, scales = _pool(head_dim, num_kv_heads, block_size, variant.cache_dtype)
     starts, lens, tables = (
-        empty(*shape, dtype=torch.int32) for shape in ((NUM_SEQS + 1,), (NUM_SEQS,), (NUM_SEQS, MAX_BLOCKS))
+        empty(*shape, dtype=torch.int32) for shape in ((num_seqs + 1,), (num_seqs,), (num_seqs, MAX_BLOCKS))
     )
     window = 1000 if variant.window else None
     sinks = empty(num_heads, dtype=torch.float32) if variant.sinks else None
     inputs = AttentionInputs(starts, lens, tables, 0.1, window, variant.softcap, scales, sinks=sinks)
-    num_tokens = NUM_SEQS if variant.family == "decode" else 1024
+    num_tokens = num_seqs if variant.family == "decode" else 1024
     q = empty(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=variant.dtype)[:, :num_heads]
     out = empty(num_tokens, num_heads * head_dim, dtype=variant.dtype)
     if variant.family == "decode":
@@ -70,27 +75,24 @@ def attention(variant: Attention) -> None:
 
 
 def norm(hidden: int, dtype: torch.dtype = BFLOAT16) -> None:
-    x, residual, weight = (
-        empty(8, hidden, dtype=dtype),
-        empty(8, hidden, dtype=dtype),
-        empty(hidden, dtype=dtype),
-    )
-    add_rms_norm(x, residual, weight, 1e-5)
+    x, residual = (empty(8, hidden, dtype=dtype) for _ in range(2))
+    add_rms_norm(x, residual, empty(hidden, dtype=dtype), 1e-5)
 
 
 def rope(
-    head_dim: int, cache_dtype: torch.dtype = BFLOAT16, dtype: torch.dtype = BFLOAT16, norm: int = 1
-) -> None:
+    head_dim: int, cache_dtype: torch.dtype = BFLOAT16, dtype: torch.dtype = BFLOAT16, norm: int = 1,
+    heads: int = 32, kv_heads: int = 8,
+) -> None:  # fmt: skip
     """``norm``: dimensions of the norms' weights; 0: there are none."""
-    pool, scales = _pool(head_dim, 8, 64, cache_dtype)
+    pool, scales = _pool(head_dim, kv_heads, 64, cache_dtype)
     positions, slots, cos_sin = (
         empty(8, dtype=torch.int32),
         empty(8, dtype=torch.int64),
         empty(64, head_dim, dtype=torch.float32),
     )
-    q, k = (empty(*[heads] * (norm - 1), head_dim, dtype=dtype) if norm else None for heads in (32, 8))
-    inputs = RopeInputs(positions, slots, cos_sin, 32, 8, head_dim, q, k, 1e-6, scales)
-    rope_and_store(empty(8, 48 * head_dim, dtype=dtype), pool, 1, inputs)
+    q, k = (empty(*[n] * (norm - 1), head_dim, dtype=dtype) if norm else None for n in (heads, kv_heads))
+    inputs = RopeInputs(positions, slots, cos_sin, heads, kv_heads, head_dim, q, k, 1e-6, scales)
+    rope_and_store(empty(8, (heads + 2 * kv_heads) * head_dim, dtype=dtype), pool, 1, inputs)
 
 
 def exact_linear(
@@ -151,12 +153,12 @@ def quantised_experts(form: str, num_tokens: int, dtype: torch.dtype = BFLOAT16)
         experts(empty(x_rows, matrix.in_features, dtype=dtype), tiles, tile, 4, sorted_rows=last)
 
 
-def sampling(n: int = 8, vocab_size: int = 151936) -> None:
+def sampling(n: int = 8, vocab_size: int = 151936, edited: bool = True, filtered: bool = True) -> None:
     ints, floats = empty(n, dtype=torch.int32), empty(n, dtype=torch.float32)
     rows = SamplingRows(
         empty(n, dtype=torch.int64), ints, floats, ints, floats, floats, floats, floats, floats, ints,
         empty(n, vocab_size, dtype=torch.int32), empty(n + 1, dtype=torch.int32), ints, ints, floats,
-        edited=True, filtered=True,
+        edited=edited, filtered=filtered,
     )  # fmt: skip
     sample(empty(n, vocab_size, dtype=torch.float32), rows)
 
@@ -168,8 +170,39 @@ def step_inputs(num_rows: int, max_blocks: int = 2049) -> None:
     advance(packed, words, words, words, words, words, slots, tables, num_rows, 64)
 
 
-def block_bytes() -> tuple[Tensor, Tensor]:
-    return empty(4, 1 << 20, dtype=torch.uint8), empty(2, dtype=torch.int64)
+def start_of(shape: dict[str, Any]) -> dict[str, Callable[[], object]]:
+    """What a worker compiles when it starts with a model of this config.json in bfloat16."""
+    hidden, vocab_size = shape["hidden_size"], shape["vocab_size"]
+    heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
+    head_dim, group = shape.get("head_dim", hidden // heads), heads // kv_heads
+    norms = int("Qwen3ForCausalLM" in shape.get("architectures", ()))
+    block = shape["num_hidden_layers"] * kv_heads * head_dim * 256  # bytes of 64 keys and values in 16 bits
+    return {
+        "embedding": lambda: embedding(empty(vocab_size, hidden), empty(8, dtype=torch.int32), BFLOAT16),
+        "norm": lambda: norm(hidden),
+        "rope": lambda: rope(head_dim, norm=norms, heads=heads, kv_heads=kv_heads),
+        "gate": lambda: gate_mul(empty(8, 2 * shape["intermediate_size"]), "silu"),
+        **{
+            f"{family}, {num_seqs} sequences": partial(
+                attention, Attention(family, head_dim, group=group), kv_heads, num_seqs
+            )
+            for family, num_seqs in product(("decode", "prefill"), (NUM_SEQS, MANY_SEQS))
+        },
+        **{
+            f"sampling, {edited}, {filtered}": partial(sampling, 8, vocab_size, edited, filtered)
+            for edited, filtered in product((False, True), repeat=2)
+        },
+        "token masks": lambda: forbid(
+            empty(8, vocab_size, dtype=torch.float32), empty(2, 1 + -(-vocab_size // 32), dtype=torch.int32)
+        ),
+        "checksums": lambda: block_checksums(*block_bytes(block)),
+        "pack": lambda: pack_blocks(*block_bytes(block), empty(2, block, dtype=torch.uint8)),
+        "unpack": lambda: unpack_blocks(empty(2, block, dtype=torch.uint8), *block_bytes(block)[::-1]),
+    }
+
+
+def block_bytes(num_bytes: int = 1 << 20) -> tuple[Tensor, Tensor]:
+    return empty(4, num_bytes, dtype=torch.uint8), empty(2, dtype=torch.int64)
 
 
 def _pool(
@@ -241,11 +274,20 @@ OTHERS: dict[str, Callable[[], object]] = {
 }
 
 
+STARTED: dict[str, Callable[[], object]] = {
+    f"start of {name}: {part}": call
+    for name, shape in (MODELS | {"0.5B": LLAMA_500M}).items()
+    for part, call in start_of(shape).items()
+}
+STARTED |= {f"start of any: {num_rows} rows": partial(step_inputs, num_rows) for num_rows in BUCKETS}
+CASES = STARTED | OTHERS
+
+
 def compile_case(name: str) -> list[sm90.Compiled]:
     """Its kernels, in the order of their launches."""
     with sm90.compiling() as kernels:
-        if name in OTHERS:
-            OTHERS[name]()
+        if name in CASES:
+            CASES[name]()
         else:
             attention(VARIANTS[name])
     return kernels
@@ -253,7 +295,5 @@ def compile_case(name: str) -> list[sm90.Compiled]:
 
 if __name__ == "__main__":
     for case in sys.argv[1:] or (*OTHERS, *VARIANTS):
-        print(
-            json.dumps({"case": case, "kernels": [kernel.as_json() for kernel in compile_case(case)]}),
-            flush=True,
-        )
+        found = [kernel.as_json() for kernel in compile_case(case)]
+        print(json.dumps({"case": case, "kernels": found}), flush=True)

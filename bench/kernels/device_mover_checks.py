@@ -6,6 +6,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 
@@ -52,7 +53,7 @@ def cuda_ipc(device: str) -> float:
         pool = _filled(SHAPE).to(device)
         blocks = DeviceBlocks(pool)
         source = CudaIpcSource(
-            ours.recv(), len(pool), blocks.pointer, SHAPE, LoadedCudart(pool.device.index or 0)
+            received(ours), len(pool), blocks.pointer, SHAPE, LoadedCudart(pool.device.index or 0)
         )
         source.put(1, b"", [(i, i, i + 1) for i in range(len(pool) - 2)])
         source.put(1, b"", [(62, 7, 63)], 0, 3)
@@ -64,13 +65,20 @@ def cuda_ipc(device: str) -> float:
                 return 1.0
         source.close()
         ours.send("done")
-        found = ours.recv()
+        found = received(ours)
         return float(found != [*blocks.checksums([*range(len(pool) - 2), 7])])
     finally:
         ours.close()
         process.join(DEADLINE_S)
         if process.is_alive():
             process.kill()
+
+
+def received(connection: Connection) -> Any:
+    """Raises TimeoutError where the other process, which may hang in CUDA, is silent for DEADLINE_S."""
+    if not connection.poll(DEADLINE_S):
+        raise TimeoutError("the other process with a pool on this GPU does not answer")
+    return connection.recv()
 
 
 def _owner(connection: Connection, device: str) -> None:

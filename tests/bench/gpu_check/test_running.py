@@ -29,6 +29,7 @@ CRASHES = {
     "hang": "did not end within 3 s and was killed",
 }
 STUB = "support.gpu_check_parts"
+INSTALLATION_S = 50  # on the machine with the GPU, before the first part
 
 
 def run(stages: Stages, folder: Path, seconds: float = SECONDS) -> dict[str, Any]:
@@ -84,9 +85,9 @@ def test_a_part_that_hangs_says_where(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     stages = (
-        (Part("long", 380, f"{STUB}:hang"),),
-        (Part("short", 190, f"{STUB}:fine"),),
-        (Part("last", 570, f"{STUB}:fine"),),
+        (Part("long", 4, f"{STUB}:hang"),),
+        (Part("short", 2, f"{STUB}:fine"),),
+        (Part("last", 6, f"{STUB}:fine"),),
     )
     found = run(stages, tmp_path, seconds=6.0)
     assert [found["parts"][name]["state"] for name in ("long", "short", "last")] == [
@@ -195,7 +196,14 @@ def test_the_summary_names_first_what_is_wrong_then_figures_beside_their_goals()
 
 
 def test_the_plan_fits_and_all_of_it_exists() -> None:
-    assert planned_seconds(STAGES) <= SECONDS < 600
+    assert planned_seconds(STAGES) <= SECONDS <= 600 - INSTALLATION_S
+    first = [part.name for stage in STAGES for part in stage][:-1]
+    assert (
+        first.index("kernels 1")
+        < first.index("start 8B")
+        < first.index("engine 8B")
+        < first.index("failures")
+    )
     assert len({part.name for part in PARTS}) == len(PARTS)
     for part in PARTS:
         module, _, function = part.run.partition(":")
@@ -210,10 +218,36 @@ def test_half_a_line_is_no_line(tmp_path: Path) -> None:
     assert read_lines(tmp_path / "none") == []
 
 
-def test_an_unknown_part_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("seconds", "limit"), [(SECONDS / 2, 60.0), (SECONDS, 60.0), (2 * SECONDS, 120.0)])
+def test_fewer_seconds_are_for_fewer_parts_and_shorten_none(
+    tmp_path: Path, seconds: float, limit: float
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["gpu_check", "--out", os.devnull, "--rehearse", "--only", "engine 9B"])
+    part = Part("fast", 60, f"{STUB}:fine")
+    assert run(((part,),), tmp_path, seconds)["parts"]["fast"]["limit_s"] == limit
+
+
+def test_a_second_call_begins_where_the_first_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    chosen: list[Stages] = []
+
+    class Chosen(Run):
+        def run(self) -> bool:
+            chosen.append(self.stages)
+            self.write()
+            return True
+
+    monkeypatch.setattr("splitserve.bench.gpu_check.__main__.Run", Chosen)
+    monkeypatch.setattr("splitserve.bench.gpu_check.__main__.signal.signal", lambda *_: None)
+    options = ["--rehearse", "--begin", "racecheck", "--only", "memcheck", "engine 8B", "linears"]
+    monkeypatch.setattr("sys.argv", ["gpu_check", "--out", str(tmp_path), *options])
+    assert main() == 0
+    assert [[part.name for part in stage] for stage in chosen[0]] == [["memcheck"], ["linears"]]
+
+
+@pytest.mark.parametrize("option", ["--only", "--begin"])
+def test_an_unknown_part_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    monkeypatch.setattr("sys.argv", ["gpu_check", "--out", os.devnull, "--rehearse", option, "engine 9B"])
     with pytest.raises(SystemExit):
         main()
     assert "no part is named engine 9B; there are attention, blocks" in capsys.readouterr().err
