@@ -104,7 +104,7 @@ def checks(big: bool) -> Iterator[Check]:
             yield Check(
                 f"prefill attention with split folds, {name}",
                 ALLOWED[dtype],
-                partial(_prefill_error, chunks, options, True),
+                partial(_prefill_error, chunks, options, split_folds=True),
             )
     yield Check("decode attention: bits alone and in a batch", 0, partial(_decode_alone, lengths))
     yield Check("decode attention: bits with few partial results", 0, partial(_decode_room, lengths))
@@ -167,7 +167,7 @@ def _decode_error(lengths: list[int], options: dict[str, object], device: str) -
 
 
 def _prefill_error(
-    chunks: list[tuple[int, int]], options: dict[str, object], split_folds: bool = False, device: str = "cpu"
+    chunks: list[tuple[int, int]], options: dict[str, object], device: str, split_folds: bool = False
 ) -> float:
     lengths, new = [sum(chunk) for chunk in chunks], [chunk[1] for chunk in chunks]
     case = attention_case(lengths, new, device=device, **options)  # type: ignore[arg-type]
