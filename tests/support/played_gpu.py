@@ -49,8 +49,7 @@ class PlayedGpu(TorchFunctionMode):
         self.total_bytes = self.free_bytes = 0
         self.reserved_bytes = 0  # of this process, in use
         self.cached_bytes = 0  # of this process, kept by torch and not in use
-        self.step = 0
-        self.launching = False
+        self.step, self.launching = 0, False
         self.variants: set[str] = set()
         self.ready = False
         self._pinned: dict[int, torch.Tensor] = {}  # page-locked memory, kept for good: addresses name it
@@ -262,7 +261,8 @@ def played_gpu(monkeypatch: pytest.MonkeyPatch, free_bytes: int = 1 << 30) -> It
         "is_available": lambda: True, "Stream": Stream, "Event": partial(Event, gpu),
         "stream": lambda _: nullcontext(), "current_stream": Stream,
         "mem_get_info": lambda _=None: (gpu.free_bytes - gpu.cached_bytes, gpu.total_bytes),
-        "memory_reserved": lambda _=None: gpu.reserved_bytes, "get_device_properties": lambda _: properties,
+        "memory_reserved": lambda _=None: gpu.reserved_bytes + gpu.cached_bytes,
+        "get_device_properties": lambda _: properties,
         "get_device_capability": lambda _=None: (9, 0), "get_device_name": lambda _: properties.name,
         "set_device": lambda _: None, "device": lambda _: nullcontext(), "empty_cache": gpu.empty_cache,
     }.items():  # fmt: skip

@@ -143,15 +143,17 @@ def test_a_replayed_step_takes_its_tokens_from_the_one_before(runner: ModelRunne
 
 
 def test_inputs_follow_from_the_step_before() -> None:
-    """Lengths and slots of fed rows are not the host's; after a failure all are."""
+    """Lengths and slots of fed rows are not the host's, entries of tables are sent when they change; after a
+    failure all are."""
     buffers = StepBuffers(4, 8, BLOCK_SIZE, torch.device("cpu"))
-    sequences = prompts(9, 3, 18)
+    sequences, entries = prompts(9, 3, 18), list[int]()
     for s in sequences:
         s.num_computed = len(s.prompt) - 1
 
     def check(rows: list[int], batch: Batch, fed_from: list[int] | None, sampled: Tensor) -> None:
         expected = make_batch([(sequences[i], 1) for i in rows], BLOCK_SIZE)
         buffers.fill(batch, 4, sampled)
+        entries.append(int(buffers._packed[1]))
         buffers.advance(4)
         token_ids, metadata = buffers.inputs(4)
         n, known = len(rows), torch.from_numpy(expected.token_ids)
@@ -180,6 +182,7 @@ def test_inputs_follow_from_the_step_before() -> None:
             sampled, before = sampled + 1, list(range(len(rows))) if step else fed_from
             buffers.sampled(sampled)
             check(rows, fed(rows, before), before, sampled)
+    assert entries.count(0) > len(entries) // 2
     buffers.forget()
     check([1, 0], make_batch([(sequences[i], 1) for i in (1, 0)], BLOCK_SIZE), None, sampled)
 
