@@ -5,11 +5,11 @@
     deploy/gpu_check_bundle.sh gpu_check.tar     # for a machine without a network: this tree and its wheels
     tar xf gpu_check.tar && gpu_check/run.sh OUT               # there
 
-On a machine that is lent for fifteen minutes, ten a command: first the start, kernels and engines, then the
-rest, with time to mend between (leave the second line's parts out that need no second look):
+On a machine that is lent for fifteen minutes, ten a command, its own start among them: first kernels, the
+start of an 8B model and engines, then the rest, with time to mend between:
 
     gpu_check/run.sh OUT --seconds 280
-    gpu_check/run.sh OUT --begin "serve cuda_ipc" --seconds 400
+    gpu_check/run.sh OUT --begin "serve cuda_ipc" --seconds 350
 
 It needs torch for CUDA and Triton. It uses transformers, compute-sanitizer and FlashAttention-3 (as
 flash_attn_interface, or in vLLM) where they are installed. The bundle brings the wheels of all else that
@@ -55,7 +55,9 @@ def main() -> int:
         help=f"for all parts (default: {SECONDS}; {REHEARSAL_SECONDS} in a rehearsal); fewer: less is begun",
     )
     parser.add_argument("--only", nargs="+", metavar="PART", help="names of the parts to run")
-    parser.add_argument("--begin", metavar="PART", help="skip the stages before this part's")
+    parser.add_argument(
+        "--begin", metavar="PART", help="run the first stage, then this part's and those behind it"
+    )
     parser.add_argument("--rehearse", action="store_true", help="in small sizes on the CPU; measures nothing")
     options = parser.parse_args()
     stages = (*STAGES, *SPARE)
@@ -63,7 +65,8 @@ def main() -> int:
     if unknown := {*(options.only or ()), *filter(None, [options.begin])} - names:
         parser.error(f"no part is named {', '.join(sorted(unknown))}; there are {', '.join(sorted(names))}")
     if options.begin:
-        stages = tuple(dropwhile(lambda stage: options.begin not in {part.name for part in stage}, stages))
+        later = dropwhile(lambda stage: options.begin not in {part.name for part in stage}, stages)
+        stages = (stages[0], *(stage for stage in later if stage is not stages[0]))
     if options.only:
         chosen = (tuple(part for part in stage if part.name in options.only) for stage in stages)
         stages = tuple(filter(None, chosen))

@@ -53,7 +53,8 @@ def compile_first(place: Place) -> Iterator[Line]:
     """What starts of the models that are measured compile, then kernels of each family and option, so that
     all later parts find them in Triton's cache."""
     from ..kernels.attention_variants import covering
-    from ..kernels.compile_kernels import OTHERS, STARTED
+    from ..kernels.compile_kernels import OTHERS
+    from ..kernels.start_kernels import STARTED
 
     cases = [*STARTED, *map(str, covering()), *OTHERS]
     yield from _compiled(cases if place.big else cases[-3:])

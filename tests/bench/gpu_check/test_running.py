@@ -237,10 +237,12 @@ def test_a_second_call_begins_where_the_first_ended(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("splitserve.bench.gpu_check.__main__.Run", Chosen)
     monkeypatch.setattr("splitserve.bench.gpu_check.__main__.signal.signal", lambda *_: None)
-    options = ["--rehearse", "--begin", "racecheck", "--only", "memcheck", "engine 8B", "linears"]
-    monkeypatch.setattr("sys.argv", ["gpu_check", "--out", str(tmp_path), *options])
-    assert main() == 0
-    assert [[part.name for part in stage] for stage in chosen[0]] == [["memcheck"], ["linears"]]
+    first = [part.name for part in STAGES[0]]
+    for begin, names in (("racecheck", [*first, "failures"]), ("compile", [*first, "kernels 1"])):
+        options = ["--out", str(tmp_path), "--rehearse", "--begin", begin]
+        monkeypatch.setattr("sys.argv", ["gpu_check", *options])
+        assert main() == 0
+        assert [part.name for stage in chosen[-1] for part in stage][:4] == names
 
 
 @pytest.mark.parametrize("option", ["--only", "--begin"])
