@@ -26,12 +26,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 LEAST_USED, MOST_USED = 0.8, 0.95  # of the card, by weights and KV caches
 PROMPT, OUTPUT = 300, 16
 CACHE = re.compile(r"KV cache: .* ([0-9.]+) GiB")
+MOVER = re.compile(r"hands KV blocks to \S+ by (\w+)")
 NOTED = re.compile(r"\b(?:WARNING .*|ready in .*|hands KV blocks to .*|KV cache: .*|kernels: .*)")
 
 
 def start(place: Place, name: str) -> Iterator[Line]:
-    """Seconds until ready, an answer of each length, the memory that caches take, and what the log warns
-    of."""
+    """Seconds until ready, two answers, the mover, the memory that caches take, and what the log warns of."""
     interpret(place)
     folder, log = place.work / "models" / f"hollow {name}", place.work / "logs" / f"start {name} cluster.log"
     shape = SHAPES[name] if place.big else SMALL
@@ -47,6 +47,9 @@ def start(place: Place, name: str) -> Iterator[Line]:
             seconds = time.monotonic() - asked
             note = f"after {seconds:.2f} s"
             yield Line(f"{name}: up, the {what} request has its tokens", good=len(ids) == OUTPUT, note=note)
+        movers = set(MOVER.findall(log.read_text()))
+        good = movers == {"cuda_ipc"} if place.big else bool(movers)
+        yield Line(f"{name}: up, KV blocks stay on the device", good=good, note=", ".join(sorted(movers)))
         yield from _memory(place, name, (folder / "model.safetensors").stat().st_size, log.read_text())
     for found in dict.fromkeys(
         match[0] for match in map(NOTED.search, log.read_text().splitlines()) if match

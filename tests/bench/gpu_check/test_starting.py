@@ -54,7 +54,7 @@ def test_up_starts_and_answers(tmp_path: Path) -> None:
     place = Place("cpu", False, tmp_path)
     (tmp_path / "logs").mkdir()
     lines = list(starting.start(place, "Qwen3-0.6B"))
-    assert [line.good for line in lines if line.good is not None] == [True] * 3
+    assert [line.good for line in lines if line.good is not None] == [True] * 4
     assert SMALL["vocab_size"] > 0
     assert any("hands KV blocks to" in line.note for line in lines)
 
