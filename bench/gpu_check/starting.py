@@ -1,5 +1,5 @@
 """What a first start on a GPU meets: ``splitserve up`` with nothing but the folder of a model in its real
-size. All weights are zero, so that it says nothing about tokens."""
+size. All weights are zero: which tokens come is of no interest."""
 
 from __future__ import annotations
 

@@ -145,8 +145,11 @@ class LayerLoader:
         """In the model's type."""
         return self._wide(self._weight(name))
 
-    def vocabulary_head(self, name: str) -> Linear:
-        """Hidden states to logits."""
+    def vocabulary_head(self, name: str, table: Tensor | QuantisedTable | None = None) -> Linear:
+        """Hidden states to logits. ``table``: the vocabulary's of this name: a GPU holds it once."""
+        is_stored = self.quantisation is None or self.quantisation.of(name) is None
+        if self.device.type != "cpu" and is_stored and isinstance(table, Tensor):
+            return self.kernels.head(table)
         return self.kernels.head(self._weight(name))
 
     def vocabulary_table(self, name: str) -> Tensor | QuantisedTable:

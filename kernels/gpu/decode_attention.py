@@ -86,9 +86,7 @@ def decode_attention(
     assert out.is_contiguous()
     assert num_heads // num_kv_heads <= tile.rows, "the heads of a group are the rows of one tile"
     dims, group = max(16, triton.next_power_of_2(head_dim)), num_heads // num_kv_heads
-    registers = (
-        None  # named even where two programs leave enough: the assembler then does not spill for three
-    )
+    registers = None  # named even where two programs leave enough: else the assembler spills for three
     if not one_group and q.itemsize == 2 and tile == decode_tile(head_dim, group, fp8=kv_scales is not None):
         at_once = programs_per_sm(head_dim, group, kv.shape[3])
         registers = min(248, REGISTERS // (at_once * tile.warps * 32) // 8 * 8)

@@ -33,7 +33,7 @@ from splitserve.engine.step.model_runner import ModelRunner
 from splitserve.kernels.gpu.exact_linear import product_tile
 from splitserve.kernels.gpu.quantised_linear import quantised_tile
 from splitserve.kernels.quantised import Scheme
-from splitserve.kernels.reference import TorchKernels
+from splitserve.kernels.reference import TorchKernels, TorchLinear
 from splitserve.transport.live_environment import LiveDevice
 from splitserve.transport.movers.checksum import checksums
 from splitserve.transport.movers.opening import gpu_of
@@ -80,6 +80,19 @@ def test_a_worker_starts_and_steps_without_a_wait(
         }
     held = model.runner.kv_cache.pool.as_subclass(torch.Tensor).view(torch.uint8).view(NUM_BLOCKS, 1, -1)
     assert sums == checksums(held.numpy(), [9, 3])
+
+
+def test_a_vocabulary_that_serves_twice_is_there_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path, "qwen3", num_hidden_layers=1, tie_word_embeddings=True)
+    with on_played_gpu(monkeypatch):
+        runner = load(tmp_path).runner
+        assert isinstance(runner, ModelRunner)
+        table, head = runner._model._embed_table, runner._model._head
+        assert isinstance(table, OnGpu)
+        assert isinstance(head, TorchLinear)
+        assert head._weight.data_ptr() == table.data_ptr()
 
 
 def test_a_decode_step_sends_one_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +176,7 @@ def test_nothing_is_compiled_once_a_worker_is_ready(
 
 @pytest.mark.parametrize("chosen", [1, 2, 4, 6, 8, 10])
 def test_first_steps_compile_products_of_every_size(chosen: int) -> None:
-    """Of each token ``chosen`` experts; a decode step of one token is among the first."""
+    """Each token takes ``chosen`` experts; a decode step of one token is among the first."""
     budget = DEFAULT_BATCH_TOKENS["cuda"]
     for tile in (product_tile, quantised_tile):
         sizes = {tile(tokens * chosen) for tokens in range(1, budget + 1)}
