@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 LLAMA_125M: dict[str, Any] = {
@@ -41,37 +40,42 @@ LLAMA_TINY: dict[str, Any] = {  # time spent outside the kernels shows
     "num_key_value_heads": 2,
     "tie_word_embeddings": True,
 }
+STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 SHAPES = {"125m": LLAMA_125M, "500m": LLAMA_500M, "tiny": LLAMA_TINY}
 
 
 def make_random_llama(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0, **shape: Any) -> None:
     """Writes a Llama checkpoint with a tokenizer to the folder ``path``; ``shape`` overrides fields of
     ``LLAMA_125M``. With ``QWEN3`` it is a Qwen3 one."""
-    config = _write_config(path, dtype, shape)
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {
-        name: torch.ones(size, dtype=dtype)
-        if len(size) == 1
-        else (torch.randn(size, generator=generator) * size[-1] ** -0.5).to(dtype)
-        for name, size in _tensor_shapes(config).items()
-    }
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    config, generator = _write_config(path, dtype, shape), torch.Generator().manual_seed(seed)
+    with (path / "model.safetensors").open("wb") as file:
+        file.write(_header(_tensor_shapes(config), dtype)[0])
+        for size in _tensor_shapes(config).values():
+            tensor = torch.ones(size)
+            if len(size) > 1:
+                tensor = torch.randn(size, generator=generator) * size[-1] ** -0.5
+            file.write(tensor.to(dtype).view(torch.uint8).numpy().data)
 
 
 def make_hollow_llama(path: Path, **shape: Any) -> None:
     """The same in bfloat16 with weights of zero, which are a hole in the file: no time and no disk, whatever
     the model's size."""
-    config = _write_config(path, torch.bfloat16, shape)
-    header: dict[str, Any] = {}
-    end = 0
-    for name, size in _tensor_shapes(config).items():
-        begin, end = end, end + 2 * math.prod(size)
-        header[name] = {"dtype": "BF16", "shape": size, "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    header, num_bytes = _header(_tensor_shapes(_write_config(path, torch.bfloat16, shape)), torch.bfloat16)
     with (path / "model.safetensors").open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
+        file.write(header)
+        file.truncate(len(header) + num_bytes)
+
+
+def _header(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> tuple[bytes, int]:
+    """The beginning of a safetensors file with these tensors one behind the other, and the bytes of all."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, size in shapes.items():
+        begin, end = end, end + dtype.itemsize * math.prod(size)
+        entries[name] = {"dtype": STORED[dtype], "shape": size, "data_offsets": [begin, end]}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, end
 
 
 def _write_config(path: Path, dtype: torch.dtype, shape: dict[str, Any]) -> dict[str, Any]:

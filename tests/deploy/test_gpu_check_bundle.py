@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import tarfile
+import tomllib
+from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from splitserve.bench.gpu_check.plan import SPARE, STAGES
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,3 +65,43 @@ def test_help_says_what_to_bring() -> None:
     )
     assert "gpu_check/run.sh OUT" in done.stdout
     assert "brings Python 3.12" in done.stdout
+
+
+def needed(requirements: Iterable[str]) -> set[str]:
+    """Names of these packages and of all that they need."""
+    found: set[str] = set()
+    waiting = list(map(Requirement, requirements))
+    while waiting:
+        requirement = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        if name not in found and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+            found.add(name)
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                waiting += map(Requirement, metadata.requires(name) or [])
+    return found
+
+
+def test_its_parts_need_no_package_that_the_bundle_does_not_bring() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    brought = needed([*project["dependencies"], *extras["worker"], *extras["bench"], *extras["gpu"]])
+    others = {
+        name
+        for name, owners in metadata.packages_distributions().items()
+        if name != "splitserve" and not brought & set(map(canonicalize_name, owners))
+    }
+    modules = {part.run.partition(":")[0] for stage in (*STAGES, *SPARE) for part in stage}
+    modules |= {"splitserve.bench.kernels.compile_kernels", "splitserve.bench.kernels.gpu_worker"}
+    assert "safetensors" in others
+    code = f"""
+import importlib, sys
+class Absent:
+    def find_spec(self, name, *_):
+        if name.partition('.')[0] in {others}:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Absent())
+for name in {modules}:
+    importlib.import_module(name)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-500:]
