@@ -7,7 +7,6 @@ from math import inf
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 from simulation.host import Host
 
 from splitserve.coordinator.lifecycle.assignments import Assignments
@@ -246,10 +245,8 @@ def announce_once_that_a_role_is_over(patch: Patch) -> None:
 def take_the_end_of_a_name_for_that_of_the_next(patch: Patch) -> None:
     retire = Writers.retire
 
-    def broken(self: Any, peer: Any, message: Any) -> Any:
-        return retire(
-            self, peer, replace(message, incarnation=message.incarnation | (1 << fields.COUNT_BITS) - 1)
-        )
+    def broken(self: Any, peer: Any, ended: int) -> Any:
+        return retire(self, peer, ended | (1 << fields.COUNT_BITS) - 1)
 
     patch.setattr(Writers, "retire", broken)
 
