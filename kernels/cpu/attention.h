@@ -11,6 +11,9 @@
 // With bfloat16 units both products are theirs: two d, or two keys, a step; probabilities are rounded to bfloat16, all sums are float32.
 
 constexpr int64_t KEYS = 64;  // in a run
+constexpr int64_t LEAD = 4;   // heads between the one at hand and the one that memory is asked for
+constexpr int SPACED = VECTOR_BYTES == 64 ? 1 : 4;  // steps of narrow vectors beside one that asks memory
+constexpr int DIRECT = VECTOR_BYTES == 64 ? 4 : 0;  // query heads that keys are scored for as they lie; for more they are copied, transposed
 constexpr int SCORED = VECTOR_BYTES == 64 ? 4 : 2;  // vectors of keys that are scored at once: what the register file holds
 
 // What a query (by words of its keys) and probabilities are multiplied as: see multiply_tile.
@@ -27,6 +30,13 @@ struct As<bf16> {
 
 static inline bool one_query(const AttentionArgs& g, const AttentionItem& item) {
   return g.query_start_loc[item.seq + 1] - g.query_start_loc[item.seq] == 1;
+}
+
+// Of the same sequence as the first item, which has one query.
+static inline int64_t heads_of(const AttentionItem* item, const AttentionItem* last) {
+  const AttentionItem* other = item;
+  while (other != last && other->seq == item->seq) ++other;
+  return other - item;
 }
 
 static inline const float* sinks_of(const AttentionArgs& g, const AttentionItem& item) {
@@ -53,107 +63,136 @@ struct KeyValues {  // where one sequence's keys and values of one layer and hea
 template <class T>
 struct Run {  // the keys [begin, end) of a run, from position `start` on
   int64_t start = 0, begin = 0, end = 0, value_offset = 0;
-  const T* keys[KEYS];  // in the room of one that is not there lies another
+  const T *in_turn[2 * KEYS + 2], *keys[KEYS];  // in the room of one that is not there lies another; from `head` on those of the head at hand
+  int64_t head = 0, head_stride;
+  const T* key(int64_t i) const { return keys[i] + head; }
+  const uint32_t* const* words(int64_t i) const { return reinterpret_cast<const uint32_t* const*>(keys + i); }  // of the first head
 
   void find(const KeyValues<T>& kv, int64_t position, int64_t length) {  // those from `position` on
     start = position / KEYS * KEYS;
     begin = position - start;
     end = smaller(length - start, KEYS);
     value_offset = kv.value_offset;
+    head = 0;
+    head_stride = kv.block_size * kv.row;
     for (int64_t i = begin; i < end;) {
       const T* key = kv.key(start + i);
       for (const int64_t stop = smaller(end, i + kv.block_size - (start + i) % kv.block_size); i < stop; ++i, key += kv.row) keys[i] = key;
     }
     for (int64_t i = 0; i < begin; ++i) keys[i] = keys[begin];
     for (int64_t i = end; i < KEYS; ++i) keys[i] = keys[end - 1];
+    for (int64_t i = 0; i < KEYS; ++i) {  // rows of several blocks in turn: CPUs follow some streams by themselves
+      in_turn[i] = keys[i % 8 * (KEYS / 8) + i / 8];
+      in_turn[KEYS + i] = in_turn[i] + value_offset;
+    }
+    for (int64_t i = 2 * KEYS; i < 2 * KEYS + 2; ++i) in_turn[i] = keys[0];
   }
 };
 
-// Asks for a run's keys, then for its values, some cache lines at a time: evenly, for L1 has few open misses, and to L2.
+// Asks memory for what is used next, to L2, and evenly: CPUs drop what they are asked for while too much is on its way.
 template <class T>
 struct Ahead {
-  const Run<T>* run = nullptr;
-  uint64_t row = 2 * KEYS;  // the next one
-  int64_t row_bytes, left = 0;  // of the row at hand
-  const char* at = nullptr;
+  const T* const* rows = nullptr;
+  int64_t head = 0, shift, pair = 0, end = 0;  // pairs of lines, 1 << shift a row
 
-  bool is_done() const { return row == 2 * KEYS && left <= 0; }
-  inline __attribute__((always_inline)) void step(int lines) {
+  explicit Ahead(int64_t row_bytes) { for (shift = 0; row_bytes > 128 << shift;) ++shift; }
+  void begin(const Run<T>& next, int64_t head_of_it) {
+    rows = next.in_turn;
+    head = head_of_it;
+    pair = 0;
+    end = (next.value_offset ? 2 * KEYS : KEYS) << shift;
+  }
+  template <int N>
+  inline __attribute__((always_inline)) void step() {
+    if (pair >= end) return;
 #pragma GCC unroll 4
-    for (int i = 0; i < lines; ++i, at += 64, left -= 64) {
-      if (left <= 0) {
-        if (row == 2 * KEYS) return;
-        at = reinterpret_cast<const char*>(run->keys[row % KEYS] + (row < KEYS ? 0 : run->value_offset));
-        left = row_bytes;
-        ++row;
-      }
+    for (int i = 0; i < N; ++i, ++pair) {
+      const char* const at = reinterpret_cast<const char*>(rows[pair >> shift] + head) + (pair & ((1 << shift) - 1)) * 128;
       __builtin_prefetch(at, 0, 2);
+      __builtin_prefetch(at + 64, 0, 2);
     }
   }
 };
 
-// The runs of all items with one query, one after the other. While one is used, memory is asked for the next one.
+// The runs of all sequences with one query, one after the other, each for all heads among the items.
 template <class T>
 struct Runs {
   const AttentionArgs& g;
   const AttentionItem *item, *const last;
   int64_t position = -1;  // of the item's next run; -1: its first one
   Run<T> runs[2], *now = runs, *following = runs + 1;
-  Ahead<T> ahead;
 
-  Runs(const AttentionArgs& g, const AttentionItem* first, const AttentionItem* last) : g(g), item(first), last(last) {
-    ahead.row_bytes = row_length<T>(g.head_dim) * int64_t(sizeof(T));
-    advance();
-  }
-  const Run<T>& advance() {
-    while (!ahead.is_done()) ahead.step(1);
+  Runs(const AttentionArgs& g, const AttentionItem* first, const AttentionItem* last) : g(g), item(first), last(last) { advance(); }
+  Run<T>& advance() {
     Run<T>* const used = now;
     now = following;
     following = used;
     while (item != last && !one_query(g, *item)) ++item;
-    if (item == last) return *now;
+    if (item == last) { following = now; return *now; }
     const int64_t length = g.seq_lens[item->seq];
     following->find(KeyValues<T>(g, *item), position < 0 ? larger(0, length - g.window) : position, length);
-    ahead.run = following;
-    ahead.row = 0;
     position = following->start + following->end;
-    if (position == length) { position = -1; ++item; }
+    if (position == length) { position = -1; item += heads_of(item, last); }
     return *now;
   }
 };
 
-// out[j][i] = rows[i][word + j] for eight by eight words; rows of `out` are KEYS apart.
-static inline void transpose8(const uint32_t* const* rows, int64_t word, uint32_t* out) {
-#if VECTOR_BYTES >= 32
-  __m256i a[8], b[8];
-  for (int i = 0; i < 8; ++i) a[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[i] + word));
-  for (int i = 0; i < 8; i += 2) { b[i] = _mm256_unpacklo_epi32(a[i], a[i + 1]); b[i + 1] = _mm256_unpackhi_epi32(a[i], a[i + 1]); }
-  for (int i = 0; i < 8; i += 4) {
-    a[i] = _mm256_unpacklo_epi64(b[i], b[i + 2]);
-    a[i + 1] = _mm256_unpackhi_epi64(b[i], b[i + 2]);
-    a[i + 2] = _mm256_unpacklo_epi64(b[i + 1], b[i + 3]);
-    a[i + 3] = _mm256_unpackhi_epi64(b[i + 1], b[i + 3]);
-  }
-  for (int i = 0; i < 4; ++i) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i * KEYS), _mm256_permute2x128_si256(a[i], a[i + 4], 0x20));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + (i + 4) * KEYS), _mm256_permute2x128_si256(a[i], a[i + 4], 0x31));
-  }
-#else
-  for (int i = 0; i < 8; ++i)
-    for (int j = 0; j < 8; ++j) out[j * KEYS + i] = rows[i][word + j];
+#if VECTOR_BYTES == 64
+#define UNPACK(which, a, b) (vu)_mm512_unpack##which((__m512i)(a), (__m512i)(b))
+#define LANES(a, b, of_four, of_two) (vu)_mm512_shuffle_i32x4((__m512i)(a), (__m512i)(b), of_four)
+#elif VECTOR_BYTES == 32
+#define UNPACK(which, a, b) (vu)_mm256_unpack##which((__m256i)(a), (__m256i)(b))
+#define LANES(a, b, of_four, of_two) (vu)_mm256_permute2x128_si256((__m256i)(a), (__m256i)(b), of_two)
 #endif
+
+// words[j] = word j of each of W keys, from rows[i] + word on; eight words or one.
+template <int N>
+static inline __attribute__((always_inline)) void load_words(const uint32_t* const* rows, int64_t word, vu* words) {
+#if VECTOR_BYTES >= 32
+  if constexpr (N == 8) {
+    vu a[8], b[8];
+    const auto eight = [&](int i) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[i] + word)); };
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i)
+#if VECTOR_BYTES == 64
+      a[i] = (vu)_mm512_inserti64x4(_mm512_castsi256_si512(eight(i + i / 4 * 4)), eight(i + i / 4 * 4 + 4), 1);
+#else
+      a[i] = (vu)eight(i);
+#endif
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i += 2) { b[i] = UNPACK(lo_epi32, a[i], a[i + 1]); b[i + 1] = UNPACK(hi_epi32, a[i], a[i + 1]); }
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i += 4) {
+      a[i] = UNPACK(lo_epi64, b[i], b[i + 2]); a[i + 1] = UNPACK(hi_epi64, b[i], b[i + 2]);
+      a[i + 2] = UNPACK(lo_epi64, b[i + 1], b[i + 3]); a[i + 3] = UNPACK(hi_epi64, b[i + 1], b[i + 3]);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 4; ++i) { words[i] = LANES(a[i], a[i + 4], 0x88, 0x20); words[i + 4] = LANES(a[i], a[i + 4], 0xdd, 0x31); }
+    return;
+  }
+#endif
+  for (int j = 0; j < N; ++j)
+    for (int i = 0; i < W; ++i) words[j][i] = rows[i][word + j];
 }
 
-// words[j][i] = keys[i][j] for eight keys; rows of `words` are KEYS apart.
-template <class F>
-static inline void transpose_words(const uint32_t* const* keys, int64_t num_words, uint32_t* words, F&& between) {
-  int64_t word = 0;
-  for (; word + 8 <= num_words; word += 8) {
-    between();
-    transpose8(keys, word, words + word * KEYS);
+// words[j][i] = word j of key i of a run, in groups of W keys; rows of `words` are KEYS apart.
+template <class T, class F>
+static inline void transpose_words(const Run<T>& run, int64_t first, int64_t last, int64_t num_words, uint32_t* words, F&& between) {
+  for (int64_t t = first / W * W; t < last; t += W) {
+    const uint32_t* const* const rows = run.words(t);
+    const int64_t head = run.head * int64_t(sizeof(T)) / 4;
+    int64_t word = 0;
+    vu w[8];
+    for (; word + 8 <= num_words; word += 8) {
+      between();
+      load_words<8>(rows, head + word, w);
+      for (int64_t j = 0; j < 8; ++j) store(reinterpret_cast<float*>(words + (word + j) * KEYS + t), (vf)w[j]);
+    }
+    for (; word < num_words; ++word) {
+      load_words<1>(rows, head + word, w);
+      store(reinterpret_cast<float*>(words + word * KEYS + t), (vf)w[0]);
+    }
   }
-  for (; word < num_words; ++word)
-    for (int64_t i = 0; i < 8; ++i) words[word * KEYS + i] = keys[i][word];
 }
 
 // Vectors of values as weights multiply them: of one key, or two keys interleaved.
@@ -165,6 +204,37 @@ static inline vf load_values(const bf16* key, const bf16* next) {
   return (vf)(first | second << 16);  // compilers make four times the instructions of the plain conversion
 #else
   return load(key);
+#endif
+}
+
+// NV of them. With bfloat16 units the numbers of two vectors lie by fours in turn (see in_order): one operation a vector, not four.
+template <int NV, class T>
+static inline __attribute__((always_inline)) void load_values(const T* key, const T* next, vf* v) {
+#if BF16_UNITS
+  if constexpr (sizeof(T) == 2 && NV % 2 == 0) {
+#pragma GCC unroll 2
+    for (int j = 0; j < NV; j += 2) {
+      const vu first = (vu)load(reinterpret_cast<const float*>(key + j * W)), second = (vu)load(reinterpret_cast<const float*>(next + j * W));
+      v[j] = (vf)UNPACK(lo_epi16, first, second);
+      v[j + 1] = (vf)UNPACK(hi_epi16, first, second);
+    }
+    return;
+  }
+#endif
+#pragma GCC unroll 4
+  for (int j = 0; j < NV; ++j) v[j] = load_values(key + j * W, next + j * W);
+}
+
+template <class T>
+static inline void in_order(float* row, int64_t head_dim) {
+#if BF16_UNITS
+  if (sizeof(T) == 2)
+    for (int64_t d = 0; d + 2 * W <= head_dim; d += 2 * W) {
+      const __m512 low = (__m512)load(row + d), high = (__m512)load(row + d + W);
+      const __m512i turn = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+      store(row + d, (vf)_mm512_permutex2var_ps(low, turn, high));
+      store(row + d + W, (vf)_mm512_permutex2var_ps(low, _mm512_add_epi32(turn, _mm512_set1_epi32(8)), high));
+    }
 #endif
 }
 
@@ -187,29 +257,35 @@ static inline void cap_scores(float* scores, int64_t count, float scale, float s
   }
 }
 
-// The running softmax of one row: p becomes exp(scale (scores - new maximum)), padded with 0 to a multiple of W.
-static inline float update_row(float& row_m, float& row_l, float* scores, int64_t count, const AttentionArgs& g) {
+// The running softmax of some rows, KEYS apart: p becomes exp(scale (scores - new maximum)), padded with 0 to a multiple of W. `rescale`: of
+// what was added up so far, with room for a multiple of W.
+template <class F>
+static inline void update_rows(float* row_m, float* row_l, float* scores, int64_t rows, int64_t count, const AttentionArgs& g, float* rescale, F&& between) {
   const int64_t padded = (count + W - 1) / W * W;
   const float scale = g.scale;
-  for (int64_t t = count; t < padded; ++t) scores[t] = -INFINITY;
-  if (g.softcap != 0.0f) cap_scores(scores, padded, scale, g.softcap);
-  vf top = splat(-INFINITY);
-  for (int64_t t = 0; t < padded; t += W) top = vmax(load(scores + t), top);
-  const float m = largest(vmax(top, splat(row_m)));
-  if (m == -INFINITY) {  // nothing visible so far
-    for (int64_t t = 0; t < padded; t += W) store(scores + t, vf{});
-    return 1.0f;
+  for (int64_t r = 0; r < rows; ++r) {
+    float* const row = scores + r * KEYS;
+    for (int64_t t = count; t < padded; ++t) row[t] = -INFINITY;
+    if (g.softcap != 0.0f) cap_scores(row, padded, scale, g.softcap);
+    vf top = splat(row_m[r]);
+    for (int64_t t = 0; t < padded; t += W) top = vmax(load(row + t), top);
+    const float m = largest(top);
+    rescale[r] = row_m[r] == m ? 0.0f : row_m[r] - m;
+    row_m[r] = m;
   }
-  vf total = {};
-  for (int64_t t = 0; t < padded; t += W) {
-    const vf p = vexp((load(scores + t) - m) * scale);
-    store(scores + t, p);
-    total += p;
+  for (int64_t r = 0; r < rows; r += W) store(rescale + r, vexp(load(rescale + r) * scale));
+  for (int64_t r = 0; r < rows; ++r) {
+    float* const row = scores + r * KEYS;
+    const float m = row_m[r] == -INFINITY ? 0.0f : row_m[r];  // nothing visible so far
+    vf total = {};
+    for (int64_t t = 0; t < padded; t += W) {
+      between();
+      const vf p = vexp((load(row + t) - m) * scale);
+      store(row + t, p);
+      total += p;
+    }
+    row_l[r] = row_l[r] * rescale[r] + sum(total);
   }
-  const float rescale = row_m == m ? 1.0f : row_m == -INFINITY ? 0.0f : vexp(splat((row_m - m) * scale))[0];
-  row_l = row_l * rescale + sum(total);
-  row_m = m;
-  return rescale;
 }
 
 // `sinks`: of the rows' heads, or null. A sink adds to the sum l alone, and last.
@@ -241,21 +317,21 @@ struct Widened {
   Run<T> run;
   float key_scales[KEYS], value_scales[KEYS];
 
-  const Run<T>& of(const Run<C>& from, const AttentionArgs& g, const AttentionItem& item, Floats& buffer) {
+  const Run<T>& of(const Run<C>& from, const AttentionArgs& g, int64_t head, Floats& buffer) {
     const int64_t D = g.head_dim;
     T* const rows = reinterpret_cast<T*>(buffer.reserve(2 * KEYS * D));
     run.start = from.start; run.begin = from.begin; run.end = from.end;
     run.value_offset = from.value_offset ? KEYS * D : 0;
     float of_keys = 1.0f, of_values = 1.0f;
     if (g.cache == kCacheFloat8) {
-      const float* scale = g.kv_scales + g.layer * 2 * g.num_kv_heads + item.head;
+      const float* scale = g.kv_scales + g.layer * 2 * g.num_kv_heads + head;
       of_keys = scale[0];
       of_values = from.value_offset ? scale[g.num_kv_heads] : of_keys;
     }
     for (int64_t i = 0; i < KEYS; ++i) {
       T* const row = rows + i * D;
       run.keys[i] = row;
-      const C *key = from.keys[i], *value = key + from.value_offset;
+      const C *key = from.key(i), *value = key + from.value_offset;
       key_scales[i] = scale_of_row(key, D, of_keys);
       value_scales[i] = scale_of_row(value, D, of_values);
       widen_row(key, row, D);
@@ -272,48 +348,43 @@ struct Widened {
 };
 template <class T>
 struct Widened<T, T> {
-  const Run<T>& of(const Run<T>& from, const AttentionArgs&, const AttentionItem&, Floats&) { return from; }
+  const Run<T>& of(const Run<T>& from, const AttentionArgs&, int64_t, Floats&) { return from; }
   void scale_scores(float*, int64_t) const {}
   void scale_weights(float*, int64_t) const {}
 };
 
-// One query token and one key-value head, in runs of KEYS keys: they are transposed, word by word (a word is two bfloat16 or a float32), and
+// One query token and some key-value heads, in runs of KEYS keys: they are transposed, word by word (a word is two bfloat16 or a float32), and
 // serve all query heads of the group.
 template <class T, class C>
 struct OneQuery {
   const AttentionArgs& g;
-  const int64_t D, rows, length, num_words;
+  const int64_t D, rows, heads, length, num_words;
   using Query = typename As<T>::Query;
   using Weight = typename As<T>::Weight;
   static constexpr int64_t depth = kStepDepth<Weight>;  // keys that are added in one step
   Runs<C>& runs;
   const Run<T>* now = nullptr;
+  Ahead<C> ahead;
   Widened<T, C> widened;
   float *acc, *scores, *m, *l, *rescale;
-  Query* queries;         // [rows][num_words]
+  Query* queries;         // [rows][num_words]; this and acc, m and l are of the head at hand
   const Weight* weights;  // [rows][KEYS / depth]
   uint32_t* words;        // [num_words][KEYS]
   Scratch& s;
 
-  OneQuery(const AttentionArgs& g, const AttentionItem& item, Runs<C>& runs, Scratch& s)
-      : g(g), D(g.head_dim), rows(g.num_heads / g.num_kv_heads), length(g.seq_lens[item.seq]),
-        num_words(D * int64_t(sizeof(T)) / 4), runs(runs), s(s) {
-    queries = reinterpret_cast<Query*>(s.q.reserve(rows * D)); acc = s.acc.filled(rows * D, 0.0f); scores = s.scores.reserve(rows * KEYS);
-    m = s.m.filled(rows, -INFINITY); l = s.l.filled(rows, 0.0f); rescale = s.rescale.reserve(rows);
+  OneQuery(const AttentionArgs& g, const AttentionItem& item, int64_t heads, Runs<C>& runs, Scratch& s)
+      : g(g), D(g.head_dim), rows(g.num_heads / g.num_kv_heads), heads(heads), length(g.seq_lens[item.seq]),
+        num_words(D * int64_t(sizeof(T)) / 4), runs(runs), ahead(row_length<C>(D) * int64_t(sizeof(C))), s(s) {
+    const int64_t all = heads * rows;
+    queries = reinterpret_cast<Query*>(s.q.reserve(all * D)); acc = s.acc.filled(all * D, 0.0f); scores = s.scores.reserve(rows * KEYS);
+    m = s.m.filled(all, -INFINITY); l = s.l.filled(all, 0.0f); rescale = s.rescale.filled((rows + W - 1) / W * W, 0.0f);
     words = reinterpret_cast<uint32_t*>(s.keys.reserve(num_words * KEYS));
   }
 
   void transpose_keys() {
-    Ahead<C> ahead = runs.ahead;
-    for (int64_t t = now->begin / 8 * 8; t < now->end; t += 8)
-      transpose_words(reinterpret_cast<const uint32_t* const*>(now->keys + t), num_words, words + t, [&] { ahead.step(2); });
-    runs.ahead = ahead;
-  }
-
-  // Asks again for values [first, last), and to L1: a CPU drops what it is asked for while too much is on its way.
-  inline __attribute__((always_inline)) void ask_values(int64_t first, int64_t last) const {
-    for (; first < last; ++first)
-      for (int64_t d = 0; d < D; d += 64 / int64_t(sizeof(T))) __builtin_prefetch(now->keys[first] + now->value_offset + d, 0, 3);
+    Ahead<C> asking = ahead;
+    transpose_words(*now, now->begin, now->end, num_words, words, [&] { asking.template step<SPACED == 1 ? 3 : 1>(); });
+    ahead = asking;
   }
 
   // Scores of G query heads from row on with the NV vectors of keys from t on.
@@ -322,10 +393,9 @@ struct OneQuery {
     const Query* q = queries + row * num_words;
     const float* at = reinterpret_cast<const float*>(words + t);
     vf total[G][NV] = {};
-    Ahead<C> ahead = runs.ahead;
+    Ahead<C> asking = ahead;
     for (int64_t word = 0, end = num_words; word < end; ++word, at += KEYS) {
-      ahead.step(3);
-      if (row == 0) ask_values(word * KEYS / end, (word + 1) * KEYS / end);
+      if (word % SPACED == 0) asking.template step<1>();
       vf key[NV];
 #pragma GCC unroll 4
       for (int j = 0; j < NV; ++j) key[j] = load(at + j * W);
@@ -334,11 +404,49 @@ struct OneQuery {
 #pragma GCC unroll 4
         for (int j = 0; j < NV; ++j) total[i][j] = multiply_add(total[i][j], q[i * end + word], key[j]);
     }
-    runs.ahead = ahead;
+    ahead = asking;
 #pragma GCC unroll 4
     for (int i = 0; i < G; ++i)
 #pragma GCC unroll 4
       for (int j = 0; j < NV; ++j) store(scores + (row + i) * KEYS + t + j * W, total[i][j]);
+  }
+
+  // The same of all query heads and keys, from the keys as they lie.
+  template <int G, int NV>
+  void score_direct() {
+    const int64_t head = now->head * int64_t(sizeof(T)) / 4;
+    for (int64_t t = now->begin / (NV * W) * (NV * W); t < now->end; t += NV * W) {
+      const uint32_t* const* const rows = now->words(t);
+      vf total[G][NV] = {};
+      vu w[8];
+      Ahead<C> asking = ahead;
+      const auto multiply = [&](int j, int k, int64_t word) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+        for (int i = 0; i < G; ++i) total[i][j] = multiply_add(total[i][j], queries[i * num_words + word], (vf)w[k]);
+      };
+      int64_t word = 0;
+      for (; word + 8 <= num_words; word += 8)
+#pragma GCC unroll 4
+        for (int j = 0; j < NV; ++j) {
+          load_words<8>(rows + j * W, head + word, w);
+#pragma GCC unroll 8
+          for (int k = 0; k < 8; ++k) {
+            if (k % 2 == 0) asking.template step<1>();
+            multiply(j, k, word + k);
+          }
+        }
+      for (; word < num_words; ++word)
+#pragma GCC unroll 4
+        for (int j = 0; j < NV; ++j) {
+          load_words<1>(rows + j * W, head + word, w);
+          multiply(j, 0, word);
+        }
+      ahead = asking;
+#pragma GCC unroll 4
+      for (int i = 0; i < G; ++i)
+#pragma GCC unroll 4
+        for (int j = 0; j < NV; ++j) store(scores + i * KEYS + t + j * W, total[i][j]);
+    }
   }
 
   template <int G>
@@ -348,21 +456,23 @@ struct OneQuery {
   }
 
   void score_run() {  // scores [rows][KEYS]
-    transpose_keys();
+    const bool direct = rows <= DIRECT;
+    if (!direct) transpose_keys();
     int64_t row = 0, left = rows;
     for (; left > 4; left -= 4, row += 4) score_all<4>(row);
-    if (left == 4) score_all<4>(row);
-    if (left == 3) score_all<3>(row);
-    if (left == 2) score_all<2>(row);
-    if (left == 1) score_all<1>(row);
+    if (left == 4) direct ? score_direct<4, 2>() : score_all<4>(row);
+    if (left == 3) direct ? score_direct<3, 2>() : score_all<3>(row);
+    if (left == 2) direct ? score_direct<2, 2>() : score_all<2>(row);
+    if (left == 1) direct ? score_direct<1, 2>() : score_all<1>(row);
     widened.scale_scores(scores, rows);
   }
 
   void update() {  // scores become exp(scores - new maximum)
-    for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t row = 0; row < rows; ++row)
       for (int64_t t = 0; t < now->begin; ++t) scores[row * KEYS + t] = -INFINITY;
-      rescale[row] = update_row(m[row], l[row], scores + row * KEYS, now->end, g);
-    }
+    Ahead<C> asking = ahead;
+    update_rows(m, l, scores, rows, now->end, g, rescale, [&] { asking.template step<2>(); });
+    ahead = asking;
     widened.scale_weights(scores, rows);
     weights = as_weights(scores, rows * KEYS, reinterpret_cast<Weight*>(s.weights.reserve(depth > 1 ? rows * KEYS / 2 : 0)));
   }
@@ -375,22 +485,21 @@ struct OneQuery {
     for (int i = 0; i < G; ++i)
 #pragma GCC unroll 4
       for (int j = 0; j < NV; ++j) total[i][j] = load(acc + (row + i) * D + d + j * W) * rescale[row + i];
-    const int64_t offset = now->value_offset + d;
+    const int64_t offset = now->head + now->value_offset + d;
     const Weight* const weight = weights + row * (KEYS / depth);
     const T* const* const keys = now->keys;
-    Ahead<C> ahead = runs.ahead;
+    Ahead<C> asking = ahead;
     for (int64_t t = now->begin / depth * depth, end = now->end; t < end; t += depth) {  // beside a run's ends lies weight 0
       const T *value = keys[t] + offset, *next_value = keys[t + depth - 1] + offset;
-      ahead.step(3);
+      if (t / depth % SPACED == 0) asking.template step<1>();
       vf v[NV];
-#pragma GCC unroll 4
-      for (int j = 0; j < NV; ++j) v[j] = load_values(value + j * W, next_value + j * W);
+      load_values<NV>(value, next_value, v);
 #pragma GCC unroll 4
       for (int i = 0; i < G; ++i)
 #pragma GCC unroll 4
         for (int j = 0; j < NV; ++j) total[i][j] = multiply_add(total[i][j], weight[i * (KEYS / depth) + t / depth], v[j]);
     }
-    runs.ahead = ahead;
+    ahead = asking;
 #pragma GCC unroll 4
     for (int i = 0; i < G; ++i)
 #pragma GCC unroll 4
@@ -401,7 +510,8 @@ struct OneQuery {
   void add_all(int64_t row) {
     int64_t d = 0;
     for (; d + NV * W <= D; d += NV * W) add<G, NV>(row, d);
-    for (; d < D; d += W) add<G, 1>(row, d);
+    for (; d + 2 * W <= D; d += 2 * W) add<G, 2>(row, d);
+    if (d < D) add<G, 1>(row, d);
   }
 
   void add_run() {
@@ -413,17 +523,29 @@ struct OneQuery {
     if (left == 1) add_all<1, 4>(row);
   }
 
+  void move(int64_t by) {  // to another head
+    queries += by * rows * num_words; acc += by * rows * D; m += by * rows; l += by * rows;
+  }
+
   void run(const AttentionItem& item) {
     const int64_t row0 = g.query_start_loc[item.seq];
     const T* q = static_cast<const T*>(g.q) + row0 * g.q_stride + item.head * rows * D;
-    for (int64_t i = 0; i < rows; ++i) take_query(q + i * D, queries + i * num_words, D);
+    for (int64_t i = 0; i < heads * rows; ++i) take_query(q + i * D, queries + i * num_words, D);
     do {
-      now = &widened.of(runs.advance(), g, item, s.wide);
-      score_run();
-      update();
-      add_run();
+      Run<C>& run = runs.advance();
+      for (int64_t head = 0; head < heads; ++head, move(1), run.head += run.head_stride) {
+        const int64_t next = head + smaller(heads, LEAD);
+        ahead.begin(next < heads ? run : *runs.following, next % heads * run.head_stride);
+        now = &widened.of(run, g, item.head + head, s.wide);
+        score_run();
+        update();
+        add_run();
+        while (ahead.pair < ahead.end) ahead.template step<1>();
+      }
+      move(-heads);
     } while (now->start + now->end < length);
-    write_rows(acc, l, m, sinks_of(g, item), g.scale, rows, D, static_cast<T*>(g.out) + (row0 * g.num_heads + item.head * rows) * D);
+    for (int64_t row = 0; row < heads * rows; ++row) in_order<T>(acc + row * D, D);
+    write_rows(acc, l, m, sinks_of(g, item), g.scale, heads * rows, D, static_cast<T*>(g.out) + (row0 * g.num_heads + item.head * rows) * D);
   }
 };
 
@@ -468,8 +590,7 @@ static void load_tile(const Run<T>& run, int64_t D, float* keys, float* values) 
   const bool widened = sizeof(T) == 2 && depth == 1;  // words of two bfloat16 become two rows
   const T* const* const at = run.keys;
   float* const words = widened ? keys + num_words * KEYS : keys;
-  for (int64_t i = 0; i < KEYS; i += 8)
-    transpose_words(reinterpret_cast<const uint32_t* const*>(at + i), num_words, reinterpret_cast<uint32_t*>(words + i), [] {});
+  transpose_words(run, 0, KEYS, num_words, reinterpret_cast<uint32_t*>(words), [] {});
   if (widened)
     for (int64_t word = 0; word < num_words; ++word)
       for (int64_t i = 0; i < KEYS; i += W)
@@ -498,21 +619,21 @@ static void attend_many(const AttentionArgs& g, const AttentionItem& item, Scrat
   const int64_t end = first + item.num_queries, begin = larger(0, first + 1 - g.window) / KEYS * KEYS;
   for (int64_t t = begin; t < end; t += KEYS) {
     run.find(kv, t, length);
-    load_tile(widened.of(run, g, item, s.wide), D, keys, values);
+    load_tile(widened.of(run, g, item.head, s.wide), D, keys, values);
     for (int64_t r = 0; r < rows; r += STRIP) {
       const int64_t strip = smaller(STRIP, rows - r);
       if (first + (r + strip - 1) / group < t) continue;                  // all of it lies before this tile
       if (first + r / group - g.window >= t + KEYS - 1) continue;         // or has moved past it
       score_strip(int(strip), queries + r * steps, steps, keys, scores);
       widened.scale_scores(scores, strip);
-      float rescale[STRIP];
+      float rescale[(STRIP + W - 1) / W * W] = {};
       for (int64_t i = 0; i < strip; ++i) {
         float* row = scores + i * KEYS;
         const int64_t position = first + (r + i) / group;
         for (int64_t j = larger(0, position + 1 - t); j < KEYS; ++j) row[j] = -INFINITY;
         for (int64_t j = smaller(KEYS, position + 1 - g.window - t) - 1; j >= 0; --j) row[j] = -INFINITY;
-        rescale[i] = update_row(m[r + i], l[r + i], row, KEYS, g);
       }
+      update_rows(m + r, l + r, scores, strip, KEYS, g, rescale, [] {});
       widened.scale_weights(scores, strip);
       value_strip(int(strip), as_weights(scores, strip * KEYS, reinterpret_cast<X*>(weights)), values, D, rescale, acc + r * D);
     }
@@ -524,9 +645,15 @@ static void attend_many(const AttentionArgs& g, const AttentionItem& item, Scrat
 
 template <class T, class C>
 static void attend(const AttentionArgs& g, const AttentionItem* item, const AttentionItem* last, Scratch& s) {
-  for (Runs<C> runs(g, item, last); item < last; ++item)
-    if (one_query(g, *item)) OneQuery<T, C>(g, *item, runs, s).run(*item);
-    else attend_many<T, C>(g, *item, s);
+  int64_t heads = 1;
+  for (Runs<C> runs(g, item, last); item < last; item += heads)
+    if (one_query(g, *item)) {
+      heads = heads_of(item, last);
+      OneQuery<T, C>(g, *item, heads, runs, s).run(*item);
+    } else {
+      heads = 1;
+      attend_many<T, C>(g, *item, s);
+    }
 }
 
 template <class T>

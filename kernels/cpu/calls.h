@@ -120,7 +120,8 @@ void call(const AttentionArgs& g, const AttentionItems& cut) {
     if (g.head_dim % kernels->vector_width && supported(candidate) && g.head_dim % candidate->vector_width == 0) kernels = candidate;
   const auto attend = [&](int64_t first, int64_t last) { kernels->attention(g, cut.items.data(), first, last); };
   const int64_t count = int64_t(cut.items.size());
+  const bool decodes = count == g.num_seqs * g.num_kv_heads;  // else items take different times
   if (cut.work < kShortCall) attend(0, count);
-  else pool.run(count, 1, attend);  // one by one: they take different times
+  else pool.run(count, decodes && g.num_seqs >= 4 * pool.size() ? g.num_kv_heads : 1, attend);
 }
 }  // namespace
