@@ -8,7 +8,9 @@ from collections.abc import Sequence
 
 from ...coordinator.lifecycle.snapshot import FinishedRequest, RunningRequest, Snapshot, WorkerState
 from ...planner.search.sketch import Sketch, Sketched, SketchPool
-from ...planner.search.sketched_worker import Arrival, Asked, SketchWorker
+from ...planner.search.sketched_request import Arrival, Asked
+from ...planner.search.sketched_worker import SketchWorker
+from ...planner.simulator.simulation import WARM_UP_S
 from ...planner.simulator.slo import Slo
 from ...steering.steering import Steering
 from ...transport.messages.messages import Load, Role
@@ -26,16 +28,16 @@ class SteeredSketch(Sketch):
 
     def run(self, arrivals: Sequence[Arrival]) -> Sketched:
         if self._steering is not None:
-            self.events.at(arrivals[0].at_s + self._steering.options.every_s, self._look)
+            self.events.at(WARM_UP_S + self._steering.options.every_s, self._look)
         return super().run(arrivals)
 
-    def over(self, request: Asked) -> None:
-        super().over(request)
+    def note(self, request: Asked) -> None:
+        super().note(request)
         if self._steering is not None:
             asked, known = request.asked, self.known
             tpot_s = known.tpot_s[-1] if asked.num_output > 1 else None
             ended = FinishedRequest(
-                asked.at_s, asked.num_prompt, 0, asked.num_output, known.ttft_s[-1], tpot_s
+                request.arrival, asked.num_prompt, 0, asked.num_output, known.ttft_s[-1], tpot_s
             )
             self._steering.note(ended, self.events.now)
 
@@ -68,29 +70,34 @@ class SteeredSketch(Sketch):
         )  # fmt: skip
 
     def _has_old_work(self, worker: SketchWorker) -> bool:
-        sequences = bool(worker.running or worker.joining or worker.num_granted)
-        return sequences if self._roles[worker.number] == "prefill" else bool(worker.pending)
+        sequences = bool(worker.running or worker.joining or worker.grants.num_granted)
+        return sequences if self._roles[worker.number] == "prefill" else bool(worker.prompts or worker.chunks)
+
+    @staticmethod
+    def _pending(worker: SketchWorker) -> int:
+        """Prompt tokens that are to be computed."""
+        return sum(one[2].left for one in worker.prompts) + sum(request.left for request, _ in worker.chunks)
 
     def _state(self, worker: SketchWorker) -> WorkerState:
-        times, num_running = worker.times, len(worker.running) + len(worker.joining)
+        times, num_running, pending = worker.times, worker.num_rows, self._pending(worker)
         blocks = times.memory.num_blocks - worker.free_blocks(self.events.now)
         load = Load(
             worker_id=str(worker.number), incarnation=1, blocks_free=0, blocks_cached=0, blocks_used=blocks,
             blocks_leased=0, num_running=num_running, num_waiting=len(worker.prompts),
-            num_waiting_tokens=worker.pending, steps=worker.num_steps(self.events.now),
-            busy=worker.pending > 0, accepting=True,
+            num_waiting_tokens=pending, steps=worker.num_steps(self.events.now),
+            busy=pending > 0, accepting=True,
         )  # fmt: skip
         name, role = str(worker.number), self._roles[worker.number]
         return WorkerState(
-            name, name, role, False, True, False, worker.pending + num_running + worker.num_granted,
+            name, name, role, False, True, False, pending + num_running + worker.grants.num_granted,
             times.max_batch_tokens, times.max_num_seqs, times.memory.num_blocks, load,
         )  # fmt: skip
 
     def _request(self, request: Asked, count: int) -> RunningRequest:
         asked, first = request.asked, request.first
         if not first:
-            return RunningRequest(asked.at_s, asked.num_prompt, 0, 0, "prefill", asked.at_s, 0.0)
-        return RunningRequest(asked.at_s, asked.num_prompt, 0, count, "decode", first, self.events.now)
+            return RunningRequest(request.arrival, asked.num_prompt, 0, 0, "prefill", request.arrival, 0.0)
+        return RunningRequest(request.arrival, asked.num_prompt, 0, count, "decode", first, self.events.now)
 
 
 def arrivals_of(requests: Sequence[tuple[float, int, int]]) -> list[Arrival]:

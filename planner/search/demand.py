@@ -11,7 +11,7 @@ from ...engine.latency_profile import Profile
 from ...traces.request import TraceRequest
 from ..simulator.slo import Slo
 from .candidates import Candidate, Hardware
-from .sketched_worker import Arrival
+from .sketched_request import Arrival
 
 LARGEST_BATCH = 512
 

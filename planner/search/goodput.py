@@ -22,7 +22,7 @@ from .candidates import Candidate, Group, Hardware, with_mover
 from .demand import Demand, arrivals, bound
 from .look import Look
 from .sketch import Sketch, Sketched, SketchPool
-from .sketched_worker import Arrival
+from .sketched_request import Arrival
 from .step_times import StepTimes
 
 PRECISION = 0.04

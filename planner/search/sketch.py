@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from random import Random
 
 from ...coordinator.lifecycle.actions import Action, Send
 from ...coordinator.lifecycle.lifecycle import CHARGE_EVERY_S
@@ -21,13 +22,17 @@ from ...coordinator.lifecycle.request import Request
 from ...coordinator.lifecycle.request_queue import RequestQueue
 from ...coordinator.lifecycle.state_machine import RequestStateMachine
 from ...coordinator.lifecycle.worker import WorkerRecord
+from ...transport.messages.fields import PROCESS_BITS
 from ...transport.messages.messages import Alive, Hello, Load, Role
 from ..simulator.coordinator import TICK_S
 from ..simulator.events import EventQueue
-from ..simulator.process import identity_of
+from ..simulator.process import TICKS_BEGIN, identity_of
 from ..simulator.prompts import NO_SINK, sampling
+from ..simulator.simulation import WARM_UP_S
 from ..simulator.slo import Slo
-from .sketched_worker import Arrival, Asked, SketchWorker
+from .sketched_heartbeat import HEARTBEAT_S
+from .sketched_request import Arrival, Asked, Place
+from .sketched_worker import SketchWorker
 from .step_times import StepTimes
 
 COORDINATOR_S = 1e-3
@@ -85,28 +90,35 @@ class Sketch:
         bounds: Slo,
         allowed: float = float("inf"),
         coordinator_s: float = COORDINATOR_S,
+        seed: int = 0,
     ) -> None:
         self._bounds, self._allowed, self._coordinator_s = bounds, allowed, coordinator_s
         self.workers: list[SketchWorker] = []
         self.events = EventQueue()
         limits = LifecycleLimits()
-        self._heartbeat_s = limits.heartbeat_s
         self.pools, self._queue = Pools(limits), RequestQueue(limits.starving_s)
         self._machine = _Machine(1, limits, self.pools, self._queue)
         self._machine.dispatched = self._dispatched
         self._placement = Placement("hybrid", self._queue, self.pools, self._machine)
         self.worker_of: dict[WorkerRecord, SketchWorker] = {}
-        self._decodes: list[WorkerRecord] = []
+        self._decodes: dict[Place, WorkerRecord] = {}
+        draw, opening = Random(seed), list[tuple[float, int, SketchWorker, SketchPool, int]]()
         for index, pool in enumerate(pools):
-            both = pool.computes and pool.generates
             for number in range(pool.count):
-                worker = SketchWorker(len(self.workers), index, pool.times, self.events, self)
+                draw.getrandbits(PROCESS_BITS)
+                phase = (1 + int(HEARTBEAT_S * TICKS_BEGIN * draw.random())) / TICKS_BEGIN
+                worker = SketchWorker(len(self.workers), index, pool.times, self.events, self, phase)
                 self.workers.append(worker)
-                if pool.computes:
-                    self.open(worker, "prefill", f"prefill-{index}-{number}", both)
-                if pool.generates:
-                    self.open(worker, "decode", f"decode-{index}-{number}", both)
+                opening.append((HEARTBEAT_S + phase % HEARTBEAT_S, len(opening), worker, pool, number))
+        for _, _, worker, pool, number in sorted(opening):
+            both, name = pool.computes and pool.generates, f"{worker.pool}-{number}"
+            if pool.computes:
+                self.open(worker, "prefill", f"colocated-{name}:prefill" if both else f"prefill-{name}", both)
+            if pool.generates:
+                self.open(worker, "decode", f"colocated-{name}:decode" if both else f"decode-{name}", both)
         self._num_pools = len(pools)
+        self._sent: dict[SketchWorker, list[Asked]] = {}  # prompts that are sent now, each worker's together
+        self._sent_at = 0.0
 
     @property
     def is_open(self) -> bool:
@@ -143,53 +155,63 @@ class Sketch:
         record = self.pools.workers[name, incarnation]
         self.worker_of[record] = worker
         if role == "decode":
-            self._decodes.append(record)
+            self._decodes[worker] = record
+            worker.heartbeat.begin()
 
     def run(self, arrivals: Sequence[Arrival]) -> Sketched:
         self._arrivals, events = arrivals, self.events
         self.known, self._missed = known, _ = Sketched(), [0] * len(self._bounds.parts)
-        events.now = began_at = arrivals[0].at_s
-        events.at(began_at + self._coordinator_s, self._arrive, 0)
-        events.after(self._heartbeat_s, self._report)
+        events.now = began_at = WARM_UP_S
+        events.at(self._arrives_at(0), self._arrive, 0)
         events.after(TICK_S, self._tick, began_at - TICK_S)
-        events.run_while(lambda: known.num_ended - known.num_good <= self._allowed)
+        may_go_on = arrivals.__len__ if self._allowed == inf else self._may_go_on  # asked after each event
+        events.run_while(may_go_on)
         known.elapsed_s = events.now - began_at
         for pool in range(self._num_pools):
             of = [w for w in self.workers if w.pool == pool]
             known.busy_s.append((sum(w.prefill_s for w in of), sum(w.decode_s for w in of)))
         return known
 
+    def _may_go_on(self) -> bool:
+        return self.known.num_ended - self.known.num_good <= self._allowed
+
     # --- the coordinator -------------------------------------------------------------------------
+
+    def _arrives_at(self, number: int) -> float:
+        arrivals = self._arrivals
+        return WARM_UP_S + arrivals[number].at_s - arrivals[0].at_s + self._coordinator_s
 
     def _arrive(self, number: int) -> None:
         arrival, now = self._arrivals[number], self.events.now
         if number + 1 < len(self._arrivals):
-            after = self._arrivals[number + 1].at_s + self._coordinator_s
-            self.events.at(after, self._arrive, number + 1)
+            self.events.at(self._arrives_at(number + 1), self._arrive, number + 1)
         if arrival.num_prompt >= self.pools.max_sequence_tokens:
             self.known.num_refused += 1
             self._count([True] * len(self._missed))
             return
         prompt, params = range(arrival.num_prompt), sampling(arrival.num_output)
-        request = Asked(str(number), prompt, params, NO_SINK, now, inf)
+        request = Asked(str(number), prompt, params, NO_SINK, now - self._coordinator_s, inf)
         request.number, request.asked, request.left, request.first = number, arrival, arrival.num_new, 0.0
         self._placement.place(request, now)
 
     def _dispatched(self, request: Asked, prefill: WorkerRecord, decode: WorkerRecord) -> None:
         """The coordinator sends a prompt to a prefill worker."""
-        request.source, request.place = self.worker_of[prefill], self.worker_of[decode]
-        request.granted_at, request.num_last = -1.0, 0
-        self.events.after(request.source.times.message_s, request.source.prompt, request)
+        source, sent = self.worker_of[prefill], self._sent
+        request.source, request.place = source, self.worker_of[decode]
+        request.begun, request.num_kept, request.joined_at = False, 0, 0.0
+        if self._sent_at < self.events.now:
+            self._sent_at = self.events.now
+            sent.clear()
+        if source in sent:
+            sent[source].append(request)
+        else:
+            sent[source] = [request]
+            self.events.after(source.times.message_s, source.receive, sent[source])
 
-    def _report(self) -> None:
-        """All decode workers' heartbeats come at once."""
-        for record in self._decodes:
-            free = max(0, self.worker_of[record].free_blocks(self.events.now))
-            if free != record.blocks_reported:
-                record.report(_load(record, free))
+    def reported(self, worker: Place, num_free: int) -> None:
+        record = self._decodes[worker]
+        record.report(_load(record, num_free))
         self._place_waiting()
-        if self.is_open:
-            self.events.after(self._heartbeat_s, self._report)
 
     def _tick(self, charged_at: float) -> None:
         """The coordinator's. It charges requests, all of one tenant, and tries those that wait anew."""
@@ -207,18 +229,27 @@ class Sketch:
     def first(self, request: Asked) -> None:
         """Its first token has come."""
         request.first = request.first or self.events.now
-        self._machine.assignments.release_prompt(request)
-        self._place_waiting()
+        if request.goes_on:
+            self._machine.assignments.release_prompt(request)
+            self._place_waiting()
+        else:
+            self.over([request])
 
     def joined(self, request: Asked) -> None:
         self._machine.assignments.release_blocks(request)
         self._place_waiting()
 
-    def over(self, request: Asked) -> None:
-        """Its last token has come."""
+    def over(self, requests: Sequence[Asked]) -> None:
+        """Their last tokens have come."""
+        for request in requests:
+            self._machine.assignments.unassign(request)
+            self.note(request)
+        self._place_waiting()
+
+    def note(self, request: Asked) -> None:
+        """It has ended."""
         asked, known, num_output, now = request.asked, self.known, request.num_output, self.events.now
-        self._machine.assignments.unassign(request)
-        ttft_s, rest_s, e2e_s = request.first - asked.at_s, now - request.first, now - asked.at_s
+        ttft_s, rest_s, e2e_s = request.first - request.arrival, now - request.first, now - request.arrival
         tpot_s = rest_s / max(1, num_output - 1)
         known.ttft_s.append(ttft_s)
         known.tpot_s.append(tpot_s)
@@ -230,7 +261,6 @@ class Sketch:
                 for m in most
             ]
         )
-        self._place_waiting()
 
     def lost(self, request: Asked) -> None:
         """Its decode worker had no block for it: what is not cached of it is computed anew."""
@@ -238,6 +268,13 @@ class Sketch:
         request.left = request.num_tokens - request.asked.num_prompt // size * size
         self._machine.assignments.unassign(request)
         self._queue.add(request)
+        self._place_waiting()
+
+    def refused(self, request: Asked) -> None:
+        """It never fits."""
+        self._machine.assignments.unassign(request)
+        self.known.num_refused += 1
+        self._count([True] * len(self._missed))
         self._place_waiting()
 
     def _count(self, missed: list[bool]) -> None:

@@ -1,133 +1,88 @@
-"""One worker of a sketch: its steps, and the KV blocks that leave it or come to it, in closed form."""
+"""One worker of a sketch: its steps in closed form, in the order and with the prompts of the live loop."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
-from math import inf
-from typing import Protocol
 
-from ...coordinator.lifecycle.request import Request
-from ...coordinator.lifecycle.worker import WorkerRecord
 from ...transport.messages.prompt_order import prompt_rank
 from ..simulator.events import EventQueue
+from .sketched_blocks import SketchBlocks
+from .sketched_handoff import Handoffs
+from .sketched_heartbeat import Heartbeat
+from .sketched_link import Grants
+from .sketched_request import Asked, Coordinator
 from .step_times import StepTimes
 
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """``num_new``: prompt tokens that no prefix cache has."""
-
-    at_s: float
-    num_new: int
-    num_prompt: int
-    num_output: int
+MAX_PROMPTS = 64  # in a step
 
 
-class Coordinator(Protocol):
-    """What a worker's messages do there."""
-
-    def first(self, request: Asked) -> None:
-        """Its first token has come."""
-
-    def joined(self, request: Asked) -> None:
-        """Its decode worker generates."""
-
-    def over(self, request: Asked) -> None:
-        """Its last token has come."""
-
-    def lost(self, request: Asked) -> None:
-        """Its decode worker had no block for it."""
-
-
-class Asked(Request):
-    """A request, and what has become of it."""
-
-    number: int
-    asked: Arrival
-    left: int  # tokens to compute
-    first: float  # when its first token came; 0: not yet
-    since: float  # when it came to ``source``
-    source: SketchWorker  # that computes it
-    place: SketchWorker  # that generates
-    granted_at: float  # -1: it is not offered; inf: not yet
-    num_last: int  # tokens of its last chunk, once that is computed
-    joined_at: float
+class SketchWorker:
+    def __init__(
+        self, number: int, pool: int, times: StepTimes, events: EventQueue, coordinator: Coordinator,
+        phase: float,
+    ) -> None:  # fmt: skip
+        """``phase``: see ``Heartbeat``."""
+        self.number, self.pool, self.times, self.events = number, pool, times, events
+        self.coordinator = coordinator
+        self.blocks = SketchBlocks(times.memory.num_blocks, times.memory.block_size)
+        self.handoffs, self.grants, self.heartbeat = Handoffs(self), Grants(self), Heartbeat(self, phase)
+        self.activate: Callable[[], None] = self.heartbeat.activate
+        self.turn: Callable[[], None] = self.heartbeat.turn
+        self.granted: Callable[[Asked], None] = self.handoffs.granted
+        self.test: Callable[[int], None] = self.grants.test
+        self.offered: Callable[[Asked], None] = self.grants.offered
+        self.joins: Callable[[Asked], None] = self.grants.joins
+        self.received_at = self.checked_at = 0.0
+        self.prompts: list[tuple[tuple[bool, float], int, Asked]] = []  # by rank
+        self.chunks: list[tuple[Asked, int]] = []  # of the step, and their tokens
+        self.running: list[tuple[int, int, Asked]] = []  # by the step with which they end
+        self.joining: list[Asked] = []  # at the end of the step
+        self.begun_at = self.ends_at = 0.0  # of the steps that run
+        self.due = 0  # number of decode steps that run until the next look
+        self.steps = 0  # decode steps so far
+        self.context = 0  # tokens that the next decode step attends to
+        self._num_begun = 0  # prompts that have their blocks here
+        self._busy = False
+        self.version = 0  # of the event that ends the running steps
+        self.prefill_s = self.decode_s = 0.0
 
     @property
-    def num_output(self) -> int:
-        return min(self.asked.num_output, self.place.times.memory.max_model_len - self.asked.num_prompt)
-
-    def first_hash(self, worker: WorkerRecord) -> None:
-        """Routing knows of no cache."""
-
-
-@dataclass(slots=True, eq=False)
-class SketchWorker:
-    number: int
-    pool: int
-    times: StepTimes
-    events: EventQueue
-    coordinator: Coordinator
-    prompts: list[tuple[tuple[bool, float], int, Asked]] = field(default_factory=list)  # by rank
-    pending: int = 0  # tokens of those
-    chunks: list[tuple[Asked, int]] = field(default_factory=list)  # of the step, and their tokens
-    running: list[tuple[int, int, Asked]] = field(default_factory=list)  # by the step with which they end
-    joining: list[Asked] = field(default_factory=list)  # at the end of the step
-    offers: list[Asked] = field(default_factory=list)  # no room yet
-    begun_at: float = 0.0  # of the steps that run
-    due: int = 0  # number of decode steps that run until the next look
-    steps: int = 0  # decode steps so far
-    context: int = 0  # tokens that the next decode step attends to
-    granted: int = 0  # blocks of sequences that have not joined
-    busy: bool = False
-    version: int = 0  # of the event that ends the running steps
-    num_granted: int = 0  # those sequences
-    met: set[int] = field(default_factory=set)  # workers that it has sent blocks to
-    sent_at: float = 0.0  # the link has sent what there was
-    last_at: float = 0.0  # its last put has ended
-    received_at: float = 0.0
-    checked_at: float = 0.0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
+    def num_rows(self) -> int:
+        return len(self.running) + len(self.joining)
 
     def num_steps(self, now: float) -> int:
         """Decode steps that have ended."""
-        if self.due < 2 or now <= self.begun_at:
-            return self.steps
-        return self.steps + self.times.num_steps(now - self.begun_at, len(self.running), self.context) - 1
+        return self.steps + self._step_at(now) - 1 if self.due > 1 else self.steps
 
     def free_blocks(self, now: float) -> int:
-        """About: each sequence's last block is half full."""
-        num, memory = len(self.running), self.times.memory
-        context = self.context + num * (self.num_steps(now) - self.steps)
-        return memory.num_blocks - self.granted - context // memory.block_size - num // 2
+        num_free = self.blocks.num_free
+        return num_free - self.blocks.growth(self.steps, self._step_at(now)) if self.due else num_free
 
-    def _steps_that_fit(self) -> int:
-        """Decode steps until a sequence finds no block."""
-        return self.free_blocks(self.begun_at) * self.times.memory.block_size // len(self.running)
+    def _step_at(self, now: float) -> int:
+        """Which of the decode steps runs now: 1 is the first."""
+        if self.due < 2 or now <= self.begun_at:
+            return 1
+        return min(self.due, self.times.num_steps(now - self.begun_at, len(self.running), self.context))
 
-    def _has_room_for(self, request: Asked) -> bool:
-        num = len(self.running) + len(self.joining)
-        if num + self.num_granted >= self.times.max_num_seqs:
-            return False
-        return self.times.num_blocks(request.num_tokens) + num <= self.free_blocks(self.events.now)
+    def tick(self) -> bool:
+        """Return whether there is anything to do."""
+        self.grants.grant_waiting()
+        self.handoffs.tick()
+        return bool(self.num_rows or self.grants.is_active or self.handoffs.open)
 
     # --- steps -----------------------------------------------------------------------------------
 
     def _interrupt(self) -> None:
         """Something has come that takes part in the next step: of several, the one that runs is the last."""
-        if not self.busy:
+        if not self._busy:
             self._next()
-        elif self.due > 1:
-            num, elapsed = len(self.running), self.events.now - self.begun_at
-            due = max(1, self.times.num_steps(elapsed, num, self.context))
-            if due < self.due:
-                self.due = due
-                self._ends(self.begun_at + self.times.run_s(due, num, self.context))
+        elif self.due > 1 and (due := self._step_at(self.events.now)) < self.due:
+            self.due = due
+            self._ends(self.begun_at + self.times.run_s(due, len(self.running), self.context))
 
     def _ends(self, when: float) -> None:
-        self.busy = True
+        self._busy, self.ends_at = True, when
         self.version += 1
         self.events.at(when, self._ended, self.version)
 
@@ -137,15 +92,17 @@ class SketchWorker:
             given = len(request.tokens) + 1
             heappush(running, (self.steps + request.num_output - given, request.number, request))
             self.context += request.asked.num_prompt + given
+            request.begins = self.blocks.enter(self.steps, request.num_tokens)
         self.joining.clear()
         self.due = 0
-        if self.prompts:
-            self._begin_prompts()
-        elif running:
-            while (fit := self._steps_that_fit()) < 1 and len(running) > 1:
-                self._preempt()
-            self.due = max(1, min(running[0][0] - self.steps, fit))
+        while running and not self.blocks.steps_that_fit(self.steps, 1):
+            self._preempt()
+        if self.prompts and self._begin_prompts():
+            return
+        if running:
+            self.due = max(1, self.blocks.steps_that_fit(self.steps, running[0][0] - self.steps))
             self._ends(self.events.now + self.times.run_s(self.due, len(running), self.context))
+            self.heartbeat.await_step()
 
     def _preempt(self) -> None:
         """The youngest sequence leaves."""
@@ -154,38 +111,55 @@ class SketchWorker:
         heapify(self.running)
         request = last[2]
         given = request.num_output - (last[0] - self.steps)
-        self.context -= request.asked.num_prompt + given
+        self._leave(request, given)
         request.tokens = [0] * given
         self.events.after(self.times.message_s, self.coordinator.lost, request)
+
+    def _leave(self, request: Asked, num_output: int) -> None:
+        """It has this number of tokens now, and is in no further step."""
+        num_tokens = request.asked.num_prompt + num_output
+        self.context -= num_tokens
+        self.blocks.leave(request.begins, num_tokens - 1)
 
     def _ended(self, version: int) -> None:
         if version != self.version:
             return
-        running = self.running
-        self.busy = False
+        running, over = self.running, list[Asked]()
+        self._busy = False
         if self.due:
             if not self.chunks:
                 self.decode_s += self.events.now - self.begun_at
+            self.blocks.num_free -= self.blocks.growth(self.steps, self.due)
             self.steps += self.due
             self.context += self.due * len(running)
+            self.due = 0
         if self.chunks:
             self._end_prompts()
         while running and running[0][0] <= self.steps:
-            _, _, request = heappop(running)
-            self.context -= request.asked.num_prompt + request.num_output
-            self.events.after(self.times.message_s, self.coordinator.over, request)
-        while self.offers and self._has_room_for(self.offers[0]):
-            self._grant(self.offers.pop(0))
+            request = heappop(running)[2]
+            self._leave(request, request.num_output)
+            over.append(request)
+        if over:
+            self.events.after(self.times.message_s, self.coordinator.over, over)
+            self.grants.grant_waiting()
         self._next()
+        self.turn()
 
     # --- prompts ---------------------------------------------------------------------------------
 
-    def prompt(self, request: Asked) -> None:
-        """A prompt has come to its self."""
-        request.since = self.events.now
-        self.pending += request.left
-        self._queue_prompt(request)
+    def receive(self, requests: Sequence[Asked]) -> None:
+        """Prompts have come, together."""
+        for request in requests:
+            request.since = self.events.now
+            if self.blocks.num_for(request.num_tokens) < min(
+                self.blocks.num_blocks, request.place.blocks.num_blocks
+            ):
+                self._queue_prompt(request)
+            else:
+                self.events.after(self.times.message_s, self.coordinator.refused, request)
         self._interrupt()
+        self.handoffs.turn()
+        self.turn()
 
     def _queue_prompt(self, request: Asked) -> None:
         """What it has waited is counted from zero, not from now, so that ranks stay comparable."""
@@ -194,93 +168,85 @@ class SketchWorker:
         )
         heappush(self.prompts, (rank, request.number, request))
 
-    def _begin_prompts(self) -> None:
+    def _begin_prompts(self) -> bool:
+        """Return whether there is room for any."""
         num_seqs, times = len(self.running), self.times
         budget = most = max(times.max_batch_tokens - num_seqs, times.least_prompt_tokens)
-        reads, cached = 0, 0
-        while self.prompts and budget:
-            _, _, request = heappop(self.prompts)
+        reads, cached, later = 0, 0, []
+        while self.prompts and budget and len(self.chunks) < MAX_PROMPTS:
+            one = heappop(self.prompts)
+            request = one[2]
+            if not request.begun and not self._begin(request):
+                later.append(one)
+                continue
             left = request.left
             count = left if left < budget else budget
             start = request.num_tokens - left
             reads += count * start + count * (count + 1) // 2
             cached += start
             budget -= count
-            if request.granted_at < 0:
-                request.place._offered(request)
             self.chunks.append((request, count))
+        for one in later:
+            heappush(self.prompts, one)
+        if not self.chunks:
+            return False
         seconds = times.prompts_s(most - budget, reads, len(self.chunks), cached)
+        self.handoffs.step_begins(self.chunks, seconds - times.prefill_loop_s)
         if num_seqs:
             seconds = times.both_s(seconds, num_seqs, self.context)
             self.due = 1
         self.prefill_s += seconds
         self._ends(self.events.now + seconds)
+        return True
+
+    def _begin(self, request: Asked) -> bool:
+        """Give it its blocks, if there is room, and offer it to another worker."""
+        num_blocks = self.blocks.num_for(request.num_tokens)
+        left = len(self.running) + self._num_begun + 1 if request.place is self else 0
+        if num_blocks + left > self.free_blocks(self.events.now):
+            return False
+        self.blocks.num_free -= num_blocks
+        request.begun = True
+        self._num_begun += 1
+        if request.place is not self and request.goes_on:
+            self.handoffs.begin(request)
+        return True
 
     def _end_prompts(self) -> None:
         chunks, self.chunks = self.chunks, []
         for request, count in chunks:
             request.left -= count
-            self.pending -= count
             if request.left:
                 self._queue_prompt(request)
+                self.handoffs.chunk_done(request)
                 continue
             self.events.after(self.times.message_s, self.coordinator.first, request)
-            if len(request.tokens) + 1 >= request.num_output:
-                self.events.after(self.times.message_s, self.coordinator.over, request)
-                request.place._withdraw(request)
+            if not request.goes_on:
+                self.blocks.num_free += self.blocks.num_for(request.num_tokens)
+                self._num_begun -= 1
                 continue
-            request.num_last = count
-            if request.granted_at < inf:
-                self._send(request)
+            if request.place is self:
+                self.handoffs.begin(request)
+            self.handoffs.chunk_done(request)
 
     # --- the handoff -----------------------------------------------------------------------------
 
-    def _offered(self, request: Asked) -> None:
-        """Grant it blocks, once there is room."""
-        if not self.offers and self._has_room_for(request):
-            self._grant(request)
-        else:
-            request.granted_at = inf
-            self.offers.append(request)
-
-    def _grant(self, request: Asked) -> None:
-        request.granted_at = self.events.now
-        self.num_granted += 1
-        self.granted += self.times.num_blocks(request.num_tokens)
-        if request.num_last:
-            request.source._send(request)
-
-    def _withdraw(self, request: Asked) -> None:
-        """It needs no blocks, or has joined."""
-        if request.granted_at == inf:
-            self.offers.remove(request)
-        else:
-            self.num_granted -= 1
-            self.granted -= self.times.num_blocks(request.num_tokens)
-
-    def _send(self, request: Asked) -> None:
-        """It is computed: the rest of its blocks leaves, and all are checked there. A link sends one put at
-        a time and receives one at a time."""
-        place, times = request.place, self.times
-        if place is self:
-            joins_at = self.events.now + 3 * times.message_s + times.handoff.join_s
-        else:
-            num_blocks = times.num_blocks(request.num_tokens)
-            is_known = place.number in self.met
-            all_s, last_s = times.puts_s(num_blocks, times.num_blocks(request.num_last), is_known)
-            self.met.add(place.number)
-            granted_at = request.granted_at + 2 * times.message_s
-            self.sent_at = max(self.sent_at, granted_at) + all_s
-            place.received_at = max(place.received_at, granted_at) + all_s
-            self.last_at = max(self.last_at, self.events.now) + last_s
-            arrived_at = max(self.sent_at, place.received_at, self.last_at) + times.message_s
-            place.checked_at = max(place.checked_at, arrived_at) + place.times.check_s(num_blocks)
-            joins_at = place.checked_at + place.times.handoff.join_s
-        self.events.at(joins_at, place._joins, request)
-
-    def _joins(self, request: Asked) -> None:
-        self._withdraw(request)
+    def join(self, request: Asked) -> None:
         request.joined_at = self.events.now
         self.joining.append(request)
-        self.events.after(self.times.message_s, self.coordinator.joined, request)
         self._interrupt()
+        self.turn()
+
+    def shorten(self) -> None:
+        """There are fewer blocks for the steps that run."""
+        if self.due > 1 and self.blocks.steps_that_fit(self.steps, self.due) < self.due:
+            self._interrupt()
+
+    def handed_over(self, request: Asked, num_blocks: int) -> None:
+        """Its handoff is over: this number of its blocks here is free."""
+        del self.handoffs.open[request]
+        self.handoffs.turn()
+        self.blocks.num_free += num_blocks
+        self._num_begun -= 1
+        if self.prompts and not self._busy:
+            self._next()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import ceil, sqrt
 
 from ...engine.latency_profile import Profile
-from ...transport.handoff.layer_slicing import UNSEEN_RATE, LayerSlicing
+from ...transport.handoff.layer_slicing import LayerSlicing
 
 
 class StepTimes:
@@ -15,6 +15,8 @@ class StepTimes:
         self.max_batch_tokens, self.max_num_seqs = max_batch_tokens, max_num_seqs
         self.memory, self.handoff = profile.memory, profile.handoff
         self.message_s = profile.handoff.message_s
+        self.put_s, self.slice_s = profile.handoff.put_s, profile.handoff.slice_s
+        self.bytes_per_s = profile.handoff.bytes_per_s
         self.least_prompt_tokens = min(profile.memory.block_size, max_batch_tokens)  # beside sequences
         prefill, decode = profile.prefill.seconds, profile.decode.seconds
         self._prompt = [prefill(n, 0, 0) for n in range(max_batch_tokens + 1)]
@@ -25,7 +27,7 @@ class StepTimes:
         self._decode_read = [decode(n, 1e6, n) * 1e-6 - 1e-6 * base for n, base in enumerate(self._decode)]
         self.prefill_loop_s, self.decode_loop_s = profile.prefill_loop_s, profile.decode_loop_s
         self._once_s = self.prefill_loop_s + profile.once_s
-        self._slicing = LayerSlicing(profile.memory.num_layers, profile.memory.block_bytes)
+        self.slicing = LayerSlicing(profile.memory.num_layers, profile.memory.block_bytes)
 
     def decode_s(self, num_seqs: int, context: float) -> float:
         return self._decode[num_seqs] + self._decode_read[num_seqs] * context + self.decode_loop_s
@@ -49,20 +51,9 @@ class StepTimes:
         """Seconds of a step of prompts that takes ``prompts_s`` without these sequences."""
         return max(0.0, prompts_s + self.decode_s(num_seqs, context) - self._once_s)
 
-    def num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.memory.block_size)
-
-    def puts_s(self, num_blocks: int, num_last: int, is_known: bool) -> tuple[float, float]:
-        """Seconds of all puts of a prompt, and of the last one: some layers of the ``num_last`` blocks of its
-        last chunk. ``is_known``: the rate of the way has been measured."""
-        memory, handoff = self.memory, self.handoff
-        stride = self._slicing.layers_per_put(num_last, handoff.bytes_per_s if is_known else UNSEEN_RATE)
-        num_puts = -(-memory.num_layers // stride)
-        last = 1 - stride * (num_puts - 1) / memory.num_layers
-        num_slices = num_last if num_puts > 1 else 0
-        last_s = handoff.seconds(num_last * memory.block_bytes * last, num_slices)
-        each_s = num_puts * (handoff.put_s + num_slices * handoff.slice_s)
-        return each_s + num_blocks * memory.block_bytes / handoff.bytes_per_s, last_s
+    def bytes_of(self, num_blocks: int, num_layers: int) -> int:
+        """Bytes of these layers of these blocks."""
+        return num_blocks * self.memory.block_bytes * num_layers // self.memory.num_layers
 
     def check_s(self, num_blocks: int) -> float:
         """Seconds that the receiver takes to check them."""

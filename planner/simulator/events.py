@@ -27,7 +27,7 @@ class EventQueue:
         self.num_events += 1
         heapq.heappush(self._heap, (self.now + delay, self.num_events, event, args))
 
-    def run_while(self, going_on: Callable[[], bool]) -> None:
+    def run_while(self, going_on: Callable[[], object]) -> None:
         """Run events until ``going_on`` returns False (asked after every event), or none is left."""
         heap, pop = self._heap, heapq.heappop
         while heap and going_on():
