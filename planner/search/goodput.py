@@ -169,7 +169,8 @@ def sketch(question: Question, candidate: Candidate, rate: float, give_up: bool 
     asked = [
         Arrival((a.at_s - first) * factor, a.num_new, a.num_prompt, a.num_output) for a in question.arrivals
     ]
-    return Sketch(pools, question.level.bounds, question.allowed if give_up else float("inf")).run(asked)
+    allowed = question.allowed if give_up else float("inf")
+    return Sketch(pools, question.level.bounds, allowed, seed=question.seed).run(asked)
 
 
 def sketched_goodput(question: Question, candidate: Candidate, at_least: float = 0.0) -> float:

@@ -149,6 +149,7 @@ class SketchWorker:
 
     def receive(self, requests: Sequence[Asked]) -> None:
         """Prompts have come, together."""
+        self.activate()
         for request in requests:
             request.since = self.events.now
             if self.blocks.num_for(request.num_tokens) < min(

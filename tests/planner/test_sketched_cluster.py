@@ -141,6 +141,12 @@ CASES: dict[str, tuple[Cluster, str, float, int]] = {  # kind of load, its rate 
     "a slow link": (split(3, 5, link_bytes_per_s=5e9), "conversation", 3.2, 80),
     "few blocks": (split(3, 5, num_blocks=100), "conversation", 3.2, 80),
     "colocated": (of_pools(MIXED), "conversation", 2.0, 60),
+    "fewer blocks for both": (
+        of_pools(MIXED.model_copy(update={"num_blocks": 1500})),
+        "conversation",
+        2.0,
+        60,
+    ),
     "both kinds": (of_pools(split(2, 1).pools[0], MIXED), "conversation", 2.0, 80),
     "100 workers": (cluster_of("code", 100), "code", 3.6, 250),
 }
