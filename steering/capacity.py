@@ -121,7 +121,7 @@ class Capacity:
         fits = int(memory.num_blocks * memory.block_size / max(1.0, picture.context))
         return max(1, min(self.max_num_seqs, fits))
 
-    def step_s(self, batch: int, picture: LoadPicture) -> float:
+    def step_s(self, batch: float, picture: LoadPicture) -> float:
         return self.profile.decode.seconds(batch, batch * picture.context, batch) + self.profile.decode_loop_s
 
     def _utilisation(self, picture: LoadPicture, servers: float, service_s: float) -> float:

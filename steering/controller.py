@@ -1,12 +1,7 @@
 """Which workers should change their roles, and whether there should be more or fewer. Pure; times in seconds
 of a monotonic clock.
 
-Nothing is changed while enough requests are good, and most of the next will be. Otherwise ``VirtualFleets``
-estimates the losses of each ratio over the last minutes, and of one that follows the load. The present ratio
-gives way to the best if
-
-    what that would have saved is more than the flips cost,    flip_cost_s, margin_s
-    and the last flips are over and have had time to show.     settle_s
+The ratio is that which ``VirtualFleets`` thinks best, once the last flips are over and have had time to show.
 
 Mixed workers have both roles, change neither, and take work from either: the model does not know the worth of
 a ratio beside them. Where there are any, or were lately, roles stay as they are, and workers come and go by
@@ -112,7 +107,7 @@ class PoolController:
             return self._rest("there is no latency model to predict with: workers change by rules")
         if not fleet.prefill or not fleet.decode:
             return self._rest("a role has no worker")
-        self._sizes = self._sizes if self._sizes and fleet.changing else fleet.sizes()
+        self._sizes = self._sizes if fleet.changing and fleet.prefill in self._sizes else fleet.sizes()
         self._virtual.serve(picture, self._capacity, self._sizes, fleet.prefill)
         if fleet.changing or now < self._quiet_until:
             self.state = "a change is under way, or has not had time to show"
@@ -126,35 +121,28 @@ class PoolController:
         return self._improve(picture, fleet, present, now)
 
     def _improve(self, picture: LoadPicture, fleet: Fleet, present: Pressure, now: float) -> list[Decision]:
-        options, virtual, here = self._options, self._virtual, f"{fleet.prefill}P:{fleet.decode}D"
-        suffers = picture.num_judged >= MIN_JUDGED and picture.attainment < options.attainment
-        is_feared = present.worst >= options.act_load and virtual.foreseen(fleet.prefill) >= options.act_above
-        if not (suffers or is_feared):
-            return self._rest(f"{picture.attainment:.0%} of requests are good: {here} stays")
+        virtual, here = self._virtual, f"{fleet.prefill}P:{fleet.decode}D"
         low = max(1, fleet.prefill - len(fleet.flexible.get("prefill", ())))
         high = min(fleet.num_workers - 1, fleet.prefill + len(fleet.flexible.get("decode", ())))
-        prefill, lost = virtual.best(fleet.prefill, range(low, high + 1))
+        prefill = virtual.best(range(low, high + 1))
         there = f"{prefill}P:{fleet.num_workers - prefill}D"
         if prefill == fleet.prefill:
-            best, _ = virtual.best(prefill, range(1, fleet.num_workers))
+            best = virtual.best(range(1, fleet.num_workers))
             if best == prefill:
-                return self._rest(f"{here} is the best ratio for the last minutes")
+                return self._rest(f"{picture.attainment:.0%} of requests are good: {here} stays")
             return self._rest(
                 f"{best}P:{fleet.num_workers - best}D would be better, but no worker "
                 "there is that can change its role: start them as `splitserve worker`"
             )
-        won, costs_s = virtual.lost(fleet.prefill) - lost, abs(prefill - fleet.prefill) * options.flip_cost_s
-        if won < (options.margin_s + costs_s) * virtual.rate:
-            return self._rest(f"{there} would be hardly better than {here}")
         if self._proposal is not None and self._proposal.still_holds(
-            fleet.prefill, prefill, now - options.repeat_s
+            fleet.prefill, prefill, now - self._options.repeat_s
         ):
             self.state = f"{there} would be better; it was proposed, and has not been done"
             return []
         reason = (
             f"{picture.attainment:.0%} of requests are good, load {present.prefill:.2f} on prefill and "
-            f"{present.decode:.2f} on decode with {here}; {there} would have served {won:.0f} more of the "
-            f"last minutes' ({picture.rate:.1f} requests/s of {picture.new_tokens:.0f} new and "
+            f"{present.decode:.2f} on decode with {here}: {there} loses fewer "
+            f"({picture.rate:.1f} requests/s of {picture.new_tokens:.0f} new and "
             f"{picture.output_tokens:.0f} output tokens, {picture.num_waiting} waiting)"
         )
         self._proposal = _Proposal(now, fleet.prefill, prefill)

@@ -1,8 +1,9 @@
 """What arrives, what waits and how well it is served, as the pool controller sees it. Pure; times in seconds.
 
 A request's output length is known at its end only. Requests with prompts of about one length count as one
-kind (``OutputLengths``). The mean over all is that over what arrives, by kind: those that wait count too, of
-which nothing is known but the prompt.
+kind; its mean output is the tokens that it brings over the answers that end, the newest weighing most. The
+mean over all is that over what arrives, by kind: those that wait count too, of which nothing is known but the
+prompt.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from typing import NamedTuple
 from ..coordinator.lifecycle.snapshot import FinishedRequest, RunningRequest
 from ..transport.latency_bounds import LatencyBound
 from .options import SteeringOptions
-from .output_lengths import OutputLengths, Span
 
 MEMORY = 4096  # ended requests
+LENGTHS_MEMORY = 15  # ended answers of a kind after which older ones weigh 1/e
+ALL = -1  # kinds
 # of the mean output: what a running sequence of a steady state has still before it, by lengths as they are
 # found
 REMAINING = 0.7
@@ -70,7 +72,8 @@ class LoadPicture:
     newest: int = 0  # requests of the last ``every_s``, and the means of these
     newest_tokens: float = 0.0
     newest_pairs: float = 0.0
-    newest_output: float = 0.0
+    newest_ends: int = 0  # answers that ended then
+    newest_output: int = 0  # tokens that all answers have brought then
 
 
 class LoadWatch:
@@ -79,7 +82,7 @@ class LoadWatch:
     def __init__(self, options: SteeringOptions) -> None:
         self._options = options
         self._ended: deque[Note] = deque(maxlen=MEMORY)
-        self._lengths = OutputLengths()
+        self._lengths = defaultdict[int, tuple[float, float]](lambda: (0.0, 0.0))  # tokens, ends; by kind
         self._unseen: list[Note] = []  # ended since the last look
         self._outputs: dict[tuple[float, int], int] = {}  # tokens of those that ran then
 
@@ -102,8 +105,8 @@ class LoadWatch:
         window = self._window([note.arrival for note in notes], now)
         arrived = [note for note in notes if note.arrival > now - window]
         judged = self._judged(running, now, self._good)
-        self._take(running)
-        means = self._lengths.means(_so_far(running))
+        newest_ends, newest_output = self._take(running)
+        means = self._means(_so_far(running))
         decoding = [n for n in running if n.has_token]
         remaining = sum(max(REMAINING * means[n.kind], 1.0) for n in decoding) / max(1, len(decoding))
         picture = LoadPicture(
@@ -111,7 +114,10 @@ class LoadWatch:
             rate=len(arrived) / window,
             num_waiting=len(running) - len(decoding),
             num_decoding=len(decoding),
+            context=sum(n.prompt + n.output for n in decoding) / max(1, len(decoding)),
             remaining_tokens=remaining,
+            newest_ends=newest_ends,
+            newest_output=newest_output,
             num_judged=len(judged),
             attainment=_share(judged, self._good),
             in_time=_share(judged, self._in_time),
@@ -149,27 +155,37 @@ class LoadWatch:
             newest=len(newest),
             newest_tokens=share * sum(n.prompt for n in newest) / many,
             newest_pairs=sum(share * n.prompt * (n.prompt * (1 - share / 2)) for n in newest) / many,
-            newest_output=sum(means[n.kind] for n in newest) / many,
             new_tokens=mean,
             pairs=sum(
                 one * (n.prompt - one) + one * (one + 1) / 2 for one, n in zip(new, arrived, strict=True)
             )
             / len(new),
             output_tokens=output,
-            context=sum(n.prompt for n in arrived) / len(arrived) + output / 2,
+            context=picture.context or sum(n.prompt for n in arrived) / len(arrived) + output / 2,
             variation=variance / mean**2 if mean else 1.0,
         )
 
-    def _take(self, running: list[Note]) -> None:
-        """Take in the tokens since the last look."""
-        spans: defaultdict[int, list[Span]] = defaultdict(list)
+    def _take(self, running: list[Note]) -> tuple[int, int]:
+        """Return how many answers have ended since the last look, and how many tokens all have brought."""
+        grown: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0])
         for note in [*self._unseen, *running]:
-            if note.has_token:
-                before = self._outputs.get((note.arrival, note.prompt), 0)
-                spans[note.kind].append((before, note.output, note.ended is not None))
+            for kind in (note.kind, ALL):
+                grown[kind][0] += note.output - self._outputs.get((note.arrival, note.prompt), 0)
+                grown[kind][1] += note.ended is not None
+        for kind, (tokens, ends) in grown.items():
+            keep = (1 - 1 / LENGTHS_MEMORY) ** ends
+            weight = (1 - keep) * LENGTHS_MEMORY / ends if ends else 1.0
+            before = self._lengths[kind]
+            self._lengths[kind] = (keep * before[0] + weight * tokens, keep * before[1] + weight * ends)
         self._outputs = {(note.arrival, note.prompt): note.output for note in running}
         self._unseen.clear()
-        self._lengths.take(spans)
+        return grown[ALL][1], grown[ALL][0]
+
+    def _means(self, otherwise: float) -> defaultdict[int, float]:
+        """Return the mean tokens of an answer, by kind. ``otherwise``: while none has ended."""
+        means = {kind: tokens / ends for kind, (tokens, ends) in self._lengths.items() if ends}
+        every = means.get(ALL, otherwise)
+        return defaultdict(lambda: every, means)
 
     def _after(self, since: float) -> list[Note]:
         """Return those that ended after ``since``, the newest first."""

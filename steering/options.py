@@ -25,10 +25,6 @@ class SteeringOptions:
     work_off_s: float = 10.0  # waiting requests should be served within it
     settle_s: float = 4.0  # after a flip, before the next one
     repeat_s: float = 60.0  # a proposal that was not carried out is repeated after it
-    act_above: float = 0.8  # share of the next requests that will miss an objective, and ...
-    act_load: float = 1.6  # ... load (1: objectives just met): they are not waited for
-    flip_cost_s: float = 2.0  # requests of this time that each flip must have saved ...
-    margin_s: float = 3.0  # ... and the whole change
     mixed_again_s: float = 300.0  # after the last mixed worker, which may come back: roles stay
     min_workers: int = 2
     max_workers: int = 0  # 0: scaling up is never proposed

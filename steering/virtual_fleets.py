@@ -1,16 +1,19 @@
-"""What each ratio would have served of the last minutes, and will soon. Pure; times in seconds.
+"""Whether to leave the ratio as it was first, or to follow the load. Pure; times in seconds.
 
-For each ratio a virtual fleet takes the arrivals of every second, as work that the latency model knows:
-prompts queue, answers fill workers for as long as they last. Requests that would have missed an objective
-count as lost, and are slowly forgotten; those of the next ``FORESEEN_S``, if the load stays, are added. One
-more virtual fleet follows the load, some seconds behind it: where the load alternates faster than that, it
-loses more than a ratio that is fair to all mixes.
+The follower goes to the ratio that loses the least of the next ``FORESEEN_S``, if as many prompts come, and
+as many answers run, as now. It is not trusted: both ways, to follow and to stay, are counted the requests of
+the last minutes that miss an objective. The way that is taken loses what the real queue and the real batches
+lose. The other is a virtual fleet that takes the same arrivals: prompts queue, by their lengths; answers run
+in equal batches, and end as often per token as the real ones do. No answer's length is guessed.
+
+The load is followed once the first ratio has lost more by the requests of ``FOLLOW_S``, and no longer once
+following has lost more by those of ``RETURN_S``: so each mistake costs about those.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from .capacity import Capacity
@@ -18,77 +21,45 @@ from .load_watch import LoadPicture
 from .options import SteeringOptions
 
 MEMORY_S = 200.0
-FOLLOW_S = 6.0  # over which the follower takes the mean of the load
-FOLLOW_ABOVE, FOLLOW_GAIN = 0.9, 0.15  # load below which it stays, and least relative gain
-PREFILL_UTILISATION = 0.95
-# above 1: the largest batch that meets the TPOT may be exceeded for a while, since a request's TPOT is a mean
-DECODE_UTILISATION = 1.1
-FULL_UTILISATION = 0.9  # where a batch cannot be exceeded: requests wait for a place before their prompt
+LOAD_S = 6.0  # over which the load is a mean
+ENDS_S = 3.0  # over which the ends per token are a mean
 FORESEEN_S = 15.0
+GAIN = 0.3  # share of the requests foreseen that a change of the follower must save
+FOLLOW_S, RETURN_S = 3.0, 1.0  # of requests
 RAMP = 0.25  # width about an objective over which the share that misses it goes from 0 to 1
-FOLLOWER_S = 2.0  # of requests, by which the follower must have lost less than every fixed ratio
-
+FULL = 0.9  # of the sequences that decode workers can have: then prompts wait
 
 Size = tuple[float, float]
 """Prefill and decode workers, each counted by its speed."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """Of ``count`` arrivals. ``prompts``, ``answers``: in worker seconds."""
-
-    count: int
-    prompts: float
-    answers: float
-    prompt_s: float
-    answer_lasts_s: float
-
-
 @dataclass(slots=True)
 class _Load:
-    """What arrives a second, as a mean over ``FOLLOW_S``."""
+    """What arrives a second, and what ends."""
 
     arrivals: float = 0.0
-    prompts: float = 0.0  # worker seconds, as the answers
-    answers: float = 0.0
-    answer_lasts_s: float = 1.0
+    prompts: float = 0.0  # seconds of one worker
+    ends: float = 1e-9
+    tokens: float = 1e-6
 
-    def take(self, work: _Work, seconds: float) -> None:
-        """Go on by these seconds."""
-        part = 1 - math.exp(-seconds / FOLLOW_S)
-        self.arrivals += (work.count / seconds - self.arrivals) * part
-        self.prompts += (work.prompts / seconds - self.prompts) * part
-        self.answers += (work.answers / seconds - self.answers) * part
-        self.answer_lasts_s = work.answer_lasts_s
+    def take(self, picture: LoadPicture, prompts_s: float, seconds: float) -> None:
+        """Go on by these seconds. ``prompts_s``: of one worker, for the newest prompts."""
+        part, keep = 1 - math.exp(-seconds / LOAD_S), math.exp(-seconds / ENDS_S)
+        self.arrivals += (picture.newest / seconds - self.arrivals) * part
+        self.prompts += (prompts_s / seconds - self.prompts) * part
+        self.ends = self.ends * keep + picture.newest_ends
+        self.tokens = self.tokens * keep + picture.newest_output
 
 
 @dataclass(slots=True)
-class _VirtualFleet:
+class _Fleet:
+    """Virtual, or a copy of the real one."""
+
     prefill: int
-    size: Size = (1.0, 1.0)
-    waiting_s: float = 0.0  # worker seconds of prompts
-    running: float = 0.0  # decode workers that the running answers fill
+    waiting: float = 0.0  # prompts
+    waiting_s: float = 0.0  # worker seconds of these
+    running: float = 0.0  # answers
     lost: float = 0.0
-
-    def serve(self, work: _Work, ttft_s: float, seconds: float) -> float:
-        """Take in the work of these seconds. Return how many of its requests miss an objective."""
-        done_s = seconds * self.size[0] * PREFILL_UTILISATION
-        self.waiting_s = max(0.0, self.waiting_s + work.prompts - done_s)
-        part = 1 - math.exp(-seconds / work.answer_lasts_s)
-        self.running += (work.answers / seconds - self.running) * part
-        late = _missed((self.waiting_s / self.size[0] + work.prompt_s) / ttft_s)
-        return work.count * max(late, self._slow(self.running))
-
-    def foresee(self, load: _Load, ttft_s: float) -> float:
-        """Return the share of the requests of the next ``FORESEEN_S`` that will miss an objective."""
-        begin = self.waiting_s - ttft_s * self.size[0]  # above 0: late
-        end = begin + (load.prompts - self.size[0] * PREFILL_UTILISATION) * FORESEEN_S
-        part = 1 - math.exp(-FORESEEN_S / load.answer_lasts_s)
-        slow = self._slow(self.running + (load.answers - self.running) * part)
-        return max(slow, _share_above_zero(begin, end))
-
-    def _slow(self, running: float) -> float:
-        return _missed(running / (self.size[1] * DECODE_UTILISATION))
 
 
 class VirtualFleets:
@@ -96,89 +67,101 @@ class VirtualFleets:
 
     def __init__(self, options: SteeringOptions) -> None:
         self._options = options
-        self._fixed: dict[int, _VirtualFleet] = {}
-        self._follower = _VirtualFleet(0)
+        self._sizes: dict[int, Size] = {}
         self._load = _Load()
-        self._count = self._span_s = 0.0
+        self._first, self._follower, self._real = _Fleet(0), _Fleet(0), _Fleet(0)
+        self._follows = False
+        self._rate = 0.0  # requests a second, of the time remembered
 
-    @property
-    def rate(self) -> float:
-        """Requests a second, of the time remembered."""
-        return self._count / self._span_s if self._span_s else 0.0
-
-    def foreseen(self, prefill: int) -> float:
-        """Return the share of requests that will miss an objective with this number of prefill workers."""
-        return self._fixed[prefill].foresee(self._load, self._options.ttft_s)
-
-    def lost(self, prefill: int) -> float:
-        """Return the requests that this number of prefill workers would have lost, and soon will."""
-        return self._lost(self._fixed[prefill])
-
-    def best(self, present: int, allowed: Container[int]) -> tuple[int, float]:
-        """Return the prefill workers to have now, and what that way loses."""
-        lost = {prefill: self.lost(prefill) for prefill in self._fixed if prefill in allowed}
-        best = min(lost, key=lambda prefill: (lost[prefill], abs(prefill - present)))
-        follower = self._lost(self._follower)
-        if self._follower.prefill in allowed and follower < lost[best] - FOLLOWER_S * self.rate:
-            return self._follower.prefill, follower
-        return best, lost[best]
+    def best(self, allowed: Collection[int]) -> int:
+        """Return the prefill workers to have now: the first ones only once the next seconds allow it."""
+        there, real = self._first.prefill, self._real
+        if self._follows:
+            return self._lead(real, allowed)
+        is_well = there in allowed and self._foresee(real, there) < self._foresee(real, real.prefill)
+        return there if is_well else real.prefill
 
     def serve(self, picture: LoadPicture, capacity: Capacity, sizes: dict[int, Size], present: int) -> None:
         """Take in the newest arrivals. ``sizes``: by prefill workers; all is forgotten if these change."""
-        options = self._options
-        if sizes.keys() != self._fixed.keys():
-            self.__init__(options)  # type: ignore[misc]
-            self._fixed = {prefill: _VirtualFleet(prefill) for prefill in sizes}
-            self._follower.prefill = present
-        seconds, work = options.every_s, _work(picture, capacity)
+        if sizes.keys() != self._sizes.keys():
+            self.__init__(self._options)  # type: ignore[misc]
+            self._first, self._follower = _Fleet(present), _Fleet(present)
+        self._sizes, self._capacity, self._picture = sizes, capacity, picture
+        seconds, count = self._options.every_s, picture.newest
+        newest = replace(picture, new_tokens=picture.newest_tokens, pairs=picture.newest_pairs)
+        prompts_s = count * capacity.prompt_s(newest)
+        self._load.take(picture, prompts_s, seconds)
+        waits = picture.num_waiting
+        self._real = _Fleet(present, waits, waits * capacity.prompt_s(picture), picture.num_decoding)
         keep = math.exp(-seconds / MEMORY_S)
-        self._count, self._span_s = self._count * keep + work.count, self._span_s * keep + seconds
-        is_good = picture.attainment >= options.attainment
-        for fleet in [*self._fixed.values(), self._follower]:
-            fleet.size = sizes[fleet.prefill]
-            lost = fleet.serve(work, options.ttft_s, seconds)
-            # the measured share of good requests overrules the model
-            fleet.lost = fleet.lost * keep + (0.0 if is_good and fleet.prefill == present else lost)
-        self._load.take(work, seconds)
-        self._follow()
+        self._rate = self._rate * keep + count / seconds * (1 - keep)
+        for fleet in (self._first, self._follower):
+            lost = self._serve(fleet, prompts_s, seconds)
+            if fleet is (self._follower if self._follows else self._first):
+                lost = self._really_lost(prompts_s)
+            fleet.lost = fleet.lost * keep + lost
+        self._follower.prefill = self._lead(self._follower, sizes)
+        won, rate = self._first.lost - self._follower.lost, max(self._rate, self._load.arrivals)
+        self._follows = won > (-RETURN_S if self._follows else FOLLOW_S) * rate
 
-    def _lost(self, fleet: _VirtualFleet) -> float:
-        share = fleet.foresee(self._load, self._options.ttft_s)
-        return fleet.lost + share * self._load.arrivals * FORESEEN_S
+    def _serve(self, fleet: _Fleet, prompts_s: float, seconds: float) -> float:
+        """Take in the newest requests. Return how many of them miss an objective."""
+        count, (prefill, decode) = self._picture.newest, self._sizes[fleet.prefill]
+        fleet.waiting, fleet.waiting_s = fleet.waiting + count, fleet.waiting_s + prompts_s
+        room = max(0.0, decode * self._capacity.most(self._picture) - fleet.running)
+        share = min(1.0, seconds * prefill / max(fleet.waiting_s, 1e-9))
+        begun = min(share, room / max(fleet.waiting, 1e-9))
+        fleet.running += fleet.waiting * begun
+        fleet.waiting, fleet.waiting_s = fleet.waiting * (1 - begun), fleet.waiting_s * (1 - begun)
+        ends = self._load.ends / self._load.tokens / self._step_s(fleet.running / decode)  # a second, of each
+        wait_s = fleet.waiting_s / prefill
+        if begun < share:
+            wait_s = max(wait_s, fleet.waiting / (fleet.running * ends))
+        late = self._late(wait_s, prompts_s / max(1, count))
+        slow = self._slow(fleet.running / decode)
+        fleet.running *= math.exp(-seconds * ends)
+        return count * max(late, slow)
 
-    def _follow(self) -> None:
-        follower = self._follower
-        prompts = (self._load.prompts + follower.waiting_s / self._options.work_off_s) / PREFILL_UTILISATION
-        answers = self._load.answers / DECODE_UTILISATION
-        loads = {p: max(prompts / fleet.size[0], answers / fleet.size[1]) for p, fleet in self._fixed.items()}
-        best, here = min(loads, key=lambda p: (loads[p], abs(p - follower.prefill))), loads[follower.prefill]
-        if here > FOLLOW_ABOVE and loads[best] < (1 - FOLLOW_GAIN) * here:
-            follower.prefill = best
+    def _really_lost(self, prompts_s: float) -> float:
+        """Return how many of the newest requests will miss an objective, by what waits and runs now."""
+        picture, (prefill, decode) = self._picture, self._sizes[self._real.prefill]
+        late = self._late((self._real.waiting_s + prompts_s) / prefill, prompts_s / max(1, picture.newest))
+        slow = max(self._slow(self._real.running / decode), 1 - picture.in_pace)
+        return picture.newest * max(late, slow if picture.in_pace < self._options.attainment else 0.0)
+
+    def _lead(self, fleet: _Fleet, allowed: Collection[int]) -> int:
+        """Return the prefill workers with which this fleet will lose the least."""
+        here = fleet.prefill
+        found = {prefill: self._foresee(fleet, prefill) for prefill in {here, *allowed}}
+        best = min(found, key=lambda prefill: (found[prefill], abs(prefill - here)))
+        return best if found[here] - found[best] > GAIN * self._load.arrivals * FORESEEN_S else here
+
+    def _foresee(self, fleet: _Fleet, prefill: int) -> float:
+        """Return how many requests of the next ``FORESEEN_S`` will miss an objective, or still wait too long
+        at their end, if as many prompts come, and as many answers run, as now."""
+        load, (workers, decode) = self._load, self._sizes[prefill]
+        prompt_s, running = load.prompts / max(load.arrivals, 1e-9), fleet.running / decode
+        slow = 1.0 if running >= FULL * self._capacity.most(self._picture) else self._slow(running)
+        lost = late = 0.0
+        waiting_s, seconds = fleet.waiting_s, FORESEEN_S / 3
+        for _ in range(3):
+            waiting_s = max(0.0, waiting_s + (load.prompts - workers) * seconds)
+            late = self._late(waiting_s / workers, prompt_s)
+            lost += load.arrivals * seconds * max(late, slow)
+        still_run = max(0.0, fleet.running - decode * self._capacity.batch(self._picture))
+        return lost + late * waiting_s / max(prompt_s, 1e-9) + still_run
+
+    def _step_s(self, running: float) -> float:
+        return self._capacity.step_s(max(1.0, running), self._picture)
+
+    def _late(self, wait_s: float, prompt_s: float) -> float:
+        return _missed((wait_s + prompt_s) / self._options.ttft_s)
+
+    def _slow(self, running: float) -> float:
+        """Return the share that misses the TPOT if a decode worker has this number of sequences."""
+        return _missed(self._step_s(running) / self._options.tpot_s)
 
 
 def _missed(load: float) -> float:
     """Return the share that misses an objective at this load of 1."""
     return min(1.0, max(0.0, (load - 1) / RAMP + 0.5))
-
-
-def _share_above_zero(begin: float, end: float) -> float:
-    """Return the share of a line from ``begin`` to ``end`` that is above zero."""
-    low, high = min(begin, end), max(begin, end)
-    if low > 0 or high <= 0:
-        return float(low > 0)
-    return high / (high - low)
-
-
-def _work(picture: LoadPicture, capacity: Capacity) -> _Work:
-    newest = replace(
-        picture,
-        new_tokens=picture.newest_tokens,
-        pairs=picture.newest_pairs,
-        output_tokens=picture.newest_output,
-    )
-    batch, count = capacity.batch(picture), picture.newest
-    prompt_s, answer_s = capacity.prompt_s(newest), capacity.answer_s(newest, batch)
-    if batch == capacity.most(picture):
-        answer_s *= DECODE_UTILISATION / FULL_UTILISATION
-    lasts_s = max(capacity.options.every_s, picture.output_tokens * capacity.step_s(batch, picture))
-    return _Work(count, count * prompt_s, count * answer_s, prompt_s, lasts_s)

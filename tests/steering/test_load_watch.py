@@ -105,14 +105,14 @@ def running(arrival: float, output: int, now: float, prompt: int = 10) -> Runnin
 def test_in_a_steady_state_outputs_are_tokens_generated_over_requests_ended() -> None:
     """Ten a second come and stay for 20 s, a token every 0.1 s: within any 10 s 20,000 tokens are made and
     100 end."""
-    watch, requests = LoadWatch(OPTIONS), []
-    for i in range(1000):
-        arrival = i / 10
-        if arrival < 80:
-            end(watch, arrival, 0.0, 0.1, 200)
-        else:
-            requests.append(running(arrival, round((100 - arrival) * 10) or 1, 100.0))
-    assert watch.look(requests, 100.0).output_tokens == pytest.approx(200, rel=0.1)
+    watch = LoadWatch(OPTIONS)
+    for now in range(60, 101):
+        for i in range(10):
+            end(watch, (10 * (now - 20) - i) / 10, 0.0, 0.1, 200)
+        requests = [running((10 * (now - 20) + i) / 10, 200 - i, float(now)) for i in range(1, 200)]
+        picture = watch.look(requests, float(now))
+    assert picture.output_tokens == pytest.approx(200, rel=0.1)
+    assert (picture.newest_ends, picture.newest_output) == (10, pytest.approx(2000, rel=0.02))
 
 
 def test_longer_answers_show_before_any_of_them_has_ended() -> None:
@@ -135,6 +135,7 @@ def test_what_waits_counts_as_requests_with_such_prompts_did_before() -> None:
     code = [queued(95.0 + i / 20, 3000) for i in range(100)]
     picture = watch.look([*talk, *code], 100.0)
     assert picture.output_tokens == pytest.approx(30, rel=0.2)
+    assert picture.context == 650, "of those that run"
     assert picture.remaining_tokens > 200, "of those that run"
 
 
