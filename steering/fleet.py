@@ -44,11 +44,11 @@ class Fleet:
         return sum(s.prefill for s in self._of("prefill")), sum(s.decode for s in self._of("decode"))
 
     def sizes(self) -> dict[int, tuple[float, float]]:
-        """Return the same by prefill workers: as now, and for others with each worker where it suits."""
-        every = sorted(self._of("prefill") + self._of("decode"), key=lambda s: s.decode / s.prefill)
+        """Return the same by prefill workers, if those change their role that suit the other best."""
+        roles: tuple[Role, Role] = ("prefill", "decode")
+        every = [s for role in roles for s in sorted(self._of(role), key=lambda s: s.decode / s.prefill)]
         prompts, answers = (list(accumulate(speed[role] for speed in every)) for role in (0, 1))
-        best = {n: (prompts[n - 1], answers[-1] - answers[n - 1]) for n in range(1, len(every))}
-        return best | {self.prefill: self.size}
+        return {n: (prompts[n - 1], answers[-1] - answers[n - 1]) for n in range(1, len(every))}
 
     def _of(self, role: Role) -> list[Speed]:
         return self.speeds.get(role) or [Speed()] * self.count(role)

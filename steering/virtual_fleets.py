@@ -1,13 +1,14 @@
 """Whether to leave the ratio as it was first, or to follow the load. Pure; times in seconds.
 
 The follower goes to the ratio that loses the least of the next ``FORESEEN_S``, if as many prompts come, and
-as many answers run, as now. It is not trusted: both ways, to follow and to stay, are counted the requests of
-the last minutes that miss an objective. The way that is taken loses what the real queue and the real batches
-lose. The other is a virtual fleet that takes the same arrivals: prompts queue, by their lengths; answers run
-in equal batches, and end as often per token as the real ones do. No answer's length is guessed.
+as large a part of the answers ends, as now. It is not trusted: of both ways, to follow and to stay, the
+requests of the last minutes that miss an objective are counted. The way that is taken loses what the real
+queue and the real batches lose. The other is a virtual fleet that takes the same arrivals: prompts queue, by
+their lengths; answers run in equal batches, and end as often per token as the real ones do. No answer's
+length is guessed.
 
-The load is followed once the first ratio has lost more by the requests of ``FOLLOW_S``, and no longer once
-following has lost more by those of ``RETURN_S``: so each mistake costs about those.
+The load is followed once following has saved the requests of ``FOLLOW_S``, and no longer once it has saved
+less than those of ``RETURN_S``.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class VirtualFleets:
         self._load = _Load()
         self._first, self._follower, self._real = _Fleet(0), _Fleet(0), _Fleet(0)
         self._follows = False
-        self._rate = 0.0  # requests a second, of the time remembered
+        self._count = self._span_s = 0.0  # requests, and seconds, remembered
 
     def best(self, allowed: Collection[int]) -> int:
         """Return the prefill workers to have now: the first ones only once the next seconds allow it."""
@@ -94,15 +95,18 @@ class VirtualFleets:
         waits = picture.num_waiting
         self._real = _Fleet(present, waits, waits * capacity.prompt_s(picture), picture.num_decoding)
         keep = math.exp(-seconds / MEMORY_S)
-        self._rate = self._rate * keep + count / seconds * (1 - keep)
+        self._count, self._span_s = self._count * keep + count, self._span_s * keep + seconds
         for fleet in (self._first, self._follower):
             lost = self._serve(fleet, prompts_s, seconds)
-            if fleet is (self._follower if self._follows else self._first):
+            if self._follows if fleet is self._follower else not self._follows and fleet.prefill == present:
                 lost = self._really_lost(prompts_s)
             fleet.lost = fleet.lost * keep + lost
         self._follower.prefill = self._lead(self._follower, sizes)
-        won, rate = self._first.lost - self._follower.lost, max(self._rate, self._load.arrivals)
-        self._follows = won > (-RETURN_S if self._follows else FOLLOW_S) * rate
+        won, rate = (
+            self._first.lost - self._follower.lost,
+            max(self._count / self._span_s, self._load.arrivals),
+        )
+        self._follows = won > (RETURN_S if self._follows else FOLLOW_S) * rate
 
     def _serve(self, fleet: _Fleet, prompts_s: float, seconds: float) -> float:
         """Take in the newest requests. Return how many of them miss an objective."""
@@ -138,9 +142,13 @@ class VirtualFleets:
 
     def _foresee(self, fleet: _Fleet, prefill: int) -> float:
         """Return how many requests of the next ``FORESEEN_S`` will miss an objective, or still wait too long
-        at their end, if as many prompts come, and as many answers run, as now."""
+        at their end, if as many prompts come, and as large a part of the answers ends, as now."""
         load, (workers, decode) = self._load, self._sizes[prefill]
         prompt_s, running = load.prompts / max(load.arrivals, 1e-9), fleet.running / decode
+        half_s = FORESEEN_S / 2
+        begun = min(fleet.waiting + load.arrivals * half_s, workers * half_s / max(prompt_s, 1e-9))
+        stays = math.exp(-half_s * load.ends / load.tokens / self._step_s(running))
+        running = max(running, (fleet.running * stays + begun * (1 + stays) / 2) / decode)
         slow = 1.0 if running >= FULL * self._capacity.most(self._picture) else self._slow(running)
         lost = late = 0.0
         waiting_s, seconds = fleet.waiting_s, FORESEEN_S / 3

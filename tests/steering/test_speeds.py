@@ -65,10 +65,10 @@ def test_what_says_nothing_of_its_speed_changes_none() -> None:
     assert not Speeds(OPTIONS, None).look(idle, PICTURE, 0.0), "without a profile there is nothing to compare"
 
 
-def test_a_ratio_is_worth_what_its_workers_are_where_they_suit_best() -> None:
+def test_a_ratio_is_worth_what_its_workers_are_once_those_that_suit_best_have_changed() -> None:
     fast, slow = Speed(), Speed(0.25, 1.0)
     fleet = Fleet(2, 2, {}, speeds={"prefill": [slow, slow], "decode": [fast, fast]})
     assert fleet.size == (0.5, 2.0)
-    assert fleet.sizes() == {1: (1.0, 3.0), 2: (0.5, 2.0), 3: (2.25, 1.0)}
+    assert fleet.sizes() == {1: (0.25, 3.0), 2: (0.5, 2.0), 3: (1.5, 1.0)}
     assert Fleet(1, 2, {}).sizes() == {1: (1.0, 2.0), 2: (2.0, 1.0)}
     assert slow.suits_prefill < Speed(0.95, 1.0).suits_prefill == fast.suits_prefill == 0
