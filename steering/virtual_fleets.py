@@ -98,14 +98,12 @@ class VirtualFleets:
         self._count, self._span_s = self._count * keep + count, self._span_s * keep + seconds
         for fleet in (self._first, self._follower):
             lost = self._serve(fleet, prompts_s, seconds)
-            if self._follows if fleet is self._follower else not self._follows and fleet.prefill == present:
+            if self._is_taken(fleet):
                 lost = self._really_lost(prompts_s)
             fleet.lost = fleet.lost * keep + lost
         self._follower.prefill = self._lead(self._follower, sizes)
-        won, rate = (
-            self._first.lost - self._follower.lost,
-            max(self._count / self._span_s, self._load.arrivals),
-        )
+        rate = max(self._count / self._span_s, self._load.arrivals)
+        won = self._owed(self._first) - self._owed(self._follower)
         self._follows = won > (RETURN_S if self._follows else FOLLOW_S) * rate
 
     def _serve(self, fleet: _Fleet, prompts_s: float, seconds: float) -> float:
@@ -132,6 +130,17 @@ class VirtualFleets:
         late = self._late((self._real.waiting_s + prompts_s) / prefill, prompts_s / max(1, picture.newest))
         slow = max(self._slow(self._real.running / decode), 1 - picture.in_pace)
         return picture.newest * max(late, slow if picture.in_pace < self._options.attainment else 0.0)
+
+    def _owed(self, fleet: _Fleet) -> float:
+        """Return the requests that a way has lost, and those that wait too long."""
+        queue = self._real if self._is_taken(fleet) else fleet
+        wait_s = queue.waiting_s / self._sizes[queue.prefill][0]
+        return fleet.lost + queue.waiting * self._late(wait_s, 0.0)
+
+    def _is_taken(self, fleet: _Fleet) -> bool:
+        if fleet is self._follower:
+            return self._follows
+        return not self._follows and fleet.prefill == self._real.prefill
 
     def _lead(self, fleet: _Fleet, allowed: Collection[int]) -> int:
         """Return the prefill workers with which this fleet will lose the least."""
