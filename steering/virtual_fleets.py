@@ -110,24 +110,25 @@ class VirtualFleets:
         """Take in the newest requests. Return how many of them miss an objective."""
         count, (prefill, decode) = self._picture.newest, self._sizes[fleet.prefill]
         fleet.waiting, fleet.waiting_s = fleet.waiting + count, fleet.waiting_s + prompts_s
-        room = max(0.0, decode * self._capacity.most(self._picture) - fleet.running)
+        ends = self._ends(fleet.running / decode)
+        most = decode * self._capacity.most(self._picture) * (1 + seconds * ends)
+        room = max(0.0, most - fleet.running)
         share = min(1.0, seconds * prefill / max(fleet.waiting_s, 1e-9))
         begun = min(share, room / max(fleet.waiting, 1e-9))
         fleet.running += fleet.waiting * begun
         fleet.waiting, fleet.waiting_s = fleet.waiting * (1 - begun), fleet.waiting_s * (1 - begun)
-        ends = self._load.ends / self._load.tokens / self._step_s(fleet.running / decode)  # a second, of each
         wait_s = fleet.waiting_s / prefill
         if begun < share:
             wait_s = max(wait_s, fleet.waiting / (fleet.running * ends))
         late = self._late(wait_s, prompts_s / max(1, count))
         slow = self._slow(fleet.running / decode)
-        fleet.running *= math.exp(-seconds * ends)
+        fleet.running *= math.exp(-seconds * self._ends(fleet.running / decode))
         return count * max(late, slow)
 
     def _really_lost(self, prompts_s: float) -> float:
         """Return how many of the newest requests will miss an objective, by what waits and runs now."""
         picture, (prefill, decode) = self._picture, self._sizes[self._real.prefill]
-        late = self._late((self._real.waiting_s + prompts_s) / prefill, prompts_s / max(1, picture.newest))
+        late = self._late(self._real.waiting_s / prefill, prompts_s / max(1, picture.newest))
         slow = max(self._slow(self._real.running / decode), 1 - picture.in_pace)
         return picture.newest * max(late, slow if picture.in_pace < self._options.attainment else 0.0)
 
@@ -156,8 +157,9 @@ class VirtualFleets:
         prompt_s, running = load.prompts / max(load.arrivals, 1e-9), fleet.running / decode
         half_s = FORESEEN_S / 2
         begun = min(fleet.waiting + load.arrivals * half_s, workers * half_s / max(prompt_s, 1e-9))
-        stays = math.exp(-half_s * load.ends / load.tokens / self._step_s(running))
-        running = max(running, (fleet.running * stays + begun * (1 + stays) / 2) / decode)
+        ends = half_s * self._ends(running)
+        stay = math.exp(-ends)
+        running = max(running, (fleet.running * stay + begun * (1 - stay) / ends) / decode)
         slow = 1.0 if running >= FULL * self._capacity.most(self._picture) else self._slow(running)
         lost = late = 0.0
         waiting_s, seconds = fleet.waiting_s, FORESEEN_S / 3
@@ -167,6 +169,10 @@ class VirtualFleets:
             lost += load.arrivals * seconds * max(late, slow)
         still_run = max(0.0, fleet.running - decode * self._capacity.batch(self._picture))
         return lost + late * waiting_s / max(prompt_s, 1e-9) + still_run
+
+    def _ends(self, running: float) -> float:
+        """Return the share of a decode worker's answers that ends in a second."""
+        return self._load.ends / self._load.tokens / self._step_s(running)
 
     def _step_s(self, running: float) -> float:
         return self._capacity.step_s(max(1.0, running), self._picture)

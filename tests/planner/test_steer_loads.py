@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from splitserve.bench.studies.random_loads import drawn
 from splitserve.bench.studies.steer_loads import RECORD, left_alone, read
 
@@ -12,7 +10,6 @@ def test_a_load_is_drawn_and_served_as_it_was_recorded() -> None:
     load, recorded = drawn(2), read(RECORD)[2]
     assert load is not None
     again = left_alone(load)
-    assert again.pop("static") == pytest.approx(recorded["static"], abs=0.008)  # by an earlier sketch
     assert {name: recorded[name] for name in again if name not in ("steered", "changes")} == {
         name: value for name, value in again.items() if name not in ("steered", "changes")
     }

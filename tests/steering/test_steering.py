@@ -352,7 +352,7 @@ def test_advice_that_nobody_takes_is_repeated_once_a_minute() -> None:
     message: list[Decision] = []
     for second in range(140):
         message += tried.run(1, replace(CODE, attainment=0.9 - second / 200))
-    assert [at - 100 for at in sorted({d.at for d in message})] == [8.0, 68.0, 128.0]
+    assert [at - 100 for at in sorted({d.at for d in message})] == [9.0, 69.0, 129.0]
     assert {d.role for d in message} == {"prefill"}
     assert "it was proposed" in tried.controller.state
 
