@@ -103,7 +103,7 @@ class VirtualFleets:
             fleet.lost = fleet.lost * keep + lost
         self._follower.prefill = self._lead(self._follower, sizes)
         rate = max(self._count / self._span_s, self._load.arrivals)
-        won = self._owed(self._first) - self._owed(self._follower)
+        won = self._losses(self._first) - self._losses(self._follower)
         self._follows = won > (RETURN_S if self._follows else FOLLOW_S) * rate
 
     def _serve(self, fleet: _Fleet, prompts_s: float, seconds: float) -> float:
@@ -132,7 +132,7 @@ class VirtualFleets:
         slow = max(self._slow(self._real.running / decode), 1 - picture.in_pace)
         return picture.newest * max(late, slow if picture.in_pace < self._options.attainment else 0.0)
 
-    def _owed(self, fleet: _Fleet) -> float:
+    def _losses(self, fleet: _Fleet) -> float:
         """Return the requests that a way has lost, and those that wait too long."""
         queue = self._real if self._is_taken(fleet) else fleet
         wait_s = queue.waiting_s / self._sizes[queue.prefill][0]
