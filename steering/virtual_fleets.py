@@ -88,6 +88,7 @@ class VirtualFleets:
             self.__init__(self._options)  # type: ignore[misc]
             self._first, self._follower = _Fleet(present), _Fleet(present)
         self._sizes, self._capacity, self._picture = sizes, capacity, picture
+        self._batch, self._most = capacity.batch(picture), capacity.most(picture)
         seconds, count = self._options.every_s, picture.newest
         newest = replace(picture, new_tokens=picture.newest_tokens, pairs=picture.newest_pairs)
         prompts_s = count * capacity.prompt_s(newest)
@@ -111,7 +112,7 @@ class VirtualFleets:
         count, (prefill, decode) = self._picture.newest, self._sizes[fleet.prefill]
         fleet.waiting, fleet.waiting_s = fleet.waiting + count, fleet.waiting_s + prompts_s
         ends = self._ends(fleet.running / decode)
-        most = decode * self._capacity.most(self._picture) * (1 + seconds * ends)
+        most = decode * self._most * (1 + seconds * ends)
         room = max(0.0, most - fleet.running)
         share = min(1.0, seconds * prefill / max(fleet.waiting_s, 1e-9))
         begun = min(share, room / max(fleet.waiting, 1e-9))
@@ -160,14 +161,14 @@ class VirtualFleets:
         ends = half_s * self._ends(running)
         stay = math.exp(-ends)
         running = max(running, (fleet.running * stay + begun * (1 - stay) / ends) / decode)
-        slow = 1.0 if running >= FULL * self._capacity.most(self._picture) else self._slow(running)
+        slow = 1.0 if running >= FULL * self._most else self._slow(running)
         lost = late = 0.0
         waiting_s, seconds = fleet.waiting_s, FORESEEN_S / 3
         for _ in range(3):
             waiting_s = max(0.0, waiting_s + (load.prompts - workers) * seconds)
             late = self._late(waiting_s / workers, prompt_s)
             lost += load.arrivals * seconds * max(late, slow)
-        still_run = max(0.0, fleet.running - decode * self._capacity.batch(self._picture))
+        still_run = max(0.0, fleet.running - decode * self._batch)
         return lost + late * waiting_s / max(prompt_s, 1e-9) + still_run
 
     def _ends(self, running: float) -> float:
