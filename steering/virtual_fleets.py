@@ -89,6 +89,7 @@ class VirtualFleets:
             self._first, self._follower = _Fleet(present), _Fleet(present)
         self._sizes, self._capacity, self._picture = sizes, capacity, picture
         self._batch, self._most = capacity.batch(picture), capacity.most(picture)
+        self._in_pace = picture.in_pace >= self._options.attainment
         seconds, count = self._options.every_s, picture.newest
         newest = replace(picture, new_tokens=picture.newest_tokens, pairs=picture.newest_pairs)
         prompts_s = count * capacity.prompt_s(newest)
@@ -131,7 +132,7 @@ class VirtualFleets:
         picture, (prefill, decode) = self._picture, self._sizes[self._real.prefill]
         late = self._late(self._real.waiting_s / prefill, prompts_s / max(1, picture.newest))
         slow = max(self._slow(self._real.running / decode), 1 - picture.in_pace)
-        return picture.newest * max(late, slow if picture.in_pace < self._options.attainment else 0.0)
+        return picture.newest * max(late, 0.0 if self._in_pace else slow)
 
     def _losses(self, fleet: _Fleet) -> float:
         """Return the requests that a way has lost, and those that wait too long."""
@@ -162,13 +163,15 @@ class VirtualFleets:
         stay = math.exp(-ends)
         running = max(running, (fleet.running * stay + begun * (1 - stay) / ends) / decode)
         slow = 1.0 if running >= FULL * self._most else self._slow(running)
+        still_run = max(0.0, fleet.running - decode * self._batch)
+        if fleet is self._real and prefill == fleet.prefill and self._in_pace:
+            slow = still_run = 0.0  # what is measured overrules the model
         lost = late = 0.0
         waiting_s, seconds = fleet.waiting_s, FORESEEN_S / 3
         for _ in range(3):
             waiting_s = max(0.0, waiting_s + (load.prompts - workers) * seconds)
             late = self._late(waiting_s / workers, prompt_s)
             lost += load.arrivals * seconds * max(late, slow)
-        still_run = max(0.0, fleet.running - decode * self._batch)
         return lost + late * waiting_s / max(prompt_s, 1e-9) + still_run
 
     def _ends(self, running: float) -> float:
