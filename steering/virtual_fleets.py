@@ -89,7 +89,6 @@ class VirtualFleets:
             self._first, self._follower = _Fleet(present), _Fleet(present)
         self._sizes, self._capacity, self._picture = sizes, capacity, picture
         self._batch, self._most = capacity.batch(picture), capacity.most(picture)
-        self._in_pace = picture.in_pace >= self._options.attainment
         seconds, count = self._options.every_s, picture.newest
         newest = replace(picture, new_tokens=picture.newest_tokens, pairs=picture.newest_pairs)
         prompts_s = count * capacity.prompt_s(newest)
@@ -128,11 +127,11 @@ class VirtualFleets:
         return count * max(late, slow)
 
     def _really_lost(self, prompts_s: float) -> float:
-        """Return how many of the newest requests will miss an objective, by the real queue and batches."""
+        """Return how many of the newest requests will miss an objective, by what waits and runs now."""
         picture, (prefill, decode) = self._picture, self._sizes[self._real.prefill]
         late = self._late(self._real.waiting_s / prefill, prompts_s / max(1, picture.newest))
         slow = max(self._slow(self._real.running / decode), 1 - picture.in_pace)
-        return picture.newest * max(late, 0.0 if self._in_pace else slow)
+        return picture.newest * max(late, slow if picture.in_pace < self._options.attainment else 0.0)
 
     def _losses(self, fleet: _Fleet) -> float:
         """Return the requests that a way has lost, and those that wait too long."""
@@ -162,16 +161,17 @@ class VirtualFleets:
         ends = half_s * self._ends(running)
         stay = math.exp(-ends)
         running = max(running, (fleet.running * stay + begun * (1 - stay) / ends) / decode)
-        slow = 1.0 if running >= FULL * self._most else self._slow(running)
-        still_run = max(0.0, fleet.running - decode * self._batch)
-        if fleet is self._real and prefill == fleet.prefill and self._in_pace:
-            slow = still_run = 0.0  # what is measured overrules the model
+        is_full = running >= FULL * self._most
+        slow, served = 1.0 if is_full else self._slow(running), workers
+        if is_full:  # a prompt waits until an answer ends
+            served = min(workers, decode * self._most * self._ends(self._most) * prompt_s)
         lost = late = 0.0
         waiting_s, seconds = fleet.waiting_s, FORESEEN_S / 3
         for _ in range(3):
-            waiting_s = max(0.0, waiting_s + (load.prompts - workers) * seconds)
+            waiting_s = max(0.0, waiting_s + (load.prompts - served) * seconds)
             late = self._late(waiting_s / workers, prompt_s)
             lost += load.arrivals * seconds * max(late, slow)
+        still_run = max(0.0, fleet.running - decode * self._batch)
         return lost + late * waiting_s / max(prompt_s, 1e-9) + still_run
 
     def _ends(self, running: float) -> float:
