@@ -127,7 +127,7 @@ class VirtualFleets:
         return count * max(late, slow)
 
     def _really_lost(self, prompts_s: float) -> float:
-        """Return how many of the newest requests will miss an objective, by what waits and runs now."""
+        """Return how many of the newest requests will miss an objective, by the real queue and batches."""
         picture, (prefill, decode) = self._picture, self._sizes[self._real.prefill]
         late = self._late(self._real.waiting_s / prefill, prompts_s / max(1, picture.newest))
         slow = max(self._slow(self._real.running / decode), 1 - picture.in_pace)
