@@ -10,6 +10,7 @@ that a row is head_dim + INT8_SCALE_BYTES long.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -86,6 +87,19 @@ class Linear(Protocol):
     """[num_tokens, in_features] -> [num_tokens, out_features]."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class RoundingLinear(Linear):
+    """A ``Linear`` that rounds its input. The kernel that makes the input does so at once, with the same
+    bits: a launch less for each."""
+
+    @abstractmethod
+    def of_norm(self, x: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Of ``Kernels.add_rms_norm``; without x of ``rms_norm(residual)``."""
+
+    @abstractmethod
+    def of_gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """Of ``Kernels.gate_mul``."""
 
 
 def joined(weight: Weight | Sequence[Weight]) -> Tensor:

@@ -15,9 +15,10 @@ import torch
 
 from ...kernels.gpu.block_checksum import block_checksums
 from ...kernels.gpu.block_copy import pack_blocks
-from ...kernels.gpu.elementwise import embedding, gate_mul
-from ...kernels.gpu.fp8_linear import quantize_rows
+from ...kernels.gpu.elementwise import embedding, gate_fp8, gate_mul
+from ...kernels.gpu.fp8_rows import fp8_rows
 from ...kernels.gpu.gumbel_argmax import gumbel_argmax
+from ...kernels.gpu.norm import norm_fp8
 from ...kernels.gpu.token_masks import forbid
 from . import sm90
 from .attention_variants import VARIANTS
@@ -97,8 +98,10 @@ OTHERS: dict[str, Callable[[], object]] = {
         for form in ("int4", "GPTQ of 4 bits", "float8 in blocks", "W8A8", "MXFP4")
         for rows in (1, 1024)
     },
-    "quantize rows": lambda: quantize_rows(empty(64, 14336)),
-    "quantize rows float16": lambda: quantize_rows(empty(64, 4096, dtype=FLOAT16)),
+    "float8 rows": lambda: fp8_rows(empty(64, 14336)),
+    "float8 rows float16": lambda: fp8_rows(empty(64, 4096, dtype=FLOAT16)),
+    "float8 rows of a norm": lambda: norm_fp8(empty(8, 8192), empty(8, 8192), empty(8192), 1e-5),
+    "float8 rows of a gate": lambda: gate_fp8(empty(8, 2 * 28672), "silu"),
     "pack": lambda: pack_blocks(*block_bytes(), empty(2, 1 << 19, dtype=torch.uint8), 4096),
     "checksum": lambda: block_checksums(*block_bytes()),
 }

@@ -6,7 +6,15 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from ...kernels.interface import AttentionInputs, DenseMlp, LayerParts, Linear, Mixture, RopeInputs
+from ...kernels.interface import (
+    AttentionInputs,
+    DenseMlp,
+    LayerParts,
+    Linear,
+    Mixture,
+    RopeInputs,
+    RoundingLinear,
+)
 from .config import ModelConfig
 from .latent_attention import LatentAttention
 from .latent_chunks import ExpandedQueries, LatentChunks
@@ -70,7 +78,7 @@ class DecoderLayer:
 
         ``hidden`` [T, E] is the last layer's output, not yet added to ``residual`` [T, E], which takes it in.
         """
-        qkv = self._qkv(self._add_norm(hidden, residual, self._input_norm))  # [T, (H + 2 KVH) D]
+        qkv = self._of_norm(self._qkv, hidden, residual, self._input_norm)  # [T, (H + 2 KVH) D]
         rope = replace(rope, cos_sin=self._cos_sin)
         if self._qk_norm != "all":
             rope = replace(rope, q_norm=self._q_norm, k_norm=self._k_norm)
@@ -100,18 +108,26 @@ class DecoderLayer:
         else:
             hidden = self._o(k.paged_attention(q, pool, self._index, attention))
         if self._parallel:
-            return hidden.add_(self._mixed(self._add_norm(None, residual, self._input_norm)))
+            return hidden.add_(self._mixed(None, residual, self._input_norm))
         hidden = self._out_norm(hidden, self._attention_out_norm)
-        return self._out_norm(
-            self._mixed(self._add_norm(hidden, residual, self._post_norm)), self._mlp_out_norm
-        )
+        return self._out_norm(self._mixed(hidden, residual, self._post_norm), self._mlp_out_norm)
 
-    def _mixed(self, normed: Tensor) -> Tensor:
-        """What the MLP or the experts add."""
+    def _mixed(self, hidden: Tensor | None, residual: Tensor, weight: Tensor | None) -> Tensor:
+        """What the MLP or the experts add, of the residual's norm."""
         mlp = self._mlp
         if not isinstance(mlp, DenseMlp):
-            return mlp(normed)
-        return mlp.down(self._kernels.gate_mul(mlp.gate_up(normed), mlp.activation))
+            return mlp(self._add_norm(hidden, residual, weight))
+        gate_up = self._of_norm(mlp.gate_up, hidden, residual, weight)
+        if isinstance(mlp.down, RoundingLinear):
+            return mlp.down.of_gate(gate_up, mlp.activation)
+        return mlp.down(self._kernels.gate_mul(gate_up, mlp.activation))
+
+    def _of_norm(
+        self, linear: Linear, hidden: Tensor | None, residual: Tensor, weight: Tensor | None
+    ) -> Tensor:
+        if weight is not None and isinstance(linear, RoundingLinear):
+            return linear.of_norm(hidden, residual, weight, self._eps)
+        return linear(self._add_norm(hidden, residual, weight))
 
     def _out_norm(self, hidden: Tensor, weight: Tensor | None) -> Tensor:
         return hidden if weight is None else self._kernels.rms_norm(hidden, weight, self._eps)

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..mixture_shape import Activation
+from .fp8_rows import Fp8Rows, empty_fp8_rows, store_fp8_row
 
 COLUMNS = 1024  # of one program
 
@@ -22,7 +23,22 @@ def gate_mul(gate_up: Tensor, activation: Activation) -> Tensor:
     assert gate_up.is_contiguous()
     out = torch.empty((rows, n), dtype=gate_up.dtype, device=gate_up.device)
     grid = (rows, triton.cdiv(n, COLUMNS))
-    _gate_mul_kernel[grid](gate_up, out, N=n, ACTIVATION=activation, COLUMNS=COLUMNS, num_warps=4)
+    _gate_mul_kernel[grid](
+        gate_up, out, None, N=n, ACTIVATION=activation, COLUMNS=COLUMNS, ROUNDS=False, num_warps=4
+    )
+    return out
+
+
+def gate_fp8(gate_up: Tensor, activation: Activation) -> Fp8Rows:
+    """``fp8_rows`` of ``gate_mul``: the same bits. One program a row."""
+    rows, n = gate_up.shape[0], gate_up.shape[1] // 2
+    assert gate_up.is_contiguous()
+    out = empty_fp8_rows(rows, n, gate_up.device)
+    columns = triton.next_power_of_2(n)
+    _gate_mul_kernel[(rows,)](
+        gate_up, *out, N=n, ACTIVATION=activation, COLUMNS=columns, ROUNDS=True,
+        num_warps=min(16, max(4, columns // 512)),
+    )  # fmt: skip
     return out
 
 
@@ -40,7 +56,10 @@ def embedding(table: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @triton.jit
-def _gate_mul_kernel(gate_up, out, N: tl.constexpr, ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr):
+def _gate_mul_kernel(
+    gate_up, out, scales, N: tl.constexpr, ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr,
+    ROUNDS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     real = columns < N
@@ -53,7 +72,11 @@ def _gate_mul_kernel(gate_up, out, N: tl.constexpr, ACTIVATION: tl.constexpr, CO
         slope = gate * 1.702
     if ACTIVATION == "gelu_tanh":  # 1 + tanh(x) is 2 sigmoid(2 x)
         slope = gate * (gate * gate * 0.07135481627 + 1.5957691216)
-    tl.store(out + row * N + columns, (gate * tl.sigmoid(slope) * up).to(out.dtype.element_ty), mask=real)
+    gated = gate * tl.sigmoid(slope) * up
+    if ROUNDS:
+        store_fp8_row(gated.to(gate_up.dtype.element_ty).to(tl.float32), out, scales, row, N, COLUMNS)
+    else:
+        tl.store(out + row * N + columns, gated.to(out.dtype.element_ty), mask=real)
 
 
 @triton.jit

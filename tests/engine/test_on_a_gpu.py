@@ -28,10 +28,13 @@ from support.played_gpu import OnGpu
 from splitserve.bench.kernels import triton_interpreter
 from splitserve.engine.cache.device_blocks import DeviceBlocks
 from splitserve.engine.engine_config import WARM_UP_TOKENS, EngineConfig
+from splitserve.engine.model import decoder_layer
 from splitserve.engine.step import model_runner
 from splitserve.engine.step.model_runner import ModelRunner
+from splitserve.kernels.gpu import fp8_linear, fp8_rows
 from splitserve.kernels.gpu.exact_linear import product_tile
 from splitserve.kernels.gpu.quantised_linear import quantised_tile
+from splitserve.kernels.interface import RoundingLinear
 from splitserve.kernels.quantised import Scheme
 from splitserve.kernels.reference import TorchKernels, TorchLinear
 from splitserve.transport.live_environment import LiveDevice
@@ -144,7 +147,7 @@ def test_a_step_with_prompts_sends_one_copy_and_one_for_new_rows(
 
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype", "exact", "scheme"),
-    [("float32", "auto", False, "int8"), ("float16", "auto", True, None), ("bfloat16", "fp8", False, None)],
+    [("float32", "auto", False, "int8"), ("float16", "auto", True, None), ("bfloat16", "fp8", False, "fp8")],
 )
 def test_nothing_is_compiled_once_a_worker_is_ready(
     tmp_path: Path,
@@ -172,6 +175,30 @@ def test_nothing_is_compiled_once_a_worker_is_ready(
         LiveDevice(model.pool).write_test_block(6, (1, 2))
         model.pool.checksums([5, 2, 7])
         model.pool.unpack(model.pool.pack([3], slice(0, 1)), [4], slice(0, 1))
+
+
+def test_inputs_of_float8_products_are_rounded_where_they_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All except those from attention, with one launch less each and the same bits."""
+    make_checkpoint(tmp_path, "qwen3", num_hidden_layers=1)
+    counts = []
+
+    def counted(x: torch.Tensor) -> Any:
+        counts[-1] += 1
+        return fp8_rows.fp8_rows(x)
+
+    monkeypatch.setattr(fp8_linear, "fp8_rows", counted)
+    tokens = []
+    for linear in (RoundingLinear, ModelRunner):  # no linear is a ModelRunner
+        monkeypatch.setattr(decoder_layer, "RoundingLinear", linear)
+        counts.append(0)
+        with monkeypatch.context() as patch, on_played_gpu(patch, scheme="fp8") as gpu:
+            runner = load(tmp_path, "bfloat16").runner
+            assert isinstance(runner, ModelRunner)
+            tokens.append([output.token_ids.tolist() for output in generate(runner, gpu)[0]])
+    assert tokens[0] == tokens[1]
+    assert counts[1] >= 4 * counts[0] > 0
 
 
 @pytest.mark.parametrize("chosen", [1, 2, 4, 6, 8, 10])
