@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.batches import HandSequence, make_batch
+from support.batches import AfterLast, HandSequence, make_batch
+from support.families import VOCAB_SIZE
 from support.gpu_runs import (
     BLOCK_SIZE,
     EDITED,
@@ -167,7 +168,10 @@ def test_nothing_is_compiled_once_a_worker_is_ready(
         assert isinstance(model.runner, ModelRunner)
         for counts, params in zip(steps, (*WAYS_TO_SAMPLE, PLAIN, PLAIN), strict=True):
             rows = [
-                (HandSequence([5, 7, 9, 11], [block], params, 4 - count), count)
+                (
+                    HandSequence([5, 7, 9, 11], [block], params, 4 - count, matcher=AfterLast(VOCAB_SIZE)),
+                    count,
+                )
                 for block, count in enumerate(counts)
             ]
             model.runner.execute(make_batch(rows, BLOCK_SIZE))
