@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from heapq import nlargest
-from itertools import chain, islice
+from itertools import chain
 from math import inf
 
 from .cache_index import Level
@@ -111,5 +111,11 @@ class OpenWorkers:
             suitable = (w for _, _, w in ranked[begin:end] if suits(w))
             return nlargest(limit, suitable, lambda w: shuffled(w.name_hash, number))
         first = begin + turn * GOLDEN % (end - begin)
-        in_turn = (ranked[i][2] for i in chain(range(first, end), range(begin, first)))
-        return list(islice(filter(suits, in_turn), limit))
+        found = []
+        for i in chain(range(first, end), range(begin, first)):
+            worker = ranked[i][2]
+            if worker.room >= num_tokens and (level is None or level.block_hash in worker.cached):
+                found.append(worker)
+                if len(found) == limit:
+                    break
+        return found

@@ -23,9 +23,8 @@ generates for it itself, if that costs less than to wait.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from math import inf
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from .name_hash import hash64, shuffled
 from .request import Request
@@ -34,8 +33,7 @@ from .worker import DELAY_WEIGHT, WorkerRecord
 Policy = Literal["hybrid", "round_robin", "least_loaded", "prefix", "sticky"]
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
+class Need(NamedTuple):
     """What is routed."""
 
     num_tokens: int
@@ -61,13 +59,12 @@ def choose_prefill(policy: Policy, workers: Sequence[WorkerRecord], need: Need) 
     if len(workers) == 1:
         return workers[0]
     if policy == "hybrid":
-        cached = [_num_cached(w, need) * w.block_size for w in workers]
-        costs = [need.num_tokens - tokens + w.rank for tokens, w in zip(cached, workers, strict=True)]
+        costs = [w.rank - _num_cached(w, need) * w.block_size for w in workers]
         best = min(costs)
-        near = [(cost, w) for cost, w in zip(costs, workers, strict=True) if cost - best < w.block_size]
         if need.session:
-            return _sticky([w for _, w in near], need)
-        return _in_turn([w for cost, w in near if cost == best], need)
+            near = (w for cost, w in zip(costs, workers, strict=True) if cost - best < w.block_size)
+            return _sticky(list(near), need)
+        return _in_turn([w for cost, w in zip(costs, workers, strict=True) if cost == best], need)
     return _by_policy(policy, workers, need, lambda w: w.pending_tokens)
 
 
@@ -76,7 +73,10 @@ def choose_decode(policy: Policy, workers: Sequence[WorkerRecord], need: Need) -
     if len(workers) == 1:
         return workers[0]
     if policy == "hybrid":
-        shares = [_share_left(w, need) for w in workers]
+        if any(need.first in w.cached for w in workers):
+            shares = [_share_left(w, need) for w in workers]
+        else:
+            shares = [w.share_left(w.blocks_for(need.num_tokens)) for w in workers]
         most = max(shares)
         return _in_turn([w for share, w in zip(shares, workers, strict=True) if share == most], need)
     return _by_policy(policy, workers, need, lambda w: len(w.dispatches) + w.num_others)

@@ -24,6 +24,7 @@ from ...coordinator.lifecycle.state_machine import RequestStateMachine
 from ...coordinator.lifecycle.worker import WorkerRecord
 from ...transport.messages.fields import PROCESS_BITS
 from ...transport.messages.messages import Alive, Hello, Load, Role
+from ...transport.process.huge_heap import collapse_heap
 from ..simulator.coordinator import TICK_S
 from ..simulator.events import EventQueue
 from ..simulator.process import TICKS_BEGIN, identity_of
@@ -35,6 +36,7 @@ from .sketched_request import Arrival, Asked, Place
 from .sketched_worker import SketchWorker
 from .step_times import StepTimes
 
+COLLAPSE_EVERY = 8192  # requests
 COORDINATOR_S = 1e-3
 NOTHING = Alive(coordinator=1)
 
@@ -183,6 +185,8 @@ class Sketch:
 
     def _arrive(self, number: int) -> None:
         arrival, now = self._arrivals[number], self.events.now
+        if (number + 1) % COLLAPSE_EVERY == 0:
+            collapse_heap()
         if number + 1 < len(self._arrivals):
             self.events.at(self._arrives_at(number + 1), self._arrive, number + 1)
         if arrival.num_prompt >= self.pools.max_sequence_tokens:
@@ -254,13 +258,12 @@ class Sketch:
         known.ttft_s.append(ttft_s)
         known.tpot_s.append(tpot_s)
         known.e2e_s.append(e2e_s)
-        most = (part.most(asked.num_prompt, num_output) for part in self._bounds.parts)
-        self._count(
-            [
-                ttft_s > m.ttft or tpot_s > m.tpot or rest_s > m.tpot_all * num_output or e2e_s > m.e2e
-                for m in most
-            ]
-        )
+        missed = []
+        for part in self._bounds.parts:
+            m = part.most(asked.num_prompt, num_output)
+            late = ttft_s > m.ttft or tpot_s > m.tpot or rest_s > m.tpot_all * num_output or e2e_s > m.e2e
+            missed.append(late)
+        self._count(missed)
 
     def lost(self, request: Asked) -> None:
         """Its decode worker had no block for it: what is not cached of it is computed anew."""

@@ -30,8 +30,9 @@ class Handoff:
     filling: int = 0  # blocks of which some layers are final
     layers_ready: int = 0  # these layers
     layers_put: int = 0
-    slice_for: tuple[int, float] = (0, 0.0)
-    slice: int = 0  # layers in a put of these blocks at that rate
+    slice: int = 0  # layers in a put
+    slice_blocks: int = 0  # of this number of blocks
+    slice_rate: float = 0.0  # at this rate
     written_at: float = 0.0  # all its puts have ended
     held_back: list[tuple[int, bool]] = field(default_factory=list)  # until then
 
@@ -43,6 +44,11 @@ class Handoff:
 
 class Handoffs:
     """Those of the prompts that ``worker`` computes."""
+
+    __slots__ = (
+        "_awaited", "_begun_at", "_events", "_filling", "_is_overdue", "_link", "_num_layers",
+        "_seconds", "_step", "_stride", "_times", "_worker", "open",
+    )  # fmt: skip
 
     def __init__(self, worker: Place) -> None:
         self._worker, self._events, self._times = worker, worker.events, worker.times
@@ -101,7 +107,7 @@ class Handoffs:
                 handoff.stop = handoff.blocks_final(request.left - count)
                 filling.append(handoff)
                 if (num := handoff.stop - max(handoff.num_put, handoff.num_ready)) > 0:
-                    stride = min(stride, self._layers_per_put(handoff, num))
+                    stride = min(stride, self._slice(handoff, num))
         self._stride = stride if stride < num_layers else 0
         self._begun_at, self._seconds = self._events.now + self._times.prefill_loop_s, seconds
         self._awaited = 0
@@ -139,26 +145,27 @@ class Handoffs:
 
     def _note_layers(self, num_layers: int) -> None:
         for handoff in self._filling if num_layers else ():
-            stop = handoff.stop
-            if stop > handoff.num_ready and (not handoff.layers_put or stop == handoff.filling):
+            stop, layers_put = handoff.stop, handoff.layers_put
+            if stop > handoff.num_ready and (not layers_put or stop == handoff.filling):
                 handoff.filling, handoff.layers_ready = stop, num_layers
-                if handoff.is_granted:
-                    self._put_due(handoff)
-                    self._name_put(handoff)
+                num = stop - handoff.num_put
+                if handoff.is_granted and num > 0 and num_layers - layers_put >= self._slice(handoff, num):
+                    self._put_layers(handoff, num_layers)
 
-    def _await_layers(self) -> None:
-        """Look again when some of the running step's layers leave."""
+    def _await_layers(self, seen: int | None = None) -> None:
+        """Look again when some of the running step's layers leave. ``seen``: those that are final now."""
         if not (stride := self._stride):
             return
         wanted = num_layers = self._num_layers
         for handoff in self._filling:
             num_put, stop, layers_put = handoff.num_put, handoff.stop, handoff.layers_put
             if handoff.is_granted and stop > num_put and stop > handoff.num_ready:
-                slice_ = self._layers_per_put(handoff, stop - num_put)
+                slice_ = self._slice(handoff, stop - num_put)
                 if layers_put + slice_ < wanted and (not layers_put or stop == handoff.filling):
                     wanted = layers_put + slice_
         if wanted < num_layers:
-            seen = self._num_done()
+            if seen is None:
+                seen = self._num_done()
             self._is_overdue = wanted <= seen
             look = seen + stride if wanted <= seen else -(-wanted // stride) * stride
             if look < num_layers and look != self._awaited:
@@ -169,14 +176,16 @@ class Handoffs:
     def _layers_done(self, step: int, num_layers: int) -> None:
         if step == self._step and num_layers == self._awaited and self._stride:
             self._note_layers(num_layers)
-            self._await_layers()
+            self._await_layers(num_layers)
 
     # --- puts ------------------------------------------------------------------------------------
 
-    def _layers_per_put(self, handoff: Handoff, num_blocks: int) -> int:
-        asked = num_blocks, handoff.contact.rate or UNSEEN_RATE
-        if asked != handoff.slice_for:
-            handoff.slice_for, handoff.slice = asked, self._times.slicing.layers_per_put(*asked)
+    def _slice(self, handoff: Handoff, num_blocks: int) -> int:
+        """Layers in a put of these blocks at the present rate."""
+        rate = handoff.contact.rate or UNSEEN_RATE
+        if num_blocks != handoff.slice_blocks or rate != handoff.slice_rate:
+            handoff.slice_blocks, handoff.slice_rate = num_blocks, rate
+            handoff.slice = self._times.slicing.layers_per_put(num_blocks, rate)
         return handoff.slice
 
     def _put_due(self, handoff: Handoff) -> None:
@@ -189,7 +198,7 @@ class Handoffs:
             handoff.num_put = ready
         num_put, filling = handoff.num_put, handoff.filling
         if filling > num_put and filling > ready:
-            wanted = self._layers_per_put(handoff, filling - num_put)
+            wanted = self._slice(handoff, filling - num_put)
             if handoff.layers_ready - handoff.layers_put >= wanted:
                 self._put_layers(handoff, handoff.layers_ready)
 
@@ -203,7 +212,9 @@ class Handoffs:
         contact = handoff.contact
         if contact.place is not self._worker:
             num_bytes = self._times.bytes_of(num_blocks, num_layers)
-            contact.begin(num_bytes, self._events.now)
+            if not contact.burst_bytes:
+                contact.since = self._events.now
+            contact.burst_bytes += num_bytes
             handoff.written_at = contact.until = self._link.transfer(
                 contact.place, num_bytes, num_blocks if num_layers < self._num_layers else 0
             )
@@ -211,9 +222,10 @@ class Handoffs:
 
     def _written(self, handoff: Handoff) -> None:
         """A put of it has ended."""
-        self.turn()
-        now = self._events.now
-        if handoff.contact.settle(now):
+        if self._is_overdue:
+            self.turn()
+        now, contact = self._events.now, handoff.contact
+        if contact.until <= now and contact.settle():
             self._await_layers()
         if handoff.held_back and handoff.written_at <= now:
             held_back, handoff.held_back = handoff.held_back, []

@@ -23,25 +23,21 @@ class Contact:
     since: float = 0.0
     until: float = 0.0
 
-    def begin(self, num_bytes: int, now: float) -> None:
-        """A put begins, of a new burst if none is under way."""
-        if not self.burst_bytes:
-            self.since = now
-        self.burst_bytes += num_bytes
-
-    def settle(self, now: float) -> bool:
-        """Time the burst, if it has ended. Return whether that changes the rate."""
-        num_bytes = self.burst_bytes
-        if not num_bytes or self.until > now:
+    def settle(self) -> bool:
+        """The burst has ended: time it. Return whether that changes the rate."""
+        num_bytes, self.burst_bytes = self.burst_bytes, 0
+        if num_bytes < SETTLED_BYTES:
             return False
-        self.burst_bytes = 0
-        if num_bytes >= SETTLED_BYTES:
-            self.rate = seen(self.rate, num_bytes, self.until - self.since)
-        return num_bytes >= SETTLED_BYTES
+        self.rate = seen(self.rate, num_bytes, self.until - self.since)
+        return True
 
 
 class SketchLink:
     """It sends one put at a time and receives one at a time."""
+
+    __slots__ = (
+        "_contacts", "_events", "_free_at", "_times", "_worker",
+    )  # fmt: skip
 
     def __init__(self, worker: Place) -> None:
         self._worker, self._events, self._times = worker, worker.events, worker.times
@@ -88,8 +84,9 @@ class SketchLink:
         if begin < self._free_at:
             begin = self._free_at
         self._free_at = begin + seconds
-        place.received_at = max(begin, place.received_at) + seconds
-        return place.received_at
+        received_at = place.received_at
+        place.received_at = received_at = (begin if begin > received_at else received_at) + seconds
+        return received_at
 
     def check(self, place: Place, num_blocks: int, then: Event, *args: object) -> None:
         """Name the checksums of blocks to their receiver. ``then``: it has checked them."""
@@ -101,6 +98,10 @@ class SketchLink:
 
 class Grants:
     """The prompts that are offered to ``worker``: they get blocks, in their order, once there is room."""
+
+    __slots__ = (
+        "_events", "_offers", "_worker", "num_granted",
+    )  # fmt: skip
 
     def __init__(self, worker: Place) -> None:
         self._worker, self._events = worker, worker.events

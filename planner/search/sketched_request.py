@@ -69,6 +69,10 @@ class Place(Protocol):
 class Asked(Request):
     """A request, and what has become of it."""
 
+    __slots__ = (
+        "asked", "begins", "begun", "first", "joined_at", "left", "num_kept", "number", "place", "since",
+        "source",
+    )  # fmt: skip
     number: int
     asked: Arrival
     left: int  # tokens to compute

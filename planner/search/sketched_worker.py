@@ -18,6 +18,13 @@ MAX_PROMPTS = 64  # in a step
 
 
 class SketchWorker:
+    __slots__ = (
+        "_busy", "_num_begun", "activate", "begun_at", "blocks", "checked_at", "chunks", "context",
+        "coordinator", "decode_s", "due", "ends_at", "events", "granted", "grants", "handoffs",
+        "heartbeat", "joining", "joins", "number", "offered", "pool", "prefill_s", "prompts",
+        "received_at", "running", "steps", "test", "times", "turn", "version",
+    )  # fmt: skip
+
     def __init__(
         self, number: int, pool: int, times: StepTimes, events: EventQueue, coordinator: Coordinator,
         phase: float,

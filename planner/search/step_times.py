@@ -39,8 +39,9 @@ class StepTimes:
 
     def num_steps(self, seconds: float, num_seqs: int, context: int) -> int:
         """Number of such steps until the first end that is not before ``seconds``."""
-        more = self._decode_read[num_seqs] * num_seqs * 0.5
-        first = self.decode_s(num_seqs, context) - more
+        read = self._decode_read[num_seqs]
+        more = read * num_seqs * 0.5
+        first = self._decode[num_seqs] + read * context + self.decode_loop_s - more
         return ceil(2 * seconds / (first + sqrt(first * first + 4 * more * seconds)) - 1e-9)
 
     def prompts_s(self, units: int, reads: int, seqs: int, cached: int) -> float:

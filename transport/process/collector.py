@@ -18,10 +18,10 @@ def settle_heap() -> None:
 
 
 @contextmanager
-def seldom_collected() -> Iterator[None]:
-    """Let the collector run as seldom as in a process that serves."""
+def seldom_collected(threshold: int = THRESHOLD) -> Iterator[None]:
+    """Let the collector run as seldom as in a process that serves; at a threshold of 0, never."""
     before = gc.get_threshold()
-    gc.set_threshold(THRESHOLD)
+    gc.set_threshold(threshold)
     try:
         yield
     finally:
