@@ -90,7 +90,7 @@ class OpenWorkers:
         ``turn``: among many workers that are nearly alike, as in an idle cluster, finding the very best costs
         more than it brings.
         """
-        if not self.has_room(num_tokens):
+        if num_tokens > self.max_room:
             return []
         ranked = self._ranked
         if level is not None and len(level.holders) <= FEW_HOLDERS:
@@ -101,6 +101,7 @@ class OpenWorkers:
 
         begin = next((i for i, (_, _, worker) in enumerate(ranked) if suits(worker)), len(ranked))
         if begin == len(ranked):
+            self.has_room(num_tokens)  # keeps the bound close
             return []
         max_rank = ranked[begin][2].max_competing_rank(num_tokens)
         end = bisect_left(ranked, (max_rank, inf), begin + 1)

@@ -84,9 +84,7 @@ class Plan:
 
     @property
     def num_simulated(self) -> int:
-        looked = [self.relaxed, *(one for _, one in self.others)] + [self.at_goodput] * (
-            self.at_goodput is not self.winner.best
-        )
+        looked = [self.at_goodput, self.relaxed, *(one for _, one in self.others)]
         return sum(a.num_requests for a in self.answers) + sum(one.tallies.num_requests for one in looked)
 
     @property

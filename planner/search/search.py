@@ -1,8 +1,8 @@
 """The search: which cluster meets the goal best, by how much, and against what.
 
 Hundreds of candidates are sketched, best bound first, each only as far as it can still beat the best one
-known. The few that the sketch puts in front are simulated and bisected; so are the best one's neighbours and
-the same hardware colocated. All reported figures are simulated.
+known. The few that the sketch puts in front are bisected; so are the best one's neighbours and the same
+hardware colocated: by the simulator, unless the sketch decides as it does. All percentiles are simulated.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from .crew import Crew, crew
 from .curves import add_curves, add_sizes
 from .goal import Goal, energy_wh, joined, mixtures, settings_of, shapes
 from .goodput import Answer, Question, sketched_goodput
-from .look import Look
 from .looks import answered, by_chance, glance, if_slower, look, sketched
 from .plan import GROWTH, Growth, Means, Plan
 from .smallest import least_more, smallest, smallest_that_serve
@@ -105,15 +104,14 @@ class _Search:
         of_means, expected = self._from_means(sketches)
         # these take the longest
         others = [self._crew.begin(by_chance, (winner.candidate, rate, which)) for which in (1, 2)]
-        rates = [*([] if _seen_at(winner, rate) else [rate]), relaxed_rate]
         slower = self._crew.begin(if_slower, (winner.candidate, rate))
         looks = [
             self._crew.begin(look, asked)
-            for asked in (*((winner.candidate, at) for at in rates), (of_means, expected))
+            for asked in ((winner.candidate, rate), (winner.candidate, relaxed_rate), (of_means, expected))
         ]
         grown = least_more(self._question, self._crew, winner.candidate, grown_rate)
         unchanged = glance(self._question, (winner.candidate, grown_rate))
-        *at_goodput, relaxed, means = [one() for one in looks]
+        at_goodput, relaxed, means = (one() for one in looks)
         plan = Plan(
             self._question,
             self._goal,
@@ -123,7 +121,7 @@ class _Search:
             list(self._known.values()),
             [a for a in neighbours if a is not winner],
             sketches,
-            _seen_at(winner, rate) or at_goodput[0],
+            at_goodput,
             relaxed,
             [one() for one in others],
             Growth(*grown, unchanged.attainment),
@@ -272,10 +270,6 @@ class _Search:
         splits = [c for c in sketches if c.is_split] or list(sketches)
         chosen = max(splits, key=lambda c: self._value(c, self._question.bound(c)))
         return chosen, self._question.bound(chosen)
-
-
-def _seen_at(one: Answer, rate: float) -> Look | None:
-    return one.best if one.best is not None and one.best.rate == rate else None
 
 
 def _in_front(

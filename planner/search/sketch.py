@@ -59,6 +59,7 @@ class Sketched:
     num_good: float = 0
     num_ended: int = 0
     num_refused: int = 0  # of them: too long for the workers
+    is_exact: bool = True  # no sequence lost its blocks: each request's times are the simulator's
     elapsed_s: float = 0.0
     busy_s: list[tuple[float, float]] = field(default_factory=list)
     ttft_s: list[float] = field(default_factory=list)
@@ -227,7 +228,7 @@ class Sketch:
             self.events.after(TICK_S, self._tick, charged_at)
 
     def _place_waiting(self) -> None:
-        if len(self._queue):
+        if self._queue.num_tokens:
             self._placement.place_waiting(self.events.now)
 
     def first(self, request: Asked) -> None:
@@ -269,6 +270,7 @@ class Sketch:
         """Its decode worker had no block for it: what is not cached of it is computed anew."""
         size = request.place.times.memory.block_size
         request.left = request.num_tokens - request.asked.num_prompt // size * size
+        self.known.is_exact = False
         self._machine.assignments.unassign(request)
         self._queue.add(request)
         self._place_waiting()

@@ -46,8 +46,9 @@ class Handoffs:
     """Those of the prompts that ``worker`` computes."""
 
     __slots__ = (
-        "_awaited", "_begun_at", "_events", "_filling", "_is_overdue", "_link", "_num_layers",
-        "_seconds", "_step", "_stride", "_times", "_worker", "open",
+        "_ahead", "_ahead_until", "_awaited", "_begun_at", "_ending", "_events", "_filling",
+        "_is_overdue", "_link", "_num_layers", "_seconds", "_step", "_stride", "_times", "_worker",
+        "open",
     )  # fmt: skip
 
     def __init__(self, worker: Place) -> None:
@@ -61,6 +62,9 @@ class Handoffs:
         self._stride = 0  # layers between two looks; 0: there is none
         self._awaited = 0  # layers at the next look
         self._is_overdue = False  # more are final than leave
+        self._ending: list[Handoff] | None = None  # those that put at this look
+        self._ahead: tuple[Handoff, float | None, int]  # whose rate was taken, with rate and burst before
+        self._ahead_until = 0.0  # its put ends
 
     # --- messages --------------------------------------------------------------------------------
 
@@ -74,6 +78,8 @@ class Handoffs:
     def granted(self, request: Asked) -> None:
         """The grant has come here."""
         handoff = self.open[request]
+        if self._events.now < self._ahead_until:
+            self._settle_later()
         self._note_layers(self._num_done())
         handoff.is_granted = True
         handoff.num_put = handoff.num_placed = request.num_kept
@@ -174,9 +180,39 @@ class Handoffs:
                 self._events.at(at, self._layers_done, self._step, look)
 
     def _layers_done(self, step: int, num_layers: int) -> None:
-        if step == self._step and num_layers == self._awaited and self._stride:
-            self._note_layers(num_layers)
+        if step != self._step or num_layers != self._awaited or not self._stride:
+            return
+        self._ending = ending = list[Handoff]()
+        self._note_layers(num_layers)
+        self._ending = None
+        if len(ending) == 1 and self._settle_ahead(ending[0], num_layers + self._stride):
             self._await_layers(num_layers)
+            if not self._is_overdue:
+                return
+            self._settle_later()
+        else:
+            for handoff in ending:
+                self._events.at(handoff.contact.until, self._written, handoff)
+        self._await_layers(num_layers)
+
+    def _settle_ahead(self, handoff: Handoff, following: int) -> bool:
+        """Its put has begun. If that ends before the next look can be, at this number of layers, and nothing
+        else waits for that end, its rate is taken now: return whether."""
+        contact, now = handoff.contact, self._events.now
+        if contact.since < now or handoff.held_back or now < self._ahead_until:
+            return False
+        if self._begun_at + self._seconds * following / self._num_layers <= contact.until:
+            return False
+        self._ahead, self._ahead_until = (handoff, contact.rate, contact.burst_bytes), contact.until
+        contact.settle()
+        return True
+
+    def _settle_later(self) -> None:
+        """Something comes before the put ends whose rate was taken."""
+        handoff, contact_rate, num_bytes = self._ahead
+        contact, self._ahead_until = handoff.contact, 0.0
+        contact.rate, contact.burst_bytes = contact_rate, num_bytes
+        self._events.at(contact.until, self._written, handoff)
 
     # --- puts ------------------------------------------------------------------------------------
 
@@ -218,10 +254,15 @@ class Handoffs:
             handoff.written_at = contact.until = self._link.transfer(
                 contact.place, num_bytes, num_blocks if num_layers < self._num_layers else 0
             )
-            self._events.at(contact.until, self._written, handoff)
+            if self._ending is None:
+                self._events.at(contact.until, self._written, handoff)
+            else:
+                self._ending.append(handoff)
 
     def _written(self, handoff: Handoff) -> None:
         """A put of it has ended."""
+        if self._events.now < self._ahead_until:
+            self._settle_later()
         if self._is_overdue:
             self.turn()
         now, contact = self._events.now, handoff.contact

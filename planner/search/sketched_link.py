@@ -151,7 +151,10 @@ class Grants:
         """All its blocks are here."""
         self.num_granted -= 1
         num_left = self._worker.blocks.num_for(request.num_tokens) - request.num_kept
-        message_s = self._worker.times.message_s
-        self._events.after(message_s, request.source.handed_over, request, num_left)
-        self._events.after(message_s, self._worker.coordinator.joined, request)
+        self._events.after(self._worker.times.message_s, self._joined, request, num_left)
         self._worker.join(request)
+
+    def _joined(self, request: Asked, num_left: int) -> None:
+        """The messages of that have come."""
+        request.source.handed_over(request, num_left)
+        self._worker.coordinator.joined(request)

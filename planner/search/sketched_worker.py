@@ -76,7 +76,8 @@ class SketchWorker:
         """Return whether there is anything to do."""
         self.grants.grant_waiting()
         self.handoffs.tick()
-        return bool(self.num_rows or self.grants.is_active or self.handoffs.open)
+        has_work = self._busy or self.prompts or self.num_rows
+        return bool(has_work or self.grants.is_active or self.handoffs.open)
 
     # --- steps -----------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from .candidates import Candidate, middle_first
 from .crew import Crew
 from .goal import Goal, settings_of
-from .goodput import Answer, Question, num_failed, simulate, sketch, sketched_goodput
+from .goodput import Answer, Question, failures, sketch, sketched_goodput
 from .looks import answered, glance, look
 
 MOST_SIMULATED = 12
@@ -93,7 +93,7 @@ def smallest(
         if not waiting:
             break
         one = waiting.pop(0)
-        failed = num_failed(simulate(question, one, goal.rate))
+        failed, _ = failures(question, one, goal.rate)
         if failed <= question.allowed:
             (best,) = crew.ask(answered, [(one, 0.0, max(goal.rate * 1.02, sketched_goodput(question, one)))])
             best.goodput = max(best.goodput, goal.rate)

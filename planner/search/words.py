@@ -260,7 +260,7 @@ def _growth(plan: Plan) -> str:
 def _closest(plan: Plan) -> str:
     tried = [(attainment, rate, a.candidate) for a in plan.answers for rate, attainment in a.tried]
     if not tried:
-        return "nothing came near enough to be simulated"
+        return "nothing came near enough to be bisected"
     attainment, rate, candidate = max(tried, key=lambda t: t[0])
     return (
         f"{plan.question.hardware.words(candidate)} at {rate:.3g} requests/s, where at most "
@@ -278,5 +278,5 @@ def _effort(plan: Plan) -> str:
     return (
         f"Planned on {len(load.requests):,} requests of the trace, which come at {load.rate:.2f}/s there; "
         f"{len(plan.sketches)} clusters at their best settings were sketched, {len(plan.answers)} "
-        f"simulated{sketch}: {plan.num_simulated:,} requests."
+        f"bisected{sketch}, {plan.num_simulated:,} requests simulated."
     )

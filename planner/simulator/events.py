@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
+from heapq import heappop, heappush
 from typing import Any
 
 Event = Callable[..., object]
@@ -21,15 +21,15 @@ class EventQueue:
     def at(self, time: float, event: Event, *args: Any) -> None:
         """At ``time``, or now if that has passed."""
         self.num_events += 1
-        heapq.heappush(self._heap, (time if time > self.now else self.now, self.num_events, event, args))
+        heappush(self._heap, (time if time > self.now else self.now, self.num_events, event, args))
 
     def after(self, delay: float, event: Event, *args: Any) -> None:
         self.num_events += 1
-        heapq.heappush(self._heap, (self.now + delay, self.num_events, event, args))
+        heappush(self._heap, (self.now + delay, self.num_events, event, args))
 
     def run_while(self, going_on: Callable[[], object]) -> None:
         """Run events until ``going_on`` returns False (asked after every event), or none is left."""
-        heap, pop = self._heap, heapq.heappop
+        heap, pop = self._heap, heappop
         while heap and going_on():
             self.now, _, event, args = pop(heap)
             event(*args)

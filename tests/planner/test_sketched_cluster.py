@@ -147,6 +147,7 @@ CASES: dict[str, tuple[Cluster, str, float, int]] = {  # kind of load, its rate 
         2.0,
         60,
     ),
+    "few blocks for both": (of_pools(MIXED.model_copy(update={"num_blocks": 300})), "conversation", 2.0, 60),
     "both kinds": (of_pools(split(2, 1).pools[0], MIXED), "conversation", 2.0, 80),
     "100 workers": (cluster_of("code", 100), "code", 3.6, 250),
 }
