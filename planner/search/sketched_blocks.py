@@ -6,10 +6,6 @@ from __future__ import annotations
 class SketchBlocks:
     """Each running sequence begins a block with every step of one number, modulo the size of a block."""
 
-    __slots__ = (
-        "_begins", "num_blocks", "num_free", "num_seqs", "size",
-    )  # fmt: skip
-
     def __init__(self, num_blocks: int, size: int) -> None:
         self.num_blocks, self.size = num_blocks, size
         self.num_free = num_blocks  # before the steps that run

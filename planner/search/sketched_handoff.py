@@ -45,12 +45,6 @@ class Handoff:
 class Handoffs:
     """Those of the prompts that ``worker`` computes."""
 
-    __slots__ = (
-        "_ahead", "_ahead_until", "_awaited", "_begun_at", "_ending", "_events", "_filling",
-        "_is_overdue", "_link", "_num_layers", "_seconds", "_step", "_stride", "_times", "_worker",
-        "open",
-    )  # fmt: skip
-
     def __init__(self, worker: Place) -> None:
         self._worker, self._events, self._times = worker, worker.events, worker.times
         self._link = SketchLink(worker)

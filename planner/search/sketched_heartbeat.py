@@ -13,10 +13,6 @@ HEARTBEAT_S = LifecycleLimits().heartbeat_s  # a simulated loop ticks as often
 class Heartbeat:
     """``phase``: seconds of the clock at which the loop first ticks."""
 
-    __slots__ = (
-        "_events", "_phase", "_reported", "_reported_at", "_ticks", "_worker",
-    )  # fmt: skip
-
     def __init__(self, worker: Place, phase: float) -> None:
         self._worker, self._events, self._phase = worker, worker.events, phase
         self._ticks = False

@@ -35,10 +35,6 @@ class Contact:
 class SketchLink:
     """It sends one put at a time and receives one at a time."""
 
-    __slots__ = (
-        "_contacts", "_events", "_free_at", "_times", "_worker",
-    )  # fmt: skip
-
     def __init__(self, worker: Place) -> None:
         self._worker, self._events, self._times = worker, worker.events, worker.times
         self._contacts: dict[int, Contact] = {}
@@ -98,10 +94,6 @@ class SketchLink:
 
 class Grants:
     """The prompts that are offered to ``worker``: they get blocks, in their order, once there is room."""
-
-    __slots__ = (
-        "_events", "_offers", "_worker", "num_granted",
-    )  # fmt: skip
 
     def __init__(self, worker: Place) -> None:
         self._worker, self._events = worker, worker.events
