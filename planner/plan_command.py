@@ -41,8 +41,8 @@ MOST_PLANNED = 4_000
 """Requests to plan on where their number is not given."""
 
 
-def plan(settings: PlanSettings) -> int:
-    """Plan for one model. Returns the exit status; raises PlannerError, TraceError and EngineError."""
+def plan(settings: PlanSettings) -> Plan | None:
+    """Plan for one model and print it. None: stopped; raises PlannerError, TraceError and EngineError."""
     began = time.monotonic()
     console = Console()
     hardware = the_hardware(settings)
@@ -64,7 +64,7 @@ def plan(settings: PlanSettings) -> int:
             )
     except Stopped as stopped:
         console.print(str(stopped), highlight=False)
-        return 130
+        return None
     found.warnings += beyond(settings.trace, found)
     for line in sentences(found):
         console.print(line, highlight=False)
@@ -79,7 +79,7 @@ def plan(settings: PlanSettings) -> int:
         draw_plan(settings.plot_file, found)
     if settings.launch_file is not None:
         launch(settings.launch_file, found, console)
-    return 0
+    return found
 
 
 def num_processes(settings: PlanSettings) -> int:
@@ -136,7 +136,7 @@ def the_goal(settings: PlanSettings, question: Question) -> Goal:
     )
     for what, names in (("price_per_hour", unpriced), ("power", unmetered)):
         if names:
-            where = "write it into the profile, or into the file of --hardware"
+            where = "write it into the profile, into the file of --hardware, or as --inventory 8xh100:2.5"
             raise SimulationError(f"the {what} of {', '.join(names)} is not known: {where}")
     return Goal(settings.objective, limits, settings.rate or question.load.rate, settings.chunks)
 

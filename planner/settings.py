@@ -211,9 +211,9 @@ class PlanSettings(BaseModel):
     )
     inventory: str | None = Field(
         default=None,
-        pattern=r"^[1-9]\d*x\w+([ ,]+[1-9]\d*x\w+)*$",
-        description="GPUs that there are, such as '16xh100 8xa100', with --profile naming only models "
-        "(llama-3.1-70b-fp8): every degree of tensor parallelism that fits is tried.",
+        pattern=r"^[1-9]\d*x\w+(:\d+(\.\d+)?)?([ ,]+[1-9]\d*x\w+(:\d+(\.\d+)?)?)*$",
+        description="GPUs that there are, such as '16xh100:2.5 8xa100' (2.5 an hour each), with --profile "
+        "naming only models (llama-3.1-70b-fp8): every degree of tensor parallelism that fits is tried.",
     )
     other_models: tuple[ModelLoad, ...] = Field((), description="Further models that share --inventory.")
     gpus: int | None = Field(

@@ -10,14 +10,17 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
+from rich.table import Column, Table
 
 from ..engine.latency_profile import ProfileError
 from .errors import SimulationError
 from .plan_command import FEWEST_PLANNED, num_processes, plan, the_goal, the_hardware, the_load
 from .search.goal import settings_of, shapes
 from .search.goodput import Question
-from .search.hardware_file import stocks_of
+from .search.hardware_file import prices_of, stocks_of
+from .search.plan import Plan
 from .search.search import best_sketched
 from .settings import PlanSettings
 from .simulator.slo import parse_slo
@@ -25,6 +28,8 @@ from .simulator.slo import parse_slo
 UNITS = 32
 """Parts in which an inventory is divided at most."""
 MOST_MOVED = 8
+STOPPED = 130
+"""Exit status after Ctrl-C."""
 
 
 class _Model:
@@ -43,7 +48,8 @@ class _Model:
     @property
     def own(self) -> PlanSettings:
         """The settings to plan with."""
-        share = " ".join(f"{num}x{gpu}" for gpu, num in self.share.items() if num)
+        prices = {gpu: f":{price:g}" for gpu, price in prices_of(self.settings.inventory or "").items()}
+        share = " ".join(f"{num}x{gpu}{prices.get(gpu, '')}" for gpu, num in self.share.items() if num)
         return self.settings.model_copy(update={"inventory": share})
 
     def headroom(self, *, sketched: bool) -> float:
@@ -70,7 +76,7 @@ class _Model:
 def plan_each(settings: PlanSettings) -> int:
     """The command: divide the inventory, and plan each model on its share. Raises what ``plan`` does."""
     if not settings.other_models:
-        return plan(settings)
+        return 0 if plan(settings) else STOPPED
     each = [settings.model_copy(update={"other_models": ()})]
     each += [each[0].model_copy(update=dict(other)) for other in settings.other_models]
     models = [_Model(one) for one in each]
@@ -83,13 +89,35 @@ def plan_each(settings: PlanSettings) -> int:
             )
         share = f"{model.name} on {model.own.inventory}"
         console.print(f"{share}: about {model.headroom(sketched=True):.2f} times its load", highlight=False)
+    plans = dict[str, Plan]()
     for model in models:
         console.rule(model.name)
         own = {name: getattr(settings, name) for name in ("json_file", "plot_file", "launch_file")}
         named = {n: path and path.with_name(f"{model.name}-{path.name}") for n, path in own.items()}
-        if status := plan(model.own.model_copy(update=named)):
-            return status
+        if (found := plan(model.own.model_copy(update=named))) is None:
+            return STOPPED
+        plans[model.name] = found
+    console.print(_table(plans))
     return 0
+
+
+def _table(plans: dict[str, Plan]) -> Table:
+    """All models' rates, latencies and costs."""
+    kinds = [kind for found in plans.values() for kind in found.question.hardware.kinds]
+    priced = all(kind.price_per_hour is not None for kind in kinds)
+    costs = ["an hour", "a million tokens"] if priced else []
+    right = ["requests/s", "times its load", "TTFT p90 ms", "TPOT p90 ms", *costs, "Wh a request"]
+    columns = [Column("model", no_wrap=True), *(Column(name, justify="right") for name in right)]
+    table = Table(*columns, box=box.SIMPLE)
+    for name, found in plans.items():
+        price = found.question.hardware.price_per_hour(found.winner.candidate)
+        tokens = 3600 * max(found.served, 1e-9) * found.question.demand.output
+        of = found.at_goodput.tallies.percentiles()
+        cells = [found.served, found.served / found.question.load.rate]
+        cells += [1e3 * of[what]["p90"] if what in of else 0.0 for what in ("ttft", "tpot")]
+        cells += [price, 1e6 * price / tokens] if priced and price is not None else []
+        table.add_row(name, *(f"{cell:.2f}" for cell in cells), f"{found.energy_wh or 0:.2f}")
+    return table
 
 
 def _divide(models: list[_Model], stocks: Counter[str]) -> None:

@@ -218,7 +218,7 @@ def tasks(arguments: argparse.Namespace) -> list[Task]:
         for workload in arguments.workloads.split(",")
         for comparison in amounts
         if comparison in arguments.comparisons.split(",")
-        for design in DESIGNS
+        for design in arguments.designs
     ]
 
 
@@ -230,6 +230,7 @@ def main() -> int:
     parser.add_argument("--model", default="bloom-176b", help="bloom-176b (the paper's) or llama2-70b")
     parser.add_argument("--workloads", default="code,conv")
     parser.add_argument("--comparisons", default="iso-power,iso-cost,iso-throughput")
+    parser.add_argument("--designs", nargs="+", choices=list(DESIGNS), default=list(DESIGNS))
     parser.add_argument(
         "--h100-machines", type=int, default=40, help="the budget: what so many DGX-H100 draw, and cost"
     )

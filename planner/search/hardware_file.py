@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Literal
@@ -65,22 +66,28 @@ def read_hardware(path: Path) -> Hardware:
 
 
 def stocks_of(inventory: str) -> tuple[tuple[str, int], ...]:
-    """GPUs of each name in ``16xh100 8xa100``."""
+    """GPUs of each name in ``16xh100:2.5 8xa100``."""
     stocks = Counter[str]()
     for num, gpu in re.findall(r"(\d+)x(\w+)", inventory):
         stocks[gpu] += int(num)
     return tuple(stocks.items())
 
 
+def prices_of(inventory: str) -> dict[str, float]:
+    """Price of an hour of one GPU, of each name that has one."""
+    return {gpu: float(price) for gpu, price in re.findall(r"x(\w+):([\d.]+)", inventory)}
+
+
 def of_inventory(models: str, inventory: str) -> Hardware:
     """Workers of each model (names with commas) on 1, 2, 4 and 8 of each GPU, as far as its weights fit.
 
     Raises ProfileError where they fit nowhere."""
-    kinds, refused = list[Kind](), list[ProfileError]()
+    kinds, refused, prices = list[Kind](), list[ProfileError](), prices_of(inventory)
     for gpu, num in stocks_of(inventory):
         for model, gpus in product(models.split(","), [n for n in DEGREES if n <= num]):
             try:
-                kinds.append(Kind.of(Profile.read(Path(f"{model}@{gpus}x{gpu}")), gpus, gpu))
+                kind = Kind.of(Profile.read(Path(f"{model}@{gpus}x{gpu}")), gpus, gpu)
+                kinds.append(replace(kind, price_per_hour=gpus * prices[gpu]) if gpu in prices else kind)
             except ProfileError as error:
                 refused.append(error)
     if not kinds:

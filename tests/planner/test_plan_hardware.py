@@ -205,13 +205,17 @@ def test_several_models_share_an_inventory_by_their_loads(
         write_trace(tmp_path / f"{name}.jsonl", Trace(name, lambda given=requests: iter(given)))
     (tmp_path / "plan.yaml").write_text(
         f"plan:\n  trace: {tmp_path}/much.jsonl\n  profile: llama-3.1-8b\n  slo: ttft=1@p90,tpot=0.1@p90\n"
-        f"  inventory: 6xl40s\n  jobs: 1\n  chunk_budgets: '512'\n  launch_file: {tmp_path}/up.yaml\n"
+        f"  inventory: 6xl40s:1.5\n  jobs: 1\n  chunk_budgets: '512'\n  launch_file: {tmp_path}/up.yaml\n"
         f"  other_models:\n  - {{trace: {tmp_path}/few.jsonl, profile: qwen3-30b-a3b-fp8, slo: ttft=1@p90}}\n"
     )
     settings = load("plan", {}, Sources.read(tmp_path / "plan.yaml", env={}))
     assert isinstance(settings, PlanSettings)
     assert plan_each(settings) == 0
     lines = capsys.readouterr().out.splitlines()
+    *_, much, few = [line.split() for line in lines if line.strip()]
+    assert [(row[0], len(row)) for row in (much, few)] == [("llama-3.1-8b", 8), ("qwen3-30b-a3b-fp8", 8)]
+    paid = [float(row[5]) for row in (much, few)]
+    assert 1.5 <= min(paid) <= sum(paid) <= 6 * 1.5
     shares = [int(line.partition(" on ")[2].partition("x")[0]) for line in lines[:2]]
     assert sum(shares) == 6
     assert shares[0] > shares[1] > 0

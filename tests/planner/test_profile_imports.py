@@ -8,12 +8,17 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+from support.planned_loads import LEVEL, question
 
 from splitserve.engine.latency_profile import Profile
 from splitserve.planner.errors import ProfilingError
 from splitserve.planner.profile.closed_loop import FRONT_S, REQUEST_S, Run, Server, closed_loop
 from splitserve.planner.profile.imported import imported
 from splitserve.planner.profile_commands import profile
+from splitserve.planner.search.candidates import Hardware, Kind
+from splitserve.planner.search.goal import Goal, Limits
+from splitserve.planner.search.goodput import Question
+from splitserve.planner.search.search import search
 from splitserve.planner.settings import ProfileSettings
 
 LIKE = Profile.read(Path("llama-3.1-8b@2xh100"))
@@ -113,6 +118,24 @@ def test_results_of_vllm_bench_serve(tmp_path: Path, clients_known: bool) -> Non
                   "max_concurrency": r.clients if clients_known else None}  # fmt: skip
         (tmp_path / f"{i}.json").write_text(json.dumps(result))
     as_slow(imported(tmp_path, LIKE)[0])
+
+
+def test_a_plan_chooses_whether_to_speculate_where_servers_were_measured_with_and_without(
+    tmp_path: Path,
+) -> None:
+    """What an engine has besides (drafts, tiers of its KV cache) is in the step times of its profile."""
+    kinds = []
+    for name, accepted in (("without", 1.0), ("drafts", 1.6)):
+        rows = [
+            f"{r.prompt},{r.output},{r.clients},{1e3 * r.ttft_s},{1e3 * r.tpot_s / accepted}" for r in runs()
+        ]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["isl,osl,concurrency,ttft,tpot", *rows]))
+        made, _ = imported(tmp_path / f"{name}.csv", LIKE)
+        kinds.append(Kind.of(made.model_copy(update={"name": name}), 2))
+    asked = Question.of(Hardware(tuple(kinds)), question(300, 100, count=30).load, LEVEL)
+    found = search(asked, Goal("goodput", Limits(4), chunks=(2048,)), processes=1)
+    used = {kind.name for _, kind in asked.hardware.pools(found.winner.candidate)}
+    assert used == {"drafts"}
 
 
 def test_results_of_genai_perf(tmp_path: Path) -> None:
