@@ -2,10 +2,11 @@
 
 The follower goes to the ratio that loses the least of the next ``FORESEEN_S``, if as many prompts come, and
 as large a part of the answers ends, as now. It is not trusted: of both ways, to follow and to stay, the
-requests of the last minutes that miss an objective are counted. The way that is taken loses what the real
-queue and the real batches lose. The other is a virtual fleet that takes the same arrivals: prompts queue, by
-their lengths; answers run in equal batches, and end as often per token as the real ones do. No answer's
-length is guessed.
+requests of the last minutes that miss an objective are counted. Each is a virtual fleet that takes the same
+arrivals: prompts queue, by their lengths; answers run in equal batches, and end as often per token as the
+real ones do. No answer's length is guessed. Following loses what the real queue and the real batches lose,
+while the load is followed. Staying is never charged with what following has left behind: in the first ratio
+it loses the median of the virtual, the real and the measured losses, once that was left at most the virtual.
 
 The load is followed once following has saved the requests of ``FOLLOW_S``, and no longer once it has saved
 less than those of ``RETURN_S``.
@@ -71,7 +72,7 @@ class VirtualFleets:
         self._sizes: dict[int, Size] = {}
         self._load = _Load()
         self._first, self._follower, self._real = _Fleet(0), _Fleet(0), _Fleet(0)
-        self._follows = False
+        self._follows = self._left = False
         self._count = self._span_s = 0.0  # requests, and seconds, remembered
 
     def best(self, allowed: Collection[int]) -> int:
@@ -97,11 +98,11 @@ class VirtualFleets:
         self._real = _Fleet(present, waits, waits * capacity.prompt_s(picture), picture.num_decoding)
         keep = math.exp(-seconds / MEMORY_S)
         self._count, self._span_s = self._count * keep + count, self._span_s * keep + seconds
+        self._left |= present != self._first.prefill
+        real, measured = self._really_lost(prompts_s), 0.0 if self._left else count * (1 - picture.attainment)
         for fleet in (self._first, self._follower):
             lost = self._serve(fleet, prompts_s, seconds)
-            if self._is_taken(fleet):
-                lost = self._really_lost(prompts_s)
-            fleet.lost = fleet.lost * keep + lost
+            fleet.lost = fleet.lost * keep + self._charged(fleet, lost, real, measured)
         self._follower.prefill = self._lead(self._follower, sizes)
         rate = max(self._count / self._span_s, self._load.arrivals)
         won = self._losses(self._first) - self._losses(self._follower)
@@ -135,14 +136,16 @@ class VirtualFleets:
 
     def _losses(self, fleet: _Fleet) -> float:
         """Return the requests that a way has lost, and those that wait too long."""
-        queue = self._real if self._is_taken(fleet) else fleet
-        wait_s = queue.waiting_s / self._sizes[queue.prefill][0]
-        return fleet.lost + queue.waiting * self._late(wait_s, 0.0)
+        return fleet.lost + self._charged(fleet, self._waits_long(fleet), self._waits_long(self._real))
 
-    def _is_taken(self, fleet: _Fleet) -> bool:
+    def _waits_long(self, fleet: _Fleet) -> float:
+        return fleet.waiting * self._late(fleet.waiting_s / self._sizes[fleet.prefill][0], 0.0)
+
+    def _charged(self, fleet: _Fleet, virtual: float, real: float, measured: float = 0.0) -> float:
+        """Return the losses of a way, by these three estimates."""
         if fleet is self._follower:
-            return self._follows
-        return not self._follows and fleet.prefill == self._real.prefill
+            return real if self._follows else virtual
+        return sorted((virtual, real, measured))[1] if fleet.prefill == self._real.prefill else virtual
 
     def _lead(self, fleet: _Fleet, allowed: Collection[int]) -> int:
         """Return the prefill workers with which this fleet will lose the least."""

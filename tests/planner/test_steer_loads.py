@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from splitserve.bench.studies.random_loads import drawn
-from splitserve.bench.studies.steer_loads import RECORD, left_alone, read
+from splitserve.bench.studies.steer_loads import HARM, RECORD, left_alone, read, served
 
 
 def test_a_load_is_drawn_and_served_as_it_was_recorded() -> None:
@@ -13,3 +15,12 @@ def test_a_load_is_drawn_and_served_as_it_was_recorded() -> None:
     assert {name: recorded[name] for name in again if name not in ("steered", "changes")} == {
         name: value for name, value in again.items() if name not in ("steered", "changes")
     }
+
+
+@pytest.mark.parametrize("number", [3048, 1124])
+def test_leaving_alone_is_not_charged_with_what_following_has_left_behind(number: int) -> None:
+    """Else these are followed again and again, and lose 3 points."""
+    load = drawn(number)
+    assert load is not None
+    alone, steered = (served(load.requests, load.prefill, steered=steers)[0] for steers in (False, True))
+    assert steered > alone - HARM * len(load.requests)
