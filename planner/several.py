@@ -6,6 +6,7 @@ headroom is as high as the sketch finds.
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,7 @@ UNITS = 32
 """Parts in which an inventory is divided at most."""
 MOST_MOVED = 8
 STOPPED = 130
-"""Exit status after Ctrl-C."""
+"""Exit status after Ctrl-C or SIGTERM."""
 
 
 class _Model:
@@ -75,6 +76,7 @@ class _Model:
 
 def plan_each(settings: PlanSettings) -> int:
     """The command: divide the inventory, and plan each model on its share. Raises what ``plan`` does."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit, too, gets what is known
     if not settings.other_models:
         return 0 if plan(settings) else STOPPED
     each = [settings.model_copy(update={"other_models": ()})]

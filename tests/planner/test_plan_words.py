@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from splitserve.planner.search.search import search
 from splitserve.planner.search.stopped import Stopped
 from splitserve.planner.search.words import sentences
 from splitserve.planner.settings import PlanSettings
+from splitserve.planner.several import STOPPED, plan_each
 from splitserve.planner.simulator.slo import ServiceLevel, Slo
 from splitserve.traces.own_format import write_trace
 from splitserve.traces.request import Trace, TraceRequest
@@ -196,6 +198,24 @@ def test_an_interrupted_search_has_its_results_so_far(monkeypatch: pytest.Monkey
         monkeypatch.setattr(f"splitserve.planner.search.search._Search.{stage}", interrupted)
         with pytest.raises(Stopped, match=rf"Best so far \({how}\): 2P:1D [\d.]+ requests/s"):
             search(asked, goal, processes=1)
+
+
+def test_a_time_limit_ends_a_plan_as_ctrl_c_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile().write(tmp_path / "p.json")
+    requests = [TraceRequest(0.5 * i, 300, 3) for i in range(40)]
+    write_trace(tmp_path / "t.jsonl", Trace("t", lambda: iter(requests)))
+    slo = "ttft=0.4@p90,tpot=0.03@p90"
+    settings = PlanSettings(trace=tmp_path / "t.jsonl", profile=tmp_path / "p.json", gpus=3, slo=slo, jobs=1)
+    stage = "splitserve.planner.search.search._Search._simulate"
+    monkeypatch.setattr(stage, lambda *_: signal.raise_signal(signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert plan_each(settings) == STOPPED
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert "Best so far (only sketched)" in capsys.readouterr().out
 
 
 def test_the_pareto_table_has_no_cluster_that_another_beats() -> None:
