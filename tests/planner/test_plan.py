@@ -13,7 +13,7 @@ from splitserve.planner.plan_command import with_enough
 from splitserve.planner.search.candidates import Candidate, Hardware, Kind
 from splitserve.planner.search.demand import Demand, bound, largest_batch
 from splitserve.planner.search.goal import Goal, Limits
-from splitserve.planner.search.goodput import Load, Question, answer, num_failed, simulate
+from splitserve.planner.search.goodput import Load, Question, answer, failures, num_failed, simulate, sketch
 from splitserve.planner.search.looks import glance
 from splitserve.planner.search.search import search
 from splitserve.planner.search.words import sentences
@@ -31,7 +31,7 @@ def test_the_search_finds_what_trying_everything_finds() -> None:
     assert found.best.goodput == pytest.approx(best.goodput, rel=0.06)
 
 
-def test_the_sketch_is_near_the_simulation() -> None:
+def test_the_sketch_decides_as_the_simulation() -> None:
     asked = question(400, 6, count=80)
     split, local = (
         [(Candidate(1, 1, 0, 512, 16), 9.0), (Candidate(2, 1, 0, 512, 16), 14.0)],
@@ -43,8 +43,23 @@ def test_the_sketch_is_near_the_simulation() -> None:
         latency = simulated.percentiles()
         assert seen.ttft_p90_s == pytest.approx(latency["ttft"]["p90"], rel=0.15)
         assert seen.tpot_p90_s == pytest.approx(latency["tpot"]["p90"], rel=0.15)
-        assert seen.attainment == pytest.approx(simulated.attainment, abs=0.1)
+        assert seen.attainment == pytest.approx(simulated.attainment)
+        num_missed = simulated.num_requests - simulated.num_good
+        assert failures(asked, candidate, rate) == (pytest.approx(num_missed), 0)
     assert glance(asked, (Candidate(1, 1, 0, 512, 16), 100.0)).attainment < 0.5
+
+
+def test_where_the_sketch_may_decide_otherwise_a_candidate_is_simulated() -> None:
+    """Equal blocks tie requests together; and a sequence without a block is computed anew."""
+    asked, candidate = question(400, 6, count=20), Candidate(1, 1, 0, 512, 16)
+    tied = Load(tuple(replace(r, block_hashes=(1,)) for r in asked.load.requests), 32)
+    assert failures(Question.of(HARDWARE, tied, LEVEL), candidate, 2.0)[1] == 20
+    (kind,) = HARDWARE.kinds
+    memory = kind.profile.memory.model_copy(update={"num_blocks": 30})
+    small = replace(kind, profile=kind.profile.model_copy(update={"memory": memory}))
+    lacking = replace(question(200, 150, count=20), hardware=replace(HARDWARE, kinds=(small,)))
+    assert not sketch(lacking, candidate, 20.0, give_up=False).is_exact
+    assert failures(lacking, candidate, 20.0)[1] > 0
 
 
 def test_long_prompts_want_prefill_workers_and_long_answers_decode_workers() -> None:
