@@ -104,7 +104,7 @@ class Sketch:
         self._machine.dispatched = self._dispatched
         self._placement = Placement("hybrid", self._queue, self.pools, self._machine)
         self.worker_of: dict[WorkerRecord, SketchWorker] = {}
-        self._decodes: dict[Place, WorkerRecord] = {}
+        self._reporting: dict[Place, list[WorkerRecord]] = {}
         draw, opening = Random(seed), list[tuple[float, int, SketchWorker, SketchPool, int]]()
         for index, pool in enumerate(pools):
             for number in range(pool.count):
@@ -157,8 +157,8 @@ class Sketch:
         self.pools.add(hello, 0.0)
         record = self.pools.workers[name, incarnation]
         self.worker_of[record] = worker
-        if role == "decode":
-            self._decodes[worker] = record
+        if role == "decode" or both:
+            self._reporting[worker] = [*(self._reporting.get(worker, ()) if both else ()), record]
             worker.heartbeat.begin()
 
     def run(self, arrivals: Sequence[Arrival]) -> Sketched:
@@ -214,8 +214,8 @@ class Sketch:
             self.events.after(source.times.message_s, source.receive, sent[source])
 
     def reported(self, worker: Place, num_free: int) -> None:
-        record = self._decodes[worker]
-        record.report(_load(record, num_free))
+        for record in self._reporting[worker]:
+            record.report(_load(record, num_free))
         self._place_waiting()
 
     def _tick(self, charged_at: float) -> None:
@@ -295,5 +295,5 @@ def _load(record: WorkerRecord, num_free: int) -> Load:
     return Load(
         worker_id=record.id[0], incarnation=record.id[1], blocks_free=num_free, blocks_cached=0,
         blocks_used=0, blocks_leased=0, num_running=0, num_waiting=0, num_waiting_tokens=0, steps=0,
-        busy=True, accepting=True,
+        busy=True, accepting=num_free > record.num_blocks // 16,
     )  # fmt: skip
