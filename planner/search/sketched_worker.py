@@ -102,9 +102,9 @@ class SketchWorker:
             self.context += request.asked.num_prompt + given
             request.begins = self.blocks.enter(self.steps, request.num_tokens)
         self.joining.clear()
-        self.due = 0
         while running and not self.blocks.steps_that_fit(self.steps, 1):
             self._preempt()
+        self.due = 1 if running else 0  # their blocks come before those of prompts
         if self.prompts and self._begin_prompts():
             return
         if running:
@@ -203,7 +203,6 @@ class SketchWorker:
         self.handoffs.step_begins(self.chunks, seconds - times.prefill_loop_s)
         if num_seqs:
             seconds = times.both_s(seconds, num_seqs, self.context)
-            self.due = 1
         self.prefill_s += seconds
         self._ends(self.events.now + seconds)
         return True
