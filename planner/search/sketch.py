@@ -157,9 +157,8 @@ class Sketch:
         self.pools.add(hello, 0.0)
         record = self.pools.workers[name, incarnation]
         self.worker_of[record] = worker
-        if role == "decode" or both:
-            self._reporting[worker] = [*(self._reporting.get(worker, ()) if both else ()), record]
-            worker.heartbeat.begin()
+        self._reporting[worker] = [*(self._reporting.get(worker, ()) if both else ()), record]
+        worker.heartbeat.begin(both or role == "decode")
 
     def run(self, arrivals: Sequence[Arrival]) -> Sketched:
         self._arrivals, events = arrivals, self.events

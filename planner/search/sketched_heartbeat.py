@@ -17,11 +17,16 @@ class Heartbeat:
         self._worker, self._events, self._phase = worker, worker.events, phase
         self._ticks = False
         self._reported_at = inf  # it does not
-        self._reported = worker.blocks.num_free
+        self._generates = False
+        self._reported = True
 
-    def begin(self) -> None:
-        """Report free blocks from now on: the worker generates."""
-        self._reported_at = self._events.now
+    def begin(self, generates: bool) -> None:
+        """Report from now on: free blocks if the worker generates; else whether some are left."""
+        self._reported_at, self._generates = self._events.now, generates
+        self._reported = self._news(self._worker.blocks.num_free)
+
+    def _news(self, num_free: int) -> int:
+        return num_free if self._generates else num_free > self._worker.blocks.num_blocks // 16
 
     def turn(self) -> None:
         """At the end of each turn of the loop."""
@@ -45,13 +50,13 @@ class Heartbeat:
         is_active = worker.tick()
         self.turn()
         self._ticks = False
-        if is_active or worker.free_blocks(now) != self._reported:
+        if is_active or self._news(worker.free_blocks(now)) != self._reported:
             self._tick_at(now + HEARTBEAT_S)
 
     def _report(self, num_free: int) -> None:
         worker, self._reported_at = self._worker, self._events.now
-        if num_free != self._reported:
-            self._reported = num_free
+        if (news := self._news(num_free)) != self._reported:
+            self._reported = news
             self._events.after(worker.times.message_s, worker.coordinator.reported, worker, num_free)
         self.await_step()
 

@@ -140,6 +140,15 @@ CASES: dict[str, tuple[Cluster, str, float, int]] = {  # kind of load, its rate 
     "few rows": (split(3, 5, rows=8), "conversation", 3.2, 100),
     "a slow link": (split(3, 5, link_bytes_per_s=5e9), "conversation", 3.2, 80),
     "few blocks": (split(3, 5, num_blocks=100), "conversation", 3.2, 80),
+    "few blocks for prompts": (
+        of_pools(
+            Pool(role="prefill", count=3, profile=PROFILE, max_batch_tokens=2048, num_blocks=150),
+            split(3, 5).pools[1],
+        ),
+        "conversation",
+        3.2,
+        100,
+    ),
     "colocated": (of_pools(MIXED), "conversation", 2.0, 60),
     "fewer blocks for both": (
         of_pools(MIXED.model_copy(update={"num_blocks": 1500})),
@@ -147,7 +156,7 @@ CASES: dict[str, tuple[Cluster, str, float, int]] = {  # kind of load, its rate 
         2.0,
         60,
     ),
-    "few blocks for both": (of_pools(MIXED.model_copy(update={"num_blocks": 300})), "conversation", 2.0, 60),
+    "few blocks for both": (of_pools(MIXED.model_copy(update={"num_blocks": 300})), "conversation", 4.0, 80),
     "both kinds": (of_pools(split(2, 1).pools[0], MIXED), "conversation", 2.0, 80),
     "100 workers": (cluster_of("code", 100), "code", 3.6, 250),
 }
