@@ -18,7 +18,7 @@ class Heartbeat:
         self._ticks = False
         self._reported_at = inf  # it does not
         self._generates = False
-        self._reported = True
+        self._reported = 0
 
     def begin(self, generates: bool) -> None:
         """Report from now on: free blocks if the worker generates; else whether some are left."""
