@@ -20,7 +20,7 @@ from .errors import SimulationError
 from .plan_command import FEWEST_PLANNED, num_processes, plan, the_goal, the_hardware, the_load
 from .search.goal import settings_of, shapes
 from .search.goodput import Question
-from .search.hardware_file import prices_of, stocks_of
+from .search.hardware_file import DEGREES, prices_of, stocks_of
 from .search.plan import Plan
 from .search.search import best_sketched
 from .settings import PlanSettings
@@ -91,27 +91,33 @@ def plan_each(settings: PlanSettings) -> int:
             )
         share = f"{model.name} on {model.own.inventory}"
         console.print(f"{share}: about {model.headroom(sketched=True):.2f} times its load", highlight=False)
-    plans = dict[str, Plan]()
+    plans, num_dealt = list[tuple[str, Plan]](), 0
+    stocks = stocks_of(settings.inventory or "")
     for model in models:
         console.rule(model.name)
         own = {name: getattr(settings, name) for name in ("json_file", "plot_file", "launch_file")}
         named = {n: path and path.with_name(f"{model.name}-{path.name}") for n, path in own.items()}
         if (found := plan(model.own.model_copy(update=named))) is None:
             return STOPPED
-        plans[model.name] = found
+        plans.append((model.name, found))
+        if settings.launch_file and len(stocks) == 1 and stocks[0][1] <= DEGREES[-1]:
+            gpus = ",".join(str(num_dealt + i) for i in range(model.share.total()))
+            of_its_own = f"CUDA_VISIBLE_DEVICES={gpus} and --port {8000 + len(plans) - 1}"
+            console.print(f"on one host with the others: {of_its_own}", highlight=False, soft_wrap=True)
+        num_dealt += model.share.total()
     console.print(_table(plans))
     return 0
 
 
-def _table(plans: dict[str, Plan]) -> Table:
+def _table(plans: list[tuple[str, Plan]]) -> Table:
     """All models' rates, latencies and costs."""
-    kinds = [kind for found in plans.values() for kind in found.question.hardware.kinds]
+    kinds = [kind for _, found in plans for kind in found.question.hardware.kinds]
     priced = all(kind.price_per_hour is not None for kind in kinds)
     costs = ["an hour", "a million tokens"] if priced else []
     right = ["requests/s", "times its load", "TTFT p90 ms", "TPOT p90 ms", *costs, "Wh a request"]
     columns = [Column("model", no_wrap=True), *(Column(name, justify="right") for name in right)]
     table = Table(*columns, box=box.SIMPLE)
-    for name, found in plans.items():
+    for name, found in plans:
         price = found.question.hardware.price_per_hour(found.winner.candidate)
         tokens = 3600 * max(found.served, 1e-9) * found.question.demand.output
         of = found.at_goodput.tallies.percentiles()

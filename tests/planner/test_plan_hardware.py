@@ -218,6 +218,9 @@ def test_several_models_share_an_inventory_by_their_loads(
     assert 1.5 <= min(paid) <= sum(paid) <= 6 * 1.5
     shares = [int(line.partition(" on ")[2].partition("x")[0]) for line in lines[:2]]
     assert sum(shares) == 6
+    dealt = [line.partition("DEVICES=")[2].split(" and ") for line in lines if "DEVICES=" in line]
+    assert [int(gpu) for gpus, _ in dealt for gpu in gpus.split(",")] == list(range(6))
+    assert [port for _, port in dealt] == ["--port 8000", "--port 8001"]
     assert shares[0] > shares[1] > 0
     assert {path.name for path in tmp_path.glob("*up.yaml")} == {
         "llama-3.1-8b-up.yaml", "qwen3-30b-a3b-fp8-up.yaml",
