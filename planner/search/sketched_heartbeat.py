@@ -23,7 +23,7 @@ class Heartbeat:
     def begin(self, generates: bool) -> None:
         """Report from now on: free blocks if the worker generates; else whether some are left."""
         self._reported_at, self._generates = self._events.now, generates
-        self._reported = self._news(self._worker.blocks.num_free)
+        self._reported = self._news(self._worker.blocks.num_blocks)  # as a new record has it
 
     def _news(self, num_free: int) -> int:
         return num_free if self._generates else num_free > self._worker.blocks.num_blocks // 16
