@@ -100,7 +100,7 @@ class Sampler:
         logprobs asked for."""
         states = rows.states
         if all(state.plain_greedy for state in states):
-            return _to_numpy(logits.argmax(dim=-1)), {}
+            return logits.numpy().argmax(-1).astype(np.int32), {}
         reporting = [row for row, state in enumerate(states) if state.params.logprobs is not None]
         raw = logits[reporting] if reporting else logits
         forbid_tokens(logits, rows)

@@ -258,8 +258,8 @@ static inline void cap_scores(float* scores, int64_t count, float scale, float s
 }
 
 // The running softmax of some rows, KEYS apart: p becomes exp(scale (scores - new maximum)), padded with 0 to a multiple of W. `rescale`: of
-// what was added up so far, with room for a multiple of W.
-template <class F>
+// what was added up so far, with room for a multiple of W. X: what p is rounded to next; pairs of bfloat16 need fewer digits.
+template <class X, class F>
 static inline void update_rows(float* row_m, float* row_l, float* scores, int64_t rows, int64_t count, const AttentionArgs& g, float* rescale, F&& between) {
   const int64_t padded = (count + W - 1) / W * W;
   const float scale = g.scale;
@@ -277,10 +277,11 @@ static inline void update_rows(float* row_m, float* row_l, float* scores, int64_
   for (int64_t r = 0; r < rows; ++r) {
     float* const row = scores + r * KEYS;
     const float m = row_m[r] == -INFINITY ? 0.0f : row_m[r];  // nothing visible so far
+    const float steep = scale * 1.44269504f, most = m * steep;
     vf total = {};
     for (int64_t t = 0; t < padded; t += W) {
       between();
-      const vf p = vexp((load(row + t) - m) * scale);
+      const vf s = load(row + t), p = kStepDepth<X> > 1 ? vexp2_short(s * steep - most) : vexp((s - m) * scale);
       store(row + t, p);
       total += p;
     }
@@ -471,7 +472,7 @@ struct OneQuery {
     for (int64_t row = 0; row < rows; ++row)
       for (int64_t t = 0; t < now->begin; ++t) scores[row * KEYS + t] = -INFINITY;
     Ahead<C> asking = ahead;
-    update_rows(m, l, scores, rows, now->end, g, rescale, [&] { asking.template step<2>(); });
+    update_rows<Weight>(m, l, scores, rows, now->end, g, rescale, [&] { asking.template step<2>(); });
     ahead = asking;
     widened.scale_weights(scores, rows);
     weights = as_weights(scores, rows * KEYS, reinterpret_cast<Weight*>(s.weights.reserve(depth > 1 ? rows * KEYS / 2 : 0)));
@@ -633,7 +634,7 @@ static void attend_many(const AttentionArgs& g, const AttentionItem& item, Scrat
         for (int64_t j = larger(0, position + 1 - t); j < KEYS; ++j) row[j] = -INFINITY;
         for (int64_t j = smaller(KEYS, position + 1 - g.window - t) - 1; j >= 0; --j) row[j] = -INFINITY;
       }
-      update_rows(m + r, l + r, scores, strip, KEYS, g, rescale, [] {});
+      update_rows<X>(m + r, l + r, scores, strip, KEYS, g, rescale, [] {});
       widened.scale_weights(scores, strip);
       value_strip(int(strip), as_weights(scores, strip * KEYS, reinterpret_cast<X*>(weights)), values, D, rescale, acc + r * D);
     }

@@ -51,9 +51,13 @@ static inline vf load(const bf16* p) {  // compilers make five instructions of t
 #endif
 }
 static inline void store(bf16* p, vf x) {  // to nearest, ties to even; NaN stays NaN
+#if BF16_UNITS
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh((__m512)x));
+#else
   const vu u = (vu)x, rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
   const vu nan = (vu)(x != x);
   *reinterpret_cast<vh_any*>(p) = __builtin_convertvector((nan & 0x7fc0u) | (~nan & rounded), vh);
+#endif
 }
 
 // Two bfloat16 rows interleaved lane by lane: one load and two operations give both. p as float32 pairs: [row 0, row 1] of each lane.
@@ -141,6 +145,16 @@ static inline vf vexp(vf x) {
   p = p * r * r + r + 1.0f;
   const vf scaled = (vf)((vi)p + ((vi)shifted << 23));
   return select(tiny, vf{}, scaled);
+}
+
+// 2^x to four parts in a million, for x of at most 0, or so. Below -126 it is 0.
+static inline vf vexp2_short(vf x) {
+  const vf shifted = x + 12582912.0f, r = x - (shifted - 12582912.0f);
+  vf p = r * 9.6004e-3f + 5.591689e-2f;
+  p = p * r + 2.4023718e-1f;
+  p = p * r + 6.9312199e-1f;
+  p = p * r + 1.0f;
+  return select(x < -126.0f, vf{}, (vf)((vi)p + ((vi)shifted << 23)));
 }
 
 // ln x for positive normal x, to 1 ulp or so (the polynomial of Cephes' logf).
