@@ -35,12 +35,16 @@ BUSY = [
 
 
 def test_it_beats_every_static_ratio_where_the_load_shifts() -> None:
-    static = [run(BUSY, PHASE_S, prefill, 1, NUM_WORKERS) for prefill in (1, 2, 3)]
-    steered = run(BUSY, PHASE_S, 3, 1, NUM_WORKERS, steered=True)
-    assert steered.num_good > 1.4 * max(outcome.num_good for outcome in static)
-    assert steered.good[1] > 0.93 * max(outcome.good[1] for outcome in static)
-    assert len({decision.at for decision in steered.flips}) <= 2
-    assert sum(steered.total) == sum(static[0].total), "no request was lost"
+    best = steered_good = 0
+    for seed in (1, 2):
+        static = [run(BUSY, PHASE_S, prefill, seed, NUM_WORKERS) for prefill in (1, 2, 3)]
+        steered = run(BUSY, PHASE_S, 3, seed, NUM_WORKERS, steered=True)
+        best += max(outcome.num_good for outcome in static)
+        steered_good += steered.num_good
+        assert steered.good[1] > 0.93 * max(outcome.good[1] for outcome in static)
+        assert len({decision.at for decision in steered.flips}) <= 2
+        assert sum(steered.total) == sum(static[0].total), "no request was lost"
+    assert steered_good > 1.6 * best
 
 
 def test_code_that_comes_while_conversations_still_run_is_seen_as_code() -> None:
