@@ -119,6 +119,14 @@ def test_no_oscillation_under_constant_load() -> None:
         assert not [d for d in flips if d.at > 400]
 
 
+def test_nothing_is_changed_while_the_goal_is_met_and_the_load_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = cluster()
+    monkeypatch.setattr(tried.controller._virtual, "best", lambda _: 6)
+    assert not tried.run(60, replace(CODE, rate=1.0))
+    assert "are good and the load fits: 4P:4D stays" in tried.controller.state
+    assert tried.run(20, replace(CODE, rate=1.0, attainment=0.5))
+
+
 def test_where_there_is_room_nothing_is_changed() -> None:
     tried = cluster()
     assert not tried.run(60, replace(CODE, rate=1.0))
