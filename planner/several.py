@@ -34,17 +34,13 @@ STOPPED = 130
 
 
 class _Model:
-    """One model with its load. ``share``: its GPUs, by name."""
+    """One model with its load. ``name``: of its files; ``share``: its GPUs, by name."""
 
-    def __init__(self, settings: PlanSettings) -> None:
-        self.settings, self.share = settings, Counter[str]()
+    def __init__(self, name: str, settings: PlanSettings) -> None:
+        self.name, self.settings, self.share = name, settings, Counter[str]()
         load = the_load(settings)
         self._load = replace(load, requests=load.requests[:FEWEST_PLANNED])
         self._sketched = dict[frozenset[tuple[str, int]], float]()
-
-    @property
-    def name(self) -> str:
-        return Path(str(self.settings.profile).partition(",")[0]).name
 
     @property
     def own(self) -> PlanSettings:
@@ -81,7 +77,7 @@ def plan_each(settings: PlanSettings) -> int:
         return 0 if plan(settings) else STOPPED
     each = [settings.model_copy(update={"other_models": ()})]
     each += [each[0].model_copy(update=dict(other)) for other in settings.other_models]
-    models = [_Model(one) for one in each]
+    models = list(map(_Model, names_of(each), each))
     _divide(models, Counter(dict(stocks_of(settings.inventory or ""))))
     console = Console()
     for model in models:
@@ -107,6 +103,12 @@ def plan_each(settings: PlanSettings) -> int:
         num_dealt += model.share.total()
     console.print(_table(plans))
     return 0
+
+
+def names_of(each: list[PlanSettings]) -> list[str]:
+    """Models' names, with a number where several loads have the same model."""
+    names = [Path(str(one.profile).partition(",")[0]).name for one in each]
+    return [f"{name}-{i}" if names.count(name) > 1 else name for i, name in enumerate(names, 1)]
 
 
 def _table(plans: list[tuple[str, Plan]]) -> Table:

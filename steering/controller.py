@@ -135,7 +135,9 @@ class PoolController:
                 "there is that can change its role: start them as `splitserve worker`"
             )
         if picture.attainment >= self._options.attainment and present.worst < 1:
-            return self._rest(f"{picture.attainment:.0%} of requests are good and the load fits: {here} stays")
+            return self._rest(
+                f"{picture.attainment:.0%} of requests are good and the load fits: {here} stays"
+            )
         if self._proposal is not None and self._proposal.still_holds(
             fleet.prefill, prefill, now - self._options.repeat_s
         ):

@@ -22,7 +22,7 @@ from splitserve.planner.search.hardware_file import read_hardware
 from splitserve.planner.search.search import search
 from splitserve.planner.search.words import sentences
 from splitserve.planner.settings import PlanSettings
-from splitserve.planner.several import plan_each
+from splitserve.planner.several import names_of, plan_each
 from splitserve.traces.own_format import write_trace
 from splitserve.traces.request import Trace
 
@@ -225,5 +225,7 @@ def test_several_models_share_an_inventory_by_their_loads(
     assert {path.name for path in tmp_path.glob("*up.yaml")} == {
         "llama-3.1-8b-up.yaml", "qwen3-30b-a3b-fp8-up.yaml",
     }  # fmt: skip
+    other = settings.model_copy(update={"profile": Path("qwen3-32b")})
+    assert names_of([settings, other, settings]) == ["llama-3.1-8b-1", "qwen3-32b", "llama-3.1-8b-3"]
     with pytest.raises(ValidationError, match="several models share an --inventory"):
         PlanSettings.model_validate({**settings.model_dump(), "objective": "cost"})
