@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from ..engine.cache.block_manager import has_spare
 from ..transport.handoff.protocol import Key
 from ..transport.handoff.receiver import HandoffReceiver
 from ..transport.messages.messages import FinishReason, Load, PeerId, StepTokens, TokenLogprobs, u32
@@ -58,7 +59,7 @@ class Heartbeat:
             num_waiting_tokens=r.granting.num_tokens,
             steps=self._num_steps,
             busy=s.num_running > 0,
-            accepting=b.num_available > b.num_blocks // 16
+            accepting=has_spare(b.num_available, b.num_blocks)
             and s.num_running + len(r.leases.granted) < s.row_limit.now,
             draining=draining,
             dispatches=u32(own),

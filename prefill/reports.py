@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..engine.cache.block_manager import has_spare
 from ..engine.step.batch import finish_reason, last_output_index, stop_set
 from ..transport.handoff.protocol import Key
 from ..transport.handoff.sender import HandoffSender
@@ -60,7 +61,7 @@ class Heartbeat:
             num_waiting_tokens=s.num_waiting_tokens(),
             steps=self._num_steps,
             busy=bool(s.waiting or s.running),
-            accepting=b.num_available > b.num_blocks // 16,
+            accepting=has_spare(b.num_available, b.num_blocks),
             draining=draining,
             dispatches=u32(own),
             num_others=len(held) - len(own),

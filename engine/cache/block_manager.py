@@ -46,6 +46,11 @@ class CacheEvents:
         self._close(self)
 
 
+def has_spare(num_available: int, num_blocks: int) -> bool:
+    """Whether more than a sixteenth of its blocks can be given out: else a worker accepts no prompts."""
+    return num_available > num_blocks // 16
+
+
 class BlockManager:
     """``num_blocks`` blocks numbered from 0. Capacity misses are None; misuse is an AssertionError."""
 

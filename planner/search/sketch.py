@@ -22,6 +22,7 @@ from ...coordinator.lifecycle.request import Request
 from ...coordinator.lifecycle.request_queue import RequestQueue
 from ...coordinator.lifecycle.state_machine import RequestStateMachine
 from ...coordinator.lifecycle.worker import WorkerRecord
+from ...engine.cache.block_manager import has_spare
 from ...transport.messages.fields import PROCESS_BITS
 from ...transport.messages.messages import Alive, Hello, Load, Role
 from ...transport.process.huge_heap import collapse_heap
@@ -294,5 +295,5 @@ def _load(record: WorkerRecord, num_free: int) -> Load:
     return Load(
         worker_id=record.id[0], incarnation=record.id[1], blocks_free=num_free, blocks_cached=0,
         blocks_used=0, blocks_leased=0, num_running=0, num_waiting=0, num_waiting_tokens=0, steps=0,
-        busy=True, accepting=num_free > record.num_blocks // 16,
+        busy=True, accepting=has_spare(num_free, record.num_blocks),
     )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import inf
 
 from ...coordinator.lifecycle.limits import LifecycleLimits
+from ...engine.cache.block_manager import has_spare
 from .sketched_request import Place
 
 HEARTBEAT_S = LifecycleLimits().heartbeat_s  # a simulated loop ticks as often
@@ -26,7 +27,7 @@ class Heartbeat:
         self._reported = self._news(self._worker.blocks.num_blocks)  # as a new record has it
 
     def _news(self, num_free: int) -> int:
-        return num_free if self._generates else num_free > self._worker.blocks.num_blocks // 16
+        return num_free if self._generates else has_spare(num_free, self._worker.blocks.num_blocks)
 
     def turn(self) -> None:
         """At the end of each turn of the loop."""
