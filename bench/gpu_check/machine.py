@@ -42,7 +42,7 @@ def machine(place: Place) -> Iterator[Line]:
     ceilings = measure_ceilings(place.device)
     (place.work / "ceilings.json").write_text(json.dumps(asdict(ceilings)))
     for what, value, unit in (
-        ("ceiling: bytes of a copy, read and written", ceilings.copy / 1e12, "TB/s"),
+        ("ceiling: bytes copied (read and written) or read", ceilings.copy / 1e12, "TB/s"),
         ("ceiling: a large bfloat16 product", ceilings.flops / 1e12, "TFLOP/s"),
         ("the smallest kernel in a graph", ceilings.launch_us, "us"),
     ):

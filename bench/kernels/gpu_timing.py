@@ -34,8 +34,8 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """bytes/s of a copy (read and written), bfloat16 FLOP/s of a large product, microseconds of the smallest
-    kernel within a graph."""
+    """bytes/s of a copy (read and written) or of reading alone, whichever is more; bfloat16 FLOP/s of a large
+    product; microseconds of the smallest kernel within a graph."""
 
     copy: float
     flops: float
@@ -73,11 +73,16 @@ def microseconds(calls: Sequence[Call], replays: int = 10) -> float:
     return statistics.median(times)
 
 
+def _alone(call: Call) -> float:
+    return microseconds([call])
+
+
 def measure_ceilings(device: str) -> Ceilings:
     big = device != "cpu"
-    x = torch.zeros(2**30 if big else 2**16, dtype=torch.bfloat16, device=device)
+    x = torch.randn(2**29 if big else 2**16, device=device)
     y = torch.empty_like(x)
-    copy = 4 * x.numel() / microseconds([lambda: y.copy_(x)]) * 1e6
+    copies: list[Call] = [lambda: y.copy_(x), lambda: torch.neg(x, out=y)]  # by the driver, and by a kernel
+    copy = max(2 * x.nbytes / min(map(_alone, copies)), x.nbytes / _alone(x.amax)) * 1e6
     n = 8192 if big else 64
     a, b = (torch.randn(n, n, device=device).to(torch.bfloat16) for _ in range(2))
     flops = 2 * n**3 / microseconds([lambda: a @ b]) * 1e6
