@@ -34,27 +34,28 @@ STAGES: Stages = (
     ),
     (
         *(
-            _here(f"kernels {i + 1}", 85, "correctness:kernels", str(i), str(KERNEL_PROCESSES))
+            _here(f"kernels {i + 1}", 70, "correctness:kernels", str(i), str(KERNEL_PROCESSES))
             for i in range(KERNEL_PROCESSES)
         ),
-        _here("parity llama", 85, "parity:parity", "llama"),
-        _here("parity qwen3", 85, "parity:parity", "qwen3"),
-        _here("graphs", 85, "correctness:graphs"),
-        _here("exact", 85, "correctness:exact"),
-        _here("blocks", 85, "correctness:blocks"),
+        _here("parity llama", 70, "parity:parity", "llama"),
+        _here("parity qwen3", 70, "parity:parity", "qwen3"),
+        _here("graphs", 70, "correctness:graphs"),
+        _here("exact", 70, "correctness:exact"),
+        _here("blocks", 70, "correctness:blocks"),
     ),
     (_here("start 8B", 60, "starting:start", "Llama-3.1-8B"),),
     (_here("engine 8B", 60, "speed:engine", "Llama-3.1-8B"),),
     (_here("engine 0.6B", 35, "speed:engine", "Qwen3-0.6B"),),
-    (_here("serve cuda_ipc", 75, "serving:serve", "cuda_ipc"),),
+    (_here("serve cuda_ipc", 60, "serving:serve", "cuda_ipc"),),
     (
-        _here("failures", 85, "failures:failures"),
-        _here("memcheck", 85, "correctness:sanitized", "memcheck"),
-        _here("racecheck", 85, "correctness:sanitized", "racecheck"),
+        _here("failures", 70, "failures:failures"),
+        _here("memcheck", 70, "correctness:sanitized", "memcheck"),
+        _here("racecheck", 70, "correctness:sanitized", "racecheck"),
     ),
     (_here("attention", 30, "speed:attention"),),
     (_here("small kernels", 20, "speed:small_kernels"),),
     (_here("fa3", 10, "speed:flash_attention_3"),),
+    (_here("serve fp8", 45, "serving:serve", "cuda_ipc", "fp8"),),
     (_here("serve tcp", 45, "serving:serve", "tcp"),),
 )
 """Parts of a stage run side by side, as many as there are cores: only checks, which measure no time."""

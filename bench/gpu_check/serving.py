@@ -28,6 +28,7 @@ from .machine import MAX_LEN, model_folder
 NEAR = 0.1
 """Standard deviations of the logits by which a served token may be below the best one: bfloat16's noise. A
 token from a wrong cache is some 4 below."""
+NEAR_OF_FLOAT8 = 1.5  # the same of weights and a cache in float8 beside none
 
 
 class Sizes(NamedTuple):
@@ -45,15 +46,20 @@ BIG = Sizes((17, 300, 1500, 4000), 32, {512: 5, 2048: 5, 8192: 3}, (1024, 128), 
 SMALL = Sizes((5, 40), 3, {64: 1}, (16, 4), (1, 2), 300)
 
 
-def serve(place: Place, mover: str) -> Iterator[Line]:
-    """Tokens beside those of one process, the handoff that shows, and a load of several streams."""
+def serve(place: Place, mover: str, precision: str = "") -> Iterator[Line]:
+    """Tokens beside those of one process, the handoff that shows, and a load of several streams.
+    ``precision``: of weights and cache, if it is not the model's own."""
     interpret(place)
     sizes, folder = BIG if place.big else SMALL, model_folder(place, "served")
     if not place.big and mover == "cuda_ipc":
         mover = "tcp"
+    options, allowed = ["--mover", mover], NEAR
+    if precision:
+        options += ["--quantization", precision, "--kv-dtype", precision]
+        mover, allowed = f"{mover}, {precision}", NEAR_OF_FLOAT8
     log = place.work / "logs" / f"serve {mover} cluster.log"
     prompts = drawn_prompts(sizes.prompts, sizes.vocab_size)
-    with live_cluster([*common_options(place, folder), "--mover", mover], log) as url:
+    with live_cluster([*common_options(place, folder), *options], log) as url:
         served = [completed(url, prompt, sizes.tokens) for prompt in prompts]
         yield from _exposed(url, mover, sizes)
         yield from _load(url, mover, sizes)
@@ -63,7 +69,7 @@ def serve(place: Place, mover: str) -> Iterator[Line]:
     yield Line(
         f"{mover}: both workers on one device have a cache", good=len(caches) == 2, note="; ".join(caches)
     )
-    yield _beside_one_process(place, folder, mover, prompts, served)
+    yield _beside_one_process(place, folder, mover, prompts, served, allowed)
 
 
 def common_options(place: Place, folder: Path) -> list[str]:
@@ -142,14 +148,14 @@ def _load(url: str, mover: str, sizes: Sizes) -> Iterator[Line]:
 
 
 def _beside_one_process(
-    place: Place, folder: Path, mover: str, prompts: list[list[int]], served: list[list[int]]
+    place: Place, folder: Path, mover: str, prompts: list[list[int]], served: list[list[int]], allowed: float
 ) -> Line:
     engine = one_process(place, folder, exact=False)
     gaps = [gap for prompt, ids in zip(prompts, served, strict=True) for gap in _gaps(engine, prompt, ids)]
     best = sum(gap == 0 for gap in gaps)
     note = f"{best} of {len(gaps)} are the very best one"
     return checked(
-        f"{mover}: tokens as one process gives them (how far below its best)", max(gaps), NEAR, note
+        f"{mover}: tokens as one process gives them (how far below its best)", max(gaps), allowed, note
     )
 
 
