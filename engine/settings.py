@@ -37,13 +37,13 @@ class ComputeSettings(BaseModel):
         default="auto",
         description="Type of the KV cache, the same on all workers. auto: as dtype. int8: a scale for each "
         "token and head; CPUs only. fp8: float8 (e4m3) with the checkpoint's scales, else 1; not "
-        "yet run on a GPU.",
+        "yet served on a GPU.",
     )
     quantization: Quantization = Field(
         default="none",
         description="Weights of linear layers, quantised as they load; the same on all workers. int8: a "
         "scale for each row; int4: for each 32 inputs. fp8: float8 (e4m3), not the head; on GPUs inputs "
-        "too. Not yet run on a GPU.",
+        "too. Not yet served on a GPU.",
     )
     block_size: int = Field(
         default=0,
@@ -68,7 +68,7 @@ class ComputeSettings(BaseModel):
     exact: bool = Field(
         default=False,
         description="The same request gives the same tokens whatever shares its batch, is cached, or fails; "
-        "the same on all workers. On GPUs not yet confirmed.",
+        "the same on all workers.",
     )
     threads: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field(
         default=1,

@@ -54,9 +54,9 @@ STAGES: Stages = (
     ),
     (_here("attention", 30, "speed:attention"),),
     (_here("small kernels", 20, "speed:small_kernels"),),
-    (_here("fa3", 10, "speed:flash_attention_3"),),
+    (_here("fa3", 20, "speed:flash_attention_3"),),
     (_here("serve fp8", 45, "serving:serve", "cuda_ipc", "fp8"),),
-    (_here("serve tcp", 45, "serving:serve", "tcp"),),
+    (_here("serve tcp", 35, "serving:serve", "tcp"),),
 )
 """Parts of a stage run side by side, as many as there are cores: only checks, which measure no time."""
 SPARE: Stages = (
