@@ -19,8 +19,9 @@ window alone: 24)."""
 def faults_of(case: str, kernels: Sequence[Mapping[str, Any]], allowed_stack: int = 0) -> list[str]:
     """What is wrong with a case of compile_kernels.py, in words: nothing may spill, all must fit; attention
     and exact or quantised products multiply with matrix instructions, those of warp groups where a tile has
-    the rows for one; decode reads ahead; as many programs fill a multiprocessor as launches count on.
-    ``allowed_stack``: bytes a thread that may lie on the stack all the same."""
+    the rows for one; exact attention leaves no rounding to the compiler; decode reads ahead; as many programs
+    fill a multiprocessor as launches count on. ``allowed_stack``: bytes a thread that may lie on the stack
+    all the same."""
     faults = []
     for kernel in kernels:
         if kernel["stack"] > allowed_stack:
@@ -37,6 +38,8 @@ def faults_of(case: str, kernels: Sequence[Mapping[str, Any]], allowed_stack: in
             faults.append(f"{case}: no matrix instructions of warp groups")
     elif variant is not None and not last["mma"]:
         faults.append(f"{case}: no matrix instructions")
+    if variant is not None and variant.exact and last["contracts"]:
+        faults.append(f"{case}: the compiler may choose what is rounded")
     if variant is not None and not last["async_copies"]:
         faults.append(f"{case}: nothing is read ahead")
     if variant is not None and 1 <= last["programs_per_sm"] < variant.programs_per_sm:

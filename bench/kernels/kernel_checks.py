@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -37,10 +38,12 @@ def decode(
     programs: int = 0,
     tile: TileShape | None = None,
     exact: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
+    """``dtype``: of the result, if not that of the queries."""
     (n, num_heads, head_dim), pool = case.q.shape, case.pool
     plan = plan_decode(case.inputs, num_heads, pool.shape[3], head_dim, pool.shape[4], max_partials)
-    out = torch.empty((n, num_heads * head_dim), dtype=case.q.dtype, device=case.q.device)
+    out = torch.empty((n, num_heads * head_dim), dtype=dtype or case.q.dtype, device=case.q.device)
     programs = programs or (264 if case.q.is_cuda else 3)
     tile = tile or decode_tile(
         head_dim, num_heads // pool.shape[3], case.q.itemsize, fp8=pool.dtype.itemsize == 1
@@ -49,11 +52,16 @@ def decode(
     return out
 
 
-def prefill(case: AttentionCase, tile: TileShape | None = None, split_folds: bool = False) -> Tensor:
+def prefill(
+    case: AttentionCase,
+    tile: TileShape | None = None,
+    split_folds: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     (n, num_heads, head_dim), pool = case.q.shape, case.pool
     tile = tile or (prefill_tile(head_dim, case.q.itemsize) if case.q.is_cuda else TileShape(32, 32, 4, 3))
     plan = plan_prefill(case.inputs, n, num_heads // pool.shape[3], tile, singles=True)
-    out = torch.empty((n, num_heads * head_dim), dtype=case.q.dtype, device=case.q.device)
+    out = torch.empty((n, num_heads * head_dim), dtype=dtype or case.q.dtype, device=case.q.device)
     prefill_attention(out, case.q, pool, LAYER, case.inputs, plan, split_folds)
     return out
 
@@ -108,11 +116,11 @@ def checks(big: bool) -> Iterator[Check]:
             )
     yield Check("decode attention: bits alone and in a batch", 0, partial(_decode_alone, lengths))
     yield Check("decode attention: bits with few partial results", 0, partial(_decode_room, lengths))
-    for head_dim in (64, 128, 256) if big else (64,):
+    for head_dim, fp8 in product((64, 128, 256), (False, True)) if big else ((64, False),):
         yield Check(
-            f"bits prefilled, chunked and decoded, head dim {head_dim}",
+            f"bits prefilled, chunked and decoded, head dim {head_dim}{', fp8' if fp8 else ''}",
             0,
-            partial(_prefilled_or_decoded, head_dim, big),
+            partial(_prefilled_or_decoded, head_dim, fp8, big),
         )
     rows, hidden = (300, 4096) if big else (3, 300)
     for dtype in (BFLOAT16, FLOAT16, FLOAT32):
@@ -208,18 +216,19 @@ def _decode_room(lengths: list[int], device: str) -> float:
     return float(not torch.equal(decode(case, max_partials=3), decode(case)))
 
 
-def _prefilled_or_decoded(head_dim: int, big: bool, device: str) -> float:
-    tile = exact_tile(head_dim) if big else TileShape(16, 32, 4, 3)
+def _prefilled_or_decoded(head_dim: int, fp8: bool, big: bool, device: str) -> float:
+    """In float32: rounded to bfloat16, most numbers that differ would look alike."""
+    tile = exact_tile(head_dim, fp8=fp8) if big else TileShape(16, 32, 4, 3)
     length, new = (1500, 700) if big else (300, 70)
-    case = attention_case([length], [new], head_dim=head_dim, block_size=64, device=device)
-    whole, first = prefill(case, tile, split_folds=True), length - new
+    case = attention_case([length], [new], head_dim=head_dim, block_size=64, fp8=fp8, device=device)
+    whole, first = prefill(case, tile, split_folds=True, dtype=FLOAT32), length - new
     for start, stop in ((0, 7), (7, new // 2), (new // 2, new)):
         lens = torch.tensor([first + stop], dtype=torch.int32, device=device)
         starts = torch.tensor([0, stop - start], dtype=torch.int32, device=device)
         chunk = replace(
             case, q=case.q[start:stop], inputs=replace(case.inputs, query_start_loc=starts, seq_lens=lens)
         )
-        if not torch.equal(prefill(chunk, tile, split_folds=True), whole[start:stop]):
+        if not torch.equal(prefill(chunk, tile, split_folds=True, dtype=FLOAT32), whole[start:stop]):
             return 1
     rows = list(range(0, new, 13 if big else 23))
     lens = torch.tensor(rows, dtype=torch.int32, device=device) + first + 1
@@ -230,8 +239,5 @@ def _prefilled_or_decoded(head_dim: int, big: bool, device: str) -> float:
         seq_lens=lens,
         block_tables=case.inputs.block_tables.expand(len(rows), -1),
     )
-    return float(
-        not torch.equal(
-            decode(replace(case, q=case.q[rows], inputs=inputs), tile=tile, exact=True), whole[rows]
-        )
-    )
+    steps = replace(case, q=case.q[rows], inputs=inputs)
+    return float(not torch.equal(decode(steps, tile=tile, exact=True, dtype=FLOAT32), whole[rows]))

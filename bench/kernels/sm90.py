@@ -35,8 +35,9 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 @dataclass(frozen=True, slots=True)
 class Compiled:
     """``stack``: bytes a thread, where registers did not suffice. ``wgmma``, ``mma``: matrix instructions of
-    a warp group, of a warp. (Instructions as the assembler was given them: to take its output apart again
-    would cost more time than all the rest of it.)"""
+    a warp group, of a warp; ``products``: their shapes. ``contracts``: the compiler may join a product and a
+    sum, so that it chooses which products are rounded. (Instructions as the assembler was given them: to take
+    its output apart again would cost more time than all the rest of it.)"""
 
     name: str
     registers: int
@@ -45,6 +46,8 @@ class Compiled:
     threads: int
     wgmma: int
     mma: int
+    products: tuple[str, ...]
+    contracts: bool
     async_copies: int  # from device to shared memory
 
     @property
@@ -117,6 +120,8 @@ def _inspect(name: str, kernel: Any) -> Compiled:
         threads=int(threads[1]),
         wgmma=len(re.findall(r"\bwgmma\.mma_async\b", ptx)),
         mma=len(re.findall(r"\bmma\.sync\b", ptx)),
+        products=tuple(sorted(set(re.findall(r"\bmma(?:_async)?\.sync\.aligned\.(m\d+n\d+k\d+)", ptx)))),
+        contracts=kernel.metadata.enable_fp_fusion,
         async_copies=len(re.findall(r"\bcp\.async\.c[ag]\b", ptx)),
     )
 

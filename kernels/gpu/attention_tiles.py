@@ -8,8 +8,9 @@ have in common.
 The state (m, norm, acc) is built up in tiles that begin at absolute multiples of ``KEYS``, so a row's bits
 depend on its own position and keys only. A tile that shows a row nothing leaves its state as it was, bit for
 bit. ``fold`` joins the states of two ranges of keys, earlier and later; decode and exact prefill fold ranges
-of a fixed size in ascending order and so agree. (Milakov and Gimelshein, 2018; Dao et al., FlashAttention,
-2022.)
+of a fixed size in ascending order and so agree. Each fma is spelled out; exact launches forbid others: the
+compiler would join scale * (q . k) - m in a tile without a mask, but not in a masked one. (Milakov and
+Gimelshein, 2018; Dao et al., FlashAttention, 2022.)
 
 A pool's layer is [num_blocks, 2 (K, V), num_kv_heads, block_size, head_dim]; with float8_e4m3fn, times one
 scale a head for K and V.
@@ -106,18 +107,20 @@ def attend(
             k = tl.load(base + within, mask=(dims < HEAD_DIM)[None, :], other=0.0)
         else:
             k = tl.load(base + within)
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        unit = scale
         if SOFTCAP != 0.0:
             cap = SOFTCAP * LOG2_E
-            scores = cap - 2 * cap / (tl.exp2(scores * (2 / SOFTCAP)) + 1)
+            scores = cap - 2 * cap / (tl.exp2(scores * (scale * (2 / SOFTCAP))) + 1)
+            unit = 1.0
         if MASKED:
             visible = inside[None, :] & (tokens[None, :] <= positions[:, None])
             if WINDOW:
                 visible = visible & (tokens[None, :] > positions[:, None] - window)
             scores = tl.where(visible, scores, float("-inf"))
-        highest = tl.maximum(m, tl.max(scores, 1))
+        highest = tl.maximum(m, tl.max(scores, 1) * unit)
         finite = tl.where(highest == float("-inf"), 0.0, highest)
-        weights = tl.exp2(scores - finite[:, None])
+        weights = tl.exp2(tl.fma(scores, unit, -finite[:, None]))
         shrink = tl.exp2(m - finite)
         norm = tl.fma(norm, shrink, tl.sum(weights, 1))
         if MASKED:
@@ -142,7 +145,6 @@ def fold(m, norm, acc, later_m, later_norm, later_acc):
     base = tl.where(highest == float("-inf"), 0.0, highest)
     shrink = tl.exp2(m - base)
     later_shrink = tl.exp2(later_m - base)
-    # fma spelled out: the compiler may not choose which product it rounds
     norm = tl.fma(later_norm, later_shrink, norm * shrink)
     acc = tl.fma(later_acc, later_shrink[:, None], acc * shrink[:, None])
     return highest, norm, acc
@@ -151,9 +153,9 @@ def fold(m, norm, acc, later_m, later_norm, later_acc):
 @triton.jit
 def add_sinks(m, norm, sinks, heads, real):
     """The rows' sums with their heads' sinks, which have no value. A row that saw no key stays without."""
-    score = tl.load(sinks + heads, mask=real, other=float("-inf")) * LOG2_E
+    score = tl.load(sinks + heads, mask=real, other=float("-inf"))
     empty = norm == 0.0
-    return norm + tl.where(empty, 0.0, tl.exp2(score - tl.where(empty, 0.0, m)))
+    return norm + tl.where(empty, 0.0, tl.exp2(tl.fma(score, LOG2_E, -tl.where(empty, 0.0, m))))
 
 
 @triton.jit

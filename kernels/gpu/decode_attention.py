@@ -101,8 +101,7 @@ def decode_attention(
         WINDOW=inputs.sliding_window is not None, SOFTCAP=inputs.softcap, SCALED=kv_scales is not None,
         SINKS=inputs.sinks is not None, GROUP_SPLITS=ONE_GROUP if one_group else GROUP_SPLITS,
         FOLD_ROWS=triton.next_power_of_2(group),
-        AT_ONCE=FOLDS_AT_ONCE, num_warps=tile.warps, 
-        maxnreg=registers,
+        AT_ONCE=FOLDS_AT_ONCE, num_warps=tile.warps, maxnreg=registers, enable_fp_fusion=not one_group,
     )  # fmt: skip
 
 

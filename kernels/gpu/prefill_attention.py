@@ -120,7 +120,7 @@ def prefill_attention(
         DIMS=max(16, triton.next_power_of_2(head_dim)), BLOCK_SIZE=kv.shape[3], KEYS=tile.keys,
         SPLIT=SPLIT if split_folds else 0, STAGES=tile.stages, WINDOW=inputs.sliding_window is not None,
         SOFTCAP=inputs.softcap, SCALED=kv_scales is not None, SINKS=inputs.sinks is not None,
-        num_warps=tile.warps,
+        num_warps=tile.warps, enable_fp_fusion=not split_folds,
     )  # fmt: skip
 
 

@@ -65,6 +65,16 @@ def test_a_kernel_is_within_its_bounds(compiled: dict[str, Kernels], case: str) 
     assert faults_of(case, compiled[case], outside_loops) == []
 
 
+def test_exact_prefill_and_decode_multiply_with_the_same_instructions(compiled: dict[str, Kernels]) -> None:
+    shapes: dict[int, dict[str, set[str]]] = {}
+    for variant in filter(lambda variant: variant.exact, covering()):
+        found = shapes.setdefault(variant.head_dim, {}).setdefault(variant.family, set())
+        found.update(compiled[str(variant)][-1]["products"])
+    assert len(shapes) == 4
+    for head_dim, families in shapes.items():
+        assert families["prefill"] == families["decode"] != set(), head_dim
+
+
 def test_what_is_compiled_here_leaves_out_no_two_values_that_might_not_go_together() -> None:
     names = [field.name for field in fields(Attention) if field.name not in ("softcap", "sinks")]
     for one, other in combinations(names, 2):
@@ -80,6 +90,7 @@ def test_the_bounds_can_be_broken() -> None:
         "shared": SHARED_MEMORY,
         "wgmma": 1,
         "mma": 1,
+        "contracts": False,
         "async_copies": 1,
         "programs_per_sm": 4,
     }
@@ -96,6 +107,7 @@ def test_the_bounds_can_be_broken() -> None:
         (prefill, "wgmma", 0),
         (prefill, "programs_per_sm", 0),
         (str(Attention("decode", 128, exact=True)), "wgmma", 0),
+        (str(Attention("decode", 128, exact=True)), "contracts", True),
         (linear, "wgmma", 0),
         (smaller, "mma", 0),
     ):
