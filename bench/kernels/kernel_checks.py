@@ -204,16 +204,17 @@ def _variant_error(
 
 def _decode_alone(lengths: list[int], device: str) -> float:
     case = attention_case(lengths, [1] * len(lengths), head_dim=128, block_size=64, device=device)
-    together = decode(case)
+    together = decode(case, dtype=FLOAT32)
     for row in range(len(lengths)):
-        if not torch.equal(decode(one(case, row), programs=5)[0], together[row]):
+        if not torch.equal(decode(one(case, row), programs=5, dtype=FLOAT32)[0], together[row]):
             return 1
     return 0
 
 
 def _decode_room(lengths: list[int], device: str) -> float:
     case = attention_case(lengths, [1] * len(lengths), head_dim=128, block_size=64, device=device)
-    return float(not torch.equal(decode(case, max_partials=3), decode(case)))
+    few, all_kept = (decode(case, most, dtype=FLOAT32) for most in (3, MAX_PARTIALS))
+    return float(not torch.equal(few, all_kept))
 
 
 def _prefilled_or_decoded(head_dim: int, fp8: bool, big: bool, device: str) -> float:
