@@ -96,7 +96,7 @@ OTHERS: dict[str, Callable[[], object]] = {
     **{
         f"experts in {form}, {rows} rows": partial(quantised_experts, form, rows)
         for form in ("int4", "GPTQ of 4 bits", "float8 in blocks", "W8A8", "MXFP4")
-        for rows in (1, 1024)
+        for rows in (1, 64, 1024)
     },
     "float8 rows": lambda: fp8_rows(empty(64, 14336)),
     "float8 rows float16": lambda: fp8_rows(empty(64, 4096, dtype=FLOAT16)),

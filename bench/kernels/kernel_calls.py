@@ -126,7 +126,7 @@ def mixture(num_tokens: int, dtype: torch.dtype = BFLOAT16) -> None:
 def quantised_experts(form: str, num_tokens: int, dtype: torch.dtype = BFLOAT16) -> None:
     """Both products of 32 experts, 4 a token."""
     count = 4 * num_tokens
-    ints, tile = empty(33, dtype=torch.int32), quantised_tile(count)
+    ints, tile = empty(33, dtype=torch.int32), quantised_tile(count, experts=True)
     tiles = ExpertTiles(empty(count, dtype=torch.int64), ints, ints[1:].clone())
     for x_rows, last in ((num_tokens, False), (count, True)):
         matrix = quantised_weight(64, 2880 if last else 4096, **QUANTISED[form])

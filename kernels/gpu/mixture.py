@@ -64,8 +64,8 @@ class GpuMixture:
     def __call__(self, x: Tensor) -> Tensor:
         shape, logits = self._shape, self._router(x)
         experts, weights = route(logits, shape, self._correction)
-        quantised = isinstance(self._down, QuantisedExperts)
-        tile = (quantised_tile if quantised else product_tile)(experts.numel())
+        quantised, rows = isinstance(self._down, QuantisedExperts), experts.numel()
+        tile = quantised_tile(rows, experts=True) if quantised else product_tile(rows)
         tiles = plan_tiles(experts, shape.num_experts, tile.rows)
         chosen = shape.num_chosen
         gate_up = grouped_product(

@@ -39,14 +39,14 @@ NEAREST = tl.constexpr(12582912.0)
 GROUP_UNIT = 16  # inputs, the least tile of a product
 
 
-def quantised_tile(num_tokens: int) -> ProductTile:
+def quantised_tile(num_tokens: int, experts: bool = False) -> ProductTile:
     """Sizes begin at the same numbers of rows as those of ``product_tile``, and at 17: a first decode step
-    compiles the smallest."""
+    compiles the smallest. A code becomes a number once for all rows of a tile; ``experts`` have few each."""
     if num_tokens <= 16:
         return ProductTile(16, 64, 4, 5)
-    if num_tokens <= 64:
+    if num_tokens <= (512 if experts else 64):
         return ProductTile(64, 64, 4, 4)
-    return ProductTile(64, 128, 4, 3) if num_tokens <= 512 else ProductTile(128, 128, 8, 3)
+    return ProductTile(128, 64, 4, 3) if num_tokens <= 512 else ProductTile(128, 128, 8, 3)
 
 
 class QuantisedLinear:
@@ -107,7 +107,8 @@ class QuantisedLinear:
             x, x_scales, self._codes, self._scales, self._zeros, self._minimums, self._bias, y, partials,
             self._arrived, *experts, len(x), x.stride(0), K=self._k, BITS=self._bits, TILE=self._tile,
             GROUP=self._group, SPLITS=grid[1], ROWS=tile.rows, COLUMNS=tile.columns, GROUPED=GROUPED_ROWS,
-            STAGES=tile.stages, ROUNDED=self._rounds_x, FLOAT4=self._float4, num_warps=tile.warps, **sizes,
+            STAGES=tile.stages, ROUNDED=self._rounds_x, FLOAT4=self._float4, num_warps=tile.warps,
+            enable_fp_fusion=False, **sizes,
         )  # fmt: skip
 
     def _in_steps(self, weight: QuantisedWeight) -> Tensor:
@@ -183,6 +184,15 @@ def _number(codes, zero, kind: tl.constexpr, BITS: tl.constexpr, FLOAT4: tl.cons
     return numbers.to(kind)
 
 
+@triton.jit
+def _row_sums(x, ROWS: tl.constexpr, TILE: tl.constexpr):
+    """Pair by pair, so that the order does not follow from which threads hold a row."""
+    for i in tl.static_range(8):
+        if TILE >> i > 1:
+            x = tl.sum(tl.reshape(x, [ROWS, TILE >> (i + 1), 2]), 2)
+    return tl.reshape(x, [ROWS])
+
+
 @triton.jit(do_not_specialize=["m"])
 def _quantised_kernel(
     x, x_scales, codes, scales, zeros, minimums, bias, y, partials, arrived, order, starts, ends, permuted,
@@ -247,7 +257,8 @@ def _quantised_kernel(
                 part = tl.dot(weights, tl.trans(inputs), part, input_precision="ieee", out_dtype=sums)
                 if minimums is not None:
                     minimum = tl.load(minimums + group * (EXPERTS * N) + own).to(tl.float32)
-                    acc = tl.fma(tl.sum(inputs.to(tl.float32), 1)[None, :], -minimum[:, None], acc)
+                    x_sums = _row_sums(inputs.to(tl.float32), ROWS, TILE)
+                    acc = tl.fma(x_sums[None, :], -minimum[:, None], acc)
                 if GROUP < STEP or half == PARTS - 1:
                     scale = tl.load(scales + group * (EXPERTS * N) + own).to(tl.float32)
                     acc = tl.fma(part.to(tl.float32), scale[:, None], acc)

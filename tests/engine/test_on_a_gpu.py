@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +210,7 @@ def test_inputs_of_float8_products_are_rounded_where_they_are_made(
 def test_first_steps_compile_products_of_every_size(chosen: int) -> None:
     """Each token takes ``chosen`` experts; a decode step of one token is among the first."""
     budget = DEFAULT_BATCH_TOKENS["cuda"]
-    for tile in (product_tile, quantised_tile):
+    for tile in (product_tile, quantised_tile, partial(quantised_tile, experts=True)):
         sizes = {tile(tokens * chosen) for tokens in range(1, budget + 1)}
         assert {tile(tokens * chosen) for tokens in (1, *WARM_UP_TOKENS, budget)} == sizes
 

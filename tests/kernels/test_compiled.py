@@ -37,6 +37,8 @@ LEFT_TO_GPU_CHECK = {
     ),
     "experts in MXFP4, 1024 rows",
     "quantised int8, 64 rows",
+    "quantised AWQ, 512 rows",
+    "quantised float8 in blocks, 512 rows",
     "quantised GPTQ of 4 bits, 4096 rows",
     "quantised Q4_K, 1 rows",
 }
