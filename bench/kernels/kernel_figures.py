@@ -25,11 +25,13 @@ from ...kernels.gpu.fp8_linear import Fp8Linear
 from ...kernels.gpu.norm import add_rms_norm
 from ...kernels.gpu.prefill_attention import exact_tile, plan_prefill, prefill_attention, prefill_tile
 from ...kernels.gpu.provided_attention import ProvidedAttention
+from ...kernels.gpu.quantised_linear import QuantisedLinear
 from ...kernels.gpu.rope_store import rope_and_store
 from ...kernels.gpu.sampling import SamplingRows, sample
 from ...kernels.interface import AttentionInputs, Linear, RopeInputs
 from ...kernels.reference import TorchLinear
 from .gpu_timing import Call, Ceilings, Figure, bytes_figure, flops_figure, microseconds
+from .kernel_inputs import QUANTISED, quantised_weight
 
 BFLOAT16 = torch.bfloat16
 LLAMA_8B = (8, 4, 128)  # KV heads, heads that share each, head_dim
@@ -156,7 +158,7 @@ def _cache(
 
 
 def linear_figures(device: str, ceilings: Ceilings, big: bool) -> Iterator[Figure]:
-    """Of Llama-3.1-8B: by cuBLAS, exact, and in float8 where the GPU has it."""
+    """Of Llama-3.1-8B: by cuBLAS, exact, in float8 where the GPU has it; and of quantised weights."""
     kinds: dict[str, Callable[[Tensor], Linear]] = {
         "cuBLAS": lambda w: TorchLinear(w, None),
         "exact": lambda w: ExactLinear(w, None),
@@ -183,6 +185,12 @@ def linear_figures(device: str, ceilings: Ceilings, big: bool) -> Iterator[Figur
                 yield Figure(
                     f"linear {name} {n} x {k}, {m} rows, {kind}", us, floor, 2 * m * n * k / us * 1e6, "FLOP"
                 )
+    n, k, m = (14336, 4096, 512) if big else (64, 64, 3)
+    x = torch.randn((m, k), device=device).to(BFLOAT16)
+    for form in ("AWQ", "float8 in blocks", "int4"):
+        quantised = QuantisedLinear(quantised_weight(n, k, **QUANTISED[form], device=device), None)
+        us = microseconds([partial(quantised, x)])
+        yield flops_figure(f"linear {n} x {k}, {m} rows, {form}", us, 2 * m * n * k, ceilings)
 
 
 def small_figures(device: str, ceilings: Ceilings, big: bool) -> Iterator[Figure]:
