@@ -108,11 +108,10 @@ def attend(
         else:
             k = tl.load(base + within)
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
-        unit = scale
+        unit = scale if SOFTCAP == 0.0 else 1.0
         if SOFTCAP != 0.0:
             cap = SOFTCAP * LOG2_E
             scores = cap - 2 * cap / (tl.exp2(scores * (scale * (2 / SOFTCAP))) + 1)
-            unit = 1.0
         if MASKED:
             visible = inside[None, :] & (tokens[None, :] <= positions[:, None])
             if WINDOW:

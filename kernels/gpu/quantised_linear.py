@@ -189,7 +189,7 @@ def _row_sums(x, ROWS: tl.constexpr, TILE: tl.constexpr):
     """Pair by pair, so that the order does not follow from which threads hold a row."""
     for i in tl.static_range(8):
         if TILE >> i > 1:
-            x = tl.sum(tl.reshape(x, [ROWS, TILE >> (i + 1), 2]), 2)
+            x = tl.sum(tl.reshape(x.to(tl.float32), [ROWS, TILE >> (i + 1), 2]), 2)
     return tl.reshape(x, [ROWS])
 
 
@@ -257,8 +257,7 @@ def _quantised_kernel(
                 part = tl.dot(weights, tl.trans(inputs), part, input_precision="ieee", out_dtype=sums)
                 if minimums is not None:
                     minimum = tl.load(minimums + group * (EXPERTS * N) + own).to(tl.float32)
-                    x_sums = _row_sums(inputs.to(tl.float32), ROWS, TILE)
-                    acc = tl.fma(x_sums[None, :], -minimum[:, None], acc)
+                    acc = tl.fma(_row_sums(inputs, ROWS, TILE)[None, :], -minimum[:, None], acc)
                 if GROUP < STEP or half == PARTS - 1:
                     scale = tl.load(scales + group * (EXPERTS * N) + own).to(tl.float32)
                     acc = tl.fma(part.to(tl.float32), scale[:, None], acc)
