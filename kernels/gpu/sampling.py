@@ -25,9 +25,10 @@ import triton.language as tl
 from torch import Tensor
 
 from .gumbel_argmax import SLICE, best_token
-from .sampling_noise import gumbel_noise, log
+from .sampling_noise import gumbel_noise, log, uniform
 from .sampling_threshold import thresholds
 
+DRAW_WARPS = 4
 IN_PROMPT = 1 << 30  # in a word of ``token_counts``, beside the number of times that the token was generated
 
 
@@ -84,8 +85,8 @@ def sample(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
     logprobs = torch.empty(n, dtype=torch.float32, device=logits.device)
     _draw_kernel[(n, slices)](
         logits, scores, rows.temperatures, rows.hashed_seeds, rows.positions, threshold, bests, tokens,
-        logits.stride(0), scores.stride(0), VOCAB_SIZE=vocab_size, SLICE=SLICE, FILTERED=rows.filtered,
-        num_warps=8,
+        logits.stride(0), scores.stride(0), VOCAB_SIZE=vocab_size, SLICE=SLICE, EDITED=rows.edited,
+        FILTERED=rows.filtered, num_warps=DRAW_WARPS,
     )  # fmt: skip
     _choose_kernel[(n,)](
         logits, bests, tokens, rows.count_slots, rows.token_counts, chosen, logprobs, logits.stride(0),
@@ -180,29 +181,50 @@ def _splitmix(z):
 @triton.jit
 def _draw_kernel(
     logits, scores, temperatures, hashed_seeds, positions, thresholds, bests, tokens, stride, stride_scores,
-    VOCAB_SIZE: tl.constexpr, SLICE: tl.constexpr, FILTERED: tl.constexpr,
+    VOCAB_SIZE: tl.constexpr, SLICE: tl.constexpr, EDITED: tl.constexpr, FILTERED: tl.constexpr,
 ):  # fmt: skip
-    """One program a (row, slice): the slice's best token, and its part of the logits' logsumexp."""
+    """One program a (row, slice): the slice's best token, and its part of the logits' logsumexp.
+
+    The noise of a uniform v is at most -log(v), for -log(1 - v) >= v. So tokens are tried from the highest
+    exp(x) / v on, until no other can be better: one or two of a slice, and only these need logarithms.
+    """
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
     real = token < VOCAB_SIZE
-    x = tl.load(scores + row * stride_scores + token, mask=real, other=float("-inf"))
-    temperature = tl.load(temperatures + row)
-    if temperature > 0.0:
-        x = tl.div_rn(x, temperature)
-        if FILTERED:
-            x = tl.where(x >= tl.load(thresholds + row), x, float("-inf"))
-        if tl.max(x, 0) > float("-inf"):
-            seed = tl.load(hashed_seeds + row).to(tl.uint64, bitcast=True)
-            key = _splitmix(seed ^ tl.load(positions + row).to(tl.uint64))
-            x += gumbel_noise((key & 0xFFFFFFFF).to(tl.uint32), (key >> 32).to(tl.uint32), token)
-    best, chosen = best_token(x, token, VOCAB_SIZE)
-    raw = tl.load(logits + row * stride + token, mask=real, other=float("-inf"))
+    scores += row * stride_scores
+    score = tl.load(scores + token, mask=real, other=float("-inf"))
+    raw = score
+    if EDITED:
+        raw = tl.load(logits + row * stride + token, mask=real, other=float("-inf"))
     highest = tl.max(raw, 0)
     at = row * tl.num_programs(1) + tl.program_id(1)
-    tl.store(bests + at * 3, best)
     tl.store(bests + at * 3 + 1, highest)
-    tl.store(bests + at * 3 + 2, tl.sum(tl.exp(raw - tl.where(highest == float("-inf"), 0.0, highest)), 0))
+    mass = tl.sum(tl.exp2((raw - tl.where(highest == float("-inf"), 0.0, highest)) * 1.4426950408889634), 0)
+    tl.store(bests + at * 3 + 2, mass)
+    temperature = tl.load(temperatures + row)
+    if temperature > 0.0:
+        if FILTERED:
+            score = tl.where(score >= tl.load(thresholds + row), score, float("-inf"))
+        seed = tl.load(hashed_seeds + row).to(tl.uint64, bitcast=True)
+        key = _splitmix(seed ^ tl.load(positions + row).to(tl.uint64))
+        first, second = (key & 0xFFFFFFFF).to(tl.uint32), (key >> 32).to(tl.uint32)
+        best, chosen = tl.full([], float("-inf"), tl.float32), tl.program_id(1) * SLICE
+        top = tl.max(score, 0)
+        if top > float("-inf"):
+            root = tl.rsqrt(uniform(first, second, token))
+            bound = tl.exp2((score - top) * (1.4426950408889634 / temperature)) * root * root
+            most, x = tl.max(bound, 0), tl.div_rn(top, temperature)
+            x += 1e-4 + 1e-6 * tl.abs(x)  # more than all that was rounded
+            while (most > 0.0) & (log(most) + x >= best):
+                tried = tl.min(tl.where(bound == most, token, VOCAB_SIZE), 0)
+                found = tl.div_rn(tl.load(scores + tried), temperature) + gumbel_noise(first, second, tried)
+                chosen = tl.where((found > best) | ((found == best) & (tried < chosen)), tried, chosen)
+                best = tl.maximum(found, best)
+                bound = tl.where(token == tried, 0.0, bound)
+                most = tl.max(bound, 0)
+    else:
+        best, chosen = best_token(score, token, VOCAB_SIZE)
+    tl.store(bests + at * 3, best)
     tl.store(tokens + at, chosen)
 
 

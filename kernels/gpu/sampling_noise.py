@@ -33,11 +33,16 @@ def log(x):
 
 
 @triton.jit
-def gumbel_noise(first_key, second_key, tokens):
-    """float32, of the shape of ``tokens`` (int32); the keys are uint32. -log(-log1p(-v)), with log1p(-v) =
-    log(u) + (1 - u - v) / u."""
+def uniform(first_key, second_key, tokens):
+    """float32 in (0, 1], of the shape of ``tokens`` (int32); the keys are uint32."""
     h = _mix(_mix(tokens.to(tl.uint32) * 0x9E3779B1 + first_key) ^ second_key)
-    v = tl.minimum((h.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
+    return (h.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+
+
+@triton.jit
+def gumbel_noise(first_key, second_key, tokens):
+    """-log(-log1p(-v)) of uniform v, with log1p(-v) = log(u) + (1 - u - v) / u."""
+    v = tl.minimum(uniform(first_key, second_key, tokens), 0.99999994)
     u = 1.0 - v
     return -log(-(log(u) - (v - (1.0 - u)) / u))
 

@@ -1,6 +1,6 @@
 """The threshold of min-p, top-k and top-p, in Triton's interpreter: it keeps the scores that the
-definitions keep, for peaked, flat and tied rows, whatever else is in the batch; and its estimated time
-is within its bound."""
+definitions keep, for peaked, flat and tied rows, whatever else is in the batch; and it is compiled to as few
+instructions as when it was measured."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ SHAPES = {
 
 @pytest.fixture
 def few_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make rows long for the kernel: few lanes, and few scores that may be copied out."""
+    """Make rows long for the kernels: few lanes, and few slices."""
     monkeypatch.setattr(sampling_threshold, "LANES", 32)
-    monkeypatch.setattr(sampling_threshold, "KEPT", 64)
+    monkeypatch.setattr(sampling_threshold, "SLICES", 4)
 
 
 def found(scores: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> list[float]:
@@ -55,7 +55,7 @@ def found(scores: Tensor, temperature: float, top_k: int, top_p: float, min_p: f
         return torch.full((len(scores),), value, dtype=dtype)
 
     columns = (column(temperature), column(top_k, torch.int32), column(top_p), column(min_p))
-    return thresholds(scores, *columns).tolist()  # type: ignore[no-any-return]
+    return (thresholds(scores, *columns) / temperature).tolist()  # type: ignore[no-any-return]
 
 
 def kept_from(row: Tensor, threshold: float) -> int:
@@ -144,12 +144,15 @@ def test_rows_that_ask_for_nothing_keep_everything() -> None:
 
 
 @pytest.mark.timeout(120)
-def test_its_estimated_time_is_within_its_bound() -> None:
-    """By the instructions that the compiled loops have: see threshold_estimate.py. Not a measurement."""
+def test_its_loops_are_as_short_as_those_that_were_measured() -> None:
+    """On an H100: bench/results/sampling_h100.json. The goal in microseconds is gpu_check's."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "splitserve.bench.kernels.threshold_estimate"]
+    command = [sys.executable, "-m", "splitserve.bench.kernels.threshold_loops"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert {line["vocab_size"] for line in lines} == {128256, 151936}
-    assert max(us for line in lines for us in line["estimated_us"].values()) <= 150
+    most = {"_survey_kernel": 16, "_sums_kernel": 43, "_copy_kernel": 32, "_narrow_kernel": 36}
+    for line in lines:
+        assert line["instructions_per_score"].keys() == most.keys()
+        assert all(line["instructions_per_score"][name] <= most[name] for name in most), line
