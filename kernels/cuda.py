@@ -20,7 +20,6 @@ from .gpu.decode_plan import DecodePlan, plan_decode
 from .gpu.elementwise import embedding, gate_mul
 from .gpu.exact_linear import ExactLinear
 from .gpu.fp8_linear import MULTIPLE, Fp8Linear
-from .gpu.gumbel_argmax import gumbel_argmax
 from .gpu.latent_attention import latent_attention
 from .gpu.mixture import GpuMixture
 from .gpu.norm import add_rms_norm, rms_norm
@@ -153,9 +152,6 @@ class CudaKernels:
 
     def fuse_layers(self, layers: Sequence[LayerParts], eps: float) -> None:
         """One call after the other it is."""
-
-    def gumbel_argmax(self, logits: Tensor, keys: Tensor) -> Tensor:
-        return gumbel_argmax(logits, keys)
 
     def _plan(self, q: Tensor, pool: Tensor, inputs: AttentionInputs) -> Plans:
         """Sequences with one query are decoded, the others prefilled. Which these are, only the device knows,

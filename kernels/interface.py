@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -252,6 +252,11 @@ class Kernels(Protocol):
         """None where these kernels have nothing better than one call after the other. ``eps``: of the layers'
         norms."""
         ...
+
+
+@runtime_checkable
+class HostKernels(Kernels, Protocol):
+    """Kernels that leave sampling to ``Sampler``."""
 
     def gumbel_argmax(self, logits: Tensor, keys: Tensor) -> Tensor:
         """argmax(logits + noise) by row, int64 [n]; ``gumbel_noise`` gives the noise. logits float32 [n,

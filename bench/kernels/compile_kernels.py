@@ -17,7 +17,6 @@ from ...kernels.gpu.block_checksum import block_checksums
 from ...kernels.gpu.block_copy import pack_blocks
 from ...kernels.gpu.elementwise import embedding, gate_fp8, gate_mul
 from ...kernels.gpu.fp8_rows import fp8_rows
-from ...kernels.gpu.gumbel_argmax import gumbel_argmax
 from ...kernels.gpu.norm import norm_fp8
 from ...kernels.gpu.token_masks import forbid
 from . import sm90
@@ -64,9 +63,6 @@ OTHERS: dict[str, Callable[[], object]] = {
     "embedding": lambda: embedding(empty(1000, 4096), empty(8, dtype=torch.int32), BFLOAT16),
     "embedding float16": lambda: embedding(
         empty(1000, 896, dtype=FLOAT16), empty(8, dtype=torch.int32), FLOAT16
-    ),
-    "gumbel_argmax": lambda: gumbel_argmax(
-        empty(8, 151936, dtype=torch.float32), empty(8, 2, dtype=torch.int64)
     ),
     "sampling": sampling,
     "step inputs": lambda: step_inputs(256),

@@ -17,11 +17,9 @@ from ...kernels.gpu.block_copy import pack_blocks, unpack_blocks
 from ...kernels.gpu.elementwise import embedding, gate_mul
 from ...kernels.gpu.exact_linear import ExactLinear
 from ...kernels.gpu.fp8_linear import Fp8Linear
-from ...kernels.gpu.gumbel_argmax import gumbel_argmax
 from ...kernels.gpu.norm import add_rms_norm
 from ...kernels.gpu.quantised_linear import QuantisedLinear
 from ...kernels.gpu.rope_store import rope_and_store
-from ...kernels.gumbel_noise import noise_key
 from ...kernels.interface import RopeInputs
 from ...kernels.mixture_shape import MixtureShape
 from ...kernels.reference import TorchKernels
@@ -174,12 +172,6 @@ def checksums_error(device: str) -> float:
         [value & 0xFFFFFFFFFFFFFFFF for value in found]
         != [xxh3_64_intdigest(pool[i].cpu().numpy().data) for i in (3, 1, 3)]
     )
-
-
-def gumbel_error(rows: int, vocab_size: int, device: str) -> float:
-    logits = randn(rows, vocab_size, device=device) * 2
-    keys = torch.tensor([noise_key(7, row) for row in range(rows)], device=device)
-    return float(not torch.equal(gumbel_argmax(logits, keys), REFERENCE.gumbel_argmax(logits, keys)))
 
 
 def sampling_error(vocab_size: int, device: str) -> float:

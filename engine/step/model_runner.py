@@ -15,9 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...kernels.interface import AttentionShape, Kernels
+from ...kernels.interface import AttentionShape, HostKernels, Kernels
 from ...kernels.packed_weights import PackedWeights, kept_files
-from ...kernels.reference import TorchKernels
 from ...kernels.select import UnsuitableKernelsError, numerics, select_kernels
 from ...transport.messages.messages import TokenLogprobs
 from ..cache.kv_cache import KVCache, KVCacheLayout
@@ -158,7 +157,7 @@ class ModelRunner:
             )
         packed.finish()
         self.phases.done("weights")
-        self._sampler = _make_sampler(kernels, self.device, self.config.eos_token_ids)
+        self._sampler = _make_sampler(kernels, self.config.eos_token_ids)
         wish = wish_of(engine, layout, self.config.max_model_len, self.device)
         size = self._size(engine, wish, weights)
         self.max_model_len = size.max_model_len
@@ -442,10 +441,8 @@ def _no_tokens(
     return tokens
 
 
-def _make_sampler(
-    kernels: Kernels, device: torch.device, eos_token_ids: tuple[int, ...]
-) -> Sampler | DeviceSampler:
-    if device.type == "cpu" or isinstance(kernels, TorchKernels):
+def _make_sampler(kernels: Kernels, eos_token_ids: tuple[int, ...]) -> Sampler | DeviceSampler:
+    if isinstance(kernels, HostKernels):
         return Sampler(kernels, eos_token_ids)
     from .device_sampler import DeviceSampler  # which needs Triton
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels.gumbel_noise import noise_key
-from ...kernels.interface import Kernels
+from ...kernels.interface import HostKernels
 from ...transport.messages.messages import TokenLogprobs
 from .batch import SamplingState
 
@@ -91,7 +91,7 @@ class StepLogits(NamedTuple):
 
 
 class Sampler:
-    def __init__(self, kernels: Kernels, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, kernels: HostKernels, eos_token_ids: tuple[int, ...]) -> None:
         self._kernels = kernels
         self._eos_token_ids = eos_token_ids
 

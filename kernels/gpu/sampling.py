@@ -24,11 +24,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .gumbel_argmax import SLICE, best_token
 from .sampling_noise import gumbel_noise, log, uniform
 from .sampling_threshold import thresholds
 
-DRAW_WARPS = 4
+SLICE, DRAW_WARPS = 4096, 4  # tokens that a program takes
 IN_PROMPT = 1 << 30  # in a word of ``token_counts``, beside the number of times that the token was generated
 
 
@@ -170,6 +169,13 @@ def _edit_kernel(
 
 
 @triton.jit
+def _best_token(values, tokens, VOCAB_SIZE: tl.constexpr):
+    """The largest value and its token; of equal ones the smallest token."""
+    best = tl.max(values, 0)
+    return best, tl.minimum(tl.min(tl.where(values == best, tokens, VOCAB_SIZE), 0), VOCAB_SIZE - 1)
+
+
+@triton.jit
 def _splitmix(z):
     """On uint64."""
     z += 0x9E3779B97F4A7C15
@@ -223,7 +229,7 @@ def _draw_kernel(
                 bound = tl.where(token == tried, 0.0, bound)
                 most = tl.max(bound, 0)
     else:
-        best, chosen = best_token(score, token, VOCAB_SIZE)
+        best, chosen = _best_token(score, token, VOCAB_SIZE)
     tl.store(bests + at * 3, best)
     tl.store(tokens + at, chosen)
 
@@ -238,7 +244,7 @@ def _choose_kernel(
     i = tl.arange(0, PADDED)
     at = bests + (row * SLICES + i) * 3
     token = tl.load(tokens + row * SLICES + i, mask=i < SLICES, other=VOCAB_SIZE)
-    _, best = best_token(tl.load(at, mask=i < SLICES, other=float("-inf")), token, VOCAB_SIZE)
+    _, best = _best_token(tl.load(at, mask=i < SLICES, other=float("-inf")), token, VOCAB_SIZE)
     maxima = tl.load(at + 1, mask=i < SLICES, other=float("-inf"))
     highest = tl.max(maxima, 0)
     mass = tl.sum(tl.load(at + 2, mask=i < SLICES, other=0.0) * tl.exp(maxima - highest), 0)

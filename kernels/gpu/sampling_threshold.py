@@ -195,7 +195,7 @@ def _copy_kernel(
         which = tl.arange(0, 4)
         bound = tl.where(which == 0, low, tl.where(which == 1, high, tl.where(which == 2, above, wanted)))
         tl.store(bounds + row * 4 + which, bound)
-    num = 0
+    num = tl.zeros([], tl.int32)
     stop = tl.minimum((slice + 1) * SIZE, VOCAB_SIZE)
     if tl.load(stats + row * 3 * SLICES + slice) >= low:
         kept += (row * SLICES + slice) * SIZE

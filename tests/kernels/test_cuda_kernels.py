@@ -13,15 +13,13 @@ from support.families import VOCAB_SIZE
 from support.models import make_checkpoint
 
 from splitserve.bench.kernels import triton_interpreter
-from splitserve.bench.kernels.kernel_inputs import randn, relative_error
+from splitserve.bench.kernels.kernel_inputs import relative_error
 from splitserve.engine.engine_config import EngineConfig
 from splitserve.engine.step import model_runner
 from splitserve.engine.step.batch import StepOutput
 from splitserve.engine.step.model_runner import ModelRunner
 from splitserve.kernels.cuda import CudaKernels
 from splitserve.kernels.gpu.attention_tiles import TileShape
-from splitserve.kernels.gpu.gumbel_argmax import SLICE, gumbel_argmax
-from splitserve.kernels.gumbel_noise import noise_key
 from splitserve.kernels.interface import Kernels
 from splitserve.kernels.reference import TorchKernels
 from splitserve.transport.messages.messages import SamplingParams
@@ -73,15 +71,6 @@ def test_a_model_runs_the_same(family: str, tmp_path: Path, monkeypatch: pytest.
         for row, reported in expected_step.logprobs.items():
             assert step.logprobs[row].top_ids == reported.top_ids
             assert step.logprobs[row].top_logprobs == pytest.approx(reported.top_logprobs, abs=1e-4)
-
-
-@pytest.mark.usefixtures("guarded_memory")
-def test_gumbel_argmax() -> None:
-    logits = randn(6, 2 * SLICE + 77) * 2
-    logits[1, 7:] = -torch.inf
-    logits[2] = 0  # the noise alone decides
-    keys = torch.tensor([noise_key(seed=3, position=i) for i in range(6)])
-    assert torch.equal(gumbel_argmax(logits, keys), TorchKernels().gumbel_argmax(logits, keys))
 
 
 def test_exact_kernels_give_a_token_the_same_bits_however_it_is_computed(

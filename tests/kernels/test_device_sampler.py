@@ -20,7 +20,7 @@ from splitserve.engine.step import device_sampler
 from splitserve.engine.step.batch import SamplingState
 from splitserve.engine.step.device_sampler import DeviceSampler, sampling_rows
 from splitserve.engine.step.sampler import SampledRows, Sampler
-from splitserve.kernels.gpu.sampling import IN_PROMPT, SamplingRows, sample
+from splitserve.kernels.gpu.sampling import IN_PROMPT, SLICE, SamplingRows, sample
 from splitserve.kernels.gumbel_noise import hashed_seed, noise_key
 from splitserve.kernels.reference import TorchKernels
 from splitserve.transport.messages.messages import SamplingParams
@@ -97,6 +97,17 @@ def test_a_vocabulary_of_several_slices() -> None:
     found, logprobs = DeviceSampler((EOS,)).sample(logits, SampledRows.booked(rows))
     assert found.tolist() == expected.tolist()
     assert logprobs[2].logprob == pytest.approx(float(logits[2].log_softmax(0).max()), abs=1e-5)
+
+
+def test_where_the_noise_alone_decides_and_where_few_tokens_are_left() -> None:
+    """In three slices; the bits of the largest sum decide, so every noise that matters is exact."""
+    logits = randn(6, 2 * SLICE + 77) * 2
+    logits[1, 7:] = -torch.inf
+    logits[2:4] = 0
+    logits[4] = (logits[4] * 1e4).round()  # beside such sums the noise is rounded
+    rows = [SamplingState(SamplingParams(max_tokens=9, seed=3), [1] * (row + 1), []) for row in range(6)]
+    expected, _ = Sampler(TorchKernels(), (EOS,)).sample(logits.clone(), SampledRows.booked(rows))
+    assert DeviceSampler((EOS,)).sample(logits, SampledRows.booked(rows))[0].tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("own", [{"top_k": 1}, {"top_p": 0.0}, {"top_p": 1e-10}, {"temperature": 0.0}])

@@ -36,7 +36,6 @@ QUICK = (
     "embedding",
     "blocks",
     "checksums",
-    "gumbel",
     "decode attention, fp8",
     "attention, prefill 64 float16",
 )
