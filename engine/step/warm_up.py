@@ -19,7 +19,12 @@ LARGE_SEQS = 1025
 EVERYTHING = SamplingParams(
     max_tokens=1, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logit_bias={0: 1.0}, logprobs=1
 )
-"""On a GPU each option is compiled when it is first used."""
+WAYS_TO_SAMPLE = (
+    EVERYTHING,
+    SamplingParams(max_tokens=1, top_k=9),
+    SamplingParams(max_tokens=1, logit_bias={0: 1.0}),
+)
+"""On a GPU each option, and edits without filters and filters without edits, are compiled when first used."""
 
 
 class _AllowsAll:
@@ -38,11 +43,11 @@ def run_first_steps(
     block_size: int,
     num_seqs: Sequence[int] = (),
 ) -> None:
-    """Prompts of these lengths, the shortest first, a decode step, and mixed steps of ``num_seqs`` sequences,
+    """Prompts of these lengths, the shortest first, decode steps, and mixed steps of ``num_seqs`` sequences,
     all in the pool's first blocks. Raises OutOfMemoryError."""
     shortest = min(lengths)
     steps = [_in_first_blocks(0, length, block_size, GREEDY) for length in sorted(set(lengths))]
-    steps.append(_in_first_blocks(shortest, shortest + 1, block_size, EVERYTHING))
+    steps += (_in_first_blocks(shortest, shortest + 1, block_size, params) for params in WAYS_TO_SAMPLE)
     steps += map(_mixed, num_seqs)
     for batch in steps:
         try:

@@ -38,16 +38,17 @@ def thresholds(scores: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tenso
     """float32 [n]: the least score that stays, of scores float32 [n, vocab_size]. -inf: all stay, as they do
     at temperature 0."""
     n, vocab_size = scores.shape
-    size = triton.cdiv(vocab_size, SLICES * LANES) * LANES  # of a slice
+    slices = min(SLICES, triton.next_power_of_2(triton.cdiv(vocab_size, LANES)))
+    size = triton.cdiv(vocab_size, slices * LANES) * LANES  # of a slice
 
     def floats(*shape: int) -> Tensor:
         return torch.empty((n, *shape), dtype=torch.float32, device=scores.device)
 
     rows = (scores, temperatures, top_k, top_p, min_p)
-    stats, sums, pivots = floats(3, SLICES), floats(SLICES, PIVOTS), floats(PIVOTS)
-    kept, counts, bounds, found = floats(SLICES * size), floats(SLICES), floats(4), floats()
-    shape = {"VOCAB_SIZE": vocab_size, "SIZE": size, "SLICES": SLICES, "PIVOTS": PIVOTS}
-    grid, stride = (n, SLICES), scores.stride(0)
+    stats, sums, pivots = floats(3, slices), floats(slices, PIVOTS), floats(PIVOTS)
+    kept, counts, bounds, found = floats(slices * size), floats(slices), floats(4), floats()
+    shape = {"VOCAB_SIZE": vocab_size, "SIZE": size, "SLICES": slices, "PIVOTS": PIVOTS}
+    grid, stride = (n, slices), scores.stride(0)
     _survey_kernel[grid](*rows, stats, stride, **shape, LANES=LANES)
     _sums_kernel[grid](*rows, stats, pivots, sums, stride, **shape, LANES=LANES)
     _copy_kernel[grid](*rows, stats, pivots, sums, bounds, kept, counts, stride, **shape, LANES=LANES)

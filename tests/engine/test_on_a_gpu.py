@@ -45,7 +45,7 @@ from splitserve.transport.movers.opening import gpu_of
 from splitserve.worker.settings import DEFAULT_BATCH_TOKENS
 
 triton_interpreter.install()
-pytestmark = [pytest.mark.filterwarnings("ignore:overflow encountered in exp")]
+pytestmark = [pytest.mark.filterwarnings("ignore:overflow encountered")]
 
 
 def test_a_worker_starts_and_steps_without_a_wait(

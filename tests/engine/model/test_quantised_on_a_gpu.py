@@ -25,7 +25,7 @@ from splitserve.engine.step.model_runner import ModelRunner
 from splitserve.kernels.reference import TorchKernels
 
 triton_interpreter.install()
-pytestmark = [pytest.mark.filterwarnings("ignore:overflow encountered in exp")]
+pytestmark = [pytest.mark.filterwarnings("ignore:overflow encountered")]
 
 ROUNDED = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
 CHECKPOINTS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Written]]] = {
