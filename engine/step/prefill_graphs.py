@@ -1,20 +1,22 @@
-"""Steps with few prompt tokens as CUDA graphs, one set for each bucket of tokens: a small model computes such
-a step in less time than Python needs to launch its kernels.
+"""Steps with prompts as CUDA graphs, one set for each bucket of tokens: a small model computes such a step in
+less time than Python needs to launch its kernels.
 
 A graph has room for a bucket's tokens in up to ``num_seqs`` sequences: chunks of prompts, and decode rows
 before them. The tokens up to the bucket's size are one more sequence, of length 0 and slot -1: it reads no
-cache and writes none. A step replays two parts, half of the layers each, so that keys and values can leave
-meanwhile, and a third for the rows that sample, where any do. Which buckets are used is measured at start:
-those whose graph is faster than the launches one by one.
+cache and writes none. A step replays some parts, a share of the layers each, so that keys and values can
+leave meanwhile, and one more for the rows that sample, where any do. Which buckets are used is measured at
+start: those whose graph is faster than the launches one by one.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise, takewhile
 
 import numpy as np
 import torch
@@ -28,10 +30,12 @@ from .decode_graphs import PADDING_SLOT, Recorder, Replay, feed
 from .sampler import StepLogits
 from .step_thread import OnLayer
 
-TOKEN_BUCKETS = (64, 128, 256, 512)
+TOKEN_BUCKETS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+FEW_TOKENS = 512  # in a bucket of up to these a step has two parts, in a larger one four
 MAX_SEQS = 64  # of one graph, padding included
 CAPTURE_S = 20.0  # no further bucket is captured after that
 FASTER = 0.9  # a graph's time beside the launches', at most
+LAUNCH_BOUND = 1.25  # times the smallest step: what takes longer is bound by the device
 _log = logging.getLogger(__name__)
 
 
@@ -48,7 +52,7 @@ class PrefillInputs:
             "positions": ((num_tokens,), narrow),
             "fed_from": ((num_tokens,), narrow),
             "seq_lens": ((num_seqs,), narrow),
-            "query_start_loc": ((num_seqs + 1,), narrow),
+            "query_start_loc": ((num_seqs + 4,), narrow),  # tables begin at 16 bytes, as kernels expect
             "block_tables": ((num_seqs, max_blocks), narrow),
         }
         sizes = [int(np.prod(shape)) * dtype.itemsize for shape, dtype in self._columns.values()]
@@ -122,6 +126,7 @@ class _Graph:
     num_seqs: int  # padding included
     parts: Sequence[tuple[int, Replay]]  # the number of layers written after each
     sample: Replay  # the logits of the rows that sample
+    residual: Tensor  # which all of them use: memory that nobody held would be given back to the device
 
 
 class PrefillGraphs:
@@ -137,15 +142,14 @@ class PrefillGraphs:
         record: Recorder,
     ) -> None:
         self._model, self._pool, self._max_blocks = model, pool, max_blocks
-        sizes = [
-            size for i, size in enumerate(TOKEN_BUCKETS) if i == 0 or TOKEN_BUCKETS[i - 1] < max_num_tokens
-        ]
+        sizes = TOKEN_BUCKETS[: bisect_left(TOKEN_BUCKETS, max_num_tokens) + 1]
         self._inputs = PrefillInputs(sizes[-1], MAX_SEQS, max_blocks, pool.device)
         self._graphs: list[_Graph] = []
         start = time.monotonic()
+        launched = self._launched(sizes)
         try:
             self._logits = torch.empty((MAX_SEQS, vocab_size), dtype=torch.float32, device=pool.device)
-            for size in reversed(sizes):  # the largest first: the others fit into its memory
+            for size in reversed(launched):  # the largest first: the others fit into its memory
                 if self._graphs and time.monotonic() - start > CAPTURE_S:
                     _log.info("prefill graphs: none of %d tokens and fewer, for capturing takes long", size)
                     break
@@ -154,7 +158,7 @@ class PrefillGraphs:
             if not is_out_of_memory(error):
                 raise
             _log.warning("prefill graphs: no memory for more than %d of %d", len(self._graphs), len(sizes))
-        self._keep_faster(time.monotonic() - start)
+        self._keep_faster(launched, time.monotonic() - start)
 
     def logits(
         self, batch: Batch, sampled: Sequence[int], sampled_last: Tensor, on_layer: OnLayer | None
@@ -185,69 +189,68 @@ class PrefillGraphs:
         return None
 
     def _record(self, num_tokens: int, record: Recorder) -> _Graph:
-        model, pool, num_seqs = self._model, self._pool, min(num_tokens // 2, MAX_SEQS)
-        self._inputs.fill(None, (), num_tokens, num_seqs)
-        token_ids, metadata, rows = self._inputs.views(num_tokens, num_seqs)
-        residual, logits = model.embed(token_ids), self._logits[:num_seqs]
-        last = model.num_layers - 1
-        half = (last + 1) // 2
+        model, pool, last = self._model, self._pool, self._model.num_layers - 1
+        token_ids, metadata, rows = self._padding(num_tokens)
+        residual, logits = model.embed(token_ids), self._logits[: len(rows)]
 
-        def first_part() -> Tensor:
-            residual.copy_(model.embed(token_ids))
-            hidden = model.run_layers(0, half, None, residual, model.inputs(metadata), pool)
-            assert hidden is not None
-            return hidden
-
-        def second_part(hidden: Tensor | None) -> Tensor:
-            if hidden is None:
+        def part(first: int, end: int, hidden: Tensor | None) -> Tensor:
+            if first == 0:
                 residual.copy_(model.embed(token_ids))
             inputs = model.inputs(metadata)
-            hidden = model.run_layers(half, last, hidden, residual, inputs, pool)
-            return model.project_last(hidden, residual, inputs, pool)
+            hidden = model.run_layers(first, min(end, last), hidden, residual, inputs, pool)
+            if end > last:
+                return model.project_last(hidden, residual, inputs, pool)
+            assert hidden is not None
+            return hidden
 
         def sample(q: Tensor) -> Tensor:
             inputs = model.inputs(metadata.of_rows(rows))
             return model.logits(model.finish(q[rows], residual[rows], inputs, pool), logits)
 
         parts: list[tuple[int, Replay]] = []
-        hidden = None
-        if half:
-            parts.append((half, record(first_part)))
-            hidden = parts[0][1]()  # where the first part leaves it, the second finds it
-        parts.append((last + 1, record(partial(second_part, hidden))))
-        return _Graph(num_tokens, num_seqs, parts, record(partial(sample, parts[-1][1]())))
+        hidden, count = None, 2 if num_tokens <= FEW_TOKENS else 4
+        for first, end in pairwise(sorted({model.num_layers * i // count for i in range(count + 1)})):
+            parts.append((end, record(partial(part, first, end, hidden))))
+            hidden = parts[-1][1]()  # where a part leaves it, the next one finds it
+        assert hidden is not None
+        return _Graph(num_tokens, len(rows), parts, record(partial(sample, hidden)), residual)
 
-    def _keep_faster(self, captured_s: float) -> None:
-        """Keep the buckets up to the first whose graph is not faster than the launches."""
-        kept: list[_Graph] = []
-        for graph in self._graphs:
-            launched, replayed = self._compare(graph)
-            if replayed > FASTER * launched:
+    def _launched(self, sizes: Sequence[int]) -> dict[int, float]:
+        """Seconds of a launched step of each size, while the smallest one takes about as long."""
+        launched: dict[int, float] = {}
+        for size in sizes:
+            taken = seconds(partial(self._launch, size), self._pool.device)
+            if taken > LAUNCH_BOUND * launched.get(sizes[0], taken):
                 break
-            kept.append(graph)
-        _log.info(
-            "prefill graphs: %s tokens, captured in %.1f s",
-            ", ".join(str(graph.num_tokens) for graph in kept)
-            or "none is faster, for steps of any number of",
-            captured_s,
-        )
-        self._graphs = kept
+            launched[size] = taken
+        return launched
 
-    def _compare(self, graph: _Graph) -> tuple[float, float]:
-        """Seconds of a step without and with the graph."""
-        model, pool = self._model, self._pool
-        self._inputs.fill(None, (), graph.num_tokens, graph.num_seqs)
-        token_ids, metadata, rows = self._inputs.views(graph.num_tokens, graph.num_seqs)
+    def _launch(self, num_tokens: int) -> None:
+        token_ids, metadata, rows = self._padding(num_tokens)
+        self._model.logits(self._model.forward(token_ids, metadata, self._pool, rows))
 
-        def launch() -> None:
-            model.logits(model.forward(token_ids, metadata, pool, rows))
+    def _keep_faster(self, launched: Mapping[int, float], captured_s: float) -> None:
+        """Keep the buckets up to the first whose graph is not faster than the launches."""
 
-        def replay() -> None:
-            for _, part in graph.parts:
-                part()
-            graph.sample()
+        def is_faster(graph: _Graph) -> bool:
+            took = seconds(partial(self._replay, graph), self._pool.device)
+            return took <= FASTER * launched[graph.num_tokens]
 
-        return seconds(launch, pool.device), seconds(replay, pool.device)
+        self._graphs = list(takewhile(is_faster, self._graphs))
+        buckets = ", ".join(str(graph.num_tokens) for graph in self._graphs) or "no number of"
+        _log.info("prefill graphs: %s tokens, captured in %.1f s", buckets, captured_s)
+
+    def _replay(self, graph: _Graph) -> None:
+        self._padding(graph.num_tokens)
+        for _, part in graph.parts:
+            part()
+        graph.sample()
+
+    def _padding(self, num_tokens: int) -> tuple[Tensor, AttentionMetadata, Tensor]:
+        """Token ids, metadata and sampling rows of a graph, filled with padding alone."""
+        num_seqs = min(num_tokens // 2, MAX_SEQS)
+        self._inputs.fill(None, (), num_tokens, num_seqs)
+        return self._inputs.views(num_tokens, num_seqs)
 
 
 def seconds(call: Callable[[], None], device: torch.device, times: int = 3) -> float:

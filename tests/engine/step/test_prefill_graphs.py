@@ -26,7 +26,7 @@ from splitserve.engine.model.decoder import AttentionMetadata
 from splitserve.engine.step import model_runner, prefill_graphs
 from splitserve.engine.step.batch import Batch, StepOutput
 from splitserve.engine.step.model_runner import ModelRunner
-from splitserve.engine.step.prefill_graphs import PrefillGraphs
+from splitserve.engine.step.prefill_graphs import MAX_SEQS, PrefillGraphs, PrefillInputs
 from splitserve.kernels.cuda import CudaKernels
 from splitserve.kernels.gpu.attention_tiles import TileShape
 from splitserve.transport.messages.messages import SamplingParams
@@ -41,15 +41,20 @@ BUCKETS = (4, 8, 16)
 GREEDY = SamplingParams(max_tokens=9, temperature=0.0, logprobs=2)
 
 
+def keep_all(monkeypatch: pytest.MonkeyPatch, buckets: tuple[int, ...] = BUCKETS) -> None:
+    """Whatever a graph's time is."""
+    monkeypatch.setattr(prefill_graphs, "TOKEN_BUCKETS", buckets)
+    monkeypatch.setattr(prefill_graphs, "seconds", lambda *_: 1.0)
+    monkeypatch.setattr(prefill_graphs, "FASTER", 2)
+
+
 def make_runner(
     folder: Path, monkeypatch: pytest.MonkeyPatch, num_layers: int, exact: bool = False
 ) -> ModelRunner:
     make_checkpoint(folder, "qwen3", num_hidden_layers=num_layers)
     kernels = CudaKernels(num_sms=1, exact=exact, prefill_shape=TileShape(16, 32, 4, 3))
     monkeypatch.setattr(model_runner, "select_kernels", lambda *_, **__: kernels)
-    monkeypatch.setattr(prefill_graphs, "TOKEN_BUCKETS", BUCKETS)
-    monkeypatch.setattr(prefill_graphs, "seconds", lambda *_: 1.0)
-    monkeypatch.setattr(prefill_graphs, "FASTER", 2)
+    keep_all(monkeypatch)
     config = EngineConfig(
         folder, "cpu", "float32", BLOCK_SIZE, NUM_BLOCKS, max_model_len=40, max_prefill_tokens=10
     )
@@ -190,9 +195,7 @@ def buckets_of(found: PrefillGraphs, *batches: Batch) -> list[int]:
 
 
 def test_a_step_runs_in_the_least_bucket_with_room_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_graphs, "TOKEN_BUCKETS", (8, 16, 32, 64))
-    monkeypatch.setattr(prefill_graphs, "seconds", lambda *_: 1.0)
-    monkeypatch.setattr(prefill_graphs, "FASTER", 2)
+    keep_all(monkeypatch, (8, 16, 32, 64))
     found, own = graphs(replayed([]), most=20), sequences()
     long = HandSequence([1] * 40, [0, 1, 2, 3, 4], GREEDY)
     some = [make_batch([(long, count)], BLOCK_SIZE) for count in (1, 8, 9, 32, 33)]
@@ -203,7 +206,7 @@ def test_a_step_runs_in_the_least_bucket_with_room_for_it(monkeypatch: pytest.Mo
 
 
 def test_buckets_are_used_up_to_the_first_that_is_no_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([9.0, 1.0, 9.0, 8.5, 9.0, 1.0])  # launched and replayed, the smallest bucket first
+    times = iter([9.0, 9.0, 9.0, 1.0, 8.5, 1.0])  # launched, then replayed, the smallest bucket first
     monkeypatch.setattr(prefill_graphs, "TOKEN_BUCKETS", BUCKETS)
     monkeypatch.setattr(prefill_graphs, "seconds", lambda *_: next(times))
     found, long = graphs(replayed([])), HandSequence([1] * 40, [0, 1, 2, 3, 4], GREEDY)
@@ -211,12 +214,31 @@ def test_buckets_are_used_up_to_the_first_that_is_no_faster(monkeypatch: pytest.
     assert buckets_of(found, *some) == [4, 0, 0]
 
 
+def test_a_bucket_whose_step_hides_its_launches_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    times, counts = iter([8.0, 9.0, 11.0, 1.0, 1.0]), list[int]()  # three launched, two replayed
+    monkeypatch.setattr(prefill_graphs, "TOKEN_BUCKETS", BUCKETS)
+    monkeypatch.setattr(prefill_graphs, "seconds", lambda *_: next(times))
+    found, long = graphs(replayed(counts)), HandSequence([1] * 40, [0, 1, 2, 3, 4], GREEDY)
+    assert buckets_of(found, *[make_batch([(long, n)], BLOCK_SIZE) for n in (4, 8, 9)]) == [4, 8, 0]
+    assert len(counts) == 2 * 3
+
+
+def test_a_step_of_many_tokens_gives_its_layers_away_in_quarters(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_all(monkeypatch, (8, 16))
+    monkeypatch.setattr(prefill_graphs, "FEW_TOKENS", 8)
+    monkeypatch.setattr(Layers, "num_layers", 9)
+    found, long = graphs(replayed([]), most=16), HandSequence([1] * 40, [0, 1, 2, 3, 4], GREEDY)
+    written: list[int] = []
+    for num_tokens in (8, 16):
+        batch = make_batch([(long, num_tokens)], BLOCK_SIZE)
+        assert found.logits(batch, [], torch.empty(0, dtype=torch.int32), written.append) is not None
+    assert written == [4, 9, 2, 4, 6, 9]
+
+
 def test_capturing_ends_in_time_and_where_memory_ends(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(prefill_graphs, "TOKEN_BUCKETS", BUCKETS)
-    monkeypatch.setattr(prefill_graphs, "seconds", lambda *_: 1.0)
-    monkeypatch.setattr(prefill_graphs, "FASTER", 2)
+    keep_all(monkeypatch)
     long = make_batch([(HandSequence([1] * 40, [0, 1, 2, 3, 4], GREEDY), 4)], BLOCK_SIZE)
     with monkeypatch.context() as patch:
         patch.setattr(prefill_graphs, "CAPTURE_S", -1)
@@ -230,6 +252,12 @@ def test_capturing_ends_in_time_and_where_memory_ends(
 
     assert buckets_of(graphs(record), long) == [16]
     assert "prefill graphs: no memory for more than 1 of 3" in caplog.text
+
+
+def test_inputs_lie_where_the_kernels_of_launched_steps_can_read_them() -> None:
+    token_ids, metadata, rows = PrefillInputs(96, MAX_SEQS, 5, torch.device("cpu")).views(40, 9)
+    columns = (token_ids, rows, *(getattr(metadata, name) for name in model_runner.METADATA))
+    assert {(column.data_ptr() - columns[-1].data_ptr()) % 16 for column in columns} == {0}
 
 
 def test_what_a_call_takes_is_the_least_of_three() -> None:
