@@ -1,5 +1,5 @@
-"""How fast whole models run on a GPU, each beside its floor: decode steps as the worker replays them, and
-prefill in chunks.
+"""How fast whole models run on a GPU, each beside its floor: decode steps and prefill of up to a worker's
+chunk as it replays them, and prefill in larger chunks.
 
 Seeded random weights in the real shapes, made on the device: no file, no download. ``big``: for a GPU; else a
 tiny model that only shows that all of it runs.
@@ -22,8 +22,10 @@ from ...engine.model.layers import LayerLoader, TensorSource
 from ...engine.step.batch import Batch
 from ...engine.step.decode_graphs import CudaRecorder, DecodeGraphs, Recorder
 from ...engine.step.model_runner import attention_metadata
+from ...engine.step.prefill_graphs import PrefillGraphs
 from ...kernels.cuda import CudaKernels
 from ...kernels.gpu.attention_tiles import TileShape
+from ...worker.settings import DEFAULT_BATCH_TOKENS
 from .engine import make_batch
 from .gpu_timing import Ceilings, Figure
 
@@ -76,7 +78,8 @@ def model_figures(
 ) -> Iterator[Figure]:
     started = time.perf_counter()
     graphs: tuple[int, Recorder] = (256, CudaRecorder()) if big else (2, run_again)
-    engine = BareEngine(shape, torch.device(device), exact, max(PREFILLS) if big else 64, graphs)
+    max_len, chunk = (max(PREFILLS), DEFAULT_BATCH_TOKENS["cuda"]) if big else (64, 0)
+    engine = BareEngine(shape, torch.device(device), exact, max_len, graphs, prefill_tokens=chunk)
     ready_us = (time.perf_counter() - started) * 1e6
     name += EXACT_SUFFIX if exact else ""
     yield Figure(
@@ -143,7 +146,9 @@ class BareEngine:
         num_tokens: int = 0,
         checkpoint: TensorSource | None = None,
         dtype: torch.dtype = torch.bfloat16,
+        prefill_tokens: int = 0,
     ) -> None:
+        """``prefill_tokens``: of the largest step with a prompt that may have a graph."""
         self.config: ModelConfig = parse_config(
             {"rms_norm_eps": 1e-5, "max_position_embeddings": max_len, **shape}, {}
         )
@@ -165,6 +170,12 @@ class BareEngine:
             self._graphs = DecodeGraphs(
                 self._decode, vocab_size, graphs[0], max_blocks, BLOCK_SIZE, device, graphs[1]
             )
+            self._prefill_graphs: PrefillGraphs | None = None
+            if most := prefill_tokens:
+                pool = self._cache.pool
+                self._prefill_graphs = PrefillGraphs(
+                    self._model, pool, vocab_size, most, max_blocks, graphs[1]
+                )
 
     @property
     def num_layer_weights(self) -> int:
@@ -202,12 +213,13 @@ class BareEngine:
             )
 
     def prefill(self, name: str, tokens: int, ceilings: Ceilings) -> Figure:
-        """Chunks back to back, logits of the last token."""
+        """Chunks back to back, logits of the last token; by a graph where a worker has one."""
         chunks = [self._batch(1, start, min(CHUNK, tokens - start)) for start in range(0, tokens, CHUNK)]
 
         def run() -> None:
             for batch in chunks:
-                self.step_logits(batch)
+                if self._replayed(batch) is None:
+                    self.step_logits(batch)
 
         us = device_us(run, 2)
         c = self.config
@@ -228,6 +240,14 @@ class BareEngine:
             last = torch.from_numpy(batch.query_start_loc[1:] - 1).to(self._device, torch.int64)
             ids = torch.from_numpy(batch.token_ids).to(self._device)
             return self._model.logits(self._model.forward(ids, metadata, self._cache.pool, last))
+
+    def _replayed(self, batch: Batch) -> Tensor | None:
+        if self._prefill_graphs is None:
+            return None
+        nothing = torch.empty(0, dtype=torch.int32, device=self._device)
+        with torch.inference_mode():
+            found = self._prefill_graphs.logits(batch, range(batch.num_seqs), nothing, None)
+        return None if found is None else found.logits
 
     def decode_logits(self, batch: Batch) -> Tensor:
         """The same of a decode step, by a graph; valid until the next one."""

@@ -23,6 +23,7 @@ from splitserve.bench.kernels import (
 )
 from splitserve.bench.kernels.gpu_timing import Ceilings
 from splitserve.bench.kernels.kernel_checks import Check, checks
+from splitserve.engine.step import prefill_graphs
 
 triton_interpreter.install()
 pytestmark = [
@@ -63,6 +64,20 @@ def test_a_check_compares_what_is_on_the_gpu(check: Check, gpu: PlayedGpu) -> No
 def test_a_figure_is_taken_on_the_gpu(figures: Any, gpu: PlayedGpu) -> None:
     assert list(figures("cuda", Ceilings(1e12, 1e15, 1.0), False))
     assert gpu.variants
+
+
+def test_a_prefill_by_a_graph_is_that_of_a_worker(gpu: PlayedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_graphs, "TOKEN_BUCKETS", (4,))
+    monkeypatch.setattr(prefill_graphs, "seconds", lambda *_: 1.0)
+    monkeypatch.setattr(prefill_graphs, "FASTER", 2)
+    engine = engine_figures.BareEngine(
+        engine_figures.TINY, torch.device("cuda"), False, 64, (1, gpu.record), num_tokens=64, prefill_tokens=4
+    )
+    short, long = (engine._batch(1, 0, num_tokens) for num_tokens in (3, 5))
+    found = engine._replayed(short)
+    assert found is not None
+    assert torch.allclose(found, engine.step_logits(short), atol=0.05)
+    assert engine._replayed(long) is None
 
 
 def test_exact_mode_and_blocks_are_checked_on_the_gpu(gpu: PlayedGpu) -> None:
