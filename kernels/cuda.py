@@ -145,7 +145,7 @@ class CudaKernels:
             at_once = (
                 EXACT_PROGRAMS_PER_SM if self._exact else programs_per_sm(head_dim, group, pool.shape[4])
             )
-            decode_attention(out, q, pool, layer, inputs, decode, self._num_sms * at_once, tile, self._exact)
+            decode_attention(out, q, pool, layer, inputs, decode, self._num_sms * at_once, tile)
         if prefill is not None:
             prefill_attention(out, q, pool, layer, inputs, prefill, split_folds=self._exact)
         return out
@@ -159,7 +159,8 @@ class CudaKernels:
         num_tokens, num_heads, head_dim = q.shape
         num_kv_heads, block_size = pool.shape[3:5]
         all_single, none_single = len(inputs.seq_lens) == num_tokens, len(inputs.seq_lens) == 1 < num_tokens
-        decode = None if none_single else plan_decode(inputs, num_heads, num_kv_heads, head_dim, block_size)
+        sizes = num_heads, num_kv_heads, head_dim, block_size
+        decode = None if none_single else plan_decode(inputs, *sizes, one_group=self._exact)
         if all_single:
             return decode, None
         tile = self._prefill_tile(q, pool)

@@ -48,8 +48,8 @@ def attention(variant: Attention, num_kv_heads: int = 8, num_seqs: int = NUM_SEQ
     q = empty(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=variant.dtype)[:, :num_heads]
     out = empty(num_tokens, num_heads * head_dim, dtype=variant.dtype)
     if variant.family == "decode":
-        plan = plan_decode(inputs, num_heads, num_kv_heads, head_dim, block_size)
-        decode_attention(out, q, pool, 1, inputs, plan, 3 * sm90.NUM_SMS, variant.tile, variant.exact)
+        plan = plan_decode(inputs, num_heads, num_kv_heads, head_dim, block_size, one_group=variant.exact)
+        decode_attention(out, q, pool, 1, inputs, plan, 3 * sm90.NUM_SMS, variant.tile)
     else:
         tiles = plan_prefill(inputs, num_tokens, group, variant.tile, singles=True)
         prefill_attention(out, q, pool, 1, inputs, tiles, variant.exact)

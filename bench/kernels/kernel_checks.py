@@ -42,13 +42,14 @@ def decode(
 ) -> Tensor:
     """``dtype``: of the result, if not that of the queries."""
     (n, num_heads, head_dim), pool = case.q.shape, case.pool
-    plan = plan_decode(case.inputs, num_heads, pool.shape[3], head_dim, pool.shape[4], max_partials)
+    sizes = num_heads, pool.shape[3], head_dim, pool.shape[4]
+    plan = plan_decode(case.inputs, *sizes, max_partials, one_group=exact)
     out = torch.empty((n, num_heads * head_dim), dtype=dtype or case.q.dtype, device=case.q.device)
     programs = programs or (264 if case.q.is_cuda else 3)
     tile = tile or decode_tile(
         head_dim, num_heads // pool.shape[3], case.q.itemsize, fp8=pool.dtype.itemsize == 1
     )
-    decode_attention(out, case.q, pool, LAYER, case.inputs, plan, programs, tile, exact)
+    decode_attention(out, case.q, pool, LAYER, case.inputs, plan, programs, tile)
     return out
 
 

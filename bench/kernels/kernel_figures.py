@@ -93,7 +93,8 @@ def decode_figure(
     pool, inputs = _cache(device, batch, context, layers, num_kv_heads, head_dim, dtype)
     q = torch.randn((batch, num_kv_heads * group, head_dim), device=device).to(BFLOAT16)
     out = torch.empty((batch, num_kv_heads * group * head_dim), dtype=BFLOAT16, device=device)
-    plan = plan_decode(inputs, num_kv_heads * group, num_kv_heads, head_dim, BLOCK_SIZE)
+    sizes = num_kv_heads * group, num_kv_heads, head_dim, BLOCK_SIZE
+    plan = plan_decode(inputs, *sizes, one_group=exact)
     name = f"decode attention, batch {batch}, context {context}, {num_kv_heads} x {group} heads of {head_dim}"
     name += f", {dtype}" if dtype != BFLOAT16 else ""
     name += ", exact" if exact else f", {tile}, {per_sm} a multiprocessor" if tile else ""
@@ -102,7 +103,7 @@ def decode_figure(
     per_sm = per_sm or (EXACT_PROGRAMS_PER_SM if exact else programs_per_sm(head_dim, group, BLOCK_SIZE))
     programs = per_sm * torch.cuda.get_device_properties(device).multi_processor_count if big else 3
     calls: list[Call] = [
-        partial(decode_attention, out, q, pool, layer, inputs, plan, programs, shape, exact)
+        partial(decode_attention, out, q, pool, layer, inputs, plan, programs, shape)
         for layer in range(layers)
     ]
     return bytes_figure(name, microseconds(calls), num_bytes, ceilings)

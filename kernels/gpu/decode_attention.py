@@ -7,11 +7,11 @@ bytes take.
 The heads of a group share their keys, so they are packed into the rows of one tile. The context is cut into
 splits of ``SPLIT`` tokens at absolute positions, and a fixed number of programs takes (sequence, split, KV
 head) items from a list that a small kernel writes once a step: one CUDA graph serves every context length,
-and no sequence's bits depend on its batch. Splits are folded in ascending order within groups of
-``GROUP_SPLITS`` at absolute positions, and the groups' results in ascending order: the program that finishes
-last in a group folds it, the one that finishes a group last folds the groups. (Exact: one group, for that is
-the order of prefill.) Where the partial results would outgrow their buffer, a sequence is one item, whose
-splits are folded the same way in registers: fewer programs share it, the bits are the same.
+and no sequence's bits depend on its batch. Splits are folded in ascending order within groups at absolute
+positions, and the groups' results in ascending order: the program that finishes last in a group folds it, the
+one that finishes a group last folds the groups. (Exact: one group, for that is the order of prefill.) In
+large batches a group is one item, and where the partial results would outgrow their buffer, a sequence is,
+whose splits are folded the same way in registers: fewer programs share it, the bits are the same.
 
 float8: queries become float16, which holds every float8 value, so that no key or value is rounded on its way
 to the product; a tile's values are taken in an order of dims in which a thread reads several at a time.
@@ -38,7 +38,6 @@ from .attention_tiles import (
 )
 from .decode_plan import SPLIT, DecodePlan
 
-GROUP_SPLITS = 16
 REGISTERS = 65536  # of a multiprocessor
 FOLDS_AT_ONCE = 4
 ONE_GROUP = tl.constexpr(1 << 20)  # splits
@@ -76,10 +75,9 @@ def decode_attention(
     plan: DecodePlan,
     num_programs: int,
     tile: TileShape,
-    one_group: bool = False,
 ) -> None:
     """q [num_tokens, num_heads, head_dim] (rows may be strided) -> out [num_tokens, num_heads * head_dim], of
-    sequences with one query. ``one_group``: with the folds of an exact prefill."""
+    sequences with one query."""
     (num_heads, head_dim), num_kv_heads = q.shape[1:], pool.shape[3]
     kv, kv_scales = layer_of(pool, layer), None if inputs.kv_scales is None else inputs.kv_scales[layer]
     assert q.stride()[1:] == (head_dim, 1)
@@ -87,7 +85,7 @@ def decode_attention(
     assert num_heads // num_kv_heads <= tile.rows, "the heads of a group are the rows of one tile"
     dims, group = max(16, triton.next_power_of_2(head_dim)), num_heads // num_kv_heads
     registers = None  # named even where two programs leave enough: else the assembler spills for three
-    if not one_group and q.itemsize == 2 and tile == decode_tile(head_dim, group, fp8=kv_scales is not None):
+    if plan.group and q.itemsize == 2 and tile == decode_tile(head_dim, group, fp8=kv_scales is not None):
         at_once = programs_per_sm(head_dim, group, kv.shape[3])
         registers = min(248, REGISTERS // (at_once * tile.warps * 32) // 8 * 8)
     num_rows = len(plan.states) - len(inputs.seq_lens)
@@ -99,9 +97,9 @@ def decode_attention(
         NUM_KV_HEADS=num_kv_heads, GROUP=group, ROWS=tile.rows, HEAD_DIM=head_dim,
         DIMS=dims, BLOCK_SIZE=kv.shape[3], KEYS=tile.keys, SPLIT=SPLIT, STAGES=tile.stages,
         WINDOW=inputs.sliding_window is not None, SOFTCAP=inputs.softcap, SCALED=kv_scales is not None,
-        SINKS=inputs.sinks is not None, GROUP_SPLITS=ONE_GROUP if one_group else GROUP_SPLITS,
-        FOLD_ROWS=triton.next_power_of_2(group),
-        AT_ONCE=FOLDS_AT_ONCE, num_warps=tile.warps, maxnreg=registers, enable_fp_fusion=not one_group,
+        SINKS=inputs.sinks is not None, GROUP_SPLITS=plan.group or ONE_GROUP,
+        FOLD_ROWS=triton.next_power_of_2(group), AT_ONCE=FOLDS_AT_ONCE,
+        num_warps=tile.warps, maxnreg=registers, enable_fp_fusion=plan.group is not None,
     )  # fmt: skip
 
 
@@ -211,36 +209,40 @@ def _decode_kernel(
             end = tl.minimum((group + 1) * GROUP_SPLITS, num_splits)
             top = row - first  # row of split 0, if it had one
             counter = arrived + (num_seqs + top + begin) * NUM_KV_HEADS + head
-            if tl.atomic_add(counter, 1, sem="acq_rel") == end - begin - 1:
+            if tl.atomic_add(counter, last - first, sem="acq_rel") == end - begin - (last - first):
                 tl.store(counter, 0)
-                whole_m, whole_norm, whole = _fold_rows(
-                    states, sums, query_start_loc, head, top, begin, end, 1, lowest_split,
-                    NUM_KV_HEADS, GROUP, HEAD_DIM, DIMS, FOLD_ROWS, AT_ONCE,
-                )  # fmt: skip
-                few = tl.arange(0, FOLD_ROWS) + unknown_zero(query_start_loc)
-                inside = (few < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-                within = few[:, None] * HEAD_DIM + dims[None, :]
-                is_last = end - begin == num_splits - lowest_split
+                step, is_last = 1, end - begin == num_splits - lowest_split
                 if GROUP_SPLITS != ONE_GROUP:  # noqa: SIM102, known when it is compiled
                     if not is_last:
-                        first_group = lowest_split // GROUP_SPLITS
-                        end_group = tl.cdiv(num_splits, GROUP_SPLITS)
-                        place = (top + begin).to(tl.int64) * NUM_KV_HEADS * GROUP + head * GROUP
-                        tl.debug_barrier()  # all threads have read what lay there
-                        tl.store(states + (place + few) * 2, whole_m, mask=few < GROUP)
-                        tl.store(states + (place + few) * 2 + 1, whole_norm, mask=few < GROUP)
-                        tl.store(sums + place * HEAD_DIM + within, whole, mask=inside)
-                        tl.debug_barrier()
-                        folded = arrived + b * NUM_KV_HEADS + head
-                        if tl.atomic_add(folded, 1, sem="acq_rel") == end_group - first_group - 1:
-                            tl.store(folded, 0)
-                            is_last = True
-                            whole_m, whole_norm, whole = _fold_rows(
-                                states, sums, query_start_loc, head, top, first_group, end_group,
-                                GROUP_SPLITS, lowest_split,
+                        if last - first == 1:  # else the item was the group, and its row is the group's
+                            few = tl.arange(0, FOLD_ROWS) + unknown_zero(query_start_loc)
+                            inside = (few < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+                            group_m, group_norm, group_sums = _fold_rows(
+                                states, sums, query_start_loc, head, top, begin, end, 1, lowest_split,
                                 NUM_KV_HEADS, GROUP, HEAD_DIM, DIMS, FOLD_ROWS, AT_ONCE,
                             )  # fmt: skip
+                            place = (top + begin).to(tl.int64) * NUM_KV_HEADS * GROUP + head * GROUP + few
+                            tl.debug_barrier()  # all threads have read what lay there
+                            tl.store(states + place * 2, group_m, mask=few < GROUP)
+                            tl.store(states + place * 2 + 1, group_norm, mask=few < GROUP)
+                            cells = place[:, None] * HEAD_DIM + dims[None, :]
+                            tl.store(sums + cells, group_sums, mask=inside)
+                            tl.debug_barrier()
+                        step = GROUP_SPLITS
+                        begin = lowest_split // GROUP_SPLITS
+                        end = tl.cdiv(num_splits, GROUP_SPLITS)
+                        folded = arrived + b * NUM_KV_HEADS + head
+                        if tl.atomic_add(folded, 1, sem="acq_rel") == end - begin - 1:
+                            tl.store(folded, 0)
+                            is_last = True
                 if is_last:
+                    few = tl.arange(0, FOLD_ROWS) + unknown_zero(query_start_loc)
+                    inside = (few < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+                    within = few[:, None] * HEAD_DIM + dims[None, :]
+                    whole_m, whole_norm, whole = _fold_rows(
+                        states, sums, query_start_loc, head, top, begin, end, step, lowest_split,
+                        NUM_KV_HEADS, GROUP, HEAD_DIM, DIMS, FOLD_ROWS, AT_ONCE,
+                    )  # fmt: skip
                     if SINKS:
                         whole_norm = add_sinks(whole_m, whole_norm, sinks, head * GROUP + few, few < GROUP)
                     values = (normalize(whole_norm, whole) * value_scale).to(out.dtype.element_ty)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from splitserve.bench.kernels import triton_interpreter
 from splitserve.bench.kernels.kernel_inputs import LAYER, AttentionCase, attention_case, relative_error
-from splitserve.kernels.gpu import decode_attention as decode_kernels
+from splitserve.kernels.gpu import decode_plan
 from splitserve.kernels.gpu.attention_tiles import TileShape
 from splitserve.kernels.gpu.decode_attention import decode_attention, decode_tile
 from splitserve.kernels.gpu.decode_plan import MAX_PARTIALS, plan_decode
@@ -48,11 +48,12 @@ def decode(
     starts = torch.arange(len(q) + 1, dtype=torch.int32)
     lens, tables = case.inputs.seq_lens[rows], case.inputs.block_tables[rows]
     inputs = replace(case.inputs, query_start_loc=starts, seq_lens=lens, block_tables=tables)
-    plan = plan_decode(inputs, num_heads, pool.shape[3], head_dim, pool.shape[4], max_partials)
+    sizes = num_heads, pool.shape[3], head_dim, pool.shape[4]
+    plan = plan_decode(inputs, *sizes, max_partials, one_group)
     tile = tile or decode_tile(head_dim, num_heads // pool.shape[3])
     outs = [torch.empty((len(q), num_heads * head_dim), dtype=q.dtype) for _ in "ab"]
     for out in outs:  # two layers: the second one's counters begin at zero
-        decode_attention(out, q, pool, LAYER, inputs, plan, programs, tile, one_group)
+        decode_attention(out, q, pool, LAYER, inputs, plan, programs, tile)
     assert torch.equal(*outs)
     return outs[0]
 
@@ -123,15 +124,18 @@ def test_a_decode_row_depends_on_nothing_but_its_own_sequence() -> None:
 
 
 def test_long_contexts_are_folded_in_groups_at_absolute_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the batch, the number of programs and the room for partial results; a window begins within a
-    group."""
-    monkeypatch.setattr(decode_kernels, "GROUP_SPLITS", 2)
+    """Whatever the batch, the number of programs and the room for partial results, and whether groups are
+    items; a window begins within a group."""
+    monkeypatch.setattr(decode_plan, "GROUP_SPLITS", 2)
     for window in (None, 600):
         case = attention_case([1290, 300], [1, 1], num_kv_heads=1, window=window)
         together = decode(case)
         assert relative_error(together, case.exact) < ALLOWED[torch.bfloat16]
         assert torch.equal(decode(case, slice(0, 1), programs=1), together[:1])
         assert torch.equal(decode(case, max_partials=0), together)
+        with monkeypatch.context() as few:
+            few.setattr(decode_plan, "MANY_ITEMS", 1)
+            assert torch.equal(decode(case), together)
 
 
 def test_a_float8_cache_gives_what_the_same_values_in_float16_give() -> None:
