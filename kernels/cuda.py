@@ -169,7 +169,5 @@ class CudaKernels:
     def _prefill_tile(self, q: Tensor, pool: Tensor) -> TileShape:
         if self._prefill_shape is not None:
             return self._prefill_shape
-        head_dim = q.shape[2]
-        if self._exact:
-            return exact_tile(head_dim, q.itemsize, fp8=pool.dtype.itemsize == 1)
-        return prefill_tile(head_dim, q.itemsize)
+        tile = exact_tile if self._exact else prefill_tile
+        return tile(q.shape[2], q.itemsize, fp8=pool.dtype.itemsize == 1)

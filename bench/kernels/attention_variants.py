@@ -71,7 +71,7 @@ class Attention:
         return (
             decode_tile(self.head_dim, self.group, fp8=self.fp8)
             if self.family == "decode"
-            else prefill_tile(self.head_dim)
+            else prefill_tile(self.head_dim, fp8=self.fp8)
         )
 
     @property

@@ -60,7 +60,8 @@ def prefill(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     (n, num_heads, head_dim), pool = case.q.shape, case.pool
-    tile = tile or (prefill_tile(head_dim, case.q.itemsize) if case.q.is_cuda else TileShape(32, 32, 4, 3))
+    usual = prefill_tile(head_dim, case.q.itemsize, fp8=pool.dtype.itemsize == 1)
+    tile = tile or (usual if case.q.is_cuda else TileShape(32, 32, 4, 3))
     plan = plan_prefill(case.inputs, n, num_heads // pool.shape[3], tile, singles=True)
     out = torch.empty((n, num_heads * head_dim), dtype=dtype or case.q.dtype, device=case.q.device)
     prefill_attention(out, case.q, pool, LAYER, case.inputs, plan, split_folds)

@@ -98,9 +98,14 @@ def attend(
             base = keys + block * stride_block + (start % BLOCK_SIZE) * stride_token
             within = (offsets * stride_token)[:, None] + dims[None, :]
         else:
-            blocks = tl.load(table + tokens // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+            if not MASKED and KEYS % BLOCK_SIZE == 0:  # whole blocks: places in them that never change
+                blocks = tl.load(table + start // BLOCK_SIZE + offsets // BLOCK_SIZE).to(tl.int64)
+                slots = offsets % BLOCK_SIZE
+            else:
+                blocks = tl.load(table + tokens // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+                slots = tokens % BLOCK_SIZE
             base = keys
-            within = (blocks * stride_block + (tokens % BLOCK_SIZE) * stride_token)[:, None] + dims[None, :]
+            within = (blocks * stride_block + slots * stride_token)[:, None] + dims[None, :]
         if MASKED:
             k = tl.load(base + within, mask=inside[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
         elif DIMS != HEAD_DIM:

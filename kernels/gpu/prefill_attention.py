@@ -52,11 +52,13 @@ class PrefillPlan:
     tile: TileShape
 
 
-def prefill_tile(head_dim: int, itemsize: int = 2) -> TileShape:
+def prefill_tile(head_dim: int, itemsize: int = 2, fp8: bool = False) -> TileShape:
     """``itemsize``: bytes of an element of q; float32 has no tensor cores here, it is there for
-    comparison."""
+    comparison. ``fp8``: so is the cache."""
     if itemsize == 4:
         return TileShape(32, 32 if head_dim <= 128 else 16, 4, 2)
+    if head_dim == 128 and not fp8:
+        return TileShape(128, 128, 8, 2)
     return TileShape(128, 64 if head_dim <= 128 else 32, 8, 3)
 
 
@@ -249,14 +251,15 @@ def _attend_three(
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """The keys [begin, end): the window's ragged beginning, the middle that every row sees, and the
-    diagonal."""
+    diagonal, with the edges in smaller tiles."""
+    EDGE: tl.constexpr = KEYS if KEYS < 64 else 64
     middle = tl.minimum(tl.maximum(middle, begin), end)
     diagonal = tl.minimum(tl.maximum(diagonal, middle), end)
     if WINDOW:
         m, norm, acc = attend(
             q, positions, m, norm, acc, keys, table, begin, middle, lowest, window,
             scale, stride_block, stride_value, stride_token,
-            HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, STAGES, WINDOW, SOFTCAP, MASKED=True,
+            HEAD_DIM, DIMS, BLOCK_SIZE, EDGE, STAGES, WINDOW, SOFTCAP, MASKED=True,
         )  # fmt: skip
     m, norm, acc = attend(
         q, positions, m, norm, acc, keys, table, middle, diagonal, lowest, window,
@@ -266,5 +269,5 @@ def _attend_three(
     return attend(
         q, positions, m, norm, acc, keys, table, diagonal, end, lowest, window,
         scale, stride_block, stride_value, stride_token,
-        HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, STAGES, WINDOW, SOFTCAP, MASKED=True,
+        HEAD_DIM, DIMS, BLOCK_SIZE, EDGE, STAGES, WINDOW, SOFTCAP, MASKED=True,
     )  # fmt: skip

@@ -197,6 +197,14 @@ def test_prefill_of_each_head_dim(head_dim: int, dtype: torch.dtype) -> None:
     assert relative_error(prefill(case, TileShape(32, 32, 4, 3)), case.exact) < ALLOWED[dtype]
 
 
+@pytest.mark.parametrize("window", [None, 200])
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_prefill_in_tiles_of_several_blocks(block_size: int, window: int | None) -> None:
+    """A window's beginning and the diagonal, in smaller tiles, lie within a tile of the middle."""
+    case = attention_case([330, 90], [40, 90], block_size=block_size, window=window)
+    assert relative_error(prefill(case, TileShape(32, 128, 4, 2)), case.exact) < ALLOWED[torch.bfloat16]
+
+
 @given(
     chunks=st.lists(st.tuples(st.integers(0, 500), st.integers(0, 90)), min_size=1, max_size=5),
     tokens=st.sampled_from([3, 8, 16]),
