@@ -138,13 +138,11 @@ class CudaKernels:
         out = torch.empty((num_tokens, num_heads * head_dim), dtype=q.dtype, device=q.device)
         if decode is not None:
             group = num_heads // pool.shape[3]
-            fp8 = pool.dtype.itemsize == 1
-            tile = (
-                self._prefill_tile(q, pool) if self._exact else decode_tile(head_dim, group, q.itemsize, fp8)
-            )
-            at_once = (
-                EXACT_PROGRAMS_PER_SM if self._exact else programs_per_sm(head_dim, group, pool.shape[4])
-            )
+            if self._exact:
+                tile, at_once = self._prefill_tile(q, pool), EXACT_PROGRAMS_PER_SM
+            else:
+                tile = decode_tile(head_dim, group, q.itemsize, fp8=pool.dtype.itemsize == 1)
+                at_once = programs_per_sm(head_dim, group, pool.shape[4])
             decode_attention(out, q, pool, layer, inputs, decode, self._num_sms * at_once, tile)
         if prefill is not None:
             prefill_attention(out, q, pool, layer, inputs, prefill, split_folds=self._exact)

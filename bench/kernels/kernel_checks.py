@@ -70,16 +70,11 @@ def prefill(
 
 def one(case: AttentionCase, row: int) -> AttentionCase:
     """One sequence of a decode batch, alone."""
-    i, device = case.inputs, case.q.device
-    starts = torch.tensor([0, 1], dtype=torch.int32, device=device)
-    inputs = replace(
-        i,
-        query_start_loc=starts,
-        seq_lens=i.seq_lens[row : row + 1],
-        block_tables=i.block_tables[row : row + 1],
-        plans={},
-    )
-    return AttentionCase(case.q[row : row + 1], case.pool, inputs, case.exact[row : row + 1])
+    i, only = case.inputs, slice(row, row + 1)
+    starts = torch.tensor([0, 1], dtype=torch.int32, device=case.q.device)
+    lens, tables = i.seq_lens[only], i.block_tables[only]
+    inputs = replace(i, query_start_loc=starts, seq_lens=lens, block_tables=tables, plans={})
+    return AttentionCase(case.q[only], case.pool, inputs, case.exact[only])
 
 
 def checks(big: bool) -> Iterator[Check]:

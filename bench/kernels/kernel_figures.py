@@ -4,6 +4,7 @@ that all of it runs."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -121,13 +122,8 @@ def prefill_figure(
 ) -> Figure:
     num_kv_heads, group, head_dim = heads
     pool, inputs = _cache(device, 1, cached + chunk, 1, num_kv_heads, head_dim, BFLOAT16)
-    inputs = AttentionInputs(
-        torch.tensor([0, chunk], dtype=torch.int32, device=device),
-        inputs.seq_lens,
-        inputs.block_tables,
-        inputs.scale,
-        max_query_len=chunk,
-    )
+    starts = torch.tensor([0, chunk], dtype=torch.int32, device=device)
+    inputs = replace(inputs, query_start_loc=starts, max_query_len=chunk)
     q = torch.randn((chunk, num_kv_heads * group, head_dim), device=device).to(BFLOAT16)
     out = torch.empty((chunk, num_kv_heads * group * head_dim), dtype=BFLOAT16, device=device)
     usual = (exact_tile(head_dim) if exact else prefill_tile(head_dim)) if big else SMALL

@@ -16,9 +16,7 @@ from .attention_tiles import padded_seqs, window_of
 SPLIT = 256  # tokens
 GROUP_SPLITS = 4
 MANY_ITEMS = 256  # for all KV heads, enough to keep a GPU's memory busy
-MAX_PARTIALS = (
-    4096  # splits of a step whose partial results are kept: a million tokens, 64 MiB for 32 heads of 128
-)
+MAX_PARTIALS = 4096  # splits of a step whose partial results are kept: 64 MiB for 32 heads of 128
 
 
 @dataclass(frozen=True, slots=True)
