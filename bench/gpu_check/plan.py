@@ -65,7 +65,6 @@ SPARE: Stages = (
     (_here("worker", 60, "speed:worker"),),
     (_here("exact costs", 60, "speed:exact_costs"),),
     (_here("linears", 30, "speed:linears"),),
-    (_here("prefill in Gluon", 30, "speed:hopper_prefill"),),
     (_here("other tiles", 20, "speed:other_tiles"),),
     (_here("compile all", 120, "machine:compile_all"),),
 )

@@ -12,9 +12,8 @@ from ...kernels.interface import AttentionShape
 from ..kernels import kernel_figures
 from ..kernels.engine_figures import EXACT_SUFFIX, engine_figures
 from ..kernels.gpu_timing import Ceilings, Figure
-from ..kernels.hopper_prefill import HopperPrefill, checks
 from ..kernels.transformers_peer import PeerFailed
-from .correctness import interpret, results
+from .correctness import interpret
 from .line import Line, Place, figure_line, left_out
 
 Figures = Callable[[str, Ceilings, bool], Iterator[Figure]]
@@ -133,19 +132,3 @@ def flash_attention_3(place: Place) -> Iterator[Line]:
             yield figure_line(figure)
         what = f"our prefill's time beside FlashAttention-3's, {tokens} tokens"
         yield Line(what, value=times[1] / times[0], headline=True)
-
-
-def hopper_prefill(place: Place) -> Iterator[Line]:
-    """A candidate, checked and then beside ours, of the same run."""
-    if not place.big:
-        yield left_out("Gluon's prefill", "it runs on a Hopper GPU alone")
-        return
-    yield from results(checks(), place.device)
-    for chunk, cached in kernel_figures.PREFILLS:
-        for candidate in (HopperPrefill(), None):
-            yield figure_line(
-                kernel_figures.prefill_figure(
-                    place.device, place.ceilings(), chunk, cached, kernel_figures.LLAMA_8B, place.big,
-                    provided=candidate,
-                )
-            )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 from .attention_variants import VARIANTS
 from .sm90 import SHARED_MEMORY
 
-PRODUCTS = ("exact", "quantised", "Gluon")  # cases of products for warp groups
+PRODUCTS = ("exact", "quantised")  # cases of products for warp groups
 WARP_GROUP_ROWS = 64  # of its smallest product
 FEW_BYTES = 32
 """Bytes of stack allowed in cases that the tests do not compile: the assembler keeps a few values there that

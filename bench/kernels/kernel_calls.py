@@ -23,7 +23,6 @@ from ...kernels.interface import AttentionInputs, RopeInputs
 from ...kernels.mixture_shape import MixtureShape
 from . import sm90
 from .attention_variants import Attention
-from .hopper_prefill import HopperPrefill
 from .kernel_inputs import QUANTISED, quantised_weight
 
 BFLOAT16, FLOAT16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -94,15 +93,6 @@ def latent(num_tokens: int, dtype: torch.dtype = BFLOAT16, heads: int = 128) -> 
     )
     q, pool = empty(num_tokens, heads, 576, dtype=dtype), empty(4, 2, 1, 1, 64, 576, dtype=dtype)
     latent_attention(q, pool, 1, AttentionInputs(starts, lens, tables, 0.1), sm90.NUM_SMS, exact=False)
-
-
-def gluon_prefill(head_dim: int, group: int) -> None:
-    """For 64 sequences of Qwen3's 8 KV heads."""
-    starts, lens, tables = (
-        empty(*shape, dtype=torch.int32) for shape in ((NUM_SEQS + 1,), (NUM_SEQS,), (NUM_SEQS, MAX_BLOCKS))
-    )
-    q, (pool, _) = empty(1024, 8 * group, head_dim), empty_pool(head_dim, 8, 64, BFLOAT16)
-    HopperPrefill()(q, pool, 1, AttentionInputs(starts, lens, tables, 0.1))
 
 
 def latent_rope() -> None:
