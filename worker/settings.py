@@ -82,8 +82,8 @@ class FlexibleSettings(DecodeSettings, PrefillSettings):
     )
     borrow: bool = Field(
         default=False,
-        description="It keeps the role of start_as, and takes work of the other one where that would "
-        "otherwise wait. It cannot be flipped.",
+        description="It prefers the role of start_as, and takes work of the other one where that would "
+        "otherwise wait.",
     )
     max_num_seqs: int = Field(
         default=64, ge=1, le=65_536, description="Most sequences in its batch, and most prompts in a step."

@@ -3,9 +3,13 @@
     python -m splitserve.bench.studies.steer_loads --loads 0 200 [--data ../shared/data] \\
         [--record bench/results/steer_loads.jsonl] [--controller present]
     python -m splitserve.bench.studies.steer_loads --report          # of all that is recorded, worst first
+    python -m splitserve.bench.studies.steer_loads --simulated --record FILE --loads 0 200 ...
 
 Each load (``random_loads.py``) is served by every ratio left alone, and by the controller. A row of the
 record keeps that, so a second call adds loads, or another version of the controller under its own name.
+
+``--simulated``: the controller's run is the simulator's, not its sketch's; ``--borrow``: so too, with workers
+that borrow.
 
 The oracle serves each part of 30 s or more alone on idle workers, by the best ratio of that part. It is run
 where the best single ratio serves less than 98% well.
@@ -16,7 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +44,17 @@ RECORD = Path(__file__).resolve().parents[1] / "results/steer_loads.jsonl"
 
 
 def served(
-    requests: tuple[TraceRequest, ...], prefill: int, steered: bool = False, full: bool = False
+    requests: tuple[TraceRequest, ...],
+    prefill: int,
+    steered: bool = False,
+    full: bool = False,
+    borrow: bool = False,
 ) -> tuple[float, int]:
     """Serve them. Return the number of good requests and of changes of the ratio. ``full``: by the simulator,
-    not by its sketch."""
+    not by its sketch; ``borrow``: there by workers that borrow."""
     steering = Steering(OPTIONS, small_worker()) if steered else None
-    good = (_simulated if full else _sketched)(requests, prefill, steering)
+    serve = partial(_simulated, borrow=borrow) if full else _sketched
+    good = serve(requests, prefill, steering)
     flips = [] if steering is None else [d.at for d in steering.controller.decisions if d.kind == "flip"]
     return good, len(set(flips))
 
@@ -57,7 +66,9 @@ def _sketched(requests: tuple[TraceRequest, ...], prefill: int, steering: Steeri
     return SteeredSketch(pools, SLO, steering).run(arrivals_of(arrivals)).num_good
 
 
-def _simulated(requests: tuple[TraceRequest, ...], prefill: int, steering: Steering | None) -> float:
+def _simulated(
+    requests: tuple[TraceRequest, ...], prefill: int, steering: Steering | None, borrow: bool
+) -> float:
     good = 0.0
 
     def count(record: RequestRecord) -> None:
@@ -67,7 +78,15 @@ def _simulated(requests: tuple[TraceRequest, ...], prefill: int, steering: Steer
     roles: tuple[tuple[PoolRole, int], ...] = (("prefill", prefill), ("decode", NUM_WORKERS - prefill))
     worker = small_worker()
     pools = tuple(
-        Pool(role=role, count=n, profile=worker, flexible=True, max_batch_tokens=2048, max_num_seqs=128)
+        Pool(
+            role=role,
+            count=n,
+            profile=worker,
+            flexible=not borrow,
+            borrow=borrow,
+            max_batch_tokens=2048,
+            max_num_seqs=128,
+        )
         for role, n in roles
     )
     simulation = Simulation(Cluster(pools=pools, max_queue=1 << 30), 0, SLO, count, steering=steering)
@@ -184,6 +203,8 @@ def main() -> int:
     parser.add_argument("--data", type=Path, help="folder with azure, mooncake and servegen")
     parser.add_argument("--record", type=Path, default=RECORD, help="rows are added to it")
     parser.add_argument("--controller", default="present", help="name of this version in the record")
+    parser.add_argument("--simulated", action="store_true", help="steer in the simulator, not its sketch")
+    parser.add_argument("--borrow", action="store_true", help="so too, workers that borrow")
     parser.add_argument("--again", action="store_true", help="steer again what this version has steered")
     parser.add_argument("--report", action="store_true", help="print the distribution")
     options = parser.parse_args()
@@ -196,7 +217,9 @@ def main() -> int:
         if load is None:
             continue
         row = rows.setdefault(number, row or left_alone(load))
-        good, changes = served(load.requests, load.prefill, steered=True)
+        good, changes = served(
+            load.requests, load.prefill, True, options.simulated or options.borrow, options.borrow
+        )
         row["steered"][options.controller] = round(good / row["requests"], 4)
         row["changes"][options.controller] = changes
         if number % 50 == 49:

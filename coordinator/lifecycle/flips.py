@@ -51,7 +51,7 @@ class Flips:
         Return its record, or the reason it is impossible as a sentence, or None for an unknown worker.
         """
         known = [w for w in self._pools.workers.values() if name in (w.hello.process, w.hello.worker_id)]
-        worker = next((w for w in known if not w.draining), None)
+        worker = next((w for w in known if not w.draining and not w.is_reserve), None)
         if not known:
             return None, []
         if worker is None:
@@ -59,11 +59,17 @@ class Flips:
         if reason := self._obstacle(worker, role):
             return reason, []
         process = worker.hello.process
-        flip = Flip(coordinator=self._incarnation, role=role, timeout_s=timeout_s)
-        self._pools.close(worker, flip)
-        record = self.under_way[process] = FlipRecord(process, role, now)
+        record = FlipRecord(process, role, now)
         self.latest.append(record)
         self.count += 1
+        if halves := self._halves(worker):  # it is of both roles already
+            self._pools.swap(halves)
+            record.began_s = record.ended_s = 0.0
+            self.awaited.add(process)
+            return record, []
+        flip = Flip(coordinator=self._incarnation, role=role, timeout_s=timeout_s)
+        self._pools.close(worker, flip)
+        self.under_way[process] = record
         return record, [Send(worker.id, flip)]
 
     def _obstacle(self, worker: WorkerRecord, role: Role) -> str:
@@ -73,11 +79,13 @@ class Flips:
             return (
                 f"{worker.hello.worker_id} cannot change its role: only what was started as {startable} can"
             )
-        if worker.hello.mixed:
-            kind = "borrowing" if worker.hello.home else "mixed"
-            return f"{name} is a {kind} worker: it is of both roles already"
-        if name in self.under_way or any(
-            w.hello.process == name and w is not worker for w in pools.workers.values()
+        if worker.is_mixed:
+            return f"{name} is a mixed worker: it is of both roles already"
+        if worker.hello.home and not self._halves(worker):
+            return f"{name} comes or leaves"
+        if not worker.hello.home and (
+            name in self.under_way
+            or any(w.hello.process == name and w is not worker for w in pools.workers.values())
         ):
             return f"{name} is changing its role already"
         if worker.role == role:
@@ -88,6 +96,9 @@ class Flips:
             others = [w for w in others if not w.is_mixed]
             without = "mixed ones compute for themselves alone, and decode workers would get nothing"
         return "" if others else f"{name} is the last {worker.role} worker: {without}"
+
+    def _halves(self, worker: WorkerRecord) -> tuple[WorkerRecord, WorkerRecord] | None:
+        return next((halves for halves in self._pools.borrowers() if worker in halves), None)
 
     def came(self, worker: WorkerRecord, now: float) -> None:
         """Note that a worker is here; this may complete a change of role."""

@@ -24,6 +24,11 @@ from .worker import WorkerId, WorkerRecord
 MAX_REASONS = 64  # remembered of workers that are gone
 
 
+def process_of(worker: WorkerRecord) -> tuple[str, int]:
+    """Return its name and number."""
+    return worker.hello.process, worker.hello.pid
+
+
 class Pools:
     """The pool of prefill workers and the pool of decode workers."""
 
@@ -56,7 +61,7 @@ class Pools:
     def borrowers(self) -> Iterator[tuple[WorkerRecord, WorkerRecord]]:
         """Yield the prefill and the decode worker of each process that may borrow now."""
         for reserve in chain(self._reserves["prefill"], self._reserves["decode"]):
-            home = self._home_of.get((reserve.hello.process, reserve.hello.pid))
+            home = self._home_of.get(process_of(reserve))
             if home is not None and home.listed is not None:
                 yield (reserve, home) if reserve.role == "prefill" else (home, reserve)
 
@@ -81,7 +86,7 @@ class Pools:
         ]
         for worker in replaced:
             del self.workers[worker.id]
-            self._unlist(worker)
+            worker.list_in(None)
             self.cache.clear(worker)
         if (known := self.workers.get((hello.worker_id, hello.incarnation))) is not None:
             known.last_seen = now
@@ -92,17 +97,28 @@ class Pools:
                 hello, now, kind, self._num_come, self._limits.queued_batches, progressed=now
             )
             self.workers[worker.id] = worker
-            worker.listed = (self._reserves if worker.is_reserve else self._open)[worker.role]
-            worker.listed.add(worker)
+            for other in self.workers.values():
+                if hello.home and process_of(other) == process_of(worker) and other is not worker:
+                    worker.is_reserve = not other.is_reserve  # it may have been flipped
+            worker.list_in((self._reserves if worker.is_reserve else self._open)[worker.role])
         self._workers_changed()
         if before and not self.gap:
             self.gap_ended = now
         return replaced
 
+    def swap(self, halves: tuple[WorkerRecord, WorkerRecord]) -> None:
+        """Let a process that borrows prefer its other role. ``halves``: one of ``borrowers``."""
+        for worker in halves:
+            worker.list_in(None)
+            worker.is_reserve, worker.num_borrowed = not worker.is_reserve, 0
+        self._workers_changed()
+        for worker in halves:
+            worker.list_in((self._reserves if worker.is_reserve else self._open)[worker.role])
+
     def close(self, worker: WorkerRecord, order: Drain | Flip | None) -> None:
         """Give the worker no new work. ``order`` is repeated to it until it reports that it drains."""
         worker.draining, worker.drain = True, order
-        self._unlist(worker)
+        worker.list_in(None)
 
     def remove(self, worker: WorkerRecord, reason: str) -> None:
         """Remove a worker that is gone."""
@@ -110,19 +126,14 @@ class Pools:
         self.reasons_lost[worker.id] = reason
         if len(self.reasons_lost) > MAX_REASONS:
             del self.reasons_lost[next(iter(self.reasons_lost))]
-        self._unlist(worker)
+        worker.list_in(None)
         self.cache.clear(worker)
         self._workers_changed()
 
     def process_ending(self, worker: WorkerRecord) -> None:
         """Give the worker no new work, and do not count its silence: its process has ended."""
         worker.ended = True
-        self._unlist(worker)
-
-    def _unlist(self, worker: WorkerRecord) -> None:
-        if worker.listed is not None:
-            worker.listed.remove(worker)
-            worker.listed = None
+        worker.list_in(None)
 
     def _workers_changed(self) -> None:
         """Work out what depends only on which workers are here."""
@@ -137,11 +148,10 @@ class Pools:
         """Why no request can be served, as a sentence; empty if some pair fits together."""
         self.has_mixed = any(w.is_mixed for w in workers)
         """Whether any worker's process has both roles, and prefers neither."""
-        self._home_of = {(w.hello.process, w.hello.pid): w for w in workers if w.hello.home == w.role}
+        self._home_of = {process_of(w): w for w in workers if w.hello.home and not w.is_reserve}
         """By process: its worker of the role that it prefers, where the process may borrow."""
         for worker in workers:
-            if worker.is_reserve:
-                worker.home = self._home_of.get((worker.hello.process, worker.hello.pid))
+            worker.home = self._home_of.get(process_of(worker)) if worker.is_reserve else None
         self.all_fit = not self.has_mixed and len({(w.kind, w.max_model_len) for w in workers}) == 1
         """Whether every prefill worker fits every decode worker, and all hold sequences of the same
         length."""

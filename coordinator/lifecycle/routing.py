@@ -28,7 +28,10 @@ from typing import Literal, NamedTuple
 
 from .name_hash import hash64, shuffled
 from .request import Request
-from .worker import DELAY_WEIGHT, WorkerRecord
+from .worker import WorkerRecord
+
+BORROWED_WEIGHT = 1 / 4
+"""A sequence that waits for a borrowed prompt counts as this much of a prompt that waits."""
 
 Policy = Literal["hybrid", "round_robin", "least_loaded", "prefix", "sticky"]
 
@@ -131,9 +134,10 @@ def choose_borrower(
     """Return both workers of the process that borrows this request; None: to wait costs less.
 
     Costs are in tokens that are computed before this prompt's first token. A sequence that is delayed by the
-    prompt counts as ``DELAY_WEIGHT`` of a prompt that waits: the delay is spread over all of its tokens.
+    prompt counts as ``BORROWED_WEIGHT`` of a prompt that waits: the delay is spread over its tokens, but its
+    later end slows all where the batch is near its limit.
     """
-    costs = [_mixed_cost(prefill, decode, need, DELAY_WEIGHT) for prefill, decode in borrowers]
+    costs = [_mixed_cost(prefill, decode, need, BORROWED_WEIGHT) for prefill, decode in borrowers]
     least = min(costs, default=inf)
     return None if least > max_cost else borrowers[costs.index(least)]
 

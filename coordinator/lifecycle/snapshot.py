@@ -74,7 +74,7 @@ def snapshot_of(lifecycle: Lifecycle) -> Snapshot:
     workers = tuple(
         WorkerState(
             worker.hello.worker_id,
-            "" if worker.hello.home else worker.hello.process,
+            worker.hello.process,
             worker.role,
             worker.is_mixed,
             worker.id in takes_work,

@@ -16,7 +16,7 @@ from .name_hash import hash64
 WorkerId = tuple[str, int]  # worker id, incarnation
 NO_ROOM = -1
 DELAY_WEIGHT = 1 / 16
-"""A sequence that waits for a prompt beside it counts as this much of a prompt that waits."""
+"""A borrowed sequence counts as this much of a step's prompt tokens at the prefill worker that keeps it."""
 QUEUED_BATCHES = 2
 WINDOW_S = 10.0
 MIN_SPACING_S = 0.5  # between two reports of a BusyWindow; workers report much more often
@@ -26,6 +26,7 @@ class Listing(Protocol):
     """A list of workers that take new work (open_workers.py)."""
 
     def changed(self, worker: WorkerRecord, rank_before: float) -> None: ...
+    def add(self, worker: WorkerRecord) -> None: ...
     def remove(self, worker: WorkerRecord) -> None: ...
 
 
@@ -121,6 +122,16 @@ class WorkerRecord:
         self.is_mixed = hello.mixed and not hello.home
         self.is_reserve = hello.home not in ("", hello.role)
         self._update()
+
+    def list_in(self, listing: Listing | None) -> None:
+        """Put it into this list of workers that take new work, and out of another."""
+        if self.listed is not None:
+            self.listed.remove(self)
+        self.listed = None
+        self._update()
+        if listing is not None:
+            listing.add(self)
+        self.listed = listing
 
     # --- what changes its room -----------------------------------------------------------------------
 

@@ -40,8 +40,6 @@ class Pool(_Part):
     def _has_a_role_to_change(self) -> Self:
         if (self.flexible or self.borrow) and self.role == "colocated":
             raise ValueError("a colocated worker is of both roles already: it is not flexible")
-        if self.flexible and self.borrow:
-            raise ValueError("a worker that borrows keeps its role: it is not flexible")
         return self
 
     @property

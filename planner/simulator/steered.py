@@ -39,7 +39,7 @@ def steering_of(cluster: Cluster, level: ServiceLevel, believed: Profile | None)
         raise SimulationError(
             "--steer needs to know what is good enough: give --slo with both, such as ttft=2,tpot=0.05@p90"
         )
-    flexible = [pool for pool in cluster.pools if pool.flexible]
+    flexible = [pool for pool in cluster.pools if pool.flexible or pool.borrow]
     if not flexible:
         raise SimulationError(
             "--steer has nobody to steer: write `flexible: true` to the pools whose workers can "

@@ -24,3 +24,12 @@ def test_leaving_alone_is_not_charged_with_what_following_has_left_behind(number
     assert load is not None
     alone, steered = (served(load.requests, load.prefill, steered=steers)[0] for steers in (False, True))
     assert steered > alone - HARM * len(load.requests)
+
+
+def test_workers_that_borrow_and_flip_serve_what_flips_alone_do_not() -> None:
+    """Phases of 10 to 30 s: flips come too late, and leave crowded workers behind (65 to 70% good)."""
+    load = drawn(3320)
+    assert load is not None
+    good, changes = served(load.requests, load.prefill, steered=True, full=True, borrow=True)
+    assert good > 0.8 * len(load.requests)
+    assert changes

@@ -77,7 +77,7 @@ NAMED = {
         MIXED, Cluster(num_prefill=1, num_decode=1, num_mixed=2, prefill_blocks=80, decode_blocks=80)
     ),
     "borrowing": Scenario(
-        replace(MIXED, kill_every=1.0),
+        replace(MIXED, kill_every=1.0, flip_every=0.3),
         Cluster(
             num_prefill=0,
             num_decode=1,

@@ -84,7 +84,7 @@ def test_a_decode_worker_computes_a_prompt_for_which_no_prefill_worker_has_room(
 def test_a_busy_decode_worker_borrows_later_than_an_idle_one() -> None:
     """The delay of its sequences counts: it borrows when more waits."""
     bench = borrowing(max_num_seqs=200)
-    for i in range(64):
+    for i in range(16):
         submit(bench, f"running {i}", num_tokens=1)
         bench.send("P0:prefill", FirstToken(coordinator=7, dispatch=i + 1, index=0, token=5))
         bench.send("D0:decode", Joined(coordinator=7, dispatch=i + 1, index=0, token=5))
@@ -174,14 +174,44 @@ def test_a_worker_that_was_started_again_is_no_half_of_the_old_one() -> None:
     assert counts(bench)[0] >= 1, "both halves are here again"
 
 
-def test_it_is_not_flipped_and_counts_in_its_own_pool() -> None:
-    bench = borrowing(num_decode=2)
-    reason, _ = bench.core.flip("D0", "prefill", None, 0.0)
-    assert not isinstance(reason, FlipRecord)
-    assert reason == "D0 is a borrowing worker: it is of both roles already"
+def test_it_is_flipped_at_once_and_counts_in_the_pool_that_it_prefers() -> None:
+    bench = borrowing(num_decode=2, max_num_seqs=9)
+    for name in ("before", "too"):
+        submit(bench, name, num_tokens=1)
+    flipped, actions = bench.core.flip("D0", "prefill", None, 0.0)
+    assert isinstance(flipped, FlipRecord)
+    assert not actions, "its process has both roles already"
+    assert (flipped.began_s, flipped.ended_s, snapshot_of(bench.core).changing) == (0.0, 0.0, {})
     workers = snapshot_of(bench.core).workers
     assert [(w.worker_id, w.process, w.is_mixed) for w in workers if w.is_open] == [
-        ("P0:prefill", "", False),
-        ("D0:decode", "", False),
-        ("D1:decode", "", False),
+        ("P0:prefill", "P0", False),
+        ("D0:prefill", "D0", False),
+        ("D1:decode", "D1", False),
     ]
+    assert bench.core.pools.workers["D0:prefill", 1].num_borrowed == 1, "its sequence ends where it is"
+    assert {submit(bench, f"r{i}") for i in range(3)} == {
+        ("P0:prefill", "D1:decode"),
+        ("D0:prefill", "D1:decode"),
+    }
+    assert counts(bench) == (0, 0)
+    assert submit(bench, "pressed") == ("D1:prefill", "D1:decode"), "the others compute what is theirs"
+
+
+def test_a_half_that_comes_again_is_of_the_role_that_its_process_prefers_by_now() -> None:
+    bench = borrowing(num_decode=2)
+    bench.core.flip("D0", "prefill", None, 0.0)
+    bench.hello("D0:decode", "decode", 2, process="D0", mixed=True, home="decode", pid=0)
+    assert bench.core.pools.workers["D0:decode", 2].is_reserve
+    again, _ = bench.core.flip("D0", "decode", None, 0.0)
+    assert isinstance(again, FlipRecord)
+    assert [w.hello.worker_id for w in bench.core.pools.open_of_role("decode")] == ["D1:decode", "D0:decode"]
+
+
+@pytest.mark.parametrize(("name", "role"), [("D0", "prefill"), ("P0", "decode")])
+def test_it_is_not_flipped_if_it_is_the_last_or_only_half_here(name: str, role: Any) -> None:
+    bench = borrowing()
+    reason, _ = bench.core.flip(name, role, None, 0.0)
+    assert isinstance(reason, str)
+    assert "is the last" in reason
+    bench.send(f"{name}:{role}", Goodbye(worker_id=f"{name}:{role}", incarnation=1))
+    assert bench.core.flip(name, role, None, 0.0)[0] == f"{name} comes or leaves"
