@@ -31,7 +31,7 @@ def workers_of(
     """Return the settings of all workers: of this machine's with its devices and memory dealt out. Raise
     ConfigError."""
     if up.flexible and up.borrow:
-        raise ConfigError("--borrow and --flexible: a worker that borrows can change its role as well; choose one")
+        raise ConfigError("--borrow and --flexible: a worker that borrows can be flipped, too; choose one")
     wanted = []
     for pool, names in pools_of(up):
         own = {**{name: Value(value, f"up.pools: {name}") for name, value in pool.options.items()}, **flags}
