@@ -13,8 +13,9 @@ count as room. Where more than sixteen workers could be the best, sixteen of the
 (open_workers.py), and sixteen of those that have the prompt cached up to each of at most sixteen blocks
 (cache_index.py).
 
-A mixed worker generates for what it computes itself. Where there are any, the decode worker is chosen first;
-then either it computes the prompt itself, or a prefill worker does, whichever costs less.
+A mixed worker generates for what it computes itself. Where all are mixed, the hybrid policy takes the one
+with the most room left, less what waits: prompts there, and sequences for this prompt. Where some are, the
+decode worker is chosen first; then it computes the prompt, or a prefill worker does, whichever costs less.
 
 A process that borrows prefers one role. When no pair of the pools has room, it computes a prompt and
 generates for it itself, if that costs less than to wait.
@@ -117,8 +118,12 @@ def choose_pair(
     policy: Policy, prefills: Sequence[WorkerRecord], decodes: Sequence[WorkerRecord], need: Need
 ) -> tuple[WorkerRecord, WorkerRecord]:
     """Return the workers where some are mixed. Each of ``decodes`` fits at least one of ``prefills``."""
+    mixed = {(p.kind, p.hello.process): p for p in prefills if p.is_mixed}
+    if policy == "hybrid" and len(mixed) == len(prefills):
+        turn, pairs = _turns(need), [(mixed[d.kind, d.hello.process], d) for d in decodes]
+        return min(pairs, key=lambda pair: (_mixed_load(*pair, need), turn(pair[1])))
     decode = choose_decode(policy, decodes, need)
-    local = next((w for w in prefills if _same_process(w, decode)), None)
+    local = mixed.get((decode.kind, decode.hello.process))
     others = [w for w in prefills if not w.is_mixed and w.kind == decode.kind]
     if local is None:
         return choose_prefill(policy, others, need), decode
@@ -142,10 +147,6 @@ def choose_borrower(
     return None if least > max_cost else borrowers[costs.index(least)]
 
 
-def _same_process(prefill: WorkerRecord, decode: WorkerRecord) -> bool:
-    return prefill.is_mixed and prefill.hello.process == decode.hello.process
-
-
 def _cost(prefill: WorkerRecord, need: Need) -> int:
     """Return the tokens that are computed until this prompt is."""
     return prefill.pending_tokens + need.num_tokens - _num_cached(prefill, need) * prefill.block_size
@@ -157,6 +158,13 @@ def _mixed_cost(prefill: WorkerRecord, decode: WorkerRecord, need: Need, weight:
     cost = _cost(prefill, need)
     num_delayed = len(decode.dispatches - prefill.pending.keys()) + decode.num_others
     return cost + (cost - prefill.pending_tokens) * num_delayed * weight
+
+
+def _mixed_load(prefill: WorkerRecord, decode: WorkerRecord, need: Need) -> float:
+    """Return what of that cost is waiting, as a share of the prompts that may wait there, less the share of
+    rows or blocks that is left."""
+    waiting = _mixed_cost(prefill, decode, need, DELAY_WEIGHT) - _cost(prefill, need) + prefill.pending_tokens
+    return waiting / prefill.queue_budget - _share_left(decode, need)
 
 
 def _by_policy(

@@ -103,6 +103,26 @@ def test_a_mixed_worker_generates_for_what_it_computes() -> None:
     assert chosen_pair == (prefill, decode), "where most room is, and both halves"
 
 
+def test_mixed_workers_alone_are_chosen_by_room_less_what_waits() -> None:
+    """What waits is a share of two steps' prompts, here 1,024 tokens: prompts, and a sixteenth of the new
+    one's tokens for each sequence. A row is a tenth of the room."""
+
+    def goes_to_the_other(waiting: int, running: int) -> bool:
+        prefill, decode = pair_of("a", dispatches=set(range(running)))
+        other = pair_of("b", dispatches={8, 9})
+        if waiting:
+            decode.dispatches.add(100)
+            prefill.reserve_prompt(100, waiting)
+        pair = choose_pair("hybrid", [prefill, other[0]], [decode, other[1]], need())
+        assert pair in ((prefill, decode), other), "both halves of one"
+        return pair == other
+
+    assert not goes_to_the_other(waiting=0, running=0), "it is idle"
+    assert goes_to_the_other(waiting=200, running=0), "a row less, but the prompt would wait"
+    assert not goes_to_the_other(waiting=20, running=0), "less than the other's sequences would"
+    assert goes_to_the_other(waiting=0, running=3)
+
+
 def test_a_prompt_is_computed_locally_where_that_costs_less() -> None:
     """Tokens to compute there, and as many for every sequence that waits for them there; against those at a
     prefill worker."""
