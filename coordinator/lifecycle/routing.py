@@ -9,13 +9,12 @@ workers.
                   there; a session's own worker wins where the difference is under a block
 
 For decode workers the hybrid policy takes the one with the most room left after the request; cached blocks
-count as room. Where more than sixteen workers could be the best, sixteen of them are compared, in turn
-(open_workers.py), and sixteen of those that have the prompt cached up to each of at most sixteen blocks
-(cache_index.py).
+count as room. Where more than sixteen could be the best, sixteen are compared, in turn (open_workers.py), and
+sixteen of those that have the prompt cached up to each of at most sixteen blocks (cache_index.py).
 
 A mixed worker generates for what it computes itself. Where all are mixed, the hybrid policy takes the one
-with the most room left, less what waits: prompts there, and sequences for this prompt. Where some are, the
-decode worker is chosen first; then it computes the prompt, or a prefill worker does, whichever costs less.
+with the most room, less what waits: prompts, and sequences for this one. Where some are, the decode worker is
+chosen first; then it computes the prompt, or a prefill worker does, whichever costs less.
 
 A process that borrows prefers one role. When no pair of the pools has room, it computes a prompt and
 generates for it itself, if that costs less than to wait.
@@ -120,15 +119,13 @@ def choose_pair(
     """Return the workers where some are mixed. Each of ``decodes`` fits at least one of ``prefills``."""
     mixed = {(p.kind, p.hello.process): p for p in prefills if p.is_mixed}
     if policy == "hybrid" and len(mixed) == len(prefills):
-        turn, pairs = _turns(need), [(mixed[d.kind, d.hello.process], d) for d in decodes]
-        return min(pairs, key=lambda pair: (_mixed_load(*pair, need), turn(pair[1])))
+        pairs = [(mixed[d.kind, d.hello.process], d) for d in decodes]
+        return min(pairs, key=lambda pair: (_mixed_load(pair[0], pair[1], need), _turns(need)(pair[1])))
     decode = choose_decode(policy, decodes, need)
     local = mixed.get((decode.kind, decode.hello.process))
     others = [w for w in prefills if not w.is_mixed and w.kind == decode.kind]
-    if local is None:
-        return choose_prefill(policy, others, need), decode
-    if not others:
-        return local, decode
+    if local is None or not others:
+        return local or choose_prefill(policy, others, need), decode
     remote = choose_prefill(policy, others, need)
     return (local if _mixed_cost(local, decode, need) <= _cost(remote, need) else remote), decode
 
@@ -153,16 +150,14 @@ def _cost(prefill: WorkerRecord, need: Need) -> int:
 
 
 def _mixed_cost(prefill: WorkerRecord, decode: WorkerRecord, need: Need, weight: float = 1.0) -> float:
-    """Return the same for a process of both roles, whose running sequences all wait while the prompt is
-    computed. ``weight``: of their delay."""
+    """Return the same for a process of both roles, whose sequences wait. ``weight``: of their delay."""
     cost = _cost(prefill, need)
     num_delayed = len(decode.dispatches - prefill.pending.keys()) + decode.num_others
     return cost + (cost - prefill.pending_tokens) * num_delayed * weight
 
 
 def _mixed_load(prefill: WorkerRecord, decode: WorkerRecord, need: Need) -> float:
-    """Return what of that cost is waiting, as a share of the prompts that may wait there, less the share of
-    rows or blocks that is left."""
+    """Return what waits there, as a share of the prompts that may, less the share of room that is left."""
     waiting = _mixed_cost(prefill, decode, need, DELAY_WEIGHT) - _cost(prefill, need) + prefill.pending_tokens
     return waiting / prefill.queue_budget - _share_left(decode, need)
 
@@ -188,8 +183,7 @@ def _num_cached(worker: WorkerRecord, need: Need) -> int:
 def _share_left(worker: WorkerRecord, need: Need) -> float:
     """Return the share of rows or blocks that is left with this sequence, plus a bonus for cached blocks."""
     needed, cached = worker.blocks_for(need.num_tokens), _num_cached(worker, need)
-    share = worker.share_left(needed - cached)
-    return share + cached / max(1, needed) * 0.25 if cached else share
+    return worker.share_left(needed - cached) + cached / max(1, needed) * 0.25
 
 
 def _in_turn(workers: Sequence[WorkerRecord], need: Need) -> WorkerRecord:
