@@ -28,7 +28,7 @@ from typing import Literal, NamedTuple
 
 from .name_hash import hash64, shuffled
 from .request import Request
-from .worker import WorkerRecord
+from .worker import DELAY_WEIGHT, WorkerRecord
 
 BORROWED_WEIGHT = 1 / 4
 """A sequence that waits for a borrowed prompt counts as this much of a prompt that waits."""
