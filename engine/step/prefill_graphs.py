@@ -126,7 +126,7 @@ class _Graph:
     num_seqs: int  # padding included
     parts: Sequence[tuple[int, Replay]]  # the number of layers written after each
     sample: Replay  # the logits of the rows that sample
-    residual: Tensor  # which all of them use: memory that nobody held would be given back to the device
+    residual: Tensor  # read and written by all of them: without a reference torch would free it
 
 
 class PrefillGraphs:

@@ -1,5 +1,5 @@
-"""Whatever memory a recorded graph reads or writes stays its own: a graph knows addresses alone, so memory
-that nobody holds goes to other tensors, or back to the device, while replays go on writing there.
+"""Whatever memory a recorded graph reads or writes stays its own: a graph knows addresses alone. Memory
+without a reference goes to other tensors, or back to the device, and replays still write there.
 
 The kernels are the GPU's, in Triton's interpreter. A recording notes the memory that its computation uses.
 """
