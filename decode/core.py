@@ -123,7 +123,7 @@ class DecodeCore(RoleCore[ReceiverAction | SenderAction, DecodeStep]):
         its own."""
         self._step_failures.good_step()
         result, num_seqs = self.scheduler.complete(step, output), len(step.sequences)
-        self._heartbeat.count(1, num_seqs, num_seqs - len(result.dropped))
+        self._heartbeat.count_step(num_seqs, num_seqs - len(result.dropped))
         self._actions += [ToCoordinator(message) for message in step_tokens(result, now)]
         self.answers.keep(result, now)
         for sequence, reason in result.failed.items():

@@ -34,13 +34,12 @@ class Heartbeat:
         self._num_tokens = 0
         self._largest_batch = 0
 
-    def count(self, num_steps: int, num_step_sequences: int, num_tokens: int) -> None:
-        """Adds steps of equally many sequences: how many steps, sequences in all of them, and tokens reported
-        to a coordinator."""
-        self._num_steps += num_steps
-        self._num_step_sequences += num_step_sequences
+    def count_step(self, num_sequences: int, num_tokens: int) -> None:
+        """Count a step that has run, and its tokens that are reported to a coordinator."""
+        self._num_steps += 1
+        self._num_step_sequences += num_sequences
         self._num_tokens += num_tokens
-        self._largest_batch = max(self._largest_batch, num_step_sequences // max(1, num_steps))
+        self._largest_batch = max(self._largest_batch, num_sequences)
 
     def load(self, worker: PeerId, held: Sequence[Key], draining: bool, coordinator: int | None) -> Load:
         """Return the load for one of several coordinators; None: for the only one. ``held``: every dispatch
