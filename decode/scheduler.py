@@ -119,14 +119,11 @@ class DecodeScheduler:
         self.running[key] = self.by_request[request_id] = sequence
         self._members.add(sequence)
 
-    def drop(self, key: Key) -> bool:
+    def drop(self, key: Key) -> None:
         """Forgets a sequence and frees its blocks: at once, or when the last step in flight that has them
         ends."""
-        sequence = self.running.get(key)
-        if sequence is None:
-            return False
-        self._end(sequence)
-        return True
+        if (sequence := self.running.get(key)) is not None:
+            self._end(sequence)
 
     def rename(self, sequence: DecodeSequence, key: Key, request_id: str, deadline: float) -> None:
         """The sequence goes on as another dispatch, of another request; also in the steps in flight."""

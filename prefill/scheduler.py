@@ -107,17 +107,16 @@ class PrefillScheduler:
         """The prompt, if it is here and not computed yet."""
         return self.waiting.get(key) or self.running.get(key)
 
-    def drop(self, key: Key) -> PrefillSequence | None:
+    def drop(self, key: Key) -> None:
         """Forgets a prompt and frees its blocks: at once, or when the running step that writes them ends."""
         sequence = self.waiting.pop(key, None) or self.running.get(key) or self.pinned.pop(key, None)
         if sequence is None:
-            return None
+            return
         if sequence.in_step:
             sequence.cancelled = True
         else:
             self.running.pop(key, None)
             self.blocks.release(sequence.blocks)
-        return sequence
 
     def unpin(self, key: Key) -> None:
         """The handoff of a computed prompt is over."""
