@@ -3,8 +3,9 @@ decode worker. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+from ..transport.handoff.outgoing import Outgoing
 from ..transport.handoff.sender import HandoffSender
 from ..transport.messages.messages import TokenLogprobs
 from .chunks import PrefillSequence, PrefillStep
@@ -37,21 +38,13 @@ class HandoffFeed:
 
     def layer_stride(self, step: PrefillStep) -> int:
         """Every how many layers ``layers_done`` is wanted while this step runs; 0: not at all."""
-        strides = [
-            out.layer_stride(self._num_final(c.sequence, c.end))
-            for c in step.chunks
-            if (out := self._sender.outgoing.get(c.sequence.key)) is not None
-        ]
-        return min((stride for stride in strides if stride), default=0)
+        strides = (out.layer_stride(stop) for out, stop in self._outgoing(step))
+        return min(filter(None, strides), default=0)
 
     def next_slice(self, step: PrefillStep) -> int | None:
         """How many layers of the running step must be done before ``layers_done`` has anything leave, as
         things are now; None: nothing leaves before the step's end."""
-        nexts = [
-            out.next_slice(self._num_final(c.sequence, c.end))
-            for c in step.chunks
-            if (out := self._sender.outgoing.get(c.sequence.key)) is not None
-        ]
+        nexts = (out.next_slice(stop) for out, stop in self._outgoing(step))
         return min((layers for layers in nexts if layers is not None), default=None)
 
     def layers_done(self, step: PrefillStep, num_layers: int) -> None:
@@ -73,6 +66,12 @@ class HandoffFeed:
 
     def _offer(self, sequence: PrefillSequence, now: float) -> None:
         self._sender.offer(sequence.decode, sequence.spec, len(sequence.blocks), sequence.hashes, now)
+
+    def _outgoing(self, step: PrefillStep) -> Iterator[tuple[Outgoing, int]]:
+        """Yield the handoff of each chunk that has one, and how many of its blocks are final with the step."""
+        for chunk in step.chunks:
+            if (out := self._sender.outgoing.get(chunk.sequence.key)) is not None:
+                yield out, self._num_final(chunk.sequence, chunk.end)
 
     def _num_final(self, sequence: PrefillSequence, num_computed: int) -> int:
         """The last block, which may be partial, only with the last token."""
