@@ -64,6 +64,7 @@ class DecodeCore(RoleCore[ReceiverAction | SenderAction, DecodeStep]):
         self.scheduler, self.receiver = scheduler, receiver
         self._kv_name = meet.model.kv_name
         self.moving = Moving(meet, scheduler, tests_movers)
+        self.sender = self.moving.sender
         self.answers = Answers(scheduler, kept_s)
         self._heartbeat = Heartbeat(scheduler, receiver, self.moving, self.answers)
         self._next_deadline = float("inf")  # of any sequence here; or earlier
@@ -177,13 +178,13 @@ class DecodeCore(RoleCore[ReceiverAction | SenderAction, DecodeStep]):
         for sequence in self.scheduler.running.values():
             yield Wait(sequence.key, "its end", sequence.deadline)
         yield from self.receiver.waits()
-        yield from self.moving.sender.waits()
+        yield from self.sender.waits()
 
     def block_tables(self) -> Iterator[list[int]]:
         """The blocks that are referenced, owner by owner."""
         yield from self.scheduler.block_tables()
         yield from self.receiver.leases.block_tables()
-        yield from self.moving.sender.tests.block_tables()
+        yield from self.sender.tests.block_tables()
 
     def room(self) -> tuple[int, int]:
         """For the receiver: (rows free, blocks to leave for the sequences that run)."""

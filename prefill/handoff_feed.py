@@ -68,7 +68,7 @@ class HandoffFeed:
         self._sender.offer(sequence.decode, sequence.spec, len(sequence.blocks), sequence.hashes, now)
 
     def _outgoing(self, step: PrefillStep) -> Iterator[tuple[Outgoing, int]]:
-        """Yield the handoff of each chunk that has one, and how many of its blocks are final with the step."""
+        """Yield the handoff of each chunk that has one, and how many blocks are final with the chunk."""
         for chunk in step.chunks:
             if (out := self._sender.outgoing.get(chunk.sequence.key)) is not None:
                 yield out, self._num_final(chunk.sequence, chunk.end)

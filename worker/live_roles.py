@@ -55,7 +55,6 @@ class PrefillRole(PlayedRole):
             is_local=host.hands_to_itself if host else lambda _: False,
             tests_movers=True,
         )
-        self.sender = self.core.sender
 
     def _take(self, now: float) -> list[Any]:
         return self.core.take()
@@ -116,7 +115,6 @@ class DecodeRole(PlayedRole):
         self.core = DecodeCore(
             self._meet(), scheduler, receiver, settings.drain_timeout_s, True, process.times.answers
         )
-        self.sender = self.core.moving.sender
 
     def _take(self, now: float) -> list[Any]:
         return self.core.take(now)

@@ -141,7 +141,7 @@ class Worker:
             _log.info("drained: nothing is left here, leaving")
             role.close()  # the process ends
         else:
-            self._retiring.append(RetiringEnd(role.sending, role.sender))
+            self._retiring.append(RetiringEnd(role.sending))
             role.stop()
             blocks = self._parts.blocks
             _log.info(

@@ -16,7 +16,6 @@ from ..transport.environment import Clock
 from ..transport.handoff.layer_slicing import TransferClock
 from ..transport.handoff.protocol import ToCoordinator
 from ..transport.handoff.receiving_end import ReceivingEnd
-from ..transport.handoff.sender import HandoffSender
 from ..transport.handoff.sending_end import SendingEnd
 from ..transport.messages.messages import Flip, Goodbye, Hello, Load, Meet, Message, Role
 from ..transport.process.reports import Telemetry, with_telemetry
@@ -90,7 +89,6 @@ class PlayedRole(ABC):
 
     role: ClassVar[Role]
     core: PrefillCore | DecodeCore
-    sender: HandoffSender
     max_batch_tokens: int
 
     def __init__(
@@ -114,9 +112,7 @@ class PlayedRole(ABC):
         self.steps = process.steps
         self.steps.add(self.core)
         self.departure = Departure(self.core, self.role, host)
-        self.sending = SendingEnd(
-            self.sender, settings.worker_id, self.links.incarnation, parts.environment, process.times.reach
-        )
+        self.sending = SendingEnd(self.core.sender, self.core.worker, parts.environment, process.times.reach)
         self._readings = WorkerReadings(
             lambda: self.steps.busy_seconds, process.model.start_phases, self._clock.now
         )
@@ -132,7 +128,7 @@ class PlayedRole(ABC):
 
     @abstractmethod
     def _make_core(self) -> None:
-        """Set ``core``, ``sender`` and ``max_batch_tokens``."""
+        """Set ``core`` and ``max_batch_tokens``."""
 
     @abstractmethod
     def _take(self, now: float) -> list[Any]:

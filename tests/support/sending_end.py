@@ -23,7 +23,7 @@ MODEL = ModelIdentity(kv_name="f", dtype="float32", block_size=16, cache_map=sta
 
 
 def end_of(sender: HandoffSender) -> SendingEnd:
-    return SendingEnd(sender, "p", 1, live_environment(filled_pool(8), None, zmq.Poller(), True))
+    return SendingEnd(sender, ("p", 1), live_environment(filled_pool(8), None, zmq.Poller(), True))
 
 
 class SlowMover:

@@ -40,17 +40,12 @@ _log = logging.getLogger(__name__)
 
 
 class SendingEnd:
-    """Carries out the actions of a ``HandoffSender``. Channels are opened under ``incarnation``."""
+    """Carries out the actions of a ``HandoffSender``. Channels are opened under ``worker``'s name."""
 
     def __init__(
-        self,
-        sender: HandoffSender,
-        worker_id: str,
-        incarnation: int,
-        environment: Environment,
-        times: ReachTimes | None = None,
+        self, sender: HandoffSender, worker: PeerId, environment: Environment, times: ReachTimes | None = None
     ) -> None:
-        self._sender, self._worker_id, self._incarnation = sender, worker_id, incarnation
+        self.sender, (self._worker_id, self._incarnation) = sender, worker
         self._clock, self._network = environment.clock, environment.network
         self._device, self._mover = environment.device, environment.mover
         self._channels: dict[PeerId, Channel] = {}
@@ -77,7 +72,7 @@ class SendingEnd:
             if channel.socket in ready:
                 for message in channel.receive(RECEIVE_LIMIT):
                     self._receive(peer, message, now)
-        looks = now - self._looked >= (LOOK_S if self._sender.outgoing else IDLE_LOOK_S)
+        looks = now - self._looked >= (LOOK_S if self.sender.outgoing else IDLE_LOOK_S)
         for peer in list(self._movers if looks else self._moving):
             if (mover := self._movers.get(peer)) is None:
                 continue
@@ -133,19 +128,19 @@ class SendingEnd:
         for peer, channel in list(self._channels.items()):
             gone_since = channel.gone_since(now)
             verdict = self._reachability.judge(peer, gone_since, channel.ever_connected, now)
-            if verdict == "forgotten" or (verdict == "lost" and self._sender.outgoing):
+            if verdict == "forgotten" or (verdict == "lost" and self.sender.outgoing):
                 self._close_mover(peer)
-                self._sender.peer_lost(peer, f"decode worker {peer[0]} cannot be reached from here")
+                self.sender.peer_lost(peer, f"decode worker {peer[0]} cannot be reached from here")
             if verdict == "forgotten":
                 self._forget(peer)
-                self._sender.meetings.retirement.forget(peer[0])
+                self.sender.meetings.retirement.forget(peer[0])
 
     def _receive(self, peer: PeerId, message: Message, now: float) -> None:
         if not isinstance(message, BETWEEN_MOVERS):
-            self._sender.receive(peer, message, now)
+            self.sender.receive(peer, message, now)
             if isinstance(message, Met) and not same_process(message.incarnation, peer[1]):
                 self._replace(peer, RESTARTED)
-                self._sender.meetings.retirement.restarted(peer)
+                self.sender.meetings.retirement.restarted(peer)
         elif (talking := as_talking_source(self._movers.get(peer))) is not None:
             talking.receive(message)
 
@@ -155,7 +150,7 @@ class SendingEnd:
         peer = (action.peer.worker_id, action.peer.incarnation)
         others = self._others(peer)
         if any(is_earlier(peer[1], other[1]) for other in others):
-            self._sender.peer_lost(peer, FENCED)  # wanted by a prompt that has waited since then
+            self.sender.peer_lost(peer, FENCED)  # wanted by a prompt that has waited since then
             return
         for other in others:
             if is_earlier(other[1], peer[1]):
@@ -172,7 +167,7 @@ class SendingEnd:
     def _replace(self, peer: PeerId, reason: str) -> None:
         """Give up this peer: another incarnation has taken its name."""
         self._forget(peer)
-        self._sender.peer_lost(peer, reason)
+        self.sender.peer_lost(peer, reason)
 
     def _open_mover(self, action: OpenMover) -> None:
         for other in self._others(action.peer):  # the peer that answers is there, whichever number it has
@@ -188,7 +183,7 @@ class SendingEnd:
         blocks = [block for _, block, _ in action.items]
         first, end = action.layers or (0, device.num_layers)
         num_bytes = device.block_bytes * len(blocks) * (end - first) // device.num_layers
-        if not self._sender.meetings.is_testing(action.peer):
+        if not self.sender.meetings.is_testing(action.peer):
             self.transfers.put(action.peer, num_bytes, self._clock.now())
 
         def put() -> None:
@@ -206,7 +201,7 @@ class SendingEnd:
         if mover.pending():
             return
         if (burst := self.transfers.settled(peer, self._clock.now())) is not None:
-            self._sender.meetings.note_transfer(peer, *burst)
+            self.sender.meetings.note_transfer(peer, *burst)
 
     def _send_when_written(self, peer: PeerId, lease: int, make: Callable[[], Message]) -> None:
         def send() -> None:
@@ -228,13 +223,13 @@ class SendingEnd:
                 use()
         except PeerEnded as error:
             self._close_mover(peer)
-            self._sender.peer_lost(peer, f"decode worker {peer[0]}: {error}")
+            self.sender.peer_lost(peer, f"decode worker {peer[0]}: {error}")
         except (TransportError, KeyError) as error:
             self._close_mover(peer)
-            if self._sender.meetings.is_testing(peer):
-                self._sender.test_failed(peer, str(error))
+            if self.sender.meetings.is_testing(peer):
+                self.sender.test_failed(peer, str(error))
                 return
-            falls_back = self._sender.mover_failed(peer, str(error))
+            falls_back = self.sender.mover_failed(peer, str(error))
             what_now = f"; from now on by {FALLBACK_MOVER}" if falls_back else ""
             _log.warning("cannot hand KV blocks to %s: %s%s", peer[0], error, what_now)
 
@@ -270,12 +265,12 @@ class RetiringEnd:
     workers that may hold blocks for it, until each has answered. Its owner calls ``turn`` again and again
     until it ``is_over``, then ``close``."""
 
-    def __init__(self, end: SendingEnd, sender: HandoffSender) -> None:
+    def __init__(self, end: SendingEnd) -> None:
         """``end``: of a worker at rest, of which nothing else is used any more."""
-        self._end, self._sender = end, sender
+        self._end, self._sender = end, end.sender
         self._ticked = float("-inf")
         self._network = end.stop_writing()
-        sender.retire()
+        self._sender.retire()
 
     @property
     def is_over(self) -> bool:

@@ -87,7 +87,7 @@ def test_a_role_that_is_over_says_so_until_it_is_answered() -> None:
     reached.sender.receive(PEER, Met(worker_id="d0", incarnation=1, mover="shm", num_blocks=8), 0.0)
     mover = reached.end._movers[PEER] = SlowMover()
     mover.put(1, b"s" * 16, [(0, 1, 1)])
-    retiring = RetiringEnd(reached.end, reached.sender)
+    retiring = RetiringEnd(reached.end)
     assert not mover.under_way, "nothing is written any more by the time that it says so"
     sent: list[tuple[bytes, Message]] = []
     for second in (100, 200):
