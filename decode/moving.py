@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from ..engine.role_core import failed
 from ..transport.handoff.protocol import (
     Delivered,
     HandoffTimes,
@@ -22,7 +23,7 @@ from ..transport.handoff.protocol import (
 )
 from ..transport.handoff.sender import HandoffSender
 from ..transport.messages.blocks import chain, root_hash
-from ..transport.messages.messages import Meet, Message, Move, PeerId, RequestFailed, u32
+from ..transport.messages.messages import Meet, Message, Move, PeerId, u32
 from .scheduler import DecodeScheduler
 from .sequences import DecodeSequence
 
@@ -103,14 +104,7 @@ class Moving:
                 self._arrived(action.key)
             elif isinstance(action, Undelivered):
                 self.cancel(action.key)
-                coordinator, dispatch = action.key
-                failed = RequestFailed(
-                    coordinator=coordinator,
-                    dispatch=dispatch,
-                    kind=action.kind,
-                    message=action.message[:4096],
-                )
-                actions.append(ToCoordinator(failed))
+                actions.append(failed(action.key, action.kind, action.message))
             else:
                 actions.append(action)
         return actions

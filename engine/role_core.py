@@ -20,6 +20,12 @@ StepIn = TypeVar("StepIn", contravariant=True)
 BROKEN_AFTER = 3
 
 
+def failed(key: Key, kind: FailureKind, reason: str) -> ToCoordinator:
+    """Report that a worker does no more for this dispatch."""
+    message = RequestFailed(coordinator=key[0], dispatch=key[1], kind=kind, message=reason[:4096])
+    return ToCoordinator(message)
+
+
 class StepFailures:
     """Counts requests that failed alone in a step, without a good step between.
 
@@ -183,8 +189,7 @@ class RoleCore(ABC, Generic[Action, Step]):
         self._report_failed(key, kind, reason)
 
     def _report_failed(self, key: Key, kind: FailureKind, reason: str) -> None:
-        failed = RequestFailed(coordinator=key[0], dispatch=key[1], kind=kind, message=reason[:4096])
-        self._actions.append(ToCoordinator(failed))
+        self._actions.append(failed(key, kind, reason))
 
     # --- grammars --------------------------------------------------------------------------------
 
