@@ -15,7 +15,6 @@ from ..process.host import EVERYWHERE
 
 HELLO_EVERY_S = 1.0
 HEARTBEAT_S = 0.25  # until a coordinator names another time
-ORPHANED_AFTER_S = 10.0  # the coordinator answers every heartbeat
 COMPLAIN_AFTER_S = 4.0  # then after twice as long, and so on
 RECEIVE_LIMIT = 256
 _log = logging.getLogger(__name__)
@@ -75,7 +74,7 @@ def opened_to(identity: bytes) -> int:
 
 
 class CoordinatorLink:
-    """One channel, made anew with each incarnation. ``incarnations`` returns a new one's number."""
+    """One channel, made anew with each incarnation. ``incarnations`` returns the next one's number."""
 
     def __init__(
         self,
@@ -83,18 +82,18 @@ class CoordinatorLink:
         network: Network,
         worker_id: str,
         worker: LinkOwner,
+        incarnation: int,
         incarnations: Callable[[], int],
-        orphaned_after_s: float = ORPHANED_AFTER_S,
-        incarnation: int | None = None,
+        orphaned_after_s: float,
     ) -> None:
-        """``incarnation``: where the worker has one already."""
         self._address, self._network, self._worker_id = address, network, worker_id
         self._worker, self._incarnations, self._orphaned_after_s = worker, incarnations, orphaned_after_s
         self._received_at = 0.0  # when the last message came
-        self.incarnation = incarnations() if incarnation is None else incarnation
+        self.incarnation = incarnation
         self.coordinator: int | None = None  # the coordinator's incarnation, once it has welcomed us
         self.heartbeat_s = HEARTBEAT_S
-        self._misfit = ""
+        self.misfit = ""
+        """Why no worker of the other role fits this one, as the coordinator has put it; empty: one does."""
         self._hello_at = float("-inf")
         self._waiting_since: float | None = None
         self._complain_after_s = COMPLAIN_AFTER_S
@@ -104,11 +103,6 @@ class CoordinatorLink:
     def socket(self) -> object:
         """Names the channel among those that are ready; changes with the incarnation."""
         return self._channel.socket
-
-    @property
-    def misfit(self) -> str:
-        """Why no worker of the other role fits this one, as the coordinator has put it; empty: one does."""
-        return self._misfit
 
     def send(self, *messages: Message) -> bool:
         """Queues messages, together; False where any had to be dropped."""
@@ -151,8 +145,8 @@ class CoordinatorLink:
 
     def _note_misfit(self, misfit: str) -> None:
         """Log each change: a worker that gets no work looks healthy otherwise."""
-        if misfit != self._misfit:
-            self._misfit = misfit
+        if misfit != self.misfit:
+            self.misfit = misfit
             level = logging.WARNING if misfit else logging.INFO
             _log.log(level, "%s", misfit or "there is a worker of the other role that this one fits")
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 from ..environment import Network
 from ..messages.messages import FirstToken, Hello, Joined, Load, Message, RequestFailed, StepTokens
-from .coordinator_link import HEARTBEAT_S, ORPHANED_AFTER_S, CoordinatorLink, LinkedWorker
+from .coordinator_link import HEARTBEAT_S, CoordinatorLink, LinkedWorker
 
 OF_A_REQUEST = (FirstToken, Joined, StepTokens, RequestFailed)
 _log = logging.getLogger(__name__)
@@ -34,8 +34,8 @@ class CoordinatorLinks:
         worker_id: str,
         worker: LinkedWorker,
         incarnations: Callable[[], int],
-        orphaned_after_s: float = ORPHANED_AFTER_S,
-        discover: Callable[[], Sequence[str]] = tuple,
+        orphaned_after_s: float,
+        discover: Callable[[], Sequence[str]],
     ) -> None:
         """``discover``: returns the present addresses of coordinators that are found by name."""
         self._discover, self._discovered = discover, set[str]()
@@ -148,7 +148,7 @@ class CoordinatorLinks:
             self._network,
             self._worker_id,
             self,
+            self.incarnation,
             self._incarnations,
             self._orphaned_after_s,
-            self.incarnation,
         )

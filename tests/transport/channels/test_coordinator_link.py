@@ -67,10 +67,10 @@ class Line:
     def __init__(self) -> None:
         self.router = RouterChannel.bind("tcp://127.0.0.1:*", None, FROM_WORKER)
         self.worker, self.now = Worker(), 0.0
-        counter = itertools.count(5)
+        counter = itertools.count(6)
         network = LiveNetwork(None, zmq.Poller())
         self.link = CoordinatorLink(
-            self.router.address, network, "w", self.worker, lambda: next(counter), orphaned_after_s=10.0
+            self.router.address, network, "w", self.worker, 5, lambda: next(counter), orphaned_after_s=10.0
         )
 
     def receive_hello(self) -> bytes:
