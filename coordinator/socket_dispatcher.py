@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from ..transport.channels.channels import RouterChannel
-from ..transport.channels.event_loop import Attachment, LoopTimers, attach
+from ..transport.channels.event_loop import Attachment, LoopTimers
 from ..transport.channels.keys import ClusterKey
 from ..transport.messages.messages import FROM_WORKER, Hello
 from ..transport.process.host import host_identity
@@ -82,7 +82,7 @@ class SocketDispatcher(LifecycleDispatcher):
 
     def start(self) -> None:
         """Begin to receive from the workers."""
-        self._attachment = attach(self._loop, self._channel, self.receive)
+        self._attachment = Attachment(self._loop, self._channel, self.receive)
         super().start()
 
     def stop(self) -> None:

@@ -13,7 +13,7 @@ from typing import cast
 import uvloop
 
 from ...transport.channels.channels import RouterChannel
-from ...transport.channels.event_loop import attach
+from ...transport.channels.event_loop import Attachment
 from ...transport.messages.messages import FROM_WORKER, Message, StepTokens, from_u32
 
 BODY = (
@@ -47,7 +47,7 @@ async def serve() -> None:
     loop = asyncio.get_running_loop()
     server = await loop.create_server(lambda: _Connection(transports), "127.0.0.1", 0, backlog=2048)
     with RouterChannel.bind("tcp://127.0.0.1:*", None, FROM_WORKER) as channel:
-        attachment = attach(loop, channel, receive)
+        attachment = Attachment(loop, channel, receive)
         print(server.sockets[0].getsockname()[1], channel.address, flush=True)
         try:
             await asyncio.Event().wait()

@@ -14,7 +14,7 @@ Messages of one call of ``send`` travel as frames of one ZeroMQ message: the pee
 threads, wake once for all. They are queued or dropped together.
 
 A channel belongs to the thread that uses it. Loops wait on it with ``zmq.Poller`` (``channel.socket``), event
-loops with ``attach``. ``key=None`` means no encryption and no authentication: for an explicit --insecure
+loops with ``Attachment``. ``key=None`` means no encryption and no authentication: for an explicit --insecure
 only.
 """
 

@@ -28,8 +28,8 @@ class LoopTimers:
 
 
 class Attachment:
-    """Passes the lists that ``channel.receive`` returns to ``callback``, at most BUDGET messages a turn,
-    until closed."""
+    """Passes the lists that ``channel.receive`` returns to ``callback`` on ``loop``, at most BUDGET of them a
+    turn, until closed."""
 
     def __init__(
         self,
@@ -66,13 +66,3 @@ class Attachment:
 
     def _schedule(self) -> None:
         self._scheduled = self._loop.call_soon(self._drain)
-
-
-def attach(
-    loop: asyncio.AbstractEventLoop,
-    channel: RouterChannel | DealerChannel,
-    callback: Callable[[list[Any]], None],
-) -> Attachment:
-    """Call ``callback(messages)`` on ``loop`` with the messages that arrive: (identity, message) pairs, or
-    messages for a dealer."""
-    return Attachment(loop, channel, callback)

@@ -42,14 +42,14 @@ class MessageSocket:
     def __init__(self, context: Context, socket: zmq.Socket[bytes], allowed: Collection[type[Message]]):
         self.socket = socket
         self.counters = ChannelCounters()
-        self.after_send: Callable[[], None] | None = None  # set by ``attach``
+        self.after_send: Callable[[], None] | None = None  # set by ``Attachment``
         self._context = context
         self._allowed = frozenset(allowed)
         self._last_log = -LOG_EVERY_S
 
     @property
     def fd(self) -> int:
-        """Edge-triggered: see ``event_loop.attach``."""
+        """Edge-triggered: see ``event_loop.Attachment``."""
         return int(self.socket.getsockopt(zmq.FD))
 
     @property

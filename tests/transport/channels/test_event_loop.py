@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import zmq
 from support.channels import DEADLINE_S, HELLO, dealer, router
 
-from splitserve.transport.channels.event_loop import BUDGET, attach
+from splitserve.transport.channels.event_loop import BUDGET, Attachment
 from splitserve.transport.messages.messages import Cancel, RequestFailed, u32
 from splitserve.transport.process.wakeup import Wakeup
 
@@ -35,8 +35,8 @@ async def test_an_event_loop_hears_every_message(stack: ExitStack) -> None:
 
     loop = asyncio.get_running_loop()
     at_server, at_worker = (
-        attach(loop, server, on_worker_messages),
-        attach(loop, worker, on_coordinator_messages),
+        Attachment(loop, server, on_worker_messages),
+        Attachment(loop, worker, on_coordinator_messages),
     )
     for start in range(0, total, 100):
         for dispatch in range(start, min(total, start + 100)):
@@ -60,7 +60,7 @@ async def test_an_event_loop_goes_on_after_an_error_in_the_callback(stack: ExitS
             raise RuntimeError("first")
         received.set()
 
-    attachment = attach(loop, server, callback)
+    attachment = Attachment(loop, server, callback)
     worker.send(HELLO)
     while not errors:
         await asyncio.sleep(0.002)
