@@ -66,7 +66,7 @@ end
 class RedisResponses:
     """A ``ResponseStore``."""
 
-    def __init__(self, url: str, keep_s: float, prefix: str = PREFIX) -> None:
+    def __init__(self, url: str, keep_s: float) -> None:
         """Connects when it is first asked. Raises CannotStart for a malformed URL."""
         try:
             self._redis: redis.asyncio.Redis = redis.asyncio.Redis.from_url(
@@ -74,7 +74,7 @@ class RedisResponses:
             )
         except ValueError as error:
             raise CannotStart(f"--responses-file: {error}") from None
-        self._keep_s, self._prefix = max(1, int(keep_s)), prefix
+        self._keep_s = max(1, int(keep_s))
         self._save, self._cancel = map(self._redis.register_script, (SAVE, CANCEL))
 
     async def close(self) -> None:
@@ -168,7 +168,7 @@ class RedisResponses:
         return await self.found(tenant, id)
 
     def _key(self, kind: str, name: str) -> str:
-        return f"{self._prefix}{kind}:{name}"
+        return f"{PREFIX}{kind}:{name}"
 
     def _item(self, tenant: str, id: str) -> str:
         return self._key("item", f"{len(id)}:{id}:{tenant}")

@@ -104,7 +104,7 @@ _log = logging.getLogger(__name__)
 class RedisLimiter:
     """A ``Limiter``."""
 
-    def __init__(self, url: str, prefix: str = PREFIX) -> None:
+    def __init__(self, url: str) -> None:
         """Connects when it is first asked. Raises TenantsFileError for a malformed URL."""
         try:
             self._redis: redis.asyncio.Redis = redis.asyncio.Redis.from_url(
@@ -112,7 +112,6 @@ class RedisLimiter:
             )
         except ValueError as error:
             raise TenantsFileError(f"--redis-url: {error}") from None
-        self._prefix = prefix
         self._script = self._redis.register_script(SCRIPT)
         self._process = secrets.token_hex(8)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -148,7 +147,7 @@ class RedisLimiter:
         for task in (*self._tasks, *([self._alive] if self._alive is not None else [])):
             task.cancel()
         with contextlib.suppress(RedisError, OSError):
-            await self._redis.delete(f"{self._prefix}alive:{self._process}")
+            await self._redis.delete(f"{PREFIX}alive:{self._process}")
         await self._redis.aclose()
 
     async def take(
@@ -156,11 +155,11 @@ class RedisLimiter:
     ) -> tuple[bool, list[Holder]]:
         """Runs the script: whether it was taken, and what the holders then have. Raises RedisError or
         OSError. ``now``: for tests."""
-        alive, month = f"{self._prefix}alive:", month_of(time.time() if now is None else now)
+        alive, month = f"{PREFIX}alive:", month_of(time.time() if now is None else now)
         head: list[Any] = [tokens, streams, self._process, alive, month, "" if now is None else now]
         bounds = [getattr(limits, name) or 0 for _, limits in holders for name in LIMIT_NAMES]
         result: list[Any] = await self._script(
-            keys=[self._prefix + key for key, _ in holders], args=[*head, *bounds]
+            keys=[PREFIX + key for key, _ in holders], args=[*head, *bounds]
         )
         numbers, width = [float(value) for value in result[1:]], NUM_FIELDS + 1
         return bool(int(result[0])), [
@@ -208,7 +207,7 @@ class RedisLimiter:
 
     async def _renew_alive(self) -> None:
         try:
-            await self._redis.set(f"{self._prefix}alive:{self._process}", 1, ex=ALIVE_S)
+            await self._redis.set(f"{PREFIX}alive:{self._process}", 1, ex=ALIVE_S)
         except (RedisError, OSError) as error:
             self._complain(error)
 
