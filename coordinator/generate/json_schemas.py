@@ -26,15 +26,13 @@ _log = logging.getLogger(__name__)
 Schema = dict[str, Any]
 
 
-def guided(schema: Schema, *, lenient: bool = False, closed: bool = True) -> str:
-    """Return the JSON text of the schema with its options for llguidance.
-
-    ``lenient``: keywords that a grammar cannot hold are left out. ``closed``: an object that names its
-    properties has no others, unless its schema allows them.
+def guided(schema: Schema, *, lenient: bool = False) -> str:
+    """Return the JSON text of the schema with its options for llguidance. An object that names its properties
+    has no others, unless its schema allows them. ``lenient``: leave out keywords that a grammar cannot hold.
     """
     if lenient:
         schema = _rebuilt(schema, _without_odd_pattern)
-    if closed and not any("allOf" in inner for _, inner in _all(schema)):
+    if not any("allOf" in inner for _, inner in _all(schema)):
         schema = _rebuilt(schema, _closed)
     own = schema.get("x-guidance")
     options = {
