@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import monotonic
@@ -125,10 +124,8 @@ class HttpApp:
             tracing,
             times_tokens,
         )
-        self.responses, messages = (
-            ResponsesRoutes(self.generation, responses),
-            MessagesRoutes(self.generation),
-        )
+        self.responses = ResponsesRoutes(self.generation, responses)
+        messages = MessagesRoutes(self.generation)
         self.batches: BatchRunner | None = None
         if batches is not None:
             dialects = {"/v1/responses": self.responses.create, "/v1/messages": messages.create}
@@ -223,19 +220,11 @@ class HttpServer:
     """Runs an application on one listening socket. ``start`` and ``stop`` are called in the loop that is to
     run it."""
 
-    def __init__(
-        self,
-        app: HttpApp,
-        *,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        shared: bool = False,
-        sock: socket.socket | None = None,
-    ) -> None:
+    def __init__(self, app: HttpApp, *, host: str = "127.0.0.1", port: int = 0, shared: bool = False) -> None:
         """Binds at once; ``shared``: beside other processes on the same port. Raises OSError with the address
         and what to do."""
         self.app = app
-        self._socket = sock or bind(host, port, shared=shared)
+        self._socket = bind(host, port, shared=shared)
         size = app.generation.limits.max_body_bytes
         self._server = ListeningServer(app, self._socket, app.front.tls, max_message_bytes=size)
         self._running: list[asyncio.Task[None]] = []
