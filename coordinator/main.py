@@ -56,10 +56,6 @@ MakeController = Callable[[Any, Lifecycle, SocketDispatcher], Controller | None]
 """Takes the settings; returns None where they ask for no controller."""
 
 
-def no_controller(settings: CoordinatorSettings, lifecycle: Lifecycle, dispatcher: SocketDispatcher) -> None:
-    """Leave the workers as they are."""
-
-
 def run(settings: CoordinatorSettings, in_child: Serve, make_controller: MakeController) -> None:
     """Run the coordinator, in one process or several, until SIGTERM or Ctrl-C.
 
@@ -89,9 +85,7 @@ def run_one(settings: CoordinatorSettings, place: Place, make_controller: MakeCo
         sys.exit(1)
 
 
-async def serve(
-    settings: CoordinatorSettings, place: Place, make_controller: MakeController = no_controller
-) -> None:
+async def serve(settings: CoordinatorSettings, place: Place, make_controller: MakeController) -> None:
     """Serve until a signal, or until the parent of several processes is gone.
 
     Raises CannotStart, EngineError, TenantsError, TransportError or OSError if it cannot start, and an
@@ -203,10 +197,8 @@ def _make_run_folder() -> RunFolder | None:
         return RunFolder()
     except OSError as error:
         _log.warning(
-            (
-                "commands on this host will not find this coordinator; without --admin-key-file nobody "
-                "is an operator: %s"
-            ),
+            "commands on this host will not find this coordinator; without --admin-key-file nobody "
+            "is an operator: %s",
             error,
         )
         return None
