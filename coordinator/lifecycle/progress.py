@@ -121,11 +121,8 @@ class Progress:
         if index == request.num_received:
             return self._push(request, token, logprobs, finished, stage_s, now)
         if index > request.num_received:
-            return self._retry_lost_token(request, now)
+            return self._machine.retry(request, f"token {request.num_received} was lost on the way", now)
         return []  # the client has it
-
-    def _retry_lost_token(self, request: Request, now: float) -> list[Action]:
-        return self._machine.retry(request, f"token {request.num_received} was lost on the way", now)
 
     def _push(
         self,
