@@ -230,9 +230,7 @@ class StepThread(Generic[S]):
         if not self._broken:
             try:
                 finished = Finished(step, output(), None)
-            except (
-                Exception
-            ) as error:  # reported to the loop, which gives the step's requests back or tries a smaller one
+            except Exception as error:  # the loop gives the step's requests back, or tries a smaller one
                 finished, self._broken = _failed(step, error), True
         self._busy.end(time.monotonic())
         self._outbox.put(finished)
