@@ -170,13 +170,6 @@ class BlockManager:
                 else:
                     self._idle[block] = None
 
-    def discard(self, block: int) -> None:
-        """Forgets a block's hash: its content is not to be trusted."""
-        self._forget(block)
-        if block in self._idle:
-            del self._idle[block]
-            self._free.append(block)
-
     def cached_hashes(self) -> list[bytes]:
         """Every hash that can be found here."""
         return list(self._block_of)
@@ -204,8 +197,7 @@ class BlockManager:
 
     def _forget(self, block: int) -> None:
         block_hash, parent = self._hash[block], self._parent[block]
-        if block_hash is None:
-            return
+        assert block_hash is not None, "an idle block has a hash"
         del self._block_of[block_hash]
         self._hash[block] = self._parent[block] = None
         if parent is not None:

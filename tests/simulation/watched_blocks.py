@@ -103,8 +103,10 @@ class WatchedBlocks(BlockManager):
 
     def spill(self) -> None:
         """Empties the prefix cache."""
-        for block in list(self._idle):
-            self.discard(block)
+        for block in self._idle:
+            self._forget(block)
+            self._free.append(block)
+        self._idle.clear()
 
     def _violated(self, what: str) -> None:
         self._process.world.violated(f"{self._process.name}: {what}")

@@ -54,11 +54,6 @@ class Sequences(RuleBasedStateMachine):
         if self.held:
             self.manager.release(self.held.pop(which % len(self.held)))
 
-    @rule(which=st.integers(0, 100))
-    def find_corrupt(self, which: int) -> None:
-        if self.held and self.held[which % len(self.held)]:
-            self.manager.discard(self.held[which % len(self.held)][-1])
-
     @invariant()
     def every_block_is_somewhere(self) -> None:
         m = self.manager
