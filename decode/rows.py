@@ -87,12 +87,8 @@ class DecodeRows:
     def build(self, alone: bool = False) -> DecodeStep:
         """The step of all rows; the rows are then those of the step after it."""
         n = len(self.sequences)
-        positions, slots, indices, fed_from = (
-            self._positions[:n],
-            self._slots[:n],
-            self._indices[:n],
-            self._fed_from[:n],
-        )
+        positions, slots = self._positions[:n], self._slots[:n]
+        indices, fed_from = self._indices[:n], self._fed_from[:n]
         seq_lens = positions + 1
         width = (int(np.maximum.reduce(positions)) // self._block_size) + 1
         batch = Batch(

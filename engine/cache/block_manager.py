@@ -140,12 +140,8 @@ class BlockManager:
                 self.commit(block, block_hash, parent)
                 parent = block_hash
             return
-        references, hash_of, parent_of, num_children = (
-            self._references,
-            self._hash,
-            self._parent,
-            self._num_children,
-        )
+        references, num_children = self._references, self._num_children
+        hash_of, parent_of = self._hash, self._parent
         for block, block_hash in zip(blocks, hashes, strict=True):
             assert references[block] > 0, "only a block in use can be committed"
             assert hash_of[block] is None, "a block holds one hash"

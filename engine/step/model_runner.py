@@ -164,9 +164,8 @@ class ModelRunner:
         if size.max_model_len < model_len:
             logger.warning(
                 "max_model_len is %d, not the model's %d: the KV cache of %.2f GiB holds no longer sequence; "
-                "with more memory, "
-                "or a larger --kv-cache-gib, it "
-                "could", size.max_model_len, model_len, size.num_blocks * layout.block_bytes / 2**30
+                "with more memory, or a larger --kv-cache-gib, it could",
+                size.max_model_len, model_len, size.num_blocks * layout.block_bytes / 2**30
             )  # fmt: skip
         self.kv_cache = KVCache(layout, size.num_blocks, self.device, engine.pool_allocator)
         if engine.pool_allocator is not None:
