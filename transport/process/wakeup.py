@@ -12,9 +12,6 @@ class Wakeup:
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
-    def fileno(self) -> int:
-        return self.fd
-
     def set(self) -> None:
         """Thread-safe; setting it twice is setting it once."""
         os.eventfd_write(self.fd, 1)
