@@ -179,10 +179,7 @@ class WaysIn:
         }
         if not movers:
             self._met_by.pop(peer, None)
-        return not self._lingers(peer)
-
-    def _lingers(self, peer: PeerId) -> bool:
-        return any(self._targets[mover].lingers for mover in self._met_by.get(peer, ()))
+        return not any(self._targets[mover].lingers for mover in movers)
 
     def _earlier(self, peer: PeerId) -> list[PeerId]:
         """Return earlier incarnations of this worker that may be writing. One of another process counts if it
