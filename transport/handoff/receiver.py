@@ -198,7 +198,7 @@ class HandoffReceiver:
 
     def _on_offer(self, peer: PeerId, offer: Offer, now: float) -> None:
         key = (offer.coordinator, offer.dispatch)
-        if peer not in self._writers:
+        if peer not in self._writers.movers:
             return  # not met: the sender meets this worker anew after its deadline
         known = self.leases.granted.get(key)
         if known is not None and known.grant is not None:

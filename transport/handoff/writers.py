@@ -21,10 +21,6 @@ class Writers:
         self._retired: OrderedDict[PeerId, int] = OrderedDict()
         self._num_failed: dict[PeerId, int] = {}  # movers that a writer has named as failed; only grows
 
-    def __contains__(self, peer: PeerId) -> bool:
-        """Whether a mover was agreed on."""
-        return peer in self.movers
-
     def meet(self, peer: PeerId, meet: Meet, worker: PeerId) -> Met:
         """Return the answer to Meet. ``worker``: this decode worker's present name. The answer to an echo
         contains that name and nothing else, so that it cannot be taken for the answer to the newest Meet."""
