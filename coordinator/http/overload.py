@@ -63,11 +63,6 @@ class OverloadLimits:
     """Bound of bodies, and of WebSocket messages; half of it for bodies that are tokenized, 4 times for
     prompts."""
 
-    @classmethod
-    def for_bodies_of(cls, max_body_bytes: int) -> OverloadLimits:
-        """Return the limits of a server whose requests may have bodies of this size."""
-        return cls(max_held_bytes=max(MIN_HELD_BYTES, 4 * max_body_bytes))
-
 
 class Connection(Protocol):
     """A client's, HTTP or WebSocket."""

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from .access.url import listed
 from .limits import HttpLimits
-from .overload import OverloadLimits
+from .overload import MIN_HELD_BYTES, OverloadLimits
 
 HOST_PATTERN = re.compile(r"[\w.*-]+|\[?[0-9A-Fa-f:.]+\]?")
 ORIGIN_PATTERN = re.compile(r"\*|null|[\w.+-]+://[\w.*:\[\]-]+")
@@ -109,7 +109,7 @@ class HttpSettings(BaseModel):
 
     @property
     def overload_limits(self) -> OverloadLimits:
-        return OverloadLimits.for_bodies_of(self.http_limits.max_body_bytes)
+        return OverloadLimits(max_held_bytes=max(MIN_HELD_BYTES, 4 * self.http_limits.max_body_bytes))
 
     @model_validator(mode="after")
     def _consistent_http(self) -> Self:
