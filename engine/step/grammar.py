@@ -142,7 +142,7 @@ class CompilingCore(Protocol):
 class _Compiled(NamedTuple):
     key: tuple[int, int]
     matcher: TokenMatcher | None
-    reason: str = ""
+    reason: str
 
 
 class GrammarThread:
@@ -179,21 +179,20 @@ class GrammarThread:
 
     def _run(self) -> None:
         while (order := self._inbox.get()) is not None:
-            compiled = self._compile(order)
-            if compiled is not None:
-                self._outbox.put(compiled)
+            matcher, reason = self._compile(order)
+            if order.key is not None:
+                self._outbox.put(_Compiled(order.key, matcher, reason))
                 self._wake()
 
-    def _compile(self, order: CompileGrammar) -> _Compiled | None:
+    def _compile(self, order: CompileGrammar) -> tuple[TokenMatcher | None, str]:
         try:
             if self._compiler is None:
                 raise GrammarError("this worker serves no structured output")
-            matcher = self._compiler.matcher(order.grammar, order.output_token_ids)
+            return self._compiler.matcher(order.grammar, order.output_token_ids), ""
         except Exception as error:  # one request's, not the worker's; the thread goes on
             if not isinstance(error, GrammarError):
                 _log.error("compiling a grammar failed", exc_info=error)
-            return _Compiled(order.key, None, str(error)) if order.key is not None else None
-        return _Compiled(order.key, matcher) if order.key is not None else None
+            return None, str(error)
 
 
 class RuledMatcher:
