@@ -225,11 +225,11 @@ class Choice:
     def _flush_checked(self) -> None:
         text, num_tokens = "".join(self._parts), len(self._parts)
         self._parts.clear()
-        if not text:
+        if not (chunks := self._chunks(text)):
             return
         opened = self._opened
         self._exchange.begin()
-        self._write(self._opening() + self._chunk(text, None))
+        self._write(self._opening() + chunks)
         now = monotonic()
         if opened:
             self._itl.observe((now - self.last_write) / num_tokens)
@@ -242,11 +242,15 @@ class Choice:
         usage = self._exchange.usage_so_far() if self._plan.usage_on_every_chunk else None
         return self._form.opening(self.index, usage)
 
-    def _chunk(self, text: str, reason: ReportedReason | None) -> bytes:
+    def _chunks(self, text: str) -> bytes:
+        """Return the chunks of more text; empty: it shows nothing."""
+        return self._chunk(text, None) if text else b""
+
+    def _chunk(self, part: str | dict[str, Any], reason: ReportedReason | None) -> bytes:
         usage = self._exchange.usage_so_far() if self._plan.usage_on_every_chunk else None
-        entries = self._show(text, last=reason is not None)
+        entries = self._show(part if isinstance(part, str) else "", last=reason is not None)
         return self._form.chunk(
-            self.index, text, entries=entries, finish_reason=reason, usage=usage, more=self._more()
+            self.index, part, entries=entries, finish_reason=reason, usage=usage, more=self._more()
         )
 
     def _more(self) -> dict[str, Any] | None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
-from time import monotonic
+from collections.abc import Sequence
 from typing import Any
 
 from ..chat_output.events import CallArguments, CallStarted, Event, Reasoning, joined
@@ -81,9 +80,8 @@ class ParsedChoice(Choice):
             self._flush_checked()
 
     def last_chunk(self, reason: ReportedReason) -> bytes:
-        events = self._read(self._rest(), last=True)
-        chunks = b"".join(self._event_chunks(events))
-        return self._opening() + chunks + self._delta({}, self._reason(reason))
+        chunks = self._event_chunks(self._read(self._rest(), last=True))
+        return self._opening() + chunks + self._chunk({}, self._reason(reason))
 
     def result(self, reason: ReportedReason) -> ChoiceResult:
         text = self._rest()
@@ -116,19 +114,8 @@ class ParsedChoice(Choice):
             result.function_call = called[0]
         return result
 
-    def _flush_checked(self) -> None:
-        num_tokens = len(self._parts)
-        events = self._read("".join(self._parts), last=False)
-        self._parts.clear()
-        if not events:
-            return
-        opened = self._opened
-        self._exchange.begin()
-        self._write(self._opening() + b"".join(self._event_chunks(events)))
-        now = monotonic()
-        if opened:
-            self._itl.observe((now - self.last_write) / num_tokens)
-        self.last_write = now
+    def _chunks(self, text: str) -> bytes:
+        return self._event_chunks(self._read(text, last=False))
 
     def _read(self, text: str, *, last: bool) -> list[Event]:
         self._num_shown += len(text)
@@ -147,9 +134,8 @@ class ParsedChoice(Choice):
                 self._ids.append(event.id or made)
         return events
 
-    def _event_chunks(self, events: Sequence[Event]) -> Iterator[bytes]:
-        for event in events:
-            yield self._delta(self._fields(event), None)
+    def _event_chunks(self, events: Sequence[Event]) -> bytes:
+        return b"".join([self._chunk(self._fields(event), None) for event in events])
 
     def _fields(self, event: Event) -> dict[str, Any]:
         if isinstance(event, CallStarted):
@@ -173,13 +159,6 @@ class ParsedChoice(Choice):
         if isinstance(event, Reasoning):
             return {"reasoning_content": event.text, "reasoning": event.text}
         return {"content": event.text}
-
-    def _delta(self, delta: dict[str, Any], reason: ReportedReason | None) -> bytes:
-        usage = self._exchange.usage_so_far() if self._plan.usage_on_every_chunk else None
-        entries = self._show("", last=reason is not None)
-        return self._form.chunk(
-            self.index, delta, entries=entries, finish_reason=reason, usage=usage, more=self._more()
-        )
 
     def _reason(self, reason: ReportedReason) -> ReportedReason:
         if not self._ids or reason != "stop":
