@@ -62,9 +62,8 @@ class WorkerReports:
     def send_heartbeat(self, now: float) -> None:
         """Send load and cache events."""
         self._sent_at = now
-        if self._links.coordinators:
-            self._links.report(self._load)
-            self.send_cache_events()
+        self._links.report(self._load)
+        self.send_cache_events()
 
     def send_cache_events(self, everything: bool = False) -> None:
         """Send what the prefix cache gained and lost; with ``everything``, all it holds, for a coordinator
