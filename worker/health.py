@@ -95,7 +95,7 @@ class HealthServer:
         try:
             self._server = _Server(("", port), Handler)
         except OSError as error:
-            raise AddressError(f"--health-port {port}: cannot listen there ({error.strerror})") from None
+            raise AddressError(f"--health-port {port}: {error.strerror}; choose another port") from None
         self.port: int = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, name="probes", daemon=True).start()
 
