@@ -92,7 +92,7 @@ class Choice:
         self.num_tokens = 0
         self.first_token_at = 0.0  # monotonic seconds
         self.ended: Ended | None = None
-        self.timed_out: Literal["timeout", "length"] | None = None  # finish reason of what a deadline has cut
+        self.timed_out: Literal["timeout", "length"] | None = None  # finish reason if a deadline has cut it
         self._exchange = exchange
         self._plan = plan
         self._form = exchange.form
