@@ -54,21 +54,16 @@ class Accounting:
         return self._ledger.stages(), now - self.arrival
 
     def num_output_tokens(self) -> int:
-        choices = self._choices
-        return choices[0].num_tokens if len(choices) == 1 else sum([choice.num_tokens for choice in choices])
+        return sum([choice.num_tokens for choice in self._choices])
 
     def num_cached(self) -> int:
         """Return how many prompt tokens were found in a prefix cache: of each prompt, before its first
         candidate ran."""
-        if len(self._choices) == 1:  # mostly
-            ended = self._choices[0].ended
-            return ended.num_cached_tokens if ended is not None else 0
         cached: dict[int, int] = {}
         for choice in self._choices:
             if choice.ended is not None:
-                cached[id(choice.prompt)] = min(
-                    cached.get(id(choice.prompt), 1 << 62), choice.ended.num_cached_tokens
-                )
+                found = choice.ended.num_cached_tokens
+                cached[id(choice.prompt)] = min(found, cached.get(id(choice.prompt), found))
         return sum(cached.values())
 
     def num_used_tokens(self) -> int:
