@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -76,53 +76,41 @@ class ServedModel:
     ) -> ServedModel:
         """Read a checkpoint folder. Raises CannotStart."""
         try:
-            found = cls._load(folder, name, max_model_len, tool_parser, reasoning_parser, workers_hold)
+            config = read_json(folder / "config.json")
+            if not config:
+                raise ValueError(f"{folder / 'config.json'} does not exist or is empty")
+            config |= config.get("text_config") or {}  # a model for text and images
+            longest = config.get("max_position_embeddings", LONGEST)  # Gemma 3's names neither of the two
+            vocab_size = config.get("vocab_size", 0)
+            if not isinstance(longest, int) or not isinstance(vocab_size, int):
+                raise ValueError(
+                    f"{folder / 'config.json'}: max_position_embeddings and vocab_size must be whole numbers"
+                )
+            if max_model_len is not None and max_model_len > longest:
+                raise ValueError(
+                    f"max_model_len is {max_model_len}, but the model's context ends at {longest} tokens"
+                )
+            generation = read_json(folder / "generation_config.json")
+            eos = generation.get("eos_token_id", config.get("eos_token_id"))
+            tokenizer = Tokenizer.load(folder, vocab_size=vocab_size)
+            template = ChatTemplate.load(folder, tokenizer)
+            return cls(
+                name=name,
+                tokenizer=tokenizer,
+                chat_template=template,
+                chat_style=ChatStyle.of(
+                    template.source if template is not None else "", tool_parser, reasoning_parser
+                ),
+                longest=max_model_len or longest,
+                vocab_size=vocab_size or len(tokenizer.table.pieces),
+                architecture=str(config.get("model_type", "unknown")),
+                defaults=SamplingDefaults.of(generation),
+                eos_token_ids=frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos]),
+                trusts_templates=trusts_templates,
+                workers_hold=workers_hold,
+            )
         except (OSError, ValueError) as error:
             raise CannotStart(str(error)) from error
-        return replace(found, trusts_templates=trusts_templates)
-
-    @classmethod
-    def _load(
-        cls,
-        folder: Path,
-        name: str,
-        max_model_len: int | None,
-        tool_parser: ToolParserOption,
-        reasoning_parser: ReasoningOption,
-        workers_hold: Callable[[], int],
-    ) -> ServedModel:
-        config = read_json(folder / "config.json")
-        if not config:
-            raise ValueError(f"{folder / 'config.json'} does not exist or is empty")
-        config |= config.get("text_config") or {}  # a model for text and images
-        longest = config.get("max_position_embeddings", LONGEST)  # Gemma 3's names neither of the two
-        vocab_size = config.get("vocab_size", 0)
-        if not isinstance(longest, int) or not isinstance(vocab_size, int):
-            raise ValueError(
-                f"{folder / 'config.json'}: max_position_embeddings and vocab_size must be whole numbers"
-            )
-        if max_model_len is not None and max_model_len > longest:
-            raise ValueError(
-                f"max_model_len is {max_model_len}, but the model's context ends at {longest} tokens"
-            )
-        generation = read_json(folder / "generation_config.json")
-        eos = generation.get("eos_token_id", config.get("eos_token_id"))
-        tokenizer = Tokenizer.load(folder, vocab_size=vocab_size)
-        template = ChatTemplate.load(folder, tokenizer)
-        return cls(
-            name=name,
-            tokenizer=tokenizer,
-            chat_template=template,
-            chat_style=ChatStyle.of(
-                template.source if template is not None else "", tool_parser, reasoning_parser
-            ),
-            longest=max_model_len or longest,
-            vocab_size=vocab_size or len(tokenizer.table.pieces),
-            architecture=str(config.get("model_type", "unknown")),
-            defaults=SamplingDefaults.of(generation),
-            eos_token_ids=frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos]),
-            workers_hold=workers_hold,
-        )
 
     def template_for(self, source: str | None) -> ChatTemplate:
         """Return the model's chat template, or that of a request. Raises InvalidRequest."""
