@@ -140,7 +140,7 @@ class WorkerRole:
         """Look at what the live role does, before its first turn."""
         if self.reach_check is None:
             self.played = self.process.worker.roles[self.role]
-            self.reach_check = ReachCheck(self, self.played.sender)
+            self.reach_check = ReachCheck(self, self.played.core.sender)
 
     def check_cancelled(self, keys: set[Key]) -> None:
         """A turn has gone by since these were cancelled."""
