@@ -84,8 +84,7 @@ def step_tokens(result: DecodeResult, now: float) -> list[StepTokens]:
     moves, those of its newest token move with it."""
     step, output, finished = result.step, result.output, result.finished
     logprobs: Mapping[int, TokenLogprobs] = output.logprobs
-    dispatches = np.array([sequence.key[1] for sequence in step.sequences], np.uint32)
-    sequences, columns = step.sequences, [dispatches, step.indices, output.token_ids.astype(np.uint32)]
+    sequences, columns = step.sequences, [step.dispatches, step.indices, output.token_ids.astype(np.uint32)]
     seconds = {row: max(0.0, now - sequences[row].joined_at) for row in finished}
     if result.dropped:
         dropped = set(result.dropped)

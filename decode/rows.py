@@ -23,6 +23,7 @@ KNOWN = -1
 class DecodeStep:
     sequences: list[DecodeSequence]
     batch: Batch
+    dispatches: NDArray[np.uint32]
     indices: NDArray[np.uint32]  # output index of the token that each row will yield
     filling: list[int]  # rows whose newest block is full with it
     alone: bool = False  # it may hold the one that made a step raise: nothing else is in its step
@@ -40,8 +41,10 @@ class DecodeRows:
         self._slots = np.zeros(max_num_seqs, np.int64)  # where each row's token goes, once its block is there
         self._indices = np.zeros(max_num_seqs, np.uint32)
         self._last_indices = np.zeros(max_num_seqs, np.int64)
+        self._dispatches = np.zeros(max_num_seqs, np.uint32)
         self._columns = (
             self._tokens, self._fed_from, self._positions, self._slots, self._indices, self._last_indices,
+            self._dispatches,
         )  # fmt: skip
         self.beginning: set[DecodeSequence] = set()
         """Their next token begins a block that they have not got yet."""
@@ -53,9 +56,15 @@ class DecodeRows:
         row = sequence.row = len(self.sequences)
         self.sequences.append(sequence)
         self._last_indices[row] = sequence.last_index
+        self._dispatches[row] = sequence.key[1]
         # what stands for NO_BLOCK is never attended to
         self._tables[row, : len(sequence.blocks)] = np.maximum(sequence.blocks, 0)
         self._read_state(sequence)
+
+    def rename(self, sequence: DecodeSequence) -> None:
+        """Its key has changed."""
+        if sequence.row >= 0:
+            self._dispatches[sequence.row] = sequence.key[1]
 
     def leave(self, sequence: DecodeSequence) -> None:
         """Frees the row: the last row moves into it."""
@@ -102,7 +111,9 @@ class DecodeRows:
             fed_from=fed_from.copy(),
         )
         filling: list[int] = (seq_lens % self._block_size == 0).nonzero()[0].tolist()
-        step = DecodeStep(self.sequences.copy(), batch, indices.copy(), filling, alone)
+        step = DecodeStep(
+            self.sequences.copy(), batch, self._dispatches[:n].copy(), indices.copy(), filling, alone
+        )
         fed_from[:] = self._arange[:n]
         positions[:] = seq_lens
         slots += 1

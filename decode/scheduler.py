@@ -133,6 +133,10 @@ class DecodeScheduler:
             del self.by_request[sequence.request_id]
         sequence.key, sequence.request_id, sequence.deadline = key, request_id, deadline
         self.running[key] = self.by_request[request_id] = sequence
+        self._rows.rename(sequence)
+        for step in self._in_flight:
+            if sequence in step.sequences:
+                step.dispatches[step.sequences.index(sequence)] = key[1]
 
     def pause(self, key: Key) -> None:
         """The sequence keeps its blocks and is in no further step; those in flight still give it their

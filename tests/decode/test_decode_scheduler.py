@@ -44,6 +44,7 @@ def check(step: DecodeStep) -> None:
     """Each row is its sequence's newest token at its own place."""
     batch = step.batch
     for row, sequence in enumerate(step.sequences):
+        assert step.dispatches[row] == sequence.key[1]
         assert batch.token_ids[row] == sequence.state.output_token_ids[-1]
         assert batch.positions[row] == sequence.state.position - 1
         assert batch.seq_lens[row] == sequence.state.position
