@@ -59,7 +59,7 @@ class Source(ABC):
         num_layers: int | None = None,
     ) -> None:
         end = NUM_LAYERS if num_layers is None else first_layer + num_layers
-        tests = self.writer.played.sender.tests.running.values()
+        tests = self.writer.played.core.sender.tests.running.values()
         is_test = any(test.lease == lease for test in tests)
         if self.is_broken and self._was_tested and not is_test:
             self.world.violated(f"{self.writer.name}: a mover carries prompts though it failed its self-test")
