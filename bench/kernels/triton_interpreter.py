@@ -9,6 +9,7 @@ bounds are computed. Half of its time goes into looking up again what never chan
 from __future__ import annotations
 
 import inspect
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,7 @@ def _keep_what_never_changes() -> None:
     builtins: dict[Any, list[str]] = {}
     numpy_types: dict[str, Any] = {}
     shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+    blocks: dict[tuple[Any, ...], dict[str, Any]] = {}
     numpy_type = module._get_np_dtype
 
     def patch_builtin(package: Any, *rest: Any) -> None:  # at each launch and each call of another kernel
@@ -104,8 +106,17 @@ def _keep_what_never_changes() -> None:
             shapes[sizes] = self.numel, self.shape
         self.numel, self.shape = shapes[sizes]
 
+    def set_block(self: Any, element: Any, shape: Any) -> None:
+        key = (element.name, *map(index, shape))
+        if key not in blocks:
+            make_block(self, element, shape)
+            blocks[key] = dict(vars(self))
+        vars(self).update(blocks[key], element_ty=element)
+
     tensor: Any = tl.core.tensor
+    block_type: Any = tl.core.block_type
     make, tensor.__init__ = tensor.__init__, set_type
+    make_block, block_type.__init__ = block_type.__init__, set_block
     module._patch_builtin, module._get_np_dtype = patch_builtin, get_np_dtype
 
 
