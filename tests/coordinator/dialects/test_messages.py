@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import httpx2
 import pytest
-from anthropic import AsyncAnthropic
 from support.http_fakes import ANSWER, CALL, FakeDispatcher
 
 from splitserve.coordinator.dialects.messages_body import MessagesRequest
@@ -19,6 +17,9 @@ from splitserve.coordinator.dialects.messages_events import MessageAnswer
 from splitserve.coordinator.lifecycle.request import Ended, Request
 from splitserve.coordinator.server import HttpServer
 from splitserve.coordinator.text.served_model import ServedModel
+
+if TYPE_CHECKING:  # it takes 3 s to import, in every process that collects this file
+    from anthropic import AsyncAnthropic
 
 HELLO: Any = [{"role": "user", "content": "Hi!"}]
 ASKED: Any = {"model": "tiny", "max_tokens": 300, "extra_body": {"temperature": 0}}
@@ -31,6 +32,8 @@ WEATHER: Any = {
 
 @pytest.fixture
 async def claude(server: HttpServer) -> AsyncIterator[AsyncAnthropic]:
+    from anthropic import AsyncAnthropic
+
     plain = httpx2.AsyncClient(verify=False, timeout=60)
     url = f"http://127.0.0.1:{server.port}"
     async with AsyncAnthropic(base_url=url, api_key="none", max_retries=0, http_client=plain) as client:
@@ -168,7 +171,9 @@ async def test_tokens_are_counted_without_running_anything(
 async def test_what_is_wrong_is_named_in_anthropics_shape(
     claude: AsyncAnthropic, changed: dict[str, Any], named: str
 ) -> None:
-    with pytest.raises(anthropic.BadRequestError) as refused:
+    from anthropic import BadRequestError
+
+    with pytest.raises(BadRequestError) as refused:
         await claude.messages.create(**{"messages": HELLO, **ASKED, "extra_body": changed})
     body: Any = refused.value.body
     assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
@@ -176,15 +181,19 @@ async def test_what_is_wrong_is_named_in_anthropics_shape(
 
 
 async def test_a_model_that_is_not_here(claude: AsyncAnthropic) -> None:
-    with pytest.raises(anthropic.NotFoundError, match="tiny"):
+    from anthropic import NotFoundError
+
+    with pytest.raises(NotFoundError, match="tiny"):
         await claude.messages.create(**{**ASKED, "model": "claude"}, messages=HELLO)
 
 
 async def test_a_refusal_of_the_lifecycle_keeps_its_status(
     claude: AsyncAnthropic, dispatcher: FakeDispatcher
 ) -> None:
+    from anthropic import RateLimitError
+
     dispatcher.refuse = lambda request: Ended(error="overloaded", retry_after_s=7)
-    with pytest.raises(anthropic.RateLimitError) as refused:
+    with pytest.raises(RateLimitError) as refused:
         await claude.messages.create(messages=HELLO, **ASKED)
     assert refused.value.response.headers["retry-after"] == "7"
 
@@ -192,8 +201,10 @@ async def test_a_refusal_of_the_lifecycle_keeps_its_status(
 async def test_a_stream_that_breaks_off_ends_with_an_error(
     claude: AsyncAnthropic, dispatcher: FakeDispatcher
 ) -> None:
+    from anthropic import APIStatusError
+
     dispatcher.fail_after = (3, Ended(error="failed", message="The worker is gone."))
-    with pytest.raises(anthropic.APIStatusError, match="The worker is gone"):
+    with pytest.raises(APIStatusError, match="The worker is gone"):
         async with claude.messages.stream(messages=HELLO, **ASKED) as stream:
             await stream.get_final_message()
 
