@@ -7,10 +7,15 @@ there is no compiler the package installs without it and the kernels run in plai
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 from setuptools.command.sdist import sdist
 
@@ -46,6 +51,20 @@ def commit() -> str:
         return ""
 
 
+class BuildOnAllCores(build_ext):
+    """Compiles the sources of an extension side by side."""
+
+    def build_extensions(self) -> None:
+        compile_all = self.compiler.compile
+
+        def compile_each(sources: list[str], *rest: Any, **options: Any) -> list[str]:
+            with ThreadPoolExecutor(os.cpu_count()) as cores:
+                return [*chain(*cores.map(lambda source: compile_all([source], *rest, **options), sources))]
+
+        self.compiler.compile = compile_each
+        super().build_extensions()
+
+
 class BuildWithCommit(build_py):
     """Adds the commit to a wheel, but not to an editable install, which follows its clone."""
 
@@ -65,7 +84,7 @@ class SdistWithCommit(sdist):
 
 setup(
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
-    cmdclass={"build_py": BuildWithCommit, "sdist": SdistWithCommit},
+    cmdclass={"build_ext": BuildOnAllCores, "build_py": BuildWithCommit, "sdist": SdistWithCommit},
     ext_modules=[
         Extension(
             "splitserve.kernels._cpu",
