@@ -38,6 +38,8 @@ Plans = tuple[DecodePlan | None, PrefillPlan | None]
 class CudaKernels:
     """See ``interface.Kernels`` for the contracts."""
 
+    key_group = 1
+
     def __init__(
         self,
         num_sms: int,

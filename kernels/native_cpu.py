@@ -156,6 +156,8 @@ class NativeCpuKernels:
     """See ``interface.Kernels`` for the contracts. Not for several threads at a time: they would share one
     pool of helpers."""
 
+    key_group = 16
+
     def __init__(
         self,
         num_threads: int,

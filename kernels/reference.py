@@ -122,6 +122,8 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
 class TorchKernels:
     """See ``interface.Kernels`` for the contracts."""
 
+    key_group = 1
+
     def linear(self, weight: Weight | Sequence[Weight], bias: Tensor | None, as_is: bool = False) -> Linear:
         return linear(weight, bias)
 

@@ -134,6 +134,8 @@ class ModelRunner:
             layout = KVCacheLayout.of(
                 self.config, engine.block_size or DEFAULT_BLOCK_SIZE[self.device.type], cache_dtype
             )
+            if kernels.key_group > 1 and layout.has_key_groups(self.dtype, kernels.key_group):
+                self.kv_name += f", keys by {kernels.key_group}"
             # no table of angles for more
             longest = available_bytes(self.device) // layout.block_bytes * layout.block_size
             weights = (

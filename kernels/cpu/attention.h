@@ -4,7 +4,7 @@
 //   many queries: tiles of KEYS keys are copied out once (transposed for q k^T) and serve all rows of a query tile. Compute-bound.
 // Keys are taken in runs that begin at multiples of the run's length in the sequence, and both kernels add in one order: a row's bits
 // are the same whichever of them computes it, in whatever chunk and batch.
-//   score:   one chain of multiply-adds in the order of d. Keys lie in the lanes, so they are transposed first.
+//   score:   one chain of multiply-adds in the order of d. Keys lie in the lanes, as the pool holds them, or they are transposed first.
 //   softmax: key t of a run adds to partial sum t % W; then those are added by halves (sum).
 //   values:  one chain of multiply-adds in the order of the keys.
 // A head's sink is a score beside those of the keys, with no value.
@@ -13,7 +13,6 @@
 constexpr int64_t KEYS = 64;  // in a run
 constexpr int64_t LEAD = 4;   // heads between the one at hand and the one that memory is asked for
 constexpr int SPACED = VECTOR_BYTES == 64 ? 1 : 4;  // steps of narrow vectors beside one that asks memory
-constexpr int DIRECT = VECTOR_BYTES == 64 ? 4 : 0;  // query heads that keys are scored for as they lie; for more they are copied, transposed
 constexpr int SCORED = VECTOR_BYTES == 64 ? 4 : 2;  // vectors of keys that are scored at once: what the register file holds
 
 // What a query (by words of its keys) and probabilities are multiplied as: see multiply_tile.
@@ -48,9 +47,11 @@ struct KeyValues {  // where one sequence's keys and values of one layer and hea
   const T* base;           // of block 0
   const int32_t* table;
   int64_t row, block_size, block_stride, value_offset;
+  bool grouped;
 
   KeyValues(const AttentionArgs& g, const AttentionItem& item)
-      : table(g.block_tables + item.seq * g.table_stride), row(row_length<T>(g.head_dim)), block_size(g.block_size) {
+      : table(g.block_tables + item.seq * g.table_stride), row(row_length<T>(g.head_dim)), block_size(g.block_size),
+        grouped(keys_in_groups<T>(g.planes, block_size)) {
     const int64_t run = block_size * row;
     const int64_t plane = g.num_kv_heads * run;
     value_offset = g.planes == 2 ? plane : 0;
@@ -64,8 +65,13 @@ template <class T>
 struct Run {  // the keys [begin, end) of a run, from position `start` on
   int64_t start = 0, begin = 0, end = 0, value_offset = 0;
   const T *in_turn[2 * KEYS + 2], *keys[KEYS];  // in the room of one that is not there lies another; from `head` on those of the head at hand
-  int64_t head = 0, head_stride;
+  int64_t head = 0, head_stride, row;
+  bool grouped = false;
   const T* key(int64_t i) const { return keys[i] + head; }
+  const float* group(int64_t i) const {  // the first word of W keys from i on, GROUP before the next; of another group if none of them is there
+    const int64_t held = smaller(larger(i, begin), end - 1);
+    return reinterpret_cast<const float*>(key(held) - held % GROUP * row) + i % GROUP;
+  }
   const uint32_t* const* words(int64_t i) const { return reinterpret_cast<const uint32_t* const*>(keys + i); }  // of the first head
 
   void find(const KeyValues<T>& kv, int64_t position, int64_t length) {  // those from `position` on
@@ -75,6 +81,8 @@ struct Run {  // the keys [begin, end) of a run, from position `start` on
     value_offset = kv.value_offset;
     head = 0;
     head_stride = kv.block_size * kv.row;
+    row = kv.row;
+    grouped = kv.grouped;
     for (int64_t i = begin; i < end;) {
       const T* key = kv.key(start + i);
       for (const int64_t stop = smaller(end, i + kv.block_size - (start + i) % kv.block_size); i < stop; ++i, key += kv.row) keys[i] = key;
@@ -354,8 +362,8 @@ struct Widened<T, T> {
   void scale_weights(float*, int64_t) const {}
 };
 
-// One query token and some key-value heads, in runs of KEYS keys: they are transposed, word by word (a word is two bfloat16 or a float32), and
-// serve all query heads of the group.
+// One query token and some key-value heads, in runs of KEYS keys, word by word (a word is two bfloat16 or a float32). They serve all query
+// heads of the group.
 template <class T, class C>
 struct OneQuery {
   const AttentionArgs& g;
@@ -370,7 +378,9 @@ struct OneQuery {
   float *acc, *scores, *m, *l, *rescale;
   Query* queries;         // [rows][num_words]; this and acc, m and l are of the head at hand
   const Weight* weights;  // [rows][KEYS / depth]
-  uint32_t* words;        // [num_words][KEYS]
+  uint32_t* words;        // [num_words][KEYS], of keys that are transposed here
+  const float* vectors[KEYS / W];  // of W keys: the first word of each, `stride` before the next
+  int64_t stride;
   Scratch& s;
 
   OneQuery(const AttentionArgs& g, const AttentionItem& item, int64_t heads, Runs<C>& runs, Scratch& s)
@@ -382,89 +392,49 @@ struct OneQuery {
     words = reinterpret_cast<uint32_t*>(s.keys.reserve(num_words * KEYS));
   }
 
-  void transpose_keys() {
+  void find_keys() {
+    stride = now->grouped ? GROUP : KEYS;
+    for (int64_t t = 0; t < KEYS; t += W) vectors[t / W] = now->grouped ? now->group(t) : reinterpret_cast<const float*>(words + t);
+    if (now->grouped) return;
     Ahead<C> asking = ahead;
     transpose_words(*now, now->begin, now->end, num_words, words, [&] { asking.template step<SPACED == 1 ? 3 : 1>(); });
     ahead = asking;
   }
 
-  // Scores of G query heads from row on with the NV vectors of keys from t on.
-  template <int G, int NV>
-  inline __attribute__((always_inline)) void score(int64_t row, int64_t t) {
-    const Query* q = queries + row * num_words;
-    const float* at = reinterpret_cast<const float*>(words + t);
-    vf total[G][NV] = {};
-    Ahead<C> asking = ahead;
-    for (int64_t word = 0, end = num_words; word < end; ++word, at += KEYS) {
-      if (word % SPACED == 0) asking.template step<1>();
-      vf key[NV];
-#pragma GCC unroll 4
-      for (int j = 0; j < NV; ++j) key[j] = load(at + j * W);
-#pragma GCC unroll 4
-      for (int i = 0; i < G; ++i)
-#pragma GCC unroll 4
-        for (int j = 0; j < NV; ++j) total[i][j] = multiply_add(total[i][j], q[i * end + word], key[j]);
-    }
-    ahead = asking;
-#pragma GCC unroll 4
-    for (int i = 0; i < G; ++i)
-#pragma GCC unroll 4
-      for (int j = 0; j < NV; ++j) store(scores + (row + i) * KEYS + t + j * W, total[i][j]);
-  }
-
-  // The same of all query heads and keys, from the keys as they lie.
-  template <int G, int NV>
-  void score_direct() {
-    const int64_t head = now->head * int64_t(sizeof(T)) / 4;
+  // Scores of G query heads from row on.
+  template <int G, int NV = SCORED>
+  void score(int64_t row) {
+    const Query* const q = queries + row * num_words;
     for (int64_t t = now->begin / (NV * W) * (NV * W); t < now->end; t += NV * W) {
-      const uint32_t* const* const rows = now->words(t);
+      const float* const* const keys = vectors + t / W;
       vf total[G][NV] = {};
-      vu w[8];
       Ahead<C> asking = ahead;
-      const auto multiply = [&](int j, int k, int64_t word) __attribute__((always_inline)) {
+      for (int64_t word = 0, end = num_words, at = 0; word < end; ++word, at += stride) {
+        if (word % SPACED == 0) asking.template step<SPACED == 1 && G == 4 ? 1 : 2>();
+        vf key[NV];
 #pragma GCC unroll 4
-        for (int i = 0; i < G; ++i) total[i][j] = multiply_add(total[i][j], queries[i * num_words + word], (vf)w[k]);
-      };
-      int64_t word = 0;
-      for (; word + 8 <= num_words; word += 8)
+        for (int j = 0; j < NV; ++j) key[j] = load(keys[j] + at);
 #pragma GCC unroll 4
-        for (int j = 0; j < NV; ++j) {
-          load_words<8>(rows + j * W, head + word, w);
-#pragma GCC unroll 8
-          for (int k = 0; k < 8; ++k) {
-            if (k % 2 == 0) asking.template step<1>();
-            multiply(j, k, word + k);
-          }
-        }
-      for (; word < num_words; ++word)
+        for (int i = 0; i < G; ++i)
 #pragma GCC unroll 4
-        for (int j = 0; j < NV; ++j) {
-          load_words<1>(rows + j * W, head + word, w);
-          multiply(j, 0, word);
-        }
+          for (int j = 0; j < NV; ++j) total[i][j] = multiply_add(total[i][j], q[i * end + word], key[j]);
+      }
       ahead = asking;
 #pragma GCC unroll 4
       for (int i = 0; i < G; ++i)
 #pragma GCC unroll 4
-        for (int j = 0; j < NV; ++j) store(scores + i * KEYS + t + j * W, total[i][j]);
+        for (int j = 0; j < NV; ++j) store(scores + (row + i) * KEYS + t + j * W, total[i][j]);
     }
   }
 
-  template <int G>
-  void score_all(int64_t row) {
-    constexpr int64_t at_once = SCORED * W;
-    for (int64_t t = now->begin / at_once * at_once; t < now->end; t += at_once) score<G, SCORED>(row, t);
-  }
-
   void score_run() {  // scores [rows][KEYS]
-    const bool direct = rows <= DIRECT;
-    if (!direct) transpose_keys();
+    find_keys();
     int64_t row = 0, left = rows;
-    for (; left > 4; left -= 4, row += 4) score_all<4>(row);
-    if (left == 4) direct ? score_direct<4, 2>() : score_all<4>(row);
-    if (left == 3) direct ? score_direct<3, 2>() : score_all<3>(row);
-    if (left == 2) direct ? score_direct<2, 2>() : score_all<2>(row);
-    if (left == 1) direct ? score_direct<1, 2>() : score_all<1>(row);
+    for (; left > 4; left -= 4, row += 4) score<4>(row);
+    if (left == 4) score<4>(row);
+    if (left == 3) score<3>(row);
+    if (left == 2) score<2>(row);
+    if (left == 1) score<1>(row);
     widened.scale_scores(scores, rows);
   }
 
@@ -583,7 +553,7 @@ static void value_strip(int rows, const X* weights, const float* values, int64_t
   }
 }
 
-// Copies a run's keys (transposed) and values, as weights multiply them.
+// Copies a run's keys (words of them all together) and values, as weights multiply them.
 template <class T>
 static void load_tile(const Run<T>& run, int64_t D, float* keys, float* values) {
   constexpr int64_t depth = kStepDepth<typename As<T>::Weight>;
@@ -591,7 +561,9 @@ static void load_tile(const Run<T>& run, int64_t D, float* keys, float* values) 
   const bool widened = sizeof(T) == 2 && depth == 1;  // words of two bfloat16 become two rows
   const T* const* const at = run.keys;
   float* const words = widened ? keys + num_words * KEYS : keys;
-  transpose_words(run, 0, KEYS, num_words, reinterpret_cast<uint32_t*>(words), [] {});
+  if (!run.grouped) transpose_words(run, 0, KEYS, num_words, reinterpret_cast<uint32_t*>(words), [] {});
+  for (int64_t t = 0; run.grouped && t < KEYS; t += W)
+    for (int64_t word = 0; word < num_words; ++word) store(words + word * KEYS + t, load(run.group(t) + word * GROUP));
   if (widened)
     for (int64_t word = 0; word < num_words; ++word)
       for (int64_t i = 0; i < KEYS; i += W)

@@ -129,8 +129,10 @@ static void rope_and_store_of(const RopeArgs& g, int64_t first, int64_t last) {
     }
     const int64_t block = g.slots[token] / g.block_size, offset = g.slots[token] % g.block_size;
     C* slot = static_cast<C*>(g.pool) + (block * g.num_layers + g.layer) * g.planes * g.num_kv_heads * run + offset * row;
+    const int64_t in_group = offset % GROUP, grouped = keys_in_groups<C>(g.planes, g.block_size) ? g.num_kv_heads : 0;
     for (int64_t h = 0; h < g.planes * g.num_kv_heads; ++h)  // keys, then values
-      write_row(k + h * D, slot + h * run, D, g.cache == kCacheFloat8 ? scales[h] : 1.0f);
+      if (h < grouped) write_in_group(k + h * D, reinterpret_cast<uint32_t*>(slot + h * run - in_group * row) + in_group, D * int64_t(sizeof(T)) / 4);
+      else write_row(k + h * D, slot + h * run, D, g.cache == kCacheFloat8 ? scales[h] : 1.0f);
   }
 }
 

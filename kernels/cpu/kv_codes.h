@@ -1,6 +1,9 @@
 // A head's key or value as the pool holds it. In a row of head_dim numbers: in the model's own type; or float8 (e4m3), times a scale of its
 // head; or whole numbers of 8 bits, and behind them their float32 scale. Codes are exact in bfloat16: attention multiplies them as they are,
 // and then a key's scores and a value's weights by their scale.
+// Keys in the model's own type lie in groups of GROUP tokens, [words of a row][GROUP], where a block holds whole groups and values are apart.
+
+constexpr int64_t GROUP = 16;
 
 struct Float8 { uint8_t bits; };
 struct Int8 { int8_t code; };
@@ -9,6 +12,9 @@ template <class C>
 static inline int64_t row_length(int64_t head_dim) { return head_dim; }  // in items of C
 template <>
 inline int64_t row_length<Int8>(int64_t head_dim) { return head_dim + int64_t(sizeof(float)); }
+
+template <class C>
+static inline bool keys_in_groups(int64_t planes, int64_t block_size) { return sizeof(C) > 1 && planes == 2 && block_size % GROUP == 0; }
 
 static inline float scale_of_row(const Float8*, int64_t, float of_head) { return of_head; }
 static inline float scale_of_row(const Int8* row, int64_t head_dim, float) {
@@ -90,6 +96,10 @@ static inline void by_vectors(const T* from, int64_t n, F&& body) {
 
 template <class T>
 static inline void write_row(const T* from, T* to, int64_t head_dim, float) { std::memcpy(to, from, size_t(head_dim) * sizeof(T)); }
+static inline void write_in_group(const void* from, void* to, int64_t num_words) {
+  for (int64_t word = 0; word < num_words; ++word)
+    std::memcpy(static_cast<uint32_t*>(to) + word * GROUP, static_cast<const uint32_t*>(from) + word, sizeof(uint32_t));
+}
 
 // To nearest, ties to even; beyond +-448 becomes that; NaN stays NaN.
 template <class T>

@@ -47,6 +47,15 @@ def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def with_key_groups(pool: Tensor) -> Tensor:
+    """A pool of keys and values as the C++ kernels lay it out (cpu/kv_codes.h)."""
+    if pool.shape[4] % 16:
+        return pool
+    keys, values = pool.view(torch.int32).unbind(2)
+    groups = keys.unflatten(3, (-1, 16)).transpose(4, 5).reshape(keys.shape)  # type: ignore[no-untyped-call]
+    return torch.stack((groups, values), 2).view(pool.dtype)
+
+
 @several
 @given(
     m=st.integers(1, 90),
@@ -148,6 +157,7 @@ def test_silu_and_gelu(
     group=st.integers(1, 4),
     num_kv_heads=st.integers(1, 3),
     norm=st.integers(0, 2),
+    block_size=st.sampled_from([8, 16, 48]),
 )
 def test_rope_and_store(
     native: native_cpu.NativeCpuKernels,
@@ -157,14 +167,19 @@ def test_rope_and_store(
     group: int,
     num_kv_heads: int,
     norm: int,
+    block_size: int,
 ) -> None:
     num_tokens = data.draw(st.integers(1, 6))
     num_heads = group * num_kv_heads
     qkv = randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
-    pool = torch.full((4, 2, 2, num_kv_heads, 8, head_dim), torch.nan, dtype=dtype)
+    pool = torch.full((4, 2, 2, num_kv_heads, block_size, head_dim), torch.nan, dtype=dtype)
     expected_pool = pool.clone()
     slots = torch.tensor(
-        data.draw(st.lists(st.integers(0, 31), min_size=num_tokens, max_size=num_tokens, unique=True))
+        data.draw(
+            st.lists(
+                st.integers(0, 4 * block_size - 1), min_size=num_tokens, max_size=num_tokens, unique=True
+            )
+        )
     )
     rope = RopeInputs(
         positions=torch.arange(num_tokens, dtype=torch.int32) + 3,
@@ -179,6 +194,7 @@ def test_rope_and_store(
     )
     expected = REFERENCE.rope_and_store(qkv.clone(), expected_pool, 1, rope)
     assert_close(native.rope_and_store(qkv, pool, 1, rope), expected)
+    expected_pool = with_key_groups(expected_pool)
     assert torch.equal(pool.isnan(), expected_pool.isnan())
     assert_close(pool.nan_to_num(), expected_pool.nan_to_num())
 
@@ -238,7 +254,7 @@ def test_paged_attention(
     if sinks:
         inputs = replace(inputs, sinks=randn(len(q[0]), dtype=torch.float32, seed=5) * 3)
     exact = REFERENCE.paged_attention(q.float(), pool.float(), 1, inputs)
-    assert_close(native.paged_attention(q, pool, 1, inputs), exact.to(dtype))
+    assert_close(native.paged_attention(q, with_key_groups(pool), 1, inputs), exact.to(dtype))
 
 
 @settings(

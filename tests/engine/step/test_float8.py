@@ -22,6 +22,7 @@ from splitserve.engine.step.model_runner import ModelRunner
 from splitserve.kernels import select
 from splitserve.kernels.cuda import CudaKernels
 from splitserve.kernels.gpu.attention_tiles import TileShape
+from splitserve.kernels.reference import TorchKernels
 from splitserve.transport.messages.messages import SamplingParams
 
 triton_interpreter.install()
@@ -114,6 +115,18 @@ def test_scales_come_from_the_checkpoint(tmp_path: Path) -> None:
     assert torch.allclose(scaled_keys * 4, keys, rtol=0.15, atol=0.02)
     assert scaled.kv_name != plain.kv_name
     make_runner(tmp_path)  # a wide cache has no use for it, and loads all the same
+
+
+def test_kernels_that_lay_keys_out_otherwise_do_not_mix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path, "llama3", num_hidden_layers=1)
+    cases: list[dict[str, Any]] = [{"block_size": 16}, {}, {"block_size": 16, "kv_dtype": "int8"}]
+    native = [make_runner(tmp_path, **case).kv_name for case in cases]
+    monkeypatch.setattr(model_runner, "select_kernels", lambda *_, **__: TorchKernels())
+    plain = [make_runner(tmp_path, **case).kv_name for case in cases]
+    assert native[0] == f"{plain[0]}, keys by 16"
+    assert native[1:] == plain[1:]
 
 
 def test_quantized_workers_do_not_mix_with_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
