@@ -200,9 +200,7 @@ class FusedLayers(Protocol):
 
 
 class Kernels(Protocol):
-    key_group: int
-    """Tokens whose keys lie word by word (cpu/kv_codes.h) in pools of the model's dtype, with K and V, whose
-    blocks hold whole groups. 1: one key lies after the other."""
+    key_group: int  # tokens whose keys lie word by word, see cpu/kv_codes.h; 1: one after the other
 
     def linear(self, weight: Weight | Sequence[Weight], bias: Tensor | None, as_is: bool = False) -> Linear:
         """Prepare weight [out_features, in_features], or several that become one, their outputs side by side.

@@ -56,7 +56,9 @@ def select_kernels(
             why = str(error)
         if exact:
             raise UnsuitableKernelsError(f"exact needs the C++ kernels; {why}; or leave exact off") from None
-        _refuse_in_torch(quantization, why)
+        if quantization != "none":
+            why = f"quantization {quantization} needs the C++ kernels; {why}; or use none"
+            raise UnsuitableKernelsError(why) from None
         logger.warning("kernels: plain torch, slower: %s", why)
         return TorchKernels()
     choices = KernelChoices.of_this_machine()
@@ -68,11 +70,6 @@ def select_kernels(
     how += f", weights prefetched from {measured_asking_rows(choices, instruction_set)} rows"
     logger.info("kernels: C++ for %s%s, %d thread(s)", instruction_set, how, num_threads)
     return NativeCpuKernels(num_threads, instruction_set, choices if onednn else None, packed, scheme)
-
-
-def _refuse_in_torch(quantization: str, why: str) -> None:
-    if quantization != "none":
-        raise UnsuitableKernelsError(f"quantization {quantization} needs the C++ kernels; {why}; or use none")
 
 
 def numerics(device: torch.device, exact: bool) -> str:

@@ -44,10 +44,6 @@ class KVCacheLayout:
             config.num_layers, block_size, config.num_kv_heads, config.head_dim, dtype, config.kv_planes
         )
 
-    def has_key_groups(self, dtype: torch.dtype, group: int) -> bool:
-        """See ``kernels.interface.Kernels.key_group``."""
-        return (self.dtype, self.planes, self.block_size % group) == (dtype, 2, 0)
-
     @property
     def block_shape(self) -> tuple[int, ...]:
         row = self.head_dim + (INT8_SCALE_BYTES if self.dtype == torch.int8 else 0)

@@ -103,6 +103,7 @@ class ModelRunner:
             else (),
             min(threads.loading, PACKING_THREADS),
         )
+        block_size = engine.block_size or DEFAULT_BLOCK_SIZE[self.device.type]
         try:
             with new_threads_bound(threads.bound[1:]):
                 kernels = select_kernels(
@@ -117,7 +118,7 @@ class ModelRunner:
                         self.config.num_heads,
                         self.config.num_kv_heads,
                         self.config.head_dim,
-                        engine.block_size or DEFAULT_BLOCK_SIZE[self.device.type],
+                        block_size,
                         self.config.sliding_windows,
                     )
                     if self.config.latent is None
@@ -131,11 +132,9 @@ class ModelRunner:
             cache_dtype = CACHE_DTYPES.get(engine.kv_dtype, self.dtype)
             dtypes = f"{self.dtype} {cache_dtype}".replace("torch.", "")
             self.kv_name = f"{weights_name} {dtypes} {self.numerics}"
-            layout = KVCacheLayout.of(
-                self.config, engine.block_size or DEFAULT_BLOCK_SIZE[self.device.type], cache_dtype
-            )
-            if kernels.key_group > 1 and layout.has_key_groups(self.dtype, kernels.key_group):
-                self.kv_name += f", keys by {kernels.key_group}"
+            layout, group = KVCacheLayout.of(self.config, block_size, cache_dtype), kernels.key_group
+            if group > 1 and (layout.dtype, layout.planes, block_size % group) == (self.dtype, 2, 0):
+                self.kv_name += f", keys by {group}"
             # no table of angles for more
             longest = available_bytes(self.device) // layout.block_bytes * layout.block_size
             weights = (
