@@ -5,8 +5,9 @@
    2023, DistServe and the vLLM that it measured.
 2. Servers: the constants as shipped against AIConfigurator's measured points, each a closed loop of
    clients, and by constants chosen on the other models alone. Points whose number of clients is not known,
-   whose attention is data parallel, whose weights are int4, or that span hosts, cannot be asked; nor those
-   whose requests wait longer than their answers take, for rows that the server lacks.
+   whose attention is data parallel, whose weights are int4 or more than the GPUs hold, or that span hosts,
+   cannot be asked; nor those whose requests wait longer than their answers take, for rows that the server
+   lacks.
    ``--servers``: AIConfigurator's file of all points, systems/silicon_sample.csv; else the 35 of the data.
 
     python -m splitserve.bench.studies.analytic steps --data ../shared/data --json bench/results/analytic.json
@@ -20,6 +21,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
+from hashlib import md5
 from math import log
 from pathlib import Path
 from statistics import mean, median
@@ -49,9 +51,6 @@ EXPERTS, QUANTISED, REQUESTS = (0.2, 0.3, 0.45), (0.5, 0.65, 0.85), (0.005, 0.01
 ones, REQUEST_S."""
 EVERY = 4
 """Each choice is tried on every fourth point."""
-TENSORRT_LLM = {"compute": 0.70, "seq_s": 1e-5}
-"""Where TensorRT-LLM differs from vLLM, to which the shipped constants are fitted: its kernels reach more of
-the FLOP/s, and its runtime spends less on a sequence. Chosen on every second of its points."""
 STARTED = Software(0.6, 0.75, 0.4, 0.5, 3e-5, 1.2e-5, 1e-3, 1e-5, 2e-3)
 AT_MOST = {"compute": 0.95, "memory": 0.95, "attention": 0.9, "links": 1.0}
 
@@ -148,23 +147,18 @@ def steps_more(point: Point) -> float:
 
 
 def server_errors(
-    points: Measured, software: Software, quantised: float | None = None, own: bool = True
+    points: Measured, software: Software, quantised: float | None = None
 ) -> dict[Point, dict[str, float]]:
-    """Relative errors of each point beside the median of its runs. ``quantised``: of Blackwell;
-    ``own``: with TensorRT-LLM's own constants."""
-    known, found = (
-        dict[tuple[str, str, int, str, bool], dict[str, StepModel]](),
-        dict[Point, dict[str, float]](),
-    )
+    """Relative errors of each point beside the median of its runs. ``quantised``: of Blackwell."""
+    known = dict[tuple[str, str, int, str], dict[str, StepModel]]()
+    found = dict[Point, dict[str, float]]()
     for point, runs in points.items():
-        fused = own and point.backend == "trtllm"
-        key = point.model, point.gpu, point.gpus, point.precision, fused
+        key = point.model, point.gpu, point.gpus, point.precision
         if key not in known:
             gpu = GPUS[point.gpu]
             if quantised is not None and gpu.quantised < 1:
                 gpu = replace(gpu, quantised=quantised)
-            engine = replace(software, **TENSORRT_LLM) if fused else software
-            known[key] = models(point.model, gpu, point.gpus, BITS[point.precision], engine)
+            known[key] = models(point.model, gpu, point.gpus, BITS[point.precision], software)
         ttft, tpot = (median(run[i] for run in runs) for i in (0, 1))
         ours_ttft, ours_tpot = closed_loop(known[key]["prefill"], known[key]["decode"], *load(point))
         ours = ours_ttft + steps_more(point) * ours_tpot, ours_tpot
@@ -233,29 +227,30 @@ def step_record(data: Path) -> dict[str, Any]:
     return by_source | {"shipped_median": median(map(abs, errors([*vllm_steps(data)], CURRENT)))}
 
 
+def _chosen_on(point: Point) -> bool:
+    """Half of the servers, each with all its lengths and clients: on it Hopper's sums were chosen."""
+    return not md5("|".join(map(str, point[:6])).encode()).digest()[0] & 1
+
+
 def server_record(points: Measured) -> dict[str, Any]:
     """Errors by source, engine and model; of single points where they are few."""
     found = server_errors(points, CURRENT)
     groups = defaultdict[str, list[dict[str, float]]](list)
     for point, error in found.items():
-        for name in ("all", f"{point.source}, {point.backend}", point.model, f"{point.clients} clients"):
+        half = "half chosen on" if _chosen_on(point) else "half not looked at"
+        engine = f"{point.source}, {point.backend}"
+        for name in ("all", half, engine, point.model, f"{point.clients} clients"):
             groups[name].append(error)
     by_group = {name: medians(of) for name, of in groups.items() if len(of) > 4}
     spread = [
         [max(v) / min(v) - 1 for v in zip(*runs, strict=True)] for runs in points.values() if len({*runs}) > 1
     ]
     record: dict[str, Any] = {"by_group": by_group, "left_out": left_out(points)}
-    unseen = {p: points[p] for p in [p for p in sorted(points) if p.backend == "trtllm"][1::2]}
-    record["tensorrt_llm_unseen"] = {
-        "with_vllm's": medians(server_errors(unseen, CURRENT, own=False).values()),
-        "with_its_own": medians(found[p] for p in unseen),
-    }
     if spread:
         record["repeated_runs_differ"] = {
             n: median(s[i] for s in spread) for i, n in enumerate(("ttft", "tpot"))
         }
-    shipped = server_errors(points, CURRENT, own=False).values()
-    tpot = sorted(abs(error["tpot_error"]) for error in shipped)
+    tpot = sorted(abs(error["tpot_error"]) for error in found.values())
     record["tpot"] = {
         "num_points": len(tpot),
         "mean": mean(tpot),
@@ -264,7 +259,7 @@ def server_record(points: Measured) -> dict[str, Any]:
     }
     if len(found) < 100:
         record["points"] = {" ".join(map(str, point)): error for point, error in found.items()}
-    for name in ("by_group", "left_out", "tensorrt_llm_unseen", "points"):
+    for name in ("by_group", "left_out", "points"):
         for key, value in record.get(name, {}).items():
             print(key, {k: round(v, 3) for k, v in value.items()})
     return record

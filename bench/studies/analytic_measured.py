@@ -10,8 +10,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from ...engine.analytic.content import CURRENT, weight_bytes
 from ...engine.analytic.gpus import GPUS
 from ...engine.analytic.models import MODELS
+from ...engine.analytic.shapes import shape_of
+from ...engine.analytic.step_times import Machine
 
 LLAMA2 = {"num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8}
 
@@ -137,6 +140,9 @@ def measured(path: Path) -> Measured:
             if row["mode"] != "agg" or not (alone and known and 0 < gpus <= 8 and clients) or model is None:
                 continue
             source = "InferenceMAX" if row["id"].startswith("20") or "_cfg" in row["id"] else "AIConfigurator"
+            machine = Machine(shape_of(CONFIGS[model]), GPUS[gpu], gpus, BITS[row["precision"]], CURRENT)
+            if weight_bytes(machine) > gpus * GPUS[gpu].memory:
+                continue
             lengths = int(row["isl"]), int(row["osl"])
             point = Point(source, row["backend"], model, row["precision"], gpus, gpu, *lengths, clients)
             found[point].append((float(row["silicon_ttft_ms"]) / 1e3, float(row["silicon_tpot_ms"]) / 1e3))

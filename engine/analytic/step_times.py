@@ -12,6 +12,7 @@ Each expert has a copy of a token's row, which is written and read before and af
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import log2
 from typing import Any
 
 from .gpus import Gpu
@@ -76,7 +77,7 @@ class Machine:
     def tokens_s(self, tokens: float) -> float:
         """Seconds of everything but attention and the output head."""
         shape, soft = self.shape, self.software
-        layer_s = soft.layer_s + self._matmul_s(tokens, shape.dense, 1.0, self.bits) + self._sums_s(tokens)
+        layer_s = soft.layer_s + self._matmul_s(tokens, shape.dense, 1.0, self.bits) + self.sums_s(tokens)
         if shape.experts:
             routed = shape.experts * shape.expert
             share = shape.expert_share(tokens)
@@ -106,12 +107,13 @@ class Machine:
     def _head_s(self, rows: float) -> float:
         return self._matmul_s(rows, self.shape.head, 1.0, 16)
 
-    def _sums_s(self, tokens: float) -> float:
+    def sums_s(self, tokens: float) -> float:
         """Two sums over the GPUs."""
         if self.gpus == 1:
             return 0.0
         moved = 2 * (self.gpus - 1) / self.gpus * tokens * self.shape.hidden * 2
-        return 2 * (self.software.sum_s + moved / (self.software.links * self.gpu.link))
+        once = self.software.sum_s * (1 + self.gpu.rounds * log2(self.gpus / 2))
+        return 2 * (once + moved / (self.software.links * self.gpu.summed * self.gpu.link))
 
     def _attention_s(self, pairs: float) -> float:
         shape = self.shape
