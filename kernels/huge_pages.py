@@ -204,16 +204,22 @@ def _call(name: str, *arguments: object) -> int:
 
 
 class HugePageArena:
-    """Hands out tensors side by side from large mappings, so that small ones lie on huge pages too. Nothing
-    is given back."""
+    """Hands out tensors side by side from large mappings, so that small ones lie on huge pages too. None but
+    the last is given back."""
 
     def __init__(self) -> None:
-        self._chunk = torch.empty(0, dtype=torch.uint8)
+        self._before = self._chunk = torch.empty(0, dtype=torch.uint8)
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
         """[count], zeroed."""
         num_bytes = -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         if num_bytes > len(self._chunk):
             self._chunk = huge_page_bytes(max(num_bytes, CHUNK_BYTES))
+        self._before = self._chunk
         memory, self._chunk = self._chunk[:num_bytes], self._chunk[num_bytes:]
         return memory[: count * dtype.itemsize].view(dtype)
+
+    def take_back(self, last: Tensor) -> None:
+        """The tensor that ``empty`` returned last is not used any more."""
+        last.zero_()
+        self._chunk = self._before

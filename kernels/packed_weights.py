@@ -51,17 +51,26 @@ class PackedWeights:
         self._starts = list(accumulate(self._sizes, initial=0))
 
     def filled(self, count: int, dtype: torch.dtype, fill: Callable[[Tensor], None]) -> Tensor:
-        """[count] of a weight that ``fill`` packs into zeroed memory, unless the file has it."""
-        i, num_bytes = len(self._given), -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        if i < len(self._sizes) and self._sizes[i] == num_bytes:
+        """[count] of a weight that ``fill`` packs into zeroed memory, unless the file has it. What ``fill``
+        raises leaves all as it was."""
+        i, num_bytes = len(self._given), count * dtype.itemsize
+        if self.has(num_bytes):
             memory = self._mapped[self._starts[i] : self._starts[i + 1]]
         else:
-            memory, self._fresh = self._arena.empty(num_bytes, torch.uint8), True
+            memory = self._arena.empty(_aligned(num_bytes), torch.uint8)
+            try:
+                fill(memory[:num_bytes].view(dtype))
+            except BaseException:
+                self._arena.take_back(memory)
+                raise
+            self._fresh = True
         self._given.append(memory)
-        weight = memory[: count * dtype.itemsize].view(dtype)
-        if self._fresh:
-            fill(weight)
-        return weight
+        return memory[:num_bytes].view(dtype)
+
+    def has(self, num_bytes: int) -> bool:
+        """Whether the next weight is in the file, in this size."""
+        i = len(self._given)
+        return not self._fresh and self._sizes[i : i + 1] == [_aligned(num_bytes)]
 
     def finish(self) -> threading.Thread | None:
         """All weights were asked for: a thread writes the file, or moves what was mapped to huge pages."""
@@ -117,6 +126,10 @@ class PackedWeights:
             old.unlink(missing_ok=True)
 
 
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
 def kept_files(model: Path, *identity: object) -> list[Path]:
     """The files that may keep the packed weights of a model: in its folder, or else in the user's cache.
     ``identity``: what decides their content beside the build of the kernels."""
@@ -125,7 +138,7 @@ def kept_files(model: Path, *identity: object) -> list[Path]:
     except ImportError:
         return []
     build = xxhash.xxh3_128_hexdigest(Path(_cpu.__file__).read_bytes())
-    key = xxhash.xxh3_128_hexdigest(repr((FORMAT, build, _cpu.instruction_sets()[0], *identity)).encode())
+    key = xxhash.xxh3_128_hexdigest(repr((FORMAT, build, _cpu.instruction_sets(), *identity)).encode())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return [folder / f"{key}{SUFFIX}" for folder in (model / ".splitserve", cache / "splitserve" / "packed")]
 

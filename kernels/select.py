@@ -49,7 +49,12 @@ def select_kernels(
         return _cuda_kernels(device, exact, scheme, kv_dtype == "fp8", fp8_weights, shape)
     try:
         from .measured_choice import KernelChoices
-        from .native_cpu import NativeCpuKernels, measured_asking_rows, measured_instruction_set
+        from .native_cpu import (
+            NativeCpuKernels,
+            measured_asking_rows,
+            measured_coding,
+            measured_instruction_set,
+        )
     except ImportError as error:
         why = "the C++ kernels were not built: install a C++ compiler, then this package again"
         if error.name is None:  # built from other sources
@@ -68,8 +73,10 @@ def select_kernels(
     scheme = None if quantization == "none" else quantization
     how += f", weights in {scheme}" if scheme else ""
     how += f", weights prefetched from {measured_asking_rows(choices, instruction_set)} rows"
+    codes = measured_coding(choices, instruction_set)
+    how += ", bfloat16 weights in 12.25 bits" if codes else ""
     logger.info("kernels: C++ for %s%s, %d thread(s)", instruction_set, how, num_threads)
-    return NativeCpuKernels(num_threads, instruction_set, choices if onednn else None, packed, scheme)
+    return NativeCpuKernels(num_threads, instruction_set, choices if onednn else None, packed, scheme, codes)
 
 
 def numerics(device: torch.device, exact: bool) -> str:
@@ -90,13 +97,14 @@ def numerics(device: torch.device, exact: bool) -> str:
 def kernels_in_words() -> str:
     """Which kernels multiply on this CPU; measures where that is not yet known."""
     from .measured_choice import NEVER, KernelChoices
-    from .native_cpu import measured_asking_rows, measured_instruction_set
+    from .native_cpu import measured_asking_rows, measured_coding, measured_instruction_set
 
     choices = KernelChoices.of_this_machine()
     name = measured_instruction_set(choices)
     words = (
         f"{name} measured as the fastest, weights prefetched from {measured_asking_rows(choices, name)} rows"
     )
+    words += ", bfloat16 weights in 12.25 bits" if measured_coding(choices, name) else ""
     if not cpu_multiplies_bfloat16():
         return words
     shapes = {name: rows for name, rows in choices.made.items() if name.endswith("threads")}

@@ -63,7 +63,7 @@ auto* quantised_linear_here() {
 
 int64_t panels(const LinearArgs& g) {
   const auto* parts = static_cast<const QuantisedPart*>(g.packed);
-  int64_t count = g.num_parts ? 0 : panels(g.n);
+  int64_t count = g.num_parts > 0 ? 0 : panels(g.n);
   for (int64_t i = 0; i < g.num_parts; ++i) count += panels(parts[i].n);
   return count;
 }
@@ -76,7 +76,7 @@ void call(const LinearArgs* products, size_t count) {
     for (const LinearArgs* g = products; g < products + count; ++g) {
       const int64_t own = panels(*g);
       if (first < own && last > 0)
-        (g->num_parts ? quantised_linear_here() : active->linear)(*g, std::max<int64_t>(first, 0), std::min(last, own));
+        (g->num_parts > 0 ? quantised_linear_here() : active->linear)(*g, std::max<int64_t>(first, 0), std::min(last, own));
       first -= own;
       last -= own;
     }

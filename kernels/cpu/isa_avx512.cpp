@@ -27,7 +27,7 @@ namespace {
 #include "experts.h"
 }  // namespace
 
-const Kernels kAvx512Kernels = {"avx512", W, PANEL, pack_linear, linear, pack_quantised, quantised_linear,
+const Kernels kAvx512Kernels = {"avx512", W, PANEL, false, pack_linear, linear, pack_quantised, quantised_linear,
                                 attention,  rope_and_store, add_rms_norm, {gate_mul<Silu>, gate_mul<Gelu>, gate_mul<ClampedSilu>},
                                 gumbel_argmax, route, add_weighted, narrow_all};
 }  // namespace splitserve

@@ -14,6 +14,8 @@ enum Dtype : int { kFloat32 = 0, kBFloat16 = 1 };
 
 enum Cache : int { kPlain = 0, kCacheFloat8 = 1, kCacheInt8 = 2 };  // what the pool holds: see kv_codes.h
 
+constexpr int64_t CODED = -1, CODED_K = 64, CODED_BYTES = 64 + CODED_K * 48;  // of bfloat16 weights, see coded.h: a block's inputs and size
+
 enum QuantisedKind : int64_t { kInt4 = 4, kFloat4 = 5, kInt8 = 8, kFloat8 = 9 };
 
 struct QuantisedPart {       // some of a linear's outputs, 8-byte fields; see quantised.h
@@ -48,6 +50,7 @@ struct PackLinearArgs {
   void* packed;              // [ceil(n / panel)] panels
   int64_t n, k;
   Dtype dtype;
+  bool coded;                // see coded.h
 };
 
 struct LinearArgs {          // y[m][n] = sum_k x[m][k] w[n][k] + bias[n]
@@ -57,7 +60,7 @@ struct LinearArgs {          // y[m][n] = sum_k x[m][k] w[n][k] + bias[n]
   void* y;                   // [m, n]
   int64_t m, n, k;
   Dtype dtype;               // of all of them
-  int64_t num_parts = 0;     // 0: not quantised
+  int64_t num_parts = 0;     // 0: not quantised; CODED: neither, but coded
 };
 
 struct Matrix {              // a linear's weights, see LinearArgs
@@ -133,7 +136,8 @@ struct Kernels {
   const char* name;
   int64_t vector_width;      // float32 lanes
   int64_t panel;             // columns of a packed panel
-  void (*pack_linear)(const PackLinearArgs&, int64_t first_panel, int64_t last_panel);
+  bool codes;                // whether it knows coded weights
+  bool (*pack_linear)(const PackLinearArgs&, int64_t first_panel, int64_t last_panel);
   void (*linear)(const LinearArgs&, int64_t first_panel, int64_t last_panel);
   void (*pack_quantised)(const PackArgs&, int64_t first_panel, int64_t last_panel);
   void (*quantised_linear)(const LinearArgs&, int64_t first_panel, int64_t last_panel);

@@ -11,10 +11,15 @@ constexpr int64_t PIECE_BYTES = 16 << 10;
 constexpr int64_t X_BLOCK_BYTES = 512 << 10;
 constexpr int64_t LEAST_TILES = 4;  // of a block of x, however large k is
 
+#if BF16_UNITS
+#include "coded.h"
+#endif
+
 static inline int64_t even(int64_t k) { return (k + 1) / 2 * 2; }
 
-// Rows to columns, by words of 4 bytes: a number, or two of bfloat16.
-static void pack_linear(const PackLinearArgs& g, int64_t first, int64_t last) {
+// Rows to columns, by words of 4 bytes: a number, or two of bfloat16. False: it cannot be coded.
+static bool pack_linear(const PackLinearArgs& g, int64_t first, int64_t last) {
+  [[maybe_unused]] static thread_local Floats plain_buffer;
   const int64_t item = g.dtype == kFloat32 ? 4 : 2, row_bytes = g.k * item, words = even(g.k) * item / 4;
   const PackedPart* part = g.parts;
   int64_t part_end = part->rows;
@@ -25,6 +30,9 @@ static void pack_linear(const PackLinearArgs& g, int64_t first, int64_t last) {
       rows[j] = row < g.n ? static_cast<const char*>(part->weight) + (row - part_end + part->rows) * row_bytes : nullptr;
     }
     uint32_t* out = static_cast<uint32_t*>(g.packed) + p * words * PANEL;
+#if BF16_UNITS
+    if (g.coded) out = reinterpret_cast<uint32_t*>(plain_buffer.reserve(words * PANEL));
+#endif
     for (int64_t word = 0; word < words; word += W, out += W * PANEL)
       for (int v = 0; v < kPanelVectors; ++v) {
         vu block[W];
@@ -38,7 +46,14 @@ static void pack_linear(const PackLinearArgs& g, int64_t first, int64_t last) {
         transpose(block);
         for (int64_t i = 0; i < smaller(W, words - word); ++i) *reinterpret_cast<vu_any*>(out + i * PANEL + v * W) = block[i];
       }
+#if BF16_UNITS
+    if (g.coded)
+      for (int64_t i = 0, blocks = g.k / CODED_K; i < blocks; ++i)
+        if (!code_block(reinterpret_cast<const char*>(plain_buffer.data) + i * BLOCK_NUMBERS * 2, static_cast<char*>(g.packed) + (p * blocks + i) * CODED_BYTES))
+          return false;
+#endif
   }
+  return true;
 }
 
 // Step `step` of a row of x, which ends after k numbers.
@@ -113,7 +128,7 @@ static void finish_rows(const float* c, int64_t rows, const T* bias, T* y, int64
 }
 
 // X: what x is multiplied as (float, Two, Pair: see multiply_tile). Blocks of rows, panels, pieces of a panel, tiles of rows.
-template <class X, class T>
+template <class X, class T, bool kCoded = false>
 static void linear_as(const LinearArgs& g, int64_t first, int64_t last) {
   constexpr int64_t depth = kStepDepth<X>, k_block = PIECE_BYTES / (PANEL * int64_t(sizeof(float))) * depth;
   constexpr bool kWidensPieces = sizeof(T) == 2 && depth == 1;
@@ -121,7 +136,7 @@ static void linear_as(const LinearArgs& g, int64_t first, int64_t last) {
   const int64_t steps = (g.k + depth - 1) / depth, row_bytes = steps * int64_t(sizeof(X));
   const int64_t block = smaller(g.m, larger(LEAST_TILES, X_BLOCK_BYTES / row_bytes / ROW_TILE) * ROW_TILE);
   X* const x = reinterpret_cast<X*>(x_buffer.reserve(block * row_bytes / int64_t(sizeof(float)) + W));
-  float *const c = c_buffer.reserve(block * PANEL), *const piece = piece_buffer.reserve(kWidensPieces ? k_block * PANEL : 0);
+  float *const c = c_buffer.reserve(block * PANEL), *const piece = piece_buffer.reserve(kWidensPieces || kCoded ? k_block / depth * PANEL : 0);
   const T *packed = static_cast<const T*>(g.packed), *bias = static_cast<const T*>(g.bias);
   for (int64_t m0 = 0; m0 < g.m; m0 += block) {
     const RowTiles tiles(smaller(block, g.m - m0), ROW_TILE);
@@ -135,9 +150,18 @@ static void linear_as(const LinearArgs& g, int64_t first, int64_t last) {
           widen_piece(at, k, piece);
           b = piece;
         }
-        for (int64_t t = 0; t < tiles.count; ++t) {
+        int64_t t = 0;
+#if BF16_UNITS
+        if constexpr (kCoded) {  // the first tile leaves what the others multiply
+          b = piece;
+          multiply_coded_rows(int(tiles.start(1)), x + k0 / depth * tiles.start(1), static_cast<const char*>(g.packed) + (p * g.k + k0) / CODED_K * CODED_BYTES,
+                              k / CODED_K, k0 > 0, c, tiles.count > 1 ? reinterpret_cast<char*>(piece) : nullptr);
+          ++t;
+        }
+#endif
+        for (; t < tiles.count; ++t) {
           const int64_t start = tiles.start(t), height = tiles.start(t + 1) - start;
-          multiply_rows<depth * PANEL * sizeof(T)>(int(height), x + start * steps + k0 / depth * height, b, (k + depth - 1) / depth, k0 > 0,
+          multiply_rows<kCoded ? 0 : depth * PANEL * sizeof(T)>(int(height), x + start * steps + k0 / depth * height, b, (k + depth - 1) / depth, k0 > 0,
                                                    c + start * PANEL, reinterpret_cast<const char*>(at));
         }
       }
@@ -150,7 +174,7 @@ static void linear_as(const LinearArgs& g, int64_t first, int64_t last) {
 static void linear(const LinearArgs& g, int64_t first, int64_t last) {
   if (g.dtype == kFloat32) return linear_as<float, float>(g, first, last);
 #if BF16_UNITS
-  linear_as<Pair, bf16>(g, first, last);
+  g.num_parts == CODED ? linear_as<Pair, bf16, true>(g, first, last) : linear_as<Pair, bf16>(g, first, last);
 #else
   g.m > FEW_ROWS ? linear_as<float, bf16>(g, first, last) : linear_as<Two, bf16>(g, first, last);
 #endif

@@ -59,13 +59,28 @@ PyObject* pack_linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments a{values, count};
   PackLinearArgs g;
   g.parts = a.address<const PackedPart>(); g.packed = a.address<void>();
-  g.n = a.integer(); g.k = a.integer(); g.dtype = a.dtype();
+  g.n = a.integer(); g.k = a.integer(); g.dtype = a.dtype(); g.coded = a.integer();
   const int64_t threads = a.integer();
   if (!a.complete()) return nullptr;
+  std::atomic<bool> done = true;
   Py_BEGIN_ALLOW_THREADS
-  share_packing(threads, panels(g.n), double(g.n * g.k), [&](int64_t first, int64_t last) { active->pack_linear(g, first, last); });
+  share_packing(threads, panels(g.n), double(g.n * g.k), [&](int64_t first, int64_t last) {
+    if (!active->pack_linear(g, first, last)) done = false;
+  });
   Py_END_ALLOW_THREADS
-  Py_RETURN_NONE;
+  return PyBool_FromLong(done);
+}
+
+// 0: there is no such layout.
+PyObject* packed_bytes(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments a{values, count};
+  const int64_t n = a.integer(), k = a.integer();
+  const Dtype dtype = a.dtype();
+  const bool coded = a.integer();
+  if (!a.complete()) return nullptr;
+  if (!coded) return PyLong_FromLongLong(panels(n) * active->panel * ((k + 1) / 2 * 2) * (dtype == kFloat32 ? 4 : 2));
+  const bool known = active->codes && dtype == kBFloat16 && k % CODED_K == 0;
+  return PyLong_FromLongLong(known ? panels(n) * (k / CODED_K) * CODED_BYTES : 0);
 }
 
 PyObject* pack_quantised(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -235,7 +250,8 @@ PyObject* ask_from_rows(PyObject*, PyObject* rows) {
 
 PyMethodDef methods[] = {
 #define FAST(name, doc) {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(name)), METH_FASTCALL, doc}
-    FAST(pack_linear, "parts, packed, n, k, dtype, threads"),
+    FAST(pack_linear, "parts, packed, n, k, dtype, coded, threads -> whether it could be coded"),
+    FAST(packed_bytes, "n, k, dtype, coded"),
     FAST(linear, "x, packed or parts, number of parts or 0, bias or 0, y, m, n, k, dtype"),
     FAST(pack_quantised, "part, codes, scales or 0, offsets or 0, k, group, threads"),
     FAST(attention, "q, q_stride, pool, out, query_start_loc, seq_lens, block_tables, sinks or 0, num_seqs, table_stride, num_layers, layer, "

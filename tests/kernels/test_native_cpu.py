@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from splitserve.kernels import packed_weights
 from splitserve.kernels.interface import AttentionInputs, RopeInputs
 from splitserve.kernels.measured_choice import NEVER, KernelChoices
 from splitserve.kernels.mixture_shape import ACTIVATIONS
@@ -93,8 +95,85 @@ def test_several_threads_pack_parts_into_panels_as_one_matrix(
     stale = torch.full_like(expected, 7)
     packed = native_cpu.PackedWeights(num_threads=3)
     packed._arena.empty = lambda count, _: stale.view(torch.uint8)[:count]  # type: ignore[method-assign]
-    found = native_cpu.PackedLinear(parts, None, packed, panel)
-    assert torch.equal(found._packed, expected)
+    found = native_cpu.PackedLinear(parts, None, packed)
+    assert torch.equal(found._packed.view(dtype), expected)
+
+
+needs_codes = pytest.mark.skipif("avx512_bf16" not in _cpu.instruction_sets(), reason="needs AVX512-BF16")
+
+
+def uneven(n: int, k: int, kind: str) -> Tensor:
+    weight = randn(n, k, dtype=torch.bfloat16)
+    if kind == "outliers":
+        weight[::5, 3] *= 1e9
+        weight[1::7, k // 2] = torch.inf
+    if kind == "tiny":
+        weight[::9, ::40] *= 2.0**-30
+        weight[:, 1::50] = torch.tensor(1e-40).bfloat16()
+        weight[3, :] = 0.0
+        weight[:, 7] = -0.0
+    return weight
+
+
+@needs_codes
+@pytest.mark.parametrize("kind", ["even", "outliers", "tiny"])
+@pytest.mark.parametrize(("n", "k"), [(70, 64), (33, 320), (128, 1024)])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_coded_weights_multiply_with_the_same_bits(kind: str, n: int, k: int, threads: int) -> None:
+    _cpu.use_instruction_set("avx512_bf16")
+    _cpu.set_num_threads(threads)
+    weight, bias = uneven(n, k, kind), randn(n, dtype=torch.bfloat16)
+    plain, coded = (
+        native_cpu.PackedLinear(
+            [weight[:5], weight[5:]], bias, native_cpu.PackedWeights(num_threads=threads), coded=as_codes
+        )
+        for as_codes in (False, True)
+    )
+    assert coded.coded
+    assert coded._packed.nbytes < 0.77 * plain._packed.nbytes
+    for m in (*range(1, 14), 24, 25, 37, 400):
+        x = randn(m, k, dtype=torch.bfloat16, seed=m)
+        assert torch.equal(plain(x).view(torch.int16), coded(x).view(torch.int16))
+    _cpu.set_num_threads(1)
+
+
+@needs_codes
+def test_weights_of_too_many_exponents_stay_plain() -> None:
+    _cpu.use_instruction_set("avx512_bf16")
+    weight = randn(40, 128, dtype=torch.bfloat16)
+    weight[0, :16] *= 2.0**-60
+    for matrix in (weight, randn(40, 100, dtype=torch.bfloat16), randn(40, 128, dtype=torch.float32)):
+        packed = native_cpu.PackedWeights()
+        linear = native_cpu.PackedLinear(matrix, None, packed, coded=True)
+        assert not linear.coded
+        assert [memory.nbytes for memory in packed._given] == [linear._packed.nbytes]
+        x = randn(3, matrix.shape[1], dtype=matrix.dtype)
+        assert torch.equal(linear(x), native_cpu.PackedLinear(matrix, None, native_cpu.PackedWeights())(x))
+
+
+@needs_codes
+def test_the_next_start_finds_weights_in_the_form_they_were_kept_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_weights, "LEAST_BYTES", 0)
+    _cpu.use_instruction_set("avx512_bf16")
+    weights = [uneven(n, 128, "outliers") for n in (64, 40, 64)]
+    weights[1][0, :16] = torch.arange(16).bfloat16().exp2() * 2.0**-90
+
+    def start() -> list[native_cpu.PackedLinear]:
+        packed = native_cpu.PackedWeights([tmp_path / "weights.packed"])
+        linears = [native_cpu.PackedLinear(weight, None, packed, coded=True) for weight in weights]
+        thread = packed.finish()
+        assert thread is not None
+        thread.join(10)
+        return linears
+
+    first = start()
+    monkeypatch.setattr(_cpu, "pack_linear", lambda *_: pytest.fail("packed again"))
+    second = start()
+    assert [linear.coded for linear in second] == [linear.coded for linear in first] == [True, False, True]
+    for before, after in zip(first, second, strict=True):
+        assert torch.equal(before._packed, after._packed)
 
 
 @pytest.mark.skipif(not cpu_multiplies_bfloat16(), reason="this CPU has neither AVX512-BF16 nor AMX")
