@@ -46,7 +46,7 @@ from .analytic_measured import (
     vllm_steps,
 )
 
-EXPERTS, QUANTISED, REQUESTS = (0.2, 0.3, 0.45), (0.5, 0.65, 0.85), (0.005, 0.015, 0.03, 0.06)
+EXPERTS, QUANTISED, REQUESTS = (0.2, 0.3, 0.45), (0.6, 0.75, 0.9), (0.005, 0.015, 0.03, 0.06)
 """What is chosen among for a model that is left out: the share of experts' products, Blackwell's of quantised
 ones, REQUEST_S."""
 EVERY = 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -135,11 +136,15 @@ def measured(path: Path) -> Measured:
         for row in csv.DictReader(file):
             gpu, model = row["system"].split("_")[0], REPOSITORIES.get(row["model_path"])
             clients, gpus = (int(float(row[n] or 0)) for n in ("batch_size", "tp_size"))
+            match = re.search(r"silicon_concurrency=(\d+)", row.get("silicon_data_source", ""))
+            if match and int(match[1]) != clients:  # of one of several workers or ranks
+                continue
             alone = float(row["attention_dp_size"] or 1) == 1 and float(row["pp_size"] or 1) == 1
             known = model in CONFIGS and gpu in GPUS and row["precision"] in BITS and "_c_" not in row["id"]
             if row["mode"] != "agg" or not (alone and known and 0 < gpus <= 8 and clients) or model is None:
                 continue
-            source = "InferenceMAX" if row["id"].startswith("20") or "_cfg" in row["id"] else "AIConfigurator"
+            inferencemax = re.match("20|.*(_cfg|gap_analysis)", row["id"])  # copies of InferenceMAX's, too
+            source = "InferenceMAX" if inferencemax else "AIConfigurator"
             machine = Machine(shape_of(CONFIGS[model]), GPUS[gpu], gpus, BITS[row["precision"]], CURRENT)
             if weight_bytes(machine) > gpus * GPUS[gpu].memory:
                 continue

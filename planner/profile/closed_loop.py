@@ -2,7 +2,8 @@
 benchmarks. Pure.
 
 The server's front takes requests one after another, and their lengths vary: so clients do not stay in step,
-and few prompts share a step of the engine.
+and few prompts share a step of the engine. A step is planned while the one before runs: what arrives
+meanwhile waits for the next.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import NamedTuple
 
 from ...engine.latency_profile import StepModel
 
-WAVES = 8
-"""Answers to each client."""
+WAVES = 10
+"""Answers to each client, as InferenceMAX and AIConfigurator ask for; the first are asked for at once."""
 REQUEST_S = 0.015
-"""HTTP and tokenizer of a request."""
-FRONT_S = 0.006
-"""What a server's front does for a request before it looks at the next one."""
+"""HTTP of a request."""
+FRONT_S, TOKEN_S = 0.003, 3e-6
+"""What a server's front does for a request, and for each token of its prompt, before the next one."""
 _TURN = 0.6180339887498949  # multiples of it spread evenly over 0 to 1
 
 
@@ -66,23 +67,24 @@ def closed_loop(
     once, num_asked, front = min(prefill.base_s, decode.base_s), 0, 0.0
     coming, waiting = list[tuple[float, int, _Request]](), list[_Request]()
     running = list[tuple[int, int, _Request]]()  # by the step that ends them
-    now, step, context, ttft, tpot = 0.0, 0, 0.0, list[float](), list[float]()
+    now, planned, step, context, ttft, tpot = 0.0, 0.0, 0, 0.0, list[float](), list[float]()
 
     def ask() -> None:
         nonlocal num_asked, front
         if num_asked < WAVES * run.clients:
-            front = max(front, now + REQUEST_S) + FRONT_S
-            heappush(coming, (front, num_asked, _Request(now, num_asked, run, server.spread)))
+            request = _Request(now, num_asked, run, server.spread)
+            front = max(front, now + REQUEST_S) + FRONT_S + TOKEN_S * request.prompt
+            heappush(coming, (front, num_asked, request))
             num_asked += 1
 
     for _ in range(run.clients):
         ask()
     while coming or waiting or running:
         if not waiting and not running:
-            now = max(now, coming[0][0])
-        while coming and coming[0][0] <= now:
+            now = planned = max(now, coming[0][0])
+        while coming and coming[0][0] <= planned:
             waiting.append(heappop(coming)[2])
-        num = len(running)
+        planned, num = now, len(running)
         begun = sum(asked.left < asked.prompt for asked in waiting)
         able = waiting[: max(begun, server.max_num_seqs - num)]
         chunks = _chunks(able, server, num if server.mixes else 0)
@@ -95,9 +97,11 @@ def closed_loop(
         else:
             steps = running[0][0] - step
             step_s = decode.seconds(num, context + num * (steps - 1) / 2, num)
-            if coming:  # until something arrives
-                steps = min(steps, max(1, -int((now - coming[0][0]) // step_s)))
-            now += steps * decode.seconds(num, context + num * (steps - 1) / 2, num)
+            if coming:  # until a step after something arrives
+                steps = min(steps, max(1, 1 - int((now - coming[0][0]) // step_s)))
+            step_s = decode.seconds(num, context + num * (steps - 1) / 2, num)
+            now += steps * step_s
+            planned = now - step_s
         step, context = step + steps, context + steps * num
         while running and running[0][0] <= step:
             ended = heappop(running)[2]

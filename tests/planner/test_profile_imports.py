@@ -12,7 +12,7 @@ from support.planned_loads import LEVEL, question
 
 from splitserve.engine.latency_profile import Profile
 from splitserve.planner.errors import ProfilingError
-from splitserve.planner.profile.closed_loop import FRONT_S, REQUEST_S, Run, Server, closed_loop
+from splitserve.planner.profile.closed_loop import FRONT_S, REQUEST_S, TOKEN_S, Run, Server, closed_loop
 from splitserve.planner.profile.imported import imported
 from splitserve.planner.profile_commands import profile
 from splitserve.planner.search.candidates import Hardware, Kind
@@ -201,8 +201,19 @@ def test_like_needs_a_file_to_import() -> None:
 def test_a_client_alone_waits_for_its_own_prompt_only() -> None:
     ttft, tpot = closed_loop(LIKE.prefill, LIKE.decode, Run(1000, 65, 1, 0, 0), Server(spread=0.0))
     prompt = LIKE.prefill.seconds(1000, 1000 * 1001 / 2, 1)
-    assert ttft == pytest.approx(prompt + REQUEST_S + FRONT_S)
+    assert ttft == pytest.approx(prompt + REQUEST_S + FRONT_S + 1000 * TOKEN_S)
     assert tpot == pytest.approx(LIKE.decode.seconds(1, 1000 + 32.5, 1), rel=1e-3)
+
+
+def test_a_prompt_that_arrives_during_a_step_is_not_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one was planned already: here a token of the first client."""
+    monkeypatch.setattr("splitserve.planner.profile.closed_loop.WAVES", 1)
+    ttft, _ = closed_loop(LIKE.prefill, LIKE.decode, Run(1000, 65, 2, 0, 0), Server(spread=0.0))
+    prompt, token = LIKE.prefill.seconds(1000, 1000 * 1001 / 2, 1), LIKE.decode.seconds(1, 1001, 1)
+    front, once = FRONT_S + 1000 * TOKEN_S, min(LIKE.prefill.base_s, LIKE.decode.base_s)
+    first, second = REQUEST_S + front + prompt, REQUEST_S + front + 2 * (prompt + token) - once
+    assert prompt > front
+    assert ttft == pytest.approx((first + second) / 2, rel=1e-3)
 
 
 def test_every_request_is_answered_whatever_a_step_holds() -> None:
@@ -233,5 +244,5 @@ def test_a_row_too_few_costs_each_client_its_share_of_a_life() -> None:
     """One of eight clients always waits for a row."""
     own, asked = Profile.read(Path("llama-3.1-8b@h100")), Run(1024, 256, 8, 0, 0)
     ttft, tpot = closed_loop(own.prefill, own.decode, asked, Server(spread=0.0, max_num_seqs=7))
-    alone_s = own.prefill.seconds(1024, 1024 * 1025 / 2, 1) + REQUEST_S + FRONT_S
+    alone_s = own.prefill.seconds(1024, 1024 * 1025 / 2, 1) + REQUEST_S + FRONT_S + 1024 * TOKEN_S
     assert ttft == pytest.approx(alone_s + (ttft + 255 * tpot) / 8, rel=0.1)

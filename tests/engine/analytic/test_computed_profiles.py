@@ -139,12 +139,12 @@ def test_the_recorded_validation_is_of_these_constants() -> None:
     assert record["shipped"] == asdict(CURRENT)
     found = record["servers"]
     assert {name: round(value, 2) for name, value in found["tpot"].items()} == ERROR
-    assert found["by_group"]["all"]["tpot"] < 0.15
-    assert found["by_group"]["all"]["throughput"] < 0.15
-    assert found["left_out"]["all"]["tpot"] < 0.15
-    assert found["by_group"]["all"]["ttft"] < 0.16
-    assert found["by_group"]["half chosen on"]["ttft"] < 0.15
-    assert found["by_group"]["half not looked at"]["ttft"] < 0.17
+    limits = {"ttft": 0.15, "tpot": 0.125, "throughput": 0.125}
+    groups = found["by_group"]
+    for errors in (groups["all"], groups["half not looked at"], found["left_out"]["all"]):
+        assert all(errors[name] < limit for name, limit in limits.items())
+    assert found["by_group"]["all"]["ttft"] < 0.14
+    assert found["by_group"]["half chosen on"]["ttft"] < 0.13
     assert found["by_group"]["llama-3.1-70b"]["ttft"] < 0.11
 
 
