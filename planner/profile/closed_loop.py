@@ -2,8 +2,7 @@
 benchmarks. Pure.
 
 The server's front takes requests one after another, and their lengths vary: so clients do not stay in step,
-and few prompts share a step of the engine. A step is planned while the one before runs: what arrives
-meanwhile waits for the next.
+and few prompts share a step of the engine. A step is planned while the one before runs.
 """
 
 from __future__ import annotations
@@ -16,10 +15,8 @@ from ...engine.latency_profile import StepModel
 
 WAVES = 10
 """Answers to each client, as InferenceMAX and AIConfigurator ask for; the first are asked for at once."""
-REQUEST_S = 0.015
-"""HTTP of a request."""
-FRONT_S, TOKEN_S = 0.003, 3e-6
-"""What a server's front does for a request, and for each token of its prompt, before the next one."""
+REQUEST_S, FRONT_S, TOKEN_S = 0.015, 0.003, 3e-6
+"""HTTP of a request; a server's front for a request, and for each token of its prompt, one after another."""
 _TURN = 0.6180339887498949  # multiples of it spread evenly over 0 to 1
 
 
@@ -100,8 +97,7 @@ def closed_loop(
             if coming:  # until a step after something arrives
                 steps = min(steps, max(1, 1 - int((now - coming[0][0]) // step_s)))
             step_s = decode.seconds(num, context + num * (steps - 1) / 2, num)
-            now += steps * step_s
-            planned = now - step_s
+            planned, now = now + (steps - 1) * step_s, now + steps * step_s
         step, context = step + steps, context + steps * num
         while running and running[0][0] <= step:
             ended = heappop(running)[2]
