@@ -25,14 +25,10 @@ prepare() {
         flock 9 # several roles may be started at once from one clone
         if [[ "$1" == test ]]; then
             make_venv
-            install_test_packages & # beside pip
+            (install_test_packages && install_node_client && install_helm) & # beside pip
         fi
         prepare_alone "$1"
-        if [[ "$1" == test ]]; then
-            wait
-            install_node_client
-            install_helm
-        fi
+        wait
     } 9<"${BASH_SOURCE[0]}"
 }
 
@@ -43,12 +39,11 @@ prepare_alone() {
     if [[ "$(cat "$VENV/.prepared-$purpose" "$VENV/.prepared-test" 2>/dev/null)" == *"$stamp"* ]]; then
         return
     fi
-    install_torch
     if [[ "$purpose" == test ]]; then
-        install_package "${ROOT}[test]"
+        install_package test
         install_nixl
     else
-        install_package "${ROOT}[all]"
+        install_package all
     fi
     report_kernels
     echo "$stamp" >"$VENV/.prepared-$purpose"
@@ -107,14 +102,34 @@ install_torch() {
     fi
 }
 
+# With the requirements of one extra. The kernels are compiled meanwhile, on all cores.
 install_package() {
-    local -a also=()
-    if [[ "$1" == *"[test]" ]] && ! has_gpu && ! "$VENV/bin/python" -c 'import importlib.metadata as m; m.version("triton")' 2>/dev/null; then
-        also=("$TRITON_CPU") # a CPU build of torch brings none
+    local kernels
+    local -a needed
+    mapfile -t needed < <(requirements "$1")
+    if [[ "$1" == test ]] && ! has_gpu && ! "$VENV/bin/python" -c 'import importlib.metadata as m; m.version("triton")' 2>/dev/null; then
+        needed+=("$TRITON_CPU") # a CPU build of torch brings none
     fi
     rm -f "$ROOT"/kernels/_cpu.cpython-*.so # of an earlier build: it would be found before the one that is made now
     say "installing splitserve and what it needs"
-    pip_install --editable "$1" "${also[@]}"
+    pip_install --no-deps --editable "$ROOT" &
+    kernels=$!
+    install_torch
+    pip_install "${needed[@]}"
+    wait "$kernels" || exit 1
+}
+
+# Those of the package, of an extra and of the extras that it names, line by line
+requirements() {
+    "$VENV/bin/python" - "$ROOT/pyproject.toml" "$1" <<'END'
+import re, sys, tomllib
+project = tomllib.load(open(sys.argv[1], "rb"))["project"]
+def of(extra):
+    for each in project["optional-dependencies"][extra]:
+        own = re.fullmatch(r"splitserve\[(.*)\]", each)
+        yield from [each] if own is None else (need for name in own[1].split(",") for need in of(name))
+print("\n".join([*project["dependencies"], *of(sys.argv[2])]))
+END
 }
 
 # For the tests of its mover. Its build for either CUDA works without a GPU; with the other one it would be half a gigabyte.
