@@ -142,6 +142,8 @@ def _prose(text: str, tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
                 and isinstance(value.value, str)
             ):
                 yield statement.lineno, value.value, True
+    if not PRIVATE.search("\n".join(line for line in text.splitlines() if "#" in line)):
+        return  # to tokenize takes longer than all else
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string, False
