@@ -191,7 +191,6 @@ def _debug_worker(worker: WorkerRecord, now: float) -> dict[str, object]:
         "steps": load.steps if load else 0,
         "counters": load.counters if load else {},
         "cached_hashes": len(worker.cached),
-        "answers": len(worker.answers),
         "dispatches": sorted(worker.dispatches),
         "held": sorted(worker.held),
     }

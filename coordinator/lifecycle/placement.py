@@ -90,8 +90,7 @@ class Placement:
             self._blocked = blocked._replace(queue_version=self._queue.version)
             return []
         self._begin_pass()
-        if (pair := self._choose_pair(request)) is not None:
-            action = self._machine.dispatch(request, *pair, now)
+        if (action := self._dispatch(request, now)) is not None:
             self._queue.charge_unqueued(request)
             return [action]
         self._queue.add(request)
@@ -110,10 +109,9 @@ class Placement:
         actions: list[Action] = []
 
         def place(request: Request) -> bool:
-            if (pair := self._choose_pair(request)) is None:
-                return False
-            actions.append(self._machine.dispatch(request, *pair, now))
-            return True
+            if (action := self._dispatch(request, now)) is not None:
+                actions.append(action)
+            return action is not None
 
         self._begin_pass()
         version = queue.version
@@ -141,6 +139,18 @@ class Placement:
         return not any(w.num_others or (not w.accepting and w.dispatches) for w in prefills)
 
     # --- one request ---------------------------------------------------------------------------------
+
+    def _dispatch(self, request: Request, now: float) -> Action | None:
+        """Begin an attempt. None: the request has to wait, for room or for the report of an answer."""
+        if request.answer_id and not request.num_attempts:
+            if (keeper := self._pools.keeping(request.answer_id)) is not None:
+                return self._machine.resume(request, keeper, now)
+            reported = all(w.num_cache_reports or w.draining for w in self._pools.of_role("decode"))
+            if now < self._pools.all_here or not reported:
+                self._inconclusive = True
+                return None
+        pair = self._choose_pair(request)
+        return None if pair is None else self._machine.dispatch(request, *pair, now)
 
     def _choose_pair(self, request: Request) -> Pair | None:
         """Return the workers for a request; None: none has room."""

@@ -35,6 +35,7 @@ class Pools:
     def __init__(self, limits: LifecycleLimits) -> None:
         self._limits = limits
         self._num_come = 0
+        self.all_here = float("-inf")  # when those that come to a new coordinator have come
         self.workers: dict[WorkerId, WorkerRecord] = {}
         self.cache = CacheIndex()
         self.reasons_lost: dict[WorkerId, str] = {}  # why the latest of the workers that are gone are gone
@@ -93,6 +94,8 @@ class Pools:
         else:
             kind = self._kinds.setdefault(worker_fit.kv_model(hello.model), len(self._kinds))
             self._num_come += 1
+            if not self.workers:
+                self.all_here = now + self._limits.lost_after_s
             worker = WorkerRecord(
                 hello, now, kind, self._num_come, self._limits.queued_batches, progressed=now
             )

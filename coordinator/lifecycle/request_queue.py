@@ -239,7 +239,7 @@ class RequestQueue:
             elif now - request.arrival > self._starving_s:
                 return turns.in_fixed_order
             else:
-                too_long = min(too_long, num_tokens)
+                too_long = min(too_long, inf if request.answer_id else num_tokens)  # inf: not for room
                 turns.pass_over()
         return False
 
