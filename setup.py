@@ -28,6 +28,9 @@ SOURCES = (
     "isa_avx512_vnni.cpp",
     "isa_avx512_bf16.cpp",
 )
+OPTIONS = ["-std=c++17", "-O3", "-g0", "-fno-math-errno", "-fno-trapping-math", "-pthread"]
+"""errno and traps of floating-point functions are never read; nothing else of -ffast-math is used. Debugging
+symbols, Python's default, would take a quarter of the time and seven eighths of the module."""
 SOURCES_HASH = hashlib.sha256(
     b"".join(file.read_bytes() for file in sorted(Path(FOLDER).glob("*.*")))
 ).hexdigest()
@@ -91,8 +94,7 @@ setup(
             sources=[f"{FOLDER}/{name}" for name in SOURCES],
             depends=sorted(str(header) for header in Path(FOLDER).glob("*.h")),
             language="c++",
-            # errno and traps of floating-point functions are never read; nothing else of -ffast-math is used
-            extra_compile_args=["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-pthread"],
+            extra_compile_args=OPTIONS,
             extra_link_args=["-pthread"],
             define_macros=[
                 ("Py_LIMITED_API", "0x030B0000"),  # one wheel for every Python from 3.11 on
