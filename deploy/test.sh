@@ -26,8 +26,8 @@ types="$(mktemp)"
 trap 'rm -f "$types"' EXIT
 "$VENV/bin/mypy" >"$types" 2>&1 &
 checking=$!
-# three on two cores: tests that start processes wait for a third of their time
-if ((! $#)); then set -- --numprocesses 3 --max-worker-restart 1 --dist loadfile --no-loadscope-reorder; fi
+# four on two cores: tests that start processes wait for a third of their time
+if ((! $#)); then set -- --numprocesses 4 --max-worker-restart 1 --dist loadfile --no-loadscope-reorder; fi
 status=0
 "$VENV/bin/python" -m pytest "$@" || status=$?
 wait $checking || status=1
