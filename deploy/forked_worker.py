@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pkgutil
 import signal
@@ -32,6 +33,8 @@ def be_worker(
     """
     from . import fork_server
 
+    gc.freeze()  # the fork server's objects: to scan them would copy their pages
+    gc.enable()
     _move_to(supervisor, fork_server.libc.prctl)
     os.setsid()  # Ctrl-C reaches the supervisor alone, which stops its children in good order
     born.send((os.getpid(), fork_server.PID))

@@ -14,6 +14,7 @@ answers as ever. Workers die with the nursery, which ends with its standard inpu
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import signal
@@ -33,6 +34,7 @@ KILLS = {"prefill": 66_601, "decode": 66_602}
 def main() -> None:
     import splitserve.worker.main  # noqa: F401
 
+    gc.freeze()  # as in a worker of the fork server
     libc = ctypes.CDLL(None)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
     for line in sys.stdin:
