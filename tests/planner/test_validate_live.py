@@ -106,6 +106,8 @@ def test_nothing_of_a_replay_is_cached_from_the_replays_before_it(
         return [Sample(0.0, 2.0, [1.0, 2.0], num_output_tokens=2) for _ in requests], 2.0
 
     monkeypatch.setattr(validate_live, "generate_load", seen)
+    # measuring them takes ten seconds; tests/planner/test_profile_measuring.py does
+    monkeypatch.setattr(validate_live, "measure_movers", lambda *_: {"shm": PACED.handoff})
     monkeypatch.setattr(validate_live, "live_cluster", lambda *_: contextlib.nullcontext("http://nowhere"))
     monkeypatch.setattr(
         "sys.argv", ["validate_live", "--requests", "20", "--workloads", "even", "code", "--repeats", "2"]
