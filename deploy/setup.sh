@@ -25,7 +25,7 @@ prepare() {
         flock 9 # several roles may be started at once from one clone
         if [[ "$1" == test ]]; then
             make_venv
-            (install_test_packages && install_node_client && install_helm) & # beside pip
+            (install_test_packages && install_node_client && install_helm && install_nixl) & # beside pip
         fi
         prepare_alone "$1"
         wait
@@ -39,12 +39,7 @@ prepare_alone() {
     if [[ "$(cat "$VENV/.prepared-$purpose" "$VENV/.prepared-test" 2>/dev/null)" == *"$stamp"* ]]; then
         return
     fi
-    if [[ "$purpose" == test ]]; then
-        install_package test
-        install_nixl
-    else
-        install_package all
-    fi
+    if [[ "$purpose" == test ]]; then install_package test; else install_package all; fi
     report_kernels
     echo "$stamp" >"$VENV/.prepared-$purpose"
 }
@@ -116,6 +111,7 @@ install_package() {
     kernels=$!
     install_torch
     pip_install "${needed[@]}"
+    "$VENV/bin/python" -m compileall -q -j 0 "$VENV/lib" >/dev/null || true # on all cores, not by pip; templates are no Python
     wait "$kernels" || exit 1
 }
 
@@ -132,17 +128,18 @@ print("\n".join([*project["dependencies"], *of(sys.argv[2])]))
 END
 }
 
-# For the tests of its mover. Its build for either CUDA works without a GPU; with the other one it would be half a gigabyte.
+# For the tests of its mover. Its build for either CUDA works without a GPU; with the other one it would be half a gigabyte. Tried at most once.
 install_nixl() {
-    if "$VENV/bin/python" -c 'import nixl' 2>/dev/null; then
+    if [[ -e "$VENV/.nixl-tried" ]] || "$VENV/bin/python" -c 'import nixl' 2>/dev/null; then
         return
     fi
+    touch "$VENV/.nixl-tried"
     say "installing NIXL"
     (pip_install --no-deps nixl nixl-cu12) 2>/dev/null || say "NIXL could not be installed: the tests of its mover are skipped"
 }
 
 pip_install() {
-    PIP_ROOT_USER_ACTION=ignore "$VENV/bin/python" -m pip install --progress-bar off --disable-pip-version-check \
+    PIP_ROOT_USER_ACTION=ignore "$VENV/bin/python" -m pip install --progress-bar off --disable-pip-version-check --no-compile \
         --constraint "$ROOT/deploy/constraints.txt" "$@" | show_progress
     ((PIPESTATUS[0] == 0)) ||
         die "pip could not install ${*: -1} (its message is above). Is the package index reachable? Behind a proxy set HTTPS_PROXY, for a mirror PIP_INDEX_URL; then run this again."
