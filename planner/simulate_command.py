@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import orjson
 from rich.console import Console
@@ -19,7 +20,7 @@ from .simulator.records import record_file
 from .simulator.report import print_report, summary
 from .simulator.simulation import Simulation
 from .simulator.slo import ServiceLevel, parse_slo
-from .simulator.steered import RecordedSteering, steering_of, steering_summary, steering_words
+from .simulator.steered import steering_of, steering_summary, steering_words
 from .sketched_cluster import print_sketch, sketch_summary, sketched
 
 SAMPLE_S = 0.5
@@ -30,9 +31,23 @@ def simulate(settings: SimulateSettings) -> int:
     trace = the_trace(settings.trace, settings.duration_s, settings.rate)
     cluster, level, console = the_cluster(settings), parse_slo(settings.slo), Console()
     warn_of_no_effect(cluster, console, steers=settings.steer)
-    if settings.sketch:
-        return _sketch(settings, trace, cluster, level, console)
-    steering = the_steering(settings, cluster, level)
+    result = (_sketch if settings.sketch else _simulate)(settings, trace, cluster, level, console)
+    if settings.json_file is not None:
+        try:
+            settings.json_file.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2) + b"\n")
+        except OSError as error:
+            reason = error.strerror or error
+            raise SimulationError(f"cannot write {settings.json_file}: {reason}") from None
+    return 0
+
+
+def _simulate(
+    settings: SimulateSettings, trace: Trace, cluster: Cluster, level: ServiceLevel, console: Console
+) -> dict[str, Any]:
+    steering = None
+    if settings.steer:
+        believed = Profile.read(settings.steer_profile) if settings.steer_profile else None
+        steering = steering_of(cluster, level, believed)
     wants_timeline = settings.plot_file is not None or settings.html_file is not None
     with record_file(settings.records) as on_record:
         sample_s = SAMPLE_S if wants_timeline else None
@@ -43,8 +58,7 @@ def simulate(settings: SimulateSettings) -> int:
     print_report(simulation, console)
     result = summary(simulation)
     if level.share_given and not level.bounds.levels:
-        result["attainment_wanted"] = level.attainment
-        console.print(enough(result["attainment"], level.attainment), highlight=False)
+        print_wanted(result, level, console)
     if steering is not None:
         left_alone = Simulation(cluster, settings.seed, level.bounds)
         left_alone.run(trace)
@@ -52,8 +66,6 @@ def simulate(settings: SimulateSettings) -> int:
         for line in steering_words(simulation, steering, left_alone):
             console.print(line, highlight=False, markup=False)
     console.print(f"{simulation.num_ended / took:,.0f} simulated requests a second of processor time")
-    if settings.json_file is not None:
-        _write(settings.json_file, orjson.dumps(result, option=orjson.OPT_INDENT_2))
     if settings.plot_file is not None:
         from .simulator.plots import draw_timeline
 
@@ -62,35 +74,21 @@ def simulate(settings: SimulateSettings) -> int:
         from .simulator.timeline import write_view
 
         write_view(settings.html_file, simulation.timeline)
-    return 0
+    return result
 
 
 def _sketch(
     settings: SimulateSettings, trace: Trace, cluster: Cluster, level: ServiceLevel, console: Console
-) -> int:
+) -> dict[str, Any]:
     began = time.process_time()
     found = sketched(cluster, trace, level.bounds)
     took = time.process_time() - began
     result = sketch_summary(found, cluster, trace, level.bounds)
     print_sketch(result, console)
     if level.share_given:
-        result["attainment_wanted"] = level.attainment
-        console.print(enough(result["attainment"], level.attainment), highlight=False)
+        print_wanted(result, level, console)
     console.print(f"{found.num_ended / took:,.0f} sketched requests a second of processor time")
-    if settings.json_file is not None:
-        _write(settings.json_file, orjson.dumps(result, option=orjson.OPT_INDENT_2))
-    return 0
-
-
-def the_steering(
-    settings: SimulateSettings, cluster: Cluster, level: ServiceLevel
-) -> RecordedSteering | None:
-    """None: roles stay as they are. Raises SimulationError and ProfileError."""
-    if not settings.steer:
-        return None
-    return steering_of(
-        cluster, level, Profile.read(settings.steer_profile) if settings.steer_profile else None
-    )
+    return result
 
 
 def warn_of_no_effect(cluster: Cluster, console: Console, steers: bool) -> None:
@@ -102,11 +100,14 @@ def warn_of_no_effect(cluster: Cluster, console: Console, steers: bool) -> None:
         console.print(f"[yellow]{warning}[/yellow]", highlight=False)
 
 
-def enough(attainment: float, wanted: float) -> str:
-    """Whether as many requests were good as ``--slo`` asks for."""
-    asked = f"{100 * wanted:g} of a hundred were asked for"
-    return (
-        f"That is enough: {asked}." if attainment >= wanted else f"[yellow]That is too few: {asked}.[/yellow]"
+def print_wanted(result: dict[str, Any], level: ServiceLevel, console: Console) -> None:
+    """Print whether as many requests were good as ``--slo`` asks for, and add that share to the result."""
+    result["attainment_wanted"] = level.attainment
+    asked = f"{100 * level.attainment:g} of a hundred were asked for"
+    enough = result["attainment"] >= level.attainment
+    console.print(
+        f"That is enough: {asked}." if enough else f"[yellow]That is too few: {asked}.[/yellow]",
+        highlight=False,
     )
 
 
@@ -145,10 +146,3 @@ def the_cluster(settings: SimulateSettings) -> Cluster:
     if not pools or (not settings.colocated and not (settings.prefill and settings.decode)):
         raise SimulationError("a cluster needs --prefill and --decode workers, or --colocated ones")
     return Cluster(pools=pools)
-
-
-def _write(path: Path, content: bytes) -> None:
-    try:
-        path.write_bytes(content + b"\n")
-    except OSError as error:
-        raise SimulationError(f"cannot write {path}: {error.strerror or error}") from None

@@ -30,8 +30,7 @@ from ...planner.search.candidates import Candidate, Hardware, Kind
 from ...planner.search.crew import crew
 from ...planner.search.goal import Goal, Limits
 from ...planner.search.goodput import Load, Question
-from ...planner.search.look import Look
-from ...planner.search.looks import look
+from ...planner.search.looks import Look, look
 from ...planner.search.plan import Plan
 from ...planner.search.plan_json import as_json
 from ...planner.search.plots import draw_plan

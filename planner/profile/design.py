@@ -56,21 +56,17 @@ class Bounds:
         return blocks <= self.num_blocks and longest <= self.max_model_len
 
 
-def knots(largest: int, factor: int) -> list[int]:
-    """1, then powers of ``factor`` up to ``largest``, which is one of them."""
-    found, n = [1], factor
-    while n < largest:
-        found.append(n)
-        n *= factor
-    return sorted({*found, largest})
+def knots(largest: int) -> list[int]:
+    """Powers of two below ``largest``, and that."""
+    return [1 << i for i in range((largest - 1).bit_length())] + [largest]
 
 
 def prefill_knots(bounds: Bounds) -> list[int]:
-    return [n for n in knots(bounds.max_batch_tokens, 2) if n == 1 or n >= 16]
+    return [n for n in knots(bounds.max_batch_tokens) if n == 1 or n >= 16]
 
 
 def decode_knots(bounds: Bounds) -> list[int]:
-    return knots(bounds.max_num_seqs, 2)
+    return knots(bounds.max_num_seqs)
 
 
 def experiments(bounds: Bounds, seed: int = 0) -> list[Experiment]:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import count as count_up
-from typing import TypeVar
 
 import numpy as np
 import zmq
@@ -29,7 +28,6 @@ POOL_BYTES = 64 << 20
 MIN_REPEATS, MAX_REPEATS = 9, 100
 ARRIVED_S = 30.0
 Blocks = NDArray[np.uint8]  # [num_blocks, num_layers, bytes]
-Work = TypeVar("Work")
 
 
 def measure_movers(block_bytes: int, num_layers: int, precision: float = 0.02) -> dict[str, HandoffModel]:
@@ -111,8 +109,8 @@ def _model(
     checks: list[float] = []
     for count, layers in _designed_puts(len(own), own.shape[1]):
         num_bytes, num_puts = count * own[0].nbytes, -(-own.shape[1] // layers)
-        puts = repeated(partial(seconds_of, lambda asked: put(*asked), (count, layers)), precision)
-        checks += [num_bytes / seconds_of(_check, theirs[:count]) for _ in range(MIN_REPEATS)]
+        puts = repeated(partial(seconds_of, partial(put, count, layers)), precision)
+        checks += [num_bytes / seconds_of(partial(_check, theirs[:count])) for _ in range(MIN_REPEATS)]
         points.append(
             PutPoint(
                 num_bytes,
@@ -144,9 +142,9 @@ def _check(blocks: Blocks) -> None:
         block_checksum(block)
 
 
-def seconds_of(work: Callable[[Work], None], of: Work) -> float:
+def seconds_of(work: Callable[[], None]) -> float:
     began = time.perf_counter()
-    work(of)
+    work()
     return time.perf_counter() - began
 
 

@@ -107,12 +107,11 @@ class Candidate:
             counts[group.role] += group.count
         return _joined([Group(role, num, 0) for role, num in counts.items()], lambda _: "", ":")
 
-    def __str__(self) -> str:
+    @property
+    def options(self) -> str:
+        """Its settings in words."""
         mover = f", KV blocks by {self.mover}" if self.mover else ""
-        return (
-            f"{self.ratio}, steps of {self.max_batch_tokens} prompt tokens, batches of "
-            f"{self.max_num_seqs}{mover}"
-        )
+        return f"steps of {self.max_batch_tokens} prompt tokens, batches of {self.max_num_seqs}{mover}"
 
     def joined_by(self, role: PoolRole, kind: int, count: int) -> Candidate:
         """Add workers of another kind to a pool."""

@@ -6,10 +6,22 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from ..simulator.report import outside, pools
+from ..simulator.tallies import Tallies
 from .candidates import Candidate
 from .goal import energy_of
 from .goodput import Answer, Question, answer, simulate, sketch, sketched_goodput
-from .look import Look
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Simulated to the end. ``busy``: by pool's role; ``extrapolated``: shares of the steps that no
+    measurement covers."""
+
+    rate: float
+    tallies: Tallies
+    busy: dict[str, float]
+    extrapolated: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +38,9 @@ class Glance:
 
 def look(question: Question, asked: tuple[Candidate, float]) -> Look:
     candidate, rate = asked
-    return Look.at(rate, simulate(question, candidate, rate, give_up=False))
+    simulation = simulate(question, candidate, rate, give_up=False)
+    busy = {row["role"]: row["busy"] for row in pools(simulation)}
+    return Look(rate, simulation.tallies, busy, outside(simulation))
 
 
 def glance(question: Question, asked: tuple[Candidate, float]) -> Glance:

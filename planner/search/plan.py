@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from .candidates import Candidate
 from .goal import Goal
 from .goodput import Answer, Question
-from .look import Look
-from .looks import Glance
+from .looks import Glance, Look
 
 GROWTH = 1.5
 LIVES_TO_FILL = 4

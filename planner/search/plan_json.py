@@ -7,8 +7,7 @@ from math import isfinite
 from typing import Any
 
 from .goodput import Answer
-from .look import Look
-from .looks import Glance
+from .looks import Glance, Look
 from .plan import Plan
 from .words import sentences
 
@@ -51,7 +50,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "whole_trace_per_s": plan.whole and plan.whole[1],
         "candidates": [_answer(a) for a in plan.answers],
         "sketched": [
-            {"ratio": hardware.words(c), "options": str(c), "goodput_per_s": g}
+            {"ratio": hardware.words(c), "options": f"{c.ratio}, {c.options}", "goodput_per_s": g}
             for c, g in plan.sketches.items()
         ],
         "curves": {hardware.words(c): [_glance(g) for g in seen] for c, seen in plan.curves.items()},

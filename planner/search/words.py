@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .goodput import LOWEST, Answer
-from .look import Look
+from .goodput import LOWEST
+from .looks import Look
 from .plan import GROWTH, Plan
 from .verdict import compared, whether_to_disaggregate
 
@@ -25,7 +25,7 @@ def sentences(plan: Plan) -> list[str]:
         ]
     lines = [
         *_refused(plan),
-        f"Recommended: {plan.question.hardware.words(winner.candidate)}, {_options(winner)}.",
+        f"Recommended: {plan.question.hardware.words(winner.candidate)}, {winner.candidate.options}.",
         _served(plan, asked),
         *_at_most(plan),
         *_costs(plan),
@@ -111,12 +111,6 @@ def _hours_a_million(plan: Plan) -> float:
 
 def _at_rate(plan: Plan) -> str:
     return ", at any rate" if plan.goal.objective == "goodput" else f" at {plan.goal.rate:.2f} requests/s"
-
-
-def _options(one: Answer) -> str:
-    c = one.candidate
-    mover = f", KV blocks by {c.mover}" if c.mover else ""
-    return f"steps of {c.max_batch_tokens} prompt tokens, batches of {c.max_num_seqs}{mover}"
 
 
 def _spread(plan: Plan) -> str:
