@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import httpx
 import yaml
@@ -192,24 +192,28 @@ async def known_workers(
     url: str, headers: dict[str, str], certificate: Path | None = None
 ) -> dict[str, int] | None:
     """Process ids of the workers that the coordinator counts as alive; None where it does not answer."""
-    try:
-        async with _asking(url, certificate) as client:
-            state = (await client.get(f"{url}/debug/state", headers=headers)).json()
-            return {worker["process"] or worker["worker_id"]: worker["pid"] for worker in state["workers"]}
-    except (httpx.HTTPError, ValueError, KeyError):
+    if (state := await _debug_state(url, headers, certificate)) is None:
         return None
+    return {worker["process"] or worker["worker_id"]: worker["pid"] for worker in state["workers"]}
 
 
 async def incarnations(url: str, headers: dict[str, str], certificate: Path | None = None) -> dict[str, int]:
     """Return the incarnation of each process that does not drain; empty: the coordinator does not answer."""
+    if (state := await _debug_state(url, headers, certificate)) is None:
+        return {}
+    workers = [worker for worker in state["workers"] if not worker["draining"]]
+    found = {worker["process"] or worker["worker_id"]: worker["incarnation"] for worker in workers}
+    return {**found, "coordinator": state["coordinator"]["incarnation"]}
+
+
+async def _debug_state(url: str, headers: dict[str, str], certificate: Path | None) -> dict[str, Any] | None:
+    """None: the coordinator does not answer, or refuses."""
     try:
         async with _asking(url, certificate) as client:
-            state = (await client.get(f"{url}/debug/state", headers=headers)).json()
-            workers = [worker for worker in state["workers"] if not worker["draining"]]
-            found = {worker["process"] or worker["worker_id"]: worker["incarnation"] for worker in workers}
-            return {**found, "coordinator": state["coordinator"]["incarnation"]}
-    except (httpx.HTTPError, ValueError, KeyError):
-        return {}
+            response = await client.get(f"{url}/debug/state", headers=headers)
+            return response.json() if response.status_code == 200 else None
+    except (httpx.HTTPError, ValueError):
+        return None
 
 
 class LogLines:

@@ -142,7 +142,7 @@ def plan(flags: Layer, sources: Sources) -> Plan:
             "--host 0.0.0.0, and --tenants-file or --open-access"
         )
     if coordinator.control_address.endswith(":0"):
-        control = f"tcp://127.0.0.1:{free_ports('127.0.0.1', coordinator.processes)}"
+        control = f"tcp://127.0.0.1:{free_ports(coordinator.processes)}"
         coordinator = coordinator.model_copy(update={"control_address": control})
     roles = [
         each
@@ -238,12 +238,11 @@ def free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def free_ports(host: str, count: int) -> int:
-    """Return the first of ``count`` TCP ports in a row that nothing listens on at the moment."""
+def free_ports(count: int) -> int:
+    """Return the first of ``count`` TCP ports of 127.0.0.1 in a row that nothing listens on at the moment."""
     for _ in range(100):
-        first = free_port(host)
-        if first + count <= 65_536 and all(
-            port_problem(host, port) is None for port in range(first, first + count)
-        ):
+        first = free_port("127.0.0.1")
+        ports = range(first, first + count)
+        if ports.stop <= 65_536 and all(port_problem("127.0.0.1", port) is None for port in ports):
             return first
-    raise ConfigError(f"there are no {count} free ports in a row on {host}; give --control-address")
+    raise ConfigError(f"there are no {count} free ports in a row on 127.0.0.1; give --control-address")

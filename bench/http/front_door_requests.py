@@ -131,11 +131,7 @@ def several(
     model: Path, cores: list[int], tenants: Path, processes: int
 ) -> Iterator[tuple[Server, list[FakeWorkers]]]:
     """Coordinator processes on one port, each with a pair of fake workers."""
-    port, control, admin = (
-        free_port("127.0.0.1"),
-        free_ports("127.0.0.1", processes),
-        free_ports("127.0.0.1", processes),
-    )
+    port, control, admin = (free_port("127.0.0.1"), free_ports(processes), free_ports(processes))
     command = [
         "coordinator",
         "--model",

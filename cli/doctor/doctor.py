@@ -12,6 +12,7 @@ import shutil
 import signal
 import stat
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from urllib.parse import urlsplit
 
 from rich.console import Console
@@ -59,12 +60,12 @@ def _listen(settings: DoctorSettings, console: Console) -> int:
     """Until a signal."""
     from ...transport.channels.keys import load_key
     from ...transport.errors import AddressError, KeyFileError
-    from .peer_listener import Address, listening
+    from .peer_listener import Address, PeerListener
 
     assert settings.key_file is not None, "checked with the settings"
     address = Address.of(settings.listen)
     try:
-        with listening(address, load_key(settings.key_file)) as listener:
+        with closing(PeerListener(address, load_key(settings.key_file))) as listener:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, lambda *_: listener.stop())
             port = "" if address.port == DEFAULT_PORT else f":{address.port}"

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -179,13 +177,3 @@ def checksum_of(pool: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> str:
     import xxhash
 
     return str(xxhash.xxh3_128(pool.data).hexdigest())
-
-
-@contextmanager
-def listening(address: Address, key: ClusterKey) -> Iterator[PeerListener]:
-    """Raises AddressError."""
-    listener = PeerListener(address, key)
-    try:
-        yield listener
-    finally:
-        listener.close()

@@ -99,7 +99,7 @@ async def lines() -> AsyncIterator[str]:
             print(f"> {line.rstrip()}", flush=True)
             yield line
         return
-    from prompt_toolkit import PromptSession  # the extra `chat`
+    from prompt_toolkit import PromptSession  # the extra `cli`
     from prompt_toolkit.completion import WordCompleter
 
     session: PromptSession[str] = PromptSession(

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ from rich.console import Console
 from splitserve.cli.config import ConfigError, Sources, Value, load
 from splitserve.cli.doctor import peer_check, peer_listener
 from splitserve.cli.doctor.doctor import main
-from splitserve.cli.doctor.peer_listener import Address, PeerListener, listening
+from splitserve.cli.doctor.peer_listener import Address, PeerListener
 from splitserve.cli.settings import DoctorSettings
 from splitserve.cli.up import free_ports
 from splitserve.transport.channels.channels import RouterChannel
@@ -40,8 +40,8 @@ def key(tmp_path: Path) -> Path:
 
 @contextmanager
 def running(key: Path) -> Iterator[tuple[PeerListener, str]]:
-    port = free_ports("127.0.0.1", 2)
-    with listening(Address("127.0.0.1", port), load_key(key)) as listener:
+    port = free_ports(2)
+    with closing(PeerListener(Address("127.0.0.1", port), load_key(key))) as listener:
         thread = threading.Thread(target=listener.run)
         thread.start()
         try:
