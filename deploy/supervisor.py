@@ -28,11 +28,11 @@ class Supervisor:
         commands: Sequence[Command],
         *,
         is_ready: Callable[[], Awaitable[bool]],
+        known_workers: Callable[[], Awaitable[dict[str, int] | None]],
         log: Log,
         grace_s: float = 10.0,
         ready_timeout_s: float = 600.0,
         policy: Callable[[], RestartPolicy] = RestartPolicy,
-        known_workers: Callable[[], Awaitable[dict[str, int] | None]] | None = None,
         leave_within_s: float = 20.0,
         hung_after_s: float = 15.0,
     ) -> None:
@@ -64,8 +64,8 @@ class Supervisor:
     def roll(self) -> None:
         """Begins a rolling restart: each worker in turn leaves in good order and starts again; the next one
         when it is back."""
-        if self._known_workers is not None and (self._rolling is None or self._rolling.done()):
-            self._rolling = asyncio.create_task(self._roll(self._known_workers))
+        if self._rolling is None or self._rolling.done():
+            self._rolling = asyncio.create_task(self._roll())
 
     async def run(self, work: Callable[[], Awaitable[int]]) -> int:
         """Starts all, waits until they are ready, then runs ``work`` until it returns or ``stop`` is called.
@@ -110,7 +110,7 @@ class Supervisor:
         """Kills workers that hang, so that they are started again; reaps what dead processes have left to
         this one."""
         watch = HungWatch(self._hung_after_s)
-        while self._known_workers is not None:
+        while True:
             await asyncio.sleep(WATCH_S)
             reap_adopted()
             known = await self._known_workers()
@@ -128,8 +128,8 @@ class Supervisor:
                     self._warn(child, "hangs: the coordinator has given it up, killing it")
                     child.signal(signal.SIGKILL)
 
-    async def _roll(self, known_workers: Callable[[], Awaitable[dict[str, int] | None]]) -> None:
-        known = await self._answer(known_workers)
+    async def _roll(self) -> None:
+        known = await self._answer()
         if known is None:
             name = self.children[0].command.name
             self._log(
@@ -148,31 +148,24 @@ class Supervisor:
             if not await _until(partial(child.runs_anew, old), self._leave_within_s):
                 self._log(name, f"did not leave within {self._leave_within_s:g} s, killing it")
                 child.signal(signal.SIGKILL)
-            if not await self._is_back(child, old, known_workers):
+            if not await self._is_back(child, old):
                 self._log(name, "rolling restart: it is not back; the others stay as they are")
                 return
         self._log(self.children[0].command.name, "rolling restart: every worker is new")
 
-    async def _answer(
-        self, known_workers: Callable[[], Awaitable[dict[str, int] | None]]
-    ) -> dict[str, int] | None:
+    async def _answer(self) -> dict[str, int] | None:
         """Return the workers that are known; None where the coordinator does not answer for
         ``leave_within_s``."""
         deadline = time.monotonic() + self._leave_within_s
-        while (known := await known_workers()) is None and time.monotonic() < deadline:
+        while (known := await self._known_workers()) is None and time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)
         return known
 
-    async def _is_back(
-        self,
-        child: ChildProcess,
-        old: int | None,
-        known_workers: Callable[[], Awaitable[dict[str, int] | None]],
-    ) -> bool:
+    async def _is_back(self, child: ChildProcess, old: int | None) -> bool:
         """Waits until the coordinator knows the new process."""
         deadline = time.monotonic() + self._ready_timeout_s
         while time.monotonic() < deadline:
-            known = await known_workers() or {}
+            known = await self._known_workers() or {}
             if child.pid != old and known.get(child.command.name) == child.pid:
                 return True
             await asyncio.sleep(POLL_S)

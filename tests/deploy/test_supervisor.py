@@ -52,6 +52,10 @@ def python(name: str, code: str, *arguments: str) -> Command:
     return Command(name, [sys.executable, "-c", code, *arguments], dict(os.environ))
 
 
+async def unknown() -> None:
+    """The coordinator does not answer."""
+
+
 def supervisor(
     commands: list[Command], lines: Lines, *, ready: bool = True, grace_s: float = 5.0
 ) -> Supervisor:
@@ -61,6 +65,7 @@ def supervisor(
     return Supervisor(
         commands,
         is_ready=is_ready,
+        known_workers=unknown,
         log=lines,
         grace_s=grace_s,
         policy=lambda: RestartPolicy(first_delay_s=0.01),
@@ -182,9 +187,10 @@ import asyncio, os, sys
 from splitserve.deploy.child_process import Command
 from splitserve.deploy.supervisor import Supervisor
 async def never(): return False
+async def unknown(): return None
 def log(name, line): print(child.pid, flush=True)
 command = Command("child", [sys.executable, "-c", {STUBBORN!r}], dict(os.environ))
-supervisor = Supervisor([command], is_ready=never, log=log)
+supervisor = Supervisor([command], is_ready=never, known_workers=unknown, log=log)
 child = supervisor.children[0]
 asyncio.run(supervisor.run(never))
 """
