@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -64,85 +65,83 @@ def batches_of(settings: CoordinatorSettings) -> BatchOptions | None:
     return BatchOptions(settings.batch_file, keep_s=settings.retention_days * DAY_S)
 
 
+@dataclass(frozen=True)
+class AppParts:
+    """What an application is made of beside the fleet and the model. The defaults are for loopback alone.
+
+    ``bodies``, ``tracing``, ``times_tokens``: see ``GenerationApi``.
+    """
+
+    limits: HttpLimits = field(default_factory=HttpLimits)
+    system: Callable[[], SystemSnapshot] = SystemSnapshot  # called at each scrape of /metrics
+    operators: Operators | None = None  # None: nobody can be one
+    tenancy: Tenancy = field(default_factory=Tenancy)
+    # not None: the admin API has a port of its own, with these routes beside its usual ones
+    more_admin: Sequence[Route] | None = None
+    batches: BatchOptions | None = None
+    price_per_hour: float | None = None
+    front: FrontDoor = field(default_factory=FrontDoor)
+    overload: Overload = field(default_factory=Overload)
+    failures: ListenerFailures | None = None
+    objectives: Objectives | None = None
+    folders: Mapping[str, Path] | None = None  # where this process writes, by option, for /health
+    bodies: BodyLog | None = None
+    tracing: Tracing | None = None
+    times_tokens: bool = False
+    responses: ResponseStore | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)  # JSON-ready, for /server_info
+    ollama: bool = False  # Ollama's API is spoken, too
+
+
 class HttpApp:
     """The ASGI application. Requests for tokens skip it: the protocol hands them to ``generation``."""
 
-    def __init__(
-        self,
-        dispatcher: Fleet,
-        model: ServedModel,
-        limits: HttpLimits | None = None,
-        system: Callable[[], SystemSnapshot] = SystemSnapshot,
-        operators: Operators | None = None,
-        tenancy: Tenancy | None = None,
-        more_admin: Sequence[Route] | None = None,
-        batches: BatchOptions | None = None,
-        price_per_hour: float | None = None,
-        front: FrontDoor | None = None,
-        overload: Overload | None = None,
-        *,
-        failures: ListenerFailures | None = None,
-        objectives: Objectives | None = None,
-        folders: Mapping[str, Path] | None = None,
-        bodies: BodyLog | None = None,
-        tracing: Tracing | None = None,
-        times_tokens: bool = False,
-        responses: ResponseStore | None = None,
-        settings: Mapping[str, Any] | None = None,
-        ollama: bool = False,
-    ) -> None:
-        """Put the parts of the application together.
-
-        ``system`` is called at each scrape of /metrics. ``operators`` None: nobody can be one. ``more_admin``
-        not None: the admin API has a port of its own, with these routes beside its usual ones. ``folders``:
-        where this process writes, by option, for /health. ``settings``: JSON-ready, for /server_info.
-        ``ollama``: Ollama's API is spoken, too.
-        ``bodies``, ``tracing``, ``times_tokens``: see ``GenerationApi``.
-        """
-        self.front, tenancy = front or FrontDoor(), tenancy or Tenancy()
-        self.metrics = Metrics(model.name, system, price_per_hour, failures)
-        self.dashboard = Dashboard(model.name, system, self.metrics, objectives)
+    def __init__(self, dispatcher: Fleet, model: ServedModel, parts: AppParts | None = None) -> None:
+        parts = parts or AppParts()
+        self.front, tenancy, system = parts.front, parts.tenancy, parts.system
+        self.metrics = Metrics(model.name, system, parts.price_per_hour, parts.failures)
+        self.dashboard = Dashboard(model.name, system, self.metrics, parts.objectives)
         self.metrics.listeners.add("dashboard", self.dashboard.view.note)
         sampled: Listeners[[float, SystemSnapshot]] = Listeners(self.metrics.failures)
         sampled.add("dashboard", self.dashboard.view.sample)
         sampled.add("efficiency", self.metrics.efficiency.sample)
-        self.health = Health(dispatcher, self.metrics.failures, folders)
+        self.health = Health(dispatcher, self.metrics.failures, parts.folders)
         sampled.add("health", self.health.sample)
         self.sampler = Sampler(system, sampled)
-        self.overload = overload or Overload()
+        self.overload = parts.overload
         self.metrics.registry.register(self.overload)
         self.generation = GenerationApi(
             dispatcher,
             model,
-            limits or HttpLimits(),
+            parts.limits,
             self.metrics,
             tenancy,
-            self.overload,
+            parts.overload,
             self.front.access,
             self.front.proxies,
-            bodies,
-            tracing,
-            times_tokens,
+            parts.bodies,
+            parts.tracing,
+            parts.times_tokens,
         )
-        self.responses = ResponsesRoutes(self.generation, responses)
+        self.responses = ResponsesRoutes(self.generation, parts.responses)
         messages = MessagesRoutes(self.generation)
         self.batches: BatchRunner | None = None
-        if batches is not None:
+        if parts.batches is not None:
             dialects = {"/v1/responses": self.responses.create, "/v1/messages": messages.create}
             asking = Asking(self.generation, dialects)
-            self.batches = BatchRunner(batches, asking, tenancy.directory, self.metrics.failures)
+            self.batches = BatchRunner(parts.batches, asking, tenancy.directory, self.metrics.failures)
         clients: list[BaseRoute] = [
             *WebSocketStreams(self.generation).routes(),
             *messages.routes(),
             *self.responses.routes(),
-            *PeerPages(model, self.metrics, system, settings or {}).routes(),
+            *PeerPages(model, self.metrics, system, parts.settings).routes(),
         ]
-        if ollama:
+        if parts.ollama:
             clients += OllamaRoutes(self.generation).routes()
         if self.batches is not None:
-            clients += BatchRoutes(self.batches, self.overload).routes()
-        operators = operators or Operators(secrets.token_hex(32))
-        admin_routes = [*AdminRoutes(dispatcher).routes(), *(more_admin or ())]
+            clients += BatchRoutes(self.batches, parts.overload).routes()
+        operators = parts.operators or Operators(secrets.token_hex(32))
+        admin_routes = [*AdminRoutes(dispatcher).routes(), *(parts.more_admin or ())]
 
         def pages(more: Sequence[Route]) -> Starlette:
             own = [*operators.routes(), *self.dashboard.routes(), *clients, *more]
@@ -151,7 +150,7 @@ class HttpApp:
             )
             return routes.application()
 
-        gate = Gate(pages(admin_routes if more_admin is None else ()), operators, tenancy.directory)
+        gate = Gate(pages(admin_routes if parts.more_admin is None else ()), operators, tenancy.directory)
         self._pages = AccessGate(gate, self.front.access, self.front.proxies)
         self.admin = AccessGate(
             Gate(pages(admin_routes), operators, None), self.front.admin_access, self.front.proxies
@@ -185,11 +184,9 @@ def app_of(
 ) -> HttpApp:
     """Make the application that the settings describe. Raises CannotStart."""
     key_file = settings.admin_key_file
-    app = HttpApp(
-        dispatcher,
-        model,
-        settings.http_limits,
-        system,
+    parts = AppParts(
+        limits=settings.http_limits,
+        system=system,
         operators=None if key_file is None else Operators(admin_key(key_file)),
         tenancy=tenancy,
         more_admin=None
@@ -209,6 +206,7 @@ def app_of(
         settings=settings.model_dump(mode="json"),
         ollama=settings.ollama,
     )
+    app = HttpApp(dispatcher, model, parts)
     if settings.log_requests:
         app.metrics.listeners.add("request log", log_request)
     if tracing is not None:

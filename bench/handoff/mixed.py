@@ -15,11 +15,13 @@ import argparse
 import asyncio
 import json
 import signal
+import sqlite3
 import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -29,8 +31,8 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from ...coordinator.tenants.usage_database import open_database
-from ...coordinator.tenants.usage_record import UsageRecord
+from ...coordinator.tenants.settings import SQLITE
+from ...coordinator.tenants.usage_record import FIELDS, UsageRecord
 from ..environment import environment
 from ..operator_auth import OperatorAuth
 from .mixed_clients import MixedClients, RequestFailed, Seen
@@ -141,9 +143,9 @@ class Sums(NamedTuple):
 
     @classmethod
     def now(cls, place: Place) -> Sums:
-        database = open_database(place.usage)
-        records = {record.id: record for record in database.records(0, time.time() + 60)}
-        database.close()
+        with closing(sqlite3.connect(place.usage.removeprefix(SQLITE))) as database:
+            rows = database.execute(f"SELECT {', '.join(FIELDS)} FROM usage")
+            records = {row[0]: UsageRecord(*row) for row in rows}
         metrics: defaultdict[str, float] = defaultdict(float)
         for url in place.metrics:
             for family in text_string_to_metric_families(

@@ -47,11 +47,6 @@ class KeyDirectory:
         """Changes of the file are not seen, for want of space on its disk."""
         return self._store.frozen
 
-    @property
-    def num_keys(self) -> int:
-        """Number of valid keys."""
-        return len(self._accounts)
-
     def account(self, authorization: bytes) -> Account:
         key = bearer(authorization)
         if not key:

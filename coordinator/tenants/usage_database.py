@@ -42,9 +42,6 @@ class UsageDatabase(Protocol):
     def totals(self, by: Sequence[By], since: float, until: float) -> list[dict[str, Any]]:
         """Numbers of requests and sums, of the requests that started in [since, until), by group."""
 
-    def records(self, since: float, until: float) -> list[UsageRecord]:
-        """Those of the requests that started in [since, until), oldest first."""
-
     def prune(self, before: float) -> int:
         """Deletes the records of requests that started before; how many."""
 
@@ -96,9 +93,6 @@ class SqliteUsage:
         rows = self._db.execute(_totals(by, day, "?"), (since, until)).fetchall()
         return [_named(by, row) for row in rows]
 
-    def records(self, since: float, until: float) -> list[UsageRecord]:
-        return [UsageRecord(*row) for row in self._db.execute(_records("?"), (since, until))]
-
     def prune(self, before: float) -> int:
         with self._db:
             return self._db.execute("DELETE FROM usage WHERE started < ?", (before,)).rowcount
@@ -137,10 +131,6 @@ class PostgresUsage:
         query: Any = _totals(by, day, "%s")
         with self._connected().transaction():
             return [_named(by, row) for row in self._connected().execute(query, (since, until)).fetchall()]
-
-    def records(self, since: float, until: float) -> list[UsageRecord]:
-        query: Any = _records("%s")
-        return [UsageRecord(*row) for row in self._connected().execute(query, (since, until)).fetchall()]
 
     def prune(self, before: float) -> int:
         deleted: int = self._connected().execute("DELETE FROM usage WHERE started < %s", (before,)).rowcount
@@ -182,12 +172,6 @@ def _totals(by: Sequence[By], day: str, mark: str) -> str:
     if by:
         return f"SELECT {columns} {where} GROUP BY {numbers} ORDER BY {numbers}"
     return f"SELECT {columns} {where}"
-
-
-def _records(mark: str) -> str:
-    return (
-        f"SELECT {', '.join(FIELDS)} FROM usage WHERE started >= {mark} AND started < {mark} ORDER BY started"
-    )
 
 
 def _named(by: Sequence[By], row: Sequence[Any]) -> dict[str, Any]:

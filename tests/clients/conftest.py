@@ -14,7 +14,7 @@ from support.http_fakes import ANSWER, CALL, CITY, FakeDispatcher, write_tiny_mo
 
 from splitserve.coordinator.batch.runner import BatchOptions
 from splitserve.coordinator.lifecycle.request import Request
-from splitserve.coordinator.server import HttpApp, HttpServer
+from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
 from splitserve.coordinator.text.served_model import ServedModel
 
 
@@ -41,7 +41,9 @@ def base_url(served: ServedModel, tmp_path: Path) -> Iterator[str]:
     async def serve() -> None:
         server = HttpServer(
             HttpApp(
-                dispatcher, served, system=dispatcher.system, batches=BatchOptions(tmp_path / "batches.db")
+                dispatcher,
+                served,
+                AppParts(system=dispatcher.system, batches=BatchOptions(tmp_path / "batches.db")),
             )
         )
         await server.start()

@@ -24,7 +24,7 @@ from splitserve.coordinator.chat_output.style import ChatStyle
 from splitserve.coordinator.http.access.operators import Operators
 from splitserve.coordinator.http.limits import HttpLimits
 from splitserve.coordinator.lifecycle.request import Request
-from splitserve.coordinator.server import HttpApp, HttpServer
+from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
 from splitserve.coordinator.text.chat_template import ChatTemplate
 from splitserve.coordinator.text.served_model import ServedModel
 
@@ -62,7 +62,7 @@ def limits() -> HttpLimits:
 async def server(
     dispatcher: FakeDispatcher, model: ServedModel, limits: HttpLimits
 ) -> AsyncIterator[HttpServer]:
-    server = HttpServer(HttpApp(dispatcher, model, limits, dispatcher.system, Operators(ADMIN_KEY)))
+    server = HttpServer(HttpApp(dispatcher, model, AppParts(limits, dispatcher.system, Operators(ADMIN_KEY))))
     await server.start()
     yield server
     await server.stop(grace_s=0)
@@ -97,11 +97,13 @@ def fuzzed(model: ServedModel, dispatcher: FakeDispatcher, tmp_path: Path) -> It
             HttpApp(
                 dispatcher,
                 model,
-                HttpLimits(max_body_bytes=1 << 20),
-                dispatcher.system,
-                Operators(ADMIN_KEY),
-                batches=batches,
-                ollama=True,
+                AppParts(
+                    HttpLimits(max_body_bytes=1 << 20),
+                    dispatcher.system,
+                    Operators(ADMIN_KEY),
+                    batches=batches,
+                    ollama=True,
+                ),
             )
         )
         await server.start()
@@ -179,7 +181,7 @@ async def answering(model: ServedModel, limits: HttpLimits) -> AsyncIterator[Ans
         served = dataclasses.replace(of, chat_style=style or ChatStyle())
         if template is not None:
             served = dataclasses.replace(served, chat_template=ChatTemplate(template))
-        server = HttpServer(HttpApp(dispatcher, served, limits, dispatcher.system))
+        server = HttpServer(HttpApp(dispatcher, served, AppParts(limits, dispatcher.system)))
         await server.start()
         servers.append(server)
         plain = httpx.AsyncClient(verify=False, timeout=60)  # reading certificates takes longer than a test

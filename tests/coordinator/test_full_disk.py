@@ -162,13 +162,14 @@ async def test_keys_open_on_a_full_disk_and_changes_are_seen_once_there_is_space
     store.close()
     disk.fill()
     directory = KeyDirectory(path)
-    assert directory.account(f"Bearer {key.key}".encode()).tenant == "acme"
+    account = directory.account(f"Bearer {key.key}".encode())
+    assert account.tenant == "acme"
     disk.free()
     following = asyncio.create_task(directory.follow(every_s=0.01))
     await eventually(lambda: not directory.frozen)
     store = TenantStore(path)
     store.revoke_key(key.id)
     store.close()
-    await eventually(lambda: not directory.num_keys)
+    await eventually(lambda: directory.account_of_key(account.key_id) is None)
     following.cancel()
     directory.close()

@@ -21,7 +21,7 @@ from support.small_disk import SmallDisk
 from splitserve.cli.settings import DEMO_MODEL
 from splitserve.coordinator.batch.runner import BatchOptions
 from splitserve.coordinator.http.limits import HttpLimits
-from splitserve.coordinator.server import HttpApp, HttpServer
+from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
 from splitserve.coordinator.tenants.store import TenantStore
 from splitserve.coordinator.text.served_model import ServedModel
 
@@ -33,7 +33,9 @@ async def batch_server(
     dispatcher: FakeDispatcher, model: ServedModel, disk: SmallDisk
 ) -> AsyncIterator[HttpServer]:
     app = HttpApp(
-        dispatcher, model, HttpLimits(), dispatcher.system, batches=BatchOptions(disk.path / "batches.db")
+        dispatcher,
+        model,
+        AppParts(HttpLimits(), dispatcher.system, batches=BatchOptions(disk.path / "batches.db")),
     )
     server = HttpServer(app)
     await server.start()

@@ -12,7 +12,7 @@ from support.http_fakes import FakeDispatcher
 
 from splitserve.coordinator.batch.runner import BatchOptions
 from splitserve.coordinator.http.limits import HttpLimits
-from splitserve.coordinator.server import HttpApp, HttpServer
+from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
 from splitserve.coordinator.text.served_model import ServedModel
 
 CHAT = "/v1/chat/completions"
@@ -21,7 +21,9 @@ CHAT = "/v1/chat/completions"
 @asynccontextmanager
 async def serving(dispatcher: FakeDispatcher, model: ServedModel, path: Path) -> AsyncIterator[AsyncOpenAI]:
     app = HttpApp(
-        dispatcher, model, HttpLimits(), dispatcher.system, batches=BatchOptions(path, max_running=4)
+        dispatcher,
+        model,
+        AppParts(HttpLimits(), dispatcher.system, batches=BatchOptions(path, max_running=4)),
     )
     server = HttpServer(app)
     await server.start()

@@ -16,7 +16,7 @@ from support.http_fakes import FakeDispatcher, write_tiny_model
 from support.terminal import Terminal, terminal
 
 from splitserve.cli.terminal.chat_screen import AnswerScreen, end_of_block
-from splitserve.coordinator.server import HttpApp, HttpServer
+from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
 from splitserve.coordinator.text.served_model import ServedModel
 
 PROSE = "The **quick** brown fox jumps over the lazy dog, again and again, while naïve cats watch it."
@@ -34,7 +34,7 @@ async def chat(
     model = ServedModel.load(folder, "tiny")
     ids = model.tokenizer.fast.encode(answer, add_special_tokens=False).ids
     dispatcher = FakeDispatcher(lambda request: ids, step_s=step_s)
-    server = HttpServer(HttpApp(dispatcher, model, system=dispatcher.system))
+    server = HttpServer(HttpApp(dispatcher, model, AppParts(system=dispatcher.system)))
     await server.start()
     command = (sys.executable, "-m", "splitserve.cli", "chat", "--url", f"http://127.0.0.1:{server.port}")
     try:

@@ -14,7 +14,7 @@ from splitserve.coordinator.lifecycle.time_ledger import TimeLedger
 from splitserve.coordinator.metrics.objectives import Objectives
 from splitserve.coordinator.metrics.request_record import RequestRecord
 from splitserve.coordinator.metrics.system_snapshot import SystemSnapshot, WorkerSnapshot
-from splitserve.coordinator.server import HttpApp, HttpServer
+from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
 from splitserve.coordinator.text.served_model import ServedModel
 
 HOSTILE = "<img src=x onerror=document.title='taken'>"
@@ -44,7 +44,7 @@ def system() -> SystemSnapshot:
 
 async def test_by_keyboard(dispatcher: FakeDispatcher, model: ServedModel, tmp_path: Path) -> None:
     operators = Operators(ADMIN_KEY)
-    server = HttpServer(HttpApp(dispatcher, model, system=system, operators=operators))
+    server = HttpServer(HttpApp(dispatcher, model, AppParts(system=system, operators=operators)))
     await server.start()
     url = f"http://127.0.0.1:{server.port}"
     async with browser(tmp_path) as page, httpx.AsyncClient(base_url=url, timeout=60) as http:
@@ -116,7 +116,7 @@ async def test_by_keyboard(dispatcher: FakeDispatcher, model: ServedModel, tmp_p
 async def test_the_admin_key_opens_the_page_for_this_browser(
     dispatcher: FakeDispatcher, model: ServedModel, tmp_path: Path
 ) -> None:
-    server = HttpServer(HttpApp(dispatcher, model, system=system, operators=Operators(ADMIN_KEY)))
+    server = HttpServer(HttpApp(dispatcher, model, AppParts(system=system, operators=Operators(ADMIN_KEY))))
     await server.start()
     async with browser(tmp_path) as page:
         await page.open(f"http://127.0.0.1:{server.port}")
@@ -144,7 +144,7 @@ async def test_a_link_that_has_been_used_says_so(
     dispatcher: FakeDispatcher, model: ServedModel, tmp_path: Path
 ) -> None:
     operators = Operators(ADMIN_KEY)
-    server = HttpServer(HttpApp(dispatcher, model, system=system, operators=operators))
+    server = HttpServer(HttpApp(dispatcher, model, AppParts(system=system, operators=operators)))
     await server.start()
     link = f"http://127.0.0.1:{server.port}{LOGIN}?token={operators.token()}"
     async with httpx.AsyncClient() as other:
@@ -194,7 +194,9 @@ async def test_it_tells_what_is_in_the_way_and_shows_many_workers(
     operators = Operators(ADMIN_KEY)
     bound = Objectives(ttft_s=1.0)
     app = HttpApp(
-        dispatcher, model, system=lambda: snapshot, operators=operators, price_per_hour=2.0, objectives=bound
+        dispatcher,
+        model,
+        AppParts(system=lambda: snapshot, operators=operators, price_per_hour=2.0, objectives=bound),
     )
     server = HttpServer(app)
     await server.start()

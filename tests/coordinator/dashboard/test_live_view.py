@@ -14,7 +14,7 @@ from splitserve.coordinator.lifecycle.time_ledger import Stage, TimeLedger
 from splitserve.coordinator.metrics.objectives import Objectives
 from splitserve.coordinator.metrics.request_record import RequestRecord
 from splitserve.coordinator.metrics.system_snapshot import SystemSnapshot, WorkerSnapshot
-from splitserve.coordinator.server import HttpApp, HttpServer
+from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
 from splitserve.coordinator.tenants.limits import ANONYMOUS, Account
 from splitserve.coordinator.tenants.tenancy import Tenancy
 from splitserve.coordinator.text.served_model import ServedModel
@@ -218,7 +218,7 @@ class Known:
 async def test_with_keys_configured_the_feed_is_for_operators(
     dispatcher: FakeDispatcher, model: ServedModel
 ) -> None:
-    app = HttpApp(dispatcher, model, operators=Operators("k" * 32), tenancy=Tenancy(Known()))
+    app = HttpApp(dispatcher, model, AppParts(operators=Operators("k" * 32), tenancy=Tenancy(Known())))
     far = httpx.ASGITransport(app, client=("192.0.2.1", 1))
     async with httpx.AsyncClient(transport=far, base_url="http://127.0.0.1") as client:
         assert (await client.get("/")).status_code == 200

@@ -11,7 +11,7 @@ from support.http_fakes import ADMIN_KEY, FakeDispatcher
 from splitserve.coordinator.dialects.responses_store import ResponseStore, SqliteResponses
 from splitserve.coordinator.http.access.operators import Operators
 from splitserve.coordinator.http.limits import HttpLimits
-from splitserve.coordinator.server import HttpApp, HttpServer
+from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
 from splitserve.coordinator.text.served_model import ServedModel
 
 
@@ -24,7 +24,9 @@ def store(tmp_path: Path) -> ResponseStore:
 async def server(
     dispatcher: FakeDispatcher, model: ServedModel, limits: HttpLimits, store: ResponseStore
 ) -> AsyncIterator[HttpServer]:
-    app = HttpApp(dispatcher, model, limits, dispatcher.system, Operators(ADMIN_KEY), responses=store)
+    app = HttpApp(
+        dispatcher, model, AppParts(limits, dispatcher.system, Operators(ADMIN_KEY), responses=store)
+    )
     server = HttpServer(app)
     await server.start()
     yield server

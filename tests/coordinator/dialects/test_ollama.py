@@ -18,7 +18,7 @@ from support.http_fakes import ANSWER, CALL, CHAT_TEMPLATE, CITY, MAX_MODEL_LEN,
 from splitserve.coordinator.dialects.ollama_answer import OllamaAnswer
 from splitserve.coordinator.http.limits import LARGE_BODY_BYTES, HttpLimits
 from splitserve.coordinator.lifecycle.request import Ended, Request
-from splitserve.coordinator.server import HttpApp, HttpServer
+from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
 from splitserve.coordinator.tenants.directory import KeyDirectory
 from splitserve.coordinator.tenants.store import TenantStore
 from splitserve.coordinator.tenants.tenancy import Tenancy
@@ -48,7 +48,7 @@ class City(BaseModel):
 async def server(
     dispatcher: FakeDispatcher, model: ServedModel, limits: HttpLimits
 ) -> AsyncIterator[HttpServer]:
-    server = HttpServer(HttpApp(dispatcher, model, limits, dispatcher.system, ollama=True))
+    server = HttpServer(HttpApp(dispatcher, model, AppParts(limits, dispatcher.system, ollama=True)))
     await server.start()
     yield server
     await server.stop(grace_s=0)
@@ -280,7 +280,9 @@ async def test_it_needs_the_option_and_a_key(
     store.set_tenant("acme", tier="premium")
     key = store.create_key("acme").key
     keyed = HttpServer(
-        HttpApp(dispatcher, model, ollama=True, tenancy=Tenancy(KeyDirectory(tmp_path / "tenants.db")))
+        HttpApp(
+            dispatcher, model, AppParts(ollama=True, tenancy=Tenancy(KeyDirectory(tmp_path / "tenants.db")))
+        )
     )
     await asyncio.gather(without.start(), keyed.start())
     async with httpx.AsyncClient(timeout=60) as http:

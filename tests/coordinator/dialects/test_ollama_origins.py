@@ -10,7 +10,7 @@ import pytest
 from support.http_fakes import FakeDispatcher
 
 from splitserve.coordinator.http.limits import HttpLimits
-from splitserve.coordinator.server import HttpApp, HttpServer
+from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
 from splitserve.coordinator.text.served_model import ServedModel
 
 ASKED = {"model": "tiny", "messages": [{"role": "user", "content": "Hi!"}]}
@@ -20,7 +20,7 @@ ASKED = {"model": "tiny", "messages": [{"role": "user", "content": "Hi!"}]}
 async def server(
     dispatcher: FakeDispatcher, model: ServedModel, limits: HttpLimits
 ) -> AsyncIterator[HttpServer]:
-    server = HttpServer(HttpApp(dispatcher, model, limits, dispatcher.system, ollama=True))
+    server = HttpServer(HttpApp(dispatcher, model, AppParts(limits, dispatcher.system, ollama=True)))
     await server.start()
     yield server
     await server.stop(grace_s=0)

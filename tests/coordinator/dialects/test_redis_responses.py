@@ -22,7 +22,7 @@ from splitserve.coordinator.dialects.responses_events import ResponseAnswer
 from splitserve.coordinator.errors import CannotStart, NotFound
 from splitserve.coordinator.http.access.operators import Operators
 from splitserve.coordinator.http.limits import HttpLimits
-from splitserve.coordinator.server import HttpApp, HttpServer
+from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
 from splitserve.coordinator.text.served_model import ServedModel
 
 ASKED: Any = {"model": "tiny", "input": "Hi!", "temperature": 0}
@@ -44,7 +44,9 @@ async def two(
         clients = []
         for _ in range(2):
             store = RedisResponses(redis_server, KEEP_S)
-            app = HttpApp(dispatcher, model, limits, dispatcher.system, Operators(ADMIN_KEY), responses=store)
+            app = HttpApp(
+                dispatcher, model, AppParts(limits, dispatcher.system, Operators(ADMIN_KEY), responses=store)
+            )
             server = HttpServer(app)
             await server.start()
             stack.push_async_callback(server.stop, grace_s=0)
@@ -154,7 +156,7 @@ async def test_without_redis_answers_come_unstored(
     tmp_path: Path, dispatcher: FakeDispatcher, model: ServedModel
 ) -> None:
     store = RedisResponses(f"unix://{tmp_path}/nothing", KEEP_S)
-    server = HttpServer(HttpApp(dispatcher, model, system=dispatcher.system, responses=store))
+    server = HttpServer(HttpApp(dispatcher, model, AppParts(system=dispatcher.system, responses=store)))
     await server.start()
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", verify=False) as http:
         answer = await http.post("/v1/responses", json=ASKED)

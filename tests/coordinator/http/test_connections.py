@@ -19,7 +19,7 @@ from support.raw_requests import TEXT, connection, request_bytes, soon
 
 from splitserve.coordinator.http.limits import HttpLimits
 from splitserve.coordinator.lifecycle.request import Ended, Request
-from splitserve.coordinator.server import HttpApp, HttpServer
+from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
 from splitserve.coordinator.text.served_model import ServedModel
 
 
@@ -75,7 +75,7 @@ def test_a_slow_reader_gets_everything_in_order(
     doubled."""
 
     async def scenario() -> None:
-        server = HttpServer(HttpApp(dispatcher, model, HttpLimits(max_buffered_bytes=64 << 20)))
+        server = HttpServer(HttpApp(dispatcher, model, AppParts(HttpLimits(max_buffered_bytes=64 << 20))))
         server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         await server.start()
         client = slow_client(server.port)
@@ -118,7 +118,7 @@ def test_a_reader_too_slow_for_its_bound_is_cut_off(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def scenario() -> None:
-        server = HttpServer(HttpApp(dispatcher, model, HttpLimits(max_buffered_bytes=100_000)))
+        server = HttpServer(HttpApp(dispatcher, model, AppParts(HttpLimits(max_buffered_bytes=100_000))))
         server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         await server.start()
         client = slow_client(server.port)

@@ -15,7 +15,7 @@ from splitserve.coordinator.http.fair_reads import TURN_BYTES
 from splitserve.coordinator.http.limits import HttpLimits
 from splitserve.coordinator.http.protocol import HttpProtocol
 from splitserve.coordinator.http.websocket_protocol import WebSocketProtocol
-from splitserve.coordinator.server import HttpApp, HttpServer
+from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
 from splitserve.coordinator.text.served_model import ServedModel
 
 BODY_BYTES = 8 << 20
@@ -42,7 +42,7 @@ def test_what_a_turn_of_the_loop_reads_of_a_connection_is_bounded(
     """With the loop of the coordinator, once as much waits in the kernel as it holds."""
     reads = Reads(kind.data_received)
     monkeypatch.setattr(kind, "data_received", lambda protocol, data: reads.note(protocol, data))
-    server = HttpServer(HttpApp(dispatcher, model, HttpLimits()))
+    server = HttpServer(HttpApp(dispatcher, model, AppParts(HttpLimits())))
 
     async def run() -> None:
         await server.start()

@@ -21,7 +21,7 @@ from websockets.exceptions import ConnectionClosed
 from splitserve.coordinator.http.limits import HttpLimits
 from splitserve.coordinator.http.overload import RESERVED, Overload, OverloadLimits
 from splitserve.coordinator.http.websocket_protocol import WebSocketProtocol
-from splitserve.coordinator.server import HttpApp, HttpServer
+from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
 from splitserve.coordinator.text.served_model import ServedModel
 
 HEAD = (
@@ -43,7 +43,7 @@ async def server(dispatcher: FakeDispatcher, model: ServedModel) -> AsyncIterato
         HttpLimits(max_body_bytes=HELD // 2, receive_timeout_s=600),
         Overload(OverloadLimits(MOST, HELD)),
     )
-    server = HttpServer(HttpApp(dispatcher, model, limits, dispatcher.system, overload=overload))
+    server = HttpServer(HttpApp(dispatcher, model, AppParts(limits, dispatcher.system, overload=overload)))
     await server.start()
     yield server
     await server.stop(grace_s=0)

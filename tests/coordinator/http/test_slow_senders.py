@@ -12,7 +12,7 @@ from support.http_fakes import FakeDispatcher
 
 from splitserve.coordinator.http.limits import HttpLimits
 from splitserve.coordinator.http.protocol import HttpProtocol
-from splitserve.coordinator.server import HttpApp, HttpServer
+from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
 from splitserve.coordinator.text.served_model import ServedModel
 
 HEAD = (
@@ -33,7 +33,9 @@ async def server(
     dispatcher: FakeDispatcher, model: ServedModel, receive_timeout_s: float
 ) -> AsyncIterator[HttpServer]:
     server = HttpServer(
-        HttpApp(dispatcher, model, HttpLimits(receive_timeout_s=receive_timeout_s), dispatcher.system)
+        HttpApp(
+            dispatcher, model, AppParts(HttpLimits(receive_timeout_s=receive_timeout_s), dispatcher.system)
+        )
     )
     await server.start()
     yield server

@@ -22,7 +22,7 @@ from splitserve.coordinator.lifecycle.lifecycle import Lifecycle
 from splitserve.coordinator.metrics.efficiency import Efficiency
 from splitserve.coordinator.metrics.system_collector import WORKER_COUNTERS, WORKER_GAUGES
 from splitserve.coordinator.metrics.system_snapshot import SystemSnapshot, WorkerSnapshot
-from splitserve.coordinator.server import HttpApp, HttpServer
+from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
 from splitserve.coordinator.text.served_model import ServedModel
 
 MONITORING = Path(__file__).resolve().parents[3] / "deploy" / "monitoring"
@@ -60,7 +60,9 @@ async def metrics(dispatcher: FakeDispatcher, model: ServedModel, monkeypatch: p
     """All that /metrics can have. Nothing is sampled but by this, however long it takes."""
     monkeypatch.setattr("splitserve.coordinator.metrics.sampler.PERIOD_S", 1e6)
     server = HttpServer(
-        HttpApp(dispatcher, model, system=everything, operators=Operators(ADMIN_KEY), price_per_hour=2.0)
+        HttpApp(
+            dispatcher, model, AppParts(system=everything, operators=Operators(ADMIN_KEY), price_per_hour=2.0)
+        )
     )
     await server.start()
     async with httpx.AsyncClient(

@@ -13,7 +13,7 @@ from support.http_fakes import ADMIN_KEY, ANSWER, CHAT_TEMPLATE, FakeDispatcher
 from splitserve import __version__
 from splitserve.coordinator.http.access.operators import Operators
 from splitserve.coordinator.http.limits import LARGE_BODY_BYTES
-from splitserve.coordinator.server import HttpApp, HttpServer
+from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
 from splitserve.coordinator.text.served_model import ServedModel
 
 HELLO = [{"role": "user", "content": "Hi!"}]
@@ -69,7 +69,9 @@ async def test_load_and_server_info_are_operators_pages(
 ) -> None:
     settings = {"usage_url": "postgresql://me:hidden@db/usage", "max_queue": 7}
     app = HttpApp(
-        dispatcher, model, system=dispatcher.system, operators=Operators(ADMIN_KEY), settings=settings
+        dispatcher,
+        model,
+        AppParts(system=dispatcher.system, operators=Operators(ADMIN_KEY), settings=settings),
     )
     server = HttpServer(app)
     await server.start()

@@ -16,7 +16,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.typing import Origin, Subprotocol
 
 from splitserve.coordinator.errors import Unauthorized
-from splitserve.coordinator.server import HttpApp, HttpServer
+from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
 from splitserve.coordinator.tenants.limits import Account
 from splitserve.coordinator.tenants.tenancy import Tenancy
 from splitserve.coordinator.text.served_model import ServedModel
@@ -161,7 +161,9 @@ class OneKey:
 async def test_a_browser_gives_its_key_as_a_subprotocol(
     dispatcher: FakeDispatcher, model: ServedModel
 ) -> None:
-    server = HttpServer(HttpApp(dispatcher, model, system=dispatcher.system, tenancy=Tenancy(OneKey())))
+    server = HttpServer(
+        HttpApp(dispatcher, model, AppParts(system=dispatcher.system, tenancy=Tenancy(OneKey())))
+    )
     await server.start()
     url = f"ws://127.0.0.1:{server.port}/v1/stream"
     protocols = [Subprotocol("splitserve"), Subprotocol("openai-insecure-api-key.secret")]

@@ -17,7 +17,7 @@ from support.http_fakes import FakeDispatcher
 from splitserve.cli.key_settings import KeysRotateSettings
 from splitserve.coordinator.batch.routes import WINDOW_S
 from splitserve.coordinator.batch.runner import BatchOptions
-from splitserve.coordinator.server import HttpApp, HttpServer
+from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
 from splitserve.coordinator.tenants.directory import KeyDirectory
 from splitserve.coordinator.tenants.shared_limiter import SharedLimiter
 from splitserve.coordinator.tenants.store import NewKey, TenantStore
@@ -63,7 +63,9 @@ async def server(
 ) -> AsyncIterator[HttpServer]:
     limiter = SharedLimiter(tmp_path / "limits")
     batches = BatchOptions(tmp_path / "batches", max_running=4)
-    server = HttpServer(HttpApp(dispatcher, model, tenancy=Tenancy(directory, limiter), batches=batches))
+    server = HttpServer(
+        HttpApp(dispatcher, model, AppParts(tenancy=Tenancy(directory, limiter), batches=batches))
+    )
     following = asyncio.create_task(directory.follow(0.05))
     await server.start()
     yield server

@@ -16,7 +16,7 @@ from support.http_fakes import FakeDispatcher
 from splitserve.coordinator.errors import Unauthorized
 from splitserve.coordinator.http.access.operators import Operators
 from splitserve.coordinator.routes.tenants import tenant_routes
-from splitserve.coordinator.server import HttpApp, HttpServer
+from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
 from splitserve.coordinator.settings import CoordinatorSettings
 from splitserve.coordinator.tenants.directory import KeyDirectory
 from splitserve.coordinator.tenants.errors import TenantsFileError, Unknown
@@ -93,7 +93,10 @@ def test_rotation_and_revocation(store: TenantStore, path: Path) -> None:
     assert directory.account(f"Bearer {old.key}".encode()).key == old.id
     store.revoke_key(old.id)
     store.revoke_key(new.id)
-    assert not KeyDirectory(path).num_keys
+    directory = KeyDirectory(path)
+    for key in (old, new):
+        with pytest.raises(Unauthorized):
+            directory.account(f"Bearer {key.key}".encode())
     with pytest.raises(Unknown, match="key_99"):
         store.revoke_key("key_99")
 
@@ -101,10 +104,11 @@ def test_rotation_and_revocation(store: TenantStore, path: Path) -> None:
 async def test_a_revoked_key_is_noticed(store: TenantStore, path: Path) -> None:
     key = store.create_key("acme")
     directory = KeyDirectory(path)
+    account = directory.account(f"Bearer {key.key}".encode())
     following = asyncio.create_task(directory.follow(every_s=0.005))
     store.revoke_key(key.id)
     async with asyncio.timeout(60):
-        while directory.num_keys:
+        while directory.account_of_key(account.key_id) is not None:
             await asyncio.sleep(0.005)
     following.cancel()
     with contextlib.suppress(asyncio.CancelledError):
@@ -143,7 +147,7 @@ async def test_the_server_asks_for_keys(
 ) -> None:
     key = store.create_key("acme").key
     caplog.set_level(logging.DEBUG)
-    server = HttpServer(HttpApp(dispatcher, model, tenancy=Tenancy(KeyDirectory(path))))
+    server = HttpServer(HttpApp(dispatcher, model, AppParts(tenancy=Tenancy(KeyDirectory(path)))))
     await server.start()
     async with httpx.AsyncClient(
         base_url=f"http://127.0.0.1:{server.port}", verify=False, timeout=60
@@ -177,7 +181,7 @@ async def test_the_server_asks_for_keys(
 async def test_a_wrong_key_is_refused_before_its_body_is_sent(
     store: TenantStore, path: Path, dispatcher: FakeDispatcher, model: ServedModel
 ) -> None:
-    server = HttpServer(HttpApp(dispatcher, model, tenancy=Tenancy(KeyDirectory(path))))
+    server = HttpServer(HttpApp(dispatcher, model, AppParts(tenancy=Tenancy(KeyDirectory(path)))))
     await server.start()
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(
@@ -196,9 +200,7 @@ async def test_tenants_by_http(
     app = HttpApp(
         dispatcher,
         model,
-        operators=operators,
-        tenancy=Tenancy(KeyDirectory(path)),
-        more_admin=tenant_routes(path),
+        AppParts(operators=operators, tenancy=Tenancy(KeyDirectory(path)), more_admin=tenant_routes(path)),
     )
     headers = bearer("0123456789abcdef")
     async with httpx.AsyncClient(

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from support.http_fakes import FakeDispatcher
 
-from splitserve.coordinator.server import HttpApp, HttpServer
+from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
 from splitserve.coordinator.tenants.directory import KeyDirectory
 from splitserve.coordinator.tenants.shared_limiter import SharedLimiter
 from splitserve.coordinator.tenants.store import TenantStore
@@ -34,7 +34,7 @@ async def limited(
     directory = KeyDirectory(tmp_path / "tenants")
     following = asyncio.create_task(directory.follow(0.005))
     limiter = SharedLimiter(tmp_path / "limits", clock=lambda: 1e9)
-    server = HttpServer(HttpApp(dispatcher, model, tenancy=Tenancy(directory, limiter)))
+    server = HttpServer(HttpApp(dispatcher, model, AppParts(tenancy=Tenancy(directory, limiter))))
     await server.start()
     headers = {"authorization": f"Bearer {key}"}
     async with httpx.AsyncClient(

@@ -22,7 +22,7 @@ from support.http_fakes import (
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import normalizers, pre_tokenizers
 
-from splitserve.coordinator.server import HttpApp, HttpServer
+from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
 from splitserve.coordinator.tenants.directory import KeyDirectory
 from splitserve.coordinator.tenants.shared_limiter import SharedLimiter
 from splitserve.coordinator.tenants.store import TenantStore
@@ -146,7 +146,7 @@ async def test_limits_are_asked_before_a_prompt_is_tokenized(
     store.close()
     limiter = SharedLimiter(tmp_path / "limits", clock=lambda: 1e9)
     server = HttpServer(
-        HttpApp(dispatcher, model, tenancy=Tenancy(KeyDirectory(tmp_path / "tenants"), limiter))
+        HttpApp(dispatcher, model, AppParts(tenancy=Tenancy(KeyDirectory(tmp_path / "tenants"), limiter)))
     )
     await server.start()
     prepared: list[Any] = []

@@ -16,7 +16,7 @@ from websockets.typing import Origin
 from splitserve.coordinator.errors import ApiError, InvalidRequest
 from splitserve.coordinator.front_door import FrontDoor, front_door_of
 from splitserve.coordinator.http.access.access import Access
-from splitserve.coordinator.server import HttpApp, HttpServer
+from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
 from splitserve.coordinator.settings import CoordinatorSettings
 from splitserve.coordinator.text.served_model import ServedModel
 
@@ -29,7 +29,7 @@ connect = partial(client.connect, proxy=None, open_timeout=60, close_timeout=60)
 async def shared(dispatcher: FakeDispatcher, model: ServedModel) -> AsyncIterator[httpx.AsyncClient]:
     """A server that pages of two origins may use."""
     access = Access(["llm.example"], [APP, "http://localhost:*"])
-    server = HttpServer(HttpApp(dispatcher, model, front=FrontDoor(access, access)))
+    server = HttpServer(HttpApp(dispatcher, model, AppParts(front=FrontDoor(access, access))))
     await server.start()
     async with httpx.AsyncClient(
         base_url=f"http://127.0.0.1:{server.port}", verify=False, timeout=60
@@ -232,7 +232,7 @@ async def test_pages_of_allowed_origins_read_answers_errors_and_streams(shared: 
 
 
 async def test_every_origin(dispatcher: FakeDispatcher, model: ServedModel) -> None:
-    server = HttpServer(HttpApp(dispatcher, model, front=FrontDoor(Access(origins=["*"]))))
+    server = HttpServer(HttpApp(dispatcher, model, AppParts(front=FrontDoor(Access(origins=["*"])))))
     await server.start()
     async with httpx.AsyncClient(
         base_url=f"http://127.0.0.1:{server.port}", verify=False, timeout=60

@@ -24,7 +24,7 @@ from splitserve.coordinator.front_door import FrontDoor
 from splitserve.coordinator.http.access.access import Access
 from splitserve.coordinator.http.access.forwarded import TrustedProxies
 from splitserve.coordinator.metrics.request_record import RequestRecord
-from splitserve.coordinator.server import HttpApp, HttpServer
+from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
 from splitserve.coordinator.text.served_model import ServedModel
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="nginx is not installed (deploy/setup.sh does)")
@@ -36,7 +36,7 @@ connect = partial(client.connect, proxy=None, open_timeout=60, close_timeout=60)
 @pytest.fixture
 async def server(dispatcher: FakeDispatcher, model: ServedModel) -> AsyncIterator[HttpServer]:
     front = FrontDoor(Access(["llm.example.org"]), proxies=TrustedProxies(["127.0.0.1"]))
-    server = HttpServer(HttpApp(dispatcher, model, front=front))
+    server = HttpServer(HttpApp(dispatcher, model, AppParts(front=front)))
     await server.start()
     yield server
     await server.stop(grace_s=0)

@@ -21,7 +21,7 @@ from splitserve.coordinator.http.access.operators import (
     admin_key,
     make_admin_key,
 )
-from splitserve.coordinator.server import HttpApp
+from splitserve.coordinator.server import AppParts, HttpApp
 from splitserve.coordinator.text.served_model import ServedModel
 
 FOR_OPERATORS = ("/metrics", "/debug/state", "/dashboard/feed", "/admin/flips")
@@ -49,7 +49,9 @@ def operators(clock: Clock) -> Operators:
 def app(dispatcher: FakeDispatcher, model: ServedModel, operators: Operators, tmp_path: Path) -> HttpApp:
     batches = BatchOptions(tmp_path / "batches")
     return HttpApp(
-        dispatcher, model, system=dispatcher.system, operators=operators, more_admin=[], batches=batches
+        dispatcher,
+        model,
+        AppParts(system=dispatcher.system, operators=operators, more_admin=[], batches=batches),
     )
 
 
@@ -133,7 +135,7 @@ async def test_a_session_is_no_other_keys_and_cannot_be_made_up(
     async with visitor(app) as http:
         await http.post(LOGIN, json={"key": ADMIN_KEY})
         ((name, session),) = http.cookies.items()
-    other = HttpApp(dispatcher, model, operators=Operators("other" * 8, clock))
+    other = HttpApp(dispatcher, model, AppParts(operators=Operators("other" * 8, clock)))
     late = f"{clock.now + 2 * SESSION_S:.0f}.{session.rpartition('.')[2]}"
     for server, value, status in (
         (app, session, 200),

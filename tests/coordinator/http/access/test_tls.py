@@ -21,7 +21,7 @@ from splitserve.cli.tls_trust import pinned, trust
 from splitserve.coordinator.front_door import FrontDoor
 from splitserve.coordinator.http.access.operators import Operators
 from splitserve.coordinator.http.access.tls import TlsFiles
-from splitserve.coordinator.server import HttpApp, HttpServer, admin_server
+from splitserve.coordinator.server import AppParts, HttpApp, HttpServer, admin_server
 from splitserve.coordinator.text.served_model import ServedModel
 
 BODY = {"model": "tiny", "prompt": "Hi", "temperature": 0, "max_tokens": 1000}
@@ -39,7 +39,9 @@ async def server(
     dispatcher: FakeDispatcher, model: ServedModel, files: TlsFiles
 ) -> AsyncIterator[HttpServer]:
     server = HttpServer(
-        HttpApp(dispatcher, model, front=FrontDoor(tls=files), operators=Operators(KEY), more_admin=[])
+        HttpApp(
+            dispatcher, model, AppParts(front=FrontDoor(tls=files), operators=Operators(KEY), more_admin=[])
+        )
     )
     await server.start()
     yield server
