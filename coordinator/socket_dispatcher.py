@@ -15,7 +15,7 @@ import msgspec
 from ..transport.channels.channels import RouterChannel
 from ..transport.channels.event_loop import Attachment, LoopTimers
 from ..transport.channels.keys import ClusterKey
-from ..transport.messages.messages import FROM_WORKER, Hello
+from ..transport.messages.messages import FROM_WORKER, Hello, Load
 from ..transport.process.host import host_identity
 from .dispatcher import LifecycleDispatcher
 from .lifecycle.lifecycle import Lifecycle
@@ -165,8 +165,18 @@ def system_snapshot(core: Lifecycle) -> SystemSnapshot:
     )
 
 
+def _load_of(worker: WorkerRecord) -> Load:
+    """Return its last report; before the first one, that of a worker without work."""
+    hello = worker.hello
+    return worker.load or Load(
+        worker_id=hello.worker_id, incarnation=hello.incarnation, blocks_free=hello.num_blocks,
+        blocks_cached=0, blocks_used=0, blocks_leased=0, num_running=0, num_waiting=0, num_waiting_tokens=0,
+        steps=0, busy=False, accepting=True,
+    )  # fmt: skip
+
+
 def _debug_worker(worker: WorkerRecord, now: float) -> dict[str, object]:
-    hello, load = worker.hello, worker.load
+    hello, load = worker.hello, _load_of(worker)
     return {
         "worker_id": hello.worker_id,
         "process": hello.process,
@@ -179,17 +189,17 @@ def _debug_worker(worker: WorkerRecord, now: float) -> dict[str, object]:
         "silent_s": round(now - worker.last_seen, 3),
         "blocks": {
             "total": hello.num_blocks,
-            "free": load.blocks_free if load else hello.num_blocks,
-            "cached": load.blocks_cached if load else 0,
-            "used": load.blocks_used if load else 0,
-            "leased": load.blocks_leased if load else 0,
+            "free": load.blocks_free,
+            "cached": load.blocks_cached,
+            "used": load.blocks_used,
+            "leased": load.blocks_leased,
         },
-        "running": load.num_running if load else 0,
-        "waiting": load.num_waiting if load else 0,
-        "accepting": load.accepting if load else True,
+        "running": load.num_running,
+        "waiting": load.num_waiting,
+        "accepting": load.accepting,
         "draining": worker.draining,
-        "steps": load.steps if load else 0,
-        "counters": load.counters if load else {},
+        "steps": load.steps,
+        "counters": load.counters,
         "cached_hashes": len(worker.cached),
         "dispatches": sorted(worker.dispatches),
         "held": sorted(worker.held),
@@ -197,25 +207,25 @@ def _debug_worker(worker: WorkerRecord, now: float) -> dict[str, object]:
 
 
 def _worker_snapshot(worker: WorkerRecord) -> WorkerSnapshot:
-    hello, load = worker.hello, worker.load
+    hello, load = worker.hello, _load_of(worker)
     return WorkerSnapshot(
         worker_id=hello.worker_id,
         role=hello.role,
         blocks_total=hello.num_blocks,
-        blocks_free=load.blocks_free if load else hello.num_blocks,
-        blocks_cached=load.blocks_cached if load else 0,
-        blocks_used=load.blocks_used if load else 0,
-        blocks_leased=load.blocks_leased if load else 0,
-        num_running=load.num_running if load else 0,
-        num_waiting=load.num_waiting if load else 0,
-        num_waiting_tokens=load.num_waiting_tokens if load else 0,
+        blocks_free=load.blocks_free,
+        blocks_cached=load.blocks_cached,
+        blocks_used=load.blocks_used,
+        blocks_leased=load.blocks_leased,
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_waiting_tokens=load.num_waiting_tokens,
         draining=worker.draining,
         host=hello.host.partition("/")[0],
         pid=hello.pid,
         max_num_seqs=hello.max_num_seqs,
         device=hello.device,
-        gauges=load.gauges if load else {},
+        gauges=load.gauges,
         busy=worker.busy.share,
-        steps=load.steps if load else 0,
-        counters=load.counters if load else {},
+        steps=load.steps,
+        counters=load.counters,
     )
