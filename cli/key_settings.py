@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..coordinator.lifecycle.request import PriorityClass
-from ..coordinator.tenants.limits import LIMIT_NAMES
+from ..coordinator.tenants.limits import NewLimits
 
 
 class _OfTenantsFile(BaseModel):
@@ -16,24 +16,8 @@ class _OfTenantsFile(BaseModel):
     tenants_file: Path = Field(description="The file with tenants and keys; `create` and `tenant` make it.")
 
 
-class _Limited(_OfTenantsFile):
-    requests_per_minute: int | None = Field(default=None, ge=0, description="Requests a minute; 0: no bound.")
-    tokens_per_minute: int | None = Field(
-        default=None, ge=0, description="Tokens of prompts and answers a minute; 0: no bound."
-    )
-    max_streams: int | None = Field(
-        default=None, ge=0, description="Requests that may be open at the same time; 0: no bound."
-    )
-    tokens_per_day: int | None = Field(
-        default=None, ge=0, description="Tokens from 0:00 to 24:00 UTC; 0: no bound."
-    )
-    tokens_per_month: int | None = Field(
-        default=None, ge=0, description="Tokens of one calendar month, by UTC; 0: no bound."
-    )
-
-    def limits(self) -> dict[str, int | None]:
-        """Return the limits by name; None: not given."""
-        return {name: getattr(self, name) for name in LIMIT_NAMES}
+class _Limited(NewLimits, _OfTenantsFile):
+    """In this order, by which the file comes first in the help."""
 
 
 class KeysCreateSettings(_Limited):

@@ -6,7 +6,6 @@ import asyncio
 import time
 from typing import Any, Literal
 
-import orjson
 from pydantic import Field
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
@@ -17,9 +16,9 @@ from starlette.types import Message, Receive
 
 from ..errors import BodyTooLarge, InvalidRequest, NotFound
 from ..generate.bodies.fields import Body, UnknownFields
+from ..http.answers import account_of, json_response, limit_of, page_response
 from ..http.body import held_body
 from ..http.overload import Overload
-from ..tenants.limits import ANONYMOUS, Account
 from ..validation import validated
 from .lines import Used
 from .runner import BatchRunner
@@ -86,7 +85,7 @@ class BatchRoutes:
                     raise InvalidRequest("file: must be a file of a multipart/form-data body", param="file")
                 if purpose != "batch":
                     raise InvalidRequest("purpose: must be 'batch' on this server", param="purpose")
-                return _json(_file(await self._store(file, _account(request).tenant)))
+                return json_response(_file(await self._store(file, account_of(request).tenant)))
         except HTTPException as error:
             raise InvalidRequest(f"The body must be multipart/form-data: {error.detail}") from error
 
@@ -101,27 +100,27 @@ class BatchRoutes:
             )
 
     async def _list_files(self, request: Request) -> Response:
-        query, tenant = request.query_params, _account(request).tenant
-        limit, newest = _limit(request, MAX_FILES_PAGE, MAX_FILES_PAGE), query.get("order", "desc") != "asc"
+        query, tenant = request.query_params, account_of(request).tenant
+        limit, newest = limit_of(request, MAX_FILES_PAGE, MAX_FILES_PAGE), query.get("order", "desc") != "asc"
         found = await self._runner.call(
             lambda store: store.files(
                 tenant, query.get("purpose"), query.get("after"), limit, newest_first=newest
             )
         )
-        return _list([_file(file) for file in found[:limit]], more=len(found) > limit)
+        return page_response([_file(file) for file in found[:limit]], more=len(found) > limit)
 
     async def _file(self, request: Request) -> Response:
-        return _json(_file(await self._found_file(request)))
+        return json_response(_file(await self._found_file(request)))
 
     async def _content(self, request: Request) -> Response:
-        file, tenant = await self._found_file(request), _account(request).tenant
+        file, tenant = await self._found_file(request), account_of(request).tenant
         content = await self._runner.call(lambda store: store.content(tenant, file.id))
         return Response(content or b"", media_type="application/octet-stream")
 
     async def _delete_file(self, request: Request) -> Response:
-        file, tenant = await self._found_file(request), _account(request).tenant
+        file, tenant = await self._found_file(request), account_of(request).tenant
         await self._runner.call(lambda store: store.delete_file(tenant, file.id))
-        return _json({"id": file.id, "object": "file", "deleted": True})
+        return json_response({"id": file.id, "object": "file", "deleted": True})
 
     async def _create(self, request: Request) -> Response:
         async with held_body(
@@ -129,7 +128,7 @@ class BatchRoutes:
         ) as body:
             asked = validated(BatchRequest, body)
         self._unknown.note(asked.unknown_fields())
-        account, now = _account(request), time.time()
+        account, now = account_of(request), time.time()
         if await self._runner.call(lambda store: store.file(account.tenant, asked.input_file_id)) is None:
             raise NotFound(f"There is no file {asked.input_file_id!r}.", param="input_file_id")
         known = asked.model_dump(include=set(BatchRequest.model_fields))
@@ -139,21 +138,21 @@ class BatchRoutes:
         )
         answer = await self._runner.call(lambda store: _batch(store, batch))
         self._runner.wake()
-        return _json(answer)
+        return json_response(answer)
 
     async def _list_batches(self, request: Request) -> Response:
         tenant, after, limit = (
-            _account(request).tenant,
+            account_of(request).tenant,
             request.query_params.get("after"),
-            _limit(request, PAGE, MAX_PAGE),
+            limit_of(request, PAGE, MAX_PAGE),
         )
         found = await self._runner.call(
             lambda store: [_batch(store, batch) for batch in store.batches(tenant, after, limit)]
         )
-        return _list(found[:limit], more=len(found) > limit)
+        return page_response(found[:limit], more=len(found) > limit)
 
     async def _batch(self, request: Request) -> Response:
-        return _json(await self._found_batch(request))
+        return json_response(await self._found_batch(request))
 
     async def _cancel(self, request: Request) -> Response:
         found = await self._found_batch(request)
@@ -166,17 +165,17 @@ class BatchRoutes:
         if changed is None and found["status"] not in ("cancelling", "cancelled"):
             raise InvalidRequest(f"The batch is {found['status']} and cannot be cancelled any more.")
         self._runner.wake()
-        return _json(await self._found_batch(request))
+        return json_response(await self._found_batch(request))
 
     async def _found_file(self, request: Request) -> StoredFile:
-        id, tenant = request.path_params["id"], _account(request).tenant
+        id, tenant = request.path_params["id"], account_of(request).tenant
         file = await self._runner.call(lambda store: store.file(tenant, id))
         if file is None:
             raise NotFound(f"There is no file {id!r}.", param="file_id")
         return file
 
     async def _found_batch(self, request: Request) -> dict[str, Any]:
-        id, tenant = request.path_params["id"], _account(request).tenant
+        id, tenant = request.path_params["id"], account_of(request).tenant
         batch = await self._runner.call(lambda store: store.batch(tenant, id))
         if batch is None:
             raise NotFound(f"There is no batch {id!r}.", param="batch_id")
@@ -197,18 +196,6 @@ def _bounded(receive: Receive) -> Receive:
         return message
 
     return receive_bounded
-
-
-def _account(request: Request) -> Account:
-    account: Account = request.scope.get("account", ANONYMOUS)
-    return account
-
-
-def _limit(request: Request, default: int, most: int) -> int:
-    text = request.query_params.get("limit", str(default))
-    if not text.isascii() or not text.isdigit() or len(text) > 6 or not 1 <= int(text) <= most:
-        raise InvalidRequest(f"limit: must be a number from 1 to {most}", param="limit")
-    return int(text)
 
 
 def _file(file: StoredFile) -> dict[str, Any]:
@@ -247,12 +234,3 @@ def _usage(used: Used) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": used.reasoning},
         "total_tokens": used.prompt + used.completion,
     }
-
-
-def _list(items: list[dict[str, Any]], *, more: bool) -> Response:
-    ends = {"first_id": items[0]["id"] if items else None, "last_id": items[-1]["id"] if items else None}
-    return _json({"object": "list", "data": items, **ends, "has_more": more})
-
-
-def _json(value: Any) -> Response:
-    return Response(orjson.dumps(value), media_type="application/json")

@@ -17,8 +17,9 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from ..errors import ApiError, InternalError, InvalidRequest, StorageFull, Unavailable
+from ..http.answers import account_of, json_response
 from ..tenants.limits import Account
-from .chat_stream import ChatStream, account_of
+from .chat_stream import ChatStream
 from .responses_events import FINAL, ResponseAnswer
 from .responses_items import Item
 from .responses_store import ResponseStore, Stored
@@ -56,7 +57,7 @@ class BackgroundResponses:
         answer.response["status"], id = "queued", answer.response["id"]
         deadline = time.time() + self._dialect.generation.limits.request_timeout_s
         await self._store.save(account.tenant, answer.response, items, deadline=deadline)
-        first = Response(orjson.dumps(answer.response), media_type="application/json")
+        first = json_response(answer.response)
         stored = Stored(id, dict(answer.response), list(items), None, True)
         answer.response["status"] = "in_progress"
         self._written[id] = asyncio.Event()

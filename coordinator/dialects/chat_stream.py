@@ -24,7 +24,7 @@ from ..http.body import ClientGone
 from ..http.call import Endpoint
 from ..http.inner_call import InnerCall
 from ..metrics.request_trace import CONTEXT_HEADERS
-from ..tenants.limits import ANONYMOUS, Account
+from ..tenants.limits import Account
 
 ASKED_WITH = (*PLAN_HEADERS, HEADER, KEY_HEADER, *CONTEXT_HEADERS)
 """Headers of the asker's request that the chat completion has, too."""
@@ -145,12 +145,6 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
         for task in (working, gone):
             task.cancel()
         await asyncio.wait({working, gone})
-
-
-def account_of(request: Request) -> Account:
-    """Return the account that the gate has found for a request."""
-    account: Account = request.scope.get("account", ANONYMOUS)
-    return account
 
 
 async def _gone(receive: Receive) -> None:

@@ -10,6 +10,7 @@ from starlette.routing import Route
 from ..generate.api import GenerationApi
 from ..generate.plan import parse
 from ..generate.prompts import prompts_of
+from ..http.answers import json_response
 from .messages_body import CountTokensRequest, MessagesRequest
 from .messages_events import MessageAnswer
 from .routes import Dialect
@@ -40,5 +41,4 @@ class MessagesRoutes:
         self._model.check_name(asked.model)
         chat = parse("/v1/chat/completions", orjson.dumps(asked.for_chat()))
         (prompt,) = await self._model.tokenizer.aside(lambda: prompts_of(chat, self._model))
-        count = {"input_tokens": len(prompt.token_ids)}
-        return Response(orjson.dumps(count), media_type="application/json")
+        return json_response({"input_tokens": len(prompt.token_ids)})

@@ -20,6 +20,7 @@ from ..generate.api import GenerationApi
 from ..generate.bodies.fields import Body
 from ..generate.plan import parse
 from ..generate.prompts import prompts_of
+from ..http.answers import json_response
 from ..http.body import check_is_own
 from ..http.call import Endpoint
 from .ollama_answer import OllamaAnswer
@@ -91,7 +92,7 @@ class OllamaRoutes:
     def _load(self, asked: OllamaRequest, answer: OllamaAnswer) -> Response:
         """Answer a request that only wants the model loaded."""
         self._check_name(asked.model)
-        return _json(answer.loaded())
+        return json_response(answer.loaded())
 
     def _bounded(self, chat: dict[str, Any]) -> dict[str, Any]:
         """Drop a bound of new tokens that no answer reaches: Ollama takes any number."""
@@ -123,11 +124,11 @@ class OllamaRoutes:
             f"{family}.context_length": model.max_model_len,
             f"{family}.vocab_size": model.vocab_size,
         }
-        return _json(
+        return json_response(
             {
                 "modelfile": "",
                 "parameters": "\n".join(f"{name} {value}" for name, value in sampling.items()),
-                "template": self._template,
+                "template": self._model.template_source,
                 "details": self._details(),
                 "model_info": info,
                 "capabilities": ["completion", "tools", *(["thinking"] if model.chat_style.thinks else [])],
@@ -136,29 +137,24 @@ class OllamaRoutes:
         )
 
     async def _tags(self, request: Request) -> Response:
-        return _json({"models": [self._card()]})
+        return json_response({"models": [self._card()]})
 
     async def _loaded(self, request: Request) -> Response:
         more = {"expires_at": NEVER, "size_vram": 0, "context_length": self._model.max_model_len}
         ready = self._dialect.generation.dispatcher.ready()
-        return _json({"models": [{**self._card(), **more}] if ready else []})
+        return json_response({"models": [{**self._card(), **more}] if ready else []})
 
     async def _version(self, request: Request) -> Response:
-        return _json({"version": API_VERSION})
+        return json_response({"version": API_VERSION})
 
     def _check_name(self, name: str) -> None:
         self._model.check_name(name.removesuffix(LATEST))
-
-    @property
-    def _template(self) -> str:
-        template = self._model.chat_template
-        return "" if template is None else template.source
 
     def _card(self) -> dict[str, Any]:
         """Return the model as lists have it. The coordinator has no weights: the size is 0, and the digest
         is that of the name, the context and the template."""
         model = self._model
-        about = f"{model.name}\0{model.longest}\0{model.vocab_size}\0{self._template}"
+        about = f"{model.name}\0{model.longest}\0{model.vocab_size}\0{self._model.template_source}"
         return {
             "name": model.name,
             "model": model.name,
@@ -178,7 +174,3 @@ async def lines_of(events: AsyncIterator[Event]) -> AsyncIterator[bytes]:
     """Yield the events as lines of JSON."""
     async for event in events:
         yield orjson.dumps(event) + b"\n"
-
-
-def _json(value: Any) -> Response:
-    return Response(orjson.dumps(value), media_type="application/json")

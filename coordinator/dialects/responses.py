@@ -17,10 +17,11 @@ from ..errors import ContextTooLong, InvalidRequest, NotFound, StorageFull, Unav
 from ..generate.api import GenerationApi
 from ..generate.plan import parse
 from ..generate.prompts import prompts_of
+from ..http.answers import account_of, json_response, limit_of, page_response
 from ..http.call import Endpoint
 from ..tenants.settings import REDIS_URL
 from .background_responses import BackgroundResponses
-from .chat_stream import account_of, while_connected
+from .chat_stream import while_connected
 from .responses_body import CHAT_PARAMS, CountInputRequest, ResponsesRequest
 from .responses_events import FINAL, ResponseAnswer
 from .responses_items import Item, items_of
@@ -82,19 +83,19 @@ class ResponsesRoutes:
         self._model.check_name(asked.model)
         _, chat = await self._chat_of(request, asked)
         count = await self._model.tokenizer.aside(lambda: self._num_tokens(chat))
-        return _json({"object": "response.input_tokens", "input_tokens": count})
+        return json_response({"object": "response.input_tokens", "input_tokens": count})
 
     async def _list(self, request: Request) -> Response:
-        limit = _limit(request)
+        limit = limit_of(request, PAGE, MAX_PAGE)
         store, after = self._stored_ones("after"), request.query_params.get("after")
         found = await store.newest(account_of(request).tenant, after, limit + 1)
-        return _page(found[:limit], more=len(found) > limit)
+        return page_response(found[:limit], more=len(found) > limit)
 
     async def _one(self, request: Request) -> Response:
         id, store = request.path_params["id"], self._stored_ones("response_id")
         stored = await store.found(account_of(request).tenant, id)
         if request.query_params.get("stream") != "true":
-            return _json(stored.response)
+            return json_response(stored.response)
         after = request.query_params.get("starting_after", "-1")
         if not after.removeprefix("-").isdigit() or len(after) > 9:
             raise InvalidRequest("starting_after: must be the number of an event", param="starting_after")
@@ -103,7 +104,7 @@ class ResponsesRoutes:
     async def _delete(self, request: Request) -> Response:
         id = request.path_params["id"]
         await self._stored_ones("response_id").delete(account_of(request).tenant, id)
-        return _json({"id": id, "object": "response", "deleted": True})
+        return json_response({"id": id, "object": "response", "deleted": True})
 
     async def _cancel(self, request: Request) -> Response:
         store, tenant, id = (
@@ -115,10 +116,10 @@ class ResponsesRoutes:
             raise InvalidRequest("Only a response that runs in the background can be cancelled.")
         stored = await store.cancel(tenant, id)
         self.background.look(id)
-        return _json(stored.response)
+        return json_response(stored.response)
 
     async def _input_items(self, request: Request) -> Response:
-        limit, after = _limit(request), request.query_params.get("after")
+        limit, after = limit_of(request, PAGE, MAX_PAGE), request.query_params.get("after")
         store = self._stored_ones("response_id")
         items = (await store.found(account_of(request).tenant, request.path_params["id"])).input
         if request.query_params.get("order", "desc") == "desc":
@@ -128,7 +129,7 @@ class ResponsesRoutes:
             if after not in ids:
                 raise NotFound(f"after: there is no item {after!r}", param="after")
             items = items[ids.index(after) + 1 :]
-        return _page(items[:limit], more=len(items) > limit)
+        return page_response(items[:limit], more=len(items) > limit)
 
     # --- a request's conversation ------------------------------------------------------------------
 
@@ -212,19 +213,3 @@ def opened_store(where: str | None, keep_s: float) -> ResponseStore | None:
 
         return RedisResponses(where, keep_s)
     return SqliteResponses(Path(where), keep_s)
-
-
-def _limit(request: Request) -> int:
-    text = request.query_params.get("limit", str(PAGE))
-    if not text.isascii() or not text.isdigit() or len(text) > 3 or not 1 <= int(text) <= MAX_PAGE:
-        raise InvalidRequest(f"limit: must be a number from 1 to {MAX_PAGE}", param="limit")
-    return int(text)
-
-
-def _page(items: list[dict[str, Any]], *, more: bool) -> Response:
-    ends = {"first_id": items[0]["id"] if items else None, "last_id": items[-1]["id"] if items else None}
-    return _json({"object": "list", "data": items, **ends, "has_more": more})
-
-
-def _json(value: Any) -> Response:
-    return Response(orjson.dumps(value), media_type="application/json")

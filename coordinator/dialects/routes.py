@@ -13,11 +13,12 @@ from ..errors import ApiError, InvalidRequest
 from ..generate.api import GenerationApi
 from ..generate.bodies.fields import Body, UnknownFields
 from ..generate.resumption import LAST_ID_HEADER
+from ..http.answers import account_of
 from ..http.body import check_is_json, held_body
 from ..http.call import Endpoint
 from ..http.limits import LARGE_BODY_BYTES
 from ..validation import validated
-from .chat_stream import ChatStream, account_of, while_connected
+from .chat_stream import ChatStream, while_connected
 
 Event = dict[str, Any]
 Asked = TypeVar("Asked", bound=Body)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 from typing import Protocol, cast, get_args
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -14,6 +13,7 @@ from starlette.routing import Route
 from ...transport.messages.messages import Role
 from ...transport.process.settings import LogLevel
 from ..errors import InvalidRequest, NotFound
+from ..http.answers import json_response
 from ..lifecycle.request import Dispatcher
 
 _log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class AdminRoutes:
         held = self._dispatcher.drain(worker_id, _timeout_s(request))
         if held is None:
             raise self._unknown(worker_id)
-        return Response(orjson.dumps(held), 202, media_type="application/json")
+        return json_response(held, 202)
 
     async def _flip(self, request: Request) -> Response:
         worker_id, role = request.path_params["worker"], request.query_params.get("to", "")
@@ -60,10 +60,10 @@ class AdminRoutes:
             raise self._unknown(worker_id)
         if isinstance(ordered, str):
             raise InvalidRequest(ordered, param="worker")
-        return Response(orjson.dumps(ordered), 202, media_type="application/json")
+        return json_response(ordered, 202)
 
     async def _flips(self, request: Request) -> Response:
-        return Response(orjson.dumps({"flips": self._dispatcher.flips()}), media_type="application/json")
+        return json_response({"flips": self._dispatcher.flips()})
 
     def _unknown(self, worker_id: str) -> NotFound:
         known = ", ".join(sorted(_worker_ids(self._dispatcher.snapshot()))) or "none"
@@ -77,7 +77,7 @@ class AdminRoutes:
             )
         logging.getLogger().setLevel(level.upper())
         _log.warning("log level is now %s", level)
-        return Response(orjson.dumps({"level": level}), media_type="application/json")
+        return json_response({"level": level})
 
 
 def _timeout_s(request: Request) -> float | None:

@@ -13,12 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from ... import __version__
+from ..http.answers import json_response
 from ..metrics.metrics import Metrics
 from ..metrics.system_snapshot import SystemSnapshot
 from ..text.served_model import ServedModel
@@ -49,7 +49,7 @@ class PeerPages:
         ]
 
     async def _tokenizer_info(self, request: Request) -> Response:
-        return _json({**self._model.tokenizer.config, "chat_template": self._template})
+        return json_response({**self._model.tokenizer.config, "chat_template": self._model.template_source})
 
     async def _props(self, request: Request) -> Response:
         model, defaults = self._model, self._model.defaults
@@ -59,14 +59,14 @@ class PeerPages:
             "n_predict": defaults.max_new_tokens or -1,
         }  # fmt: skip
         special = model.tokenizer.special_tokens()
-        return _json(
+        return json_response(
             {
                 "default_generation_settings": {"n_ctx": model.max_model_len, "params": params},
                 "total_slots": sum(worker.max_num_seqs for worker in self._system().workers),
                 "model_alias": model.name,
                 "model_path": model.name,
                 "modalities": {"vision": False, "audio": False},
-                "chat_template": self._template,
+                "chat_template": model.template_source,
                 "bos_token": special.get("bos_token", ""),
                 "eos_token": special.get("eos_token", ""),
                 "build_info": f"splitserve {__version__}",
@@ -76,11 +76,11 @@ class PeerPages:
     async def _load(self, request: Request) -> Response:
         system = self._system()
         counts = {"waiting": system.num_waiting, "running": system.num_running}
-        return _json({"server_load": self._metrics.num_open, **counts})
+        return json_response({"server_load": self._metrics.num_open, **counts})
 
     async def _server_info(self, request: Request) -> Response:
         model, workers = self._model, Counter(worker.role for worker in self._system().workers)
-        return _json(
+        return json_response(
             {
                 "version": __version__,
                 "model": model.name,
@@ -90,15 +90,6 @@ class PeerPages:
             }
         )
 
-    @property
-    def _template(self) -> str:
-        template = self._model.chat_template
-        return "" if template is None else template.source
-
 
 def _without_secrets(value: Any) -> Any:
     return SECRET.sub("***", value) if isinstance(value, str) and "://" in value else value
-
-
-def _json(value: Any) -> Response:
-    return Response(orjson.dumps(value), media_type="application/json")

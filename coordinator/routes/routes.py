@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any, TypeVar, get_args
 
-import orjson
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -21,6 +20,7 @@ from ..full_disk import is_full
 from ..generate.api import GenerationApi
 from ..generate.bodies.fields import Body, UnknownFields
 from ..generate.token_pages import DetokenizeRequest, TokenizeRequest, detokenized, tokenized
+from ..http.answers import json_response
 from ..http.body import ClientGone, held_body
 from ..http.call import Endpoint
 from ..http.limits import LARGE_BODY_BYTES
@@ -78,11 +78,11 @@ class OrdinaryRoutes:
         return app
 
     async def _models(self, request: Request) -> Response:
-        return _json({"object": "list", "data": [self._model_card()]})
+        return json_response({"object": "list", "data": [self._model_card()]})
 
     async def _one_model(self, request: Request) -> Response:
         self._model.check_name(request.path_params["name"])
-        return _json(self._model_card())
+        return json_response(self._model_card())
 
     async def _tokenize(self, request: Request) -> Response:
         return await self._page(request, "tokenize", TokenizeRequest, tokenized)
@@ -106,29 +106,31 @@ class OrdinaryRoutes:
         return Response(text, media_type="application/json")
 
     async def _health(self, request: Request) -> Response:
-        return _json(await self._health_checks.report(monotonic()))
+        return json_response(await self._health_checks.report(monotonic()))
 
     async def _ping(self, request: Request) -> Response:
         return Response(status_code=200)
 
     async def _version(self, request: Request) -> Response:
-        return _json({"version": __version__})
+        return json_response({"version": __version__})
 
     async def _ready(self, request: Request) -> Response:
         if reason := self._health_checks.why_not_ready():
             raise Unavailable(f"Not ready: {reason}.", retry_after_s=1)
-        return _json({"status": "ready"})
+        return json_response({"status": "ready"})
 
     async def _render_metrics(self, request: Request) -> Response:
         return Response(self._metrics.render(monotonic()), headers={"content-type": CONTENT_TYPE})
 
     async def _debug_state(self, request: Request) -> Response:
         http = {"open_requests": self._metrics.num_open}
-        return _json({**self._dispatcher.snapshot(), "steering": self._system().steering, "http": http})
+        return json_response(
+            {**self._dispatcher.snapshot(), "steering": self._system().steering, "http": http}
+        )
 
     async def _openapi(self, request: Request) -> Response:
         paths = {getattr(route, "path", "") for route in self._more}
-        return _json(document(batches="/v1/batches" in paths, ollama="/api/chat" in paths))
+        return json_response(document(batches="/v1/batches" in paths, ollama="/api/chat" in paths))
 
     def _model_card(self) -> dict[str, Any]:
         model = self._model
@@ -151,10 +153,6 @@ def error_handlers() -> Any:
         ClientGone: _client_gone,
         Exception: _unexpected,
     }
-
-
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(orjson.dumps(value), status, media_type="application/json")
 
 
 def _error(error: ApiError, request: Request) -> Response:

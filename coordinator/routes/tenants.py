@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import anyio.to_thread
-import orjson
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,34 +22,21 @@ from starlette.routing import Route
 
 from ..errors import NotFound, StorageFull
 from ..full_disk import is_full
+from ..http.answers import json_response
 from ..http.body import read_body
 from ..lifecycle.request import PriorityClass
 from ..tenants.errors import Unknown
-from ..tenants.limits import LIMIT_NAMES
+from ..tenants.limits import NewLimits
 from ..tenants.store import TenantStore
 from ..validation import validated
 
 MAX_BODY_BYTES = 1 << 16
 Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f/]+$")]
-ZeroOrMore = Annotated[int, Field(ge=0, le=1 << 50)] | None
 Body = TypeVar("Body", bound=BaseModel)
 Result = TypeVar("Result")
 
 
-class _Limited(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    requests_per_minute: ZeroOrMore = None
-    tokens_per_minute: ZeroOrMore = None
-    max_streams: ZeroOrMore = None
-    tokens_per_day: ZeroOrMore = None
-    tokens_per_month: ZeroOrMore = None
-
-    def limits(self) -> dict[str, int | None]:
-        return {name: getattr(self, name) for name in LIMIT_NAMES}
-
-
-class TierBody(_Limited):
+class TierBody(NewLimits):
     priority_class: PriorityClass | None = None
 
 
@@ -61,7 +47,7 @@ class TenantBody(BaseModel):
     shared_cache: Annotated[str, Field(max_length=256)] | None = None
 
 
-class KeyBody(_Limited):
+class KeyBody(NewLimits):
     tenant: Name
     name: Annotated[str, Field(max_length=256)] = ""
     expires_in_s: Annotated[float, Field(gt=0, le=1e10)] | None = None
@@ -145,9 +131,7 @@ class TenantRoutes:
         except Unknown as error:
             message = str(error)
             raise NotFound(f"{message[0].upper()}{message[1:]}.", param=error.param) from None
-        return Response(
-            orjson.dumps(result if result is not None else {"done": True}), media_type="application/json"
-        )
+        return json_response(result if result is not None else {"done": True})
 
     async def _body(self, request: Request, kind: type[Body]) -> Body:
         body = await read_body(dict(request.scope["headers"]), request.receive, MAX_BODY_BYTES)

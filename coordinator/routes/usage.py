@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 import anyio.to_thread
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from ..errors import InvalidRequest
+from ..http.answers import json_response
 from ..tenants.errors import TenantsFileError
 from ..tenants.settings import SQLITE
 from ..tenants.usage_database import By, open_database
@@ -38,9 +38,7 @@ def usage_routes(url: str | None) -> list[Route]:
             moment(query.get("until", ""), time.time()),
         )
         rows = await anyio.to_thread.run_sync(lambda: totals(url, by, since, until))
-        return Response(
-            orjson.dumps({"since": since, "until": until, "usage": rows}), media_type="application/json"
-        )
+        return json_response({"since": since, "until": until, "usage": rows})
 
     return [Route("/admin/usage", usage)]
 

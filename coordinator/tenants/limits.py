@@ -32,6 +32,33 @@ class Limits(BaseModel):
 
 
 LIMIT_NAMES = tuple(Limits.model_fields)
+ZeroOrMore = Annotated[int, Field(ge=0, le=1 << 50)] | None
+
+
+class NewLimits(BaseModel):
+    """Limits to set. None: as it is; 0: no bound."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    requests_per_minute: ZeroOrMore = Field(default=None, description="Requests a minute; 0: no bound.")
+    tokens_per_minute: ZeroOrMore = Field(
+        default=None, description="Tokens of prompts and answers a minute; 0: no bound."
+    )
+    max_streams: ZeroOrMore = Field(
+        default=None, description="Requests that may be open at the same time; 0: no bound."
+    )
+    tokens_per_day: ZeroOrMore = Field(
+        default=None, description="Tokens from 0:00 to 24:00 UTC; 0: no bound."
+    )
+    tokens_per_month: ZeroOrMore = Field(
+        default=None, description="Tokens of one calendar month, by UTC; 0: no bound."
+    )
+
+    def limits(self) -> dict[str, int | None]:
+        """Return the limits by name; None: not given."""
+        return {name: getattr(self, name) for name in LIMIT_NAMES}
+
+
 UNLIMITED = Limits()
 Rows = tuple[tuple[int, Limits], ...]
 

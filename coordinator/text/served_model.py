@@ -62,6 +62,11 @@ class ServedModel:
         """Most tokens of prompt and output together that are served now."""
         return min(self.longest, self.workers_hold() or self.longest)
 
+    @property
+    def template_source(self) -> str:
+        """The chat template's; empty: there is none."""
+        return self.chat_template.source if self.chat_template is not None else ""
+
     @classmethod
     def load(
         cls,

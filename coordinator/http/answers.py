@@ -1,0 +1,36 @@
+"""What handlers of Starlette's requests share: whose the request is, and answers of JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..errors import InvalidRequest
+from ..tenants.limits import ANONYMOUS, Account
+
+
+def account_of(request: Request) -> Account:
+    """Return the account that the gate has found for a request."""
+    account: Account = request.scope.get("account", ANONYMOUS)
+    return account
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    return Response(orjson.dumps(value), status, media_type="application/json")
+
+
+def limit_of(request: Request, default: int, most: int) -> int:
+    """Return the length of the page that is asked for. Raises InvalidRequest."""
+    text = request.query_params.get("limit", str(default))
+    if not text.isascii() or not text.isdigit() or len(text) > 6 or not 1 <= int(text) <= most:
+        raise InvalidRequest(f"limit: must be a number from 1 to {most}", param="limit")
+    return int(text)
+
+
+def page_response(items: list[dict[str, Any]], *, more: bool) -> Response:
+    """Return a page of a list, as OpenAI's API has them."""
+    ends = {"first_id": items[0]["id"] if items else None, "last_id": items[-1]["id"] if items else None}
+    return json_response({"object": "list", "data": items, **ends, "has_more": more})
