@@ -11,19 +11,15 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from .efficiency import Efficiency
 
-TOKENS = {
-    "prompt_tokens": "Prompt tokens of the requests that ended, as their usage says: once for all choices.",
-    "cached_tokens": "Of these, tokens found in a prefix cache.",
-    "output_tokens": "Output tokens of the sequences that ended.",
-    "retries": "Dispatches after a sequence's first.",
-    "recovered": "Sequences that were dispatched again and ended well.",
-}
-NAMES = {
-    "prompt_tokens": "prompt_tokens",
-    "cached_tokens": "prompt_tokens_cached",
-    "output_tokens": "generation_tokens",
-    "retries": "request_retries",
-    "recovered": "sequences_recovered",
+TOKENS = {  # fields of ``Counts``: name and text
+    "prompt_tokens": (
+        "prompt_tokens",
+        "Prompt tokens of the requests that ended, as their usage says: once for all choices.",
+    ),
+    "cached_tokens": ("prompt_tokens_cached", "Of these, tokens found in a prefix cache."),
+    "output_tokens": ("generation_tokens", "Output tokens of the sequences that ended."),
+    "retries": ("request_retries", "Dispatches after a sequence's first."),
+    "recovered": ("sequences_recovered", "Sequences that were dispatched again and ended well."),
 }
 EFFICIENCY = {
     "tokens_per_gpu_hour": "Output tokens per GPU-hour over the last minute.",
@@ -94,8 +90,8 @@ class ServerCollector:
         for name, count in self._failures.items():
             failures.add_metric([name], count)
         yield from (requests, sequences, refusals, failures)
-        for field_name, text in TOKENS.items():
-            counter = CounterMetricFamily(f"splitserve_{NAMES[field_name]}", text, labels=["model_name"])
+        for field_name, (name, text) in TOKENS.items():
+            counter = CounterMetricFamily(f"splitserve_{name}", text, labels=["model_name"])
             counter.add_metric([model], getattr(counts, field_name))
             yield counter
         open_requests = GaugeMetricFamily(

@@ -63,6 +63,26 @@ WORKER_GAUGES = {
     "gpu_pcie_receive_bytes_per_second": "Bytes a second that a worker's GPU receives over PCIe.",
     "gpu_pcie_transmit_bytes_per_second": "Bytes a second that it sends over PCIe.",
 }
+LOADS: dict[str, tuple[str, Callable[[WorkerSnapshot], float | None]]] = {
+    "kv_cache_usage_ratio": (
+        "Share of a worker's KV blocks that requests hold.",
+        lambda worker: worker.blocks_used / worker.blocks_total if worker.blocks_total else 0.0,
+    ),
+    "worker_running": ("Sequences in a worker's batch.", lambda worker: worker.num_running),
+    "worker_waiting": ("Sequences that wait on a worker.", lambda worker: worker.num_waiting),
+    "worker_waiting_tokens": (
+        "Prompt tokens that wait on a worker.",
+        lambda worker: worker.num_waiting_tokens,
+    ),
+    "worker_draining": (
+        "1 where a worker gets no new work and leaves.",
+        lambda worker: float(worker.draining),
+    ),
+    "worker_busy_ratio": (
+        "Share of the last 10 s in which a step ran on a worker.",
+        lambda worker: worker.busy,
+    ),
+}
 START_PHASE = "start_seconds_"
 """A worker's gauges of this prefix name a phase of its start."""
 
@@ -116,28 +136,12 @@ class SystemCollector:
 
     def _loads(self, workers: Sequence[WorkerSnapshot]) -> Iterator[Metric]:
         labels = ["worker", "role"]
-        usage = GaugeMetricFamily(
-            "splitserve_kv_cache_usage_ratio",
-            "Share of a worker's KV blocks that requests hold.",
-            labels=labels,
-        )
-        running = GaugeMetricFamily(
-            "splitserve_worker_running", "Sequences in a worker's batch.", labels=labels
-        )
-        waiting = GaugeMetricFamily(
-            "splitserve_worker_waiting", "Sequences that wait on a worker.", labels=labels
-        )
-        tokens = GaugeMetricFamily(
-            "splitserve_worker_waiting_tokens", "Prompt tokens that wait on a worker.", labels=labels
-        )
-        draining = GaugeMetricFamily(
-            "splitserve_worker_draining", "1 where a worker gets no new work and leaves.", labels=labels
-        )
-        busy = GaugeMetricFamily(
-            "splitserve_worker_busy_ratio",
-            "Share of the last 10 s in which a step ran on a worker.",
-            labels=labels,
-        )
+        for name, (text, value_of) in LOADS.items():
+            load = GaugeMetricFamily(f"splitserve_{name}", text, labels=labels)
+            for worker in workers:
+                if (value := value_of(worker)) is not None:
+                    load.add_metric([worker.worker_id, worker.role], value)
+            yield load
         phases = GaugeMetricFamily(
             "splitserve_worker_start_seconds",
             "Seconds of a worker's start by phase.",
@@ -146,18 +150,11 @@ class SystemCollector:
         steps = CounterMetricFamily("splitserve_worker_steps", "Engine steps of a worker.", labels=labels)
         for worker in workers:
             values = [worker.worker_id, worker.role]
-            usage.add_metric(values, worker.blocks_used / worker.blocks_total if worker.blocks_total else 0.0)
-            running.add_metric(values, worker.num_running)
-            waiting.add_metric(values, worker.num_waiting)
-            tokens.add_metric(values, worker.num_waiting_tokens)
-            draining.add_metric(values, float(worker.draining))
             steps.add_metric(values, worker.steps)
-            if worker.busy is not None:
-                busy.add_metric(values, worker.busy)
             for name, seconds in worker.gauges.items():
                 if name.startswith(START_PHASE):
                     phases.add_metric([*values, name.removeprefix(START_PHASE)], seconds)
-        yield from (usage, running, waiting, tokens, draining, busy, phases, steps)
+        yield from (phases, steps)
 
     def _reported(self, workers: Sequence[WorkerSnapshot]) -> Iterator[Metric]:
         """The workers' own counters and gauges; those that are not known here come from a newer worker."""

@@ -33,41 +33,34 @@ from .openapi_parts import (
     reference,
 )  # fmt: skip
 
-POSTS: dict[str, tuple[type[BaseModel], str]] = {
+COUNTS = "Number of tokens of the prompt of such a request."
+POSTS: dict[str, tuple[type[BaseModel], str, str]] = {  # body, answer, text
     "/v1/completions": (
         CompletionRequest,
+        "Completion",
         "Complete a prompt; with `stream` true as server-sent events: CompletionChunk, then [DONE].",
     ),
     "/v1/chat/completions": (
         ChatCompletionRequest,
+        "ChatCompletion",
         "Answer a conversation; with `stream` true as server-sent events: ChatCompletionChunk, then [DONE].",
     ),
     "/v1/responses": (
         ResponsesRequest,
+        "Response",
         "Answer a conversation as OpenAI's Responses API does; with `stream` true as that API's events.",
     ),
-    "/v1/responses/input_tokens": (CountInputRequest, "Number of tokens of the prompt of such a request."),
+    "/v1/responses/input_tokens": (CountInputRequest, "TokenCount", COUNTS),
     "/v1/messages": (
         MessagesRequest,
+        "MessagesAnswer",
         "Answer a conversation as Anthropic's API does; with `stream` true as that API's events.",
     ),
-    "/v1/messages/count_tokens": (CountTokensRequest, "Number of tokens of the prompt of such a request."),
-    "/tokenize": (TokenizeRequest, "Token ids of a text or of messages."),
-    "/v1/tokenize": (TokenizeRequest, "As /tokenize."),
-    "/detokenize": (DetokenizeRequest, "Text of token ids."),
-    "/v1/detokenize": (DetokenizeRequest, "As /detokenize."),
-}
-ANSWERS = {
-    "/v1/completions": "Completion",
-    "/v1/chat/completions": "ChatCompletion",
-    "/v1/responses": "Response",
-    "/v1/responses/input_tokens": "TokenCount",
-    "/v1/messages": "MessagesAnswer",
-    "/v1/messages/count_tokens": "TokenCount",
-    "/tokenize": "Tokens",
-    "/v1/tokenize": "Tokens",
-    "/detokenize": "Text",
-    "/v1/detokenize": "Text",
+    "/v1/messages/count_tokens": (CountTokensRequest, "TokenCount", COUNTS),
+    "/tokenize": (TokenizeRequest, "Tokens", "Token ids of a text or of messages."),
+    "/v1/tokenize": (TokenizeRequest, "Tokens", "As /tokenize."),
+    "/detokenize": (DetokenizeRequest, "Text", "Text of token ids."),
+    "/v1/detokenize": (DetokenizeRequest, "Text", "As /detokenize."),
 }
 SCHEMAS: dict[str, dict[str, Any]] = {
     "Error": answers.ERROR,
@@ -94,12 +87,12 @@ BATCH_SCHEMAS = {"File": answers.FILE, "DeletedFile": answers.DELETED, "Batch": 
 def document(*, batches: bool = False, ollama: bool = False) -> dict[str, Any]:
     """OpenAPI 3.1, JSON-ready. ``batches``: whether this server keeps any. ``ollama``: whether it speaks
     Ollama's API."""
-    bodies = [kind for kind, _ in POSTS.values()] + ([BatchRequest] if batches else [])
+    bodies = [kind for kind, *_ in POSTS.values()] + ([BatchRequest] if batches else [])
     bodies += OLLAMA_BODIES if ollama else []
     _, schemas = models_json_schema(
         [(kind, "validation") for kind in bodies], ref_template="#/components/schemas/{model}"
     )
-    posts = {path: {"post": _post(path, kind, text)} for path, (kind, text) in POSTS.items()}
+    posts = {path: {"post": _post(path, *post)} for path, post in POSTS.items()}
     return {
         "openapi": "3.1.0",
         "info": {"title": "splitserve", "version": importlib.metadata.version("splitserve")},
@@ -237,9 +230,9 @@ def _invocations() -> dict[str, Any]:
     return operation(text, {JSON: {"schema": answer}, EVENTS: {}}, *OF_GENERATION, body=(JSON, asked))
 
 
-def _post(path: str, kind: type[BaseModel], text: str) -> dict[str, Any]:
+def _post(path: str, kind: type[BaseModel], answer: str, text: str) -> dict[str, Any]:
     generates = path.startswith("/v1/") and "tokenize" not in path
-    good: dict[str, Any] = {**content(ANSWERS[path]), **({EVENTS: {}} if generates else {})}
+    good: dict[str, Any] = {**content(answer), **({EVENTS: {}} if generates else {})}
     errors = OF_GENERATION if generates else OF_BODIES
     shape = "MessagesError" if path.startswith("/v1/messages") else "Error"
     return operation(text, good, *errors, body=(JSON, reference(kind.__name__)), error=shape)
