@@ -13,87 +13,46 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import signal
 import socket
 import statistics
-import subprocess
-import sys
+import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from ..cli.settings import DEMO_MODEL_NAME
-from ..cli.up import free_port
 from .environment import environment
+from .live_cluster import live_cluster
 from .operator_auth import OperatorAuth
 
 HEARTBEAT_S = 0.05
 LONGEST_WAIT_S = 0.5
 PROMPT_CHARACTERS = (20, 400, 4000)
-START_S, FREED_S = 120.0, 30.0
+FREED_S = 30.0
 
 
-@contextmanager
-def cluster() -> Iterator[int]:
-    """One prefill and one decode worker; the HTTP port."""
-    port = free_port("127.0.0.1")
-    command = [
-        sys.executable,
-        "-m",
-        "splitserve.cli.main",
-        "up",
-        "--port",
-        str(port),
-        "--heartbeat-s",
-        str(HEARTBEAT_S),
-    ]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    try:
-        deadline = time.monotonic() + START_S
-        while not _is_ready(port):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(
-                    "the cluster did not start; run the same command by hand to see why: " + " ".join(command)
-                )
-            time.sleep(0.1)
-        yield port
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(30)
-
-
-def _is_ready(port: int) -> bool:
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}/ready", timeout=2).status_code == 200
-    except httpx.TransportError:
-        return False
-
-
-def hang_up_after(port: int, body: dict[str, Any], wait_s: float) -> float:
+def hang_up_after(url: str, body: dict[str, Any], wait_s: float) -> float:
     """Request a stream, close the connection after ``wait_s`` seconds, and return the monotonic time."""
     data = json.dumps(body).encode()
     head = (
         "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: "
         f"application/json\r\ncontent-length: {len(data)}\r\n\r\n"
     )
-    with socket.create_connection(("127.0.0.1", port), 5) as client:
+    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), 5) as client:
         client.sendall(head.encode() + data)
         time.sleep(wait_s)
     return time.monotonic()
 
 
-def measure(port: int, count: int, seed: int) -> dict[str, Any]:
+def measure(url: str, count: int, seed: int) -> dict[str, Any]:
     """Seconds until all is free, and of the looks at it."""
     draw = random.Random(seed)
     freed: list[float] = []
     looks: list[float] = []
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10, auth=OperatorAuth()) as http:
+    with httpx.Client(base_url=url, timeout=10, auth=OperatorAuth()) as http:
         for number in range(count):
             prompt = "".join(draw.choice("abcdefgh \n") for _ in range(draw.choice(PROMPT_CHARACTERS)))
             body = {
@@ -104,7 +63,7 @@ def measure(port: int, count: int, seed: int) -> dict[str, Any]:
                 "stream": True,
                 "n": 1 + number % 2,
             }
-            closed = hang_up_after(port, body, draw.uniform(0, LONGEST_WAIT_S))
+            closed = hang_up_after(url, body, draw.uniform(0, LONGEST_WAIT_S))
             while True:
                 asked = time.monotonic()
                 rests = _at_rest(http)
@@ -141,8 +100,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
-    with cluster() as port:
-        found = measure(port, arguments.count, arguments.seed)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        live_cluster(["--heartbeat-s", str(HEARTBEAT_S)], Path(folder) / "log") as url,
+    ):
+        found = measure(url, arguments.count, arguments.seed)
     print(json.dumps(found, indent=2))
     if arguments.json:
         arguments.json.write_text(

@@ -14,69 +14,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from ...cli.up import free_port
 from ..environment import environment
+from ..live_cluster import live_cluster
 from ..models import make_random_llama
 
 MOVERS = ("shm", "tcp")
 LENGTHS = {512: 5, 2048: 3, 8192: 2}  # prompt tokens: requests
 GOAL_FROM_TOKENS, GOAL_OF_TTFT = 2048, 0.02
 MAX_MODEL_LEN = 8192 + 64
-START_S, REQUEST_S = 120.0, 600.0
-
-
-@contextmanager
-def cluster(model: Path, mover: str) -> Iterator[str]:
-    """One prefill and one decode worker; its URL."""
-    port = free_port("127.0.0.1")
-    options = ["--mover", mover, "--max-model-len", str(MAX_MODEL_LEN), "--port", str(port)]
-    command = [
-        sys.executable,
-        "-m",
-        "splitserve.cli.main",
-        "up",
-        "--model",
-        str(model),
-        "--served-model-name",
-        "m",
-        *options,
-    ]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    url = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + START_S
-        while not _is_ready(url):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(
-                    "the cluster did not start; run the same command by hand to see why: " + " ".join(command)
-                )
-            time.sleep(0.1)
-        yield url
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(30)
-
-
-def _is_ready(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/ready", timeout=2).status_code == 200
-    except httpx.TransportError:
-        return False
+REQUEST_S = 600.0
 
 
 def measure(url: str, lengths: dict[int, int], vocab_size: int = 30_000) -> dict[str, Any]:
@@ -123,7 +77,9 @@ def main() -> None:
         model = Path(folder) / "llama-125m"
         make_random_llama(model, max_position_embeddings=MAX_MODEL_LEN)
         for mover in arguments.movers:
-            with cluster(model, mover) as url:
+            options = ["--model", str(model), "--served-model-name", "m", "--mover", mover]
+            options += ["--max-model-len", str(MAX_MODEL_LEN)]
+            with live_cluster(options, Path(folder) / "log") as url:
                 figures = measure(url, {length: LENGTHS[length] for length in arguments.lengths})
             rows.append({"mover": mover, "by_prompt_tokens": figures})
             _show(rows[-1])

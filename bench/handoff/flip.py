@@ -13,12 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import shutil
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -28,8 +23,8 @@ from typing import Any
 import httpx
 
 from ...cli.settings import DEMO_MODEL
-from ...cli.up import free_port
 from ..environment import environment
+from ..live_cluster import live_cluster
 from ..operator_auth import OperatorAuth
 
 PATIENCE_S = 240.0
@@ -57,26 +52,13 @@ def main() -> None:
 
 async def measure(model: Path, num_flips: int) -> dict[str, Any]:
     """Starts the cluster, flips, stops it."""
-    folder, port = Path(tempfile.mkdtemp(prefix="splitserve-flip-")), free_port("127.0.0.1")
-    command = [
-        sys.executable,
-        "-m",
-        "splitserve.cli.main",
-        "up",
-        "--model",
-        str(model),
-        "--port",
-        str(port),
-        "--flexible",
-    ]
-    command += ["--prefill", "1", "--decode", "2", "--kv-cache-gib", "0.25"]
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
-    try:
+    options = ["--model", str(model), "--flexible", "--prefill", "1", "--decode", "2"]
+    with (
+        tempfile.TemporaryDirectory(prefix="splitserve-flip-") as folder,
+        live_cluster([*options, "--kv-cache-gib", "0.25"], Path(folder) / "log") as url,
+    ):
         async with httpx.AsyncClient(
-            base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S, trust_env=False, auth=OperatorAuth()
+            base_url=url, timeout=PATIENCE_S, trust_env=False, auth=OperatorAuth()
         ) as http:
             await _until("the cluster is ready", _whole, http)
             clients = [asyncio.create_task(_load(http, i)) for i in range(STREAMS)]
@@ -86,15 +68,7 @@ async def measure(model: Path, num_flips: int) -> dict[str, Any]:
                 for client in clients:
                     client.cancel()
                 await asyncio.gather(*clients, return_exceptions=True)
-        return {"streams": STREAMS, "seconds": summary(records), "flips": records}
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(10)
-        shutil.rmtree(folder)
+    return {"streams": STREAMS, "seconds": summary(records), "flips": records}
 
 
 async def flip(http: httpx.AsyncClient, number: int) -> dict[str, Any]:

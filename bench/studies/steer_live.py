@@ -15,10 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,9 +27,9 @@ import httpx
 import orjson
 
 from ...cli.settings import DEMO_MODEL
-from ...cli.up import free_port
 from ...traces.request import TraceRequest
 from ..environment import environment
+from ..live_cluster import live_cluster
 from ..operator_auth import OperatorAuth
 from .steer_verdict import missed_live
 from .steer_workload import CHAT, CODE, TPOT_S, TTFT_S, load, worker
@@ -112,29 +109,22 @@ def main() -> int:
 
 async def measure(workers: Workers, phase_s: float, seed: int) -> dict[str, Any]:
     """Starts the cluster, sends the load, stops it."""
-    folder = Path(tempfile.mkdtemp(prefix="splitserve-steer-"))
-    url, process = start(folder, workers)
-    try:
-        many = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(
-            base_url=url, timeout=STREAM_S, limits=many, trust_env=False, auth=OperatorAuth()
-        ) as http:
-            await _until_ready(http, process, workers.num_names)
-            streams = await send(http, list(load([CODE, CHAT], phase_s, seed, workers.count)))
-            state = (await http.get("/debug/state")).json()
-        return {"workers": asdict(workers), **summary(streams, phase_s, state)}
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(10)
-        shutil.rmtree(folder)
+    many = httpx.Limits(max_connections=None)
+    with tempfile.TemporaryDirectory(prefix="splitserve-steer-") as name:
+        folder = Path(name)
+        with live_cluster(options_of(folder, workers), folder / "log") as url:
+            async with httpx.AsyncClient(
+                base_url=url, timeout=STREAM_S, limits=many, trust_env=False, auth=OperatorAuth()
+            ) as http:
+                await _until_whole(http, workers.num_names)
+                streams = await send(http, list(load([CODE, CHAT], phase_s, seed, workers.count)))
+                state = (await http.get("/debug/state")).json()
+    return {"workers": asdict(workers), **summary(streams, phase_s, state)}
 
 
-def start(folder: Path, workers: Workers) -> tuple[str, subprocess.Popen[bytes]]:
-    """A cluster of paced workers that the pool controller steers: (its address, its process)."""
+def options_of(folder: Path, workers: Workers) -> list[str]:
+    """For a cluster of paced workers that the pool controller steers; their profile and model are written to
+    ``folder``."""
     profile, model = folder / "profile.json", folder / "model"
     worker().write(profile)
     model.mkdir()
@@ -144,50 +134,20 @@ def start(folder: Path, workers: Workers) -> tuple[str, subprocess.Popen[bytes]]
     (model / "config.json").write_text(
         json.dumps({**config, "max_position_embeddings": worker().memory.max_model_len})
     )
-    port = free_port("127.0.0.1")
-    command = [
-        sys.executable,
-        "-m",
-        "splitserve.cli.main",
-        "up",
-        "--model",
-        str(model),
-        "--port",
-        str(port),
-        "--flexible",
-    ]
+    options = ["--model", str(model), "--flexible", "--runner", f"paced:{profile}"]
     for kind, count in asdict(workers).items():
-        command += [f"--{kind}", str(count)]
-    command += ["--runner", f"paced:{profile}"]
-    command += ["--prefill-max-batch-tokens", "2048", "--decode-max-num-seqs", "128"]
-    command += [
-        "--steer",
-        "act",
-        "--steer-slo",
-        f"ttft={TTFT_S:g},tpot={TPOT_S:g}@p90",
-        "--steer-profile",
-        str(profile),
-    ]
-    with (folder / "log").open("wb") as log:
-        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return f"http://127.0.0.1:{port}", subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env=environ
-        )
+        options += [f"--{kind}", str(count)]
+    options += ["--prefill-max-batch-tokens", "2048", "--decode-max-num-seqs", "128"]
+    bounds = f"ttft={TTFT_S:g},tpot={TPOT_S:g}@p90"
+    return [*options, "--steer", "act", "--steer-slo", bounds, "--steer-profile", str(profile)]
 
 
-async def _until_ready(http: httpx.AsyncClient, process: subprocess.Popen[bytes], num_names: int) -> None:
+async def _until_whole(http: httpx.AsyncClient, num_names: int) -> None:
     deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise SystemExit(f"the cluster ended with status {process.returncode} before it was ready")
-        try:
-            state = (await http.get("/debug/state")).json()
-            if state["coordinator"]["ready"] and len(state["workers"]) == num_names:
-                return
-        except httpx.TransportError:
-            pass
+    while len((await http.get("/debug/state")).json()["workers"]) != num_names:
+        if time.monotonic() > deadline:
+            raise SystemExit(f"not all workers were there within {START_S:g} s")
         await asyncio.sleep(0.1)
-    raise SystemExit(f"the cluster was not ready within {START_S:g} s")
 
 
 async def send(http: httpx.AsyncClient, requests: list[TraceRequest]) -> list[Streamed]:
