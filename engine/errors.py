@@ -4,6 +4,7 @@
     ├── ModelConfigError    config.json cannot be read, or asks for what is not supported
     ├── WeightsError        weights missing, of the wrong shape, or in a format that is not loaded
     ├── ProfileError        a latency profile cannot be read or used (latency_profile.py)
+    ├── StepLogError        a step log cannot be written (step_log.py)
     ├── OutOfMemoryError    the KV cache does not fit; names what would fit, and the option to lower
     ├── DeviceLostError     this process has lost its GPU; another process has to replace it
     └── GrammarError        a grammar that cannot be compiled or followed; the fault of one request

@@ -149,11 +149,11 @@ class ExpectedWorker:
     size: KVCacheSize
 
 
-def expected_worker(folder: Path, sharers: int = 2) -> ExpectedWorker:
-    """The sizes of one of ``sharers`` workers with default settings on this host.
+def expected_worker(folder: Path) -> ExpectedWorker:
+    """The sizes of one of two workers with default settings on this host.
 
     Raises EngineError, with what to do, if it could not start."""
-    engine = EngineConfig(folder, memory_shared_by=sharers)
+    engine = EngineConfig(folder, memory_shared_by=2)
     config, device = ModelConfig.from_folder(folder), select_device(engine.device)
     with Checkpoint(folder) as checkpoint:
         checkpoint.check(expected_tensors(config), ignored_tensors(config))
@@ -162,7 +162,7 @@ def expected_worker(folder: Path, sharers: int = 2) -> ExpectedWorker:
     weights = weight_bytes(config, dtype.itemsize)
     with MemoryClaims(engine.cluster).turn() as others:
         pending = others.pending
-    needed = weights * (sharers if device.type == "cpu" else 1)
+    needed = weights * (2 if device.type == "cpu" else 1)
     if needed > (free := available_bytes(device) - pending * (device.type == "cpu")):
         raise OutOfMemoryError(
             f"{needed / 2**30:.1f} GiB of weights do not fit: {max(0, free) / 2**30:.1f} GiB are free on "
@@ -178,7 +178,7 @@ def expected_worker(folder: Path, sharers: int = 2) -> ExpectedWorker:
             siblings=(),
             weights=weights,
             utilization=engine.cpu_memory_utilization,
-            sharers=sharers,
+            sharers=2,
         )
     size = kv_cache_size(wish_of(engine, layout, config.max_model_len, device), room)
     return ExpectedWorker(config, device, dtype, weights, size.num_blocks * layout.block_bytes, size)

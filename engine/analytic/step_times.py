@@ -62,16 +62,16 @@ class Machine:
         once = self.software.prompt_s + self._head_s(1)
         return _steps(
             [(n, self.tokens_s(n) + once) for n in KNOTS],
-            read_s=self._attention_s(1),
+            read_s=self._pair_s(),
             seq_s=self.software.seq_s,
-            cached_s=self._cache_s(1),
+            cached_s=self._token_read_s(),
         )
 
     def decode(self) -> dict[str, Any]:
         """Steps of one token a sequence, as a profile's file has them."""
         return _steps(
             [(n, self.tokens_s(n) + n * self.software.seq_s + self._head_s(n)) for n in KNOTS if n <= 1024],
-            read_s=self._cache_s(1),
+            read_s=self._token_read_s(),
         )
 
     def tokens_s(self, tokens: float) -> float:
@@ -115,15 +115,15 @@ class Machine:
         once = self.software.sum_s * (1 + self.gpu.rounds * log2(self.gpus / 2))
         return 2 * (once + moved / (self.software.links * self.gpu.summed * self.gpu.link))
 
-    def _attention_s(self, pairs: float) -> float:
-        shape = self.shape
-        flops = pairs * shape.layers * shape.attended * shape.pair_flops
+    def _pair_s(self) -> float:
+        """Seconds of attention for a query and a key."""
+        flops = self.shape.layers * self.shape.attended * self.shape.pair_flops
         return flops / self.gpus / (self.software.attention * self.gpu.bf16)
 
-    def _cache_s(self, tokens: float) -> float:
-        """Seconds to read the KV cache of this many tokens."""
+    def _token_read_s(self) -> float:
+        """Seconds to read the KV cache of one token."""
         shape = self.shape
-        elements = tokens * shape.layers * shape.attended * shape.token_kv
+        elements = shape.layers * shape.attended * shape.token_kv
         return elements * self.kv_bytes / min(self.gpus, shape.kv_heads) / self._bytes_per_s
 
 

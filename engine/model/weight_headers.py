@@ -182,5 +182,5 @@ def _indexed_files(path: Path) -> list[Path]:
     return [path / name for name in sorted(names)]
 
 
-def _some(names: list[str], limit: int = 4) -> str:
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -320,7 +320,7 @@ class ModelRunner:
         token_ids = sent["token_ids"]
         if batch.fed_from is not None:
             token_ids = feed(token_ids, sent["fed_from"], self._sampled_last)
-        return token_ids, _metadata(batch, sent), sent["rows"], sent["sampled"]
+        return token_ids, attention_metadata(batch, sent), sent["rows"], sent["sampled"]
 
     def _sample(
         self, batch: Batch, sampled: list[int], computed: StepLogits
@@ -407,12 +407,8 @@ class ModelRunner:
         return size
 
 
-def attention_metadata(batch: Batch, device: torch.device) -> AttentionMetadata:
-    """The batch's metadata on the device, sent without waiting for it."""
-    return _metadata(batch, send_all({n: torch.from_numpy(getattr(batch, n)) for n in METADATA}, device))
-
-
-def _metadata(batch: Batch, sent: Mapping[str, Tensor]) -> AttentionMetadata:
+def attention_metadata(batch: Batch, sent: Mapping[str, Tensor]) -> AttentionMetadata:
+    """``sent``: the batch's METADATA on the device."""
     longest = int(np.diff(batch.query_start_loc).max(initial=1))
     return AttentionMetadata(max_query_len=longest, **{name: sent[name] for name in METADATA})
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from splitserve.engine.step.batch import Batch, SamplingState
 from splitserve.engine.step.constraint import TokenMatcher
-from splitserve.engine.step.model_runner import ModelRunner, attention_metadata
+from splitserve.engine.step.model_runner import METADATA, ModelRunner, attention_metadata
 from splitserve.transport.messages.messages import SamplingParams
 
 
@@ -89,5 +89,7 @@ def hidden_states(
     runner: ModelRunner, batch: Batch, on_layer: Callable[[int], None] | None = None
 ) -> torch.Tensor:
     """Return the hidden states of all the batch's tokens [num_tokens, hidden_size], after the last layer."""
-    token_ids, metadata = (torch.from_numpy(batch.token_ids), attention_metadata(batch, runner.device))
-    return runner._model.forward(token_ids, metadata, runner.kv_cache.pool, None, on_layer)
+    sent = {name: torch.from_numpy(getattr(batch, name)) for name in (*METADATA, "token_ids")}
+    return runner._model.forward(
+        sent["token_ids"], attention_metadata(batch, sent), runner.kv_cache.pool, None, on_layer
+    )
