@@ -11,7 +11,6 @@ worker.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import socket
@@ -24,7 +23,7 @@ from typing import Any
 import httpx
 
 from ..cli.settings import DEMO_MODEL_NAME
-from .environment import environment
+from .environment import environment, option_parser
 from .live_cluster import live_cluster
 from .operator_auth import OperatorAuth
 
@@ -93,9 +92,7 @@ def _percentiles(seconds: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("--count", type=int, default=200, help="requests")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="also write the figures here")

@@ -9,7 +9,6 @@ clients were there.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-from .environment import environment
+from .environment import environment, option_parser
 
 NODE_CLIENT = Path("tests/clients/node_modules/openai/package.json")
 TRIALS, NODE_TRIALS = Path("deploy/trials.txt"), Path("tests/clients/trials/package.json")
@@ -33,9 +32,7 @@ class Outcome(NamedTuple):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("reports", type=Path, nargs="+")
     parser.add_argument(
         "--openai", required=True, help="the version that the tests of OpenAI's own client ran with"

@@ -9,7 +9,6 @@ counts them (flood).
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -27,7 +26,7 @@ from ..transport.channels.channels import DealerChannel, RouterChannel
 from ..transport.channels.keys import ClusterKey, new_key
 from ..transport.messages.codec import decode, encode
 from ..transport.messages.messages import FROM_COORDINATOR, FROM_WORKER, StepTokens, Welcome, u32
-from .environment import environment
+from .environment import environment, option_parser
 
 ROWS = list(range(64))
 STEP = StepTokens(
@@ -45,9 +44,7 @@ class Figure:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=2.0, help="length of each measurement")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()

@@ -1,7 +1,8 @@
-"""The machine, versions and date of a figure."""
+"""What each bench begins with: its options, and the machine, versions and date of its figures."""
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib.metadata
 import os
@@ -12,6 +13,11 @@ import sys
 from pathlib import Path
 
 PACKAGES = ("torch", "pyzmq", "uvicorn", "uvloop", "pydantic", "msgspec", "tokenizers", "numpy")
+
+
+def option_parser(doc: str | None) -> argparse.ArgumentParser:
+    """A parser whose help begins with the module's docstring, as it stands there."""
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def environment() -> dict[str, object]:

@@ -27,7 +27,7 @@ from typing import Any
 import httpx
 
 from ..transport.channels.keys import generate_key
-from .environment import environment
+from .environment import environment, option_parser
 from .fake_fleet import HASH_BYTES, FakeFleet
 from .http.front_door_requests import OpenLoop
 from .http.raw_client import RawClient, request_bytes
@@ -68,9 +68,7 @@ class Meter:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument(
         "--workers", type=int, nargs="+", default=[10, 100, 1000], help="sizes of the cluster"
     )

@@ -11,7 +11,6 @@ steps of 10 s, and with a single gamma process for all of it.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -22,7 +21,7 @@ from ..traces.readers import open_trace
 from ..traces.request import Trace
 from ..traces.statistics import TraceStatistics, describe
 from ..traces.workload.fit import fit
-from .environment import environment
+from .environment import environment, option_parser
 
 FIT_STEPS_S = {"steps of 10 s": 10.0, "one gamma process": 1e6}
 COLUMNS = (
@@ -120,9 +119,7 @@ def _statistics(trace: Trace) -> TraceStatistics:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder of the published traces")
     parser.add_argument("--json", type=Path, help="write the result here")
     arguments = parser.parse_args()

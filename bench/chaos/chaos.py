@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..environment import environment
+from ..environment import environment, option_parser
 from ..handoff import packet_network
 from ..handoff.packet_network import PacketNetwork
 from . import chaos_clocks
@@ -147,9 +147,7 @@ def total_counters(state: dict[str, Any]) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--streams", type=int, default=32, help="streams at any time")
     parser.add_argument("--seed", type=int, default=1)

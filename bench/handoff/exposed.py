@@ -12,7 +12,6 @@ TTFT from 2,048 prompt tokens on.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
@@ -22,7 +21,7 @@ from typing import Any
 
 import httpx
 
-from ..environment import environment
+from ..environment import environment, option_parser
 from ..live_cluster import live_cluster
 from ..models import make_random_llama
 
@@ -63,9 +62,7 @@ def _stages(url: str, prompt: list[int]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument(
         "--lengths", type=int, nargs="+", choices=LENGTHS, default=list(LENGTHS), help="prompt tokens"

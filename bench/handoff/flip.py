@@ -10,7 +10,6 @@ first useful work), and until nothing of its old role was left (ended; it linger
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import statistics
@@ -23,7 +22,7 @@ from typing import Any
 import httpx
 
 from ...cli.settings import DEMO_MODEL
-from ..environment import environment
+from ..environment import environment, option_parser
 from ..live_cluster import live_cluster
 from ..operator_auth import OperatorAuth
 
@@ -32,9 +31,7 @@ STREAMS, TOKENS = 8, 24
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument(
         "--model", type=Path, default=DEMO_MODEL, help="checkpoint folder; default: the bundled one"
     )

@@ -11,7 +11,6 @@ the end, and memory flat. Whatever is not so is a failure, and the command ends 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import signal
@@ -33,7 +32,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ...coordinator.tenants.settings import SQLITE
 from ...coordinator.tenants.usage_record import FIELDS, UsageRecord
-from ..environment import environment
+from ..environment import environment, option_parser
 from ..operator_auth import OperatorAuth
 from .mixed_clients import MixedClients, RequestFailed, Seen
 from .mixed_cluster import Place, cluster
@@ -51,9 +50,7 @@ METRICS = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="also write the figures here")

@@ -22,7 +22,6 @@ hits all alike.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -46,7 +45,7 @@ from ...transport.movers.opening import nccl_target
 from ...transport.movers.shm import SharedPool, ShmTarget
 from ...transport.movers.tcp.target import TcpTarget
 from ...transport.movers.tcp.wire import GCM, OCB
-from ..environment import environment
+from ..environment import environment, option_parser
 from .bare_transfer import TcpReceiver, ZmqReceiver
 from .moved_blocks import NUM_LAYERS, SECRET, WRITER, receive_all, seal_all, send_blocks, timed
 
@@ -78,9 +77,7 @@ class Figure:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("--gib", type=float, default=1.0, help="size of each pool")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="also write the figures here")

@@ -15,7 +15,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import socket
@@ -48,7 +47,7 @@ from ...transport.messages.messages import (
     Welcome,
     u32,
 )
-from ..environment import environment
+from ..environment import environment, option_parser
 from ..null_workers import start_null_worker
 from .bare_exchange import PAUSE_S, echoing, exchange, round_trip
 
@@ -277,9 +276,7 @@ def _ready(url: str) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
     results = {

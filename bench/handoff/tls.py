@@ -8,7 +8,6 @@ bound for a mover over TLS. AES-GCM in both, or the mover's OCB where its proces
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -29,16 +28,14 @@ from ...transport.movers.interface import Pool
 from ...transport.movers.tcp.source import TcpSource
 from ...transport.movers.tcp.target import TcpTarget
 from ...transport.movers.tcp.wire import GCM, quickest_cipher
-from ..environment import environment
+from ..environment import environment, option_parser
 
 BLOCK_BYTES, NUM_LAYERS, PIECE_BYTES, SECRET = 2 << 20, 16, 8 << 20, bytes(16)
 CERTIFICATE = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=bench -days 2"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("--mib", type=int, default=512, help="size of each pool")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path, help="also write the figures here")

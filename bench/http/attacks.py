@@ -29,7 +29,7 @@ from typing import Any
 import httpx
 import psutil
 
-from ..environment import environment
+from ..environment import environment, option_parser
 from .attack_kinds import ATTACKS, PATIENCE_S, TEXT, Attack, Target
 from .bystander import EVERY_S, beside
 from .watched_server import Watch, memory_mb, served
@@ -162,9 +162,7 @@ def table(rows: list[Row]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument(
         "--splitserve", default=f"{sys.executable} -m splitserve.cli", help="the command of the build"
     )

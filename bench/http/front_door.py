@@ -17,7 +17,6 @@ workers on the last one.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import resource
@@ -29,7 +28,7 @@ from typing import Any
 import uvloop
 
 from ...coordinator.tenants.store import TenantStore
-from ..environment import environment
+from ..environment import environment, option_parser
 from .front_door_admission import admission
 from .front_door_requests import sustained
 from .front_door_streams import streamed, streams
@@ -37,9 +36,7 @@ from .streaming_servers import model_folder
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=60.0, help="length of the sustained load")
     parser.add_argument("--rate", type=float, default=1700.0, help="its requests a second")
     parser.add_argument("--processes", type=int, default=2, help="coordinator processes under it")

@@ -13,7 +13,6 @@ status 1. Each run is added to the record; its seed is the number of requests be
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -33,7 +32,7 @@ import psutil
 
 from ...cli.up import free_port
 from ...coordinator.tenants.store import TenantStore
-from ..environment import environment
+from ..environment import environment, option_parser
 from ..fake_workers import FakeWorkers
 from ..operator_auth import OperatorAuth
 from .bystander import beside
@@ -51,9 +50,7 @@ MAX_GROWTH_MB = 64.0  # from the first quarter to the end
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("--requests", type=int, default=1_000_000)
     parser.add_argument(
         "--minutes",

@@ -13,7 +13,6 @@ server's processor time.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import resource
@@ -27,7 +26,7 @@ from typing import Any
 from ...coordinator.http.call import Endpoint
 from ...transport.channels.channels import DealerChannel
 from ...transport.messages.messages import FROM_COORDINATOR, StepTokens, u32
-from ..environment import environment
+from ..environment import environment, option_parser
 from ..fake_workers import FakeWorkers
 from .raw_client import RawClient, request_bytes
 from .streaming_servers import Server, bare_server, coordinator, model_folder, workers_of
@@ -40,9 +39,7 @@ CHAT = {"model": "bench", "messages": [{"role": "user", "content": "What does os
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument(
         "--seconds", type=float, default=3.0, help="length of a measurement's windows, all together"
     )

@@ -11,7 +11,6 @@ are this thread's processor time, the best of ROUNDS.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import time
@@ -31,7 +30,7 @@ from ...kernels.native_cpu import NativeCpuKernels, OneDnnLinear
 from ...kernels.quantised import QuantisedWeight
 from ...kernels.reference import routes
 from ...kernels.select import cpu_multiplies_bfloat16
-from ..environment import environment
+from ..environment import environment, option_parser
 from ..models import SHAPES
 from .engine import multiply_rate, read_block
 from .kernel_inputs import mixture_weights
@@ -199,9 +198,7 @@ def measure(case: Case, block: torch.Tensor, peak: float) -> Iterator[dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("--models", default="125m,500m", help="of bench/models.py, separated by commas")
     parser.add_argument("--attention", action="store_true", help="without the linear layers")
     parser.add_argument("--mixtures", action="store_true", help="mixtures of experts, instead of models")

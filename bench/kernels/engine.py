@@ -14,7 +14,6 @@ processor time, the best of several runs.
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 import time
@@ -34,7 +33,7 @@ from ...engine.step.model_runner import ModelRunner
 from ...kernels.huge_pages import huge_page_bytes
 from ...kernels.interface import DenseMlp
 from ...transport.messages.messages import SamplingParams
-from ..environment import environment
+from ..environment import environment, option_parser
 from ..models import LLAMA_TINY, SHAPES, make_random_llama
 
 CONTEXT = 1024  # tokens in the cache of each decoding sequence
@@ -231,9 +230,7 @@ def make_runner(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("--models", default="125m,500m", help="of bench/models.py, separated by commas")
     parser.add_argument("--dtypes", default="bfloat16,float32", help="separated by commas")
     parser.add_argument("--quantizations", default="none", help="separated by commas")

@@ -8,7 +8,6 @@ absorbed, in turn.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from pathlib import Path
@@ -21,7 +20,7 @@ from ...engine.model.decoder import AttentionMetadata, DecoderModel
 from ...engine.model.layers import LayerLoader
 from ...kernels.measured_choice import KernelChoices
 from ...kernels.native_cpu import NativeCpuKernels, measured_instruction_set
-from ..environment import environment
+from ..environment import environment, option_parser
 from .engine_figures import RandomTensors
 
 SHAPE: dict[str, Any] = {
@@ -47,9 +46,7 @@ def metadata(num_tokens: int, length: int) -> AttentionMetadata:
 
 @torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     options = parser.parse_args()
     choices = KernelChoices.of_this_machine()

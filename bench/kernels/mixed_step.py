@@ -7,7 +7,6 @@ Milliseconds of processor time of one thread, the median of the rounds; the two 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from ...engine.step.batch import Batch
 from ...engine.step.model_runner import ModelRunner
+from ..environment import option_parser
 from .engine import make_batch, make_runner
 
 CONTEXT, CHUNKS = 256, (16, 64, 128)  # tokens
@@ -29,9 +29,7 @@ def milliseconds(runner: ModelRunner, *batches: Batch) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("--model", default="125m", help="of bench/models.py (default: %(default)s)")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rows", type=int, default=8, help="sequences that generate")

@@ -12,7 +12,6 @@ model.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -26,7 +25,7 @@ from ...decode.rows import DecodeStep
 from ...engine.step.batch import Batch, StepOutput
 from ...engine.step.step_thread import Runner, StepThread
 from ...worker.main import SWITCH_S
-from ..environment import environment
+from ..environment import environment, option_parser
 from ..null_workers import NullRunner
 from .decode_loop import MAX_LEN, decode_scheduler, run_steps
 from .engine import BLOCK_SIZE, make_runner
@@ -97,9 +96,7 @@ def compare(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("--model", default="125m", help="of bench/models.py (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument(

@@ -9,7 +9,6 @@ after 1,024: it has no test of several sequences.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -19,6 +18,7 @@ from pathlib import Path
 from ...cli.model_source import resolved
 from ...engine.engine_config import EngineConfig
 from ...engine.step.model_runner import ModelRunner
+from ..environment import option_parser
 from ..kernels.engine import BLOCK_SIZE, CONTEXT, make_batch
 
 TESTS = {"decode, batch 1": (1, CONTEXT, 1), "batch of 8": (8, CONTEXT, 1), "prompt of 128": (1, 0, 128)}
@@ -74,9 +74,7 @@ def compare(file: Path, llama_bench: Path, rounds: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--llama-bench", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=5)

@@ -12,7 +12,6 @@ is the one that the others are compared with.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from ...loadgen.report import summarize
 from ...loadgen.sample import Sample
 from ...loadgen.settings import LoadSettings
 from ...loadgen.workload import FIRST_ID, LoadRequest
-from ..environment import environment
+from ..environment import environment, option_parser
 
 SHORT, LONG, EVERY = 128, 2048, 6  # prompt tokens; every sixth prompt is a long one
 OUTPUT, OPEN, VOCAB_SIZE = 64, 8, 30_000
@@ -142,9 +141,7 @@ def draw(results: Sequence[dict[str, Any]], png: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("--url", help="of the server to measure")
     parser.add_argument("--name", default="server", help="what the server is, with version and options")
     parser.add_argument("--requests", type=int, default=48)

@@ -13,7 +13,6 @@ in and 64 out; throughput is with 8 and with 32 open requests of 256 in and 64 o
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 from ...loadgen.load import generate_load
 from ...loadgen.report import Report, summarize
 from ...loadgen.settings import LoadSettings
-from ..environment import environment
+from ..environment import environment, option_parser
 
 LOADS: dict[str, dict[str, Any]] = {
     "single_512": {"prompt_len": "512", "output_len": "64", "concurrency": 1, "requests": 5, "warmup": 1},
@@ -77,9 +76,7 @@ def ratios(ours: dict[str, float], theirs: dict[str, float]) -> dict[str, float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("--url", required=True)
     parser.add_argument("--name", required=True, help="what the server is, with version and options")
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))

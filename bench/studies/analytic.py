@@ -16,7 +16,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -33,7 +32,7 @@ from ...engine.analytic.shapes import shape_of
 from ...engine.analytic.step_times import Machine, Software
 from ...engine.latency_profile import StepModel
 from ...planner.profile.closed_loop import REQUEST_S, Run, Server, closed_loop
-from ..environment import environment
+from ..environment import environment, option_parser
 from .analytic_measured import (
     BITS,
     CONFIGS,
@@ -266,9 +265,7 @@ def server_record(points: Measured) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("what", choices=["steps", "servers"])
     parser.add_argument("--data", type=Path, required=True, help="folder of the published data")
     parser.add_argument("--servers", type=Path, help="AIConfigurator's file of all measured points")

@@ -12,7 +12,6 @@ expects; and the latter under Poisson arrivals of the same requests.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
@@ -38,7 +37,7 @@ from ...planner.search.search import search
 from ...planner.simulator.slo import parse_slo
 from ...traces.readers import open_trace
 from ...traces.request import TraceRequest
-from ..environment import environment
+from ..environment import environment, option_parser
 
 
 def cv(requests: Sequence[TraceRequest]) -> float:
@@ -98,9 +97,7 @@ def _figures(seen: Look) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--profile", type=Path, required=True)
     parser.add_argument("--gpus", type=int, default=8, help="workers of this profile")

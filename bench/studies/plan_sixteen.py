@@ -11,7 +11,6 @@ over too soon all the same.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -29,7 +28,7 @@ from ...planner.search.plots import draw_plan
 from ...planner.search.search import search
 from ...planner.simulator.slo import parse_slo
 from ...traces.readers import open_trace
-from ..environment import environment
+from ..environment import environment, option_parser
 
 NUM_WORKERS = 16
 ALLOWED_S = 60.0
@@ -53,9 +52,7 @@ def planned(path: Path, num_requests: int, profile: Profile, processes: int) -> 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder with the Azure traces of 2023")
     parser.add_argument("--profile", type=Path, default=Path("llama2-70b-h100x8"))
     parser.add_argument("--processes", type=int, default=2)

@@ -15,7 +15,6 @@ compressed. Measured from the first arrival to the last end.
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import sys
@@ -34,7 +33,7 @@ from ...traces.request import Trace
 from ...traces.workload.arrivals import Arrivals
 from ...traces.workload.lengths import MarginalLengths
 from ...traces.workload.workload import Workload
-from ..environment import environment
+from ..environment import environment, option_parser
 
 PROFILE = Profile(
     name="about 70B",
@@ -126,9 +125,7 @@ def measure_sketch(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=[4, 16, 100])
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--loads", nargs="+", choices=sorted(LENGTHS), default=sorted(LENGTHS, reverse=True))

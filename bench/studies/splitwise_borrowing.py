@@ -26,7 +26,7 @@ from ...planner.simulator.simulation import Simulation
 from ...traces.operators import cut
 from ...traces.readers import open_trace
 from ...traces.request import Trace
-from ..environment import environment
+from ..environment import environment, option_parser
 from .splitwise_cluster import DESIGNS, Imitation, of_jobs, percentiles
 from .splitwise_machine import Job
 from .splitwise_slo import NineSlos, splitwise_curves
@@ -127,9 +127,7 @@ def compare(arguments: argparse.Namespace, rate: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--model", default="bloom-176b")
     parser.add_argument("--design", nargs="+", choices=list(MACHINES), default=list(MACHINES))

@@ -16,7 +16,6 @@ as there.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import gzip
 import json
@@ -29,6 +28,7 @@ import numpy as np
 
 from ...traces.readers import open_trace
 from ...traces.request import Trace
+from ..environment import option_parser
 from .splitwise_clock import Clock
 from .splitwise_machine import GIB, MACHINE_BYTES, Job, LlmShape, Machine, Work
 from .splitwise_slo import splitwise_curves
@@ -233,9 +233,7 @@ def write_requests(path: Path, jobs: Sequence[Job]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("--perf-model", type=Path, required=True, help="splitwise-sim's perf_model.csv")
     parser.add_argument("--trace", type=Path, required=True, help="any trace that `splitserve trace` reads")
     parser.add_argument("--model", default="llama2-70b", choices=list(SHAPES))

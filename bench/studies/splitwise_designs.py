@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from ...traces.readers import open_trace
-from ..environment import environment
+from ..environment import environment, option_parser
 from .splitwise_cluster import DESIGNS, Imitation
 from .splitwise_rows import Comparison, Row, draw, shown
 from .splitwise_slo import NineSlos
@@ -223,9 +223,7 @@ def tasks(arguments: argparse.Namespace) -> list[Task]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder with perf_model.csv and traces")
     parser.add_argument("--model", default="bloom-176b", help="bloom-176b (the paper's) or llama2-70b")
     parser.add_argument("--workloads", default="code,conv")

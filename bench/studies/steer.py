@@ -13,7 +13,6 @@ goodput, more than the best single ratio's, no oscillation under constant load.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -33,7 +32,7 @@ from ...steering.fleet import Decision
 from ...steering.options import SteeringOptions
 from ...steering.steering import Steering
 from ...traces.operators import cut
-from ..environment import environment
+from ..environment import environment, option_parser
 from .steer_verdict import missed_in_simulation, num_undone
 from .steer_workload import CHAT, CODE, NUM_WORKERS, TPOT_S, TTFT_S, Phase, load, worker
 
@@ -166,9 +165,7 @@ def _ratio(prefill: int) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("--phases", type=int, default=4, help="of the shifting load")
     parser.add_argument("--phase-s", type=float, default=180.0, help="length of each, in simulated seconds")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="a study with each")

@@ -12,7 +12,6 @@ was lost, or if the objectives had not recovered within 30 s.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import shutil
@@ -28,7 +27,7 @@ import orjson
 
 from ...cli.settings import DEMO_MODEL
 from ...traces.request import TraceRequest
-from ..environment import environment
+from ..environment import environment, option_parser
 from ..live_cluster import live_cluster
 from ..operator_auth import OperatorAuth
 from .steer_verdict import missed_live
@@ -77,9 +76,7 @@ class Streamed:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--mixed", type=int, default=0, help="of these, of both roles for good")
     parser.add_argument(

@@ -10,7 +10,6 @@ of which the best is known afterwards.
 
 from __future__ import annotations
 
-import argparse
 import json
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -18,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from ..environment import environment
+from ..environment import environment, option_parser
 from .steer import run
 from .steer_workload import CHAT, CODE, NUM_WORKERS
 
@@ -51,9 +50,7 @@ def study(mixed: int, num_phases: int, phase_s: float, seed: int, processes: int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument(
         "--mixed", type=int, choices=range(1, NUM_WORKERS - 1), default=2, help="of the 8 workers"
     )

@@ -11,7 +11,6 @@ analytic case: two prefill workers for one decode worker.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ from ...planner.simulator.cluster import Cluster, Pool
 from ...planner.simulator.records import RequestRecord
 from ...planner.simulator.simulation import Simulation
 from ...traces.readers import open_trace
-from ..environment import environment
+from ..environment import environment, option_parser
 from ..peers.distserve_machine import CONTEXT_TOKEN_S, PROMPT_STEP_S, STEP_S, DistServeCluster
 
 BOUNDS = {"attain_250_100": (0.25, 0.1), "attain_400_100": (0.4, 0.1)}
@@ -133,9 +132,7 @@ def two_to_one() -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument(
         "--data",
         type=Path,

@@ -44,7 +44,7 @@ from ...planner.simulator.cluster import Cluster, Pool, PoolRole
 from ...traces.own_format import write_trace
 from ...traces.readers import open_trace
 from ...traces.request import Trace, TraceRequest
-from ..environment import environment
+from ..environment import environment, option_parser
 from ..handoff.live_pace import LivePace, processor_times, read_step_logs, stolen_share
 from ..live_cluster import live_cluster
 from .live_errors import LATE_S, Replay, compared, medians, of_records, of_samples, show, simulated
@@ -139,9 +139,7 @@ def validated(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("--runner", choices=["paced", "model"], default="paced")
     parser.add_argument("--model", type=Path, default=DEMO_MODEL)
     parser.add_argument(

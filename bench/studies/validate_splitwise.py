@@ -12,7 +12,6 @@ by batch and context).
 
 from __future__ import annotations
 
-import argparse
 import csv
 import gzip
 import json
@@ -26,7 +25,7 @@ from ...planner.simulator.records import RequestRecord
 from ...planner.simulator.simulation import Simulation
 from ...traces.readers import open_trace
 from ...traces.request import Trace
-from ..environment import environment
+from ..environment import environment, option_parser
 from .splitwise_cluster import DESIGNS, Imitation, of_jobs, percentiles
 
 
@@ -105,9 +104,7 @@ def as_we_schedule(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument(
         "--data", type=Path, required=True, help="folder with perf_model.csv, traces and results"
     )
