@@ -143,7 +143,7 @@ class SimulateSettings(BaseModel):
     )
     sketch: bool = Field(
         default=False,
-        description="Only sketch it, thirty times as fast or more: prompts queue and sequences share a "
+        description="Only sketch it, ten to a hundred times as fast: prompts queue and sequences share a "
         "device, nothing else.",
     )
     steer: bool = Field(

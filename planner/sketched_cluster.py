@@ -1,5 +1,5 @@
-"""``splitserve simulate --sketch``: how a cluster would do under a trace, decision by decision, about twenty
-times as fast as the simulator."""
+"""``splitserve simulate --sketch``: how a cluster would do under a trace, decision by decision, ten to
+a hundred times as fast as the simulator."""
 
 from __future__ import annotations
 

@@ -275,6 +275,5 @@ def _made(path: Path, like: Profile, source: str, models: dict[str, StepModel]) 
 
 
 def _rows(path: Path) -> Rows:
-    """Raises ProfilingError."""
     with path.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))

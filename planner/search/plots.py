@@ -3,7 +3,9 @@ would cost in latency."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 
@@ -36,37 +38,16 @@ def _goodput_over_ratio(axes: Axes, plan: Plan) -> None:
     splits = sorted(
         (c for c in plan.sketches if _same_kinds(c, best)), key=lambda c: c.prefill / c.num_workers
     )
-    axes.plot(
-        [_share(c) for c in splits],
-        [plan.sketches[c] for c in splits],
-        "-",
-        color="tab:blue",
-        label="sketched",
-    )
-    axes.plot(
-        [_share(c) for c in splits],
-        [plan.question.bound(c) for c in splits],
-        "--",
-        color="grey",
-        label="bound from means",
-    )
+    shares = [_share(c) for c in splits]
+    axes.plot(shares, [plan.sketches[c] for c in splits], "-", color="tab:blue", label="sketched")
+    bounds = [plan.question.bound(c) for c in splits]
+    axes.plot(shares, bounds, "--", color="grey", label="bound from means")
     known = [a for a in plan.answers if _same_kinds(a.candidate, best) and not a.pruned and a.goodput > 0]
-    axes.plot(
-        [_share(a.candidate) for a in known],
-        [a.goodput for a in known],
-        "o",
-        color="tab:blue",
-        label="simulated",
-    )
-    if plan.split.goodput:
-        axes.plot(
-            [_share(best)],
-            [plan.split.goodput],
-            "*",
-            color="tab:blue",
-            markersize=14,
-            label=f"best split, {words(best)}",
-        )
+    at, goodputs = [_share(a.candidate) for a in known], [a.goodput for a in known]
+    axes.plot(at, goodputs, "o", color="tab:blue", label="simulated")
+    if goodput := plan.split.goodput:
+        label = f"best split, {words(best)}"
+        axes.plot([_share(best)], [goodput], "*", color="tab:blue", markersize=14, label=label)
     if plan.colocated.goodput:
         axes.axhline(plan.colocated.goodput, color="tab:orange", label=words(plan.colocated.candidate))
     if plan.best is not plan.split:
@@ -80,12 +61,8 @@ def _value_over_ratio(axes: Axes, plan: Plan) -> None:
     """Plot cost, or energy of a request, of each smallest cluster that serves the rate, by the sketch."""
     split = plan.split.candidate
     known = [c for c in plan.sketches if _same_kinds(c, split)]
-    axes.plot(
-        [_share(c) for c in known],
-        [-plan.goal.value(plan.question, c, plan.goal.rate) for c in known],
-        "o",
-        label="sketched",
-    )
+    values = [-plan.goal.value(plan.question, c, plan.goal.rate) for c in known]
+    axes.plot([_share(c) for c in known], values, "o", label="sketched")
     for one, colour in ((plan.split, "tab:blue"), (plan.colocated, "tab:orange")):
         if one.goodput >= plan.goal.rate:
             axes.axhline(-plan.value(one), color=colour, label=plan.question.hardware.words(one.candidate))
@@ -97,26 +74,17 @@ def _value_over_ratio(axes: Axes, plan: Plan) -> None:
 
 def _attainment_over_rate(axes: Axes, plan: Plan) -> None:
     for candidate, seen in plan.curves.items():
-        line = axes.plot(
-            [g.rate for g in seen],
-            [g.attainment for g in seen],
-            "-",
-            label=plan.question.hardware.words(candidate),
-        )[0]
-        for one in plan.answers:
-            if one.candidate == candidate:
-                passed = [
-                    (rate, share)
-                    for rate, share in one.tried
-                    if share >= plan.question.level.attainment and rate <= seen[-1].rate
-                ]
-                axes.plot(
-                    [rate for rate, _ in passed],
-                    [share for _, share in passed],
-                    "o",
-                    markersize=4,
-                    color=line.get_color(),
-                )
+        label = plan.question.hardware.words(candidate)
+        (line,) = axes.plot([g.rate for g in seen], [g.attainment for g in seen], "-", label=label)
+        passed = [
+            (rate, share)
+            for one in plan.answers
+            for rate, share in one.tried
+            if one.candidate == candidate
+            and share >= plan.question.level.attainment
+            and rate <= seen[-1].rate
+        ]
+        axes.plot(*_columns(passed), "o", markersize=4, color=line.get_color())
     axes.axhline(plan.question.level.attainment, color="grey", linewidth=0.8)
     axes.set(xlabel="requests/s", ylabel="good requests", ylim=(0, 1.02), title="Attainment over the rate")
     axes.legend(fontsize=8)
@@ -128,25 +96,21 @@ def _cost_against_latency(axes: Axes, plan: Plan) -> None:
     hardware = plan.question.hardware
     priced = all(hardware.price_per_hour(c) is not None for c in plan.sizes)
     costs = [hardware.price_per_hour(c) or 0.0 if priced else float(hardware.num_gpus(c)) for c in plan.sizes]
-    points = [(cost, 1e3 * g.ttft_p90_s, c) for cost, (c, g) in zip(costs, plan.sizes.items(), strict=True)]
-    good = [g.attainment >= plan.question.level.attainment for g in plan.sizes.values()]
-    for kept, marker, label in ((True, "o", ""), (False, "x", "misses the bounds")):
-        some = [p for p, is_good in zip(points, good, strict=True) if is_good is kept]
-        axes.plot(
-            [x for x, _, _ in some], [y for _, y, _ in some], marker, color="darkgrey", label=label or None
-        )
-    if not all(good):
+    good, bad = list[tuple[float, float, str]](), list[tuple[float, float, str]]()
+    for cost, (c, g) in zip(costs, plan.sizes.items(), strict=True):
+        kept = good if g.attainment >= plan.question.level.attainment else bad
+        kept.append((cost, 1e3 * g.ttft_p90_s, c.ratio))
+    axes.plot(*_columns(good), "o", color="darkgrey")
+    if bad:
+        axes.plot(*_columns(bad), "x", color="darkgrey", label="misses the bounds")
         axes.legend(fontsize=8)
-    front, least = [], float("inf")
-    for x, y, candidate in sorted(
-        (p for p, is_good in zip(points, good, strict=True) if is_good), key=lambda p: p[:2]
-    ):
+    front, least = list[tuple[float, float]](), float("inf")
+    for x, y, ratio in sorted(good, key=lambda point: point[:2]):
         if y < least:
-            front.append((x, y, candidate))
+            front.append((x, y))
             least = y
-    axes.plot([x for x, _, _ in front], [y for _, y, _ in front], "o-", color="tab:green")
-    for x, y, candidate in front:
-        axes.annotate(candidate.ratio, (x, y), fontsize=7, xytext=(3, 4), textcoords="offset points")
+            axes.annotate(ratio, (x, y), fontsize=7, xytext=(3, 4), textcoords="offset points")
+    axes.plot(*_columns(front), "o-", color="tab:green")
     axes.set(xlabel="price an hour" if priced else "GPUs", ylabel="TTFT p90, ms (sketched)", yscale="log")
     at = "".join(f" at {g.rate:.2f} requests/s" for g in list(plan.sizes.values())[:1])
     axes.set_title(f"Cost against latency{at}")
@@ -164,12 +128,17 @@ def _utilisation(axes: Axes, plan: Plan) -> None:
         (0.0, "colocated", "tab:orange"),
     ):
         bars = [(i + offset, g.busy[role]) for i, (_, g) in enumerate(at) if role in g.busy]
-        axes.bar([x for x, _ in bars], [y for _, y in bars], 0.38, color=color, label=role)
+        axes.bar(*_columns(bars), 0.38, color=color, label=role)
     axes.set_xticks(range(len(at)), [plan.question.hardware.words(c) for c, _ in at], fontsize=7, rotation=20)
     axes.set(
         ylabel="busy", ylim=(0, 1.05), title=f"Utilisation at {0.9 * plan.at_goodput.rate:.2f} requests/s"
     )
     axes.legend(fontsize=8)
+
+
+def _columns(points: Sequence[tuple[Any, ...]]) -> tuple[list[float], list[float]]:
+    """The x and the y of points."""
+    return [point[0] for point in points], [point[1] for point in points]
 
 
 def _same_kinds(one: Candidate, best: Candidate) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from .candidates import Candidate, middle_first
 from .crew import Crew
 from .goal import Goal, settings_of
-from .goodput import Answer, Question, failures, sketch, sketched_goodput
+from .goodput import Answer, Question, failures, passes_sketched, sketched_goodput
 from .looks import answered, glance, look
 
 MOST_SIMULATED = 12
@@ -74,11 +74,7 @@ def _fewest(question: Question, goal: Goal, row: list[Candidate]) -> Candidate |
     low, high = 0, len(row)
     while low < high:
         middle = (low + high) // 2
-        found = sketch(question, row[middle], goal.rate)
-        if found.num_ended - found.num_good <= question.allowed:
-            high = middle
-        else:
-            low = middle + 1
+        low, high = (low, middle) if passes_sketched(question, row[middle], goal.rate) else (middle + 1, high)
     return row[low] if low < len(row) else None
 
 
