@@ -50,9 +50,13 @@ class EngineConfig:
     pool_allocator: PoolAllocator | None = None  # where the pool's memory comes from; None: from torch
 
 
-def check_quantisation(config: ModelConfig, quantization: Quantization, device: torch.device) -> None:
-    """Raises ModelConfigError."""
-    if config.quantisation is not None and quantization != "none":
+def check_formats(engine: EngineConfig, config: ModelConfig, device: torch.device) -> None:
+    """Check that the device has kernels for these weights and this KV cache. Raises ModelConfigError."""
+    if config.latent is not None and device.type != "cpu" and engine.kv_dtype == "fp8":
+        raise ModelConfigError(
+            "latent attention (DeepSeek) has no float8 KV cache on GPUs: leave kv_dtype out"
+        )
+    if config.quantisation is not None and engine.quantization != "none":
         raise ModelConfigError("the checkpoint is quantised already: leave quantization at none")
     if config.quantisation is not None and config.quantisation.named and device.type != "cpu":
         raise ModelConfigError(

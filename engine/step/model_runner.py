@@ -37,7 +37,7 @@ from ..engine_config import (
     DEFAULT_BLOCK_SIZE,
     WARM_UP_TOKENS,
     EngineConfig,
-    check_quantisation,
+    check_formats,
     gpu_room_of,
     max_model_len,
     wish_of,
@@ -77,56 +77,65 @@ class ModelRunner:
 
     def __init__(self, engine: EngineConfig) -> None:
         self.phases = StartPhases()
-        self.config = ModelConfig.from_folder(engine.model_path)
-        self.device = select_device(engine.device)
-        if self.config.latent is not None and self.device.type != "cpu" and engine.kv_dtype == "fp8":
-            raise ModelConfigError(
-                "latent attention (DeepSeek) has no float8 KV cache on GPUs: leave kv_dtype out"
-            )
-        check_quantisation(self.config, engine.quantization, self.device)
-        model_len = max_model_len(engine.max_model_len, self.config)
-        self.config = self.config.for_length(model_len)
+        config, self.device = ModelConfig.from_folder(engine.model_path), select_device(engine.device)
+        check_formats(engine, config, self.device)
+        model_len = max_model_len(engine.max_model_len, config)
+        self.config = config.for_length(model_len)
         self.claims = MemoryClaims(engine.cluster)
         threads = self._claim_threads(engine)
         self._num_torch_threads = 1 if engine.exact else threads.count  # torch's own sums change with it
         self._bound_cores, self._bound = threads.bound, threading.local()
         self._use_this_thread()
-        weights_name, self.revision = content_names(engine.model_path)
-        if any(rope.short_factors and rope.long_factors != rope.short_factors for rope in self.config.ropes):
-            weights_name += "-long"  # other keys than with --max-model-len up to the original length
+        weights_name, self.revision = _names(engine, self.config)
         self.phases.done("fingerprint")
-        if engine.quantization != "none":
-            weights_name += f"-{engine.quantization}"  # they share their cache with no others
-        packed = PackedWeights(
+        kept = (
             kept_files(engine.model_path, weights_name, engine.dtype, engine.exact)
             if self.device.type == "cpu"
-            else (),
-            min(threads.loading, PACKING_THREADS),
+            else ()
         )
+        packed = PackedWeights(kept, min(threads.loading, PACKING_THREADS))
         block_size = engine.block_size or DEFAULT_BLOCK_SIZE[self.device.type]
+        kernels = self._select_kernels(engine, threads, block_size, packed)
+        self.numerics = numerics(self.device, engine.exact)
+        layout, weights = self._load(engine, kernels, weights_name, model_len, block_size)
+        packed.finish()
+        self.phases.done("weights")
+        self._sampler = _make_sampler(kernels, self.config.eos_token_ids)
+        self.kv_cache = self._make_cache(engine, layout, weights, model_len)
+        self.phases.done("KV cache")
+        self._max_step_seqs = engine.max_step_seqs
+        self._max_decode_seqs, self._max_prefill_tokens = engine.max_decode_seqs, engine.max_prefill_tokens
+        self._graphs: DecodeGraphs | None = None
+        self._prefill_graphs: PrefillGraphs | None = None
+        self._sampled_last = torch.empty(0, dtype=torch.int32, device=self.device)  # the last step's tokens
+        self._arrived_last: Arrival = lambda: ()  # waits for them on the host
+
+    def _select_kernels(
+        self, engine: EngineConfig, threads: CpuThreads, block_size: int, packed: PackedWeights
+    ) -> Kernels:
+        """Raises ModelConfigError."""
+        c = self.config
+        shape = AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, block_size, c.sliding_windows)
         try:
             with new_threads_bound(threads.bound[1:]):
-                kernels = select_kernels(
+                return select_kernels(
                     self.device,
                     threads.count,
                     engine.exact,
                     engine.quantization,
                     kv_dtype=engine.kv_dtype,
-                    fp8_weights=self.config.quantisation is not None and self.config.quantisation.float8,
+                    fp8_weights=c.quantisation is not None and c.quantisation.float8,
                     packed=packed,
-                    shape=AttentionShape(
-                        self.config.num_heads,
-                        self.config.num_kv_heads,
-                        self.config.head_dim,
-                        block_size,
-                        self.config.sliding_windows,
-                    )
-                    if self.config.latent is None
-                    else None,
+                    shape=shape if c.latent is None else None,
                 )
         except UnsuitableKernelsError as error:
             raise ModelConfigError(str(error)) from error
-        self.numerics = numerics(self.device, engine.exact)
+
+    def _load(
+        self, engine: EngineConfig, kernels: Kernels, weights_name: str, model_len: int, block_size: int
+    ) -> tuple[KVCacheLayout, int]:
+        """Load the weights. Return the KV cache's layout, and the bytes of host memory that they take."""
+        on_cpu = self.device.type == "cpu"
         with Checkpoint(engine.model_path) as checkpoint, torch.inference_mode():
             self.dtype = select_dtype(engine.dtype, self.device, checkpoint.dtype)
             cache_dtype = CACHE_DTYPES.get(engine.kv_dtype, self.dtype)
@@ -137,11 +146,7 @@ class ModelRunner:
                 self.kv_name += f", keys by {group}"
             # no table of angles for more
             longest = available_bytes(self.device) // layout.block_bytes * layout.block_size
-            weights = (
-                weight_bytes(self.config, self.dtype.itemsize, engine.quantization)
-                if self.device.type == "cpu"
-                else 0
-            )
+            weights = weight_bytes(self.config, self.dtype.itemsize, engine.quantization) if on_cpu else 0
             with self.claims.turn():
                 self.claims.claim(weights)
             load = LayerLoader(
@@ -156,9 +161,12 @@ class ModelRunner:
             self._model = _load_model(
                 self.config, load, min(model_len, max(longest, 1)), fp8_cache=engine.kv_dtype == "fp8"
             )
-        packed.finish()
-        self.phases.done("weights")
-        self._sampler = _make_sampler(kernels, self.config.eos_token_ids)
+        return layout, weights
+
+    def _make_cache(
+        self, engine: EngineConfig, layout: KVCacheLayout, weights: int, model_len: int
+    ) -> KVCache:
+        """Raises OutOfMemoryError."""
         wish = wish_of(engine, layout, self.config.max_model_len, self.device)
         size = self._size(engine, wish, weights)
         self.max_model_len = size.max_model_len
@@ -168,16 +176,10 @@ class ModelRunner:
                 "with more memory, or a larger --kv-cache-gib, it could",
                 size.max_model_len, model_len, size.num_blocks * layout.block_bytes / 2**30
             )  # fmt: skip
-        self.kv_cache = KVCache(layout, size.num_blocks, self.device, engine.pool_allocator)
+        cache = KVCache(layout, size.num_blocks, self.device, engine.pool_allocator)
         if engine.pool_allocator is not None:
-            self.claims.committed(self.kv_cache.num_bytes)
-        self.phases.done("KV cache")
-        self._max_step_seqs = engine.max_step_seqs
-        self._max_decode_seqs, self._max_prefill_tokens = engine.max_decode_seqs, engine.max_prefill_tokens
-        self._graphs: DecodeGraphs | None = None
-        self._prefill_graphs: PrefillGraphs | None = None
-        self._sampled_last = torch.empty(0, dtype=torch.int32, device=self.device)  # the last step's tokens
-        self._arrived_last: Arrival = lambda: ()  # waits for them on the host
+            self.claims.committed(cache.num_bytes)
+        return cache
 
     def capture(self, record: Recorder) -> None:
         """Decode steps of up to ``max_decode_seqs`` sequences are replayed from now on, and steps of few
@@ -405,6 +407,16 @@ class ModelRunner:
             if self.device.type == "cpu":
                 self.claims.claim(weights, size.num_blocks * wish.block_bytes)
         return size
+
+
+def _names(engine: EngineConfig, config: ModelConfig) -> tuple[str, str]:
+    """Return the names of the weights and of the revision: workers of other weights share no KV cache."""
+    weights_name, revision = content_names(engine.model_path)
+    if any(rope.short_factors and rope.long_factors != rope.short_factors for rope in config.ropes):
+        weights_name += "-long"  # other keys than with --max-model-len up to the original length
+    if engine.quantization != "none":
+        weights_name += f"-{engine.quantization}"
+    return weights_name, revision
 
 
 def attention_metadata(batch: Batch, sent: Mapping[str, Tensor]) -> AttentionMetadata:

@@ -22,7 +22,7 @@ from support.quantised_models import (
 )
 from transformers import PreTrainedModel
 
-from splitserve.engine.engine_config import check_quantisation
+from splitserve.engine.engine_config import EngineConfig, check_formats
 from splitserve.engine.errors import ModelConfigError, WeightsError
 from splitserve.engine.gguf.folder import write_folder
 from splitserve.engine.model.gguf_blocks import weight_of_blocks
@@ -267,6 +267,6 @@ def test_blocks_are_refused_on_gpus(tmp_path: Path) -> None:
     folder, _ = make(tmp_path, "llama2")
     plain, _ = make(tmp_path / "plain", "llama2", lambda name: "BF16")
     gpu = torch.device("cuda", 0)
-    check_quantisation(check_model_folder(plain), "none", gpu)
+    check_formats(EngineConfig(plain), check_model_folder(plain), gpu)
     with pytest.raises(ModelConfigError, match=r"GGUF have kernels on CPUs only.*use --device cpu"):
-        check_quantisation(check_model_folder(folder), "none", gpu)
+        check_formats(EngineConfig(folder), check_model_folder(folder), gpu)

@@ -79,7 +79,7 @@ def test_a_quantised_checkpoint_runs_as_in_torch(
 
 def test_a_gguf_file_runs_as_in_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Past the worker's refusal, which stands: its table of vectors is dequantised when it loads."""
-    monkeypatch.setattr(model_runner, "check_quantisation", lambda *_: None)
+    monkeypatch.setattr(model_runner, "check_formats", lambda *_: None)
     made, out = tmp_path / "made", tmp_path / "out"
     sizes = {"hidden_size": 256, "intermediate_size": 256}
     model = make_checkpoint(made, "llama2", num_hidden_layers=1, **sizes)
