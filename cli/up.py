@@ -97,50 +97,9 @@ def up_options() -> list[click.Parameter]:
 def plan(flags: Layer, sources: Sources) -> Plan:
     """Settings of all processes. Makes the run directory and the cluster's key. Raises ConfigError."""
     up = build(UpSettings, [only(UpSettings, flags), *sources.of("up")])
-    if advice := missing_for("worker") or (missing_for("cli") if up.chat and sys.stdin.isatty() else ""):
-        raise ConfigError(advice)
-    started = {pool.role for pool, names in pools_of(up) if names}
-    if "mixed" not in started and len(started) < 2:
-        raise ConfigError(
-            f"{'--decode' if 'prefill' in started else '--prefill'} is 0: start one at least, or workers of "
-            "both roles by --mixed"
-        )
+    _require_sense(up, flags)
     here = up.on == "here"
-    if not here:
-        _require_elsewhere(up)
-    elif up.stop or up.roll:
-        option = "--stop" if up.stop else "--roll"
-        raise ConfigError(f"{option} is for processes elsewhere: give --on slurm or --on ray")
-    if up.stop and up.roll:
-        raise ConfigError("--stop ends what --roll would start again: give one of them")
-    for manager, names in OPTIONS_OF.items():
-        if manager != up.on and (wrong := [name for name in names if name in flags and getattr(up, name)]):
-            raise ConfigError(f"--{wrong[0].replace('_', '-')} is for --on {manager}")
-    derived = {
-        "model": Value(DEMO_MODEL, "the bundled model"),
-        "control_address": Value("tcp://127.0.0.1:0" if here else "tcp://0.0.0.0:7700", "up"),
-    }
-    key = read_key("--api-key-file", up.api_key_file)
-    layers = [only(ServerSettings, flags), *sources.of("coordinator")]
-    if not any({"key_file", "insecure"} & set(layer) for layer in layers):
-        derived["key_file"] = Value(KEY_NAME, "up")
-    if not any("model" in layer for layer in layers):
-        derived["served_model_name"] = Value(DEMO_MODEL_NAME, "the bundled model")
-    coordinator = build(ServerSettings, [*layers, derived])
-    if coordinator.tenants_file is not None and (up.chat or up.prompt is not None) and not key:
-        raise ConfigError(
-            "--chat and --prompt need --api-key-file where --tenants-file asks for keys; "
-            "`splitserve keys create` makes one"
-        )
-    if not here and (coordinator.control_address.endswith(":0") or not coordinator.port):
-        raise ConfigError(
-            f"--control-address needs a port, and --port one too: with --on {up.on} 0 cannot be found"
-        )
-    if not here and not up.stop and is_loopback(coordinator.listen_host):
-        raise ConfigError(
-            f"--on {up.on}: clients come from other hosts, and this serves its own alone: give "
-            "--host 0.0.0.0, and --tenants-file or --open-access"
-        )
+    coordinator, makes_key = _coordinator(up, flags, sources)
     if coordinator.control_address.endswith(":0"):
         control = f"tcp://127.0.0.1:{free_ports(coordinator.processes)}"
         coordinator = coordinator.model_copy(update={"control_address": control})
@@ -159,16 +118,15 @@ def plan(flags: Layer, sources: Sources) -> Plan:
         require_port(coordinator.listen_host, coordinator.port)
     folder = _run_folder()
     run_dir = _run_dir(up.run_dir) if up.run_dir is not None else folder.path
-    if "key_file" in derived:
-        coordinator = coordinator.model_copy(update={"key_file": _own_key(run_dir)})
+    made: dict[str, object] = {
+        "model": coordinator.model.resolve(),
+        "port": coordinator.port or free_port(coordinator.listen_host),
+    }
+    if makes_key:
+        made["key_file"] = _own_key(run_dir)
     if coordinator.admin_key_file is None:
-        coordinator = coordinator.model_copy(update={"admin_key_file": _own_admin_key(run_dir)})
-    coordinator = coordinator.model_copy(
-        update={
-            "model": coordinator.model.resolve(),
-            "port": coordinator.port or free_port(coordinator.listen_host),
-        }
-    )
+        made["admin_key_file"] = _own_admin_key(run_dir)
+    coordinator = coordinator.model_copy(update=made)
     workers = workers_of(up, coordinator, flags, sources, gpus)
     for runner in {worker.runner for worker in workers}:
         require_runner(runner)
@@ -176,6 +134,28 @@ def plan(flags: Layer, sources: Sources) -> Plan:
         keep = [*filter(None, [coordinator.steer_keep]), *(worker.name for worker in workers)]
         coordinator = coordinator.model_copy(update={"steer_keep": ",".join(keep)})
     return Plan(up, run_dir, folder, coordinator, workers)
+
+
+def _require_sense(up: UpSettings, flags: Layer) -> None:
+    """Raises ConfigError where what was asked of ``up`` lacks a package, or contradicts itself."""
+    if advice := missing_for("worker") or (missing_for("cli") if up.chat and sys.stdin.isatty() else ""):
+        raise ConfigError(advice)
+    started = {pool.role for pool, names in pools_of(up) if names}
+    if "mixed" not in started and len(started) < 2:
+        raise ConfigError(
+            f"{'--decode' if 'prefill' in started else '--prefill'} is 0: start one at least, or workers of "
+            "both roles by --mixed"
+        )
+    if up.on != "here":
+        _require_elsewhere(up)
+    elif up.stop or up.roll:
+        option = "--stop" if up.stop else "--roll"
+        raise ConfigError(f"{option} is for processes elsewhere: give --on slurm or --on ray")
+    if up.stop and up.roll:
+        raise ConfigError("--stop ends what --roll would start again: give one of them")
+    for manager, names in OPTIONS_OF.items():
+        if manager != up.on and (wrong := [name for name in names if name in flags and getattr(up, name)]):
+            raise ConfigError(f"--{wrong[0].replace('_', '-')} is for --on {manager}")
 
 
 def _require_elsewhere(up: UpSettings) -> None:
@@ -188,6 +168,39 @@ def _require_elsewhere(up: UpSettings) -> None:
         raise ConfigError(
             f"--on {up.on}: instead of --chat and --prompt use `splitserve chat --url` afterwards"
         )
+
+
+def _coordinator(up: UpSettings, flags: Layer, sources: Sources) -> tuple[ServerSettings, bool]:
+    """The coordinator's settings, and whether ``up`` makes the cluster's key. Raises ConfigError where the
+    cluster's clients could not use it."""
+    here = up.on == "here"
+    derived = {
+        "model": Value(DEMO_MODEL, "the bundled model"),
+        "control_address": Value("tcp://127.0.0.1:0" if here else "tcp://0.0.0.0:7700", "up"),
+    }
+    key = read_key("--api-key-file", up.api_key_file)
+    layers = [only(ServerSettings, flags), *sources.of("coordinator")]
+    makes_key = not any({"key_file", "insecure"} & set(layer) for layer in layers)
+    if makes_key:
+        derived["key_file"] = Value(KEY_NAME, "up")
+    if not any("model" in layer for layer in layers):
+        derived["served_model_name"] = Value(DEMO_MODEL_NAME, "the bundled model")
+    coordinator = build(ServerSettings, [*layers, derived])
+    if coordinator.tenants_file is not None and (up.chat or up.prompt is not None) and not key:
+        raise ConfigError(
+            "--chat and --prompt need --api-key-file where --tenants-file asks for keys; "
+            "`splitserve keys create` makes one"
+        )
+    if not here and (coordinator.control_address.endswith(":0") or not coordinator.port):
+        raise ConfigError(
+            f"--control-address needs a port, and --port one too: with --on {up.on} 0 cannot be found"
+        )
+    if not here and not up.stop and is_loopback(coordinator.listen_host):
+        raise ConfigError(
+            f"--on {up.on}: clients come from other hosts, and this serves its own alone: give "
+            "--host 0.0.0.0, and --tenants-file or --open-access"
+        )
+    return coordinator, makes_key
 
 
 def _run_folder() -> RunFolder:
