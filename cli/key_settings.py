@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..coordinator.lifecycle.request import PriorityClass
-from ..coordinator.tenants.limits import NewLimits
+from ..coordinator.tenants.limits import Name, NewLimits
 
 
 class _OfTenantsFile(BaseModel):
@@ -24,12 +24,7 @@ class KeysCreateSettings(_Limited):
     """Makes a key and prints it, this once: only its hash is kept. The limits are the key's own, beside those
     of its tenant's tier."""
 
-    tenant: str = Field(
-        min_length=1,
-        max_length=256,
-        pattern=r"^[^\x00-\x1f/]+$",
-        description="Whose key; a tenant that is new is made.",
-    )
+    tenant: Name = Field(description="Whose key, without slashes; a tenant that is new is made.")
     tier: str | None = Field(
         default=None,
         description="The tenant's tier from now on. Default: as it is; a new tenant's: standard.",
@@ -60,7 +55,7 @@ class KeysRevokeSettings(_OfTenantsFile):
 class KeysTenantSettings(_OfTenantsFile):
     """Makes a tenant or changes it."""
 
-    tenant: str = Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f/]+$", description="Its name.")
+    tenant: Name = Field(description="Its name, without slashes.")
     tier: str | None = Field(
         default=None, description="Its tier from now on. Default: as it is; a new tenant's: standard."
     )
@@ -77,7 +72,7 @@ class KeysTenantSettings(_OfTenantsFile):
 class KeysTierSettings(_Limited):
     """Makes a tier or changes it: the priority and the limits of each of its tenants."""
 
-    tier: str = Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f/]+$", description="Its name.")
+    tier: Name = Field(description="Its name, without slashes.")
     priority_class: PriorityClass | None = Field(
         default=None, description="Its share when workers are scarce. Default: as it is; standard."
     )

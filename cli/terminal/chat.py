@@ -13,7 +13,6 @@ from typing import Any
 
 import httpx
 import orjson
-from rich.console import Console
 
 from ..checks import read_key
 from ..settings import ChatSettings
@@ -133,7 +132,7 @@ class Conversation:
             screen.end()
         self.messages.append({"role": "assistant", "content": answer.text})
         if answer.usage:
-            Console().print(account(answer.usage, answer.finish_reason), style="dim", highlight=False)
+            show(account(answer.usage, answer.finish_reason), "dim")
         print()
 
     async def _stream(self, answer: Answer, screen: AnswerScreen) -> None:

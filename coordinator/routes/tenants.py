@@ -26,12 +26,11 @@ from ..http.answers import json_response
 from ..http.body import read_body
 from ..lifecycle.request import PriorityClass
 from ..tenants.errors import Unknown
-from ..tenants.limits import NewLimits
+from ..tenants.limits import Name, NewLimits
 from ..tenants.store import TenantStore
 from ..validation import validated
 
 MAX_BODY_BYTES = 1 << 16
-Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f/]+$")]
 Body = TypeVar("Body", bound=BaseModel)
 Result = TypeVar("Result")
 
