@@ -6,14 +6,13 @@ import multiprocessing
 import os
 from collections.abc import Callable
 from multiprocessing.context import SpawnProcess
-from typing import Literal
 
 import numpy as np
 
 from ..engine.step.batch import Batch, StepOutput
 from ..engine.worker_model import WorkerModel
 from ..transport.messages.cache_map import states
-from ..transport.messages.messages import ModelIdentity
+from ..transport.messages.messages import ModelIdentity, Role
 
 TOKEN = 65
 
@@ -45,7 +44,7 @@ def null_model(num_blocks: int, max_model_len: int, block_bytes: int = 64) -> Wo
 
 
 def start_null_worker(
-    role: Literal["prefill", "decode"], coordinator: str, core: int, num_blocks: int, max_model_len: int
+    role: Role, coordinator: str, core: int, num_blocks: int, max_model_len: int
 ) -> SpawnProcess:
     """A worker of this role on this core, until it is terminated."""
     process = multiprocessing.get_context("spawn").Process(

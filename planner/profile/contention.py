@@ -16,15 +16,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ...engine.latency_profile import Contention
+from ...engine.latency_profile import Contention, StepRole
 from ...engine.step.batch import Batch
 from ...engine.step.step_thread import Runner
-from .design import Bounds, Experiment, Role
+from .design import Bounds, Experiment
 from .measure import batch_of
 
 MIN_ROUNDS, MAX_ROUNDS = 6, 40
-ROLES: tuple[Role, ...] = ("prefill", "decode")
-STATES: tuple[Role | None, ...] = (None, *ROLES)
+ROLES: tuple[StepRole, ...] = ("prefill", "decode")
+STATES: tuple[StepRole | None, ...] = (None, *ROLES)
 PREFILL_TOKENS = 256
 """Most tokens of a prefill step here: a whole step takes seconds on a CPU."""
 LEAST_S = 0.05
@@ -34,7 +34,7 @@ LEAST_S = 0.05
 class Neighbour(Protocol):
     """Another worker of this host."""
 
-    def compute(self, role: Role | None) -> None:
+    def compute(self, role: StepRole | None) -> None:
         """From the return of this on it computes steps of this role, one after the other; None: it rests."""
 
 
@@ -43,7 +43,7 @@ class Beside:
     """Steps of one shape beside a neighbour of one role: in each round, how many times as long as alone."""
 
     experiment: Experiment
-    neighbour: Role
+    neighbour: StepRole
     ratios: list[float] = field(default_factory=list)
 
     @property

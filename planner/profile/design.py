@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Literal
 
-Role = Literal["prefill", "decode"]
+from ...engine.latency_profile import StepRole
+
 NUM_HELD_OUT = 12
 """Random steps of each role that the fit does not see."""
 
@@ -16,7 +16,7 @@ NUM_HELD_OUT = 12
 class Experiment:
     """A step: for each sequence (tokens cached before it, new tokens)."""
 
-    role: Role
+    role: StepRole
     sequences: tuple[tuple[int, int], ...]
     held_out: bool = False
 

@@ -15,11 +15,11 @@ import numpy as np
 from ...decode.rows import DecodeStep
 from ...decode.scheduler import DecodeScheduler
 from ...engine.cache.block_manager import BlockManager
-from ...engine.latency_profile import Residuals, StepModel
+from ...engine.latency_profile import Residuals, StepModel, StepRole
 from ...engine.step.batch import Batch, SamplingState, StepOutput
 from ...engine.step.step_thread import Runner, StepThread
 from ...transport.messages.messages import SamplingParams
-from .design import Bounds, Experiment, Role, decode_knots, prefill_knots
+from .design import Bounds, Experiment, decode_knots, prefill_knots
 from .fit import StepPoint, fit_steps, residuals
 
 MIN_REPEATS, MAX_REPEATS = 5, 60
@@ -129,7 +129,7 @@ def _wants_more(repeats: Repeats, precision: float, over: bool) -> bool:
     return not over and repeats.uncertainty > precision and len(repeats.times) < MAX_REPEATS
 
 
-def fitted(found: Sequence[Repeats], role: Role, bounds: Bounds) -> tuple[StepModel, Residuals | None]:
+def fitted(found: Sequence[Repeats], role: StepRole, bounds: Bounds) -> tuple[StepModel, Residuals | None]:
     """The role's step model, and how well it meets the steps that it was not fitted to."""
     of_role = [repeats for repeats in found if repeats.experiment.role == role]
     seen = [r.point() for r in of_role if not r.experiment.held_out]

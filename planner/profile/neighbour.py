@@ -11,10 +11,11 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Self
 
+from ...engine.latency_profile import StepRole
 from ...engine.load_model import load_model
 from ...engine.settings import WorkerSettings
 from ..errors import ProfilingError
-from .design import Bounds, Experiment, Role
+from .design import Bounds, Experiment
 from .measure import batch_of
 
 READY_S = 600.0
@@ -48,7 +49,7 @@ class NeighbourProcess:
         self._process.kill()
         self._process.join()
 
-    def compute(self, role: Role | None) -> None:
+    def compute(self, role: StepRole | None) -> None:
         """Make it compute steps of this role from now on; None: it rests. Raises ProfilingError."""
         self._line.send(role)
         self._await_answer(ANSWERED_S)
@@ -76,7 +77,7 @@ def _serve(
     with suppress(EOFError, OSError):
         line.send(None)
         while True:
-            role: Role | None = line.recv()
+            role: StepRole | None = line.recv()
             steps = cycle([batch_of(e, bounds.block_size) for e in experiments if e.role == role])
             if role is not None:
                 runner.execute(next(steps))  # it computes before it reports

@@ -11,15 +11,14 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from ...engine.latency_profile import Profile, StepModel
-from .design import Role
+from ...engine.latency_profile import Profile, StepModel, StepRole
 from .measure import Repeats
 
 
 def draw_fit(path: Path, profile: Profile, found: Sequence[Repeats], notes: Sequence[str] = ()) -> None:
     """Above: the notes, time over size, one line a context; below: measured over modelled. Writes a PNG."""
     figure, axes = plt.subplots(2, 2, figsize=(12, 9))
-    roles: tuple[tuple[Role, StepModel, str], ...] = (
+    roles: tuple[tuple[StepRole, StepModel, str], ...] = (
         ("prefill", profile.prefill, "new tokens in the step"),
         ("decode", profile.decode, "sequences in the step"),
     )

@@ -13,7 +13,7 @@ import pytest
 from planner.test_profile_measuring import BOUNDS, TRUTH
 
 from splitserve.cli.settings import DEMO_MODEL
-from splitserve.engine.latency_profile import Contention, Profile, ProfileError, StepClock
+from splitserve.engine.latency_profile import Contention, Profile, ProfileError, StepClock, StepRole
 from splitserve.engine.settings import WorkerSettings
 from splitserve.engine.step.batch import Batch, StepOutput
 from splitserve.planner.errors import ProfilingError
@@ -25,7 +25,7 @@ from splitserve.planner.profile.contention import (
     measure_contention,
     shapes,
 )
-from splitserve.planner.profile.design import Bounds, Role
+from splitserve.planner.profile.design import Bounds
 from splitserve.planner.profile.neighbour import NeighbourProcess
 from splitserve.planner.profile_commands import contention_words
 
@@ -43,13 +43,13 @@ class Host:
 
     def __init__(self) -> None:
         self.now, self.num_steps, self._times = 0.0, 0, StepClock(TRUTH, warns=False)
-        self.beside: Role | None = None
-        self.reported: list[Role | None] = []
+        self.beside: StepRole | None = None
+        self.reported: list[StepRole | None] = []
 
     def clock(self) -> float:
         return self.now
 
-    def compute(self, role: Role | None) -> None:
+    def compute(self, role: StepRole | None) -> None:
         self.beside = role
         self.reported.append(role)
 
@@ -105,7 +105,7 @@ def test_the_shapes_fit_the_worker_however_small(bounds: Bounds) -> None:
 
 
 def test_a_neighbour_that_seems_to_help_costs_nothing() -> None:
-    roles: tuple[Role, ...] = ("prefill", "decode")
+    roles: tuple[StepRole, ...] = ("prefill", "decode")
     chance = [Beside(e, role, [0.97, 0.98, 0.99]) for e in shapes(BOUNDS) for role in roles]
     found = contention_of(chance)
     assert found.decode_beside_prefill == 1.0
