@@ -158,7 +158,7 @@ def _sentence(problem: Mapping[str, Any], chosen: Mapping[str, Value], model: ty
     if problem["type"] == "string_pattern_mismatch":  # the pattern is for machines
         field = model.model_fields[name]
         example = f" Such as {field.default}." if field.default and not field.is_required() else ""
-        message = f"it has another form. {field.description}{example}"
+        message = f"it has the wrong form. {field.description}{example}"
     message = message[0].lower() + message[1:]
     return f"{chosen[name].origin}: {chosen[name].value!r} cannot be used: {message}"
 
@@ -225,10 +225,8 @@ def _from_file(path: Path) -> dict[str, dict[str, Value]]:
     known = known_names()
     for section, fields in _mapping(content, f"{path}").items():
         if section not in known:
-            raise ConfigError(
-                f"{path}: unknown section {section!r}{nearest(str(section), known)}; sections are: "
-                f"{', '.join(known)}"
-            )
+            advice = nearest(str(section), known) or f"; sections are: {', '.join(known)}"
+            raise ConfigError(f"{path}: unknown section {section!r}{advice}")
         for name, value in _mapping(fields, f"{path}: {section}").items():
             if name not in known[section]:
                 raise ConfigError(

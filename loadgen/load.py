@@ -190,6 +190,6 @@ async def _first_model(session: aiohttp.ClientSession, url: str) -> str:
             return str(listed[0]["id"])
     except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
         raise LoadError(
-            f"{url} does not list its models ({_sentence(error)}); is it running? Else give "
-            "--served-model-name"
+            f"{url} does not list its models ({_sentence(error)}); is it running? If it "
+            "never lists them, give --served-model-name"
         ) from error

@@ -143,7 +143,9 @@ class TenantStore:
             and not self._db.execute("SELECT 1 FROM tiers WHERE name = ?", (tier,)).fetchone()
         ):
             known = ", ".join(row["name"] for row in self.tiers())
-            raise Unknown(f"there is no tier {tier!r}; there are {known}", "tier")
+            raise Unknown(
+                f"there is no tier {tier!r}; there are {known}, and `splitserve keys tier` makes more", "tier"
+            )
         row = (name, tier or "standard", secrets.token_bytes(SALT_BYTES), time.time())
         self._db.execute("INSERT OR IGNORE INTO tenants (name, tier, salt, created) VALUES (?, ?, ?, ?)", row)
         if tier is not None:

@@ -165,7 +165,7 @@ def _text(path: Path) -> str:
         content = path.read_bytes()
         return (gzip.decompress(content) if path.suffix == ".gz" else content).decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise ProfilingError(f"cannot read {path}: {error}") from None
+        raise ProfilingError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _is(row: dict[str, str], model: str, hardware: str, tensor_parallel: int) -> bool:

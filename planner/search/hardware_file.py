@@ -7,13 +7,13 @@ from collections import Counter
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from ...engine.latency_profile import Power, Profile, ProfileError
+from ...engine.latency_profile import Power, Profile, ProfileError, StepRole
 from ..errors import SimulationError
+from ..simulator.cluster import read_yaml
 from ..simulator.slo import NOTATION
 from .candidates import Hardware, Kind
 
@@ -32,7 +32,7 @@ class _Entry(BaseModel):
     gpus: Annotated[int, Field(ge=1)] | None = None
     price_per_hour: Annotated[float, Field(ge=0)] | None = None  # of one worker
     power: Power | None = None  # of one worker
-    roles: tuple[Literal["prefill", "decode"], ...] = ("prefill", "decode")
+    roles: tuple[StepRole, ...] = ("prefill", "decode")
 
 
 class ModelLoad(BaseModel):
@@ -47,12 +47,9 @@ class ModelLoad(BaseModel):
 
 def read_hardware(path: Path) -> Hardware:
     """Raises SimulationError."""
+    content = read_yaml(path, "the hardware")
     try:
-        entries = TypeAdapter(list[_Entry]).validate_python(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (OSError, yaml.YAMLError) as error:
-        raise SimulationError(
-            f"cannot read the hardware {path}: {error}; it needs a list of entries with a `profile` each"
-        ) from None
+        entries = TypeAdapter(list[_Entry]).validate_python(content)
     except ValidationError as error:
         first = error.errors()[0]
         raise SimulationError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None

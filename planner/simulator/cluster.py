@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -122,20 +122,27 @@ def alone_on_their_hosts(workers_per_host: int, profiles: Iterable[Profile]) -> 
     )
 
 
+def read_yaml(path: Path, what: str) -> Any:
+    """Raises SimulationError."""
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise SimulationError(
+            f"cannot read {what} {path}: {getattr(error, 'strerror', None) or error}"
+        ) from None
+
+
 def read_cluster(path: Path) -> Cluster:
     """From a YAML file, in which ``profile`` is the path of a profile's file, relative to the YAML file.
     Raises SimulationError."""
+    content = read_yaml(path, "the cluster")
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
         pools = [
             {**pool, "profile": Profile.read(path.parent / pool["profile"])} for pool in content["pools"]
         ]
         return Cluster.model_validate({**content, "pools": pools})
-    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
-        raise SimulationError(
-            f"cannot read the cluster {path}: {error!r}; it needs a list `pools` with role, count "
-            "and profile each"
-        ) from None
+    except (KeyError, TypeError):
+        raise SimulationError(f"{path}: it needs a list `pools` with role, count and profile each") from None
     except ValidationError as error:
         first = error.errors()[0]
         raise SimulationError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None

@@ -176,7 +176,7 @@ def test_a_wrong_value_is_traced_to_its_origin(tmp_path: Path) -> None:
 def test_a_value_of_another_form_is_answered_with_the_form_in_words() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"--steer-slo: 'fast' cannot be used: it has another form\. What requests may take, "
+        match=r"--steer-slo: 'fast' cannot be used: it has the wrong form\. What requests may take, "
         r".*ttft=2,tpot=0",
     ):
         load("coordinator", {**FLAGS, "steer_slo": Value("fast", "--steer-slo")}, Sources.read(None, {}))

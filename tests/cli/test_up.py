@@ -98,7 +98,7 @@ def test_several_devices_in_a_file_are_dealt_out_too(
     monkeypatch.setattr(up, "num_gpus", lambda _: 2)
     made = planned(model, tmp_path, {"SPLITSERVE_DECODE_DEVICE": "cuda:1,cuda:0"}, decode="2")
     assert [worker.device for worker in made.workers] == ["cuda:0", "cuda:1", "cuda:1"]
-    with pytest.raises(ConfigError, match="--device: 'gpu1' cannot be used: it has another form"):
+    with pytest.raises(ConfigError, match="--device: 'gpu1' cannot be used: it has the wrong form"):
         planned(model, tmp_path, device="cuda:0,gpu1")
     with pytest.raises(ConfigError, match=r"^--device cuda:2: torch finds 2 of them, cuda:0 to cuda:1"):
         planned(model, tmp_path, prefill_device="cuda:0,cuda:2")

@@ -36,6 +36,11 @@ def test_a_cluster_is_read_from_yaml(tmp_path: Path) -> None:
     path.write_text("pools:\n- {role: prefill, count: 2, profile: p.json}\n")
     with pytest.raises(SimulationError, match="needs prefill and decode workers"):
         read_cluster(path)
+    path.write_text("pools:\n- {role: prefill, count: 2}\n")
+    with pytest.raises(SimulationError, match="it needs a list `pools` with role, count and profile each"):
+        read_cluster(path)
+    with pytest.raises(SimulationError, match=r"cannot read the cluster .*none\.yaml: No such file"):
+        read_cluster(tmp_path / "none.yaml")
 
 
 def test_the_command_writes_what_it_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
