@@ -23,7 +23,7 @@ from typing import Any
 import httpx
 
 from ..cli.settings import DEMO_MODEL_NAME
-from .environment import environment, option_parser
+from .environment import environment, option_parser, write_record
 from .live_cluster import live_cluster
 from .operator_auth import OperatorAuth
 
@@ -92,10 +92,9 @@ def _percentiles(seconds: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = option_parser(__doc__)
+    parser = option_parser(__doc__, to_json=True)
     parser.add_argument("--count", type=int, default=200, help="requests")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -103,10 +102,7 @@ def main() -> None:
     ):
         found = measure(url, arguments.count, arguments.seed)
     print(json.dumps(found, indent=2))
-    if arguments.json:
-        arguments.json.write_text(
-            json.dumps({**found, "environment": environment()}, indent=2) + "\n", encoding="utf-8"
-        )
+    write_record(arguments.json, {**found, "environment": environment()})
 
 
 if __name__ == "__main__":

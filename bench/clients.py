@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-from .environment import environment, option_parser
+from .environment import environment, option_parser, write_record
 
 NODE_CLIENT = Path("tests/clients/node_modules/openai/package.json")
 TRIALS, NODE_TRIALS = Path("deploy/trials.txt"), Path("tests/clients/trials/package.json")
@@ -48,7 +48,7 @@ def main() -> int:
         "not_passed": [each.test for each in found if each.outcome != "passed"],
         "tests": [each._asdict() for each in found],
     }
-    options.json.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(options.json, record)
     return 1 if record["not_passed"] else 0
 
 

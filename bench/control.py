@@ -9,14 +9,12 @@ counts them (flood).
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import statistics
 import time
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import zmq
 from rich.console import Console
@@ -26,7 +24,7 @@ from ..transport.channels.channels import DealerChannel, RouterChannel
 from ..transport.channels.keys import ClusterKey, new_key
 from ..transport.messages.codec import decode, encode
 from ..transport.messages.messages import FROM_COORDINATOR, FROM_WORKER, StepTokens, Welcome, u32
-from .environment import environment, option_parser
+from .environment import environment, option_parser, write_record
 
 ROWS = list(range(64))
 STEP = StepTokens(
@@ -44,25 +42,14 @@ class Figure:
 
 
 def main() -> None:
-    parser = option_parser(__doc__)
+    parser = option_parser(__doc__, to_json=True)
     parser.add_argument("--seconds", type=float, default=2.0, help="length of each measurement")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
     codec_us = measure_codec()
     figures = [measure("plain", None, options.seconds), measure("curve", new_key(), options.seconds)]
     print_figures(figures, codec_us)
-    if options.json is not None:
-        record = {
-            "command": f"python -m splitserve.bench.control --seconds {options.seconds}",
-            "load_average": os.getloadavg(),
-        }
-        result = {
-            "environment": environment(),
-            **record,
-            "codec_us": codec_us,
-            "figures": [asdict(f) for f in figures],
-        }
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    each = [asdict(figure) for figure in figures]
+    write_record(options.json, {"environment": environment(), "codec_us": codec_us, "figures": each})
 
 
 def measure_codec() -> dict[str, float]:

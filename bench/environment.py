@@ -5,19 +5,31 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.metadata
+import json
 import os
 import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 PACKAGES = ("torch", "pyzmq", "uvicorn", "uvloop", "pydantic", "msgspec", "tokenizers", "numpy")
 
 
-def option_parser(doc: str | None) -> argparse.ArgumentParser:
-    """A parser whose help begins with the module's docstring, as it stands there."""
-    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+def option_parser(doc: str | None, *, to_json: bool = False) -> argparse.ArgumentParser:
+    """A parser whose help begins with the module's docstring, as it stands there; with an option for
+    ``write_record``."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if to_json:
+        parser.add_argument("--json", type=Path, help="also write the figures here")
+    return parser
+
+
+def write_record(path: Path | None, record: Mapping[str, object]) -> None:
+    """Write it if ``--json`` named a path."""
+    if path is not None:
+        path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def environment() -> dict[str, object]:

@@ -27,7 +27,7 @@ from typing import Any
 import httpx
 
 from ..transport.channels.keys import generate_key
-from .environment import environment, option_parser
+from .environment import environment, option_parser, write_record
 from .fake_fleet import HASH_BYTES, FakeFleet
 from .http.front_door_requests import OpenLoop
 from .http.raw_client import RawClient, request_bytes
@@ -68,7 +68,7 @@ class Meter:
 
 
 def main() -> None:
-    parser = option_parser(__doc__)
+    parser = option_parser(__doc__, to_json=True)
     parser.add_argument(
         "--workers", type=int, nargs="+", default=[10, 100, 1000], help="sizes of the cluster"
     )
@@ -81,7 +81,6 @@ def main() -> None:
     parser.add_argument("--output-tokens", type=float, default=211, help="of each, in the mean")
     parser.add_argument("--new-blocks", type=float, default=72, help="cached anew for each, on both workers")
     parser.add_argument("--simulated-s", type=float, default=30.0, help="virtual seconds of the simulation")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -98,8 +97,7 @@ def main() -> None:
     if options.simulated_s:
         record["simulated"] = simulated(max(options.workers), options.per_minute / 60, options.simulated_s)
         print(json.dumps(record["simulated"], indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(options.json, record)
 
 
 def measured(

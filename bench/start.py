@@ -12,8 +12,6 @@ the machine takes to find as much fresh memory, which a first start cannot do wi
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import shutil
 import tempfile
@@ -26,7 +24,7 @@ import psutil
 from ..engine.engine_config import EngineConfig
 from ..engine.step.model_runner import ModelRunner
 from ..kernels.huge_pages import huge_page_bytes
-from .environment import environment
+from .environment import environment, option_parser, write_record
 from .live_cluster import live_cluster
 from .models import SHAPES, make_random_llama
 
@@ -88,13 +86,12 @@ def load_apart(model: Path, threads: int, first: bool) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = option_parser(__doc__, to_json=True)
     parser.add_argument("--model", choices=SHAPES, default="500m")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cpu-memory-utilization", default="0.1", help="of `splitserve up`")
     parser.add_argument("--load", action="store_true", help="the model alone")
     parser.add_argument("--threads", type=int, default=1, help="of a step, with --load")
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     options = ["--cpu-memory-utilization", arguments.cpu_memory_utilization]
     record: dict[str, object] = {"environment": environment()}
@@ -113,8 +110,7 @@ def main() -> None:
     record["fastest"] = {
         name: {key: min(run[key] for run in made) for key in made[0]} for name, made in runs.items()
     }
-    if arguments.json:
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(arguments.json, record)
 
 
 if __name__ == "__main__":

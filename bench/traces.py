@@ -11,7 +11,6 @@ steps of 10 s, and with a single gamma process for all of it.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -21,7 +20,7 @@ from ..traces.readers import open_trace
 from ..traces.request import Trace
 from ..traces.statistics import TraceStatistics, describe
 from ..traces.workload.fit import fit
-from .environment import environment, option_parser
+from .environment import environment, option_parser, write_record
 
 FIT_STEPS_S = {"steps of 10 s": 10.0, "one gamma process": 1e6}
 COLUMNS = (
@@ -119,15 +118,11 @@ def _statistics(trace: Trace) -> TraceStatistics:
 
 
 def main() -> int:
-    parser = option_parser(__doc__)
+    parser = option_parser(__doc__, to_json=True)
     parser.add_argument("--data", type=Path, required=True, help="folder of the published traces")
-    parser.add_argument("--json", type=Path, help="write the result here")
     arguments = parser.parse_args()
     traces = {name: check(arguments.data, name) for name in PUBLISHED}
-    if arguments.json:
-        arguments.json.write_text(
-            json.dumps({"environment": environment(), "traces": traces}, indent=1) + "\n"
-        )
+    write_record(arguments.json, {"environment": environment(), "traces": traces})
     return int(any(trace["agree"] < trace["of"] for trace in traces.values()))
 
 

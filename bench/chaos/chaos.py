@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..environment import environment, option_parser
+from ..environment import environment, option_parser, write_record
 from ..handoff import packet_network
 from ..handoff.packet_network import PacketNetwork
 from . import chaos_clocks
@@ -147,7 +147,7 @@ def total_counters(state: dict[str, Any]) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = option_parser(__doc__)
+    parser = option_parser(__doc__, to_json=True)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--streams", type=int, default=32, help="streams at any time")
     parser.add_argument("--seed", type=int, default=1)
@@ -159,7 +159,6 @@ def main() -> int:
         help="only these kinds; default: all",
     )
     parser.add_argument("--logs", type=Path, help="folder for the processes' logs; default: a temporary one")
-    parser.add_argument("--json", type=Path, help="write the result here")
     arguments = parser.parse_args()
     why_not = packet_network.missing() if packet_network.INSIDE not in os.environ else ""
     if why_not:
@@ -183,8 +182,7 @@ def main() -> int:
         "environment": environment(),
     }
     print(json.dumps(result, indent=2))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_record(arguments.json, result)
     print(verdict(found), file=sys.stderr)
     return int(any(found.get(bad) for bad in BAD))
 

@@ -12,7 +12,6 @@ TTFT from 2,048 prompt tokens on.
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import tempfile
@@ -21,7 +20,7 @@ from typing import Any
 
 import httpx
 
-from ..environment import environment, option_parser
+from ..environment import environment, option_parser, write_record
 from ..live_cluster import live_cluster
 from ..models import make_random_llama
 
@@ -62,8 +61,7 @@ def _stages(url: str, prompt: list[int]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = option_parser(__doc__)
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser = option_parser(__doc__, to_json=True)
     parser.add_argument(
         "--lengths", type=int, nargs="+", choices=LENGTHS, default=list(LENGTHS), help="prompt tokens"
     )
@@ -80,11 +78,8 @@ def main() -> None:
                 figures = measure(url, {length: LENGTHS[length] for length in arguments.lengths})
             rows.append({"mover": mover, "by_prompt_tokens": figures})
             _show(rows[-1])
-    if arguments.json:
-        arguments.json.write_text(
-            json.dumps({"environment": environment(), "goal_met": goal_met(rows), "rows": rows}, indent=2)
-            + "\n"
-        )
+    record = {"environment": environment(), "goal_met": goal_met(rows), "rows": rows}
+    write_record(arguments.json, record)
 
 
 def goal_met(rows: list[dict[str, Any]]) -> dict[str, bool]:

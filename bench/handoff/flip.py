@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 
 from ...cli.settings import DEMO_MODEL
-from ..environment import environment, option_parser
+from ..environment import environment, option_parser, write_record
 from ..live_cluster import live_cluster
 from ..operator_auth import OperatorAuth
 
@@ -31,20 +31,16 @@ STREAMS, TOKENS = 8, 24
 
 
 def main() -> None:
-    parser = option_parser(__doc__)
+    parser = option_parser(__doc__, to_json=True)
     parser.add_argument(
         "--model", type=Path, default=DEMO_MODEL, help="checkpoint folder; default: the bundled one"
     )
     parser.add_argument("--flips", type=int, default=20, help="half of them each way")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
     machine = environment()
     found = asyncio.run(measure(options.model, options.flips))
     print(json.dumps(found["seconds"], indent=1))
-    if options.json is not None:
-        options.json.write_text(
-            json.dumps({"environment": machine, "model": options.model.name, **found}, indent=1) + "\n"
-        )
+    write_record(options.json, {"environment": machine, "model": options.model.name, **found})
 
 
 async def measure(model: Path, num_flips: int) -> dict[str, Any]:

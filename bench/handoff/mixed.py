@@ -32,7 +32,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ...coordinator.tenants.settings import SQLITE
 from ...coordinator.tenants.usage_record import FIELDS, UsageRecord
-from ..environment import environment, option_parser
+from ..environment import environment, option_parser, write_record
 from ..operator_auth import OperatorAuth
 from .mixed_clients import MixedClients, RequestFailed, Seen
 from .mixed_cluster import Place, cluster
@@ -50,10 +50,9 @@ METRICS = {
 
 
 def main() -> int:
-    parser = option_parser(__doc__)
+    parser = option_parser(__doc__, to_json=True)
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the cluster ends, too
     with tempfile.TemporaryDirectory() as folder, cluster(Path(folder)) as (place, processes, log):
@@ -75,8 +74,7 @@ def main() -> int:
         ][:20]
     results = {"environment": environment(), "seed": options.seed, "memory_mb": memory, **result}
     print(json.dumps(results, indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    write_record(options.json, results)
     return 1 if results["failures"] else 0
 
 

@@ -22,14 +22,12 @@ hits all alike.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 from rich.console import Console
@@ -45,7 +43,7 @@ from ...transport.movers.opening import nccl_target
 from ...transport.movers.shm import SharedPool, ShmTarget
 from ...transport.movers.tcp.target import TcpTarget
 from ...transport.movers.tcp.wire import GCM, OCB
-from ..environment import environment, option_parser
+from ..environment import environment, option_parser, write_record
 from .bare_transfer import TcpReceiver, ZmqReceiver
 from .moved_blocks import NUM_LAYERS, SECRET, WRITER, receive_all, seal_all, send_blocks, timed
 
@@ -77,22 +75,14 @@ class Figure:
 
 
 def main() -> None:
-    parser = option_parser(__doc__)
+    parser = option_parser(__doc__, to_json=True)
     parser.add_argument("--gib", type=float, default=1.0, help="size of each pool")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
     figures = [figure for case in CASES for figure in measure_case(*case, options.gib, options.rounds)]
     print_figures(figures)
-    if options.json is not None:
-        record = {
-            "command": (
-                f"python -m splitserve.bench.handoff.movers --gib {options.gib} --rounds {options.rounds}"
-            ),
-            "load_average": os.getloadavg(),
-        }
-        result = {"environment": environment(), **record, "figures": [asdict(figure) for figure in figures]}
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    each = [asdict(figure) for figure in figures]
+    write_record(options.json, {"environment": environment(), "figures": each})
 
 
 def measure_case(block_bytes: int, order: str, gib: float, rounds: int) -> list[Figure]:

@@ -24,7 +24,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -47,7 +46,7 @@ from ...transport.messages.messages import (
     Welcome,
     u32,
 )
-from ..environment import environment, option_parser
+from ..environment import environment, option_parser, write_record
 from ..null_workers import start_null_worker
 from .bare_exchange import PAUSE_S, echoing, exchange, round_trip
 
@@ -276,8 +275,7 @@ def _ready(url: str) -> bool:
 
 
 def main() -> None:
-    parser = option_parser(__doc__)
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser = option_parser(__doc__, to_json=True)
     arguments = parser.parse_args()
     results = {
         "environment": environment(),
@@ -285,8 +283,7 @@ def main() -> None:
         "single_request": time_to_first_token(),
     }
     print(json.dumps(results, indent=2))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+    write_record(arguments.json, results)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import subprocess
 import tempfile
 import time
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,22 +27,20 @@ from ...transport.movers.interface import Pool
 from ...transport.movers.tcp.source import TcpSource
 from ...transport.movers.tcp.target import TcpTarget
 from ...transport.movers.tcp.wire import GCM, quickest_cipher
-from ..environment import environment, option_parser
+from ..environment import environment, option_parser, write_record
 
 BLOCK_BYTES, NUM_LAYERS, PIECE_BYTES, SECRET = 2 << 20, 16, 8 << 20, bytes(16)
 CERTIFICATE = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=bench -days 2"
 
 
 def main() -> None:
-    parser = option_parser(__doc__)
+    parser = option_parser(__doc__, to_json=True)
     parser.add_argument("--mib", type=int, default=512, help="size of each pool")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
     found = measure(options.mib << 20, options.rounds)
     print(json.dumps(found, indent=1))
-    if options.json is not None:
-        options.json.write_text(json.dumps({"environment": environment(), **found}, indent=1) + "\n")
+    write_record(options.json, {"environment": environment(), **found})
 
 
 def measure(num_bytes: int, rounds: int) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from typing import Any
 import httpx
 import psutil
 
-from ..environment import environment, option_parser
+from ..environment import environment, option_parser, write_record
 from .attack_kinds import ATTACKS, PATIENCE_S, TEXT, Attack, Target
 from .bystander import EVERY_S, beside
 from .watched_server import Watch, memory_mb, served
@@ -200,7 +200,7 @@ def main() -> int:
         new = {(row.label, row.name) for row in rows}
         kept = [row for row in record["rows"] if (row["label"], row["name"]) not in new]
         record = {"environment": environment(), "rows": [*kept, *map(asdict, rows)]}
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+        write_record(options.json, record)
     return 1 if any(row.killed for row in rows) else 0
 
 

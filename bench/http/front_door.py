@@ -28,7 +28,7 @@ from typing import Any
 import uvloop
 
 from ...coordinator.tenants.store import TenantStore
-from ..environment import environment, option_parser
+from ..environment import environment, option_parser, write_record
 from .front_door_admission import admission
 from .front_door_requests import sustained
 from .front_door_streams import streamed, streams
@@ -36,7 +36,7 @@ from .streaming_servers import model_folder
 
 
 def main() -> None:
-    parser = option_parser(__doc__)
+    parser = option_parser(__doc__, to_json=True)
     parser.add_argument("--seconds", type=float, default=60.0, help="length of the sustained load")
     parser.add_argument("--rate", type=float, default=1700.0, help="its requests a second")
     parser.add_argument("--processes", type=int, default=2, help="coordinator processes under it")
@@ -47,7 +47,6 @@ def main() -> None:
     parser.add_argument(
         "--only", choices=["admission", "streams", "sustained", "streamed"], help="measure this alone"
     )
-    parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -67,8 +66,7 @@ def main() -> None:
             name: part() for name, part in parts.items() if options.only in (None, name)
         }
     print(json.dumps(results, indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    write_record(options.json, results)
 
 
 def tenants_file(folder: Path) -> tuple[Path, str]:

@@ -32,7 +32,7 @@ import psutil
 
 from ...cli.up import free_port
 from ...coordinator.tenants.store import TenantStore
-from ..environment import environment, option_parser
+from ..environment import environment, option_parser, write_record
 from ..fake_workers import FakeWorkers
 from ..operator_auth import OperatorAuth
 from .bystander import beside
@@ -77,7 +77,7 @@ def main() -> int:
         record["requests"] += run["requests"]
         record["failures"] += len(run["failures"])
         record["runs"].append(run)
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+        write_record(options.json, record)
     return 1 if run["failures"] else 0
 
 

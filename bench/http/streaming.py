@@ -26,7 +26,7 @@ from typing import Any
 from ...coordinator.http.call import Endpoint
 from ...transport.channels.channels import DealerChannel
 from ...transport.messages.messages import FROM_COORDINATOR, StepTokens, u32
-from ..environment import environment, option_parser
+from ..environment import environment, option_parser, write_record
 from ..fake_workers import FakeWorkers
 from .raw_client import RawClient, request_bytes
 from .streaming_servers import Server, bare_server, coordinator, model_folder, workers_of
@@ -39,11 +39,10 @@ CHAT = {"model": "bench", "messages": [{"role": "user", "content": "What does os
 
 
 def main() -> None:
-    parser = option_parser(__doc__)
+    parser = option_parser(__doc__, to_json=True)
     parser.add_argument(
         "--seconds", type=float, default=3.0, help="length of a measurement's windows, all together"
     )
-    parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -52,8 +51,7 @@ def main() -> None:
         model = model_folder(Path(folder))
         results = {"environment": environment(), **measure(model, cores, options.seconds)}
     print(json.dumps(results, indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    write_record(options.json, results)
 
 
 def measure(model: Path, cores: list[int], seconds: float) -> dict[str, Any]:

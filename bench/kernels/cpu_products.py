@@ -11,13 +11,11 @@ are this thread's processor time, the best of ROUNDS.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -30,7 +28,7 @@ from ...kernels.native_cpu import NativeCpuKernels, OneDnnLinear
 from ...kernels.quantised import QuantisedWeight
 from ...kernels.reference import routes
 from ...kernels.select import cpu_multiplies_bfloat16
-from ..environment import environment, option_parser
+from ..environment import environment, option_parser, write_record
 from ..models import SHAPES
 from .engine import multiply_rate, read_block
 from .kernel_inputs import mixture_weights
@@ -198,11 +196,10 @@ def measure(case: Case, block: torch.Tensor, peak: float) -> Iterator[dict[str, 
 
 
 def main() -> None:
-    parser = option_parser(__doc__)
+    parser = option_parser(__doc__, to_json=True)
     parser.add_argument("--models", default="125m,500m", help="of bench/models.py, separated by commas")
     parser.add_argument("--attention", action="store_true", help="without the linear layers")
     parser.add_argument("--mixtures", action="store_true", help="mixtures of experts, instead of models")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     names = [name for name in _cpu.instruction_sets() if name != "generic"]
@@ -217,9 +214,7 @@ def main() -> None:
             c = parse_config({**LLAMA, **SHAPES[model]}, {})
             for cases in (attention,) if options.attention else (products, attention):
                 rows += [row for case in cases(model, c, names) for row in measure(case, block, peak)]
-    if options.json:
-        record = {"environment": environment(), "flops_per_s": peak, "rows": rows}
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(options.json, {"environment": environment(), "flops_per_s": peak, "rows": rows})
 
 
 if __name__ == "__main__":

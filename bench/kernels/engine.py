@@ -14,7 +14,6 @@ processor time, the best of several runs.
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -33,7 +32,7 @@ from ...engine.step.model_runner import ModelRunner
 from ...kernels.huge_pages import huge_page_bytes
 from ...kernels.interface import DenseMlp
 from ...transport.messages.messages import SamplingParams
-from ..environment import environment, option_parser
+from ..environment import environment, option_parser, write_record
 from ..models import LLAMA_TINY, SHAPES, make_random_llama
 
 CONTEXT = 1024  # tokens in the cache of each decoding sequence
@@ -230,13 +229,12 @@ def make_runner(
 
 
 def main() -> None:
-    parser = option_parser(__doc__)
+    parser = option_parser(__doc__, to_json=True)
     parser.add_argument("--models", default="125m,500m", help="of bench/models.py, separated by commas")
     parser.add_argument("--dtypes", default="bfloat16,float32", help="separated by commas")
     parser.add_argument("--quantizations", default="none", help="separated by commas")
     parser.add_argument("--longest", type=int, default=2048, help="tokens of the longest prompt")
     parser.add_argument("--exact", action="store_true", help="batch-invariant mode")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
     options = parser.parse_args()
     num_blocks = max(DECODE_BATCHES) * CONTEXT // BLOCK_SIZE
     rows = []
@@ -246,10 +244,7 @@ def main() -> None:
                 runner = make_runner(Path(folder), model, dtype, options.exact, num_blocks, scheme)
                 rows += measure(model, runner, scheme, options.longest)
         rows.append(measure_overhead(Path(folder)))
-    if options.json:
-        options.json.write_text(
-            json.dumps({"environment": environment(), "rows": [asdict(row) for row in rows]}, indent=1) + "\n"
-        )
+    write_record(options.json, {"environment": environment(), "rows": [asdict(row) for row in rows]})
 
 
 if __name__ == "__main__":

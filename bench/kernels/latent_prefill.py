@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from ...engine.model.decoder import AttentionMetadata, DecoderModel
 from ...engine.model.layers import LayerLoader
 from ...kernels.measured_choice import KernelChoices
 from ...kernels.native_cpu import NativeCpuKernels, measured_instruction_set
-from ..environment import environment, option_parser
+from ..environment import environment, option_parser, write_record
 from .engine_figures import RandomTensors
 
 SHAPE: dict[str, Any] = {
@@ -46,8 +45,7 @@ def metadata(num_tokens: int, length: int) -> AttentionMetadata:
 
 @torch.inference_mode()
 def main() -> None:
-    parser = option_parser(__doc__)
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser = option_parser(__doc__, to_json=True)
     options = parser.parse_args()
     choices = KernelChoices.of_this_machine()
     kernels = NativeCpuKernels(1, measured_instruction_set(choices), choices)
@@ -78,8 +76,7 @@ def main() -> None:
             }
         )
         print(json.dumps(rows[-1]), flush=True)
-    if options.json:
-        options.json.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+    write_record(options.json, {"environment": environment(), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ model.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from ...decode.rows import DecodeStep
 from ...engine.step.batch import Batch, StepOutput
 from ...engine.step.step_thread import Runner, StepThread
 from ...worker.main import SWITCH_S
-from ..environment import environment, option_parser
+from ..environment import environment, option_parser, write_record
 from ..null_workers import NullRunner
 from .decode_loop import MAX_LEN, decode_scheduler, run_steps
 from .engine import BLOCK_SIZE, make_runner
@@ -96,14 +95,13 @@ def compare(
 
 
 def main() -> None:
-    parser = option_parser(__doc__)
+    parser = option_parser(__doc__, to_json=True)
     parser.add_argument("--model", default="125m", help="of bench/models.py (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument(
         "--seconds", type=float, default=4, help="of each way in each round (default: %(default)s)"
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
     sys.setswitchinterval(SWITCH_S)
     with tempfile.TemporaryDirectory() as folder:
@@ -119,8 +117,7 @@ def main() -> None:
             compare("null", NullRunner(), options.batch, 0, options.seconds, options.rounds),
             compare(options.model, model, options.batch, layers, options.seconds, options.rounds),
         ]
-    if options.json:
-        options.json.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+    write_record(options.json, {"environment": environment(), "rows": rows})
 
 
 if __name__ == "__main__":

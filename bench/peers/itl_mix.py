@@ -26,7 +26,7 @@ from ...loadgen.report import summarize
 from ...loadgen.sample import Sample
 from ...loadgen.settings import LoadSettings
 from ...loadgen.workload import FIRST_ID, LoadRequest
-from ..environment import environment, option_parser
+from ..environment import environment, option_parser, write_record
 
 SHORT, LONG, EVERY = 128, 2048, 6  # prompt tokens; every sixth prompt is a long one
 OUTPUT, OPEN, VOCAB_SIZE = 64, 8, 30_000
@@ -141,12 +141,11 @@ def draw(results: Sequence[dict[str, Any]], png: Path) -> None:
 
 
 def main() -> None:
-    parser = option_parser(__doc__)
+    parser = option_parser(__doc__, to_json=True)
     parser.add_argument("--url", help="of the server to measure")
     parser.add_argument("--name", default="server", help="what the server is, with version and options")
     parser.add_argument("--requests", type=int, default=48)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write what was measured here")
     parser.add_argument(
         "--plot", type=Path, nargs="+", metavar="JSON", help="draw these files instead of measuring"
     )
@@ -161,8 +160,7 @@ def main() -> None:
             **measure(options.url, options.requests, options.seed),
         }
         print(summary(result))
-        if options.json:
-            options.json.write_text(json.dumps(result) + "\n")
+        write_record(options.json, result)
         return
     results = [json.loads(file.read_text()) for file in options.plot]
     if any(result["load"] != results[0]["load"] for result in results):

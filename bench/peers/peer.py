@@ -21,7 +21,7 @@ from typing import Any
 from ...loadgen.load import generate_load
 from ...loadgen.report import Report, summarize
 from ...loadgen.settings import LoadSettings
-from ..environment import environment, option_parser
+from ..environment import environment, option_parser, write_record
 
 LOADS: dict[str, dict[str, Any]] = {
     "single_512": {"prompt_len": "512", "output_len": "64", "concurrency": 1, "requests": 5, "warmup": 1},
@@ -76,7 +76,7 @@ def ratios(ours: dict[str, float], theirs: dict[str, float]) -> dict[str, float]
 
 
 def main() -> None:
-    parser = option_parser(__doc__)
+    parser = option_parser(__doc__, to_json=True)
     parser.add_argument("--url", required=True)
     parser.add_argument("--name", required=True, help="what the server is, with version and options")
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
@@ -86,7 +86,6 @@ def main() -> None:
         action="store_true",
         help="one for each request, for a server that closes them without announcing it (llama.cpp)",
     )
-    parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument(
         "--against", type=Path, help="figures of this script for the other server: print the ratios"
     )
@@ -100,8 +99,7 @@ def main() -> None:
         result["against"] = other["name"]
         result[f"{other['name']} is better by"] = ratios(other["figures"], result["figures"])
     print(json.dumps(result, indent=2))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    write_record(arguments.json, result)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
@@ -32,7 +31,7 @@ from ...engine.analytic.shapes import shape_of
 from ...engine.analytic.step_times import Machine, Software
 from ...engine.latency_profile import StepModel
 from ...planner.profile.closed_loop import REQUEST_S, Run, Server, closed_loop
-from ..environment import environment, option_parser
+from ..environment import environment, option_parser, write_record
 from .analytic_measured import (
     BITS,
     CONFIGS,
@@ -265,11 +264,10 @@ def server_record(points: Measured) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = option_parser(__doc__)
+    parser = option_parser(__doc__, to_json=True)
     parser.add_argument("what", choices=["steps", "servers"])
     parser.add_argument("--data", type=Path, required=True, help="folder of the published data")
     parser.add_argument("--servers", type=Path, help="AIConfigurator's file of all measured points")
-    parser.add_argument("--json", type=Path, help="write the record here")
     arguments = parser.parse_args()
     if arguments.what == "steps":
         found = step_record(arguments.data)
@@ -278,8 +276,7 @@ def main() -> None:
             measured(arguments.servers or arguments.data / "aiconfigurator/silicon_refs.csv")
         )
     record = {"environment": environment(), "shipped": asdict(CURRENT), arguments.what: found}
-    if arguments.json:
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(arguments.json, record)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ expects; and the latter under Poisson arrivals of the same requests.
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 import time
@@ -37,7 +36,7 @@ from ...planner.search.search import search
 from ...planner.simulator.slo import parse_slo
 from ...traces.readers import open_trace
 from ...traces.request import TraceRequest
-from ..environment import environment, option_parser
+from ..environment import environment, option_parser, write_record
 
 
 def cv(requests: Sequence[TraceRequest]) -> float:
@@ -97,7 +96,7 @@ def _figures(seen: Look) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = option_parser(__doc__)
+    parser = option_parser(__doc__, to_json=True)
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--profile", type=Path, required=True)
     parser.add_argument("--gpus", type=int, default=8, help="workers of this profile")
@@ -105,7 +104,6 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=10_000, help="of the trace's beginning: to plan on")
     parser.add_argument("--whole", type=int, default=10_000, help="to check with")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
     trace = open_trace(arguments.trace)
@@ -133,15 +131,14 @@ def main() -> int:
         )
     )
     found = checks(plan, requests[: arguments.whole], arguments.processes)
-    if arguments.json:
-        content = {
-            "environment": environment(),
-            "planned_in_s": took,
-            "cv_of_gaps": cv(requests),
-            "plan": planned,
-            "checks": found,
-        }
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+    record = {
+        "environment": environment(),
+        "planned_in_s": took,
+        "cv_of_gaps": cv(requests),
+        "plan": planned,
+        "checks": found,
+    }
+    write_record(arguments.json, record)
     if arguments.plot:
         draw_plan(arguments.plot, plan)
     held = found["plan, whole trace, four fifths"]["attainment"] >= question.level.attainment

@@ -11,7 +11,6 @@ over too soon all the same.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from itertools import islice
@@ -28,7 +27,7 @@ from ...planner.search.plots import draw_plan
 from ...planner.search.search import search
 from ...planner.simulator.slo import parse_slo
 from ...traces.readers import open_trace
-from ..environment import environment, option_parser
+from ..environment import environment, option_parser, write_record
 
 NUM_WORKERS = 16
 ALLOWED_S = 60.0
@@ -52,11 +51,10 @@ def planned(path: Path, num_requests: int, profile: Profile, processes: int) -> 
 
 
 def main() -> int:
-    parser = option_parser(__doc__)
+    parser = option_parser(__doc__, to_json=True)
     parser.add_argument("--data", type=Path, required=True, help="folder with the Azure traces of 2023")
     parser.add_argument("--profile", type=Path, default=Path("llama2-70b-h100x8"))
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--plots", type=Path, help="folder for plan-code.png and the like")
     arguments = parser.parse_args()
     machine, found, missed = environment(), {}, False
@@ -75,10 +73,7 @@ def main() -> int:
         print("\n".join([f"--- {name}: planned in {took:.1f} s", *described["recommendation"]]), flush=True)
         if arguments.plots:
             draw_plan(arguments.plots / f"plan-{name}.png", plan)
-    if arguments.json:
-        arguments.json.write_text(
-            json.dumps({"environment": machine, "slo": SLO, "plans": found}, indent=1) + "\n"
-        )
+    write_record(arguments.json, {"environment": machine, "slo": SLO, "plans": found})
     return int(missed)
 
 

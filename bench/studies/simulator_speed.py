@@ -15,7 +15,6 @@ compressed. Measured from the first arrival to the last end.
 
 from __future__ import annotations
 
-import json
 import resource
 import sys
 import time
@@ -33,7 +32,7 @@ from ...traces.request import Trace
 from ...traces.workload.arrivals import Arrivals
 from ...traces.workload.lengths import MarginalLengths
 from ...traces.workload.workload import Workload
-from ..environment import environment, option_parser
+from ..environment import environment, option_parser, write_record
 
 PROFILE = Profile(
     name="about 70B",
@@ -125,7 +124,7 @@ def measure_sketch(
 
 
 def main() -> int:
-    parser = option_parser(__doc__)
+    parser = option_parser(__doc__, to_json=True)
     parser.add_argument("--workers", type=int, nargs="+", default=[4, 16, 100])
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--loads", nargs="+", choices=sorted(LENGTHS), default=sorted(LENGTHS, reverse=True))
@@ -136,7 +135,6 @@ def main() -> int:
     parser.add_argument(
         "--stepped", action="store_true", help="simulate every layer and heartbeat, to compare with"
     )
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     kinds = ["conversation"] if arguments.trace else arguments.loads
     results: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
@@ -174,9 +172,7 @@ def main() -> int:
                     f"  sketched: {seen['requests_per_cpu_s']:,.0f} a second, off at p50, p90, p99 by {off}",
                     flush=True,
                 )
-    if arguments.json:
-        head = {"environment": environment(), "command": sys.argv[1:]}
-        arguments.json.write_text(json.dumps({**head, "results": results}, indent=1) + "\n")
+    write_record(arguments.json, {"environment": environment(), "results": results})
     return 0
 
 

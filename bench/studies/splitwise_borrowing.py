@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 import time
 from pathlib import Path
@@ -26,7 +25,7 @@ from ...planner.simulator.simulation import Simulation
 from ...traces.operators import cut
 from ...traces.readers import open_trace
 from ...traces.request import Trace
-from ..environment import environment, option_parser
+from ..environment import environment, option_parser, write_record
 from .splitwise_cluster import DESIGNS, Imitation, of_jobs, percentiles
 from .splitwise_machine import Job
 from .splitwise_slo import NineSlos, splitwise_curves
@@ -127,7 +126,7 @@ def compare(arguments: argparse.Namespace, rate: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = option_parser(__doc__)
+    parser = option_parser(__doc__, to_json=True)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--model", default="bloom-176b")
     parser.add_argument("--design", nargs="+", choices=list(MACHINES), default=list(MACHINES))
@@ -135,7 +134,6 @@ def main() -> int:
     parser.add_argument("--rates", nargs="+", type=int, help="default: around the published highest one")
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--borrow", nargs="+", type=int, choices=[0, 1], default=[0, 1])
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     runs = []
     for design, workload in itertools.product(arguments.design, arguments.workload):
@@ -143,9 +141,7 @@ def main() -> int:
         for rate in arguments.rates or (highest, highest + 10):
             chosen = argparse.Namespace(**{**vars(arguments), "design": design, "workload": workload})
             runs.append(compare(chosen, rate))
-            if arguments.json:
-                record = {"command": sys.argv[1:], "environment": environment(), "runs": runs}
-                arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+            write_record(arguments.json, {"environment": environment(), "runs": runs})
     return 0
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import csv
 import gzip
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,7 +27,7 @@ import numpy as np
 
 from ...traces.readers import open_trace
 from ...traces.request import Trace
-from ..environment import option_parser
+from ..environment import option_parser, write_record
 from .splitwise_clock import Clock
 from .splitwise_machine import GIB, MACHINE_BYTES, Job, LlmShape, Machine, Work
 from .splitwise_slo import splitwise_curves
@@ -233,7 +232,7 @@ def write_requests(path: Path, jobs: Sequence[Job]) -> None:
 
 
 def main() -> int:
-    parser = option_parser(__doc__)
+    parser = option_parser(__doc__, to_json=True)
     parser.add_argument("--perf-model", type=Path, required=True, help="splitwise-sim's perf_model.csv")
     parser.add_argument("--trace", type=Path, required=True, help="any trace that `splitserve trace` reads")
     parser.add_argument("--model", default="llama2-70b", choices=list(SHAPES))
@@ -242,7 +241,6 @@ def main() -> int:
     parser.add_argument("--token-machines", type=int, default=0)
     parser.add_argument("--tensor-parallel", type=int, default=8, help="which of the measurements")
     parser.add_argument("--requests", type=Path, help="write each request's times to this CSV file")
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.design.startswith("Baseline") == bool(arguments.token_machines):
         parser.error("a baseline has no --token-machines, and a Splitwise design needs some")
@@ -262,8 +260,7 @@ def main() -> int:
         print(f"{name:5}" + "  ".join(f"{p} {seconds:.6f} s" for p, seconds in found[name].items()))
     if arguments.requests:
         write_requests(arguments.requests, jobs)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"command": sys.argv[1:], **found}, indent=1) + "\n")
+    write_record(arguments.json, {"command": sys.argv[1:], **found})
     return 0
 
 

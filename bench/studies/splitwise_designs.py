@@ -15,7 +15,6 @@ another one holds a higher rate.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 import time
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from ...traces.readers import open_trace
-from ..environment import environment, option_parser
+from ..environment import environment, option_parser, write_record
 from .splitwise_cluster import DESIGNS, Imitation
 from .splitwise_rows import Comparison, Row, draw, shown
 from .splitwise_slo import NineSlos
@@ -223,7 +222,7 @@ def tasks(arguments: argparse.Namespace) -> list[Task]:
 
 
 def main() -> int:
-    parser = option_parser(__doc__)
+    parser = option_parser(__doc__, to_json=True)
     parser.add_argument("--data", type=Path, required=True, help="folder with perf_model.csv and traces")
     parser.add_argument("--model", default="bloom-176b", help="bloom-176b (the paper's) or llama2-70b")
     parser.add_argument("--workloads", default="code,conv")
@@ -245,7 +244,6 @@ def main() -> int:
         "--capped", type=float, default=0.7, help="power of a capped token machine, as a share"
     )
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
     if arguments.comparisons.find("iso-throughput") >= 0:
@@ -260,10 +258,9 @@ def main() -> int:
         rows = [row for found in pool.map(run, tasks(arguments)) for row in found]
     print(shown(rows))
     print(f"took {time.monotonic() - began:.0f} s")
-    if arguments.json:
-        inputs: dict[str, Any] = {k: v for k, v in vars(arguments).items() if not isinstance(v, Path)}
-        content = {"environment": environment(), "inputs": inputs, "rows": [asdict(row) for row in rows]}
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+    inputs: dict[str, Any] = {k: v for k, v in vars(arguments).items() if not isinstance(v, Path)}
+    record = {"environment": environment(), "inputs": inputs, "rows": [asdict(row) for row in rows]}
+    write_record(arguments.json, record)
     if arguments.plot:
         draw(arguments.plot, rows)
     return 0

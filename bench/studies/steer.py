@@ -13,12 +13,10 @@ goodput, more than the best single ratio's, no oscillation under constant load.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -32,7 +30,7 @@ from ...steering.fleet import Decision
 from ...steering.options import SteeringOptions
 from ...steering.steering import Steering
 from ...traces.operators import cut
-from ..environment import environment, option_parser
+from ..environment import environment, option_parser, write_record
 from .steer_verdict import missed_in_simulation, num_undone
 from .steer_workload import CHAT, CODE, NUM_WORKERS, TPOT_S, TTFT_S, Phase, load, worker
 
@@ -165,12 +163,11 @@ def _ratio(prefill: int) -> str:
 
 
 def main() -> int:
-    parser = option_parser(__doc__)
+    parser = option_parser(__doc__, to_json=True)
     parser.add_argument("--phases", type=int, default=4, help="of the shifting load")
     parser.add_argument("--phase-s", type=float, default=180.0, help="length of each, in simulated seconds")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="a study with each")
     parser.add_argument("--processes", type=int, default=2, help="runs at a time")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
     machine = environment()
     found = [
@@ -185,10 +182,7 @@ def main() -> int:
         for sentence in missed_in_simulation(of_seed)
     ]
     print("\n".join(f"missed: {sentence}" for sentence in missed) or "every goal was reached")
-    if options.json is not None:
-        options.json.write_text(
-            json.dumps({"environment": machine, "missed": missed, "studies": found}, indent=1) + "\n"
-        )
+    write_record(options.json, {"environment": machine, "missed": missed, "studies": found})
     return 1 if missed else 0
 
 

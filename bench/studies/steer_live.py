@@ -27,7 +27,7 @@ import orjson
 
 from ...cli.settings import DEMO_MODEL
 from ...traces.request import TraceRequest
-from ..environment import environment, option_parser
+from ..environment import environment, option_parser, write_record
 from ..live_cluster import live_cluster
 from ..operator_auth import OperatorAuth
 from .steer_verdict import missed_live
@@ -76,7 +76,7 @@ class Streamed:
 
 
 def main() -> int:
-    parser = option_parser(__doc__)
+    parser = option_parser(__doc__, to_json=True)
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--mixed", type=int, default=0, help="of these, of both roles for good")
     parser.add_argument(
@@ -86,7 +86,6 @@ def main() -> int:
         "--phase-s", type=float, default=90.0, help="seconds of each of the two kinds of load"
     )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
     machine = environment()
     others = options.workers - options.mixed
@@ -97,10 +96,7 @@ def main() -> int:
     print(json.dumps({name: value for name, value in found.items() if name != "decisions"}, indent=1))
     missed = missed_live(found)
     print("\n".join(f"missed: {sentence}" for sentence in missed) or "every goal was reached")
-    if options.json is not None:
-        options.json.write_text(
-            json.dumps({"environment": machine, "missed": missed, **found}, indent=1) + "\n"
-        )
+    write_record(options.json, {"environment": machine, "missed": missed, **found})
     return 1 if missed else 0
 
 

@@ -10,14 +10,12 @@ of which the best is known afterwards.
 
 from __future__ import annotations
 
-import json
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from ..environment import environment, option_parser
+from ..environment import environment, option_parser, write_record
 from .steer import run
 from .steer_workload import CHAT, CODE, NUM_WORKERS
 
@@ -50,7 +48,7 @@ def study(mixed: int, num_phases: int, phase_s: float, seed: int, processes: int
 
 
 def main() -> None:
-    parser = option_parser(__doc__)
+    parser = option_parser(__doc__, to_json=True)
     parser.add_argument(
         "--mixed", type=int, choices=range(1, NUM_WORKERS - 1), default=2, help="of the 8 workers"
     )
@@ -58,13 +56,11 @@ def main() -> None:
     parser.add_argument("--phase-s", type=float, default=40.0, help="length of each, in simulated seconds")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--processes", type=int, default=2, help="runs at a time")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
     machine = environment()
     found = study(options.mixed, options.phases, options.phase_s, options.seed, options.processes)
     show(found)
-    if options.json is not None:
-        options.json.write_text(json.dumps({"environment": machine, **found}, indent=1) + "\n")
+    write_record(options.json, {"environment": machine, **found})
 
 
 def show(found: dict[str, object]) -> None:

@@ -27,7 +27,7 @@ from ...planner.simulator.cluster import Cluster, Pool
 from ...planner.simulator.records import RequestRecord
 from ...planner.simulator.simulation import Simulation
 from ...traces.readers import open_trace
-from ..environment import environment, option_parser
+from ..environment import environment, option_parser, write_record
 from ..peers.distserve_machine import CONTEXT_TOKEN_S, PROMPT_STEP_S, STEP_S, DistServeCluster
 
 BOUNDS = {"attain_250_100": (0.25, 0.1), "attain_400_100": (0.4, 0.1)}
@@ -132,7 +132,7 @@ def two_to_one() -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = option_parser(__doc__)
+    parser = option_parser(__doc__, to_json=True)
     parser.add_argument(
         "--data",
         type=Path,
@@ -141,7 +141,6 @@ def main() -> int:
     )
     parser.add_argument("--only", default="", help="rows whose trace has this in it")
     parser.add_argument("--with-ours", action="store_true", help="our own simulator as well")
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     rows = [
         row
@@ -173,9 +172,8 @@ def main() -> int:
         f"{len(rows) - wrong} of {len(rows)} runs agree (to {AGREES:.0%} of any percentile, and of any "
         "attainment)"
     )
-    if arguments.json:
-        content = {"environment": environment(), "runs": results, "two_to_one": example}
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+    record = {"environment": environment(), "runs": results, "two_to_one": example}
+    write_record(arguments.json, record)
     return int(wrong > 0 or example["best"] != "2P:1D")
 
 

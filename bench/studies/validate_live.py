@@ -26,7 +26,6 @@ import argparse
 import asyncio
 import contextlib
 import itertools
-import json
 import re
 import sys
 import tempfile
@@ -44,7 +43,7 @@ from ...planner.simulator.cluster import Cluster, Pool, PoolRole
 from ...traces.own_format import write_trace
 from ...traces.readers import open_trace
 from ...traces.request import Trace, TraceRequest
-from ..environment import environment, option_parser
+from ..environment import environment, option_parser, write_record
 from ..handoff.live_pace import LivePace, processor_times, read_step_logs, stolen_share
 from ..live_cluster import live_cluster
 from .live_errors import LATE_S, Replay, compared, medians, of_records, of_samples, show, simulated
@@ -72,14 +71,13 @@ def main() -> int:
         arguments.prefill, arguments.decode, arguments.mixed = counts
         found[name] = validated(arguments)
         misses, own_misses = list(missed(found, "error")), list(missed(found, "error_at_its_pace"))
-        if arguments.json:
-            record = {
-                "environment": machine,
-                "clusters": found,
-                "missed": misses,
-                "missed_at_its_pace": own_misses,
-            }
-            arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+        record = {
+            "environment": machine,
+            "clusters": found,
+            "missed": misses,
+            "missed_at_its_pace": own_misses,
+        }
+        write_record(arguments.json, record)
     print("\n".join(misses) or "every percentile agrees", flush=True)
     if arguments.runner == "model":
         print(
@@ -139,7 +137,7 @@ def validated(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def parsed() -> argparse.Namespace:
-    parser = option_parser(__doc__)
+    parser = option_parser(__doc__, to_json=True)
     parser.add_argument("--runner", choices=["paced", "model"], default="paced")
     parser.add_argument("--model", type=Path, default=DEMO_MODEL)
     parser.add_argument(
@@ -168,7 +166,6 @@ def parsed() -> argparse.Namespace:
         default=1,
         help="live runs of each workload, of whose percentiles the medians count",
     )
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.runner == "model" and arguments.profile is None:
         parser.error("--runner model needs the --profile of that model on this machine")

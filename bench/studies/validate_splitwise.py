@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import csv
 import gzip
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from ...planner.simulator.records import RequestRecord
 from ...planner.simulator.simulation import Simulation
 from ...traces.readers import open_trace
 from ...traces.request import Trace
-from ..environment import environment, option_parser
+from ..environment import environment, option_parser, write_record
 from .splitwise_cluster import DESIGNS, Imitation, of_jobs, percentiles
 
 
@@ -104,13 +103,12 @@ def as_we_schedule(
 
 
 def main() -> int:
-    parser = option_parser(__doc__)
+    parser = option_parser(__doc__, to_json=True)
     parser.add_argument(
         "--data", type=Path, required=True, help="folder with perf_model.csv, traces and results"
     )
     parser.add_argument("--only", default="", help="runs whose name has this in it")
     parser.add_argument("--with-ours", action="store_true", help="our own simulator as well")
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     results, wrong = {}, 0
     paths = sorted(
@@ -131,10 +129,7 @@ def main() -> int:
             f"{each:.6f} s",
             flush=True,
         )
-    if arguments.json:
-        arguments.json.write_text(
-            json.dumps({"environment": environment(), "runs": results}, indent=1) + "\n"
-        )
+    write_record(arguments.json, {"environment": environment(), "runs": results})
     print(
         f"{len(results) - wrong} of {len(results)} runs agree (unit cases to 1e-6 s a request, others to 2% "
         "of any percentile)"
