@@ -128,16 +128,15 @@ class ContextTooLong(InvalidRequest):
         at_least: bool = False,
     ) -> None:
         asked = f"your prompt has {'at least ' if at_least else ''}{num_prompt_tokens} tokens"
+        advice = "Shorten the prompt"
         if max_tokens is not None:
             total = num_prompt_tokens + max_tokens
             asked = (
                 f"you requested {total} tokens ({num_prompt_tokens} in the prompt, {max_tokens} for "
                 "the completion)"
             )
-        message = (
-            f"This model's maximum context length is {max_model_len} tokens, but {asked}. Shorten the "
-            "prompt or ask for fewer tokens."
-        )
+            advice += " or ask for fewer tokens"
+        message = f"This model's maximum context length is {max_model_len} tokens, but {asked}. {advice}."
         super().__init__(message, param=param)
 
 

@@ -34,7 +34,7 @@ IGNORED = {
 
 def _input(value: Any) -> Any:
     if not isinstance(value, str | list) or not value:
-        raise invalid("must be a text or a list of items, not empty")
+        raise invalid("must be a text or a list of items, and not be empty")
     if len(value) > MAX_MESSAGES and isinstance(value, list):
         raise invalid(f"has {len(value)} items; at most {MAX_MESSAGES} are allowed")
     return value

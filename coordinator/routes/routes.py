@@ -192,6 +192,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
         "",
     ):
         why = f": use {near}"  # a base URL without /v1, or with two
+    elif "/docs" in paths:
+        why = "; /docs lists what there is"
     return _error(NotFound(f"There is no {request.method} {path}{why}.", code="unknown_url"), request)
 
 

@@ -26,6 +26,7 @@ class ChatCompletionRequest(SamplingFields, TemplateFields):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_tokens: Annotated[int, Field(ge=1, lt=INT64)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, lt=INT64)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -47,8 +48,6 @@ class ChatCompletionRequest(SamplingFields, TemplateFields):
     def _consistent(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise PydanticCustomError("invalid", "top_logprobs: only allowed with `logprobs` true")
-        if self.max_tokens == 0:
-            raise PydanticCustomError("invalid", "max_tokens: must be at least 1")
         if self.functions is not None or self.function_call is not None:
             self._check_functions()
         return self if self.choice_of_tools is None and not self.all_tools else self._calls_are_possible()

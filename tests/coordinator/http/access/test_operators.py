@@ -95,7 +95,7 @@ async def test_an_odd_path_is_told_of_no_missing_option(
     app: HttpApp, dispatcher: FakeDispatcher, model: ServedModel
 ) -> None:
     for inner, reported in (
-        (app, "There is no GET /v1/files/a/b."),
+        (app, "There is no GET /v1/files/a/b; /docs lists what there is."),
         (HttpApp(dispatcher, model), "without --batch-file"),
     ):
         async with visitor(inner) as http:
