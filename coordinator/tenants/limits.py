@@ -33,7 +33,7 @@ class Limits(BaseModel):
 
 LIMIT_NAMES = tuple(Limits.model_fields)
 Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f/]+$")]
-"""Of a tenant or a tier."""
+"""The name of a tenant or a tier."""
 ZeroOrMore = Annotated[int, Field(ge=0, le=1 << 50)] | None
 
 

@@ -279,11 +279,8 @@ async def test_it_needs_the_option_and_a_key(
     store = TenantStore(tmp_path / "tenants.db", create=True)
     store.set_tenant("acme", tier="premium")
     key = store.create_key("acme").key
-    keyed = HttpServer(
-        HttpApp(
-            dispatcher, model, AppParts(ollama=True, tenancy=Tenancy(KeyDirectory(tmp_path / "tenants.db")))
-        )
-    )
+    tenancy = Tenancy(KeyDirectory(tmp_path / "tenants.db"))
+    keyed = HttpServer(HttpApp(dispatcher, model, AppParts(ollama=True, tenancy=tenancy)))
     await asyncio.gather(without.start(), keyed.start())
     async with httpx.AsyncClient(timeout=60) as http:
         answer = await http.get(f"http://127.0.0.1:{without.port}/api/tags")
