@@ -124,20 +124,24 @@ async def _ready(plan: Plan, launcher: Launcher, url: str, wanted: set[str], dea
 async def _roll(
     plan: Plan, launcher: Launcher, url: str, old: Sequence[Command], roles: Mapping[str, str]
 ) -> None:
-    """Start each process again once the one before is back: workers, then the coordinator. Raises LaunchError
-    where one does not come back."""
-    headers = {"authorization": f"Bearer {plan.admin_key}"}
+    """Start each process again once the one before is back: workers of each role in turn, since new ones may
+    fit no old ones, then the coordinator. Raises LaunchError where one does not come back."""
+    headers, certificate = {"authorization": f"Bearer {plan.admin_key}"}, plan.coordinator.tls_cert
 
     async def known() -> dict[str, int]:
-        return await incarnations(url, headers, plan.coordinator.tls_cert)
+        return await incarnations(url, headers, certificate)
 
-    for name, argv, env in sorted(
-        ((each.name, each.argv, each.env) for each in old), key=lambda each: each[0] not in roles
-    ):
+    of_role = [[name for name in roles if roles[name] == role] for role in sorted(set(roles.values()))]
+    turns = {name: turn for names in of_role for turn, name in enumerate(names)}
+    renewed = set[str]()
+    for each in sorted(old, key=lambda each: turns.get(each.name, len(turns))):
+        name, role = each.name, roles.get(each.name, "coordinator")
         before, deadline = await known(), time.monotonic() + plan.up.ready_timeout_s
         notify(f"{name} starts again ...")
-        await asyncio.to_thread(launcher.restart, name, roles.get(name, "coordinator"), argv, env)
-        while not (_is_back(name, before, await known()) and await is_ready(url, plan.coordinator.tls_cert)):
+        await asyncio.to_thread(launcher.restart, name, role, each.argv, each.env)
+        renewed.add(role)
+        lone = renewed in ({"prefill"}, {"decode"})
+        while not (_is_back(name, before, await known()) and (lone or await is_ready(url, certificate))):
             if time.monotonic() > deadline:
                 raise LaunchError(
                     f"{name} is not back after {plan.up.ready_timeout_s:g} s, the processes after it are as "

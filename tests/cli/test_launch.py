@@ -36,6 +36,15 @@ class Launched:
     def restart(self, name: str, role: str, argv: Sequence[str], env: Mapping[str, str]) -> None:
         self.calls.append(f"restart {name} as {role}")
 
+    def misfits(self) -> bool:
+        """Whether no prefill worker has a decode worker's build: what starts again has another, whose
+        KV cache has another name."""
+        new = [name for name in self.names if any(call.startswith(f"restart {name} ") for call in self.calls)]
+        old = [name for name in self.names if name not in new]
+        return bool(new) and not any(
+            {"prefill", "decode"} <= {name.partition("-")[0] for name in build} for build in (new, old)
+        )
+
     def host(self, deadline: float) -> str:
         return "192.0.2.3"
 
@@ -54,7 +63,7 @@ def launched(
 ) -> list[str]:
     async def is_ready(url: str, _: Path | None) -> bool:
         assert url == f"http://192.0.2.3:{made.coordinator.port}"
-        return ready
+        return ready and not manager.misfits()
 
     monkeypatch.setattr(launching, "is_ready", is_ready)
     monkeypatch.setattr(launching, "launcher_of", lambda _: manager)
@@ -114,6 +123,28 @@ def test_a_roll_waits_for_each_process_and_takes_the_coordinator_last(
     monkeypatch.setattr(manager, "restart", lambda *_: manager.names.remove("decode-0"))
     with pytest.raises(LaunchError, match=r"decode-0 is not back after 0\.1 s, .* less decode-0\.log"):
         launched(monkeypatch, planned(tmp_path, decode=2, roll=True, ready_timeout_s=0.1), manager)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_roll_to_a_build_whose_kv_cache_has_another_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """A new prefill worker serves once a decode worker is new, too: roles take turns."""
+    pairs = [f"{role}-{i}" for i in range(size) for role in ("decode", "prefill")]
+    manager = Launched("coordinator", *pairs)
+
+    async def incarnations(*_: object) -> dict[str, int]:
+        return {
+            name: sum(call.startswith(f"restart {name} ") for call in manager.calls) for name in manager.names
+        }
+
+    monkeypatch.setattr(launching, "incarnations", incarnations)
+    monkeypatch.setattr(launching, "POLL_S", 0.01)
+    calls = launched(
+        monkeypatch, planned(tmp_path, prefill=size, decode=size, roll=True, ready_timeout_s=5), manager
+    )
+    assert [call.split()[1] for call in calls[:2]] == ["prefill-0", "decode-0"]
+    assert len(calls) == 2 * size + 1
 
 
 def test_what_cannot_start_is_named_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
