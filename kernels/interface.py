@@ -5,7 +5,7 @@ Activations are [num_tokens, features], contiguous, in the model's dtype. The po
 2 (K, V) or 1 (each key is its value, too), num_kv_heads, block_size, head_dim] in the same dtype; or in
 float8_e4m3fn with ``kv_scales`` (float32 [num_layers, 2, num_kv_heads]): a key is then what the pool holds
 times its head's scale; or, on CPUs, in int8: each row of head_dim numbers has its float32 scale behind it, so
-that a row is head_dim + INT8_SCALE_BYTES long. Keys in the model's dtype may lie grouped: see ``key_group``.
+that a row is head_dim + INT8_SCALE_BYTES long. Keys may lie grouped: see ``key_group``.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class FusedLayers(Protocol):
 
 
 class Kernels(Protocol):
-    key_group: int  # tokens whose keys lie word by word, see cpu/kv_codes.h; 1: one after the other
+    key_group: int  # tokens whose keys lie item by item, see cpu/kv_codes.h; 1: one after the other
 
     def linear(self, weight: Weight | Sequence[Weight], bias: Tensor | None, as_is: bool = False) -> Linear:
         """Prepare weight [out_features, in_features], or several that become one, their outputs side by side.

@@ -34,10 +34,11 @@ def make_pool(cache: str, num_kv_heads: int, head_dim: int) -> torch.Tensor:
         return torch.randn(shape).bfloat16()
     if cache == "fp8":
         return torch.randn(shape).to(torch.float8_e4m3fn)
-    codes = torch.randint(-127, 128, shape, dtype=torch.int8)
-    scales = torch.full((*shape[:-1], 1), 0.01).view(torch.int8)
-    assert scales.shape[-1] == INT8_SCALE_BYTES
-    return torch.cat((codes, scales), dim=-1)
+    pool = torch.randint(-127, 128, [*shape[:-1], head_dim + INT8_SCALE_BYTES], dtype=torch.int8)
+    scales = torch.full((BLOCK_SIZE,), 0.01).view(torch.int8)
+    pool[:, :, 0].flatten(3)[..., -len(scales) :] = scales  # keys lie in groups of a block: cpu/kv_codes.h
+    pool[:, :, 1, :, :, head_dim:] = scales[:INT8_SCALE_BYTES]
+    return pool
 
 
 def calls(

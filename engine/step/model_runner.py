@@ -142,7 +142,7 @@ class ModelRunner:
             dtypes = f"{self.dtype} {cache_dtype}".replace("torch.", "")
             self.kv_name = f"{weights_name} {dtypes} {self.numerics}"
             layout, group = KVCacheLayout.of(self.config, block_size, cache_dtype), kernels.key_group
-            if group > 1 and (layout.dtype, layout.planes, block_size % group) == (self.dtype, 2, 0):
+            if group > 1 and (layout.planes, block_size % group) == (2, 0):
                 self.kv_name += f", keys by {group}"
             # no table of angles for more
             longest = available_bytes(self.device) // layout.block_bytes * layout.block_size

@@ -4,7 +4,7 @@
 //   many queries: tiles of KEYS keys are copied out once (transposed for q k^T) and serve all rows of a query tile. Compute-bound.
 // Keys are taken in runs that begin at multiples of the run's length in the sequence, and both kernels add in one order: a row's bits
 // are the same whichever of them computes it, in whatever chunk and batch.
-//   score:   one chain of multiply-adds in the order of d. Keys lie in the lanes, as the pool holds them, or they are transposed first.
+//   score:   one chain of multiply-adds in the order of d. Keys lie in the lanes, as the pool holds them in groups, or they are grouped first.
 //   softmax: key t of a run adds to partial sum t % W; then those are added by halves (sum).
 //   values:  one chain of multiply-adds in the order of the keys.
 // A head's sink is a score beside those of the keys, with no value.
@@ -16,16 +16,15 @@ constexpr int SPACED = VECTOR_BYTES == 64 ? 1 : 4;  // steps of narrow vectors b
 constexpr int SCORED = VECTOR_BYTES == 64 ? 4 : 2;  // vectors of keys that are scored at once: what the register file holds
 
 // What a query (by words of its keys) and probabilities are multiplied as: see multiply_tile.
-template <class T>
+template <class T, class C>
 struct As { using Query = float; using Weight = float; };
-template <>
-struct As<bf16> {
 #if BF16_UNITS
-  using Query = Pair; using Weight = Pair;
+template <class C>
+struct As<bf16, C> { using Query = Pair; using Weight = Pair; };
 #else
-  using Query = Two; using Weight = float;
+template <>
+struct As<bf16, bf16> { using Query = Two; using Weight = float; };
 #endif
-};
 
 static inline bool one_query(const AttentionArgs& g, const AttentionItem& item) {
   return g.query_start_loc[item.seq + 1] - g.query_start_loc[item.seq] == 1;
@@ -51,7 +50,7 @@ struct KeyValues {  // where one sequence's keys and values of one layer and hea
 
   KeyValues(const AttentionArgs& g, const AttentionItem& item)
       : table(g.block_tables + item.seq * g.table_stride), row(row_length<T>(g.head_dim)), block_size(g.block_size),
-        grouped(keys_in_groups<T>(g.planes, block_size)) {
+        grouped(keys_in_groups(g.planes, block_size)) {
     const int64_t run = block_size * row;
     const int64_t plane = g.num_kv_heads * run;
     value_offset = g.planes == 2 ? plane : 0;
@@ -66,13 +65,15 @@ struct Run {  // the keys [begin, end) of a run, from position `start` on
   int64_t start = 0, begin = 0, end = 0, value_offset = 0;
   const T *in_turn[2 * KEYS + 2], *keys[KEYS];  // in the room of one that is not there lies another; from `head` on those of the head at hand
   int64_t head = 0, head_stride, row;
+  const T* copied = nullptr;  // groups that the pool does not hold, see group_keys
   bool grouped = false;
   const T* key(int64_t i) const { return keys[i] + head; }
-  const float* group(int64_t i) const {  // the first word of W keys from i on, GROUP before the next; of another group if none of them is there
+  const T* group(int64_t i) const {  // where key i lies; another group if it is not there
+    if (!grouped) return copied + i / GROUP * GROUP * row;
     const int64_t held = smaller(larger(i, begin), end - 1);
-    return reinterpret_cast<const float*>(key(held) - held % GROUP * row) + i % GROUP;
+    return key(held) - held % GROUP * row;
   }
-  const uint32_t* const* words(int64_t i) const { return reinterpret_cast<const uint32_t* const*>(keys + i); }  // of the first head
+  const Item<T>* items(int64_t i) const { return reinterpret_cast<const Item<T>*>(group(i)) + i % GROUP; }  // of W keys, GROUP apart
 
   void find(const KeyValues<T>& kv, int64_t position, int64_t length) {  // those from `position` on
     start = position / KEYS * KEYS;
@@ -145,92 +146,79 @@ struct Runs {
   }
 };
 
-#if VECTOR_BYTES == 64
-#define UNPACK(which, a, b) (vu)_mm512_unpack##which((__m512i)(a), (__m512i)(b))
-#define LANES(a, b, of_four, of_two) (vu)_mm512_shuffle_i32x4((__m512i)(a), (__m512i)(b), of_four)
-#elif VECTOR_BYTES == 32
-#define UNPACK(which, a, b) (vu)_mm256_unpack##which((__m256i)(a), (__m256i)(b))
-#define LANES(a, b, of_four, of_two) (vu)_mm256_permute2x128_si256((__m256i)(a), (__m256i)(b), of_two)
-#endif
-
-// words[j] = word j of each of W keys, from rows[i] + word on; eight words or one.
-template <int N>
-static inline __attribute__((always_inline)) void load_words(const uint32_t* const* rows, int64_t word, vu* words) {
-#if VECTOR_BYTES >= 32
-  if constexpr (N == 8) {
-    vu a[8], b[8];
-    const auto eight = [&](int i) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[i] + word)); };
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i)
-#if VECTOR_BYTES == 64
-      a[i] = (vu)_mm512_inserti64x4(_mm512_castsi256_si512(eight(i + i / 4 * 4)), eight(i + i / 4 * 4 + 4), 1);
-#else
-      a[i] = (vu)eight(i);
-#endif
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i += 2) { b[i] = UNPACK(lo_epi32, a[i], a[i + 1]); b[i + 1] = UNPACK(hi_epi32, a[i], a[i + 1]); }
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i += 4) {
-      a[i] = UNPACK(lo_epi64, b[i], b[i + 2]); a[i + 1] = UNPACK(hi_epi64, b[i], b[i + 2]);
-      a[i + 2] = UNPACK(lo_epi64, b[i + 1], b[i + 3]); a[i + 3] = UNPACK(hi_epi64, b[i + 1], b[i + 3]);
+// Groups the keys of the head at hand, where the pool does not.
+template <class C, class F>
+static void group_keys(Run<C>& run, int64_t head_dim, Floats& buffer, F&& between) {
+  using V = typename VectorOf<Item<C>>::Type;
+  constexpr int64_t size = sizeof(Item<C>), N = size == 1 ? GROUP : W, together = N * size;  // keys at a time, bytes of an item of theirs
+  if (run.grouped) return;
+  C* const groups = reinterpret_cast<C*>(buffer.reserve(KEYS * run.row));
+  run.copied = groups;
+  const int64_t row_bytes = head_dim * int64_t(sizeof(C));
+  for (int64_t t = 0; t < KEYS; t += N) {
+    C* const group = groups + t / GROUP * GROUP * run.row;
+    for (int64_t at = 0; at < row_bytes; at += VECTOR_BYTES) {
+      V block[N];
+      const int64_t left = row_bytes - at;
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < N; ++i) {
+        if (i % 2 == 0) between();
+        load_bytes(reinterpret_cast<const char*>(run.key(t + i)) + at, left, block[i]);
+      }
+      transpose<N>(block);
+      char* const to = reinterpret_cast<char*>(group) + at * GROUP + t % GROUP * size;
+#pragma GCC unroll 64
+      for (int64_t i = 0; i < VECTOR_BYTES; i += size)
+        if (i < left) std::memcpy(to + i * GROUP, reinterpret_cast<const char*>(block + i / size % N) + i / size / N * together, together);
     }
-#pragma GCC unroll 8
-    for (int i = 0; i < 4; ++i) { words[i] = LANES(a[i], a[i + 4], 0x88, 0x20); words[i + 4] = LANES(a[i], a[i + 4], 0xdd, 0x31); }
-    return;
+    if (run.row > head_dim)
+      for (int64_t i = 0; i < N; ++i) std::memcpy(group + head_dim * GROUP + (t % GROUP + i) * 4, run.key(t + i) + head_dim, 4);
   }
-#endif
-  for (int j = 0; j < N; ++j)
-    for (int i = 0; i < W; ++i) words[j][i] = rows[i][word + j];
 }
 
-// words[j][i] = word j of key i of a run, in groups of W keys; rows of `words` are KEYS apart.
-template <class T, class F>
-static inline void transpose_words(const Run<T>& run, int64_t first, int64_t last, int64_t num_words, uint32_t* words, F&& between) {
-  for (int64_t t = first / W * W; t < last; t += W) {
-    const uint32_t* const* const rows = run.words(t);
-    const int64_t head = run.head * int64_t(sizeof(T)) / 4;
-    int64_t word = 0;
-    vu w[8];
-    for (; word + 8 <= num_words; word += 8) {
-      between();
-      load_words<8>(rows, head + word, w);
-      for (int64_t j = 0; j < 8; ++j) store(reinterpret_cast<float*>(words + (word + j) * KEYS + t), (vf)w[j]);
-    }
-    for (; word < num_words; ++word) {
-      load_words<1>(rows, head + word, w);
-      store(reinterpret_cast<float*>(words + word * KEYS + t), (vf)w[0]);
-    }
+// Word `word` of W keys as a query's X multiplies them.
+template <class X, class C>
+static inline __attribute__((always_inline)) vf key_word(const Item<C>* items, int64_t word) {
+  if constexpr (sizeof(C) < sizeof(Item<C>) && kStepDepth<X> == 1) {
+    const vu both = (vu)load(items + word / 2 * GROUP);
+    return (vf)(word % 2 ? both & 0xffff0000u : both << 16);
+  } else if constexpr (sizeof(C) == 1 && kStepDepth<X> == 2) {
+    return load_pairs(items + 2 * word * GROUP, items + (2 * word + 1) * GROUP);
+  } else {
+    return load(items + word * GROUP);
   }
 }
 
 // Vectors of values as weights multiply them: of one key, or two keys interleaved.
-static inline vf load_values(const float* key, const float*) { return load(key); }
-static inline vf load_values(const bf16* key, const bf16* next) {
+template <class X, class C>
+static inline vf load_values(const C* key, const C* next) {
 #if BF16_UNITS
-  const vu first = (vu)_mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(key)));
-  const vu second = (vu)_mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(next)));
-  return (vf)(first | second << 16);  // compilers make four times the instructions of the plain conversion
-#else
-  return load(key);
+  if constexpr (sizeof(C) == 2) {
+    const vu first = (vu)_mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(key)));
+    const vu second = (vu)_mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(next)));
+    return (vf)(first | second << 16);  // compilers make four times the instructions of the plain conversion
+  }
 #endif
+  if constexpr (kStepDepth<X> == 2) return load_pairs(key, next);
+  return load(key);
 }
 
 // NV of them. With bfloat16 units the numbers of two vectors lie by fours in turn (see in_order): one operation a vector, not four.
-template <int NV, class T>
+template <int NV, class X, class T>
 static inline __attribute__((always_inline)) void load_values(const T* key, const T* next, vf* v) {
 #if BF16_UNITS
   if constexpr (sizeof(T) == 2 && NV % 2 == 0) {
 #pragma GCC unroll 2
     for (int j = 0; j < NV; j += 2) {
       const vu first = (vu)load(reinterpret_cast<const float*>(key + j * W)), second = (vu)load(reinterpret_cast<const float*>(next + j * W));
-      v[j] = (vf)UNPACK(lo_epi16, first, second);
-      v[j + 1] = (vf)UNPACK(hi_epi16, first, second);
+      v[j] = (vf)_mm512_unpacklo_epi16((__m512i)first, (__m512i)second);
+      v[j + 1] = (vf)_mm512_unpackhi_epi16((__m512i)first, (__m512i)second);
     }
     return;
   }
 #endif
 #pragma GCC unroll 4
-  for (int j = 0; j < NV; ++j) v[j] = load_values(key + j * W, next + j * W);
+  for (int j = 0; j < NV; ++j) v[j] = load_values<X>(key + j * W, next + j * W);
 }
 
 template <class T>
@@ -316,50 +304,51 @@ template <class T>
 static inline void take_query(const T* from, Two* to, int64_t n) { take_query(from, &to->first, n); }
 static inline void take_query(const bf16* from, Pair* to, int64_t n) { std::memcpy(to, from, size_t(n) * sizeof(bf16)); }
 
+// A run's keys [first, last) as words [KEYS / N][head_dim / depth of X][N], and its values [KEYS / depth][head_dim]. `between`: see Ahead.
+template <int64_t N, class X, class C, class F>
+static void copy_keys(const Run<C>& run, int64_t head_dim, int64_t first, int64_t last, float* keys, F&& between) {
+  const int64_t num_words = head_dim / kStepDepth<X>;
+  for (int64_t t = first / W * W; t < last; t += W) {
+    const Item<C>* const items = run.items(t);
+    float* const to = keys + t / N * N * num_words + t % N;
+    for (int64_t word = 0; word < num_words; ++word) {
+      if (word % 2 == 0) between();
+      store(to + word * N, key_word<X, C>(items, word));
+    }
+  }
+}
+template <class X, class C>
+static void copy_values(const Run<C>& run, int64_t head_dim, int64_t first, int64_t last, float* values) {
+  constexpr int64_t depth = kStepDepth<X>;
+  for (int64_t t = first / depth * depth; t < last; t += depth)
+    for (int64_t d = 0; d < head_dim; d += W)
+      store(values + t / depth * head_dim + d, load_values<X>(run.key(t) + run.value_offset + d, run.key(t + depth - 1) + run.value_offset + d));
+}
+
 struct Scratch {  // kept by its thread from call to call
-  Floats q, acc, scores, weights, keys, values, m, l, rescale, wide;
+  Floats q, acc, scores, weights, keys, values, m, l, rescale, grouped;
 };
 
-// A run of the pool's rows as T: the rows themselves, or codes widened (see kv_codes.h), with the scales of those.
-template <class T, class C>
-struct Widened {
-  Run<T> run;
-  float key_scales[KEYS], value_scales[KEYS];
+// The scales of a run of codes.
+template <class C>
+struct Scales {
+  float keys[sizeof(C) == 1 ? KEYS : 1], values[sizeof(C) == 1 ? KEYS : 1];
 
-  const Run<T>& of(const Run<C>& from, const AttentionArgs& g, int64_t head, Floats& buffer) {
-    const int64_t D = g.head_dim;
-    T* const rows = reinterpret_cast<T*>(buffer.reserve(2 * KEYS * D));
-    run.start = from.start; run.begin = from.begin; run.end = from.end;
-    run.value_offset = from.value_offset ? KEYS * D : 0;
-    float of_keys = 1.0f, of_values = 1.0f;
-    if (g.cache == kCacheFloat8) {
-      const float* scale = g.kv_scales + g.layer * 2 * g.num_kv_heads + head;
-      of_keys = scale[0];
-      of_values = from.value_offset ? scale[g.num_kv_heads] : of_keys;
-    }
-    for (int64_t i = 0; i < KEYS; ++i) {
-      T* const row = rows + i * D;
-      run.keys[i] = row;
-      const C *key = from.key(i), *value = key + from.value_offset;
-      key_scales[i] = scale_of_row(key, D, of_keys);
-      value_scales[i] = scale_of_row(value, D, of_values);
-      widen_row(key, row, D);
-      if (run.value_offset) widen_row(value, row + KEYS * D, D);
-    }
-    return run;
+  void find(const Run<C>& run, const AttentionArgs& g, int64_t head) {
+    const float* const of_head = g.kv_scales + g.layer * 2 * g.num_kv_heads + head;
+    if (sizeof(C) == 1 && g.cache == kCacheFloat8)
+      for (int64_t i = 0; i < KEYS; ++i) {
+        keys[i] = of_head[0] * FLOAT8_SCALE;
+        values[i] = of_head[run.value_offset ? g.num_kv_heads : 0] * FLOAT8_SCALE;
+      }
+    if (sizeof(C) > 1 || g.cache != kCacheInt8) return;
+    for (int64_t t = 0; t < KEYS; t += GROUP) std::memcpy(keys + t, run.group(t) + g.head_dim * GROUP, GROUP * sizeof(float));
+    for (int64_t i = 0; i < KEYS; ++i) std::memcpy(values + i, run.key(i) + run.value_offset + g.head_dim, sizeof(float));
   }
-  void scale(float* scores, const float* scales, int64_t rows) const {
-    for (int64_t r = 0; r < rows; ++r)
+  static void multiply(float* scores, const float* scales, int64_t rows) {
+    for (int64_t r = 0; r < rows && sizeof(C) == 1; ++r)
       for (int64_t t = 0; t < KEYS; t += W) store(scores + r * KEYS + t, load(scores + r * KEYS + t) * load(scales + t));
   }
-  void scale_scores(float* scores, int64_t rows) const { scale(scores, key_scales, rows); }
-  void scale_weights(float* weights, int64_t rows) const { scale(weights, value_scales, rows); }
-};
-template <class T>
-struct Widened<T, T> {
-  const Run<T>& of(const Run<T>& from, const AttentionArgs&, int64_t, Floats&) { return from; }
-  void scale_scores(float*, int64_t) const {}
-  void scale_weights(float*, int64_t) const {}
 };
 
 // One query token and some key-value heads, in runs of KEYS keys, word by word (a word is two bfloat16 or a float32). They serve all query
@@ -368,36 +357,39 @@ template <class T, class C>
 struct OneQuery {
   const AttentionArgs& g;
   const int64_t D, rows, heads, length, num_words;
-  using Query = typename As<T>::Query;
-  using Weight = typename As<T>::Weight;
+  using Query = typename As<T, C>::Query;
+  using Weight = typename As<T, C>::Weight;
   static constexpr int64_t depth = kStepDepth<Weight>;  // keys that are added in one step
+  static constexpr bool coded = sizeof(C) == 1;         // keys and values are widened first
   Runs<C>& runs;
-  const Run<T>* now = nullptr;
+  Run<C>* now = nullptr;
   Ahead<C> ahead;
-  Widened<T, C> widened;
+  Scales<C> scales;
   float *acc, *scores, *m, *l, *rescale;
   Query* queries;         // [rows][num_words]; this and acc, m and l are of the head at hand
   const Weight* weights;  // [rows][KEYS / depth]
-  uint32_t* words;        // [num_words][KEYS], of keys that are transposed here
+  float* wide;            // keys, then values: see copy_keys
   const float* vectors[KEYS / W];  // of W keys: the first word of each, `stride` before the next
-  int64_t stride;
+  int64_t stride = GROUP;  // compilers that know it make an address for each of the vectors: 1.08 times slower on Zen 4
   Scratch& s;
 
   OneQuery(const AttentionArgs& g, const AttentionItem& item, int64_t heads, Runs<C>& runs, Scratch& s)
       : g(g), D(g.head_dim), rows(g.num_heads / g.num_kv_heads), heads(heads), length(g.seq_lens[item.seq]),
-        num_words(D * int64_t(sizeof(T)) / 4), runs(runs), ahead(row_length<C>(D) * int64_t(sizeof(C))), s(s) {
+        num_words(D / kStepDepth<Query>), runs(runs), ahead(row_length<C>(D) * int64_t(sizeof(C))), s(s) {
     const int64_t all = heads * rows;
     queries = reinterpret_cast<Query*>(s.q.reserve(all * D)); acc = s.acc.filled(all * D, 0.0f); scores = s.scores.reserve(rows * KEYS);
     m = s.m.filled(all, -INFINITY); l = s.l.filled(all, 0.0f); rescale = s.rescale.filled((rows + W - 1) / W * W, 0.0f);
-    words = reinterpret_cast<uint32_t*>(s.keys.reserve(num_words * KEYS));
+    wide = s.keys.reserve(KEYS * D);
   }
 
   void find_keys() {
-    stride = now->grouped ? GROUP : KEYS;
-    for (int64_t t = 0; t < KEYS; t += W) vectors[t / W] = now->grouped ? now->group(t) : reinterpret_cast<const float*>(words + t);
-    if (now->grouped) return;
     Ahead<C> asking = ahead;
-    transpose_words(*now, now->begin, now->end, num_words, words, [&] { asking.template step<SPACED == 1 ? 3 : 1>(); });
+    const auto ask = [&] { asking.template step<1>(); };
+    group_keys(*now, D, s.grouped, ask);
+    for (int64_t t = 0; t < KEYS; t += W)
+      if constexpr (coded) vectors[t / W] = wide + t / GROUP * GROUP * num_words + t % GROUP;
+      else vectors[t / W] = now->items(t);
+    if (coded) copy_keys<GROUP, Query>(*now, D, now->begin, now->end, wide, ask);
     ahead = asking;
   }
 
@@ -428,14 +420,13 @@ struct OneQuery {
   }
 
   void score_run() {  // scores [rows][KEYS]
-    find_keys();
     int64_t row = 0, left = rows;
     for (; left > 4; left -= 4, row += 4) score<4>(row);
     if (left == 4) score<4>(row);
     if (left == 3) score<3>(row);
     if (left == 2) score<2>(row);
     if (left == 1) score<1>(row);
-    widened.scale_scores(scores, rows);
+    scales.multiply(scores, scales.keys, rows);
   }
 
   void update() {  // scores become exp(scores - new maximum)
@@ -444,7 +435,7 @@ struct OneQuery {
     Ahead<C> asking = ahead;
     update_rows<Weight>(m, l, scores, rows, now->end, g, rescale, [&] { asking.template step<2>(); });
     ahead = asking;
-    widened.scale_weights(scores, rows);
+    scales.multiply(scores, scales.values, rows);
     weights = as_weights(scores, rows * KEYS, reinterpret_cast<Weight*>(s.weights.reserve(depth > 1 ? rows * KEYS / 2 : 0)));
   }
 
@@ -458,13 +449,17 @@ struct OneQuery {
       for (int j = 0; j < NV; ++j) total[i][j] = load(acc + (row + i) * D + d + j * W) * rescale[row + i];
     const int64_t offset = now->head + now->value_offset + d;
     const Weight* const weight = weights + row * (KEYS / depth);
-    const T* const* const keys = now->keys;
+    const C* const* const keys = now->keys;
     Ahead<C> asking = ahead;
     for (int64_t t = now->begin / depth * depth, end = now->end; t < end; t += depth) {  // beside a run's ends lies weight 0
-      const T *value = keys[t] + offset, *next_value = keys[t + depth - 1] + offset;
       if (t / depth % SPACED == 0) asking.template step<1>();
       vf v[NV];
-      load_values<NV>(value, next_value, v);
+      if constexpr (coded) {
+#pragma GCC unroll 4
+        for (int j = 0; j < NV; ++j) v[j] = load(wide + t / depth * D + d + j * W);
+      } else {
+        load_values<NV, Weight>(keys[t] + offset, keys[t + depth - 1] + offset, v);
+      }
 #pragma GCC unroll 4
       for (int i = 0; i < G; ++i)
 #pragma GCC unroll 4
@@ -486,6 +481,7 @@ struct OneQuery {
   }
 
   void add_run() {
+    if (coded) copy_values<Weight>(*now, D, now->begin, now->end, wide);
     int64_t row = 0, left = rows;
     for (; left > 4; left -= 4, row += 4) add_all<4, 2>(row);
     if (left == 4) add_all<4, 2>(row);
@@ -507,7 +503,9 @@ struct OneQuery {
       for (int64_t head = 0; head < heads; ++head, move(1), run.head += run.head_stride) {
         const int64_t next = head + smaller(heads, LEAD);
         ahead.begin(next < heads ? run : *runs.following, next % heads * run.head_stride);
-        now = &widened.of(run, g, item.head + head, s.wide);
+        now = &run;
+        find_keys();
+        scales.find(run, g, item.head + head);
         score_run();
         update();
         add_run();
@@ -515,7 +513,7 @@ struct OneQuery {
       }
       move(-heads);
     } while (now->start + now->end < length);
-    for (int64_t row = 0; row < heads * rows; ++row) in_order<T>(acc + row * D, D);
+    for (int64_t row = 0; row < heads * rows; ++row) in_order<C>(acc + row * D, D);
     write_rows(acc, l, m, sinks_of(g, item), g.scale, heads * rows, D, static_cast<T*>(g.out) + (row0 * g.num_heads + item.head * rows) * D);
   }
 };
@@ -553,52 +551,35 @@ static void value_strip(int rows, const X* weights, const float* values, int64_t
   }
 }
 
-// Copies a run's keys (words of them all together) and values, as weights multiply them.
-template <class T>
-static void load_tile(const Run<T>& run, int64_t D, float* keys, float* values) {
-  constexpr int64_t depth = kStepDepth<typename As<T>::Weight>;
-  const int64_t num_words = D * int64_t(sizeof(T)) / 4;
-  const bool widened = sizeof(T) == 2 && depth == 1;  // words of two bfloat16 become two rows
-  const T* const* const at = run.keys;
-  float* const words = widened ? keys + num_words * KEYS : keys;
-  if (!run.grouped) transpose_words(run, 0, KEYS, num_words, reinterpret_cast<uint32_t*>(words), [] {});
-  for (int64_t t = 0; run.grouped && t < KEYS; t += W)
-    for (int64_t word = 0; word < num_words; ++word) store(words + word * KEYS + t, load(run.group(t) + word * GROUP));
-  if (widened)
-    for (int64_t word = 0; word < num_words; ++word)
-      for (int64_t i = 0; i < KEYS; i += W)
-        load_two(reinterpret_cast<const bf16*>(words + word * KEYS + i), keys + 2 * word * KEYS + i, keys + (2 * word + 1) * KEYS + i);
-  for (int64_t i = 0; i < KEYS; i += depth, values += D)
-    for (int64_t d = 0; d < D; d += W)
-      store(values + d, load_values(at[i] + run.value_offset + d, at[i + depth - 1] + run.value_offset + d));
-}
-
 // Many query tokens, one key-value head: rows are (token, query head of the group).
 template <class T, class C>
 static void attend_many(const AttentionArgs& g, const AttentionItem& item, Scratch& s) {
-  using X = typename As<T>::Weight;  // and what queries are multiplied as: keys lie widened
+  using X = typename As<T, C>::Weight;  // and what queries are multiplied as: keys lie widened
   const KeyValues<C> kv(g, item);
   Run<C> run;
-  Widened<T, C> widened;
+  Scales<C> scales;
   const int64_t D = g.head_dim, group = g.num_heads / g.num_kv_heads, rows = item.num_queries * group, steps = D / kStepDepth<X>;
   const int64_t row0 = int64_t(g.query_start_loc[item.seq]) + item.query, length = g.seq_lens[item.seq];
   const int64_t first = length - (g.query_start_loc[item.seq + 1] - g.query_start_loc[item.seq]) + item.query;  // position of row 0
   X* const queries = reinterpret_cast<X*>(s.q.reserve(rows * D));
   float *acc = s.acc.filled(rows * D, 0.0f), *scores = s.scores.reserve(STRIP * KEYS);
   float *m = s.m.filled(rows, -INFINITY), *l = s.l.filled(rows, 0.0f);
-  float *keys = s.keys.reserve(2 * KEYS * D), *values = s.values.reserve(KEYS * D), *weights = s.weights.reserve(STRIP * KEYS);
+  float *keys = s.keys.reserve(KEYS * D), *values = s.values.reserve(KEYS * D), *weights = s.weights.reserve(STRIP * KEYS);
   const T* q = static_cast<const T*>(g.q) + row0 * g.q_stride + item.head * group * D;
   for (int64_t r = 0; r < rows; ++r) take_query(q + r / group * g.q_stride + r % group * D, queries + r * steps, D);
   const int64_t end = first + item.num_queries, begin = larger(0, first + 1 - g.window) / KEYS * KEYS;
   for (int64_t t = begin; t < end; t += KEYS) {
     run.find(kv, t, length);
-    load_tile(widened.of(run, g, item.head, s.wide), D, keys, values);
+    group_keys(run, D, s.grouped, [] {});
+    scales.find(run, g, item.head);
+    copy_keys<KEYS, X>(run, D, 0, KEYS, keys, [] {});
+    copy_values<X>(run, D, 0, KEYS, values);
     for (int64_t r = 0; r < rows; r += STRIP) {
       const int64_t strip = smaller(STRIP, rows - r);
       if (first + (r + strip - 1) / group < t) continue;                  // all of it lies before this tile
       if (first + r / group - g.window >= t + KEYS - 1) continue;         // or has moved past it
       score_strip(int(strip), queries + r * steps, steps, keys, scores);
-      widened.scale_scores(scores, strip);
+      scales.multiply(scores, scales.keys, strip);
       float rescale[(STRIP + W - 1) / W * W] = {};
       for (int64_t i = 0; i < strip; ++i) {
         float* row = scores + i * KEYS;
@@ -607,7 +588,7 @@ static void attend_many(const AttentionArgs& g, const AttentionItem& item, Scrat
         for (int64_t j = smaller(KEYS, position + 1 - g.window - t) - 1; j >= 0; --j) row[j] = -INFINITY;
       }
       update_rows<X>(m + r, l + r, scores, strip, KEYS, g, rescale, [] {});
-      widened.scale_weights(scores, strip);
+      scales.multiply(scores, scales.values, strip);
       value_strip(int(strip), as_weights(scores, strip * KEYS, reinterpret_cast<X*>(weights)), values, D, rescale, acc + r * D);
     }
   }

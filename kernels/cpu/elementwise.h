@@ -113,6 +113,8 @@ static void rope_and_store_of(const RopeArgs& g, int64_t first, int64_t last) {
   const int64_t D = g.head_dim, kv_size = g.num_kv_heads * D, q_size = g.num_heads * D;
   const int64_t row = row_length<C>(D), run = g.block_size * row;
   const float* const scales = g.kv_scales + g.layer * 2 * g.num_kv_heads;  // read for float8 alone
+  static thread_local Floats buffer;
+  C* const coded = reinterpret_cast<C*>(buffer.reserve(row));
   for (int64_t token = first; token < last; ++token) {
     T *q = static_cast<T*>(g.qkv) + token * (q_size + g.planes * kv_size), *k = q + q_size;
     const float* table = g.cos_sin + g.positions[token] * D;
@@ -129,10 +131,13 @@ static void rope_and_store_of(const RopeArgs& g, int64_t first, int64_t last) {
     }
     const int64_t block = g.slots[token] / g.block_size, offset = g.slots[token] % g.block_size;
     C* slot = static_cast<C*>(g.pool) + (block * g.num_layers + g.layer) * g.planes * g.num_kv_heads * run + offset * row;
-    const int64_t in_group = offset % GROUP, grouped = keys_in_groups<C>(g.planes, g.block_size) ? g.num_kv_heads : 0;
-    for (int64_t h = 0; h < g.planes * g.num_kv_heads; ++h)  // keys, then values
-      if (h < grouped) write_in_group(k + h * D, reinterpret_cast<uint32_t*>(slot + h * run - in_group * row) + in_group, D * int64_t(sizeof(T)) / 4);
-      else write_row(k + h * D, slot + h * run, D, g.cache == kCacheFloat8 ? scales[h] : 1.0f);
+    const int64_t in_group = offset % GROUP, grouped = keys_in_groups(g.planes, g.block_size) ? g.num_kv_heads : 0;
+    for (int64_t h = 0; h < g.planes * g.num_kv_heads; ++h) {  // keys, then values
+      C* const place = slot + h * run;
+      if constexpr (sizeof(C) == 1) write_row(k + h * D, h < grouped ? coded : place, D, g.cache == kCacheFloat8 ? scales[h] : 1.0f);
+      else if (h >= grouped) std::memcpy(place, k + h * D, size_t(D) * sizeof(C));
+      if (h < grouped) write_in_group(sizeof(C) == 1 ? coded : reinterpret_cast<const C*>(k + h * D), place - in_group * row, in_group, D);
+    }
   }
 }
 

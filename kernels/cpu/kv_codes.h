@@ -1,7 +1,8 @@
 // A head's key or value as the pool holds it. In a row of head_dim numbers: in the model's own type; or float8 (e4m3), times a scale of its
 // head; or whole numbers of 8 bits, and behind them their float32 scale. Codes are exact in bfloat16: attention multiplies them as they are,
 // and then a key's scores and a value's weights by their scale.
-// Keys in the model's own type lie in groups of GROUP tokens, [words of a row][GROUP], where a block holds whole groups and values are apart.
+// Where a block holds whole groups of GROUP tokens and values are apart, a group's keys lie item by item, [items of a row][GROUP]. An item is a
+// code, or a word of 4 bytes; scales lie behind the codes, [GROUP].
 
 constexpr int64_t GROUP = 16;
 
@@ -14,74 +15,60 @@ template <>
 inline int64_t row_length<Int8>(int64_t head_dim) { return head_dim + int64_t(sizeof(float)); }
 
 template <class C>
-static inline bool keys_in_groups(int64_t planes, int64_t block_size) { return sizeof(C) > 1 && planes == 2 && block_size % GROUP == 0; }
+struct ItemOf { using Type = C; };
+template <>
+struct ItemOf<bf16> { using Type = float; };
+template <class C>
+using Item = typename ItemOf<C>::Type;
+template <class I>
+struct VectorOf { using Type = vb; };
+template <>
+struct VectorOf<float> { using Type = vu; };
 
-static inline float scale_of_row(const Float8*, int64_t, float of_head) { return of_head; }
-static inline float scale_of_row(const Int8* row, int64_t head_dim, float) {
-  float scale;
-  std::memcpy(&scale, row + head_dim, sizeof scale);
-  return scale;
-}
+static inline bool keys_in_groups(int64_t planes, int64_t block_size) { return planes == 2 && block_size % GROUP == 0; }
 
 typedef uint8_t vbyte __attribute__((vector_size(VECTOR_BYTES / 4), aligned(1), may_alias));
 typedef int8_t vcode __attribute__((vector_size(VECTOR_BYTES / 4), aligned(1), may_alias));
 
-static inline vu load_bytes(const void* p) {
+static inline vf load(const Int8* p) {
 #if VECTOR_BYTES == 64
-  return (vu)_mm512_maskz_cvtepu8_epi32(0xffff, _mm_loadu_si128(static_cast<const __m128i*>(p)));
+  return (vf)_mm512_cvtepi32_ps(_mm512_maskz_cvtepi8_epi32(0xffff, _mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 #elif VECTOR_BYTES == 32
-  return (vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p)));
+  return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
 #else
-  return __builtin_convertvector(*static_cast<const vbyte*>(p), vu);
+  return __builtin_convertvector(*reinterpret_cast<const vcode*>(p), vf);
 #endif
 }
-// e4m3 without NaN. Subnormals are made of normal numbers, 2^-6 (1 + m / 8) - 2^-6: processors are slow with those of float32.
+// e4m3 without NaN, less FLOAT8_SCALE: float16 has its subnormals, too.
+constexpr float FLOAT8_SCALE = 256.0f;
 static inline vf load(const Float8* p) {
-  const vu code = load_bytes(p), magnitude = code & 0x7fu, small = (vu)(magnitude < 8u);
-  const vf wide = (vf)((magnitude << 20) + (120u << 23) + (small & 1u << 23)) - (vf)(small & 0x3c800000u);
-  return (vf)((vu)wide | (code & 0x80u) << 24);
-}
-static inline vf load(const Int8* p) { return __builtin_convertvector((vi)(load_bytes(p) << 24) >> 24, vf); }
-
-// Numbers that T holds exactly.
-static inline void store_exact(float* p, vf x) { store(p, x); }
-static inline void store_exact(bf16* p, vf x) { *reinterpret_cast<vh_any*>(p) = __builtin_convertvector((vu)x >> 16, vh); }
-
-// Pairs of codes to pairs of bfloat16, as many as a whole vector holds; the rest is left to the caller. Returns how many.
-template <class T, class C>
-static inline int64_t widen_pairs(const C*, T*, int64_t) { return 0; }
-template <>
-inline int64_t widen_pairs(const Int8* from, bf16* to, int64_t n) {
-  int64_t i = 0;
-  for (; i + 2 * W <= n; i += 2 * W) {
-    const vu pairs = (vu)__builtin_convertvector(*reinterpret_cast<const vh_any*>(from + i), vu);
-    const vf even = __builtin_convertvector((vi)(pairs << 24) >> 24, vf), odd = __builtin_convertvector((vi)(pairs << 16) >> 24, vf);
-    store(reinterpret_cast<float*>(to + i), (vf)((vu)even >> 16 | ((vu)odd & 0xffff0000u)));
-  }
-  return i;
-}
 #if VECTOR_BYTES == 64
-template <>
-inline int64_t widen_pairs(const Float8* from, bf16* to, int64_t n) {
-  const __m512i subnormal = _mm512_set4_epi64(0, 0, 0x3c603c403c203c00, 0x3bc03b803b000000);  // m 2^-9 in bfloat16, twice eight at the end
-  int64_t i = 0;
-  for (; i + 32 <= n; i += 32) {
-    const __m512i code = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i)));
-    const __m512i magnitude = _mm512_and_si512(code, _mm512_set1_epi16(0x7f));
-    const __m512i normal = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(120 << 7));
-    const __m512i wide =
-        _mm512_mask_permutexvar_epi16(normal, _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(8)), magnitude, subnormal);
-    const __m512i sign = _mm512_and_si512(_mm512_slli_epi16(code, 8), _mm512_set1_epi16(int16_t(0x8000)));
-    _mm512_storeu_si512(to + i, _mm512_or_si512(wide, sign));
-  }
-  return i;
+  const __m256i codes = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return (vf)_mm512_maskz_cvtph_ps(0xffff, _mm256_and_si256(_mm256_slli_epi16(codes, 7), _mm256_set1_epi16(int16_t(0xbfff))));
+#elif VECTOR_BYTES == 32
+  const __m128i codes = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  return (vf)_mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(codes, 7), _mm_set1_epi16(int16_t(0xbfff))));
+#else  // 2^k (1 + m / 8) stands for 2^(k + 1) m / 8, too: what is less
+  const vu code = __builtin_convertvector(*reinterpret_cast<const vbyte*>(p), vu);
+  const vf normal = (vf)(((code & 0x7fu) << 20) + (112u << 23)), subnormal = normal * 2.0f - 0x1p-14f;
+  return (vf)((vu)vmin(normal, subnormal) | (code & 0x80u) << 24);
+#endif
+}
+
+// Pairs of bfloat16 in words.
+template <class C>
+static inline vf load_pairs(const C* even, const C* odd) { return pairs_of(load(even), load(odd)); }
+#if BF16_UNITS
+static inline vf load_pairs(const Float8* even, const Float8* odd) {
+  const __m512i subnormal = _mm512_set4_epi64(0, 0, 0x3860384038203800, 0x37c0378037000000);  // m 2^-17 in bfloat16, twice eight at the end
+  const __m512i order = (__m512i)(vu{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} * 0x10001u + 0x100000u);
+  const __m128i *low = reinterpret_cast<const __m128i*>(even), *high = reinterpret_cast<const __m128i*>(odd);
+  const __m512i code = _mm512_cvtepi8_epi16(_mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(low)), _mm_loadu_si128(high), 1));
+  const __m512i normal = (_mm512_slli_epi16(code, 4) & _mm512_set1_epi16(0x7f0)) | _mm512_set1_epi16(112 << 7);
+  const __m512i wide = _mm512_mask_permutexvar_epi16(normal, _mm512_testn_epi16_mask(code, _mm512_set1_epi16(0x78)), code, subnormal);
+  return (vf)_mm512_permutexvar_epi16(order, wide | (code & _mm512_set1_epi16(int16_t(0x8000))));
 }
 #endif
-
-template <class T, class C>
-static inline void widen_row(const C* from, T* to, int64_t head_dim) {  // head_dim: a multiple of W
-  for (int64_t d = widen_pairs(from, to, head_dim); d < head_dim; d += W) store_exact(to + d, load(from + d));
-}
 
 // Runs body(vector, place, count) over n numbers, the last ones beside zeros.
 template <class T, class F>
@@ -94,11 +81,13 @@ static inline void by_vectors(const T* from, int64_t n, F&& body) {
   body(rest, i, n - i);
 }
 
-template <class T>
-static inline void write_row(const T* from, T* to, int64_t head_dim, float) { std::memcpy(to, from, size_t(head_dim) * sizeof(T)); }
-static inline void write_in_group(const void* from, void* to, int64_t num_words) {
-  for (int64_t word = 0; word < num_words; ++word)
-    std::memcpy(static_cast<uint32_t*>(to) + word * GROUP, static_cast<const uint32_t*>(from) + word, sizeof(uint32_t));
+// A row as it stands, to the place of a token of a group.
+template <class C>
+static inline void write_in_group(const C* row, C* group, int64_t token, int64_t head_dim) {
+  const int64_t count = head_dim * int64_t(sizeof(C)) / int64_t(sizeof(Item<C>));
+  for (int64_t i = 0; i < count; ++i)
+    std::memcpy(reinterpret_cast<Item<C>*>(group) + i * GROUP + token, reinterpret_cast<const Item<C>*>(row) + i, sizeof(Item<C>));
+  if (row_length<C>(head_dim) > head_dim) std::memcpy(group + head_dim * GROUP + token * 4, row + head_dim, sizeof(float));
 }
 
 // To nearest, ties to even; beyond +-448 becomes that; NaN stays NaN.

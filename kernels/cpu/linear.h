@@ -37,11 +37,8 @@ static bool pack_linear(const PackLinearArgs& g, int64_t first, int64_t last) {
       for (int v = 0; v < kPanelVectors; ++v) {
         vu block[W];
         for (int64_t i = 0; i < W; ++i) {
-          block[i] = vu{};
-          const char* row = rows[v * W + i];
-          const int64_t left = row_bytes - word * 4;
-          if (row && left >= VECTOR_BYTES) std::memcpy(&block[i], row + word * 4, VECTOR_BYTES);
-          else if (row) std::memcpy(&block[i], row + word * 4, size_t(left));
+          if (const char* row = rows[v * W + i]) load_bytes(row + word * 4, row_bytes - word * 4, block[i]);
+          else block[i] = vu{};
         }
         transpose(block);
         for (int64_t i = 0; i < smaller(W, words - word); ++i) *reinterpret_cast<vu_any*>(out + i * PANEL + v * W) = block[i];

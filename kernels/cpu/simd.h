@@ -32,6 +32,7 @@ struct Floats {  // a buffer that only grows
 typedef float vf __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint32_t vu __attribute__((vector_size(VECTOR_BYTES)));
 typedef int32_t vi __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint8_t vb __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint16_t vh __attribute__((vector_size(VECTOR_BYTES / 2)));
 typedef float vf_any __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
 typedef uint32_t vu_any __attribute__((vector_size(VECTOR_BYTES), aligned(2), may_alias));
@@ -73,6 +74,9 @@ static inline void load_two(const bf16* p, float* row0, float* row1) {
   store(row1, second);
 }
 
+// Two bfloat16, as float32, in each word.
+static inline vf pairs_of(vf even, vf odd) { return (vf)((vu)even >> 16 | ((vu)odd & 0xffff0000u)); }
+
 static inline float widen(float x) { return x; }
 static inline float widen(bf16 x) { const uint32_t u = uint32_t(x.bits) << 16; float f; std::memcpy(&f, &u, 4); return f; }
 static inline void narrow(float* p, float x) { *p = x; }
@@ -81,25 +85,34 @@ static inline void narrow(bf16* p, float x) {
   p->bits = x != x ? 0x7fc0 : uint16_t((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
 }
 
-// Words [W rows][W] transposed in place.
-template <int S, int... L>
-static inline void exchange(vu& a, vu& b, std::integer_sequence<int, L...>) {  // halves of 2 S lanes
-  const vu first = a, second = b;
+// As many of the next `left` bytes as a vector holds.
+template <class V>
+static inline void load_bytes(const void* p, int64_t left, V& x) {
+  if (left >= int64_t(sizeof x)) return void(std::memcpy(&x, p, sizeof x));
+  x = V{};
+  std::memcpy(&x, p, size_t(left));
+}
+
+// Rows transposed in place: words [W][W], or bytes, each [16][16] of them.
+template <int S, class V, int... L>
+static inline void exchange(V& a, V& b, std::integer_sequence<int, L...>) {  // halves of 2 S lanes
+  constexpr int N = sizeof...(L);
+  const V first = a, second = b;
 #if defined(__clang__)
-  a = __builtin_shufflevector(first, second, (L & S ? W + (L ^ S) : L)...);
-  b = __builtin_shufflevector(first, second, (L & S ? W + L : L ^ S)...);
+  a = __builtin_shufflevector(first, second, (L & S ? N + (L ^ S) : L)...);
+  b = __builtin_shufflevector(first, second, (L & S ? N + L : L ^ S)...);
 #else
-  a = __builtin_shuffle(first, second, vu{(L & S ? W + (L ^ S) : L)...});
-  b = __builtin_shuffle(first, second, vu{(L & S ? W + L : L ^ S)...});
+  a = __builtin_shuffle(first, second, V{(L & S ? N + (L ^ S) : L)...});
+  b = __builtin_shuffle(first, second, V{(L & S ? N + L : L ^ S)...});
 #endif
 }
-template <int S = W / 2>
-static inline __attribute__((always_inline)) void transpose(vu* rows) {
+template <int ROWS = int(W), int S = ROWS / 2, class V>
+static inline __attribute__((always_inline)) void transpose(V* rows) {
   if constexpr (S > 0) {
 #pragma GCC unroll 16
-    for (int i = 0; i < W; ++i)
-      if (!(i & S)) exchange<S>(rows[i], rows[i + S], std::make_integer_sequence<int, W>{});
-    transpose<S / 2>(rows);
+    for (int i = 0; i < ROWS; ++i)
+      if (!(i & S)) exchange<S>(rows[i], rows[i + S], std::make_integer_sequence<int, int(sizeof(V) / sizeof(rows[0][0]))>{});
+    transpose<ROWS, S / 2>(rows);
   }
 }
 

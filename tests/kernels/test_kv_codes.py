@@ -17,7 +17,7 @@ from splitserve.kernels.reference import TorchKernels, dequantize_int8
 if TYPE_CHECKING:
     from splitserve.kernels import native_cpu
 
-BLOCK_SIZE, NUM_BLOCKS, NUM_KV_HEADS, LAYER = 16, 24, 2, 1
+NUM_BLOCKS, NUM_KV_HEADS, LAYER = 40, 2, 1
 REFERENCE = TorchKernels()
 Cache = Literal["fp8", "int8"]
 several = settings(
@@ -31,10 +31,22 @@ of_any_kind = given(
     head_dim=st.sampled_from([8, 24, 64, 80, 128]),
     group=st.integers(1, 5),
     planes=st.sampled_from([1, 2]),
+    block_size=st.sampled_from([8, 16, 48]),
     length=st.integers(1, 300),
     window=st.none() | st.integers(1, 150),
     softcap=st.sampled_from([0.0, 0.5]),
 )
+
+
+def by_rows(pool: Tensor, head_dim: int) -> Tensor:
+    """What the C++ kernels stored, its keys out of their groups (cpu/kv_codes.h)."""
+    if pool.shape[2] == 1 or pool.shape[4] % 16:
+        return pool
+    row = pool.shape[5]
+    keys, values = pool.view(torch.uint8).unbind(2)
+    codes, scales = keys.reshape(-1, 16 * row).split((16 * head_dim, 16 * (row - head_dim)), 1)
+    rows = codes.reshape(-1, head_dim, 16).transpose(1, 2), scales.reshape(len(codes), 16, row - head_dim)
+    return torch.stack((torch.cat(rows, 2).view(values.shape), values), 2).view(pool.dtype)
 
 
 class Case:
@@ -42,11 +54,12 @@ class Case:
 
     def __init__(
         self, native: native_cpu.NativeCpuKernels, dtype: torch.dtype, cache: Cache, head_dim: int,
-        group: int, planes: int, length: int, window: int | None = None, softcap: float = 0.0,
+        group: int, planes: int, block_size: int, length: int, window: int | None = None,
+        softcap: float = 0.0,
     ) -> None:  # fmt: skip
         random = torch.Generator().manual_seed(length)
         self.native, self.num_heads, self.length, self.dtype = native, group * NUM_KV_HEADS, length, dtype
-        shape = [NUM_BLOCKS, 2, planes, NUM_KV_HEADS, BLOCK_SIZE, head_dim]
+        shape = [NUM_BLOCKS, 2, planes, NUM_KV_HEADS, block_size, head_dim]
         if cache == "int8":
             shape[-1] += INT8_SCALE_BYTES
         held = torch.int8 if cache == "int8" else torch.float8_e4m3fn
@@ -57,7 +70,7 @@ class Case:
             self.scales[:, 1] = self.scales[:, 0]
         positions = torch.arange(length, dtype=torch.int32)
         self.table = torch.randperm(NUM_BLOCKS, generator=random).int()
-        slots = self.table[positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
+        slots = self.table[positions // block_size].long() * block_size + positions % block_size
         angles = torch.rand(length, head_dim // 2, generator=random) * 6
         self.qkv = torch.randn(
             length, (self.num_heads + planes * NUM_KV_HEADS) * head_dim, generator=random
@@ -86,19 +99,17 @@ class Case:
 @of_any_kind
 def test_codes_are_those_of_the_reference_and_are_read_exactly(
     native: native_cpu.NativeCpuKernels, dtype: torch.dtype, cache: Cache, head_dim: int, group: int,
-    planes: int, length: int, window: int | None, softcap: float,
+    planes: int, block_size: int, length: int, window: int | None, softcap: float,
 ) -> None:  # fmt: skip
-    case = Case(native, dtype, cache, head_dim, group, planes, length, window, softcap)
-    stored, expected = case.pool.view(torch.uint8), case.expected_pool.view(torch.uint8)
+    case = Case(native, dtype, cache, head_dim, group, planes, block_size, length, window, softcap)
+    stored, expected = by_rows(case.pool, head_dim), case.expected_pool
     if dtype == torch.bfloat16:  # a float32's last bit, as the rotation rounds it, may move a code
-        assert (stored == expected).float().mean() > 0.999
-    held = [
-        dequantize_int8(pool) if cache == "int8" else pool.float() for pool in (case.pool, case.expected_pool)
-    ]
+        assert (stored.view(torch.uint8) == expected.view(torch.uint8)).float().mean() > 0.999
+    held = [dequantize_int8(pool) if cache == "int8" else pool.float() for pool in (stored, expected)]
     finite = ~held[1].isnan()
     assert torch.equal(held[0].isnan(), held[1].isnan())
     assert torch.allclose(held[0][finite], held[1][finite], rtol=0.13, atol=0.05)
-    wide = REFERENCE.paged_attention(case.q.float(), case.pool, LAYER, case.inputs)
+    wide = REFERENCE.paged_attention(case.q.float(), stored, LAYER, case.inputs)
     found = case.attend(0, length).float()
     assert (found - wide).norm() <= (2e-5 if dtype == torch.float32 else 8e-3) * wide.norm()
 
@@ -107,9 +118,9 @@ def test_codes_are_those_of_the_reference_and_are_read_exactly(
 @of_any_kind
 def test_a_row_has_the_same_bits_alone_and_in_any_chunk(
     native: native_cpu.NativeCpuKernels, dtype: torch.dtype, cache: Cache, head_dim: int, group: int,
-    planes: int, length: int, window: int | None, softcap: float,
+    planes: int, block_size: int, length: int, window: int | None, softcap: float,
 ) -> None:  # fmt: skip
-    case = Case(native, dtype, cache, head_dim, group, planes, length, window, softcap)
+    case = Case(native, dtype, cache, head_dim, group, planes, block_size, length, window, softcap)
     whole = case.attend(0, length)
     for start, stop in ((0, 1), (length // 3, length), (length // 2, length // 2 + 1), (length - 1, length)):
         assert torch.equal(case.attend(start, stop), whole[start:stop])
@@ -121,20 +132,20 @@ def test_every_float8_number_is_stored_and_read_as_torch_does(
 ) -> None:
     """All codes but NaN are stored as they are given, as keys and values. A query of zeros reads the mean."""
     numbers = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float()
-    numbers = numbers[~numbers.isnan()].view(-1, 2).repeat(1, 64)[: 4 * BLOCK_SIZE].to(dtype)
-    case = Case(native, dtype, "fp8", 128, 1, 2, len(numbers))
+    numbers = numbers[~numbers.isnan()].view(-1, 2).repeat(1, 64)[:64].to(dtype)
+    case = Case(native, dtype, "fp8", 128, 1, 2, 16, len(numbers))
     assert case.scales is not None
     case.scales.fill_(1.0)
     still = replace(case.rope, cos_sin=torch.cat((torch.ones(64, 64), torch.zeros(64, 64)), 1))
     qkv = torch.cat((torch.zeros(64, 256), numbers, numbers, numbers, numbers), 1).to(dtype)
     case.q = native.rope_and_store(qkv, case.pool, LAYER, still)
-    blocks = case.pool[case.table[:4].long(), LAYER, :, :].transpose(2, 3).float()
+    blocks = by_rows(case.pool, 128)[case.table[:4].long(), LAYER, :, :].transpose(2, 3).float()
     assert torch.equal(blocks[:, 0, :, 0].reshape(64, 128), numbers.float())
     assert torch.allclose(case.attend(63, 64)[0, :128].float(), numbers.float().mean(0), rtol=0.01, atol=1e-4)
 
 
 def test_a_row_that_is_not_finite_stays_so_in_int8(native: native_cpu.NativeCpuKernels) -> None:
-    case = Case(native, torch.bfloat16, "int8", 64, 1, 2, 20)
+    case = Case(native, torch.bfloat16, "int8", 64, 1, 2, 16, 20)
     case.qkv[7, -3] = torch.nan
     native.rope_and_store(case.qkv, case.pool, LAYER, case.rope)
     assert case.attend(19, 20).isnan().any()

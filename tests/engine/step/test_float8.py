@@ -121,12 +121,11 @@ def test_kernels_that_lay_keys_out_otherwise_do_not_mix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_checkpoint(tmp_path, "llama3", num_hidden_layers=1)
-    cases: list[dict[str, Any]] = [{"block_size": 16}, {}, {"block_size": 16, "kv_dtype": "int8"}]
+    cases: list[dict[str, Any]] = [{"block_size": 16}, {"block_size": 16, "kv_dtype": "int8"}, {}]
     native = [make_runner(tmp_path, **case).kv_name for case in cases]
     monkeypatch.setattr(model_runner, "select_kernels", lambda *_, **__: TorchKernels())
     plain = [make_runner(tmp_path, **case).kv_name for case in cases]
-    assert native[0] == f"{plain[0]}, keys by 16"
-    assert native[1:] == plain[1:]
+    assert native == [f"{plain[0]}, keys by 16", f"{plain[1]}, keys by 16", plain[2]]
 
 
 def test_quantized_workers_do_not_mix_with_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
