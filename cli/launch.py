@@ -8,6 +8,7 @@ import os
 import shlex
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 from ..coordinator.http.access.url import url_of
@@ -127,20 +128,14 @@ async def _roll(
     """Start each process again once the one before is back: workers of each role in turn, since new ones may
     fit no old ones, then the coordinator. Raises LaunchError where one does not come back."""
     headers, certificate = {"authorization": f"Bearer {plan.admin_key}"}, plan.coordinator.tls_cert
-
-    async def known() -> dict[str, int]:
-        return await incarnations(url, headers, certificate)
-
-    of_role = [[name for name in roles if roles[name] == role] for role in sorted(set(roles.values()))]
-    turns = {name: turn for names in of_role for turn, name in enumerate(names)}
-    renewed = set[str]()
-    for each in sorted(old, key=lambda each: turns.get(each.name, len(turns))):
+    known = partial(incarnations, url, headers, certificate)
+    turns = {name: list(roles.values())[:i].count(role) for i, (name, role) in enumerate(roles.items())}
+    for i, each in enumerate(sorted(old, key=lambda each: turns.get(each.name, len(turns)))):
         name, role = each.name, roles.get(each.name, "coordinator")
         before, deadline = await known(), time.monotonic() + plan.up.ready_timeout_s
         notify(f"{name} starts again ...")
         await asyncio.to_thread(launcher.restart, name, role, each.argv, each.env)
-        renewed.add(role)
-        lone = renewed in ({"prefill"}, {"decode"})
+        lone = i == 0 and name in roles
         while not (_is_back(name, before, await known()) and (lone or await is_ready(url, certificate))):
             if time.monotonic() > deadline:
                 raise LaunchError(
