@@ -53,22 +53,25 @@ def served(
     """Serve them. Return the number of good requests and of changes of the ratio. ``full``: by the simulator,
     not by its sketch; ``borrow``: there by workers that borrow."""
     steering = Steering(OPTIONS, small_worker()) if steered else None
-    serve = partial(_simulated, borrow=borrow) if full else _sketched
+    serve = partial(simulated, borrow=borrow) if full else sketched
     good = serve(requests, prefill, steering)
     flips = [] if steering is None else [d.at for d in steering.controller.decisions if d.kind == "flip"]
     return good, len(set(flips))
 
 
-def _sketched(requests: tuple[TraceRequest, ...], prefill: int, steering: Steering | None) -> float:
+def sketched(requests: tuple[TraceRequest, ...], prefill: int, steering: Steering | None) -> float:
+    """Return the number of good requests."""
     times = step_times()
     pools = [SketchPool(times, prefill, True, False), SketchPool(times, NUM_WORKERS - prefill, False, True)]
     arrivals = [(r.arrival_s, r.num_prompt_tokens, r.num_output_tokens) for r in requests]
-    return SteeredSketch(pools, SLO, steering).run(arrivals_of(arrivals)).num_good
+    flip_s = small_worker().flip_s or 0.0
+    return SteeredSketch(pools, SLO, steering, flip_s).run(arrivals_of(arrivals)).num_good
 
 
-def _simulated(
-    requests: tuple[TraceRequest, ...], prefill: int, steering: Steering | None, borrow: bool
+def simulated(
+    requests: tuple[TraceRequest, ...], prefill: int, steering: Steering | None, borrow: bool = False
 ) -> float:
+    """Return the number of good requests."""
     good = 0.0
 
     def count(record: RequestRecord) -> None:

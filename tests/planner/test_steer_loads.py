@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from splitserve.bench.studies.random_loads import drawn
-from splitserve.bench.studies.steer_loads import HARM, RECORD, left_alone, read, served
+from splitserve.bench.studies.random_loads import OPTIONS, drawn
+from splitserve.bench.studies.steer_loads import HARM, RECORD, left_alone, read, served, simulated, sketched
+from splitserve.coordinator.lifecycle.snapshot import Snapshot
+from splitserve.planner.simulator.simulation import WARM_UP_S
+from splitserve.steering.fleet import Decision
+from splitserve.steering.steering import Steering, fleet_of
+from splitserve.transport.messages.messages import Role
 
 
 def test_a_load_is_drawn_and_served_as_it_was_recorded() -> None:
@@ -15,6 +20,32 @@ def test_a_load_is_drawn_and_served_as_it_was_recorded() -> None:
     assert {name: recorded[name] for name in again if name not in ("steered", "changes")} == {
         name: value for name, value in again.items() if name not in ("steered", "changes")
     }
+
+
+OTHER: dict[Role, Role] = {"prefill": "decode", "decode": "prefill"}
+
+
+class Script(Steering):
+    """``changes``: seconds of the load, and the role that one more worker has from then on."""
+
+    def __init__(self, *changes: tuple[float, Role]) -> None:
+        super().__init__(OPTIONS, None)
+        self._changes = [*changes]
+
+    def look(self, snapshot: Snapshot, now: float) -> list[Decision]:
+        if not self._changes or now < WARM_UP_S + self._changes[0][0]:
+            return []
+        _, role = self._changes.pop(0)
+        return [Decision(now, "flip", fleet_of(snapshot).flexible[OTHER[role]][0], role, "")]
+
+
+def test_a_change_costs_as_much_in_the_sketch_as_in_the_simulator() -> None:
+    """Sequences move to the workers that are left; between the flipped one's prompts they would be slow."""
+    load = drawn(6052)
+    assert load is not None
+    requests = tuple(r for r in load.requests if r.arrival_s < 120)
+    in_sketch, in_simulator = (serve(requests, 2, Script((30, "prefill"))) for serve in (sketched, simulated))
+    assert in_sketch == pytest.approx(in_simulator, abs=HARM * len(requests))
 
 
 @pytest.mark.parametrize("number", [3048, 1124])
