@@ -115,6 +115,10 @@ class LifecycleDispatcher:
         self._log.info("worker %s is to become a %s worker", ordered.process, role)
         return ordered.as_json(now)
 
+    def lend_decode(self, allowed: bool) -> None:
+        """Let decode workers borrow prompts, or not."""
+        self._core.pools.lends_decode = allowed
+
     # --- the workers ------------------------------------------------------------------------------------
 
     def receive(self, messages: list[tuple[bytes, Message]]) -> None:

@@ -58,6 +58,11 @@ class PoolController:
         self.wanted: dict[AnyRole, int] = {}
         """Workers of each role: the present number, or one more or fewer as long as that is wanted."""
 
+    @property
+    def lends_decode(self) -> bool:
+        """Whether decode workers may borrow prompts: not while their own load is too high."""
+        return self.pressure is None or self.pressure.decode <= 1
+
     def decide(self, picture: LoadPicture, fleet: Fleet, now: float) -> list[Decision]:
         """Return the decisions of this second; they are in ``decisions`` already."""
         self.picture = picture
@@ -109,15 +114,15 @@ class PoolController:
             return self._rest("a role has no worker")
         self._sizes = self._sizes if fleet.changing and fleet.prefill in self._sizes else fleet.sizes()
         self._virtual.serve(picture, self._capacity, self._sizes, fleet.prefill)
+        present = self._capacity.pressure(picture, *fleet.size)
+        self.pressure = present if math.isfinite(present.worst) else None
         if fleet.changing or now < self._quiet_until:
             self.state = "a change is under way, or has not had time to show"
             return []
         if picture.num_requests < MIN_JUDGED:
             return self._rest(f"only {picture.num_requests} requests to judge by")
-        present = self._capacity.pressure(picture, *fleet.size)
-        if not math.isfinite(present.worst):
+        if self.pressure is None:
             return self._rest("the latency model does not cover this load")
-        self.pressure = present
         return self._improve(picture, fleet, present, now)
 
     def _improve(self, picture: LoadPicture, fleet: Fleet, present: Pressure, now: float) -> list[Decision]:

@@ -28,6 +28,7 @@ class Workers(Protocol):
 
     def flip(self, worker_id: str, role: Role, timeout_s: float | None) -> dict[str, object] | str | None: ...
     def drain(self, worker_id: str, timeout_s: float | None) -> dict[str, object] | None: ...
+    def lend_decode(self, allowed: bool) -> None: ...
 
 
 class SteeringShell:
@@ -58,6 +59,7 @@ class SteeringShell:
                 "coordinator is started again"
             )
         finally:
+            self._workers.lend_decode(True)
             await self._hooks.close()
 
     def as_json(self) -> dict[str, Any]:
@@ -73,6 +75,7 @@ class SteeringShell:
             self._hooks.decided(decision, self._core.controller.wanted)
             if self._core.options.mode == "act":
                 self._act(decision, snapshot)
+        self._workers.lend_decode(self._core.options.mode != "act" or self._core.controller.lends_decode)
         self._look_after_leaving(snapshot)
 
     def _report(self, decision: Decision) -> None:

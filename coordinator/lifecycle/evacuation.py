@@ -1,5 +1,6 @@
-"""Running sequences leave a draining decode worker, with their KV blocks, for another one. Pure; times in
-seconds.
+"""Running sequences leave a decode worker that drains, with their KV blocks, for another one. Pure; times in
+seconds. Those on a process that prefers prompts, borrowed or from before a flip, leave for one with room to
+spare.
 
 Few at a time: a sequence stands still until the other worker has its blocks, and the others run on meanwhile.
 A sequence that cannot move (no other worker, no room) runs on too, until the draining worker's own deadline
@@ -21,6 +22,8 @@ MAX_MOVES = 4
 """At a time from one worker."""
 RETRY_S = 0.5
 """After a move of a sequence was given up."""
+SPARE = 0.3
+"""Share of the rows and of the blocks that stays free where such a sequence goes."""
 
 
 class Evacuation:
@@ -38,13 +41,14 @@ class Evacuation:
         self._pools, self._machine = pools, machine
 
     def evacuate(self, now: float) -> list[Action]:
-        """Begin and give up moves from every draining decode worker; requests on their way to one are
-        retried elsewhere."""
+        """Begin and give up moves from all of these; requests on their way to a draining one are retried
+        elsewhere."""
         actions: list[Action] = []
         for worker in self._pools.of_role("decode"):
-            if worker.draining and any(w.kind == worker.kind for w in self._pools.open_of_role("decode")):
+            is_left = worker.draining or (worker.is_reserve and worker.dispatches)
+            if is_left and any(w.kind == worker.kind for w in self._pools.open_of_role("decode")):
                 for request in self._machine.assignments.of(worker):
-                    if request.state == "prefill":
+                    if worker.draining and request.state == "prefill":
                         actions += self._machine.retry(request, "its decode worker leaves", now, counts=False)
                 actions += self._move_sequences(worker, now)
         return actions
@@ -76,6 +80,6 @@ class Evacuation:
     def _target(self, request: Request, worker: WorkerRecord) -> WorkerRecord | None:
         others = [w for w in self._pools.open_of_role("decode") if w.kind == worker.kind]
         able = holding(request.max_tokens, [w for w in others if w.room >= request.num_tokens], others)
-        if not able:
-            return None
-        return choose_decode(self._policy, able, Need.of(request, worker, request.dispatch))
+        if not worker.draining:
+            able = [w for w in able if w.share_left(w.blocks_for(request.num_tokens)) > SPARE]
+        return choose_decode(self._policy, able, Need.of(request, worker, request.dispatch)) if able else None

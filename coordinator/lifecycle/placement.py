@@ -231,7 +231,8 @@ class Placement:
         pairs = [
             (prefill, decode)
             for prefill, decode in pools.borrowers()
-            if self._prefill_has_room(prefill, request)
+            if (pools.lends_decode or not prefill.is_reserve)
+            and self._prefill_has_room(prefill, request)
             and num_tokens <= decode.room
             and request.max_tokens <= decode.max_model_len
         ]

@@ -97,6 +97,7 @@ class Coordinator:
         for decision in steering.look(snapshot_of(self.core), now):
             if steering.options.mode == "act" and decision.kind == "flip" and decision.role != "mixed":
                 self._dispatcher.flip(decision.worker, decision.role, None)
+        self._dispatcher.lend_decode(steering.options.mode != "act" or steering.controller.lends_decode)
 
     # --- what the dispatcher calls ---------------------------------------------------------------
 

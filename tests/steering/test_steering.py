@@ -382,6 +382,15 @@ def test_where_no_worker_can_change_its_role_it_says_what_would_be_better() -> N
     assert "6P:2D stays" in tried.controller.state
 
 
+def test_decode_workers_lend_nothing_while_they_are_loaded_too_much() -> None:
+    tried = Rigid(PoolController(OPTIONS, worker()), 6, 2)
+    assert tried.controller.lends_decode
+    tried.run(20, CHAT)
+    assert not tried.controller.lends_decode
+    tried.run(60, replace(CHAT, rate=1.0))
+    assert tried.controller.lends_decode
+
+
 def test_beside_mixed_workers_roles_stay_and_that_is_said_once() -> None:
     controller = PoolController(replace(OPTIONS, max_workers=9, scale_up_after_s=10.0), worker())
     mixed = replace(cluster(2, 4).fleet, mixed=2)

@@ -18,6 +18,7 @@ from splitserve.coordinator.lifecycle.snapshot import snapshot_of
 from splitserve.coordinator.metrics.system_collector import SystemCollector
 from splitserve.coordinator.metrics.system_snapshot import SystemSnapshot
 from splitserve.planner.simulator.slo import parse_slo
+from splitserve.steering.capacity import Pressure
 from splitserve.steering.fleet import Decision
 from splitserve.steering.hooks import Hooks
 from splitserve.steering.options import SteeringOptions
@@ -39,6 +40,7 @@ class Scripted(Steering):
     def __init__(self, mode: Any, *decisions: Decision) -> None:
         super().__init__(SteeringOptions(1.0, 0.1, mode=mode, every_s=0.01), None)
         self._script = list(decisions)
+        self.controller.pressure = Pressure(prefill=0.5, decode=1.1)
 
     def look(self, snapshot: Any, now: float) -> list[Decision]:
         script, self._script = self._script, []
@@ -48,6 +50,10 @@ class Scripted(Steering):
 class Workers:
     def __init__(self) -> None:
         self.done: list[tuple[str, ...]] = []
+        self.lends: list[bool] = []
+
+    def lend_decode(self, allowed: bool) -> None:
+        self.lends.append(allowed)
 
     def flip(self, worker_id: str, role: str, timeout_s: float | None) -> dict[str, object] | str | None:
         self.done.append(("flip", worker_id, role))
@@ -113,11 +119,13 @@ async def test_what_it_may_do_is_done(tmp_path: Path) -> None:
     assert sorted(d["kind"] for d in posted) == ["flip", "scale_down", "scale_up"]
     assert {d["reason"] for d in posted} == {"because", "too few", "too many"}
     assert state["counts"] == {"flip": 1, "scale_up": 1, "scale_down": 1}
+    assert workers.lends[0] is False, "decode workers are loaded above 1"
+    assert workers.lends[-1] is True, "the controller has ended"
 
 
 async def test_advice_is_posted_and_nothing_done(tmp_path: Path) -> None:
     workers, posted, reported, _ = await carry_out("advise", tmp_path)
-    assert (workers.done, reported, len(posted)) == ([], [], 3)
+    assert (workers.done, reported, len(posted), {*workers.lends}) == ([], [], 3, {True})
     assert {d["mode"] for d in posted} == {"advise"}
 
 

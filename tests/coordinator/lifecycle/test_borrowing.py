@@ -14,6 +14,7 @@ from splitserve.transport.messages.messages import (
     FirstToken,
     Goodbye,
     Joined,
+    Move,
     Prefill,
     SamplingParams,
     Welcome,
@@ -79,6 +80,16 @@ def test_a_decode_worker_computes_a_prompt_for_which_no_prefill_worker_has_room(
     bench.send("P0:prefill", FirstToken(coordinator=7, dispatch=1, index=0, token=5))
     assert bench.core.queue.num_tokens == 0, "room at home again: the one that waited is there"
     assert counts(bench) == (1, 0)
+
+
+def test_decode_workers_borrow_nothing_while_they_may_not() -> None:
+    bench = borrowing()
+    bench.core.pools.lends_decode = False
+    for i in range(2):
+        submit(bench, f"r{i}")
+    assert submit(bench, "waits") == ("", "")
+    bench.core.pools.lends_decode = True
+    assert route(bench.core.tick(bench.now)) == ("D0:prefill", "D0:decode")
 
 
 def test_a_busy_decode_worker_borrows_later_than_an_idle_one() -> None:
@@ -188,13 +199,25 @@ def test_it_is_flipped_at_once_and_counts_in_the_pool_that_it_prefers() -> None:
         ("D0:prefill", "D0", False),
         ("D1:decode", "D1", False),
     ]
-    assert bench.core.pools.workers["D0:prefill", 1].num_borrowed == 1, "its sequence ends where it is"
+    assert bench.core.pools.workers["D0:prefill", 1].num_borrowed == 1, "its sequence is still there"
     assert {submit(bench, f"r{i}") for i in range(3)} == {
         ("P0:prefill", "D1:decode"),
         ("D0:prefill", "D1:decode"),
     }
     assert counts(bench) == (0, 0)
     assert submit(bench, "pressed") == ("D1:prefill", "D1:decode"), "the others compute what is theirs"
+
+
+def test_its_sequences_move_to_a_worker_that_prefers_them_while_that_has_room_to_spare() -> None:
+    bench = borrowing(num_decode=2, max_num_seqs=9)
+    for dispatch in range(1, 9):
+        _, decode = submit(bench, f"r{dispatch}", num_tokens=1)
+        bench.send(decode, Joined(coordinator=7, dispatch=dispatch, index=0, token=5))
+    assert not sent(bench.core.tick(bench.now), Move)
+    bench.core.flip("D0", "prefill", None, 0.0)
+    moves = sent(bench.core.tick(bench.now), Move)
+    assert {move.decode.worker_id for move in moves} == {"D1:decode"}
+    assert len(moves) == 2, "a third of its nine rows stays free"
 
 
 def test_a_half_that_comes_again_is_of_the_role_that_its_process_prefers_by_now() -> None:
