@@ -3,10 +3,11 @@
     python -m splitserve.bench.kernels.engine [--models 125m,500m] [--dtypes bfloat16,float32] [--exact] \\
         [--quantizations none,int8,int4] [--longest 2048] [--json FILE]
 
-The floors are measured in the same run, on the same core: a decode step cannot be faster than reading the
-weights and the batch's KV cache once at the rate at which a plain sum reads memory from huge pages; a prefill
-no faster than its multiply-adds at the rate of a large square matrix product. (On a CPU without bfloat16
-instructions both dtypes multiply at the rate of float32.) Beside each step stands what its matrix products
+The floors are measured in the same run, on the same core: a decode step cannot read the weights as the model
+has them, and the batch's KV cache, faster than a plain sum reads memory from huge pages (coded weights, see
+kernels/cpu/coded.h, are fewer bytes, so one row may pass its floor); a prefill cannot be faster than its
+multiply-adds at the rate of a large square matrix product. (On a CPU without bfloat16 instructions both
+dtypes multiply at the rate of float32.) Beside each step stands what its matrix products
 take alone. The models are random: the time does not depend on the weights. The last row is a decode step of a
 model so small that its kernels take next to nothing: what Python spends on a step. Times are this thread's
 processor time, the best of several runs.
