@@ -30,7 +30,7 @@ def borrowed(cluster: Cluster) -> tuple[int, int]:
 
 
 def test_a_burst_is_shared_and_the_roles_stay(tiny: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
-    arguments = ["--borrow", "--exact", "--kv-cache-gib", "0.1", "--decode-max-num-seqs", "4"]
+    arguments = ["--borrow", "--exact", "--kv-cache-gib", "0.1", "--decode-max-num-seqs", "2"]
     arguments += ["--prefill-max-batch-tokens", "32", *NEVER_DEAD]
     with running(tiny[0], tmp_path, *arguments) as cluster:
         cluster.wait_whole(2, 2)
