@@ -156,7 +156,7 @@ def check_module(words: list[str]) -> None:
 
 
 def takes(program: str, option: str) -> bool:
-    """Whether this text of a program declares the option: to argparse, by option_parser, or to typer as a parameter."""
+    """Whether this text of a program declares the option: to argparse or to typer."""
     words = (f'"{option}"', f"    {option[2:].replace('-', '_')}: ", f"to_{option[2:]}=True")
     return any(word in program for word in words)
 
