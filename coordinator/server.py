@@ -74,7 +74,7 @@ class AppParts:
 
     limits: HttpLimits = field(default_factory=HttpLimits)
     system: Callable[[], SystemSnapshot] = SystemSnapshot  # called at each scrape of /metrics
-    operators: Operators | None = None  # None: nobody can be one
+    operators: Operators | None = None  # None: none is configured
     tenancy: Tenancy = field(default_factory=Tenancy)
     # not None: the admin API has a port of its own, with these routes beside its usual ones
     more_admin: Sequence[Route] | None = None
