@@ -27,6 +27,7 @@ SOURCES = (
     "isa_avx512.cpp",
     "isa_avx512_vnni.cpp",
     "isa_avx512_bf16.cpp",
+    "isa_amx.cpp",
 )
 OPTIONS = ["-std=c++17", "-O3", "-g0", "-fno-math-errno", "-fno-trapping-math", "-pthread"]
 """errno and traps of floating-point functions are never read; nothing else of -ffast-math is used. Debugging

@@ -3,7 +3,8 @@
 What is fastest cannot be read off a CPU's flags. The bfloat16 units of a Zen 4 core do twice the
 multiply-adds of its float32 units, those of an Emerald Rapids core half. Four choices are made:
 
-    instruction set   of the C++ kernels, for all row counts and shapes: they share one layout of the weights
+    instruction set   of the C++ kernels, for all row counts and shapes: they share one layout of the weights.
+                      Products by AMX tiles count as one (tests play the tiles; no CPU with them has timed it)
     prefetching rows  from how many rows on products ask memory for weights ahead: the same bits either way
     coded weights     whether bfloat16 ones are read in 12.25 bits (cpu/coded.h): the same bits either way
     rows of oneDNN    by shape of a linear: from how many rows on oneDNN is faster (with AMX tiles it may be)

@@ -2,6 +2,11 @@
 #pragma once
 #include <algorithm>
 #include <vector>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include "kernels.h"
 #include "thread_pool.h"
@@ -9,14 +14,32 @@
 namespace {
 using namespace splitserve;
 
+#if defined(__x86_64__)
+const Kernels kAmxKernels = [] {
+  Kernels kernels = kAvx512Bf16Kernels;
+  kernels.name = "avx512_amx";
+  kernels.codes = false;
+  kernels.linear = linear_amx;
+  return kernels;
+}();
+
+// Whether this process may use tiles: the CPU has them for bfloat16, and Linux gives the process room for them (since 5.16).
+bool has_tiles() {
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) && (d >> 24 & 1) && syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+}
+#endif
+
 const Kernels* const kAll[] = {
 #if defined(__x86_64__)
-    &kAvx512Kernels, &kAvx512Bf16Kernels, &kAvx2Kernels,
+    &kAvx512Kernels, &kAvx512Bf16Kernels, &kAmxKernels, &kAvx2Kernels,
 #endif
     &kGenericKernels};
 
 bool supported(const Kernels* kernels) {
 #if defined(__x86_64__)
+  static const bool tiles = has_tiles();
+  if (kernels == &kAmxKernels) return tiles && supported(&kAvx512Bf16Kernels);
   if (kernels == &kAvx512Bf16Kernels) return __builtin_cpu_supports("avx512bf16") && supported(&kAvx512Kernels);
   if (kernels == &kAvx512Kernels)
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
