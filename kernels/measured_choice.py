@@ -3,14 +3,13 @@
 What is fastest cannot be read off a CPU's flags. The bfloat16 units of a Zen 4 core do twice the
 multiply-adds of its float32 units, those of an Emerald Rapids core half. Four choices are made:
 
-    instruction set   of the C++ kernels, for all row counts and shapes: they share one layout of the weights.
-                      Products by AMX tiles count as one (tests play the tiles; no CPU with them has timed it)
+    instruction set   of the C++ kernels, for all row counts and shapes: they share one layout of the weights
     prefetching rows  from how many rows on products ask memory for weights ahead: the same bits either way
     coded weights     whether bfloat16 ones are read in 12.25 bits (cpu/coded.h): the same bits either way
     rows of oneDNN    by shape of a linear: from how many rows on oneDNN is faster (with AMX tiles it may be)
 
-Exact mode leaves oneDNN out. The file is keyed by the CPU, its flags, the build of the kernels and
-torch; a file that is damaged, or of another machine, is measured anew.
+Tests run AMX's on played tiles; no CPU that has it has timed it yet. Exact mode leaves oneDNN out. The file
+is keyed by the CPU, its flags, the build and torch; one that is damaged or another's is measured anew.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ needs_units = pytest.mark.skipif(
 
 
 class LinearArgs(ctypes.Structure):
-    """As in kernels/cpu/kernels.h."""
+    """The struct of this name in kernels/cpu/kernels.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "packed", "bias", "y")),

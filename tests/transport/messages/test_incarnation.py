@@ -48,10 +48,10 @@ for _ in range(4):
 
 def test_forked_processes_have_numbers_of_their_own() -> None:
     """They are forked by a process without threads: the child of one with threads may never end."""
-    said = subprocess.run(
+    ended = subprocess.run(
         [sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=True
     )
-    assert len(set(said.stdout.split())) == 4
+    assert len(set(ended.stdout.split())) == 4
 
 
 def test_the_way_back_to_a_peer_is_the_channel_that_it_opened_to_this_process() -> None:
