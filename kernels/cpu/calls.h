@@ -2,19 +2,19 @@
 #pragma once
 #include <algorithm>
 #include <vector>
-#if defined(__x86_64__)
+
+#include "kernels.h"
+#include "thread_pool.h"
+#if AMX_TILES
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
 
-#include "kernels.h"
-#include "thread_pool.h"
-
 namespace {
 using namespace splitserve;
 
-#if defined(__x86_64__)
+#if AMX_TILES
 const Kernels kAmxKernels = [] {
   Kernels kernels = kAvx512Bf16Kernels;
   kernels.name = "avx512_amx";
@@ -32,14 +32,19 @@ bool has_tiles() {
 
 const Kernels* const kAll[] = {
 #if defined(__x86_64__)
-    &kAvx512Kernels, &kAvx512Bf16Kernels, &kAmxKernels, &kAvx2Kernels,
+    &kAvx512Kernels, &kAvx512Bf16Kernels, &kAvx2Kernels,
+#if AMX_TILES
+    &kAmxKernels,
+#endif
 #endif
     &kGenericKernels};
 
 bool supported(const Kernels* kernels) {
-#if defined(__x86_64__)
+#if AMX_TILES
   static const bool tiles = has_tiles();
   if (kernels == &kAmxKernels) return tiles && supported(&kAvx512Bf16Kernels);
+#endif
+#if defined(__x86_64__)
   if (kernels == &kAvx512Bf16Kernels) return __builtin_cpu_supports("avx512bf16") && supported(&kAvx512Kernels);
   if (kernels == &kAvx512Kernels)
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&

@@ -1,14 +1,14 @@
 // Products of bfloat16 by AMX's tiles, over the panels of AVX512-BF16; everything else is that set's.
 // A tile is 16 rows of x, or of pairs of k of a panel, by 64 bytes. An output sums each step of 32 k, its even and its odd ones apart,
 // and then the steps in order: its value does not depend on its neighbours, nor on how many rows there are.
-#if defined(__x86_64__)
+#include "kernels.h"
+
+#if AMX_TILES
 #include <immintrin.h>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <utility>
-
-#include "kernels.h"
 
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("amx-tile,amx-bf16,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,bmi2"))), apply_to = function)

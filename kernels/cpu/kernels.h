@@ -156,8 +156,11 @@ extern const Kernels kGenericKernels;
 extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;
 extern const Kernels kAvx512Bf16Kernels;
-void linear_amx(const LinearArgs&, int64_t first_panel, int64_t last_panel);  // in the layout of AVX512-BF16
 void quantised_linear_vnni(const LinearArgs&, int64_t first_panel, int64_t last_panel);  // in the layout of AVX-512, with the same bits
+#if defined(__clang__) || __GNUC__ >= 11
+#define AMX_TILES 1
+void linear_amx(const LinearArgs&, int64_t first_panel, int64_t last_panel);  // in the layout of AVX512-BF16
+#endif
 #endif
 
 }  // namespace splitserve
