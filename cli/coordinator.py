@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from functools import partial
+from pathlib import Path
 
 from ..coordinator.errors import CannotStart
 from ..coordinator.http.access.operators import admin_key
@@ -44,8 +45,10 @@ def main(settings: ServerSettings) -> None:
             raise ConfigError(f"--admin-key-file: {why}") from error
     try:
         run(settings, run_one_of_several, controller_of)
-    except (CannotStart, OSError) as error:  # an address in use, a file that cannot be written
+    except CannotStart as error:
         raise ConfigError(str(error)) from error
+    except OSError as error:  # an address in use, a file that cannot be written
+        raise ConfigError(_reason(error, settings)) from error
 
 
 def run_one_of_several(settings: ServerSettings, place: Place) -> None:
@@ -55,8 +58,17 @@ def run_one_of_several(settings: ServerSettings, place: Place) -> None:
     try:
         run_one(settings, place, controller_of)
     except (CannotStart, EngineError, TenantsError, TransportError, OSError) as error:
-        _log.error("cannot start: %s", error)
+        _log.error("cannot start: %s", _reason(error, settings) if isinstance(error, OSError) else error)
         sys.exit(CANNOT_START)
+
+
+def _reason(error: OSError, settings: ServerSettings) -> str:
+    """Return what is wrong, with the option that names the file."""
+    if error.filename is None:
+        return error.strerror or str(error)
+    path = Path(error.filename).absolute()
+    options = [option for option, folder in settings.folders.items() if path.is_relative_to(folder)]
+    return f"{', '.join([*options, str(path)])}: {error.strerror}; name another place"
 
 
 def controller_of(

@@ -35,17 +35,13 @@ class EngineConfig:
     memory_shared_by: int = 1  # workers of this cluster on this host
     max_num_seqs: int = 64  # a cache in host memory holds at most what this many sequences fill
     cluster: str = ""  # its name, for workers that share the host's memory
-    max_model_len: int | None = (
-        None  # prompt and output tokens of one sequence; None: the model's, or what fits
-    )
+    max_model_len: int | None = None  # prompt and output tokens; None: the model's, or what fits
     num_threads: int | Literal["auto"] = 1  # CPU threads of one step
     exact: bool = False  # batch-invariant: see kernels/select.py
     kv_dtype: KVDType = "auto"  # auto: as dtype
     quantization: Quantization = "none"  # of linear layers
     max_step_seqs: int = 0  # on GPUs: kernels for steps of up to this many sequences are compiled at start
-    max_decode_seqs: int = (
-        0  # on GPUs: ``warm_up`` captures decode steps of up to this many sequences as graphs
-    )
+    max_decode_seqs: int = 0  # on GPUs: ``warm_up`` captures decode steps of up to this many as graphs
     max_prefill_tokens: int = 0  # on GPUs: the largest prefill step, which ``warm_up`` tries
     pool_allocator: PoolAllocator | None = None  # where the pool's memory comes from; None: from torch
 
@@ -54,10 +50,10 @@ def check_formats(engine: EngineConfig, config: ModelConfig, device: torch.devic
     """Check that the device has kernels for these weights and this KV cache. Raises ModelConfigError."""
     if config.latent is not None and device.type != "cpu" and engine.kv_dtype == "fp8":
         raise ModelConfigError(
-            "latent attention (DeepSeek) has no float8 KV cache on GPUs: leave kv_dtype out"
+            "latent attention (DeepSeek) has no float8 KV cache on GPUs: leave out --kv-dtype"
         )
     if config.quantisation is not None and engine.quantization != "none":
-        raise ModelConfigError("the checkpoint is quantised already: leave quantization at none")
+        raise ModelConfigError("the checkpoint is quantised already: leave out --quantization")
     if config.quantisation is not None and config.quantisation.named and device.type != "cpu":
         raise ModelConfigError(
             f"quantised weights of GGUF have kernels on CPUs only, and the device is {device}: take the "
@@ -74,7 +70,7 @@ def check_formats(engine: EngineConfig, config: ModelConfig, device: torch.devic
 def max_model_len(asked: int | None, config: ModelConfig) -> int:
     if asked is not None and asked > config.max_model_len:
         raise ModelConfigError(
-            f"max_model_len {asked} is more than the model's {config.max_model_len}; lower --max-model-len"
+            f"--max-model-len {asked} is more than the model's {config.max_model_len}; lower it"
         )
     return asked or config.max_model_len
 

@@ -34,9 +34,7 @@ logger = logging.getLogger(__name__)
 
 NEVER = 1 << 30  # rows
 ROWS = (1, 8, 32, 128)  # that are measured; each stands for those up to the next
-GAIN = (
-    0.9  # oneDNN is taken where it needs at most this share of the time: it costs memory, and oneDNN's calls
-)
+GAIN = 0.9  # oneDNN is taken where it needs at most this share of the time: it costs memory, and calls
 ROUNDS = 5
 ROUNDS_SECONDS = 0.05  # of one comparison; at least two rounds
 CPUINFO = Path("/proc/cpuinfo")

@@ -65,9 +65,7 @@ class LoadPicture:
     attainment: float = 1.0  # of the judged: ended lately, or late already
     in_time: float = 1.0  # share of them with a first token in time
     in_pace: float = 1.0  # share of them that made their TPOT
-    ttft_kept: float = (
-        1.0  # share that keeps ``scale_up_ttft``: 1 where there is none, or too few to judge by
-    )
+    ttft_kept: float = 1.0  # share that keeps ``scale_up_ttft``: 1 where there is none, or too few
     tpot_kept: float = 1.0  # likewise ``scale_up_tpot``
     newest: int = 0  # requests of the last ``every_s``, and the means of these
     newest_tokens: float = 0.0

@@ -77,9 +77,8 @@ class _Watch:
             "ignore_eos": True,
         }
         self._num_reads = self._health_failures = self._stream_failures = 0
-        self._gap = self._health = self._read_at = self._asked_at = (
-            0.0  # the last two: 0 where nothing is awaited
-        )
+        self._gap = self._health = 0.0
+        self._read_at = self._asked_at = 0.0  # 0 where nothing is awaited
 
     def read(self) -> None:
         """For ever."""

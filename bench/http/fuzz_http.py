@@ -43,9 +43,7 @@ from .streaming_servers import Server, model_folder, workers_of
 CONTEXT = 256  # tokens: what a request gets that sets no bound
 STEP_EVERY_S = 0.002
 SAMPLE_EVERY_S = 0.5
-START_S = (
-    300.0  # long enough also where others have the processor: a coordinator that has ended is seen at once
-)
+START_S = 300.0  # also where others have the processor: a coordinator that has ended is seen at once
 MAX_GROWTH_MB = 64.0  # from the first quarter to the end
 
 

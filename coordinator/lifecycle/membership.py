@@ -129,7 +129,7 @@ class Membership:
             return []
         self._fenced = {w: t for w, t in self._fenced.items() if now - t < FORGET_FENCED_S}
         self._fenced[worker_id] = now
-        reason = "this incarnation is not known, or was declared dead"
+        reason = "it was restarted, or had declared this worker dead"
         return [Send(worker_id, Fenced(coordinator=self._incarnation, reason=reason))]
 
     # --- coming and going ------------------------------------------------------------------------------

@@ -35,9 +35,7 @@ class PoolLook(NamedTuple):
     num_workers: float = 0.0
     busy: float | None = None  # share of their time in which a step ran; None: not known
     kv: float = 0.0  # share of their KV blocks that requests hold or have been granted
-    rows: float = (
-        0.0  # share of their batch rows that sequences hold; 0 where the number of rows is not known
-    )
+    rows: float = 0.0  # share of their batch rows that sequences hold; 0: the number of rows is not known
     running: float = 0.0  # sequences a worker
 
 

@@ -83,7 +83,8 @@ class TenantStore:
         except OpenToOthers as error:
             raise TenantsFileError(str(error)) from None
         except (sqlite3.Error, OSError) as error:
-            raise TenantsFileError(f"cannot use the tenants file {path}: {error}") from None
+            reason = getattr(error, "strerror", None) or error
+            raise TenantsFileError(f"cannot use the tenants file {path}: {reason}") from None
 
     def _open_as_it_is(self, path: Path) -> None:
         """Falls back on a connection that needs nothing beside the file where the disk is full. Raises

@@ -93,7 +93,7 @@ class ServedModel:
                 )
             if max_model_len is not None and max_model_len > longest:
                 raise ValueError(
-                    f"max_model_len is {max_model_len}, but the model's context ends at {longest} tokens"
+                    f"--max-model-len {max_model_len}: the model's context ends at {longest} tokens"
                 )
             generation = read_json(folder / "generation_config.json")
             eos = generation.get("eos_token_id", config.get("eos_token_id"))

@@ -59,7 +59,8 @@ class Tokenizer:
             fast = FastTokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception
             raise ValueError(
-                f"{path} is not a tokenizer this version of tokenizers can read: {error}"
+                f"{path} is not a tokenizer this version of tokenizers can read: {error}; "
+                "download it again, or upgrade the package tokenizers"
             ) from error
         return cls(fast, read_json(folder / "tokenizer_config.json"), vocab_size=vocab_size)
 

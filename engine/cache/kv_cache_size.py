@@ -55,8 +55,8 @@ def kv_cache_size(wish: KVCacheWish, room: int) -> KVCacheSize:
         if wish.max_num_seqs is not None:
             num_blocks = min(num_blocks, needed * wish.max_num_seqs)
         more = (
-            "end what else uses the memory, lower --gpu-memory-utilization of workers that share the GPU, "
-            "or raise this one's, or --cpu-memory-utilization"
+            "end what else uses this memory, or raise --gpu-memory-utilization (of a KV cache in host "
+            "memory: --cpu-memory-utilization)"
         )
     if num_blocks >= needed:
         return KVCacheSize(num_blocks, length)

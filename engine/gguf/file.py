@@ -28,14 +28,23 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
+            with path.open("rb") as file:
+                if (begin := file.read(4)) != b"GGUF":
+                    raise ModelConfigError(
+                        f"{path} is no GGUF file: it begins with {begin!r}, not with GGUF; is it a web page "
+                        "or a Git LFS pointer? Download the file itself"
+                    )
             self._reader = gguf.GGUFReader(path)
-            if self._reader.byte_order != "I":
-                raise ValueError("its numbers are big-endian")
             self.tensors = {tensor.name: _tensor(tensor) for tensor in self._reader.tensors}
-        except (OSError, ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
+        except OSError as error:
+            raise ModelConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+        except (ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
             raise ModelConfigError(
-                f"{path} is not a GGUF file that can be read ({error!s:.200}); download it again"
+                f"{path} is cut short or damaged ({path.stat().st_size} bytes), or of GGUF version 1; "
+                "download it again"
             ) from error
+        if self._reader.byte_order != "I":
+            raise ModelConfigError(f"{path} is a big-endian GGUF file, which is not supported")
         if int(self.get("split.count", 1)) > 1:
             raise ModelConfigError(f"{path} is one of several parts; join them: llama-gguf-split --merge")
         unknown = {tensor.kind for tensor in self.tensors.values()} - {*BLOCKS, *PLAIN}

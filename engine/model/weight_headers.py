@@ -99,7 +99,8 @@ def check_tensors(
     for name, shape in expected.items():
         if found[name] != shape and not (found[name] == (1,) and shape == ()):
             raise WeightsError(
-                f"{path}: tensor {name!r} has shape {list(found[name])}, config.json implies {list(shape)}"
+                f"{path}: tensor {name!r} has shape {list(found[name])}, config.json implies {list(shape)}: "
+                "are they of one checkpoint? Download it again"
             )
 
 
@@ -134,7 +135,10 @@ def _read_header(file: Path) -> tuple[int, int, bytes]:
         status = os.fstat(handle.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise ValueError("it is no regular file")
-        length = int.from_bytes(handle.read(8), "little")
+        begin = handle.read(8)
+        if begin == b"version ":
+            raise ValueError("it is a pointer of Git LFS, which `git lfs pull` replaces")
+        length = int.from_bytes(begin, "little")
         if status.st_size < 8 or length > min(MAX_HEADER_BYTES, status.st_size - 8):
             raise ValueError(f"it has {status.st_size:,} bytes, and claims a header of {length:,}")
         return 8 + length, status.st_size - 8 - length, handle.read(length)

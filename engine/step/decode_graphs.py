@@ -180,7 +180,8 @@ class DecodeGraphs:
                 raise
             raise OutOfMemoryError(
                 f"no memory for the graphs of decode steps of up to {self._buckets[-1]} sequences ({error}); "
-                "lower --decode-max-num-seqs or --kv-cache-gib"
+                "lower --max-num-seqs (`splitserve up`: --decode-max-num-seqs), --kv-cache-gib or "
+                "--gpu-memory-utilization"
             ) from error
 
     def serves(self, batch: Batch) -> bool:

@@ -25,9 +25,7 @@ from .constraint import CompileGrammar, TokenMatcher
 
 ANY_NUMBER = LLMatcher.grammar_from_regex("[0-9]+").encode()
 MAX_CACHED = 128  # compiled grammars
-MAX_LEXER_STATES = (
-    50_000  # 1 to 2 kB each; the library's other limits bound the work of compiling and of each step
-)
+MAX_LEXER_STATES = 50_000  # 1 to 2 kB each; the library's other limits bound compiling and each step
 _log = logging.getLogger(__name__)
 
 

@@ -57,7 +57,8 @@ def run_first_steps(
                 raise
             raise OutOfMemoryError(
                 f"beside the weights and the KV cache no memory is left for a step of {batch.num_tokens} "
-                f"tokens ({error}); lower --kv-cache-gib, --num-blocks or --prefill-max-batch-tokens"
+                f"tokens ({error}); lower --kv-cache-gib, --num-blocks or --gpu-memory-utilization, or of a "
+                "prefill worker --max-batch-tokens (`splitserve up`: --prefill-max-batch-tokens)"
             ) from error
 
 

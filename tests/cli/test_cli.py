@@ -186,23 +186,24 @@ def test_keys_are_made_listed_turned_and_ended(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
-def test_a_coordinator_that_can_never_serve_says_why_and_ends(processes: str) -> None:
+LENGTH = "--max-model-len 99999: the model's context ends at"
+FOLDER = "--trace-folder, /proc/traces: No such file or directory; name another place"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--max-model-len 99999", LENGTH),
+        ("--max-model-len 99999 --processes 2", LENGTH),
+        ("--trace-folder /proc/traces", FOLDER),
+    ],
+)
+def test_a_coordinator_that_can_never_serve_says_why_and_ends(options: str, message: str) -> None:
     """None of several processes is started again and again."""
-    arguments = [
-        "--insecure",
-        "--model",
-        str(DEMO_MODEL),
-        "--port",
-        "0",
-        "--max-model-len",
-        "99999",
-        "--processes",
-        processes,
-    ]
-    result = splitserve("coordinator", *arguments)
+    fixed = ("--insecure", "--model", str(DEMO_MODEL), "--port", "0")
+    result = splitserve("coordinator", *fixed, *options.split())
     assert result.returncode == 2
-    assert "max_model_len is 99999, but the model's context ends at" in result.stderr
+    assert message in result.stderr
     assert result.stderr.splitlines()[-1].startswith("splitserve: ")
     assert "Traceback" not in result.stderr
 

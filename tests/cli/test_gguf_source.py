@@ -87,7 +87,10 @@ def test_what_cannot_be_is_said(file: Path, monkeypatch: pytest.MonkeyPatch, cac
     with pytest.raises(ConfigError, match=r"--revision v1: .* is for models of the hub"):
         resolved(str(file), "v1")
     file.write_bytes(b"GGUF")
-    with pytest.raises(ConfigError, match=r"--model .* is not a GGUF file that can be read"):
+    with pytest.raises(ConfigError, match=r"--model .* is cut short or damaged \(4 bytes\)"):
+        resolved(str(file))
+    file.write_text("<!DOCTYPE html>")
+    with pytest.raises(ConfigError, match=r"--model .* is no GGUF file: it begins with b'<!DO'"):
         resolved(str(file))
     assert not [path for path in cache.iterdir() if path.suffix != ".lock"]
     monkeypatch.setitem(extras.EXTRAS, "gguf", ("gguf_that_is_not_there",))

@@ -27,7 +27,7 @@ from typing import Any
 PR_SET_PDEATHSIG = 1
 HANGS = {"prefill": 66_611, "decode": 66_612}
 LOOK_S = 0.05
-FENCED = b"fenced by the coordinator"
+FENCED = b"cut off by the coordinator"
 KILLS = {"prefill": 66_601, "decode": 66_602}
 
 

@@ -185,15 +185,12 @@ class CoordinatorLink:
     def _fence(self, message: Fenced) -> None:
         if not self._worker.alone:
             _log.warning(
-                "fenced by the coordinator at %s (%s): dropping its work", self._address, message.reason
+                "cut off by the coordinator at %s (%s): dropping its work", self._address, message.reason
             )
             self.coordinator, self._hello_at = None, float("-inf")
             self._worker.orphaned()
             return
-        _log.warning(
-            "fenced by the coordinator (%s): dropping all work, starting over as a new incarnation",
-            message.reason,
-        )
+        _log.warning("cut off by the coordinator (%s): dropping all work, registering anew", message.reason)
         self.close()
         self.incarnation = self._incarnations()
         self.coordinator, self._hello_at = None, float("-inf")

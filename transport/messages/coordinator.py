@@ -56,9 +56,7 @@ class Hello(Message, frozen=True, kw_only=True):
     max_batch_tokens: Count
     peer_address: Address = ""  # where prefill workers reach this decode worker
     device: Annotated[str, Meta(max_length=64)] = ""  # its GPU's UUID
-    process: Annotated[str, Meta(max_length=256)] = (
-        ""  # that can change its role, and is this worker for now; empty: it cannot
-    )
+    process: Annotated[str, Meta(max_length=256)] = ""  # if it can change its role; it is this worker now
     mixed: bool = False  # its process is a worker of the other role too, for good, over the same blocks
     home: Literal["", Role] = ""  # of a mixed process: the other role is for borrowed work
 

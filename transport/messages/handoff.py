@@ -89,9 +89,7 @@ class Handoff(Message, frozen=True, kw_only=True):
     token: TokenId
     logprobs: TokenLogprobs | None = None
     checksums: ChecksumColumn
-    num_cached_tokens: Count = (
-        0  # of the prompt, found in the prefill worker's prefix cache: Joined repeats it
-    )
+    num_cached_tokens: Count = 0  # of the prompt, found in the prefill worker's prefix cache; as in Joined
     since_s: Duration = 0.0  # the first token
     again: bool = False  # corrupt blocks have been put again; an echo of the first Handoff does not mean that
 

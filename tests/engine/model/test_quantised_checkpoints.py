@@ -268,5 +268,5 @@ def test_an_unknown_scheme_is_refused_by_name(config: dict[str, Any], answer: st
 def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, "llama3", num_hidden_layers=1)
     rewrite(tmp_path, model, *CASES["AWQ"])
-    with pytest.raises(ModelConfigError, match="quantised already: leave quantization at none"):
+    with pytest.raises(ModelConfigError, match="quantised already: leave out --quantization"):
         make_runner(tmp_path, quantization="int8")
