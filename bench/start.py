@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 
 from ..engine.engine_config import EngineConfig
+from ..engine.settings import WorkerSettings
 from ..engine.step.model_runner import ModelRunner
 from ..kernels.huge_pages import huge_page_bytes
 from .environment import environment, option_parser, write_record
@@ -53,7 +54,10 @@ def load(model: Path, threads: int, first: bool) -> dict[str, float]:
     size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     Path("/proc/self/clear_refs").write_text("5")  # begins the peak anew
     before, cpu = status("VmRSS"), time.process_time()
-    runner = ModelRunner(EngineConfig(model, "cpu", num_blocks=16, max_model_len=256, num_threads=threads))
+    settings = WorkerSettings(
+        model=model, insecure=True, device="cpu", num_blocks=16, max_model_len=256, threads=threads
+    )
+    runner = ModelRunner(EngineConfig(settings))
     cpu = time.process_time() - cpu
     phases = runner.phases.seconds
     result = {

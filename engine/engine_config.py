@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -12,47 +10,32 @@ from .cache.kv_cache import KVCacheLayout, PoolAllocator
 from .cache.kv_cache_size import KVCacheWish, gpu_room, step_bytes
 from .errors import ModelConfigError
 from .model.config import ModelConfig
-from .settings import KVDType, Quantization
+from .settings import WorkerSettings
 
 DEFAULT_BLOCK_SIZE = {"cpu": 16, "cuda": 64}
 GPU_GROUP = 16  # inputs: groups that share a scale are multiples of it
+LEAST_SEQS = 64  # a cache in host memory is made large enough for: those that are cached, where fewer run
 WARM_UP_TOKENS = (5, 20, 64, 512)  # and on a GPU ``max_prefill_tokens``: its kernels come in sizes
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """How to run a model. ``None`` means: chosen from the device and the model."""
+    """How to run a model: a worker's settings, and what follows from its role."""
 
-    model_path: Path
-    device: str = "auto"  # auto, cpu, cuda, cuda:N
-    dtype: str = "auto"  # auto, float32, bfloat16, float16
-    block_size: int | None = None  # tokens
-    num_blocks: int | None = None  # wins over kv_cache_bytes
-    kv_cache_bytes: int | None = None  # None, without num_blocks: by the memory that is free
-    kv_cache_shrink: bool = False  # a size that was asked for may become what is free
-    gpu_memory_utilization: float = 0.9  # share of the card that this worker may use in all
-    cpu_memory_utilization: float = 0.5  # share of the free host memory for KV caches on CPUs
-    memory_shared_by: int = 1  # workers of this cluster on this host
-    max_num_seqs: int = 64  # a cache in host memory holds at most what this many sequences fill
-    cluster: str = ""  # its name, for workers that share the host's memory
-    max_model_len: int | None = None  # prompt and output tokens; None: the model's, or what fits
-    num_threads: int | Literal["auto"] = 1  # CPU threads of one step
-    exact: bool = False  # batch-invariant: see kernels/select.py
-    kv_dtype: KVDType = "auto"  # auto: as dtype
-    quantization: Quantization = "none"  # of linear layers
+    settings: WorkerSettings
     max_step_seqs: int = 0  # on GPUs: kernels for steps of up to this many sequences are compiled at start
     max_decode_seqs: int = 0  # on GPUs: ``warm_up`` captures decode steps of up to this many as graphs
     max_prefill_tokens: int = 0  # on GPUs: the largest prefill step, which ``warm_up`` tries
     pool_allocator: PoolAllocator | None = None  # where the pool's memory comes from; None: from torch
 
 
-def check_formats(engine: EngineConfig, config: ModelConfig, device: torch.device) -> None:
+def check_formats(settings: WorkerSettings, config: ModelConfig, device: torch.device) -> None:
     """Check that the device has kernels for these weights and this KV cache. Raises ModelConfigError."""
-    if config.latent is not None and device.type != "cpu" and engine.kv_dtype == "fp8":
+    if config.latent is not None and device.type != "cpu" and settings.kv_dtype == "fp8":
         raise ModelConfigError(
             "latent attention (DeepSeek) has no float8 KV cache on GPUs: leave out --kv-dtype"
         )
-    if config.quantisation is not None and engine.quantization != "none":
+    if config.quantisation is not None and settings.quantization != "none":
         raise ModelConfigError("the checkpoint is quantised already: leave out --quantization")
     if config.quantisation is not None and config.quantisation.named and device.type != "cpu":
         raise ModelConfigError(
@@ -95,16 +78,19 @@ def gpu_room_of(
         itemsize=dtype.itemsize,
     )
     free = free if loaded else free - used
-    return gpu_room(total=total, free=free, used=used, step=step, utilization=engine.gpu_memory_utilization)
+    return gpu_room(
+        total=total, free=free, used=used, step=step, utilization=engine.settings.gpu_memory_utilization
+    )
 
 
 def wish_of(engine: EngineConfig, layout: KVCacheLayout, model_len: int, device: torch.device) -> KVCacheWish:
+    gib = engine.settings.kv_cache_gib
     return KVCacheWish(
         block_bytes=layout.block_bytes,
         block_size=layout.block_size,
         model_len=model_len,
-        max_model_len=engine.max_model_len,
-        max_num_seqs=engine.max_num_seqs if device.type == "cpu" else None,
-        num_blocks=engine.num_blocks,
-        num_bytes=engine.kv_cache_bytes,
+        max_model_len=engine.settings.max_model_len,
+        max_num_seqs=max(engine.max_decode_seqs, LEAST_SEQS) if device.type == "cpu" else None,
+        num_blocks=engine.settings.num_blocks,
+        num_bytes=None if gib is None else int(gib * 2**30),
     )

@@ -34,7 +34,6 @@ from .worker_model import WorkerModel
 if TYPE_CHECKING:
     from .cache.device_blocks import DeviceBlocks
 
-LEAST_SEQS = 64  # a cache is made large enough for: those that are cached, where fewer run
 _log = logging.getLogger(__name__)
 
 
@@ -66,27 +65,11 @@ def _computing_model(
     on_gpu = device_type != "cpu"
     runner = ModelRunner(
         EngineConfig(
-            model_path=settings.model,
-            device=settings.device,
-            dtype=settings.dtype,
-            block_size=settings.block_size or None,
-            num_blocks=settings.num_blocks,
-            kv_cache_bytes=int(settings.kv_cache_gib * 2**30) if settings.kv_cache_gib else None,
-            kv_cache_shrink=settings.kv_cache_shrink,
-            gpu_memory_utilization=settings.gpu_memory_utilization,
-            cpu_memory_utilization=settings.cpu_memory_utilization,
-            memory_shared_by=settings.memory_shared_by,
-            max_num_seqs=max(max_decode_seqs, LEAST_SEQS),
-            cluster=settings.coordinator,
-            max_model_len=settings.max_model_len,
-            num_threads=settings.threads,
-            exact=settings.exact,
-            kv_dtype=settings.kv_dtype,
-            quantization=settings.quantization,
-            max_decode_seqs=max_decode_seqs,
-            max_step_seqs=max_step_seqs,
-            max_prefill_tokens=prefill_tokens(device_type) if prefill_tokens else 0,
-            pool_allocator=None if on_gpu else allocate,
+            settings,
+            max_step_seqs,
+            max_decode_seqs,
+            prefill_tokens(device_type) if prefill_tokens else 0,
+            None if on_gpu else allocate,
         )
     )
     runner.warm_up()
@@ -153,14 +136,15 @@ def expected_worker(folder: Path) -> ExpectedWorker:
     """The sizes of one of two workers with default settings on this host.
 
     Raises EngineError, with what to do, if it could not start."""
-    engine = EngineConfig(folder, memory_shared_by=2)
-    config, device = ModelConfig.from_folder(folder), select_device(engine.device)
+    settings = WorkerSettings(model=folder, insecure=True, memory_shared_by=2)
+    engine = EngineConfig(settings)
+    config, device = ModelConfig.from_folder(folder), select_device(settings.device)
     with Checkpoint(folder) as checkpoint:
         checkpoint.check(expected_tensors(config), ignored_tensors(config))
-        dtype = select_dtype(engine.dtype, device, checkpoint.dtype)
+        dtype = select_dtype(settings.dtype, device, checkpoint.dtype)
     layout = KVCacheLayout.of(config, DEFAULT_BLOCK_SIZE[device.type], dtype)
     weights = weight_bytes(config, dtype.itemsize)
-    with MemoryClaims(engine.cluster).turn() as others:
+    with MemoryClaims(settings.coordinator).turn() as others:
         pending = others.pending
     needed = weights * (2 if device.type == "cpu" else 1)
     if needed > (free := available_bytes(device) - pending * (device.type == "cpu")):
@@ -177,7 +161,7 @@ def expected_worker(folder: Path) -> ExpectedWorker:
             pending=pending,
             siblings=(),
             weights=weights,
-            utilization=engine.cpu_memory_utilization,
+            utilization=settings.cpu_memory_utilization,
             sharers=2,
         )
     size = kv_cache_size(wish_of(engine, layout, config.max_model_len, device), room)

@@ -27,7 +27,7 @@ import torch
 
 from ...engine.engine_config import EngineConfig
 from ...engine.model.weight_sizes import QUANTISED_BYTES
-from ...engine.settings import Quantization
+from ...engine.settings import DType, Quantization, WorkerSettings
 from ...engine.step.batch import Batch, SamplingState
 from ...engine.step.model_runner import ModelRunner
 from ...kernels.huge_pages import huge_page_bytes
@@ -208,22 +208,22 @@ def measure_overhead(folder: Path) -> Row:
 
 
 def make_runner(
-    folder: Path, model: str, dtype: str, exact: bool, num_blocks: int, quantization: Quantization = "none"
+    folder: Path, model: str, dtype: DType, exact: bool, num_blocks: int, quantization: Quantization = "none"
 ) -> ModelRunner:
     if not (folder / model).exists():
         make_random_llama(folder / model, **SHAPES[model])
-    runner = ModelRunner(
-        EngineConfig(
-            folder / model,
-            device="cpu",
-            dtype=dtype,
-            block_size=BLOCK_SIZE,
-            num_blocks=num_blocks,
-            max_model_len=min(4096, num_blocks * 16),
-            exact=exact,
-            quantization=quantization,
-        )
+    settings = WorkerSettings(
+        model=folder / model,
+        insecure=True,
+        device="cpu",
+        dtype=dtype,
+        block_size=BLOCK_SIZE,
+        num_blocks=num_blocks,
+        max_model_len=min(4096, num_blocks * 16),
+        exact=exact,
+        quantization=quantization,
     )
+    runner = ModelRunner(EngineConfig(settings))
     runner.warm_up()
     runner.kv_cache.pool.normal_()
     return runner

@@ -45,10 +45,7 @@ def worker_figures(device: str, ceilings: Ceilings, big: bool) -> Iterator[Figur
         path = Path(folder)
         make_random_llama(path, **(LLAMA_500M if big else LLAMA_TINY))
         yield from_start_to_ready(path, device, batch)
-        config = EngineConfig(
-            path, device, "bfloat16", 16, batch * MAX_LEN // 16, max_model_len=MAX_LEN, max_decode_seqs=batch
-        )
-        runner = ModelRunner(config)
+        runner = ModelRunner(EngineConfig(_settings(path, device, batch, MAX_LEN), max_decode_seqs=batch))
         runner.warm_up()
         yield first_requests(runner, PROMPT if big else 20)
         yield from (idle_between_steps(runner, batch, steps, late) for late in (True, False))
@@ -76,18 +73,22 @@ def from_start_to_ready(path: Path, device: str, batch: int) -> Figure:
     )
 
 
+def _settings(path: Path, device: str, batch: int, max_model_len: int | None = None) -> WorkerSettings:
+    return WorkerSettings(
+        model=path,
+        insecure=True,
+        device=device,
+        dtype="bfloat16",
+        block_size=16,
+        num_blocks=batch * MAX_LEN // 16,
+        max_model_len=max_model_len,
+    )
+
+
 def load(path: Path, device: str, batch: int) -> str:
     """Seconds, then those of each phase."""
     started = time.perf_counter()
-    settings = WorkerSettings(
-        model=path,
-        device=device,
-        dtype="bfloat16",
-        num_blocks=batch * MAX_LEN // 16,
-        block_size=16,
-        insecure=True,
-    )
-    model = load_model(settings, max_decode_seqs=batch)
+    model = load_model(_settings(path, device, batch), max_decode_seqs=batch)
     assert isinstance(model.runner, ModelRunner)
     return f"{time.perf_counter() - started:.3f} {model.runner.phases}"
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ...cli.model_source import resolved
 from ...engine.engine_config import EngineConfig
+from ...engine.settings import WorkerSettings
 from ...engine.step.model_runner import ModelRunner
 from ..environment import option_parser
 from ..kernels.engine import BLOCK_SIZE, CONTEXT, make_batch
@@ -53,9 +54,11 @@ def theirs(llama_bench: Path, file: Path) -> dict[str, float]:
 def compare(file: Path, llama_bench: Path, rounds: int) -> None:
     """Print a line for each test."""
     num_blocks = 8 * (CONTEXT // BLOCK_SIZE + 1)
-    runner = ModelRunner(
-        EngineConfig(resolved(str(file)), device="cpu", block_size=BLOCK_SIZE, num_blocks=num_blocks)
+    model = resolved(str(file))
+    settings = WorkerSettings(
+        model=model, insecure=True, device="cpu", block_size=BLOCK_SIZE, num_blocks=num_blocks
     )
+    runner = ModelRunner(EngineConfig(settings))
     runner.warm_up()
     runner.kv_cache.pool.normal_()
     readings: dict[str, list[tuple[float, float]]] = {name: [] for name in TESTS}

@@ -49,6 +49,7 @@ from ..model.layers import LayerLoader
 from ..model.model_folder import content_names
 from ..model.weight_sizes import weight_bytes
 from ..model.weights import Checkpoint
+from ..settings import WorkerSettings
 from ..worker_readings import StartPhases
 from .batch import Batch, StepOutput
 from .decode_graphs import CudaRecorder, DecodeGraphs, Recorder, feed
@@ -76,28 +77,28 @@ class ModelRunner:
     from another is of the same thread."""
 
     def __init__(self, engine: EngineConfig) -> None:
-        self.phases = StartPhases()
-        config, self.device = ModelConfig.from_folder(engine.model_path), select_device(engine.device)
-        check_formats(engine, config, self.device)
-        model_len = max_model_len(engine.max_model_len, config)
+        self.phases, settings = StartPhases(), engine.settings
+        config, self.device = ModelConfig.from_folder(settings.model), select_device(settings.device)
+        check_formats(settings, config, self.device)
+        model_len = max_model_len(settings.max_model_len, config)
         self.config = config.for_length(model_len)
-        self.claims = MemoryClaims(engine.cluster)
-        threads = self._claim_threads(engine)
-        self._num_torch_threads = 1 if engine.exact else threads.count  # torch's own sums change with it
+        self.claims = MemoryClaims(settings.coordinator)
+        threads = self._claim_threads(settings)
+        self._num_torch_threads = 1 if settings.exact else threads.count  # torch's own sums change with it
         self._bound_cores, self._bound = threads.bound, threading.local()
         self._use_this_thread()
-        weights_name, self.revision = _names(engine, self.config)
+        weights_name, self.revision = _names(settings, self.config)
         self.phases.done("fingerprint")
         kept = (
-            kept_files(engine.model_path, weights_name, engine.dtype, engine.exact)
+            kept_files(settings.model, weights_name, settings.dtype, settings.exact)
             if self.device.type == "cpu"
             else ()
         )
         packed = PackedWeights(kept, min(threads.loading, PACKING_THREADS))
-        block_size = engine.block_size or DEFAULT_BLOCK_SIZE[self.device.type]
-        kernels = self._select_kernels(engine, threads, block_size, packed)
-        self.numerics = numerics(self.device, engine.exact)
-        layout, weights = self._load(engine, kernels, weights_name, model_len, block_size)
+        block_size = settings.block_size or DEFAULT_BLOCK_SIZE[self.device.type]
+        kernels = self._select_kernels(settings, threads, block_size, packed)
+        self.numerics = numerics(self.device, settings.exact)
+        layout, weights = self._load(settings, kernels, weights_name, model_len, block_size)
         packed.finish()
         self.phases.done("weights")
         self._sampler = _make_sampler(kernels, self.config.eos_token_ids)
@@ -111,7 +112,7 @@ class ModelRunner:
         self._arrived_last: Arrival = lambda: ()  # waits for them on the host
 
     def _select_kernels(
-        self, engine: EngineConfig, threads: CpuThreads, block_size: int, packed: PackedWeights
+        self, settings: WorkerSettings, threads: CpuThreads, block_size: int, packed: PackedWeights
     ) -> Kernels:
         """Raises ModelConfigError."""
         c = self.config
@@ -121,9 +122,9 @@ class ModelRunner:
                 return select_kernels(
                     self.device,
                     threads.count,
-                    engine.exact,
-                    engine.quantization,
-                    kv_dtype=engine.kv_dtype,
+                    settings.exact,
+                    settings.quantization,
+                    kv_dtype=settings.kv_dtype,
                     fp8_weights=c.quantisation is not None and c.quantisation.float8,
                     packed=packed,
                     shape=shape if c.latent is None else None,
@@ -132,13 +133,13 @@ class ModelRunner:
             raise ModelConfigError(str(error)) from error
 
     def _load(
-        self, engine: EngineConfig, kernels: Kernels, weights_name: str, model_len: int, block_size: int
+        self, settings: WorkerSettings, kernels: Kernels, weights_name: str, model_len: int, block_size: int
     ) -> tuple[KVCacheLayout, int]:
         """Load the weights. Return the KV cache's layout, and the bytes of host memory that they take."""
         on_cpu = self.device.type == "cpu"
-        with Checkpoint(engine.model_path) as checkpoint, torch.inference_mode():
-            self.dtype = select_dtype(engine.dtype, self.device, checkpoint.dtype)
-            cache_dtype = CACHE_DTYPES.get(engine.kv_dtype, self.dtype)
+        with Checkpoint(settings.model) as checkpoint, torch.inference_mode():
+            self.dtype = select_dtype(settings.dtype, self.device, checkpoint.dtype)
+            cache_dtype = CACHE_DTYPES.get(settings.kv_dtype, self.dtype)
             dtypes = f"{self.dtype} {cache_dtype}".replace("torch.", "")
             self.kv_name = f"{weights_name} {dtypes} {self.numerics}"
             layout, group = KVCacheLayout.of(self.config, block_size, cache_dtype), kernels.key_group
@@ -146,7 +147,7 @@ class ModelRunner:
                 self.kv_name += f", keys by {group}"
             # no table of angles for more
             longest = available_bytes(self.device) // layout.block_bytes * layout.block_size
-            weights = weight_bytes(self.config, self.dtype.itemsize, engine.quantization) if on_cpu else 0
+            weights = weight_bytes(self.config, self.dtype.itemsize, settings.quantization) if on_cpu else 0
             with self.claims.turn():
                 self.claims.claim(weights)
             load = LayerLoader(
@@ -156,10 +157,10 @@ class ModelRunner:
                 self.device,
                 LOADING_THREADS[self.device.type],
                 self.config.quantisation,
-                engine.exact,
+                settings.exact,
             )
             self._model = _load_model(
-                self.config, load, min(model_len, max(longest, 1)), fp8_cache=engine.kv_dtype == "fp8"
+                self.config, load, min(model_len, max(longest, 1)), fp8_cache=settings.kv_dtype == "fp8"
             )
         return layout, weights
 
@@ -272,13 +273,13 @@ class ModelRunner:
             os.sched_setaffinity(0, self._bound_cores[:1])
             self._bound.done = True
 
-    def _claim_threads(self, engine: EngineConfig) -> CpuThreads:
+    def _claim_threads(self, settings: WorkerSettings) -> CpuThreads:
         """Those of this worker, by the cores that others have claimed."""
         if self.device.type != "cpu":
-            return CpuThreads(1 if engine.num_threads == AUTO else engine.num_threads, (), False, "")
+            return CpuThreads(1 if settings.threads == AUTO else settings.threads, (), False, "")
         with self.claims.turn() as others:
-            absent = max(0, engine.memory_shared_by - 1 - len(others.siblings))
-            threads = choose_threads(engine.num_threads, usable_cores(), cpu_quota(), others.cores, absent)
+            absent = max(0, settings.memory_shared_by - 1 - len(others.siblings))
+            threads = choose_threads(settings.threads, usable_cores(), cpu_quota(), others.cores, absent)
             self.claims.claim_cores(threads.cores)
         logger.info("%s", threads)
         return threads
@@ -392,10 +393,10 @@ class ModelRunner:
                     pending=pending,
                     siblings=others.siblings,
                     weights=weights,
-                    utilization=engine.cpu_memory_utilization,
-                    sharers=engine.memory_shared_by,
+                    utilization=engine.settings.cpu_memory_utilization,
+                    sharers=engine.settings.memory_shared_by,
                 )
-            if engine.kv_cache_shrink:
+            if engine.settings.kv_cache_shrink:
                 cut = shrunk(wish, max(0, available_bytes(self.device) - pending))
                 if cut is not wish:
                     gib = (cut.num_blocks or 0) * cut.block_bytes / 2**30
@@ -409,13 +410,13 @@ class ModelRunner:
         return size
 
 
-def _names(engine: EngineConfig, config: ModelConfig) -> tuple[str, str]:
+def _names(settings: WorkerSettings, config: ModelConfig) -> tuple[str, str]:
     """Return the names of the weights and of the revision: workers of other weights share no KV cache."""
-    weights_name, revision = content_names(engine.model_path)
+    weights_name, revision = content_names(settings.model)
     if any(rope.short_factors and rope.long_factors != rope.short_factors for rope in config.ropes):
         weights_name += "-long"  # other keys than with --max-model-len up to the original length
-    if engine.quantization != "none":
-        weights_name += f"-{engine.quantization}"
+    if settings.quantization != "none":
+        weights_name += f"-{settings.quantization}"
     return weights_name, revision
 
 

@@ -7,13 +7,13 @@ import threading
 from pathlib import Path
 
 import pytest
+from support.engines import engine_config
 from support.models import make_checkpoint
 
 from splitserve.engine import cpu_threads, device
 from splitserve.engine.cache import memory_claims
 from splitserve.engine.cache.memory_claims import MemoryClaims
 from splitserve.engine.cpu_threads import choose_threads, cpu_quota, usable_cores
-from splitserve.engine.engine_config import EngineConfig
 from splitserve.engine.step.model_runner import ModelRunner
 
 NO_LIMIT = float("inf")
@@ -98,7 +98,7 @@ def test_the_threads_of_a_step_are_bound_one_to_a_core(
     make_checkpoint(tmp_path / "model", "llama3")
     all_cores = os.sched_getaffinity(0)
     before = cpu_threads._threads()
-    runner = ModelRunner(EngineConfig(tmp_path / "model", num_blocks=64, num_threads=2))
+    runner = ModelRunner(engine_config(tmp_path / "model", num_blocks=64, threads=2))
     helpers = [os.sched_getaffinity(thread) for thread in cpu_threads._threads() - before]
     mine = []
 

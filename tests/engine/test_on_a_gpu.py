@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from support.batches import AfterLast, HandSequence, make_batch
+from support.engines import engine_config
 from support.families import VOCAB_SIZE
 from support.gpu_runs import (
     BLOCK_SIZE,
@@ -29,7 +30,7 @@ from support.played_gpu import OnGpu
 
 from splitserve.bench.kernels import triton_interpreter
 from splitserve.engine.cache.device_blocks import DeviceBlocks
-from splitserve.engine.engine_config import WARM_UP_TOKENS, EngineConfig
+from splitserve.engine.engine_config import WARM_UP_TOKENS
 from splitserve.engine.model import decoder_layer
 from splitserve.engine.step import model_runner
 from splitserve.engine.step.model_runner import ModelRunner
@@ -55,7 +56,7 @@ def test_a_worker_starts_and_steps_without_a_wait(
     make_checkpoint(tmp_path, "qwen3", num_hidden_layers=1)
     monkeypatch.setattr(model_runner, "select_kernels", lambda *_, **__: TorchKernels())
     expected, followed = generate(
-        ModelRunner(EngineConfig(tmp_path, "cpu", "float32", BLOCK_SIZE, NUM_BLOCKS, max_model_len=40))
+        ModelRunner(engine_config(tmp_path, "cpu", "float32", BLOCK_SIZE, NUM_BLOCKS, max_model_len=40))
     )
     with on_played_gpu(monkeypatch) as gpu:
         model = load(tmp_path)

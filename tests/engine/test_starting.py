@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.engines import engine_config
 from support.models import make_checkpoint
 
 from splitserve.engine.cache.kv_cache import KVCache, KVCacheLayout
-from splitserve.engine.engine_config import EngineConfig
 from splitserve.engine.errors import OutOfMemoryError
 from splitserve.engine.model.decoder import DecoderModel
 from splitserve.engine.model.decoder_layer import DecoderLayer
@@ -53,9 +53,7 @@ def test_layers_are_loaded_side_by_side_and_in_their_order(tmp_path: Path) -> No
             )
             for i in range(6)
         ]
-        model = DecoderModel(
-            config, LayerLoader(checkpoint, Kernels(), torch.float32, CPU, num_threads=2), 64
-        )
+        model = DecoderModel(config, LayerLoader(checkpoint, Kernels(), torch.float32, CPU, num_threads=2), 64)
         for layer, expected in zip(model._layers, plain, strict=True):
             assert layer._index == expected._index
             x = torch.randn(3, config.hidden_size)
@@ -75,7 +73,7 @@ def test_weights_that_do_not_fit_are_told_with_what_is_free(
         OutOfMemoryError,
         match=r"weights do not fit on cpu, where \d+\.\d\d GiB were free .*--quantization fp8",
     ):
-        ModelRunner(EngineConfig(tmp_path, "cpu", "float32", 8, 16))
+        ModelRunner(engine_config(tmp_path, "cpu", "float32", 8, 16))
 
 
 @pytest.mark.parametrize("fail", [no_memory, None])

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 from support.batches import HandSequence, make_batch
+from support.engines import engine_config
 from support.families import VOCAB_SIZE
 from support.models import make_checkpoint
 
 from splitserve.bench.kernels import triton_interpreter
 from splitserve.bench.kernels.kernel_inputs import relative_error
-from splitserve.engine.engine_config import EngineConfig
 from splitserve.engine.step import model_runner
 from splitserve.engine.step.batch import StepOutput
 from splitserve.engine.step.model_runner import ModelRunner
@@ -41,7 +41,7 @@ def three_steps(
     both."""
     monkeypatch.setattr(model_runner, "select_kernels", lambda *_, **__: kernels)
     runner = ModelRunner(
-        EngineConfig(folder, device="cpu", dtype="float32", block_size=BLOCK_SIZE, num_blocks=64)
+        engine_config(folder, device="cpu", dtype="float32", block_size=BLOCK_SIZE, num_blocks=64)
     )
     runner.kv_cache.pool.fill_(torch.nan)
     random = np.random.default_rng(1)
@@ -81,7 +81,7 @@ def test_exact_kernels_give_a_token_the_same_bits_however_it_is_computed(
     kernels = CudaKernels(num_sms=1, exact=True, prefill_shape=SMALL)
     monkeypatch.setattr(model_runner, "select_kernels", lambda *_, **__: kernels)
     runner = ModelRunner(
-        EngineConfig(tmp_path, device="cpu", dtype="float32", block_size=BLOCK_SIZE, num_blocks=64)
+        engine_config(tmp_path, device="cpu", dtype="float32", block_size=BLOCK_SIZE, num_blocks=64)
     )
     random = np.random.default_rng(2)
     params = SamplingParams(max_tokens=9, temperature=0.0, logprobs=3)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.batches import HandSequence, make_batch
+from support.engines import engine_config
 from support.gpu_runs import BLOCK_SIZE, NUM_BLOCKS, WAYS_TO_SAMPLE, on_played_gpu
 from support.models import make_checkpoint
 from torch import Tensor
@@ -24,7 +25,6 @@ from splitserve.bench.kernels.kernel_inputs import (
     randn,
     relative_error,
 )
-from splitserve.engine.engine_config import EngineConfig
 from splitserve.engine.errors import ModelConfigError
 from splitserve.engine.step import model_runner
 from splitserve.engine.step.model_runner import ModelRunner
@@ -102,7 +102,7 @@ def test_routes(experts: int, groups: int, chosen_groups: int, sigmoid: bool, co
 
 def runner_on(device: str, folder: Path, **options: Any) -> ModelRunner:
     return ModelRunner(
-        EngineConfig(folder, device, "float32", BLOCK_SIZE, NUM_BLOCKS, max_model_len=40, **options)
+        engine_config(folder, device, "float32", BLOCK_SIZE, NUM_BLOCKS, max_model_len=40, **options)
     )
 
 

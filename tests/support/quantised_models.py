@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 import torch
 from support.batches import HandSequence, hidden_states, make_batch
+from support.engines import engine_config
 from support.families import VOCAB_SIZE
 from transformers import PreTrainedModel
 
-from splitserve.engine.engine_config import EngineConfig
 from splitserve.engine.step.model_runner import ModelRunner
 
 BLOCK_SIZE, PROMPT_LEN, NUM_TOKENS = 8, 45, 16
 
 
 def make_runner(folder: Path, dtype: str = "float32", **options: Any) -> ModelRunner:
-    config = EngineConfig(folder, "cpu", dtype, BLOCK_SIZE, 96, **options)
+    config = engine_config(folder, "cpu", dtype, BLOCK_SIZE, 96, **options)
     runner = ModelRunner(config)
     runner.kv_cache.pool.fill_(torch.nan)
     return runner
@@ -72,7 +72,7 @@ def assert_exact(folder: Path, dtype: str, **options: Any) -> None:
         assert torch.equal(all_logits(runner, prompt[:index]), whole[:index])
     tokens = answer(runner, prompt, 64, seed=8)
     assert answer(runner, prompt, 7, seed=11) == tokens
-    two = make_runner(folder, dtype, exact=True, num_threads=2, **options)
+    two = make_runner(folder, dtype, exact=True, threads=2, **options)
     assert torch.equal(all_logits(two, prompt), whole)
     assert answer(two, prompt, 19, seed=13) == tokens
 

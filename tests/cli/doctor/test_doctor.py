@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from support.engines import engine_config
 
 from splitserve.cli.checks import model_problem
 from splitserve.cli.doctor.doctor import main
@@ -17,7 +18,6 @@ from splitserve.cli.settings import DEMO_MODEL, DoctorSettings
 from splitserve.coordinator.run_folder import Door, RunFolder, announce
 from splitserve.engine import device, load_model
 from splitserve.engine.cache import memory_claims
-from splitserve.engine.engine_config import EngineConfig
 from splitserve.engine.load_model import expected_worker
 from splitserve.engine.step import model_runner
 from splitserve.engine.step.model_runner import ModelRunner
@@ -116,7 +116,7 @@ def test_the_sizing_is_that_of_a_worker(monkeypatch: pytest.MonkeyPatch, tmp_pat
     with_free(
         (100 << 20) - expected_worker(DEMO_MODEL).weights
     )  # they are loaded by the time that a worker looks
-    runner = ModelRunner(EngineConfig(DEMO_MODEL, memory_shared_by=2))
+    runner = ModelRunner(engine_config(DEMO_MODEL, memory_shared_by=2))
     assert f"GiB, {runner.kv_cache.num_blocks:,} blocks" in message
     status, message = with_free(28 << 20)
     assert status == 0

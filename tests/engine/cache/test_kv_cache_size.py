@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.engines import engine_config
 from support.models import make_checkpoint
 from support.played_gpu import played_gpu
 
@@ -27,7 +28,6 @@ from splitserve.engine.cache.kv_cache_size import (
     step_bytes,
 )
 from splitserve.engine.cache.memory_claims import MemoryClaims
-from splitserve.engine.engine_config import EngineConfig
 from splitserve.engine.errors import OutOfMemoryError
 from splitserve.engine.model.config import ModelConfig
 from splitserve.engine.step import model_runner
@@ -81,10 +81,10 @@ def test_a_worker_that_comes_back_to_a_fuller_host_starts_with_what_fits(
     for module in (model_runner, kv_cache):
         monkeypatch.setattr(module, "available_bytes", lambda device: 4 << 20)
     monkeypatch.setattr(memory_claims, "default_folder", lambda: tmp_path / "claims")
-    asked = EngineConfig(tmp_path, device="cpu", dtype="float32", kv_cache_bytes=8 << 20, max_model_len=64)
+    asked = {"dtype": "float32", "kv_cache_gib": 8 / 1024, "max_model_len": 64}
     with pytest.raises(OutOfMemoryError, match=r"0\.01 GiB\) does not fit: 0\.00 GiB are free"):
-        ModelRunner(asked)
-    runner = ModelRunner(replace(asked, kv_cache_shrink=True))
+        ModelRunner(engine_config(tmp_path, "cpu", **asked))
+    runner = ModelRunner(engine_config(tmp_path, "cpu", kv_cache_shrink=True, **asked))
     assert 2 << 20 < runner.kv_cache.num_bytes <= 4 << 20
     assert runner.max_model_len == 64
     assert "the KV cache that was asked for does not fit any more: it starts with 0.00 GiB" in caplog.text
@@ -207,7 +207,7 @@ def test_checkpoints_of_these_shapes_load_without_an_option(
     )
     monkeypatch.setattr(model_runner, "free_host_bytes", lambda: 2 * GIB)
     monkeypatch.setattr(memory_claims, "default_folder", lambda: tmp_path / "claims")
-    runner = ModelRunner(EngineConfig(tmp_path, device="cpu", dtype="bfloat16"))
+    runner = ModelRunner(engine_config(tmp_path, device="cpu", dtype="bfloat16"))
     cache = runner.kv_cache
     assert 0.9 * GIB < cache.num_bytes <= GIB
     assert runner.max_model_len == cache.num_blocks * 16 < shape["max_position_embeddings"]
@@ -249,7 +249,7 @@ def sized(
     too, and the card's free bytes then. The host is small."""
     (folder / "config.json").write_text(json.dumps(LLAMA_8B))
     monkeypatch.setattr(model_runner, "free_host_bytes", lambda: 2 * GIB)
-    engine = EngineConfig(folder, device="cuda", max_decode_seqs=64, max_prefill_tokens=2048, **options)
+    engine = engine_config(folder, device="cuda", max_decode_seqs=64, max_prefill_tokens=2048, **options)
     with played_gpu(monkeypatch) as gpu:
         gpu.total_bytes, gpu.reserved_bytes = card, WEIGHTS
         gpu.free_bytes, gpu.cached_bytes = card - WEIGHTS - others - GIB // 2, 4 * GIB

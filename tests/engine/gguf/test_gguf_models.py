@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from support.engines import engine_config
 from support.gguf_checkpoints import write_gguf
 from support.models import make_checkpoint
 from support.quantised_models import (
@@ -22,7 +23,7 @@ from support.quantised_models import (
 )
 from transformers import PreTrainedModel
 
-from splitserve.engine.engine_config import EngineConfig, check_formats
+from splitserve.engine.engine_config import check_formats
 from splitserve.engine.errors import ModelConfigError, WeightsError
 from splitserve.engine.gguf.folder import write_folder
 from splitserve.engine.model.gguf_blocks import weight_of_blocks
@@ -147,7 +148,7 @@ def test_exact_mode_has_the_same_bits_in_chunks_and_steps_and_with_two_threads(
         assert torch.equal(all_logits(runner, prompt[:index]), whole[:index])
     tokens = answer(runner, prompt, 64, seed=8, num_tokens=64)
     assert answer(runner, prompt, 7, seed=11, num_tokens=64) == tokens
-    two = make_runner(folder, dtype, exact=True, num_threads=2)
+    two = make_runner(folder, dtype, exact=True, threads=2)
     assert torch.equal(all_logits(two, prompt), whole)
     assert answer(two, prompt, 19, seed=13, num_tokens=64) == tokens
     if dtype == "float32":
@@ -268,6 +269,6 @@ def test_blocks_are_refused_on_gpus(tmp_path: Path) -> None:
     folder, _ = make(tmp_path, "llama2")
     plain, _ = make(tmp_path / "plain", "llama2", lambda name: "BF16")
     gpu = torch.device("cuda", 0)
-    check_formats(EngineConfig(plain), check_model_folder(plain), gpu)
+    check_formats(engine_config(plain).settings, check_model_folder(plain), gpu)
     with pytest.raises(ModelConfigError, match=r"GGUF have kernels on CPUs only.*use --device cpu"):
-        check_formats(EngineConfig(folder), check_model_folder(folder), gpu)
+        check_formats(engine_config(folder).settings, check_model_folder(folder), gpu)

@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.batches import HandSequence, make_batch
+from support.engines import engine_config
 from support.families import LATENT
 from support.models import make_checkpoint
 
 from splitserve.bench.models import make_random_llama
 from splitserve.bench.start import status
 from splitserve.engine import device
-from splitserve.engine.engine_config import EngineConfig
 from splitserve.engine.errors import ModelConfigError, OutOfMemoryError, WeightsError
 from splitserve.engine.model.config import ModelConfig
 from splitserve.engine.model.weights import STORED_DTYPES, Checkpoint
@@ -41,7 +41,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 
 def next_token(folder: Path, **engine: Any) -> int:
-    runner = ModelRunner(EngineConfig(folder, device="cpu", block_size=8, num_blocks=64, **engine))
+    runner = ModelRunner(engine_config(folder, device="cpu", block_size=8, num_blocks=64, **engine))
     prompt = list(range(20))
     return int(runner.execute(make_batch([(HandSequence(prompt, [3, 1, 2]), len(prompt))], 8)).token_ids[0])
 
@@ -190,7 +190,7 @@ def test_loading_takes_the_memory_of_one_copy_of_the_weights(
     size = (tmp_path / "model.safetensors").stat().st_size
     Path("/proc/self/clear_refs").write_text("5")  # begins the peak anew
     before = status("VmRSS")
-    ModelRunner(EngineConfig(tmp_path, device="cpu", num_blocks=4, max_model_len=64, exact=True))
+    ModelRunner(engine_config(tmp_path, device="cpu", num_blocks=4, max_model_len=64, exact=True))
     peak = status("VmHWM") - before
     assert 0.5 * size < peak <= 1.1 * size
 
@@ -205,14 +205,14 @@ def test_a_shard_that_is_absent_is_named(tmp_path: Path) -> None:
 
 def test_a_cache_too_small_for_one_sequence_says_what_to_lower(folder: Path) -> None:
     with pytest.raises(OutOfMemoryError, match=r"holds 10 blocks.*lower --max-model-len to 80"):
-        ModelRunner(EngineConfig(folder, device="cpu", block_size=8, num_blocks=10, max_model_len=100))
+        ModelRunner(engine_config(folder, device="cpu", block_size=8, num_blocks=10, max_model_len=100))
 
 
 def test_a_cache_beyond_the_machine_says_how_many_blocks_fit(folder: Path) -> None:
     with pytest.raises(
         OutOfMemoryError, match=r"enough for \d+ blocks; lower --kv-cache-gib or --num-blocks"
     ):
-        ModelRunner(EngineConfig(folder, device="cpu", block_size=8, kv_cache_bytes=1 << 50))
+        ModelRunner(engine_config(folder, device="cpu", block_size=8, kv_cache_gib=60_000))
 
 
 def test_a_longer_context_than_the_model_is_refused(folder: Path) -> None:
@@ -228,7 +228,7 @@ def test_the_pool_may_lie_in_memory_of_the_callers(folder: Path) -> None:
         return memoryview(buffers[0])
 
     runner = ModelRunner(
-        EngineConfig(folder, device="cpu", block_size=8, num_blocks=64, pool_allocator=allocate)
+        engine_config(folder, device="cpu", block_size=8, num_blocks=64, pool_allocator=allocate)
     )
     runner.warm_up()
     view = runner.kv_cache.block_bytes_view
@@ -257,7 +257,7 @@ def test_auto_is_the_checkpoints_own_dtype_where_the_cpu_has_no_faster_one(
 
 
 def test_a_start_says_how_long_each_phase_took(folder: Path) -> None:
-    runner = ModelRunner(EngineConfig(folder, "cpu", block_size=8, num_blocks=64))
+    runner = ModelRunner(engine_config(folder, "cpu", block_size=8, num_blocks=64))
     runner.warm_up()
     assert list(runner.phases.seconds) == ["fingerprint", "weights", "KV cache", "warm-up"]
     assert all(seconds >= 0 for seconds in runner.phases.seconds.values())

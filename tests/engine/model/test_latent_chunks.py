@@ -8,11 +8,11 @@ from typing import Literal
 import pytest
 import torch
 from support.batches import HandSequence, hidden_states, make_batch
+from support.engines import engine_config
 from support.families import LATENT
 from support.models import make_checkpoint
 from support.quantised_models import BLOCK_SIZE, make_runner, random_tokens
 
-from splitserve.engine.engine_config import EngineConfig
 from splitserve.engine.model import latent_attention
 from splitserve.engine.model.latent_chunks import expanding_saves
 from splitserve.engine.model.latent_config import latent_config
@@ -31,7 +31,7 @@ def test_chunks_beside_decoding(
     """A first chunk, one over a context, a short one, and a decode step; heads in parts of 3 and 1."""
     monkeypatch.setattr(latent_attention, "EXPANDED_BYTES", 3 * 2 * 12 * BLOCK_SIZE * 40 * 4)
     make_checkpoint(tmp_path, family, qk_nope_head_dim=8, v_head_dim=32, kv_lora_rank=64)
-    runner = ModelRunner(EngineConfig(tmp_path, "cpu", "float32", BLOCK_SIZE, 96, kv_dtype=kv_dtype))
+    runner = ModelRunner(engine_config(tmp_path, "cpu", "float32", BLOCK_SIZE, 96, kv_dtype=kv_dtype))
     lengths = ((0, 47), (12, 40), (20, 5), (30, 1))  # computed, of this step
     sequences = [
         HandSequence(random_tokens(sum(of), seed=i), list(range(i, 96, 4))) for i, of in enumerate(lengths)

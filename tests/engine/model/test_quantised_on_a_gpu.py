@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from support.batches import HandSequence, make_batch
+from support.engines import engine_config
 from support.gguf_checkpoints import write_gguf
 from support.gpu_runs import BLOCK_SIZE, NUM_BLOCKS, WAYS_TO_SAMPLE, generate, on_played_gpu
 from support.models import make_checkpoint
 from support.quantised_checkpoints import Written, awq, gptq, int8, rewrite, rewrite_experts_in_mxfp4
 
 from splitserve.bench.kernels import triton_interpreter
-from splitserve.engine.engine_config import EngineConfig
 from splitserve.engine.errors import ModelConfigError
 from splitserve.engine.gguf.folder import write_folder
 from splitserve.engine.step import model_runner
@@ -49,7 +49,7 @@ CHECKPOINTS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Written]]]
 
 
 def runner_on(device: str, folder: Path) -> ModelRunner:
-    return ModelRunner(EngineConfig(folder, device, "float32", BLOCK_SIZE, NUM_BLOCKS, max_model_len=40))
+    return ModelRunner(engine_config(folder, device, "float32", BLOCK_SIZE, NUM_BLOCKS, max_model_len=40))
 
 
 @pytest.mark.parametrize(
@@ -104,4 +104,4 @@ def test_weights_in_groups_that_no_gpu_kernel_has_are_refused(
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": config}))
     with on_played_gpu(monkeypatch), pytest.raises(ModelConfigError, match="of which 24 share a scale"):
-        ModelRunner(EngineConfig(tmp_path, "cuda", num_blocks=NUM_BLOCKS))
+        ModelRunner(engine_config(tmp_path, "cuda", num_blocks=NUM_BLOCKS))

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 from support.batches import HandSequence, hidden_states, make_batch
+from support.engines import engine_config
 from support.families import FAMILIES, VOCAB_SIZE
 from support.models import make_checkpoint
 from transformers import PreTrainedModel
 
-from splitserve.engine.engine_config import EngineConfig
 from splitserve.engine.step.model_runner import ModelRunner
 
 BLOCK_SIZE = 8
@@ -56,7 +56,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def make_runner(folder: Path, dtype: str = "float32") -> ModelRunner:
     """With a poisoned pool: whatever reads a slot that was never written yields NaN."""
     runner = ModelRunner(
-        EngineConfig(folder, device="cpu", dtype=dtype, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
+        engine_config(folder, device="cpu", dtype=dtype, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
     )
     runner.kv_cache.pool.fill_(torch.nan)
     return runner

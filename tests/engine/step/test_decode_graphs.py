@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 import torch
 from support.batches import HandSequence, make_batch
+from support.engines import engine_config
 from support.families import VOCAB_SIZE
 from support.models import make_checkpoint
 from torch import Tensor
 
 from splitserve.bench.kernels import triton_interpreter
-from splitserve.engine.engine_config import EngineConfig
 from splitserve.engine.errors import OutOfMemoryError
 from splitserve.engine.step import model_runner
 from splitserve.engine.step.batch import Batch, StepOutput
@@ -49,7 +49,7 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
         "select_kernels",
         lambda *_, **__: CudaKernels(num_sms=1, prefill_shape=TileShape(16, 32, 4, 3)),
     )
-    config = EngineConfig(
+    config = engine_config(
         tmp_path, "cpu", "float32", BLOCK_SIZE, NUM_BLOCKS, max_model_len=80, max_decode_seqs=MAX_SEQS
     )
     runner = ModelRunner(config)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from msgspec.structs import replace
 from support.batches import HandSequence, make_batch
+from support.engines import engine_config
 from support.families import VOCAB_SIZE
 from support.models import make_checkpoint
 
-from splitserve.engine.engine_config import EngineConfig
 from splitserve.engine.errors import ModelConfigError
 from splitserve.engine.step.model_runner import ModelRunner
 from splitserve.kernels import select
@@ -71,7 +71,7 @@ def runner(request: pytest.FixtureRequest, folder: Path) -> ModelRunner:
 
 
 def make_runner(folder: Path, dtype: str, num_threads: int = 1) -> ModelRunner:
-    config = EngineConfig(folder, "cpu", dtype, BLOCK_SIZE, NUM_BLOCKS, num_threads=num_threads, exact=True)
+    config = engine_config(folder, "cpu", dtype, BLOCK_SIZE, NUM_BLOCKS, threads=num_threads, exact=True)
     runner = ModelRunner(config)
     runner.kv_cache.pool.fill_(torch.nan)
     return runner
@@ -260,4 +260,4 @@ def test_exact_says_what_it_needs(folder: Path, monkeypatch: pytest.MonkeyPatch)
         select.select_kernels(torch.device("cuda"), 1, exact=True)
     monkeypatch.setitem(sys.modules, "splitserve.kernels.native_cpu", None)
     with pytest.raises(ModelConfigError, match=r"C\+\+ compiler"):
-        ModelRunner(EngineConfig(folder, "cpu", num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, exact=True))
+        ModelRunner(engine_config(folder, "cpu", num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, exact=True))

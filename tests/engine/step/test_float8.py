@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.batches import HandSequence, make_batch
+from support.engines import engine_config
 from support.families import VOCAB_SIZE
 from support.models import make_checkpoint
 
 from splitserve.bench.kernels import triton_interpreter
-from splitserve.engine.engine_config import EngineConfig
 from splitserve.engine.step import model_runner
 from splitserve.engine.step.model_runner import ModelRunner
 from splitserve.kernels import select
@@ -40,7 +40,7 @@ def make_runner(folder: Path, **changes: Any) -> ModelRunner:
         "max_model_len": 64,
         **changes,
     }
-    return ModelRunner(EngineConfig(folder, **config))
+    return ModelRunner(engine_config(folder, **config))
 
 
 def answer(runner: ModelRunner, chunks: tuple[int, ...] = (13, 7, 1, 1)) -> tuple[list[int], list[float]]:
@@ -141,7 +141,7 @@ def test_quantized_workers_do_not_mix_with_others(tmp_path: Path, monkeypatch: p
 def test_in_exact_mode_chunks_and_threads_do_not_matter(tmp_path: Path, kv_dtype: str, dtype: str) -> None:
     make_checkpoint(tmp_path, "llama3", num_hidden_layers=2)
     answers = [
-        answer(make_runner(tmp_path, kv_dtype=kv_dtype, dtype=dtype, exact=True, num_threads=threads), chunks)
+        answer(make_runner(tmp_path, kv_dtype=kv_dtype, dtype=dtype, exact=True, threads=threads), chunks)
         for threads, chunks in ((1, (13, 7, 1, 1)), (2, (20, 1, 1)), (1, (1, 9, 10, 1, 1)))
     ]
     assert answers[0] == answers[1] == answers[2]

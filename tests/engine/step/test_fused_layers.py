@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from support.batches import HandSequence, hidden_states, make_batch
+from support.engines import engine_config
 from support.families import VOCAB_SIZE
 from support.models import make_checkpoint
 
-from splitserve.engine.engine_config import EngineConfig
 from splitserve.engine.step.model_runner import ModelRunner
 
 pytest.importorskip(
@@ -30,7 +30,7 @@ of a head rotated; layers without rope; experts, one shared, beside dense layers
 @pytest.mark.parametrize("family", FUSED)
 def test_the_same_bits_and_cache(tmp_path: Path, family: str, dtype: str) -> None:
     make_checkpoint(tmp_path, family)
-    runner = ModelRunner(EngineConfig(tmp_path, "cpu", dtype, BLOCK_SIZE, 64, max_model_len=80, exact=True))
+    runner = ModelRunner(engine_config(tmp_path, "cpu", dtype, BLOCK_SIZE, 64, max_model_len=80, exact=True))
     assert runner._model._fused is not None
     random = np.random.default_rng(4)
     sequences = [

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import triton.runtime.interpreter as interpreter
+from support.engines import engine_config
 from support.models import make_checkpoint
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -21,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from splitserve.bench.kernels import triton_interpreter
-from splitserve.engine.engine_config import EngineConfig
 from splitserve.engine.step import decode_graphs, model_runner, prefill_graphs
 from splitserve.engine.step.model_runner import ModelRunner
 from splitserve.kernels.cuda import CudaKernels
@@ -83,7 +83,7 @@ def test_all_memory_that_graphs_use_is_held(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(prefill_graphs, "FASTER", 2)
     make_checkpoint(tmp_path, "qwen3", num_hidden_layers=2)
     runner = ModelRunner(
-        EngineConfig(
+        engine_config(
             tmp_path, "cpu", "float32", 8, 8, max_model_len=40, max_decode_seqs=2, max_prefill_tokens=8
         )
     )

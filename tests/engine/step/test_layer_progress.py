@@ -6,16 +6,16 @@ from pathlib import Path
 
 import numpy as np
 from support.batches import HandSequence, make_batch
+from support.engines import engine_config
 from support.models import make_checkpoint
 
-from splitserve.engine.engine_config import EngineConfig
 from splitserve.engine.step.model_runner import ModelRunner
 from splitserve.engine.step.step_progress import LayerProgress
 
 
 def test_keys_and_values_are_final_when_their_layer_is_told(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama2")
-    runner = ModelRunner(EngineConfig(tmp_path, device="cpu", dtype="float32", block_size=8, num_blocks=64))
+    runner = ModelRunner(engine_config(tmp_path, device="cpu", dtype="float32", block_size=8, num_blocks=64))
     seen: list[np.ndarray] = []
     layers = runner.kv_cache.layer_bytes_view
     batch = make_batch([(HandSequence(list(range(1, 21)), [0, 1, 2]), 20)], 8)

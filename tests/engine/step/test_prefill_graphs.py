@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 import torch
 from support.batches import HandSequence, make_batch
+from support.engines import engine_config
 from support.families import VOCAB_SIZE
 from support.models import make_checkpoint
 from torch import Tensor
 
 from splitserve.bench.kernels import triton_interpreter
-from splitserve.engine.engine_config import EngineConfig
 from splitserve.engine.model.decoder import AttentionMetadata
 from splitserve.engine.step import model_runner, prefill_graphs
 from splitserve.engine.step.batch import Batch, StepOutput
@@ -55,7 +55,7 @@ def make_runner(
     kernels = CudaKernels(num_sms=1, exact=exact, prefill_shape=TileShape(16, 32, 4, 3))
     monkeypatch.setattr(model_runner, "select_kernels", lambda *_, **__: kernels)
     keep_all(monkeypatch)
-    config = EngineConfig(
+    config = engine_config(
         folder, "cpu", "float32", BLOCK_SIZE, NUM_BLOCKS, max_model_len=40, max_prefill_tokens=10
     )
     runner = ModelRunner(config)

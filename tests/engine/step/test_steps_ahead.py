@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.batches import AfterLast, HandSequence, make_batch
+from support.engines import engine_config
 from support.families import VOCAB_SIZE
 from support.models import make_checkpoint
 
-from splitserve.engine.engine_config import EngineConfig
 from splitserve.engine.step.batch import Batch, SamplingState, StepOutput
 from splitserve.engine.step.model_runner import ModelRunner
 from splitserve.engine.step.step_progress import StepForecast
@@ -247,7 +247,7 @@ def fed(batch: Batch, rows: list[int]) -> Batch:
 
 def test_a_model_takes_its_tokens_from_the_step_before(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen3", num_hidden_layers=2)
-    runner = ModelRunner(EngineConfig(tmp_path, "cpu", "float32", BLOCK_SIZE, 64, max_model_len=80))
+    runner = ModelRunner(engine_config(tmp_path, "cpu", "float32", BLOCK_SIZE, 64, max_model_len=80))
 
     def answers(ahead: bool) -> list[list[int]]:
         random = np.random.default_rng(4)
