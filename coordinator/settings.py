@@ -197,4 +197,6 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
             raise ValueError(
                 f"--dead-after-s must be at least three heartbeats: {3 * self.heartbeat_s:g} or more"
             )
+        if self.redis_url is not None and self.tenants_file is None:
+            raise ValueError("--redis-url keeps the limits of --tenants-file: give that, too")
         return self

@@ -171,6 +171,8 @@ def test_a_wrong_value_is_traced_to_its_origin(tmp_path: Path) -> None:
         coordinator(file=file)
     with pytest.raises(ConfigError, match=r"SPLITSERVE_ROUTING: 'best' cannot be used: .*'hybrid'"):
         coordinator(env={"SPLITSERVE_ROUTING": "best"})
+    with pytest.raises(ConfigError, match="--redis-url keeps the limits of --tenants-file"):
+        coordinator(env={"SPLITSERVE_REDIS_URL": "redis://10.0.0.1:6379/0"})
 
 
 def test_a_value_of_another_form_is_answered_with_the_form_in_words() -> None:

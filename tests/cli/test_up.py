@@ -171,6 +171,7 @@ def test_passwords_in_urls_stay_out_of_the_run_folder(model: Path, tmp_path: Pat
             model,
             tmp_path,
             steer_webhook=secret,
+            tenants_file=str(tmp_path / "tenants.db"),
             redis_url="redis://:TOPSECRET@redis:6379/0",
             run_dir=str(tmp_path / "run"),
         )
