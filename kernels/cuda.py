@@ -27,8 +27,7 @@ from .gpu.prefill_attention import PrefillPlan, exact_tile, plan_prefill, prefil
 from .gpu.provided_attention import ProvidedAttention
 from .gpu.quantised_linear import QuantisedLinear
 from .gpu.rope_store import rope_and_store
-from .interface import AttentionInputs, ExpertWeights, LayerParts, Linear, MixtureWeights, RopeInputs, joined
-from .mixture_shape import Activation
+from .interface import AttentionInputs, ExpertWeights, LayerParts, Linear, MixtureWeights, joined
 from .quantised import QuantisedWeight, Scheme, Weight, joined_weight, parts_of, quantise
 from .reference import SplitLinear, TorchLinear
 
@@ -110,20 +109,9 @@ class CudaKernels:
         ]
         return SplitLinear(linears, bias)
 
-    def embedding(self, table: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
-        return embedding(table, token_ids, dtype)
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return rms_norm(x, weight, eps)
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return add_rms_norm(x, residual, weight, eps)
-
-    def gate_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        return gate_mul(gate_up, activation)
-
-    def rope_and_store(self, qkv: Tensor, pool: Tensor, layer: int, rope: RopeInputs) -> Tensor:
-        return rope_and_store(qkv, pool, layer, rope)
+    embedding, gate_mul = staticmethod(embedding), staticmethod(gate_mul)
+    rms_norm, add_rms_norm = staticmethod(rms_norm), staticmethod(add_rms_norm)
+    rope_and_store = staticmethod(rope_and_store)
 
     def paged_attention(self, q: Tensor, pool: Tensor, layer: int, inputs: AttentionInputs) -> Tensor:
         if pool.shape[2] == 1:

@@ -225,9 +225,7 @@ def _so_far(running: list[Note]) -> float:
 
 def _note_of(request: RunningRequest, now: float) -> Note:
     count, began = request.num_output_tokens, request.entered
-    waited = (
-        0.0 if count else now - request.arrival
-    )  # the time to a first token that came is judged at the end
+    waited = 0.0 if count else now - request.arrival  # a time to a first token is judged at the end
     paced = request.state == "decode" and count > MIN_TOKENS and request.token_at > began
     tpot_s = (request.token_at - began) / (count - 1) if paced else None
     prompt, cached = request.num_prompt_tokens, request.num_cached_tokens

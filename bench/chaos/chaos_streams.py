@@ -39,9 +39,8 @@ class Stream:
     request_id: str = ""
     texts: dict[int, str] = field(default_factory=dict)  # by choice
     reasons: dict[int, str] = field(default_factory=dict)
-    logprobs: dict[int, list[tuple[str, float]]] = field(
-        default_factory=dict
-    )  # (token, its logprob), where asked for
+    # (token, its logprob), where asked for
+    logprobs: dict[int, list[tuple[str, float]]] = field(default_factory=dict)
     arrivals: dict[int, list[float]] = field(default_factory=dict)  # by choice, monotonic seconds
     error: str = ""
     done: bool = False

@@ -207,9 +207,8 @@ def _corrupted(packet: bytes, draw: random.Random) -> bytes:
     if packet[9] != socket.IPPROTO_TCP or len(packet) - header < BULK_BYTES:
         return b""
     data = bytearray(packet)
-    at = (
-        draw.randrange(header + 2_000, len(data) - 1) & ~1
-    )  # the first byte of a 16-bit word, counted from an even header
+    # the first byte of a 16-bit word, counted from an even header
+    at = draw.randrange(header + 2_000, len(data) - 1) & ~1
     before = struct.unpack_from("!H", data, at)[0]
     data[at] ^= 1 << draw.randrange(8)
     after = struct.unpack_from("!H", data, at)[0]

@@ -151,7 +151,7 @@ class BareEngine:
         self.config: ModelConfig = parse_config(
             {"rms_norm_eps": 1e-5, "max_position_embeddings": max_len, **shape}, {}
         )
-        self._device, self._max_len = device, max_len
+        self._device = device
         gpu = device.type == "cuda"
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count if gpu else 1
         kernels = CudaKernels(num_sms, exact, prefill_shape=None if gpu else TileShape(16, 32, 4, 3))

@@ -175,9 +175,8 @@ def linear_figures(device: str, ceilings: Ceilings, big: bool) -> Iterator[Figur
             for m in (1, 16, 64, 256, 4096) if big else (3,):
                 x = torch.randn((m, k), device=device).to(BFLOAT16)
                 us = microseconds([partial(linear, x) for linear in linears])
-                floor = (
-                    max(2 * n * k / ceilings.copy, 2 * m * n * k / ceilings.flops) * 1e6
-                )  # of bfloat16, for all of them
+                # of bfloat16, for all of them
+                floor = max(2 * n * k / ceilings.copy, 2 * m * n * k / ceilings.flops) * 1e6
                 yield Figure(
                     f"linear {name} {n} x {k}, {m} rows, {kind}", us, floor, 2 * m * n * k / us * 1e6, "FLOP"
                 )

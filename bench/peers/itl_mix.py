@@ -115,9 +115,8 @@ def draw(results: Sequence[dict[str, Any]], png: Path) -> None:
         gaps = np.array(result["gaps_ms"])
         label = f"{result['name']}\np99 {result['itl_ms']['p99']:,.0f} ms"
         when.scatter(result["gap_ends_s"], gaps, s=5, alpha=0.5, color=color, linewidths=0)
-        longer = 1 - np.arange(len(gaps)) / len(
-            gaps
-        )  # the share of gaps at least as long as each, from the shortest up
+        # the share of gaps at least as long as each, from the shortest up
+        longer = 1 - np.arange(len(gaps)) / len(gaps)
         share.plot(longer * 100, np.sort(gaps), color=color, label=label)
     when.set(
         title="every gap between two tokens",

@@ -172,9 +172,8 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     ports = [arguments.port + 1, arguments.port + 2]
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(143)
-    )  # uvicorn raises it again when it has shut down: the servers end too
+    # uvicorn raises it again when it has shut down: the servers end too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with servers(arguments, ports):
         proxy = Proxy(*ports)
         routes = [

@@ -273,9 +273,8 @@ def simulated_cluster(arguments: argparse.Namespace, profile: Profile, coordinat
         "colocated": arguments.mixed,
     }
     pools = tuple(Pool(role=role, count=count, **options) for role, count in counts.items() if count)
-    on_one_host = (
-        sum(counts.values()) if arguments.runner == "model" else 1
-    )  # paced workers do not slow each other
+    # paced workers do not slow each other
+    on_one_host = sum(counts.values()) if arguments.runner == "model" else 1
     return Cluster(pools=pools, coordinator_s=coordinator_s, workers_per_host=on_one_host)
 
 

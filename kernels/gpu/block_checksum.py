@@ -32,7 +32,6 @@ SECRET = bytes.fromhex(
 )  # the default secret of the specification; its first 192 bytes are used
 STARTS = (0xC2B2AE3D, 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9,
           0x85EBCA77C2B2AE63, 0x85EBCA77, 0x27D4EB2F165667C5, 0x9E3779B1)  # fmt: skip
-SECRET_WORDS = 24
 
 
 def block_checksums(pool: Tensor, blocks: Tensor) -> Tensor:

@@ -53,7 +53,9 @@ def test_layers_are_loaded_side_by_side_and_in_their_order(tmp_path: Path) -> No
             )
             for i in range(6)
         ]
-        model = DecoderModel(config, LayerLoader(checkpoint, Kernels(), torch.float32, CPU, num_threads=2), 64)
+        model = DecoderModel(
+            config, LayerLoader(checkpoint, Kernels(), torch.float32, CPU, num_threads=2), 64
+        )
         for layer, expected in zip(model._layers, plain, strict=True):
             assert layer._index == expected._index
             x = torch.randn(3, config.hidden_size)
