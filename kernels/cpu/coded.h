@@ -39,11 +39,13 @@ static inline __attribute__((always_inline)) void expand(const char* unit, int s
   words[1] = _mm512_unpackhi_epi8(low, high);
 }
 
-// Step `step` of a block.
-static __attribute__((noinline)) void put_listed(const CodedHead& head, int64_t step, __m512i* words) {
-  for (int i = 0; i < head.count; ++i)
-    if (head.listed[i].at / STEP_NUMBERS == step)
-      std::memcpy(reinterpret_cast<char*>(words) + head.listed[i].at % STEP_NUMBERS * 2, &head.listed[i].bits, 2);
+// Step `step` of a block. In registers: a call, or words in memory, would hold up the sums of every row.
+static inline __attribute__((always_inline)) void put_listed(const CodedHead& head, uint64_t step, __m512i* words) {
+  for (int i = 0; i < head.count; ++i) {
+    const uint64_t number = head.listed[i].at - step * STEP_NUMBERS, bit = number < STEP_NUMBERS ? uint64_t(1) << number : 0;
+    for (int j = 0; j < kPanelVectors; ++j)
+      words[j] = _mm512_mask_set1_epi16(words[j], __mmask32(bit >> 32 * j), short(head.listed[i].bits));
+  }
 }
 
 // As multiply_tile, of whole blocks; a panel in plain form is left in `piece` if that is given.
@@ -69,11 +71,7 @@ static inline void multiply_coded(const Pair* x, const char* block, int64_t bloc
       for (int step = 0; step < 2; ++step, x += MR) {
         __m512i b[kPanelVectors];
         expand(at, step, exponents, b);
-        if (head.units >> unit & 1) {
-          __m512i whole[kPanelVectors] = {b[0], b[1]};
-          put_listed(head, 2 * unit + step, whole);
-          b[0] = whole[0], b[1] = whole[1];
-        }
+        if (__builtin_expect(head.units >> unit & 1, 0)) put_listed(head, 2 * unit + step, b);
         if constexpr (kKeeps) {
           _mm512_storeu_si512(piece, b[0]);
           _mm512_storeu_si512(piece + VECTOR_BYTES, b[1]);
