@@ -117,16 +117,18 @@ class DecoderModel:
         ``rows``.
 
         ``rows`` int64 [n]: token rows; None: all, in order. ``on_layer`` gets the number of layers whose keys
-        and values are written (on a GPU: once the stream has run).
+        and values are written (on a GPU: once the stream has run), from 0 on.
 
         If every row is wanted (a decode step), kernels may run all layers in one call; ``on_layer`` then gets
-        the last two counts only.
+        0 and the last two counts only.
 
         For other rows the last layer computes keys and values only: that saves 1 / num_layers of a prefill.
         """
         residual = self.embed(token_ids)
         if rows is None and self._fused is not None and len(token_ids) < self._fused.rows:
             return self._forward_fused(self._fused, residual, metadata, pool, on_layer)
+        if on_layer is not None:
+            on_layer(0)
         inputs, last = self.inputs(metadata), len(self._layers) - 1
         if self._expands is not None and len(token_ids) >= FEWEST_TOKENS:
             inputs = inputs._replace(chunks=latent_chunks(self._expands, inputs.attention, pool.shape[4]))
@@ -216,6 +218,7 @@ class DecoderModel:
         hidden = torch.empty_like(residual)
         last = len(self._layers) - 1
         if on_layer is not None and last:
+            on_layer(0)
             fused(0, last, hidden, residual, pool, rope, attention)
             on_layer(last)
             fused(last, last + 1, hidden, residual, pool, rope, attention)

@@ -27,7 +27,7 @@ class Runner(Protocol):
 
     def execute(self, batch: Batch, on_layer: OnLayer | None = None) -> StepOutput:
         """``on_layer``, if given, is called with the number of layers whose keys and values are written, as
-        it grows."""
+        it grows from 0."""
 
 
 Launch = Callable[[Batch, OnLayer | None], Callable[[], StepOutput]]
@@ -234,7 +234,8 @@ class StepThread(Generic[S]):
                 finished, self._broken = _failed(step, error), True
         self._busy.end(time.monotonic())
         self._outbox.put(finished)
-        self._wake()
+        if not self._ahead_at_layer or self._inbox.empty():
+            self._wake()  # else once the next step's layers run: until then the loop would take Python's lock
 
     def _with_own(self, on_layer: OnLayer | None) -> OnLayer:
         """Return ``on_layer`` together with what the thread itself wants to know of layers."""
@@ -250,6 +251,8 @@ class StepThread(Generic[S]):
     def _reached(self, num_layers: int) -> None:
         if num_layers == self._ahead_at_layer:
             self._nearly_done()
+        elif not self._outbox.empty():
+            self._wake()
 
     def _nearly_done(self) -> None:
         self._num_nearly_done = self._num_begun

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+
+# Unlike ``os.eventfd_write`` it keeps Python's lock, which the woken thread would take for all its turn.
+_eventfd_write = ctypes.pythonapi.eventfd_write
+_eventfd_write.argtypes = ctypes.c_int, ctypes.c_uint64
 
 
 class Wakeup:
@@ -14,7 +19,7 @@ class Wakeup:
 
     def set(self) -> None:
         """Thread-safe; setting it twice is setting it once."""
-        os.eventfd_write(self.fd, 1)
+        _eventfd_write(self.fd, 1)
 
     def clear(self) -> None:
         with contextlib.suppress(BlockingIOError):  # was not set

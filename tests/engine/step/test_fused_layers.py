@@ -55,4 +55,4 @@ def test_the_same_bits_and_cache(tmp_path: Path, family: str, dtype: str) -> Non
     assert torch.equal(reported[0][0], reported[1][0])
     assert torch.equal(reported[0][1], reported[1][1])
     num_layers = runner.config.num_layers
-    assert layers == [num_layers - 1, num_layers, *range(1, num_layers + 1)]
+    assert layers == [0, num_layers - 1, num_layers, *range(num_layers + 1)]

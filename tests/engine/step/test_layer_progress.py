@@ -20,7 +20,7 @@ def test_keys_and_values_are_final_when_their_layer_is_told(tmp_path: Path) -> N
     layers = runner.kv_cache.layer_bytes_view
     batch = make_batch([(HandSequence(list(range(1, 21)), [0, 1, 2]), 20)], 8)
     runner.execute(batch, on_layer=lambda n: seen.append(layers[:3, :n].copy()))
-    assert [view.shape[1] for view in seen] == list(range(1, layers.shape[1] + 1))
+    assert [view.shape[1] for view in seen] == list(range(layers.shape[1] + 1))
     assert seen[-1].any()
     for view in seen:
         np.testing.assert_array_equal(view, layers[:3, : view.shape[1]])

@@ -106,6 +106,22 @@ def test_the_next_step_is_wanted_when_the_running_one_is_nearly_done() -> None:
         assert not steps.wants_next
 
 
+def test_the_loop_is_woken_for_an_output_once_the_next_step_runs() -> None:
+    """Before, it would keep Python's lock from the step that is to begin."""
+    gate = Gate()
+    ran_when_woken: list[int] = []
+    steps: StepThread[Step] = StepThread(gate, lambda: ran_when_woken.append(len(gate.ran)), ahead_at_layer=2)
+    steps.submit(step(1))
+    steps.submit(step(2))
+    for _ in range(2):
+        assert gate.begun.acquire(timeout=TIMEOUT_S)
+        gate.may_end.release()
+    for _ in range(2):
+        assert steps.collect(patience_s=TIMEOUT_S) is not None
+    steps.stop()
+    assert ran_when_woken[:3] == [1, 2, 2]  # the first is nearly done, it is over, the second is nearly done
+
+
 def test_steps_that_are_not_made_ahead_are_wanted_when_the_last_has_ended() -> None:
     gate = Gate()
     with thread(gate, ahead_at_layer=None) as (steps, woken):
