@@ -316,7 +316,8 @@ class ModelRunner:
         """In one copy: token ids int32 [num_tokens], with those that the step before has sampled for them;
         metadata; and as indices the token rows ``rows`` and the sequences ``sampled``."""
         columns = {name: torch.from_numpy(getattr(batch, name)) for name in (*METADATA, "token_ids")}
-        columns |= {"rows": torch.tensor(rows).long(), "sampled": torch.tensor(sampled).long()}
+        for name, indices in (("rows", rows), ("sampled", sampled)):
+            columns[name] = torch.from_numpy(np.array(indices, np.int64))
         if batch.fed_from is not None:
             columns["fed_from"] = torch.from_numpy(batch.fed_from)
         sent = send_all(columns, self.device)
@@ -422,7 +423,8 @@ def _names(settings: WorkerSettings, config: ModelConfig) -> tuple[str, str]:
 
 def attention_metadata(batch: Batch, sent: Mapping[str, Tensor]) -> AttentionMetadata:
     """``sent``: the batch's METADATA on the device."""
-    longest = int(np.diff(batch.query_start_loc).max(initial=1))
+    decodes = batch.num_tokens == batch.num_seqs
+    longest = 1 if decodes else int(np.diff(batch.query_start_loc).max())
     return AttentionMetadata(max_query_len=longest, **{name: sent[name] for name in METADATA})
 
 
