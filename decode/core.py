@@ -41,8 +41,6 @@ from .reports import Heartbeat, step_tokens
 from .rows import DecodeStep
 from .scheduler import DecodeScheduler
 
-DecodeAction = ToCoordinator | ReceiverAction | SenderAction | CompileGrammar
-
 
 class DecodeCore(RoleCore[ReceiverAction | SenderAction, DecodeStep]):
     """One decode worker's decisions."""
@@ -73,12 +71,6 @@ class DecodeCore(RoleCore[ReceiverAction | SenderAction, DecodeStep]):
     def has_actions(self) -> bool:
         """Whether there may be anything to ``take``."""
         return bool(self._actions) or self.receiver.has_actions or self.moving.has_actions
-
-    def take(self, now: float) -> list[DecodeAction]:
-        """What is to be done since the last call, in order."""
-        self._settle(now)
-        actions, self._actions = self._actions, []
-        return actions
 
     def from_coordinator(self, message: Message, now: float) -> None:
         """Cancel, Move, Resume or Drain. (Welcome and Fenced are the shell's: see ``drop_others`` and
@@ -122,7 +114,7 @@ class DecodeCore(RoleCore[ReceiverAction | SenderAction, DecodeStep]):
     def complete(self, step: DecodeStep, output: StepOutput, now: float) -> None:
         """The oldest step in flight has run: all its tokens go to the coordinator in one message, or to each
         its own."""
-        self._step_failures.good_step()
+        self.step_failures.good_step()
         result, num_seqs = self.scheduler.complete(step, output), len(step.sequences)
         self._heartbeat.count_step(num_seqs, num_seqs - len(result.dropped))
         self._actions += [ToCoordinator(message) for message in step_tokens(result, now)]

@@ -113,7 +113,7 @@ class RoleCore(ABC, Generic[Action, Step]):
         self.worker: PeerId = (meet.worker_id, meet.incarnation)
         self._drain_timeout_s = drain_timeout_s
         self._leave_by = inf  # when what is left must be given back, once it drains
-        self._step_failures = StepFailures()
+        self.step_failures = StepFailures()
         self._actions: list[Action | ToCoordinator | CompileGrammar] = []
 
     @property
@@ -134,6 +134,16 @@ class RoleCore(ABC, Generic[Action, Step]):
     def rename(self, meet: Meet) -> None:
         """A new incarnation; the prefix cache stays."""
         self.worker = (meet.worker_id, meet.incarnation)
+
+    def take(self, now: float) -> list[Action | ToCoordinator | CompileGrammar]:
+        """Return the actions since the last call, in order."""
+        self._settle(now)
+        actions, self._actions = self._actions, []
+        return actions
+
+    @abstractmethod
+    def _settle(self, now: float) -> None:
+        """Act on what the handoffs have done, and take their actions in."""
 
     @abstractmethod
     def _drop(self, key: Key) -> None:
@@ -172,17 +182,8 @@ class RoleCore(ABC, Generic[Action, Step]):
         tried apart, so that a request whose step raises ends no other. What follows the step is to be
         skipped. ``shared``: sequences of the other role were in it, too."""
         for sequence in self.scheduler.separate(step, shared):
-            self._step_failures.book(sequence.request_id)
+            self.step_failures.book(sequence.request_id)
             self._fail(sequence.key, "internal", reason)
-
-    def skip_step(self, step: Step) -> None:
-        """It followed one that failed, and was not run."""
-        self.scheduler.skip(step)
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether steps raise whatever they compute."""
-        return self._step_failures.means_broken
 
     def _fail(self, key: Key, kind: FailureKind, reason: str) -> None:
         self._drop(key)

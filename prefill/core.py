@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 
 from ..engine.role_core import RoleCore
 from ..engine.step.batch import StepOutput
-from ..engine.step.constraint import CompileGrammar
 from ..transport.handoff.layer_slicing import WHOLE_BLOCKS, LayerSlicing
 from ..transport.handoff.protocol import (
     Delivered,
@@ -29,8 +28,6 @@ from .chunks import PrefillSequence, PrefillStep
 from .handoff_feed import HandoffFeed
 from .reports import FirstTokens, Heartbeat
 from .scheduler import PrefillScheduler
-
-PrefillAction = ToCoordinator | SenderAction | CompileGrammar
 
 
 class PrefillCore(RoleCore[SenderAction, PrefillStep]):
@@ -68,16 +65,13 @@ class PrefillCore(RoleCore[SenderAction, PrefillStep]):
         """Whether there is anything to ``take``."""
         return bool(self._actions) or self.sender.has_actions
 
-    def take(self) -> list[PrefillAction]:
-        """Return the actions since the last call, in order."""
+    def _settle(self, now: float) -> None:
         for action in self.sender.take():
             if isinstance(action, Delivered):
                 self.scheduler.unpin(action.key)
             elif isinstance(action, Undelivered):
                 self._fail(action.key, action.kind, action.message)
             self._actions.append(action)
-        actions, self._actions = self._actions, []
-        return actions
 
     def take_reports(self) -> list[Message]:
         """Return the messages to the coordinator, in order, to be sent before the other actions of ``take``:
@@ -130,7 +124,7 @@ class PrefillCore(RoleCore[SenderAction, PrefillStep]):
     def complete(self, step: PrefillStep, output: StepOutput, now: float) -> None:
         """A step has run: its finished blocks leave, and a prompt that is complete reports its first
         token."""
-        self._step_failures.good_step()
+        self.step_failures.good_step()
         self._heartbeat.count_step(step, now)
         for row, chunk in self.scheduler.complete(step):
             sequence = chunk.sequence

@@ -56,9 +56,6 @@ class PrefillRole(PlayedRole):
             tests_movers=True,
         )
 
-    def _take(self, now: float) -> list[Any]:
-        return self.core.take()
-
 
 class DecodeRole(PlayedRole):
     """Receives prompts' blocks and generates; hands sequences over to other decode workers on demand."""
@@ -115,9 +112,6 @@ class DecodeRole(PlayedRole):
         self.core = DecodeCore(
             self._meet(), scheduler, receiver, settings.drain_timeout_s, True, process.times.answers
         )
-
-    def _take(self, now: float) -> list[Any]:
-        return self.core.take(now)
 
     def _do(self, action: Any) -> None:
         if isinstance(action, RECEIVING) or (

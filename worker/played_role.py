@@ -129,10 +129,6 @@ class PlayedRole(ABC):
     def _make_core(self) -> None:
         """Set ``core`` and ``max_batch_tokens``."""
 
-    @abstractmethod
-    def _take(self, now: float) -> list[Any]:
-        """Return the core's actions."""
-
     def _report(self, now: float) -> None:
         """Send the heartbeat, once there is a coordinator."""
         if self.links.coordinators:
@@ -176,7 +172,7 @@ class PlayedRole(ABC):
 
     def carry_out(self, now: float) -> None:
         """Do what the core wants done."""
-        while actions := self._take(now):  # carrying out one may bring new ones
+        while actions := self.core.take(now):  # carrying out one may bring new ones
             for action in actions:
                 if isinstance(action, ToCoordinator):
                     self._reports.send(action.message)

@@ -95,7 +95,7 @@ class Departure:
     def raise_if_broken(self) -> None:
         """Raise EngineError if every step fails: the supervisor starts the process anew, its requests go on
         elsewhere."""
-        if self._core.is_broken:
+        if self._core.step_failures.means_broken:
             raise EngineError(
                 f"the last {BROKEN_AFTER} requests' steps all failed, one by one: this worker ends, to be "
                 "started anew; see above for why"

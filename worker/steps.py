@@ -123,9 +123,9 @@ class RunningStep:
     def skip(self) -> None:
         """The step has not run."""
         if self.prompts is not None:
-            self.prompts.core.skip_step(self.prompts.step)
+            self.prompts.core.scheduler.skip(self.prompts.step)
         if self.sequences is not None:
-            self.sequences.core.skip_step(self.sequences.step)
+            self.sequences.core.scheduler.skip(self.sequences.step)
 
     def shrink(self, error: Exception) -> None:
         """The step ran out of memory. Of both parts that of the prompts shrinks, if it can."""
@@ -135,7 +135,7 @@ class RunningStep:
                     part.shrink(error)
         elif self.prompts.may_shrink:
             self.prompts.shrink(error)
-            self.sequences.core.skip_step(self.sequences.step)
+            self.sequences.core.scheduler.skip(self.sequences.step)
         else:
             self.fail(error)
 

@@ -123,7 +123,7 @@ class System:
 
     def _carry_out(self, side: Side) -> None:
         me, other = (("p", 1), self.d) if side is self.p else (("d", 1), self.p)
-        for action in self.p.core.take() if side is self.p else self.d.core.take(self.now):
+        for action in side.core.take(self.now):
             match action:
                 case act.ToPeer(message=message):
                     self._send(other, me, message)

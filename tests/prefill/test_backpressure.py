@@ -55,7 +55,7 @@ class Rig:
     def report(self) -> None:
         """What has happened, then a heartbeat."""
         text: list[Message] = []
-        for action in self.prefill.take():
+        for action in self.prefill.take(0.0):
             if isinstance(action, act.ToCoordinator):
                 text.append(action.message)
             elif not isinstance(action, act.Delivered):

@@ -60,13 +60,13 @@ def asked() -> PrefillCore:
 
 
 def reported(core: PrefillCore) -> list[object]:
-    return [action.message for action in core.take() if isinstance(action, act.ToCoordinator)]
+    return [action.message for action in core.take(0.0) if isinstance(action, act.ToCoordinator)]
 
 
 def test_it_is_offered_before_its_grammar_is_there() -> None:
     core = asked()
     assert core.schedule(0.0) is None
-    actions = core.take()
+    actions = core.take(0.0)
     assert [action for action in actions if isinstance(action, CompileGrammar)] == [
         CompileGrammar(KEY, b"g", (6,))
     ]

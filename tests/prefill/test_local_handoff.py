@@ -76,7 +76,7 @@ class Process:
         return step is not None
 
     def settle(self) -> None:
-        while actions := self.prefill.take():
+        while actions := self.prefill.take(0.0):
             for action in actions:
                 self._carry_out(action)
             self.prefill.tick(0.0)

@@ -127,7 +127,7 @@ def test_every_prompt_is_computed_whatever_fails_and_no_block_stays(seed: int, l
             break
         step, fate = in_flight.popleft(), chance.random() if turn < 50 else 1.0
         if broken:
-            core.skip_step(step)
+            core.scheduler.skip(step)
         elif fate < 0.1:
             broken = True
             core.fail_step(step, "it broke")
@@ -140,7 +140,7 @@ def test_every_prompt_is_computed_whatever_fails_and_no_block_stays(seed: int, l
             cancelled.add(dispatch := chance.randrange(len(lengths)))
             core.from_coordinator(Cancel(coordinator=1, dispatches=u32([dispatch])), 0.0)
         failed |= {m.dispatch for m in core.take_reports() if isinstance(m, RequestFailed)}
-        core.take()
+        core.take(0.0)
     assert not core.scheduler.held
     assert core.blocks.num_used == 0
     assert core.load().counters["output_tokens"] >= len(lengths) - len(cancelled | failed)

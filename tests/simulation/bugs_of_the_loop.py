@@ -81,7 +81,7 @@ def send_a_new_coordinator_no_cache(patch: Patch) -> None:
 def forget_the_sequences_of_a_step_that_was_not_run(patch: Patch) -> None:
     def broken(self: Any) -> None:
         if self.prompts is not None:
-            self.prompts.core.skip_step(self.prompts.step)
+            self.prompts.core.scheduler.skip(self.prompts.step)
 
     patch.setattr(RunningStep, "skip", broken)
 

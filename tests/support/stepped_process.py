@@ -223,7 +223,7 @@ class SteppedProcess:
             assert not waiting, "prompts are not starved"
 
     def _take(self) -> None:
-        for action in (*self.prefill.take(), *self.decode.take(0.0)):
+        for action in (*self.prefill.take(0.0), *self.decode.take(0.0)):
             if isinstance(action, ToCoordinator):
                 self._report(action.message)
         while self.joining and self.scheduler.num_running < self.scheduler.row_limit.now:
