@@ -98,10 +98,9 @@ class PoolController:
         elif fleet.mixed == fleet.num_workers:
             why = f"all {fleet.mixed} workers are mixed: there are no roles to change"
         else:
-            who = f"{fleet.mixed} of {fleet.num_workers} workers are mixed"
             why = (
-                f"{who}, and what the others' ratio is worth beside those is not predicted: roles stay "
-                "as they are"
+                f"{fleet.mixed} of {fleet.num_workers} workers are mixed, and what the others' ratio is "
+                "worth beside those is not predicted: roles stay as they are"
             )
         self._rest(why)
         return [] if self._holds_for_mixed else [Decision(now, "hold", "", "mixed", why)]
@@ -132,8 +131,7 @@ class PoolController:
         prefill = virtual.best(range(low, high + 1))
         there = f"{prefill}P:{fleet.num_workers - prefill}D"
         if prefill == fleet.prefill:
-            best = virtual.best(range(1, fleet.num_workers))
-            if best == prefill:
+            if (best := virtual.best(range(1, fleet.num_workers))) == prefill:
                 return self._rest(f"{picture.attainment:.0%} of requests are good: {here} stays")
             return self._rest(
                 f"{best}P:{fleet.num_workers - best}D would be better, but no worker "

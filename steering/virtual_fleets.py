@@ -28,6 +28,7 @@ ENDS_S = 3.0  # over which the ends per token are a mean
 FORESEEN_S = 15.0
 GAIN = 0.3  # share of the requests foreseen that a change of the follower must save
 FOLLOW_S, RETURN_S = 3.0, 1.0  # of requests
+MOST_RISE = 1.5  # of the predicted load, by a change of the follower
 RAMP = 0.25  # width about an objective over which the share that misses it goes from 0 to 1
 FULL = 0.9  # of the sequences that decode workers can have: then prompts wait
 
@@ -79,7 +80,9 @@ class VirtualFleets:
         """Return the prefill workers to have now: the first ones only once the next seconds allow it."""
         there, real = self._first.prefill, self._real
         if self._follows:
-            return self._lead(real, allowed)
+            load = {p: self._capacity.pressure(self._picture, *size).worst for p, size in self._sizes.items()}
+            most = MOST_RISE * load[real.prefill]
+            return self._lead(real, [p for p in allowed if p == there or load[p] < most])
         is_well = there in allowed and self._foresee(real, there) < self._foresee(real, real.prefill)
         return there if is_well else real.prefill
 
@@ -90,11 +93,10 @@ class VirtualFleets:
             self._first, self._follower = _Fleet(present), _Fleet(present)
         self._sizes, self._capacity, self._picture = sizes, capacity, picture
         self._batch, self._most = capacity.batch(picture), capacity.most(picture)
-        seconds, count = self._options.every_s, picture.newest
+        seconds, count, waits = self._options.every_s, picture.newest, picture.num_waiting
         newest = replace(picture, new_tokens=picture.newest_tokens, pairs=picture.newest_pairs)
         prompts_s = count * capacity.prompt_s(newest)
         self._load.take(picture, prompts_s, seconds)
-        waits = picture.num_waiting
         self._real = _Fleet(present, waits, waits * capacity.prompt_s(picture), picture.num_decoding)
         keep = math.exp(-seconds / MEMORY_S)
         self._count, self._span_s = self._count * keep + count, self._span_s * keep + seconds
