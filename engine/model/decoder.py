@@ -217,13 +217,10 @@ class DecoderModel:
         rope, attention, _ = self.inputs(metadata)
         hidden = torch.empty_like(residual)
         last = len(self._layers) - 1
-        if on_layer is not None and last:
-            on_layer(0)
-            fused(0, last, hidden, residual, pool, rope, attention)
-            on_layer(last)
-            fused(last, last + 1, hidden, residual, pool, rope, attention)
-        else:
-            fused(0, last + 1, hidden, residual, pool, rope, attention)
+        for first, end in [(0, last), (last, last + 1)] if on_layer is not None and last else [(0, last + 1)]:
+            if on_layer is not None:
+                on_layer(first)
+            fused(first, end, hidden, residual, pool, rope, attention)
         if on_layer is not None:
             on_layer(last + 1)
         return self._kernels.add_rms_norm(hidden, residual, self._norm, self._eps)

@@ -315,11 +315,9 @@ class ModelRunner:
     ) -> tuple[Tensor, AttentionMetadata, Tensor, Tensor]:
         """In one copy: token ids int32 [num_tokens], with those that the step before has sampled for them;
         metadata; and as indices the token rows ``rows`` and the sequences ``sampled``."""
-        columns = {name: torch.from_numpy(getattr(batch, name)) for name in (*METADATA, "token_ids")}
-        for name, indices in (("rows", rows), ("sampled", sampled)):
-            columns[name] = torch.from_numpy(np.array(indices, np.int64))
-        if batch.fed_from is not None:
-            columns["fed_from"] = torch.from_numpy(batch.fed_from)
+        arrays = {name: getattr(batch, name) for name in (*METADATA, "token_ids", "fed_from")}
+        arrays |= {"rows": np.array(rows, np.int64), "sampled": np.array(sampled, np.int64)}
+        columns = {name: torch.from_numpy(array) for name, array in arrays.items() if array is not None}
         sent = send_all(columns, self.device)
         token_ids = sent["token_ids"]
         if batch.fed_from is not None:
@@ -423,8 +421,7 @@ def _names(settings: WorkerSettings, config: ModelConfig) -> tuple[str, str]:
 
 def attention_metadata(batch: Batch, sent: Mapping[str, Tensor]) -> AttentionMetadata:
     """``sent``: the batch's METADATA on the device."""
-    decodes = batch.num_tokens == batch.num_seqs
-    longest = 1 if decodes else int(np.diff(batch.query_start_loc).max())
+    longest = 1 if batch.num_tokens == batch.num_seqs else int(np.diff(batch.query_start_loc).max())
     return AttentionMetadata(max_query_len=longest, **{name: sent[name] for name in METADATA})
 
 

@@ -6,10 +6,6 @@ import contextlib
 import ctypes
 import os
 
-# Unlike ``os.eventfd_write`` it keeps Python's lock, which the woken thread would take for all its turn.
-_eventfd_write = ctypes.pythonapi.eventfd_write
-_eventfd_write.argtypes = ctypes.c_int, ctypes.c_uint64
-
 
 class Wakeup:
     """A flag with a file descriptor: readable (``fd``, for zmq.Poller too) from ``set`` until ``clear``."""
@@ -18,8 +14,9 @@ class Wakeup:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def set(self) -> None:
-        """Thread-safe; setting it twice is setting it once."""
-        _eventfd_write(self.fd, 1)
+        """Thread-safe; setting it twice is setting it once. Unlike ``os.eventfd_write`` this keeps Python's
+        lock, which the woken thread would take for all its turn."""
+        ctypes.pythonapi.eventfd_write(self.fd, ctypes.c_uint64(1))
 
     def clear(self) -> None:
         with contextlib.suppress(BlockingIOError):  # was not set
