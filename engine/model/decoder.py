@@ -217,12 +217,11 @@ class DecoderModel:
         rope, attention, _ = self.inputs(metadata)
         hidden = torch.empty_like(residual)
         last = len(self._layers) - 1
+        report = on_layer or (lambda _: None)
         for first, end in [(0, last), (last, last + 1)] if on_layer is not None and last else [(0, last + 1)]:
-            if on_layer is not None:
-                on_layer(first)
+            report(first)
             fused(first, end, hidden, residual, pool, rope, attention)
-        if on_layer is not None:
-            on_layer(last + 1)
+        report(last + 1)
         return self._kernels.add_rms_norm(hidden, residual, self._norm, self._eps)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:

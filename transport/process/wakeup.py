@@ -14,9 +14,8 @@ class Wakeup:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def set(self) -> None:
-        """Thread-safe; setting it twice is setting it once. Unlike ``os.eventfd_write`` this keeps Python's
-        lock, which the woken thread would take for all its turn."""
-        ctypes.pythonapi.eventfd_write(self.fd, ctypes.c_uint64(1))
+        """Thread-safe; setting it twice is setting it once."""
+        ctypes.pythonapi.eventfd_write(self.fd, ctypes.c_uint64(1))  # os's would yield Python's lock
 
     def clear(self) -> None:
         with contextlib.suppress(BlockingIOError):  # was not set
