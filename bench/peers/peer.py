@@ -7,8 +7,10 @@ another's figures.
     python -m splitserve.bench.peers.peer --url http://127.0.0.1:8001 --name vllm --json theirs.json \\
         --against ours.json
 
-TTFT is the median of single requests with prompts of 512 and 2048 tokens; TPOT that of single requests of 512
-in and 64 out; throughput is with 8 and with 32 open requests of 256 in and 64 out.
+``--beside URL`` takes TPOT by turns with another server that is up, too: of two runs one after the other the
+machine may have slowed one. TTFT is the median of single requests with prompts of 512 and 2048 tokens; TPOT
+that of single requests of 512 in and 64 out; throughput is with 8 and with 32 open requests of 256 in and 64
+out.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ...loadgen.load import generate_load
@@ -35,6 +38,7 @@ LOADS: dict[str, dict[str, Any]] = {
         "warmup": 0,
     },
 }
+TURNS = 12
 
 
 def measure(
@@ -53,6 +57,19 @@ def measure(
             figures[f"itl_p99_ms_{name[11:]}"] = report.latencies["itl"]["p99"] * 1e3
         print({key: round(value, 1) for key, value in figures.items()}, flush=True)
     return figures
+
+
+def by_turns(url: str, other: str) -> dict[str, float]:
+    """Medians of the TPOT of ``url`` and of ``other``, in milliseconds, and of the latter over the former."""
+    pairs = []
+    for seed in range(TURNS):
+        order = (url, other) if seed % 2 else (other, url)
+        tpot = {
+            at: _run(at, "single_512", 100 + seed, 1, True).latencies["tpot"]["p50"] * 1e3 for at in order
+        }
+        pairs.append((tpot[url], tpot[other], tpot[other] / tpot[url]))
+    names = ("tpot_ms_by_turns", "tpot_ms_by_turns_of_the_other", "times_better_by_turns")
+    return {name: median(column) for name, column in zip(names, zip(*pairs, strict=True), strict=True)}
 
 
 def _run(url: str, name: str, seed: int, num_requests: int | None, reuses_connections: bool) -> Report:
@@ -79,7 +96,10 @@ def main() -> None:
     parser = option_parser(__doc__, to_json=True)
     parser.add_argument("--url", required=True)
     parser.add_argument("--name", required=True, help="what the server is, with version and options")
-    parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
+    parser.add_argument(
+        "--beside", metavar="URL", help="another server that is up: TPOT of both by turns, too"
+    )
+    parser.add_argument("--loads", nargs="*", choices=LOADS, default=list(LOADS))
     parser.add_argument("--requests", type=int, nargs="+", help="of each of the loads, for slow servers")
     parser.add_argument(
         "--new-connections",
@@ -93,6 +113,8 @@ def main() -> None:
     if arguments.requests and len(arguments.requests) != len(arguments.loads):
         parser.error(f"--requests: {len(arguments.requests)} numbers for {len(arguments.loads)} loads")
     figures = measure(arguments.url, arguments.loads, arguments.requests, not arguments.new_connections)
+    if arguments.beside:
+        figures |= by_turns(arguments.url, arguments.beside)
     result: dict[str, Any] = {"environment": environment(), "name": arguments.name, "figures": figures}
     if arguments.against:
         other = json.loads(arguments.against.read_text())
