@@ -170,7 +170,7 @@ class Membership:
     def lose(self, worker: WorkerRecord, reason: str, now: float) -> list[Action]:
         """Remove a dead worker. Its requests go on elsewhere, except those that killed too many workers."""
         held = len(worker.dispatches)
-        self._remove(worker, f"{reason}; requests it held, now tried again: {held}" if held else reason, now)
+        self._remove(worker, f"{reason}; requests it had a part in: {held}" if held else reason, now)
         self.num_lost += 1
         lost = f"{worker.role} worker {worker.hello.worker_id} was lost ({reason})"
         actions: list[Action] = []

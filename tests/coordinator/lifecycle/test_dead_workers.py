@@ -53,10 +53,7 @@ def test_of_a_worker_whose_end_is_known_silence_says_nothing_more() -> None:
     assert not sent(bench.core.tick(bench.now), Prefill)
     (again,) = sent(bench.core.process_ended(("d", 1), bench.now), Prefill)
     assert again.decode.worker_id == "d2"
-    assert (
-        bench.core.pools.reasons_lost[("d", 1)]
-        == "its process has ended; requests it held, now tried again: 1"
-    )
+    assert bench.core.pools.reasons_lost[("d", 1)] == "its process has ended; requests it had a part in: 1"
 
 
 def _idle(name: str) -> dict[str, Any]:
