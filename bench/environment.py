@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -27,9 +28,12 @@ def option_parser(doc: str | None, *, to_json: bool = False) -> argparse.Argumen
 
 
 def write_record(path: Path | None, record: Mapping[str, object]) -> None:
-    """Write it if ``--json`` named a path."""
+    """Write it if ``--json`` named a path. A list of numbers takes one line."""
     if path is not None:
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        text = re.sub(
+            r"\[[-\d.e,\s]+\]", lambda found: " ".join(found[0].split()), json.dumps(record, indent=1)
+        )
+        path.write_text(text + "\n")
 
 
 def environment() -> dict[str, object]:

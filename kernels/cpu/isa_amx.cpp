@@ -36,7 +36,7 @@ static void shape_tiles(int64_t upper, int64_t lower) {
   _tile_loadconfig(&shapes);
 }
 
-// c [upper + lower][PANEL] (+)= x, tiles [steps][upper + lower][TILE_K], times a panel's `steps`, the last of which is at `last`.
+// Rows c [upper + lower][PANEL] become, or grow by, x [steps][upper + lower][TILE_K] times a panel. Its last step lies at `last`.
 template <bool kLower>
 static void multiply_tiles(const char* x, int64_t upper, int64_t lower, const char* panel, const char* last, int64_t steps, bool add, float* c, bool asks) {
   float* const c_lower = c + upper * PANEL;

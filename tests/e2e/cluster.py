@@ -169,7 +169,8 @@ class Cluster:
 
 @contextmanager
 def running(model: Path, folder: Path, *arguments: str) -> Iterator[Cluster]:
-    """`splitserve up` with these arguments, until the block ends; then it must stop cleanly."""
+    """`splitserve up` with these arguments, once it prints that it is ready: it ends if a worker dies before.
+    When the block ends it must stop cleanly."""
     port, control = free_port(), free_port(MOST_PROCESSES)
     log = folder / "up.log"
     command = [
@@ -201,7 +202,7 @@ def running(model: Path, folder: Path, *arguments: str) -> Iterator[Cluster]:
     try:
         wait_for(
             f"the cluster is ready (log: {log})",
-            lambda: cluster.ready() or process.poll() is not None,
+            lambda: b"\nready at " in log.read_bytes() or process.poll() is not None,
             START_S,
         )
         assert process.poll() is None, log.read_text()[-4000:]
