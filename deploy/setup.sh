@@ -139,15 +139,20 @@ install_nixl() {
 }
 
 pip_install() {
-    PIP_ROOT_USER_ACTION=ignore "$VENV/bin/python" -m pip install --progress-bar off --disable-pip-version-check --no-compile \
-        --constraint "$ROOT/deploy/constraints.txt" "$@" | show_progress
-    ((PIPESTATUS[0] == 0)) ||
+    local said
+    said="$(mktemp)"
+    if ! PIP_ROOT_USER_ACTION=ignore "$VENV/bin/python" -m pip install --progress-bar off --disable-pip-version-check --no-compile \
+        --constraint "$ROOT/deploy/constraints.txt" "$@" 2>&1 | tee "$said" | show_progress; then
+        tail -n 40 "$said" >&2
         die "pip could not install ${*: -1} (its message is above). Is the package index reachable? Behind a proxy set HTTPS_PROXY, for a mirror PIP_INDEX_URL; then run this again."
+    fi
+    rm "$said"
 }
 
 # Of what pip says: what takes long.
 show_progress() {
-    { grep -E --line-buffered '^ *(Downloading|Building wheel|Installing collected)' || true; } | cut -c 1-120 >&2
+    { grep -E --line-buffered '^(WARNING: Retrying| *(Downloading|Building wheel|Installing collected))' || true; } |
+        sed -u -E 's/^(.{100}[^ ,]*).+/\1 .../' >&2
 }
 
 report_kernels() {

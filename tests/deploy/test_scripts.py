@@ -68,6 +68,19 @@ def test_no_venv_module_is_said_with_what_to_do(bare_clone: Path) -> None:
     assert "apt-get install python3-venv" in result.stderr
 
 
+def test_what_pip_said_is_printed_where_it_fails_beside_another(bare_clone: Path) -> None:
+    python = bare_clone / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(
+        "#!/bin/sh\necho ' Downloading it'; echo no space left; echo ERROR: failed >&2; exit 1\n"
+    )
+    python.chmod(0o755)
+    script = "set -euo pipefail; source deploy/setup.sh; pip_install torch & wait $! || exit 1"
+    result = bash("-c", f"cd {bare_clone}; {script}")
+    assert result.returncode == 1
+    assert "no space left\nERROR: failed\nerror: pip could not install torch" in result.stderr
+
+
 def test_the_newest_python_alone_will_do(tmp_path: Path) -> None:
     (tmp_path / "python3.14").write_text("#!/bin/sh\n")
     (tmp_path / "python3.14").chmod(0o755)
