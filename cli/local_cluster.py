@@ -78,15 +78,21 @@ async def _run(plan: Plan, entry: str) -> int:
         hung_after_s=plan.up.hung_after_s,
     )
 
+    def interrupt() -> None:
+        supervisor.stop()
+        if supervisor.stops == 1:
+            grace_s = plan.coordinator.shutdown_timeout_s
+            notify(f"stopping; open streams have {grace_s:g} s to end. Ctrl-C again ends them now.")
+
     def roll() -> None:
         forks.renew()
         supervisor.roll()
 
     loop = asyncio.get_running_loop()
-    for number in (
-        (signal.SIGTERM, signal.SIGHUP) if interactive else (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-    ):
+    for number in (signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, supervisor.stop)
+    if not interactive:
+        loop.add_signal_handler(signal.SIGINT, interrupt)
     loop.add_signal_handler(signal.SIGUSR1, roll)
     loop.add_signal_handler(signal.SIGUSR2, supervisor.signal_all, signal.SIGUSR2)  # debug on, off
     deliver_signals()

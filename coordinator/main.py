@@ -93,7 +93,7 @@ async def serve(settings: CoordinatorSettings, place: Place, make_controller: Ma
     order.
     """
     give_memory_back()
-    stopping, failures = _stop_event(place), ListenerFailures()
+    (stopping, at_once), failures = _stop_events(place), ListenerFailures()
     async with AsyncExitStack() as stack:
         spawn = await stack.enter_async_context(background())
         keys = None if settings.insecure or settings.key_file is None else KeyFile(settings.key_file)
@@ -120,7 +120,7 @@ async def serve(settings: CoordinatorSettings, place: Place, make_controller: Ma
             admin = admin_server(app.admin, settings.admin_host, settings.admin_port, app.front.tls)
             stack.push_async_callback(admin.stop)
         server = HttpServer(app, host=settings.listen_host, port=settings.port, shared=bool(place.others))
-        stack.push_async_callback(server.stop, settings.shutdown_timeout_s)
+        stack.push_async_callback(server.stop, settings.shutdown_timeout_s, at_once)
         app.generation.reader.warm_up()
         app.generation.model.tokenizer.start_threads()
 
@@ -141,14 +141,19 @@ async def serve(settings: CoordinatorSettings, place: Place, make_controller: Ma
         await stopping.wait()
 
 
-def _stop_event(place: Place) -> asyncio.Event:
-    """Return what is set by SIGTERM, by SIGINT and by the end of the parent of several processes."""
-    stopping, loop = asyncio.Event(), asyncio.get_running_loop()
+def _stop_events(place: Place) -> tuple[asyncio.Event, asyncio.Event]:
+    """Return what SIGTERM or SIGINT sets, the first also the end of the parent of several processes; and
+    what a second signal sets."""
+    stopping, at_once, loop = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
+
+    def stop() -> None:
+        (at_once if stopping.is_set() else stopping).set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
+        loop.add_signal_handler(number, stop)
     if place.others and (parent := multiprocessing.parent_process()) is not None:
         loop.add_reader(parent.sentinel, stopping.set)
-    return stopping
+    return stopping, at_once
 
 
 def _model_of(settings: CoordinatorSettings, lifecycle: Lifecycle) -> ServedModel:

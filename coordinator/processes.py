@@ -65,13 +65,18 @@ def run_all(settings: CoordinatorSettings, serve: Serve, run_folder: Path | None
         CoordinatorProcess(settings, index, serve, run_folder) for index in range(settings.processes)
     ]
     stopping: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: stopping.append(number))
 
     def pass_on(number: int, _: object) -> None:
         for process in processes:
             process.signal(number)
 
+    def stop(number: int, _: object) -> None:
+        if stopping:
+            pass_on(signal.SIGINT, None)  # two SIGTERM at once would be one
+        stopping.append(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
     signal.signal(signal.SIGUSR2, pass_on)  # debug on, off: the processes do the logging
     try:
         while not stopping:

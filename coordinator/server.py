@@ -160,13 +160,13 @@ class HttpApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._pages(scope, receive, send)
 
-    async def drain(self, grace_s: float) -> None:
-        """Takes no new request for tokens; gives the open ones ``grace_s`` seconds, then ends them with an
-        error; workers keep answers with a key."""
+    async def drain(self, grace_s: float, at_once: asyncio.Event | None = None) -> None:
+        """Takes no new request for tokens; gives open ones ``grace_s`` seconds, or until ``at_once``, then
+        ends them with an error; workers keep answers with a key."""
         refusal = Unavailable("The server is shutting down.", retry_after_s=1)
         self.generation.refusal, self.health.stopping = refusal, True
         deadline = monotonic() + grace_s
-        while self.generation.open and monotonic() < deadline:
+        while self.generation.open and monotonic() < deadline and not (at_once and at_once.is_set()):
             await asyncio.sleep(POLL_S)
         for exchange in list(self.generation.open.values()):
             exchange.fail(refusal, stopping=True)
@@ -242,13 +242,13 @@ class HttpServer:
         if self.app.batches is not None:
             self.app.batches.start(spawn)
 
-    async def stop(self, grace_s: float = 5.0) -> None:
+    async def stop(self, grace_s: float = 5.0, at_once: asyncio.Event | None = None) -> None:
         """End open requests by ``HttpApp.drain``, then all connections; also before ``start``."""
         for task in self._running:
             task.cancel()
         if self.app.batches is not None:
             await self.app.batches.stop()
-        await self.app.drain(grace_s)
+        await self.app.drain(grace_s, at_once)
         await self._server.stop()
         await self.app.responses.stop()
         self.app.generation.reader.close()

@@ -37,6 +37,7 @@ def be_worker(
     gc.enable()
     _move_to(supervisor, fork_server.libc.prctl)
     os.setsid()  # Ctrl-C reaches the supervisor alone, which stops its children in good order
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # held back in the server
     born.send((os.getpid(), fork_server.PID))
     born.close()
     fork_server.libc.prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)

@@ -54,12 +54,14 @@ class Supervisor:
         self._leaving = ""  # the process that a rolling restart has just stopped
         self._ever_ready = False
         self._stopping = asyncio.Event()
+        self.stops = 0
 
     def stop(self) -> None:
-        """Ends ``run``; called again, kills what still runs."""
-        if self._stopping.is_set():
-            self.signal_all(signal.SIGKILL)
+        """Ends ``run``; called again, ends open streams; the third time, kills what still runs."""
         self._stopping.set()
+        self.stops += 1  # two SIGTERM at once would be one: SIGINT is the second
+        if self.stops > 1:
+            self.signal_all(signal.SIGINT if self.stops == 2 else signal.SIGKILL)
 
     def roll(self) -> None:
         """Begins a rolling restart: each worker in turn leaves in good order and starts again; the next one

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from multiprocessing import forkserver, get_context
+from multiprocessing import forkserver, get_context, resource_tracker
 from types import ModuleType
 
 from .child_process import Command
@@ -45,7 +45,7 @@ class WorkerForks:
         # the server's: one with threads must not fork
         os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         # the first start waits for the imports, and Process is for one thread
-        self._thread = ThreadPoolExecutor(1, "worker forks")
+        self._thread = ThreadPoolExecutor(1, "worker forks", _hold_interrupts)
         self._server: int | None = None  # its process id
         self._server_fd = -1
         self._is_renewed = False  # the server ends because it is to
@@ -120,6 +120,12 @@ class WorkerForks:
             )
         self._unwatch()
         self._thread.submit(forkserver.ensure_running)
+
+
+def _hold_interrupts() -> None:
+    """Ctrl-C in a terminal does not end a server that is importing: it inherits this thread's mask."""
+    resource_tracker.ensure_running()  # the server needs it; to start it clears the mask
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
 
 @contextmanager

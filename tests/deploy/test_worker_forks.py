@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -97,6 +98,22 @@ def server_of(forks: WorkerForks) -> psutil.Process:
     """The fork server that the last worker came from."""
     assert forks._server is not None
     return psutil.Process(forks._server)
+
+
+async def test_ctrl_c_does_not_end_a_fork_server_that_is_importing(forks: WorkerForks) -> None:
+    """A terminal sends it to the whole process group. A worker has a group of its own, and takes it."""
+    message = Said()
+    child = ChildProcess(Command("prefill-0", WORKER, ENVIRON, forks.start), message)
+    running = asyncio.create_task(child.run())
+    await message.until(UP)
+    assert child.pid is not None
+    held = {
+        pid: bool(int(re.findall(r"SigBlk:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[0], 16) & 2)
+        for pid in (server_of(forks).pid, child.pid)
+    }
+    child.signal(signal.SIGKILL)
+    await running
+    assert held == {server_of(forks).pid: True, child.pid: False}
 
 
 @pytest.mark.parametrize("is_to_end", [False, True])

@@ -56,6 +56,38 @@ def test_ctrl_c_ends_an_open_stream_and_everything_else(
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
 
 
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_second_ctrl_c_ends_open_streams_at_once_with_the_reason(
+    tiny: tuple[Path, PreTrainedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: str
+) -> None:
+    """It leaves nothing behind. Without it, a stream would have a minute."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    options = (
+        "--kv-cache-gib",
+        "0.1",
+        "--shutdown-timeout-s",
+        "60",
+        "--grace-s",
+        "60",
+        "--processes",
+        processes,
+    )
+    with (
+        running(tiny[0], tmp_path, *options, *NEVER_DEAD) as cluster,
+        HTTP.stream("POST", f"{cluster.url}/v1/completions", json=ENDLESS | {"n": 16}) as response,
+    ):
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        cluster.process.send_signal(signal.SIGINT)
+        wait_for("it says so", lambda: "streams have 60 s to end. Ctrl-C again" in cluster.log.read_text())
+        cluster.process.send_signal(signal.SIGINT)
+        events = [line for line in lines if line and not line.startswith(":")]
+        assert events[-1] == "data: [DONE]"
+        assert "shutting down" in events[-2]
+        assert cluster.process.wait(PATIENCE_S) == 0
+    assert [path.name for path in tmp_path.rglob("run-*")] == []
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_killed_worker_is_noticed_before_it_is_missed(cluster: Cluster, role: str) -> None:
     cluster.wait_whole(2, 2)
