@@ -18,10 +18,11 @@ import numpy as np
 from ..transport.messages.cache_map import states
 from ..transport.messages.messages import ModelIdentity, TokenLogprobs
 from .cache.kv_cache import PoolAllocator
-from .latency_profile import PACED, Profile, ProfileError, StepClock
+from .latency_profile import PACED, Profile, ProfileError
 from .model.config import ModelConfig
 from .settings import WorkerSettings
 from .step.batch import Batch, SamplingState, StepOutput
+from .step_clock import StepClock
 from .worker_model import WorkerModel
 
 SLICES = 8

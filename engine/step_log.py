@@ -17,9 +17,10 @@ from threading import Lock
 from typing import NamedTuple
 
 from .errors import EngineError
-from .latency_profile import StepRole, parts_of
+from .latency_profile import StepRole
 from .step.batch import Batch, StepOutput
 from .step.step_thread import Launch, OnLayer, Runner
+from .step_clock import parts_of
 from .worker_model import WorkerModel
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ...engine.latency_profile import Profile, StepClock, StepRole
+from ...engine.latency_profile import Profile, StepRole
+from ...engine.step_clock import StepClock
 from ...engine.step_log import LoggedStep, StepLogError
 
 WINDOW_S = 2.0

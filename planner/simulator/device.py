@@ -12,9 +12,10 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ...engine.latency_profile import StepClock, StepRole
+from ...engine.latency_profile import StepRole
 from ...engine.step.batch import StepOutput
 from ...engine.step.step_thread import Finished, OnLayer
+from ...engine.step_clock import StepClock
 from ...worker.steps import RunningStep
 from .events import EventQueue
 from .host import Host, HostedStep

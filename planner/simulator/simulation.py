@@ -14,7 +14,7 @@ from functools import partial
 from itertools import count
 
 from ...coordinator.dispatcher import LAST_MESSAGES_S
-from ...engine.latency_profile import StepClock
+from ...engine.step_clock import StepClock
 from ...steering.steering import Steering
 from ...traces.request import Trace, TraceRequest
 from ...transport.process.collector import seldom_collected

@@ -13,9 +13,10 @@ import pytest
 from planner.test_profile_measuring import BOUNDS, TRUTH
 
 from splitserve.cli.settings import DEMO_MODEL
-from splitserve.engine.latency_profile import Contention, Profile, ProfileError, StepClock, StepRole
+from splitserve.engine.latency_profile import Contention, Profile, ProfileError, StepRole
 from splitserve.engine.settings import WorkerSettings
 from splitserve.engine.step.batch import Batch, StepOutput
+from splitserve.engine.step_clock import StepClock
 from splitserve.planner.errors import ProfilingError
 from splitserve.planner.profile.contention import (
     MAX_ROUNDS,

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from splitserve.cli.settings import DEMO_MODEL
-from splitserve.engine.latency_profile import Memory, Numerics, Piece, Profile, StepClock, StepModel
+from splitserve.engine.latency_profile import Memory, Numerics, Piece, Profile, StepModel
 from splitserve.engine.load_model import load_model
 from splitserve.engine.step.batch import Batch, StepOutput
+from splitserve.engine.step_clock import StepClock
 from splitserve.planner import profile_commands
 from splitserve.planner.profile.design import Bounds, experiments
 from splitserve.planner.profile.flip import measure_flip

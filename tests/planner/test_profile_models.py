@@ -22,11 +22,11 @@ from splitserve.engine.latency_profile import (
     Piece,
     Profile,
     ProfileError,
-    StepClock,
     StepModel,
     shipped_names,
 )
 from splitserve.engine.step.batch import Batch, SamplingState
+from splitserve.engine.step_clock import StepClock
 from splitserve.planner.errors import ProfilingError
 from splitserve.planner.profile.fit import PutPoint, StepPoint, fit_puts, fit_steps
 from splitserve.planner.profile.published import import_published
