@@ -73,17 +73,18 @@ def _computing_model(
         )
     )
     runner.warm_up()
-    grammars = GrammarCompiler(settings.model, runner.config.vocab_size, runner.config.eos_token_ids)
+    loaded = runner.loaded
+    grammars = GrammarCompiler(settings.model, loaded.config.vocab_size, loaded.config.eos_token_ids)
     grammars.warm_up()
-    runner.phases.done("grammar")
-    cache = runner.kv_cache
+    loaded.phases.done("grammar")
+    cache = loaded.kv_cache
     pool: NDArray[np.uint8] | DeviceBlocks
     if on_gpu:
         pool = _device_blocks(cache)
-        runner.phases.done("movers")
+        loaded.phases.done("movers")
     else:
         pool = cache.layer_bytes_view
-    _log.info("%s in %s on %s, ready in %s", settings.model, runner.dtype, runner.device, runner.phases)
+    _log.info("%s in %s on %s, ready in %s", settings.model, loaded.dtype, loaded.device, loaded.phases)
     _log.info(
         "KV cache: %d blocks of %d tokens, %.2f GiB",
         cache.num_blocks,
@@ -94,23 +95,23 @@ def _computing_model(
         runner=runner,
         pool=pool,
         identity=ModelIdentity(
-            dtype=str(runner.dtype).removeprefix("torch."),
-            numerics=runner.numerics,
-            window=runner.config.window,
-            kv_name=runner.kv_name,
-            revision=runner.revision,
+            dtype=str(loaded.dtype).removeprefix("torch."),
+            numerics=loaded.numerics,
+            window=loaded.config.window,
+            kv_name=loaded.kv_name,
+            revision=loaded.revision,
             block_size=cache.layout.block_size,
             cache_map=cache.layout.cache_map,
             block_bytes=cache.layout.block_bytes,
         ),
-        eos_token_ids=frozenset(runner.config.eos_token_ids),
-        max_model_len=runner.max_model_len,
-        vocab_size=runner.config.vocab_size,
-        device=runner.device,
+        eos_token_ids=frozenset(loaded.config.eos_token_ids),
+        max_model_len=loaded.max_model_len,
+        vocab_size=loaded.config.vocab_size,
+        device=loaded.device,
         grammars=grammars,
         launch=runner.launch if on_gpu else None,
         ahead_at_layer=0 if on_gpu else max(1, cache.layout.num_layers - 1),
-        start_phases=runner.phases.seconds,
+        start_phases=loaded.phases.seconds,
     )
 
 

@@ -96,7 +96,7 @@ def products_seconds(runner: ModelRunner, rows: int, sampled: int) -> float:
     """Seconds of all linear layers with this many token rows, and of the output layer with ``sampled``."""
     c, model = runner.config, runner._model
     wide = max(c.intermediate_size, c.num_heads * c.head_dim, c.hidden_size)
-    x = torch.randn(rows * wide).to(runner.dtype)
+    x = torch.randn(rows * wide).to(runner.loaded.dtype)
     linears = [
         (linear, x[: rows * size].view(rows, size))
         for layer in (layer.parts for layer in model._layers)
@@ -145,12 +145,12 @@ def make_batch(num_seqs: int, start: int, count: int, block_size: int = BLOCK_SI
 
 
 def measure(model: str, runner: ModelRunner, quantization: str, longest: int) -> list[Row]:
-    c, item = runner.config, runner.dtype.itemsize
-    bytes_per_s, flops_per_s = read_rate(), multiply_rate(runner.dtype)
+    c, item = runner.config, runner.loaded.dtype.itemsize
+    bytes_per_s, flops_per_s = read_rate(), multiply_rate(runner.loaded.dtype)
     layer = c.hidden_size * (2 * (c.num_heads + c.num_kv_heads) * c.head_dim + 3 * c.intermediate_size)
     weights, head = c.num_layers * layer, c.vocab_size * c.hidden_size
     kv_token_bytes = runner.kv_cache.layout.block_bytes / BLOCK_SIZE
-    dtype = str(runner.dtype).removeprefix("torch.")
+    dtype = str(runner.loaded.dtype).removeprefix("torch.")
     dtype += f", {quantization}" if quantization != "none" else ""
     num_bytes = weights * QUANTISED_BYTES.get(quantization, item)
     num_bytes += head * (1 if quantization in ("int8", "int4") else item)

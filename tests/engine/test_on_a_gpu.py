@@ -29,10 +29,10 @@ from support.models import make_checkpoint
 from support.played_gpu import OnGpu
 
 from splitserve.bench.kernels import triton_interpreter
+from splitserve.engine import loaded_model
 from splitserve.engine.cache.device_blocks import DeviceBlocks
 from splitserve.engine.engine_config import WARM_UP_TOKENS
 from splitserve.engine.model import decoder_layer
-from splitserve.engine.step import model_runner
 from splitserve.engine.step.model_runner import ModelRunner
 from splitserve.kernels.gpu import fp8_linear, fp8_rows
 from splitserve.kernels.gpu.exact_linear import product_tile
@@ -54,7 +54,7 @@ def test_a_worker_starts_and_steps_without_a_wait(
 ) -> None:
     tried("qwen3", "gpu", "float32")
     make_checkpoint(tmp_path, "qwen3", num_hidden_layers=1)
-    monkeypatch.setattr(model_runner, "select_kernels", lambda *_, **__: TorchKernels())
+    monkeypatch.setattr(loaded_model, "select_kernels", lambda *_, **__: TorchKernels())
     expected, followed = generate(
         ModelRunner(engine_config(tmp_path, "cpu", "float32", BLOCK_SIZE, NUM_BLOCKS, max_model_len=40))
     )
@@ -164,7 +164,7 @@ def test_nothing_is_compiled_once_a_worker_is_ready(
     make_checkpoint(tmp_path, "qwen3", num_hidden_layers=1)
     steps = ((1,), (3,), (1, 1), (1, 4), (1, 1, 2), (1,) * 6 + (2,), (1,) * 8 + (2,))
     with on_played_gpu(monkeypatch, exact, scheme) as gpu:
-        monkeypatch.setattr(model_runner, "numerics", lambda *_: "played")
+        monkeypatch.setattr(loaded_model, "numerics", lambda *_: "played")
         model = load(tmp_path, dtype, kv_dtype, exact)
         gpu.ready = True
         assert isinstance(model.runner, ModelRunner)

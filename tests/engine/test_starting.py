@@ -13,13 +13,13 @@ import torch
 from support.engines import engine_config
 from support.models import make_checkpoint
 
+from splitserve.engine import loaded_model
 from splitserve.engine.cache.kv_cache import KVCache, KVCacheLayout
 from splitserve.engine.errors import OutOfMemoryError
 from splitserve.engine.model.decoder import DecoderModel
 from splitserve.engine.model.decoder_layer import DecoderLayer
 from splitserve.engine.model.layers import LayerLoader
 from splitserve.engine.model.weights import Checkpoint
-from splitserve.engine.step import model_runner
 from splitserve.engine.step.batch import Batch, StepOutput
 from splitserve.engine.step.model_runner import ModelRunner
 from splitserve.engine.step.warm_up import many_seqs, run_first_steps
@@ -36,7 +36,7 @@ def no_memory() -> None:
 
 def test_layers_are_loaded_side_by_side_and_in_their_order(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama2", num_hidden_layers=6)
-    config = model_runner.ModelConfig.from_folder(tmp_path)
+    config = loaded_model.ModelConfig.from_folder(tmp_path)
     two_at_once = threading.Barrier(2, timeout=60)
 
     class Kernels(TorchKernels):
@@ -70,7 +70,7 @@ def test_weights_that_do_not_fit_are_told_with_what_is_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_checkpoint(tmp_path, "llama2", num_hidden_layers=1)
-    monkeypatch.setattr(model_runner, "DecoderModel", lambda *_: no_memory())
+    monkeypatch.setattr(loaded_model, "DecoderModel", lambda *_: no_memory())
     with pytest.raises(
         OutOfMemoryError,
         match=r"weights do not fit on cpu, where \d+\.\d\d GiB were free .*--quantization fp8",

@@ -15,7 +15,7 @@ from support.models import make_checkpoint
 
 from splitserve.bench.kernels import triton_interpreter
 from splitserve.bench.kernels.kernel_inputs import relative_error
-from splitserve.engine.step import model_runner
+from splitserve.engine import loaded_model
 from splitserve.engine.step.batch import StepOutput
 from splitserve.engine.step.model_runner import ModelRunner
 from splitserve.kernels.cuda import CudaKernels
@@ -39,7 +39,7 @@ def three_steps(
 ) -> tuple[list[StepOutput], torch.Tensor]:
     """A prompt in two chunks, the second beside another sequence's decode step, then a decode step of
     both."""
-    monkeypatch.setattr(model_runner, "select_kernels", lambda *_, **__: kernels)
+    monkeypatch.setattr(loaded_model, "select_kernels", lambda *_, **__: kernels)
     runner = ModelRunner(
         engine_config(folder, device="cpu", dtype="float32", block_size=BLOCK_SIZE, num_blocks=64)
     )
@@ -79,7 +79,7 @@ def test_exact_kernels_give_a_token_the_same_bits_however_it_is_computed(
     """A prompt at once and alone; in chunks, the last of them a decode step, beside another sequence."""
     make_checkpoint(tmp_path, "qwen3", num_hidden_layers=2)
     kernels = CudaKernels(num_sms=1, exact=True, prefill_shape=SMALL)
-    monkeypatch.setattr(model_runner, "select_kernels", lambda *_, **__: kernels)
+    monkeypatch.setattr(loaded_model, "select_kernels", lambda *_, **__: kernels)
     runner = ModelRunner(
         engine_config(tmp_path, device="cpu", dtype="float32", block_size=BLOCK_SIZE, num_blocks=64)
     )

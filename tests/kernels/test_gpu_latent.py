@@ -25,8 +25,8 @@ from splitserve.bench.kernels.kernel_inputs import (
     randn,
     relative_error,
 )
+from splitserve.engine import loaded_model
 from splitserve.engine.errors import ModelConfigError
-from splitserve.engine.step import model_runner
 from splitserve.engine.step.model_runner import ModelRunner
 from splitserve.kernels.cuda import CudaKernels
 from splitserve.kernels.gpu.latent_attention import latent_attention
@@ -122,7 +122,7 @@ def test_deepseek_runs_as_in_torch(
             sequence.output.append(found[-1])
         return [*found, *runner.kv_cache.pool[3].flatten().mul(1e4).round().int().tolist()]
 
-    monkeypatch.setattr(model_runner, "select_kernels", lambda *_, **__: TorchKernels())
+    monkeypatch.setattr(loaded_model, "select_kernels", lambda *_, **__: TorchKernels())
     expected = tokens(runner_on("cpu", tmp_path))
     with on_played_gpu(monkeypatch):
         found = tokens(runner_on("cuda", tmp_path))

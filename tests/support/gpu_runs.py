@@ -15,6 +15,7 @@ from support.families import VOCAB_SIZE
 from support.played_gpu import PlayedGpu, played_gpu
 from triton import next_power_of_2
 
+from splitserve.engine import loaded_model
 from splitserve.engine.load_model import load_model
 from splitserve.engine.settings import WorkerSettings
 from splitserve.engine.step import model_runner, prefill_graphs, warm_up
@@ -48,7 +49,7 @@ def on_played_gpu(
 ) -> Iterator[PlayedGpu]:
     kernels = CudaKernels(num_sms=1, exact=exact, scheme=scheme, prefill_shape=TileShape(16, 32, 4, 3))
     with played_gpu(monkeypatch) as gpu:
-        monkeypatch.setattr(model_runner, "select_kernels", lambda *_, **__: kernels)
+        monkeypatch.setattr(loaded_model, "select_kernels", lambda *_, **__: kernels)
         monkeypatch.setattr(model_runner, "WARM_UP_TOKENS", (2, 3))
         monkeypatch.setattr(warm_up, "MANY_SEQS", 3)
         monkeypatch.setattr(warm_up, "LARGE_SEQS", 5)

@@ -16,10 +16,9 @@ from splitserve.cli.checks import model_problem
 from splitserve.cli.doctor.doctor import main
 from splitserve.cli.settings import DEMO_MODEL, DoctorSettings
 from splitserve.coordinator.run_folder import Door, RunFolder, announce
-from splitserve.engine import device, load_model
+from splitserve.engine import device, load_model, loaded_model
 from splitserve.engine.cache import memory_claims
 from splitserve.engine.load_model import expected_worker
-from splitserve.engine.step import model_runner
 from splitserve.engine.step.model_runner import ModelRunner
 
 
@@ -106,7 +105,7 @@ def test_the_sizing_is_that_of_a_worker(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(memory_claims, "default_folder", lambda: claims)
 
     def with_free(num_bytes: int) -> tuple[int, str]:
-        for module in (device, model_runner, load_model):
+        for module in (device, loaded_model, load_model):
             monkeypatch.setattr(module, "free_host_bytes", lambda: num_bytes)
         return doctor()
 

@@ -15,6 +15,7 @@ from support.engines import engine_config
 from support.models import make_checkpoint
 from support.played_gpu import played_gpu
 
+from splitserve.engine import loaded_model
 from splitserve.engine.cache import kv_cache, memory_claims
 from splitserve.engine.cache.kv_cache import KVCacheLayout
 from splitserve.engine.cache.kv_cache_size import (
@@ -30,7 +31,6 @@ from splitserve.engine.cache.kv_cache_size import (
 from splitserve.engine.cache.memory_claims import MemoryClaims
 from splitserve.engine.errors import OutOfMemoryError
 from splitserve.engine.model.config import ModelConfig
-from splitserve.engine.step import model_runner
 from splitserve.engine.step.model_runner import ModelRunner
 
 SHAPES = {
@@ -78,7 +78,7 @@ def test_a_worker_that_comes_back_to_a_fuller_host_starts_with_what_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_checkpoint(tmp_path, "llama2")
-    for module in (model_runner, kv_cache):
+    for module in (loaded_model, kv_cache):
         monkeypatch.setattr(module, "available_bytes", lambda device: 4 << 20)
     monkeypatch.setattr(memory_claims, "default_folder", lambda: tmp_path / "claims")
     asked = {"dtype": "float32", "kv_cache_gib": 8 / 1024, "max_model_len": 64}
@@ -205,7 +205,7 @@ def test_checkpoints_of_these_shapes_load_without_an_option(
         num_attention_heads=8,
         **shape,
     )
-    monkeypatch.setattr(model_runner, "free_host_bytes", lambda: 2 * GIB)
+    monkeypatch.setattr(loaded_model, "free_host_bytes", lambda: 2 * GIB)
     monkeypatch.setattr(memory_claims, "default_folder", lambda: tmp_path / "claims")
     runner = ModelRunner(engine_config(tmp_path, device="cpu", dtype="bfloat16"))
     cache = runner.kv_cache
@@ -248,17 +248,17 @@ def sized(
     """The KV cache of an 8B model that has just been loaded on a played card, where ``others`` take bytes
     too, and the card's free bytes then. The host is small."""
     (folder / "config.json").write_text(json.dumps(LLAMA_8B))
-    monkeypatch.setattr(model_runner, "free_host_bytes", lambda: 2 * GIB)
+    monkeypatch.setattr(loaded_model, "free_host_bytes", lambda: 2 * GIB)
     engine = engine_config(folder, device="cuda", max_decode_seqs=64, max_prefill_tokens=2048, **options)
     with played_gpu(monkeypatch) as gpu:
         gpu.total_bytes, gpu.reserved_bytes = card, WEIGHTS
         gpu.free_bytes, gpu.cached_bytes = card - WEIGHTS - others - GIB // 2, 4 * GIB
-        runner = ModelRunner.__new__(ModelRunner)
-        runner.config, runner.device = ModelConfig.from_folder(folder), torch.device("cuda", 0)
-        runner.dtype, runner.claims = torch.bfloat16, MemoryClaims("c", folder / "claims")
-        layout = KVCacheLayout.of(runner.config, 64, runner.dtype)
-        wish = model_runner.wish_of(engine, layout, runner.config.max_model_len, runner.device)
-        size = runner._size(engine, wish, 0)
+        loaded = loaded_model.LoadedModel.__new__(loaded_model.LoadedModel)
+        loaded.config, loaded.device = ModelConfig.from_folder(folder), torch.device("cuda", 0)
+        loaded.dtype, loaded._claims = torch.bfloat16, MemoryClaims("c", folder / "claims")
+        layout = KVCacheLayout.of(loaded.config, 64, loaded.dtype)
+        wish = loaded_model.wish_of(engine, layout, loaded.config.max_model_len, loaded.device)
+        size = loaded._size(engine, wish, 0)
         assert size.num_blocks * layout.block_bytes < gpu.free_bytes
         return size, gpu.free_bytes
 

@@ -65,5 +65,5 @@ def test_exact_mode_has_the_same_bits_in_chunks_and_steps_and_with_two_threads(
 
 def test_workers_of_another_quantisation_exchange_no_cache(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama3", num_hidden_layers=1)
-    names = {make_runner(tmp_path, quantization=of).kv_name for of in ("none", "fp8", "int8", "int4")}
+    names = {make_runner(tmp_path, quantization=of).loaded.kv_name for of in ("none", "fp8", "int8", "int4")}
     assert len(names) == 4

@@ -18,9 +18,9 @@ from support.models import make_checkpoint
 from support.quantised_checkpoints import Written, awq, gptq, int8, rewrite, rewrite_experts_in_mxfp4
 
 from splitserve.bench.kernels import triton_interpreter
+from splitserve.engine import loaded_model
 from splitserve.engine.errors import ModelConfigError
 from splitserve.engine.gguf.folder import write_folder
-from splitserve.engine.step import model_runner
 from splitserve.engine.step.model_runner import ModelRunner
 from splitserve.kernels.reference import TorchKernels
 
@@ -69,7 +69,7 @@ def test_a_quantised_checkpoint_runs_as_in_torch(
         rewrite_experts_in_mxfp4(tmp_path, model)
     else:
         rewrite(tmp_path, model, *CHECKPOINTS[form])
-    monkeypatch.setattr(model_runner, "select_kernels", lambda *_, **__: TorchKernels())
+    monkeypatch.setattr(loaded_model, "select_kernels", lambda *_, **__: TorchKernels())
     expected, _ = generate(runner_on("cpu", tmp_path))
     with on_played_gpu(monkeypatch) as gpu:
         found, _ = generate(runner_on("cuda", tmp_path), gpu)
@@ -79,7 +79,7 @@ def test_a_quantised_checkpoint_runs_as_in_torch(
 
 def test_a_gguf_file_runs_as_in_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Past the worker's refusal, which stands: its table of vectors is dequantised when it loads."""
-    monkeypatch.setattr(model_runner, "check_formats", lambda *_: None)
+    monkeypatch.setattr(loaded_model, "check_formats", lambda *_: None)
     made, out = tmp_path / "made", tmp_path / "out"
     sizes = {"hidden_size": 256, "intermediate_size": 256}
     model = make_checkpoint(made, "llama2", num_hidden_layers=1, **sizes)
@@ -89,7 +89,7 @@ def test_a_gguf_file_runs_as_in_torch(tmp_path: Path, monkeypatch: pytest.Monkey
     out.mkdir()
     write_folder(made / "a.gguf", out)
     batch = make_batch([(HandSequence([5, 7, 9], [2], WAYS_TO_SAMPLE[1]), 3)], BLOCK_SIZE)
-    monkeypatch.setattr(model_runner, "select_kernels", lambda *_, **__: TorchKernels())
+    monkeypatch.setattr(loaded_model, "select_kernels", lambda *_, **__: TorchKernels())
     expected = runner_on("cpu", out).execute(batch)
     with on_played_gpu(monkeypatch):
         found = runner_on("cuda", out).execute(batch)

@@ -22,8 +22,8 @@ from support.models import make_checkpoint
 from torch import Tensor
 
 from splitserve.bench.kernels import triton_interpreter
+from splitserve.engine import loaded_model
 from splitserve.engine.errors import OutOfMemoryError
-from splitserve.engine.step import model_runner
 from splitserve.engine.step.batch import Batch, StepOutput
 from splitserve.engine.step.decode_graphs import BUCKETS, CudaRecorder, StepBuffers, buckets_up_to
 from splitserve.engine.step.device_sampler import DeviceSampler
@@ -45,7 +45,7 @@ GREEDY = SamplingParams(max_tokens=9, temperature=0.0, logprobs=2)
 def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
     make_checkpoint(tmp_path, "llama3", num_hidden_layers=1)
     monkeypatch.setattr(
-        model_runner,
+        loaded_model,
         "select_kernels",
         lambda *_, **__: CudaKernels(num_sms=1, prefill_shape=TileShape(16, 32, 4, 3)),
     )

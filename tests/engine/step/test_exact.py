@@ -214,7 +214,7 @@ def test_over_a_cached_prefix(runner: ModelRunner, expected: Request, params: Sa
 def test_prefilled_here_decoded_there_with_more_threads(
     runner: ModelRunner, expected: Request, folder: Path, params: SamplingParams
 ) -> None:
-    there = make_runner(folder, str(runner.dtype).removeprefix("torch."), num_threads=3)
+    there = make_runner(folder, str(runner.loaded.dtype).removeprefix("torch."), num_threads=3)
     request = Request(params, seed=5, place=4)
     prefill(runner, request, 20)
     blocks = request.sequence.blocks

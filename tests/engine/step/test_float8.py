@@ -17,7 +17,7 @@ from support.families import VOCAB_SIZE
 from support.models import make_checkpoint
 
 from splitserve.bench.kernels import triton_interpreter
-from splitserve.engine.step import model_runner
+from splitserve.engine import loaded_model
 from splitserve.engine.step.model_runner import ModelRunner
 from splitserve.kernels import select
 from splitserve.kernels.cuda import CudaKernels
@@ -64,7 +64,7 @@ def test_an_int8_cache_answers_nearly_as_a_wide_one(tmp_path: Path) -> None:
     head_dim = wide.kv_cache.layout.head_dim
     ratio = narrow.kv_cache.layout.block_bytes / wide.kv_cache.layout.block_bytes
     assert ratio == (head_dim + 4) / (4 * head_dim)
-    assert narrow.kv_name != wide.kv_name
+    assert narrow.loaded.kv_name != wide.loaded.kv_name
     (tokens, logprobs), (expected, expected_logprobs) = answer(narrow), answer(wide)
     assert tokens == expected
     assert logprobs == pytest.approx(expected_logprobs, abs=0.15)
@@ -75,7 +75,7 @@ def test_a_float8_cache_answers_nearly_as_a_wide_one(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama3", num_hidden_layers=2)
     wide, narrow = make_runner(tmp_path), make_runner(tmp_path, kv_dtype="fp8")
     assert narrow.kv_cache.layout.block_bytes * 4 == wide.kv_cache.layout.block_bytes
-    assert narrow.kv_name != wide.kv_name  # the two do not mix
+    assert narrow.loaded.kv_name != wide.loaded.kv_name  # the two do not mix
     (tokens, logprobs), (expected, expected_logprobs) = answer(narrow), answer(wide)
     assert tokens == expected
     assert logprobs != expected_logprobs
@@ -90,7 +90,7 @@ def test_the_gpu_kernels_fill_and_read_it_alike(tmp_path: Path, monkeypatch: pyt
     expected_runner = make_runner(tmp_path, kv_dtype="fp8")
     expected = answer(expected_runner)
     monkeypatch.setattr(
-        model_runner, "select_kernels", lambda *_, **__: CudaKernels(1, prefill_shape=TileShape(16, 32, 4, 3))
+        loaded_model, "select_kernels", lambda *_, **__: CudaKernels(1, prefill_shape=TileShape(16, 32, 4, 3))
     )
     runner = make_runner(tmp_path, kv_dtype="fp8")
     tokens, logprobs = answer(runner)
@@ -113,7 +113,7 @@ def test_scales_come_from_the_checkpoint(tmp_path: Path) -> None:
     answer(scaled)
     keys, scaled_keys = (runner.kv_cache.pool[9, 0, 0].float() for runner in (plain, scaled))
     assert torch.allclose(scaled_keys * 4, keys, rtol=0.15, atol=0.02)
-    assert scaled.kv_name != plain.kv_name
+    assert scaled.loaded.kv_name != plain.loaded.kv_name
     make_runner(tmp_path)  # a wide cache has no use for it, and loads all the same
 
 
@@ -122,18 +122,21 @@ def test_kernels_that_lay_keys_out_otherwise_do_not_mix(
 ) -> None:
     make_checkpoint(tmp_path, "llama3", num_hidden_layers=1)
     cases: list[dict[str, Any]] = [{"block_size": 16}, {"block_size": 16, "kv_dtype": "int8"}, {}]
-    native = [make_runner(tmp_path, **case).kv_name for case in cases]
-    monkeypatch.setattr(model_runner, "select_kernels", lambda *_, **__: TorchKernels())
-    plain = [make_runner(tmp_path, **case).kv_name for case in cases]
+    native = [make_runner(tmp_path, **case).loaded.kv_name for case in cases]
+    monkeypatch.setattr(loaded_model, "select_kernels", lambda *_, **__: TorchKernels())
+    plain = [make_runner(tmp_path, **case).loaded.kv_name for case in cases]
     assert native == [f"{plain[0]}, keys by 16", f"{plain[1]}, keys by 16", plain[2]]
 
 
 def test_quantized_workers_do_not_mix_with_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_checkpoint(tmp_path, "llama3", num_hidden_layers=1)
     plain = make_runner(tmp_path)
-    monkeypatch.setattr(model_runner, "select_kernels", lambda *_, **__: CudaKernels(1))
+    monkeypatch.setattr(loaded_model, "select_kernels", lambda *_, **__: CudaKernels(1))
     quantised = make_runner(tmp_path, quantization="fp8")
-    assert (quantised.kv_name != plain.kv_name, quantised.revision) == (True, plain.revision)
+    assert (quantised.loaded.kv_name != plain.loaded.kv_name, quantised.loaded.revision) == (
+        True,
+        plain.loaded.revision,
+    )
 
 
 @pytest.mark.parametrize("kv_dtype", ["fp8", "int8"])

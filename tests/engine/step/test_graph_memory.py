@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from splitserve.bench.kernels import triton_interpreter
-from splitserve.engine.step import decode_graphs, model_runner, prefill_graphs
+from splitserve.engine import loaded_model
+from splitserve.engine.step import decode_graphs, prefill_graphs
 from splitserve.engine.step.model_runner import ModelRunner
 from splitserve.kernels.cuda import CudaKernels
 from splitserve.kernels.gpu.attention_tiles import TileShape
@@ -75,7 +76,7 @@ def test_all_memory_that_graphs_use_is_held(tmp_path: Path, monkeypatch: pytest.
         return lambda: result
 
     kernels = CudaKernels(num_sms=1, prefill_shape=TileShape(16, 32, 4, 3))
-    monkeypatch.setattr(model_runner, "select_kernels", lambda *_, **__: kernels)
+    monkeypatch.setattr(loaded_model, "select_kernels", lambda *_, **__: kernels)
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launched)
     monkeypatch.setattr(decode_graphs, "BUCKETS", (1, 2))
     monkeypatch.setattr(prefill_graphs, "TOKEN_BUCKETS", (4, 8))

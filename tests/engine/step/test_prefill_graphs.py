@@ -22,6 +22,7 @@ from support.models import make_checkpoint
 from torch import Tensor
 
 from splitserve.bench.kernels import triton_interpreter
+from splitserve.engine import loaded_model
 from splitserve.engine.model.decoder import AttentionMetadata
 from splitserve.engine.step import model_runner, prefill_graphs
 from splitserve.engine.step.batch import Batch, StepOutput
@@ -53,7 +54,7 @@ def make_runner(
 ) -> ModelRunner:
     make_checkpoint(folder, "qwen3", num_hidden_layers=num_layers)
     kernels = CudaKernels(num_sms=1, exact=exact, prefill_shape=TileShape(16, 32, 4, 3))
-    monkeypatch.setattr(model_runner, "select_kernels", lambda *_, **__: kernels)
+    monkeypatch.setattr(loaded_model, "select_kernels", lambda *_, **__: kernels)
     keep_all(monkeypatch)
     config = engine_config(
         folder, "cpu", "float32", BLOCK_SIZE, NUM_BLOCKS, max_model_len=40, max_prefill_tokens=10

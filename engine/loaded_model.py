@@ -1,0 +1,230 @@
+"""A model in memory: weights, kernels and a KV cache, by a worker's settings and by what is free."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+
+import torch
+
+from ..kernels.interface import AttentionShape, Kernels
+from ..kernels.packed_weights import PackedWeights, kept_files
+from ..kernels.select import UnsuitableKernelsError, numerics, select_kernels
+from .cache.kv_cache import KVCache, KVCacheLayout
+from .cache.kv_cache_size import KVCacheSize, KVCacheWish, host_room, kv_cache_size, shrunk
+from .cache.memory_claims import MemoryClaims
+from .cpu_threads import AUTO, CpuThreads, choose_threads, cpu_quota, new_threads_bound, usable_cores
+from .device import available_bytes, free_host_bytes, select_device, select_dtype
+from .engine_config import (
+    DEFAULT_BLOCK_SIZE,
+    EngineConfig,
+    check_formats,
+    gpu_room_of,
+    max_model_len,
+    wish_of,
+)
+from .errors import ModelConfigError, OutOfMemoryError, is_out_of_memory
+from .model.config import ModelConfig
+from .model.decoder import DecoderModel
+from .model.layers import LayerLoader
+from .model.model_folder import content_names
+from .model.weight_sizes import weight_bytes
+from .model.weights import Checkpoint
+from .settings import WorkerSettings
+from .worker_readings import StartPhases
+
+logger = logging.getLogger(__name__)
+
+CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+LOADING_THREADS = {"cpu": 1, "cuda": 8}
+PACKING_THREADS = 16  # and no more: memory is the limit
+TORCH_SPLITS = 1 << 20  # elements that torch sums on several threads
+
+
+class LoadedModel:
+    """``max_model_len``: what the KV cache holds at most; ``kv_name``, ``revision``, ``numerics``: see
+    ``ModelIdentity``; ``phases``: how long each part of the start took."""
+
+    def __init__(self, engine: EngineConfig) -> None:
+        """Raises EngineError with what to do."""
+        self.phases, settings = StartPhases(), engine.settings
+        config, self.device = ModelConfig.from_folder(settings.model), select_device(settings.device)
+        check_formats(settings, config, self.device)
+        model_len = max_model_len(settings.max_model_len, config)
+        self.config = config.for_length(model_len)
+        self._claims = MemoryClaims(settings.coordinator)
+        threads = self._claim_threads(settings)
+        self._num_torch_threads = 1 if settings.exact else threads.count  # torch's own sums change with it
+        self._bound_cores, self._bound = threads.bound, threading.local()
+        self.use_this_thread()
+        weights_name, self.revision = _names(settings, self.config)
+        self.phases.done("fingerprint")
+        kept = (
+            kept_files(settings.model, weights_name, settings.dtype, settings.exact)
+            if self.device.type == "cpu"
+            else ()
+        )
+        packed = PackedWeights(kept, min(threads.loading, PACKING_THREADS))
+        block_size = settings.block_size or DEFAULT_BLOCK_SIZE[self.device.type]
+        self.kernels = self._select_kernels(settings, threads, block_size, packed)
+        self.numerics = numerics(self.device, settings.exact)
+        layout, weights = self._load(settings, weights_name, model_len, block_size)
+        packed.finish()
+        self.phases.done("weights")
+        self.kv_cache = self._make_cache(engine, layout, weights, model_len)
+        self.phases.done("KV cache")
+
+    def use_this_thread(self) -> None:
+        """The number of threads and the device are settings of the calling thread."""
+        torch.set_num_threads(self._num_torch_threads)
+        if self._bound_cores and threading.current_thread() is not threading.main_thread():
+            self._bind_this_thread()
+        if self.device.index is not None:
+            torch.cuda.set_device(self.device)
+
+    def _bind_this_thread(self) -> None:
+        """Once, after the threads of torch that it brings along: they would inherit its one core."""
+        if not getattr(self._bound, "done", False):
+            with new_threads_bound(self._bound_cores[1:]):
+                torch.ones(TORCH_SPLITS).sum()
+            os.sched_setaffinity(0, self._bound_cores[:1])
+            self._bound.done = True
+
+    def _claim_threads(self, settings: WorkerSettings) -> CpuThreads:
+        """Those of this worker, by the cores that others have claimed."""
+        if self.device.type != "cpu":
+            return CpuThreads(1 if settings.threads == AUTO else settings.threads, (), False, "")
+        with self._claims.turn() as others:
+            absent = max(0, settings.memory_shared_by - 1 - len(others.siblings))
+            threads = choose_threads(settings.threads, usable_cores(), cpu_quota(), others.cores, absent)
+            self._claims.claim_cores(threads.cores)
+        logger.info("%s", threads)
+        return threads
+
+    def _select_kernels(
+        self, settings: WorkerSettings, threads: CpuThreads, block_size: int, packed: PackedWeights
+    ) -> Kernels:
+        """Raises ModelConfigError."""
+        c = self.config
+        shape = AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, block_size, c.sliding_windows)
+        try:
+            with new_threads_bound(threads.bound[1:]):
+                return select_kernels(
+                    self.device,
+                    threads.count,
+                    settings.exact,
+                    settings.quantization,
+                    kv_dtype=settings.kv_dtype,
+                    fp8_weights=c.quantisation is not None and c.quantisation.float8,
+                    packed=packed,
+                    shape=shape if c.latent is None else None,
+                )
+        except UnsuitableKernelsError as error:
+            raise ModelConfigError(str(error)) from error
+
+    def _load(
+        self, settings: WorkerSettings, weights_name: str, model_len: int, block_size: int
+    ) -> tuple[KVCacheLayout, int]:
+        """Load the weights. Return the KV cache's layout, and the bytes of host memory that they take."""
+        on_cpu = self.device.type == "cpu"
+        with Checkpoint(settings.model) as checkpoint, torch.inference_mode():
+            self.dtype = select_dtype(settings.dtype, self.device, checkpoint.dtype)
+            cache_dtype = CACHE_DTYPES.get(settings.kv_dtype, self.dtype)
+            dtypes = f"{self.dtype} {cache_dtype}".replace("torch.", "")
+            self.kv_name = f"{weights_name} {dtypes} {self.numerics}"
+            layout, group = KVCacheLayout.of(self.config, block_size, cache_dtype), self.kernels.key_group
+            if group > 1 and (layout.planes, block_size % group) == (2, 0):
+                self.kv_name += f", keys by {group}"
+            # no table of angles for more
+            longest = available_bytes(self.device) // layout.block_bytes * layout.block_size
+            weights = weight_bytes(self.config, self.dtype.itemsize, settings.quantization) if on_cpu else 0
+            with self._claims.turn():
+                self._claims.claim(weights)
+            load = LayerLoader(
+                checkpoint,
+                self.kernels,
+                self.dtype,
+                self.device,
+                LOADING_THREADS[self.device.type],
+                self.config.quantisation,
+                settings.exact,
+            )
+            self.decoder = _load_model(
+                self.config, load, min(model_len, max(longest, 1)), fp8_cache=settings.kv_dtype == "fp8"
+            )
+        return layout, weights
+
+    def _make_cache(
+        self, engine: EngineConfig, layout: KVCacheLayout, weights: int, model_len: int
+    ) -> KVCache:
+        """Raises OutOfMemoryError."""
+        wish = wish_of(engine, layout, self.config.max_model_len, self.device)
+        size = self._size(engine, wish, weights)
+        self.max_model_len = size.max_model_len
+        if size.max_model_len < model_len:
+            logger.warning(
+                "max_model_len is %d, not the model's %d: the KV cache of %.2f GiB holds no longer sequence; "
+                "with more memory, or a larger --kv-cache-gib, it could",
+                size.max_model_len, model_len, size.num_blocks * layout.block_bytes / 2**30
+            )  # fmt: skip
+        cache = KVCache(layout, size.num_blocks, self.device, engine.pool_allocator)
+        if engine.pool_allocator is not None:
+            self._claims.committed(cache.num_bytes)
+        return cache
+
+    def _size(self, engine: EngineConfig, wish: KVCacheWish, weights: int) -> KVCacheSize:
+        """Size the KV cache by the memory that is free now, and claim it where that is the host's. Raises
+        OutOfMemoryError."""
+        with self._claims.turn() as others:
+            pending = others.pending
+            if self.device.type == "cuda":
+                pending = 0
+                torch.cuda.empty_cache()  # what loading has left over
+                used = torch.cuda.memory_reserved(self.device)
+                room = gpu_room_of(engine, self.config, self.device, self.dtype, used)
+            else:
+                room = host_room(
+                    free=free_host_bytes(),
+                    pending=pending,
+                    siblings=others.siblings,
+                    weights=weights,
+                    utilization=engine.settings.cpu_memory_utilization,
+                    sharers=engine.settings.memory_shared_by,
+                )
+            if engine.settings.kv_cache_shrink:
+                cut = shrunk(wish, max(0, available_bytes(self.device) - pending))
+                if cut is not wish:
+                    gib = (cut.num_blocks or 0) * cut.block_bytes / 2**30
+                    logger.warning(
+                        "the KV cache that was asked for does not fit any more: it starts with %.2f GiB", gib
+                    )
+                wish = cut
+            size = kv_cache_size(wish, room)
+            if self.device.type == "cpu":
+                self._claims.claim(weights, size.num_blocks * wish.block_bytes)
+        return size
+
+
+def _names(settings: WorkerSettings, config: ModelConfig) -> tuple[str, str]:
+    """Return the names of the weights and of the revision: workers of other weights share no KV cache."""
+    weights_name, revision = content_names(settings.model)
+    if any(rope.short_factors and rope.long_factors != rope.short_factors for rope in config.ropes):
+        weights_name += "-long"  # other keys than with --max-model-len up to the original length
+    if settings.quantization != "none":
+        weights_name += f"-{settings.quantization}"
+    return weights_name, revision
+
+
+def _load_model(config: ModelConfig, load: LayerLoader, max_model_len: int, fp8_cache: bool) -> DecoderModel:
+    free = available_bytes(load.device)
+    try:
+        return DecoderModel(config, load, max_model_len, fp8_cache)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemoryError(
+            f"the model's weights do not fit on {load.device}, where {free / 2**30:.2f} GiB were free "
+            f"({error}); end what else uses that memory, lower --gpu-memory-utilization of the workers that "
+            "share the GPU, use --quantization fp8, int8 or int4, or serve a smaller model"
+        ) from error
