@@ -49,12 +49,8 @@ def select_kernels(
         return _cuda_kernels(device, exact, scheme, kv_dtype == "fp8", fp8_weights, shape)
     try:
         from .measured_choice import KernelChoices
-        from .native_cpu import (
-            NativeCpuKernels,
-            measured_asking_rows,
-            measured_coding,
-            measured_instruction_set,
-        )
+        from .native_cpu import NativeCpuKernels
+        from .native_linear import measured_asking_rows, measured_coding, measured_instruction_set
     except ImportError as error:
         why = "the C++ kernels were not built: install a C++ compiler, then this package again"
         if error.name is None:  # built from other sources
@@ -89,7 +85,7 @@ def numerics(device: torch.device, exact: bool) -> str:
 
         return f"exact, Triton {triton.__version__} on {torch.cuda.get_device_name(device)}"
     from .measured_choice import KernelChoices
-    from .native_cpu import measured_instruction_set
+    from .native_linear import measured_instruction_set
 
     return f"exact, C++ {measured_instruction_set(KernelChoices.of_this_machine())}"
 
@@ -97,7 +93,7 @@ def numerics(device: torch.device, exact: bool) -> str:
 def kernels_in_words() -> str:
     """Which kernels multiply on this CPU; measures where that is not yet known."""
     from .measured_choice import NEVER, KernelChoices
-    from .native_cpu import measured_asking_rows, measured_coding, measured_instruction_set
+    from .native_linear import measured_asking_rows, measured_coding, measured_instruction_set
 
     choices = KernelChoices.of_this_machine()
     name = measured_instruction_set(choices)

@@ -24,7 +24,8 @@ from ...kernels import _cpu
 from ...kernels.huge_pages import huge_page_bytes
 from ...kernels.interface import AttentionInputs, ExpertWeights, Linear
 from ...kernels.mixture_shape import MixtureShape
-from ...kernels.native_cpu import NativeCpuKernels, OneDnnLinear
+from ...kernels.native_cpu import NativeCpuKernels
+from ...kernels.native_linear import OneDnnLinear
 from ...kernels.quantised import QuantisedWeight
 from ...kernels.reference import routes
 from ...kernels.select import cpu_multiplies_bfloat16

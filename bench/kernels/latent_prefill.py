@@ -18,7 +18,8 @@ from ...engine.model.config import parse_config
 from ...engine.model.decoder import AttentionMetadata, DecoderModel
 from ...engine.model.layers import LayerLoader
 from ...kernels.measured_choice import KernelChoices
-from ...kernels.native_cpu import NativeCpuKernels, measured_instruction_set
+from ...kernels.native_cpu import NativeCpuKernels
+from ...kernels.native_linear import measured_instruction_set
 from ..environment import environment, option_parser, write_record
 from .engine_figures import RandomTensors
 

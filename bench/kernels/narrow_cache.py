@@ -20,7 +20,8 @@ import torch
 
 from ...kernels.interface import INT8_SCALE_BYTES, AttentionInputs
 from ...kernels.measured_choice import KernelChoices
-from ...kernels.native_cpu import NativeCpuKernels, measured_instruction_set
+from ...kernels.native_cpu import NativeCpuKernels
+from ...kernels.native_linear import measured_instruction_set
 from ..environment import environment
 
 HEADS = ((12, 12, 64), (16, 4, 128))  # queries, keys, head_dim

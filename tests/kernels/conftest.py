@@ -10,7 +10,7 @@ from torch import Tensor
 from splitserve.kernels.measured_choice import KernelChoices
 
 try:
-    from splitserve.kernels import native_cpu
+    from splitserve.kernels import native_cpu, native_linear
 except ImportError:
     INSTRUCTION_SETS = []
 else:
@@ -44,5 +44,5 @@ def guarded_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def native(request: pytest.FixtureRequest) -> Iterator[native_cpu.NativeCpuKernels]:
     """The C++ kernels with each instruction set of this machine."""
     yield native_cpu.NativeCpuKernels(1, request.param)
-    chosen = native_cpu.measured_instruction_set(KernelChoices.of_this_machine())
+    chosen = native_linear.measured_instruction_set(KernelChoices.of_this_machine())
     native_cpu._cpu.use_instruction_set(chosen)

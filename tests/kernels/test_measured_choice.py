@@ -17,6 +17,7 @@ from splitserve.kernels.measured_choice import NEVER, ROWS, KernelChoices
 native_cpu = pytest.importorskip(
     "splitserve.kernels.native_cpu", reason="the C++ kernels were not built", exc_type=ImportError
 )
+native_linear = pytest.importorskip("splitserve.kernels.native_linear")
 
 
 def unwanted() -> int:
@@ -104,26 +105,26 @@ def test_onednn_is_taken_from_where_on_it_is_faster(
 
 def test_this_machine_chooses_an_instruction_set_that_it_has() -> None:
     choices = KernelChoices(None, "")
-    chosen = native_cpu.measured_instruction_set(choices)
+    chosen = native_linear.measured_instruction_set(choices)
     assert chosen in native_cpu._cpu.instruction_sets()
-    assert native_cpu.measured_instruction_set(choices) == chosen
+    assert native_linear.measured_instruction_set(choices) == chosen
 
 
 def test_prefetching_begins_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen, asked = native_cpu._cpu.instruction_sets()[0], []
     monkeypatch.setattr(native_cpu._cpu, "ask_from_rows", asked.append)
-    monkeypatch.setattr(native_cpu, "STREAMED_COPIES", 1)
-    for first_faster, rows in ((1, 1), (3, 4), (8, 8), (9, native_cpu.ALWAYS_ASKING)):
+    monkeypatch.setattr(native_linear, "STREAMED_COPIES", 1)
+    for first_faster, rows in ((1, 1), (3, 4), (8, 8), (9, native_linear.ALWAYS_ASKING)):
 
         def seconds(candidates: list[partial[None]], first_faster: int = first_faster) -> list[float]:
             for run in candidates:
                 run()
             return [0.9 if candidates[0].args[0] >= first_faster else 1.1, 1.0]
 
-        monkeypatch.setattr(native_cpu, "fastest", seconds)
+        monkeypatch.setattr(native_linear, "fastest", seconds)
         choices = KernelChoices(None, "")
-        assert native_cpu.measured_asking_rows(choices, chosen) == rows
-        assert native_cpu.measured_asking_rows(choices, chosen) == rows == asked[-1]
+        assert native_linear.measured_asking_rows(choices, chosen) == rows
+        assert native_linear.measured_asking_rows(choices, chosen) == rows == asked[-1]
 
 
 def test_prefetching_changes_no_bits() -> None:
@@ -138,7 +139,9 @@ def test_prefetching_changes_no_bits() -> None:
             native_cpu._cpu.ask_from_rows(NEVER)
             assert torch.equal(linear(x[:rows]), asking)
     native_cpu._cpu.ask_from_rows(1)
-    native_cpu._cpu.use_instruction_set(native_cpu.measured_instruction_set(KernelChoices.of_this_machine()))
+    native_cpu._cpu.use_instruction_set(
+        native_linear.measured_instruction_set(KernelChoices.of_this_machine())
+    )
 
 
 def test_one_thread_measures_for_several(monkeypatch: pytest.MonkeyPatch) -> None:
