@@ -140,6 +140,8 @@ def _require_sense(up: UpSettings, flags: Layer) -> None:
     """Raises ConfigError where what was asked of ``up`` lacks a package, or contradicts itself."""
     if advice := missing_for("worker") or (missing_for("cli") if up.chat and sys.stdin.isatty() else ""):
         raise ConfigError(advice)
+    if up.chat and up.prompt is not None:
+        raise ConfigError("--prompt asks one question, --chat asks for yours: give one of them")
     started = {pool.role for pool, names in pools_of(up) if names}
     if "mixed" not in started and len(started) < 2:
         raise ConfigError(

@@ -16,7 +16,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 SAMPLE_PROMPT="What does os.path.join do?"
 
 main() {
-    local mode="" argument
+    local serves="" asks="" argument
     local -a options=()
     for argument in "$@"; do
         case "$argument" in
@@ -24,18 +24,21 @@ main() {
                 sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
                 return
                 ;;
-            --serve) mode=serve ;;
-            --prompt | --prompt=*)
-                mode=prompt
+            --serve) serves=yes ;;
+            --chat | --prompt | --prompt=*)
+                asks=yes
                 options+=("$argument")
                 ;;
             *) options+=("$argument") ;;
         esac
     done
+    if [[ -n "$serves" && -n "$asks" ]]; then
+        die "--serve stays when --chat or --prompt would end: give one of them; \`splitserve chat\` asks a server that runs"
+    fi
     prepare serve
-    if [[ -z "$mode" && -t 0 ]]; then
+    if [[ -z "$serves$asks" && -t 0 ]]; then
         options+=(--chat)
-    elif [[ -z "$mode" ]]; then
+    elif [[ -z "$serves$asks" ]]; then
         options+=(--prompt "$SAMPLE_PROMPT")
     fi
     exec "$VENV/bin/splitserve" up "${options[@]}"

@@ -59,6 +59,12 @@ def test_a_chat_needs_a_key_where_keys_are_asked_for(model: Path, tmp_path: Path
     assert "Authorization" not in curl_example(planned(model, tmp_path))
 
 
+def test_one_question_and_a_chat_are_refused_together(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--chat asks for yours: give one of them"):
+        planned(model, tmp_path, chat="true", prompt="Hi")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_port_in_use_is_refused(model: Path, tmp_path: Path) -> None:
     import socket
 

@@ -43,6 +43,14 @@ def test_quickstart_explains_itself() -> None:
     assert "set -euo" not in result.stdout
 
 
+@pytest.mark.parametrize("other", [["--chat"], ["--prompt", "Hi"], ["--prompt=Hi"]])
+def test_quickstart_refuses_to_serve_and_to_end_with_an_answer(bare_clone: Path, other: list[str]) -> None:
+    for given in (["--serve", *other], [*other, "--serve"]):
+        result = bash(str(bare_clone / "deploy" / "quickstart.sh"), *given, PYTHON="/nowhere/python3")
+        assert result.returncode == 1
+        assert "give one of them" in result.stderr
+
+
 @pytest.fixture
 def bare_clone(tmp_path: Path) -> Path:
     """The scripts alone, with no virtual environment yet."""
