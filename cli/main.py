@@ -145,8 +145,8 @@ class Commands(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
-            message = f"{error.format_message().rstrip('.')}. Commands are: {', '.join(self.commands)}."
-            raise click.UsageError(message, ctx) from None
+            commands = f"Commands are: {', '.join(self.commands)}."
+            raise click.UsageError(f"{error.format_message()} {commands}", ctx) from None
 
 
 @click.group(

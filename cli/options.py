@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from .config import Layer, Value, flag_of
+from .config import Layer, Value, flag_of, nearest
 
 MAX_SHOWN = 30
 """A command with more options shows the everyday ones, and all of them with --help-all."""
@@ -64,6 +64,13 @@ class SettingsCommand(click.Command):
         super().__init__(name, **attributes)
         if sum(not getattr(parameter, "hidden", False) for parameter in self.params) > MAX_SHOWN:
             self.params.append(_help_all())
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:  # click would list near ones by the alphabet
+            near = nearest(error.option_name, error.possibilities or ())
+            raise click.UsageError(f"No such option {error.option_name!r}{near}", ctx) from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}

@@ -71,7 +71,9 @@ def test_every_command_has_help(command: str) -> None:
     [
         (["prefill", "--max-batch-token", "1"], "--max-batch-tokens"),
         (["up", "--decode-max-num-seq", "1"], "--decode-max-num-seqs"),
-        (["coordinater"], "coordinator"),
+        (["up", "--porta", "1"], "No such option '--porta'; did you mean '--port'?"),  # as near: --admin-port
+        (["up", "-x"], "No such option '-x'\n"),
+        (["coordinater"], "Did you mean 'coordinator'? Commands are: up,"),
         (["nothing-like-it"], "Commands are: up, coordinator, prefill,"),
         (["keys", "nothing-like-it"], "Commands are: create, list, rotate,"),
     ],
