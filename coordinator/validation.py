@@ -43,15 +43,19 @@ RULES = {
 """By pydantic's type of error, with the names of its context. Other types are checks of ours, which have
 their own sentence."""
 SAYS_NOTHING_OF_ITS_VALUE = (
-    "missing",
-    "extra_forbidden",
-    "string_too_short",
-    "string_too_long",
-    "too_short",
-    "too_long",
+    *("missing", "extra_forbidden", "string_too_short", "string_too_long", "too_short", "too_long"),
 )
 M = TypeVar("M", bound=BaseModel)
-JSON_ENDS = {"EOF while parsing a value at line 1 column 0": "it is empty"}
+LONE = "a surrogate without the other half of its pair (write both, or the character in UTF-8)"
+JSON_FAULTS = {
+    "EOF while parsing a value at line 1 column 0": "it is empty",
+    "EOF while parsing": "it ends within",
+    "unexpected end of hex escape": LONE,
+    "lone leading surrogate in hex escape": LONE,
+    "invalid unicode code point": "bytes that are not UTF-8",
+}
+MAX_BEFORE = 1 << 16
+"""Bytes before a fault in which its field's name is looked for."""
 
 
 def validated(kind: type[M], body: bytes | bytearray) -> M:
@@ -66,9 +70,7 @@ def from_validation(error: ValidationError) -> InvalidRequest:
     """One sentence for the first MAX_REPORTED fields that are wrong, each with its path."""
     found = error.errors(include_url=False)
     if found[0]["type"] == "json_invalid":
-        return InvalidRequest(
-            f"The body is not valid JSON: {_json_fault(found[0]['msg'])}.", code="invalid_json"
-        )
+        return InvalidRequest(f"The body is not valid JSON: {_json_fault(found[0])}.", code="invalid_json")
     if found[0]["type"] == "model_type" and not found[0]["loc"]:
         return InvalidRequest("The body must be a JSON object.")
     message = "; ".join(_sentence(detail) for detail in found[:MAX_REPORTED])
@@ -85,9 +87,15 @@ def field_path(location: tuple[int | str, ...]) -> str:
     return path
 
 
-def _json_fault(message: str) -> str:
-    fault = message.removeprefix("Invalid JSON: ")
-    return JSON_ENDS.get(fault) or fault.replace("EOF while parsing", "it ends within")
+def _json_fault(detail: ErrorDetails) -> str:
+    """With the name before it on its line, which is that of its field."""
+    message = detail["msg"].removeprefix("Invalid JSON: ")
+    line, column = map(int, re.findall(r"line (\d+) column (\d+)$", message)[0])
+    before = bytes(detail["input"]).split(b"\n")[line - 1]
+    names = re.findall(rb'"([^"\\]+)"\s*:', before[max(0, column - MAX_BEFORE) : column])
+    for fault, text in JSON_FAULTS.items():
+        message = message.replace(fault, text)
+    return f"{message}, near {names[-1].decode(errors='replace')!r}" if names else message
 
 
 def _named_field(message: str) -> str | None:

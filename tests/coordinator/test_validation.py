@@ -12,6 +12,7 @@ from splitserve.bench.http.hostile_parts import FIELDS, SOME_VALUES
 from splitserve.coordinator.errors import InvalidRequest
 from splitserve.coordinator.generate.plan import parse
 from splitserve.coordinator.http.call import Endpoint
+from splitserve.coordinator.validation import LONE
 
 TEXT: Endpoint = "/v1/completions"
 CHAT: Endpoint = "/v1/chat/completions"
@@ -50,7 +51,27 @@ def reported(endpoint: Endpoint, body: Any) -> str:
             'top_p: must be a number, not "one"; n: must be at least 1, not 0',
         ),
         (b"", "The body is not valid JSON: it is empty."),
-        (b'{"prompt": ', "The body is not valid JSON: it ends within a value at line 1 column 11."),
+        (
+            b'{"prompt": ',
+            "The body is not valid JSON: it ends within a value at line 1 column 11, near 'prompt'.",
+        ),
+        *(
+            (
+                b'{\r\n"user": "x",\n "prompt": "%s"}' % text,
+                f"The body is not valid JSON: {LONE} at line 3 column {column}, near 'prompt'.",
+            )
+            for text, column in ((rb"\ud800", 19), (rb"\udc00", 18), (rb"a\ud800\u0041", 25))
+        ),
+        (
+            b'{"prompt": "\xff"}',
+            "The body is not valid JSON: bytes that are not UTF-8 at line 1 column 13, near 'prompt'.",
+        ),
+        ({"prompt": "a", "stop": ""}, "stop: a string of 0 characters; 1 to 1024 are allowed"),
+        (
+            {"prompt": "a", "stop": ["a", "b" * 1025]},
+            "stop: a string of 1025 characters; 1 to 1024 are allowed",
+        ),
+        ({"prompt": "a", "stop": ["a"] * 33}, "stop: has 33 strings; at most 32 are allowed"),
         (b"[]", "The body must be a JSON object."),
     ],
 )
