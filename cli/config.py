@@ -84,6 +84,10 @@ class ConfigError(Exception):
     """A setting that cannot be used. The message has its name, its origin and the allowed values."""
 
 
+class CommandError(Exception):
+    """A command cannot go on. The message is for the user; the exit status is 1."""
+
+
 @dataclass(frozen=True, slots=True)
 class Value:
     """A setting as given, and its origin: a flag, a variable, a place in a file."""

@@ -8,6 +8,7 @@ from typing import Any
 import click
 import httpx
 
+from .config import CommandError
 from .operator_access import operator_access
 from .settings import FlipSettings
 from .tls_trust import trust
@@ -16,8 +17,8 @@ PATIENCE_S = 30.0
 POLL_S = 0.05
 
 
-def flip(settings: FlipSettings, worker: str) -> int:
-    """Have the worker change its role. Return the exit status."""
+def flip(settings: FlipSettings, worker: str) -> None:
+    """Have the worker change its role. Raises CommandError."""
     url, headers = operator_access(settings.url, settings.admin_key_file, admin_port=True)
     asked = {
         "to": settings.to,
@@ -28,27 +29,19 @@ def flip(settings: FlipSettings, worker: str) -> int:
         try:
             answer = client.post(f"/admin/flip/{worker}", params=asked)
             if answer.status_code != 202:
-                click.echo(f"splitserve: {_message(answer)}", err=True)
-                return 1
+                raise CommandError(_message(answer))
             process = answer.json()["process"]
             record = _when_begun(client, process)
         except httpx.HTTPError as error:
-            click.echo(f"splitserve: no answer at {url}: {error}; is it the coordinator's address?", err=True)
-            return 1
+            raise CommandError(f"no answer at {url}: {error}; is it the coordinator's address?") from error
     if record is None:
-        click.echo(
-            (
-                f"splitserve: {process} has not begun as a {settings.to} worker within {PATIENCE_S:g} "
-                "s; see its log"
-            ),
-            err=True,
+        raise CommandError(
+            f"{process} has not begun as a {settings.to} worker within {PATIENCE_S:g} s; see its log"
         )
-        return 1
     click.echo(
         f"{process} is a {settings.to} worker, after {1e3 * record['began_s']:.0f} ms; what it ran "
         "before finishes or moves"
     )
-    return 0
 
 
 def _when_begun(client: httpx.Client, process: str) -> dict[str, Any] | None:

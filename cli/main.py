@@ -21,7 +21,7 @@ from ..planner.errors import PlannerError
 from ..traces.errors import TraceError
 from ..transport.errors import TransportError
 from .completion import completion
-from .config import CONFIG_VARIABLE, SECTIONS, ConfigError, Sources, load
+from .config import CONFIG_VARIABLE, SECTIONS, CommandError, ConfigError, Sources, load
 from .extras import advice_for
 from .options import SettingsCommand, given, options
 
@@ -277,12 +277,12 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         cli(prog_name="splitserve", standalone_mode=True)
-    except ConfigError as error:
+    except (
+        *(CommandError, ConfigError, EngineError, LaunchError, PlannerError, TenantsError, TraceError),
+        TransportError,
+    ) as error:
         click.echo(f"splitserve: {error}", err=True)
-        sys.exit(2)
-    except (EngineError, LaunchError, PlannerError, TenantsError, TraceError, TransportError) as error:
-        click.echo(f"splitserve: {error}", err=True)
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
     except ModuleNotFoundError as error:
         if not (advice := advice_for(error)):
             raise

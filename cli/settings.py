@@ -9,9 +9,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..coordinator.metrics.objectives import Objectives
 from ..coordinator.settings import CoordinatorSettings
-from ..loadgen.settings import ApiServer
+from ..loadgen.settings import ApiServer, ServerUrl
 from ..steering.settings import SteeringSettings
 from ..transport.latency_bounds import attainment
+from ..transport.messages.fields import MAX_TEMPERATURE
 from ..transport.messages.messages import Role
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "deploy" / "demo_model"
@@ -156,7 +157,10 @@ class ChatSettings(ApiServer):
         description="Longest answer in tokens. Default: what the context leaves.",
     )
     temperature: float = Field(
-        default=0, ge=0, le=100, description="Sampling temperature; 0 always takes the likeliest token."
+        default=0,
+        ge=0,
+        le=MAX_TEMPERATURE,
+        description="Sampling temperature; 0 always takes the likeliest token.",
     )
 
 
@@ -165,9 +169,8 @@ class AdminServer(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    url: str = Field(
+    url: ServerUrl = Field(
         default="http://127.0.0.1:8000",
-        pattern=r"^https?://\S+$",
         description="The coordinator's address; `flip` asks the admin port of one on another host, where it "
         "has one.",
     )

@@ -38,7 +38,7 @@ def main(settings: LoadSettings, key: str = "", tls: ssl.SSLContext | None = Non
     console = Console()
     requests = planned_requests(settings)
     try:
-        with Progress(console=console, transient=True) as progress:
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
             task = progress.add_task("requests", total=len(requests))
             samples, duration_s = asyncio.run(
                 generate_load(settings, lambda: progress.advance(task), requests, key, tls)
@@ -76,7 +76,7 @@ async def generate_load(
     connector = aiohttp.TCPConnector(limit=0, ssl=tls or True, force_close=not reuses_connections)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     async with aiohttp.ClientSession(
-        settings.url.rstrip("/"), headers=headers, timeout=timeout, connector=connector
+        f"{settings.url}/", headers=headers, timeout=timeout, connector=connector
     ) as session:
         model = settings.served_model_name or await _first_model(session, settings.url)
         for request in draw_requests(settings, settings.warmup, settings.seed ^ WARMUP_SEED):
@@ -118,7 +118,7 @@ async def _send(session: aiohttp.ClientSession, body: bytes, sample: Sample, sta
     """Sends one request and fills its sample."""
     try:
         async with session.post(
-            "/v1/completions", data=body, headers={"content-type": "application/json"}
+            "v1/completions", data=body, headers={"content-type": "application/json"}
         ) as response:
             if response.status != 200:
                 sample.error = f"status {response.status}: {(await response.text())[:300]}"
@@ -180,7 +180,7 @@ def _body(request: LoadRequest, model: str, settings: LoadSettings) -> bytes:
 
 async def _first_model(session: aiohttp.ClientSession, url: str) -> str:
     try:
-        async with session.get("/v1/models") as response:
+        async with session.get("v1/models") as response:
             if response.status != 200:
                 raise LoadError(
                     f"{url} does not list its models (status {response.status}: "

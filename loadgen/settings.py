@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from ..traces.workload.notation import LENGTHS
 
 SAID_BY_TRACE = {"rate", "prompt_len", "output_len", "shared_prefix_len", "num_prefixes", "prompts"}
+
+
+def _root(url: str) -> str:
+    """Return a server's address without the end that clients of the API give. Raises ValueError."""
+    _ = urlsplit(url).port
+    return url.rstrip("/").removesuffix("/v1")
+
+
+ServerUrl = Annotated[str, Field(pattern=r"^https?://\S+$"), AfterValidator(_root)]
 
 
 class ApiServer(BaseModel):
@@ -17,9 +27,7 @@ class ApiServer(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    url: str = Field(
-        default="http://127.0.0.1:8000", pattern=r"^https?://\S+$", description="The server's address."
-    )
+    url: ServerUrl = Field(default="http://127.0.0.1:8000", description="The server's address.")
     served_model_name: str = Field(
         default="", max_length=256, description="Model to ask for. Default: the first that the server lists."
     )

@@ -15,16 +15,13 @@ import httpx
 import orjson
 
 from ..checks import read_key
+from ..config import CommandError
 from ..settings import ChatSettings
 from ..tls_trust import trust
 from .chat_commands import KEYS, ChatCommands, show
 from .chat_screen import AnswerScreen, lines
 
 Message = dict[str, str]
-
-
-class ChatError(Exception):
-    """The server cannot be reached, or answered with an error. The message is for the user."""
 
 
 @dataclass(slots=True)
@@ -52,9 +49,8 @@ async def answer_once(settings: ChatSettings, prompt: str, certificate: Path | N
         try:
             print(f"> {prompt}\n", flush=True)
             await conversation.ask(prompt)
-        except ChatError as error:
-            print(f"splitserve: {error}", file=sys.stderr)
-            return 1
+        except CommandError as error:
+            return _fail(error)
     return 0
 
 
@@ -66,6 +62,10 @@ async def converse(settings: ChatSettings, certificate: Path | None = None) -> i
         commands = ChatCommands(conversation, lambda: models(client))
         asked = sys.stdin.isatty()
         if asked:
+            try:
+                await models(client, conversation.model)
+            except CommandError as error:
+                return _fail(error)
             show(KEYS, "dim")
         async for line in lines():
             text = line.strip()
@@ -76,9 +76,8 @@ async def converse(settings: ChatSettings, certificate: Path | None = None) -> i
                         break
                 elif text:
                     await conversation.ask(text)
-            except ChatError as error:
-                print(f"splitserve: {error}", file=sys.stderr)
-                if not sys.stdin.isatty():
+            except CommandError as error:
+                if _fail(error) and not sys.stdin.isatty():
                     return 1
     if not asked:
         print(
@@ -86,6 +85,11 @@ async def converse(settings: ChatSettings, certificate: Path | None = None) -> i
             file=sys.stderr,
         )
     return 0 if asked else 1
+
+
+def _fail(error: CommandError) -> int:
+    print(f"splitserve: {error}", file=sys.stderr)
+    return 1
 
 
 class Conversation:
@@ -113,7 +117,7 @@ class Conversation:
         self.messages = [{"role": "system", "content": text}, *others] if text else others
 
     async def ask(self, question: str) -> None:
-        """Print the answer as it comes; Ctrl-C stops it and keeps the text so far. Raises ChatError."""
+        """Print the answer as it comes; Ctrl-C stops it and keeps the text so far. Raises CommandError."""
         self.messages.append({"role": "user", "content": question})
         answer, screen = Answer(), AnswerScreen()
         try:
@@ -124,7 +128,7 @@ class Conversation:
                 raise
             screen.end()
             print("[stopped]")
-        except ChatError:
+        except CommandError:
             screen.end()
             self.messages.pop()
             raise
@@ -149,7 +153,7 @@ class Conversation:
             body["max_tokens"] = settings.max_tokens
         async for chunk in events(self.client, "/v1/chat/completions", body):
             if error := chunk.get("error"):
-                raise ChatError(f"the answer broke off: {error['message']}")
+                raise CommandError(f"the answer broke off: {error['message']}")
             answer.usage = chunk.get("usage") or answer.usage
             for choice in chunk["choices"]:
                 if thought := choice["delta"].get("reasoning_content"):
@@ -161,33 +165,36 @@ class Conversation:
 
 
 async def events(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-    """The JSON of each server-sent event of a streamed answer. Raises ChatError."""
+    """The JSON of each server-sent event of a streamed answer. Raises CommandError."""
     try:
         async with client.stream("POST", path, json=body) as response:
             if response.status_code != 200:
-                raise ChatError(error_sentence(response.status_code, await response.aread()))
+                raise CommandError(error_sentence(response.status_code, await response.aread()))
             async for line in response.aiter_lines():
                 if line.startswith("data: ") and line != "data: [DONE]":
                     yield orjson.loads(line[6:])
     except httpx.HTTPError as error:
-        raise ChatError(_unreachable(client, error)) from error
+        raise CommandError(_unreachable(client, error)) from error
 
 
-async def models(client: httpx.AsyncClient) -> list[str]:
-    """Return the models that the server lists, at least one. Raises ChatError."""
+async def models(client: httpx.AsyncClient, named: str = "") -> list[str]:
+    """Return the models that the server lists, at least one; ``named`` where it has no list. Raises
+    CommandError."""
     try:
         response = await client.get("/v1/models")
+        if named and response.status_code == 404:
+            return [named]
         response.raise_for_status()
         names = [str(card["id"]) for card in response.json()["data"]]
         if not names:
             raise LookupError
         return names
     except httpx.HTTPStatusError as error:
-        raise ChatError(error_sentence(error.response.status_code, error.response.content)) from error
+        raise CommandError(error_sentence(error.response.status_code, error.response.content)) from error
     except httpx.HTTPError as error:
-        raise ChatError(_unreachable(client, error)) from error
+        raise CommandError(_unreachable(client, error)) from error
     except (ValueError, LookupError) as error:
-        raise ChatError(
+        raise CommandError(
             f"{client.base_url} answers, but lists no models: is it an OpenAI-compatible server?"
         ) from error
 
@@ -237,11 +244,18 @@ def error_sentence(status: int, body: bytes) -> str:
         return f"the server answered {status}: {body[:200].decode(errors='replace')}"
 
 
+ADVICE = {
+    "CERTIFICATE_VERIFY": "--tls-ca FILE names its certificate",
+    "WRONG_VERSION": "does its --url begin with http://?",
+    "without sending": "does its --url begin with https://?",
+    "": "start a server with `splitserve up`, or give --url",
+}
+"""By a part of the error."""
+
+
 def _unreachable(client: httpx.AsyncClient, error: httpx.HTTPError) -> str:
-    return (
-        f"no connection to {client.base_url} ({error or type(error).__name__}); start a server with "
-        "`splitserve up`, or give --url"
-    )
+    advice = next(advice for part, advice in ADVICE.items() if part in str(error))
+    return f"no connection to {client.base_url} ({error or type(error).__name__}); {advice}"
 
 
 def _client(settings: ChatSettings, certificate: Path | None) -> httpx.AsyncClient:

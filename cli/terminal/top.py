@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import sys
 import termios
 import tty
 from collections import deque
@@ -17,6 +16,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from ..config import CommandError
 from ..operator_access import operator_access
 from ..settings import TopSettings
 from ..tls_trust import trust
@@ -30,10 +30,6 @@ MIN_WIDTH = 100  # of a picture that goes to a file or a pipe
 QUIT = ("q", "Q", "\x04")
 
 
-class TopError(Exception):
-    """The live data cannot be had. The message is for the user."""
-
-
 class Feed:
     """What has been seen so far, and how to ask for the rest."""
 
@@ -44,7 +40,7 @@ class Feed:
         self.requests: deque[dict[str, Any]] = deque(maxlen=MAX_REQUESTS)
 
     def picture(self) -> Picture:
-        """Return the state with everything new since the last call. Raise TopError."""
+        """Return the state with everything new since the last call. Raise CommandError."""
         state = self._ask()
         if state["boot"] != self._boot:  # the coordinator has started anew, and numbers from one
             again, self._boot = bool(self._boot), state["boot"]
@@ -64,14 +60,16 @@ class Feed:
             response = self._client.get("/dashboard/feed", params=after)
             state: dict[str, Any] = response.json()
         except httpx.HTTPError as error:
-            raise TopError(
+            raise CommandError(
                 f"no answer from {self._client.base_url} ({error or type(error).__name__}); is "
                 "`splitserve up` running?"
             ) from error
         except ValueError as error:
-            raise TopError(f"{self._client.base_url} answers, but is no splitserve coordinator") from error
+            raise CommandError(
+                f"{self._client.base_url} answers, but is no splitserve coordinator"
+            ) from error
         if response.status_code != 200:
-            raise TopError(
+            raise CommandError(
                 str(state.get("error", {}).get("message", f"the server answered {response.status_code}"))
             )
         return state
@@ -88,7 +86,9 @@ def main(settings: TopSettings) -> int:
     ) as client:
         feed = Feed(client)
         if not console.is_terminal:
-            return _once(feed, Console(width=max(MIN_WIDTH, console.width)))
+            wide = Console(width=max(MIN_WIDTH, console.width))
+            wide.print(render(feed.picture(), wide.width, 60, _is_coloured(wide)))
+            return 0
         live = Live(Text("asking ..."), console=console, screen=True, auto_refresh=False)
         with _keys() as pressed, live, contextlib.suppress(KeyboardInterrupt):
             live.update(_look(feed, console), refresh=True)
@@ -100,17 +100,8 @@ def main(settings: TopSettings) -> int:
 def _look(feed: Feed, console: Console) -> Any:
     try:
         return render(feed.picture(), console.width, console.height, _is_coloured(console))
-    except TopError as error:
+    except CommandError as error:
         return trouble(str(error))
-
-
-def _once(feed: Feed, console: Console) -> int:
-    try:
-        console.print(render(feed.picture(), console.width, 60, _is_coloured(console)))
-    except TopError as error:
-        print(f"splitserve: {error}", file=sys.stderr)
-        return 1
-    return 0
 
 
 def _is_coloured(console: Console) -> bool:

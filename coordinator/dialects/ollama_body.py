@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from ...transport.messages.fields import MAX_TEMPERATURE
 from ..generate.bodies.fields import INT64, NULL, Body, invalid, schema, unknown_within
 from ..generate.bodies.messages import MAX_MESSAGES
 from ..generate.bodies.sampling import STOP
@@ -79,7 +80,7 @@ class Options(Body):
 
     num_predict: Annotated[int, Field(ge=-2, lt=INT64)] | None = None
     """Most new tokens; without a number above 0 as many as the context takes."""
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=INT64)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from ...transport.messages.fields import MAX_TEMPERATURE
 from ..generate.bodies.fields import INT64, STRING, Body, invalid, schema, unknown_inside
 from ..generate.bodies.messages import MAX_MESSAGES
 from ..generate.bodies.sampling import ServiceTier
@@ -162,7 +163,7 @@ class ResponsesRequest(CountInputRequest):
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
     safety_identifier: Annotated[str, Field(max_length=512)] | None = None
     service_tier: ServiceTier | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     user: Annotated[str, Field(max_length=512)] | None = None

@@ -72,11 +72,12 @@ class FakeOpenAI:
 
 
 @asynccontextmanager
-async def fake_openai() -> AsyncIterator[FakeOpenAI]:
-    """A running server on a port that the system chose."""
+async def fake_openai(lists: bool = True) -> AsyncIterator[FakeOpenAI]:
+    """A running server on a port that the system chose. ``lists``: it has /v1/models."""
     fake = FakeOpenAI()
     app = web.Application()
-    app.router.add_get("/v1/models", fake.models)
+    if lists:
+        app.router.add_get("/v1/models", fake.models)
     app.router.add_post("/v1/completions", fake.complete)
     app.router.add_post("/v1/chat/completions", fake.complete)
     runner = web.AppRunner(app, handler_cancellation=True)

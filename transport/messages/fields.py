@@ -27,6 +27,7 @@ WIRE_VERSION = 4
 by one if an older process can skip what is new (optional fields; messages and values that it is never sent),
 else by two."""
 MAX_REQUEST_TOKENS = 1 << 20
+MAX_TEMPERATURE = 2  # that a client may ask for, by OpenAI's API
 MAX_BLOCKS = 1 << 24
 MAX_ROWS = 1 << 16
 MAX_PARCEL_POSITIONS = 1024

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from ....transport.messages.fields import MAX_TEMPERATURE
 from ..request_ids import CLIENT_ID
 from .fields import INT64, MAX_TOKENS, NULL, STRING, Body, invalid, scalars, schema, unknown_within
 from .other_fields import IGNORED, check_others
@@ -40,8 +41,10 @@ def _stop(value: Any) -> list[str] | None:
         return None
     if not isinstance(strings, list) or not all(isinstance(s, str) for s in strings):
         raise invalid("must be a string or a list of strings")
-    if len(strings) > MAX_STOP_STRINGS or any(not 1 <= len(s) <= MAX_STOP_CHARS for s in strings):
-        raise invalid(f"takes at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_CHARS} characters")
+    if len(strings) > MAX_STOP_STRINGS:
+        raise invalid(f"has {len(strings)} strings; at most {MAX_STOP_STRINGS} are allowed")
+    if wrong := [len(s) for s in strings if not 1 <= len(s) <= MAX_STOP_CHARS]:
+        raise invalid(f"a string of {wrong[0]} characters; 1 to {MAX_STOP_CHARS} are allowed")
     return strings
 
 
@@ -88,7 +91,7 @@ class SamplingFields(Body):
     """Fields of both generation endpoints. Ranges are OpenAI's; fields that it lacks have vLLM's names."""
 
     model: str | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=INT64)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import os
 import signal
+import ssl
 from pathlib import Path
 
 import pytest
+from support.certificates import write_certificate
 from support.fake_openai import USAGE, fake_openai
 
 from splitserve.cli import start
+from splitserve.cli.config import ConfigError, Value, build
 from splitserve.cli.settings import ChatSettings
 from splitserve.cli.terminal.chat import account, answer_once, converse
+from splitserve.coordinator.errors import InvalidRequest
+from splitserve.coordinator.generate.bodies.completion import CompletionRequest
+from splitserve.coordinator.validation import validated
 from splitserve.loadgen.settings import LoadSettings
 from splitserve.transport.process.private_files import write_private
 
@@ -90,6 +97,46 @@ async def test_the_servers_refusal_is_one_sentence(capsys: pytest.CaptureFixture
         server.failing = True
         assert await answer_once(ChatSettings(url=server.url), "count") == 1
         assert capsys.readouterr().err == "splitserve: the server answered 429: too many requests\n"
+
+
+async def test_the_base_url_of_other_clients_will_do() -> None:
+    async with fake_openai() as server:
+        for url in (server.url + "/v1", server.url + "/v1/"):
+            assert await answer_once(ChatSettings(url=url), "count") == 0
+            assert await asyncio.to_thread(start.bench, LoadSettings(url=url, requests=1, warmup=0)) == 0
+
+
+def test_a_port_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^--url: .*:99999' cannot be used: port out of range 0-65535"):
+        build(ChatSettings, [{"url": Value("http://127.0.0.1:99999", "--url")}])
+
+
+def test_what_the_server_refuses_is_refused_here() -> None:
+    over = {"prompt": "a", "temperature": 3}
+    with pytest.raises(InvalidRequest, match="must be at most 2"):
+        validated(CompletionRequest, json.dumps(over).encode())
+    with pytest.raises(ConfigError, match="less than or equal to 2"):
+        build(ChatSettings, [{"temperature": Value("3", "--temperature")}])
+
+
+async def test_https_and_http_taken_for_each_other_are_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async with fake_openai() as plain:
+        assert await answer_once(ChatSettings(url=plain.url.replace("http:", "https:")), "count") == 1
+    assert "does its --url begin with http://?" in capsys.readouterr().err
+    certificate, key = write_certificate(tmp_path, "127.0.0.1")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate, key)
+    async with await asyncio.start_server(hang_up, "127.0.0.1", 0, ssl=context) as server:
+        port = server.sockets[0].getsockname()[1]
+        assert await answer_once(ChatSettings(url=f"http://127.0.0.1:{port}"), "count") == 1
+        assert "does its --url begin with https://?" in capsys.readouterr().err
+        assert await answer_once(ChatSettings(url=f"https://127.0.0.1:{port}"), "count") == 1
+        assert "--tls-ca FILE names its certificate" in capsys.readouterr().err
 
 
 async def test_no_server_is_one_sentence_that_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:

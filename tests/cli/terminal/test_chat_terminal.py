@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rich.cells import cell_len
 from rich.console import Console
+from support.fake_openai import fake_openai
 from support.http_fakes import FakeDispatcher, write_tiny_model
 from support.terminal import Terminal, terminal
 
@@ -82,6 +83,26 @@ async def test_a_session(tmp_path: Path) -> None:
         await screen.until("There is no command /nonsense.")
         await screen.at_prompt("/quit\r")
         assert await asyncio.wait_for(process.wait(), 60) == 0
+
+
+async def test_no_prompt_opens_where_no_server_answers(tmp_path: Path) -> None:
+    command = (sys.executable, "-m", "splitserve.cli", "chat", "--served-model-name", "a", "--url")
+    async with terminal(*command, "http://127.0.0.1:9", columns=WIDTH, folder=tmp_path) as (screen, process):
+        await screen.until("start a server with `splitserve up`")
+        assert await asyncio.wait_for(process.wait(), 60) == 1
+
+
+async def test_a_named_model_needs_no_list(tmp_path: Path) -> None:
+    async with fake_openai(lists=False) as server:
+        command = (sys.executable, "-m", "splitserve.cli", "chat", "--url", server.url)
+        async with terminal(*command, "--served-model-name", "a", folder=tmp_path) as (screen, process):
+            await screen.at_prompt("hi\r")
+            await screen.until("one two three")
+            await screen.at_prompt("\x04")
+            assert await asyncio.wait_for(process.wait(), 60) == 0
+        async with terminal(*command, columns=WIDTH, folder=tmp_path) as (screen, process):
+            await screen.until("the server answered 404")
+            assert await asyncio.wait_for(process.wait(), 60) == 1
 
 
 async def test_control_c_stops_an_answer_and_not_the_chat(tmp_path: Path) -> None:
