@@ -54,8 +54,7 @@ JSON_FAULTS = {
     "lone leading surrogate in hex escape": LONE,
     "invalid unicode code point": "bytes that are not UTF-8",
 }
-MAX_BEFORE = 1 << 16
-"""Bytes before a fault in which its field's name is looked for."""
+MAX_BEFORE = 1 << 16  # bytes before a fault in which its field's name is looked for
 
 
 def validated(kind: type[M], body: bytes | bytearray) -> M:

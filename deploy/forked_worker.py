@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import pkgutil
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 ADOPTED_EVERY_S = 1e-4
@@ -49,7 +51,17 @@ def be_worker(
     os.environ.clear()
     os.environ.update(environ)
     sys.argv = ["splitserve", *arguments]
+    _show_in_ps(" ".join(sys.argv))
     pkgutil.resolve_name(entry)()
+
+
+def _show_in_ps(title: str) -> None:
+    """Write ``title`` over this process's command line, which is the fork server's."""
+    fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
+    start, end = map(int, fields[45:47])  # arg_start and arg_end of proc(5)
+    # where the last byte is not 0, the kernel shows the text before the first 0
+    shown = os.fsencode(title)[: end - start - 2].ljust(end - start - 1, b"\0") + b"."
+    ctypes.memmove(start, shown, end - start)
 
 
 def _move_to(supervisor: int, prctl: Callable[..., int]) -> None:

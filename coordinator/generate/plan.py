@@ -13,7 +13,6 @@ from typing import NamedTuple, cast, get_args
 
 import orjson
 from msgspec.structs import replace
-from pydantic import ValidationError
 
 from ...transport.messages.messages import SamplingParams
 from ..errors import InvalidRequest
@@ -21,7 +20,7 @@ from ..http.call import Endpoint
 from ..http.limits import HttpLimits
 from ..lifecycle.request import PriorityClass
 from ..text.served_model import ServedModel
-from ..validation import from_validation
+from ..validation import validated
 from .bodies.chat import ChatCompletionRequest
 from .bodies.completion import CompletionRequest
 from .bodies.fields import MAX_UNKNOWN
@@ -129,11 +128,8 @@ def parse(endpoint: Endpoint, body: bytes | bytearray) -> GenerateRequest:
     """Validate a body. Raises InvalidRequest."""
     if endpoint == "/invocations":
         endpoint = _invoked(body)
-    kind = ChatCompletionRequest if endpoint == "/v1/chat/completions" else CompletionRequest
-    try:
-        return kind.model_validate_json(body)
-    except ValidationError as error:
-        raise from_validation(error) from error
+    is_chat = endpoint == "/v1/chat/completions"
+    return validated(ChatCompletionRequest, body) if is_chat else validated(CompletionRequest, body)
 
 
 def _invoked(body: bytes | bytearray) -> Endpoint:

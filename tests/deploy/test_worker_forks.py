@@ -79,6 +79,8 @@ async def test_a_worker_has_torch_from_its_server_and_an_environment_of_its_own(
     assert child.pid is not None
     worker = psutil.Process(child.pid)
     assert worker.name() == "prefill-0"
+    shown = subprocess.check_output(["ps", "-ww", "-o", "args=", str(child.pid)], text=True)
+    assert shown.split() == ["splitserve", *WORKER]
     assert os.getsid(child.pid) == child.pid  # Ctrl-C in the supervisor's terminal does not reach it
     assert message.lines[0].startswith('{"time"'), message.lines
     child.signal(signal.SIGKILL)
