@@ -97,9 +97,11 @@ def write_trace(path: Path, trace: Trace) -> int:
     """Writes a trace (gzip'ed if the name ends in ``.gz``) and returns its number of requests; the same trace
     gives the same bytes.
 
-    The file appears only when it is whole. Raises TraceError.
+    The file appears only when it is whole, or is written in its place where it is a link or a device, which
+    a new file would replace. Raises TraceError.
     """
-    part = path.with_name(path.name + ".part")
+    in_place = path.is_symlink() or (path.exists() and not path.is_file())
+    part = path if in_place else path.with_name(path.name + ".part")
     try:
         with part.open("wb") as file:
             if path.suffix == ".gz":
@@ -113,7 +115,8 @@ def write_trace(path: Path, trace: Trace) -> int:
     except OSError as error:
         raise TraceFileError(path, f"cannot be written: {error.strerror or error}") from None
     finally:
-        part.unlink(missing_ok=True)
+        if not in_place:
+            part.unlink(missing_ok=True)
     return count
 
 

@@ -4,6 +4,7 @@ field."""
 from __future__ import annotations
 
 import gzip
+import os
 import random
 import tracemalloc
 from pathlib import Path
@@ -259,3 +260,16 @@ def test_reading_takes_the_same_memory_however_long_the_trace(tmp_path: Path) ->
     assert (
         peak_bytes(20_000) < 300_000
     )  # Python's own store of spare tuples is a third of this; the rows would be 6 MB
+
+
+def test_a_link_or_a_device_is_written_and_not_replaced(tmp_path: Path) -> None:
+    target, link, pipe = tmp_path / "target", tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to(target)
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    for path in (link, pipe):
+        write_trace(path, trace_of([TraceRequest(0.0, 3, 4)]))
+    assert link.is_symlink()
+    assert pipe.is_fifo()
+    assert os.read(reader, 1000) == target.read_bytes() != b""
+    os.close(reader)
