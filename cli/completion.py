@@ -41,7 +41,9 @@ def completion(ctx: click.Context, shell: Shell | None, install: bool) -> None:
     try:
         paths = _install(named, script)
     except OSError as error:
-        raise click.ClickException(f"{error.filename} cannot be written: {error.strerror}") from error
+        raise click.ClickException(
+            f"{error.filename or 'a file'} cannot be written: {error.strerror}"
+        ) from error
     click.echo(f"wrote {' and '.join(map(str, paths))}; open a new shell")
 
 

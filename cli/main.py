@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import click
 
+from ..coordinator.full_disk import is_full
 from ..coordinator.tenants.errors import TenantsError
 from ..deploy.errors import LaunchError
 from ..engine.errors import EngineError
@@ -283,6 +284,11 @@ def main() -> None:
     ) as error:
         click.echo(f"splitserve: {error}", err=True)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
+    except OSError as error:
+        if not is_full(error):
+            raise
+        click.echo(f"splitserve: a file or standard output cannot be written: {error.strerror}", err=True)
+        sys.exit(1)
     except ModuleNotFoundError as error:
         if not (advice := advice_for(error)):
             raise

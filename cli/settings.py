@@ -137,7 +137,9 @@ class UpSettings(BaseModel):
         default=False, description="When ready, start a chat in this terminal; stop everything when it ends."
     )
     prompt: str | None = Field(
-        default=None, description="When ready, print the answer to this one question and stop everything."
+        default=None,
+        max_length=1 << 20,
+        description="When ready, print the answer to this one question and stop everything.",
     )
     api_key_file: Path | None = Field(
         default=None, description="File with the API key for --chat and --prompt, with --tenants-file."
@@ -149,7 +151,9 @@ class ChatSettings(ApiServer):
     input is a question. Enter sends, Alt-Enter or a backslash before Enter begins a new line; `/system`,
     `/model`, `/tokens`, `/save FILE`, `/reset` and `/quit` are explained by `/help`."""
 
-    system: str = Field(default="", description="System message at the start of the conversation.")
+    system: str = Field(
+        default="", max_length=1 << 20, description="System message at the start of the conversation."
+    )
     max_tokens: int | None = Field(
         default=None,
         ge=1,

@@ -143,9 +143,12 @@ class PostgresUsage:
     def _connected(self) -> Any:
         if self._db is None or self._db.closed:
             options = "-c statement_timeout=30000"
-            self._db = self._driver.connect(
-                self._url, autocommit=True, connect_timeout=CONNECT_TIMEOUT_S, options=options
-            )
+            try:
+                self._db = self._driver.connect(
+                    self._url, autocommit=True, connect_timeout=CONNECT_TIMEOUT_S, options=options
+                )
+            except self._driver.Error as error:
+                raise TenantsFileError(f"--usage-url: {error}") from None
             for statement in SCHEMA:
                 self._db.execute(statement)
         return self._db

@@ -119,6 +119,27 @@ def test_usage_of_a_database_that_is_not_there_makes_none(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
+def test_usage_of_a_database_that_does_not_answer_is_one_sentence() -> None:
+    pytest.importorskip("psycopg")
+    result = splitserve("usage", "--usage-url", "postgresql://usage:hunter2@127.0.0.1:9/db")
+    assert result.returncode == 1
+    assert result.stderr.startswith("splitserve: --usage-url: connection failed")
+    assert "hunter2" not in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_full_disk_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "splitserve.cli.main", "version"]
+        result = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=200, check=False
+        )
+    assert result.returncode == 1
+    assert result.stderr == (
+        "splitserve: a file or standard output cannot be written: No space left on device\n"
+    )
+
+
 def test_help_loads_neither_torch_nor_the_server() -> None:
     code = (
         "import sys; import splitserve.cli.main; print([m for m in ('torch', 'uvicorn', 'httpx', "

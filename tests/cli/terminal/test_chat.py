@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import ssl
+import sys
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,21 @@ async def test_input_without_a_question_is_said_so(
     monkeypatch.setattr("sys.stdin", io.StringIO("\n\n"))
     assert await converse(ChatSettings()) == 1
     assert "standard input held no question" in capsys.readouterr().err
+
+
+async def test_bytes_that_are_not_utf_8_are_replaced_and_no_input_is_none() -> None:
+    async with fake_openai() as server:
+        for shell, question in (("printf 'a\\377b\\n' | \"$@\"", "a\ufffdb"), ('"$@" <&-', None)):
+            command = (sys.executable, "-m", "splitserve.cli", "chat", "--url", server.url)
+            process = await asyncio.create_subprocess_exec(
+                *("bash", "-c", shell, "bash", *command), stderr=asyncio.subprocess.PIPE
+            )
+            _, error = await asyncio.wait_for(process.communicate(), 100)
+            if question is None:
+                assert b"splitserve: standard input held no question" in error
+            else:
+                assert process.returncode == 0, error
+                assert server.requests.pop()["messages"][-1]["content"] == question
 
 
 async def test_interrupt_stops_the_answer_and_cancels_the_request(capsys: pytest.CaptureFixture[str]) -> None:
