@@ -35,7 +35,7 @@ symbols, Python's default, would take a quarter of the time and seven eighths of
 SOURCES_HASH = hashlib.sha256(
     b"".join(file.read_bytes() for file in sorted(Path(FOLDER).glob("*.*")))
 ).hexdigest()
-"""kernels/native_cpu.py refuses a module that was built from other sources than those beside it."""
+"""kernels/native_linear.py refuses a module that was built from other sources than those beside it."""
 COMMIT_FILE = "src/splitserve/cli/commit.txt"
 """In a wheel and in an sdist, not in a clone: `splitserve version` reads it."""
 
