@@ -46,9 +46,9 @@ key must have mode 0600.
   role: `--decode-device cuda:1`.
 - Each worker gets a GPU of its own, prefill workers first; with fewer GPUs than workers they share.
   `--prefill-device cuda:0,cuda:1` gives one to each worker.
-- `up` sets `name`, `coordinator`, `listen`, `data_listen` and `advertise_host` itself, and gives all workers
+- `up` sets `name`, `coordinator`, `memory_shared_by` and a decode worker's addresses itself. All workers get
   the coordinator's `model`, key and `max_model_len`.
-- By default it makes a new key, takes a free port and serves the bundled model.
+- By default it makes a new key, takes a free control port and serves the bundled model.
 """
 
 

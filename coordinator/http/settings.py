@@ -73,8 +73,8 @@ class HttpSettings(BaseModel):
         default=None,
         ge=0,
         le=65535,
-        description="Port of the admin API; 0 lets the system choose. Default: no such port, and only "
-        "/admin/drain, on the HTTP server's.",
+        description="Port of the admin API; 0 lets the system choose. Default: no such port; drain, flip "
+        "and log-level are on the HTTP server's.",
     )
     admin_host: str = Field(
         default="127.0.0.1", min_length=1, description="Address on which the admin API listens."
