@@ -143,8 +143,8 @@ class SimulateSettings(BaseModel):
     )
     sketch: bool = Field(
         default=False,
-        description="Only sketch it, ten to a hundred times as fast: prompts queue and sequences share a "
-        "device, nothing else.",
+        description="Only sketch it, about ten times as fast: the coordinator decides as it does live, "
+        "workers are formulas.",
     )
     steer: bool = Field(
         default=False,
