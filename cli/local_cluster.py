@@ -69,7 +69,7 @@ async def _run(plan: Plan, entry: str) -> int:
         commands(plan, forks.start),
         is_ready=lambda: is_ready(plan.url, plan.coordinator.tls_cert),
         log=log,
-        grace_s=plan.up.grace_s,
+        grace_s=plan.coordinator.shutdown_timeout_s + plan.up.grace_s,
         ready_timeout_s=plan.up.ready_timeout_s,
         known_workers=lambda: known_workers(
             plan.url, {"authorization": f"Bearer {plan.admin_key}"}, plan.coordinator.tls_cert

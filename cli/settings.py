@@ -124,7 +124,7 @@ class UpSettings(BaseModel):
         default=10,
         ge=0,
         le=600,
-        description="Seconds that a process gets to stop by itself before it is killed.",
+        description="Seconds that a process gets to stop, beyond --shutdown-timeout-s, before it is killed.",
     )
     hung_after_s: float = Field(
         default=15,

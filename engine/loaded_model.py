@@ -1,4 +1,4 @@
-"""A model in memory: weights, kernels and a KV cache, by a worker's settings and by what is free."""
+"""A model in memory: weights, kernels and a KV cache, by the settings and the memory that is free."""
 
 from __future__ import annotations
 

@@ -62,16 +62,7 @@ def test_a_second_ctrl_c_ends_open_streams_at_once_with_the_reason(
 ) -> None:
     """It leaves nothing behind. Without it, a stream would have a minute."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    options = (
-        "--kv-cache-gib",
-        "0.1",
-        "--shutdown-timeout-s",
-        "60",
-        "--grace-s",
-        "60",
-        "--processes",
-        processes,
-    )
+    options = ("--kv-cache-gib", "0.1", "--shutdown-timeout-s", "60", "--processes", processes)
     with (
         running(tiny[0], tmp_path, *options, *NEVER_DEAD) as cluster,
         HTTP.stream("POST", f"{cluster.url}/v1/completions", json=ENDLESS | {"n": 16}) as response,
