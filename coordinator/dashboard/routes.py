@@ -100,8 +100,8 @@ class Dashboard:
 
 
 def is_open(path: str) -> bool:
-    """Whether everyone may have this page: the dashboard's files, and /docs, which is one of them."""
-    return path in ("/", "/docs") or (path.startswith("/dashboard/") and path != FEED)
+    """Whether everyone may have this page: the dashboard's files and /docs. (The feed's route takes %0a, too.)"""
+    return path in ("/", "/docs") or (path.startswith("/dashboard/") and not path.startswith(FEED))
 
 
 def _read_files() -> dict[str, bytes]:

@@ -78,6 +78,16 @@ async def test_the_admin_port_asks_for_the_key_for_all_but_health(app: HttpApp) 
         assert (await http.get("/admin/none")).status_code == 404
 
 
+async def test_no_other_spelling_of_a_path_opens_it(app: HttpApp) -> None:
+    """Starlette's routes end with ``$``, which stands before a last newline, too."""
+    for port in (app, app.admin):
+        async with visitor(port) as http:
+            for path in FOR_OPERATORS:
+                for spelled in (f"{path}%0a", f"{path}%0a/", f"{path}/", f"{path}//", f"{path}%2f", f"/{path}"):
+                    status = (await http.get(f"http://localhost{spelled}")).status_code
+                    assert status in (401, 404), (spelled, status)
+
+
 async def test_the_http_port_asks_for_it_too(app: HttpApp) -> None:
     async with visitor(app) as http:
         for path in FOR_OPERATORS[:-1]:
