@@ -100,7 +100,7 @@ class Dashboard:
 
 
 def is_open(path: str) -> bool:
-    """Whether everyone may have this page: the dashboard's files and /docs. (The feed's route takes %0a, too.)"""
+    """Whether everyone may have this page: the dashboard's files, /docs. (FEED + "\\n" is the feed, too.)"""
     return path in ("/", "/docs") or (path.startswith("/dashboard/") and not path.startswith(FEED))
 
 

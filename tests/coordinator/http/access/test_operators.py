@@ -83,7 +83,14 @@ async def test_no_other_spelling_of_a_path_opens_it(app: HttpApp) -> None:
     for port in (app, app.admin):
         async with visitor(port) as http:
             for path in FOR_OPERATORS:
-                for spelled in (f"{path}%0a", f"{path}%0a/", f"{path}/", f"{path}//", f"{path}%2f", f"/{path}"):
+                for spelled in (
+                    f"{path}%0a",
+                    f"{path}%0a/",
+                    f"{path}/",
+                    f"{path}//",
+                    f"{path}%2f",
+                    f"/{path}",
+                ):
                     status = (await http.get(f"http://localhost{spelled}")).status_code
                     assert status in (401, 404), (spelled, status)
 
