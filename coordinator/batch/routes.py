@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any, Literal
 
 from pydantic import Field
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message, Receive
 
@@ -28,6 +30,7 @@ MAX_FILE_BYTES = 200 << 20
 FORM_BYTES = 1 << 20
 """Bytes of a form beside its file."""
 MAX_BODY_BYTES = 1 << 20
+PART_BYTES = 4 << 20  # of a file that is read at a time
 WINDOW_S = 24 * 3600
 PAGE, MAX_PAGE = 20, 100
 MAX_FILES_PAGE = 10_000
@@ -109,8 +112,16 @@ class BatchRoutes:
 
     async def _content(self, request: Request) -> Response:
         file, tenant = await self._found_file(request), account_of(request).tenant
-        content = await self._runner.call(lambda store: store.content(tenant, file.id))
-        return Response(content or b"", media_type="application/octet-stream")
+
+        async def parts() -> AsyncIterator[bytes]:
+            """Yield the content as the client reads it."""
+            for at in range(0, file.num_bytes, PART_BYTES):
+                part = partial(BatchStore.content, tenant=tenant, id=file.id, at=at, size=PART_BYTES)
+                content = await self._runner.call(part)
+                yield content or b""
+
+        headers = {"content-length": str(file.num_bytes)}
+        return StreamingResponse(parts(), 200, headers, "application/octet-stream")
 
     async def _delete_file(self, request: Request) -> Response:
         file, tenant = await self._found_file(request), account_of(request).tenant

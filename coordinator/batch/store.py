@@ -124,10 +124,13 @@ class BatchStore:
         row = self._db.execute(f"{_FILE} WHERE id = ? AND tenant = ?", (id, tenant)).fetchone()
         return None if row is None else StoredFile(*row)
 
-    def content(self, tenant: str, id: str) -> bytes | None:
-        query = "SELECT content FROM files WHERE id = ? AND tenant = ?"
-        row = self._db.execute(query, (id, tenant)).fetchone()
-        return None if row is None else bytes(row[0])
+    def content(self, tenant: str, id: str, at: int = 0, size: int = -1) -> bytes | None:
+        query = "SELECT rowid FROM files WHERE id = ? AND tenant = ?"
+        if (row := self._db.execute(query, (id, tenant)).fetchone()) is None:
+            return None
+        with self._db.blobopen("files", "content", row[0], readonly=True) as blob:
+            blob.seek(at)
+            return blob.read(size)
 
     def files(
         self, tenant: str, purpose: str | None, after: str | None, limit: int, *, newest_first: bool

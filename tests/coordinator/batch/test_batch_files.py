@@ -38,6 +38,26 @@ async def test_files_come_and_go(client: AsyncOpenAI) -> None:
     assert [file.id async for file in client.files.list(limit=2, order="asc")] == ids
 
 
+async def test_a_download_is_in_memory_only_as_far_as_its_client_reads(
+    client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, content_of = list[int](), BatchStore.content
+
+    def counted(store: BatchStore, tenant: str, id: str, at: int = 0, size: int = -1) -> bytes | None:
+        read.append(at)
+        return content_of(store, tenant, id, at, size)
+
+    monkeypatch.setattr(routes, "PART_BYTES", 1 << 20)
+    monkeypatch.setattr(BatchStore, "content", counted)
+    content = os.urandom(32 << 20)
+    file = await client.files.create(file=("in.jsonl", content), purpose="batch")
+    async with client.files.with_streaming_response.content(file.id) as answer:
+        pieces = answer.iter_bytes(1 << 20)
+        begin = await anext(pieces)
+        assert 1 <= len(read) < 24  # what lies in the sockets' buffers, too
+        assert begin + b"".join([piece async for piece in pieces]) == content
+
+
 def test_what_is_old_is_deleted_unless_it_is_in_use(tmp_path: Path) -> None:
     store = BatchStore(tmp_path / "batches.db")
     batches = {}
