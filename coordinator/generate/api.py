@@ -85,6 +85,7 @@ class GenerationApi:
         self.open: dict[Call, HttpExchange] = {}
         self.refusal: ApiError | None = None  # the answer to every new request; None: they are served
         self._tenancy = tenancy or Tenancy()
+        self.directory = self._tenancy.directory
         self._unknown = UnknownFields()
         self._planner = Planner(model, limits)
         self._costly = CostlyPlanner(self._planner, self.reader, self._tenancy.limiter, dispatcher)

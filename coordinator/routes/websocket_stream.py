@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from ..errors import ApiError, Headers, InvalidRequest
+from ..errors import ApiError, Headers, InvalidRequest, Unauthorized
 from ..generate.api import GenerationApi
 from ..generate.formats import DONE
 from ..generate.reader.websocket_message import parsed_message, with_stream
@@ -140,7 +140,9 @@ class _Connection:
             raise InvalidRequest(f"At most {MAX_RUNNING} requests may run on one connection.")
         listener = _Listener(self, id)
         body = with_stream(message.get("body")) if body is None else body
-        call = InnerCall(self._generation, endpoint, body, self._account, listener, {})
+        if (account := self._generation.directory.account_of_key(self._account.key_id)) is None:
+            raise Unauthorized("The API key of this connection does not open any more.")
+        call = InnerCall(self._generation, endpoint, body, account, listener, {})
         self._calls[id] = call
         call.begin()
 

@@ -150,10 +150,16 @@ async def test_pages_of_other_sites_are_kept_out(server: HttpServer) -> None:
 class OneKey:
     """A ``Directory`` with one tenant."""
 
+    revoked = False
+
     def account(self, authorization: bytes) -> Account:
         if authorization != b"Bearer secret":
             raise Unauthorized("no")
         return Account(tenant="t", tenant_id=1, key_id=1)
+
+    def account_of_key(self, key_id: int) -> Account | None:
+        assert key_id == 1
+        return None if self.revoked else self.account(b"Bearer secret")
 
     def close(self) -> None: ...
 
@@ -161,8 +167,9 @@ class OneKey:
 async def test_a_browser_gives_its_key_as_a_subprotocol(
     dispatcher: FakeDispatcher, model: ServedModel
 ) -> None:
+    directory = OneKey()
     server = HttpServer(
-        HttpApp(dispatcher, model, AppParts(system=dispatcher.system, tenancy=Tenancy(OneKey())))
+        HttpApp(dispatcher, model, AppParts(system=dispatcher.system, tenancy=Tenancy(directory)))
     )
     await server.start()
     url = f"ws://127.0.0.1:{server.port}/v1/stream"
@@ -171,7 +178,10 @@ async def test_a_browser_gives_its_key_as_a_subprotocol(
         assert socket.subprotocol == "splitserve"
         await send(socket, id="a", body=BODY)
         await until_done(socket, "a")
-    assert dispatcher.requests[-1].tenant == "t"
+        directory.revoked = True  # also for a connection that is open
+        await send(socket, id="b", body=BODY)
+        assert (await receive(socket))["status"] == 401
+    assert [request.tenant for request in dispatcher.requests] == ["t"]
     for wrong in (None, [Subprotocol("openai-insecure-api-key.wrong")]):
         with pytest.raises(InvalidStatus) as refused:
             await connect(url, subprotocols=wrong)
