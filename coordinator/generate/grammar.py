@@ -4,6 +4,7 @@ worker sees it."""
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections import OrderedDict
 from collections.abc import Callable
@@ -29,6 +30,10 @@ MAX_REMEMBERED = 1024
 MAX_LEXER_STATES = 50_000
 """The workers' limit; with the library's others it bounds the work to about a second."""
 MAX_REASON_CHARS = 500
+DIVISOR = re.compile(rb'multipleOf[\\"\s:nrt]*([\d.]+)')
+HIDDEN = re.compile(rb"\\u00[2-7]")  # may spell that word in a schema within Lark
+MAX_DIVISORS = 20_000
+"""Product of a grammar's different ones. No limit of the library's bounds them: 999,983 takes 35 s."""
 
 
 def grammar_for(
@@ -104,6 +109,9 @@ class GrammarCheck:
                 self._good.move_to_end(grammar)
                 return
             tokenizer = self._loaded or self._load()
+        divisors = {int(found.replace(b".", b"")[:20].strip(b"0") or 1) for found in DIVISOR.findall(grammar)}
+        if math.prod(divisors) > MAX_DIVISORS or (b"%json" in grammar and HIDDEN.search(grammar)):
+            raise InvalidRequest(f"{param}: `multipleOf` has too many digits, or is hidden", param=param)
         matcher = LLMatcher(
             tokenizer, grammar.decode(), log_level=0, limits=LLParserLimits(max_lexer_states=MAX_LEXER_STATES)
         )

@@ -139,3 +139,24 @@ async def test_what_is_no_grammar_is_a_400_with_the_reason(
             "the grammar that was made of it is nobody's"
         )
     assert not dispatcher.requests
+
+
+@pytest.mark.parametrize(
+    ("wanted", "status"),
+    [
+        ({"json": {"type": "integer", "multipleOf": 49_999}}, 400),
+        ({"json": {"type": "number", "multipleOf": 4.9999}}, 400),
+        ({"json": {"type": "integer", "allOf": [{"multipleOf": 197}, {"multipleOf": 211}]}}, 400),
+        ({"grammar": 'start: %json {"type": "integer", "multipleOf": 49999}'}, 400),
+        ({"grammar": 'start: %json {"type": "integer", "\\u006dultipleOf":\n49999}'}, 400),
+        ({"json": {"type": "integer", "multipleOf": 86_400}}, 200),
+        ({"json": {"type": "number", "multipleOf": 0.25}}, 200),
+    ],
+)
+@pytest.mark.timeout(60)
+async def test_a_divisor_costs_no_more_than_a_second(
+    http: httpx.AsyncClient, wanted: dict[str, Any], status: int
+) -> None:
+    """Time and memory grow with its square: a prime of six digits takes half a minute, on every worker."""
+    answer = await http.post("/v1/chat/completions", json={**CHAT, "structured_outputs": wanted})
+    assert answer.status_code == status, answer.text
