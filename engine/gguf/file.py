@@ -22,6 +22,14 @@ class GgufTensor:
     end: int
 
 
+class _Reader(gguf.GGUFReader):
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+        """The package reads on behind the file's end: an array may claim any length there."""
+        if orig_offs >= len(self.data):
+            raise ValueError
+        return super()._get_field_parts(orig_offs, raw_type)
+
+
 class GgufFile:
     """Raises ModelConfigError where it cannot be read, or has weights of a type that is not served."""
 
@@ -34,11 +42,11 @@ class GgufFile:
                         f"{path} is no GGUF file: it begins with {begin!r}, not with GGUF; is it a web page "
                         "or a Git LFS pointer? Download the file itself"
                     )
-            self._reader = gguf.GGUFReader(path)
+            self._reader = _Reader(path)
             self.tensors = {tensor.name: _tensor(tensor) for tensor in self._reader.tensors}
         except OSError as error:
             raise ModelConfigError(f"{path} cannot be read: {error.strerror or error}") from error
-        except (ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
+        except (ValueError, KeyError, IndexError, TypeError, OverflowError, RecursionError) as error:
             raise ModelConfigError(
                 f"{path} is cut short or damaged ({path.stat().st_size} bytes), or of GGUF version 1; "
                 "download it again"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -253,6 +254,17 @@ def test_a_file_that_is_cut_off_is_refused(tmp_path: Path, left: int) -> None:
     path.write_bytes(path.read_bytes()[:left])
     expected = "is no GGUF file: it begins with" if 0 <= left < 4 else "is cut short or damaged|has no llama"
     with pytest.raises(ModelConfigError, match=expected):
+        write_folder(path, tmp_path)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "value", [struct.pack("<IIQ", 9, 0, 1 << 40), struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 20_000]
+)
+def test_an_array_that_claims_more_than_the_file_holds_is_refused(tmp_path: Path, value: bytes) -> None:
+    """It was read on behind the end, until the memory was full."""
+    (path := tmp_path / "a.gguf").write_bytes(b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"x" + value)
+    with pytest.raises(ModelConfigError, match="is cut short or damaged"):
         write_folder(path, tmp_path)
 
 
