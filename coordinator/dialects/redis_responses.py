@@ -22,7 +22,7 @@ from redis.exceptions import OutOfMemoryError, RedisError
 
 from ..errors import CannotStart, StorageFull, Unavailable
 from .responses_items import Item
-from .responses_store import MAX_TURNS, RUNNING, Stored, not_found, stored_of
+from .responses_store import MAX_INPUT_BYTES, MAX_TURNS, RUNNING, Stored, item_key, not_found, stored_of
 
 PREFIX = "splitserve:responses:"
 TIMEOUT_S = 2.0
@@ -123,10 +123,11 @@ class RedisResponses:
         return stored_of(id, values["response"], values["input"], previous, values["status"], deadline)
 
     async def conversation(self, tenant: str, id: str) -> list[Item]:
-        turns: list[list[Item]] = []
+        turns, num_bytes = list[list[Item]](), 0
         next_id: str | None = id
-        while next_id is not None and len(turns) < MAX_TURNS:
+        while next_id is not None and len(turns) < MAX_TURNS and num_bytes < MAX_INPUT_BYTES:
             stored = await self.found(tenant, next_id, "previous_response_id")
+            num_bytes += stored.input_bytes
             turns.append([*stored.input, *stored.response["output"]])
             next_id = stored.previous
         return [item for turn in reversed(turns) for item in turn]
@@ -171,7 +172,7 @@ class RedisResponses:
         return f"{PREFIX}{kind}:{name}"
 
     def _item(self, tenant: str, id: str) -> str:
-        return self._key("item", f"{len(id)}:{id}:{tenant}")
+        return self._key("item", item_key(tenant, id))
 
 
 async def _answered(asked: Awaitable[Any]) -> Any:

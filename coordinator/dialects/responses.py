@@ -97,7 +97,7 @@ class ResponsesRoutes:
         if request.query_params.get("stream") != "true":
             return json_response(stored.response)
         after = request.query_params.get("starting_after", "-1")
-        if not after.removeprefix("-").isdigit() or len(after) > 9:
+        if not after.removeprefix("-").isdecimal() or len(after) > 9:
             raise InvalidRequest("starting_after: must be the number of an event", param="starting_after")
         return self.background.resume(account_of(request).tenant, stored, int(after))
 
@@ -146,7 +146,7 @@ class ResponsesRoutes:
 
     async def _resolved(self, tenant: str, items: list[Item], earlier: Sequence[Item]) -> list[Item]:
         """Put items in the place of references to them."""
-        wanted = [item["id"] for item in items if item["type"] == "item_reference"]
+        wanted = dict.fromkeys(item["id"] for item in items if item["type"] == "item_reference")
         if not wanted:
             return items
         found = {item["id"]: item for item in earlier if item["id"] in wanted}

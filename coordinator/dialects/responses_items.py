@@ -100,7 +100,7 @@ def _checked(index: int, item: Any) -> Item:
         case _:
             known = ", ".join((*PREFIXES, "item_reference"))
             raise _wrong(f"{path}.type", f"must be one of {known}, not {kind!r}")
-    for name in strings:
+    for name in (*strings, *(["id"] if item.get("id") else [])):
         if not isinstance(item.get(name), str):
             raise _wrong(f"{path}.{name}", "must be a string")
     return {**item, "type": kind, "id": item.get("id") or new_id(kind)}
@@ -113,7 +113,7 @@ def _check_text(content: Any, path: str) -> None:
         raise _wrong(path, "must be a string or a list of text parts")
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in TEXT_PARTS:
+        if kind not in (*TEXT_PARTS,):
             raise _wrong(f"{path}[{i}].type", f"must be one of {', '.join(TEXT_PARTS)}, not {kind!r}")
         if not isinstance(part.get(TEXT_PARTS[kind]), str):
             raise _wrong(f"{path}[{i}].{TEXT_PARTS[kind]}", "must be a string")
@@ -126,8 +126,9 @@ def _text(content: Any, name: str) -> str:
 
 
 def _thought(item: Item) -> str:
-    if parts := item.get("content"):
-        return "".join(part["text"] for part in parts if isinstance(part.get("text"), str))
+    if isinstance(parts := item.get("content"), list) and parts:
+        texts = [part.get("text") for part in parts if isinstance(part, dict)]
+        return "".join(text for text in texts if isinstance(text, str))
     hidden = item.get("encrypted_content")
     if isinstance(hidden, str) and hidden.startswith(OPEN_THOUGHT):
         try:

@@ -41,8 +41,8 @@ RUNNING = ("queued", "in_progress")
 PRUNE_EVERY_S = 600.0
 MAX_BYTES = 4 << 30
 """Size of the file above which the oldest responses are deleted before their time."""
-MAX_TURNS = 1000
-"""Responses of one conversation that are read back."""
+MAX_TURNS, MAX_INPUT_BYTES = 1000, 16 << 20
+"""Responses of one conversation that are read back, and bytes of their input: more fits no context."""
 GRACE_S = 10.0
 """Seconds after the deadline of a response that runs in the background: then its process has died."""
 T = TypeVar("T")
@@ -56,6 +56,7 @@ class Stored(NamedTuple):
     input: list[Item]
     previous: str | None
     running: bool
+    input_bytes: int = 0
 
 
 class ResponseStore(Protocol):
@@ -137,7 +138,7 @@ class SqliteResponses:
         )
         ended = response["status"] not in RUNNING
         items = [
-            (item["id"], response["id"], orjson.dumps(item))
+            (item_key(tenant, item["id"]), response["id"], orjson.dumps(item))
             for item in (*input, *response["output"])
             if ended
         ]
@@ -159,10 +160,11 @@ class SqliteResponses:
 
     async def conversation(self, tenant: str, id: str) -> list[Item]:
         def read(db: sqlite3.Connection) -> list[Item]:
-            turns: list[list[Item]] = []
+            turns, num_bytes = list[list[Item]](), 0
             next_id: str | None = id
-            while next_id is not None and len(turns) < MAX_TURNS:
+            while next_id is not None and len(turns) < MAX_TURNS and num_bytes < MAX_INPUT_BYTES:
                 stored = _found(db, tenant, next_id, "previous_response_id")
+                num_bytes += stored.input_bytes
                 turns.append([*stored.input, *stored.response["output"]])
                 next_id = stored.previous
             return [item for turn in reversed(turns) for item in turn]
@@ -171,11 +173,12 @@ class SqliteResponses:
 
     async def items(self, tenant: str, ids: Sequence[str]) -> dict[str, Item]:
         query = (
-            "SELECT items.id, item FROM items JOIN responses ON responses.id = items.response "
+            "SELECT item FROM items JOIN responses ON responses.id = items.response "
             f"WHERE tenant = ? AND items.id IN ({', '.join('?' * len(ids))})"
         )
-        rows = await self._call(lambda db: db.execute(query, (tenant, *ids)).fetchall())
-        return {id: orjson.loads(item) for id, item in rows}
+        own = [item_key(tenant, id) for id in ids]
+        rows = await self._call(lambda db: db.execute(query, (tenant, *own)).fetchall())
+        return {item["id"]: item for item in (orjson.loads(row[0]) for row in rows)}
 
     async def newest(self, tenant: str, after: str | None, limit: int) -> list[dict[str, Any]]:
         def read(db: sqlite3.Connection) -> list[dict[str, Any]]:
@@ -255,7 +258,12 @@ def stored_of(
         status = "failed"
         message = "The server was stopped before the response was complete."
         found |= {"status": status, "error": {"code": "server_error", "message": message}}
-    return Stored(id, found, orjson.loads(input), previous, status in RUNNING)
+    return Stored(id, found, orjson.loads(input), previous, status in RUNNING, len(input))
+
+
+def item_key(tenant: str, id: str) -> str:
+    """Return the key of an item: its id may be a client's own, and another tenant's, too."""
+    return f"{len(id)}:{id}:{tenant}"
 
 
 def not_found(id: str, param: str) -> NotFound:
