@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any, TypeVar, get_args
 
+import orjson
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -15,7 +16,15 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from ... import __version__
-from ..errors import ApiError, InternalError, MethodNotAllowed, NotFound, StorageFull, Unavailable
+from ..errors import (
+    ApiError,
+    InternalError,
+    InvalidRequest,
+    MethodNotAllowed,
+    NotFound,
+    StorageFull,
+    Unavailable,
+)
 from ..full_disk import is_full
 from ..generate.api import GenerationApi
 from ..generate.bodies.fields import Body, UnknownFields
@@ -151,6 +160,7 @@ def error_handlers() -> Any:
         ApiError: _api_error,
         HTTPException: _http_error,
         ClientGone: _client_gone,
+        orjson.JSONEncodeError: _no_json,
         Exception: _unexpected,
     }
 
@@ -209,6 +219,15 @@ async def _no_space(request: Request, error: Exception) -> Response:
 
 async def _client_gone(request: Request, error: Exception) -> Response:
     return Response(status_code=499)  # nobody reads it
+
+
+async def _no_json(request: Request, error: Exception) -> Response:
+    """Answer for a free-form field's number that cannot be written again; other errors are raised again."""
+    if "64-bit" not in str(error):
+        raise error
+    return _error(
+        InvalidRequest("The body has a whole number beyond 64 bits; write it as a string."), request
+    )
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:

@@ -50,6 +50,23 @@ async def test_a_whole_response(client: AsyncOpenAI, dispatcher: FakeDispatcher,
     assert usage.total_tokens == usage.input_tokens + usage.output_tokens
 
 
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+async def test_a_number_beyond_64_bits_is_refused_and_no_defect(http: httpx.AsyncClient, path: str) -> None:
+    schema = {"type": "object", "properties": {"x": {"const": 1 << 80}}}
+    tool = {
+        "name": "f",
+        **({"type": "function", "parameters": schema} if "resp" in path else {"input_schema": schema}),
+    }
+    text = (
+        {"input": "x"}
+        if "resp" in path
+        else {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
+    )
+    answer = await http.post(path, json={"model": "demo", **text, "tools": [tool]})
+    assert answer.status_code == 400, answer.text
+    assert "beyond 64 bits" in answer.text
+
+
 async def test_a_stream_adds_up_to_the_whole(client: AsyncOpenAI) -> None:
     whole = await client.responses.create(**ASKED)
     async with client.responses.stream(**ASKED) as stream:
