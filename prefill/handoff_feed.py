@@ -52,9 +52,8 @@ class HandoffFeed:
         ``num_layers`` layers."""
         for chunk in step.chunks:
             sequence = chunk.sequence
-            if sequence.in_step and not sequence.cancelled:
-                stop = self._num_final(sequence, chunk.end)
-                self._sender.layers_ready(sequence.key, sequence.blocks, stop, num_layers)
+            stop = self._num_final(sequence, chunk.end)
+            self._sender.layers_ready(sequence.key, sequence.blocks, stop, num_layers)
 
     def finish(
         self, sequence: PrefillSequence, token: int, logprobs: TokenLogprobs | None, now: float

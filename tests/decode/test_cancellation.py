@@ -86,11 +86,11 @@ class System:
         self.p, self.d = Side(prefill), Side(decode)
         self.others = self.decode_blocks.allocate(14) if full else None
 
-    def start(self) -> None:
+    def start(self, epoch: int = 0) -> None:
         spec = RequestSpec(
             request_id="r",
-            epoch=0,
-            dispatch=1,
+            epoch=epoch,
+            dispatch=1 + epoch,
             coordinator=7,
             token_ids=u32(list(range(1, PROMPT + 1))),
             num_prompt_tokens=PROMPT,
@@ -193,3 +193,13 @@ def test_cancelled_at_any_moment_in_any_state() -> None:
         for moment in range(60):
             seen |= cancelled_at(moment, System(mover, full), prefill_receives_after)
     assert seen == EVERY_STATE
+
+
+def test_a_new_attempt_takes_the_place_of_one_that_still_runs_here() -> None:
+    """Its Cancel was lost, with the connection."""
+    system = System("tcp", full=False)
+    for epoch in (0, 1):
+        system.start(epoch)
+        for _ in range(40):
+            system.one_turn()
+        assert system.d.core.held == [(7, 1 + epoch)]

@@ -146,6 +146,32 @@ def test_every_prompt_is_computed_whatever_fails_and_no_block_stays(seed: int, l
     assert core.load().counters["output_tokens"] >= len(lengths) - len(cancelled | failed)
 
 
+def test_a_prompt_for_which_a_block_is_too_much_memory_fails_and_is_not_tried_for_ever() -> None:
+    core = make_core(budget=BLOCK)
+    core.from_coordinator(prompt(1, 10), 0.0)
+    step = core.schedule(0.0)
+    assert step is not None
+    core.shrink_step(step, "no memory")
+    (failed,) = core.take_reports()
+    assert isinstance(failed, RequestFailed)
+    assert (failed.dispatch, failed.kind, failed.message) == (1, "internal", "no memory")
+    assert core.schedule(0.0) is None
+    assert core.blocks.num_used == 0
+
+
+def test_a_worker_whose_time_to_drain_is_over_gives_back_once_and_waits_for_no_running_step() -> None:
+    core = make_core()
+    core.from_coordinator(prompt(1, 10), 0.0)
+    assert core.schedule(0.0) is not None
+    core.drain(0.0, 1.0)
+    core.tick(0.9)
+    assert not core.may_leave
+    for now in (1.0, 1.1):
+        core.tick(now)
+        assert core.may_leave
+    assert [m.kind for m in core.take_reports() if isinstance(m, RequestFailed)] == ["preempted"]
+
+
 class Event:
     """The event of a played stream."""
 

@@ -15,6 +15,7 @@ from splitserve.transport.handoff.protocol import CloseLease
 from splitserve.worker.live_parts import live_parts
 from splitserve.worker.loop import Worker
 from splitserve.worker.main import serve
+from splitserve.worker.roles import Departure
 from splitserve.worker.settings import FlexibleSettings
 
 
@@ -52,6 +53,25 @@ def test_a_role_that_is_still_ending_does_not_begin_again(flexible: Worker) -> N
     flexible.begin("prefill")
     flexible.roles["decode"].core.drain(0.0)
     assert not flexible.begin("decode")
+
+
+def test_a_worker_that_cannot_change_its_role_goes_on_when_told_to(flexible: Worker) -> None:
+    core = flexible.roles["decode"].core
+    Departure(core, "decode", None).flip("prefill", None, 0.0)
+    assert not core.drains
+
+
+def test_a_role_that_rests_again_lingers_again(flexible: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease may wait for its last message."""
+    role, host = flexible.roles["decode"], flexible._host
+    assert host is not None
+    role.core.drain(0.0)
+    assert not role.departure.is_due(0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(role.core), "held", [(1, 1)])  # a prompt that had been offered before
+        assert not role.departure.is_due(0.9 * host.linger_s)
+    assert not role.departure.is_due(1.8 * host.linger_s)
+    assert role.departure.is_due(3 * host.linger_s)
 
 
 def test_a_process_that_is_to_end_begins_nothing(flexible: Worker) -> None:

@@ -109,6 +109,23 @@ def test_blocks_stored_together_are_as_if_one_after_the_other(
     assert vars(together) == vars(one_by_one)
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_a_block_that_goes_and_comes_back_between_two_looks_is_known_to_all_watchers(together: bool) -> None:
+    manager = BlockManager(1)
+    often, seldom, no_more = manager.watch(), manager.watch(), manager.watch()
+    no_more.close()
+    for reported in ([b"same"], []):
+        blocks = manager.allocate(1)
+        assert blocks is not None
+        if together:
+            manager.commit_all(blocks, [b"same"], None)
+        else:
+            manager.commit(blocks[0], b"same", None)
+        manager.release(blocks)
+        assert often.take() == (reported, [])
+    assert (seldom.take(), no_more.take()) == (([b"same"], []), ([], []))
+
+
 def test_leaves_go_first_and_the_oldest_of_them() -> None:
     manager = BlockManager(4)
     blocks = manager.allocate(3)

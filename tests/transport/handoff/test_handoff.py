@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -185,3 +186,13 @@ def test_a_grant_that_wants_blocks_behind_the_window_is_refused() -> None:
     pair.sender.receive(DECODE, grant, 0.0)
     pair.collect()
     assert [type(ended) for ended in pair.ended] == [act.Undelivered]
+
+
+def test_what_is_remembered_of_the_past_is_bounded_and_the_oldest_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(act, "MEMORY_OF_PAST", 2)
+    past = OrderedDict[str, int]()
+    for number, key in enumerate("abac"):
+        act.remember(past, key, number)
+    assert past == {"a": 2, "c": 3}

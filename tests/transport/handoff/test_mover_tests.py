@@ -8,7 +8,7 @@ from support.handoff_pair import DECODE, MODEL, PREFILL, TIMES, Pair, spec
 from splitserve.engine.cache.block_manager import BlockManager
 from splitserve.transport.handoff import protocol as act
 from splitserve.transport.handoff.sender import HandoffSender
-from splitserve.transport.messages.messages import Ack, Grant, Meet, Message, Offer
+from splitserve.transport.messages.messages import Ack, Grant, Handoff, Meet, Message, Offer
 
 NUM_OWN = 8
 
@@ -116,6 +116,16 @@ def test_a_test_that_does_not_end_has_failed(pair: TestingPair) -> None:
         pair.deliver(lambda message: isinstance(message, Ack) and pair.opened == ["shm"])
     assert pair.opened == ["shm", "tcp"]
     assert pair.own.num_used == 0
+
+
+def test_a_failed_test_lets_go_of_the_peers_block() -> None:
+    pair = TestingPair(("shm",))
+    pair.offer(spec())
+    pair.deliver(lambda message: isinstance(message, Handoff))
+    assert pair.pool.num_used == 1
+    pair.sender.test_failed(DECODE, "broken by a test")
+    pair.deliver()
+    assert pair.is_clean
 
 
 @pytest.mark.parametrize("reason", ["its mover", "the peer"])
