@@ -53,6 +53,15 @@ def test_a_running_sequence_moves_with_its_tokens_and_streams_on() -> None:
     assert all(not w.dispatches and not w.pending_blocks for w in bench.core.pools.workers.values())
 
 
+def test_a_moved_sequence_goes_on_elsewhere_when_its_new_worker_dies() -> None:
+    bench = running()
+    leaving(bench)
+    bench.joined(2, token=6, index=1, worker="d2")
+    bench.hello("d3", "decode")
+    (again,) = sent(bench.core.process_ended(("d2", 1), bench.now), Prefill)
+    assert (from_u32(again.spec.token_ids), again.decode.worker_id) == ([1, 2, 3, 5, 6], "d3")
+
+
 def test_no_new_work_goes_to_who_leaves_and_prompts_on_their_way_there_are_sent_elsewhere() -> None:
     bench = Bench(dead_after_s=99.0)
     bench.submit("a")

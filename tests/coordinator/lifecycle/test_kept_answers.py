@@ -82,3 +82,11 @@ def test_an_answer_that_is_kept_no_more_is_computed() -> None:
     gone = RequestFailed(coordinator=7, dispatch=order.dispatch, kind="preempted", message="it is not kept")
     assert len(sent(bench.send("d", gone), Prefill)) == 1
     assert bench.core.outcomes.num_resumed == 1
+
+
+def test_a_resumed_answer_goes_on_elsewhere_when_its_keeper_dies() -> None:
+    bench = ComingAgain()
+    bench.hello("d2", "decode")
+    bench.report("d", ANSWER)
+    assert sent(bench.submit(answer_id=ANSWER), Resume)
+    assert sent(bench.core.process_ended(("d", 1), bench.now), Prefill)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import time
@@ -13,13 +12,17 @@ import httpx
 import pytest
 from support.http_fakes import FakeDispatcher
 
+from splitserve.coordinator.background import background
 from splitserve.coordinator.errors import Unauthorized
 from splitserve.coordinator.http.access.operators import Operators
+from splitserve.coordinator.listeners import ListenerFailures
 from splitserve.coordinator.routes.tenants import tenant_routes
 from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
 from splitserve.coordinator.settings import CoordinatorSettings
 from splitserve.coordinator.tenants.directory import KeyDirectory
 from splitserve.coordinator.tenants.errors import TenantsFileError, Unknown
+from splitserve.coordinator.tenants.opening import tenancy_of
+from splitserve.coordinator.tenants.settings import TenantSettings
 from splitserve.coordinator.tenants.store import TenantStore
 from splitserve.coordinator.tenants.tenancy import Tenancy
 from splitserve.coordinator.text.served_model import ServedModel
@@ -101,18 +104,16 @@ def test_rotation_and_revocation(store: TenantStore, path: Path) -> None:
         store.revoke_key("key_99")
 
 
-async def test_a_revoked_key_is_noticed(store: TenantStore, path: Path) -> None:
+async def test_a_coordinator_notices_a_revoked_key(store: TenantStore, path: Path) -> None:
     key = store.create_key("acme")
-    directory = KeyDirectory(path)
-    account = directory.account(f"Bearer {key.key}".encode())
-    following = asyncio.create_task(directory.follow(every_s=0.005))
-    store.revoke_key(key.id)
-    async with asyncio.timeout(60):
-        while directory.account_of_key(account.key_id) is not None:
-            await asyncio.sleep(0.005)
-    following.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await following
+    settings = TenantSettings(tenants_file=path)
+    async with background() as spawn, tenancy_of(settings, ListenerFailures(), spawn) as tenancy:
+        directory = tenancy.directory
+        account = directory.account(f"Bearer {key.key}".encode())
+        store.revoke_key(key.id)
+        async with asyncio.timeout(60):
+            while directory.account_of_key(account.key_id) is not None:
+                await asyncio.sleep(0.005)
 
 
 def test_a_file_that_is_none(path: Path) -> None:
