@@ -12,6 +12,15 @@ from splitserve.coordinator.lifecycle.actions import Action, Send
 from splitserve.transport.messages.messages import Alive, Cancel, Fenced, FirstToken, Load, Prefill, Welcome
 
 
+def test_a_stream_that_runs_needs_its_prefill_worker_no_more_even_if_that_reports_last() -> None:
+    bench = Bench()
+    bench.submit()
+    bench.joined(1)
+    bench.first(1)
+    bench.hello("p2", "prefill")
+    assert not sent(bench.core.process_ended(("p", 1), bench.now), Prefill)
+
+
 def test_a_silent_decode_worker_is_dead_and_its_request_goes_on() -> None:
     bench = Bench()
     bench.submit()

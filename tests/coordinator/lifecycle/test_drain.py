@@ -62,6 +62,15 @@ def test_a_moved_sequence_goes_on_elsewhere_when_its_new_worker_dies() -> None:
     assert (from_u32(again.spec.token_ids), again.decode.worker_id) == ([1, 2, 3, 5, 6], "d3")
 
 
+def test_a_sequence_whose_new_worker_dies_before_it_joins_there_goes_on_when_the_old_one_has_left() -> None:
+    bench = running()
+    leaving(bench)
+    goodbye(bench, "d")
+    bench.hello("d3", "decode")
+    (again,) = sent(bench.core.process_ended(("d2", 1), bench.now), Prefill)
+    assert again.decode.worker_id == "d3"
+
+
 def test_no_new_work_goes_to_who_leaves_and_prompts_on_their_way_there_are_sent_elsewhere() -> None:
     bench = Bench(dead_after_s=99.0)
     bench.submit("a")

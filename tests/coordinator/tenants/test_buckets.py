@@ -20,7 +20,7 @@ from splitserve.coordinator.tenants.buckets import (
     admit,
     settle,
 )
-from splitserve.coordinator.tenants.limits import Limits
+from splitserve.coordinator.tenants.limits import LIMIT_NAMES, Account, Limits
 from splitserve.coordinator.tenants.tenancy import duration, headers_of, refusal_of
 
 NOON = datetime(2026, 3, 31, 12, tzinfo=UTC).timestamp()
@@ -127,3 +127,9 @@ def test_headers_speak_of_who_has_less() -> None:
 )
 def test_durations_as_openai_writes_them(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize("names", [*((name,) for name in LIMIT_NAMES), LIMIT_NAMES])
+def test_each_limit_binds_alone_and_all_of_them_together(names: tuple[str, ...]) -> None:
+    limits = Limits(**dict.fromkeys(names, 1))
+    assert Account(tenant_id=3, key_id=4, key_limits=limits).rows == ((9, limits),)

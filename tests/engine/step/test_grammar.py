@@ -189,10 +189,12 @@ def test_rules_about_tokens(compiler: GrammarCompiler) -> None:
 
 
 def test_rules_hold_beside_a_grammar(compiler: GrammarCompiler) -> None:
-    plain = allowed(compiler.matcher(GRAMMAR).mask([]))
-    first = plain[0]
-    both = compiler.matcher(TokenRules(allowed=(first, 1000), grammar=GRAMMAR.decode()).packed())
+    integer = LLMatcher.grammar_from_json_schema({"type": "integer"})
+    first, second, *_ = allowed(compiler.matcher(integer.encode()).mask([]))
+    both = compiler.matcher(TokenRules(allowed=(first, 1000), grammar=integer).packed())
     assert allowed(both.mask([])) == [first]
+    not_first = compiler.matcher(TokenRules(bad=((first,),), grammar=integer).packed())
+    assert allowed(not_first.mask([]))[0] == second
     assert both.failure(5) == ""
 
 

@@ -196,3 +196,13 @@ def test_what_is_remembered_of_the_past_is_bounded_and_the_oldest_goes(
     for number, key in enumerate("abac"):
         act.remember(past, key, number)
     assert past == {"a": 2, "c": 3}
+
+
+def test_shutting_a_writer_out_ends_no_others_lease() -> None:
+    pair = Pair(movers=("nixl",))
+    pair.offer(spec())
+    pair.deliver()
+    pair.receiver.writer_shut_out(("another", 1))
+    pair.compute(spec())
+    pair.deliver()
+    assert len(pair.joined) == 1

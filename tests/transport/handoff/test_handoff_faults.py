@@ -100,16 +100,6 @@ def test_shutting_a_writer_out_ends_its_running_leases_too() -> None:
     assert isinstance(pair.ended[0], act.Undelivered)
 
 
-def test_shutting_a_writer_out_ends_no_others_lease() -> None:
-    pair = Pair(movers=("nixl",))
-    pair.offer(spec())
-    pair.deliver()
-    pair.receiver.writer_shut_out(("another", 1))
-    pair.compute(spec())
-    pair.deliver()
-    assert len(pair.joined) == 1
-
-
 def test_a_thawed_writer_lets_go_when_asked() -> None:
     pair = Pair(movers=("shm",))
     pair.offer(spec())
