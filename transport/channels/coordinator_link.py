@@ -130,13 +130,10 @@ class CoordinatorLink:
     def tick(self, now: float) -> None:
         """Send Hello again where it was not answered."""
         self._complain(now)
+        self._channel.gone_since(now)  # reads the connection's events: a full queue stops ZeroMQ's thread
         if self.coordinator is not None and now - self._received_at >= self._orphaned_after_s:
-            silent_s = now - self._received_at
-            _log.warning(
-                "no message from the coordinator at %s for %.0f s: freeing all it had asked for",
-                self._address,
-                silent_s,
-            )
+            silent = "no message from the coordinator at %s for %.0f s: freeing all it had asked for"
+            _log.warning(silent, self._address, now - self._received_at)
             self.coordinator, self._hello_at = None, float("-inf")
             self._worker.orphaned()
         if self.coordinator is None and now - self._hello_at >= HELLO_EVERY_S:

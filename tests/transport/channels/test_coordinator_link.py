@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import logging
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import pytest
 import zmq
 
+from splitserve.transport.channels import channels
 from splitserve.transport.channels.channels import RouterChannel
 from splitserve.transport.channels.coordinator_link import CoordinatorLink
 from splitserve.transport.live_environment import LiveNetwork
@@ -148,3 +150,19 @@ def test_a_worker_of_another_wire_version_learns_why_it_is_not_welcomed_and_keep
     assert "upgrade this process" in warning
     line.send(identity, Welcome(coordinator=1, heartbeat_s=0.2))
     assert line.worker.noted == [("welcomed", 1)]
+
+
+def test_a_tunnel_that_ends_each_connection_does_not_use_the_link_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody read what ZeroMQ notes of a link's connections. After a thousand of them (at once or in a year)
+    its thread waited for room, and the worker could not connect until it was started anew."""
+    monkeypatch.setattr(channels, "RECONNECT_MS", 1)
+    with socket.create_server(("127.0.0.1", 0)) as tunnel:
+        tunnel.settimeout(10.0)
+        address = f"tcp://127.0.0.1:{tunnel.getsockname()[1]}"
+        link = CoordinatorLink(
+            address, LiveNetwork(None, zmq.Poller()), "w", Worker(), 5, lambda: 6, orphaned_after_s=10.0
+        )
+        for number in range(2100):
+            tunnel.accept()[0].close()
+            link.tick(number / 100)
+        link.close()
