@@ -69,6 +69,8 @@ class Worker:
         else:
             assert isinstance(settings, DecodeSettings)
             self.roles["decode"] = DecodeRole(settings, self._parts, self._host)
+        if self._leaving:  # ``leave`` came before it was there
+            self._order_all()
         _log.info("begins as a %s worker, after %.1f ms", role, 1e3 * (self._parts.clock.now() - began))
         return True
 
@@ -81,10 +83,13 @@ class Worker:
         """Drain, then leave the loop; the second time, leave it at once. May be called from a signal
         handler."""
         self._stopped, self._ordered, self._leaving = self._ordered, True, True
-        for role in list(self.roles.values()):
-            role.departure.ordered = True
+        self._order_all()
         if self.roles:
             self._parts.wake()
+
+    def _order_all(self) -> None:
+        for role in list(self.roles.values()):
+            role.departure.ordered = True
 
     @property
     def is_over(self) -> bool:
@@ -144,12 +149,8 @@ class Worker:
             self._retiring.append(RetiringEnd(role.sending))
             role.stop()
             blocks = self._parts.blocks
-            _log.info(
-                "is no %s worker any more: %d of %d KV blocks are cached",
-                name,
-                blocks.num_cached,
-                blocks.num_blocks,
-            )
+            cached = f"{blocks.num_cached} of {blocks.num_blocks} KV blocks are cached"
+            _log.info("is no %s worker any more: %s", name, cached)
 
     def close(self) -> None:
         """Release all but the model."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.worker_pair import process_settings_kept
@@ -12,7 +13,9 @@ from splitserve.bench.studies.steer_workload import worker as profile
 from splitserve.cli.settings import DEMO_MODEL
 from splitserve.engine.paced_runner import paced_model
 from splitserve.transport.handoff.protocol import CloseLease
+from splitserve.worker import loop
 from splitserve.worker.live_parts import live_parts
+from splitserve.worker.live_roles import PrefillRole
 from splitserve.worker.loop import Worker
 from splitserve.worker.main import serve
 from splitserve.worker.roles import Departure
@@ -77,6 +80,22 @@ def test_a_role_that_rests_again_lingers_again(flexible: Worker, monkeypatch: py
 def test_a_process_that_is_to_end_begins_nothing(flexible: Worker) -> None:
     flexible.leave()
     assert not flexible.begin("prefill")
+
+
+def test_a_signal_while_a_role_begins_ends_that_one_too(
+    flexible: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was not among the roles yet, and the process went on."""
+
+    def made_while_leaving(*parts: Any) -> PrefillRole:
+        flexible.leave()
+        return PrefillRole(*parts)
+
+    monkeypatch.setattr(loop, "PrefillRole", made_while_leaving)
+    flexible.begin("prefill")
+    with process_settings_kept():
+        serve(flexible)
+    assert not flexible.roles
 
 
 @pytest.mark.parametrize("flexible", ["prefill borrows", "decode borrows"], indirect=True)
