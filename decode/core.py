@@ -226,6 +226,8 @@ class DecodeCore(RoleCore[ReceiverAction | SenderAction, DecodeStep]):
             self._report_failed(sequence.key, "preempted", "its client has come to another coordinator")
             self.scheduler.rename(sequence, key, order.request_id, now + order.deadline_s)
             self._next_deadline = min(self._next_deadline, sequence.deadline)
+            if sequence.state.lacks_matcher:  # the one that is being compiled is for the key before
+                self._compile_grammar(key, sequence.state)
             tokens, reason = sequence.state.output_token_ids, None
         elif (answer := self.answers.complete(order.answer_id)) is not None:
             tokens, reason = answer.tokens, answer.reason

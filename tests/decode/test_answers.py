@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from splitserve.decode import answers
 from splitserve.decode.core import DecodeCore
 from splitserve.engine.step.batch import SamplingState, StepOutput
+from splitserve.engine.step.constraint import CompileGrammar
 from splitserve.transport.handoff.protocol import ToCoordinator
 from splitserve.transport.messages.messages import (
     BlockEvents,
@@ -27,10 +28,13 @@ OLD, NEW = 100, 200
 A, B = b"a" * 16, b"b" * 16
 
 
-def join(core: DecodeCore, dispatch: int, answer_id: bytes, max_tokens: int = 9) -> None:
+def join(
+    core: DecodeCore, dispatch: int, answer_id: bytes, max_tokens: int = 9, grammar: bytes = b""
+) -> None:
     blocks = core.blocks.allocate(1)
     assert blocks is not None
-    state = SamplingState(SamplingParams(max_tokens=max_tokens, temperature=0.0), [1, 2, 3], [9])
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, grammar=grammar)
+    state = SamplingState(sampling, [1, 2, 3], [9])
     core.scheduler.join((OLD, dispatch), f"r{dispatch}", state, blocks, b"root", 500.0, 0.0, answer_id)
 
 
@@ -45,9 +49,12 @@ def taken(core: DecodeCore, now: float) -> list[Message]:
     return [action.message for action in core.take(now) if isinstance(action, ToCoordinator)]
 
 
+def resume(answer_id: bytes) -> Resume:
+    return Resume(coordinator=NEW, dispatch=7, request_id="new", answer_id=answer_id, deadline_s=60.0)
+
+
 def ask(core: DecodeCore, answer_id: bytes, now: float) -> list[Message]:
-    order = Resume(coordinator=NEW, dispatch=7, request_id="new", answer_id=answer_id, deadline_s=60.0)
-    core.from_coordinator(order, now)
+    core.from_coordinator(resume(answer_id), now)
     return taken(core, now)
 
 
@@ -83,6 +90,17 @@ def test_a_sequence_goes_on_without_its_coordinator_and_is_resumed_by_the_next()
     core.tick(40.0)
     assert core.scheduler.held == [(NEW, 7)], "its coordinator's deadline counts now"
     assert ask(core, A, 40.0) == [], "it was asked twice"
+
+
+def test_its_grammar_is_compiled_for_whoever_resumes_it() -> None:
+    """What was being compiled for its dispatch before came for one that was no more: it never went on."""
+    core = make()
+    join(core, 1, A, grammar=b"g")
+    core.drop_others(NEW)
+    core.from_coordinator(resume(A), 1.0)
+    assert CompileGrammar((NEW, 7), b"g", (9,)) in core.take(1.0)
+    core.grammar_failed((OLD, 1), "the earlier order's answer")
+    assert core.scheduler.held == [(NEW, 7)]
 
 
 def test_without_anybody_who_asks_it_ends_and_frees_its_blocks() -> None:
