@@ -62,7 +62,8 @@ class GrammarMatcher:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model's vocabulary; keeps the latest. Used by one thread at a time."""
+    """Compiles grammars for one model's vocabulary; keeps the latest. Thread-safe: each
+    role of a process has a thread for it."""
 
     def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
         self._path, self._vocab_size, self._eos = folder / "tokenizer.json", vocab_size, sorted(eos_token_ids)
@@ -115,15 +116,13 @@ class GrammarCompiler:
 
     def _compile(self, grammar: bytes) -> LLMatcher:
         """One that has read nothing; its lexer knows the first step already."""
-        if grammar in self._compiled:
-            self._compiled.move_to_end(grammar)
-            return self._compiled[grammar]
-        limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
-        compiled = LLMatcher(self.prepare(), grammar.decode(), log_level=0, limits=limits)
-        compiled.compute_bitmask()
-        if compiled.is_error():
-            raise GrammarError(f"the grammar does not compile: {compiled.get_error()}")
-        self._compiled[grammar] = compiled
+        if (compiled := self._compiled.pop(grammar, None)) is None:
+            limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+            compiled = LLMatcher(self.prepare(), grammar.decode(), log_level=0, limits=limits)
+            compiled.compute_bitmask()
+            if compiled.is_error():
+                raise GrammarError(f"the grammar does not compile: {compiled.get_error()}")
+        self._compiled[grammar] = compiled  # the newest
         if len(self._compiled) > MAX_CACHED:
             self._compiled.popitem(last=False)
         return compiled

@@ -7,6 +7,7 @@ import json
 import random
 import time
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 
 import jsonschema
@@ -19,6 +20,7 @@ from support.models import write_byte_tokenizer
 from tokenizers import Tokenizer
 
 from splitserve.engine.errors import GrammarError
+from splitserve.engine.step import grammar
 from splitserve.engine.step.batch import SamplingState
 from splitserve.engine.step.constraint import CompileGrammar, TokenMatcher
 from splitserve.engine.step.grammar import GrammarCompiler, GrammarThread
@@ -174,6 +176,25 @@ def test_the_thread_answers_every_order(compiler: GrammarCompiler) -> None:
         (1, 2),
         (1, 4),
     ]
+
+
+def test_the_threads_of_both_roles_share_one_compiler(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One forgot a grammar between two looks of the other one, whose request was then refused."""
+    monkeypatch.setattr(grammar, "MAX_CACHED", 1)
+    looks = count()
+
+    class Looked(bytes):
+        """At every second look at it the other thread compiles something else."""
+
+        def __hash__(self) -> int:
+            if next(looks) % 2:
+                compiler.matcher(grammar.ANY_NUMBER)
+            return super().__hash__()
+
+    for _ in range(4):
+        compiler._compile(Looked(GRAMMAR))
 
 
 def test_rules_about_tokens(compiler: GrammarCompiler) -> None:
