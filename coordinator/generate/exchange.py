@@ -294,7 +294,7 @@ class HttpExchange:
         self._metrics.request_ended(self.plan.endpoint, status)
 
     def _look_if_done(self) -> None:
-        if self._closed and not self._num_running and not self._reported:
+        if self._closed and self._num_running <= 0 and not self._reported:  # negative: see ``overdue``
             self._reported = True
             self._metrics.prompts_done(self.plan.num_prompt_tokens, self.account.num_cached())
             self._service.done(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
 from pathlib import Path
@@ -175,6 +176,23 @@ async def test_a_response_is_given_back_by_limits_though_its_sequence_never_ends
     response = await http.post("/v1/completions", json={**BODY, "timeout": 0.1})
     assert response.status_code == 504
     assert settled == [0]
+
+
+async def test_a_late_response_to_a_slow_reader_is_given_back_once_its_sequence_and_its_reader_have_ended(
+    http: httpx.AsyncClient, server: HttpServer, dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sequence was taken off the count of those that run twice, and never again was that count 0."""
+    monkeypatch.setattr("splitserve.coordinator.generate.api.OVERDUE_S", 0.0)
+    dispatcher.step_s = 0.1
+    body = {**BODY, "max_tokens": 600, "ignore_eos": True, "stream": True, "timeout": 0.5}
+    reading = asyncio.create_task(http.post("/v1/completions", json=body))
+    await dispatcher.until(lambda: bool(dispatcher.running))
+    (call,) = server.app.generation.open
+    call._flow.write_paused = True
+    await dispatcher.until(lambda: not dispatcher.running)
+    call.writable()
+    await reading
+    assert server.app.overload.used["prompt_bytes"] == 0
 
 
 async def test_listeners_of_metrics_touch_no_request(http: httpx.AsyncClient, server: HttpServer) -> None:
