@@ -27,6 +27,7 @@ class Adversary:
             (faults.coordinator_restart_every, self.restart_coordinator),
             (faults.coordinator_freeze_every, self.freeze_coordinator),
             (faults.flip_every, self.flip),
+            (faults.lend_every, self.lend),
             (faults.clock_jump_every, self.set_a_clock),
         ):
             if every:
@@ -102,6 +103,12 @@ class Adversary:
             coordinator, process = self.world.some_coordinator(), self.random.choice(flexible)
             role = self.random.choice(("prefill", "decode"))
             coordinator.run(coordinator.flip, process, role, self.random.choice((None, 0.3)))
+
+    def lend(self) -> None:
+        """Forbid or allow what the pool controller does: that decode workers borrow prompts."""
+        self.counts["borrowing forbidden or allowed"] += 1
+        coordinator = self.world.some_coordinator()
+        coordinator.run(coordinator.dispatcher.lend_decode, self.random.random() < 0.5)
 
     def set_a_clock(self) -> None:
         """Set one host's clock forward or back."""

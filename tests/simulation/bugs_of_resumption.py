@@ -62,6 +62,17 @@ def forget_that_an_answer_was_asked_for(patch: Patch) -> None:
     patch.setattr(RequestStateMachine, "resume", broken)
 
 
+def leave_the_grammar_to_the_dispatch_before(patch: Patch) -> None:
+    resume = core.DecodeCore._resume
+
+    def broken(self: Any, *order: Any) -> None:
+        with pytest.MonkeyPatch.context() as inside:
+            inside.setattr(core.DecodeCore, "_compile_grammar", lambda *_: None)
+            resume(self, *order)
+
+    patch.setattr(core.DecodeCore, "_resume", broken)
+
+
 BUGS: list[tuple[Callable[[Patch], None], str]] = [
     (never_forget_a_complete_answer, "keys"),
     (resume_whichever_answer_there_is, "keys"),
@@ -69,5 +80,6 @@ BUGS: list[tuple[Callable[[Patch], None], str]] = [
     (leave_the_steps_in_flight_to_the_coordinator_before, "keys"),
     (begin_a_resumed_answer_with_its_second_token, "keys"),
     (forget_that_an_answer_was_asked_for, "keys"),
+    (leave_the_grammar_to_the_dispatch_before, "odd"),
 ]
 """Each with the scenario in which it is found quickly."""

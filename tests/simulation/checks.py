@@ -67,13 +67,11 @@ class Checks:
         return not world.clients.pending and not any(True for _ in self.left_over())
 
     def _done_again(self) -> dict[str, int]:
-        """Requests given back and computed anew, by reason; not for want of memory."""
-        counts = self.world.counts
-        return {
-            what: counts[what]
-            for what in counts
-            if what.startswith("given back") and what != "given back: preempted"
-        }
+        """Requests given back and computed anew, by reason, and workers taken for dead; not for want of
+        memory, nor for a grammar that does not compile."""
+        counts, fair = self.world.counts, ("given back: preempted", "given back: refused")
+        wrong = ("given back", "fenced by one of several")
+        return {what: counts[what] for what in counts if what.startswith(wrong) and what not in fair}
 
     def left_over(self) -> Iterable[str]:
         """What should not be there once everybody is done."""

@@ -11,16 +11,18 @@ from simulation.model import EOS, expected_output, logprob
 from simulation.poison import FUSES, PoisonousRequest
 from simulation.wishes import OWN, Wishes
 from simulation.worker_process import MAX_MODEL_LEN
+from simulation.worker_role import BAD_GRAMMAR
 
 from splitserve.coordinator.dispatcher import ClosedSink
 from splitserve.coordinator.lifecycle.limits import LifecycleLimits
-from splitserve.coordinator.lifecycle.request import Ended, Request
+from splitserve.coordinator.lifecycle.request import Ended, PriorityClass, Request
 from splitserve.transport.messages.messages import PeerId, Prefill, Resume, TokenLogprobs
 
 if TYPE_CHECKING:
     from simulation.coordinator_process import CoordinatorProcess
     from simulation.world import World
 
+SHARES: tuple[tuple[str, PriorityClass], ...] = (("a", "standard"), ("b", "premium"), ("b", "batch"))
 FAIR_ENDS = ("deadline", "unavailable", "overloaded")
 """Errors that a client may meet; whether each was due is checked. (Under the product's limits also
 ``failed``.)"""
@@ -33,6 +35,7 @@ class Clients:
         self.world, self.random, self.counts = world, world.random, world.counts
         self.faults = world.scenario.faults
         self._draw, self._keys = Random(f"sinks {world.seed}"), Random(f"keys {world.seed}")
+        self._odd = Random(f"odd {world.seed}")
         self.all: dict[str, Client] = {}
         self.pending: dict[str, Client] = {}
         self.wishes = Wishes(world, self.random)
@@ -50,15 +53,21 @@ class Clients:
             if self.faults.short_deadline and draw.random() < self.faults.short_deadline
             else 90.0
         )
-        coordinator = self.world.some_coordinator()
+        coordinator, is_odd = self.world.some_coordinator(), False
         if self.faults.poison and draw.random() < self.faults.poison:
             prompt, sampling, num_choices, timeout = prompt[: min(OWN)], self.wishes.long_answer(), 1, 90.0
             self.world.poison.requests[f"r{number}"] = PoisonousRequest(draw.choice(FUSES))
+        elif is_odd := self._odd.random() < self.world.scenario.odd:
+            prompt, sampling = self.wishes.odd(self._odd, prompt, sampling)
         for i in range(num_choices):
             request = Request(f"r{number + i}", prompt, sampling, ClosedSink(), 0.0, timeout, priority, salt)
             request.prompt_logprobs, request.session = prompt_logprobs, draw.choice(("", "a", "b"))
             if self._has_key(request):
                 request.answer_id = request.request_id.encode().rjust(16)
+            if is_odd:
+                request.tenant, request.priority_class = self._odd.choice(SHARES)
+                if request.answer_id:
+                    self.world.queue.after(self._odd.random() ** 2, self._come_again, request, "~")
             coordinator.run(self._submit, request, coordinator)
         return num_choices
 
@@ -112,13 +121,13 @@ class Clients:
                 self.counts["orphaned: their coordinator died"] += 1
                 del self.pending[client.request.request_id]
                 if client.request.answer_id and not client.cancelled:
-                    self.world.queue.after(self._keys.random(), self._come_again, client.request)
+                    self.world.queue.after(self._keys.random(), self._come_again, client.request, "+")
 
-    def _come_again(self, before: Request) -> None:
+    def _come_again(self, before: Request, mark: str) -> None:
         """With the same key and the same body, to any coordinator."""
         if not self.world.calm and (coordinator := self.world.some_coordinator()).alive:
             self.counts["clients that came again"] += 1
-            id = f"{before.request_id}+"
+            id = f"{before.request_id}{mark}"
             prompt, sampling, salt = before.prompt_token_ids, before.sampling, before.salt
             request = Request(id, prompt, sampling, ClosedSink(), 0.0, 90.0, before.priority, salt)
             request.answer_id = before.answer_id
@@ -205,6 +214,8 @@ class Clients:
         if ended.error == "failed" and self.world.scenario.product_limits:
             if not self._was_due(client, ended.message):
                 yield f"given up too soon: {ended.message}"
+        elif ended.error == "refused" and request.sampling.grammar == BAD_GRAMMAR:
+            pass
         elif ended.error is not None and ended.error not in FAIR_ENDS:
             yield f"{ended.error}: {ended.message}"
         if (
@@ -219,6 +230,8 @@ class Clients:
             yield "its deadline had not passed"
         if ended.error == "unavailable" and not coordinator.core.pools.gap:
             yield "unavailable, but the workers are there"
+        if ended.finish_reason is not None and client.num_tokens and request.sampling.grammar == BAD_GRAMMAR:
+            yield "finished, and its grammar does not compile"
         if ended.finish_reason is not None and (
             client.num_tokens != len(client.expected) or ended.finish_reason != client.reason
         ):

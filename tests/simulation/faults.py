@@ -45,6 +45,7 @@ class Faults:
     coordinator_restart_every: float = 0.0
     coordinator_freeze_every: float = 0.0
     flip_every: float = 0.0  # a worker is asked to change its role
+    lend_every: float = 0.0  # a coordinator lets decode workers borrow prompts no more, or again
     # clocks and clients
     clock_drift: float = 0.0  # share by which a process's clock may run too fast or too slow
     clock_jump_every: float = 0.0  # mean seconds until some host's clock is set
@@ -98,6 +99,9 @@ class Scenario:
     product_limits: bool = False
     # share of clients that have an idempotency key, and come again when their coordinator has died
     keyed: float = 0.0
+    # share of requests with a grammar, a length at an edge, a tenant and a class of its own, or a client that
+    # comes again with its key while the first answer runs
+    odd: float = 0.0
 
 
 NETWORK = Faults(drop=0.01, double=0.02, late=0.02, mangle=0.002, partition_every=0.8, cancel=0.1)
@@ -142,6 +146,7 @@ EVERYTHING = replace(
     coordinator_restart_every=5.0,
     coordinator_freeze_every=4.0,
     flip_every=0.8,
+    lend_every=0.8,
     short_deadline=0.03,
     failed_rendezvous=0.1,
     broken_communicator=0.01,

@@ -67,6 +67,7 @@ NAMED = {
     "keys": Scenario(
         Faults(coordinator_restart_every=0.4, cancel=0.05), Cluster(num_coordinators=3), keyed=1.0
     ),
+    "odd": Scenario(cluster=Cluster(num_coordinators=2), keyed=0.7, odd=0.5),
     "flips": Scenario(FLIPS, Cluster(num_prefill=1, num_decode=1, num_flexible=3, one_sided=1.0)),
     "retirements": Scenario(
         Faults(flip_every=0.2, drop=0.3, partition_every=0.15, cancel=0.5),
@@ -167,13 +168,15 @@ NAMED = {
         Cluster(num_coordinators=2, num_flexible=2, one_sided=1.0, rendezvous=0.5, copies=0.3),
         product_limits=True,
         keyed=0.5,
+        odd=0.1,
     ),
 }
 
 
 OF_A_RENDEZVOUS = ("failed_rendezvous", "broken_communicator")
 OF_A_DISPATCHER = ("late_turn", "defect", "sink_error", "leave_in_push")
-DRAWN_APART = {"flip_every", "poison", "clock_jump_every", "broken_mover", *OF_A_RENDEZVOUS, *OF_A_DISPATCHER}
+DRAWN_ONE_BY_ONE = {"flip_every", "lend_every", "poison", "clock_jump_every", "broken_mover"}
+DRAWN_APART = {*DRAWN_ONE_BY_ONE, *OF_A_RENDEZVOUS, *OF_A_DISPATCHER}
 
 
 def draw_scenario(seed: int) -> Scenario:
@@ -204,9 +207,12 @@ def draw_scenario(seed: int) -> Scenario:
     limits = Random(f"limits {seed}")
     if (product_limits := limits.random() < 0.3) and limits.random() < 0.4:
         chosen["poison"] = EVERYTHING.poison * 2 ** limits.uniform(-1.0, 1.0)
+    num_borrowing = Random(f"borrowing {seed}").choice([0, 0, 0, 0, 2, 3])
+    if num_borrowing and (lends := Random(f"lends {seed}")).random() < 0.5:
+        chosen["lend_every"] = EVERYTHING.lend_every * 2 ** lends.uniform(-1.0, 1.0)
     cluster = Cluster(
         num_mixed=Random(f"mixed {seed}").choice([0, 0, 0, 0, 1, 2]),
-        num_borrowing=Random(f"borrowing {seed}").choice([0, 0, 0, 0, 2, 3]),
+        num_borrowing=num_borrowing,
         rendezvous=rendezvous,
         agents=agents,
         copies=Random(f"copies {seed}").choice([0.0, 0.0, 0.0, 0.5, 1.0]),
@@ -228,4 +234,6 @@ def draw_scenario(seed: int) -> Scenario:
         num_far=Random(f"far {seed}").choice([0, 0, 0, 0, 0, 2]),
     )
     keyed = Random(f"keyed {seed}").choice([0.0, 0.0, 0.5, 1.0])
-    return Scenario(Faults(**chosen), cluster, random.choice([120.0, 240.0, 480.0]), product_limits, keyed)
+    odd = Random(f"odd {seed}").choice([0.0, 0.0, 0.3])
+    rate = random.choice([120.0, 240.0, 480.0])
+    return Scenario(Faults(**chosen), cluster, rate, product_limits, keyed, odd)

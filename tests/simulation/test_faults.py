@@ -85,7 +85,7 @@ cancellations in the middle of a push
 sinks that raised in push|sinks that raised in flush|sinks that raised in end
 coordinator restarts|coordinator freezes|fenced by one of several
 drains by signal|drains by the coordinator|workers drained
-prompts borrowed|sequences borrowed
+prompts borrowed|sequences borrowed|borrowing forbidden or allowed|grammars compiled
 clients that came again|answers resumed
 layers put|cancellations|flips ordered|roles begun|clocks set
 deaths by poison|ended: failed|orphaned: their coordinator died

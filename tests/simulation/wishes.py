@@ -5,8 +5,10 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
 from simulation.model import VOCABULARY
 from simulation.worker_process import BLOCK_SIZE, MAX_MODEL_LEN
+from simulation.worker_role import BAD_GRAMMAR
 
 from splitserve.transport.messages.messages import SamplingParams
 
@@ -51,7 +53,29 @@ class Wishes:
         )
         return sampling, prompt_logprobs
 
+    def odd(
+        self, draw: Random, prompt: list[int], sampling: SamplingParams
+    ) -> tuple[list[int], SamplingParams]:
+        """Give one a grammar or a length at an edge: a token, whole blocks, a prompt that is cached as it
+        stands, all that the workers hold."""
+        kind, longest = draw.randrange(6), self._most_tokens
+        if kind < 2:
+            return prompt, replace(sampling, grammar=draw.choice((b"good", b"good", b"good", BAD_GRAMMAR)))
+        if kind == 2:
+            return prompt[:1], sampling
+        if kind == 3:
+            return (prompt * BLOCK_SIZE)[: BLOCK_SIZE * draw.randint(1, 10)], sampling
+        if kind == 4:
+            return draw.choice(self._recent_prompts), sampling
+        prompt = draw.choices(TOKENS, k=draw.choice((1, longest // 2, longest - 2, longest - 1)))
+        return prompt, replace(sampling, max_tokens=longest - len(prompt))
+
     def long_answer(self) -> SamplingParams:
+        return SamplingParams(max_tokens=self._most_tokens, temperature=0.0, ignore_eos=True)
+
+    @property
+    def _most_tokens(self) -> int:
+        """Tokens of a sequence that any worker holds beside some others."""
         cluster = self.world.scenario.cluster
         room = min(MAX_MODEL_LEN, BLOCK_SIZE * min(cluster.prefill_blocks, cluster.decode_blocks))
-        return SamplingParams(max_tokens=room - BLOCK_SIZE, temperature=0.0, ignore_eos=True)
+        return room - BLOCK_SIZE

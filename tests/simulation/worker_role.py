@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 from simulation.agents import AgentTarget
@@ -16,6 +17,8 @@ from simulation.memory import Memory
 from simulation.targets import MappedTarget, ParcelTarget, blocks_open_to, mover_of
 from simulation.watched_blocks import WatchedBlocks
 
+from splitserve.engine.step.constraint import CompileGrammar
+from splitserve.engine.step.grammar import CompilingCore
 from splitserve.prefill.core import PrefillCore
 from splitserve.transport.handoff.protocol import Key
 from splitserve.transport.messages.messages import PeerId, Role
@@ -27,14 +30,43 @@ from splitserve.worker.played_role import PlayedRole
 if TYPE_CHECKING:
     from simulation.worker_process import WorkerProcess
 
+BAD_GRAMMAR = b"bad"
 
-class NoGrammars:
-    """No request here asks for one."""
 
-    def submit(self, order: object) -> None:
+class Matcher:
+    """Allows everything: the model follows each grammar."""
+
+    def failure(self, num_outputs: int) -> str:
+        return ""
+
+    def mask(self, output_token_ids: object) -> Any:
         raise NotImplementedError
 
-    def report(self, core: object) -> None: ...
+
+class VirtualGrammars:
+    """Compiles one after the other, as the live thread does, each in no time or long."""
+
+    def __init__(self, role: WorkerRole) -> None:
+        self._role, self._compiled = role, list[CompileGrammar]()
+        self._random, self._busy_until = Random(f"grammars {role.world.seed} {role.endpoint}"), 0.0
+
+    def submit(self, order: CompileGrammar) -> None:
+        now = self._role.world.queue.now
+        self._busy_until = max(now, self._busy_until) + 1.0 * self._random.random() ** 4
+        self._role.after(self._busy_until - now, self._done, order)
+
+    def _done(self, order: CompileGrammar) -> None:
+        self._role.world.counts["grammars compiled"] += 1
+        self._compiled.append(order)
+        self._role.poll()
+
+    def report(self, core: CompilingCore) -> None:
+        compiled, self._compiled = self._compiled, []
+        for order in compiled:
+            if order.key is not None and order.grammar == BAD_GRAMMAR:
+                core.grammar_failed(order.key, "it does not compile")
+            elif order.key is not None:
+                core.grammar_compiled(order.key, Matcher())
 
 
 class WorkerRole:
@@ -59,7 +91,7 @@ class WorkerRole:
         return RoleParts(
             environment_of(self),
             self._movers(),
-            NoGrammars(),
+            VirtualGrammars(self),
             self.stop,
             targets=self._targets() if self.role == "decode" else None,
             advertised_host=self.host,
