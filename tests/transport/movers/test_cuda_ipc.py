@@ -144,6 +144,22 @@ def test_closing_waits_for_what_is_under_way(pair: Pair) -> None:
     assert pair.cuda.mapped == 0
 
 
+def test_closing_waits_for_copies_of_a_put_that_raised_in_its_middle(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing knew of them: the peer was told that the writing had stopped, and they landed later."""
+
+    def fail(stream: Any) -> Any:
+        raise MoverError("cudaEventCreateWithFlags: out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.cuda, "record", fail)
+        with pytest.raises(MoverError, match="out of memory"):
+            pair.source.put(1, SECRET, [(0, 1, 1)])
+    pair.source.close()
+    assert np.array_equal(pair.pool[1], pair.source_pool[1])
+
+
 def test_putting_into_a_dead_process_is_an_error(pair: Pair) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         source = pair.meet(cuda_ipc._ADDRESS.pack(FakeCuda.HANDLE, BEFORE, process.pid))

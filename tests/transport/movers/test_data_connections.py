@@ -91,6 +91,17 @@ def test_a_malformed_header_ends_the_connection_and_nothing_else(
     assert not np.delete(pool, 4, axis=0).any()
 
 
+def test_a_peer_that_vanished_without_a_word_takes_no_connection_for_good(stack: ExitStack) -> None:
+    """A host without power sends no end. Each one that came later took one of MAX_CONNECTIONS."""
+    target, _ = new_target(stack)
+    RawPeer(stack, target)
+    until(lambda: any(c.inbound.authenticated for c in [*target._server._connections.values()]))
+    (stream,) = (connection.stream for connection in target._server._connections.values())
+    assert stream.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    idle = stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
+    assert idle + stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) / 1000 <= 60
+
+
 def test_a_stranger_gets_nothing_through(stack: ExitStack) -> None:
     target, pool = new_target(stack)
     target.open(9, SECRET, {0: 3, 1: 4})
