@@ -57,7 +57,7 @@ class Heartbeat:
             num_waiting=len(r.keys()),
             num_waiting_tokens=r.granting.num_tokens,
             steps=self._num_steps,
-            busy=s.num_running > 0,
+            busy=any(not each.state.lacks_matcher for each in s.running.values()),
             accepting=has_spare(b.num_available, b.num_blocks)
             and s.num_running + len(r.leases.granted) < s.row_limit.now,
             draining=draining,

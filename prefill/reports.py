@@ -60,7 +60,7 @@ class Heartbeat:
             num_waiting=len(s.waiting),
             num_waiting_tokens=s.num_waiting_tokens(),
             steps=self._num_steps,
-            busy=bool(s.waiting or s.running),
+            busy=any(not x.state.lacks_matcher for x in (*s.waiting.values(), *s.running.values())),
             accepting=has_spare(b.num_available, b.num_blocks),
             draining=draining,
             dispatches=u32(own),

@@ -3,6 +3,8 @@ its own."""
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import numpy as np
 from support.lifecycle_bench import Bench
 
@@ -117,3 +119,14 @@ def test_prompts_of_others_count_as_work_that_waits() -> None:
     assert len(bench.core.queue) == 1
     bench.load("p", [1], num_others_tokens=0)
     assert len(bench.core.queue) == 1
+
+
+def test_a_worker_is_busy_only_with_what_may_be_in_a_step() -> None:
+    """One that is busy without a step for long is taken for dead."""
+    core = make()
+    join(core, 100, 1)
+    state = core.scheduler.running[100, 1].state
+    state.params = SamplingParams(max_tokens=5, grammar=b"g")
+    assert not core.load().busy
+    core.grammar_compiled((100, 1), Mock())
+    assert core.load().busy

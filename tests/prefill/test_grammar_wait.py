@@ -105,3 +105,11 @@ def test_a_grammar_that_cannot_go_on_ends_the_request() -> None:
     assert isinstance(failed, RequestFailed)
     assert "too complex" in failed.message
     assert core.blocks.num_used == 0
+
+
+def test_a_worker_is_busy_only_with_what_may_be_in_a_step() -> None:
+    """One that is busy without a step for long is taken for dead."""
+    core = asked()
+    assert not core.load().busy
+    core.grammar_compiled(KEY, Matcher())
+    assert core.load().busy

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from simulation.campaign import simulate
 from simulation.faults import FLIPS, Cluster, Faults, Scenario
-from simulation.scenario import draw_scenario
+from simulation.scenario import NAMED, draw_scenario
 
 
 def test_a_failed_mover_leaves_nothing_in_quarantine() -> None:
@@ -104,3 +104,9 @@ def test_a_handoff_that_is_held_back_has_the_checksums_of_the_blocks_that_were_p
     """A copy hung, its prompt was dropped, and its block was computed anew for another one. The checksums
     were taken when the Handoff left, so that they fit the new content under the old hash."""
     assert not simulate(5160, draw_scenario(5160), requests=50).violations
+
+
+def test_a_worker_that_only_waits_for_grammars_is_not_taken_for_dead() -> None:
+    """The sequences of a decode worker all waited for their grammars, which were compiled one after the other
+    for longer than a step may take: its coordinators took it for one whose step hangs, and fenced it."""
+    assert not simulate(7000013, NAMED["odd"], requests=500).violations
