@@ -41,11 +41,8 @@ class Sequences:
         self.core.fail_step(self.step, f"decode failed: {error}", shared)
 
     def shrink(self, error: Exception) -> None:
-        _log.warning(
-            "a decode step of %d sequences ran out of memory, half of them leave: %s",
-            len(self.step.sequences),
-            error,
-        )
+        warning = "a decode step of %d sequences ran out of memory, half of them leave: %s"
+        _log.warning(warning, len(self.step.sequences), error)
         self.core.shrink_step(self.step)
 
 
@@ -69,11 +66,8 @@ class Prompts:
         self.core.fail_step(self.step, f"prefill failed: {error}", shared)
 
     def shrink(self, error: Exception) -> None:
-        _log.warning(
-            "a step with %d prompt tokens ran out of memory, smaller ones follow: %s",
-            self.step.batch.num_tokens,
-            error,
-        )
+        warning = "a step with %d prompt tokens ran out of memory, smaller ones follow: %s"
+        _log.warning(warning, self.step.batch.num_tokens, error)
         self.core.shrink_step(self.step, f"prefill ran out of memory: {error}")
 
 

@@ -94,7 +94,7 @@ class CudaIpcSource(BackgroundSource):
         """Waits for what is under way. Raises MoverError where the GPU does not end it: only the end of this
         process can then be believed to end the writing, so nobody may catch it and go on."""
         os.close(self._process)
-        self._begin(0, (), self._cuda.record(self._stream), 0.0)  # behind the copies of a put that raised, too
+        self._begin(0, (), self._cuda.record(self._stream), 0.0)  # behind copies of a put that raised
         until = time.monotonic() + CLOSE_S
         while self._puts:
             if self._cuda.is_over(self._puts[0].handle):

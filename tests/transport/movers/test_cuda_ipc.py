@@ -147,7 +147,7 @@ def test_closing_waits_for_what_is_under_way(pair: Pair) -> None:
 def test_closing_waits_for_copies_of_a_put_that_raised_in_its_middle(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing knew of them: the peer was told that the writing had stopped, and they landed later."""
+    """The peer took the writing to have stopped, and they landed later."""
 
     def fail(stream: Any) -> Any:
         raise MoverError("cudaEventCreateWithFlags: out of memory")

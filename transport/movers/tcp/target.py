@@ -37,7 +37,7 @@ HANDSHAKE_TIMEOUT_S = 5.0
 MAX_STRANGERS = 64  # connections that have not proved anything yet; beyond them the oldest ends
 MAX_CONNECTIONS = 1_024
 BACKLOG = 1_024
-KEEPALIVE_S = 30  # of silence before a peer is asked, and then until its connection ends
+KEEPALIVE_S = 30  # of silence before a peer's host is asked, and then until its connection ends
 ACCEPT_PAUSE_S = 0.1
 WINDOW_BYTES, WINDOW_BUFFERS = 1 << 20, 64  # most that one read takes, and so for how long it holds the lock
 TURN_BYTES = 8 << 20  # read from one connection before the others have their turn
@@ -95,7 +95,6 @@ class _Connection:
 
     def __init__(self, stream: socket.socket, desk: Desk, now: float):
         stream.setblocking(False)
-        # one whose host has vanished ends by this; ``TCP_USER_TIMEOUT`` counts from the first probe's silence
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, KEEPALIVE_S * 1000)
