@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise, takewhile
@@ -35,7 +35,7 @@ FEW_TOKENS = 512  # in a bucket of up to these a step has two parts, in a larger
 MAX_SEQS = 64  # of one graph, padding included
 CAPTURE_S = 20.0  # no further bucket is captured after that
 FASTER = 0.9  # a graph's time beside the launches', at most
-LAUNCH_BOUND = 1.25  # times the smallest step: what takes longer is bound by the device
+LAUNCH_BOUND = 2.0  # times the quickest step: what takes longer is bound by the device
 _log = logging.getLogger(__name__)
 
 
@@ -145,9 +145,9 @@ class PrefillGraphs:
         sizes = TOKEN_BUCKETS[: bisect_left(TOKEN_BUCKETS, max_num_tokens) + 1]
         self._inputs = PrefillInputs(sizes[-1], MAX_SEQS, max_blocks, pool.device)
         self._graphs: list[_Graph] = []
-        start = time.monotonic()
-        launched = self._launched(sizes)
+        start, launched = time.monotonic(), dict[int, float]()
         try:
+            launched |= self._launched(sizes)
             self._logits = torch.empty((MAX_SEQS, vocab_size), dtype=torch.float32, device=pool.device)
             for size in reversed(launched):  # the largest first: the others fit into its memory
                 if self._graphs and time.monotonic() - start > CAPTURE_S:
@@ -215,15 +215,14 @@ class PrefillGraphs:
         assert hidden is not None
         return _Graph(num_tokens, len(rows), parts, record(partial(sample, hidden)), residual)
 
-    def _launched(self, sizes: Sequence[int]) -> dict[int, float]:
-        """Seconds of a launched step of each size, while the smallest one takes about as long."""
-        launched: dict[int, float] = {}
+    def _launched(self, sizes: Sequence[int]) -> Iterator[tuple[int, float]]:
+        """Sizes and the seconds of a launched step, up to the first that is bound by the device."""
+        least = float("inf")
         for size in sizes:
             taken = seconds(partial(self._launch, size), self._pool.device)
-            if taken > LAUNCH_BOUND * launched.get(sizes[0], taken):
+            if taken > LAUNCH_BOUND * (least := min(least, taken)):
                 break
-            launched[size] = taken
-        return launched
+            yield size, taken
 
     def _launch(self, num_tokens: int) -> None:
         token_ids, metadata, rows = self._padding(num_tokens)
