@@ -6,7 +6,7 @@
 #
 # That machine brings Python 3.12 (PYTHON_VERSION=3.11 here for another), pip, and torch with Triton. run.sh installs
 # into gpu_check/site what is missing there, nothing outside of it, and passes other arguments on:
-# gpu_check/run.sh OUT --rehearse runs every part without a GPU. The C++ kernels for CPUs are left out.
+# gpu_check/run.sh OUT --rehearse runs every part without a GPU. The C++ kernels for CPUs go along where they are built.
 # WITHOUT="numpy uvloop" here leaves out wheels that the machine has, where the archive must be smaller.
 set -euo pipefail
 
@@ -27,6 +27,7 @@ main() {
     mkdir -p "$work/gpu_check"
     git -C "$ROOT" archive --prefix=gpu_check/tree/ HEAD . ':!tests' ':!docs' ':!bench/results' ':!tools' \
         ':!deploy/demo_model/model.safetensors' | tar x -C "$work"
+    cp "$ROOT"/kernels/_cpu.*.so "$work/gpu_check/tree/kernels/" 2>/dev/null || true
     git -C "$ROOT" describe --always --exclude='*' --abbrev=12 >"$work/gpu_check/tree/cli/commit.txt"
     requirements >"$work/gpu_check/requirements.txt"
     wheels "$work/gpu_check"

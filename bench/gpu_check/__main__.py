@@ -5,11 +5,11 @@
     deploy/gpu_check_bundle.sh gpu_check.tar     # for a machine without a network: this tree and its wheels
     tar xf gpu_check.tar && gpu_check/run.sh OUT               # there
 
-On a machine that is lent for fifteen minutes, ten a command, its own start among them: first kernels, the
-start of an 8B model and engines, then the rest, with time to mend between:
+On a machine that is lent for fifteen minutes, ten a command, its own start among them: first what is in
+doubt, then the rest, with time to mend between:
 
     gpu_check/run.sh OUT --seconds 280
-    gpu_check/run.sh OUT --begin "serve cuda_ipc" --seconds 350
+    gpu_check/run.sh OUT --begin "serve fp8" --seconds 350
 
 It needs torch for CUDA and Triton. It uses transformers, compute-sanitizer and FlashAttention-3 (as
 flash_attn_interface, or in vLLM) where they are installed. The bundle brings the wheels of all else that

@@ -43,28 +43,30 @@ STAGES: Stages = (
         _here("exact", 70, "correctness:exact"),
         _here("blocks", 70, "correctness:blocks"),
     ),
-    (_here("start 8B", 60, "starting:start", "Llama-3.1-8B"),),
-    (_here("engine 8B", 60, "speed:engine", "Llama-3.1-8B"),),
     (_here("engine 0.6B", 35, "speed:engine", "Qwen3-0.6B"),),
     (_here("serve cuda_ipc", 60, "serving:serve", "cuda_ipc"),),
+    (_here("engine 8B", 50, "speed:engine", "Llama-3.1-8B"),),
+    (_here("small kernels", 15, "speed:small_kernels"),),
+    (_here("attention", 25, "speed:attention"),),
+    (_here("start 8B", 50, "starting:start", "Llama-3.1-8B"),),
     (
         _here("failures", 70, "failures:failures"),
         _here("memcheck", 70, "correctness:sanitized", "memcheck"),
         _here("racecheck", 70, "correctness:sanitized", "racecheck"),
+        _here("cpu", 70, "host:cpu"),
     ),
-    (_here("attention", 30, "speed:attention"),),
-    (_here("small kernels", 20, "speed:small_kernels"),),
-    (_here("fa3", 20, "speed:flash_attention_3"),),
     (_here("serve fp8", 45, "serving:serve", "cuda_ipc", "fp8"),),
+    (_here("linears", 30, "speed:linears"),),
+    (_here("fa3", 20, "speed:flash_attention_3"),),
     (_here("serve tcp", 35, "serving:serve", "tcp"),),
 )
-"""Parts of a stage run side by side, as many as there are cores: only checks, which measure no time."""
+"""First comes what is in doubt. Parts of a stage run side by side, as many as cores: only checks, and
+the host's CPU, whose times are processor time."""
 SPARE: Stages = (
     (_here("start 0.6B", 40, "starting:start", "Qwen3-0.6B"),),
     (_here("serve auto", 50, "serving:serve", "auto"),),
     (_here("worker", 60, "speed:worker"),),
     (_here("exact costs", 60, "speed:exact_costs"),),
-    (_here("linears", 30, "speed:linears"),),
     (_here("other tiles", 20, "speed:other_tiles"),),
     (_here("compile all", 120, "machine:compile_all"),),
 )

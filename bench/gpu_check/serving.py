@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,7 +44,14 @@ class Sizes(NamedTuple):
     vocab_size: int
 
 
-BIG = Sizes((17, 300, 1500, 4000), 32, {512: 5, 2048: 5, 8192: 3}, (1024, 128), (1, 8, 32), 30_000)
+BIG = Sizes(
+    (17, 300, 1500, 4000),
+    32,
+    dict.fromkeys((256, 512, 1024, 2048), 5) | {8192: 3},
+    (1024, 128),
+    (1, 8, 32),
+    30_000,
+)
 SMALL = Sizes((5, 40), 3, {64: 1}, (16, 4), (1, 2), 300)
 
 
@@ -55,7 +64,9 @@ def serve(place: Place, mover: str, precision: str = "") -> Iterator[Line]:
         mover = "tcp"
     options, allowed = ["--mover", mover], NEAR
     if precision:
-        options += ["--quantization", precision, "--kv-dtype", precision]
+        options += ["--kv-dtype", precision]
+        if place.big or find_spec("splitserve.kernels._cpu"):  # a rehearsal without the C++ kernels
+            options += ["--quantization", precision]
         mover, allowed = f"{mover}, {precision}", NEAR_OF_FLOAT8
     log = place.work / "logs" / f"serve {mover} cluster.log"
     prompts = drawn_prompts(sizes.prompts, sizes.vocab_size)
@@ -63,12 +74,13 @@ def serve(place: Place, mover: str, precision: str = "") -> Iterator[Line]:
         served = [completed(url, prompt, sizes.tokens) for prompt in prompts]
         yield from _exposed(url, mover, sizes)
         yield from _load(url, mover, sizes)
-    caches = [
-        line.partition("KV cache: ")[2] for line in log.read_text().splitlines() if "KV cache: " in line
-    ]
+    logged = log.read_text()
+    caches = re.findall("KV cache: (.*)", logged)
     yield Line(
         f"{mover}: both workers on one device have a cache", good=len(caches) == 2, note="; ".join(caches)
     )
+    for found in dict.fromkeys(re.findall("(?:prefill graphs|kernels): .*", logged)):
+        yield Line(f"{mover}: up logs", note=found, headline=True)
     yield _beside_one_process(place, folder, mover, prompts, served, allowed)
 
 

@@ -27,7 +27,9 @@ LEAST_USED, MOST_USED = 0.8, 0.95  # of the card, by weights and KV caches
 PROMPT, OUTPUT = 300, 16
 CACHE = re.compile(r"KV cache: .* ([0-9.]+) GiB")
 MOVER = re.compile(r"hands KV blocks to \S+ by (\w+)")
-NOTED = re.compile(r"\b(?:WARNING .*|ready in .*|hands KV blocks to .*|KV cache: .*|kernels: .*)")
+NOTED = re.compile(
+    r"\b(?:WARNING .*|ready in .*|hands KV blocks to .*|KV cache: .*|kernels: .*|prefill graphs: .*)"
+)
 
 
 def start(place: Place, name: str) -> Iterator[Line]:

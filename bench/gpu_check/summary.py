@@ -33,7 +33,8 @@ class Outcome:
 
     def one_line(self) -> str:
         wrong = sum(line.good is False for line in self.lines)
-        found = f"{len(self.lines)} lines" + (f", {wrong} WRONG" if wrong else "")
+        right = sum(line.good is True for line in self.lines)
+        found = f"{len(self.lines)} lines, {right} right" + (f", {wrong} WRONG" if wrong else "")
         state = f"FAILED: {self.why}" if self.why else self.state.value
         return f"{self.part.name:15s} {self.seconds:6.1f} s  {found}  {state}"
 

@@ -103,6 +103,10 @@ def attention(model: str, c: ModelConfig, names: list[str]) -> Iterator[Case]:
         yield Case(what, num_bytes, flops, {name: run for name in names if name != ONEDNN})
 
 
+def config_of(model: str) -> ModelConfig:
+    return parse_config({**LLAMA, **SHAPES[model]}, {})
+
+
 def int4(n: int, k: int) -> QuantisedWeight:
     scales = torch.rand(n, k // 32).add_(0.5).mul_(k**-0.5 / 4).half().float()
     return QuantisedWeight(torch.randint(0, 256, (n, k // 2), dtype=torch.uint8), scales, k, 32, 4)
@@ -212,7 +216,7 @@ def main() -> None:
         if options.mixtures:
             rows += [row for case in mixtures(names) for row in measure(case, block, peak)]
         for model in () if options.mixtures else options.models.split(","):
-            c = parse_config({**LLAMA, **SHAPES[model]}, {})
+            c = config_of(model)
             for cases in (attention,) if options.attention else (products, attention):
                 rows += [row for case in cases(model, c, names) for row in measure(case, block, peak)]
     write_record(options.json, {"environment": environment(), "flops_per_s": peak, "rows": rows})

@@ -230,7 +230,7 @@ def block_figures(device: str, ceilings: Ceilings, big: bool) -> Iterator[Figure
 
 def sampling_figures(device: str, ceilings: Ceilings, big: bool) -> Iterator[Figure]:
     vocab_size = 151936 if big else 300
-    for batch in (1, 64, 132) if big else (2,):
+    for batch in (1, 32, 132) if big else (2,):
         logits = torch.randn((batch, vocab_size), device=device) * 3
         for name, top_k, top_p in (
             ("plain", 0, 1.0),

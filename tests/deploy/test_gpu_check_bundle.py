@@ -49,6 +49,8 @@ def test_the_bundle_runs_where_nothing_is_missing(tmp_path: Path) -> None:
     with tarfile.open(archive) as tar:
         tar.extractall(tmp_path, filter="data")
     assert not (tmp_path / "gpu_check/tree/tests").exists()
+    for built in (ROOT / "kernels").glob("_cpu.*.so"):
+        assert (tmp_path / "gpu_check/tree/kernels" / built.name).read_bytes() == built.read_bytes()
     assert (tmp_path / "gpu_check/wheels").is_dir()
     assert not list((tmp_path / "gpu_check/wheels").glob("numpy*")), "left out"
     command = [tmp_path / "gpu_check/run.sh", tmp_path / "out", "--rehearse", "--only", "fa3"]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.played_gpu import played_gpu
 
-from splitserve.bench.gpu_check import correctness, machine, parity, serving, speed
+from splitserve.bench.gpu_check import correctness, host, machine, parity, serving, speed
 from splitserve.bench.gpu_check.line import Place
 from splitserve.bench.gpu_check.plan import SPARE, STAGES
 from splitserve.bench.kernels import triton_interpreter
@@ -72,6 +72,31 @@ def test_flash_attention_3_is_timed_where_the_product_would_use_it(
     theirs, ours, ratio = speed.flash_attention_3(place)
     assert theirs.what.startswith(ours.what)
     assert ratio.what == "our prefill's time beside FlashAttention-3's, 20 tokens"
+
+
+@pytest.mark.parametrize("factor", [1, 1.02])
+def test_products_of_the_cpu_are_checked_and_timed(
+    place: Place, monkeypatch: pytest.MonkeyPatch, factor: float
+) -> None:
+    native_cpu = pytest.importorskip("splitserve.kernels.native_cpu", exc_type=ImportError)
+    names = [name for name in native_cpu._cpu.instruction_sets() if name.startswith("avx512")]
+    multiply = native_cpu.PackedLinear.__call__
+    monkeypatch.setattr(native_cpu.PackedLinear, "__call__", lambda self, x: multiply(self, x) * factor)
+    monkeypatch.setattr(host, "_steps", lambda place: iter(()))  # a process: the rehearsal runs it
+    about, *lines = host.cpu(place)
+    assert "avx" in about.note
+    values, times = lines[: 2 * len(names)], lines[2 * len(names) :]
+    assert [line.good for line in values] == [factor == 1, True] * len(names)
+    assert {line.what.split(", ")[2] for line in times} >= set(names)
+    assert all(line.value for line in times)
+
+
+def test_a_host_without_the_c_kernels_says_what_it_has(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "splitserve.kernels._cpu", None)
+    monkeypatch.delattr("splitserve.kernels._cpu", raising=False)
+    about, absent = host.cpu(place)
+    assert "avx" in about.note
+    assert absent.left_out
 
 
 def test_a_peer_that_fails_costs_only_its_own_figure(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
