@@ -17,7 +17,8 @@ import pytest
 from splitserve.cli.main import ENTRY
 from splitserve.cli.settings import DEMO_MODEL
 from splitserve.deploy.child_process import NOT_STARTED, ChildProcess, Command, reap_adopted
-from splitserve.deploy.worker_forks import WorkerForks
+from splitserve.deploy.worker_forks import FORK_SERVER, WorkerForks
+from splitserve.deploy.worker_forks import WORKER as WORKER_MODULE
 
 ENVIRON = {"PATH": os.environ["PATH"], "SPLITSERVE_LOG_LEVEL": "info"}
 WORKER = (
@@ -31,6 +32,20 @@ WORKER = (
     "128",
 )
 UP = "KV cache: 128 blocks"
+
+
+def test_what_the_fork_server_imports_asks_nothing_of_a_gpu() -> None:
+    """CUDA that was asked before a fork serves no worker."""
+    code = f"""
+import importlib, sys, torch
+def refuse(*_, **__): raise AssertionError("CUDA is asked before the fork")
+for name in ("init", "_lazy_init", "is_available", "device_count", "mem_get_info"):
+    setattr(torch.cuda, name, refuse)
+for module in ("{FORK_SERVER}", "{ENTRY.partition(":")[0]}", "{WORKER_MODULE}"):
+    importlib.import_module(module)
+assert "triton" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 class Said:

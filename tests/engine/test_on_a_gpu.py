@@ -33,6 +33,7 @@ from splitserve.engine import loaded_model
 from splitserve.engine.cache.device_blocks import DeviceBlocks
 from splitserve.engine.engine_config import WARM_UP_TOKENS
 from splitserve.engine.model import decoder_layer
+from splitserve.engine.step.batch import SamplingState
 from splitserve.engine.step.model_runner import ModelRunner
 from splitserve.kernels.gpu import fp8_linear, fp8_rows
 from splitserve.kernels.gpu.exact_linear import product_tile
@@ -119,6 +120,27 @@ def test_a_decode_step_sends_one_copy(tmp_path: Path, monkeypatch: pytest.Monkey
         with gpu.launch():
             runner.launch(batch)
         assert gpu.sent == sent + 1
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 12], ids=["decode graph", "prefill graph", "launched"])
+def test_what_a_step_sends_stays_as_it_is_while_two_are_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_tokens: int
+) -> None:
+    make_checkpoint(tmp_path, "qwen3", num_hidden_layers=1)
+    with on_played_gpu(monkeypatch) as gpu:
+        runner = load(tmp_path).runner
+        assert isinstance(runner, ModelRunner)
+        sequence, under_way = HandSequence(list(range(3, 40)), [9, 3, 5, 6, 7], PLAIN), []
+        for start in (0, 12, 24):
+            sequence.num_computed = start
+            if len(under_way) == 2:
+                under_way.pop(0)()
+            batch = make_batch([(sequence, num_tokens)], BLOCK_SIZE)
+            batch.sampling[:] = [SamplingState(PLAIN, [3] * (start + num_tokens), [])]
+            with gpu.launch():
+                under_way.append(runner.launch(batch))
+        for wait in under_way:
+            wait()
 
 
 @pytest.mark.parametrize("in_graph", [True, False])

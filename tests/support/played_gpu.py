@@ -4,6 +4,7 @@ those of a GPU.
 An operation on tensors of both sides is an error, as is a look into a GPU's tensor as a numpy array. What
 would make the host wait for the device is noted in ``waits``: values read, copies from or to memory that is
 not page-locked, lists and host tensors as indices. While a graph is captured any of these is an error.
+Page-locked memory may not be written before the host has waited for the step that copies from it.
 Triton's kernels run in its interpreter, if they are given the GPU's tensors only. ``variants`` are the
 kernels that a GPU would have compiled for that, and ``ready`` forbids further ones.
 """
@@ -53,6 +54,8 @@ class PlayedGpu(TorchFunctionMode):
         self.variants: set[str] = set()
         self.ready = False
         self._pinned: dict[int, torch.Tensor] = {}  # page-locked memory, kept for good: addresses name it
+        # copies to the GPU that the host has not waited for: their step, their source, and what it held then
+        self._under_way: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         self._answers: dict[Any, object] = {
             torch.Tensor.device.__get__: GPU,  # type: ignore[attr-defined]
             torch.Tensor.is_cuda.__get__: True,  # type: ignore[attr-defined]
@@ -127,6 +130,8 @@ class PlayedGpu(TorchFunctionMode):
         self.sent += to_gpu
         if not (non_blocking and host is not None and host.untyped_storage().data_ptr() in self._pinned):
             self._wait("a copy to the GPU" if to_gpu else "a copy from the GPU")
+        elif to_gpu:
+            self._under_way.append((self.step, source, source.clone()))
         assert not self.capturing, "a graph would copy from this host memory for ever"
 
     def _index(self, name: str, index: Any) -> None:
@@ -143,6 +148,14 @@ class PlayedGpu(TorchFunctionMode):
     def _lock(self, host: torch.Tensor) -> torch.Tensor:
         self._pinned[host.untyped_storage().data_ptr()] = host
         return host
+
+    def passed(self, step: int) -> None:
+        """The host knows that the steps up to this one are over: until now it may not have written to what
+        they copied to the GPU."""
+        over = [copy for copy in self._under_way if copy[0] <= step]
+        self._under_way = [copy for copy in self._under_way if copy[0] > step]
+        for _, source, held in over:
+            assert torch.equal(source, held), "page-locked memory was written while it was copied to the GPU"
 
     def launched(self, kernel: Any, args: Sequence[Any], options: dict[str, Any]) -> None:
         """Note which variant of the kernel this launch takes. Triton compiles one for each constexpr, type,
@@ -181,6 +194,7 @@ class PlayedGpu(TorchFunctionMode):
     def record(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """In place of ``CudaRecorder``: a replay computes the same again on the same memory."""
         compute()
+        self.passed(self.step)  # to begin a capture is to wait for the device
         result = self._captured(compute)
 
         def replay() -> torch.Tensor:
@@ -243,6 +257,7 @@ class Event:
     def synchronize(self) -> None:
         if self._gpu.launching and self._step == self._gpu.step:
             self._gpu.waits.append("an event of the step that is being launched")
+        self._gpu.passed(self._step)
 
 
 class Stream:
