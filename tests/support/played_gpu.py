@@ -4,9 +4,9 @@ those of a GPU.
 An operation on tensors of both sides is an error, as is a look into a GPU's tensor as a numpy array. What
 would make the host wait for the device is noted in ``waits``: values read, copies from or to memory that is
 not page-locked, lists and host tensors as indices. While a graph is captured any of these is an error.
-Page-locked memory may not be written before the host has waited for the step that copies from it.
-Triton's kernels run in its interpreter, if they are given the GPU's tensors only. ``variants`` are the
-kernels that a GPU would have compiled for that, and ``ready`` forbids further ones.
+Page-locked memory may not be written before the host has waited for the step that copies from it. Triton's
+kernels run in its interpreter, on the GPU's tensors only; ``variants`` are those a GPU would have compiled
+for that, and ``ready`` forbids further ones.
 """
 
 from __future__ import annotations
@@ -45,17 +45,13 @@ class PlayedGpu(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[str] = []
-        self.sent = 0  # copies to the GPU
-        self.capturing = False
-        self.total_bytes = self.free_bytes = 0
-        self.reserved_bytes = 0  # of this process, in use
+        self.sent, self.capturing = 0, False  # copies to the GPU
+        self.total_bytes = self.free_bytes = self.reserved_bytes = 0  # the last: of this process, in use
         self.cached_bytes = 0  # of this process, kept by torch and not in use
-        self.step, self.launching = 0, False
+        self.step, self.launching, self.ready = 0, False, False
         self.variants: set[str] = set()
-        self.ready = False
         self._pinned: dict[int, torch.Tensor] = {}  # page-locked memory, kept for good: addresses name it
-        # copies to the GPU that the host has not waited for: their step, their source, and what it held then
-        self._under_way: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        self._under_way: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # copies: step, source, content
         self._answers: dict[Any, object] = {
             torch.Tensor.device.__get__: GPU,  # type: ignore[attr-defined]
             torch.Tensor.is_cuda.__get__: True,  # type: ignore[attr-defined]
@@ -103,17 +99,11 @@ class PlayedGpu(TorchFunctionMode):
             return x
         place = kwargs.pop("device", None)
         for option in rest:
-            place = (
-                option
-                if isinstance(option, (str, torch.device))
-                else option.device
-                if isinstance(option, torch.Tensor)
-                else place
-            )
+            named = option.device if isinstance(option, torch.Tensor) else option
+            place = named if isinstance(named, (str, torch.device)) else place
         rest = [option for option in rest if not isinstance(option, (str, torch.device))]
-        to_gpu = name != "cpu" and (
-            isinstance(x, OnGpu) if place is None else torch.device(place).type == "cuda"
-        )
+        place = GPU if place is None and isinstance(x, OnGpu) else place
+        to_gpu = name != "cpu" and place is not None and torch.device(place).type == "cuda"
         self._cross(x, to_gpu, kwargs.pop("non_blocking", False), None)
         result = torch.Tensor.to(x, *rest, **kwargs) if rest or kwargs else x.as_subclass(torch.Tensor)
         if to_gpu == isinstance(x, OnGpu):
@@ -136,9 +126,8 @@ class PlayedGpu(TorchFunctionMode):
 
     def _index(self, name: str, index: Any) -> None:
         for part in index if isinstance(index, tuple) else (index,):
-            if isinstance(part, list) or (
-                isinstance(part, torch.Tensor) and (not isinstance(part, OnGpu) or part.dtype == torch.bool)
-            ):
+            on_host = isinstance(part, torch.Tensor) and (type(part) is not OnGpu or part.dtype == torch.bool)
+            if on_host or isinstance(part, list):
                 self._wait(f"{name} by {type(part).__name__}")
 
     def _wait(self, name: str) -> None:
@@ -150,11 +139,9 @@ class PlayedGpu(TorchFunctionMode):
         return host
 
     def passed(self, step: int) -> None:
-        """The host knows that the steps up to this one are over: until now it may not have written to what
-        they copied to the GPU."""
-        over = [copy for copy in self._under_way if copy[0] <= step]
-        self._under_way = [copy for copy in self._under_way if copy[0] > step]
-        for _, source, held in over:
+        """The host has waited for this step, and may write to its copies' sources again."""
+        while self._under_way and self._under_way[0][0] <= step:
+            _, source, held = self._under_way.pop(0)
             assert torch.equal(source, held), "page-locked memory was written while it was copied to the GPU"
 
     def launched(self, kernel: Any, args: Sequence[Any], options: dict[str, Any]) -> None:
@@ -198,11 +185,9 @@ class PlayedGpu(TorchFunctionMode):
         result = self._captured(compute)
 
         def replay() -> torch.Tensor:
-            with torch._C.DisableTorchFunction():
-                where = result.as_subclass(torch.Tensor)
             again = self._captured(compute)
             with torch._C.DisableTorchFunction():
-                where.copy_(again)
+                result.as_subclass(torch.Tensor).copy_(again)
             return result
 
         return replay
