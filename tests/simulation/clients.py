@@ -81,22 +81,16 @@ class Clients:
         request.arrival, request.deadline = coordinator.now, coordinator.now + request.deadline
         sampling = request.sampling
         stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else EOS)
-        bounds = (
-            sampling.max_tokens,
-            sampling.min_tokens,
-            stops,
-            MAX_MODEL_LEN,
-            self.world.scenario.cluster.window,
-        )
-        expected, reason = expected_output(request.prompt_token_ids, *bounds)
+        bounds = sampling.max_tokens, sampling.min_tokens, stops, MAX_MODEL_LEN
+        window = self.world.scenario.cluster.window
+        expected, reason = expected_output(request.prompt_token_ids, *bounds, window)
         client = Client(request, coordinator, expected, reason)
         request.sink = ClientSink(self, client)
         self.all[request.request_id] = self.pending[request.request_id] = client
         coordinator.dispatcher.submit(request)
         if self.faults.cancel and self.random.random() < self.faults.cancel:
-            self.world.queue.after(
-                self.random.choice((0.02, 0.2, 1.0)) * self.random.random(), self._leave, client
-            )
+            leaves_after_s = self.random.choice((0.02, 0.2, 1.0)) * self.random.random()
+            self.world.queue.after(leaves_after_s, self._leave, client)
 
     def _leave(self, client: Client) -> None:
         if client.ended is None and not client.orphaned:
