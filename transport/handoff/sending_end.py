@@ -130,7 +130,10 @@ class SendingEnd:
             verdict = self._reachability.judge(peer, gone_since, channel.ever_connected, now)
             if verdict == "forgotten" or (verdict == "lost" and self.sender.outgoing):
                 self._close_mover(peer)
-                self.sender.peer_lost(peer, f"decode worker {peer[0]} cannot be reached from here")
+                lost = f"decode worker {peer[0]} cannot be reached from here"
+                if any(out.peer == peer for out in self.sender.outgoing.values()):
+                    _log.warning("%s: check the network, and its --listen and --advertise-host", lost)
+                self.sender.peer_lost(peer, lost)
             if verdict == "forgotten":
                 self._forget(peer)
                 self.sender.meetings.retirement.forget(peer[0])

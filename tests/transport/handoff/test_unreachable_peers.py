@@ -69,7 +69,7 @@ def test_a_role_that_is_over_waits_for_no_process_that_has_ended() -> None:
     reached.router.close()
 
 
-def test_handoffs_to_who_has_gone_beyond_reach_are_given_back() -> None:
+def test_handoffs_to_who_has_gone_beyond_reach_are_given_back(caplog: pytest.LogCaptureFixture) -> None:
     reached = Reached()
     reached.end.receive(set(), time.monotonic() + 60)
     assert reached.act() == []  # it is there, and may take its time
@@ -79,6 +79,8 @@ def test_handoffs_to_who_has_gone_beyond_reach_are_given_back() -> None:
     ((key, kind, message),) = reached.act()
     assert (key, kind) == ((SPEC.coordinator, SPEC.dispatch), "peer_lost")
     assert message == "decode worker d0 cannot be reached from here"
+    reached.end.receive(set(), time.monotonic() + ReachTimes().beyond_reach + 62)
+    assert caplog.text.count("d0 cannot be reached from here: check the network") == 1
     reached.end.close()
 
 
