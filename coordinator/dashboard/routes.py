@@ -101,7 +101,7 @@ class Dashboard:
 
 def is_open(path: str) -> bool:
     """Whether everyone may have this page: the dashboard's files, /docs. (FEED + "\\n" is the feed, too.)"""
-    return path in ("/", "/docs") or (path.startswith("/dashboard/") and not path.startswith(FEED))
+    return path in ("/", "/docs") or (path.startswith("/dashboard/") and path.rstrip("\n") != FEED)
 
 
 def _read_files() -> dict[str, bytes]:

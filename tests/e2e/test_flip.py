@@ -121,7 +121,7 @@ def test_the_command(flexible: Cluster) -> None:
 
     def splitserve(*arguments: str) -> tuple[int, str]:
         result = command.invoke(cli, [*arguments, "--url", flexible.url])
-        return result.exit_code, result.output
+        return result.exit_code, f"{result.output}{result.exception}"
 
     status, message = splitserve("flip", prefill["process"], "--to", "decode")
     assert (status, "last prefill worker" in message) == (1, True), message
