@@ -89,7 +89,7 @@ class GenerationApi:
         self._unknown = UnknownFields()
         self._planner = Planner(model, limits)
         self._costly = CostlyPlanner(self._planner, self.reader, self._tenancy.limiter, dispatcher)
-        self._preparing: set[asyncio.Task[None]] = set()
+        self.preparing: set[asyncio.Task[None]] = set()
         self._ids = RequestIds()
         self._arrived: list[tuple[Call, float]] = []  # complete calls, and when: monotonic seconds
         self._sweep: asyncio.TimerHandle | None = None  # set while anything is open
@@ -193,8 +193,8 @@ class GenerationApi:
     def _set_aside(self, call: Call, request: GenerateRequest | None, arrival: float) -> None:
         """Plan a costly request aside, then submit it. ``request``: None if the body is not parsed."""
         task = asyncio.get_running_loop().create_task(self._prepare_aside(call, request, arrival))
-        self._preparing.add(task)
-        task.add_done_callback(self._preparing.discard)
+        self.preparing.add(task)
+        task.add_done_callback(self.preparing.discard)
 
     async def _prepare_aside(self, call: Call, request: GenerateRequest | None, arrival: float) -> None:
         limiter = self._tenancy.limiter

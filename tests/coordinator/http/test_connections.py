@@ -152,6 +152,23 @@ async def test_stopping_lets_streams_end(
     assert (await stream).text.endswith("data: [DONE]\n\n")
 
 
+async def test_stopping_answers_a_request_whose_body_is_still_read(
+    model: ServedModel, dispatcher: FakeDispatcher
+) -> None:
+    server = HttpServer(HttpApp(dispatcher, model))
+    await server.start()
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}") as client:
+        long = {**TEXT, "prompt": "x " * 200_000}
+        asked = asyncio.create_task(client.post("/v1/completions", json=long))
+        async with asyncio.timeout(10):
+            while not server.app.generation.preparing:
+                await asyncio.sleep(0)
+        await server.app.drain(60)
+        assert not server.app.generation.preparing
+        assert (await asked).status_code == 400, "it is too long for this model"
+    await server.stop(0)
+
+
 @pytest.mark.parametrize("key", [{}, {"idempotency-key": "k"}])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_stopping_ends_what_does_not_end_by_itself_and_leaves_workers_what_has_a_key(
@@ -208,7 +225,7 @@ async def test_a_long_prompt_of_a_client_that_goes_away_is_not_submitted(
         assert server.app.metrics.num_open == 1
     await soon(lambda: server.app.metrics.num_open == 0)
     gone.set()
-    await soon(lambda: not generation._preparing)
+    await soon(lambda: not generation.preparing)
     assert server.app.metrics.counts.requests == {("/v1/completions", "cancelled"): 1}
     assert dispatcher.requests == []
 
