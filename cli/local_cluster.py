@@ -51,6 +51,7 @@ def run(plan: Plan, entry: str) -> int:
     try:
         return asyncio.run(_run(plan, entry))
     except KeyboardInterrupt:
+        notify("stopped")
         return 130
     finally:
         # multiprocessing's own folder lies in it, which it removes at -100

@@ -27,8 +27,9 @@ def trust(url: str, ca: Path | None, own: Path | None = None) -> ssl.SSLContext 
             return pinned(door.tls_cert)
         context = ssl.create_default_context(cafile=ca)
     except OSError as error:  # ssl.SSLError is one
+        named = f"--tls-ca: {ca}" if own is None else f"--tls-cert: {own}"
         raise ConfigError(
-            f"--tls-ca: {ca}: {error.strerror or error}; it must be a file of certificates in PEM"
+            f"{named}: {error.strerror or error}; it must be a file of certificates in PEM"
         ) from error
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # a server's own certificate will do, too
     return context

@@ -202,7 +202,14 @@ class LoadedModel:
                 wish = cut
             size = kv_cache_size(wish, room)
             if self.device.type == "cpu":
-                self._claims.claim(weights, size.num_blocks * wish.block_bytes)
+                num_bytes = size.num_blocks * wish.block_bytes
+                if pending and num_bytes > (left := max(0, available_bytes(self.device) - pending)):
+                    raise OutOfMemoryError(
+                        f"a KV cache of {num_bytes / 2**30:.2f} GiB does not fit: of the free memory, "
+                        f"other workers of this host have claimed all but {left / 2**30:.2f} GiB; lower "
+                        "--kv-cache-gib or --num-blocks, or start fewer workers here"
+                    )
+                self._claims.claim(weights, num_bytes)
         return size
 
 

@@ -50,7 +50,7 @@ def check_model_folder(path: Path, weights: Literal["needed", "if there"] = "nee
     do."""
     if not path.is_dir():
         raise ModelConfigError(
-            f"there is no folder {path}; give a Hugging Face checkpoint folder (config.json, "
+            f"{path} is no folder; give a Hugging Face checkpoint folder (config.json, "
             "tokenizer.json, *.safetensors), a GGUF file, a model of the hub (ORG/NAME) or s3://BUCKET/PREFIX"
         )
     for name, most in MAX_BYTES.items():

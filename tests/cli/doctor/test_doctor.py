@@ -46,7 +46,7 @@ def test_what_blocks_is_named_with_advice(tmp_path: Path) -> None:
     assert status == 1
     assert "HTTP port: cannot listen on" in message
     assert "chmod 600" in message
-    assert "there is no folder" in message
+    assert "is no folder" in message
     assert "3 problems" in message
 
 

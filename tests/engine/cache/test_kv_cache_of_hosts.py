@@ -7,14 +7,20 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from support.engines import engine_config
+from support.models import make_checkpoint
 
 from splitserve.engine import device as engine_device
+from splitserve.engine import loaded_model
+from splitserve.engine.cache import kv_cache, memory_claims
 from splitserve.engine.cache.memory_claims import Claim, MemoryClaims
 from splitserve.engine.device import free_host_bytes
+from splitserve.engine.errors import OutOfMemoryError
+from splitserve.engine.step.model_runner import ModelRunner
 
 
 @pytest.fixture
@@ -119,3 +125,20 @@ def test_a_claim_that_is_nonsense_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "2-y").write_text(json.dumps({**asdict(Claim(2, "c", 0, 0)), "more": 1}))
     with claims.turn() as others:
         assert others.siblings == ()
+
+
+def test_what_others_have_claimed_and_not_touched_is_not_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two workers of 15 GiB each started on a host of 21, which then killed processes at random."""
+    make_checkpoint(tmp_path, "llama2")
+    for module in (loaded_model, kv_cache):
+        monkeypatch.setattr(module, "available_bytes", lambda device: 12 << 20)
+    monkeypatch.setattr(memory_claims, "default_folder", lambda: tmp_path / "claims")
+    other = MemoryClaims("another cluster")
+    other._claim = replace(other._claim, pid=1, before=1 << 50)
+    asked = engine_config(tmp_path, "cpu", "float32", kv_cache_gib=8 / 1024, max_model_len=64)
+    assert ModelRunner(asked).kv_cache.num_bytes <= 8 << 20
+    other.claim(0, 6 << 20)
+    with pytest.raises(OutOfMemoryError, match=r"other workers of this host have claimed all but 0\.01 GiB"):
+        ModelRunner(asked)
