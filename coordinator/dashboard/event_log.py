@@ -91,8 +91,6 @@ class EventLog:
             {(w.worker_id, w.pid): w for w in before.workers},
             {(w.worker_id, w.pid): w for w in system.workers},
         )
-        if joined := [w for process, w in new.items() if process not in old]:
-            self._add(now, "worker", "info", f"{_names(joined)} joined")
         gone = [w for process, w in old.items() if process not in new]
         if left := [w for w in gone if system.reasons_lost.get(w.worker_id) == DRAINED]:
             self._add(now, "worker", "info", f"{_names(left)} drained and left")
@@ -104,6 +102,8 @@ class EventLog:
             words = f"{_names(lost)} lost" + (f": {reason}" if reason else "")
             self._lost.extend((now, f"{w.worker_id} ({reason})" if reason else w.worker_id) for w in lost)
             self._add(now, "lost", "bad", words)
+        if joined := [w for process, w in new.items() if process not in old]:
+            self._add(now, "worker", "info", f"{_names(joined)} joined")
 
     def _count(self, now: float, kind: str, count: int, detail: str = "") -> None:
         if count <= 0:

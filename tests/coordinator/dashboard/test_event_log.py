@@ -49,7 +49,7 @@ def test_a_worker_that_restarts_between_two_looks_was_lost() -> None:
     log = EventLog(0.0)
     log.note(0.0, system("decode-0", pid=1), {}, {})
     log.note(2.0, system("decode-0", pid=2, reasons={"decode-0": "restarted"}), {}, {})
-    assert reported(log) == [("worker", "decode-0 joined"), ("lost", "decode-0 lost: restarted")]
+    assert reported(log) == [("lost", "decode-0 lost: restarted"), ("worker", "decode-0 joined")]
 
 
 def test_many_workers_are_counted_by_role() -> None:
