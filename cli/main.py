@@ -278,12 +278,12 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         cli(prog_name="splitserve", standalone_mode=True)
-    except (
-        *(CommandError, ConfigError, EngineError, LaunchError, PlannerError, TenantsError, TraceError),
-        TransportError,
-    ) as error:
+    except (CommandError, ConfigError) as error:
         click.echo(f"splitserve: {error}", err=True)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
+    except (EngineError, LaunchError, PlannerError, TenantsError, TraceError, TransportError) as error:
+        click.echo(f"splitserve: {error}", err=True)
+        sys.exit(1)
     except OSError as error:
         if not is_full(error):
             raise

@@ -32,8 +32,12 @@ from .config import ConfigError
 from .extras import missing_for
 
 TEXTS = (
-    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
-    *("special_tokens_map.json", "chat_template.*"),
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.*",
 )
 WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
 """What is fetched: never pickled weights, and none for a coordinator."""

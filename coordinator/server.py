@@ -166,10 +166,10 @@ class HttpApp:
         refusal = Unavailable("The server is shutting down.", retry_after_s=1)
         self.generation.refusal, self.health.stopping = refusal, True
         deadline = monotonic() + grace_s
-        now = self.generation
-        while (now.open or now.preparing) and monotonic() < deadline and not (at_once and at_once.is_set()):
+        api = self.generation
+        while (api.open or api.preparing) and monotonic() < deadline and not (at_once and at_once.is_set()):
             await asyncio.sleep(POLL_S)
-        for exchange in list(now.open.values()):
+        for exchange in list(api.open.values()):
             exchange.fail(refusal, stopping=True)
 
 

@@ -43,7 +43,12 @@ RULES = {
 """By pydantic's type of error, with the names of its context. Other types are checks of ours, which have
 their own sentence."""
 SAYS_NOTHING_OF_ITS_VALUE = (
-    *("missing", "extra_forbidden", "string_too_short", "string_too_long", "too_short", "too_long"),
+    "missing",
+    "extra_forbidden",
+    "string_too_short",
+    "string_too_long",
+    "too_short",
+    "too_long",
 )
 M = TypeVar("M", bound=BaseModel)
 LONE = "a surrogate without the other half of its pair (write both, or the character in UTF-8)"

@@ -286,6 +286,12 @@ def check_model(settings: DoctorSettings) -> Iterator[Finding]:
 
 
 CHECKS: tuple[Callable[[DoctorSettings], Iterator[Finding]], ...] = (
-    *(check_versions, check_encryption, check_devices, check_kernels),
-    *(check_ports, check_key, check_limits, check_model),
+    check_versions,
+    check_encryption,
+    check_devices,
+    check_kernels,
+    check_ports,
+    check_key,
+    check_limits,
+    check_model,
 )

@@ -47,7 +47,7 @@ def _blocks(value: Any) -> list[Block]:
 
 def _block(index: int, block: Any) -> Block:
     kind = block.get("type") if isinstance(block, dict) else None
-    if kind not in (*NEEDED,):
+    if not isinstance(kind, str) or kind not in NEEDED:
         raise invalid(
             f"block {index} has type {kind!r}; this server takes {', '.join(NEEDED)} (no images, documents "
             "or tools that a server runs)"

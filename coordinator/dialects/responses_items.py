@@ -113,7 +113,7 @@ def _check_text(content: Any, path: str) -> None:
         raise _wrong(path, "must be a string or a list of text parts")
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in (*TEXT_PARTS,):
+        if not isinstance(kind, str) or kind not in TEXT_PARTS:
             raise _wrong(f"{path}[{i}].type", f"must be one of {', '.join(TEXT_PARTS)}, not {kind!r}")
         if not isinstance(part.get(TEXT_PARTS[kind]), str):
             raise _wrong(f"{path}[{i}].{TEXT_PARTS[kind]}", "must be a string")

@@ -85,7 +85,16 @@ from .handoff import (
 FROM_WORKER = (Hello, Load, BlockEvents, FirstToken, Joined, StepTokens, RequestFailed, Goodbye)
 FROM_COORDINATOR = (Welcome, OtherVersion, Alive, Fenced, Prefill, Move, Resume, Cancel, Drain, Flip)
 FROM_PREFILL = (
-    *(Meet, Offer, Renew, Placed, Handoff, Release, Retire, RendezvousEntry, ParcelComing, SessionOver),
+    Meet,
+    Offer,
+    Renew,
+    Placed,
+    Handoff,
+    Release,
+    Retire,
+    RendezvousEntry,
+    ParcelComing,
+    SessionOver,
 )
 FROM_DECODE = (Met, OtherVersion, Grant, Refuse, Ack, Nack, Revoke, Retired, RendezvousEntry, SessionOver)
 BETWEEN_MOVERS = (RendezvousEntry, ParcelComing, SessionOver)

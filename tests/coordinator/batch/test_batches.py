@@ -207,6 +207,8 @@ async def test_a_cancelled_batch_gives_what_there_is(client: AsyncOpenAI, dispat
     assert (await client.batches.cancel(batch.id)).status in ("cancelling", "cancelled")
     batch = await ended(client, batch.id)
     assert batch.status == "cancelled"
+    assert batch.cancelled_at is not None
+    assert not batch.model_extra, "no field that OpenAI's batches lack"
     assert batch.request_counts.completed + batch.request_counts.failed == 40
     errors = await answers(client, batch.error_file_id)
     assert {each["error"]["code"] for each in errors} == {"batch_cancelled"}

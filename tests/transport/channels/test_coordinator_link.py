@@ -153,8 +153,8 @@ def test_a_worker_of_another_wire_version_learns_why_it_is_not_welcomed_and_keep
 
 
 def test_a_tunnel_that_ends_each_connection_does_not_use_the_link_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody read what ZeroMQ notes of a link's connections. After a thousand of them (at once or in a year)
-    its thread waited for room, and the worker could not connect until it was started anew."""
+    """The link did not read its socket's monitor. After a thousand connections that queue was full, ZeroMQ's
+    thread waited for room, and the worker could not connect until it was started anew."""
     monkeypatch.setattr(channels, "RECONNECT_MS", 1)
     with socket.create_server(("127.0.0.1", 0)) as tunnel:
         tunnel.settimeout(10.0)
