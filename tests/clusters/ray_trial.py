@@ -20,11 +20,11 @@ from pathlib import Path
 
 import psutil
 import ray
+from e2e.cluster import free_port
 from load import Load
 from watch import Cluster, wait_for
 
 from splitserve.bench.environment import environment
-from splitserve.cli.up import free_port
 from splitserve.engine.latency_profile import Memory, Piece, Profile, StepModel
 
 BIN = Path(sys.executable).parent
@@ -47,7 +47,7 @@ class Ray:
 
     def __init__(self, folder: Path) -> None:
         os.environ["PATH"] = f"{BIN}:{os.environ['PATH']}"
-        port = free_port("127.0.0.1")
+        port = free_port()
         config = {
             "cluster_name": "trial",
             "max_workers": 4,
@@ -69,7 +69,7 @@ class Ray:
             "file_mounts_sync_continuously": False,
         }
         (folder / "ray.json").write_text(json.dumps(config))
-        self.jobs = f"http://127.0.0.1:{(jobs := free_port('127.0.0.1'))}"
+        self.jobs = f"http://127.0.0.1:{(jobs := free_port())}"
         command = [RAY, "start", "--head", f"--port={port}", "--num-cpus=0", "--disable-usage-stats"]
         command += [f"--object-store-memory={OBJECT_STORE}", f"--dashboard-port={jobs}"]
         command += [f"--autoscaling-config={folder / 'ray.json'}"]

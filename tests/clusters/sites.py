@@ -9,11 +9,10 @@ import sys
 from pathlib import Path
 from typing import Protocol
 
+from e2e.cluster import free_port
 from namespaces import HERE, address, on_node
 from slurm_daemons import REQUEUE_S, Slurm
 from watch import run, wait_for
-
-from splitserve.cli.up import free_port
 
 NODES = "abcd"
 QUICK = {
@@ -91,7 +90,7 @@ class OnRay:
     def __init__(self, folder: Path) -> None:
         import ray
 
-        self._ray, self._folder, self._port = ray, folder, free_port("127.0.0.1")
+        self._ray, self._folder, self._port = ray, folder, free_port()
         self._raylets: dict[str, subprocess.Popen[bytes]] = {}
         os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         for key in [key for key in os.environ if key.startswith("RAY_")]:

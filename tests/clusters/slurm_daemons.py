@@ -8,9 +8,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from e2e.cluster import free_port
 from watch import run, wait_for
-
-from splitserve.cli.up import free_port
 
 REQUEUE_S = 10  # a job that is queued anew waits this long; Slurm's default is 120
 CONF = """
@@ -57,7 +56,7 @@ class Slurm:
         what runs a command on a node; ``more``: lines of slurm.conf."""
         self.folder = folder
         rows = [
-            f"NodeName={name} NodeHostname=localhost Port={free_port('127.0.0.1')} {words}"
+            f"NodeName={name} NodeHostname=localhost Port={free_port()} {words}"
             for name, words in nodes.items()
         ]
         for name in ("munge", "state", "spool"):
@@ -66,12 +65,7 @@ class Slurm:
         (folder / "munge/key").chmod(0o400)
         os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
         text = CONF.format(
-            folder=folder,
-            host=host,
-            ctld=free_port("127.0.0.1"),
-            nodes="\n".join(rows),
-            requeue=REQUEUE_S,
-            more=more,
+            folder=folder, host=host, ctld=free_port(), nodes="\n".join(rows), requeue=REQUEUE_S, more=more
         )
         (folder / "slurm.conf").write_text(text)
         munge = [f"--{name}-file={folder}/munge/{name}" for name in ("key", "pid", "log", "seed")]

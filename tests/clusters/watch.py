@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from e2e.cluster import free_port
 
-from splitserve.cli.up import free_port
 from splitserve.coordinator.http.access.operators import admin_key
 
 PHASE = re.compile(r'splitserve_worker_start_seconds{phase="([^"]*)",.*worker="([^"]*)"} (.*)')
@@ -23,7 +23,7 @@ class Cluster:
 
     def __init__(self, on: str, folder: Path) -> None:
         self._on, self.folder = on, folder
-        self._port, self._control = free_port("127.0.0.1"), free_port("127.0.0.1")
+        self._port, self._control = free_port(), free_port()
         self.url = f"http://127.0.0.1:{self._port}"
 
     def up(self, prefill: int, decode: int, *more: str, by: Sequence[str] = ()) -> float:

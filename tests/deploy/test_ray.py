@@ -17,7 +17,8 @@ import pytest
 ray = pytest.importorskip("ray", reason="needs splitserve[ray]")
 pytestmark = pytest.mark.filterwarnings("default")  # Ray's own
 
-from splitserve.cli.up import free_port  # noqa: E402
+from e2e.cluster import free_port  # noqa: E402
+
 from splitserve.deploy.errors import LaunchError  # noqa: E402
 from splitserve.deploy.ray_actors import RayActors  # noqa: E402
 
@@ -50,7 +51,7 @@ def node(*options: str) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     """A Ray of this test's own."""
-    port = free_port("127.0.0.1")
+    port = free_port()
     with node("--head", f"--port={port}", "--include-dashboard=false", '--resources={"H100": 1}'):
         yield f"127.0.0.1:{port}"
         ray.shutdown()

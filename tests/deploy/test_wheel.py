@@ -15,10 +15,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from e2e.cluster import free_port
 from support.bare_venv import make_venv
 
 from splitserve import __version__
-from splitserve.cli.up import free_port
 from splitserve.transport.messages.fields import WIRE_VERSION
 from splitserve.transport.process.private_files import write_private
 
@@ -172,7 +172,7 @@ def test_what_needs_more_says_what_to_install(bare: Path, command: list[str], ex
 
 
 def test_the_coordinator_runs_without_torch(bare: Path, tmp_path: Path) -> None:
-    port, control = free_port("127.0.0.1"), free_port("127.0.0.1")
+    port, control = free_port(), free_port()
     key = tmp_path / "admin.key"
     write_private(key, "an-admin-key-of-this-test")
     options = ["--model", str(ROOT / "deploy" / "demo_model"), "--insecure", "--admin-key-file", str(key)]

@@ -38,12 +38,23 @@ HTTP = httpx.Client(
 that it leads to."""
 
 
+_BESIDE = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+_NUM_PORTS = 12_000 // _BESIDE
+_FIRST_PORT = 20_000 + _NUM_PORTS * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+PORTS = range(_FIRST_PORT, _FIRST_PORT + _NUM_PORTS)
+"""This process's own: each of the processes that share a test run has others."""
+_next_port = random.choice(PORTS)
+
+
 def free_port(count: int = 1) -> int:
     """Return the first of ``count`` free ports in a row, outside the kernel's range: the process that gets it
-    listens there only seconds later."""
+    listens there only seconds later. No other call gets one of them, nor any beside it in a test run."""
+    global _next_port
     while True:
-        port = random.randrange(20_000, 32_000)
-        if all(map(_is_free, range(port, port + count))):
+        port, _next_port = _next_port, _next_port + count
+        if _next_port > PORTS.stop:
+            _next_port = PORTS.start
+        elif all(map(_is_free, range(port, port + count))):
             return port
 
 

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+from e2e.cluster import free_port
 from support.certificates import write_certificate
 from support.http_fakes import ANSWER, FakeDispatcher
 from support.nginx import PROGRAM, nginx
 from websockets.asyncio import client
 
 from splitserve.cli.tls_trust import pinned
-from splitserve.cli.up import free_port
 from splitserve.coordinator.front_door import FrontDoor
 from splitserve.coordinator.http.access.access import Access
 from splitserve.coordinator.http.access.forwarded import TrustedProxies
@@ -46,7 +46,7 @@ async def server(dispatcher: FakeDispatcher, model: ServedModel) -> AsyncIterato
 def proxy(server: HttpServer, tmp_path: Path) -> Iterator[int]:
     """nginx's port. It passes all clients' requests on over two connections that it keeps."""
     certificate, key = write_certificate(tmp_path, "llm.example.org")
-    port, found = free_port("127.0.0.1"), re.search(r"```nginx\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    port, found = free_port(), re.search(r"```nginx\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert found is not None
     text = (
         found[1]
