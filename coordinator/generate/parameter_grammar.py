@@ -9,9 +9,15 @@ from typing import Any
 
 from ..chat_output.argument_types import kinds_of, resolved
 from ..chat_output.call_formats import MARK, CallFormat
+from ..errors import InvalidRequest
 from .json_schemas import JOINS, OPENS, guided, is_odd
 
 ANYTHING = "(?s:.*)"
+ANY_TEXT = f"/{ANYTHING}/"
+FREE = {"type", "title", "description", "default", "examples", "anyOf"}
+"""Keywords that bound only the kind of a value."""
+NOT_OF_TEXT = {"format", "not", "allOf", "if"}
+"""Keywords to which only a JSON string can be held."""
 
 
 def parameter_rules(
@@ -59,25 +65,35 @@ class _Rules:
     def parameter(self, name: str, key: str, schema: Any) -> Iterator[str]:
         """Yield the rules of the parameter ``key``."""
         kinds, middle = kinds_of(schema, self._schema), self._middle
-        if "$string" in middle and (not kinds or {"string"} < kinds):
+        is_text = kinds == {"string"}
+        is_free = not is_text and (not kinds or "string" in kinds) and self._is_free(schema)
+        if "$string" in middle and is_free:
             yield from self._either(name, key, schema, kinds)
             return
-        middle = middle.replace("$string", "true" if kinds == {"string"} else "false")
+        middle = middle.replace("$string", "true" if is_text else "false")
         yield f"{name}: {self._terms(f'{self._before}{key}{middle}')} {name}_value"
-        if self._is_python and kinds == {"string"}:  # in JSON's quotes or in Python's
-            quoted = rf"/'[^'\\\x00-\x1f]*'/ & /'({self._pattern(schema)})'/"
+        if self._is_python and is_text and not resolved(schema, self._schema).keys() & NOT_OF_TEXT:
+            # in JSON's quotes or in Python's
+            quoted = rf"/'[^'\\\x00-\x1f]*'/ & (/'/ ({self._texts(schema)}) /'/)"
             yield f"{name}_value: {name}_json | {name.upper()}\n{name}_json: {self._json(schema, kinds)}"
             yield f"{name.upper()}: {quoted}"
-        elif self._is_python or (kinds and "string" not in kinds):
-            yield f"{name}_value: {self._json(schema, kinds)} {self._terms(self._after)}"
+        elif not self._is_python and (is_text or is_free):
+            yield self._text_rule(f"{name}_value", self._texts(schema) if is_text else ANY_TEXT)
         else:
-            yield self._text_rule(f"{name}_value", self._pattern(schema) if kinds == {"string"} else ANYTHING)
+            yield f"{name}_value: {self._json(schema, kinds)} {self._terms(self._after)}"
+
+    def _is_free(self, schema: Any) -> bool:
+        """Whether the schema bounds nothing but the kind of a value."""
+        schema = resolved(schema, self._schema)
+        return not isinstance(schema, dict) or (
+            schema.keys() <= FREE and all(map(self._is_free, schema.get("anyOf", ())))
+        )
 
     def _either(self, name: str, key: str, schema: Any, kinds: frozenset[str]) -> Iterator[str]:
         """Yield the rules of a parameter that is text or JSON, and declares which."""
         text, value = (f"{self._before}{key}{self._middle}".replace("$string", w) for w in ("true", "false"))
         yield f"{name}: {self._terms(text)} {name}_text | {self._terms(value)} {name}_json"
-        yield self._text_rule(f"{name}_text", ANYTHING)
+        yield self._text_rule(f"{name}_text", ANY_TEXT)
         yield f"{name}_json: {self._json(schema, kinds)} {self._terms(self._after)}"
 
     def any_parameter(self, name: str) -> Iterator[str]:
@@ -90,10 +106,10 @@ class _Rules:
         if self._is_python:
             yield f"{name}_value: %json {{}}"
         else:
-            yield self._text_rule(f"{name}_value", ANYTHING)
+            yield self._text_rule(f"{name}_value", ANY_TEXT)
 
     def _json(self, schema: Any, kinds: frozenset[str]) -> str:
-        if self._is_python and kinds == {"boolean"}:
+        if self._is_python and kinds == {"boolean"} and self._is_free(schema):
             return '("True" | "False")'
         around: dict[str, Any] = {
             word: self._schema[word] for word in ("$defs", "definitions") if word in self._schema
@@ -101,25 +117,32 @@ class _Rules:
         inner = schema if isinstance(schema, dict) else {}
         return f"%json {guided({**around, **inner}, lenient=self._lenient)}"
 
-    def _pattern(self, schema: Any) -> str:
-        """Return a regular expression of the strings that the schema allows."""
+    def _texts(self, schema: Any) -> str:
+        """Return a terminal of the texts that the schema allows. Raises InvalidRequest where a strict one
+        cannot be held."""
         schema = resolved(schema, self._schema)
+        if not self._lenient and (odd := schema.keys() & NOT_OF_TEXT):
+            message = f"tools: this model's calls cannot hold a strict text to `{min(odd)}`; leave it out"
+            raise InvalidRequest(message, param="tools")
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if values is not None:
-            return "|".join(_escaped(str(value)) for value in values)
+            return f"/{'|'.join(escaped(value) for value in values if isinstance(value, str))}/"
         low, high = schema.get("minLength", 0), schema.get("maxLength", "")
+        held = [f"/(?s:.{{{low},{high}}})/" if low or high != "" else ANY_TEXT]
         if isinstance(pattern := schema.get("pattern"), str) and not (self._lenient and is_odd(pattern)):
-            return _whole(pattern).replace("/", "\\/")
-        return f"(?s:.{{{low},{high}}})" if low or high else ANYTHING
+            held.append(_whole(pattern))
+        if options := schema.get("anyOf", schema.get("oneOf")):
+            held.append(f"({' | '.join(map(self._texts, options))})")
+        return " & ".join(held)
 
-    def _text_rule(self, name: str, pattern: str) -> str:
+    def _text_rule(self, name: str, texts: str) -> str:
         """Return the rule of a text that ends at the closing mark: lazily, or where the mark is a token."""
         if (mark := MARK.search(self._after)) and not self._term(mark[0]).startswith('"'):
             rest = self._terms(self._after[mark.end() :])
-            space = "\\n?" if mark.start() else ""
-            text = f"{name.upper()}: /({pattern}){space}/"
+            space = "\\n" if mark.start() else ""
+            text = f"{name.upper()}: ({texts}) /{space}/"
             return f"{name}: {name.upper()} {self._term(mark[0])} {rest}\n{text}"
-        return f"{name}[suffix={json.dumps(self._after)}]: /{pattern}/"
+        return f"{name}[suffix={json.dumps(self._after)}]: {texts}"
 
     def _terms(self, text: str) -> str:
         parts = re.split(f"({MARK.pattern})", text)
@@ -129,18 +152,23 @@ class _Rules:
 
 
 def _whole(pattern: str) -> str:
-    """Return what whole texts match in which the pattern is found."""
-    inner = re.sub(r"\\.|\[(\\.|[^]])*]", "", pattern)
-    while inner != (inner := re.sub(r"\([^()]*\)", "", inner)):
-        pass
-    parts = [pattern] if "|" not in inner else pattern.split("|") if inner == pattern else []
-    whole = [
-        f"{'' if part.startswith('^') else ANYTHING}({part.removeprefix('^').removesuffix('$')})"
-        f"{'' if part.endswith('$') else ANYTHING}"
-        for part in parts
-    ]
-    return "|".join(whole) or ANYTHING
+    """Return a terminal of whole texts in which the pattern is found."""
+    parts, depth = [list[str]()], 0
+    slashed = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern)
+    for token in re.findall(r"\\.|\[\^?]?(?:\\.|[^]\\])*]|.", slashed, re.DOTALL):
+        depth += (token == "(") - (token == ")")
+        if token == "|" and not depth:
+            parts.append([])
+        else:
+            parts[-1].append(token)
+    whole = []
+    for part in parts:
+        begins, ends = part[:1] == ["^"], part[-1:] == ["$"]
+        inner = "".join(part[begins : len(part) - ends])
+        whole.append(f"{'' if begins else ANYTHING}({inner}){'' if ends else ANYTHING}")
+    return f"/{'|'.join(whole)}/"
 
 
-def _escaped(text: str) -> str:
-    return re.escape(text).replace("/", "\\/").replace("\n", "\\n")
+def escaped(text: str) -> str:
+    """Return a regular expression of the text."""
+    return "".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)

@@ -16,7 +16,7 @@ from ..chat_output.call_formats import FORMATS, MARK, ToolStyle
 from ..errors import InvalidRequest
 from .bodies.output_format import Kind, OutputFormat, grammar_of
 from .call_grammar import ANYTHING, Term, parts_of, terms
-from .parameter_grammar import parameter_rules
+from .parameter_grammar import escaped, parameter_rules
 
 Follow = tuple[str, ...] | None
 """Empty strings: the format stands last. None: what follows does not end a free text."""
@@ -151,7 +151,7 @@ class _Rules:
         return _any_of([self._until(end, excludes) for end in follow])
 
     def _until(self, end: str, excludes: Iterable[str] = ()) -> str:
-        without = "".join(f" & ~/(?s:.*){_escaped(text)}(?s:.*)/" for text in excludes)
+        without = "".join(f" & ~/(?s:.*){escaped(text)}(?s:.*)/" for text in excludes)
         own = [mark for mark in MARK.findall(end) if not self._term(mark).startswith('"')]
         if own or not end:  # a special token ends any text
             rest = end[end.index(own[0]) :] if own else ""
@@ -253,7 +253,3 @@ def _trigger(term: Term, begin: str, triggers: list[str]) -> str:
 
 def _any_of(names: Iterable[str]) -> str:
     return " | ".join(names)
-
-
-def _escaped(text: str) -> str:
-    return "".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)

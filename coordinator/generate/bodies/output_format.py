@@ -230,28 +230,20 @@ _STRINGS: dict[str, Any] = {"type": "array", "items": _STRING, "minItems": 1, "m
 NULL: dict[str, Any] = {"type": "null"}
 
 
+def object_with(needed: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Return the schema of an object that has these properties. ``more``: its further keywords."""
+    return {"type": "object", "required": [*needed], "properties": needed, **more}
+
+
 def _typed(name: str, more: dict[str, Any] | None = None) -> dict[str, Any]:
-    more = more or {}
-    return {"type": "object", "required": ["type", *more], "properties": {"type": {"const": name}, **more}}
+    return object_with({"type": {"const": name}, **(more or {})})
 
 
-_JSON_SCHEMA = {
-    "json_schema": {
-        "type": "object",
-        "required": ["schema"],
-        "properties": {"name": {"type": "string"}, "schema": _OBJECT},
-    }
-}
+_NAME = {"type": "string"}
+_JSON_SCHEMA = {**_OBJECT, "required": ["schema"], "properties": {"name": _NAME, "schema": _OBJECT}}
 _TAGGED = _typed("structural_tag", {"format": _OBJECT})
-RESPONSE_FORMAT = WithJsonSchema(
-    {"anyOf": [_typed("text"), _typed("json_object"), _typed("json_schema", _JSON_SCHEMA), _TAGGED, NULL]}
-)
-NAMED = {
-    "json": WithJsonSchema({"anyOf": [_OBJECT, NULL]}),
-    "regex": WithJsonSchema({"anyOf": [_STRING, NULL]}),
-    "choice": WithJsonSchema({"anyOf": [_STRINGS, NULL]}),
-    "grammar": WithJsonSchema({"anyOf": [_STRING, NULL]}),
-}
+_SCHEMA = _typed("json_schema", {"json_schema": _JSON_SCHEMA})
+RESPONSE_FORMAT = WithJsonSchema({"anyOf": [_typed("text"), _typed("json_object"), _SCHEMA, _TAGGED, NULL]})
 _ONE_OF = {
     "json": _OBJECT,
     "regex": _STRING,
@@ -260,19 +252,6 @@ _ONE_OF = {
     "structural_tag": {"anyOf": [_OBJECT, _STRING]},
     "json_object": {"const": True},
 }
-STRUCTURED_OUTPUTS = WithJsonSchema(
-    {
-        "anyOf": [
-            *(
-                {
-                    "type": "object",
-                    "required": [key],
-                    "properties": {key: kind},
-                    "additionalProperties": False,
-                }
-                for key, kind in _ONE_OF.items()
-            ),
-            NULL,
-        ]
-    }
-)
+NAMED = {key: WithJsonSchema({"anyOf": [kind, NULL]}) for key, kind in _ONE_OF.items()}
+_ONLY = [object_with({key: kind}, additionalProperties=False) for key, kind in _ONE_OF.items()]
+STRUCTURED_OUTPUTS = WithJsonSchema({"anyOf": [*_ONLY, NULL]})

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from ..json_schemas import guided, strict_fault
 from .fields import Body, invalid, unknown_within
+from .output_format import object_with
 
 MAX_TOOLS = 128
 Mode = Literal["none", "auto", "required"]
@@ -94,45 +95,13 @@ def _allowed_name(tool: Any) -> str:
     raise invalid('allowed tools must be {"type": "function", "function": {"name": "..."}}')
 
 
-_NAMED: dict[str, Any] = {
-    "type": "object",
-    "required": ["type", "function"],
-    "properties": {
-        "type": {"const": "function"},
-        "function": {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}},
-    },
-}
-_ALLOWED: dict[str, Any] = {
-    "type": "object",
-    "required": ["mode", "tools"],
-    "properties": {
-        "mode": {"enum": ["auto", "required"]},
-        "tools": {"type": "array", "items": _NAMED, "minItems": 1},
-    },
-}
-TOOL_CHOICE = WithJsonSchema(
-    {
-        "anyOf": [
-            {"enum": ["none", "auto", "required", None]},
-            _NAMED,
-            {
-                "type": "object",
-                "required": ["type", "allowed_tools"],
-                "properties": {"type": {"const": "allowed_tools"}, "allowed_tools": _ALLOWED},
-            },
-        ]
-    }
-)
-
-
-FUNCTION_CALL = WithJsonSchema(
-    {
-        "anyOf": [
-            {"enum": ["none", "auto", None]},
-            {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}},
-        ]
-    }
-)
+_FUNCTION = object_with({"name": {"type": "string"}})
+_NAMED = object_with({"type": {"const": "function"}, "function": _FUNCTION})
+_TOOLS = {"type": "array", "items": _NAMED, "minItems": 1}
+_ALLOWED = object_with({"mode": {"enum": ["auto", "required"]}, "tools": _TOOLS})
+_LIMITED = object_with({"type": {"const": "allowed_tools"}, "allowed_tools": _ALLOWED})
+TOOL_CHOICE = WithJsonSchema({"anyOf": [{"enum": ["none", "auto", "required", None]}, _NAMED, _LIMITED]})
+FUNCTION_CALL = WithJsonSchema({"anyOf": [{"enum": ["none", "auto", None]}, _FUNCTION]})
 
 
 def parameters_of(tool: Tool) -> str:

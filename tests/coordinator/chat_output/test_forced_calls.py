@@ -16,6 +16,7 @@ from llguidance import LLMatcher, LLTokenizer
 from splitserve.coordinator.chat_output.call_formats import ToolStyle
 from splitserve.coordinator.chat_output.events import joined
 from splitserve.coordinator.chat_output.style import ChatStyle
+from splitserve.coordinator.errors import InvalidRequest
 from splitserve.coordinator.generate.bodies.chat import ChatCompletionRequest
 from splitserve.coordinator.generate.grammar import grammar_for
 from splitserve.coordinator.generate.prompts import Prompt
@@ -32,6 +33,20 @@ LIMITED: dict[str, Any] = {
     "required": ["title", "kind"],
     "additionalProperties": False,
 }
+BOUND: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "grade": {"type": ["string", "null"], "enum": ["x", None]},
+        "path": {"type": "string", "pattern": "^a/b+$|^(c[/]|d)+$|\n", "minLength": 2, "maxLength": 4},
+        "either": {"anyOf": [{"type": "string", "maxLength": 2}, {"type": "integer", "minimum": 3}]},
+        "texts": {"anyOf": [{"const": "two\nlines"}, {"type": "string", "maxLength": 1}]},
+        "never": {"const": False},
+    },
+    "required": ["grade", "path", "either", "texts", "never"],
+    "additionalProperties": False,
+}
+PLAIN_TEXT: tuple[ToolStyle, ...] = ("qwen3_coder", "glm45", "deepseek_v32", "pythonic")
+"""Write strings without JSON's quotes."""
 FORCED: Any = [
     {"type": "function", "function": {"name": "note", "parameters": LIMITED}},
     {"type": "function", "function": {"name": "now"}},
@@ -100,6 +115,36 @@ def test_the_familys_parser_reads_whatever_is_forced(
         assert content_of(events) == ""
         for name, arguments in calls:
             validate(arguments, LIMITED if name == "note" else {"maxProperties": 0})
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("style", PLAIN_TEXT)
+def test_text_without_quotes_is_held_to_the_whole_schema(
+    model: ServedModel, style: ToolStyle, special: bool
+) -> None:
+    """Unions, lengths beside a pattern, and alternatives were left to the model, in strict tools too."""
+    own = ChatStyle.of("", style, "none")
+    served = with_marks(model, own, special)
+    function = {"name": "note", "parameters": BOUND, "strict": True}
+    grammar = forced(served, tools=[{"type": "function", "function": function}], tool_choice="required")
+    tokenizer = LLTokenizer(served.tokenizer.fast.to_str(), n_vocab=model.vocab_size, eos_token=[1])
+    compiled = LLMatcher(tokenizer, grammar.decode(), log_level=0)
+    rng = random.Random(f"{style}{special}")
+    for _ in range(8):
+        ids = drawn(compiled.deep_copy(), rng)
+        text = served.tokenizer.fast.decode(ids, skip_special_tokens=False)
+        parser = own.parser({"note": BOUND}, "")
+        for _, arguments in calls_in(joined([*parser.feed(text), *parser.finish()])):
+            validate(arguments, BOUND)
+
+
+def test_a_strict_text_that_cannot_be_held_is_refused(model: ServedModel) -> None:
+    properties = {"day": {"type": "string", "format": "date"}}
+    schema = {"properties": properties, "required": ["day"], "additionalProperties": False}
+    strict = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
+    with pytest.raises(InvalidRequest, match="strict text to `format`"):
+        forced(with_marks(model, ChatStyle.of("", "glm45"), special=True), tools=[strict])
+    forced(with_marks(model, ChatStyle.of("", "pythonic"), special=True), tools=[strict])
 
 
 def drawn(matcher: LLMatcher, rng: random.Random) -> list[int]:
