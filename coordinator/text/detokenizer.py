@@ -1,9 +1,10 @@
 """Token ids to text, as soon as each character is certain.
 
 A ``TableDetokenizer`` joins the bytes of tokens, and holds back those of an unfinished UTF-8 character; if
-the tokenizer has no such table, the library's ``DecodeStream`` does it. The concatenation equals the decode
-of all tokens at once. (One exception: where a SentencePiece model emits byte tokens that are no valid UTF-8,
-the library writes one U+FFFD a byte for the whole run, valid characters before included; here they are kept.)
+the tokenizer has no such table, the library decodes the newest tokens again. The concatenation equals the
+decode of all tokens at once. (One exception: where a SentencePiece model emits byte tokens that are no valid
+UTF-8, the library writes one U+FFFD a byte for the whole run, valid characters before included; here they are
+kept.)
 """
 
 from __future__ import annotations
@@ -13,12 +14,11 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers.decoders import DecodeStream
 
 from .token_table import TokenTable
 
 CONTEXT_TOKENS = 8
-"""Prompt tokens that a ``DecodeStream`` starts from."""
+"""Prompt tokens that a ``StreamDetokenizer`` starts from."""
 
 
 class Detokenizer(Protocol):
@@ -71,24 +71,26 @@ class TableDetokenizer:
 
 
 class StreamDetokenizer:
-    """Uses the tokenizers library, for decoders that look at neighbouring tokens."""
+    """Decodes with the tokens before, for decoders that look at neighbouring tokens."""
 
     def __init__(self, fast: FastTokenizer, context: Sequence[int]) -> None:
-        self._fast = fast
-        self._context = list(context)
-        self._ids: list[int] = []
-        self._stream = DecodeStream(ids=self._context, skip_special_tokens=True)
-        self._num_chars = 0
+        self._fast, self._ids = fast, list(context)
+        self._begin, self._shown = 0, len(self._ids)  # tokens decoded again; those whose text was returned
 
     def step(self, token_id: int) -> str:
         self._ids.append(token_id)
-        text: str = self._stream.step(self._fast, token_id) or ""
-        self._num_chars += len(text)
-        return text
+        return self._more(final=False)
 
     def finish(self) -> str:
-        before = len(self._fast.decode(self._context))
-        return self._fast.decode(self._context + self._ids)[before + self._num_chars :]
+        return self._more(final=True)
+
+    def _more(self, *, final: bool) -> str:
+        before = self._fast.decode(self._ids[self._begin : self._shown])
+        text: str = self._fast.decode(self._ids[self._begin :])
+        if len(text) <= len(before) or (text.endswith("\ufffd") and not final):
+            return ""
+        self._begin, self._shown = self._shown, len(self._ids)
+        return text[len(before) :]
 
 
 def make_detokenizer(fast: FastTokenizer, table: TokenTable, prompt_ids: Sequence[int]) -> Detokenizer:

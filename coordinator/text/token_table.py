@@ -36,10 +36,10 @@ class TokenTable:
     @classmethod
     def of(cls, fast: FastTokenizer, vocab_size: int = 0) -> TokenTable:
         """Return a tokenizer's table; unknown ids up to ``vocab_size`` are empty."""
+        added = fast.get_added_tokens_decoder()
         names = {token_id: name for name, token_id in fast.get_vocab(with_added_tokens=True).items()}
-        special = frozenset(
-            token_id for token_id, added in fast.get_added_tokens_decoder().items() if added.special
-        )
+        special = frozenset(token_id for token_id, token in added.items() if token.special)
+        names |= {id: fast.id_to_token(id) or "" for id in added.keys() - special}  # normalized: "▁<call>"
         size = max(vocab_size, max(names, default=-1) + 1)
         to_bytes, drops_leading_space = _join_rule(fast)
         tabular = to_bytes is not None

@@ -6,9 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.http_fakes import byte_level_tokenizer, sentencepiece_tokenizer, wordpiece_tokenizer
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders
 
-from splitserve.coordinator.text.detokenizer import StreamDetokenizer, TableDetokenizer, make_detokenizer
+from splitserve.coordinator.text.detokenizer import (
+    MarkedDetokenizer,
+    StreamDetokenizer,
+    TableDetokenizer,
+    make_detokenizer,
+)
 from splitserve.coordinator.text.stop_strings import StopStrings
 from splitserve.coordinator.text.token_table import TokenTable
 
@@ -25,11 +30,19 @@ def with_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
     return tokenizer
 
 
+def without_table(tokenizer: Tokenizer) -> Tokenizer:
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
+    return tokenizer
+
+
 PLAIN = byte_level_tokenizer()
+BYTES_WITHOUT_TABLE = without_table(byte_level_tokenizer())
 BYTE_LEVEL = with_added_tokens(byte_level_tokenizer())
 SENTENCEPIECE = sentencepiece_tokenizer()
+SENTENCEPIECE.add_tokens([AddedToken("<call>")])  # normalized: with the space before it
+SENTENCEPIECE.add_special_tokens([AddedToken("<end>", normalized=True, special=True)])
 WORDPIECE = wordpiece_tokenizer()
-TABLES = {id(t): TokenTable.of(t) for t in (PLAIN, BYTE_LEVEL, SENTENCEPIECE, WORDPIECE)}
+TABLES = {id(t): TokenTable.of(t) for t in (PLAIN, BYTE_LEVEL, BYTES_WITHOUT_TABLE, SENTENCEPIECE, WORDPIECE)}
 
 
 def incremental(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> list[str]:
@@ -76,6 +89,34 @@ def test_other_tokenizers_equal_the_full_decode(prompt: list[int], ids: list[int
     text = "".join(incremental(WORDPIECE, prompt, ids))
     assert len(text) == len(whole) - len(head)
     assert whole.endswith(text)
+
+
+def test_an_added_token_that_is_normalized_keeps_its_space() -> None:
+    prompt, call = SENTENCEPIECE.encode("he").ids, SENTENCEPIECE.token_to_id("<call>")
+    assert incremental(SENTENCEPIECE, prompt, [call])[0] == " <call>"
+    end = SENTENCEPIECE.token_to_id("<end>")
+    assert TABLES[id(SENTENCEPIECE)].token_bytes(end) == b"<end>"  # its name, whatever it takes in
+
+
+def test_a_prompt_that_ends_within_a_character_is_not_told_again() -> None:
+    """Its last tokens came out once more, or a step failed, where the tokenizer has no table."""
+    tokenizer = BYTES_WITHOUT_TABLE
+    first, second = tokenizer.encode("ÿ", add_special_tokens=False).ids
+    prompt = [*tokenizer.encode("hello").ids, first]
+    (space,) = tokenizer.encode(" the", add_special_tokens=False).ids
+    assert "".join(incremental(tokenizer, prompt, [space])) == " the"
+    assert "".join(incremental(tokenizer, [space], [first, second, first, space])) == "ÿ\ufffd the"
+
+
+def test_half_a_character_before_a_special_token_is_told_once() -> None:
+    for tokenizer in (PLAIN, BYTES_WITHOUT_TABLE):
+        first, _ = tokenizer.encode("ÿ", add_special_tokens=False).ids
+        (the,) = tokenizer.encode(" the", add_special_tokens=False).ids
+        end = tokenizer.token_to_id("<|end|>")
+        inner = make_detokenizer(tokenizer, TABLES[id(tokenizer)], [the])
+        detokenizer = MarkedDetokenizer(inner, {end: "<|end|>"})
+        parts = [*map(detokenizer.step, [first, end, the]), detokenizer.finish()]
+        assert "".join(parts) == "\ufffd<|end|> the"
 
 
 def test_unknown_ids_are_empty() -> None:
