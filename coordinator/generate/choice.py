@@ -101,7 +101,8 @@ class Choice:
         self._step: Callable[[int], str] = self._detokenizer.step
         self._write = exchange.write
         self._stops = StopStrings(plan.stop, included=plan.include_stop) if plan.stop else None
-        self._hidden = plan.hidden_ids if plan.show_special or plan.samplings[0].stop_token_ids else ()
+        is_silent = not plan.show_special and plan.hidden_ids <= exchange.tokenizer.table.special
+        self._hidden = () if is_silent else plan.hidden_ids
         self._entries: list[TokenEntry] | None = [] if plan.num_logprobs is not None else None
         self._parts: list[str] = [shown] if shown else []  # text that has not been written
         self._num_chars = len(shown)  # of all text, held back or not
@@ -205,9 +206,8 @@ class Choice:
             self._logprob_sum += logprobs.logprob
         if self._entries is not None and logprobs is not None:
             self._entries.append(TokenEntry(token_id, logprobs, self._num_chars))
-        text = self._step(token_id)
-        if token_id in self._hidden and self.num_tokens > self._plan.samplings[0].min_tokens:
-            text = ""
+        ends = token_id in self._hidden and self.num_tokens > self._plan.samplings[0].min_tokens
+        text = "" if ends else self._step(token_id)
         self._num_chars += len(text)
         if stops is not None and self.num_tokens > self._plan.samplings[0].min_tokens:
             text = stops.feed(text)

@@ -17,6 +17,7 @@ from .bodies.completion import CompletionRequest
 GenerateRequest = CompletionRequest | ChatCompletionRequest
 COMPLETION_MAX_TOKENS = 16
 SMALLEST_TOP_P = 1e-6  # stands for 0: only the most likely token is left
+SMALLEST_TEMPERATURE = 1e-5  # less stands for 0, as in vLLM: logits divided by 1e-40 are infinite
 FROM_REQUEST = {
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "logit_bias", "min_tokens", "stop_token_ids", "ignore_eos", "logprob_token_ids",
@@ -47,6 +48,7 @@ def sampling_of(
         _check_unusual(fields, model.vocab_size)
     fields["top_k"] = max(0, fields["top_k"])
     fields["top_p"] = max(fields["top_p"], SMALLEST_TOP_P)
+    fields["temperature"] *= fields["temperature"] >= SMALLEST_TEMPERATURE
     logprobs = request.num_logprobs
     if logprobs is not None or request.num_candidates > (request.n or 1):  # the likeliest are chosen by them
         fields["logprobs"] = logprobs or 0

@@ -141,10 +141,12 @@ async def test_defaults_come_from_the_generation_config(
     await client.completions.create(
         model="tiny", prompt="a", temperature=1, top_p=0, extra_body={"top_k": -1, "min_p": 0.1}
     )
-    first, second = (request.sampling for request in dispatcher.requests)
+    await client.completions.create(model="tiny", prompt="a", temperature=1e-40)
+    first, second, coldest = (request.sampling for request in dispatcher.requests)
     assert (first.temperature, first.top_p, first.top_k, first.min_p) == (0.6, 0.9, 20, 0.0)
     assert (second.temperature, second.top_k, second.min_p) == (1.0, 0, 0.1)
     assert 0 < second.top_p < 1e-5
+    assert coldest.temperature == 0  # divided by 1e-40, several logits are infinite
 
 
 async def test_every_sampling_field_reaches_the_workers(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from support.asked_fields import BOTH, CHAT, TEXT, Asked
 from support.http_fakes import ANSWER, FakeDispatcher, logprobs
+from support.tool_answers import Answering
 
 from splitserve.coordinator.generate import formats
 from splitserve.coordinator.text.served_model import ServedModel
@@ -44,6 +46,18 @@ async def test_a_token_that_stops_the_answer_is_not_shown(
     dispatcher.eos = last[0]
     assert await asked.text(path, body, stop_token_ids=last) == ANSWER
     assert await asked.text(path, body, stop_token_ids=last, include_stop_str_in_output=True) == f"{ANSWER}!"
+    dispatcher.eos, _ = model.tokenizer.fast.encode("ÿ", add_special_tokens=False).ids  # half a character
+    assert await asked.text(path, body, stop_token_ids=[dispatcher.eos]) == ANSWER
+
+
+async def test_an_end_token_is_not_shown_where_its_tokenizer_has_it_as_text(
+    answering: Answering, model: ServedModel
+) -> None:
+    (end,) = model.tokenizer.fast.encode("!", add_special_tokens=False).ids
+    client, dispatcher = await answering("Hello.", of=replace(model, eos_token_ids=frozenset([end])))
+    dispatcher.eos = end
+    answer = await client.completions.create(model="tiny", prompt="Hi", temperature=0)
+    assert answer.choices[0].text == "Hello."
 
 
 def test_an_included_stop_string_is_cut_behind_its_first_end() -> None:
