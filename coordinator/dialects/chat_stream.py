@@ -152,6 +152,15 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
+def object_of(text: str) -> dict[str, Any]:
+    """Return a call's arguments; the text itself where a limit of tokens has cut it."""
+    try:
+        found = orjson.loads(text or "{}")
+    except orjson.JSONDecodeError:
+        found = None
+    return found if isinstance(found, dict) else {"_partial": text}
+
+
 def _checked(chunk: dict[str, Any]) -> dict[str, Any]:
     if "error" in chunk:
         raise Refused(LATE.get(chunk["error"].get("code"), 500), chunk["error"], [])

@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from ..errors import ApiError
+from .chat_stream import object_of
 
 Event = dict[str, Any]
 PATH = "/v1/messages"
@@ -112,7 +113,7 @@ class MessageAnswer:
         block, text = self.message["content"][-1], "".join(self._text)
         self._text.clear()
         if block["type"] == "tool_use":
-            block["input"] = _object(text)
+            block["input"] = object_of(text)
         else:
             block[block["type"]] = text
         yield {"type": "content_block_stop", "index": self._last}
@@ -134,12 +135,3 @@ def _usage(usage: dict[str, Any]) -> dict[str, Any]:
             "thinking_tokens": usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
         },
     }
-
-
-def _object(text: str) -> dict[str, Any]:
-    """Return a call's arguments; the text itself where a limit of tokens has cut it."""
-    try:
-        found = orjson.loads(text or "{}")
-    except orjson.JSONDecodeError:
-        found = None
-    return found if isinstance(found, dict) else {"_partial": text}

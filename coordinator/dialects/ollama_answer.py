@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
-import orjson
-
 from ..errors import ApiError
+from .chat_stream import object_of
 
 Event = dict[str, Any]
 DONE_REASONS = {"length": "length", "timeout": "length"}
@@ -112,18 +111,13 @@ class OllamaAnswer:
         if (call := self._growing) is None:
             return None
         self._growing = None
-        function = {"index": len(self._calls), "name": call["name"], "arguments": _object(call["arguments"])}
+        function = {
+            "index": len(self._calls),
+            "name": call["name"],
+            "arguments": object_of(call["arguments"]),
+        }
         self._calls.append({"id": call["id"], "function": function})
         return self._calls[-1]
-
-
-def _object(text: str) -> dict[str, Any]:
-    """Return a call's arguments; the text itself where a limit of tokens has cut it."""
-    try:
-        found = orjson.loads(text or "{}")
-    except orjson.JSONDecodeError:
-        found = None
-    return found if isinstance(found, dict) else {"_partial": text}
 
 
 def _logprob(entry: dict[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def guided(schema: Schema, *, lenient: bool = False) -> str:
     """
     if lenient:
         schema = _rebuilt(schema, _without_odd_pattern)
-    if not any("allOf" in inner for _, inner in _all(schema)):
+    if not any(_joins_properties(inner) for _, inner in _all(schema)):
         schema = _rebuilt(schema, _closed)
     own = schema.get("x-guidance")
     options = {
@@ -88,6 +88,14 @@ def _rebuilt(schema: Schema, change: Callable[[Schema], Schema]) -> Schema:
         elif keyword in OF_ONE:
             copy[keyword] = of(inner)
     return change(copy)
+
+
+def _joins_properties(schema: Schema) -> bool:
+    """Whether an object has properties of several schemas: none of them names all."""
+    found = [each for word in ("anyOf", "oneOf") if isinstance(each := schema.get(word), list)]
+    options = [one for each in found for one in each if isinstance(one, dict)]
+    joined = "$ref" in schema or any("properties" in one or "$ref" in one for one in options)
+    return "allOf" in schema or ("properties" in schema and joined)
 
 
 def _closed(schema: Schema) -> Schema:

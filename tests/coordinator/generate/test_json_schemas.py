@@ -140,6 +140,9 @@ async def test_objects_are_closed_and_in_the_order_of_their_properties(texts: Te
     assert await texts.allowed(opened, *both) == [both[0], both[1], both[3]]
     joined = {"allOf": [A, {"type": "object", "properties": {"b": {}}, "required": ["b"]}]}
     assert await texts.allowed(formatted(joined), '{"a":1,"b":2}') == ['{"a":1,"b":2}']
+    b = {"properties": {"b": {"type": "integer"}}, "required": ["b"]}
+    for joined in ({**A, "anyOf": [b]}, {**A, "oneOf": [b]}, {**A, "$ref": "#/$defs/b", "$defs": {"b": b}}):
+        assert await texts.allowed(formatted(joined), '{"a":1,"b":2}', '{"a":1}') == ['{"a":1,"b":2}']
 
 
 async def test_a_function_without_parameters_takes_none(texts: Texts) -> None:
