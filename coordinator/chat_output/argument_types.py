@@ -51,6 +51,7 @@ def kinds_of(schema: Any, root: Any, depth: int = 0) -> frozenset[str]:
 
 def property_of(parameters: Any, key: str) -> Any:
     """Return the schema of one property of a tool's ``parameters``, None for an unknown one."""
+    parameters = resolved(parameters, parameters)
     properties = parameters.get("properties") if isinstance(parameters, dict) else None
     return properties.get(key) if isinstance(properties, dict) else None
 

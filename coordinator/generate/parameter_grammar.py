@@ -27,7 +27,7 @@ def parameter_rules(
 
     Where the schema names none or joins others, any may come, any number of times.
     """
-    rules = _Rules(form, schema, term, lenient)
+    rules, schema = _Rules(form, schema, term, lenient), resolved(schema, schema) or {}
     properties = schema.get("properties")
     named = isinstance(properties, dict) and not any(word in schema for word in JOINS)
     required = schema.get("required") or ()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from coordinator.chat_output.families import WRITERS, calls_in
 
-from splitserve.coordinator.chat_output.call_formats import ToolStyle
+from splitserve.coordinator.chat_output.call_formats import FORMATS, ToolStyle
 from splitserve.coordinator.chat_output.events import joined
 from splitserve.coordinator.chat_output.style import ChatStyle
+from splitserve.coordinator.generate.parameter_grammar import parameter_rules
 
 
 @pytest.mark.parametrize("style", ["qwen3_coder", "glm45"])
@@ -43,3 +45,16 @@ def test_arguments_are_typed_by_the_schema(
     parser = ChatStyle(style).parser({"f": parameters}, "")
     events = joined([*parser.feed(WRITERS[style]([("f", {"a": written})])), *parser.finish()])
     assert calls_in(events) == [("f", {"a": read})]
+
+
+@pytest.mark.parametrize("style", ["qwen3_coder", "glm45", "deepseek_v32"])
+def test_a_schema_that_is_a_reference_as_a_whole(style: ToolStyle) -> None:
+    """So pydantic writes a model that has itself as a field."""
+    node = {"type": "object", "properties": {"name": {"type": "string"}, "next": {"$ref": "#/$defs/Node"}}}
+    parameters: dict[str, Any] = {"$ref": "#/$defs/Node", "$defs": {"Node": node}}
+    arguments = {"name": "5", "next": {"name": "x"}}
+    parser = ChatStyle(style).parser({"f": parameters}, "")
+    written = WRITERS[style]([("f", arguments)])
+    assert calls_in(joined([*parser.feed(written), *parser.finish()])) == [("f", arguments)]
+    rules = "\n".join(parameter_rules(FORMATS[style], 0, parameters, json.dumps, lenient=True))
+    assert "p_0_1" in rules  # its second property
