@@ -17,6 +17,7 @@ from .markers import MarkFinder
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 NEXT_MESSAGE = "<|end|><|start|>assistant"
+HEADER = re.compile(r"(?s:.*)<\|channel\|>\s*\w*(\s*to=\S*)?\s*(<\|constrain\|>\s*)?\w*\s*")
 HARMONY_MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
 
 
@@ -124,7 +125,9 @@ class HarmonyParser:
         self._events.append(CallArguments(self._num_calls - 1, arguments))
 
     def _end(self) -> None:
-        """End the present message."""
+        """End the present message. One that never began shows a header that is more than one."""
+        if self._is_header and CHANNEL in self._header and not HEADER.fullmatch(self._header):
+            self._events.append(Content(self._header))
         if self._scanner is not None and not self._started:
             self._call("{}")
         self._scanner = None

@@ -177,6 +177,8 @@ NOW_CALLED = [CallStarted(0, "now"), CallArguments(0, "{}")]
     [
         ("Hello, to you.", [Content("Hello, to you.")]),
         ("assist", [Content("assist")]),
+        ("<|channel|>final Hello to you.<|return|>", [Content("<|channel|>final Hello to you.")]),
+        (f"{CALL} <|constrain|>js", []),
         (f"{ANALYSIS}Hm.<|end|><|start|>assistant", [Reasoning("Hm.")]),
         (f"{ANALYSIS}A<|end|><|start|>assistant{ANALYSIS}B", [Reasoning("A\nB")]),
         (f"{CALL} <|constrain|>json<|message|>oops", [Content(f"{CALL} <|constrain|>json<|message|>oops")]),
