@@ -25,9 +25,11 @@ def parameter_rules(
 ) -> Iterator[str]:
     """Yield the rules of ``args_<tool>``: the properties in their order, those not required may be missing.
 
-    Where the schema names none or joins others, any may come, any number of times.
+    Where the schema names none or joins others, any may come, any number of times. Raises InvalidRequest
+    where a strict schema cannot be held.
     """
     rules, schema = _Rules(form, schema, term, lenient), resolved(schema, schema) or {}
+    _check_held(schema, {*JOINS, "patternProperties"}, lenient)
     properties = schema.get("properties")
     named = isinstance(properties, dict) and not any(word in schema for word in JOINS)
     required = schema.get("required") or ()
@@ -118,12 +120,9 @@ class _Rules:
         return f"%json {guided({**around, **inner}, lenient=self._lenient)}"
 
     def _texts(self, schema: Any) -> str:
-        """Return a terminal of the texts that the schema allows. Raises InvalidRequest where a strict one
-        cannot be held."""
+        """Return a terminal of the texts that the schema allows."""
         schema = resolved(schema, self._schema)
-        if not self._lenient and (odd := schema.keys() & NOT_OF_TEXT):
-            message = f"tools: this model's calls cannot hold a strict text to `{min(odd)}`; leave it out"
-            raise InvalidRequest(message, param="tools")
+        _check_held(schema, NOT_OF_TEXT, self._lenient)
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if values is not None:
             return f"/{'|'.join(escaped(value) for value in values if isinstance(value, str))}/"
@@ -149,6 +148,12 @@ class _Rules:
         return " ".join(
             self._term(p) if MARK.fullmatch(p) else json.dumps(p, ensure_ascii=False) for p in parts if p
         )
+
+
+def _check_held(schema: dict[str, Any], odd: set[str], lenient: bool) -> None:
+    if not lenient and (found := schema.keys() & odd):
+        message = f"tools: this model's calls cannot hold a strict schema to `{min(found)}`; leave it out"
+        raise InvalidRequest(message, param="tools")
 
 
 def _whole(pattern: str) -> str:

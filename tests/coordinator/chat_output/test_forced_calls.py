@@ -138,13 +138,15 @@ def test_text_without_quotes_is_held_to_the_whole_schema(
             validate(arguments, BOUND)
 
 
-def test_a_strict_text_that_cannot_be_held_is_refused(model: ServedModel) -> None:
-    properties = {"day": {"type": "string", "format": "date"}}
-    schema = {"properties": properties, "required": ["day"], "additionalProperties": False}
-    strict = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
-    with pytest.raises(InvalidRequest, match="strict text to `format`"):
-        forced(with_marks(model, ChatStyle.of("", "glm45"), special=True), tools=[strict])
-    forced(with_marks(model, ChatStyle.of("", "pythonic"), special=True), tools=[strict])
+def test_a_strict_schema_that_cannot_be_held_is_refused(model: ServedModel) -> None:
+    day = {"day": {"type": "string", "format": "date"}}
+    dated = {"properties": day, "required": ["day"], "additionalProperties": False}
+    joined = {"anyOf": [dated]}
+    for schema, keyword in ((dated, "format"), (joined, "anyOf")):
+        strict = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
+        with pytest.raises(InvalidRequest, match=f"strict schema to `{keyword}`"):
+            forced(with_marks(model, ChatStyle.of("", "glm45"), special=True), tools=[strict])
+        forced(with_marks(model, ChatStyle.of("", "hermes"), special=True), tools=[strict])
 
 
 def drawn(matcher: LLMatcher, rng: random.Random) -> list[int]:
