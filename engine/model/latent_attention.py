@@ -106,11 +106,20 @@ class LatentAttention:
         these heads: [blocks, 1, 2, heads, block_size, E]."""
         c, shape = self._config, rotated.shape[:2]
         pool = latent.new_zeros(shape[0], 1, 2, len(heads), shape[1], c.expanded)
-        pool[:, 0, 0, :, :, c.plain : c.plain + c.rotated] = rotated[:, None]
+        keys = torch.zeros_like(pool[:, 0, 0])
+        keys[..., c.plain : c.plain + c.rotated] = rotated[:, None]
         for i, head in enumerate(heads):
-            pool[:, 0, 0, i, :, : c.plain] = self._expanded_keys[head](latent).view(*shape, -1)
+            keys[:, i, :, : c.plain] = self._expanded_keys[head](latent).view(*shape, -1)
             pool[:, 0, 1, i, :, : c.value] = self._values[head](latent).view(*shape, -1)
+        pool[:, 0, 0] = self._in_groups(keys)
         return pool
+
+    def _in_groups(self, keys: Tensor) -> Tensor:
+        """[..., block_size, E], as the kernels' pools hold keys."""
+        shape, group, word = keys.shape, self._kernels.key_group, 4 // keys.itemsize
+        if shape[-2] % group:
+            return keys
+        return keys.view(*shape[:-2], -1, group, shape[-1] // word, word).transpose(-3, -2).reshape(shape)
 
     def _vectors(self, pool: Tensor, index: int, chunks: LatentChunks, dtype: torch.dtype) -> Tensor:
         """The chunks' blocks of the cache, [blocks, block_size, D]."""

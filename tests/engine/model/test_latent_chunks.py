@@ -11,7 +11,7 @@ from support.batches import HandSequence, hidden_states, make_batch
 from support.engines import engine_config
 from support.families import LATENT
 from support.models import make_checkpoint
-from support.quantised_models import BLOCK_SIZE, make_runner, random_tokens
+from support.quantised_models import make_runner, random_tokens
 
 from splitserve.engine.model import latent_attention
 from splitserve.engine.model.latent_chunks import expanding_saves
@@ -20,18 +20,29 @@ from splitserve.engine.step.model_runner import ModelRunner
 
 
 @pytest.mark.parametrize("family", ["deepseek2", "deepseek3"])
-@pytest.mark.parametrize(("kv_dtype", "error"), [("auto", 1e-5), ("int8", 0.02), ("fp8", 0.05)])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "error"),
+    [
+        ("float32", "auto", 1e-5),
+        ("float32", "int8", 0.02),
+        ("float32", "fp8", 0.05),
+        ("bfloat16", "auto", 0.15),
+    ],
+)
+@pytest.mark.parametrize("block_size", [8, 16])  # of 16: the kernels hold keys in groups
 def test_chunks_beside_decoding(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     family: str,
+    dtype: str,
     kv_dtype: Literal["auto", "fp8", "int8"],
     error: float,
+    block_size: int,
 ) -> None:
     """A first chunk, one over a context, a short one, and a decode step; heads in parts of 3 and 1."""
-    monkeypatch.setattr(latent_attention, "EXPANDED_BYTES", 3 * 2 * 12 * BLOCK_SIZE * 40 * 4)
+    monkeypatch.setattr(latent_attention, "EXPANDED_BYTES", 3 * 2 * 12 * 8 * 40 * 4)
     make_checkpoint(tmp_path, family, qk_nope_head_dim=8, v_head_dim=32, kv_lora_rank=64)
-    runner = ModelRunner(engine_config(tmp_path, "cpu", "float32", BLOCK_SIZE, 96, kv_dtype=kv_dtype))
+    runner = ModelRunner(engine_config(tmp_path, "cpu", dtype, block_size, 96, kv_dtype=kv_dtype))
     lengths = ((0, 47), (12, 40), (20, 5), (30, 1))  # computed, of this step
     sequences = [
         HandSequence(random_tokens(sum(of), seed=i), list(range(i, 96, 4))) for i, of in enumerate(lengths)
@@ -44,11 +55,12 @@ def test_chunks_beside_decoding(
         for s in sequences:
             s.num_computed = 0
         with torch.inference_mode():
-            hidden_states(runner, make_batch(before, BLOCK_SIZE))
+            hidden_states(runner, make_batch(before, block_size))
             for s, first in before:
                 s.num_computed = first
-            found.append(hidden_states(runner, make_batch(step, BLOCK_SIZE)))
-    assert (found[0] - found[1]).abs().max() < error * found[1].abs().max()
+            found.append(hidden_states(runner, make_batch(step, block_size)))
+    expanded, absorbed = (hidden.float() for hidden in found)
+    assert (expanded - absorbed).norm() < error * absorbed.norm()
     assert not torch.equal(found[0], found[1])
 
 
