@@ -142,10 +142,7 @@ def _single(file: GgufFile, key: str, value: Any) -> Any:
 
 def _rope(file: GgufFile, head_dim: int) -> dict[str, Any]:
     """Rotated numbers and scaling. Llama 3's factors are a tensor, which is read as LongRoPE's."""
-    found: dict[str, Any] = {}
-    rotated = file.own("rope.dimension_count", head_dim)
-    if rotated != head_dim:
-        found["partial_rotary_factor"] = rotated / head_dim
+    found: dict[str, Any] = {"partial_rotary_factor": file.own("rope.dimension_count", head_dim) / head_dim}
     original = file.own("rope.scaling.original_context_length")
     kind, scaling = file.own("rope.scaling.type", "none"), dict[str, Any]()
     attention = file.own("rope.scaling.attn_factor")

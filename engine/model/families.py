@@ -186,7 +186,7 @@ FAMILIES = {
     "Gemma3ForCausalLM": GEMMA_3,
     "Gemma3ForConditionalGeneration": GEMMA_3_IN_PARTS,
     "Glm4ForCausalLM": Family(
-        interleaved_rope=True, defaults={"head_dim": 128},
+        interleaved_rope=True, defaults={"head_dim": 128, "partial_rotary_factor": 0.5},
         tensors=TensorNames(
             attention_out_norm="post_self_attn_layernorm", mlp_out_norm="post_mlp_layernorm",
             gate="mlp.gate_up_proj", up="",
@@ -197,14 +197,14 @@ FAMILIES = {
         mixture=MixtureNames("mlp.router", "mlp.experts.gate_up_proj", "", "mlp.experts.down_proj"),
         defaults={
             "attention_bias": True, "head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2,
-            "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
+            "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "rope_theta": 150000.0,
         },
     ),
     "GraniteForCausalLM": Family(o_bias="attention_bias", mlp_bias="mlp_bias", scales=granite_scales),
     "LlamaForCausalLM": Family(o_bias="attention_bias", mlp_bias="mlp_bias"),
     "MistralForCausalLM": Family(windows=same_window, defaults={"sliding_window": 4096}),
     "MixtralForCausalLM": Family(
-        windows=same_window,
+        windows=same_window, defaults={"rope_theta": 1e6},
         mixture=MixtureNames(
             "block_sparse_moe.gate", "block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3",
             "block_sparse_moe.experts.{}.w2",
@@ -230,6 +230,6 @@ FAMILIES = {
     ),
     "SmolLM3ForCausalLM": Family(
         o_bias="attention_bias", mlp_bias="mlp_bias", windows=windows_by_layer,
-        defaults={"tie_word_embeddings": True, "no_rope_layer_interval": 4},
+        defaults={"tie_word_embeddings": True, "no_rope_layer_interval": 4, "rope_theta": 2e6},
     ),
 }  # fmt: skip

@@ -57,10 +57,14 @@ def rope_configs(
     ``windows_only``: layers that attend to all tokens have none.
 
     config.json has ``rope_parameters`` (transformers 5), of all layers or by their kind, or ``rope_theta``,
-    ``rope_local_base_freq`` (of layers with a window) and ``rope_scaling`` (older files).
+    ``rope_local_base_freq`` (of layers with a window) and ``rope_scaling`` (older files). Where both are
+    there, ``rope_scaling`` was added by hand, for longer sequences.
     """
-    given: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    full = {**config, "rope_parameters": given.get("full_attention", given)}
+    scaling: dict[str, Any] = config.get("rope_scaling") or {}
+    if "type" in scaling:
+        scaling = {"rope_type": scaling["type"], **scaling}
+    given: dict[str, Any] = config.get("rope_parameters") or scaling
+    full = {**config, "rope_parameters": {**given.get("full_attention", given), **scaling}}
     local = full
     if "sliding_attention" in given:
         local = {**config, "rope_parameters": given["sliding_attention"]}
@@ -86,7 +90,7 @@ def rope_configs(
 
 def _rope_config(config: dict[str, Any], head_dim: int, interleaved: bool) -> RopeConfig:
     parameters: dict[str, Any] = config.get("rope_parameters") or {}
-    share = config.get("partial_rotary_factor", parameters.get("partial_rotary_factor", 1.0))
+    share = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     rotary_dim = int(head_dim * share)
     if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
         raise ModelConfigError(
@@ -102,18 +106,18 @@ def _rope_config(config: dict[str, Any], head_dim: int, interleaved: bool) -> Ro
         )
     if kind == "default":
         return replace(own, theta=theta)
+    name = "original_max_position_embeddings"  # Phi-3's files have it outside of the rope parameters
+    given = config.get(name) or parameters.get(name) or config["max_position_embeddings"]
+    original = int(_positive(name, given))
+    own = replace(own, type=kind, theta=theta, original_max_position_embeddings=original)
     if kind == "longrope":
-        return _longrope(replace(own, type=kind, theta=theta), parameters, config)
+        return _longrope(own, parameters, config["max_position_embeddings"] / original)
     if "factor" not in parameters:
         raise ModelConfigError(f"config.json: rope type {kind!r} needs 'factor' among its rope parameters")
     factor = _positive("factor", parameters["factor"])
-    original = int(parameters.get("original_max_position_embeddings") or config["max_position_embeddings"])
     return replace(
         own,
-        type=kind,
-        theta=theta,
         factor=factor,
-        original_max_position_embeddings=original,
         low_freq_factor=float(parameters.get("low_freq_factor", 1.0)),
         high_freq_factor=float(parameters.get("high_freq_factor", 4.0)),
         beta_fast=float(parameters.get("beta_fast") or 32.0),
@@ -123,14 +127,10 @@ def _rope_config(config: dict[str, Any], head_dim: int, interleaved: bool) -> Ro
     )
 
 
-def _longrope(rope: RopeConfig, parameters: dict[str, Any], config: dict[str, Any]) -> RopeConfig:
-    """Ding et al., LongRoPE, 2024; the factor of cosines and sines as Phi-3's files have it."""
-    longest = int(config["max_position_embeddings"])
-    original = int(
-        config.get("original_max_position_embeddings")
-        or parameters.get("original_max_position_embeddings")
-        or longest
-    )
+def _longrope(rope: RopeConfig, parameters: dict[str, Any], ratio: float) -> RopeConfig:
+    """Ding et al., LongRoPE, 2024; the factor of cosines and sines as Phi-3's files have it. ``ratio``: of
+    the longest length to the original one, which counts where no ``factor`` is given."""
+    original = rope.original_max_position_embeddings
     short, long = (
         tuple(_positive(name, factor) for factor in parameters.get(name) or ())
         for name in ("short_factor", "long_factor")
@@ -141,10 +141,9 @@ def _longrope(rope: RopeConfig, parameters: dict[str, Any], config: dict[str, An
             f"found {len(short)} and {len(long)}"
         )
     given = parameters.get("attention_factor")
-    stretch = max(1.0, longest / original)
+    stretch = max(1.0, float(parameters.get("factor") or ratio))
     return replace(
         rope,
-        original_max_position_embeddings=original,
         attention_factor=float(given) if given else math.sqrt(1 + math.log(stretch) / math.log(original)),
         short_factors=short,
         long_factors=long,
