@@ -132,6 +132,8 @@ def parse_config(
     family = FAMILIES[architecture]
     config = family.config(config)
     activation = _activation(config)
+    if config.get("use_bidirectional_attention") or config.get("is_causal") is False:
+        raise ModelConfigError("config.json: attention to later tokens (of embedding models) is not built")
     num_heads = positive_int(config, "num_attention_heads")
     num_kv_heads = positive_int(
         {"num_key_value_heads": config.get("num_key_value_heads") or num_heads}, "num_key_value_heads"

@@ -15,6 +15,7 @@ LARGEST = {
     "num_key_value_heads": 4096,
     "head_dim": 1024,
     "max_position_embeddings": 1 << 24,
+    "sliding_window": 1 << 24,
     "num_experts": 1 << 14,
     "num_local_experts": 1 << 14,
     "num_experts_per_tok": 1 << 10,

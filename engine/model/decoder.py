@@ -91,10 +91,11 @@ class DecoderModel:
         parts = [layer.parts for layer in self._layers]
         self._fused = None if config.parallel or config.latent else load.kernels.fuse_layers(parts, self._eps)
         self._norm = load.norm(config.tensors.norm, float(config.unit_norms))
-        if config.tie_word_embeddings:
-            self._head = load.vocabulary_head(config.tensors.embed, self._embed_table)
+        embed, head = config.tensors.embed, config.tensors.head
+        if config.tie_word_embeddings and not load.differ(embed, head):
+            self._head = load.vocabulary_head(embed, self._embed_table)
         else:
-            self._head = load.vocabulary_head(config.tensors.head)
+            self._head = load.vocabulary_head(head)
         self._kv_scales = load.kv_scales(config) if fp8_cache else None
         embedding = config.scales.embedding / config.scales.residual
         if config.scales.rounds_embedding:

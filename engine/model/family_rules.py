@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ModelConfigError
+from .config_values import positive_int
 from .rope_config import yarn_factor
 
 Windows = tuple[int | None, ...]
@@ -14,25 +15,27 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def full_attention(config: dict[str, Any], num_layers: int) -> Windows:
-    return (None,) * num_layers
+    """No layer has a window, or those that ``layer_types`` names."""
+    return _windows_of(config, num_layers, [FULL] * num_layers)
 
 
 def same_window(config: dict[str, Any], num_layers: int) -> Windows:
-    """Every layer has the window ``sliding_window``, or none."""
-    return (int(config.get("sliding_window") or 0) or None,) * num_layers
+    """Every layer has the window ``sliding_window``, or those that ``layer_types`` names; or none."""
+    kind = SLIDING if config.get("sliding_window") else FULL
+    return _windows_of(config, num_layers, [kind] * num_layers)
 
 
 def window_if_used(config: dict[str, Any], num_layers: int) -> Windows:
     """Every layer has the window ``sliding_window`` where ``use_sliding_window`` is set."""
     used = config.get("use_sliding_window", False)
-    return same_window(config, num_layers) if used else full_attention(config, num_layers)
+    return same_window(config, num_layers) if used else (None,) * num_layers
 
 
 def windows_by_pattern(config: dict[str, Any], num_layers: int) -> Windows:
     """The layers that ``layer_types`` names; in older files, all but each ``sliding_window_pattern``-th."""
     pattern = int(config["sliding_window_pattern"])
     kinds = [FULL if (i + 1) % pattern == 0 else SLIDING for i in range(num_layers)]
-    return _windows_of(config.get("layer_types") or kinds, num_layers, int(config["sliding_window"]))
+    return _windows_of(config, num_layers, kinds)
 
 
 def windows_by_layer(config: dict[str, Any], num_layers: int) -> Windows:
@@ -40,21 +43,22 @@ def windows_by_layer(config: dict[str, Any], num_layers: int) -> Windows:
     ``max_window_layers`` up."""
     if not config.get("sliding_window") or not config.get("use_sliding_window", False):
         return (None,) * num_layers
-    window = int(config["sliding_window"])
-    kinds = config.get("layer_types")
-    if kinds is None:
-        first = int(config.get("max_window_layers", 28))
-        return tuple(window if i >= first else None for i in range(num_layers))
-    return _windows_of(kinds, num_layers, window)
+    first = int(config.get("max_window_layers", 28))
+    return _windows_of(config, num_layers, [SLIDING if i >= first else FULL for i in range(num_layers)])
 
 
-def _windows_of(kinds: list[str], num_layers: int, window: int) -> Windows:
+def _windows_of(config: dict[str, Any], num_layers: int, kinds: list[str]) -> Windows:
+    """``kinds``: of the layers, where ``layer_types`` does not name them."""
+    kinds = config.get("layer_types") or kinds
     unknown = set(kinds) - {FULL, SLIDING}
     if unknown or len(kinds) != num_layers:
         raise ModelConfigError(
             f"config.json: layer_types must name {num_layers} layers, each full_attention or "
             f"sliding_attention; found {len(kinds)} with {', '.join(sorted(set(kinds)))}"
         )
+    if SLIDING not in kinds:
+        return (None,) * num_layers
+    window = positive_int(config, "sliding_window")
     return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
@@ -92,7 +96,7 @@ def cohere_scales(config: dict[str, Any], head_dim: int) -> Scales:
 
 def deepseek_scales(config: dict[str, Any], head_dim: int) -> Scales:
     """YaRN's factor of the scores is squared: one for queries, one for keys."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = {**(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
     size, share = (
         int(config["qk_nope_head_dim"]) + int(config["qk_rope_head_dim"]),
         rope.get("mscale_all_dim"),

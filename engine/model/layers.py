@@ -145,6 +145,12 @@ class LayerLoader:
         """In the model's type."""
         return self._wide(self._weight(name))
 
+    def differ(self, *names: str) -> bool:
+        """Both weights are there, and not the same: config.json calls a head of its own tied."""
+        there = [full for name in names if self.checkpoint.has(full := f"{name}.weight")]
+        found = [self.checkpoint.stored(full) for full in there]
+        return len(found) == 2 and found[0].shape == found[1].shape and not torch.equal(*found)
+
     def vocabulary_head(self, name: str, table: Tensor | QuantisedTable | None = None) -> Linear:
         """Hidden states to logits. ``table``: the vocabulary's of this name: a GPU holds it once."""
         is_stored = self.quantisation is None or self.quantisation.of(name) is None

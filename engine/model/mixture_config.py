@@ -10,6 +10,7 @@ from ..errors import ModelConfigError
 from .config_values import positive_int
 
 METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
+SCORES = ("softmax", "sigmoid")
 MOST_EXPERTS = 1 << 17  # of all layers: several times those of any model
 
 
@@ -83,11 +84,12 @@ def mixture_config(
     size = "moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"
     step = positive_int({"decoder_sparse_step": 1, **config}, "decoder_sparse_step")
     dense = {int(i) for i in config.get("mlp_only_layers") or range(config.get("first_k_dense_replace", 0))}
-    method = config.get("topk_method", "greedy")
-    if method not in METHODS or config.get("moe_layer_freq", 1) != 1:
+    method, score = config.get("topk_method", "greedy"), config.get("scoring_func") or SCORES[0]
+    frequency = config.get("moe_layer_freq", 1)
+    if method not in METHODS or score not in SCORES or frequency != 1:
         raise ModelConfigError(
-            f"config.json: topk_method {method!r:.100} with moe_layer_freq "
-            f"{config.get('moe_layer_freq', 1)!r:.100} is not supported (supported: {', '.join(METHODS)}; 1)"
+            f"config.json: topk_method {method!r:.100} with scoring_func {score!r:.100} and moe_layer_freq "
+            f"{frequency!r:.100} is not supported (supported: {', '.join((*METHODS, *SCORES))}; 1)"
         )
     groups = chosen_groups = 1
     if method != "greedy":
@@ -107,7 +109,7 @@ def mixture_config(
             activation=_clamped(config) if "swiglu_limit" in config else activation,
             shared_size=_shared_size(config, names),
             shared_gated=bool(names.shared_gate),
-            sigmoid=config.get("scoring_func") == "sigmoid",
+            sigmoid=score == "sigmoid",
             num_groups=groups,
             chosen_groups=chosen_groups,
             factor=float(config.get("routed_scaling_factor", 1.0)),

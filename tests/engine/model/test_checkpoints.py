@@ -70,12 +70,32 @@ def test_sharded_weights_are_the_same_model(tmp_path: Path) -> None:
     assert next_token(tmp_path / "several") == next_token(tmp_path / "one")
 
 
+def test_layer_types_are_honoured_where_all_layers_have_the_window_otherwise(folder: Path) -> None:
+    """Ministral 8B's file has them."""
+    edit_config(folder, **MISTRAL, sliding_window=16)
+    assert ModelConfig.from_folder(folder).sliding_windows == (16, 16, 16)
+    edit_config(folder, layer_types=["full_attention", "sliding_attention", "sliding_attention"])
+    assert ModelConfig.from_folder(folder).sliding_windows == (None, 16, 16)
+
+
+def test_a_head_of_its_own_is_used_though_config_json_calls_it_tied(folder: Path) -> None:
+    """As transformers does. It was ignored."""
+    own = next_token(folder)
+    edit_config(folder, tie_word_embeddings=True)
+    assert next_token(folder) == own
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors")
+    assert next_token(folder) != own
+
+
 def test_float16_weights_are_converted(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "half", "llama2", dtype=torch.float16)
     make_checkpoint(tmp_path / "full", "llama2", dtype=torch.float32)
     assert next_token(tmp_path / "half") == next_token(tmp_path / "full")
 
 
+MISTRAL = {"architectures": ["MistralForCausalLM"]}
 DEEPSEEK = {"architectures": ["DeepseekV2ForCausalLM"], "q_lora_rank": None, **LATENT}
 
 
@@ -97,6 +117,11 @@ DEEPSEEK = {"architectures": ["DeepseekV2ForCausalLM"], "q_lora_rank": None, **L
         ({"num_key_value_heads": 3}, "cannot share 3 key-value heads"),
         ({"head_dim": 12}, "multiple of 8"),
         ({**DEEPSEEK, "topk_method": "best"}, "topk_method 'best' .* is not supported"),
+        ({**DEEPSEEK, "scoring_func": "sqrt"}, "scoring_func 'sqrt' .* is not supported"),
+        ({"is_causal": False}, "attention to later tokens"),
+        ({"use_bidirectional_attention": True}, "attention to later tokens"),
+        ({"layer_types": ["chunked_attention"] * 3}, "found 3 with chunked_attention"),
+        ({**MISTRAL, "sliding_window": -1}, "'sliding_window' must be a positive whole number"),
         (
             {**DEEPSEEK, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 1},
             "of 1 of 3 groups do not fit 8 experts",
