@@ -54,7 +54,7 @@ class TensorNames:
     norm: str = "model.norm"
     head: str = "lm_head"
     sinks: str = ""  # the whole name; see ``AttentionInputs``
-    kv_scales: tuple[str, str] = ("self_attn.k_scale", "self_attn.v_scale")  # of a float8 KV cache
+    kv_scales: tuple[str, str] = ("self_attn.{0}_scale", "self_attn.{0}_proj.{0}_scale")  # {0}: k or v
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)  # endings, or beginnings that end with a dot
 
 

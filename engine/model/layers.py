@@ -176,12 +176,13 @@ class LayerLoader:
         """float32 [num_layers, 2, num_kv_heads]: the checkpoint's scales, of all heads or of each; 1 where it
         has none."""
 
-        def scale(name: str) -> Tensor:
-            given = self.checkpoint.tensor(name).float() if self.checkpoint.has(name) else torch.ones(1)
-            return given.flatten().expand(config.num_kv_heads).to(self.device)
+        def scale(layer: str, of: str) -> Tensor:
+            names = [f"{layer}.{name.format(of)}" for name in config.tensors.kv_scales]
+            given = [self.checkpoint.tensor(name).float() for name in names if self.checkpoint.has(name)]
+            return (given or [torch.ones(1)])[0].flatten().expand(config.num_kv_heads).to(self.device)
 
         layers = map(config.tensors.layer.format, range(config.num_layers))
-        pairs = [[scale(f"{layer}.{of}") for of in config.tensors.kv_scales] for layer in layers]
+        pairs = [[scale(layer, of) for of in "kv"] for layer in layers]
         return torch.stack([torch.stack(pair) for pair in pairs]).contiguous()
 
     def norm(self, name: str, offset: float = 0.0) -> Tensor:

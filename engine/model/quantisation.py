@@ -164,12 +164,15 @@ def parse_quantisation(config: Mapping[str, Any], modelopt: Mapping[str, Any]) -
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> Quantisation:
+    if config.get("transform_config"):
+        raise _missing("rotations of compressed-tensors (transform_config)")
     groups = list(config["config_groups"].values())
     schemes = [
         (target, _compressed_group(group, config.get("format")))
         for group in groups
         for target in group["targets"]
     ]
+    schemes.sort(key=lambda scheme: scheme[0] == "Linear")  # names come before classes, whatever their order
     return Quantisation(tuple(schemes), tuple(config.get("ignore") or ()))
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.quantised import QuantisedWeight
+from ..errors import WeightsError
 from .gguf_blocks import weight_of_blocks
 from .quantisation import WORD_BITS, TensorScheme
 
@@ -46,7 +47,14 @@ def _awq(scheme: TensorScheme, read: Reader) -> QuantisedWeight:
 
 
 def _plain(scheme: TensorScheme, read: Reader) -> QuantisedWeight:
-    codes, scales = _needed(read, "weight"), _needed(read, scheme.scale).float()
+    codes, scales = _needed(read, "weight"), _needed(read, scheme.scale)
+    wanted = torch.float8_e4m3fn if scheme.float8 else torch.int8
+    if codes.dtype != wanted or not scales.is_floating_point():
+        raise WeightsError(
+            f"{codes.dtype} weights with {scales.dtype} scales are not those of config.json ({wanted}); use "
+            "another version of this checkpoint"
+        )
+    scales = scales.float()
     rows, columns = codes.shape
     group = columns
     if scheme.block is not None:

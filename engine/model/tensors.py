@@ -62,7 +62,7 @@ def ignored_tensors(config: ModelConfig) -> tuple[str, ...]:
     t = config.tensors
     if config.latent is not None:  # layers that predict further tokens
         t = replace(t, ignored=(*t.ignored, f"{t.layer.format(config.num_layers)}."))
-    ignored = (*t.ignored, *(f".{name}" for name in t.kv_scales))
+    ignored = (*t.ignored, *(f".{name.format(of)}" for name in t.kv_scales for of in "kv"))
     if config.quantisation is not None:
         ignored = (*ignored, *BESIDE)
     return (*ignored, f"{t.head}.weight") if config.tie_word_embeddings else ignored

@@ -26,7 +26,7 @@ from support.quantised_models import assert_exact, assert_same_function, make_ru
 from torch import Tensor
 from transformers import GptOssForCausalLM, Mxfp4Config
 
-from splitserve.engine.errors import ModelConfigError
+from splitserve.engine.errors import ModelConfigError, WeightsError
 from splitserve.engine.model.model_folder import check_model_folder
 from splitserve.engine.model.quantisation import parse_quantisation
 
@@ -229,6 +229,37 @@ def test_experts_in_one_tensor_of_another_scheme_are_refused(tmp_path: Path) -> 
         check_model_folder(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "write", [int8, lambda weight: ({**by_row(weight)[0], **whole_numbers(weight)}, weight)]
+)
+def test_weights_of_another_type_than_config_json_names_are_refused(
+    tmp_path: Path, write: Callable[[Tensor], Written]
+) -> None:
+    """Codes would be taken for other numbers."""
+    rewrite(
+        tmp_path,
+        make_checkpoint(tmp_path, "llama3", num_hidden_layers=1),
+        CASES["compressed-tensors FP8 dynamic"][0],
+        write,
+    )
+    with pytest.raises(WeightsError, match=r"weights with torch.* scales are not those of config\.json"):
+        make_runner(tmp_path)
+
+
+def whole_numbers(weight: Tensor) -> dict[str, Tensor]:
+    return {"weight_scale": torch.ones(len(weight), 1, dtype=torch.uint8)}
+
+
+def test_a_name_comes_before_a_class_of_modules() -> None:
+    config, _ = words_of(4, GROUP)
+    eight = words_of(8, GROUP)[0]["config_groups"]["group_0"]
+    config["config_groups"]["group_1"] = {**eight, "targets": ["re:.*down_proj"]}
+    quantisation = parse_quantisation(config, {})
+    assert quantisation is not None
+    found = [quantisation.of(f"model.layers.0.mlp.{name}_proj") for name in ("up", "down")]
+    assert [scheme and scheme.bits for scheme in found] == [4, 8]
+
+
 def test_gptq_leaves_out_what_its_dynamic_names(tmp_path: Path) -> None:
     config, _ = CASES["GPTQ"]
     quantisation = parse_quantisation({**config, "dynamic": {r"-:.*\.mlp\.up_proj": {}}}, {})
@@ -257,6 +288,7 @@ def test_modules_that_are_left_out(pattern: str) -> None:
         ({"quant_method": "fp8", "fmt": "e5m2"}, "float8 in e5m2"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo 'NVFP4' of ModelOpt"),
         (compressed("nvfp4-pack-quantized", {**FLOAT8, "num_bits": 4, "strategy": "group"}), "format 'nvfp4"),
+        ({**compressed("pack-quantized", {}), "transform_config": {"config_groups": {"u": {}}}}, "rotations"),
         (compressed("marlin-24", {**FLOAT8, "strategy": "channel"}), "format 'marlin-24'"),
     ],
 )  # fmt: skip

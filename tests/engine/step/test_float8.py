@@ -102,12 +102,13 @@ def test_the_gpu_kernels_fill_and_read_it_alike(tmp_path: Path, monkeypatch: pyt
     assert same > 0.99
 
 
-def test_scales_come_from_the_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["k_scale", "k_proj.k_scale"])  # ModelOpt's has the second
+def test_scales_come_from_the_checkpoint(tmp_path: Path, name: str) -> None:
     make_checkpoint(tmp_path, "llama3", num_hidden_layers=1)
     plain = make_runner(tmp_path, kv_dtype="fp8")
     weights = load_file(tmp_path / "model.safetensors")
-    name = "model.layers.0.self_attn.k_scale"
-    save_file({**weights, name: torch.tensor(4.0)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    scale = {f"model.layers.0.self_attn.{name}": torch.tensor(4.0)}
+    save_file({**weights, **scale}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     scaled = make_runner(tmp_path, kv_dtype="fp8")
     answer(plain)
     answer(scaled)
