@@ -50,13 +50,10 @@ def _plain(scheme: TensorScheme, read: Reader) -> QuantisedWeight:
     codes, scales = _needed(read, "weight"), _needed(read, scheme.scale)
     wanted = torch.float8_e4m3fn if scheme.float8 else torch.int8
     if codes.dtype != wanted or not scales.is_floating_point():
-        raise WeightsError(
-            f"{codes.dtype} weights with {scales.dtype} scales are not those of config.json ({wanted}); use "
-            "another version of this checkpoint"
-        )
-    scales = scales.float()
+        found = f"{codes.dtype} weights with {scales.dtype} scales"
+        raise WeightsError(f"{found} are not those of config.json ({wanted}); use another version")
     rows, columns = codes.shape
-    group = columns
+    group, scales = columns, scales.float()
     if scheme.block is not None:
         scales = scales.repeat_interleave(scheme.block[0], 0)[:rows]
         group = min(scheme.block[1], columns)

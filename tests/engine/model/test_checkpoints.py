@@ -79,7 +79,7 @@ def test_layer_types_are_honoured_where_all_layers_have_the_window_otherwise(fol
 
 
 def test_a_head_of_its_own_is_used_though_config_json_calls_it_tied(folder: Path) -> None:
-    """As transformers does. It was ignored."""
+    """It was ignored; transformers uses it, too."""
     own = next_token(folder)
     edit_config(folder, tie_word_embeddings=True)
     assert next_token(folder) == own

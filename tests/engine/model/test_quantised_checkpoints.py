@@ -229,25 +229,19 @@ def test_experts_in_one_tensor_of_another_scheme_are_refused(tmp_path: Path) -> 
         check_model_folder(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "write", [int8, lambda weight: ({**by_row(weight)[0], **whole_numbers(weight)}, weight)]
-)
+def with_whole_scales(weight: Tensor) -> Written:
+    return {**by_row(weight)[0], "weight_scale": torch.ones(len(weight), 1, dtype=torch.uint8)}, weight
+
+
+@pytest.mark.parametrize("write", [int8, with_whole_scales])
 def test_weights_of_another_type_than_config_json_names_are_refused(
     tmp_path: Path, write: Callable[[Tensor], Written]
 ) -> None:
     """Codes would be taken for other numbers."""
-    rewrite(
-        tmp_path,
-        make_checkpoint(tmp_path, "llama3", num_hidden_layers=1),
-        CASES["compressed-tensors FP8 dynamic"][0],
-        write,
-    )
+    model = make_checkpoint(tmp_path, "llama3", num_hidden_layers=1)
+    rewrite(tmp_path, model, CASES["compressed-tensors FP8 dynamic"][0], write)
     with pytest.raises(WeightsError, match=r"weights with torch.* scales are not those of config\.json"):
         make_runner(tmp_path)
-
-
-def whole_numbers(weight: Tensor) -> dict[str, Tensor]:
-    return {"weight_scale": torch.ones(len(weight), 1, dtype=torch.uint8)}
 
 
 def test_a_name_comes_before_a_class_of_modules() -> None:

@@ -47,7 +47,7 @@ def test_longrope_stretches_by_its_factor_where_one_is_given() -> None:
 
 
 def test_rope_scaling_that_was_added_to_a_file_of_transformers_5_is_honoured() -> None:
-    """As the Qwen models' cards ask for. It was ignored."""
+    """It was ignored, though models' cards ask to add it."""
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
     config = phi(rope_parameters={"rope_type": "default", "rope_theta": 1e6}, rope_scaling=yarn)
     rope = config.ropes[0]
