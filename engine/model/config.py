@@ -157,6 +157,8 @@ def parse_config(
         )
 
     windows = family.windows(config, num_layers)
+    if latent is not None and any(windows):
+        raise ModelConfigError("config.json: latent attention with windows (layer_types) is not built")
     names = family.mixture
     mixture = None if names is None else mixture_config(config, names, num_layers, activation)
     if quantisation is not None and names is not None:  # routers never are, whatever is left out by name

@@ -56,9 +56,7 @@ def _windows_of(config: dict[str, Any], num_layers: int, kinds: list[str]) -> Wi
             f"config.json: layer_types must name {num_layers} layers, each full_attention or "
             f"sliding_attention; found {len(kinds)} with {', '.join(sorted(set(kinds)))}"
         )
-    if SLIDING not in kinds:
-        return (None,) * num_layers
-    window = positive_int(config, "sliding_window")
+    window = positive_int(config, "sliding_window") if SLIDING in kinds else None
     return tuple(window if kind == SLIDING else None for kind in kinds)
 
 

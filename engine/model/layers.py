@@ -147,8 +147,8 @@ class LayerLoader:
 
     def differ(self, *names: str) -> bool:
         """Both weights are there, and not the same: config.json calls a head of its own tied."""
-        there = [full for name in names if self.checkpoint.has(full := f"{name}.weight")]
-        found = [self.checkpoint.stored(full) for full in there]
+        source, full = self.checkpoint, [f"{name}.weight" for name in names]
+        found = [source.stored(name) for name in full if source.has(name)]
         return len(found) == 2 and found[0].shape == found[1].shape and not torch.equal(*found)
 
     def vocabulary_head(self, name: str, table: Tensor | QuantisedTable | None = None) -> Linear:

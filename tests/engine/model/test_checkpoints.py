@@ -95,6 +95,7 @@ def test_float16_weights_are_converted(tmp_path: Path) -> None:
     assert next_token(tmp_path / "half") == next_token(tmp_path / "full")
 
 
+SLIDING = ["sliding_attention"] * 3
 MISTRAL = {"architectures": ["MistralForCausalLM"]}
 DEEPSEEK = {"architectures": ["DeepseekV2ForCausalLM"], "q_lora_rank": None, **LATENT}
 
@@ -118,6 +119,7 @@ DEEPSEEK = {"architectures": ["DeepseekV2ForCausalLM"], "q_lora_rank": None, **L
         ({"head_dim": 12}, "multiple of 8"),
         ({**DEEPSEEK, "topk_method": "best"}, "topk_method 'best' .* is not supported"),
         ({**DEEPSEEK, "scoring_func": "sqrt"}, "scoring_func 'sqrt' .* is not supported"),
+        ({**DEEPSEEK, "layer_types": SLIDING, "sliding_window": 8}, "latent attention with windows"),
         ({"is_causal": False}, "attention to later tokens"),
         ({"use_bidirectional_attention": True}, "attention to later tokens"),
         ({"layer_types": ["chunked_attention"] * 3}, "found 3 with chunked_attention"),
