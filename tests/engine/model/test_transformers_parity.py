@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from splitserve.engine.step.model_runner import ModelRunner
 
-BLOCK_SIZE = 8
+BLOCK_SIZE = 16  # the default, for which kernels hold keys in groups; quantised_models.py has another
 NUM_BLOCKS = 96
 PROMPT_LEN = 75  # longer than the sliding windows, not a multiple of the block size
 NUM_STEPS = 64
