@@ -28,7 +28,6 @@ from .peer_listener import DEFAULT_PORT
 
 GIB = 1 << 30
 MIN_OPEN_FILES = 4096
-MIN_SHM_BYTES = 2 * GIB
 MARKS = {"ok": "[green]ok[/green]     ", "note": "[yellow]note[/yellow]   ", "problem": "[red]problem[/red]"}
 
 
@@ -232,12 +231,6 @@ def check_key(settings: DoctorSettings) -> Iterator[Finding]:
 
 
 def check_limits(_: DoctorSettings) -> Iterator[Finding]:
-    free = shutil.disk_usage("/dev/shm").free
-    if free < MIN_SHM_BYTES:
-        advice = "enlarge it (containers: --shm-size=4g), or use --mover tcp or a smaller --kv-cache-gib"
-        yield Finding("note", f"/dev/shm has only {free / GIB:.1f} GiB free for KV caches", advice)
-    else:
-        yield Finding("ok", f"/dev/shm has {free / GIB:.1f} GiB free")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < MIN_OPEN_FILES:
         yield Finding(
