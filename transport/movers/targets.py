@@ -134,8 +134,7 @@ class WaysIn:
     def may_retire(self, peer: PeerId, retire: Retire, receiver: Receiver) -> bool:
         """Return whether Retire may go to the core; if not, it will be sent again."""
         ended = [e for e in receiver.writers() if e[0] == peer[0] and has_ended(e[1], retire.incarnation)]
-        waiting = [e for e in ended if not self._is_over(e)]
-        return not waiting
+        return not [e for e in ended if not self._is_over(e)]  # a list: each is shut out
 
     def process_ended(self, peer: PeerId, receiver: Receiver) -> bool:
         """Report to the core that the writer's process has ended. Return False if that has to wait: call it

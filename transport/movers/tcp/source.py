@@ -129,10 +129,9 @@ class _Connection(threading.Thread):
                 self._memory = (
                     HostBytes(pool) if isinstance(pool, np.ndarray) else Staging(pool, RECORD_BYTES)
                 )
-                while (parcel := self._source.wait_for_next()) is not None and self._send_or_connect_again(
-                    parcel
-                ):
-                    pass
+                while (parcel := self._source.wait_for_next()) is not None:
+                    if not self._send_or_connect_again(parcel):
+                        break
         except Exception as error:  # whatever it is: what is to leave here would wait for ever
             self._source.fail(f"cannot send KV blocks: {error!r}")
         if self._stream is not None:
@@ -149,8 +148,7 @@ class _Connection(threading.Thread):
 
     def _connect(self) -> bool:
         """Return False if the peer cannot be reached; the source has failed then."""
-        give_up, pause = time.monotonic() + RETRY_S, RETRY_PAUSE_S
-        wait = 0.0
+        give_up, wait, pause = time.monotonic() + RETRY_S, 0.0, RETRY_PAUSE_S
         while self._source.pause(wait):
             try:
                 self._open_stream()

@@ -2,8 +2,7 @@
 blocks.
 
 The name is the option's and the protocol's (``--mover tcp``); the data itself goes over plain TCP sockets:
-ZeroMQ copies each byte once more on either side and cannot receive into given memory (measured beside it in
-docs/movers.md).
+ZeroMQ copies each byte once more on either side and cannot receive into given memory.
 
 A connection counts for nothing until its peer has proved that it knows the secret of our data address. A
 parcel that names an unknown lease, a wrong secret, layers that do not exist or are not missing is dropped and
@@ -192,10 +191,8 @@ class _Server(threading.Thread):
                     self._accept()
                 elif key.fileobj == self._ending.fd:
                     stopping = True
-                elif (
-                    connection := self._connections.get(key.fileobj)
-                ) is not None:  # else ended in this very turn, for a newer one
-                    self._read(connection)
+                elif (connection := self._connections.get(key.fileobj)) is not None:
+                    self._read(connection)  # else ended in this very turn, for a newer one
             self._end_silent_strangers(time.monotonic() - HANDSHAKE_TIMEOUT_S)
 
     def _accept(self) -> None:
@@ -249,7 +246,6 @@ def _listening(address: str) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server(("" if host == "*" else host, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        reason = (
+        raise AddressError(
             f"cannot listen on {address} for KV blocks: {error.strerror}; choose another address or port *"
-        )
-        raise AddressError(reason) from None
+        ) from None
