@@ -10,16 +10,15 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import select
 import struct
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..errors import MoverError, PeerEnded
+from ..errors import MoverError
 from ..messages.messages import PeerId
-from .interface import Arrival, BackgroundSource, Items, OneSidedTarget, layer_slice, runs
+from .interface import Arrival, BackgroundSource, Items, OneSidedTarget, PeerProcess, layer_slice, runs
 
 HANDLE_BYTES = 64
 PUT_S, SLOWEST_BYTES_PER_S = 5.0, 1e9  # a put may take that long, and as long as its bytes at that rate
@@ -54,20 +53,13 @@ class CudaIpcSource(BackgroundSource):
         handle, offset, pid = _ADDRESS.unpack(address)
         self._num_blocks, self._pointer, self._shape, self._cuda = num_blocks, pointer, tuple(shape), cuda
         super().__init__()
-        try:
-            self._process = os.pidfd_open(pid)
-        except OSError as error:
-            raise MoverError(
-                f"the decode worker's process {pid} is not on this host: {error.strerror}"
-            ) from None
-        self._ended = select.poll()
-        self._ended.register(self._process, select.POLLIN)
+        self._process = PeerProcess(pid)
         try:
             self._mapped = cuda.map(handle)
             self._target = self._mapped + offset
             self._stream = cuda.new_stream()
         except MoverError:
-            os.close(self._process)
+            self._process.close()
             raise
 
     def put(
@@ -75,14 +67,14 @@ class CudaIpcSource(BackgroundSource):
     ) -> None:
         layers = layer_slice(self._shape, first_layer, num_layers)
         found = runs(items, layers, self._shape, self._num_blocks, self._pointer, self._target)
-        if self._ended.poll(0):
-            raise PeerEnded("the decode worker's process has ended")
+        self._process.check()
         for run in found:
             self._cuda.copy(run.target, run.source, run.num_bytes, self._stream)
         seconds = PUT_S + sum(run.num_bytes for run in found) / SLOWEST_BYTES_PER_S
         self._begin(lease, items, self._cuda.record(self._stream), seconds)
 
     def poll(self) -> list[Arrival]:
+        self._process.check()  # also when idle: the memory of a dead process stays as long as it is mapped
         left: list[Arrival] = []
         while self._puts and self._cuda.is_over(self._puts[0].handle):  # one stream: they end in order
             left += self._puts.pop(0).arrivals
@@ -93,7 +85,7 @@ class CudaIpcSource(BackgroundSource):
     def close(self) -> tuple[()]:
         """Waits for what is under way. Raises MoverError where the GPU does not end it: only the end of this
         process can then be believed to end the writing, so nobody may catch it and go on."""
-        os.close(self._process)
+        self._process.close()
         self._begin(0, (), self._cuda.record(self._stream), 0.0)  # behind copies of a put that raised
         until = time.monotonic() + CLOSE_S
         while self._puts:

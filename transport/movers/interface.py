@@ -7,6 +7,8 @@ blocks. Nothing here blocks; nothing is safe to use from two threads at once.
 
 from __future__ import annotations
 
+import os
+import select
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import MoverError
+from ..errors import MoverError, PeerEnded
 from ..messages.messages import Message, PeerId
 
 Pool: TypeAlias = NDArray[np.uint8]
@@ -216,6 +218,29 @@ class BackgroundSource:
 
     def cancel(self, lease: int) -> None:
         """Do nothing: a put under way cannot be called back; see ``writing``."""
+
+
+class PeerProcess:
+    """A decode worker's process on this host, whose pool is mapped here."""
+
+    def __init__(self, pid: int) -> None:
+        """Raises MoverError; PeerEnded where it has ended."""
+        try:
+            self._descriptor = os.pidfd_open(pid)
+        except OSError as error:
+            if isinstance(error, ProcessLookupError):
+                raise PeerEnded("the decode worker's process has ended") from None
+            raise MoverError(f"cannot map the KV pool of process {pid}: {error.strerror}") from None
+        self._end = select.poll()
+        self._end.register(self._descriptor, select.POLLIN)
+
+    def check(self) -> None:
+        """Raises PeerEnded once it has ended."""
+        if self._end.poll(0):
+            raise PeerEnded("the decode worker's process has ended")
+
+    def close(self) -> None:
+        os.close(self._descriptor)
 
 
 class Run(NamedTuple):

@@ -12,13 +12,12 @@ import errno
 import fcntl
 import mmap
 import os
-import select
 
 import numpy as np
 
-from ..errors import MoverError, PeerEnded
+from ..errors import MoverError
 from ..messages.messages import PeerId
-from .interface import Arrival, Items, OneSidedTarget, Pool, layer_slice
+from .interface import Arrival, Items, OneSidedTarget, PeerProcess, Pool, layer_slice
 
 _LARGEST_PID = (1 << 31) - 1
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -81,8 +80,6 @@ class ShmSource:
         self._pool = pool
         num_bytes = num_blocks * pool[0].nbytes
         self._process, self._mapping = _map(shm_name, num_bytes)
-        self._ended = select.poll()
-        self._ended.register(self._process, select.POLLIN)
         self._target: Pool = np.frombuffer(self._mapping, dtype=np.uint8)[:num_bytes].reshape(
             num_blocks, *pool.shape[1:]
         )
@@ -94,8 +91,7 @@ class ShmSource:
         """One copy for each run of blocks that lie side by side in both pools; a memcpy where it is of all
         layers."""
         layers = layer_slice(self._pool.shape, first_layer, num_layers)
-        if self._ended.poll(0):
-            raise PeerEnded("the decode worker's process has ended")
+        self._process.check()
         start = 0
         for end in range(1, len(items) + 1):
             if end == len(items) or items[end][1:] != (items[end - 1][1] + 1, items[end - 1][2] + 1):
@@ -112,6 +108,7 @@ class ShmSource:
         np.copyto(self._target[target : target + count, layers], self._pool[source : source + count, layers])
 
     def poll(self) -> list[Arrival]:
+        self._process.check()  # also when idle: the memory of a dead process stays as long as it is mapped
         done, self._done = self._done, []
         return done
 
@@ -128,12 +125,12 @@ class ShmSource:
         """Unmaps the peer's pool."""
         del self._target
         self._mapping.close()
-        os.close(self._process)
+        self._process.close()
         return ()
 
 
-def _map(shm_name: str, num_bytes: int) -> tuple[int, mmap.mmap]:
-    """(descriptor of the owning process, its memory). The inode shows that it is the memory meant, not a
+def _map(shm_name: str, num_bytes: int) -> tuple[PeerProcess, mmap.mmap]:
+    """(the owning process, its memory). The inode shows that it is the memory meant, not a
     later one."""
     try:
         kind, *numbers = shm_name.split(":")
@@ -142,19 +139,14 @@ def _map(shm_name: str, num_bytes: int) -> tuple[int, mmap.mmap]:
             raise ValueError
     except ValueError:
         raise MoverError(f"{shm_name!r} names no shared memory") from None
-    process = -1
+    process = PeerProcess(pid)  # before the check below: so it stays the process checked
     try:
-        process = os.pidfd_open(pid)  # before the check below: so it stays the process checked
         return process, _map_file(f"/proc/{pid}/fd/{descriptor}", inode, num_bytes)
     except (OSError, MoverError) as error:
-        has_ended = isinstance(error, ProcessLookupError)
-        if process >= 0:
-            ended = select.poll()
-            ended.register(process, select.POLLIN)
-            has_ended = has_ended or bool(ended.poll(0))  # its files went a moment before it
-            os.close(process)
-        if has_ended:
-            raise PeerEnded("the decode worker's process has ended") from None
+        try:
+            process.check()  # its files went a moment before it
+        finally:
+            process.close()
         raise MoverError(f"cannot map the decode worker's KV pool ({shm_name}): {error}") from None
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from support.kv_pools import DEADLINE_S, NUM_BLOCKS, NUM_LAYERS, POOL_SHAPE, SECRET, empty_pool, filled_pool
 
-from splitserve.transport.errors import MoverError
+from splitserve.transport.errors import MoverError, PeerEnded
 from splitserve.transport.movers import cuda_ipc, opening
 from splitserve.transport.movers.cuda_ipc import HANDLE_BYTES, CudaIpcSource, CudaIpcTarget, LoadedCudart
 from splitserve.transport.movers.interface import Pool
@@ -167,7 +167,11 @@ def test_putting_into_a_dead_process_is_an_error(pair: Pair) -> None:
         process.wait(DEADLINE_S)
         with pytest.raises(MoverError, match="has ended"):
             source.put(1, SECRET, [(0, 1, 1)])
+        with pytest.raises(PeerEnded):
+            source.poll()
         source.close()
+        with pytest.raises(PeerEnded):
+            pair.meet(cuda_ipc._ADDRESS.pack(FakeCuda.HANDLE, BEFORE, process.pid))
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,20 @@ def test_putting_into_a_dead_process_is_an_error(stack: ExitStack) -> None:
         source.put(1, SECRET, [(0, 3, 4)])
 
 
+def test_a_writer_with_nothing_to_write_lets_a_dead_process_s_memory_go(stack: ExitStack) -> None:
+    """It stayed until the next prompt for that worker, and its successor found no room for its own pool."""
+    process, name = start_owner(stack, NUM_BLOCKS * BLOCK_BYTES)
+    source = ShmSource(name, NUM_BLOCKS, filled_pool())
+    assert source.poll() == []
+    process.kill()
+    process.wait(DEADLINE_S)
+    with pytest.raises(PeerEnded, match="has ended"):
+        source.poll()
+    source.close()
+    inodes = {line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines()}
+    assert name.rpartition(":")[2] not in inodes
+
+
 def test_a_killed_owner_leaves_no_memory_behind(stack: ExitStack) -> None:
     process, name = start_owner(stack, NUM_BLOCKS * BLOCK_BYTES)
     process.kill()
