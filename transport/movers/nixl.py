@@ -106,6 +106,10 @@ class NixlTarget(OneSidedTarget):
         return peer not in self._ending
 
     def close_all(self) -> None:
+        """In the background: each agent takes a tenth of a second, and the loop may go on in another role."""
+        threading.Thread(target=self._end_all, name="nixl-end").start()
+
+    def _end_all(self) -> None:
         for thread in (*self._ending.values(), *([self._making] if self._making is not None else [])):
             thread.join()
         for agent in (*self._agents.values(), *([self._spare] if self._spare is not None else [])):
@@ -164,10 +168,11 @@ class NixlSource(BackgroundSource):
         found = runs(items, layers, self._shape, self._num_blocks, self._place.address, self._peer_base)
         own = [(run.source, run.num_bytes, self._place.device) for run in found]
         peers = [(run.target, run.num_bytes, self._peer_device) for run in found]
-        handle = self._agent.start(own, peers, self._peer)
-        if isinstance(handle, str):
-            raise MoverError(f"NIXL cannot write to the decode worker: {handle}")
-        self._begin(lease, items, handle, PUT_S + sum(length for _, length, _ in own) / SLOWEST_BYTES_PER_S)
+        handle, error = self._agent.start(own, peers, self._peer)
+        if handle is not None:  # also one that failed: some of its runs may land
+            self._begin(lease, items, handle, PUT_S + sum(n for _, n, _ in own) / SLOWEST_BYTES_PER_S)
+        if error:
+            raise MoverError(f"NIXL cannot write to the decode worker: {error}")
 
     def poll(self) -> list[Arrival]:
         left: list[Arrival] = []
@@ -178,10 +183,8 @@ class NixlSource(BackgroundSource):
                 self._agent.release(put.handle)
                 left += put.arrivals
             elif status != "PROC" or time.monotonic() > put.deadline:
-                raise MoverError(
-                    "a write by NIXL "
-                    + (f"failed: {status}" if status != "PROC" else "was not complete in time")
-                )
+                failure = f"failed: {status}" if status != "PROC" else "was not complete in time"
+                raise MoverError(f"a write by NIXL {failure}")
         return left
 
     def close(self) -> set[int]:
@@ -208,6 +211,7 @@ class _Agent:
             logging.getLogger("nixl").setLevel(logging.WARNING)
             self._nixl = api.nixl_agent(f"splitserve-{uuid.uuid4()}", api.nixl_agent_config(backends=["UCX"]))
             self._registered = self._nixl.register_memory([(*place[:3], "")], place.kind)
+            self.address: bytes = place.prefix + self._nixl.get_agent_metadata()
         except ImportError as error:
             raise MoverError(
                 f"the mover nixl needs the package of that name: pip install 'splitserve[nixl]' ({error})"
@@ -217,7 +221,6 @@ class _Agent:
                 f"NIXL does not work here: {error}; `ucx_info -d` shows what UCX finds, "
                 "UCX_LOG_LEVEL=info why"
             ) from None
-        self.address: bytes = place.prefix + self._nixl.get_agent_metadata()
 
     def meet(self, metadata: bytes) -> Any:
         """The peer's name; None where ``metadata`` is no agent's."""
@@ -227,16 +230,16 @@ class _Agent:
             _log.warning("NIXL refuses a peer's metadata: %s", error)
             return None
 
-    def start(self, own: list[Descriptor], peers: list[Descriptor], peer: Any) -> Any:
-        """A handle of the write under way; a string: what is wrong."""
-        nixl = self._nixl
+    def start(self, own: list[Descriptor], peers: list[Descriptor], peer: Any) -> tuple[Any, str]:
+        """Return a handle of the write, if there is any, and what is wrong with it, if anything."""
+        nixl, handle = self._nixl, None
         try:
             handle = nixl.initialize_xfer(
                 "WRITE", nixl.get_xfer_descs(own, self._kind), nixl.get_xfer_descs(peers, self._kind), peer
             )
-            return handle if nixl.transfer(handle) != "ERR" else "refused"
+            return handle, "refused" if nixl.transfer(handle) == "ERR" else ""
         except Exception as error:
-            return str(error)
+            return handle, str(error) or repr(error)
 
     def status(self, handle: Any) -> str:
         """PROC, DONE, or what is wrong."""

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -194,6 +195,38 @@ def test_who_could_not_be_shut_out_is_not_said_to_be(
     assert not target.shut_out(WRITER)
     assert target.address(WRITER) is None, "nor is it let in by another way"
     assert "the memory is in use" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["status", "exception"])
+def test_a_put_that_fails_at_its_start_may_still_land(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Some of its runs may have left. The lease was released, and those landed in blocks of others."""
+    _, source, _ = open_pair(stack, filled_pool())
+
+    def transfer(handle: object) -> str:
+        if how == "exception":
+            raise RuntimeError("no route")
+        return "ERR"
+
+    monkeypatch.setattr(source._agent._nixl, "transfer", transfer)
+    with pytest.raises(MoverError, match="NIXL cannot write to the decode worker"):
+        source.put(9, SECRET, [(0, 1, 1), (1, 5, 7)])
+    assert source.writing(9)
+
+
+def test_the_end_of_a_role_waits_for_no_agent(stack: ExitStack) -> None:
+    """The loop goes on in another role."""
+    over, ended = threading.Event(), list[bool]()
+    target, _, _ = open_pair(stack, filled_pool())
+    target._agents["p9", 1] = SimpleNamespace(  # type: ignore[assignment]
+        close=lambda: ended.append(over.wait(DEADLINE_S))
+    )
+    target.close_all()
+    assert ended == []
+    over.set()
+    until(lambda: target._spare is None)
+    assert ended == [True]
 
 
 def test_a_pool_on_a_gpu_is_registered_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
