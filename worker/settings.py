@@ -58,7 +58,7 @@ class DecodeSettings(WorkerSettings):
     )
     advertise_host: str = Field(
         default="",
-        max_length=255,
+        pattern=r"^([0-9A-Za-z_.-]{0,255}|[0-9a-fA-F]*:[0-9a-fA-F:.]*:[0-9a-fA-F.]*(%[0-9A-Za-z]+)?)$",
         description="Host name or address that prefill workers connect to. Default: that of listen; if it is "
         "0.0.0.0, the one by which the coordinator sees this host.",
     )

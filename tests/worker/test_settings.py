@@ -1,10 +1,11 @@
-"""The chunk budget is what was asked for, or what suits the device."""
+"""Settings of workers."""
 
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
 
-from splitserve.worker.settings import PrefillSettings
+from splitserve.worker.settings import DecodeSettings, PrefillSettings
 
 
 @pytest.mark.parametrize(
@@ -15,3 +16,15 @@ from splitserve.worker.settings import PrefillSettings
 def test_the_chunk_budget(asked: dict[str, int], on_a_cpu: int, on_a_gpu: int) -> None:
     settings = PrefillSettings.model_validate({"model": ".", "insecure": True, **asked})
     assert (settings.chunk_budget("cpu"), settings.chunk_budget("cuda")) == (on_a_cpu, on_a_gpu)
+
+
+@pytest.mark.parametrize("host", ["", "192.0.2.7", "node-7.example", "fd00::1", "::1", "fe80::1%eth0"])
+def test_a_host_that_can_be_connected_to_is_advertised(host: str) -> None:
+    settings = DecodeSettings.model_validate({"model": ".", "insecure": True, "advertise_host": host})
+    assert settings.advertise_host == host
+
+
+@pytest.mark.parametrize("host", ["tcp://192.0.2.7", "192.0.2.7:7740", "[fd00::1]", "node 7", "a" * 256])
+def test_what_is_no_host_is_not_advertised(host: str) -> None:
+    with pytest.raises(ValidationError, match="advertise_host"):
+        DecodeSettings.model_validate({"model": ".", "insecure": True, "advertise_host": host})

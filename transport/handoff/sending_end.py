@@ -9,7 +9,7 @@ from functools import partial
 
 from ..channels.coordinator_link import identity_of
 from ..environment import Channel, Environment, Network
-from ..errors import PeerEnded, TransportError
+from ..errors import AddressError, PeerEnded, TransportError
 from ..messages.fields import is_earlier, same_process
 from ..messages.messages import BETWEEN_MOVERS, FROM_DECODE, Message, Met, PeerId, Placed, Release, u64
 from ..movers.interface import FALLBACK_MOVER, PutSource, as_talking_source
@@ -158,10 +158,14 @@ class SendingEnd:
         for other in others:
             if is_earlier(other[1], peer[1]):
                 self._replace(other, FENCED)
-        self._reachability.wanted(peer, self._clock.now())
         if peer not in self._channels:  # else it was given up, and is met again
             identity = identity_of(self._worker_id, self._incarnation, peer[1])
-            self._channels[peer] = self._network.connect(action.peer.address, identity, FROM_DECODE)
+            try:
+                self._channels[peer] = self._network.connect(action.peer.address, identity, FROM_DECODE)
+            except AddressError as error:  # its --advertise-host
+                self.sender.peer_lost(peer, f"decode worker {peer[0]}: {error}")
+                return
+        self._reachability.wanted(peer, self._clock.now())
 
     def _others(self, peer: PeerId) -> list[PeerId]:
         """Return other incarnations of its process, and other processes of its name."""

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 import zmq
+from msgspec.structs import replace
 from support.messages import SPEC
 from support.ports import kept_port
 from support.sending_end import PEER, Reached, SlowMover
@@ -42,6 +43,21 @@ def test_of_two_processes_of_one_name_the_one_that_answers_is_there(number: int)
         reached.act()
         assert one in reached.end._channels
         assert other not in reached.end._channels
+    reached.end.close()
+    reached.router.close()
+
+
+def test_an_address_that_is_none_fails_the_prompts_for_it_and_nothing_else() -> None:
+    """One decode worker with a mistaken --advertise-host ended every prefill worker."""
+    reached = Reached()
+    mistaken = Peer(worker_id="d1", incarnation=1, address="tcp://[tcp://192.0.2.7]:7740")
+    reached.sender.offer(mistaken, replace(SPEC, dispatch=SPEC.dispatch + 1), 1, [], time.monotonic())
+    reached.act()
+    ((key, kind, message),) = reached.act()
+    assert (key[1], kind) == (SPEC.dispatch + 1, "peer_lost")
+    assert "cannot connect to tcp://[tcp://192.0.2.7]:7740" in message
+    reached.end.receive(set(), time.monotonic())
+    assert set(reached.end._channels) == {PEER}
     reached.end.close()
     reached.router.close()
 
