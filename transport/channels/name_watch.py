@@ -56,7 +56,7 @@ class NameWatch:
         try:
             self._found[name] = self._resolve(name)
             self._failed.discard(name)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the second: no name of a host
             if name not in self._failed:
                 _log.warning("cannot find coordinators by %s: %s; trying again", name, error)
             self._failed.add(name)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
 from splitserve.transport.channels.name_watch import NameWatch, addresses_of
 
 
@@ -11,6 +13,13 @@ def test_a_name_stands_for_all_its_addresses() -> None:
     assert addresses_of("dns://127.0.0.1:7700") == ("tcp://127.0.0.1:7700",)
     assert addresses_of("dns://[::1]:7700") == ("tcp://[::1]:7700",)
     assert "tcp://127.0.0.1:7700" in addresses_of("dns://localhost:7700")
+
+
+def test_a_name_that_no_host_can_have_is_logged_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    watch = NameWatch([])
+    watch._look_up("dns://coordinators..example:1")
+    assert "cannot find coordinators by dns://coordinators..example:1" in caplog.text
+    assert watch.addresses() == []
 
 
 def test_it_follows_the_name_and_keeps_the_last_addresses_while_it_cannot_be_resolved() -> None:
