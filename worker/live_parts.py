@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 from dataclasses import replace
 from functools import partial
 
@@ -110,11 +111,10 @@ def _open(
     watched: list[int] = []
 
     def stop() -> None:
-        grammars.stop()
-        if tracing is not None:
-            tracing.close()
         for fd in watched:
             poller.unregister(fd)
+        for end in (grammars.stop, *([tracing.close] if tracing is not None else [])):
+            threading.Thread(target=end, name="role-end").start()  # in seconds: the other role goes on
 
     parts = RoleParts(environment, movers, grammars, stop, trace, gpu=gpu_of(model.pool))
     if role != "decode":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from support.worker_pair import process_settings_kept
 from splitserve.bench.studies.steer_workload import worker as profile
 from splitserve.cli.settings import DEMO_MODEL
 from splitserve.engine.paced_runner import paced_model
+from splitserve.engine.step.grammar import GrammarThread
 from splitserve.transport.handoff.protocol import CloseLease
 from splitserve.worker import loop
 from splitserve.worker.live_parts import live_parts
@@ -75,6 +77,18 @@ def test_a_role_that_rests_again_lingers_again(flexible: Worker, monkeypatch: py
         assert not role.departure.is_due(0.9 * host.linger_s)
     assert not role.departure.is_due(1.8 * host.linger_s)
     assert role.departure.is_due(3 * host.linger_s)
+
+
+def test_a_role_that_ends_keeps_the_other_waiting_for_nothing(
+    flexible: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last spans took up to 10 s where the collector did not answer; a worker is dead after 1.5 s."""
+    over, ended = threading.Event(), list[bool]()
+    monkeypatch.setattr(GrammarThread, "stop", lambda _: ended.append(over.wait(60)))
+    flexible.begin("prefill")
+    flexible.end("decode")
+    assert ended == []
+    over.set()
 
 
 def test_a_process_that_is_to_end_begins_nothing(flexible: Worker) -> None:

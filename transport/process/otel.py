@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 5.0
 EXPORT_EVERY_MS = 1000
-FLUSH_MS = 2000
 PREFIX = "splitserve."
 SAMPLED, RANDOM = 1, 2
 """Flags of a trace: https://www.w3.org/TR/trace-context-2/"""
@@ -99,8 +98,7 @@ class Tracing:
         emitted.end(_wall_ns(span.end))
 
     def close(self) -> None:
-        """Sends what is left, for at most two seconds."""
-        self._provider.force_flush(FLUSH_MS)
+        """Sends what is left. That takes up to TIMEOUT_S where the collector does not answer."""
         self._provider.shutdown()
 
 
