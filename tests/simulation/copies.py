@@ -66,6 +66,7 @@ class CopySource(SharedMemorySource):
 
     def poll(self) -> list[Arrival]:
         """Raises MoverError."""
+        super().poll()
         if self._copies and self.writer.now > self._copies[0].until:
             raise MoverError("a copy between devices was not complete in time")
         return []

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 from simulation.targets import Parcel
 
-from splitserve.transport.errors import MoverError
+from splitserve.transport.errors import MoverError, PeerEnded
 from splitserve.transport.movers.interface import Arrival, Item
 
 PARCEL = 4
@@ -100,6 +100,16 @@ class Source(ABC):
 class SharedMemorySource(Source):
     """Copies into the peer's memory by itself, half a block at a time: it may be stopped, or die, between any
     two halves."""
+
+    def __init__(self, writer: WorkerRole, peer: str, process: int) -> None:
+        super().__init__(writer, peer, process)
+        self._owner = self.target()
+
+    def poll(self) -> list[Arrival]:
+        """Raises PeerEnded once the process that was met has ended, also where nothing is under way."""
+        if self._owner is not None and not self._owner.process.alive:
+            raise PeerEnded("the decode worker's process has ended")
+        return super().poll()
 
     def _put(self, lease: int, secret: bytes, items: Sequence[Item], first: int, end: int) -> None:
         target = self._about_to_write(items)
