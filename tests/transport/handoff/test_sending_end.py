@@ -115,5 +115,6 @@ def test_a_peer_that_has_ended_is_no_fault_of_its_mover(error: MoverError, num_f
     assert isinstance(undelivered, Undelivered)
     assert str(error) in undelivered.message
     assert reached.sender.num_fallbacks == num_fallbacks
+    assert reached.end._movers == {}
     reached.end.close()
     reached.router.close()

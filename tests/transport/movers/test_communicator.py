@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from datetime import timedelta
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -62,3 +63,7 @@ def test_a_meeting_and_a_parcel_hang_once_their_time_is_over(monkeypatch: pytest
     ours._group.send = lambda *_: SimpleNamespace(wait=wait)
     ours.send(torch.zeros(1))
     assert not ours.hangs
+    ended = threading.Event()
+    ours._group.abort = ended.set
+    ours.tear_down()
+    assert ended.wait(60), "a call that waits for the peer ends with it"

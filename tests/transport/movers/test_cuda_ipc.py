@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from support.kv_pools import DEADLINE_S, NUM_BLOCKS, NUM_LAYERS, POOL_SHAPE, SECRET, empty_pool, filled_pool
 
 from splitserve.transport.errors import MoverError, PeerEnded
-from splitserve.transport.movers import cuda_ipc, opening
+from splitserve.transport.movers import cuda_ipc, nixl, opening
 from splitserve.transport.movers.cuda_ipc import HANDLE_BYTES, CudaIpcSource, CudaIpcTarget, LoadedCudart
 from splitserve.transport.movers.interface import Pool
 from splitserve.transport.movers.opening import offered
@@ -194,6 +195,19 @@ def test_it_is_for_gpus() -> None:
 def test_auto_tries_movers_that_leave_blocks_on_the_device_first() -> None:
     assert offered("auto", plain_kv=False, on_gpu=True) == ("cuda_ipc", "tcp")
     assert offered("auto", plain_kv=True, on_gpu=True)[:2] == ("cuda_ipc", "nccl")
+
+
+def test_shm_is_for_host_memory_and_auto_takes_nixl_beside_adapters(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(MoverError, match="host memory"):
+        offered("shm", plain_kv=False, on_gpu=True)
+    monkeypatch.setattr(nixl, "is_installed", lambda: True)
+    monkeypatch.setattr(opening, "_ADAPTERS", tmp_path)
+    assert "nixl" not in offered("auto", plain_kv=True, on_gpu=False)
+    (tmp_path / "mlx5_0").touch()
+    assert "nixl" in offered("auto", plain_kv=True, on_gpu=False)
+    assert "nixl" not in offered("auto", plain_kv=False, on_gpu=False)
 
 
 def test_memory_that_cuda_cannot_share_ends_no_start_but_a_forced_one(

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import select
+import socket
 import time
 from contextlib import ExitStack
 from threading import Event
 
 import numpy as np
 import pytest
-from support.data_connections import MODES, RawPeer, body, frame, header, new_source, new_target
+from support.data_connections import MODES, RawPeer, body, frame, header, new_source, new_target, receive
 from support.kv_pools import DEADLINE_S, NUM_BLOCKS, SECRET, arrivals, empty_pool, filled_pool, until
 
 from splitserve.transport.errors import AddressError, MoverError
 from splitserve.transport.messages.messages import Met
+from splitserve.transport.movers.lease_book import LeaseBook
 from splitserve.transport.movers.opening import open_source
 from splitserve.transport.movers.tcp import source as tcp_source
+from splitserve.transport.movers.tcp.inbound import Inbound
 from splitserve.transport.movers.tcp.source import TcpSource
 from splitserve.transport.movers.tcp.target import TcpTarget
-from splitserve.transport.movers.tcp.wire import PLAIN
+from splitserve.transport.movers.tcp.wire import HELLO_BYTES, PLAIN, DataAddress
 
 
 @MODES
@@ -88,6 +92,118 @@ def test_a_block_is_written_again_only_when_asked_for(stack: ExitStack, mode: in
     source.put(1, SECRET, [(0, 11, 3)])
     assert arrivals(target, 1, source) == [(1, 0)]
     assert np.array_equal(pool[3], source_pool[11])
+
+
+@MODES
+def test_a_parcel_that_is_complete_comes_no_second_time_when_its_connection_ends(
+    stack: ExitStack, mode: int
+) -> None:
+    """Nor does the end of its lease touch the parcel that follows on that connection."""
+    target, _ = new_target(stack)
+    target.open(1, SECRET, {0: 3, 1: 4})
+    peer = RawPeer(stack, target, mode)
+    peer.send(header(1), body())
+    assert arrivals(target, 1) == [(1, 0)]
+    peer.stream.close()
+    until(lambda: not target._server._connections)
+    again = RawPeer(stack, target, mode)
+    again.send(header(1), body())
+    again.send(header(1, positions=(1,)), body())
+    assert arrivals(target, 1) == [(1, 1)]
+    assert target.dropped == {"position": 1}
+    target.close(1)
+    target.open(2, SECRET, {0: 5})
+    again.send(header(2), body())
+    assert arrivals(target, 1) == [(2, 0)]
+
+
+@MODES
+def test_all_that_close_must_stop_happens_with_its_lock_held(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, mode: int
+) -> None:
+    target, _ = new_target(stack)
+    held: dict[str, bool] = {}
+
+    def watch(owner: type, name: str) -> None:
+        method = getattr(owner, name)
+
+        def watched(*arguments: object) -> object:
+            held[name] = held.get(name, True) and target._lock._is_owned()  # type: ignore[attr-defined]
+            return method(*arguments)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    for name in ("claim", "complete", "give_back"):
+        watch(LeaseBook, name)
+    watch(Inbound, "safe")
+    watch(Inbound, "_open")
+    target.open(1, SECRET, {0: 3, 1: 4})
+    peer = RawPeer(stack, target, mode)
+    peer.send(header(1), body())
+    assert arrivals(target, 1) == [(1, 0)]
+    peer.stream.sendall(frame(header(1, positions=(1,)), body(), peer.seal)[:-1])
+    peer.stream.close()
+    until(lambda: "give_back" in held)
+    assert held == dict.fromkeys(held, True)
+    assert ("_open" in held) == (mode != PLAIN)
+
+
+def test_the_loop_is_woken_until_it_has_taken_all_that_arrived(stack: ExitStack) -> None:
+    target, _ = new_target(stack)
+    source = new_source(stack, target, filled_pool())
+    target.open(1, SECRET, {0: 3, 1: 4})
+    source.put(1, SECRET, [(0, 10, 3), (1, 11, 4)])
+    until(lambda: len(target._arrivals) == 2)
+    for left in (True, False):
+        assert len(target.poll(1)) == 1
+        assert bool(select.select([target.fd], [], [], 0)[0]) == left
+
+
+def test_a_closed_source_leaves_no_thread_and_no_connection(stack: ExitStack) -> None:
+    target, _ = new_target(stack)
+    source = new_source(stack, target, filled_pool())
+    target.open(1, SECRET, {0: 3})
+    source.put(1, SECRET, [(0, 10, 3)])
+    assert arrivals(target, 1, source) == [(1, 0)]
+    source.close()
+    for connection in source._connections:
+        connection.join(DEADLINE_S)
+        assert not connection.is_alive()
+    until(lambda: not target._server._connections)
+
+
+def test_a_receiver_that_is_away_for_a_moment_is_tried_again(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect, refusals = tcp_source._Connection._open_stream, [ConnectionRefusedError() for _ in range(3)]
+
+    def refused_at_first(connection: tcp_source._Connection) -> None:
+        if refusals:
+            raise refusals.pop()
+        connect(connection)
+
+    monkeypatch.setattr(tcp_source._Connection, "_open_stream", refused_at_first)
+    target, _ = new_target(stack)
+    source = new_source(stack, target, filled_pool())
+    target.open(1, SECRET, {0: 3})
+    source.put(1, SECRET, [(0, 10, 3)])
+    assert arrivals(target, 1, source) == [(1, 0)]
+    assert not refusals
+
+
+def test_a_receiver_that_hangs_up_in_the_handshake_is_an_error(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_source, "RETRY_S", 0.0)
+    listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    address = DataAddress("127.0.0.1", listener.getsockname()[1], bytes(32), False)
+    source = TcpSource(str(address), filled_pool())
+    stack.callback(source.close)
+    stream = stack.enter_context(listener.accept()[0])
+    receive(stream, HELLO_BYTES)
+    stream.close()
+    with pytest.raises(MoverError, match="it ended the connection"):
+        until(lambda: source.poll() and False)
 
 
 def test_a_receiver_that_is_gone_blocks_nobody_and_is_an_error_in_time(

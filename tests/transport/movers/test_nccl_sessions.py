@@ -72,6 +72,7 @@ class Receiving:
         return End()
 
     def _write(self, packed: Any, blocks: list[int], layers: slice) -> None:
+        assert self.target._lock._is_owned()  # type: ignore[attr-defined]  # ``close`` waits for it
         self.written = blocks
 
     def receive(self, *messages: Message, peer: PeerId = WRITER) -> list[Session]:

@@ -18,7 +18,7 @@ import torch
 from support.kv_pools import DEADLINE_S, NUM_BLOCKS, NUM_LAYERS, SECRET, empty_pool, filled_pool, until
 
 from splitserve.transport.errors import MoverError
-from splitserve.transport.messages.messages import Met
+from splitserve.transport.messages.messages import Met, PeerId
 from splitserve.transport.movers import nixl
 from splitserve.transport.movers.block_memory import DevicePool
 from splitserve.transport.movers.interface import Arrival, Pool
@@ -108,6 +108,19 @@ def test_blocks_that_do_not_exist_are_an_error(stack: ExitStack, item: tuple[int
     assert not pool.any()
 
 
+def test_each_peer_gets_an_agent_of_its_own(stack: ExitStack) -> None:
+    """The next spare is made whenever one has been taken."""
+    target, _, _ = open_pair(stack, filled_pool())
+
+    def address(peer: PeerId) -> bytes:
+        found: list[bytes] = []
+        until(lambda: found.extend(filter(None, [target.address(peer)])) or found)
+        return found[0]
+
+    addresses = {address((f"p{number}", 1)) for number in range(4)}
+    assert len(addresses) == 4
+
+
 def test_who_has_been_shut_out_writes_nothing_more_and_others_go_on(stack: ExitStack) -> None:
     target, source, pool = open_pair(stack, filled_pool())
     other: list[bytes] = []
@@ -119,6 +132,7 @@ def test_who_has_been_shut_out_writes_nothing_more_and_others_go_on(stack: ExitS
     source.put(1, SECRET, [(0, 1, 1)])
     finish(source)
     until(lambda: target.shut_out(WRITER))
+    assert target.shut_out(WRITER), "and again"
     pool[:] = 0
 
     def write() -> None:

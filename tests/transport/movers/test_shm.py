@@ -105,8 +105,17 @@ def test_another_file_of_a_process_is_not_taken_for_a_pool(tmp_path: Path) -> No
 def test_a_pool_smaller_than_it_claims_is_refused(stack: ExitStack) -> None:
     shared = SharedPool.create(NUM_BLOCKS * BLOCK_BYTES)
     stack.callback(shared.close)
+    before = os.listdir("/proc/self/fd")
     with pytest.raises(MoverError, match="are needed"):
         ShmSource(shared.name, NUM_BLOCKS + 1, filled_pool())
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_pool_has_its_memory_from_the_start(stack: ExitStack) -> None:
+    """Else a step would end its process where there is none left."""
+    shared = SharedPool.create(1 << 20)
+    stack.callback(shared.close)
+    assert os.fstat(shared._descriptor).st_blocks * 512 >= 1 << 20
 
 
 @pytest.mark.parametrize("item", [(0, 0, NUM_BLOCKS), (0, NUM_BLOCKS, 0), (0, 0, -1), (0, -1, 0)])
