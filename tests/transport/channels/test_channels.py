@@ -33,6 +33,11 @@ def test_members_talk_both_ways_in_order(stack: ExitStack, key: ClusterKey | Non
     assert until(lambda: worker.receive(10)) == [WELCOME]
 
 
+def test_each_takes_a_free_port_of_its_own(stack: ExitStack) -> None:
+    first, second = router(stack), router(stack)
+    assert first.address != second.address
+
+
 def test_what_is_sent_together_arrives_in_order_however_much_it_is(stack: ExitStack) -> None:
     server = router(stack)
     worker = dealer(stack, server.address)

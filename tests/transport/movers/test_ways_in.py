@@ -98,9 +98,12 @@ def test_a_process_of_another_name_is_met_when_nothing_of_the_old_one_is_under_w
 def test_retire_is_answered_when_nothing_of_that_name_is_under_way(mover: str, at_once: bool) -> None:
     w = Ways(mover)
     retire = Retire(incarnation=OLD[1])
+    w.ways.met(NEW, mover)
+    w.receiver.pids[NEW] = 7
     assert w.ways.may_retire(NEW, retire, w.receiver) is at_once
     w.nixl.shut.add(OLD)
     assert w.ways.may_retire(NEW, retire, w.receiver)
+    assert NEW not in w.nixl.asked, "it goes on"
 
 
 @pytest.mark.parametrize("pid", [7, 8])
