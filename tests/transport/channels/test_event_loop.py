@@ -47,6 +47,17 @@ async def test_an_event_loop_hears_every_message(stack: ExitStack) -> None:
     assert received == answers == total
 
 
+async def test_what_has_been_closed_is_called_no_more(stack: ExitStack) -> None:
+    server, received = router(stack), list[object]()
+    dealer(stack, server.address).send(HELLO)
+    assert server.socket.poll(DEADLINE_S * 1000)
+    Attachment(asyncio.get_running_loop(), server, received.append).close()  # its first look was due
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert received == []
+    assert len(server.receive(10)) == 1
+
+
 async def test_an_event_loop_goes_on_after_an_error_in_the_callback(stack: ExitStack) -> None:
     server = router(stack)
     worker = dealer(stack, server.address)

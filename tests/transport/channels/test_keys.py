@@ -62,6 +62,7 @@ def test_halves_of_two_keys_do_not_make_one(tmp_path: Path) -> None:
 def test_a_key_is_changed_in_three_steps(tmp_path: Path) -> None:
     path = tmp_path / "cluster.key"
     old = generate_key(path)
+    path.with_name("cluster.key.new").write_text("of a step that was killed")
     both = rotate(path, "add")
     assert both.public == old.public
     new = both.pairs[1]
