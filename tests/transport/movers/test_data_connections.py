@@ -3,12 +3,14 @@ everything else."""
 
 from __future__ import annotations
 
+import errno
 import select
 import selectors
 import socket
 from collections import Counter
 from contextlib import ExitStack, suppress
 from threading import Event
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -238,6 +240,24 @@ def test_a_stranger_that_speaks_while_it_is_sent_away_breaks_nothing(
     source.put(9, SECRET, [(0, 1, 3)])
     assert arrivals(target, 1, source) == [(9, 0)]
     assert pool[3].any()
+
+
+def test_without_a_descriptor_left_the_receiving_thread_pauses(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The listener stays readable: it would be asked without end."""
+    target, _ = new_target(stack)
+    pauses: list[object] = []
+
+    def refuse() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(target._server, "_listener", SimpleNamespace(accept=refuse))
+        patch.setattr(select, "select", lambda *arguments: pauses.append(arguments[3]))
+        target._server._accept()
+    assert pauses == [tcp_target.ACCEPT_PAUSE_S]
+    assert "cannot accept a connection for KV blocks: Too many open files" in caplog.text
 
 
 def test_a_receiving_thread_that_ends_by_a_mistake_is_an_error_and_no_silence(
