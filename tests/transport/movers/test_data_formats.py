@@ -11,6 +11,7 @@ from support.data_connections import RawPeer, body, header, new_target
 from support.kv_pools import DEADLINE_S, LAYER_BYTES, NUM_BLOCKS, NUM_LAYERS, SECRET, arrivals, filled_pool
 
 from splitserve.transport.movers.interface import Pool
+from splitserve.transport.movers.lease_book import ParcelHeader
 from splitserve.transport.movers.tcp.wire import (
     RECORD_BYTES,
     DataAddress,
@@ -30,6 +31,12 @@ def test_data_addresses_travel_as_text() -> None:
         assert DataAddress.parse(str(address)) == address
     assert endpoint("tcp://*:*") == ("*", 0)
     assert endpoint("tcp://[::]:70000") is None
+
+
+def test_a_header_names_as_many_positions_as_a_parcel_may_hold() -> None:
+    longest = pack_header(ParcelHeader(9, SECRET, 0, LAYER_BYTES, tuple(range(8))))
+    assert unpack_header(longest, 8) is not None
+    assert unpack_header(longest, 7) is None
 
 
 @settings(max_examples=100, deadline=None)
