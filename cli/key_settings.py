@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..coordinator.lifecycle.request import PriorityClass
-from ..coordinator.tenants.limits import Name, NewLimits
+from ..coordinator.tenants.limits import Name, NewLimits, NewTierLimits
 
 
 class _OfTenantsFile(BaseModel):
@@ -69,7 +69,7 @@ class KeysTenantSettings(_OfTenantsFile):
     )
 
 
-class KeysTierSettings(_Limited):
+class KeysTierSettings(NewTierLimits, _OfTenantsFile):
     """Makes a tier or changes it: the priority and the limits of each of its tenants."""
 
     tier: Name = Field(description="Its name, without slashes.")

@@ -14,7 +14,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from ..coordinator.tenants.limits import LIMIT_NAMES
+from ..coordinator.tenants.limits import TIER_LIMIT_NAMES
 from ..coordinator.tenants.store import NewKey, TenantStore
 from .key_settings import (
     KeysCreateSettings,
@@ -77,10 +77,10 @@ def _show_key(new: NewKey) -> None:
 
 
 def _show(title: str, rows: list[dict[str, Any]]) -> None:
-    columns = [name for name in (rows[0] if rows else {}) if name not in LIMIT_NAMES]
+    columns = [name for name in (rows[0] if rows else {}) if name not in TIER_LIMIT_NAMES]
     table = Table(*columns, "limits", title=title, title_justify="left")
     for row in rows:
-        limits = ", ".join(f"{name} {row[name]:,}" for name in LIMIT_NAMES if row.get(name))
+        limits = ", ".join(f"{name} {row[name]:,}" for name in TIER_LIMIT_NAMES if row.get(name))
         table.add_row(*(_text(name, row) for name in columns), limits)
     Console(width=None if Console().is_terminal else 160).print(table)
 

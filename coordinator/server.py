@@ -24,7 +24,7 @@ from .dashboard.routes import Dashboard
 from .dialects.messages import MessagesRoutes
 from .dialects.ollama import OllamaRoutes
 from .dialects.responses import ResponsesRoutes, opened_store
-from .dialects.responses_store import ResponseStore
+from .dialects.stored_response import ResponseStore
 from .errors import Unavailable
 from .front_door import FrontDoor, front_door_of
 from .generate.api import GenerationApi
@@ -51,6 +51,7 @@ from .routes.tenants import tenant_routes
 from .routes.usage import usage_routes
 from .routes.websocket_stream import WebSocketStreams
 from .settings import CoordinatorSettings
+from .stored_bytes import StoredBytes
 from .tenants.tenancy import Tenancy
 from .text.served_model import ServedModel
 
@@ -89,6 +90,7 @@ class AppParts:
     tracing: Tracing | None = None
     times_tokens: bool = False
     responses: ResponseStore | None = None
+    stored: StoredBytes = field(default_factory=StoredBytes)
     settings: Mapping[str, Any] = field(default_factory=dict)  # JSON-ready, for /server_info
     ollama: bool = False  # Ollama's API is spoken, too
 
@@ -109,7 +111,9 @@ class HttpApp:
         sampled.add("health", self.health.sample)
         self.sampler = Sampler(system, sampled)
         self.overload = parts.overload
+        self.stored = parts.stored
         self.metrics.registry.register(self.overload)
+        self.metrics.registry.register(self.stored)
         self.generation = GenerationApi(
             dispatcher,
             model,
@@ -184,7 +188,7 @@ def app_of(
     tracing: Tracing | None,
 ) -> HttpApp:
     """Make the application that the settings describe. Raises CannotStart."""
-    key_file = settings.admin_key_file
+    key_file, counted = settings.admin_key_file, settings.counted_files
     parts = AppParts(
         limits=settings.http_limits,
         system=system,
@@ -192,7 +196,7 @@ def app_of(
         tenancy=tenancy,
         more_admin=None
         if settings.admin_port is None
-        else [*tenant_routes(settings.tenants_file), *usage_routes(settings.metered_to)],
+        else [*tenant_routes(settings.tenants_file, counted), *usage_routes(settings.metered_to)],
         batches=batches_of(settings),
         price_per_hour=settings.price_per_hour,
         front=front_door_of(settings),
@@ -204,6 +208,7 @@ def app_of(
         tracing=tracing,
         times_tokens=settings.trace_token_times,
         responses=opened_store(settings.responses_file, settings.retention_days * DAY_S),
+        stored=StoredBytes(counted),
         settings=settings.model_dump(mode="json"),
         ollama=settings.ollama,
     )
@@ -238,6 +243,7 @@ class HttpServer:
         allow_many_files()
         await self._server.start(spawn)
         self._running = [spawn("samples", self.app.sampler.follow()), spawn("slow senders", self._hurry())]
+        self._running.append(spawn("stored bytes", self.app.stored.follow()))
         if self.app.front.tls is not None:
             self._running.append(spawn("TLS certificate", self.app.front.tls.follow()))
         if self.app.batches is not None:

@@ -165,6 +165,12 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
         return {**folders, "--trace-folder": self.trace_folder.absolute()}
 
     @property
+    def counted_files(self) -> dict[str, Path]:
+        """The SQLite files that count each tenant's stored bytes, by their contents."""
+        files = {"files": self.batch_file, "responses": self._responses_path}
+        return {what: path for what, path in files.items() if path is not None}
+
+    @property
     def _responses_path(self) -> Path | None:
         where = self.responses_file
         return None if where is None or re.match(REDIS_URL, where) else Path(where)

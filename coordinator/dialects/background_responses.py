@@ -22,8 +22,8 @@ from ..tenants.limits import Account
 from .chat_stream import ChatStream
 from .responses_events import FINAL, ResponseAnswer
 from .responses_items import Item
-from .responses_store import ResponseStore, Stored
 from .routes import EVENT_STREAM, Dialect, Event, events_of
+from .stored_response import ResponseStore, Stored
 
 WRITE_EVERY_S = 0.05
 LOOK_EVERY_S = 0.2
@@ -56,7 +56,8 @@ class BackgroundResponses:
         account, headers = account_of(request), dict(request.scope["headers"])
         answer.response["status"], id = "queued", answer.response["id"]
         deadline = time.time() + self._dialect.generation.limits.request_timeout_s
-        await self._store.save(account.tenant, answer.response, items, deadline=deadline)
+        most = account.max_stored_bytes
+        await self._store.save(account.tenant, answer.response, items, deadline=deadline, max_bytes=most)
         first = json_response(answer.response)
         stored = Stored(id, dict(answer.response), list(items), None, True)
         answer.response["status"] = "in_progress"

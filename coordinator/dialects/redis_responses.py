@@ -22,7 +22,17 @@ from redis.exceptions import OutOfMemoryError, RedisError
 
 from ..errors import CannotStart, StorageFull, Unavailable
 from .responses_items import Item
-from .responses_store import MAX_INPUT_BYTES, MAX_TURNS, RUNNING, Stored, item_key, not_found, stored_of
+from .stored_response import (
+    MAX_INPUT_BYTES,
+    MAX_PAGE_BYTES,
+    MAX_TURNS,
+    RUNNING,
+    Stored,
+    item_key,
+    not_found,
+    page_of,
+    stored_of,
+)
 
 PREFIX = "splitserve:responses:"
 TIMEOUT_S = 2.0
@@ -88,7 +98,9 @@ class RedisResponses:
         *,
         deadline: float = 0.0,
         events: Iterable[dict[str, Any]] = (),
+        max_bytes: int | None = None,
     ) -> bool:
+        """``max_bytes`` does not hold here: Redis bounds its memory itself."""
         id, status = response["id"], response["status"]
         begins = status == "queued" or not deadline
         new = list(events)
@@ -133,22 +145,30 @@ class RedisResponses:
         return [item for turn in reversed(turns) for item in turn]
 
     async def items(self, tenant: str, ids: Sequence[str]) -> dict[str, Item]:
-        found = await _answered(self._redis.mget([self._item(tenant, id) for id in ids]))
-        return {id: orjson.loads(item) for id, item in zip(ids, found, strict=True) if item is not None}
+        found, num_bytes = dict[str, Item](), 0
+        for id in ids:
+            if num_bytes <= MAX_INPUT_BYTES and (
+                item := await _answered(self._redis.get(self._item(tenant, id)))
+            ):
+                found[id], num_bytes = orjson.loads(item), num_bytes + len(item)
+        return found
 
-    async def newest(self, tenant: str, after: str | None, limit: int) -> list[dict[str, Any]]:
+    async def newest(self, tenant: str, after: str | None, limit: int) -> tuple[list[dict[str, Any]], bool]:
         begin = 0
         if after is not None:
             rank = await _answered(self._redis.zrevrank(self._key("of", tenant), after))
             if rank is None:
                 raise not_found(after, "after")
             begin = rank + 1
-        ids = await _answered(self._redis.zrevrange(self._key("of", tenant), begin, begin + limit - 1))
-        async with self._redis.pipeline(transaction=False) as pipeline:
-            for id in ids:
-                pipeline.hget(self._key("one", id), "response")
-            found = await _answered(pipeline.execute())
-        return [orjson.loads(response) for response in found if response is not None]
+        found, num_bytes = list[str](), 0
+        for id in await _answered(self._redis.zrevrange(self._key("of", tenant), begin, begin + limit)):
+            response = await _answered(self._redis.hget(self._key("one", id), "response"))
+            if response is not None:
+                found.append(response)
+                if num_bytes > MAX_PAGE_BYTES:
+                    break
+                num_bytes += len(response)
+        return page_of(found, limit)
 
     async def events(self, id: str, after: int) -> list[bytes]:
         found = await _answered(self._redis.lrange(self._key("events", id), max(0, after + 1), -1))

@@ -19,14 +19,16 @@ from ..generate.plan import parse
 from ..generate.prompts import prompts_of
 from ..http.answers import account_of, json_response, limit_of, page_response
 from ..http.call import Endpoint
+from ..stored_bytes import StorageLimitReached
 from ..tenants.settings import REDIS_URL
 from .background_responses import BackgroundResponses
 from .chat_stream import while_connected
 from .responses_body import CHAT_PARAMS, CountInputRequest, ResponsesRequest
 from .responses_events import FINAL, ResponseAnswer
 from .responses_items import Item, items_of
-from .responses_store import ResponseStore, SqliteResponses
+from .responses_store import SqliteResponses
 from .routes import EVENT_STREAM, Dialect, Event, encoded, events_of, read_whole
+from .stored_response import ResponseStore
 
 PAGE, MAX_PAGE = 20, 100
 CHAT: Endpoint = "/v1/chat/completions"
@@ -88,8 +90,8 @@ class ResponsesRoutes:
     async def _list(self, request: Request) -> Response:
         limit = limit_of(request, PAGE, MAX_PAGE)
         store, after = self._stored_ones("after"), request.query_params.get("after")
-        found = await store.newest(account_of(request).tenant, after, limit + 1)
-        return page_response(found[:limit], more=len(found) > limit)
+        found, more = await store.newest(account_of(request).tenant, after, limit)
+        return page_response(found, more=more)
 
     async def _one(self, request: Request) -> Response:
         id, store = request.path_params["id"], self._stored_ones("response_id")
@@ -189,9 +191,12 @@ class ResponsesRoutes:
 
     async def _save(self, request: Request, answer: ResponseAnswer, items: Sequence[Item]) -> None:
         if self._store is not None and answer.response["store"]:
+            account = account_of(request)
             try:
-                await self._store.save(account_of(request).tenant, answer.response, items)
-            except (StorageFull, Unavailable):  # the answer is worth more than its copy
+                await self._store.save(
+                    account.tenant, answer.response, items, max_bytes=account.max_stored_bytes
+                )
+            except (StorageFull, StorageLimitReached, Unavailable):  # the answer is worth more than its copy
                 answer.response["store"] = False
 
     async def _saved(

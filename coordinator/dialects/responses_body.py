@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from ...transport.messages.fields import MAX_TEMPERATURE
-from ..generate.bodies.fields import INT64, STRING, Body, invalid, schema, unknown_inside
+from ..generate.bodies.fields import INT64, STRING, Body, Metadata, invalid, schema, unknown_inside
 from ..generate.bodies.messages import MAX_MESSAGES
 from ..generate.bodies.sampling import ServiceTier
 from ..generate.bodies.tools import MAX_TOOLS
@@ -153,13 +153,7 @@ class ResponsesRequest(CountInputRequest):
     max_output_tokens: Annotated[int, Field(ge=1, lt=INT64)] | None = None
     max_tool_calls: Annotated[int, Field(ge=1, lt=INT64)] | None = None
     """Has no effect: it bounds calls of tools that the server runs, and this one runs none."""
-    metadata: (
-        Annotated[
-            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
-            Field(max_length=16),
-        ]
-        | None
-    ) = None
+    metadata: Metadata | None = None
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
     safety_identifier: Annotated[str, Field(max_length=512)] | None = None
     service_tier: ServiceTier | None = None

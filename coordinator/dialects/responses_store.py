@@ -9,14 +9,26 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import orjson
 
 from ...transport.process.private_files import make_private
-from ..errors import NotFound, StorageFull
+from ..errors import StorageFull
 from ..full_disk import is_full
+from ..stored_bytes import StorageLimitReached, count_rows, stored_by, transaction
 from .responses_items import Item
+from .stored_response import (
+    MAX_INPUT_BYTES,
+    MAX_PAGE_BYTES,
+    MAX_TURNS,
+    RUNNING,
+    Stored,
+    item_key,
+    not_found,
+    page_of,
+    stored_of,
+)
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
@@ -24,6 +36,7 @@ CREATE TABLE IF NOT EXISTS responses (
     status TEXT NOT NULL, response BLOB NOT NULL, input BLOB NOT NULL
 );
 CREATE INDEX IF NOT EXISTS by_age ON responses (created);
+CREATE INDEX IF NOT EXISTS responses_of_tenant ON responses (tenant, created, id);
 CREATE TABLE IF NOT EXISTS items (
     id TEXT PRIMARY KEY, response TEXT NOT NULL REFERENCES responses ON DELETE CASCADE, item BLOB NOT NULL
 ) WITHOUT ROWID;
@@ -33,72 +46,17 @@ CREATE TABLE IF NOT EXISTS events (
     event BLOB NOT NULL, PRIMARY KEY (response, number)
 ) WITHOUT ROWID;
 """
-INSERT = """INSERT INTO responses (response, status, deadline, id, tenant, created, previous, input)
-    VALUES (?, ?, ?, ?, ?, ?, ?, ?)"""
-UPDATE = """UPDATE responses SET response = ?, status = ?, deadline = ?
-    WHERE id = ? AND status IN (?, ?)"""
-RUNNING = ("queued", "in_progress")
+INSERT = """INSERT INTO responses (response, status, deadline, id, tenant, created, previous, input, bytes)
+    VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, length(?1) + length(?8))"""
+UPDATE = """UPDATE responses SET response = ?1, status = ?2, deadline = ?3,
+    bytes = bytes + length(?1) - length(response) WHERE id = ?4 AND status IN (?5, ?6)"""
+ADD_ITEM = "INSERT OR IGNORE INTO items VALUES (?, ?, ?)"
+DELETE_OLDEST = """DELETE FROM responses WHERE id IN
+    (SELECT id FROM responses WHERE {} ORDER BY created LIMIT {})"""
 PRUNE_EVERY_S = 600.0
 MAX_BYTES = 4 << 30
-"""Size of the file above which the oldest responses are deleted before their time."""
-MAX_TURNS, MAX_INPUT_BYTES = 1000, 16 << 20
-"""Responses of one conversation that are read back, and bytes of their input: more fits no context."""
-GRACE_S = 10.0
-"""Seconds after the deadline of a response that runs in the background: then its process has died."""
+"""Bytes of all responses above which the oldest of the tenant with most are deleted before their time."""
 T = TypeVar("T")
-
-
-class Stored(NamedTuple):
-    """One stored response."""
-
-    id: str
-    response: dict[str, Any]
-    input: list[Item]
-    previous: str | None
-    running: bool
-    input_bytes: int = 0
-
-
-class ResponseStore(Protocol):
-    """All methods raise StorageFull, or Unavailable where the store does not answer."""
-
-    async def close(self) -> None:
-        """Release it; nothing is asked of it any more."""
-
-    async def save(
-        self,
-        tenant: str,
-        response: dict[str, Any],
-        input: Sequence[Item],
-        *,
-        deadline: float = 0.0,
-        events: Iterable[dict[str, Any]] = (),
-    ) -> bool:
-        """Write a response as it stands. Return False if it was deleted or cancelled meanwhile.
-
-        ``deadline``: unix seconds by which a running one has ended. ``events``: new ones, to be kept.
-        """
-
-    async def found(self, tenant: str, id: str) -> Stored:
-        """Return a response. Raises NotFound."""
-
-    async def conversation(self, tenant: str, id: str) -> list[Item]:
-        """Return the items of a conversation, up to the output of this response. Raises NotFound."""
-
-    async def items(self, tenant: str, ids: Sequence[str]) -> dict[str, Item]:
-        """Return those items of stored responses that there are, by id."""
-
-    async def newest(self, tenant: str, after: str | None, limit: int) -> list[dict[str, Any]]:
-        """Return stored responses, newest first. Raises NotFound."""
-
-    async def events(self, id: str, after: int) -> list[bytes]:
-        """Return the kept events of a response with higher numbers, as JSON."""
-
-    async def delete(self, tenant: str, id: str) -> None:
-        """Delete a response. Raises NotFound."""
-
-    async def cancel(self, tenant: str, id: str) -> Stored:
-        """Cancel a response that runs in the background, on whichever process. Raises NotFound."""
 
 
 class SqliteResponses:
@@ -111,7 +69,8 @@ class SqliteResponses:
         make_private("the responses file", path)
         self._db = sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False)
         pragmas = "PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL; PRAGMA foreign_keys = ON;"
-        self._db.executescript(f"{pragmas} PRAGMA auto_vacuum = INCREMENTAL; {SCHEMA}")
+        self._db.executescript(f"{pragmas} {SCHEMA}")
+        _count_bytes(self._db)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="responses")
         self._prune_at = 0.0
 
@@ -127,6 +86,7 @@ class SqliteResponses:
         *,
         deadline: float = 0.0,
         events: Iterable[dict[str, Any]] = (),
+        max_bytes: int | None = None,
     ) -> bool:
         row = (orjson.dumps(response), response["status"], deadline)
         new = (
@@ -149,8 +109,12 @@ class SqliteResponses:
                 db.execute(INSERT, (*row, *new))
             elif not db.execute(UPDATE, (*row, response["id"], *RUNNING)).rowcount:
                 return False
-            db.executemany("INSERT OR IGNORE INTO items VALUES (?, ?, ?)", items)
+            more = sum([len(row[2]) * db.execute(ADD_ITEM, row).rowcount for row in items])
             db.executemany("INSERT INTO events VALUES (?, ?, ?)", kept)
+            more += sum([len(row[2]) for row in kept])
+            db.execute("UPDATE responses SET bytes = bytes + ? WHERE id = ?", (more, response["id"]))
+            if max_bytes is not None:
+                _make_room(db, tenant, response["id"], max_bytes)
             return True
 
         return await self._call(write)
@@ -174,23 +138,22 @@ class SqliteResponses:
     async def items(self, tenant: str, ids: Sequence[str]) -> dict[str, Item]:
         query = (
             "SELECT item FROM items JOIN responses ON responses.id = items.response "
-            f"WHERE tenant = ? AND items.id IN ({', '.join('?' * len(ids))})"
+            "WHERE tenant = ? AND items.id IN (SELECT value FROM json_each(?))"
         )
-        own = [item_key(tenant, id) for id in ids]
-        rows = await self._call(lambda db: db.execute(query, (tenant, *own)).fetchall())
-        return {item["id"]: item for item in (orjson.loads(row[0]) for row in rows)}
+        own = orjson.dumps([item_key(tenant, id) for id in ids]).decode()
+        found = await self._call(lambda db: _some(db.execute(query, (tenant, own)), MAX_INPUT_BYTES))
+        return {item["id"]: item for item in map(orjson.loads, found)}
 
-    async def newest(self, tenant: str, after: str | None, limit: int) -> list[dict[str, Any]]:
-        def read(db: sqlite3.Connection) -> list[dict[str, Any]]:
-            before = _found(db, tenant, after, "after").response["created_at"] + 1.0 if after else 1e12
-            rows = db.execute(
-                "SELECT response FROM responses WHERE tenant = ? AND created < ? AND id != ? "
-                "ORDER BY created DESC LIMIT ?",
-                (tenant, before, after or "", limit),
-            )
-            return [orjson.loads(row[0]) for row in rows]
+    async def newest(self, tenant: str, after: str | None, limit: int) -> tuple[list[dict[str, Any]], bool]:
+        query = """SELECT response FROM responses WHERE tenant = ?1 AND (?2 IS NULL OR (created, id) <
+            (SELECT created, id FROM responses WHERE id = ?2)) ORDER BY created DESC, id DESC LIMIT ?3"""
 
-        return await self._call(read)
+        def read(db: sqlite3.Connection) -> list[bytes]:
+            if after is not None:
+                _found(db, tenant, after, "after")
+            return _some(db.execute(query, (tenant, after, limit + 1)), MAX_PAGE_BYTES)
+
+        return page_of(await self._call(read), limit)
 
     async def events(self, id: str, after: int) -> list[bytes]:
         query = "SELECT event FROM events WHERE response = ? AND number > ? ORDER BY number"
@@ -209,8 +172,7 @@ class SqliteResponses:
             if not stored.running:
                 return stored
             response = {**stored.response, "status": "cancelled"}
-            query = "UPDATE responses SET status = ?, response = ? WHERE id = ? AND status IN (?, ?)"
-            db.execute(query, ("cancelled", orjson.dumps(response), id, *RUNNING))
+            db.execute(UPDATE, (orjson.dumps(response), "cancelled", 0.0, id, *RUNNING))
             return _found(db, tenant, id, "response_id")
 
         return await self._call(write)
@@ -225,51 +187,53 @@ class SqliteResponses:
             raise
 
     def _transact(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            if (now := time.time()) > self._prune_at:
-                self._prune(now)
-            result = work(self._db)
-            self._db.execute("COMMIT")
-            return result
-        except BaseException:
-            self._db.execute("ROLLBACK")
-            raise
+        with transaction(self._db):
+            if time.monotonic() > self._prune_at:
+                self._prune()
+            return work(self._db)
 
-    def _prune(self, now: float) -> None:
-        """Delete what is too old; the oldest tenth where the file is too large."""
-        self._prune_at = now + PRUNE_EVERY_S
-        self._db.execute("DELETE FROM responses WHERE created < ?", (now - self._keep_s,))
-        (pages,), (size,) = (
-            self._db.execute(f"PRAGMA {name}").fetchone() for name in ("page_count", "page_size")
-        )
-        if pages * size > MAX_BYTES:
-            (count,) = self._db.execute("SELECT COUNT(*) FROM responses").fetchone()
-            query = "DELETE FROM responses WHERE id IN (SELECT id FROM responses ORDER BY created LIMIT ?)"
-            self._db.execute(query, (count // 10 + 1,))
+    def _prune(self) -> None:
+        """Delete a few that are too old, or too many: the rest with the next calls."""
+        deleted = self._db.execute(
+            DELETE_OLDEST.format("created < ?", 20), (time.time() - self._keep_s,)
+        ).rowcount
+        query = "SELECT sum(bytes) OVER (), tenant FROM stored ORDER BY bytes DESC LIMIT 1"
+        total, tenant = self._db.execute(query).fetchone() or (0, "")
+        if total > MAX_BYTES:
+            deleted += self._db.execute(DELETE_OLDEST.format("tenant = ?", 5), (tenant,)).rowcount
+        if not deleted:
+            self._prune_at = time.monotonic() + PRUNE_EVERY_S
 
 
-def stored_of(
-    id: str, response: str | bytes, input: str | bytes, previous: str | None, status: str, deadline: float
-) -> Stored:
-    """Return a response as it lies in a store. One that has not ended in time has failed."""
-    found = orjson.loads(response)
-    if status in RUNNING and time.time() > deadline + GRACE_S:
-        status = "failed"
-        message = "The server was stopped before the response was complete."
-        found |= {"status": status, "error": {"code": "server_error", "message": message}}
-    return Stored(id, found, orjson.loads(input), previous, status in RUNNING, len(input))
+def _some(rows: Iterable[tuple[bytes]], max_bytes: int) -> list[bytes]:
+    """Return the rows' values: one more than fits into these bytes, or two where the first does not."""
+    found, num_bytes = list[bytes](), 0
+    for (value,) in rows:
+        found.append(value)
+        if num_bytes > max_bytes:
+            break
+        num_bytes += len(value)
+    return found
 
 
-def item_key(tenant: str, id: str) -> str:
-    """Return the key of an item: its id may be a client's own, and another tenant's, too."""
-    return f"{len(id)}:{id}:{tenant}"
+def _make_room(db: sqlite3.Connection, tenant: str, id: str, max_bytes: int) -> None:
+    """Delete a tenant's oldest responses, except this one and those that run, until the rest fits. Raises
+    StorageLimitReached."""
+    others = DELETE_OLDEST.format("tenant = ? AND id <> ? AND status NOT IN (?, ?)", 1)
+    while stored_by(db, tenant) > max_bytes:
+        if not db.execute(others, (tenant, id, *RUNNING)).rowcount:
+            raise StorageLimitReached("stored responses", max_bytes)
 
 
-def not_found(id: str, param: str) -> NotFound:
-    """Return the error where a tenant has no such response."""
-    message = f"{param}: there is no stored response {id!r}; it may have expired, or was not to be stored"
-    return NotFound(message, param=param)
+def _count_bytes(db: sqlite3.Connection) -> None:
+    """Once: files of earlier versions counted nothing. ``bytes``: with its items and events."""
+    with transaction(db):
+        if "bytes" not in [row[1] for row in db.execute("PRAGMA table_info(responses)")]:
+            db.execute("ALTER TABLE responses ADD COLUMN bytes INTEGER NOT NULL DEFAULT 0")
+            own = "coalesce((SELECT sum(length({})) FROM {} WHERE response = responses.id), 0)"
+            more = f"{own.format('item', 'items')} + {own.format('event', 'events')}"
+            db.execute(f"UPDATE responses SET bytes = length(response) + length(input) + {more}")
+            count_rows(db, "responses", "bytes")
 
 
 def _found(db: sqlite3.Connection, tenant: str, id: str, param: str) -> Stored:

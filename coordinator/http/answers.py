@@ -30,7 +30,11 @@ def limit_of(request: Request, default: int, most: int) -> int:
     return int(text)
 
 
-def page_response(items: list[dict[str, Any]], *, more: bool) -> Response:
+def page_of(items: list[dict[str, Any]], *, more: bool) -> dict[str, Any]:
     """Return a page of a list, as OpenAI's API has them."""
     ends = {"first_id": items[0]["id"] if items else None, "last_id": items[-1]["id"] if items else None}
-    return json_response({"object": "list", "data": items, **ends, "has_more": more})
+    return {"object": "list", "data": items, **ends, "has_more": more}
+
+
+def page_response(items: list[dict[str, Any]], *, more: bool) -> Response:
+    return json_response(page_of(items, more=more))

@@ -1,7 +1,7 @@
 """The admin API's part about tenants: the same as ``splitserve keys``, by HTTP.
 
 GET  /admin/tiers      PUT  /admin/tiers/{name}       {"priority_class", limits}; a limit of 0 takes it away
-GET  /admin/tenants    PUT  /admin/tenants/{name}     {"tier", "shared_cache"}
+GET  /admin/tenants    PUT  /admin/tenants/{name}     {"tier", "shared_cache"}; GET: and stored bytes
 GET  /admin/keys       POST /admin/keys               {"tenant", "name", "expires_in_s", limits} -> the key
 POST /admin/keys/{key}/rotate  {"grace_s"}            DELETE /admin/keys/{key}
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -25,17 +25,19 @@ from ..full_disk import is_full
 from ..http.answers import json_response
 from ..http.body import read_body
 from ..lifecycle.request import PriorityClass
+from ..stored_bytes import stored_in
 from ..tenants.errors import Unknown
-from ..tenants.limits import Name, NewLimits
+from ..tenants.limits import Name, NewLimits, NewTierLimits
 from ..tenants.store import TenantStore
 from ..validation import validated
 
 MAX_BODY_BYTES = 1 << 16
+NO_STORES: Mapping[str, Path] = {}
 Body = TypeVar("Body", bound=BaseModel)
 Result = TypeVar("Result")
 
 
-class TierBody(NewLimits):
+class TierBody(NewTierLimits):
     priority_class: PriorityClass | None = None
 
 
@@ -58,16 +60,17 @@ class RotateBody(BaseModel):
     grace_s: Annotated[float, Field(ge=0, le=1e8)] = 0.0
 
 
-def tenant_routes(path: Path | None) -> list[Route]:
-    """Empty where no tenants file is configured."""
-    return TenantRoutes(path).routes() if path is not None else []
+def tenant_routes(path: Path | None, stores: Mapping[str, Path] = NO_STORES) -> list[Route]:
+    """Empty where no tenants file is configured. ``stores``: files that count what a tenant has stored, by
+    what they hold."""
+    return TenantRoutes(path, stores).routes() if path is not None else []
 
 
 class TenantRoutes:
     """Each call opens the tenants file anew, on a thread: these are rare."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, stores: Mapping[str, Path]) -> None:
+        self._path, self._stores = path, stores
 
     def routes(self) -> list[Route]:
         return [
@@ -89,7 +92,16 @@ class TenantRoutes:
         return await self._do(lambda store: store.set_tier(name, body.priority_class, body.limits()))
 
     async def _tenants(self, request: Request) -> Response:
-        return await self._do(lambda store: {"tenants": store.tenants()})
+        def tenants(store: TenantStore) -> dict[str, Any]:
+            stored = {f"stored_bytes_of_{what}": stored_in(path) for what, path in self._stores.items()}
+            return {
+                "tenants": [
+                    {**tenant, **{what: found.get(tenant["name"], 0) for what, found in stored.items()}}
+                    for tenant in store.tenants()
+                ]
+            }
+
+        return await self._do(tenants)
 
     async def _set_tenant(self, request: Request) -> Response:
         body, name = await self._body(request, TenantBody), request.path_params["name"]

@@ -30,7 +30,7 @@ class KeyDirectory:
         self._store = TenantStore(path)
         self._path = path
         self._version = self._store.version()
-        self._accounts = self._store.accounts(time.time())
+        self._know(self._store.accounts(time.time()))
         if self._store.frozen:
             _log.error(
                 "there is no space beside the tenants file %s: its keys are gone by as they are now, and "
@@ -41,6 +41,10 @@ class KeyDirectory:
             _log.warning(
                 "the tenants file %s has no key that opens: every request is refused until there is one", path
             )
+
+    def _know(self, accounts: dict[bytes, Account]) -> None:
+        self._accounts = accounts
+        self._by_key = {account.key_id: account for account in accounts.values()}
 
     @property
     def frozen(self) -> bool:
@@ -60,7 +64,7 @@ class KeyDirectory:
     def account_of_key(self, key_id: int) -> Account | None:
         if key_id == 0:
             return ANONYMOUS
-        account = next((account for account in self._accounts.values() if account.key_id == key_id), None)
+        account = self._by_key.get(key_id)
         return account if account is not None and account.expires > time.time() else None
 
     async def follow(self, every_s: float = LOOK_EVERY_S) -> None:
@@ -71,7 +75,7 @@ class KeyDirectory:
                 if self._store.frozen:
                     self._reopen()
                 if (version := self._store.version()) != self._version:
-                    self._accounts = await asyncio.to_thread(self._store.accounts, time.time())
+                    self._know(await asyncio.to_thread(self._store.accounts, time.time()))
                     self._version = version
                     _log.info("the tenants file has changed: %d keys open", len(self._accounts))
             except Exception as error:  # keep the known keys while a disk is full or gone

@@ -32,6 +32,9 @@ class Limits(BaseModel):
 
 
 LIMIT_NAMES = tuple(Limits.model_fields)
+TIER_LIMIT_NAMES = (*LIMIT_NAMES, "max_stored_mib")
+MAX_STORED_MIB = 10_240
+"""Unless a tier has another bound."""
 Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f/]+$")]
 """The name of a tenant or a tier."""
 ZeroOrMore = Annotated[int, Field(ge=0, le=1 << 50)] | None
@@ -58,7 +61,17 @@ class NewLimits(BaseModel):
 
     def limits(self) -> dict[str, int | None]:
         """Return the limits by name; None: not given."""
-        return {name: getattr(self, name) for name in LIMIT_NAMES}
+        return {name: getattr(self, name) for name in type(self).model_fields if name in TIER_LIMIT_NAMES}
+
+
+class NewTierLimits(NewLimits):
+    """Those of a tier, too, which no key has of its own."""
+
+    max_stored_mib: ZeroOrMore = Field(
+        default=None,
+        description="MiB of files and batches, and as many of stored responses; 0: no bound. "
+        f"Default: as it is; {MAX_STORED_MIB}.",
+    )
 
 
 UNLIMITED = Limits()
@@ -77,6 +90,7 @@ class Account(BaseModel):
     salt: bytes = b""
     tenant_limits: Limits = UNLIMITED
     key_limits: Limits = UNLIMITED
+    max_stored_bytes: int | None = None
     digest: bytes = b""
     expires: float = float("inf")  # unix seconds
 

@@ -21,12 +21,13 @@ from typing import Any
 from ...transport.process.private_files import OpenToOthers, make_private
 from ..full_disk import is_full
 from ..lifecycle.request import PriorityClass
+from ..stored_bytes import transaction
 from .api_key import digest_of, hint_of, new_key
 from .errors import TenantsFileError, Unknown
-from .limits import LIMIT_NAMES, Account, Limits
+from .limits import LIMIT_NAMES, MAX_STORED_MIB, TIER_LIMIT_NAMES, Account, Limits
 
 SALT_BYTES = 16
-VERSION = 1
+VERSION = 2
 BUSY_S = 5.0
 _LIMIT_COLUMNS = ", ".join(f"{name} INTEGER" for name in LIMIT_NAMES)
 SCHEMA = f"""
@@ -40,7 +41,6 @@ CREATE TABLE IF NOT EXISTS keys (id INTEGER PRIMARY KEY AUTOINCREMENT,
     hint TEXT NOT NULL, created REAL NOT NULL, expires REAL, {_LIMIT_COLUMNS});
 INSERT OR IGNORE INTO tiers (name, priority_class) VALUES
     ('premium', 'premium'), ('standard', 'standard'), ('free', 'free'), ('batch', 'batch');
-PRAGMA user_version = {VERSION};
 """
 
 
@@ -80,11 +80,21 @@ class TenantStore:
             if version < VERSION:
                 self._db.execute("PRAGMA journal_mode = WAL")
                 self._db.executescript(SCHEMA)
+                self._bound_storage()
         except OpenToOthers as error:
             raise TenantsFileError(str(error)) from None
         except (sqlite3.Error, OSError) as error:
             reason = getattr(error, "strerror", None) or error
             raise TenantsFileError(f"cannot use the tenants file {path}: {reason}") from None
+
+    def _bound_storage(self) -> None:
+        """Files of version 1 had no limit for it."""
+        with transaction(self._db):
+            if "max_stored_mib" not in self.tiers()[0]:  # another process may have been first
+                self._db.execute(
+                    f"ALTER TABLE tiers ADD COLUMN max_stored_mib INTEGER DEFAULT {MAX_STORED_MIB}"
+                )
+            self._db.execute(f"PRAGMA user_version = {VERSION}")
 
     def _open_as_it_is(self, path: Path) -> None:
         """Falls back on a connection that needs nothing beside the file where the disk is full. Raises
@@ -211,7 +221,7 @@ class TenantStore:
         """Every key that opens, by its digest."""
         limits = ", ".join(f"k.{n} AS key_{n}, r.{n} AS tenant_{n}" for n in LIMIT_NAMES)
         query = f"""SELECT k.id AS key_id, k.digest, k.expires, t.id AS tenant_id, t.name AS tenant,
-            coalesce(g.salt, t.salt) AS salt, r.priority_class, {limits}
+            coalesce(g.salt, t.salt) AS salt, r.priority_class, r.max_stored_mib << 20 AS max_stored, {limits}
             FROM keys k JOIN tenants t ON t.id = k.tenant_id JOIN tiers r ON r.name = t.tier
             LEFT JOIN cache_groups g ON g.name = t.cache_group WHERE k.expires IS NULL OR k.expires > ?"""
         return {row["digest"]: _account(row) for row in self._db.execute(query, (now,))}
@@ -229,7 +239,7 @@ class TenantStore:
     def _set_limits(self, table: str, column: str, value: object, limits: Mapping[str, int | None]) -> None:
         for name, limit in limits.items():
             if limit is not None:
-                assert name in LIMIT_NAMES, name
+                assert name in TIER_LIMIT_NAMES, name
                 self._db.execute(f"UPDATE {table} SET {name} = ? WHERE {column} = ?", (limit or None, value))
 
 
@@ -242,6 +252,7 @@ def _account(row: sqlite3.Row) -> Account:
         salt=row["salt"],
         tenant_limits=Limits(**{name: row[f"tenant_{name}"] for name in LIMIT_NAMES}),
         key_limits=Limits(**{name: row[f"key_{name}"] for name in LIMIT_NAMES}),
+        max_stored_bytes=row["max_stored"],
         digest=row["digest"],
         expires=row["expires"] if row["expires"] is not None else float("inf"),
     )

@@ -27,6 +27,7 @@ from splitserve.coordinator.metrics.sampler import Sampler
 from splitserve.coordinator.processes import Place
 from splitserve.coordinator.server import HttpServer
 from splitserve.coordinator.socket_dispatcher import SocketDispatcher
+from splitserve.coordinator.stored_bytes import StoredBytes
 from splitserve.coordinator.tenants.directory import KeyDirectory
 from splitserve.coordinator.tenants.meter import Meter
 from splitserve.coordinator.tenants.redis_limiter import RedisLimiter
@@ -41,6 +42,7 @@ TASKS: dict[str, tuple[Any, str]] = {
     "limits in Redis": (RedisLimiter, "_stay_alive"),
     "samples": (Sampler, "follow"),
     "slow senders": (HttpServer, "_hurry"),
+    "stored bytes": (StoredBytes, "follow"),
     "TLS certificate": (TlsFiles, "follow"),
     "batches": (BatchRunner, "_run"),
     "steering": (SteeringShell, "run"),

@@ -6,10 +6,10 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
-from pydantic import BaseModel, ConfigDict, WithJsonSchema, field_validator
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator
 from pydantic_core import PydanticCustomError
 
 MAX_TOKENS = 1 << 20
@@ -20,6 +20,9 @@ MAX_SCALAR_CHARS = 32
 UNKNOWN_EVERY_S = 10.0
 MAX_UNKNOWN = 20
 _log = logging.getLogger(__name__)
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
 
 
 class Body(BaseModel):

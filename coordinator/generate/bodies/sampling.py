@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from ....transport.messages.fields import MAX_TEMPERATURE
 from ..request_ids import CLIENT_ID
-from .fields import INT64, MAX_TOKENS, NULL, STRING, Body, invalid, scalars, schema, unknown_within
+from .fields import INT64, MAX_TOKENS, NULL, STRING, Body, Metadata, invalid, scalars, schema, unknown_within
 from .other_fields import IGNORED, check_others
 from .output_format import (
     NAMED,
@@ -113,13 +113,7 @@ class SamplingFields(Body):
     safety_identifier: Annotated[str, Field(max_length=512)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
     """Requests with the same key prefer the same workers."""
-    metadata: (
-        Annotated[
-            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
-            Field(max_length=16),
-        ]
-        | None
-    ) = None
+    metadata: Metadata | None = None
     service_tier: ServiceTier | None = None
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
     return_token_ids: bool | None = None

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from support.http_fakes import ADMIN_KEY, FakeDispatcher
 
-from splitserve.coordinator.dialects.responses_store import ResponseStore, SqliteResponses
+from splitserve.coordinator.dialects.responses_store import SqliteResponses
+from splitserve.coordinator.dialects.stored_response import ResponseStore
 from splitserve.coordinator.http.access.operators import Operators
 from splitserve.coordinator.http.limits import HttpLimits
 from splitserve.coordinator.server import AppParts, HttpApp, HttpServer

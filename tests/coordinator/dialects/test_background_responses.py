@@ -10,7 +10,7 @@ from support.http_fakes import ANSWER, FakeDispatcher
 
 from splitserve.coordinator.dialects.responses_body import ResponsesRequest
 from splitserve.coordinator.dialects.responses_events import ResponseAnswer
-from splitserve.coordinator.dialects.responses_store import ResponseStore
+from splitserve.coordinator.dialects.stored_response import ResponseStore
 
 ASKED: Any = {"model": "tiny", "input": "Hi!", "temperature": 0}
 

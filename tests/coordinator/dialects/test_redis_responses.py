@@ -130,7 +130,7 @@ async def test_a_tenant_sees_its_own_alone_and_what_was_left_behind_has_failed(r
     assert (await store.found("a", "resp_left")).response["status"] == "failed"
     assert set(await store.items("a", ["msg_1", "msg_2"])) == {"msg_1"}
     assert not await store.items("b", ["msg_1"])
-    assert not await store.newest("b", None, 10)
+    assert await store.newest("b", None, 10) == ([], False)
     for work in (store.found, store.conversation, store.delete, store.cancel):
         with pytest.raises(NotFound):
             await work("b", "resp_done")

@@ -13,7 +13,7 @@ from splitserve.coordinator.dialects import responses_store
 from splitserve.coordinator.dialects.responses_body import ResponsesRequest
 from splitserve.coordinator.dialects.responses_events import ResponseAnswer
 from splitserve.coordinator.dialects.responses_items import items_of, messages_of
-from splitserve.coordinator.dialects.responses_store import ResponseStore
+from splitserve.coordinator.dialects.stored_response import ResponseStore
 
 ASKED: Any = {"model": "tiny", "input": "Hi!", "temperature": 0}
 
