@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
-from ..errors import ApiError, Headers
+from ..errors import ApiError, BodyTooLarge, Headers
 from ..http.call import JSON, CallHandler, Endpoint
 from ..http.inner_call import InnerCall
 from ..tenants.limits import Account
@@ -35,6 +35,8 @@ class Asking:
         """Return the endpoint's whole answer; cancelled, end the request."""
         for endpoint in ENDPOINTS:
             if endpoint == path:
+                if len(body) > (most := self._generation.limits.max_body_bytes):
+                    return Answer(413, [], BodyTooLarge(most).body())
                 return await self._ask_generation(endpoint, body, account, headers)
         return await self._ask_dialect(path, body, account, headers)
 

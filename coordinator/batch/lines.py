@@ -39,29 +39,42 @@ class LineError(NamedTuple):
         return {"code": self.code, "line": self.number, "message": self.message, "param": None}
 
 
-def read_lines(content: bytes, endpoint: str) -> tuple[list[Line], list[LineError]]:
-    """All requests, or what is wrong with some of them."""
-    lines: list[Line] = []
-    errors: list[LineError] = []
-    seen: set[str] = set()
-    for number, raw in enumerate(content.splitlines(), start=1):
-        if not raw.strip() or len(errors) >= MAX_ERRORS:
-            continue
-        try:
-            lines.append(_line(number, raw, endpoint, seen))
-        except ValueError as error:
-            errors.append(LineError(number, str(error)))
-    if not lines and not errors:
-        errors.append(LineError(None, "the file holds no request", "empty_file"))
-    if len(lines) > MAX_LINES:
-        errors.append(
-            LineError(
-                None,
-                f"the file holds {len(lines)} requests; at most {MAX_LINES} are allowed",
-                "too_many_requests",
-            )
-        )
-    return lines, errors
+class LineReader:
+    """Reads a file part by part. ``errors``: what is wrong with some of its lines, so far."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.errors: list[LineError] = []
+        self._endpoint = endpoint
+        self._rest = b""  # a line that is not whole yet
+        self._num_rows = self._num_lines = 0
+        self._seen: set[str] = set()
+
+    @property
+    def done(self) -> bool:
+        """Whether more parts change nothing."""
+        return len(self.errors) >= MAX_ERRORS or self._num_lines > MAX_LINES
+
+    def feed(self, part: bytes) -> list[Line]:
+        """Return the requests of the next part; an empty one is the end of the file."""
+        content = self._rest + part
+        end = content.rfind(b"\n") + 1 if part else len(content)
+        self._rest = content[end:]
+        lines = list[Line]()
+        for raw in content[:end].splitlines():
+            self._num_rows += 1
+            if not raw.strip() or self.done:
+                continue
+            try:
+                lines.append(_line(self._num_rows, raw, self._endpoint, self._seen))
+            except ValueError as error:
+                self.errors.append(LineError(self._num_rows, str(error)))
+        self._num_lines += len(lines)
+        if not part and not self._num_lines and not self.errors:
+            self.errors.append(LineError(None, "the file holds no request", "empty_file"))
+        if self._num_lines > MAX_LINES:
+            message = f"the file holds more than {MAX_LINES} requests"
+            self.errors.append(LineError(None, message, "too_many_requests"))
+        return lines
 
 
 def _line(number: int, raw: bytes, endpoint: str, seen: set[str]) -> Line:

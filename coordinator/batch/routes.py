@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any, Literal
 
-from pydantic import Field
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -16,21 +15,24 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message, Receive
 
-from ..errors import BodyTooLarge, InvalidRequest, NotFound
-from ..generate.bodies.fields import Body, UnknownFields
-from ..http.answers import account_of, json_response, limit_of, page_response
+from ..errors import BodyTooLarge, InvalidRequest, NotFound, Overloaded
+from ..generate.bodies.fields import Body, Metadata, UnknownFields
+from ..http.answers import account_of, json_response, limit_of, page_of, page_response
 from ..http.body import held_body
 from ..http.overload import Overload
+from ..tenants.limits import Account
 from ..validation import validated
+from .files import PART_BYTES, StoredFile
 from .lines import Used
 from .runner import BatchRunner
-from .store import BatchStore, StoredBatch, StoredFile
+from .store import ENDING, BatchStore, StoredBatch
 
 MAX_FILE_BYTES = 200 << 20
 FORM_BYTES = 1 << 20
 """Bytes of a form beside its file."""
 MAX_BODY_BYTES = 1 << 20
-PART_BYTES = 4 << 20  # of a file that is read at a time
+MAX_UPLOADS = 8
+"""Files that a tenant may be uploading at a time, to one process: each lies in TMPDIR until it is whole."""
 WINDOW_S = 24 * 3600
 PAGE, MAX_PAGE = 20, 100
 MAX_FILES_PAGE = 10_000
@@ -51,7 +53,7 @@ class BatchRequest(Body):
     input_file_id: str
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"]
     completion_window: Literal["24h"]
-    metadata: dict[str, str] | None = Field(default=None, max_length=16)
+    metadata: Metadata | None = None
 
 
 class BatchRoutes:
@@ -59,7 +61,7 @@ class BatchRoutes:
 
     def __init__(self, runner: BatchRunner, overload: Overload) -> None:
         self._runner, self._overload = runner, overload
-        self._storing = asyncio.Lock()  # a file is whole in memory only while it is stored: one at a time
+        self._uploading: Counter[str] = Counter()  # by tenant
         self._unknown = UnknownFields()
 
     def routes(self) -> list[Route]:
@@ -76,9 +78,13 @@ class BatchRoutes:
         ]
 
     async def _upload(self, request: Request) -> Response:
-        announced = request.headers.get("content-length", "")
+        announced, account = request.headers.get("content-length", ""), account_of(request)
         if announced.isdigit() and int(announced) > MAX_FILE_BYTES + FORM_BYTES:
             raise BodyTooLarge(MAX_FILE_BYTES)
+        if self._uploading[account.tenant] >= MAX_UPLOADS:
+            message = f"{MAX_UPLOADS} files of this tenant are being uploaded; send this one after them."
+            raise Overloaded(message, retry_after_s=1)
+        self._uploading[account.tenant] += 1
         try:
             async with Request(request.scope, _bounded(request.receive)).form(
                 max_files=1, max_fields=10
@@ -88,19 +94,42 @@ class BatchRoutes:
                     raise InvalidRequest("file: must be a file of a multipart/form-data body", param="file")
                 if purpose != "batch":
                     raise InvalidRequest("purpose: must be 'batch' on this server", param="purpose")
-                return json_response(_file(await self._store(file, account_of(request).tenant)))
+                return await self._answered(request, _file(await self._store(file, account)))
         except HTTPException as error:
             raise InvalidRequest(f"The body must be multipart/form-data: {error.detail}") from error
+        finally:
+            self._uploading[account.tenant] -= 1
 
-    async def _store(self, file: UploadFile, tenant: str) -> StoredFile:
-        name = (file.filename or "file")[:255]
-        async with self._storing:
-            content = await file.read(MAX_FILE_BYTES + 1)
-            if len(content) > MAX_FILE_BYTES:
-                raise BodyTooLarge(MAX_FILE_BYTES)
-            return await self._runner.call(
-                lambda store: store.add_file(tenant, name, "batch", content, time.time())
-            )
+    async def _store(self, file: UploadFile, account: Account) -> StoredFile:
+        """Raises BodyTooLarge or StorageLimitReached."""
+        if (file.size or 0) > MAX_FILE_BYTES:
+            raise BodyTooLarge(MAX_FILE_BYTES)
+        tenant, most, name = account.tenant, account.max_stored_bytes, (file.filename or "file")[:255]
+        id = await self._runner.call(lambda store: store.begin_file(tenant, name, time.time(), most))
+        try:
+            while part := await file.read(PART_BYTES):
+                await self._runner.call(
+                    partial(BatchStore.add_part, tenant=tenant, id=id, content=part, max_bytes=most)
+                )
+            return await self._runner.call(lambda store: store.end_file(tenant, id, "batch"))
+        except BaseException:
+            await self._delete(tenant, id)
+            raise
+
+    async def _delete(self, tenant: str, id: str) -> None:
+        """Delete a file, part by part; what a process that ends leaves is pruned."""
+        await self._runner.call(lambda store: store.hide_file(tenant, id))
+        while await self._runner.call(lambda store: store.drop_part(id)):
+            pass
+
+    async def _answered(self, request: Request, value: Any) -> Response:
+        """Return a JSON answer, with what the tenant may yet store."""
+        account, answer = account_of(request), json_response(value)
+        if (most := account.max_stored_bytes) is not None:
+            stored = await self._runner.call(lambda store: store.stored(account.tenant))
+            answer.headers["x-ratelimit-limit-stored-bytes"] = str(most)
+            answer.headers["x-ratelimit-remaining-stored-bytes"] = str(max(0, most - stored))
+        return answer
 
     async def _list_files(self, request: Request) -> Response:
         query, tenant = request.query_params, account_of(request).tenant
@@ -110,7 +139,8 @@ class BatchRoutes:
                 tenant, query.get("purpose"), query.get("after"), limit, newest_first=newest
             )
         )
-        return page_response([_file(file) for file in found[:limit]], more=len(found) > limit)
+        page = page_of([_file(file) for file in found[:limit]], more=len(found) > limit)
+        return await self._answered(request, page)
 
     async def _file(self, request: Request) -> Response:
         return json_response(_file(await self._found_file(request)))
@@ -120,18 +150,20 @@ class BatchRoutes:
 
         async def parts() -> AsyncIterator[bytes]:
             """Yield the content as the client reads it."""
-            for at in range(0, file.num_bytes, PART_BYTES):
-                part = partial(BatchStore.content, tenant=tenant, id=file.id, at=at, size=PART_BYTES)
-                content = await self._runner.call(part)
-                yield content or b""
+            at = 0
+            while content := await self._runner.call(
+                partial(BatchStore.content, tenant=tenant, id=file.id, at=at)
+            ):
+                at += len(content)
+                yield content
 
         headers = {"content-length": str(file.num_bytes)}
         return StreamingResponse(parts(), 200, headers, "application/octet-stream")
 
     async def _delete_file(self, request: Request) -> Response:
         file, tenant = await self._found_file(request), account_of(request).tenant
-        await self._runner.call(lambda store: store.delete_file(tenant, file.id))
-        return json_response({"id": file.id, "object": "file", "deleted": True})
+        await self._delete(tenant, file.id)
+        return await self._answered(request, {"id": file.id, "object": "file", "deleted": True})
 
     async def _create(self, request: Request) -> Response:
         async with held_body(
@@ -144,8 +176,9 @@ class BatchRoutes:
             raise NotFound(f"There is no file {asked.input_file_id!r}.", param="input_file_id")
         known = asked.model_dump(include=set(BatchRequest.model_fields))
         details = {**known, "created_at": int(now), "expires_at": int(now) + WINDOW_S}
+        most = account.max_stored_bytes
         batch = await self._runner.call(
-            lambda store: store.add_batch(account.tenant, account.key_id, details, now)
+            lambda store: store.add_batch(account.tenant, account.key_id, details, now, most)
         )
         answer = await self._runner.call(lambda store: _batch(store, batch))
         self._runner.wake()
@@ -157,10 +190,9 @@ class BatchRoutes:
             request.query_params.get("after"),
             limit_of(request, PAGE, MAX_PAGE),
         )
-        found = await self._runner.call(
-            lambda store: [_batch(store, batch) for batch in store.batches(tenant, after, limit)]
-        )
-        return page_response(found[:limit], more=len(found) > limit)
+        found = await self._runner.call(lambda store: store.batches(tenant, after, limit))
+        page = [await self._runner.call(partial(_batch, batch=batch)) for batch in found[:limit]]
+        return page_response(page, more=len(found) > limit)
 
     async def _batch(self, request: Request) -> Response:
         return json_response(await self._found_batch(request))
@@ -225,9 +257,10 @@ def _batch(store: BatchStore, batch: StoredBatch) -> dict[str, Any]:
     """OpenAI's object, as things stand."""
     empty: dict[str, Any] = dict.fromkeys((*TIMES, "output_file_id", "error_file_id", "errors"))
     counts, used = store.counts(batch.id)._asdict(), _usage(store.used(batch.id))
+    details = {name: value for name, value in batch.details.items() if name not in ENDING}
     return {
         **empty,
-        **batch.details,
+        **details,
         "id": batch.id,
         "object": "batch",
         "status": batch.status,

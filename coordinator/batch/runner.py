@@ -9,7 +9,7 @@ import fcntl
 import logging
 import sqlite3
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -18,22 +18,36 @@ from typing import IO, Any, NamedTuple, TypeVar
 from ..background import Spawn, unwatched
 from ..errors import StorageFull
 from ..full_disk import is_full
-from ..generate.plan import ON_TIMEOUT_HEADER
 from ..listeners import ListenerFailures
-from ..tenants.limits import Account
 from ..tenants.tenancy import Directory
-from .asking import Answer, Asking
-from .lines import Line, output_line, read_lines, unanswered_line, used_by
-from .store import BatchStore, Status, StoredBatch
+from .asking import Asking
+from .files import LEFT_BEHIND_S
+from .line_runner import LineRunner, Payer
+from .lines import LineError, LineReader
+from .store import BatchStore, Ending, StoredBatch
 
 T = TypeVar("T")
 LOOK_EVERY_S = 1.0  # for what other processes have put there
 PRUNE_EVERY_S = 3600.0
-WAIT_S = 1.0  # before a request without room is tried again, if the answer names no time
-MAX_TIMEOUTS = 10  # of one request
-AGAIN = (429, 503, 504)
-NO_KEY = "The API key of this batch was revoked or has expired; submit what is left with a key that opens."
-NOTHING: Mapping[str, Any] = {}
+MAX_AT_WORK = 4
+"""Batches that are validated or ended at a time."""
+NO_KEY = Ending(
+    "failed",
+    "invalid_api_key",
+    "The API key of this batch was revoked or has expired; submit what is left with a key that opens.",
+)
+NO_ROOM = Ending(
+    "failed",
+    "storage_limit_exceeded",
+    "The answers would exceed what this tenant may store; delete files, then submit what is left.",
+)
+EXPIRED = Ending("expired", "batch_expired", "The batch expired before this request was run.")
+ENDINGS = {
+    "finalizing": Ending("completed"),
+    "cancelling": Ending(
+        "cancelled", "batch_cancelled", "The batch was cancelled before this request was run."
+    ),
+}
 _log = logging.getLogger(__name__)
 
 
@@ -58,13 +72,14 @@ class BatchRunner:
         failures: ListenerFailures | None = None,
     ) -> None:
         """Raises OSError or sqlite3.Error where the file cannot be used."""
-        self._path, self._max_running, self._keep_s = options
-        self._asking, self._directory = asking, directory
+        self._path, self._keep_s, self._directory = options.path, options.keep_s, directory
         self._store = BatchStore(self._path)
-        self._prune_at = 0.0
+        self._prune_at = self._look_at = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._changed = asyncio.Event()
-        self._running: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._lines = LineRunner(self, asking, directory, options.max_running)
+        self._working: dict[str, asyncio.Task[None]] = {}  # by tenant
+        self._few = asyncio.Semaphore(MAX_AT_WORK)
         self.task: asyncio.Task[None] | None = None
         self._lock: IO[bytes] | None = None
         self.failures = failures or ListenerFailures()
@@ -87,13 +102,12 @@ class BatchRunner:
 
     async def stop(self) -> None:
         """What runs is given up; it will run again."""
-        for task in (self.task, *self._running.values()):
-            if task is not None:
-                task.cancel()
-        await asyncio.gather(
-            *(task for task in (self.task, *self._running.values()) if task is not None),
-            return_exceptions=True,
-        )
+        tasks = [*self._working.values(), *self._lines.tasks()]
+        if self.task is not None:
+            tasks.append(self.task)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._thread.shutdown()
         self._store.close()
         if self._lock is not None:
@@ -109,7 +123,7 @@ class BatchRunner:
                 self.failures.note("running batches", error)
             with contextlib.suppress(TimeoutError):
                 # wait_for() may swallow stop()'s cancellation (Python 3.11)
-                async with asyncio.timeout(LOOK_EVERY_S):
+                async with asyncio.timeout(min(LOOK_EVERY_S, self._lines.rest_s())):
                     await self._changed.wait()
 
     def _is_ours(self) -> bool:
@@ -124,137 +138,108 @@ class BatchRunner:
             self._lock = lock
         return True
 
-    async def _prune(self, now: float) -> None:
-        """What is older than it is to be kept, once an hour."""
-        if now >= self._prune_at:
-            self._prune_at = now + PRUNE_EVERY_S
-            if number := await self.call(lambda store: store.prune(now - self._keep_s)):
-                _log.info("%d files and batches were older than they are to be kept, and are deleted", number)
+    async def _prune(self) -> None:
+        """Delete what is older than it is to be kept, once an hour, some of it at a time."""
+        if time.monotonic() < self._prune_at:
+            return
+        self._prune_at = time.monotonic() + PRUNE_EVERY_S
+        now = time.time()
+        prune = partial(BatchStore.prune, before=now - self._keep_s, left_before=now - LEFT_BEHIND_S)
+        while await self.call(prune):
+            pass
 
     async def _advance(self) -> None:
-        await self._prune(time.time())
-        for batch in await self.call(BatchStore.open_batches):
-            if batch.status == "validating":
-                await self.call(partial(_validate, batch=batch))
-            elif batch.status == "cancelling":
-                await self._end(
-                    batch,
-                    "cancelled",
-                    "batch_cancelled",
-                    "The batch was cancelled before this request was run.",
-                )
-            elif time.time() >= batch.details["expires_at"]:
-                await self._end(
-                    batch, "expired", "batch_expired", "The batch expired before this request was run."
-                )
-            elif self._account(batch) is None:
-                await self._end(batch, "failed", "invalid_api_key", NO_KEY)
-            elif not await self.call(partial(_has_open_lines, batch=batch)):
-                await self.call(partial(_finish, batch=batch, status="completed"))
-        await self._fill()
+        await self._prune()
+        payers = await self.call(BatchStore.payers)
+        if time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + LOOK_EVERY_S
+            await self._end_overdue(payers)
+        for tenant in await self.call(BatchStore.tenants_at_work):
+            if tenant not in self._working:
+                self._working[tenant] = asyncio.create_task(self._work(tenant))
+        await self._lines.fill(payers)
 
-    async def _fill(self) -> None:
-        """Start requests, up to the bound."""
-        limit = self._max_running + len(self._running)
-        found = await self.call(lambda store: store.open_lines(None, limit))
-        for batch_id, line in found:
-            if len(self._running) >= self._max_running:
-                return
-            key = (batch_id, line.number)
-            if key not in self._running:
-                self._running[key] = asyncio.create_task(self._answer(batch_id, line))
+    async def _end_overdue(self, payers: Sequence[Payer]) -> None:
+        """End batches that expire, whose key has ended, or whose answers exceed what their tenant may
+        store."""
+        accounts = [self._directory.account_of_key(key_id) for _, key_id in payers]
+        gone = {key_id for (_, key_id), account in zip(payers, accounts, strict=True) if account is None}
+        bounds = {account.tenant: account.max_stored_bytes for account in accounts if account is not None}
+        now, full = time.time(), await self.call(partial(_full, bounds=bounds))
+        for batch in await self.call(lambda store: store.overdue(now, gone, full)):
+            if now >= batch.details["expires_at"]:
+                ending = EXPIRED
+            elif batch.key_id in gone:
+                ending = NO_KEY
+            elif batch.tenant in full and batch.tenant not in self._working:
+                ending = NO_ROOM
+                full.remove(batch.tenant)  # one at a time: each that ends makes room
+            else:
+                continue
+            details = {"ending": list(ending)}
+            end = partial(BatchStore.change, id=batch.id, status="finalizing", details=details)
+            await self.call(partial(end, only_from=("in_progress",)))
 
-    async def _answer(self, batch_id: str, line: Line) -> None:
+    async def _work(self, tenant: str) -> None:
+        """Validate and end a tenant's batches, oldest first. Tenants take turns."""
         try:
-            batch = await self.call(lambda store: store.batch(None, batch_id))
-            assert batch is not None, "its line is there"
-            answer = await self._ask_until_answered(batch, line)
-            request_id = dict(answer.headers).get(b"x-request-id", b"").decode()
-            output = output_line(batch_id, line, answer.status, answer.body, request_id)
-            used = used_by(answer.status, answer.body)
-            await self._keep(lambda store: store.answer(batch_id, line.number, answer.status, output, used))
+            while True:
+                async with self._few:
+                    batch = await self.call(lambda store: store.next_work(tenant))
+                    if batch is None:
+                        break
+                    await (self._validate(batch) if batch.status == "validating" else self._end(batch))
+                self.wake()
         except Exception as error:
             self.failures.note("running batches", error)
         finally:
-            del self._running[batch_id, line.number]
-            self.wake()
+            del self._working[tenant]
 
-    async def _keep(self, work: Callable[[BatchStore], None]) -> None:
-        """An answer is computed and metered once: it waits here for space."""
-        while True:
-            try:
-                return await self.call(work)
-            except StorageFull as error:
-                self.failures.note("running batches", error)
-            await asyncio.sleep(LOOK_EVERY_S)
-
-    async def _ask_until_answered(self, batch: StoredBatch, line: Line) -> Answer:
-        """Ask again, after a wait, while there is no room, no worker, a limit or a timeout; by the key's
-        present account."""
-        num_timeouts = 0
-        while True:
-            if (account := self._account(batch)) is None:
-                await asyncio.sleep(WAIT_S)  # the batch is about to be ended, and this task with it
-                continue
-            # at last a part is better than nothing
-            headers = {ON_TIMEOUT_HEADER: b"error"} if num_timeouts < MAX_TIMEOUTS else {}
-            answer = await self._asking.ask(batch.details["endpoint"], line.body, account, headers)
-            num_timeouts += answer.status == 504
-            if answer.status not in AGAIN or num_timeouts > MAX_TIMEOUTS:
-                return answer
-            wait = dict(answer.headers).get(b"retry-after", b"")
-            await asyncio.sleep(float(wait) if wait.isdigit() else WAIT_S)
-
-    def _account(self, batch: StoredBatch) -> Account | None:
-        """Return its key's present account, in class batch; None if the key is no longer valid."""
-        account = self._directory.account_of_key(batch.key_id)
-        return None if account is None else account.model_copy(update={"priority_class": "batch"})
-
-    async def _end(self, batch: StoredBatch, status: Status, code: str, message: str) -> None:
-        """Before all of it is answered."""
-        mine = [task for (batch_id, _), task in self._running.items() if batch_id == batch.id]
-        for task in mine:
-            task.cancel()
-        await asyncio.gather(*mine, return_exceptions=True)
-
-        def end(store: BatchStore) -> None:
-            while found := store.open_lines(batch.id, 1000):
-                for _, line in found:
-                    store.answer(batch.id, line.number, 0, unanswered_line(batch.id, line, code, message))
-            failure = {"code": code, "line": None, "message": message, "param": None}
-            _finish(
-                store,
-                batch,
-                status,
-                {"errors": {"object": "list", "data": [failure]}} if status == "failed" else {},
+    async def _validate(self, batch: StoredBatch) -> None:
+        """Read a batch's requests from its file, part by part, while other work goes on."""
+        reader, at, num_bytes, last = LineReader(batch.details["endpoint"]), 0, 0, False
+        while not last and not reader.done:
+            part = await self.call(partial(_input, batch=batch, at=at))
+            if part is None:
+                reader.errors.append(LineError(None, "the input file was deleted", "invalid_file"))
+                break
+            lines = await asyncio.to_thread(reader.feed, part)
+            await self.call(partial(BatchStore.add_lines, batch=batch.id, lines=lines))
+            at, last = at + len(part), not part
+            num_bytes += sum([len(line.body) + len(line.custom_id) for line in lines])
+        if reader.errors:
+            while await self.call(lambda store: store.delete_lines(batch.id)):
+                pass
+            failures = {"object": "list", "data": [error.as_dict() for error in reader.errors]}
+            await self.call(
+                lambda store: store.validated(
+                    batch.id, "failed", {"errors": failures, "failed_at": int(time.time())}, 0
+                )
             )
+        else:
+            details = {"in_progress_at": int(time.time())}
+            await self.call(lambda store: store.validated(batch.id, "in_progress", details, num_bytes))
 
-        await self.call(end)
+    async def _end(self, batch: StoredBatch) -> None:
+        """Make its files, part by part; after a crash in between they go on where they were."""
+        status, code, message = batch.details.get("ending") or ENDINGS[batch.status]
+        await self._lines.forget(batch.id)
+        if "files" not in batch.details:
+            await self.call(partial(BatchStore.begin_ending, batch=batch))
+        ending = Ending(status, code, message)
+        while await self.call(lambda store: store.move_answers(batch.id, ending)):
+            pass
+        details: dict[str, Any] = {f"{status}_at": int(time.time())}
+        if status == "failed":
+            failure = {"code": code, "line": None, "message": message, "param": None}
+            details["errors"] = {"object": "list", "data": [failure]}
+        await self.call(lambda store: store.end_batch(batch.id, status, details))
 
 
-def _validate(store: BatchStore, batch: StoredBatch) -> None:
-    content = store.content(batch.tenant, batch.details["input_file_id"])
-    lines, errors = read_lines(content or b"", batch.details["endpoint"])
-    if errors:
-        failures = {"object": "list", "data": [error.as_dict() for error in errors]}
-        store.change(batch.id, "failed", {"errors": failures, "failed_at": int(time.time())}, ("validating",))
-        return
-    store.add_lines(batch.id, lines)
-    store.change(batch.id, "in_progress", {"in_progress_at": int(time.time())}, ("validating",))
+def _input(store: BatchStore, batch: StoredBatch, at: int) -> bytes | None:
+    return store.content(batch.tenant, batch.details["input_file_id"], at)
 
 
-def _has_open_lines(store: BatchStore, batch: StoredBatch) -> bool:
-    return bool(store.open_lines(batch.id, 1))
-
-
-def _finish(store: BatchStore, batch: StoredBatch, status: Status, more: Mapping[str, Any] = NOTHING) -> None:
-    """Writes the files. After a crash in between it is done again, and a file may lie there twice."""
-    if status == "completed":
-        store.change(batch.id, "finalizing", {"finalizing_at": int(time.time())}, ("in_progress",))
-    tenant, made = batch.tenant, {}
-    for field, good in (("output_file_id", True), ("error_file_id", False)):
-        if content := store.outputs(batch.id, good=good):
-            made[field] = store.add_file(
-                tenant, f"{batch.id}_{field[:-8]}.jsonl", "batch_output", content, time.time()
-            ).id
-    store.change(batch.id, status, {**more, **made, f"{status}_at": int(time.time())})
+def _full(store: BatchStore, bounds: Mapping[str, int | None]) -> set[str]:
+    """Return the tenants that have stored more than they may."""
+    return {tenant for tenant, most in bounds.items() if most is not None and store.stored(tenant) > most}

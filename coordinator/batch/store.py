@@ -1,59 +1,38 @@
-"""Files and batches in SQLite. One file serves all coordinators of a host; each answered request is there for
-good at once."""
+"""Batches and their requests in SQLite. One file serves all coordinators of a host; each answered request is
+there for good at once."""
 
 from __future__ import annotations
 
-import logging
 import secrets
-import sqlite3
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+import time
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-import msgspec
 import orjson
 
-from ...transport.process.private_files import make_private
-from ..full_disk import is_full
-from .lines import Line, Used
-
-_log = logging.getLogger(__name__)
+from ..stored_bytes import check_room, transaction
+from .files import PART_BYTES, WHAT, FileStore, page_of
+from .lines import Line, Used, unanswered_line
 
 Status = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
 ]
 NOTHING = Used()
 OPEN: tuple[Status, ...] = ("validating", "in_progress", "finalizing", "cancelling")
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS files (
-    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, created REAL NOT NULL, filename TEXT NOT NULL,
-    purpose TEXT NOT NULL, num_bytes INTEGER NOT NULL, content BLOB NOT NULL
-);
-CREATE TABLE IF NOT EXISTS batches (
-    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, created REAL NOT NULL, key_id INTEGER NOT NULL,
-    status TEXT NOT NULL, details BLOB NOT NULL
-);
-CREATE TABLE IF NOT EXISTS lines (
-    batch TEXT NOT NULL, number INTEGER NOT NULL, custom_id TEXT NOT NULL, body BLOB NOT NULL,
-    status INTEGER, output BLOB, PRIMARY KEY (batch, number)
-) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS used (
-    batch TEXT PRIMARY KEY, prompt INTEGER NOT NULL, cached INTEGER NOT NULL,
-    completion INTEGER NOT NULL, reasoning INTEGER NOT NULL
-) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS open_lines ON lines (number, batch) WHERE status IS NULL;
-"""
+_OPEN = f"status IN ({', '.join(map(repr, OPEN))})"
+_LINE = "SELECT number, custom_id, body FROM lines WHERE batch = ? AND number = ?"
+_NEXT_LINE = "SELECT number FROM lines WHERE batch = ? AND status IS NULL ORDER BY number LIMIT ?"
+ENDING = ("ending", "files", "moved")
+"""Details that a batch has for its end, which are no client's."""
+LINES_AT_ONCE = 1000
 
 
-class StoredFile(NamedTuple):
-    """A file without its content."""
+class Ending(NamedTuple):
+    """How a batch ends, and what its unanswered requests get."""
 
-    id: str
-    filename: str
-    purpose: str
-    num_bytes: int
-    created: float  # unix seconds
+    status: Status
+    code: str = ""
+    message: str = ""
 
 
 class StoredBatch(NamedTuple):
@@ -68,176 +47,215 @@ class StoredBatch(NamedTuple):
 
 
 class Counts(NamedTuple):
-    total: int
-    completed: int
-    failed: int
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
 
 
-class BatchStore:
-    """All methods block for a disk's time: they are called on one thread of their own."""
+class BatchStore(FileStore):
+    """Beside the files, batches and their lines."""
 
-    def __init__(self, path: Path) -> None:
-        """Opened when it is first needed where its disk is full now. Raises OpenToOthers where other users
-        may read it, OSError or sqlite3.Error where it cannot be used."""
-        self._path = path
-        self._opened: sqlite3.Connection | None = None
-        try:
-            _ = self._db
-        except (OSError, sqlite3.Error) as error:
-            if not is_full(error):
-                raise
-            _log.error(
-                "--batch-file: there is no space for %s (%s); batches and files are refused until there is",
-                path,
-                error,
-            )
-
-    @property
-    def _db(self) -> sqlite3.Connection:
-        if self._opened is None:
-            make_private("the batch file", self._path)
-            db = sqlite3.connect(self._path, timeout=30, isolation_level=None, check_same_thread=False)
-            try:
-                db.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL;" + SCHEMA)
-                _forget_accounts(db)
-            except sqlite3.Error:
-                db.close()
-                raise
-            self._opened = db
-        return self._opened
-
-    def close(self) -> None:
-        if self._opened is not None:
-            self._opened.close()
-
-    # --- files -----------------------------------------------------------------------------------
-
-    def add_file(self, tenant: str, filename: str, purpose: str, content: bytes, now: float) -> StoredFile:
-        file = StoredFile(f"file-{secrets.token_hex(12)}", filename, purpose, len(content), now)
-        self._db.execute(
-            "INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)",
-            (file.id, tenant, now, filename, purpose, len(content), content),
-        )
-        return file
-
-    def file(self, tenant: str, id: str) -> StoredFile | None:
-        row = self._db.execute(f"{_FILE} WHERE id = ? AND tenant = ?", (id, tenant)).fetchone()
-        return None if row is None else StoredFile(*row)
-
-    def content(self, tenant: str, id: str, at: int = 0, size: int = -1) -> bytes | None:
-        query = "SELECT rowid FROM files WHERE id = ? AND tenant = ?"
-        if (row := self._db.execute(query, (id, tenant)).fetchone()) is None:
-            return None
-        with self._db.blobopen("files", "content", row[0], readonly=True) as blob:
-            blob.seek(at)
-            return blob.read(size)
-
-    def files(
-        self, tenant: str, purpose: str | None, after: str | None, limit: int, *, newest_first: bool
-    ) -> list[StoredFile]:
-        order = "DESC" if newest_first else "ASC"
-        rows = self._db.execute(f"{_FILE} WHERE tenant = ? ORDER BY created {order}, id {order}", (tenant,))
-        found = [StoredFile(*row) for row in rows if purpose is None or row[2] == purpose]
-        return _page(found, after, limit)
-
-    def delete_file(self, tenant: str, id: str) -> bool:
-        return self._db.execute("DELETE FROM files WHERE id = ? AND tenant = ?", (id, tenant)).rowcount > 0
-
-    # --- batches ---------------------------------------------------------------------------------
-
-    def add_batch(self, tenant: str, key_id: int, details: dict[str, Any], now: float) -> StoredBatch:
+    def add_batch(
+        self, tenant: str, key_id: int, details: dict[str, Any], now: float, max_bytes: int | None = None
+    ) -> StoredBatch:
+        """Raises StorageLimitReached: a batch counts as much as its input file until that has been read."""
         batch = StoredBatch(f"batch_{secrets.token_hex(12)}", "validating", details, key_id, tenant)
-        row = (batch.id, tenant, now, key_id, batch.status, orjson.dumps(details))
-        self._db.execute(
-            "INSERT INTO batches (id, tenant, created, key_id, status, details) VALUES (?, ?, ?, ?, ?, ?)",
-            row,
-        )
+        row = (batch.id, tenant, now, key_id, batch.status, orjson.dumps(details), details["input_file_id"])
+        with transaction(self._db):
+            self._db.execute(
+                "INSERT INTO batches (id, tenant, created, key_id, status, details, bytes) VALUES"
+                " (?, ?, ?, ?, ?, ?, coalesce((SELECT num_bytes FROM files WHERE id = ?), 0))",
+                row,
+            )
+            check_room(self._db, tenant, 0, max_bytes, WHAT)
         return batch
 
     def batch(self, tenant: str | None, id: str) -> StoredBatch | None:
         """Return a batch; ``tenant`` None: of any tenant."""
-        query = f"{_BATCH} WHERE id = ? AND tenant = coalesce(?, tenant)"
+        query = f"{_BATCH} AND id = ? AND tenant = coalesce(?, tenant)"
         row = self._db.execute(query, (id, tenant)).fetchone()
         return None if row is None else _batch(row)
 
     def batches(self, tenant: str, after: str | None, limit: int) -> list[StoredBatch]:
-        rows = self._db.execute(f"{_BATCH} WHERE tenant = ? ORDER BY created DESC, id DESC", (tenant,))
-        return _page([_batch(row) for row in rows], after, limit)
-
-    def open_batches(self) -> list[StoredBatch]:
-        """Those that are not over, oldest first."""
-        marks = ", ".join("?" * len(OPEN))
-        rows = self._db.execute(f"{_BATCH} WHERE status IN ({marks}) ORDER BY created", OPEN)
-        return [_batch(row) for row in rows]
+        """Return one more than ``limit``, where there is more; newest first."""
+        return [_batch(row) for row in page_of(self._db, "batches", _BATCH, (), tenant, after, limit)]
 
     def change(
-        self, id: str, status: Status, details: dict[str, Any], only_from: Collection[str] = OPEN
+        self, id: str, status: Status, details: Mapping[str, Any], only_from: Collection[str] = OPEN
     ) -> StoredBatch | None:
         """A new status and new details; None, and nothing happens, where the batch is in none of
         ``only_from``."""
-        with _transaction(self._db):
-            batch = self.batch(None, id)
-            if batch is None or batch.status not in only_from:
-                return None
-            changed = batch._replace(status=status, details={**batch.details, **details})
-            self._db.execute(
-                "UPDATE batches SET status = ?, details = ? WHERE id = ?",
-                (status, orjson.dumps(changed.details), id),
-            )
-            return changed
+        with transaction(self._db):
+            return self._change(id, status, details, only_from)
 
-    def prune(self, before: float) -> int:
-        """Delete ended batches made before ``before``, and older files that no open batch needs. Return the
-        number."""
-        marks = ", ".join("?" * len(OPEN))
-        with _transaction(self._db):
-            over = f"SELECT id FROM batches WHERE created < ? AND status NOT IN ({marks})"
-            for table in ("lines", "used"):
-                self._db.execute(f"DELETE FROM {table} WHERE batch IN ({over})", (before, *OPEN))
-            batches = self._db.execute(f"DELETE FROM batches WHERE id IN ({over})", (before, *OPEN)).rowcount
-            used = [batch.details["input_file_id"] for batch in self.open_batches()]
-            unused = f"created < ? AND id NOT IN ({', '.join('?' * len(used))})"
-            return batches + self._db.execute(f"DELETE FROM files WHERE {unused}", (before, *used)).rowcount
+    def _change(
+        self, id: str, status: Status, details: Mapping[str, Any], only_from: Collection[str] = OPEN
+    ) -> StoredBatch | None:
+        batch = self.batch(None, id)
+        if batch is None or batch.status not in only_from:
+            return None
+        changed = batch._replace(status=status, details={**batch.details, **details})
+        self._db.execute(
+            "UPDATE batches SET status = ?, details = ? WHERE id = ?",
+            (status, orjson.dumps(changed.details), id),
+        )
+        return changed
+
+    def prune(self, before: float, left_before: float = 0.0) -> bool:
+        """Delete something of an ended batch made before ``before``, of an older file that no open batch
+        needs, or of one begun before ``left_before`` that is not whole. Return whether there was any."""
+        query = f"SELECT id FROM batches WHERE created < ? AND NOT {_OPEN} LIMIT 1"
+        if (batch := self._db.execute(query, (before,)).fetchone()) is not None:
+            if not self.delete_lines(*batch):
+                with transaction(self._db):
+                    self._db.execute("DELETE FROM used WHERE batch = ?", batch)
+                    self._db.execute("DELETE FROM batches WHERE id = ?", batch)
+            return True
+        used = f"SELECT json_extract(details, '$.input_file_id') FROM batches WHERE {_OPEN}"
+        made = f"SELECT value FROM batches, json_each(details, '$.files') WHERE {_OPEN}"
+        old = f"created < iif(purpose = '', max(?1, ?2), ?1) AND id NOT IN ({used} UNION {made})"
+        query = f"SELECT tenant, id FROM files WHERE {old} LIMIT 1"
+        if (file := self._db.execute(query, (before, left_before)).fetchone()) is None:
+            return False
+        self.hide_file(*file)
+        self.drop_part(file[1])
+        return True
+
+    # --- whose turn it is --------------------------------------------------------------------------
+
+    def payers(self) -> list[tuple[str, int]]:
+        """Return the tenants and keys of all batches in progress."""
+        query = "SELECT DISTINCT tenant, key_id FROM batches WHERE status = 'in_progress'"
+        return self._db.execute(query).fetchall()
+
+    def next_line(
+        self, payer: tuple[str, int], after: str, running: Collection[tuple[str, int]]
+    ) -> tuple[str, Line] | None:
+        """Return a request of a payer's that is neither answered nor ``running``: of the batch after the one
+        with the id ``after``, so that its batches take turns."""
+        query = (
+            "SELECT id FROM batches WHERE status = 'in_progress' AND tenant = ? AND key_id = ? AND id {} ?"
+            " ORDER BY id"
+        )
+        for beyond in (">", "<="):
+            for (batch,) in self._db.execute(query.format(beyond), (*payer, after)):
+                num_running = sum(id == batch for id, _ in running)
+                for (number,) in self._db.execute(_NEXT_LINE, (batch, num_running + 1)).fetchall():
+                    if (batch, number) not in running:
+                        return batch, Line(*self._db.execute(_LINE, (batch, number)).fetchone())
+        return None
+
+    def overdue(self, now: float, keys: Collection[int], tenants: Collection[str]) -> list[StoredBatch]:
+        """Return batches in progress, newest first, whose time is over or that are of these keys or
+        tenants."""
+        query = f"""{_BATCH} AND status = 'in_progress' AND (json_extract(details, '$.expires_at') <= ?
+            OR key_id IN (SELECT value FROM json_each(?)) OR tenant IN (SELECT value FROM json_each(?)))
+            ORDER BY created DESC"""
+        values = (now, orjson.dumps(list(keys)).decode(), orjson.dumps(list(tenants)).decode())
+        return [_batch(row) for row in self._db.execute(query, values)]
+
+    def tenants_at_work(self) -> list[str]:
+        """Return the tenants that have a batch to be validated or ended."""
+        query = f"SELECT DISTINCT tenant FROM batches WHERE {_OPEN} AND status <> 'in_progress'"
+        return [tenant for (tenant,) in self._db.execute(query)]
+
+    def next_work(self, tenant: str) -> StoredBatch | None:
+        """Return a tenant's oldest batch that is to be validated or ended."""
+        query = f"{_BATCH} AND {_OPEN} AND status <> 'in_progress' AND tenant = ? ORDER BY created LIMIT 1"
+        row = self._db.execute(query, (tenant,)).fetchone()
+        return None if row is None else _batch(row)
 
     # --- their requests --------------------------------------------------------------------------
 
     def add_lines(self, batch: str, lines: Sequence[Line]) -> None:
         """Again after a restart: those that are there stay as they are."""
         rows = [(batch, line.number, line.custom_id, line.body) for line in lines]
-        with _transaction(self._db):
+        with transaction(self._db):
             self._db.executemany(
                 "INSERT OR IGNORE INTO lines (batch, number, custom_id, body) VALUES (?, ?, ?, ?)", rows
             )
 
-    def open_lines(self, batch: str | None, limit: int) -> list[tuple[str, Line]]:
-        """Requests without an answer, of this batch or of all in progress: the first of each, then the
-        second."""
-        rows = self._db.execute(
-            "SELECT batch, number, custom_id, body FROM lines WHERE status IS NULL AND batch = "
-            "coalesce(?1, batch)"
-            " AND (?1 IS NOT NULL OR batch IN (SELECT id FROM batches WHERE status = "
-            "'in_progress')) ORDER BY number, batch LIMIT ?2",
-            (batch, limit),
-        )
-        return [(row[0], Line(row[1], row[2], bytes(row[3]))) for row in rows]
+    def delete_lines(self, batch: str) -> bool:
+        """Delete some of them. Return whether there were any."""
+        some = "SELECT number FROM lines WHERE batch = ?1 LIMIT ?2"
+        query = f"DELETE FROM lines WHERE batch = ?1 AND number IN ({some})"
+        return self._db.execute(query, (batch, LINES_AT_ONCE)).rowcount > 0
 
-    def answer(self, batch: str, number: int, status: int, output: bytes, used: Used = NOTHING) -> None:
-        """For good. A second answer changes nothing."""
-        query = "UPDATE lines SET status = ?, output = ? WHERE batch = ? AND number = ? AND status IS NULL"
-        with _transaction(self._db):
-            if self._db.execute(query, (status, output, batch, number)).rowcount and used != NOTHING:
+    def validated(self, id: str, status: Status, details: Mapping[str, Any], num_bytes: int) -> None:
+        """Count its lines as this many bytes, and run them or not: unless it is cancelled."""
+        with transaction(self._db):
+            self._db.execute("UPDATE batches SET bytes = ? WHERE id = ?", (num_bytes, id))
+            self._change(id, status, details, ("validating",))
+
+    def answer(self, batch: str, line: Line, status: int, output: bytes, used: Used = NOTHING) -> None:
+        """For good: its body is needed no more, and the last answer ends the batch. A second answer changes
+        nothing."""
+        query = """UPDATE lines SET status = ?, output = ?, body = x''
+            WHERE batch = ? AND number = ? AND status IS NULL"""
+        with transaction(self._db):
+            if not self._db.execute(query, (status, output, batch, line.number)).rowcount:
+                return
+            more = len(output) - len(line.body)
+            self._db.execute("UPDATE batches SET bytes = bytes + ? WHERE id = ?", (more, batch))
+            if used != NOTHING:
                 self._db.execute(_ADD_USED, (batch, *used))
+            if self._db.execute(_NEXT_LINE, (batch, 1)).fetchone() is None:
+                self._change(batch, "finalizing", {"finalizing_at": int(time.time())}, ("in_progress",))
 
-    def outputs(self, batch: str, *, good: bool) -> bytes:
-        """The content of the output file, or of the error file."""
-        query = """SELECT output FROM lines
-            WHERE batch = ? AND status IS NOT NULL AND (status = 200) = ? ORDER BY number"""
-        return b"".join(bytes(row[0]) + b"\n" for row in self._db.execute(query, (batch, good)))
+    def begin_ending(self, batch: StoredBatch) -> list[str]:
+        """Return the ids of the output file and the error file; no client sees them before ``end_batch``."""
+        names = [f"{batch.id}_{name}.jsonl" for name in ("output", "error")]
+        files = [self.begin_file(batch.tenant, name, time.time()) for name in names]
+        self.change(batch.id, batch.status, {"files": files})
+        return files
+
+    def move_answers(self, id: str, end: Ending) -> bool:
+        """Move a part's worth of lines into the two files: of those answered with 200, and of all others.
+        Return whether there were any."""
+        query = "SELECT number, custom_id, body, status, output FROM lines WHERE batch = ? ORDER BY number"
+        with transaction(self._db):
+            batch = self.batch(None, id)
+            assert batch is not None, "an open batch is not pruned"
+            moved, last, num_bytes = (list[bytes](), list[bytes]()), 0, 0
+            for last, custom_id, body, status, output in self._db.execute(query, (id,)):
+                if status is None:
+                    output = unanswered_line(id, Line(last, custom_id, body), end.code, end.message)
+                    num_bytes += len(body) - len(output)
+                moved[status != 200].append(output + b"\n")
+                num_bytes += len(output)
+                if num_bytes >= PART_BYTES or len(moved[0]) + len(moved[1]) == LINES_AT_ONCE:
+                    break
+            for file, outputs in zip(batch.details["files"], moved, strict=True):
+                if outputs:
+                    self._append(file, b"".join(outputs))
+            self._db.execute("DELETE FROM lines WHERE batch = ? AND number <= ?", (id, last))
+            self._db.execute("UPDATE batches SET bytes = bytes - ? WHERE id = ?", (num_bytes, id))
+            before = Counts(*batch.details.get("moved", ()))
+            counts = before.completed + len(moved[0]), before.failed + len(moved[1])
+            self._change(id, batch.status, {"moved": [sum(counts), *counts]})
+            return last > 0
+
+    def end_batch(self, id: str, status: Status, details: Mapping[str, Any]) -> None:
+        """Let clients see its files, of which an empty one is none, and that it is over."""
+        with transaction(self._db):
+            batch = self.batch(None, id)
+            assert batch is not None, "an open batch is not pruned"
+            query = "UPDATE files SET purpose = 'batch_output' WHERE id = ? AND num_bytes > 0"
+            made = {}
+            for field, file in zip(("output_file_id", "error_file_id"), batch.details["files"], strict=True):
+                if self._db.execute(query, (file,)).rowcount:
+                    made[field] = file
+                else:
+                    self._db.execute("DELETE FROM files WHERE id = ?", (file,))
+            self._change(id, status, {**details, **made})
+            self._db.execute("UPDATE batches SET bytes = 0 WHERE id = ?", (id,))
 
     def counts(self, batch: str) -> Counts:
-        query = """SELECT count(*), coalesce(sum(status = 200), 0), coalesce(sum(status <> 200), 0)
-            FROM lines WHERE batch = ?"""
-        return Counts(*self._db.execute(query, (batch,)).fetchone())
+        query = """SELECT details, count(number), coalesce(sum(lines.status = 200), 0),
+            coalesce(sum(lines.status <> 200), 0) FROM batches LEFT JOIN lines ON batch = id WHERE id = ?"""
+        details, *counts = self._db.execute(query, (batch,)).fetchone()
+        moved = orjson.loads(details or b"{}").get("moved", Counts())
+        return Counts(*map(sum, zip(counts, moved, strict=True)))
 
     def used(self, batch: str) -> Used:
         """By all of its requests that are answered."""
@@ -246,53 +264,11 @@ class BatchStore:
         return Used(*row) if row is not None else NOTHING
 
 
-@contextmanager
-def _transaction(db: sqlite3.Connection) -> Iterator[None]:
-    """Commit all of it or nothing. (SQLite itself may have rolled it back on a full disk.)"""
-    db.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-        db.execute("COMMIT")
-    except BaseException:
-        if db.in_transaction:
-            db.execute("ROLLBACK")
-        raise
-
-
-def _forget_accounts(db: sqlite3.Connection) -> None:
-    """Files of version 0.1 held each batch's whole account, with the key's digest and the cache's salt."""
-
-    def columns() -> list[str]:
-        return [row[1] for row in db.execute("PRAGMA table_info(batches)")]
-
-    if "account" not in columns():
-        return
-    db.execute("PRAGMA secure_delete = ON")
-    db.execute("BEGIN IMMEDIATE")
-    if "account" in columns():  # another process may have been first
-        db.execute("ALTER TABLE batches ADD COLUMN key_id INTEGER NOT NULL DEFAULT 0")
-        for id, account in db.execute("SELECT id, account FROM batches").fetchall():
-            db.execute(
-                "UPDATE batches SET key_id = ? WHERE id = ?", (msgspec.msgpack.decode(account)["key_id"], id)
-            )
-        db.execute("ALTER TABLE batches DROP COLUMN account")
-    db.execute("COMMIT")
-    db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-
-
 _ADD_USED = """INSERT INTO used VALUES (?, ?, ?, ?, ?) ON CONFLICT (batch) DO UPDATE SET
     prompt = prompt + excluded.prompt, cached = cached + excluded.cached,
     completion = completion + excluded.completion, reasoning = reasoning + excluded.reasoning"""
-_FILE = "SELECT id, filename, purpose, num_bytes, created FROM files"
-_BATCH = "SELECT id, status, details, key_id, tenant FROM batches"
+_BATCH = "SELECT id, status, details, key_id, tenant FROM batches WHERE true"
 
 
 def _batch(row: Any) -> StoredBatch:
     return StoredBatch(row[0], row[1], orjson.loads(row[2]), row[3], row[4])
-
-
-def _page(found: list[Any], after: str | None, limit: int) -> list[Any]:
-    """One more than ``limit``, where there is more."""
-    ids = [item.id for item in found]
-    start = ids.index(after) + 1 if after in ids else 0
-    return found[start : start + limit + 1]

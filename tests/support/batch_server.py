@@ -10,7 +10,9 @@ import httpx
 from openai import AsyncOpenAI
 from support.http_fakes import FakeDispatcher
 
+from splitserve.coordinator.batch.files import StoredFile
 from splitserve.coordinator.batch.runner import BatchOptions
+from splitserve.coordinator.batch.store import BatchStore
 from splitserve.coordinator.http.limits import HttpLimits
 from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
 from splitserve.coordinator.text.served_model import ServedModel
@@ -33,3 +35,10 @@ async def serving(dispatcher: FakeDispatcher, model: ServedModel, path: Path) ->
         yield client
     await server.stop(grace_s=0)
     assert not dispatcher.running
+
+
+def add_file(store: BatchStore, tenant: str, content: bytes, now: float) -> StoredFile:
+    """Store a whole file."""
+    id = store.begin_file(tenant, "in.jsonl", now)
+    store.add_part(tenant, id, content)
+    return store.end_file(tenant, id, "batch")

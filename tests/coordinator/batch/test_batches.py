@@ -17,7 +17,7 @@ from support.batch_server import CHAT, serving
 from support.http_fakes import ANSWER, FakeDispatcher
 
 from splitserve.coordinator.batch.asking import Asking
-from splitserve.coordinator.batch.lines import read_lines
+from splitserve.coordinator.batch.lines import LineReader
 from splitserve.coordinator.batch.runner import BatchOptions, BatchRunner
 from splitserve.coordinator.batch.store import BatchStore
 from splitserve.coordinator.lifecycle.request import Ended
@@ -232,7 +232,10 @@ async def test_a_file_that_is_none_fails_the_batch(client: AsyncOpenAI, content:
     batch = await ended(client, (await submit(client, content)).id)
     assert batch.status == "failed"
     assert reason in batch.errors.data[0].message
-    assert read_lines(content, CHAT)[1]
+    reader = LineReader(CHAT)
+    for part in (content, b""):
+        reader.feed(part)
+    assert reader.errors
 
 
 async def test_of_two_processes_one_runs_the_batches_and_the_other_goes_on(
