@@ -22,6 +22,8 @@ REQUESTS, TOKENS, FILLED_AT, DAY, DAY_TOKENS, MONTH, MONTH_TOKENS = range(7)
 NUM_FIELDS = 7
 FULL = 1e300  # of a bucket without a limit: it is full should it get one
 DAY_S = 86_400
+SET_BACK_S = 60.0
+"""More than that the clocks of two looks differ only where one was set back."""
 STREAM_WAIT_S = 1.0  # nobody knows when a stream ends
 What = Literal["requests", "tokens", "streams", "day", "month"]
 
@@ -116,9 +118,13 @@ def take(state: list[float], limits: Limits, tokens: int) -> None:
 
 
 def fill(holder: Holder, now: float) -> None:
-    """Brings a holder's buckets and calendar up to ``now``. A clock that went back fills nothing."""
+    """Brings a holder's buckets and calendar up to ``now``. A clock that went back fills nothing; one
+    that was wrong and is set right does not stop them until its wrong time comes again."""
     state, limits, _ = holder
     filled_at = state[FILLED_AT]
+    if now < filled_at - SET_BACK_S:
+        filled_at = state[FILLED_AT] = now
+        state[DAY], state[MONTH] = min(state[DAY], now // DAY_S), min(state[MONTH], month_of(now))
     minutes = math.inf if filled_at == 0 else (now - filled_at) / 60  # a new one is full
     if minutes > 0:
         state[FILLED_AT] = now

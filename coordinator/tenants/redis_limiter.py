@@ -48,6 +48,9 @@ for i, key in ipairs(KEYS) do
   for j = 1, 5 do limits[j] = tonumber(ARGV[6 + (i - 1) * 5 + j]) end
   local stored = redis.call('HMGET', key, '0', '1', '2', '3', '4', '5', '6')
   for j = 1, 7 do state[j] = tonumber(stored[j] or '0') end
+  if now < state[3] - 60 then
+    state[3], state[4], state[6] = now, math.min(state[4], day), math.min(state[6], month)
+  end
   local new, elapsed = state[3] == 0, math.max(0, now - state[3])
   for j = 1, 2 do
     local limit = limits[j]
