@@ -58,7 +58,8 @@ class LineRunner:
 
     def rest_s(self) -> float:
         """Return the seconds until a payer has rested; infinite where none does."""
-        return min(self._resting.values(), default=float("inf")) - time.monotonic()
+        now = time.monotonic()
+        return min([until - now for until in self._resting.values() if until > now], default=float("inf"))
 
     async def forget(self, batch_id: str) -> None:
         """End what runs of a batch."""

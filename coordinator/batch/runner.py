@@ -29,6 +29,7 @@ from .store import BatchStore, Ending, StoredBatch
 T = TypeVar("T")
 LOOK_EVERY_S = 1.0  # for what other processes have put there
 PRUNE_EVERY_S = 3600.0
+PRUNES_AT_A_LOOK = 20
 MAX_AT_WORK = 4
 """Batches that are validated or ended at a time."""
 NO_KEY = Ending(
@@ -139,14 +140,15 @@ class BatchRunner:
         return True
 
     async def _prune(self) -> None:
-        """Delete what is older than it is to be kept, once an hour, some of it at a time."""
+        """Delete what is older than it is to be kept, once an hour, a few at each look."""
         if time.monotonic() < self._prune_at:
             return
-        self._prune_at = time.monotonic() + PRUNE_EVERY_S
-        now = time.time()
+        self._prune_at, now = time.monotonic() + PRUNE_EVERY_S, time.time()
         prune = partial(BatchStore.prune, before=now - self._keep_s, left_before=now - LEFT_BEHIND_S)
-        while await self.call(prune):
-            pass
+        for _ in range(PRUNES_AT_A_LOOK):
+            if not await self.call(prune):
+                return
+        self._prune_at = 0.0  # the rest at the next look
 
     async def _advance(self) -> None:
         await self._prune()

@@ -25,6 +25,7 @@ _NEXT_LINE = "SELECT number FROM lines WHERE batch = ? AND status IS NULL ORDER 
 ENDING = ("ending", "files", "moved")
 """Details that a batch has for its end, which are no client's."""
 LINES_AT_ONCE = 1000
+PRUNED_AT_ONCE = 10
 
 
 class Ending(NamedTuple):
@@ -114,12 +115,14 @@ class BatchStore(FileStore):
         used = f"SELECT json_extract(details, '$.input_file_id') FROM batches WHERE {_OPEN}"
         made = f"SELECT value FROM batches, json_each(details, '$.files') WHERE {_OPEN}"
         old = f"created < iif(purpose = '', max(?1, ?2), ?1) AND id NOT IN ({used} UNION {made})"
-        query = f"SELECT tenant, id FROM files WHERE {old} LIMIT 1"
-        if (file := self._db.execute(query, (before, left_before)).fetchone()) is None:
-            return False
-        self.hide_file(*file)
-        self.drop_part(file[1])
-        return True
+        query = f"SELECT tenant, id, num_bytes FROM files WHERE {old} LIMIT {PRUNED_AT_ONCE}"
+        files = self._db.execute(query, (before, left_before)).fetchall()
+        for tenant, id, num_bytes in files:
+            self.hide_file(tenant, id)
+            while self.drop_part(id):
+                if num_bytes > PART_BYTES:
+                    return True  # its other parts are the next calls'
+        return bool(files)
 
     # --- whose turn it is --------------------------------------------------------------------------
 
