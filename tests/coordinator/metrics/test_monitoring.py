@@ -15,14 +15,17 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from support.batch_server import add_file
 from support.http_fakes import ADMIN_KEY, OPERATOR, FakeDispatcher
 
+from splitserve.coordinator.batch.store import BatchStore
 from splitserve.coordinator.http.access.operators import Operators
 from splitserve.coordinator.lifecycle.lifecycle import Lifecycle
 from splitserve.coordinator.metrics.efficiency import Efficiency
 from splitserve.coordinator.metrics.system_collector import WORKER_COUNTERS, WORKER_GAUGES
 from splitserve.coordinator.metrics.system_snapshot import SystemSnapshot, WorkerSnapshot
 from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
+from splitserve.coordinator.stored_bytes import StoredBytes
 from splitserve.coordinator.text.served_model import ServedModel
 
 MONITORING = Path(__file__).resolve().parents[3] / "deploy" / "monitoring"
@@ -56,15 +59,21 @@ def everything() -> SystemSnapshot:
 
 
 @pytest.fixture
-async def metrics(dispatcher: FakeDispatcher, model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> str:
+async def metrics(
+    dispatcher: FakeDispatcher, model: ServedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> str:
     """All that /metrics can have. Nothing is sampled but by this, however long it takes."""
     monkeypatch.setattr("splitserve.coordinator.metrics.sampler.PERIOD_S", 1e6)
-    server = HttpServer(
-        HttpApp(
-            dispatcher, model, AppParts(system=everything, operators=Operators(ADMIN_KEY), price_per_hour=2.0)
-        )
-    )
+    store = BatchStore(tmp_path / "batches")
+    add_file(store, "acme", b"x", 1.0)
+    stored, operators = StoredBytes({"files": tmp_path / "batches"}), Operators(ADMIN_KEY)
+    parts = AppParts(system=everything, operators=operators, price_per_hour=2.0, stored=stored)
+    server = HttpServer(HttpApp(dispatcher, model, parts))
     await server.start()
+    async with asyncio.timeout(60):
+        while not next(stored.collect()).samples:
+            await asyncio.sleep(0.01)
+    store.close()
     async with httpx.AsyncClient(
         base_url=f"http://127.0.0.1:{server.port}", verify=False, timeout=60, headers=OPERATOR
     ) as http:
