@@ -127,8 +127,7 @@ async def _roll(
 ) -> None:
     """Start each process again once the one before is back: workers of each role in turn, since new ones may
     fit no old ones, then the coordinator. Raises LaunchError where one does not come back."""
-    headers, certificate = {"authorization": f"Bearer {plan.admin_key}"}, plan.coordinator.tls_cert
-    known = partial(incarnations, url, headers, certificate)
+    known, serves = partial(incarnations, plan, url), partial(is_ready, url, plan.coordinator.tls_cert)
     turns = {name: list(roles.values())[:i].count(role) for i, (name, role) in enumerate(roles.items())}
     for i, each in enumerate(sorted(old, key=lambda each: turns.get(each.name, len(turns)))):
         name, role = each.name, roles.get(each.name, "coordinator")
@@ -136,7 +135,7 @@ async def _roll(
         notify(f"{name} starts again ...")
         await asyncio.to_thread(launcher.restart, name, role, each.argv, each.env)
         lone = i == 0 and name in roles
-        while not (_is_back(name, before, await known()) and (lone or await is_ready(url, certificate))):
+        while not (_is_back(name, before, await known()) and (lone or await serves())):
             if time.monotonic() > deadline:
                 raise LaunchError(
                     f"{name} is not back after {plan.up.ready_timeout_s:g} s, the processes after it are as "

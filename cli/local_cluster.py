@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, TextIO
@@ -72,9 +73,7 @@ async def _run(plan: Plan, entry: str) -> int:
         log=log,
         grace_s=plan.coordinator.shutdown_timeout_s + plan.up.grace_s,
         ready_timeout_s=plan.up.ready_timeout_s,
-        known_workers=lambda: known_workers(
-            plan.url, {"authorization": f"Bearer {plan.admin_key}"}, plan.coordinator.tls_cert
-        ),
+        known_workers=partial(known_workers, plan),
         leave_within_s=max(worker.drain_timeout_s for worker in plan.workers) + plan.up.grace_s,
         hung_after_s=plan.up.hung_after_s,
     )
@@ -195,31 +194,30 @@ async def is_ready(url: str, certificate: Path | None = None) -> bool:
         return False
 
 
-async def known_workers(
-    url: str, headers: dict[str, str], certificate: Path | None = None
-) -> dict[str, int] | None:
+async def known_workers(plan: Plan) -> dict[str, int] | None:
     """Process ids of the workers that the coordinator counts as alive; None where it does not answer."""
-    if (state := await _debug_state(url, headers, certificate)) is None:
+    if (state := await _debug_state(plan, plan.url)) is None:
         return None
     return {worker["process"] or worker["worker_id"]: worker["pid"] for worker in state["workers"]}
 
 
-async def incarnations(url: str, headers: dict[str, str], certificate: Path | None = None) -> dict[str, int]:
+async def incarnations(plan: Plan, url: str) -> dict[str, int]:
     """Return the incarnation of each process that does not drain; empty: the coordinator does not answer."""
-    if (state := await _debug_state(url, headers, certificate)) is None:
+    if (state := await _debug_state(plan, url)) is None:
         return {}
     workers = [worker for worker in state["workers"] if not worker["draining"]]
     found = {worker["process"] or worker["worker_id"]: worker["incarnation"] for worker in workers}
     return {**found, "coordinator": state["coordinator"]["incarnation"]}
 
 
-async def _debug_state(url: str, headers: dict[str, str], certificate: Path | None) -> dict[str, Any] | None:
-    """None: the coordinator does not answer, or refuses."""
+async def _debug_state(plan: Plan, url: str) -> dict[str, Any] | None:
+    """None: the coordinator does not answer, or refuses, or a file is just being replaced."""
     try:
-        async with _asking(url, certificate) as client:
+        headers = {"authorization": f"Bearer {plan.admin_key}"}
+        async with _asking(url, plan.coordinator.tls_cert) as client:
             response = await client.get(f"{url}/debug/state", headers=headers)
             return response.json() if response.status_code == 200 else None
-    except (httpx.HTTPError, ValueError):
+    except (httpx.HTTPError, ConfigError, OSError, ValueError):
         return None
 
 

@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
+from ..transport.errors import TransportError
+
 Work = Coroutine[Any, Any, None]
 Spawn = Callable[[str, Work], asyncio.Task[None]]
 """Start a named background task."""
@@ -18,6 +20,21 @@ _log = logging.getLogger(__name__)
 def unwatched(name: str, work: Work) -> asyncio.Task[None]:
     """Start a task outside of any group: for a component that runs by itself, as in tests."""
     return asyncio.get_running_loop().create_task(work, name=name)
+
+
+async def follow(what: str, refresh: Callable[[], str], every_s: float = 1.0) -> None:
+    """Call ``refresh`` for ever: it goes by a file where that has changed, and then returns how. Where the
+    file is no good it raises; what was in force stays so."""
+    reported = ""
+    while True:
+        await asyncio.sleep(every_s)
+        try:
+            if changed := refresh():
+                _log.info("the %s has changed: %s", what, changed)
+            reported = ""
+        except (OSError, ValueError, TransportError) as error:
+            if reported != (reported := str(error)):
+                _log.error("still going by the old %s: %s", what, error)
 
 
 @asynccontextmanager

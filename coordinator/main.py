@@ -17,10 +17,9 @@ from typing import Any, Protocol
 import uvloop
 
 from ..transport.channels.keys import KeyFile
-from ..transport.errors import KeyFileError
 from ..transport.messages.fields import incarnations
 from ..transport.process.collector import settle_heap
-from .background import background
+from .background import background, follow
 from .generate.reader.allocator import give_memory_back
 from .http.access.operators import make_admin_key
 from .http.access.url import is_loopback, url_of
@@ -131,7 +130,8 @@ async def serve(settings: CoordinatorSettings, place: Place, make_controller: Ma
         await server.start(spawn)
         stack.callback(spawn("probes", prove(dispatcher, lifecycle.incarnation)).cancel)
         if keys is not None:
-            stack.callback(spawn("cluster key", follow(keys, dispatcher)).cancel)
+            refresh = partial(_refresh, keys, dispatcher)
+            stack.callback(spawn("cluster key", follow("cluster key", refresh)).cancel)
         if controller is not None:
             stack.callback(spawn("steering", controller.run()).cancel)
         _announce(settings, place, dispatcher.address, server.port, None if admin is None else admin.port)
@@ -178,21 +178,12 @@ def _note(controller: Controller, request: Request, ended: Ended) -> None:
         controller.note(over)
 
 
-async def follow(keys: KeyFile, dispatcher: SocketDispatcher, every_s: float = 1.0) -> None:
-    """Use the cluster key that the file holds, whenever it changes. Runs until it is cancelled."""
-    while True:
-        await asyncio.sleep(every_s)
-        try:
-            if not keys.changed():
-                continue
-        except KeyFileError as error:
-            _log.error("still using the old cluster key: %s", error)
-            continue
-        dispatcher.change_key(keys.key)
-        _log.info(
-            "the cluster key has changed: %s",
-            "two are accepted for now" if keys.key.second else "one is accepted",
-        )
+def _refresh(keys: KeyFile, dispatcher: SocketDispatcher) -> str:
+    """Use the cluster key that the file holds."""
+    if not keys.changed():
+        return ""
+    dispatcher.change_key(keys.key)
+    return "two are accepted for now" if keys.key.second else "one is accepted"
 
 
 def _make_run_folder() -> RunFolder | None:

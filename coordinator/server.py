@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from ..transport.process.host import allow_many_files
 from ..transport.process.otel import Tracing
-from .background import Spawn, unwatched
+from .background import Spawn, follow, unwatched
 from .batch.asking import Asking
 from .batch.routes import BatchRoutes
 from .batch.runner import BatchOptions, BatchRunner
@@ -144,7 +144,7 @@ class HttpApp:
             clients += OllamaRoutes(self.generation).routes()
         if self.batches is not None:
             clients += BatchRoutes(self.batches, parts.overload).routes()
-        operators = parts.operators or Operators(secrets.token_hex(32))
+        self.operators = operators = parts.operators or Operators(secrets.token_hex(32))
         admin_routes = [*AdminRoutes(dispatcher).routes(), *(parts.more_admin or ())]
 
         def pages(more: Sequence[Route]) -> Starlette:
@@ -192,7 +192,7 @@ def app_of(
     parts = AppParts(
         limits=settings.http_limits,
         system=system,
-        operators=None if key_file is None else Operators(admin_key(key_file)),
+        operators=None if key_file is None else Operators(admin_key(key_file), file=key_file),
         tenancy=tenancy,
         more_admin=None
         if settings.admin_port is None
@@ -244,8 +244,9 @@ class HttpServer:
         await self._server.start(spawn)
         self._running = [spawn("samples", self.app.sampler.follow()), spawn("slow senders", self._hurry())]
         self._running.append(spawn("stored bytes", self.app.stored.follow()))
-        if self.app.front.tls is not None:
-            self._running.append(spawn("TLS certificate", self.app.front.tls.follow()))
+        self._running.append(spawn("admin key", follow("admin key", self.app.operators.refresh)))
+        if (tls := self.app.front.tls) is not None:
+            self._running.append(spawn("TLS certificate", follow("TLS certificate", tls.refresh)))
         if self.app.batches is not None:
             self.app.batches.start(spawn)
 

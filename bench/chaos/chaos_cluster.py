@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import psutil
 
-from ...cli.local_cluster import is_ready, known_workers
+from ...cli.local_cluster import is_ready
 from ...cli.main import ENTRY
 from ...cli.settings import DEMO_MODEL, DEMO_MODEL_NAME
 from ...cli.up import free_port
@@ -61,7 +61,7 @@ class ChaosCluster:
             is_ready=self._is_whole,
             log=self._log,
             ready_timeout_s=START_S,
-            known_workers=lambda: known_workers(self.url, operator_headers(self.url)),
+            known_workers=self._known_workers,
         )
 
     @property
@@ -98,9 +98,17 @@ class ChaosCluster:
         next(child for child in self._supervisor.children if child.command.name == name).signal(number)
 
     async def _is_whole(self) -> bool:
-        return await is_ready(self.url) and len(
-            await known_workers(self.url, operator_headers(self.url)) or ()
-        ) == len(self.workers)
+        return await is_ready(self.url) and len(await self._known_workers() or ()) == len(self.workers)
+
+    async def _known_workers(self) -> dict[str, int] | None:
+        """Return the process ids of the coordinator's workers; None: it does not answer."""
+        try:
+            async with httpx.AsyncClient(timeout=5, trust_env=False) as client:
+                answer = await client.get(f"{self.url}/debug/state", headers=operator_headers(self.url))
+        except httpx.HTTPError:
+            return None
+        workers = answer.json()["workers"] if answer.status_code == 200 else []
+        return {worker["process"] or worker["worker_id"]: worker["pid"] for worker in workers} or None
 
     def _log(self, name: str, line: str) -> None:
         with (self._folder / f"{name}.log").open("a", encoding="utf-8") as log:

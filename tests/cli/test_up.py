@@ -10,14 +10,16 @@ from pathlib import Path
 import pytest
 import yaml
 from click.testing import CliRunner
+from support.certificates import write_certificate
 from support.planned import planned
 
 from splitserve.cli import gpus, model_source, up
 from splitserve.cli.config import ConfigError, Sources, load
 from splitserve.cli.gpus import shared
-from splitserve.cli.local_cluster import commands, prefixed_log
+from splitserve.cli.local_cluster import commands, known_workers, prefixed_log
 from splitserve.cli.main import cli
 from splitserve.cli.settings import ServerSettings
+from splitserve.transport.process.private_files import write_private
 from splitserve.worker.settings import DecodeSettings, FlexibleSettings
 
 
@@ -215,6 +217,22 @@ def test_workers_that_borrow_keep_their_names_and_prefer_a_role(model: Path, tmp
     ]
     with pytest.raises(ConfigError, match="--borrow and --flexible"):
         planned(model, tmp_path, borrow="on", flexible="on")
+
+
+async def test_a_key_or_certificate_that_is_just_being_replaced_ends_no_watch(
+    model: Path, tmp_path: Path
+) -> None:
+    """What raises there would end the search for workers that hang, and each rolling restart, unseen."""
+    certificate, key = write_certificate(tmp_path, "localhost")
+    plan = planned(model, tmp_path, tls_cert=str(certificate), tls_key=str(key))
+    for file in (certificate, plan.run_dir / "admin.key"):
+        before = file.read_text()
+        for broken in ("", "rubbish"):
+            file.write_text(broken)
+            assert await known_workers(plan) is None
+        file.unlink()
+        assert await known_workers(plan) is None
+        write_private(file, before)
 
 
 def test_logs_have_their_process_before_each_line() -> None:

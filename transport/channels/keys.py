@@ -162,23 +162,25 @@ class KeyFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Raises KeyFileError."""
         self._path = path
-        self._seen = self._state()
+        self._seen = stamp_of(path)
         self.key = load_key(path)
 
     def changed(self) -> bool:
         """Whether ``key`` is another one since the last call. Raises KeyFileError, once, where the file is no
         key any more; the key then stays."""
-        state = self._state()
+        state = stamp_of(self._path)
         if state == self._seen:
             return False
         self._seen = state
         before, self.key = self.key, load_key(self._path)
         return self.key != before
 
-    def _state(self) -> tuple[int, int, int] | None:
-        """Also the size: a clock that ticks every few milliseconds gives two writes one time."""
-        try:
-            status = os.stat(self._path)
-        except OSError:
-            return None
-        return status.st_mtime_ns, status.st_ino, status.st_size
+
+def stamp_of(path: str | os.PathLike[str]) -> tuple[int, int, int] | None:
+    """What changes when a file does; None: it cannot be read. Also the size: a clock that ticks every few
+    milliseconds gives two writes one time."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_ino, status.st_size

@@ -55,11 +55,22 @@ class LoginBody(BaseModel):
 class Operators:
     """Checks requests against one admin key."""
 
-    def __init__(self, key: str, clock: Callable[[], float] = time.time) -> None:
-        """``clock``: unix seconds."""
-        self._key, self._clock = key.encode(), clock
-        self._cookie = f"splitserve-{hashlib.sha256(self._key).hexdigest()[:8]}"
+    def __init__(self, key: str, clock: Callable[[], float] = time.time, file: Path | None = None) -> None:
+        """``clock``: unix seconds; ``file``: of the key, for ``refresh``."""
+        self._clock, self._file = clock, file
         self._used: dict[str, float] = {}  # tokens, until they would expire anyway
+        self._go_by(key)
+
+    def refresh(self) -> str:
+        """Go by the key's file where it has changed, and return its name. Raises as ``admin_key`` does."""
+        if self._file is None or (key := admin_key(self._file)).encode() == self._key:
+            return ""
+        self._go_by(key)
+        return str(self._file)
+
+    def _go_by(self, key: str) -> None:
+        self._key = key.encode()
+        self._cookie = f"splitserve-{hashlib.sha256(self._key).hexdigest()[:8]}"
 
     def check(self, request: HTTPConnection) -> None:
         """Raises Unauthorized or Forbidden."""

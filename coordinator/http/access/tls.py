@@ -3,12 +3,10 @@ change."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import ssl
 from pathlib import Path
 
-_log = logging.getLogger(__name__)
+from ....transport.channels.keys import stamp_of
 
 
 class TlsFiles:
@@ -20,27 +18,17 @@ class TlsFiles:
         self._seen = self._state()
         self.context = self._load()
 
-    def refresh(self) -> bool:
-        """Goes by the files where they have changed: connections that begin afterwards see them. Raises
-        ValueError where they are no good; the certificate there was stays in force."""
+    def refresh(self) -> str:
+        """Goes by the files where they have changed, and returns the certificate's: connections that begin
+        afterwards see them. Raises ValueError where they are no good; what there was stays in force."""
         state = self._state()
         if state == self._seen:
-            return False
+            return ""
         self._seen = state
         # in a context of its own first: files that change one after the other do not fit for a moment
         self._load()
         self.context.load_cert_chain(self._certificate, self._key)
-        return True
-
-    async def follow(self, every_s: float = 1.0) -> None:
-        """Refreshes for ever."""
-        while True:
-            await asyncio.sleep(every_s)
-            try:
-                if self.refresh():
-                    _log.info("the TLS certificate has changed: %s", self._certificate)
-            except ValueError as error:
-                _log.error("still going by the old TLS certificate: %s", error)
+        return str(self._certificate)
 
     def _load(self) -> ssl.SSLContext:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -57,16 +45,8 @@ class TlsFiles:
             raise ValueError(f"{error.filename or self._certificate}: {error.strerror or error}") from error
         return context
 
-    def _state(self) -> list[tuple[int, int] | None]:
-        return [_stamp(path) for path in (self._certificate, self._key) if path is not None]
-
-
-def _stamp(path: Path) -> tuple[int, int] | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_ino
+    def _state(self) -> list[tuple[int, int, int] | None]:
+        return [stamp_of(path) for path in (self._certificate, self._key) if path is not None]
 
 
 def _no_password() -> str:

@@ -3,6 +3,7 @@ from."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import httpx
 import pytest
 from support.http_fakes import ADMIN_KEY, OPERATOR, FakeDispatcher
 
+from splitserve.coordinator.background import follow
 from splitserve.coordinator.batch.runner import BatchOptions
 from splitserve.coordinator.http.access.operators import (
     LOGIN,
@@ -178,6 +180,38 @@ async def test_a_link_opens_one_session_for_an_hour(app: HttpApp, operators: Ope
         assert not (await http.get(late)).cookies
         session = operators._sign("session", f"{clock.now + 99:.0f}")  # of another kind
         assert not (await http.get(f"{LOGIN}?token={session}")).cookies
+
+
+async def test_a_new_key_in_the_file_counts_and_ends_sessions(
+    dispatcher: FakeDispatcher, model: ServedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = make_admin_key(tmp_path / "admin.key")
+    old = admin_key(file)
+    operators = Operators(old, file=file)
+    async with (
+        asyncio.timeout(30),
+        asyncio.TaskGroup() as group,
+        visitor(HttpApp(dispatcher, model, AppParts(operators=operators))) as http,
+    ):
+        follower = group.create_task(follow("admin key", operators.refresh, every_s=0.01))
+
+        async def status(key: str | None) -> int:
+            headers = {} if key is None else {"authorization": f"Bearer {key}"}
+            return (await http.get("/debug/state", headers=headers)).status_code
+
+        await http.post(LOGIN, json={"key": old})
+        assert await status(None) == 200
+        file.write_text("short")
+        while "still going by the old admin key" not in caplog.text:
+            await asyncio.sleep(0.01)
+        assert await status(old) == 200
+        new = admin_key(make_admin_key(file))
+        while await status(new) != 200:
+            await asyncio.sleep(0.01)
+        assert await status(old) == 401
+        assert await status(None) == 401
+        follower.cancel()
+    assert caplog.text.count("still going by the old admin key") == 1
 
 
 async def test_no_web_page_changes_anything(app: HttpApp) -> None:
