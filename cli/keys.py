@@ -3,6 +3,7 @@ second."""
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from ..coordinator.tenants.errors import TenantsFileError
 from ..coordinator.tenants.limits import TIER_LIMIT_NAMES
 from ..coordinator.tenants.store import NewKey, TenantStore
 from .key_settings import (
@@ -66,6 +68,8 @@ def _open(path: Path, create: bool = False) -> Iterator[TenantStore]:
     store = TenantStore(path, create=create)
     try:
         yield store
+    except sqlite3.Error as error:
+        raise TenantsFileError(f"cannot use the tenants file {path}: {error}") from None
     finally:
         store.close()
 

@@ -131,14 +131,11 @@ class TenantStore:
             priority_class is not None
             or not self._db.execute("SELECT 1 FROM tiers WHERE name = ?", (name,)).fetchone()
         ):
-            row = (name, priority_class or "standard")
-            self._db.execute(
-                (
-                    "INSERT INTO tiers (name, priority_class) VALUES (?, ?) ON CONFLICT DO UPDATE SET "
-                    "priority_class = excluded.priority_class"
-                ),
-                row,
+            query = (
+                "INSERT INTO tiers (name, priority_class) VALUES (?, ?) ON CONFLICT DO UPDATE SET "
+                "priority_class = excluded.priority_class"
             )
+            self._db.execute(query, (name, priority_class or "standard"))
         self._set_limits("tiers", "name", name, limits)
 
     def tiers(self) -> list[dict[str, Any]]:

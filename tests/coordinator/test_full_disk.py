@@ -15,10 +15,13 @@ import pytest
 from support.full_disk import CHAT, eventually
 from support.small_disk import SmallDisk
 
+from splitserve.cli.key_settings import KeysCreateSettings
+from splitserve.cli.keys import create
 from splitserve.coordinator.dispatcher import ClosedSink
 from splitserve.coordinator.lifecycle.request import Ended, Request
 from splitserve.coordinator.metrics.trace_log import TraceLog
 from splitserve.coordinator.tenants.directory import KeyDirectory
+from splitserve.coordinator.tenants.errors import TenantsFileError
 from splitserve.coordinator.tenants.limits import Account, Limits
 from splitserve.coordinator.tenants.meter import Meter
 from splitserve.coordinator.tenants.shared_limiter import SharedLimiter
@@ -173,3 +176,20 @@ async def test_keys_open_on_a_full_disk_and_changes_are_seen_once_there_is_space
     await eventually(lambda: directory.account_of_key(account.key_id) is None)
     following.cancel()
     directory.close()
+
+
+def test_a_key_that_finds_no_space_is_refused_with_the_files_name(disk: SmallDisk) -> None:
+    path = disk.path / "tenants.db"
+    settings = KeysCreateSettings(tenants_file=path, tenant="acme")
+    create(settings)
+    coordinators = TenantStore(path)  # keeps SQLite's own files there
+    assert coordinators.tenants()
+    disk.fill()
+
+    def create_many() -> None:
+        for _ in range(100):  # the last page may have some room
+            create(settings)
+
+    with pytest.raises(TenantsFileError, match=rf"cannot use the tenants file {path}: .* full"):
+        create_many()
+    coordinators.close()
