@@ -10,7 +10,7 @@ import pytest
 from splitserve.coordinator.lifecycle.request import Ended, Request
 from splitserve.coordinator.lifecycle.snapshot import RunningRequest, finished
 from splitserve.coordinator.lifecycle.time_ledger import TimeLedger
-from splitserve.steering.load_watch import LoadPicture, LoadWatch
+from splitserve.steering.load_watch import MIN_JUDGED, LoadPicture, LoadWatch
 from splitserve.steering.options import SteeringOptions
 from splitserve.transport.latency_bounds import LatencyBound
 from splitserve.transport.messages.messages import SamplingParams
@@ -151,3 +151,8 @@ def test_which_share_keeps_the_bounds_of_the_scaling_rules() -> None:
     waiting = [queued(97.5) for _ in range(10)]
     assert watch.look(waiting, 100.0).ttft_kept == pytest.approx(0.6)
     assert watch.look([], 200.0).ttft_kept == 1.0, "of none it is not said"
+    few = LoadWatch(replace(OPTIONS, scale_up_ttft=LatencyBound(2.0, 0.95)))
+    for number in range(MIN_JUDGED):
+        assert few.look([], 100.0).ttft_kept == 1.0, f"{number} are too few"
+        end(few, 95.0, 2.5, 0.005, 5)
+    assert few.look([], 100.0).ttft_kept == 0.0

@@ -102,6 +102,18 @@ def test_idle_time_earns_no_credit() -> None:
     assert Counter(f.tenant for f in serve(queue, 20)) == {"busy": 10, "late": 10}
 
 
+def test_idle_time_earns_no_credit_where_no_request_waited() -> None:
+    queue = RequestQueue(1e9)
+    for tenant in ["busy"] * 50 + ["late"]:
+        request = make(tenant)
+        request.num_attempts = 1
+        queue.charge_unqueued(request)
+    for n in range(20):
+        queue.add(make("late", 10, n))
+        queue.add(make("busy", 10, n))
+    assert Counter(f.tenant for f in serve(queue, 20))["late"] == pytest.approx(10, abs=1)
+
+
 @given(
     st.lists(
         st.tuples(st.sampled_from(list(WEIGHTS)), st.sampled_from("abc"), st.integers(1, 50)),
@@ -170,11 +182,14 @@ def test_tokens_ahead_are_those_that_are_served_before() -> None:
         ("new", "premium"),
         ("a", "batch"),
         ("new", "batch"),
+        ("used up", "batch"),
     ):
         queue = RequestQueue(1e9)
+        if tenant == "used up":  # its class is going to have more than its share
+            queue.add(make(tenant, 1000, priority_class="batch"))
         for n in range(30):
             queue.add(make("a", 10, n))
-            queue.add(make("b", 5, n))
+            queue.add(make("b", 5 if n else 500, n))  # which then has had more than the others
             queue.add(make("p", 10, n, priority_class="premium"))
         serve(queue, 20)
         reported = queue.tokens_ahead(name, tenant)  # type: ignore[arg-type]

@@ -66,6 +66,12 @@ def test_sticky_keeps_a_session_and_moves_only_those_of_a_lost_worker() -> None:
     assert all(after[s] == home for s, home in before.items() if home != "d")
 
 
+def test_no_other_policy_sends_a_session_past_the_better_worker() -> None:
+    loaded, idle = worker("a", pending={1: 100}), worker("b")
+    for policy in ("least_loaded", "prefix", "hybrid"):
+        assert {chosen(policy, [loaded, idle], need(session=str(n))) for n in range(20)} == {"b"}, policy
+
+
 def test_hybrid_weighs_waiting_work_against_cached_work() -> None:
     cached, idle = worker("a", cached=set(HASHES[:8])), worker("b")
     assert chosen("hybrid", [cached, idle], need()) == "a"
