@@ -1,4 +1,4 @@
-"""Routing knows a worker's prefix cache by numbered reports: each counts once, in order, from a whole one on."""
+"""Routing knows a worker's prefix cache by numbered reports: each counts once, after a whole one."""
 
 from __future__ import annotations
 

@@ -258,6 +258,9 @@ def test_the_forecast_follows_the_workers_and_their_caches() -> None:
     bench.hello("p2", "prefill")
     assert forecast.tokens_per_s(here) == 200
     assert forecast.seconds(here, 300, 100) == pytest.approx(0.5)
+    for n in range(1, 4):  # its clock stands: no speed
+        receive(full_step_tokens=2010.0 + n, full_step_seconds=50.0, prompt_tokens=100.0, cached_tokens=75.0)
+    assert forecast.tokens_per_s(here) == 200
     for n in range(1, 16):
         receive(
             full_step_tokens=2010.0 + 20_000 * n,

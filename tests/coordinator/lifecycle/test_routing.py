@@ -104,6 +104,12 @@ def test_a_mixed_worker_generates_for_what_it_computes() -> None:
     assert fitting([prefill], [other_decode, plain_decode]) == ([], [])
     assert fitting([prefill, other_prefill], [decode, plain_decode]) == ([prefill], [decode])
     assert fitting([plain_prefill], [decode]) == ([plain_prefill], [decode])
+    for policy in ("hybrid", "least_loaded"):
+        assert choose_pair(policy, [prefill, plain_prefill], [plain_decode], need()) == (
+            plain_prefill,
+            plain_decode,
+        )
+        assert choose_pair(policy, [prefill], [decode], need()) == (prefill, decode)
     busy = pair_of("c", dispatches={1, 2, 3})
     chosen_pair = choose_pair("hybrid", [prefill, other_prefill, busy[0]], [decode, busy[1]], need())
     assert chosen_pair == (prefill, decode), "where most room is, and both halves"
