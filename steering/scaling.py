@@ -26,6 +26,9 @@ from .load_watch import MIN_JUDGED, LoadPicture
 from .options import SteeringOptions
 from .pool_use import ROLES
 
+COMES_WITHIN_S = 600.0
+"""A worker that was asked for counts as one that is here for as long, where it takes time to come."""
+
 
 class Scaling:
     """Proposes one worker at a time."""
@@ -35,6 +38,8 @@ class Scaling:
         self._short_since: float | None = None
         self._idle_since: float | None = None
         self._quiet_until = -math.inf
+        self._awaited = 0  # workers, with those that were asked for, until ``_awaited_until``
+        self._awaited_until = -math.inf
         self.change = 0
         """Number of workers to add, as long as that holds."""
         self.role: AnyRole = "prefill"  # of these
@@ -69,6 +74,13 @@ class Scaling:
             why = f"{room} for {options.scale_down_after_s:g} s"
         if not (self.change or kind == "flip") or now < self._quiet_until:
             return None
+        if kind == "scale_up":
+            awaited = max(fleet.num_workers, self._awaited if now < self._awaited_until else 0) + self.change
+            if awaited > options.max_workers:
+                return None  # ``change`` stays: an autoscaler that goes by it has asked for no more
+            self._awaited, self._awaited_until = awaited, now + COMES_WITHIN_S
+        elif kind == "scale_down":
+            self._awaited = 0
         self._quiet_until = now + options.scale_cooldown_s
         return kind, self.role, why
 
@@ -92,29 +104,17 @@ class Scaling:
         )
         for role, what, bound, share in kept:
             if bound is not None and share < (wanted := bound.share or DEFAULT_PERCENT / 100):
-                return (
-                    (
-                        f"the {what} of {share:.0%} of requests was at most {bound.seconds:g} s, fewer "
-                        f"than {wanted:.0%}"
-                    ),
-                    role,
-                )
+                kept_by = f"the {what} of {share:.0%} of requests was at most {bound.seconds:g} s"
+                return f"{kept_by}, fewer than {wanted:.0%}", role
         for role, use in fleet.in_use.items():
             if use > options.scale_up_utilisation:
-                return (
-                    (
-                        f"{use:.0%} of the {role} workers was in use, more than "
-                        f"{options.scale_up_utilisation:.0%}"
-                    ),
-                    role,
-                )
+                used = f"{use:.0%} of the {role} workers was in use"
+                return f"{used}, more than {options.scale_up_utilisation:.0%}", role
         if capacity is not None and picture.num_requests >= MIN_JUDGED:
             _, best = capacity.best(picture, fleet.num_workers)
             if math.isfinite(best.worst) and best.worst > options.scale_up_above:
-                return (
-                    f"the load was {best.worst:.2f} even in the best ratio of {fleet.num_workers} workers",
-                    None,
-                )
+                load = f"the load was {best.worst:.2f} even in the best ratio"
+                return f"{load} of {fleet.num_workers} workers", None
         return "", None
 
     def _comes(self, picture: LoadPicture, capacity: Capacity | None, fleet: Fleet) -> Role:

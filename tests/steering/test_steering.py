@@ -275,6 +275,22 @@ def test_scaling_up_by_queue_depth_within_bounds_and_with_a_pause() -> None:
     assert not [d for d in tried.run(200, deep) if d.kind == "scale_up"], "there are as many as there may be"
 
 
+def test_workers_that_take_long_to_come_count_among_the_most_that_there_may_be() -> None:
+    tried = cluster(4, 4, max_workers=10, scale_up_after_s=10.0, scale_cooldown_s=60.0)
+    deep = replace(CHAT, rate=1.0, num_waiting=60)
+    assert len([d for d in tried.run(600, deep) if d.kind == "scale_up"]) == 2
+    assert sum(tried.controller.wanted.values()) == 9, "for autoscalers: one more than are here"
+    tried.roles += ["prefill", "decode"]
+    tried.run(1, deep)
+    tried.roles.remove("prefill")  # it has died: another one is asked for
+    assert len([d for d in tried.run(500, deep) if d.kind == "scale_up"]) == 1
+    assert len([d for d in tried.run(500, deep) if d.kind == "scale_up"]) == 1, "that one never came"
+    tried.roles.append("prefill")
+    (down,) = [d for d in tried.run(150, replace(CODE, rate=0.2)) if d.kind == "scale_down"]
+    tried.roles.remove(down.role)
+    assert [d for d in tried.run(80, deep) if d.kind == "scale_up"], "it has come, and another one has left"
+
+
 def test_scaling_down_when_one_fewer_would_do_but_not_below_the_least() -> None:
     tried = cluster(2, 2, max_workers=8, min_workers=3, scale_down_after_s=30.0)
     idle = replace(CODE, rate=0.2)
