@@ -18,7 +18,8 @@ from splitserve.planner.search.looks import glance
 from splitserve.planner.search.search import search
 from splitserve.planner.search.words import sentences
 from splitserve.planner.simulator.cluster import Pool
-from splitserve.planner.simulator.link import Link
+from splitserve.planner.simulator.events import EventQueue
+from splitserve.planner.simulator.link import Link, LinkSource
 from splitserve.traces.request import TraceRequest
 
 
@@ -195,3 +196,18 @@ def test_a_put_that_waits_for_a_busy_receiver_holds_no_other_put() -> None:
     waiting = second.transfer(busy, 4, None, 0.0)
     assert waiting == pytest.approx(2 * once)
     assert second.transfer(idle, 4, None, 0.0) == pytest.approx(2 * once)
+
+
+def test_a_put_is_under_way_until_it_has_arrived_and_within_one_process_never() -> None:
+    link, queue = Link(Pool(role="decode", count=2, profile=profile())), EventQueue()
+    for target, is_under_way in (
+        (Link(Pool(role="decode", count=2, profile=profile())), True),
+        (link, False),
+    ):
+        source = LinkSource(link, target, queue, lambda: None)
+        source.put(7, b"", [(0, 0, 0)])
+        source.poll()
+        assert (source.writing(7), source.pending()) == (is_under_way, is_under_way)
+        queue.run_while(lambda: True)
+        source.poll()
+        assert not source.writing(7)

@@ -62,6 +62,17 @@ def test_a_multiple_is_of_a_request_alone_on_the_profile(tmp_path: Path) -> None
     assert bounds.parts[1].met_by(record(2.1 * first, 9.0, prompt=700))
 
 
+def test_a_request_that_runs_is_given_up_no_sooner_than_it_misses_a_bound() -> None:
+    (part,) = parse_slo("ttft=1,tpot=0.1").bounds.parts
+
+    def missed(now: float, output: int, first_at: float) -> bool:
+        return part.is_missed_by(RequestRecord(0, 0.0, 1.0, 100, output, first_at=first_at), now)
+
+    assert [missed(now, 11, 0.0) for now in (1.9, 2.1)] == [False, True]
+    assert [missed(now, 11, 1.5) for now in (2.4, 2.6)] == [False, True]
+    assert not missed(9.0, 1, 1.5), "it has no further token"
+
+
 @pytest.mark.parametrize(
     "text", ["ttft=2x@p50", "ttft=2x@p50,tpot=0.1@p50,of=opt-13b-a100", "ttft=1,of=opt-13b-a100",
              "ttft=1@p50,ttft=2@p50", "ttft=1@p0,ttft=2@p50"],

@@ -182,11 +182,12 @@ def test_tokens_ahead_are_those_that_are_served_before() -> None:
         ("new", "premium"),
         ("a", "batch"),
         ("new", "batch"),
-        ("used up", "batch"),
+        ("0 used up", "batch"),
+        ("0 used up", "standard"),
     ):
         queue = RequestQueue(1e9)
-        if tenant == "used up":  # its class is going to have more than its share
-            queue.add(make(tenant, 1000, priority_class="batch"))
+        if tenant == "0 used up":  # it, and batch as a class, is going to have more than its share
+            queue.add(make(tenant, 1000, priority_class=name))
         for n in range(30):
             queue.add(make("a", 10, n))
             queue.add(make("b", 5 if n else 500, n))  # which then has had more than the others

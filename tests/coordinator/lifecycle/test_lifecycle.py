@@ -13,6 +13,7 @@ from splitserve.transport.messages.messages import (
     Alive,
     Cancel,
     Load,
+    OtherVersion,
     Prefill,
     RequestFailed,
     SamplingParams,
@@ -257,6 +258,13 @@ def test_who_is_missing_or_does_not_fit_is_said() -> None:
     bench.core.pools.remove(bench.core.pools.workers[("x", 1)], "gone")
     (alive,) = sent(bench.load("p", []), Alive)
     assert alive.misfit == ""
+
+
+def test_a_worker_of_another_version_keeps_no_request_out() -> None:
+    bench = Bench()
+    bench.core.receive(("old", 1), OtherVersion(), bench.now)
+    assert list(bench.core.refused(bench.now)) == ["old"]
+    assert sent(bench.submit(), Prefill)
 
 
 @pytest.mark.parametrize("mixed", [False, True])
