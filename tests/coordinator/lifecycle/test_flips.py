@@ -91,6 +91,7 @@ def test_a_change_from_the_order_to_its_end() -> None:
     bench.now = 1.0
     bench.send("w1:decode", Goodbye(worker_id="w1:decode", incarnation=1))
     assert (record.began_s, record.worked_s, record.ended_s) == (0.1, 0.4, 1.0)
+    assert record.as_json(bench.now)["ordered_s"] == 1.0
     assert isinstance(order(bench, "w1", "decode"), FlipRecord), "and back"
     assert bench.core.counters()["flips"] == 2
 

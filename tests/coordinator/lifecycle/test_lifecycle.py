@@ -6,14 +6,13 @@ import pytest
 from msgspec.structs import replace
 from support.lifecycle_bench import MODEL, Bench, Sink, ends, sent, tokens
 
-from splitserve.coordinator.lifecycle.actions import Action, Push, PushPromptLogprobs, Send
+from splitserve.coordinator.lifecycle.actions import Action, Push, PushPromptLogprobs
 from splitserve.coordinator.lifecycle.lifecycle import Lifecycle
 from splitserve.coordinator.lifecycle.request import Request
 from splitserve.transport.messages.messages import (
     Alive,
     Cancel,
     Load,
-    OtherVersion,
     Prefill,
     RequestFailed,
     SamplingParams,
@@ -258,33 +257,6 @@ def test_who_is_missing_or_does_not_fit_is_said() -> None:
     bench.core.pools.remove(bench.core.pools.workers[("x", 1)], "gone")
     (alive,) = sent(bench.load("p", []), Alive)
     assert alive.misfit == ""
-
-
-def test_a_worker_of_another_version_keeps_no_request_out() -> None:
-    bench = Bench()
-    bench.core.receive(("old", 1), OtherVersion(), bench.now)
-    assert list(bench.core.refused(bench.now)) == ["old"]
-    assert sent(bench.submit(), Prefill)
-
-
-@pytest.mark.parametrize("mixed", [False, True])
-def test_a_prompt_goes_only_where_its_blocks_fit_or_stay(mixed: bool) -> None:
-    """Two workers of each role, of two block sizes; or two processes that keep what they compute."""
-    bench = Bench()
-    for name in ("p", "d"):
-        bench.core.pools.remove(bench.core.pools.workers[name, 1], "gone")
-    for number, block_size in enumerate((4, 4 if mixed else 8)):
-        model = replace(MODEL, block_size=block_size)
-        for role in ("prefill", "decode"):
-            process = f"w{number}" if mixed else ""
-            bench.hello(f"{role}{number}", role, process=process, mixed=mixed, model=model)
-    homes = set()
-    for number in range(6):
-        (sending,) = (a for a in bench.submit(f"r{number}") if isinstance(a, Send))
-        assert isinstance(sending.message, Prefill)
-        homes.add(sending.worker[0])
-        assert sending.worker[0][-1] == sending.message.decode.worker_id[-1]
-    assert homes == {"prefill0", "prefill1"}
 
 
 def test_the_deadline_ends_it_everywhere() -> None:
