@@ -9,9 +9,20 @@ from support.simulated import profile
 
 from splitserve.planner.errors import SimulationError
 from splitserve.planner.search.candidates import Candidate, Hardware, Kind
-from splitserve.planner.search.goodput import Load, Question, num_failed, simulate, sketch
+from splitserve.planner.search.goodput import (
+    PRECISION,
+    Load,
+    Question,
+    _bisected,
+    _bracketed,
+    num_failed,
+    simulate,
+    sketch,
+)
+from splitserve.planner.simulator.cluster import Cluster, Pool
 from splitserve.planner.simulator.records import RequestRecord
 from splitserve.planner.simulator.slo import parse_slo
+from splitserve.planner.simulator.steered import steering_of
 from splitserve.planner.simulator.tallies import Tallies
 from splitserve.traces.request import TraceRequest
 
@@ -60,6 +71,34 @@ def test_a_multiple_is_of_a_request_alone_on_the_profile(tmp_path: Path) -> None
     assert bounds.parts[8].most(700, 11).e2e == pytest.approx(5 * (first + 10 * step))
     assert not bounds.parts[0].met_by(record(2.1 * first, 9.0, prompt=700))
     assert bounds.parts[1].met_by(record(2.1 * first, 9.0, prompt=700))
+
+
+@pytest.mark.parametrize("text", ["ttft=1", "tpot=0.1"])
+def test_steering_needs_both_bounds(text: str) -> None:
+    pools = (
+        Pool(role="prefill", count=1, profile=profile()),
+        Pool(role="decode", count=1, profile=profile()),
+    )
+    cluster = Cluster(pools=pools)
+    with pytest.raises(SimulationError, match="give --slo with both"):
+        steering_of(cluster, parse_slo(text), None)
+
+
+def test_a_goodput_is_found_in_few_steps_from_a_good_guess_and_in_a_few_more_where_there_is_none() -> None:
+    asked: list[float] = []
+
+    def passes(rate: float) -> bool:
+        asked.append(rate)
+        return rate <= 10.0
+
+    for guess in (9.7, 10.3):
+        low, high = _bracketed(passes, 0.0, 1000.0, guess)
+        assert low <= 10.0 < high < 1.1 * low
+    assert len(asked) <= 4
+    assert _bisected(passes, 0.0, 100.0) == pytest.approx(10.0, rel=PRECISION)
+    asked.clear()
+    assert _bisected(lambda rate: passes(10.0 + rate), 0.0, 8.0) == 0.0
+    assert len(asked) < 40
 
 
 def test_a_request_that_runs_is_given_up_no_sooner_than_it_misses_a_bound() -> None:
