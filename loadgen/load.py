@@ -15,14 +15,16 @@ from typing import Any
 
 import aiohttp
 import orjson
-from rich.console import Console
 from rich.progress import Progress
 
+from ..traces.console import result_console
+from .refusal import error_sentence
 from .report import Report, draw_plot, print_report, summarize, write_json
 from .sample import Sample
 from .settings import LoadSettings
 from .workload import LoadRequest, draw_requests, planned_requests
 
+INTERRUPTED = 130  # exit status after Ctrl-C
 WARMUP_SEED = 0x5EED  # warm-up prompts differ from the measured ones
 
 
@@ -31,33 +33,44 @@ class LoadError(Exception):
 
 
 def main(settings: LoadSettings, key: str = "", tls: ssl.SSLContext | None = None) -> int:
-    """Run ``splitserve bench`` and print the report. Return the exit status: 1 if any request failed.
+    """Run ``splitserve bench`` and print the report. Return the exit status: 1 if any request failed, 130
+    after Ctrl-C, where the report is of the requests that have ended.
 
     ``key``: the API key, if the server needs one; ``tls``: which certificates to trust; None: the system's.
     """
-    console = Console()
+    console, samples, status = result_console(), list[Sample](), 0
     requests = planned_requests(settings)
     try:
         with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
             task = progress.add_task("requests", total=len(requests))
-            samples, duration_s = asyncio.run(
-                generate_load(settings, lambda: progress.advance(task), requests, key, tls)
-            )
+
+            def ended(sample: Sample) -> None:
+                samples.append(sample)
+                progress.advance(task)
+
+            asyncio.run(generate_load(settings, ended, requests, key, tls))
     except LoadError as error:
         print(f"splitserve: {error}", file=sys.stderr)
         return 1
-    report: Report = summarize(samples, duration_s, settings.slo)
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+        message = f"cut short: {len(samples):,} of {len(requests):,} requests had ended"
+        print(f"splitserve: {message}", file=sys.stderr)
+        if not samples:
+            return status
+    samples.sort(key=lambda sample: sample.start)
+    report: Report = summarize(samples, max(sample.end for sample in samples), settings.slo)
     print_report(report, settings, console)
     if settings.json_file:
         write_json(settings.json_file, report, settings, samples)
     if settings.plot_file:
         draw_plot(settings.plot_file, report, samples)
-    return 1 if report.num_failed else 0
+    return status or (1 if report.num_failed else 0)
 
 
 async def generate_load(
     settings: LoadSettings,
-    on_done: Callable[[], object] = lambda: None,
+    on_end: Callable[[Sample], object] = lambda sample: None,
     requests: Sequence[LoadRequest] | None = None,
     key: str = "",
     tls: ssl.SSLContext | None = None,
@@ -84,7 +97,7 @@ async def generate_load(
             await _send(session, _body(request, model, settings), sample, time.perf_counter())
             if sample.error:
                 raise LoadError(f"the first request failed: {sample.error}")
-        return await _measure(session, model, settings, requests, on_done)
+        return await _measure(session, model, settings, requests, on_end)
 
 
 async def _measure(
@@ -92,7 +105,7 @@ async def _measure(
     model: str,
     settings: LoadSettings,
     requests: Sequence[LoadRequest],
-    on_done: Callable[[], object],
+    on_end: Callable[[Sample], object],
 ) -> tuple[list[Sample], float]:
     bodies = [_body(request, model, settings) for request in requests]
     room = asyncio.Semaphore(settings.open_requests or len(requests))
@@ -105,7 +118,7 @@ async def _measure(
         async with room:
             sample = Sample(arrived if settings.is_open else time.perf_counter() - start)
             await _send(session, body, sample, start)
-        on_done()
+        on_end(sample)
         return sample
 
     samples = await asyncio.gather(
@@ -121,7 +134,7 @@ async def _send(session: aiohttp.ClientSession, body: bytes, sample: Sample, sta
             "v1/completions", data=body, headers={"content-type": "application/json"}
         ) as response:
             if response.status != 200:
-                sample.error = f"status {response.status}: {(await response.text())[:300]}"
+                sample.error = error_sentence(response.status, await response.read())
             else:
                 await _read_events(response, sample, start)
     except (aiohttp.ClientError, TimeoutError) as error:
@@ -182,10 +195,8 @@ async def _first_model(session: aiohttp.ClientSession, url: str) -> str:
     try:
         async with session.get("v1/models") as response:
             if response.status != 200:
-                raise LoadError(
-                    f"{url} does not list its models (status {response.status}: "
-                    f"{(await response.text())[:300]})"
-                )
+                reason = error_sentence(response.status, await response.read())
+                raise LoadError(f"{url} does not list its models: {reason}")
             listed: Sequence[dict[str, Any]] = (await response.json())["data"]
             return str(listed[0]["id"])
     except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
+from ..traces.console import figures_table
 from .sample import Sample
 from .settings import LoadSettings
 
@@ -119,10 +119,8 @@ def print_report(report: Report, settings: LoadSettings, console: Console) -> No
     """The report as tables for a person."""
     load = f"{settings.rate:g} requests/s" if settings.rate else f"{settings.open_requests} at a time"
     load = f"as in {settings.trace.name}" if settings.trace else load
-    table = Table(title=f"{report.num_requests} requests, {load}; milliseconds", title_justify="left")
     columns = ["mean", *(f"p{percentile}" for percentile in PERCENTILES), "max"]
-    for column in ("", *columns):
-        table.add_column(column, justify="right" if column else "left")
+    table = figures_table("", *columns, title=f"{report.num_requests} requests, {load}; milliseconds")
     for name, values in report.latencies.items():
         table.add_row(
             name.upper(), *(f"{values[column] * 1e3:,.1f}" if values else "-" for column in columns)

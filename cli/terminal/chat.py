@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import orjson
 
+from ...loadgen.refusal import error_sentence
 from ..checks import read_key
 from ..config import CommandError
 from ..settings import ChatSettings
@@ -233,15 +234,6 @@ def duration(seconds: float) -> str:
         if seconds < 1
         else f"{seconds:.2f} s"
     )
-
-
-def error_sentence(status: int, body: bytes) -> str:
-    """The server's own message if it sent one."""
-    hint = " (here: --api-key-file FILE)" if status == 401 else ""
-    try:
-        return f"the server answered {status}: {orjson.loads(body)['error']['message']}{hint}"
-    except (orjson.JSONDecodeError, LookupError, TypeError):
-        return f"the server answered {status}: {body[:200].decode(errors='replace')}"
 
 
 ADVICE = {

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
+import signal
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -128,7 +131,7 @@ async def test_concurrency_is_a_limit_and_rate_spreads_arrivals() -> None:
 async def test_failures_are_reported_not_hidden() -> None:
     async with fake_openai() as server:
         server.failing = True
-        with pytest.raises(LoadError, match="status 429"):
+        with pytest.raises(LoadError, match=r"failed: the server answered 429: too many requests$"):
             await generate_load(LoadSettings(url=server.url, requests=3))
         samples, duration_s = await generate_load(LoadSettings(url=server.url, requests=3, warmup=0))
         assert summarize(samples, duration_s).num_failed == 3
@@ -136,6 +139,29 @@ async def test_failures_are_reported_not_hidden() -> None:
         LoadError, match=r"does not list its models \(cannot connect to 127\.0\.0\.1:\d+: .*\); is it running"
     ):
         await generate_load(LoadSettings(url=server.url, requests=1))
+
+
+@pytest.mark.timeout(120)
+async def test_ctrl_c_prints_what_was_measured_so_far(tmp_path: Path) -> None:
+    """Ten requests at once, then one that its server does not answer."""
+    options = ("--requests", "11", "--warmup", "0", "--concurrency", "1", "--prompt-len", "4")
+    async with fake_openai() as server:
+        command = (sys.executable, "-m", "splitserve.cli.main", "bench", "--url", server.url, *options)
+        written = ("--json-file", str(tmp_path / "b.json"))
+        pipes = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
+        process = await asyncio.create_subprocess_exec(*command, *written, **pipes)
+        while len(server.requests) < 10:
+            await asyncio.sleep(0.005)
+        server.gap_s = 600
+        while len(server.requests) < 11:
+            await asyncio.sleep(0.005)
+        process.send_signal(signal.SIGINT)
+        out, err = await process.communicate()
+    assert err.decode() == "splitserve: cut short: 10 of 11 requests had ended\n"
+    assert out.startswith(b"10 requests, 1 at a time; milliseconds")
+    assert b"640 output and 120 prompt tokens" in out
+    assert process.returncode == 130
+    assert len(json.loads((tmp_path / "b.json").read_bytes())["requests"]) == 10
 
 
 def test_no_server_is_one_sentence_among_the_errors(capsys: pytest.CaptureFixture[str]) -> None:

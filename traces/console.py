@@ -1,0 +1,30 @@
+"""Where commands print their results, and their tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Column, Table
+
+UNBOUNDED = 10_000
+"""Columns: no line of a result is as long."""
+
+
+def result_console() -> Console:
+    """As wide as the terminal; in a pipe or a file no line is cut or wrapped."""
+    console = Console()
+    return console if console.is_terminal else Console(width=UNBOUNDED)
+
+
+def figures_table(first: str, *others: str, words: int = 0, title: str | None = None) -> Table:
+    """A table of which no digit is cut: a narrow terminal folds it. ``words``: of the other columns, those
+    that hold no figures, which are the first ones."""
+    columns = [
+        Column(name, justify="left" if i < words else "right", overflow="fold")
+        for i, name in enumerate(others)
+    ]
+    named = Column(first, overflow="fold")
+    narrow: dict[str, Any] = {"box": box.SIMPLE_HEAD, "show_edge": False, "padding": (0, 1, 0, 0)}
+    return Table(named, *columns, title=title, title_justify="left", **narrow)
