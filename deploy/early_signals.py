@@ -6,6 +6,8 @@ from __future__ import annotations
 import signal
 
 EARLY = frozenset({signal.SIGUSR1, signal.SIGUSR2})
+ENDING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+"""Held back in the fork server for good: sent to a process group, they are for its leader."""
 
 
 def hold_signals() -> None:

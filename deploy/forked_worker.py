@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from .early_signals import ENDING
+
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 ADOPTED_EVERY_S = 1e-4
 
@@ -39,7 +41,7 @@ def be_worker(
     gc.enable()
     _move_to(supervisor, fork_server.libc.prctl)
     os.setsid()  # Ctrl-C reaches the supervisor alone, which stops its children in good order
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # held back in the server
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)  # held back in the server
     born.send((os.getpid(), fork_server.PID))
     born.close()
     fork_server.libc.prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)

@@ -22,6 +22,7 @@ from multiprocessing import forkserver, get_context, resource_tracker
 from types import ModuleType
 
 from .child_process import Command
+from .early_signals import ENDING
 from .forked_worker import be_worker
 
 FORK_SERVER, WORKER = "splitserve.deploy.fork_server", "splitserve.worker.main"
@@ -45,7 +46,7 @@ class WorkerForks:
         # the server's: one with threads must not fork
         os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         # the first start waits for the imports, and Process is for one thread
-        self._thread = ThreadPoolExecutor(1, "worker forks", _hold_interrupts)
+        self._thread = ThreadPoolExecutor(1, "worker forks", _hold_endings)
         self._server: int | None = None  # its process id
         self._server_fd = -1
         self._is_renewed = False  # the server ends because it is to
@@ -122,10 +123,11 @@ class WorkerForks:
         self._thread.submit(forkserver.ensure_running)
 
 
-def _hold_interrupts() -> None:
-    """Ctrl-C in a terminal does not end a server that is importing: it inherits this thread's mask."""
+def _hold_endings() -> None:
+    """A signal to the whole process group, as Ctrl-C is, does not end the server: it inherits this thread's
+    mask, and is killed when the thread ends."""
     resource_tracker.ensure_running()  # the server needs it; to start it clears the mask
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
 
 
 @contextmanager

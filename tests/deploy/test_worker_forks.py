@@ -17,6 +17,7 @@ import pytest
 from splitserve.cli.main import ENTRY
 from splitserve.cli.settings import DEMO_MODEL
 from splitserve.deploy.child_process import NOT_STARTED, ChildProcess, Command, reap_adopted
+from splitserve.deploy.early_signals import ENDING
 from splitserve.deploy.worker_forks import FORK_SERVER, WorkerForks
 from splitserve.deploy.worker_forks import WORKER as WORKER_MODULE
 
@@ -117,13 +118,15 @@ def server_of(forks: WorkerForks) -> psutil.Process:
     return psutil.Process(forks._server)
 
 
-def holds_ctrl_c(pid: int) -> bool:
+def held(pid: int) -> set[int]:
+    """Which of the signals that end a process group this process does not take."""
     (mask,) = re.findall(r"SigBlk:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
-    return bool(int(mask, 16) & 1 << signal.SIGINT - 1)
+    return {number for number in ENDING if int(mask, 16) & 1 << number - 1}
 
 
-async def test_ctrl_c_does_not_end_a_fork_server_that_is_importing(forks: WorkerForks) -> None:
-    """A terminal sends it to the whole process group. A worker has a group of its own, and takes it."""
+async def test_what_ends_the_process_group_does_not_end_the_fork_server(forks: WorkerForks) -> None:
+    """Ctrl-C, a closed terminal, a service manager's SIGTERM. A worker has a group of its own, and takes
+    them."""
     message = Said()
     child = ChildProcess(Command("prefill-0", WORKER, ENVIRON, forks.start), message)
     running = asyncio.create_task(child.run())
@@ -131,11 +134,11 @@ async def test_ctrl_c_does_not_end_a_fork_server_that_is_importing(forks: Worker
     assert child.pid is not None
     server = server_of(forks).pid
     async with asyncio.timeout(60):
-        while holds_ctrl_c(child.pid):  # for a moment: libc holds every signal while it starts a thread
+        while held(child.pid):  # for a moment: libc holds every signal while it starts a thread
             await asyncio.sleep(0.01)
     child.signal(signal.SIGKILL)
     await running
-    assert holds_ctrl_c(server)
+    assert held(server) == {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
 @pytest.mark.parametrize("is_to_end", [False, True])
