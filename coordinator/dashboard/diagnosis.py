@@ -114,12 +114,24 @@ def _failing(w: Window) -> Iterator[Finding]:
 # --- requests are slow ---------------------------------------------------------------------------
 
 
+def _rising(w: Window, before_s: float) -> Iterator[Finding]:
+    """More requests wait now than the times of those that have ended show. ``before_s``: their mean wait."""
+    wait_s = w.now_waiting * w.seconds / max(1, w.num_ended)  # Little's law
+    if w.growth > 0 and wait_s >= max(QUEUE_S, QUEUE_TTFT_SHARE * w.ttft_s, 2 * before_s):
+        what = (
+            f"Queueing rises: {requests(w.now_waiting)} waiting, at this pace for {duration(wait_s)}; those "
+            f"of the last minute waited {duration(before_s)} on average."
+        )
+        yield Finding("rising", "warn", what, "What would help shows once they are answered.")
+
+
 def _queue(w: Window) -> Iterator[Finding]:
     """Requests wait for a worker: for decode where that has no room, else for prefill."""
     queue_s, share = w.stages.get("queue", 0.0), w.share("queue")
     of_ttft = queue_s / w.ttft_s if w.ttft_s else 0.0
     matters = queue_s >= QUEUE_S or _is_missed(w, w.ttft_missed)
     if share < QUEUE_SHARE and not (of_ttft >= QUEUE_TTFT_SHARE and matters):
+        yield from _rising(w, queue_s)
         return
     decode, prefill = w.pools["decode"], w.pools["prefill"]
     head = _of_time(w, share, "queueing", of_ttft)

@@ -57,7 +57,21 @@ export class Flow {
     this.root.prepend(this.svg);
     const prefills = this.of("prefill"), decodes = this.of("decode");
     const few = !this.many && prefills.length * decodes.length <= MAX_PAIRS;
-    this.svg.append(...(few ? this.pairs(prefills, decodes) : this.sums()).filter(Boolean));
+    const taken = [];
+    for (const label of (few ? this.pairs(prefills, decodes) : this.sums()).filter(Boolean)) this.place(label, taken);
+  }
+
+  /** A label `at` this share of its line, or elsewhere on it where that would cover another label; none where there is no room. */
+  place({ path, words, kind, at }, taken) {
+    const [width, height] = [6.4 * words.length + 8, 17];
+    const there = [at, 0.5, 0.38, 0.62, 0.25, 0.75].map((share) => path.getPointAtLength(share * path.getTotalLength()))
+      .find(({ x, y }) => taken.every((other) => Math.abs(other.x - x) >= (other.width + width) / 2 || Math.abs(other.y - y) >= height));
+    if (!there) return;
+    taken.push({ x: there.x, y: there.y, width });
+    const ground = shape("rect", { x: there.x - width / 2, y: there.y - height / 2, width, height, rx: 4, class: kind });
+    const label = shape("text", { x: there.x, y: there.y + 4 });
+    label.textContent = words;
+    this.svg.append(ground, label);
   }
 
   /** A line between any two lanes; returns their labels. */
@@ -85,7 +99,7 @@ export class Flow {
     return labels;
   }
 
-  /** Returns the rate as a label on the line, `at` this share of the way. Dots run along it to where requests go. */
+  /** Returns the rate as a label to place on the line. Dots run along it to where requests go. */
   link(source, target, rate, most, kind, at) {
     const base = this.root.getBoundingClientRect(), a = source.getBoundingClientRect(), b = target.getBoundingClientRect();
     const [x1, y1, x2, y2] = [a.right - base.left + 3, (a.top + a.bottom) / 2 - base.top, b.left - base.left - 3, (b.top + b.bottom) / 2 - base.top];
@@ -97,14 +111,7 @@ export class Flow {
     const dots = shape("path", { d: path.getAttribute("d"), class: "dots" });
     dots.style.animationDelay = `${-(performance.now() % DOTS_MS)}ms`; // drawn anew every second, they go on where they were
     this.svg.append(dots);
-    const there = path.getPointAtLength(at * path.getTotalLength()), words = `${count(rate)}/s`;
-    const [width, height] = [6.4 * words.length + 8, 17];
-    const ground = shape("rect", { x: there.x - width / 2, y: there.y - height / 2, width, height, rx: 4, class: kind });
-    const label = shape("text", { x: there.x, y: there.y + 4 });
-    label.textContent = words;
-    const both = shape("g", {});
-    both.append(ground, label);
-    return both;
+    return { path, words: `${count(rate)}/s`, kind, at };
   }
 }
 

@@ -88,6 +88,18 @@ def test_a_queue_that_grows_names_how_many_workers_are_missing() -> None:
     )
 
 
+def test_a_queue_that_rises_is_told_before_those_in_it_are_answered() -> None:
+    rising = window(now_waiting=60, growth=58.0)
+    found = first(rising)
+    assert (found.kind, found.level) == ("rising", "warn")
+    assert found.what == (
+        "Queueing rises: 60 requests waiting, at this pace for 6 s; those of the last minute waited 20 ms on "
+        "average."
+    )
+    assert first(window(now_waiting=8, growth=8.0)).kind == "good", "less than a second"
+    assert first(window(now_waiting=60)).kind == "good", "as many as a minute ago"
+
+
 def test_without_a_known_busy_share_prefill_is_named_all_the_same() -> None:
     assert first(window(QUEUEING, prefill={"busy": None})).kind == "prefill"  # type: ignore[dict-item]
 
