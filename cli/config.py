@@ -144,9 +144,8 @@ def build(model: type[Settings], layers: Sequence[Layer]) -> Settings:
     try:
         return model(**{name: value.value for name, value in chosen.items()})
     except ValidationError as error:
-        raise ConfigError(
-            "\n".join(_sentence(problem, chosen, model) for problem in error.errors())
-        ) from None
+        sentences = (_sentence(problem, chosen, model) for problem in error.errors())
+        raise ConfigError("\n".join(dict.fromkeys(sentences))) from None
 
 
 def _sentence(problem: Mapping[str, Any], chosen: Mapping[str, Value], model: type[BaseModel]) -> str:
@@ -159,7 +158,8 @@ def _sentence(problem: Mapping[str, Any], chosen: Mapping[str, Value], model: ty
             f"{flag_of(name)} is needed: {variable_of(name)} or a line `{name}:` in the configuration "
             "file do as well"
         )
-    if problem["type"] == "string_pattern_mismatch":  # the pattern is for machines
+    of_union = len(problem["loc"]) == 2 and isinstance(problem["loc"][1], str)  # a problem for each type
+    if of_union or problem["type"] == "string_pattern_mismatch":  # the pattern is for machines
         field = model.model_fields[name]
         example = f" Such as {field.default}." if field.default and not field.is_required() else ""
         message = f"it has the wrong form. {field.description}{example}"

@@ -72,6 +72,12 @@ def resolved(model: str, revision: str = "", *, weights: bool = True) -> Path:
         if revision:
             raise ConfigError(f"--revision {revision}: {model} has none; it is for models of the hub")
         return _from_s3(found["bucket"], found["prefix"] or "", wanted)
+    scheme, is_url, rest = model.partition(":/")
+    if is_url and not Path(model).exists():
+        raise ConfigError(
+            f"--model {scheme}://{rest.lstrip('/')}: of URLs only s3://BUCKET/PREFIX is taken, BUCKET of 3 "
+            "to 63 small letters, digits, dots and dashes; a model of the hub is ORG/NAME"
+        )
     file = _gguf_file(Path(model))
     if file or Path(model).is_dir() or not HUB_ID.fullmatch(model):
         if revision:

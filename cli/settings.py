@@ -138,6 +138,7 @@ class UpSettings(BaseModel):
     )
     prompt: str | None = Field(
         default=None,
+        min_length=1,
         max_length=1 << 20,
         description="When ready, print the answer to this one question and stop everything.",
     )

@@ -4,6 +4,7 @@ file."""
 from __future__ import annotations
 
 import re
+from itertools import combinations
 from pathlib import Path
 from typing import Literal, Self
 
@@ -205,4 +206,17 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
             )
         if self.redis_url is not None and self.tenants_file is None:
             raise ValueError("--redis-url keeps the limits of --tenants-file: give that, too")
+        control_host, _, control_port = self.control_address.removeprefix("tcp://").rpartition(":")
+        ports = (
+            ("--port", self.listen_host, self.port, 1),
+            ("--control-address", control_host.strip("[]"), int(control_port), self.processes),
+            ("--admin-port", self.admin_host, self.admin_port or 0, self.processes),
+        )
+        for (one, host, first, num), (other, other_host, second, more) in combinations(ports, 2):
+            meet = first and second and first < second + more and second < first + num
+            if meet and (host == other_host or {host, other_host} & {"0.0.0.0", "::"}):
+                counted = f", counted on for --processes {self.processes}" if self.processes > 1 else ""
+                raise ValueError(
+                    f"{one} and {other} both take port {max(first, second)}{counted}: choose others"
+                )
         return self

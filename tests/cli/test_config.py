@@ -187,6 +187,10 @@ def test_a_value_of_another_form_is_answered_with_the_form_in_words() -> None:
         match=r"--url: 'h:1' cannot be used: .* The server's address\. Such as http://127\.0\.0\.1:8000\.$",
     ):
         load("chat", {"url": Value("h:1", "--url")}, Sources.read(None, {}))
+    threads = {name: Value("9999", f"--{name}") for name in ("model", "coordinator", "threads")}
+    threads |= {"insecure": Value(True, "--insecure"), "coordinator": Value("tcp://h:1", "--coordinator")}
+    with pytest.raises(ConfigError, match=r"^--threads: '9999' cannot be used: it has .*1024; auto: .*$"):
+        load("prefill", threads, Sources.read(None, {}))  # one line, though it may be of two types
     with pytest.raises(ConfigError, match=r"--tenant: 'a/b' cannot be used: .* is made\.$"):
         load("keys_create", {"tenant": Value("a/b", "--tenant")}, Sources.read(None, {}))
 

@@ -210,6 +210,13 @@ def test_a_model_in_s3_is_fetched_once_and_again_when_it_has_changed(s3: Any, tm
     assert not list((tmp_path / "cache").rglob("*.part"))
 
 
+@pytest.mark.parametrize("url", ["s3://x/y", "https://huggingface.co/Qwen/Qwen3-0.6B"])
+def test_a_url_that_names_no_model_is_told_as_it_was_given(url: str) -> None:
+    for given in (url, str(Path(url))):  # settings have it as a Path, with one slash less
+        with pytest.raises(ConfigError, match=rf"^--model {url}: of URLs only s3://BUCKET/PREFIX is taken"):
+            resolved(given)
+
+
 def test_what_s3_has_not_is_said_with_what_to_do(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"s3://models/nothing: there is no config.json.*name their folder"):
         resolved("s3://models/nothing")

@@ -10,6 +10,7 @@ from support.planned import planned
 
 from splitserve.cli.config import ConfigError
 from splitserve.cli.local_cluster import curl_example
+from splitserve.cli.settings import ServerSettings
 
 
 def test_what_cannot_work_is_refused_before_anything_starts(model: Path, tmp_path: Path) -> None:
@@ -63,6 +64,30 @@ def test_one_question_and_a_chat_are_refused_together(model: Path, tmp_path: Pat
     with pytest.raises(ConfigError, match="--chat asks for yours: give one of them"):
         planned(model, tmp_path, chat="true", prompt="Hi")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"control_address": "tcp://127.0.0.1:9000"}, "--port and --control-address both take port 9000:"),
+        ({"admin_port": "9000"}, "--port and --admin-port both take port 9000:"),
+        (
+            {"control_address": "tcp://127.0.0.1:9002", "admin_port": "9001", "processes": "2"},
+            "--control-address and --admin-port both take port 9002, counted on for --processes 2:",
+        ),
+    ],
+)
+def test_one_port_for_two_things_is_refused_at_once(
+    model: Path, tmp_path: Path, given: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{message} choose others$"):
+        planned(model, tmp_path, port="9000", **given)
+    assert not (tmp_path / "run").exists()
+
+
+def test_one_port_number_on_two_addresses_is_no_clash(model: Path) -> None:
+    settings = {"model": model, "insecure": True, "port": 9000, "control_address": "tcp://127.0.0.2:9000"}
+    assert ServerSettings.model_validate(settings).port == 9000
 
 
 def test_a_port_in_use_is_refused(model: Path, tmp_path: Path) -> None:
