@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from ..coordinator.tenants.errors import TenantsFileError
 from ..coordinator.tenants.limits import TIER_LIMIT_NAMES
 from ..coordinator.tenants.store import NewKey, TenantStore
+from ..traces.console import figures_table, result_console
 from .key_settings import (
     KeysCreateSettings,
     KeysListSettings,
@@ -82,11 +81,11 @@ def _show_key(new: NewKey) -> None:
 
 def _show(title: str, rows: list[dict[str, Any]]) -> None:
     columns = [name for name in (rows[0] if rows else {}) if name not in TIER_LIMIT_NAMES]
-    table = Table(*columns, "limits", title=title, title_justify="left")
+    table = figures_table(*columns, "limits", words=len(columns) + 1, title=title)
     for row in rows:
         limits = ", ".join(f"{name} {row[name]:,}" for name in TIER_LIMIT_NAMES if row.get(name))
         table.add_row(*(_text(name, row) for name in columns), limits)
-    Console(width=None if Console().is_terminal else 160).print(table)
+    result_console().print(table, "")
 
 
 def _text(name: str, row: Mapping[str, Any]) -> str:

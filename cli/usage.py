@@ -9,11 +9,10 @@ from typing import Self
 import click
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from rich.console import Console
-from rich.table import Table
 
 from ..coordinator.errors import InvalidRequest
 from ..coordinator.routes.usage import groups, moment, month_start, totals
+from ..traces.console import figures_table, result_console
 
 
 class UsageSettings(BaseModel):
@@ -67,10 +66,9 @@ def show(settings: UsageSettings) -> int:
     if settings.as_json:
         click.echo(orjson.dumps(rows, option=orjson.OPT_INDENT_2).decode())
         return 0
-    table = Table()
-    for name in rows[0] if rows else [*by, "requests"]:
-        table.add_column(name.replace("_", " "), justify="left" if name in by else "right")
+    names = (name.replace("_", " ") for name in (rows[0] if rows else [*by, "requests"]))
+    table = figures_table(*names, words=len(by))
     for row in rows:
         table.add_row(*(value if isinstance(value, str) else f"{value:,.0f}" for value in row.values()))
-    Console(width=None if Console().is_terminal else 180).print(table)
+    result_console().print(table)
     return 0

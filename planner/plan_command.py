@@ -11,26 +11,25 @@ from pathlib import Path
 from statistics import mean
 
 import orjson
-from rich import box
 from rich.console import Console
-from rich.table import Column, Table
 
 from ..engine.latency_profile import Profile
+from ..traces.console import result_console
 from ..traces.readers import open_trace
 from ..traces.request import TraceRequest
 from .errors import SimulationError
-from .search.candidates import Candidate, Hardware, Kind
+from .search.candidates import Hardware, Kind
 from .search.demand import good_alone
 from .search.goal import Goal, Limits, settings_of, shapes
 from .search.goodput import PRECISION, Load, Question, sketch, sketched_goodput
 from .search.hardware_file import of_inventory, read_hardware, stocks_of
 from .search.launch import write_launch
-from .search.looks import Glance
 from .search.plan import LIVES_TO_FILL, Plan
 from .search.plan_json import as_json
 from .search.search import search
 from .search.stopped import Stopped
-from .search.words import sentences
+from .search.tables import clusters_table, pareto_table, rates_table
+from .search.words import answer, remarks
 from .settings import PlanSettings
 from .simulator.cluster import alone_on_their_hosts
 from .simulator.slo import parse_slo
@@ -44,7 +43,7 @@ MOST_PLANNED = 4_000
 def plan(settings: PlanSettings) -> Plan | None:
     """Plan for one model and print it. None: stopped; raises PlannerError, TraceError and EngineError."""
     began = time.monotonic()
-    console = Console()
+    console = result_console()
     hardware = the_hardware(settings)
     question = Question.of(hardware, the_load(settings), parse_slo(settings.slo), settings.seed)
     require_reachable(question, max(settings.chunks))
@@ -66,10 +65,14 @@ def plan(settings: PlanSettings) -> Plan | None:
         console.print(str(stopped), highlight=False)
         return None
     found.warnings += beyond(settings.trace, found)
-    for line in sentences(found):
+    for line in answer(found):
         console.print(line, highlight=False)
-    if (table := pareto_table(found)) is not None:
-        console.print(table)
+    if found.winner.goodput > 0:
+        for table in filter(None, (rates_table(found), clusters_table(found), pareto_table(found))):
+            console.print("", table, sep="\n")
+        console.print()
+        for line in remarks(found):
+            console.print(line, highlight=False)
     console.print(f"Took {time.monotonic() - began:.0f} s.", highlight=False)
     if settings.json_file is not None:
         settings.json_file.write_bytes(orjson.dumps(as_json(found), option=orjson.OPT_INDENT_2) + b"\n")
@@ -205,44 +208,3 @@ def _why(found: Plan) -> str:
     if found.winner.at_bound or found.sustained is not None:
         return "so few requests are over before the cluster has filled"
     return f"the first {len(found.question.load.requests):,} are the easier ones"
-
-
-def pareto(plan: Plan) -> list[tuple[Candidate, Glance]]:
-    """The clusters that meet the bounds and that no other one beats, the smallest first."""
-    hardware = plan.question.hardware
-    good = {
-        c: (hardware.num_gpus(c), seen.ttft_p90_s, seen.tpot_p90_s)
-        for c, seen in plan.sizes.items()
-        if seen.attainment >= plan.question.level.attainment
-    }
-    best = [
-        c
-        for c, values in good.items()
-        if not any(
-            other != values and all(a <= b for a, b in zip(other, values, strict=True))
-            for other in good.values()
-        )
-    ]
-    return [(c, plan.sizes[c]) for c in sorted(best, key=lambda c: good[c])]
-
-
-def pareto_table(plan: Plan) -> Table | None:
-    """None where no other size meets the bounds."""
-    rows, hardware = pareto(plan), plan.question.hardware
-    if not rows:
-        return None
-    priced = all(kind.price_per_hour is not None for kind in hardware.kinds)
-    right = ["GPUs", *(["an hour"] if priced else []), "TTFT p90 ms", "TPOT p90 ms", "Wh a request"]
-    table = Table(
-        "cluster",
-        *(Column(name, justify="right") for name in right),
-        box=box.SIMPLE,
-        title=f"Sketched at {rows[0][1].rate:.2f} requests/s: no other cluster is better in all columns",
-        title_justify="left",
-    )
-    for candidate, seen in rows:
-        price = [f"{hardware.price_per_hour(candidate):.2f}"] if priced else []
-        energy = "" if seen.energy_wh is None else f"{seen.energy_wh:.2f}"
-        times = [f"{1e3 * seen.ttft_p90_s:.0f}", f"{1e3 * seen.tpot_p90_s:.1f}"]
-        table.add_row(hardware.words(candidate), str(hardware.num_gpus(candidate)), *price, *times, energy)
-    return table

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Column, Table
 
 from ..engine.latency_profile import Contention, Memory, Numerics, Power, Profile, Residuals, StepModel
 from ..engine.settings import ComputeSettings, WorkerSettings
+from ..traces.console import figures_table, result_console
 from .profile.design import Bounds, experiments
 from .profile.imported import imported
 from .profile.published import import_published
@@ -41,7 +40,7 @@ COLUMNS = (
 
 def profile(settings: ProfileSettings) -> int:
     """The command. Returns its exit status; raises PlannerError and EngineError."""
-    console = Console()
+    console = result_console()
     if settings.model is not None:
         made = _measured(settings, settings.model, console)
     else:
@@ -66,15 +65,7 @@ def published(settings: ProfileSettings, path: Path) -> tuple[Profile, list[str]
 
 def show(profile: Profile, console: Console) -> None:
     """Print the profile's main numbers."""
-    right = ("ms", "error", "95%", "worst", "points")
-    columns = [Column("step", no_wrap=True), *(Column(name, justify="right", no_wrap=True) for name in right)]
-    table = Table(
-        *columns,
-        title=profile.name,
-        box=box.SIMPLE,
-        caption="* extrapolated; error: of the fit, on average",
-        caption_justify="left",
-    )
+    table = figures_table("step", "ms", "error", "95%", "worst", "points", title=profile.name)
     for label, model, sizes in (
         ("prefill, {} tokens", profile.prefill, (1, 128, 512, 2048)),
         ("decode, {} x 256 tokens", profile.decode, (1, 8, 32, 64)),
@@ -85,7 +76,7 @@ def show(profile: Profile, console: Console) -> None:
             outside = " *" if model.outside(size, reads, 1) else ""
             errors = _errors(model.residuals) if i == 0 else ("",) * 4
             table.add_row(label.format(size) + outside, f"{1e3 * seconds:,.2f}", *errors)
-    console.print(table)
+    console.print(table, "* extrapolated; error: of the fit, on average", sep="\n")
     if profile.numerics is not None:
         console.print(f"computed in {numerics_words(profile.numerics)}", highlight=False)
     for name, handoff in (profile.movers or {"": profile.handoff}).items():

@@ -11,11 +11,10 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-from rich import box
-from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 
 from ..engine.latency_profile import ProfileError
+from ..traces.console import figures_table, result_console
 from .errors import SimulationError
 from .plan_command import FEWEST_PLANNED, num_processes, plan, the_goal, the_hardware, the_load
 from .search.goal import settings_of, shapes
@@ -79,7 +78,7 @@ def plan_each(settings: PlanSettings) -> int:
     each += [each[0].model_copy(update=dict(other)) for other in settings.other_models]
     models = list(map(_Model, names_of(each), each))
     _divide(models, Counter(dict(stocks_of(settings.inventory or ""))))
-    console = Console()
+    console = result_console()
     for model in models:
         if not model.headroom(sketched=True):
             raise SimulationError(
@@ -90,7 +89,7 @@ def plan_each(settings: PlanSettings) -> int:
     plans, num_dealt = list[tuple[str, Plan]](), 0
     stocks = stocks_of(settings.inventory or "")
     for model in models:
-        console.rule(model.name)
+        console.print(f"\n[bold]{model.name}[/bold]", highlight=False)
         own = {name: getattr(settings, name) for name in ("json_file", "plot_file", "launch_file")}
         named = {n: path and path.with_name(f"{model.name}-{path.name}") for n, path in own.items()}
         if (found := plan(model.own.model_copy(update=named))) is None:
@@ -101,7 +100,7 @@ def plan_each(settings: PlanSettings) -> int:
             of_its_own = f"CUDA_VISIBLE_DEVICES={gpus} and --port {8000 + len(plans) - 1}"
             console.print(f"on one host with the others: {of_its_own}", highlight=False, soft_wrap=True)
         num_dealt += model.share.total()
-    console.print(_table(plans))
+    console.print("", _table(plans), sep="\n")
     return 0
 
 
@@ -117,8 +116,7 @@ def _table(plans: list[tuple[str, Plan]]) -> Table:
     priced = all(kind.price_per_hour is not None for kind in kinds)
     costs = ["an hour", "a million tokens"] if priced else []
     right = ["requests/s", "times its load", "TTFT p90 ms", "TPOT p90 ms", *costs, "Wh a request"]
-    columns = [Column("model", no_wrap=True), *(Column(name, justify="right") for name in right)]
-    table = Table(*columns, box=box.SIMPLE)
+    table = figures_table("model", *right)
     for name, found in plans:
         price = found.question.hardware.price_per_hour(found.winner.candidate)
         tokens = 3600 * max(found.served, 1e-9) * found.question.demand.output

@@ -10,6 +10,7 @@ import orjson
 from rich.console import Console
 
 from ..engine.latency_profile import Profile
+from ..traces.console import result_console
 from ..traces.operators import cut, mean_rate, scaled
 from ..traces.readers import open_trace
 from ..traces.request import Trace
@@ -29,7 +30,7 @@ SAMPLE_S = 0.5
 def simulate(settings: SimulateSettings) -> int:
     """The command. Returns its exit status; raises PlannerError, TraceError and EngineError."""
     trace = the_trace(settings.trace, settings.duration_s, settings.rate)
-    cluster, level, console = the_cluster(settings), parse_slo(settings.slo), Console()
+    cluster, level, console = the_cluster(settings), parse_slo(settings.slo), result_console()
     warn_of_no_effect(cluster, console, steers=settings.steer)
     result = (_sketch if settings.sketch else _simulate)(settings, trace, cluster, level, console)
     if settings.json_file is not None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Column, Table
 
 from ..engine.latency_profile import Profile
+from ..traces.console import figures_table
 from ..traces.request import Trace
 from ..transport.process.collector import seldom_collected
 from .errors import SimulationError
@@ -124,12 +123,8 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 def print_sketch(result: dict[str, Any], console: Console) -> None:
     """Print what ``sketch_summary`` returns."""
-    console.print(latency_table(result["latency_s"]))
-    table = Table(
-        "pool",
-        *(Column(name, justify="right") for name in ("workers", "busy", "with prompts", "decode only")),
-        box=box.SIMPLE,
-    )
+    console.print(latency_table(result["latency_s"]), "")
+    table = figures_table("pool", "workers", "busy", "with prompts", "decode only")
     for row in result["pools"]:
         shares = (f"{row[name]:.0%}" for name in ("busy", "busy_prefill", "busy_decode"))
         table.add_row(row["role"], str(row["count"]), *shares)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import orjson
-from rich.console import Console
 
+from .console import result_console
 from .errors import TraceFileError, WorkloadError
 from .operators import cut, mean_rate, mixed, scaled, thinned
 from .own_format import write_trace
@@ -37,7 +37,7 @@ Described = tuple[TraceStatistics, Shapes]
 def stats(settings: TraceStatsSettings, files: Sequence[Path]) -> int:
     """``splitserve trace stats``."""
     described = [_described(trace, path) for trace, path in zip(_opened(settings, files), files, strict=True)]
-    print_statistics([statistics for statistics, _ in described], Console())
+    print_statistics([statistics for statistics, _ in described], result_console())
     if settings.json_file:
         _write_json(settings.json_file, described)
     if settings.plot_file:
@@ -78,7 +78,7 @@ def fit(settings: TraceFitSettings, files: Sequence[Path]) -> int:
     workload = fitted(trace, settings.step_s)
     write_workload(settings.output, workload)
     described = _beside(trace, files[0], workload)
-    print_statistics([statistics for statistics, _ in described], Console())
+    print_statistics([statistics for statistics, _ in described], result_console())
     if described[0][0].blocks:
         print(
             "Prefix reuse is not fitted: what is drawn has no block hashes. Use the trace itself where reuse "

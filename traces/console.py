@@ -18,13 +18,12 @@ def result_console() -> Console:
     return console if console.is_terminal else Console(width=UNBOUNDED)
 
 
-def figures_table(first: str, *others: str, words: int = 0, title: str | None = None) -> Table:
-    """A table of which no digit is cut: a narrow terminal folds it. ``words``: of the other columns, those
-    that hold no figures, which are the first ones."""
+def figures_table(*names: str, words: int = 1, title: str | None = None) -> Table:
+    """A table of which no digit is cut: a narrow terminal folds it. ``words``: the first columns that hold no
+    figures."""
     columns = [
         Column(name, justify="left" if i < words else "right", overflow="fold")
-        for i, name in enumerate(others)
+        for i, name in enumerate(names)
     ]
-    named = Column(first, overflow="fold")
-    narrow: dict[str, Any] = {"box": box.SIMPLE_HEAD, "show_edge": False, "padding": (0, 1, 0, 0)}
-    return Table(named, *columns, title=title, title_justify="left", **narrow)
+    edges: dict[str, Any] = {"box": box.SIMPLE_HEAD, "show_edge": False, "padding": (0, 1, 0, 0)}
+    return Table(*columns, title=title, title_justify="left", **edges)

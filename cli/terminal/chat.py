@@ -227,13 +227,7 @@ def account(usage: dict[str, Any], finish_reason: str = "") -> str:
 
 
 def duration(seconds: float) -> str:
-    return (
-        f"{seconds * 1e3:.1f} ms"
-        if seconds < 0.01
-        else f"{seconds * 1e3:.0f} ms"
-        if seconds < 1
-        else f"{seconds:.2f} s"
-    )
+    return f"{seconds * 1e3:.{int(seconds < 0.01)}f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 ADVICE = {

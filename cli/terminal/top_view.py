@@ -23,20 +23,12 @@ STAGES = {
     "stream": "cyan",
 }
 USED, LEASED, CACHED = "█", ("magenta", "▓"), ("bright_black", "▒")
-WITHOUT_COLOUR = {
-    "parse": "a",
-    "queue": "q",
-    "prefill": "p",
-    "handoff": "h",
-    "decode": "d",
-    "coordinator": "c",
-    "stream": "s",
-}
+WITHOUT_COLOUR = {stage: stage[0] for stage in STAGES} | {"parse": "a"}
 """What a stage's cells are drawn with where a terminal, a file or NO_COLOR shows none."""
 LEVELS = {"good": "green", "idle": "dim", "unknown": "dim", "warn": "yellow", "bad": "red"}
 RECENT_POINTS = 15
 SPARKS = " ▁▂▃▄▅▆▇█"
-NUM_FIXED = 20  # lines that are there whatever there is to show
+NUM_FIXED = 21  # lines that are there whatever there is to show
 
 
 class Picture(NamedTuple):
@@ -52,20 +44,10 @@ def render(picture: Picture, width: int, height: int, coloured: bool = True) -> 
     """Return the whole picture, for ``width`` columns and ``height`` lines. Not ``coloured``: letters take
     the place of colours."""
     workers = picture.state["workers"]
-    room = max(
-        3,
-        height
-        - NUM_FIXED
-        - len(workers)
-        - len(picture.state["tenants"][:5])
-        - 3 * bool(picture.state["steering"]),
-    )
-    parts = [
-        _head(picture),
-        _finding(picture.state["findings"][0]),
-        _numbers(picture),
-        _workers(workers, width),
-    ]
+    others = len(workers) + len(picture.state["tenants"][:5]) + 3 * bool(picture.state["steering"])
+    room = max(3, height - NUM_FIXED - others)
+    finding = _finding(picture.state["findings"][0])
+    parts = [_head(picture), finding, _numbers(picture), _workers(workers, width)]
     if picture.state["steering"]:
         parts.append(_steering(picture.state["steering"]))
     parts.append(_latencies(picture.points, width))
@@ -102,21 +84,21 @@ def _finding(finding: Mapping[str, str]) -> RenderableType:
 def _numbers(picture: Picture) -> RenderableType:
     state, recent = picture.state, picture.points[-RECENT_POINTS:]
     prompt, cached = _mean(recent, "prompt"), _mean(recent, "cached")
-    cells = {
+    rates = {
         "requests/s": f"{_mean(recent, 'requests'):.1f}",
         "output tokens/s": f"{_mean(recent, 'output'):,.0f}",
         "prompt tokens/s": f"{prompt:,.0f} ({cached / prompt if prompt else 0:.0%} cached)",
+    }
+    counts = {
         "waiting": f"{state['waiting']:,}",
         "prefill": f"{state['stages'].get('prefill', 0):,}",
         "decode": f"{state['stages'].get('handoff', 0) + state['stages'].get('decode', 0):,}",
         "answered": f"{state['num_requests']:,}",
     }
-    line = Text.from_markup(
-        "   ".join(f"[dim]{name}[/] [b]{value}[/]" for name, value in cells.items()) + "\n",
-        overflow="ellipsis",
+    lines = (
+        "   ".join(f"[dim]{name}[/] [b]{value}[/]" for name, value in c.items()) for c in (rates, counts)
     )
-    line.no_wrap = True
-    return line
+    return Text.from_markup("\n".join(lines) + "\n")
 
 
 def _workers(workers: Sequence[dict[str, Any]], width: int) -> RenderableType:
@@ -170,11 +152,8 @@ def _steering(state: Mapping[str, Any]) -> RenderableType:
 def _latencies(points: Sequence[dict[str, Any]], width: int) -> RenderableType:
     table = _table("latency", "p50", "p95", "p99", "p95 over time")
     room = max(10, min(60, width - 60))
-    for name, key in (
-        ("time to first token", "ttft"),
-        ("time per output token", "tpot"),
-        ("end to end", "e2e"),
-    ):
+    names = {"time to first token": "ttft", "time per output token": "tpot", "end to end": "e2e"}
+    for name, key in names.items():
         newest = next((point[key] for point in reversed(points) if point[key]), None)
         cells = [duration(value) for value in newest] if newest else ["–"] * 3
         table.add_row(
@@ -257,10 +236,6 @@ def _mean(points: Sequence[dict[str, Any]], key: str) -> float:
 
 def _age(seconds: float) -> str:
     minutes, hours, days = int(seconds) // 60, int(seconds) // 3600, int(seconds) // 86400
-    return (
-        f"{days} d {hours % 24} h"
-        if days
-        else f"{hours} h {minutes % 60} min"
-        if hours
-        else f"{minutes} min {int(seconds) % 60} s"
-    )
+    if days:
+        return f"{days} d {hours % 24} h"
+    return f"{hours} h {minutes % 60} min" if hours else f"{minutes} min {int(seconds) % 60} s"

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from math import inf
 
+from ..simulator.slo import Seconds
 from .goodput import LOWEST
-from .looks import Look
-from .plan import GROWTH, Plan
-from .verdict import compared, whether_to_disaggregate
+from .plan import Plan
+from .verdict import whether_to_disaggregate
+
+BUSY = 0.5
+"""Mean busy share below which a pool's requests wait in bursts only."""
 
 
 def sentences(plan: Plan) -> list[str]:
-    """The recommendation, one thought a line."""
+    """The answer, then remarks."""
+    return [*answer(plan), *(remarks(plan) if plan.winner.goodput > 0 else [])]
+
+
+def answer(plan: Plan) -> list[str]:
+    """What to build, what that serves, what limits it, what it costs, and what puts that in doubt."""
     winner, level = plan.winner, plan.question.level
     share = "" if level.bounds.levels else f" for {level.attainment:.0%} of the requests"
     asked = f"{level.bounds.words()}{share}"
@@ -23,45 +32,27 @@ def sentences(plan: Plan) -> list[str]:
                 "or shorten what is asked."
             ),
         ]
-    lines = [
+    return [
         *_refused(plan),
-        f"Recommended: {plan.question.hardware.words(winner.candidate)}, {winner.candidate.options}.",
-        _served(plan, asked),
+        f"Recommended: {_workers(plan)}, {winner.candidate.options}.",
+        f"Serves {_served(plan)} with {asked}.",
+        f"Limited by {_limit(plan)}.",
+        f"Costs {_costs(plan)}.",
+        whether_to_disaggregate(plan),
         *_at_most(plan),
-        *_costs(plan),
-        f"At that rate: {_latencies(plan)}; busy: {_busy(plan.at_goodput)}.",
-        (
-            f"At {plan.relaxed.rate:.2f} requests/s: {_plain_latencies(plan.relaxed)}; "
-            f"{plan.relaxed.tallies.attainment:.1%} are good."
-        ),
+        *plan.warnings,
     ]
-    lines += [f"Neighbour {a.candidate.ratio}: {compared(plan, a)}." for a in plan.neighbours]
-    lines += _mixed(plan)
-    lines.append(whether_to_disaggregate(plan))
-    lines.append(_growth(plan))
-    means = plan.means
-    lines.append(
-        "A plan from mean lengths and service times would build "
-        f"{plan.question.hardware.words(means.candidate)} and expect {means.expected:.2f} requests/s; "
-        f"simulated at that rate, {means.attainment:.1%} of the requests are good."
-    )
-    extrapolated = plan.at_goodput.extrapolated.items()
-    lines += [
-        f"Step times of {kind.name} are {kind.profile.source.partition(':')[0]}."
-        for kind in plan.question.hardware.kinds
-        if kind.profile.source.startswith("computed")
-    ]
-    lines += [
-        f"Extrapolated: {what} in {share:.1%} of the steps; profile further out."
-        for what, share in extrapolated
-    ]
-    lines.append("TPOT here is (last token - first token) / (tokens - 1). " + _effort(plan))
-    if level.bounds.levels:
-        lines.append(
-            f"Shares of good requests are of the level that is missed most, counted so that "
-            f"{level.attainment:.0%} keep it, whatever its percentile."
-        )
-    return lines + plan.warnings
+
+
+def _workers(plan: Plan) -> str:
+    """Their numbers by role, with kinds where there are several."""
+    counts = Counter[str]()
+    for group in plan.winner.candidate.groups:
+        counts[group.role] += group.count
+    *others, last = (f"{num} {role}" for role, num in counts.items())
+    numbers = " and ".join(filter(None, (", ".join(others), last)))
+    plural = "s" if counts.total() > 1 else ""
+    return f"{numbers} worker{plural} ({plan.question.hardware.words(plan.winner.candidate)})"
 
 
 def _refused(plan: Plan) -> list[str]:
@@ -77,70 +68,65 @@ def _refused(plan: Plan) -> list[str]:
     ]
 
 
-def _served(plan: Plan, asked: str) -> str:
-    """The rate that is sustained, and its range."""
-    rate = plan.winner.goodput
+def _served(plan: Plan) -> str:
+    """The rate that is sustained."""
     if plan.whole is not None and plan.served == plan.whole[1]:
-        lead = (
-            f"It serves about {plan.served:.2f} requests/s over {plan.whole[0]:,} requests of the trace "
-            f"(sketched) with {asked}; the planned part alone, {rate:.2f}."
-        )
-    elif plan.sustained is not None:
-        lead = (
-            f"It serves {_for_long(plan)} requests/s for long (sketched) with {asked}; "
-            f"these alone, {rate:.2f}."
-        )
-    else:
-        gpus = plan.question.hardware.num_gpus(plan.winner.candidate)
-        hours = gpus * _hours_a_million(plan)
-        lead = (
-            f"It serves {rate:.2f} requests/s ({rate / gpus:.3f} a GPU; {hours:.2f} GPU hours a million "
-            f"output tokens) with {asked}."
-        )
-    return f"{lead}{_spread(plan)}{_if_slower(plan)}"
+        return f"about {plan.served:.2f} requests/s over {plan.whole[0]:,} requests of the trace (sketched)"
+    if plan.sustained is not None:
+        return f"{for_long(plan)} requests/s for long (sketched)"
+    gpus = plan.question.hardware.num_gpus(plan.winner.candidate)
+    return f"{plan.served:.2f} requests/s ({plan.served / gpus:.3f} a GPU)"
 
 
-def _for_long(plan: Plan) -> str:
+def for_long(plan: Plan) -> str:
     return f"about {plan.sustained:.2f}" if plan.sustained else f"less than {plan.winner.bound / LOWEST:.2f}"
 
 
-def _hours_a_million(plan: Plan) -> float:
-    """Hours in which the winner generates a million tokens at its goodput."""
-    return 1e6 / (3600 * plan.winner.goodput * plan.question.demand.output)
+def _limit(plan: Plan) -> str:
+    """The bound that is nearest to being missed, and how busy workers are."""
+    seen, level = plan.at_goodput, plan.question.level
+    busy = ", ".join(f"{role} {share:.0%}" for role, share in seen.busy.items())
+    workers = f"workers are busy: {busy}"
+    if plan.winner.at_bound:
+        return f"the workers' pace alone, by mean lengths; {workers}"
+    if level.bounds.levels:
+        levels = zip(level.bounds.levels, seen.tallies.missed, strict=True)
+        worst, missed = max(levels, key=lambda each: each[0].weight * each[1])
+        name, which = worst.words(), f"met by {1 - missed / seen.tallies.num_requests:.1%}"
+    else:
+        bounds = {name: getattr(level.bounds, f"{name}_s") or inf for name in Seconds._fields}
+        percent = 100 * level.attainment
+        times = {
+            n: of[f"p{percent:g}"] for n, of in seen.tallies.percentiles((percent,)).items() if n in bounds
+        }
+        name = max(times, key=lambda name: times[name] / bounds[name])
+        which = f"p{percent:g} {1e3 * times[name]:,.0f} of {1e3 * bounds[name]:,.0f} ms"
+        name = name.upper()
+    in_bursts = "; requests come in bursts" if max(seen.busy.values(), default=1.0) < BUSY else ""
+    return f"{name} ({which}); {workers}{in_bursts}"
+
+
+def _costs(plan: Plan) -> str:
+    """At the rate that it serves."""
+    hardware, winner = plan.question.hardware, plan.winner
+    price, watts = hardware.price_per_hour(winner.candidate), hardware.watts(winner.candidate)
+    gpus = hardware.num_gpus(winner.candidate)
+    # hours in which the winner generates a million tokens
+    served = plan.served or winner.goodput
+    hours = 1e6 / (3600 * served * plan.question.demand.output)
+    parts = [f"{gpus} GPU{'s' if gpus > 1 else ''}, {gpus * hours:.2f} GPU hours a million output tokens"]
+    if price is not None:
+        parts.append(
+            f"{price:.2f} an hour, {price * hours:.2f} a million output tokens, "
+            f"{price / (3.6 * served):.4f} a thousand good requests"
+        )
+    if watts is not None and plan.energy_wh is not None:
+        parts.append(f"up to {watts:,.0f} W, about {plan.energy_wh:.2f} Wh a request")
+    return "; ".join(parts)
 
 
 def _at_rate(plan: Plan) -> str:
     return ", at any rate" if plan.goal.objective == "goodput" else f" at {plan.goal.rate:.2f} requests/s"
-
-
-def _spread(plan: Plan) -> str:
-    if not plan.others:
-        return ""
-    known = [plan.winner.goodput, *(goodput for goodput, _ in plan.others)]
-    how = (
-        "Each half of the load by itself"
-        if plan.question.load.is_tied
-        else "The same lengths in other orders"
-    )
-    least = f"{min(known):.2f}" if min(known) > 0 else f"less than {plan.winner.bound / LOWEST:.2f}"
-    return f" {how}: {least} to {max(known):.2f} (that is chance alone, sketched)."
-
-
-def _if_slower(plan: Plan) -> str:
-    """What errors of the profile would make of the goodput."""
-    if plan.if_slower is None:
-        return " By how much the profile is off it does not say."
-    errors = plan.question.hardware.fit_errors(plan.winner.candidate)
-    known = [
-        f"{what} {error:.1%}"
-        for what, error in zip(("prompts", "sequences"), errors, strict=True)
-        if error is not None
-    ]
-    least = f"{plan.if_slower:.2f}" if plan.if_slower > 0 else f"less than {plan.winner.bound / LOWEST:.2f}"
-    return (
-        " If every step took longer by what the profile's fit is off on average (of "
-        f"{', of '.join(known)}): {least} (sketched)."
-    )
 
 
 def _at_most(plan: Plan) -> list[str]:
@@ -149,106 +135,38 @@ def _at_most(plan: Plan) -> list[str]:
     winner, lines = plan.winner, []
     if winner.at_bound and plan.goal.objective == "goodput":
         lines.append(
-            "That is what these workers could keep up with for long, by mean lengths. This load met the "
-            "bounds up to there, so the search ended there: read it as `at most`, and plan on more "
-            "requests, or on tighter bounds, to tell more."
+            f"These workers could keep up with {winner.goodput:.2f}/s for long by mean lengths, where the "
+            "search ends: read that as `at most`. More requests, or tighter bounds, tell more."
         )
     if plan.sustained is not None:
         lasts_s = len(plan.question.load.requests) / winner.goodput
         lines.append(
-            f"At that rate these requests last {lasts_s:.1f} s, and one lives {plan.life_s:.1f} s: they are "
-            "over before the cluster has filled. If they came over and over it would serve "
-            f"{_for_long(plan)} requests/s (sketched); what follows about others is as optimistic. Plan on "
-            "more (--requests)."
+            f"At {winner.goodput:.2f}/s, the most for the planned requests, they last {lasts_s:.1f} s and "
+            f"one lives {plan.life_s:.1f} s: they are over before the cluster has filled. What is said of "
+            "other clusters is as optimistic. Plan on more (--requests)."
         )
     return lines
 
 
-def _costs(plan: Plan) -> list[str]:
-    hardware, winner = plan.question.hardware, plan.winner
-    lines = []
-    price, watts = hardware.price_per_hour(winner.candidate), hardware.watts(winner.candidate)
-    if price is not None:
-        lines.append(
-            f"That is {price:.2f} an hour, {price / (3.6 * winner.goodput):.4f} a thousand good "
-            f"requests at that rate, {price * _hours_a_million(plan):.2f} a million output tokens."
-        )
-    if watts is not None and plan.energy_wh is not None:
-        lines.append(
-            f"It draws up to {watts:,.0f} W; at {plan.relaxed.rate:.2f} requests/s about "
-            f"{plan.energy_wh:.2f} Wh a request."
-        )
-    return lines
-
-
-def _latencies(plan: Plan) -> str:
-    """Percentiles at the goodput, with the range over the other orders in brackets."""
-    looks = [plan.at_goodput, *(seen for _, seen in plan.others)]
-    return _of_each(
-        lambda name, p: _range([1e3 * seen.tallies.percentiles()[name][p] for seen in looks]), plan.at_goodput
-    )
-
-
-def _plain_latencies(seen: Look) -> str:
-    of = seen.tallies.percentiles()
-    return _of_each(lambda name, p: f"{1e3 * of[name][p]:.0f}", seen)
-
-
-def _of_each(words: Callable[[str, str], str], seen: Look) -> str:
-    of, percents = seen.tallies.percentiles(), ("p50", "p90", "p99")
-    names = [name for name in ("ttft", "tpot", "e2e") if name in of]
-    return "; ".join(
-        f"{name.upper()} " + ", ".join(f"{p} {words(name, p)}" for p in percents) + " ms" for name in names
-    )
-
-
-def _range(values: list[float]) -> str:
-    low, high = min(values), max(values)
-    return f"{values[0]:.0f}" if high - low < 1 else f"{values[0]:.0f} ({low:.0f} to {high:.0f})"
-
-
-def _busy(seen: Look) -> str:
-    return ", ".join(f"{role} {share:.0%}" for role, share in seen.busy.items())
-
-
-def _mixed(plan: Plan) -> list[str]:
-    """What a share of colocated workers beside the split would do, where it was simulated and did not win."""
-    mixed = [
-        a
-        for a in plan.answers
-        if a.candidate.prefill and a.candidate.colocated and not a.pruned and a.goodput > 0
+def remarks(plan: Plan) -> list[str]:
+    """What the profile does not know, and how much was tried."""
+    lines = [
+        f"Step times of {kind.name} are {kind.profile.source.partition(':')[0]}."
+        for kind in plan.question.hardware.kinds
+        if kind.profile.source.startswith("computed")
     ]
-    best = max(mixed, key=lambda a: a.goodput, default=None)
-    if best is None or best is plan.winner or best in plan.neighbours:
-        return []
-    return [f"Partly colocated, {best.candidate.ratio}: {compared(plan, best)}."]
-
-
-def _growth(plan: Plan) -> str:
-    growth, winner, words = plan.growth, plan.winner, plan.question.hardware.words
-    rate = GROWTH * (winner.goodput if plan.goal.objective == "goodput" else plan.goal.rate)
-    grown = f"When load grows by {GROWTH - 1:.0%}, to {rate:.2f} requests/s,"
-    if growth.unchanged < plan.question.level.attainment:
-        now = f"only about {growth.unchanged:.0%} would be good"
-    elif winner.bound < rate:
-        now = (
-            f"about {growth.unchanged:.0%} of this load would be good still, but these workers keep up with "
-            f"{winner.bound:.2f} for long"
+    if plan.if_slower is None:
+        lines.append("By how much the profile is off it does not say.")
+    if extrapolated := plan.at_goodput.extrapolated:
+        steps = ", ".join(f"{what} {share:.1%}" for what, share in extrapolated.items())
+        lines.append(f"Extrapolated steps: {steps}; profile further out.")
+    lines.append("TPOT here is (last token - first token) / (tokens - 1). " + _effort(plan))
+    if plan.question.level.bounds.levels:
+        lines.append(
+            f"Shares of good requests are of the level that is missed most, counted so that "
+            f"{plan.question.level.attainment:.0%} keep it, whatever its percentile."
         )
-    elif plan.goal.objective == "goodput":
-        return (
-            f"{grown} about {growth.unchanged:.0%} would be good again: so short a load cannot tell more, "
-            "plan on more requests."
-        )
-    else:
-        return f"{grown} about {growth.unchanged:.0%} would be good still: nothing has to change."
-    more = plan.question.hardware.num_gpus(growth.candidate) - plan.question.hardware.num_gpus(
-        winner.candidate
-    )
-    holds = f"then {growth.attainment:.1%} are good"
-    if growth.attainment < plan.question.level.attainment:
-        holds = f"which is still not enough ({growth.attainment:.1%}): plan again with more GPUs"
-    return f"{grown} {now}; go to {words(growth.candidate)} ({more} GPUs more): {holds}."
+    return lines
 
 
 def _closest(plan: Plan) -> str:

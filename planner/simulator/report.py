@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 
+from ...traces.console import figures_table
 from .simulation import Simulation
 from .tallies import Tallies
 
@@ -103,19 +103,13 @@ def outside(simulation: Simulation) -> dict[str, float]:
 def print_report(simulation: Simulation, console: Console) -> None:
     tallies = simulation.tallies
     console.print(latency_table(tallies.percentiles()))
-    console.print(_explained(tallies), highlight=False)
+    console.print(_explained(tallies), "", highlight=False, sep="\n")
     numbers = ("workers", "busy", "with prompts", "decode only", "steps/s", "GB/s")
-    table = Table("pool", *(Column(name, justify="right") for name in numbers), box=box.SIMPLE)
+    table = figures_table("pool", *numbers)
     for row in pools(simulation):
-        table.add_row(
-            str(row["role"]),
-            str(row["count"]),
-            f"{row['busy']:.0%}",
-            f"{row['busy_prefill']:.0%}",
-            f"{row['busy_decode']:.0%}",
-            f"{row['steps_per_s']:.1f}",
-            f"{row['link_bytes_per_s'] / 1e9:.2f}",
-        )
+        shares = (f"{row[name]:.0%}" for name in ("busy", "busy_prefill", "busy_decode"))
+        rates = f"{row['steps_per_s']:.1f}", f"{row['link_bytes_per_s'] / 1e9:.2f}"
+        table.add_row(str(row["role"]), str(row["count"]), *shares, *rates)
     console.print(table)
     console.print(
         "; ".join(f"{row['role']} workers: {row['profile']}" for row in pools(simulation)), highlight=False
@@ -151,11 +145,7 @@ def _rates(result: dict[str, Any]) -> str:
 
 def latency_table(percentiles: Mapping[str, Mapping[str, float]]) -> Table:
     """Return a table of ``Tallies.percentiles``."""
-    table = Table(
-        "ms",
-        *(Column(name, justify="right", no_wrap=True) for name in ("mean", "p50", "p90", "p99", "max")),
-        box=box.SIMPLE,
-    )
+    table = figures_table("ms", "mean", "p50", "p90", "p99", "max")
     for name, values in percentiles.items():
         table.add_row(name, *(f"{1e3 * v:,.1f}" for v in values.values()))
     return table

@@ -38,8 +38,8 @@ def test_the_command_writes_a_configuration_that_up_reads(
     )  # fmt: skip
     assert plan_command(settings) is not None
     text = " ".join(capsys.readouterr().out.split())
-    for part in ("Recommended: ", "in other orders", "isaggregat", "colocated", "load grows by 50%",
-                 "A plan from mean", "TPOT here is", "2 workers to a host change nothing for"):  # fmt: skip
+    for part in ("Recommended: ", "in other orders", "isaggregat", "colocated", "50% more load",
+                 "from means", "TPOT here is", "2 workers to a host change nothing for"):  # fmt: skip
         assert part in text
     message = json.loads((tmp_path / "j.json").read_text())
     assert message["best"]["goodput_per_s"] > 0

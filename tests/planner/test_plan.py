@@ -16,6 +16,7 @@ from splitserve.planner.search.goal import Goal, Limits
 from splitserve.planner.search.goodput import Load, Question, answer, failures, num_failed, simulate, sketch
 from splitserve.planner.search.looks import glance
 from splitserve.planner.search.search import search
+from splitserve.planner.search.tables import _for_growth
 from splitserve.planner.search.words import sentences
 from splitserve.planner.simulator.cluster import Pool
 from splitserve.planner.simulator.events import EventQueue
@@ -137,11 +138,10 @@ def test_what_growth_needs_serves_what_growth_brings() -> None:
     found = search(asked, Goal("goodput", Limits(3), chunks=(512,)), processes=1)
     assert found.growth.unchanged < 0.9 <= found.growth.attainment
     assert found.growth.candidate.num_workers > 3
-    assert any(line.startswith("When load grows by 50%") and "go to" in line for line in sentences(found))
+    assert _for_growth(found)[0].startswith("for 50% more load ")
     found.growth.unchanged = 0.9  # no more was asked for
-    assert any(
-        line.startswith("When load grows by 50%") and "good still" in line for line in sentences(found)
-    )
+    found.goal = replace(found.goal, objective="cost", rate=found.winner.bound / 2)
+    assert _for_growth(found) == ("for 50% more load", "the recommended one does")
 
 
 def test_distserves_own_example_two_prefill_workers_for_one_decode_worker() -> None:

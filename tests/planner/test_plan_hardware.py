@@ -20,7 +20,7 @@ from splitserve.planner.search.goal import Goal, Limits, settings_of, shapes
 from splitserve.planner.search.goodput import Question, answer, simulate
 from splitserve.planner.search.hardware_file import read_hardware
 from splitserve.planner.search.search import search
-from splitserve.planner.search.words import sentences
+from splitserve.planner.search.verdict import compared
 from splitserve.planner.settings import PlanSettings
 from splitserve.planner.several import names_of, plan_each
 from splitserve.traces.own_format import write_trace
@@ -54,9 +54,7 @@ def test_the_cheapest_cluster_for_a_rate_takes_each_kind_for_what_it_is_good_at(
     assert found.energy_wh is not None
     assert found.energy_wh > 0
     for neighbour in found.neighbours:
-        (line,) = (
-            line for line in sentences(found) if line.startswith(f"Neighbour {neighbour.candidate.ratio}: ")
-        )
+        line = compared(found, neighbour)
         assert (
             neighbour.goodput >= 4.0
             or f"serves {neighbour.goodput:.2f} requests/s only" in line

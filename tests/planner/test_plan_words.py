@@ -8,19 +8,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.table import Table
 from support.planned_loads import HARDWARE, LEVEL, question
 from support.simulated import profile
 
 from splitserve.engine.latency_profile import Residuals
 from splitserve.planner.errors import SimulationError
-from splitserve.planner.plan_command import pareto, pareto_table, require_reachable
 from splitserve.planner.plan_command import plan as plan_command
+from splitserve.planner.plan_command import require_reachable
 from splitserve.planner.search.candidates import Hardware, Kind
 from splitserve.planner.search.goal import Goal, Limits
 from splitserve.planner.search.goodput import Load, Question, answer, simulate
+from splitserve.planner.search.plan import Plan
 from splitserve.planner.search.plan_json import as_json
 from splitserve.planner.search.search import search
 from splitserve.planner.search.stopped import Stopped
+from splitserve.planner.search.tables import clusters_table, pareto, pareto_table, rates_table
+from splitserve.planner.search.words import answer as told
 from splitserve.planner.search.words import sentences
 from splitserve.planner.settings import PlanSettings
 from splitserve.planner.several import STOPPED, plan_each
@@ -49,10 +53,11 @@ def test_a_load_that_is_over_before_the_cluster_has_filled_is_told_as_a_bound() 
     assert found.winner.at_bound
     assert found.winner.goodput <= found.winner.bound
     message = sentences(found)
-    assert any(line.startswith("That is what these workers could keep up with for long") for line in message)
+    assert any(line.startswith("Limited by the workers' pace alone") for line in message)
+    assert any("read that as `at most`" in line for line in message)
     assert any(line.startswith("Whether to disaggregate this load does not tell: ") for line in message)
-    (growth,) = (line for line in message if line.startswith("When load grows by 50%"))
-    assert f"keep up with {found.winner.bound:.2f} for long; go to " in growth
+    (growth,) = (row for row in rows_of(clusters_table(found)) if row[0].startswith("for 50% more load "))
+    assert growth[1].endswith(f"keeps up with {found.winner.bound:.2f}/s for long")
     assert asked.bound(found.growth.candidate) >= 1.5 * found.winner.goodput
 
 
@@ -69,9 +74,9 @@ def test_a_load_that_is_over_too_soon_is_not_taken_for_what_the_cluster_serves_f
     assert found.sustained is not None
     assert simulate(over_and_over, winner.candidate, found.sustained, give_up=False).tallies.attainment >= 0.9
     message = sentences(found)
-    assert any(
-        f"over and over it would serve about {found.sustained:.2f} requests/s" in line for line in message
-    )
+    assert f"Serves about {found.sustained:.2f} requests/s for long (sketched) with " in message[1]
+    assert rates_of(found)["most, over and over"][0] == f"about {found.sustained:.2f}"
+    assert any("they are over before the cluster has filled" in line for line in message)
     assert any(
         line.startswith("Whether to disaggregate this load does not tell: ") and "at most" in line
         for line in message
@@ -82,7 +87,8 @@ def test_a_load_that_is_over_too_soon_is_not_taken_for_what_the_cluster_serves_f
 def test_a_load_that_lasts_is_told_as_it_is() -> None:
     found = search(question(400, 3, count=60), Goal("goodput", Limits(3), chunks=(512,)), processes=1)
     assert found.sustained is None
-    assert not any("over and over" in line for line in sentences(found))
+    assert "most, over and over" not in rates_of(found)
+    assert not any("over before the cluster has filled" in line for line in sentences(found))
 
 
 def test_what_errors_of_the_profile_would_make_of_the_goodput_is_told() -> None:
@@ -105,10 +111,7 @@ def test_what_errors_of_the_profile_would_make_of_the_goodput_is_told() -> None:
         answer(asked.with_slower_steps(), found.winner.candidate).goodput, rel=0.06
     )
     assert found.if_slower < 0.9 * found.winner.goodput
-    assert any(
-        f"(of prompts 20.0%, of sequences 20.0%): {found.if_slower:.2f} (sketched)." in line
-        for line in sentences(found)
-    )
+    assert rates_of(found)["most, steps 20.0%, 20.0% slower"][0] == f"{found.if_slower:.2f}"
     assert as_json(found)["goodput_if_slower"] == found.if_slower
 
 
@@ -169,7 +172,7 @@ def test_a_harder_rest_of_the_trace_is_told_wherever_the_plan_is_read(
     assert warning.startswith("Over 100 requests of the trace, at the same compression, only about ")
     assert warning in message["recommendation"]
     assert message["whole_trace_per_s"] < message["best"]["goodput_per_s"]
-    lead = f"It serves about {message['whole_trace_per_s']:.2f} requests/s over 100 requests of the trace"
+    lead = f"Serves about {message['whole_trace_per_s']:.2f} requests/s over 100 requests of the trace"
     assert message["recommendation"][1].startswith(lead)
     assert warning in " ".join(capsys.readouterr().out.split())
     first, *_ = (tmp_path / "up.yaml").read_text().splitlines()
@@ -184,11 +187,39 @@ def test_the_sustained_rate_leads_and_costs_are_told_by_tokens() -> None:
     found = search(asked, Goal("goodput", Limits(3), chunks=(512,)), processes=1)
     message = sentences(found)
     hours = 1e6 / (3600 * found.winner.goodput * asked.demand.output)
-    assert f"{3 * hours:.2f} GPU hours a million output tokens" in message[1]
-    assert any(f"{6.0 * hours:.2f} a million output tokens" in line for line in message)
+    assert message[3].startswith(f"Costs 3 GPUs, {3 * hours:.2f} GPU hours a million output tokens; 6.00 an ")
+    assert f"{6.0 * hours:.2f} a million output tokens" in message[3]
     found.sustained = 1.25
     assert found.served == 1.25
-    assert sentences(found)[1].startswith("It serves about 1.25 requests/s for long (sketched)")
+    assert sentences(found)[1].startswith("Serves about 1.25 requests/s for long (sketched)")
+    dearer = hours * found.winner.goodput / 1.25
+    assert f"{3 * dearer:.2f} GPU hours a million output tokens" in sentences(found)[3]
+
+
+def test_the_answer_comes_first_and_each_rate_is_named_by_what_it_is() -> None:
+    found = search(question(400, 3, count=60), Goal("goodput", Limits(3), chunks=(512,)), processes=1)
+    found.winner.bound *= 2  # as where the search ends at a bound on latency
+    built, served, limit, costs, verdict, *_ = told(found)
+    assert built.startswith("Recommended: 2 prefill and 1 decode workers (2P:1D), steps of ")
+    goodput = found.winner.goodput
+    assert served.startswith(f"Serves {goodput:.2f} requests/s ({goodput / 3:.3f} a GPU) with ttft <= ")
+    assert limit.startswith("Limited by T")
+    assert " ms); workers are busy: prefill " in limit
+    assert costs.startswith("Costs 3 GPUs, ")
+    assert "isaggregat" in verdict
+    rates = rates_of(found)
+    assert rates["most that it serves"][0] == f"{goodput:.2f}"
+    assert float(rates["most that it serves"][1].rstrip("%")) >= 90
+    assert rates["four fifths of the most"][0] == f"{found.relaxed.rate:.2f}"
+    assert rates["50% more load"][0] == f"{1.5 * goodput:.2f}"
+
+
+def rows_of(table: Table) -> list[tuple[str, ...]]:
+    return list(zip(*(map(str, column.cells) for column in table.columns), strict=True))
+
+
+def rates_of(found: Plan) -> dict[str, tuple[str, ...]]:
+    return {row[0]: row[1:] for row in rows_of(rates_table(found))}
 
 
 def test_an_interrupted_search_has_its_results_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
