@@ -1,4 +1,4 @@
-"""Where commands print their results, and their tables."""
+"""The console and the tables of commands' results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ UNBOUNDED = 10_000
 
 
 def result_console() -> Console:
-    """As wide as the terminal; in a pipe or a file no line is cut or wrapped."""
+    """Return a console of the terminal's width; a pipe or a file gets lines of any length."""
     console = Console()
     return console if console.is_terminal else Console(width=UNBOUNDED)
 

@@ -147,24 +147,14 @@ def _queue(w: Window) -> Iterator[Finding]:
         yield Finding("kv_memory", "warn", what, remedy, basis_of_queue(decode.kv), share)
     elif decode.rows >= FULL:
         what = f"{head}: the decode workers' batches are full ({percent(decode.rows)} of their rows)."
-        remedy = (
-            f"{one_more(w, 'decode', decode.rows)}; or raise `--max-num-seqs`, if the time per token "
-            "allows it."
-        )
+        more = one_more(w, "decode", decode.rows)
+        remedy = f"{more}; or raise `--max-num-seqs`, if the time per token allows it."
         yield Finding("decode", "warn", what, remedy, basis_of_queue(decode.rows), share)
     elif prefill.busy is not None and prefill.busy < BUSY:
-        what = (
-            f"{head}, yet prefill workers are busy only {percent(prefill.busy)} of the time: requests "
-            "come in bursts."
-        )
-        yield Finding(
-            "bursts",
-            "warn",
-            what,
-            f"{one_more(w, 'prefill', prefill.busy)}.",
-            basis_of_queue(prefill.busy),
-            share,
-        )
+        seldom = f"busy only {percent(prefill.busy)} of the time"
+        what = f"{head}, yet prefill workers are {seldom}: requests come in bursts."
+        remedy = f"{one_more(w, 'prefill', prefill.busy)}."
+        yield Finding("bursts", "warn", what, remedy, basis_of_queue(prefill.busy), share)
     else:
         busy = UNKNOWN_BUSY if prefill.busy is None else prefill.busy
         known = "" if prefill.busy is None else f", whose workers are busy {percent(busy)} of the time"
