@@ -107,6 +107,7 @@ install_package() {
     fi
     rm -f "$ROOT"/kernels/_cpu.cpython-*.so # of an earlier build: it would be found before the one that is made now
     say "installing splitserve and what it needs"
+    pip_install setuptools # what torch needs replaces it; beside the build, which imports it, that ended some installations
     pip_install --no-deps --editable "$ROOT" &
     kernels=$!
     install_torch

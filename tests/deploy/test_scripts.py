@@ -89,6 +89,18 @@ def test_what_pip_said_is_printed_where_it_fails_beside_another(bare_clone: Path
     assert "no space left\nERROR: failed\nerror: pip could not install torch" in result.stderr
 
 
+def test_setuptools_is_not_replaced_beside_the_build_that_imports_it(bare_clone: Path) -> None:
+    python = bare_clone / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\ncase "$*" in *"pip install"*) echo "$*" >>asked ;; esac\n')
+    python.chmod(0o755)
+    result = bash("-c", f"cd {bare_clone}; set -euo pipefail; source deploy/setup.sh; install_package serve")
+    assert result.returncode == 0, result.stderr
+    first, *others = (bare_clone / "asked").read_text().splitlines()
+    assert first.endswith(" setuptools")
+    assert any("--editable" in other for other in others)
+
+
 def test_the_newest_python_alone_will_do(tmp_path: Path) -> None:
     (tmp_path / "python3.14").write_text("#!/bin/sh\n")
     (tmp_path / "python3.14").chmod(0o755)
