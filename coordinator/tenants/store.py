@@ -27,7 +27,7 @@ from .errors import TenantsFileError, Unknown
 from .limits import LIMIT_NAMES, MAX_STORED_MIB, TIER_LIMIT_NAMES, Account, Limits
 
 SALT_BYTES = 16
-VERSION = 2
+VERSION = 1
 BUSY_S = 5.0
 _LIMIT_COLUMNS = ", ".join(f"{name} INTEGER" for name in LIMIT_NAMES)
 SCHEMA = f"""
@@ -41,6 +41,7 @@ CREATE TABLE IF NOT EXISTS keys (id INTEGER PRIMARY KEY AUTOINCREMENT,
     hint TEXT NOT NULL, created REAL NOT NULL, expires REAL, {_LIMIT_COLUMNS});
 INSERT OR IGNORE INTO tiers (name, priority_class) VALUES
     ('premium', 'premium'), ('standard', 'standard'), ('free', 'free'), ('batch', 'batch');
+PRAGMA user_version = {VERSION};
 """
 
 
@@ -80,6 +81,7 @@ class TenantStore:
             if version < VERSION:
                 self._db.execute("PRAGMA journal_mode = WAL")
                 self._db.executescript(SCHEMA)
+            if "max_stored_mib" not in self.tiers()[0]:
                 self._bound_storage()
         except OpenToOthers as error:
             raise TenantsFileError(str(error)) from None
@@ -88,13 +90,12 @@ class TenantStore:
             raise TenantsFileError(f"cannot use the tenants file {path}: {reason}") from None
 
     def _bound_storage(self) -> None:
-        """Files of version 1 had no limit for it."""
+        """Earlier files had no limit for it. Their versions go on with this one: it is still VERSION."""
         with transaction(self._db):
             if "max_stored_mib" not in self.tiers()[0]:  # another process may have been first
                 self._db.execute(
                     f"ALTER TABLE tiers ADD COLUMN max_stored_mib INTEGER DEFAULT {MAX_STORED_MIB}"
                 )
-            self._db.execute(f"PRAGMA user_version = {VERSION}")
 
     def _open_as_it_is(self, path: Path) -> None:
         """Falls back on a connection that needs nothing beside the file where the disk is full. Raises
@@ -218,7 +219,7 @@ class TenantStore:
         """Every key that opens, by its digest."""
         limits = ", ".join(f"k.{n} AS key_{n}, r.{n} AS tenant_{n}" for n in LIMIT_NAMES)
         query = f"""SELECT k.id AS key_id, k.digest, k.expires, t.id AS tenant_id, t.name AS tenant,
-            coalesce(g.salt, t.salt) AS salt, r.priority_class, r.max_stored_mib << 20 AS max_stored, {limits}
+            coalesce(g.salt, t.salt) AS salt, r.priority_class, r.max_stored_mib, {limits}
             FROM keys k JOIN tenants t ON t.id = k.tenant_id JOIN tiers r ON r.name = t.tier
             LEFT JOIN cache_groups g ON g.name = t.cache_group WHERE k.expires IS NULL OR k.expires > ?"""
         return {row["digest"]: _account(row) for row in self._db.execute(query, (now,))}
@@ -249,7 +250,7 @@ def _account(row: sqlite3.Row) -> Account:
         salt=row["salt"],
         tenant_limits=Limits(**{name: row[f"tenant_{name}"] for name in LIMIT_NAMES}),
         key_limits=Limits(**{name: row[f"key_{name}"] for name in LIMIT_NAMES}),
-        max_stored_bytes=row["max_stored"],
+        max_stored_bytes=None if (most := row["max_stored_mib"]) is None else most << 20,
         digest=row["digest"],
         expires=row["expires"] if row["expires"] is not None else float("inf"),
     )
