@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from splitserve.coordinator.dialects.responses_body import ResponsesRequest
 from splitserve.coordinator.dialects.responses_events import ResponseAnswer
 from splitserve.coordinator.dialects.responses_items import items_of
 from splitserve.coordinator.dialects.responses_store import SqliteResponses
-from splitserve.coordinator.stored_bytes import StorageLimitReached, stored_in
+from splitserve.coordinator.stored_bytes import ROW_BYTES, StorageLimitReached, stored_in
 
 
 async def store_one(
@@ -41,6 +42,44 @@ async def test_a_tenants_oldest_responses_make_room_for_its_new_ones(tmp_path: P
     for one in (await store.newest("a", None, 50))[0]:
         await store.delete("a", one["id"])
     assert set(stored_in(path)) == {"b"}
+    await store.close()
+
+
+async def test_after_a_limit_was_lowered_room_is_made_a_few_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All at once held up every tenant and coordinator, for minutes."""
+    monkeypatch.setattr(responses_store, "MAX_DELETED", 3)
+    store = SqliteResponses(tmp_path / "responses", 3600)
+    for i in range(9):
+        await store_one(store, "a", f"resp_{i}", 10_000)
+    left = []
+    for i in range(9, 13):
+        await store_one(store, "a", f"resp_{i}", 10_000, 50_000)
+        left.append([one["id"] for one in (await store.newest("a", None, 50))[0]])
+    assert [len(ids) for ids in left] == [7, 5, 4, 4]
+    assert left[-1] == ["resp_12", "resp_11", "resp_10", "resp_9"]
+    await store.close()
+
+
+async def test_a_file_of_an_earlier_version_is_counted_from_now_on(tmp_path: Path) -> None:
+    path = tmp_path / "responses"
+    store = SqliteResponses(path, 3600)
+    await store_one(store, "a", "resp_old", 10_000)
+    await store.close()
+    with sqlite3.connect(path) as db:  # as that version left it
+        for name in ("in", "out", "changed"):
+            db.execute(f"DROP TRIGGER responses_{name}")
+        db.execute("DROP TABLE stored")
+        db.execute("ALTER TABLE responses DROP COLUMN bytes")
+    db.close()
+    store = SqliteResponses(path, 3600)
+    assert stored_in(path) == {"a": ROW_BYTES}
+    await store_one(store, "a", "resp_new", 10_000, 20_000)
+    await store.delete("a", "resp_old")
+    assert 10_000 + ROW_BYTES < stored_in(path)["a"] < 20_000
+    await store.delete("a", "resp_new")
+    assert stored_in(path) == {}
     await store.close()
 
 
