@@ -8,6 +8,7 @@ import orjson
 
 MAX_LINES = 50_000
 MAX_ERRORS = 20
+MAX_LINE_BYTES = 32 << 20
 
 
 class Line(NamedTuple):
@@ -52,7 +53,8 @@ class LineReader:
     @property
     def done(self) -> bool:
         """Whether more parts change nothing."""
-        return len(self.errors) >= MAX_ERRORS or self._num_lines > MAX_LINES
+        too_much = self._num_lines > MAX_LINES or len(self._rest) > MAX_LINE_BYTES
+        return too_much or len(self.errors) >= MAX_ERRORS
 
     def feed(self, part: bytes) -> list[Line]:
         """Return the requests of the next part; an empty one is the end of the file."""
@@ -66,11 +68,14 @@ class LineReader:
                 continue
             try:
                 lines.append(_line(self._num_rows, raw, self._endpoint, self._seen))
-            except ValueError as error:
+            except (ValueError, TypeError) as error:  # TypeError: nested too deeply to be stored
                 self.errors.append(LineError(self._num_rows, str(error)))
         self._num_lines += len(lines)
         if not part and not self._num_lines and not self.errors:
             self.errors.append(LineError(None, "the file holds no request", "empty_file"))
+        if len(self._rest) > MAX_LINE_BYTES:
+            message = f"the line is longer than {MAX_LINE_BYTES >> 20} MiB"
+            self.errors.append(LineError(self._num_rows + 1, message))
         if self._num_lines > MAX_LINES:
             message = f"the file holds more than {MAX_LINES} requests"
             self.errors.append(LineError(None, message, "too_many_requests"))

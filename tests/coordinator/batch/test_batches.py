@@ -16,6 +16,7 @@ from openai import AsyncOpenAI, BadRequestError
 from support.batch_server import CHAT, serving
 from support.http_fakes import ANSWER, FakeDispatcher
 
+from splitserve.coordinator.batch import lines
 from splitserve.coordinator.batch.asking import Asking
 from splitserve.coordinator.batch.lines import LineReader
 from splitserve.coordinator.batch.runner import BatchOptions, BatchRunner
@@ -226,6 +227,7 @@ async def test_a_cancelled_batch_gives_what_there_is(client: AsyncOpenAI, dispat
         (jsonl(line(0), line(0)), "used twice"),
         (jsonl(line(0, stream=True)), "not streamed"),
         (jsonl({**line(0), "body": 5}), "body"),
+        (jsonl(line(0, tools=json.loads("[" * 300 + "]" * 300))), "Recursion limit"),
     ],
 )
 async def test_a_file_that_is_none_fails_the_batch(client: AsyncOpenAI, content: bytes, reason: str) -> None:
@@ -236,6 +238,15 @@ async def test_a_file_that_is_none_fails_the_batch(client: AsyncOpenAI, content:
     for part in (content, b""):
         reader.feed(part)
     assert reader.errors
+
+
+def test_a_line_without_an_end_is_not_read_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of one line was put together anew with each of its parts, and parsed at once."""
+    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 2500)
+    reader, part = LineReader(CHAT), b"x" * 1000
+    num_read = next(i for i in range(1, 9) if not reader.feed(part) and reader.done)
+    assert (num_read, reader.errors[0].number) == (3, 1)
+    assert "longer than" in reader.errors[0].message
 
 
 async def test_of_two_processes_one_runs_the_batches_and_the_other_goes_on(
