@@ -71,7 +71,7 @@ def stored_in(path: Path) -> dict[str, int]:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as db:
             found: dict[str, int] = dict(db.execute(query).fetchall())
             return found
-    except sqlite3.Error:
+    except (OSError, sqlite3.Error):
         return {}  # its disk was full when it was to be made, or is gone
 
 
@@ -105,7 +105,11 @@ class StoredBytes:
 
 @contextmanager
 def transaction(db: sqlite3.Connection) -> Iterator[None]:
-    """Commit all of it or nothing. (SQLite itself may have rolled it back on a full disk.)"""
+    """Commit all of it or nothing, within another one with that. (SQLite itself may have rolled it back on a
+    full disk.)"""
+    if db.in_transaction:
+        yield
+        return
     db.execute("BEGIN IMMEDIATE")
     try:
         yield

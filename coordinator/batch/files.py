@@ -211,17 +211,14 @@ def _forget_accounts(db: sqlite3.Connection) -> None:
 
 
 def _count_bytes(db: sqlite3.Connection) -> None:
-    """Once: files of earlier versions counted nothing. ``bytes``: of a batch's lines and their answers."""
+    """Once: files of earlier versions counted nothing. ``bytes``: of an open batch's lines and their
+    answers."""
     with transaction(db):
         if "bytes" not in _columns(db):
             db.execute("ALTER TABLE batches ADD COLUMN bytes INTEGER NOT NULL DEFAULT 0")
             db.execute(
                 "UPDATE batches SET bytes = coalesce((SELECT sum(length(body) + coalesce(length(output), 0))"
-                " FROM lines WHERE batch = id), 0)"
-            )
-            db.execute(
-                "UPDATE batches SET status = 'finalizing' WHERE status = 'in_progress' AND NOT EXISTS"
-                " (SELECT 1 FROM lines WHERE batch = id AND lines.status IS NULL)"
+                " FROM lines WHERE batch = id), 0) WHERE status = 'in_progress'"
             )
             count_rows(db, "files", "num_bytes")
             count_rows(db, "batches", "bytes")

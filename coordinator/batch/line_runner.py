@@ -89,9 +89,14 @@ class LineRunner:
             self._turns[payer] = (next(self._count), batch_id)
             task = asyncio.create_task(self._answer(payer, batch_id, line))
             self._running[batch_id, line.number] = task, payer
+            task.add_done_callback(partial(self._over, (batch_id, line.number)))
+
+    def _over(self, key: tuple[str, int], _: asyncio.Task[None]) -> None:
+        """Also of one that was cancelled before it began."""
+        del self._running[key]
+        self._owner.wake()
 
     async def _answer(self, payer: Payer, batch_id: str, line: Line) -> None:
-        key = (batch_id, line.number)
         try:
             batch = await self._owner.call(lambda store: store.batch(None, batch_id))
             assert batch is not None, "its line is there"
@@ -101,13 +106,10 @@ class LineRunner:
             output = output_line(batch_id, line, answer.status, answer.body, request_id)
             used = used_by(answer.status, answer.body)
             await self._keep(lambda store: store.answer(batch_id, line, answer.status, output, used))
-            self._timeouts.pop(key, None)
+            self._timeouts.pop((batch_id, line.number), None)
         except Exception as error:
             self._resting[payer] = time.monotonic() + WAIT_S
             self._owner.failures.note("running batches", error)
-        finally:
-            del self._running[key]
-            self._owner.wake()
 
     async def _asked(self, batch: StoredBatch, line: Line) -> Answer | None:
         """Ask once, by the key's present account. None while there is no room, no worker, a limit or a

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
-import logging
 import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,7 @@ from .asking import Asking
 from .files import LEFT_BEHIND_S
 from .line_runner import LineRunner, Payer
 from .lines import LineError, LineReader
-from .store import BatchStore, Ending, StoredBatch
+from .store import BatchStore, Ending, Status, StoredBatch
 
 T = TypeVar("T")
 LOOK_EVERY_S = 1.0  # for what other processes have put there
@@ -49,7 +48,6 @@ ENDINGS = {
         "cancelled", "batch_cancelled", "The batch was cancelled before this request was run."
     ),
 }
-_log = logging.getLogger(__name__)
 
 
 class BatchOptions(NamedTuple):
@@ -144,6 +142,7 @@ class BatchRunner:
         if time.monotonic() < self._prune_at:
             return
         self._prune_at, now = time.monotonic() + PRUNE_EVERY_S, time.time()
+        await self.call(BatchStore.finalize_answered)
         prune = partial(BatchStore.prune, before=now - self._keep_s, left_before=now - LEFT_BEHIND_S)
         for _ in range(PRUNES_AT_A_LOOK):
             if not await self.call(prune):
@@ -209,18 +208,14 @@ class BatchRunner:
             await self.call(partial(BatchStore.add_lines, batch=batch.id, lines=lines))
             at, last = at + len(part), not part
             num_bytes += sum([len(line.body) + len(line.custom_id) for line in lines])
+        status: Status = "failed" if reader.errors else "in_progress"
+        details: dict[str, Any] = {f"{status}_at": int(time.time())}
         if reader.errors:
             while await self.call(lambda store: store.delete_lines(batch.id)):
                 pass
-            failures = {"object": "list", "data": [error.as_dict() for error in reader.errors]}
-            await self.call(
-                lambda store: store.validated(
-                    batch.id, "failed", {"errors": failures, "failed_at": int(time.time())}, 0
-                )
-            )
-        else:
-            details = {"in_progress_at": int(time.time())}
-            await self.call(lambda store: store.validated(batch.id, "in_progress", details, num_bytes))
+            num_bytes = 0
+            details["errors"] = {"object": "list", "data": [error.as_dict() for error in reader.errors]}
+        await self.call(lambda store: store.validated(batch.id, status, details, num_bytes))
 
     async def _end(self, batch: StoredBatch) -> None:
         """Make its files, part by part; after a crash in between they go on where they were."""

@@ -87,20 +87,15 @@ class BatchStore(FileStore):
         """A new status and new details; None, and nothing happens, where the batch is in none of
         ``only_from``."""
         with transaction(self._db):
-            return self._change(id, status, details, only_from)
-
-    def _change(
-        self, id: str, status: Status, details: Mapping[str, Any], only_from: Collection[str] = OPEN
-    ) -> StoredBatch | None:
-        batch = self.batch(None, id)
-        if batch is None or batch.status not in only_from:
-            return None
-        changed = batch._replace(status=status, details={**batch.details, **details})
-        self._db.execute(
-            "UPDATE batches SET status = ?, details = ? WHERE id = ?",
-            (status, orjson.dumps(changed.details), id),
-        )
-        return changed
+            batch = self.batch(None, id)
+            if batch is None or batch.status not in only_from:
+                return None
+            changed = batch._replace(status=status, details={**batch.details, **details})
+            self._db.execute(
+                "UPDATE batches SET status = ?, details = ? WHERE id = ?",
+                (status, orjson.dumps(changed.details), id),
+            )
+            return changed
 
     def prune(self, before: float, left_before: float = 0.0) -> bool:
         """Delete something of an ended batch made before ``before``, of an older file that no open batch
@@ -188,7 +183,7 @@ class BatchStore(FileStore):
         """Count its lines as this many bytes, and run them or not: unless it is cancelled."""
         with transaction(self._db):
             self._db.execute("UPDATE batches SET bytes = ? WHERE id = ?", (num_bytes, id))
-            self._change(id, status, details, ("validating",))
+            self.change(id, status, details, ("validating",))
 
     def answer(self, batch: str, line: Line, status: int, output: bytes, used: Used = NOTHING) -> None:
         """For good: its body is needed no more, and the last answer ends the batch. A second answer changes
@@ -203,14 +198,21 @@ class BatchStore(FileStore):
             if used != NOTHING:
                 self._db.execute(_ADD_USED, (batch, *used))
             if self._db.execute(_NEXT_LINE, (batch, 1)).fetchone() is None:
-                self._change(batch, "finalizing", {"finalizing_at": int(time.time())}, ("in_progress",))
+                self.change(batch, "finalizing", {"finalizing_at": int(time.time())}, ("in_progress",))
 
-    def begin_ending(self, batch: StoredBatch) -> list[str]:
-        """Return the ids of the output file and the error file; no client sees them before ``end_batch``."""
+    def finalize_answered(self) -> None:
+        """End batches that are all answered: an earlier version left that to a second look."""
+        self._db.execute(
+            "UPDATE batches SET status = 'finalizing' WHERE status = 'in_progress' AND NOT EXISTS"
+            " (SELECT 1 FROM lines WHERE batch = id AND lines.status IS NULL)"
+        )
+
+    def begin_ending(self, batch: StoredBatch) -> None:
+        """Begin the output file and the error file; no client sees them before ``end_batch``."""
         names = [f"{batch.id}_{name}.jsonl" for name in ("output", "error")]
-        files = [self.begin_file(batch.tenant, name, time.time()) for name in names]
-        self.change(batch.id, batch.status, {"files": files})
-        return files
+        with transaction(self._db):
+            files = [self.begin_file(batch.tenant, name, time.time()) for name in names]
+            self.change(batch.id, batch.status, {"files": files})
 
     def move_answers(self, id: str, end: Ending) -> bool:
         """Move a part's worth of lines into the two files: of those answered with 200, and of all others.
@@ -235,7 +237,7 @@ class BatchStore(FileStore):
             self._db.execute("UPDATE batches SET bytes = bytes - ? WHERE id = ?", (num_bytes, id))
             before = Counts(*batch.details.get("moved", ()))
             counts = before.completed + len(moved[0]), before.failed + len(moved[1])
-            self._change(id, batch.status, {"moved": [sum(counts), *counts]})
+            self.change(id, batch.status, {"moved": [sum(counts), *counts]})
             return last > 0
 
     def end_batch(self, id: str, status: Status, details: Mapping[str, Any]) -> None:
@@ -250,7 +252,7 @@ class BatchStore(FileStore):
                     made[field] = file
                 else:
                     self._db.execute("DELETE FROM files WHERE id = ?", (file,))
-            self._change(id, status, {**details, **made})
+            self.change(id, status, {**details, **made})
             self._db.execute("UPDATE batches SET bytes = 0 WHERE id = ?", (id,))
 
     def counts(self, batch: str) -> Counts:

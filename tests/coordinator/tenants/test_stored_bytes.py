@@ -221,6 +221,14 @@ async def test_usage_is_in_the_admin_view_and_the_metrics(
     assert (samples[0].labels, samples[0].value) == ({"tenant": "a", "what": "files"}, 100 + ROW_BYTES)
 
 
+def test_a_folder_that_is_gone_stores_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The task that looks there ended the process."""
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert stored_in(Path("batches")) == {}
+
+
 def test_the_count_is_that_of_the_rows_whatever_happens(tmp_path: Path) -> None:
     """Two processes, a restart, a process killed in mid-upload, expiry, a refused part, and a batch."""
     path = tmp_path / "batches.db"
@@ -259,7 +267,8 @@ def test_the_count_is_that_of_the_rows_whatever_happens(tmp_path: Path) -> None:
     two.close()
 
 
-def test_a_file_of_version_1_gets_the_default_bound(tmp_path: Path) -> None:
+def test_a_tenants_file_of_an_earlier_version_is_bounded_and_goes_back(tmp_path: Path) -> None:
+    """By a version of its own the coordinators of before, in a rolling upgrade, refused it."""
     path = tmp_path / "tenants"
     store = TenantStore(path, create=True)
     store.set_tenant("acme")
@@ -267,11 +276,12 @@ def test_a_file_of_version_1_gets_the_default_bound(tmp_path: Path) -> None:
     store.close()
     db = sqlite3.connect(path)
     db.execute("ALTER TABLE tiers DROP COLUMN max_stored_mib")
-    db.execute("PRAGMA user_version = 1")
-    db.close()
     store = TenantStore(path)
     (account,) = store.accounts(time.time()).values()
     assert account.max_stored_bytes == MAX_STORED_MIB << 20
-    store.set_tier("standard", None, {"max_stored_mib": 0})
-    assert next(iter(store.accounts(time.time()).values())).max_stored_bytes is None
+    assert db.execute("PRAGMA user_version").fetchone() == (1,)
+    db.close()
+    for mib, expected in ((0, None), (1 << 50, 1 << 70)):
+        store.set_tier("standard", None, {"max_stored_mib": mib})
+        assert next(iter(store.accounts(time.time()).values())).max_stored_bytes == expected
     store.close()
