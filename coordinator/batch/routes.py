@@ -185,11 +185,8 @@ class BatchRoutes:
         return json_response(answer)
 
     async def _list_batches(self, request: Request) -> Response:
-        tenant, after, limit = (
-            account_of(request).tenant,
-            request.query_params.get("after"),
-            limit_of(request, PAGE, MAX_PAGE),
-        )
+        tenant, after = account_of(request).tenant, request.query_params.get("after")
+        limit = limit_of(request, PAGE, MAX_PAGE)
         found = await self._runner.call(lambda store: store.batches(tenant, after, limit))
         page = [await self._runner.call(partial(_batch, batch=batch)) for batch in found[:limit]]
         return page_response(page, more=len(found) > limit)

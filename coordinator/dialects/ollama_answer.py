@@ -111,11 +111,8 @@ class OllamaAnswer:
         if (call := self._growing) is None:
             return None
         self._growing = None
-        function = {
-            "index": len(self._calls),
-            "name": call["name"],
-            "arguments": object_of(call["arguments"]),
-        }
+        arguments = object_of(call["arguments"])
+        function = {"index": len(self._calls), "name": call["name"], "arguments": arguments}
         self._calls.append({"id": call["id"], "function": function})
         return self._calls[-1]
 

@@ -109,11 +109,8 @@ class ResponsesRoutes:
         return json_response({"id": id, "object": "response", "deleted": True})
 
     async def _cancel(self, request: Request) -> Response:
-        store, tenant, id = (
-            self._stored_ones("response_id"),
-            account_of(request).tenant,
-            request.path_params["id"],
-        )
+        store, tenant = self._stored_ones("response_id"), account_of(request).tenant
+        id = request.path_params["id"]
         if not (await store.found(tenant, id)).response["background"]:
             raise InvalidRequest("Only a response that runs in the background can be cancelled.")
         stored = await store.cancel(tenant, id)
