@@ -31,22 +31,26 @@ def resolved(schema: Any, root: Any) -> Any:
     return None
 
 
-def kinds_of(schema: Any, root: Any, depth: int = 0) -> frozenset[str]:
+def kinds_of(schema: Any, root: Any) -> frozenset[str]:
     """Return the JSON types that the schema allows; empty: any, or not known."""
-    schema = resolved(schema, root)
-    if not isinstance(schema, dict) or depth > MAX_REFS:
-        return frozenset()
-    if isinstance(kind := schema.get("type"), str):
-        return frozenset([kind])
-    if isinstance(kind, list):
-        return frozenset(one for one in kind if isinstance(one, str))
-    if isinstance(values := schema.get("enum", [schema["const"]] if "const" in schema else None), list):
-        return frozenset(_KIND_OF[type(value)] for value in values)
-    for word in ("anyOf", "oneOf"):
-        if isinstance(options := schema.get(word), list):
-            found = [kinds_of(option, root, depth + 1) for option in options]
-            return frozenset().union(*found) if all(found) else frozenset()
-    return frozenset()
+    kinds, seen, options = set[str](), set[int](), [schema]
+    for option in options:  # grows by those of unions; a few that name each other have no end
+        option = resolved(option, root)
+        if not isinstance(option, dict):
+            return frozenset()
+        if id(option) in seen:
+            continue
+        seen.add(id(option))
+        kind, union = option.get("type"), option.get("anyOf", option.get("oneOf"))
+        if isinstance(named := [kind] if isinstance(kind, str) else kind, list):
+            kinds.update(one for one in named if isinstance(one, str))
+        elif isinstance(values := option.get("enum", [option["const"]] if "const" in option else None), list):
+            kinds.update(_KIND_OF[type(value)] for value in values)
+        elif isinstance(union, list):
+            options += union
+        else:
+            return frozenset()
+    return frozenset(kinds)
 
 
 def property_of(parameters: Any, key: str) -> Any:

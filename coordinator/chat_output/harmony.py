@@ -17,7 +17,8 @@ from .markers import MarkFinder
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 NEXT_MESSAGE = "<|end|><|start|>assistant"
-HEADER = re.compile(r"(?s:.*)<\|channel\|>\s*\w*(\s*to=\S*)?\s*(<\|constrain\|>\s*)?\w*\s*")
+HEADER = re.compile(r"\s*+(?:(?!to=)\w++)?+(?:\s*+to=\S*+)?+\s*+(?:<\|constrain\|>\s*+)?+\w*+\s*+")
+"""After the last channel mark; possessive, for a model may write white space without end."""
 HARMONY_MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
 
 
@@ -126,7 +127,8 @@ class HarmonyParser:
 
     def _end(self) -> None:
         """End the present message. One that never began shows a header that is more than one."""
-        if self._is_header and CHANNEL in self._header and not HEADER.fullmatch(self._header):
+        _, channel, header = self._header.rpartition(CHANNEL)
+        if self._is_header and channel and not HEADER.fullmatch(header):
             self._events.append(Content(self._header))
         if self._scanner is not None and not self._started:
             self._call("{}")

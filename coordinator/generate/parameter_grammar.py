@@ -16,6 +16,7 @@ ANYTHING = "(?s:.*)"
 ANY_TEXT = f"/{ANYTHING}/"
 FREE = {"type", "title", "description", "default", "examples", "anyOf"}
 """Keywords that bound only the kind of a value."""
+UNIONS = {"anyOf", "oneOf"}
 NOT_OF_TEXT = {"format", "not", "allOf", "if"}
 """Keywords to which only a JSON string can be held."""
 
@@ -28,7 +29,8 @@ def parameter_rules(
     Where the schema names none or joins others, any may come, any number of times. Raises InvalidRequest
     where a strict schema cannot be held.
     """
-    rules, schema = _Rules(form, schema, term, lenient), resolved(schema, schema) or {}
+    rules, found = _Rules(form, schema, term, lenient), resolved(schema, schema)
+    schema = found if isinstance(found, dict) else {}
     _check_held(schema, {*JOINS, "patternProperties"}, lenient)
     properties = schema.get("properties")
     named = isinstance(properties, dict) and not any(word in schema for word in JOINS)
@@ -84,12 +86,14 @@ class _Rules:
         else:
             yield f"{name}_value: {self._json(schema, kinds)} {self._terms(self._after)}"
 
-    def _is_free(self, schema: Any) -> bool:
-        """Whether the schema bounds nothing but the kind of a value."""
+    def _is_free(self, schema: Any, free: set[str] = FREE) -> bool:
+        """Whether the schema bounds nothing but the kind of a value. ``free``: keywords that do not."""
         schema = resolved(schema, self._schema)
-        return not isinstance(schema, dict) or (
-            schema.keys() <= FREE and all(map(self._is_free, schema.get("anyOf", ())))
-        )
+        if not isinstance(schema, dict):
+            return True
+        options = schema.get("anyOf", [])
+        bounds = schema.keys() - free or not isinstance(options, list)
+        return not bounds and all(self._is_free(one, FREE - UNIONS) for one in options)
 
     def _either(self, name: str, key: str, schema: Any, kinds: frozenset[str]) -> Iterator[str]:
         """Yield the rules of a parameter that is text or JSON, and declares which."""
@@ -119,19 +123,22 @@ class _Rules:
         inner = schema if isinstance(schema, dict) else {}
         return f"%json {guided({**around, **inner}, lenient=self._lenient)}"
 
-    def _texts(self, schema: Any) -> str:
-        """Return a terminal of the texts that the schema allows."""
+    def _texts(self, schema: Any, odd: set[str] = NOT_OF_TEXT) -> str:
+        """Return a terminal of the texts that the schema allows. ``odd``: keywords that it cannot hold."""
         schema = resolved(schema, self._schema)
-        _check_held(schema, NOT_OF_TEXT, self._lenient)
+        if not isinstance(schema, dict):
+            return ANY_TEXT
+        _check_held(schema, odd, self._lenient)
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-        if values is not None:
-            return f"/{'|'.join(escaped(value) for value in values if isinstance(value, str))}/"
+        if isinstance(values, list):
+            return f"/({'|'.join(escaped(value) for value in values if isinstance(value, str))})/"
         low, high = schema.get("minLength", 0), schema.get("maxLength", "")
         held = [f"/(?s:.{{{low},{high}}})/" if low or high != "" else ANY_TEXT]
         if isinstance(pattern := schema.get("pattern"), str) and not (self._lenient and is_odd(pattern)):
             held.append(_whole(pattern))
-        if options := schema.get("anyOf", schema.get("oneOf")):
-            held.append(f"({' | '.join(map(self._texts, options))})")
+        options = schema.get("anyOf", schema.get("oneOf"))
+        if options and isinstance(options, list) and not odd & UNIONS:
+            held.append(f"({' | '.join(self._texts(one, NOT_OF_TEXT | UNIONS) for one in options)})")
         return " & ".join(held)
 
     def _text_rule(self, name: str, texts: str) -> str:
@@ -160,7 +167,7 @@ def _whole(pattern: str) -> str:
     """Return a terminal of whole texts in which the pattern is found."""
     parts, depth = [list[str]()], 0
     slashed = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern)
-    for token in re.findall(r"\\.|\[\^?]?(?:\\.|[^]\\])*]|.", slashed, re.DOTALL):
+    for token in re.findall(r"\\.|\[\^?]?(?:\\.|[^]\\])*+]?|.", slashed, re.DOTALL):
         depth += (token == "(") - (token == ")")
         if token == "|" and not depth:
             parts.append([])

@@ -48,7 +48,8 @@ def sampling_of(
         _check_unusual(fields, model.vocab_size)
     fields["top_k"] = max(0, fields["top_k"])
     fields["top_p"] = max(fields["top_p"], SMALLEST_TOP_P)
-    fields["temperature"] *= fields["temperature"] >= SMALLEST_TEMPERATURE
+    if fields["temperature"] < SMALLEST_TEMPERATURE:
+        fields["temperature"] = 0.0
     logprobs = request.num_logprobs
     if logprobs is not None or request.num_candidates > (request.n or 1):  # the likeliest are chosen by them
         fields["logprobs"] = logprobs or 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from coordinator.chat_output.families import WRITERS, calls_in
 from splitserve.coordinator.chat_output.call_formats import FORMATS, ToolStyle
 from splitserve.coordinator.chat_output.events import joined
 from splitserve.coordinator.chat_output.style import ChatStyle
+from splitserve.coordinator.errors import InvalidRequest
 from splitserve.coordinator.generate.parameter_grammar import parameter_rules
 
 
@@ -58,3 +60,30 @@ def test_a_schema_that_is_a_reference_as_a_whole(style: ToolStyle) -> None:
     assert calls_in(joined([*parser.feed(written), *parser.finish()])) == [("f", arguments)]
     rules = "\n".join(parameter_rules(FORMATS[style], 0, parameters, json.dumps, lenient=True))
     assert "p_0_1" in rules  # its second property
+
+
+ITSELF = {"$ref": "#/properties/a"}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"anyOf": [ITSELF] * 9},
+        {"type": "string", "anyOf": [ITSELF] * 9},
+        {"type": "string", "oneOf": [{"pattern": "a"}, True, {"$ref": "#/nowhere"}]},
+        {"type": "string", "enum": 5},
+        {"anyOf": 5},
+        {"type": "string", "pattern": "[" * 50_000},
+    ],
+    ids=["union of itself", "text of itself", "odd options", "odd values", "odd union", "classes"],
+)
+def test_odd_schemas_end_and_raise_nothing_else(schema: dict[str, Any]) -> None:
+    """The first held up the coordinator for good, others were answered with 500."""
+    for parameters in ({"properties": {"a": schema}}, {"$ref": "#/a", "a": 5}):
+        for lenient in (True, False):
+            with suppress(InvalidRequest):
+                assert list(parameter_rules(FORMATS["glm45"], 0, parameters, json.dumps, lenient=lenient))
+    parser = ChatStyle("glm45").parser({"f": {"properties": {"a": schema}}}, "")
+    events = joined([*parser.feed(WRITERS["glm45"]([("f", {"a": "x"})])), *parser.finish()])
+    assert calls_in(events) == [("f", {"a": "x"})]

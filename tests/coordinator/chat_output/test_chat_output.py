@@ -140,3 +140,11 @@ def test_how_a_text_is_cut_changes_nothing(maker: str, parts: list[str], data: s
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     assert parsed(maker, *pieces) == parsed(maker, text)
     assert parsed(maker, *text) == parsed(maker, text)
+
+
+@pytest.mark.timeout(20)
+def test_a_header_of_white_space_without_end_is_read_at_once() -> None:
+    """Models repeat themselves; 8,000 spaces held up the coordinator for ten minutes."""
+    text = f"<|channel|>{' ' * 4_000}!"
+    parser = ChatStyle("gpt_oss", "gpt_oss").parser({}, "")
+    assert joined([*parser.feed(text), *parser.finish()]) == [Content(text)]

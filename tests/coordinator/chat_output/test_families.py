@@ -178,6 +178,7 @@ NOW_CALLED = [CallStarted(0, "now"), CallArguments(0, "{}")]
         ("Hello, to you.", [Content("Hello, to you.")]),
         ("assist", [Content("assist")]),
         ("<|channel|>final Hello to you.<|return|>", [Content("<|channel|>final Hello to you.")]),
+        ("<|channel|> to=functions.now <|constrain|> js", []),
         (f"{CALL} <|constrain|>js", []),
         (f"{ANALYSIS}Hm.<|end|><|start|>assistant", [Reasoning("Hm.")]),
         (f"{ANALYSIS}A<|end|><|start|>assistant{ANALYSIS}B", [Reasoning("A\nB")]),

@@ -41,8 +41,9 @@ BOUND: dict[str, Any] = {
         "either": {"anyOf": [{"type": "string", "maxLength": 2}, {"type": "integer", "minimum": 3}]},
         "texts": {"anyOf": [{"const": "two\nlines"}, {"type": "string", "maxLength": 1}]},
         "never": {"const": False},
+        "empty": {"enum": [""]},
     },
-    "required": ["grade", "path", "either", "texts", "never"],
+    "required": ["grade", "path", "either", "texts", "never", "empty"],
     "additionalProperties": False,
 }
 PLAIN_TEXT: tuple[ToolStyle, ...] = ("qwen3_coder", "glm45", "deepseek_v32", "pythonic")
@@ -134,7 +135,9 @@ def test_text_without_quotes_is_held_to_the_whole_schema(
         ids = drawn(compiled.deep_copy(), rng)
         text = served.tokenizer.fast.decode(ids, skip_special_tokens=False)
         parser = own.parser({"note": BOUND}, "")
-        for _, arguments in calls_in(joined([*parser.feed(text), *parser.finish()])):
+        calls = calls_in(joined([*parser.feed(text), *parser.finish()]))
+        assert calls, text
+        for _, arguments in calls:
             validate(arguments, BOUND)
 
 
