@@ -81,11 +81,11 @@ def _show_key(new: NewKey) -> None:
 
 def _show(title: str, rows: list[dict[str, Any]]) -> None:
     columns = [name for name in (rows[0] if rows else {}) if name not in TIER_LIMIT_NAMES]
-    table = figures_table(*columns, "limits", words=len(columns) + 1, title=title)
+    table = figures_table(*columns, "limits", words=len(columns) + 1)
     for row in rows:
         limits = ", ".join(f"{name} {row[name]:,}" for name in TIER_LIMIT_NAMES if row.get(name))
         table.add_row(*(_text(name, row) for name in columns), limits)
-    result_console().print(table, "")
+    result_console().print(title, table, "", sep="\n", markup=False)
 
 
 def _text(name: str, row: Mapping[str, Any]) -> str:

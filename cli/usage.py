@@ -70,5 +70,5 @@ def show(settings: UsageSettings) -> int:
     table = figures_table(*names, words=len(by))
     for row in rows:
         table.add_row(*(value if isinstance(value, str) else f"{value:,.0f}" for value in row.values()))
-    result_console().print(table)
+    result_console().print(table, markup=False)
     return 0

@@ -120,11 +120,12 @@ def print_report(report: Report, settings: LoadSettings, console: Console) -> No
     load = f"{settings.rate:g} requests/s" if settings.rate else f"{settings.open_requests} at a time"
     load = f"as in {settings.trace.name}" if settings.trace else load
     columns = ["mean", *(f"p{percentile}" for percentile in PERCENTILES), "max"]
-    table = figures_table("", *columns, title=f"{report.num_requests} requests, {load}; milliseconds")
+    table = figures_table("", *columns)
     for name, values in report.latencies.items():
         table.add_row(
             name.upper(), *(f"{values[column] * 1e3:,.1f}" if values else "-" for column in columns)
         )
+    console.print(f"{report.num_requests} requests, {load}; milliseconds", highlight=False)
     console.print(table)
     console.print(
         f"{report.requests_per_s:,.2f} requests/s · {report.output_tokens_per_s:,.1f} output tokens/s · "

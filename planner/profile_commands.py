@@ -65,7 +65,7 @@ def published(settings: ProfileSettings, path: Path) -> tuple[Profile, list[str]
 
 def show(profile: Profile, console: Console) -> None:
     """Print the profile's main numbers."""
-    table = figures_table("step", "ms", "error", "95%", "worst", "points", title=profile.name)
+    table = figures_table("step", "ms", "error", "95%", "worst", "points")
     for label, model, sizes in (
         ("prefill, {} tokens", profile.prefill, (1, 128, 512, 2048)),
         ("decode, {} x 256 tokens", profile.decode, (1, 8, 32, 64)),
@@ -76,7 +76,7 @@ def show(profile: Profile, console: Console) -> None:
             outside = " *" if model.outside(size, reads, 1) else ""
             errors = _errors(model.residuals) if i == 0 else ("",) * 4
             table.add_row(label.format(size) + outside, f"{1e3 * seconds:,.2f}", *errors)
-    console.print(table, "* extrapolated; error: of the fit, on average", sep="\n")
+    console.print(profile.name, table, "* extrapolated; error: of the fit, on average", sep="\n")
     if profile.numerics is not None:
         console.print(f"computed in {numerics_words(profile.numerics)}", highlight=False)
     for name, handoff in (profile.movers or {"": profile.handoff}).items():

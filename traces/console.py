@@ -18,12 +18,12 @@ def result_console() -> Console:
     return console if console.is_terminal else Console(width=UNBOUNDED)
 
 
-def figures_table(*names: str, words: int = 1, title: str | None = None) -> Table:
+def figures_table(*names: str, words: int = 1) -> Table:
     """A table of which no digit is cut: a narrow terminal folds it. ``words``: the first columns that hold no
-    figures."""
+    figures. A title is printed before it: a table's own wraps where that is narrower."""
     columns = [
         Column(name, justify="left" if i < words else "right", overflow="fold")
         for i, name in enumerate(names)
     ]
     edges: dict[str, Any] = {"box": box.SIMPLE_HEAD, "show_edge": False, "padding": (0, 1, 0, 0)}
-    return Table(*columns, title=title, title_justify="left", **edges)
+    return Table(*columns, **edges)

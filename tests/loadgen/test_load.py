@@ -146,13 +146,11 @@ async def test_ctrl_c_prints_what_was_measured_so_far(tmp_path: Path) -> None:
     """Ten requests at once, then one that its server does not answer."""
     options = ("--requests", "11", "--warmup", "0", "--concurrency", "1", "--prompt-len", "4")
     async with fake_openai() as server:
+        server.most = 10
         command = (sys.executable, "-m", "splitserve.cli.main", "bench", "--url", server.url, *options)
         written = ("--json-file", str(tmp_path / "b.json"))
         pipes = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
         process = await asyncio.create_subprocess_exec(*command, *written, **pipes)
-        while len(server.requests) < 10:
-            await asyncio.sleep(0.005)
-        server.gap_s = 600
         while len(server.requests) < 11:
             await asyncio.sleep(0.005)
         process.send_signal(signal.SIGINT)

@@ -4,6 +4,7 @@ or with a fixed gap."""
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -21,13 +22,15 @@ USAGE: dict[str, Any] = {
 
 
 class FakeOpenAI:
-    """``requests`` holds the bodies that arrived; ``gap_s`` lies between tokens; ``failing`` answers 429."""
+    """``requests`` holds the bodies that arrived; ``gap_s`` lies between tokens; ``failing`` answers 429;
+    after ``most`` answers none comes."""
 
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
         self.keys: list[str] = []  # what came as authorization
         self.gap_s = 0.0
         self.failing = False
+        self.most = sys.maxsize
         self.url = ""
         self.cancelled = asyncio.Event()
 
@@ -38,6 +41,8 @@ class FakeOpenAI:
         body = orjson.loads(await request.read())
         self.requests.append(body)
         self.keys.append(request.headers.get("authorization", ""))
+        if len(self.requests) > self.most:
+            await asyncio.Event().wait()
         if self.failing:
             return web.json_response(
                 {
