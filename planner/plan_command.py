@@ -54,13 +54,8 @@ def plan(settings: PlanSettings) -> Plan | None:
         console.print(f"[yellow]{warning}[/yellow]", highlight=False)
     try:
         with console.status("bounds") as status:
-            found = search(
-                question,
-                goal,
-                num_processes(settings),
-                status.update,
-                with_curves=settings.plot_file is not None,
-            )
+            curves = settings.plot_file is not None
+            found = search(question, goal, num_processes(settings), status.update, with_curves=curves)
     except Stopped as stopped:
         console.print(str(stopped), highlight=False)
         return None
@@ -129,14 +124,10 @@ def the_goal(settings: PlanSettings, question: Question) -> Goal:
     gpus = settings.gpus or sum(num for _, num in stocks)
     limits = Limits(gpus, settings.max_price_per_hour, settings.max_watts, stocks)
     kinds = question.hardware.kinds
-    unpriced = (
-        [k.name for k in kinds if k.price_per_hour is None]
-        if settings.objective == "cost" or limits.price_per_hour
-        else []
-    )
-    unmetered = (
-        [k.name for k in kinds if k.power is None] if settings.objective == "energy" or limits.watts else []
-    )
+    needs_price = settings.objective == "cost" or limits.price_per_hour
+    needs_power = settings.objective == "energy" or limits.watts
+    unpriced = [k.name for k in kinds if needs_price and k.price_per_hour is None]
+    unmetered = [k.name for k in kinds if needs_power and k.power is None]
     for what, names in (("price_per_hour", unpriced), ("power", unmetered)):
         if names:
             where = "write it into the profile, into the file of --hardware, or as --inventory 8xh100:2.5"
@@ -192,9 +183,8 @@ def beyond(path: Path, found: Plan) -> Iterable[str]:
     if len(requests) <= len(planned.load.requests) or winner.goodput <= 0:
         return
     whole = Question.of(planned.hardware, Load(requests, trace.block_size), planned.level)
-    attainment = sketch(
-        whole, winner.candidate, winner.goodput * whole.load.rate / planned.load.rate, give_up=False
-    ).attainment
+    rate = winner.goodput * whole.load.rate / planned.load.rate
+    attainment = sketch(whole, winner.candidate, rate, give_up=False).attainment
     if attainment < planned.level.attainment - 0.01:
         found.whole = len(requests), sketched_goodput(whole, winner.candidate)
         yield (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import le
+
 from rich.table import Table
 
 from ...traces.console import figures_table
@@ -47,11 +49,8 @@ def clusters_table(plan: Plan) -> Table:
     table = figures_table("Other clusters", "", words=2)
     for a in plan.neighbours:
         table.add_row(f"neighbour {words(a.candidate)}", compared(plan, a))
-    mixed = [
-        a
-        for a in plan.answers
-        if a.candidate.prefill and a.candidate.colocated and not a.pruned and a.goodput > 0
-    ]
+    good = (a for a in plan.answers if not a.pruned and a.goodput > 0)
+    mixed = (a for a in good if a.candidate.prefill and a.candidate.colocated)
     best = max(mixed, key=lambda a: a.goodput, default=None)
     if best is not None and best is not plan.winner and best not in plan.neighbours:
         table.add_row(f"partly colocated {words(best.candidate)}", compared(plan, best))
@@ -73,10 +72,7 @@ def pareto(plan: Plan) -> list[tuple[Candidate, Glance]]:
     best = [
         c
         for c, values in good.items()
-        if not any(
-            other != values and all(a <= b for a, b in zip(other, values, strict=True))
-            for other in good.values()
-        )
+        if not any(other != values and all(map(le, other, values)) for other in good.values())
     ]
     return [(c, plan.sizes[c]) for c in sorted(best, key=lambda c: good[c])]
 

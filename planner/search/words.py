@@ -25,12 +25,10 @@ def answer(plan: Plan) -> list[str]:
     share = "" if level.bounds.levels else f" for {level.attainment:.0%} of the requests"
     asked = f"{level.bounds.words()}{share}"
     if winner.goodput <= 0:
+        advice = "Loosen the bounds, take quicker hardware, or shorten what is asked."
         return [
             f"No way to divide {plan.goal.limits.gpus} GPUs meets {asked}{_at_rate(plan)}.",
-            (
-                f"The best that was tried: {_closest(plan)}. Loosen the bounds, take quicker hardware, "
-                "or shorten what is asked."
-            ),
+            f"The best that was tried: {_closest(plan)}. {advice}",
         ]
     return [
         *_refused(plan),
@@ -96,9 +94,8 @@ def _limit(plan: Plan) -> str:
     else:
         bounds = {name: getattr(level.bounds, f"{name}_s") or inf for name in Seconds._fields}
         percent = 100 * level.attainment
-        times = {
-            n: of[f"p{percent:g}"] for n, of in seen.tallies.percentiles((percent,)).items() if n in bounds
-        }
+        found = seen.tallies.percentiles((percent,))
+        times = {name: of[f"p{percent:g}"] for name, of in found.items() if name in bounds}
         name = max(times, key=lambda name: times[name] / bounds[name])
         which = f"p{percent:g} {1e3 * times[name]:,.0f} of {1e3 * bounds[name]:,.0f} ms"
         name = name.upper()
