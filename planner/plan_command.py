@@ -75,7 +75,7 @@ def plan(settings: PlanSettings) -> Plan | None:
         from .search.plots import draw_plan
 
         draw_plan(settings.plot_file, found)
-    if settings.launch_file is not None:
+    if settings.launch_file is not None and found.winner.goodput > 0:
         launch(settings.launch_file, found, console)
     return found
 

@@ -70,10 +70,12 @@ class _Model:
 
 
 def plan_each(settings: PlanSettings) -> int:
-    """The command: divide the inventory, and plan each model on its share. Raises what ``plan`` does."""
+    """The command: divide the inventory, and plan each model on its share. Return the exit status: 1 where no
+    cluster meets the bounds. Raises what ``plan`` does."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit, too, gets what is known
     if not settings.other_models:
-        return 0 if plan(settings) else STOPPED
+        found = plan(settings)
+        return STOPPED if found is None else int(found.winner.goodput <= 0)
     each = [settings.model_copy(update={"other_models": ()})]
     each += [each[0].model_copy(update=dict(other)) for other in settings.other_models]
     models = list(map(_Model, names_of(each), each))
@@ -101,7 +103,7 @@ def plan_each(settings: PlanSettings) -> int:
             console.print(f"on one host with the others: {of_its_own}", highlight=False, soft_wrap=True)
         num_dealt += model.share.total()
     console.print("", _table(plans), sep="\n")
-    return 0
+    return int(any(found.winner.goodput <= 0 for _, found in plans))
 
 
 def names_of(each: list[PlanSettings]) -> list[str]:

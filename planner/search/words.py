@@ -104,7 +104,7 @@ def _limit(plan: Plan) -> str:
 
 
 def _costs(plan: Plan) -> str:
-    """At the rate that it serves."""
+    """At the rate that it serves; energy at the eased one."""
     hardware, winner = plan.question.hardware, plan.winner
     price, watts = hardware.price_per_hour(winner.candidate), hardware.watts(winner.candidate)
     gpus = hardware.num_gpus(winner.candidate)
@@ -118,7 +118,7 @@ def _costs(plan: Plan) -> str:
             f"{price / (3.6 * served):.4f} a thousand good requests"
         )
     if watts is not None and plan.energy_wh is not None:
-        parts.append(f"up to {watts:,.0f} W, about {plan.energy_wh:.2f} Wh a request")
+        parts.append(f"up to {watts:,.0f} W, {plan.energy_wh:.2f} Wh a request at {plan.relaxed.rate:.2f}/s")
     return "; ".join(parts)
 
 

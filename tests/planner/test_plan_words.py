@@ -251,6 +251,23 @@ def test_a_time_limit_ends_a_plan_as_ctrl_c_does(
     assert "Best so far (only sketched)" in capsys.readouterr().out
 
 
+def test_where_no_cluster_meets_the_bounds_none_is_written_down(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts come by twenty, of which one after the other is computed, at whatever rate."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    profile().write(tmp_path / "p.json")
+    requests = [TraceRequest(60.0 * (i // 20), 300, 3) for i in range(60)]
+    write_trace(tmp_path / "t.jsonl", Trace("t", lambda: iter(requests)))
+    settings = PlanSettings(
+        trace=tmp_path / "t.jsonl", profile=tmp_path / "p.json", gpus=3, slo="ttft=0.4@p90,tpot=0.03@p90",
+        jobs=1, chunk_budgets="512", launch_file=tmp_path / "up.yaml",
+    )  # fmt: skip
+    assert plan_each(settings) == 1
+    assert capsys.readouterr().out.startswith("No way to divide 3 GPUs meets ttft <= 0.4 s, tpot <= 0.03 s ")
+    assert not (tmp_path / "up.yaml").exists()
+
+
 def test_the_pareto_table_has_no_cluster_that_another_beats() -> None:
     found = search(question(400, 3, count=60), Goal("goodput", Limits(4), chunks=(512,)), processes=1)
     rows = pareto(found)
