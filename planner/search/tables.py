@@ -118,4 +118,4 @@ def _for_growth(plan: Plan) -> tuple[str, str]:
     more = hardware.num_gpus(growth.candidate) - hardware.num_gpus(winner.candidate)
     if growth.attainment < plan.question.level.attainment:
         good += ", still not enough: plan again with more GPUs"
-    return f"{what} {hardware.words(growth.candidate)}", f"{more} GPUs more: {good}"
+    return f"{what} {hardware.words(growth.candidate)}", f"{more} GPU{'' if more == 1 else 's'} more: {good}"
