@@ -18,7 +18,27 @@ FREE = {"type", "title", "description", "default", "examples", "anyOf"}
 """Keywords that bound only the kind of a value."""
 UNIONS = {"anyOf", "oneOf"}
 NOT_OF_TEXT = {"format", "not", "allOf", "if"}
-"""Keywords to which only a JSON string can be held."""
+"""Keywords to which only a JSON string can be held; for ``format`` see FORMATS."""
+_DAY = (
+    "[12][0-9]{3}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
+    "|02-(0[1-9]|1[0-9]|2[0-8]))"
+)
+_TIME = "([01][0-9]|2[0-3])(:[0-5][0-9]){2}([.][0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_OF_DAY = "T(nH(nM(nS)?)?|nM(nS)?|nS)".replace("n", "[0-9]{1,4}")
+_OF_YEAR = "(nY(nM(nD)?)?|nM(nD)?|nD)".replace("n", "[0-9]{1,4}")
+_LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+FORMATS = {
+    "date": _DAY,
+    "time": _TIME,
+    "date-time": f"{_DAY}T{_TIME}",
+    "duration": f"P([0-9]{{1,4}}W|{_OF_DAY}|{_OF_YEAR}({_OF_DAY})?)",
+    "email": f"[A-Za-z0-9_+-]+([.][A-Za-z0-9_+-]+)*@{_LABEL}([.]{_LABEL})+",
+    "hostname": f"{_LABEL}([.]{_LABEL})*",
+    "ipv4": f"{_BYTE}([.]{_BYTE}){{3}}",
+    "uuid": "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
+}
+"""JSON Schema's formats (RFC 3339 and others), without leap days: a regular expression counts no years."""
 
 
 def parameter_rules(
@@ -128,7 +148,8 @@ class _Rules:
         schema = resolved(schema, self._schema)
         if not isinstance(schema, dict):
             return ANY_TEXT
-        _check_held(schema, odd, self._lenient)
+        form = FORMATS.get(str(schema.get("format")))
+        _check_held(schema, odd - {"format"} if form else odd, self._lenient)
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if isinstance(values, list):
             return f"/({'|'.join(escaped(value) for value in values if isinstance(value, str))})/"
@@ -136,6 +157,8 @@ class _Rules:
         held = [f"/(?s:.{{{low},{high}}})/" if low or high != "" else ANY_TEXT]
         if isinstance(pattern := schema.get("pattern"), str) and not (self._lenient and is_odd(pattern)):
             held.append(_whole(pattern))
+        if form:
+            held.append(f"/{form}/")
         options = schema.get("anyOf", schema.get("oneOf"))
         if options and isinstance(options, list) and not odd & UNIONS:
             held.append(f"({' | '.join(self._texts(one, NOT_OF_TEXT | UNIONS) for one in options)})")

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from datetime import date, datetime, time, timedelta
+from ipaddress import IPv4Address
+from typing import Annotated, Any
+from uuid import UUID
 
 import pytest
 from coordinator.chat_output.families import BARE, STYLES, WRITERS, Call, calls_in, content_of
 from coordinator.http.test_calls_at_will import followers, with_marks
 from jsonschema import validate
 from llguidance import LLMatcher, LLTokenizer
+from pydantic import BaseModel, Field
 
 from splitserve.coordinator.chat_output.call_formats import ToolStyle
 from splitserve.coordinator.chat_output.events import joined
@@ -124,9 +128,48 @@ def test_text_without_quotes_is_held_to_the_whole_schema(
     model: ServedModel, style: ToolStyle, special: bool
 ) -> None:
     """Unions, lengths beside a pattern, and alternatives were left to the model, in strict tools too."""
+    for arguments in arguments_drawn(model, style, BOUND, special=special):
+        validate(arguments, BOUND)
+
+
+class Formatted(BaseModel):
+    """Pydantic writes these formats, and checks them."""
+
+    day: date
+    at: time
+    moment: datetime
+    span: timedelta
+    address: IPv4Address
+    number: UUID
+    mail: Annotated[str, Field(json_schema_extra={"format": "email"}, pattern=r"^[^@ ]+@[^@. ]+[.][^@ ]+$")]
+    host: Annotated[str, Field(json_schema_extra={"format": "hostname"}, pattern=r"^[A-Za-z0-9]")]
+
+
+@pytest.mark.parametrize("style", PLAIN_TEXT[:3])  # pythonic calls hold JSON's strings
+def test_text_without_quotes_is_held_to_formats(model: ServedModel, style: ToolStyle) -> None:
+    schema = {**Formatted.model_json_schema(), "additionalProperties": False}
+    for arguments in arguments_drawn(model, style, schema, special=True):
+        Formatted.model_validate(arguments)
+
+
+def test_a_strict_schema_that_cannot_be_held_is_refused(model: ServedModel) -> None:
+    link = {"link": {"type": "string", "format": "uri"}}
+    linked = {"properties": link, "required": ["link"], "additionalProperties": False}
+    joined = {"anyOf": [linked]}
+    for schema, keyword in ((linked, "format"), (joined, "anyOf")):
+        strict = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
+        with pytest.raises(InvalidRequest, match=f"strict schema to `{keyword}`"):
+            forced(with_marks(model, ChatStyle.of("", "glm45"), special=True), tools=[strict])
+        forced(with_marks(model, ChatStyle.of("", "hermes"), special=True), tools=[strict])
+
+
+def arguments_drawn(
+    model: ServedModel, style: ToolStyle, schema: dict[str, Any], *, special: bool
+) -> Iterator[dict[str, Any]]:
+    """Yield the arguments of random calls that the grammar of this strict tool allows, as they are read."""
     own = ChatStyle.of("", style, "none")
     served = with_marks(model, own, special)
-    function = {"name": "note", "parameters": BOUND, "strict": True}
+    function = {"name": "note", "parameters": schema, "strict": True}
     grammar = forced(served, tools=[{"type": "function", "function": function}], tool_choice="required")
     tokenizer = LLTokenizer(served.tokenizer.fast.to_str(), n_vocab=model.vocab_size, eos_token=[1])
     compiled = LLMatcher(tokenizer, grammar.decode(), log_level=0)
@@ -134,22 +177,10 @@ def test_text_without_quotes_is_held_to_the_whole_schema(
     for _ in range(8):
         ids = drawn(compiled.deep_copy(), rng)
         text = served.tokenizer.fast.decode(ids, skip_special_tokens=False)
-        parser = own.parser({"note": BOUND}, "")
+        parser = own.parser({"note": schema}, "")
         calls = calls_in(joined([*parser.feed(text), *parser.finish()]))
         assert calls, text
-        for _, arguments in calls:
-            validate(arguments, BOUND)
-
-
-def test_a_strict_schema_that_cannot_be_held_is_refused(model: ServedModel) -> None:
-    day = {"day": {"type": "string", "format": "date"}}
-    dated = {"properties": day, "required": ["day"], "additionalProperties": False}
-    joined = {"anyOf": [dated]}
-    for schema, keyword in ((dated, "format"), (joined, "anyOf")):
-        strict = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
-        with pytest.raises(InvalidRequest, match=f"strict schema to `{keyword}`"):
-            forced(with_marks(model, ChatStyle.of("", "glm45"), special=True), tools=[strict])
-        forced(with_marks(model, ChatStyle.of("", "hermes"), special=True), tools=[strict])
+        yield from (arguments for _, arguments in calls)
 
 
 def drawn(matcher: LLMatcher, rng: random.Random) -> list[int]:
