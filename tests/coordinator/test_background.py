@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import os
 import signal
@@ -20,6 +21,7 @@ from splitserve.cli.settings import DEMO_MODEL, ServerSettings
 from splitserve.coordinator import main
 from splitserve.coordinator.background import background
 from splitserve.coordinator.batch.runner import BatchRunner
+from splitserve.coordinator.http.access.operators import Operators
 from splitserve.coordinator.http.access.tls import TlsFiles
 from splitserve.coordinator.http.listening_server import ListeningServer
 from splitserve.coordinator.metrics.body_log import BodyLog
@@ -43,7 +45,8 @@ TASKS: dict[str, tuple[Any, str]] = {
     "samples": (Sampler, "follow"),
     "slow senders": (HttpServer, "_hurry"),
     "stored bytes": (StoredBytes, "follow"),
-    "TLS certificate": (TlsFiles, "follow"),
+    "admin key": (Operators, "refresh"),
+    "TLS certificate": (TlsFiles, "refresh"),
     "batches": (BatchRunner, "_run"),
     "steering": (SteeringShell, "run"),
     "HTTP server": (ListeningServer, "main_loop"),
@@ -83,6 +86,10 @@ def critical(caplog: pytest.LogCaptureFixture) -> logging.LogRecord:
     return record
 
 
+def mistaken_at_once(*_: object, **__: object) -> str:
+    raise RuntimeError("a mistake of ours")
+
+
 @pytest.mark.parametrize("name", TASKS)
 async def test_a_task_that_fails_ends_the_process(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -91,7 +98,9 @@ async def test_a_task_that_fails_ends_the_process(
         await asyncio.sleep(0)
         raise RuntimeError("a mistake of ours")
 
-    monkeypatch.setattr(*TASKS[name], mistaken)
+    owner, method = TASKS[name]
+    is_task = inspect.iscoroutinefunction(getattr(owner, method))
+    monkeypatch.setattr(owner, method, mistaken if is_task else mistaken_at_once)
     with pytest.raises(ExceptionGroup) as ended:
         async with asyncio.timeout(60):
             await main.serve(settings(tmp_path), Place(), controller_of)
@@ -104,10 +113,7 @@ async def test_a_task_that_fails_ends_the_process(
 async def test_a_thread_that_fails_ends_the_process(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def mistaken(*_: object, **__: object) -> None:
-        raise RuntimeError("a mistake of ours")
-
-    monkeypatch.setattr(*THREADS[name], mistaken)
+    monkeypatch.setattr(*THREADS[name], mistaken_at_once)
     with pytest.raises(ExceptionGroup) as ended:
         async with asyncio.timeout(60):
             await main.serve(settings(tmp_path), Place(), controller_of)

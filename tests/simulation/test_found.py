@@ -110,3 +110,9 @@ def test_a_worker_that_only_waits_for_grammars_is_not_taken_for_dead() -> None:
     """The sequences of a decode worker all waited for their grammars, which were compiled one after the other
     for longer than a step may take: its coordinators took it for one whose step hangs, and fenced it."""
     assert not simulate(7000013, NAMED["odd"], requests=500).violations
+
+
+def test_a_role_that_is_over_waits_for_no_process_whose_name_another_has_taken() -> None:
+    """A prefill role had met two decode processes of one name, then both ended. It waited for ever until the
+    first one confirmed that it holds no blocks."""
+    assert not simulate(3304740551, NAMED["everything"]).violations

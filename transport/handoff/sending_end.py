@@ -179,6 +179,7 @@ class SendingEnd:
     def _open_mover(self, action: OpenMover) -> None:
         for other in self._others(action.peer):  # the peer that answers is there, whichever number it has
             self._replace(other, RESTARTED)
+            self.sender.meetings.retirement.restarted(other)
         self._movers[action.peer] = self._mover.open(action.met)
         self._moving[action.peer] = None
         if action.left_out:

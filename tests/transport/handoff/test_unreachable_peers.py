@@ -39,10 +39,12 @@ def test_of_two_processes_of_one_name_the_one_that_answers_is_there(number: int)
             Peer(worker_id=one[0], incarnation=one[1], address=reached.router.address), SPEC, 1, [], 0.0
         )
         reached.act()
-        reached.end._receive(one, Met(worker_id=one[0], incarnation=one[1], mover="tcp", num_blocks=8), 0.0)
+        reached.end._receive(one, Met(worker_id=one[0], incarnation=one[1], mover="shm", num_blocks=8), 0.0)
         reached.act()
         assert one in reached.end._channels
         assert other not in reached.end._channels
+    reached.sender.retire()
+    assert [peer.incarnation for peer in reached.sender.meetings.retirement.pending()] == [process[1]]
     reached.end.close()
     reached.router.close()
 
