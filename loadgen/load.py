@@ -7,10 +7,11 @@ client.
 from __future__ import annotations
 
 import asyncio
+import signal
 import ssl
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import aiohttp
@@ -48,11 +49,11 @@ def main(settings: LoadSettings, key: str = "", tls: ssl.SSLContext | None = Non
                 samples.append(sample)
                 progress.advance(task)
 
-            asyncio.run(generate_load(settings, ended, requests, key, tls))
+            asyncio.run(_interruptible(generate_load(settings, ended, requests, key, tls)))
     except LoadError as error:
         print(f"splitserve: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         status = INTERRUPTED
         message = f"cut short: {len(samples):,} of {len(requests):,} requests had ended"
         print(f"splitserve: {message}", file=sys.stderr)
@@ -66,6 +67,13 @@ def main(settings: LoadSettings, key: str = "", tls: ssl.SSLContext | None = Non
     if settings.plot_file:
         draw_plot(settings.plot_file, report, samples)
     return status or (1 if report.num_failed else 0)
+
+
+async def _interruptible(work: Coroutine[Any, Any, object]) -> None:
+    """Cancel ``work`` by SIGINT. asyncio.run's own handler misses one that comes just before a wait."""
+    task = asyncio.ensure_future(work)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
+    await task
 
 
 async def generate_load(
