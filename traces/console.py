@@ -19,7 +19,7 @@ def result_console() -> Console:
 
 
 def figures_table(*names: str, words: int = 1) -> Table:
-    """A table of which no digit is cut: a narrow terminal folds it. ``words``: the first columns that hold no
+    """A table that a narrow terminal folds: no digit is cut. ``words``: the first columns that hold no
     figures. A title is printed before it: a table's own wraps where that is narrower."""
     columns = [
         Column(name, justify="left" if i < words else "right", overflow="fold")

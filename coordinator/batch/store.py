@@ -241,7 +241,7 @@ class BatchStore(FileStore):
             return last > 0
 
     def end_batch(self, id: str, status: Status, details: Mapping[str, Any]) -> None:
-        """Let clients see its files, of which an empty one is none, and that it is over."""
+        """Let clients see that it is over, and its files; an empty file is deleted."""
         with transaction(self._db):
             batch = self.batch(None, id)
             assert batch is not None, "an open batch is not pruned"

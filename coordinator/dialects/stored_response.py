@@ -14,7 +14,7 @@ from .responses_items import Item
 
 RUNNING = ("queued", "in_progress")
 MAX_PAGE_BYTES = 16 << 20
-"""Bytes of a list of responses, of which one may be larger."""
+"""Bytes of a list of responses; a single larger response is a list, too."""
 MAX_TURNS, MAX_INPUT_BYTES = 1000, 16 << 20
 """Responses of one conversation that are read back, and bytes of their input: more fits no context."""
 GRACE_S = 10.0

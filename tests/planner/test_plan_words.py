@@ -254,7 +254,7 @@ def test_a_time_limit_ends_a_plan_as_ctrl_c_does(
 def test_where_no_cluster_meets_the_bounds_none_is_written_down(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts come by twenty, of which one after the other is computed, at whatever rate."""
+    """Twenty prompts come at a time, and are computed one by one: the last are late at any rate."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     profile().write(tmp_path / "p.json")
     requests = [TraceRequest(60.0 * (i // 20), 300, 3) for i in range(60)]

@@ -99,11 +99,11 @@ def test_a_clock_that_goes_back_gives_nothing() -> None:
 
 
 def test_a_clock_that_is_set_right_does_not_stop_a_bucket_until_its_wrong_time_comes_again() -> None:
-    who, year = holder(requests_per_minute=1, tokens_per_day=10), 365 * 86_400
-    admit([who], 10, NOON + year)  # a host that began with a wrong clock
-    assert isinstance(admit([who], 1, NOON), Shortage)
-    assert isinstance(admit([who], 1, NOON + 60), Shortage), "today's tokens stay used"
-    assert isinstance(admit([who], 10, NOON + 86_400), Room)
+    tenant, year = holder(requests_per_minute=1, tokens_per_day=10), 365 * 86_400
+    admit([tenant], 10, NOON + year)  # a host that began with a wrong clock
+    assert isinstance(admit([tenant], 1, NOON), Shortage)
+    assert isinstance(admit([tenant], 1, NOON + 60), Shortage), "today's tokens stay used"
+    assert isinstance(admit([tenant], 10, NOON + 86_400), Room)
 
 
 def test_larger_than_the_limit_is_said_to_be_so() -> None:
