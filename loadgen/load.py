@@ -10,6 +10,7 @@ import asyncio
 import signal
 import ssl
 import sys
+import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -72,7 +73,8 @@ def main(settings: LoadSettings, key: str = "", tls: ssl.SSLContext | None = Non
 async def _interruptible(work: Coroutine[Any, Any, object]) -> None:
     """Cancel ``work`` by SIGINT. asyncio.run's own handler misses one that comes just before a wait."""
     task = asyncio.ensure_future(work)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
+    if threading.current_thread() is threading.main_thread():  # no other gets signals
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
     await task
 
 
