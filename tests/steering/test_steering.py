@@ -3,84 +3,19 @@ inputs."""
 
 from __future__ import annotations
 
-import math
 import random
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
+from support.steered_cluster import CHAT, CODE, OPTIONS, SteeredCluster, arriving, cluster
 
 from splitserve.bench.studies.steer_workload import worker
 from splitserve.steering.capacity import Capacity
 from splitserve.steering.controller import PoolController
 from splitserve.steering.fleet import Decision, Fleet
 from splitserve.steering.load_watch import LoadPicture
-from splitserve.steering.options import SteeringOptions
-from splitserve.transport.latency_bounds import LatencyBound
 from splitserve.transport.messages.messages import Role
-
-OPTIONS = SteeringOptions(ttft_s=4.0, tpot_s=0.15, mode="act")
-CODE = LoadPicture(200, 8.0, new_tokens=2600, pairs=3.4e6, output_tokens=30, context=2615, num_judged=100)
-CHAT = LoadPicture(200, 9.0, new_tokens=500, pairs=1.25e5, output_tokens=450, context=725, num_judged=100)
-
-
-def arriving(picture: LoadPicture, **more: int) -> LoadPicture:
-    """The same, also of the newest second."""
-    newest = round(picture.rate) if math.isfinite(picture.rate) else 0
-    return replace(
-        picture, newest=newest, newest_tokens=picture.new_tokens, newest_pairs=picture.pairs, **more
-    )  # type: ignore[arg-type]
-
-
-class Cluster:
-    """Does what is decided, at once; its clock goes on by seconds. Prompts wait, answers run by the latency
-    model."""
-
-    def __init__(self, controller: PoolController, prefill: int, decode: int) -> None:
-        self.controller, self.now = controller, 100.0
-        self.roles = ["prefill"] * prefill + ["decode"] * decode
-        self.decisions: list[Decision] = []
-        self.in_use: dict[Role, float] = {}
-        self.waiting = self.running = 0.0
-
-    def serve(self, picture: LoadPicture) -> LoadPicture:
-        """Return what is seen of a second of this load."""
-        capacity, decode = Capacity(worker(), OPTIONS, 2048, 128), self.roles.count("decode")
-        self.waiting += picture.rate
-        begun = min(self.waiting, self.roles.count("prefill") / capacity.prompt_s(picture))
-        self.waiting, self.running = self.waiting - begun, self.running + begun
-        tokens = self.running / capacity.step_s(max(1.0, self.running / decode), picture)
-        ends = min(self.running, tokens / picture.output_tokens)
-        self.running -= ends
-        return arriving(
-            picture, num_waiting=max(picture.num_waiting, round(self.waiting)),
-            num_decoding=round(self.running), newest_ends=round(ends), newest_output=round(tokens),
-        )  # fmt: skip
-
-    @property
-    def fleet(self) -> Fleet:
-        names: Any = {
-            role: [f"w{i}" for i, r in enumerate(self.roles) if r == role] for role in ("prefill", "decode")
-        }
-        spare = {role: of_role[1:] for role, of_role in names.items()}
-        return Fleet(
-            len(names["prefill"]), len(names["decode"]), names, 0, 2048, 128, spare, in_use=self.in_use
-        )
-
-    def run(self, seconds: int, picture: LoadPicture) -> list[Decision]:
-        found = []
-        for _ in range(seconds):
-            self.now += 1
-            for decision in self.controller.decide(self.serve(picture), self.fleet, self.now):
-                found.append(decision)
-                if decision.kind == "flip":
-                    self.roles[int(decision.worker[1:])] = decision.role
-        self.decisions += found
-        return found
-
-
-def cluster(prefill: int = 4, decode: int = 4, **options: Any) -> Cluster:
-    return Cluster(PoolController(replace(OPTIONS, **options), worker()), prefill, decode)
 
 
 def test_it_follows_a_load_that_shifts_and_says_why() -> None:
@@ -160,7 +95,7 @@ def test_missing_and_impossible_inputs_change_no_role_and_only_a_known_load_asks
     assert [(decision.kind, decision.role) for decision in controller.decisions] == scaled
 
 
-class Ruled(Cluster):
+class Ruled(SteeredCluster):
     """Has no latency model; workers come and leave as decided."""
 
     def __init__(self, prefill: int, decode: int, **options: Any) -> None:
@@ -263,105 +198,7 @@ def test_what_waits_counts_for_both_roles() -> None:
     assert crowded.decode > 1.5 * calm.decode
 
 
-def test_scaling_up_by_queue_depth_within_bounds_and_with_a_pause() -> None:
-    tried = cluster(4, 4, max_workers=9, scale_up_after_s=10.0, scale_cooldown_s=60.0)
-    deep = replace(CHAT, rate=1.0, num_waiting=60)
-    found = [d for d in tried.run(69, deep) if d.kind == "scale_up"]
-    assert sum(tried.controller.wanted.values()) == 9
-    assert tried.controller.wanted[found[0].role] == tried.roles.count(found[0].role) + 1
-    assert [d.at - 100 for d in found] == [11.0]
-    assert "60 requests waited" in found[0].reason
-    tried.roles.append(found[0].role)
-    assert not [d for d in tried.run(200, deep) if d.kind == "scale_up"], "there are as many as there may be"
-
-
-def test_workers_that_take_long_to_come_count_among_the_most_that_there_may_be() -> None:
-    tried = cluster(4, 4, max_workers=10, scale_up_after_s=10.0, scale_cooldown_s=60.0)
-    deep = replace(CHAT, rate=1.0, num_waiting=60)
-    assert len([d for d in tried.run(600, deep) if d.kind == "scale_up"]) == 2
-    assert sum(tried.controller.wanted.values()) == 9, "for autoscalers: one more than are here"
-    tried.roles += ["prefill", "decode"]
-    tried.run(1, deep)
-    tried.roles.remove("prefill")  # it has died: another one is asked for
-    assert len([d for d in tried.run(500, deep) if d.kind == "scale_up"]) == 1
-    assert len([d for d in tried.run(500, deep) if d.kind == "scale_up"]) == 1, "that one never came"
-    tried.roles.append("prefill")
-    (down,) = [d for d in tried.run(150, replace(CODE, rate=0.2)) if d.kind == "scale_down"]
-    tried.roles.remove(down.role)
-    assert [d for d in tried.run(80, deep) if d.kind == "scale_up"], "it has come, and another one has left"
-
-
-def test_scaling_down_when_one_fewer_would_do_but_not_below_the_least() -> None:
-    tried = cluster(2, 2, max_workers=8, min_workers=3, scale_down_after_s=30.0)
-    idle = replace(CODE, rate=0.2)
-    (down,) = [d for d in tried.run(60, idle) if d.kind == "scale_down"]
-    assert down.worker in tried.fleet.spare[cast("Role", down.role)], "it says which"
-    tried.roles.remove(down.role)
-    tried.run(1, idle)
-    assert tried.controller.wanted == {"prefill": tried.fleet.prefill, "decode": tried.fleet.decode}
-    assert not tried.run(300, idle)
-
-
-def test_scaling_down_takes_only_workers_that_may_go() -> None:
-    """No worker of the role with too many may leave: one of the other does, if the rest has room."""
-    controller = PoolController(replace(OPTIONS, max_workers=8, scale_down_after_s=30.0), worker())
-    idle, now = replace(CODE, rate=0.2), 0.0
-
-    def decided(spare: dict[Role, list[str]]) -> list[tuple[str, str, str]]:
-        nonlocal now
-        found = []
-        for now in (now + second for second in range(1, 120)):
-            found += controller.decide(idle, Fleet(4, 4, {}, 0, 2048, 128, spare), now)
-        return [(d.kind, d.worker, d.role) for d in found]
-
-    assert not decided({})
-    assert controller.wanted == {"prefill": 4, "decode": 4}
-    assert set(decided({"prefill": ["p"]})) == {("scale_down", "p", "prefill")}
-    assert set(decided({"decode": ["d"]})) == {("scale_down", "d", "decode")}
-
-
-@pytest.mark.parametrize(
-    ("rule", "shows", "in_use", "role", "message"),
-    [
-        (
-            {"scale_up_ttft": LatencyBound(1.0, 0.95)},
-            {"ttft_kept": 0.94},
-            {},
-            "prefill",
-            "the TTFT of 94% of requests was at most 1 s",
-        ),
-        ({"scale_up_tpot": LatencyBound(0.08, None)}, {"tpot_kept": 0.89}, {}, "decode", "fewer than 90%"),
-        (
-            {"scale_up_utilisation": 0.8},
-            {},
-            {"prefill": 0.7, "decode": 0.81},
-            "decode",
-            "81% of the decode workers was in use",
-        ),
-        (
-            {"scale_up_utilisation": 0.8},
-            {},
-            {"prefill": 0.9, "decode": 0.1},
-            "prefill",
-            "90% of the prefill workers was in use",
-        ),
-        ({"scale_up_utilisation": 0.9}, {}, {"prefill": 0.9, "decode": 0.9}, "", ""),
-        ({"scale_up_ttft": LatencyBound(1.0, 0.95)}, {"ttft_kept": 0.95, "tpot_kept": 0.1}, {}, "", ""),
-        ({}, {"ttft_kept": 0.0, "tpot_kept": 0.0}, {"prefill": 1.0, "decode": 1.0}, "", ""),
-    ],
-)
-def test_scaling_up_by_what_was_measured(
-    rule: dict[str, Any], shows: dict[str, Any], in_use: dict[Role, float], role: str, message: str
-) -> None:
-    options = replace(OPTIONS, max_workers=9, scale_up_after_s=10.0, **rule)
-    controller = PoolController(options, worker())
-    picture, fleet = replace(CHAT, rate=1.0, **shows), replace(cluster(4, 4).fleet, in_use=in_use)
-    found = [d for now in range(15) for d in controller.decide(picture, fleet, float(now))]
-    assert [(d.at, d.kind, d.role) for d in found] == ([(10.0, "scale_up", role)] if role else [])
-    assert message in "".join(d.reason for d in found)
-
-
-class Advised(Cluster):
+class Advised(SteeredCluster):
     """Nobody does what is advised."""
 
     def run(self, seconds: int, picture: LoadPicture) -> list[Decision]:
@@ -381,7 +218,7 @@ def test_advice_that_nobody_takes_is_repeated_once_a_minute() -> None:
     assert "it was proposed" in tried.controller.state
 
 
-class Rigid(Cluster):
+class Rigid(SteeredCluster):
     """No worker can change its role."""
 
     @property
