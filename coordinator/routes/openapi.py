@@ -15,7 +15,7 @@ from ..dialects.responses_body import CountInputRequest, ResponsesRequest
 from ..generate.bodies.chat import ChatCompletionRequest
 from ..generate.bodies.completion import CompletionRequest
 from ..generate.token_pages import DetokenizeRequest, TokenizeRequest
-from . import openapi_answers as answers
+from .openapi_answers import BATCH_SCHEMAS, SCHEMAS
 from .openapi_ollama import OLLAMA_BODIES, OLLAMA_SCHEMAS, ollama_paths
 from .openapi_parts import (
     EVENTS,
@@ -26,6 +26,7 @@ from .openapi_parts import (
     TEXT,
     by_page,
     content,
+    get,
     in_path,
     operation,
     page,
@@ -62,26 +63,6 @@ POSTS: dict[str, tuple[type[BaseModel], str, str]] = {  # body, answer, text
     "/detokenize": (DetokenizeRequest, "Text", "Text of token ids."),
     "/v1/detokenize": (DetokenizeRequest, "Text", "As /detokenize."),
 }
-SCHEMAS: dict[str, dict[str, Any]] = {
-    "Error": answers.ERROR,
-    "Completion": answers.COMPLETION,
-    "CompletionChunk": answers.COMPLETION_CHUNK,
-    "ChatCompletion": answers.CHAT_COMPLETION,
-    "ChatCompletionChunk": answers.CHAT_COMPLETION_CHUNK,
-    "Response": answers.RESPONSE,
-    "DeletedResponse": answers.DELETED_RESPONSE,
-    "MessagesAnswer": answers.MESSAGE,
-    "TokenCount": answers.TOKEN_COUNT,
-    "MessagesError": answers.MESSAGES_ERROR,
-    "Tokens": answers.TOKENS,
-    "Text": answers.TEXT,
-    "Properties": answers.PROPERTIES,
-    "Load": answers.LOAD,
-    "ServerInfo": answers.SERVER_INFO,
-    "Models": answers.MODELS,
-    "Model": answers.MODEL,
-}
-BATCH_SCHEMAS = {"File": answers.FILE, "DeletedFile": answers.DELETED, "Batch": answers.BATCH}
 
 
 def document(*, batches: bool = False, ollama: bool = False) -> dict[str, Any]:
@@ -125,39 +106,24 @@ def _gets() -> dict[str, Any]:
         "and the last requests did not all fail in one stage; else 503."
     )
     return {
-        "/v1/models": {"get": operation("The model that is served.", content("Models"), "401")},
-        "/v1/models/{model}": {
-            **in_path("model"),
-            "get": operation("The same, by its name.", content("Model"), "401", "404"),
-        },
-        "/health": {
-            "get": operation(
-                "200 while the process serves; `status` is ok or degraded, `checks` say why.", {JSON: {}}
-            )
-        },
-        "/v1/health": {"get": operation("As /health.", {JSON: {}})},
-        "/ping": {
-            "get": operation("The same, without content.", {}),
-            "post": operation("The same by POST.", {}),
-        },
-        "/version": {"get": operation("The version of splitserve.", {JSON: {}})},
-        "/ready": {"get": operation(ready, {JSON: {}}, "503")},
-        "/metrics": {"get": operation("Prometheus metrics.", {TEXT: {}}, *OF_OPERATORS)},
-        "/debug/state": {
-            "get": operation("Every worker with its role, blocks and requests.", {JSON: {}}, *OF_OPERATORS)
-        },
-        "/load": {
-            "get": operation("Requests that are open, waiting, running.", content("Load"), *OF_OPERATORS)
-        },
-        "/server_info": {
-            "get": operation("Version, settings and workers.", content("ServerInfo"), *OF_OPERATORS)
-        },
-        "/props": {"get": operation("Context and sampling defaults.", content("Properties"), "401")},
-        "/tokenizer_info": {
-            "get": operation("The tokenizer's configuration, with the chat template.", {JSON: {}}, "401")
-        },
-        "/openapi.json": {"get": operation("This.", {JSON: {}})},
-        "/docs": {"get": operation("This as a page.", {"text/html": {}})},
+        "/v1/models": get("The model that is served.", content("Models"), "401"),
+        "/v1/models/{model}": in_path("model")
+        | get("The same, by its name.", content("Model"), "401", "404"),
+        "/health": get(
+            "200 while the process serves; `status` is ok or degraded, `checks` say why.", {JSON: {}}
+        ),
+        "/v1/health": get("As /health.", {JSON: {}}),
+        "/ping": get("The same, without content.", {}) | {"post": operation("The same by POST.", {})},
+        "/version": get("The version of splitserve.", {JSON: {}}),
+        "/ready": get(ready, {JSON: {}}, "503"),
+        "/metrics": get("Prometheus metrics.", {TEXT: {}}, *OF_OPERATORS),
+        "/debug/state": get("Every worker with its role, blocks and requests.", {JSON: {}}, *OF_OPERATORS),
+        "/load": get("Requests that are open, waiting, running.", content("Load"), *OF_OPERATORS),
+        "/server_info": get("Version, settings and workers.", content("ServerInfo"), *OF_OPERATORS),
+        "/props": get("Context and sampling defaults.", content("Properties"), "401"),
+        "/tokenizer_info": get("The tokenizer's configuration, with the chat template.", {JSON: {}}, "401"),
+        "/openapi.json": get("This.", {JSON: {}}),
+        "/docs": get("This as a page.", {"text/html": {}}),
     }
 
 
@@ -168,14 +134,11 @@ def _responses() -> dict[str, Any]:
     return {
         path: {
             **one,
-            "get": operation("A stored response; with `stream=true` its events.", response, *found),
+            **get("A stored response; with `stream=true` its events.", response, *found),
             "delete": operation("Delete it.", content("DeletedResponse"), *found),
         },
-        f"{path}/cancel": {
-            **one,
-            "post": operation("End one that runs in the background.", response, *found),
-        },
-        f"{path}/input_items": {**one, "get": operation("What it answers.", {JSON: {}}, *found)},
+        f"{path}/cancel": one | {"post": operation("End one that runs in the background.", response, *found)},
+        f"{path}/input_items": one | get("What it answers.", {JSON: {}}, *found),
     }
 
 
@@ -198,13 +161,10 @@ def batch_paths() -> dict[str, Any]:
         },
         "/v1/files/{id}": {
             **one,
-            "get": operation("A file, without its content.", file, *found),
+            **get("A file, without its content.", file, *found),
             "delete": operation("Delete a file.", content("DeletedFile"), *found),
         },
-        "/v1/files/{id}/content": {
-            **one,
-            "get": operation("A file's content.", {"application/octet-stream": {}}, *found),
-        },
+        "/v1/files/{id}/content": one | get("A file's content.", {"application/octet-stream": {}}, *found),
         "/v1/batches": {
             "post": operation(
                 "Run a file's requests.", batch, *OF_BODIES, body=(JSON, reference("BatchRequest"))
@@ -214,11 +174,9 @@ def batch_paths() -> dict[str, Any]:
                 "parameters": by_page(MAX_PAGE),
             },
         },
-        "/v1/batches/{id}": {**one, "get": operation("A batch and how far it is.", batch, *found)},
-        "/v1/batches/{id}/cancel": {
-            **one,
-            "post": operation("Run no more of its requests.", batch, "400", *found),
-        },
+        "/v1/batches/{id}": one | get("A batch and how far it is.", batch, *found),
+        "/v1/batches/{id}/cancel": one
+        | {"post": operation("Run no more of its requests.", batch, "400", *found)},
     }
 
 

@@ -1,5 +1,5 @@
-"""Schemas of answers for /openapi.json. What a client may send is checked by models, whose schemas these
-stand beside."""
+"""Schemas of answers for /openapi.json, by name. What a client may send is checked by models, whose schemas
+these stand beside."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ def or_null(schema: dict[str, Any]) -> dict[str, Any]:
     return {"anyOf": [schema, {"type": "null"}]}
 
 
-ERROR = record(error=record(message=STRING, type=STRING, param=STRING_OR_NULL, code=STRING_OR_NULL))
-USAGE = record(
+_USAGE = record(
     {
         "prompt_tokens_details": record(cached_tokens=COUNT),
         "completion_tokens_details": record(reasoning_tokens=COUNT),
@@ -102,101 +101,103 @@ def _answer(
 
 def _whole(kind: str, choice: dict[str, Any]) -> dict[str, Any]:
     item = record(_IDS, index=COUNT, finish_reason={"enum": REASONS}, **choice)
-    return _answer(kind, array(item, minItems=1), {"usage": USAGE})
+    return _answer(kind, array(item, minItems=1), {"usage": _USAGE})
 
 
 def _chunk(kind: str, choice: dict[str, Any]) -> dict[str, Any]:
     """The last one has no choices where usage was asked for. "error" ends a choice that could not be
     finished."""
     item = record(_IDS, index=COUNT, finish_reason={"enum": [*REASONS, "error", None]}, **choice)
-    return _answer(kind, array(item), {}, {"usage": or_null(USAGE), "obfuscation": STRING})
+    return _answer(kind, array(item), {}, {"usage": or_null(_USAGE), "obfuscation": STRING})
 
 
-COMPLETION = _whole("text_completion", {"text": STRING, "logprobs": or_null(_TEXT_LOGPROBS)})
-COMPLETION_CHUNK = _chunk("text_completion", {"text": STRING, "logprobs": or_null(_TEXT_LOGPROBS)})
-CHAT_COMPLETION = _whole("chat.completion", {"message": _MESSAGE, "logprobs": or_null(_CHAT_LOGPROBS)})
-CHAT_COMPLETION_CHUNK = _chunk(
-    "chat.completion.chunk", {"delta": _DELTA, "logprobs": or_null(_CHAT_LOGPROBS)}
-)
-_MESSAGE_USAGE = record(
-    input_tokens=COUNT, cache_creation_input_tokens=COUNT, cache_read_input_tokens=COUNT, output_tokens=COUNT
-)
-MESSAGE = record(
-    id=STRING,
-    type={"const": "message"},
-    role={"const": "assistant"},
-    model=STRING,
-    content=array(record(type={"enum": ["text", "thinking", "tool_use"]})),
-    stop_reason={"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
-    stop_sequence=STRING_OR_NULL,
-    usage=_MESSAGE_USAGE,
-)
-RESPONSE = record(
-    id=STRING,
-    object={"const": "response"},
-    created_at=INTEGER,
-    status={"enum": ["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]},
-    model=STRING,
-    output=array(record(id=STRING, type={"enum": ["message", "reasoning", "function_call"]})),
-    usage={"type": ["object", "null"]},
-    error={"type": ["object", "null"]},
-    previous_response_id=STRING_OR_NULL,
-)
-DELETED_RESPONSE = record(id=STRING, object={"const": "response"}, deleted={"const": True})
-TOKEN_COUNT = record(input_tokens=COUNT)
-MESSAGES_ERROR = record(type={"const": "error"}, error=record(type=STRING, message=STRING))
-TOKENS = record(
-    {"token_strs": or_null(array(STRING_OR_NULL))}, count=COUNT, max_model_len=COUNT, tokens=array(COUNT)
-)
-TEXT = record(prompt=STRING)
-PROPERTIES = record(
-    default_generation_settings=record(n_ctx=COUNT, params={"type": "object"}),
-    total_slots=COUNT,
-    model_alias=STRING,
-    model_path=STRING,
-    modalities={"type": "object"},
-    chat_template=STRING,
-    bos_token=STRING,
-    eos_token=STRING,
-    build_info=STRING,
-)
-LOAD = record(server_load=COUNT, waiting=COUNT, running=COUNT)
 _OBJECT = {"type": "object"}
-SERVER_INFO = record(version=STRING, model=STRING, max_model_len=COUNT, workers=_OBJECT, settings=_OBJECT)
-MODEL = record(id=STRING, object={"const": "model"}, created=INTEGER, owned_by=STRING, max_model_len=COUNT)
-MODELS = record(object={"const": "list"}, data=array(MODEL))
-
-FILE = record(
-    id=STRING,
-    object={"const": "file"},
-    bytes=COUNT,
-    created_at=INTEGER,
-    filename=STRING,
-    purpose={"enum": ["batch", "batch_output"]},
-)
-DELETED = record(id=STRING, object={"const": "file"}, deleted={"const": True})
-_BATCH_USAGE = record(
-    input_tokens=COUNT,
-    input_tokens_details=record(cached_tokens=COUNT),
-    output_tokens=COUNT,
-    output_tokens_details=record(reasoning_tokens=COUNT),
-    total_tokens=COUNT,
-)
-BATCH = record(
-    id=STRING,
-    object={"const": "batch"},
-    endpoint=STRING,
-    input_file_id=STRING,
-    created_at=INTEGER,
-    status={"enum": [*OPEN, "failed", "completed", "expired", "cancelled"]},
-    request_counts=record(total=COUNT, completed=COUNT, failed=COUNT),
-    usage=_BATCH_USAGE,
-    output_file_id=STRING_OR_NULL,
-    error_file_id=STRING_OR_NULL,
-)
-
-
-def page(item: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a list, newest first."""
-    ends = {"first_id": STRING_OR_NULL, "last_id": STRING_OR_NULL}
-    return record(object={"const": "list"}, data=array(item), **ends, has_more={"type": "boolean"})
+_MODEL = record(id=STRING, object={"const": "model"}, created=INTEGER, owned_by=STRING, max_model_len=COUNT)
+_TEXT = {"text": STRING, "logprobs": or_null(_TEXT_LOGPROBS)}
+_CHAT = {"logprobs": or_null(_CHAT_LOGPROBS)}
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "Error": record(error=record(message=STRING, type=STRING, param=STRING_OR_NULL, code=STRING_OR_NULL)),
+    "Completion": _whole("text_completion", _TEXT),
+    "CompletionChunk": _chunk("text_completion", _TEXT),
+    "ChatCompletion": _whole("chat.completion", {"message": _MESSAGE, **_CHAT}),
+    "ChatCompletionChunk": _chunk("chat.completion.chunk", {"delta": _DELTA, **_CHAT}),
+    "Response": record(
+        id=STRING,
+        object={"const": "response"},
+        created_at=INTEGER,
+        status={"enum": ["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]},
+        model=STRING,
+        output=array(record(id=STRING, type={"enum": ["message", "reasoning", "function_call"]})),
+        usage={"type": ["object", "null"]},
+        error={"type": ["object", "null"]},
+        previous_response_id=STRING_OR_NULL,
+    ),
+    "DeletedResponse": record(id=STRING, object={"const": "response"}, deleted={"const": True}),
+    "MessagesAnswer": record(
+        id=STRING,
+        type={"const": "message"},
+        role={"const": "assistant"},
+        model=STRING,
+        content=array(record(type={"enum": ["text", "thinking", "tool_use"]})),
+        stop_reason={"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
+        stop_sequence=STRING_OR_NULL,
+        usage=record(
+            input_tokens=COUNT,
+            cache_creation_input_tokens=COUNT,
+            cache_read_input_tokens=COUNT,
+            output_tokens=COUNT,
+        ),
+    ),
+    "TokenCount": record(input_tokens=COUNT),
+    "MessagesError": record(type={"const": "error"}, error=record(type=STRING, message=STRING)),
+    "Tokens": record(
+        {"token_strs": or_null(array(STRING_OR_NULL))}, count=COUNT, max_model_len=COUNT, tokens=array(COUNT)
+    ),
+    "Text": record(prompt=STRING),
+    "Properties": record(
+        default_generation_settings=record(n_ctx=COUNT, params=_OBJECT),
+        total_slots=COUNT,
+        model_alias=STRING,
+        model_path=STRING,
+        modalities=_OBJECT,
+        chat_template=STRING,
+        bos_token=STRING,
+        eos_token=STRING,
+        build_info=STRING,
+    ),
+    "Load": record(server_load=COUNT, waiting=COUNT, running=COUNT),
+    "ServerInfo": record(
+        version=STRING, model=STRING, max_model_len=COUNT, workers=_OBJECT, settings=_OBJECT
+    ),
+    "Models": record(object={"const": "list"}, data=array(_MODEL)),
+    "Model": _MODEL,
+}
+BATCH_SCHEMAS: dict[str, dict[str, Any]] = {
+    "File": record(
+        id=STRING,
+        object={"const": "file"},
+        bytes=COUNT,
+        created_at=INTEGER,
+        filename=STRING,
+        purpose={"enum": ["batch", "batch_output"]},
+    ),
+    "DeletedFile": record(id=STRING, object={"const": "file"}, deleted={"const": True}),
+    "Batch": record(
+        id=STRING,
+        object={"const": "batch"},
+        endpoint=STRING,
+        input_file_id=STRING,
+        created_at=INTEGER,
+        status={"enum": [*OPEN, "failed", "completed", "expired", "cancelled"]},
+        request_counts=record(total=COUNT, completed=COUNT, failed=COUNT),
+        usage=record(
+            input_tokens=COUNT,
+            input_tokens_details=record(cached_tokens=COUNT),
+            output_tokens=COUNT,
+            output_tokens_details=record(reasoning_tokens=COUNT),
+            total_tokens=COUNT,
+        ),
+        output_file_id=STRING_OR_NULL,
+        error_file_id=STRING_OR_NULL,
+    ),
+}

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from ..dialects.ollama import ShowRequest
 from ..dialects.ollama_body import OllamaChatRequest, OllamaGenerateRequest
 from .openapi_answers import COUNT, STRING, array, record
-from .openapi_parts import JSON, OF_BODIES, OF_GENERATION, content, operation, reference
+from .openapi_parts import JSON, OF_BODIES, OF_GENERATION, content, get, operation, reference
 
 LINES = "application/x-ndjson"
 OLLAMA_BODIES: list[type[BaseModel]] = [OllamaChatRequest, OllamaGenerateRequest, ShowRequest]
@@ -42,46 +42,35 @@ OLLAMA_SCHEMAS: dict[str, dict[str, Any]] = {
 
 def ollama_paths() -> dict[str, Any]:
     """/api/..."""
-    chat, text = (reference(kind.__name__) for kind in OLLAMA_BODIES[:2])
-    show = reference(ShowRequest.__name__)
-    lines: dict[str, Any] = {LINES: {}}
     return {
-        "/api/chat": {
-            "post": operation(
-                "Answer a conversation as Ollama does: lines of OllamaChat, or one with `stream` false.",
-                {**content("OllamaChat"), **lines},
-                *OF_GENERATION,
-                body=(JSON, chat),
-                error="OllamaError",
-            )
-        },
-        "/api/generate": {
-            "post": operation(
-                "Answer a prompt as Ollama does: lines of OllamaText, or one with `stream` false.",
-                {**content("OllamaText"), **lines},
-                *OF_GENERATION,
-                body=(JSON, text),
-                error="OllamaError",
-            )
-        },
-        "/api/show": {
-            "post": operation(
-                "The model's context, template and abilities.",
-                content("OllamaModel"),
-                *OF_BODIES,
-                body=(JSON, show),
-                error="OllamaError",
-            )
-        },
-        "/api/tags": {"get": _get("The model that is served.", "OllamaModels")},
-        "/api/ps": {"get": _get("The same, as loaded.", "OllamaModels")},
-        "/api/version": {
-            "get": operation(
-                "The version of Ollama whose API this is.", {JSON: {}}, "401", error="OllamaError"
-            )
-        },
+        "/api/chat": _post(
+            OllamaChatRequest,
+            "OllamaChat",
+            "Answer a conversation as Ollama does: lines of OllamaChat, or one with `stream` false.",
+            *OF_GENERATION,
+            lines=True,
+        ),
+        "/api/generate": _post(
+            OllamaGenerateRequest,
+            "OllamaText",
+            "Answer a prompt as Ollama does: lines of OllamaText, or one with `stream` false.",
+            *OF_GENERATION,
+            lines=True,
+        ),
+        "/api/show": _post(
+            ShowRequest, "OllamaModel", "The model's context, template and abilities.", *OF_BODIES
+        ),
+        "/api/tags": _get("The model that is served.", content("OllamaModels")),
+        "/api/ps": _get("The same, as loaded.", content("OllamaModels")),
+        "/api/version": _get("The version of Ollama whose API this is.", {JSON: {}}),
     }
 
 
-def _get(summary: str, answer: str) -> dict[str, Any]:
-    return operation(summary, content(answer), "401", error="OllamaError")
+def _post(kind: type[BaseModel], answer: str, text: str, *errors: str, lines: bool = False) -> dict[str, Any]:
+    good = {**content(answer), **({LINES: {}} if lines else {})}
+    body = JSON, reference(kind.__name__)
+    return {"post": operation(text, good, *errors, body=body, error="OllamaError")}
+
+
+def _get(summary: str, good: dict[str, Any]) -> dict[str, Any]:
+    return get(summary, good, "401", error="OllamaError")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import openapi_answers as answers
+from .openapi_answers import STRING_OR_NULL, array, record
 
 JSON, TEXT, EVENTS = "application/json", "text/plain", "text/event-stream"
 ERRORS = {
@@ -43,6 +43,13 @@ def operation(
     return operation
 
 
+def get(
+    summary: str, content: dict[str, Any], *errors: str, error: str = "Error"
+) -> dict[str, dict[str, Any]]:
+    """Return the GET of a path; see ``operation``."""
+    return {"get": operation(summary, content, *errors, error=error)}
+
+
 def in_path(name: str) -> dict[str, Any]:
     return {"parameters": [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]}
 
@@ -59,7 +66,10 @@ def by_page(most: int) -> list[dict[str, Any]]:
 
 
 def page(name: str) -> dict[str, Any]:
-    return {JSON: {"schema": answers.page(reference(name))}}
+    """Return the content of a list, newest first."""
+    ends = {"first_id": STRING_OR_NULL, "last_id": STRING_OR_NULL}
+    listed = {"object": {"const": "list"}, "data": array(reference(name)), **ends}
+    return {JSON: {"schema": record(**listed, has_more={"type": "boolean"})}}
 
 
 def content(name: str) -> dict[str, Any]:
