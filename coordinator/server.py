@@ -40,7 +40,6 @@ from .metrics.metrics import Metrics
 from .metrics.objectives import Objectives
 from .metrics.request_log import log_request
 from .metrics.request_trace import end_trace
-from .metrics.sampler import Sampler
 from .metrics.system_snapshot import SystemSnapshot
 from .routes.admin import AdminRoutes, Fleet
 from .routes.gate import Gate
@@ -56,6 +55,7 @@ from .tenants.tenancy import Tenancy
 from .text.served_model import ServedModel
 
 POLL_S = 0.02
+SAMPLE_EVERY_S = 2.0
 DAY_S = 86_400.0
 
 
@@ -104,12 +104,11 @@ class HttpApp:
         self.metrics = Metrics(model.name, system, parts.price_per_hour, parts.failures)
         self.dashboard = Dashboard(model.name, system, self.metrics, parts.objectives)
         self.metrics.listeners.add("dashboard", self.dashboard.view.note)
-        sampled: Listeners[[float, SystemSnapshot]] = Listeners(self.metrics.failures)
-        sampled.add("dashboard", self.dashboard.view.sample)
-        sampled.add("efficiency", self.metrics.efficiency.sample)
         self.health = Health(dispatcher, self.metrics.failures, parts.folders)
-        sampled.add("health", self.health.sample)
-        self.sampler = Sampler(system, sampled)
+        self.system, self.sampled = system, Listeners[[float, SystemSnapshot]](self.metrics.failures)
+        self.sampled.add("dashboard", self.dashboard.view.sample)
+        self.sampled.add("efficiency", self.metrics.efficiency.sample)
+        self.sampled.add("health", self.health.sample)
         self.overload = parts.overload
         self.stored = parts.stored
         self.metrics.registry.register(self.overload)
@@ -242,7 +241,7 @@ class HttpServer:
         """Return once connections are accepted; ``spawn`` starts what runs until ``stop``."""
         allow_many_files()
         await self._server.start(spawn)
-        self._running = [spawn("samples", self.app.sampler.follow()), spawn("slow senders", self._hurry())]
+        self._running = [spawn("samples", self._sample()), spawn("slow senders", self._hurry())]
         self._running.append(spawn("stored bytes", self.app.stored.follow()))
         self._running.append(spawn("admin key", follow("admin key", self.app.operators.refresh)))
         if (tls := self.app.front.tls) is not None:
@@ -260,6 +259,12 @@ class HttpServer:
         await self._server.stop()
         await self.app.responses.stop()
         self.app.generation.reader.close()
+
+    async def _sample(self) -> None:
+        """Show the system to everything that keeps a history of it, again and again."""
+        while True:
+            await asyncio.sleep(SAMPLE_EVERY_S)
+            self.app.sampled(monotonic(), self.app.system())
 
     async def _hurry(self) -> None:
         """Looks for clients that begin a request and do not end it."""

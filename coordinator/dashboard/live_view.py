@@ -1,6 +1,6 @@
 """The recent past of one coordinator, for the dashboard and ``splitserve top``. Pure; monotonic seconds.
 
-Each ended request is appended to a list; every ``PERIOD_S`` the new ones become one point of the history.
+Each ended request is appended to a list; every two seconds the new ones become one point of the history.
 """
 
 from __future__ import annotations

@@ -25,7 +25,6 @@ from splitserve.coordinator.http.access.operators import Operators
 from splitserve.coordinator.http.access.tls import TlsFiles
 from splitserve.coordinator.http.listening_server import ListeningServer
 from splitserve.coordinator.metrics.body_log import BodyLog
-from splitserve.coordinator.metrics.sampler import Sampler
 from splitserve.coordinator.processes import Place
 from splitserve.coordinator.server import HttpServer
 from splitserve.coordinator.socket_dispatcher import SocketDispatcher
@@ -42,7 +41,7 @@ TASKS: dict[str, tuple[Any, str]] = {
     "cluster key": (main, "follow"),
     "keys of tenants": (KeyDirectory, "follow"),
     "limits in Redis": (RedisLimiter, "_stay_alive"),
-    "samples": (Sampler, "follow"),
+    "samples": (HttpServer, "_sample"),
     "slow senders": (HttpServer, "_hurry"),
     "stored bytes": (StoredBytes, "follow"),
     "admin key": (Operators, "refresh"),

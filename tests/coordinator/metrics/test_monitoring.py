@@ -63,7 +63,7 @@ async def metrics(
     dispatcher: FakeDispatcher, model: ServedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> str:
     """All that /metrics can have. Nothing is sampled but by this, however long it takes."""
-    monkeypatch.setattr("splitserve.coordinator.metrics.sampler.PERIOD_S", 1e6)
+    monkeypatch.setattr("splitserve.coordinator.server.SAMPLE_EVERY_S", 1e6)
     store = BatchStore(tmp_path / "batches")
     add_file(store, "acme", b"x", 1.0)
     stored, operators = StoredBytes({"files": tmp_path / "batches"}), Operators(ADMIN_KEY)
