@@ -1,4 +1,4 @@
-"""Finds marks such as ``<tool_call>`` in a growing text."""
+"""Finds marks such as ``<tool_call>``, and stop strings, in a growing text."""
 
 from __future__ import annotations
 
@@ -8,39 +8,37 @@ from collections.abc import Sequence
 class MarkFinder:
     """Holds back what may yet become one of ``marks``."""
 
+    __slots__ = ("_firsts", "_longest", "_marks", "held")
+
     def __init__(self, marks: Sequence[str]) -> None:
         self._marks = tuple(marks)
         self._firsts = {mark[0] for mark in marks}
-        self._held = ""
-
-    @property
-    def held(self) -> str:
-        """What may yet become a mark."""
-        return self._held
+        self._longest = max(map(len, marks))
+        self.held = ""  # what may yet become a mark
 
     def feed(self, text: str) -> tuple[str, str | None, str]:
         """(text before the first mark, the mark, text after it); without a mark: (what is certain to be none,
         None, nothing)."""
-        if not self._held and self._firsts.isdisjoint(text):
+        if not self.held and self._firsts.isdisjoint(text):
             return text, None, ""
-        text = self._held + text
+        text = self.held + text
         found = [(at, mark) for mark in self._marks if (at := text.find(mark)) >= 0]
         if found:
-            at, mark = min(found)
-            self._held = ""
+            at, mark = min(found)  # of two that begin there the shorter one
+            self.held = ""
             return text[:at], mark, text[at + len(mark) :]
-        keep = min(self._hold_from(text, mark) for mark in self._marks)
-        self._held = text[keep:]
+        keep = self._hold_from(text)
+        self.held = text[keep:]
         return text[:keep], None, ""
 
     def finish(self) -> str:
         """What was held back."""
-        text, self._held = self._held, ""
+        text, self.held = self.held, ""
         return text
 
-    @staticmethod
-    def _hold_from(text: str, mark: str) -> int:
-        for length in range(min(len(mark) - 1, len(text)), 0, -1):
-            if text.endswith(mark[:length]):
-                return len(text) - length
+    def _hold_from(self, text: str) -> int:
+        """Return the index of the longest tail with which a mark may begin."""
+        for at in range(max(0, len(text) - self._longest + 1), len(text)):
+            if text[at] in self._firsts and any(mark.startswith(text[at:]) for mark in self._marks):
+                return at
         return len(text)
