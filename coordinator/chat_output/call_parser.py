@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .call_formats import CallFormat
-from .call_readers import CallReader, NamedReader, PythonReader
+from .call_readers import BaseReader, NamedReader, PythonReader
 from .call_scanner import SPACE, CallScanner
 from .events import CallArguments, CallStarted, Content, Event, joined
 from .markers import MarkFinder
@@ -30,7 +30,7 @@ class CallParser:
         self._num_calls = 0
         self._space = ""  # content only if content follows
         self._prefix = ""  # what stands before the text that a call's reader takes
-        self._reader: CallReader = CallScanner()
+        self._reader: BaseReader | CallScanner = CallScanner()
         self._started = False  # the client was sent the begin of the reader's call
         self._listed = False  # the reader's call is one of a list
         self._unopened = False  # an opening mark was content, so its closing mark is content too

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Collection
-from typing import Protocol
 
 from .argument_types import arguments_of_python
 from .call_formats import CALL_ID, CallFormat
@@ -14,36 +14,9 @@ MAX_HEADER_CHARS = 300
 NAME = r"(?P<name>[\w.-]+?)"
 
 
-class CallReader(Protocol):
-    """``raw``: all that it was fed; ``over``: the call is complete, or ``broken``; then the last
-    ``num_unread`` characters are to be read anew."""
-
-    name: str | None
-    id: str | None
-    num_unread: int
-
-    @property
-    def raw(self) -> str: ...
-
-    @property
-    def over(self) -> bool: ...
-
-    @property
-    def broken(self) -> bool: ...
-
-    def feed(self, char: str) -> None:
-        """Take the next character; none after it is ``over``."""
-
-    def take(self) -> str:
-        """Return the JSON text of arguments that has come since the last call; nothing before the name is
-        known."""
-
-    def finish(self) -> None:
-        """No text follows."""
-
-
-class BaseReader:
-    """What the readers of calls that are no JSON objects have in common."""
+class BaseReader(ABC):
+    """Reads one call. ``over``: the call is complete, or ``broken``; then the last ``num_unread`` characters
+    are to be read anew. A ``CallScanner`` has the same attributes and methods."""
 
     name: str | None = None
     id: str | None = None
@@ -56,17 +29,22 @@ class BaseReader:
 
     @property
     def raw(self) -> str:
-        """See ``CallReader``."""
+        """All that it was fed."""
         return "".join(self._raw)
 
+    @abstractmethod
+    def feed(self, char: str) -> None:
+        """Take the next character; none after it is ``over``."""
+
     def take(self) -> str:
-        """See ``CallReader``."""
+        """Return the JSON text of arguments that has come since the last call; nothing before the name is
+        known."""
         text = "".join(self._given)
         self._given.clear()
         return text
 
-    def finish(self) -> None:
-        """See ``CallReader``."""
+    def finish(self) -> None:  # noqa: B027  most have nothing to do
+        """No text follows."""
 
     def _break(self, num_unread: int = 1) -> None:
         self.over = self.broken = True
@@ -85,7 +63,6 @@ class NamedReader(BaseReader):
         self._scanner: CallScanner | None = None
 
     def feed(self, char: str) -> None:
-        """See ``CallReader``."""
         self._raw.append(char)
         if self._scanner is not None:
             self._scanner.feed(char)
@@ -99,7 +76,6 @@ class NamedReader(BaseReader):
             self._in_header(char)
 
     def take(self) -> str:
-        """See ``CallReader``."""
         return super().take() if self._scanner is None else self._scanner.take()
 
     def _in_header(self, char: str) -> None:
@@ -131,7 +107,6 @@ class PythonReader(BaseReader):
         self._depth, self._quote, self._escaped = 0, "", False
 
     def feed(self, char: str) -> None:
-        """See ``CallReader``."""
         self._raw.append(char)
         if self._escaped:
             self._escaped = False

@@ -38,17 +38,14 @@ class ParametersReader(BaseReader):
         self._begun = False  # a parameter was given
 
     def feed(self, char: str) -> None:
-        """See ``CallReader``."""
         self._raw.append(char)
         self._mode(char)
 
     def take(self) -> str:
-        """See ``CallReader``."""
         self._pass_on()
         return super().take()
 
     def finish(self) -> None:
-        """See ``CallReader``."""
         if self._mode == self._after_value:
             self._end_value()
         if self._mode in (self._between, self._after_value) and self.name is not None:
