@@ -2,6 +2,7 @@
 
     ApiError                     status, message, param, code, Retry-After
     ├── InvalidRequest           400
+    │   ├── WrongField           400, param
     │   └── ContextTooLong       400, code context_length_exceeded
     ├── Unauthorized             401
     ├── Forbidden                403
@@ -110,6 +111,13 @@ def _unpickled(kind: type[ApiError], args: tuple[Any, ...], state: dict[str, Any
 
 class InvalidRequest(ApiError):
     status, kind = 400, "invalid_request_error"
+
+
+class WrongField(InvalidRequest):
+    """A field, parameter or header is at fault, by whose name the message begins."""
+
+    def __init__(self, param: str, fault: object) -> None:
+        super().__init__(f"{param}: {fault}", param=param)
 
 
 class ContextTooLong(InvalidRequest):

@@ -69,6 +69,8 @@ class Heard:
     def answered(self, status: int, headers: Headers, body: bytes) -> None:
         assert status == 200, body
 
+    def started(self, headers: Headers) -> None: ...
+
     def streamed(self, data: bytes, *, last: bool) -> None: ...
 
 

@@ -81,5 +81,7 @@ class _Waiting:
         if not self.answer.done():
             self.answer.set_result(Answer(status, headers, body))
 
-    def streamed(self, data: bytes, *, last: bool) -> None:
+    def started(self, headers: Headers) -> None:
         raise AssertionError("batches are not streamed")
+
+    def streamed(self, data: bytes, *, last: bool) -> None: ...

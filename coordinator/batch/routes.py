@@ -15,7 +15,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message, Receive
 
-from ..errors import BodyTooLarge, InvalidRequest, NotFound, Overloaded
+from ..errors import BodyTooLarge, InvalidRequest, NotFound, Overloaded, WrongField
 from ..generate.bodies.fields import Body, Metadata, UnknownFields
 from ..http.answers import account_of, json_response, limit_of, page_of, page_response
 from ..http.body import held_body
@@ -91,9 +91,9 @@ class BatchRoutes:
             ) as form:
                 file, purpose = form.get("file"), form.get("purpose")
                 if not isinstance(file, UploadFile):
-                    raise InvalidRequest("file: must be a file of a multipart/form-data body", param="file")
+                    raise WrongField("file", "must be a file of a multipart/form-data body")
                 if purpose != "batch":
-                    raise InvalidRequest("purpose: must be 'batch' on this server", param="purpose")
+                    raise WrongField("purpose", "must be 'batch' on this server")
                 return await self._answered(request, _file(await self._store(file, account)))
         except HTTPException as error:
             raise InvalidRequest(f"The body must be multipart/form-data: {error.detail}") from error

@@ -18,7 +18,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from ...transport.latency_bounds import attainment, notation, parse_bounds
-from ..errors import InvalidRequest, NotFound
+from ..errors import NotFound, WrongField
 from ..metrics.metrics import Metrics
 from ..metrics.objectives import Objectives
 from ..metrics.system_snapshot import SystemSnapshot
@@ -125,7 +125,7 @@ def _objectives(request: Request) -> Objectives | None:
             raise ValueError("write it as ttft=2,tpot=0.05@p90, in seconds")
         bounds = parse_bounds(text)
     except ValueError as error:
-        raise InvalidRequest(f"slo: {error}", param="slo") from None
+        raise WrongField("slo", error) from None
     seconds = {name: bound.seconds for name, bound in bounds.items()}
     return Objectives(seconds.get("ttft"), seconds.get("tpot"), attainment(bounds))
 
@@ -133,5 +133,5 @@ def _objectives(request: Request) -> Objectives | None:
 def _number(request: Request, name: str) -> int:
     text = request.query_params.get(name, "0")
     if not (text.isascii() and text.isdigit() and len(text) < 16):
-        raise InvalidRequest(f"{name}: {text[:40]!r} is no number", param=name)
+        raise WrongField(name, f"{text[:40]!r} is no number")
     return int(text)

@@ -64,8 +64,8 @@ class ChatStream:
         options = {"include_usage": True, "continuous_usage_stats": True}
         data = orjson.dumps({**body, "stream": True, "stream_options": options})
         kept = {name: headers[name] for name in ASKED_WITH if name in headers}
-        self.headers: Headers = []
-        self._call = _Call(generation, endpoint, data, account, self, kept)
+        self.headers: dict[str, str] = {}  # that the asker's answer repeats
+        self._call = InnerCall(generation, endpoint, data, account, self, kept)
         self._most = generation.limits.max_buffered_bytes
         self._chunks: deque[bytes] = deque()
         self._num_waiting_bytes = 0
@@ -105,8 +105,7 @@ class ChatStream:
     # --- as a listener -----------------------------------------------------------------------------
 
     def started(self, headers: Headers) -> None:
-        """Take the headers of the stream."""
-        self.headers = _passed_on(headers)
+        self.headers = {name.decode(): value.decode() for name, value in _passed_on(headers)}
 
     def answered(self, status: int, headers: Headers, body: bytes) -> None:
         """See ``Listener``: it was refused."""
@@ -121,16 +120,6 @@ class ChatStream:
         if self._num_waiting_bytes > self._most and not last:
             self._over = True
             asyncio.get_running_loop().call_soon(self.abandon)  # not from within a write
-
-
-class _Call(InnerCall):
-    """An ``InnerCall`` that passes the stream's headers on."""
-
-    __slots__ = ()
-
-    def start(self, status: int, headers: Headers) -> None:
-        assert isinstance(self._listener, ChatStream)
-        self._listener.started(headers)
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from ..errors import ContextTooLong, InvalidRequest, NotFound, StorageFull, Unavailable
+from ..errors import ContextTooLong, InvalidRequest, NotFound, StorageFull, Unavailable, WrongField
 from ..generate.api import GenerationApi
 from ..generate.plan import parse
 from ..generate.prompts import prompts_of
@@ -72,13 +72,14 @@ class ResponsesRoutes:
         if asked.background:
             return await self.background.begin(request, chat, answer, items, streamed=bool(asked.stream))
         stream = await self._dialect.begin(request, chat)
-        headers = {name.decode(): value.decode() for name, value in stream.headers}
         if not asked.stream:
             await while_connected(request, read_whole(stream, answer))
             await self._save(request, answer, items)
-            return Response(orjson.dumps(answer.whole()), 200, headers, "application/json")
+            return Response(orjson.dumps(answer.whole()), 200, stream.headers, "application/json")
         events = self._saved(request, answer, items, events_of(stream, answer))
-        return StreamingResponse(encoded(events), 200, {**headers, **EVENT_STREAM}, "text/event-stream")
+        return StreamingResponse(
+            encoded(events), 200, {**stream.headers, **EVENT_STREAM}, "text/event-stream"
+        )
 
     async def _count(self, request: Request) -> Response:
         asked = await self._dialect.read(request, CountInputRequest)
@@ -100,7 +101,7 @@ class ResponsesRoutes:
             return json_response(stored.response)
         after = request.query_params.get("starting_after", "-1")
         if not after.removeprefix("-").isdecimal() or len(after) > 9:
-            raise InvalidRequest("starting_after: must be the number of an event", param="starting_after")
+            raise WrongField("starting_after", "must be the number of an event")
         return self.background.resume(account_of(request).tenant, stored, int(after))
 
     async def _delete(self, request: Request) -> Response:
@@ -181,9 +182,7 @@ class ResponsesRoutes:
 
     def _stored_ones(self, param: str) -> ResponseStore:
         if self._store is None:
-            raise InvalidRequest(
-                f"{param}: this server stores no responses; give --responses-file", param=param
-            )
+            raise WrongField(param, "this server stores no responses; give --responses-file")
         return self._store
 
     async def _save(self, request: Request, answer: ResponseAnswer, items: Sequence[Item]) -> None:

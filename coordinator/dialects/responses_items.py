@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..errors import InvalidRequest
+from ..errors import WrongField
 from .responses_tools import arguments_of, chat_name
 
 Item = dict[str, Any]
@@ -78,13 +78,13 @@ def encrypted(thought: str) -> str:
 def _checked(index: int, item: Any) -> Item:
     path = f"input[{index}]"
     if not isinstance(item, dict):
-        raise _wrong(path, "must be an object")
+        raise WrongField(path, "must be an object")
     kind = item.get("type") or ("message" if "role" in item else None)
     strings: tuple[str, ...] = ()
     match kind:
         case "message":
             if item.get("role") not in ROLES:
-                raise _wrong(f"{path}.role", f"must be one of {', '.join(ROLES)}")
+                raise WrongField(f"{path}.role", f"must be one of {', '.join(ROLES)}")
             _check_text(item.get("content"), f"{path}.content")
         case "function_call":
             strings = ("call_id", "name", "arguments")
@@ -99,10 +99,10 @@ def _checked(index: int, item: Any) -> Item:
             pass
         case _:
             known = ", ".join((*PREFIXES, "item_reference"))
-            raise _wrong(f"{path}.type", f"must be one of {known}, not {kind!r}")
+            raise WrongField(f"{path}.type", f"must be one of {known}, not {kind!r}")
     for name in (*strings, *(["id"] if item.get("id") else [])):
         if not isinstance(item.get(name), str):
-            raise _wrong(f"{path}.{name}", "must be a string")
+            raise WrongField(f"{path}.{name}", "must be a string")
     return {**item, "type": kind, "id": item.get("id") or new_id(kind)}
 
 
@@ -110,13 +110,13 @@ def _check_text(content: Any, path: str) -> None:
     if isinstance(content, str):
         return
     if not isinstance(content, list):
-        raise _wrong(path, "must be a string or a list of text parts")
+        raise WrongField(path, "must be a string or a list of text parts")
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(kind, str) or kind not in TEXT_PARTS:
-            raise _wrong(f"{path}[{i}].type", f"must be one of {', '.join(TEXT_PARTS)}, not {kind!r}")
+            raise WrongField(f"{path}[{i}].type", f"must be one of {', '.join(TEXT_PARTS)}, not {kind!r}")
         if not isinstance(part.get(TEXT_PARTS[kind]), str):
-            raise _wrong(f"{path}[{i}].{TEXT_PARTS[kind]}", "must be a string")
+            raise WrongField(f"{path}[{i}].{TEXT_PARTS[kind]}", "must be a string")
 
 
 def _text(content: Any, name: str) -> str:
@@ -136,7 +136,3 @@ def _thought(item: Item) -> str:
         except (binascii.Error, UnicodeDecodeError):
             return ""
     return ""
-
-
-def _wrong(path: str, message: str) -> InvalidRequest:
-    return InvalidRequest(f"{path}: {message}", param=path)

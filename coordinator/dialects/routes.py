@@ -9,7 +9,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from ..errors import ApiError, InvalidRequest
+from ..errors import ApiError, WrongField
 from ..generate.api import GenerationApi
 from ..generate.bodies.fields import Body, UnknownFields
 from ..generate.resumption import LAST_ID_HEADER
@@ -71,8 +71,7 @@ class Dialect:
         """Return the body as ``kind``; the reader process validates large ones. Raises ApiError."""
         headers, limits = dict(request.scope["headers"]), self.generation.limits
         if LAST_ID_HEADER in headers:
-            message = "Last-Event-ID: events have no ids here; leave it out for the whole answer"
-            raise InvalidRequest(message, param="Last-Event-ID")
+            raise WrongField("Last-Event-ID", "events have no ids here; leave it out for the whole answer")
         bounds = limits.max_body_bytes, self.generation.overload
         async with held_body(headers, request.receive, *bounds, self._framing.check_source) as body:
             if len(body) > LARGE_BODY_BYTES:
@@ -109,13 +108,12 @@ class Dialect:
         self, request: Request, stream: ChatStream, answer: Answer, *, streamed: bool
     ) -> Response:
         """Return the response: the answer's events as they come, or the whole answer."""
-        headers = {name.decode(): value.decode() for name, value in stream.headers}
         if streamed:
             media_type, encode, _ = self._framing
             events = encode(events_of(stream, answer))
-            return StreamingResponse(events, 200, {**headers, **EVENT_STREAM}, media_type)
+            return StreamingResponse(events, 200, {**stream.headers, **EVENT_STREAM}, media_type)
         await while_connected(request, read_whole(stream, answer))
-        return Response(orjson.dumps(answer.whole()), 200, headers, "application/json")
+        return Response(orjson.dumps(answer.whole()), 200, stream.headers, "application/json")
 
 
 async def events_of(stream: ChatStream, answer: Answer) -> AsyncIterator[Event]:

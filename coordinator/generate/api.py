@@ -15,7 +15,7 @@ from time import monotonic
 from typing import Any, TypeVar
 
 from ...transport.process.otel import Tracing
-from ..errors import ApiError, InternalError, InvalidRequest, MethodNotAllowed, Overloaded, no_workers
+from ..errors import ApiError, InternalError, MethodNotAllowed, Overloaded, WrongField, no_workers
 from ..http.access.access import Access
 from ..http.access.forwarded import TrustedProxies
 from ..http.body import ClientGone
@@ -229,7 +229,7 @@ class GenerationApi:
         """Make the exchange with its first choices: all of them, if the plan is a quick one."""
         if plan.num_choices > (most := self.limits.max_choices):
             asked = f"{len(plan.prompts)} prompts times n (or best_of) are {plan.num_choices} choices"
-            raise InvalidRequest(f"n: {asked}; at most {most} are allowed", param="n")
+            raise WrongField("n", f"{asked}; at most {most} are allowed")
         if plan.unknown_fields:
             self._unknown.note(plan.unknown_fields)
         key = IdempotencyKey.of(call)

@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from ...transport.messages.fields import MAX_GRAMMAR_BYTES
 from ...transport.messages.token_rules import TokenRules
 from ..chat_output.call_formats import ARGS
-from ..errors import InvalidRequest
+from ..errors import WrongField
 from ..text.served_model import ServedModel
 from ..text.tokenizer import Tokenizer
 from .bodies.chat import ChatCompletionRequest
@@ -70,8 +70,9 @@ def with_rules(
         return grammar
     if wrong := [token_id for token_id in allowed if token_id >= model.vocab_size]:
         found = f"token ids {', '.join(map(str, wrong[:20]))}"
-        message = f"allowed_token_ids: {found} are outside the vocabulary of {model.vocab_size} tokens"
-        raise InvalidRequest(message, param="allowed_token_ids")
+        raise WrongField(
+            "allowed_token_ids", f"{found} are outside the vocabulary of {model.vocab_size} tokens"
+        )
     # as it stands, and in a sentence
     spelled = [text for word in bad for text in (word, f" {word.lstrip()}")]
     runs = dict.fromkeys(
@@ -79,7 +80,7 @@ def with_rules(
     )
     rules = TokenRules(allowed=tuple(allowed), bad=tuple(runs), grammar=grammar.decode()).packed()
     if len(rules) > MAX_GRAMMAR_BYTES:
-        raise InvalidRequest("bad_words: are too long, together with the format", param="bad_words")
+        raise WrongField("bad_words", "are too long, together with the format")
     return rules
 
 
@@ -111,7 +112,7 @@ class GrammarCheck:
             tokenizer = self._loaded or self._load()
         divisors = {int(found.replace(b".", b"")[:20].strip(b"0") or 1) for found in DIVISOR.findall(grammar)}
         if math.prod(divisors) > MAX_DIVISORS or (b"%json" in grammar and HIDDEN.search(grammar)):
-            raise InvalidRequest(f"{param}: `multipleOf` has too many digits, or is hidden", param=param)
+            raise WrongField(param, "`multipleOf` has too many digits, or is hidden")
         matcher = LLMatcher(
             tokenizer, grammar.decode(), log_level=0, limits=LLParserLimits(max_lexer_states=MAX_LEXER_STATES)
         )
@@ -122,7 +123,7 @@ class GrammarCheck:
         for warning in matcher.get_grammar_warnings():
             _log.info("%s: left to the model: %s", param, warning[:MAX_REASON_CHARS])
         if reason:
-            raise InvalidRequest(f"{param}: {_for_people(reason)}", param=param)
+            raise WrongField(param, _for_people(reason))
         with self._lock:
             self._good[grammar] = None
             if len(self._good) > MAX_REMEMBERED:

@@ -15,7 +15,7 @@ import orjson
 from msgspec.structs import replace
 
 from ...transport.messages.messages import SamplingParams
-from ..errors import InvalidRequest
+from ..errors import InvalidRequest, WrongField
 from ..http.call import Endpoint
 from ..http.limits import HttpLimits
 from ..lifecycle.request import PriorityClass
@@ -232,12 +232,11 @@ def timeout_of(field: float | None, headers: Mapping[bytes, bytes], longest_s: f
         except ValueError:
             asked = 0.0
         if not 0 < asked < float("inf"):
-            raise InvalidRequest(f"{param}: {value[:40]!r} is no number of seconds above 0", param=param)
+            raise WrongField(param, f"{value[:40]!r} is no number of seconds above 0")
     if asked is None:
         return longest_s
     if asked > longest_s:
-        message = f"{param}: at most {longest_s:g} seconds are allowed here, not {asked:g}"
-        raise InvalidRequest(message, param=param)
+        raise WrongField(param, f"at most {longest_s:g} seconds are allowed here, not {asked:g}")
     return asked
 
 
@@ -252,8 +251,7 @@ def on_timeout_of(request: GenerateRequest, headers: Mapping[bytes, bytes]) -> O
     if not asked:
         return "timeout" if request.timeout is not None or TIMEOUT_HEADER in headers else "length"
     if asked not in get_args(OnTimeout):
-        message = f"{name}: {asked[:40]!r} is none of {', '.join(get_args(OnTimeout))}"
-        raise InvalidRequest(message, param=name)
+        raise WrongField(name, f"{asked[:40]!r} is none of {', '.join(get_args(OnTimeout))}")
     return cast(OnTimeout, asked)
 
 

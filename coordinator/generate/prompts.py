@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ..errors import ContextTooLong, InvalidRequest
+from ..errors import ContextTooLong, WrongField
 from ..text.served_model import ServedModel
 from ..text.tokenizer import PIECE_CHARS, Tokenizer
 from .bodies.chat import ChatCompletionRequest
@@ -96,7 +96,7 @@ def prompts_of(request: CompletionRequest | ChatCompletionRequest, model: Served
         prompts, param = _completion_prompts(request, model, keep=keep), "prompt"
     for prompt in prompts:
         if not prompt.token_ids:
-            raise InvalidRequest(f"{param}: must not be empty", param=param)
+            raise WrongField(param, "must not be empty")
     if keep is not None:
         with_text = isinstance(request, CompletionRequest) and bool(request.echo)
         return [_kept(prompt, keep, model, with_text=with_text) for prompt in prompts]
@@ -130,9 +130,7 @@ def chat_prompt(
     """Render messages by the chat template, which writes BOS if the model has one. Raises InvalidRequest."""
     template = model.template_for(request.chat_template)
     if (goes_on := bool(request.continue_final_message)) and messages[-1].role != "assistant":
-        raise InvalidRequest(
-            "continue_final_message: the last message must be the assistant's", param="continue_final_message"
-        )
+        raise WrongField("continue_final_message", "the last message must be the assistant's")
     text = template.render(
         [message.for_template() for message in messages],
         add_generation_prompt=request.add_generation_prompt is not False and not goes_on,
@@ -173,9 +171,7 @@ def encode(
         found += tokenizer.encode(some, add_special_tokens=add_special_tokens)
         room -= sum(map(len, found[-len(some) :]))
         if room < 0:
-            raise InvalidRequest(
-                f"{param}: has more than {MAX_TOKENS} tokens in all; send several requests", param=param
-            )
+            raise WrongField(param, f"has more than {MAX_TOKENS} tokens in all; send several requests")
     return found
 
 
@@ -201,10 +197,9 @@ def _completion_prompts(request: CompletionRequest, model: ServedModel, *, keep:
     ids = [prompt for prompt in prompts if isinstance(prompt, list)]
     for token_ids in ids:
         if max(token_ids) >= model.vocab_size:
-            message = (
-                f"prompt: token id {max(token_ids)} is outside the vocabulary of {model.vocab_size} tokens"
+            raise WrongField(
+                "prompt", f"token id {max(token_ids)} is outside the vocabulary of {model.vocab_size} tokens"
             )
-            raise InvalidRequest(message, param="prompt")
     return [Prompt(token_ids, _text_of(token_ids, model) if request.echo else "") for token_ids in ids]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import convert
 
 from ...transport.messages.messages import SamplingParams
-from ..errors import ContextTooLong, InvalidRequest
+from ..errors import ContextTooLong, WrongField
 from ..text.served_model import ServedModel
 from .bodies.chat import ChatCompletionRequest
 from .bodies.completion import CompletionRequest
@@ -86,8 +86,6 @@ def _check_unusual(fields: dict[str, Any], vocab_size: int) -> None:
         bad = [token_id for token_id in fields.get(name, ()) if token_id >= vocab_size]
         if bad:
             found = f"token ids {', '.join(map(str, bad))}"
-            message = f"{name}: {found} are outside the vocabulary of {vocab_size} tokens"
-            raise InvalidRequest(message, param=name)
+            raise WrongField(name, f"{found} are outside the vocabulary of {vocab_size} tokens")
     if (min_tokens := fields.get("min_tokens", 0)) > (max_tokens := fields["max_tokens"]):
-        message = f"min_tokens: is {min_tokens}, more than the {max_tokens} tokens allowed at most"
-        raise InvalidRequest(message, param="min_tokens")
+        raise WrongField("min_tokens", f"is {min_tokens}, more than the {max_tokens} tokens allowed at most")

@@ -22,7 +22,7 @@ from msgspec import msgpack
 from msgspec.structs import replace
 
 from ...transport.messages.messages import ANSWER_ID_BYTES, SamplingParams, TokenLogprobs, u32
-from ..errors import AnswerDiffers, ApiError, InvalidRequest
+from ..errors import AnswerDiffers, ApiError, WrongField
 from ..http.call import Call
 from ..lifecycle.request import Ended, Request
 from .choice import Choice
@@ -54,15 +54,13 @@ class IdempotencyKey(NamedTuple):
         if (key := call.headers.get(KEY_HEADER)) is None:
             return None
         if not KEY.fullmatch(key):
-            message = "Idempotency-Key: has to be 1 to 255 visible ASCII characters, without spaces"
-            raise InvalidRequest(message, param="Idempotency-Key")
+            raise WrongField("Idempotency-Key", "has to be 1 to 255 visible ASCII characters, without spaces")
         seen = None
         if (last := call.headers.get(LAST_ID_HEADER)) is not None:
             if (found := EVENT_ID.fullmatch(last)) is None:
-                message = (
-                    "Last-Event-ID: is no id of an event of this server; leave it out for the whole answer"
+                raise WrongField(
+                    "Last-Event-ID", "is no id of an event of this server; leave it out for the whole answer"
                 )
-                raise InvalidRequest(message, param="Last-Event-ID")
             seen = Seen(int(found[1]), int(found[2], 16), None if found[3] is None else int(found[3]))
         tenant = call.account.tenant.encode()
         return cls(_digest(32, tenant, key), seen)

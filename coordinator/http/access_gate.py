@@ -9,6 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..errors import ApiError
 from .access.access import Access, Headers, is_preflight
 from .access.forwarded import TrustedProxies
+from .answers import error_response
 from .call import CallHandler
 from .overload import Overload
 
@@ -51,11 +52,9 @@ class AccessGate:
 
 async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
     """Answers a request or a WebSocket's opening with an error."""
-    headers = {name.decode(): value.decode() for name, value in error.headers()}
     if scope["type"] == "websocket":
         await receive()  # its opening
-    body = error.body_for(scope["path"])
-    await Response(body, error.status, headers, media_type="application/json")(scope, receive, send)
+    await error_response(error, scope["path"])(scope, receive, send)
 
 
 def _with_headers(send: Send, more: Headers) -> Send:

@@ -8,7 +8,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..errors import InvalidRequest
+from ..errors import ApiError, WrongField
 from ..tenants.limits import ANONYMOUS, Account
 
 
@@ -22,11 +22,17 @@ def json_response(value: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(value), status, media_type="application/json")
 
 
+def error_response(error: ApiError, path: str) -> Response:
+    """Return an error in the form that clients of this path know."""
+    headers = {name.decode(): value.decode() for name, value in error.headers()}
+    return Response(error.body_for(path), error.status, headers, media_type="application/json")
+
+
 def limit_of(request: Request, default: int, most: int) -> int:
     """Return the length of the page that is asked for. Raises InvalidRequest."""
     text = request.query_params.get("limit", str(default))
     if not text.isascii() or not text.isdigit() or len(text) > 6 or not 1 <= int(text) <= most:
-        raise InvalidRequest(f"limit: must be a number from 1 to {most}", param="limit")
+        raise WrongField("limit", f"must be a number from 1 to {most}")
     return int(text)
 
 

@@ -16,6 +16,9 @@ class Listener(Protocol):
     def answered(self, status: int, headers: Headers, body: bytes) -> None:
         """Take the whole answer, not streamed."""
 
+    def started(self, headers: Headers) -> None:
+        """Take the headers of a stream, before its first events."""
+
     def streamed(self, data: bytes, *, last: bool) -> None:
         """Take more of a stream: whole server-sent events."""
 
@@ -59,7 +62,7 @@ class InnerCall(Call):
             self._close()
 
     def start(self, status: int, headers: Headers) -> None:
-        """See ``Call``: the listener needs none of it."""
+        self._listener.started(headers)
 
     def write(self, data: bytes) -> None:
         if not self._completed and data:

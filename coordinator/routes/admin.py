@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from ...transport.messages.messages import Role
 from ...transport.process.settings import LogLevel
-from ..errors import InvalidRequest, NotFound
+from ..errors import InvalidRequest, NotFound, WrongField
 from ..http.answers import json_response
 from ..lifecycle.request import Dispatcher
 
@@ -54,7 +54,7 @@ class AdminRoutes:
     async def _flip(self, request: Request) -> Response:
         worker_id, role = request.path_params["worker"], request.query_params.get("to", "")
         if role not in get_args(Role):
-            raise InvalidRequest(f"to: {role[:40]!r} is none of {', '.join(get_args(Role))}", param="to")
+            raise WrongField("to", f"{role[:40]!r} is none of {', '.join(get_args(Role))}")
         ordered = self._dispatcher.flip(worker_id, cast(Role, role), _timeout_s(request))
         if ordered is None:
             raise self._unknown(worker_id)
@@ -72,9 +72,7 @@ class AdminRoutes:
     async def _set_log_level(self, request: Request) -> Response:
         level = request.path_params["level"]
         if level not in get_args(LogLevel):
-            raise InvalidRequest(
-                f"level: {level[:40]!r} is none of {', '.join(get_args(LogLevel))}", param="level"
-            )
+            raise WrongField("level", f"{level[:40]!r} is none of {', '.join(get_args(LogLevel))}")
         logging.getLogger().setLevel(level.upper())
         _log.warning("log level is now %s", level)
         return json_response({"level": level})
@@ -89,9 +87,7 @@ def _timeout_s(request: Request) -> float | None:
     except ValueError:
         timeout_s = -1.0
     if not 0 <= timeout_s <= 3600:
-        raise InvalidRequest(
-            f"timeout_s: {text[:40]!r} is no number of seconds from 0 to 3600", param="timeout_s"
-        )
+        raise WrongField("timeout_s", f"{text[:40]!r} is no number of seconds from 0 to 3600")
     return timeout_s
 
 

@@ -29,7 +29,7 @@ from ..full_disk import is_full
 from ..generate.api import GenerationApi
 from ..generate.bodies.fields import Body, UnknownFields
 from ..generate.token_pages import DetokenizeRequest, TokenizeRequest, detokenized, tokenized
-from ..http.answers import json_response
+from ..http.answers import error_response, json_response
 from ..http.body import ClientGone, held_body
 from ..http.call import Endpoint
 from ..http.limits import LARGE_BODY_BYTES
@@ -166,8 +166,7 @@ def error_handlers() -> Any:
 
 
 def _error(error: ApiError, request: Request) -> Response:
-    headers = {name.decode(): value.decode() for name, value in error.headers()}
-    return Response(error.body_for(request.url.path), error.status, headers, media_type="application/json")
+    return error_response(error, request.url.path)
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ..errors import InvalidRequest
+from ..errors import InvalidRequest, WrongField
 from ..http.answers import json_response
 from ..tenants.errors import TenantsFileError
 from ..tenants.settings import SQLITE
@@ -62,7 +62,7 @@ def groups(text: str) -> list[By]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in get_args(By):
-            raise InvalidRequest(f"by: {name[:40]!r} is none of {', '.join(get_args(By))}", param="by")
+            raise WrongField("by", f"{name[:40]!r} is none of {', '.join(get_args(By))}")
     return cast(list[By], names)
 
 

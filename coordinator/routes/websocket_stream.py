@@ -16,14 +16,14 @@ from collections import deque
 from typing import Any
 
 import orjson
-from starlette.responses import Response
 from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from ..errors import ApiError, Headers, InvalidRequest, Unauthorized
+from ..errors import ApiError, Headers, InvalidRequest, Unauthorized, WrongField
 from ..generate.api import GenerationApi
 from ..generate.formats import DONE
 from ..generate.reader.websocket_message import parsed_message, with_stream
+from ..http.answers import error_response
 from ..http.call import Endpoint
 from ..http.inner_call import InnerCall
 from ..tenants.limits import ANONYMOUS, Account
@@ -54,9 +54,7 @@ class WebSocketStreams:
             try:
                 self._generation.access.check_origin(dict(socket.scope["headers"]))
             except ApiError as error:
-                await socket.send_denial_response(
-                    Response(error.body(), error.status, media_type="application/json")
-                )
+                await socket.send_denial_response(error_response(error, PATH))
                 return
         await socket.accept(SUBPROTOCOL if SUBPROTOCOL in socket.scope.get("subprotocols", ()) else None)
         await _Connection(socket, self._generation, socket.scope.get("account", ANONYMOUS)).run()
@@ -133,9 +131,9 @@ class _Connection:
             return
         endpoint = ENDPOINTS.get(message.get("endpoint", "/v1/chat/completions"))
         if endpoint is None:
-            raise InvalidRequest(f"endpoint: must be one of {', '.join(ENDPOINTS)}", param="endpoint")
+            raise WrongField("endpoint", f"must be one of {', '.join(ENDPOINTS)}")
         if id in self._calls:
-            raise InvalidRequest(f"id: a request {id!r} is running", param="id")
+            raise WrongField("id", f"a request {id!r} is running")
         if len(self._calls) >= MAX_RUNNING:
             raise InvalidRequest(f"At most {MAX_RUNNING} requests may run on one connection.")
         listener = _Listener(self, id)
@@ -159,6 +157,8 @@ class _Listener:
         else:
             self._connection.send({"id": self._id, "error": orjson.loads(body)["error"], "status": status})
         self._connection.over(self._id)
+
+    def started(self, headers: Headers) -> None: ...
 
     def streamed(self, data: bytes, *, last: bool) -> None:
         for event in data.split(b"\n\n"):

@@ -60,9 +60,6 @@ class Everyone:
     def account_of_key(self, key_id: int) -> Account | None:
         return ANONYMOUS if key_id == 0 else None
 
-    def close(self) -> None:
-        """Nothing is open."""
-
 
 class Limiter(Protocol):
     """Called on the event loop; never blocks it for long."""

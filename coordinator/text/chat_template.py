@@ -19,7 +19,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ..errors import InvalidRequest
+from ..errors import InvalidRequest, WrongField
 from .tokenizer import Tokenizer, read_json
 
 REFUSALS = (
@@ -148,8 +148,7 @@ class ChatTemplate:
             return text
         text, found, _ = text.rpartition(END_MARK)
         if not found:
-            wrong = "continue_final_message: the chat template leaves the last message out"
-            raise InvalidRequest(wrong, param="continue_final_message")
+            raise WrongField("continue_final_message", "the chat template leaves the last message out")
         return text
 
     def _with_known_fields(self, message: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..chat_output.style import ChatStyle, ReasoningOption, ToolParserOption
-from ..errors import CannotStart, InvalidRequest, NotFound
+from ..errors import CannotStart, InvalidRequest, NotFound, WrongField
 from .chat_template import ChatTemplate
 from .tokenizer import Tokenizer, read_json
 
@@ -121,15 +121,15 @@ class ServedModel:
         """Return the model's chat template, or that of a request. Raises InvalidRequest."""
         if source is not None:
             if not self.trusts_templates:
-                wrong = (
-                    "chat_template: this server renders with the model's own template alone; leave it out, "
-                    "and pass variables in chat_template_kwargs (--trust-request-chat-template allows it)"
+                raise WrongField(
+                    "chat_template",
+                    "this server renders with the model's own template alone; leave it out, "
+                    "and pass variables in chat_template_kwargs (--trust-request-chat-template allows it)",
                 )
-                raise InvalidRequest(wrong, param="chat_template")
             try:
                 return _compiled(source, tuple(self.tokenizer.special_tokens().items()))
             except ValueError as error:
-                raise InvalidRequest(f"chat_template: {error}", param="chat_template") from error
+                raise WrongField("chat_template", error) from error
         if self.chat_template is None:
             raise InvalidRequest(
                 f"The model {self.name!r} has no chat template; use /v1/completions.", param="messages"

@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from ...errors import InvalidRequest
+from ...errors import InvalidRequest, WrongField
 
 MAX_ID_CHARS = 256
 
@@ -14,7 +14,7 @@ MAX_ID_CHARS = 256
 def with_stream(body: Any) -> bytes:
     """A message's body as a request's. Raises InvalidRequest."""
     if not isinstance(body, dict):
-        raise InvalidRequest("body: must be an object", param="body")
+        raise WrongField("body", "must be an object")
     return orjson.dumps({"stream": True, **body})
 
 
@@ -31,10 +31,9 @@ def parsed_message(text: str | bytes | bytearray | None) -> dict[str, Any]:
         or not isinstance(message.get("id"), str)
         or not 1 <= len(message["id"]) <= MAX_ID_CHARS
     ):
-        raise InvalidRequest(
-            f"id: a message must be an object with an id, a string of 1 to {MAX_ID_CHARS} characters",
-            param="id",
+        raise WrongField(
+            "id", f"a message must be an object with an id, a string of 1 to {MAX_ID_CHARS} characters"
         )
     if not isinstance(message.get("endpoint", ""), str):
-        raise InvalidRequest("endpoint: must be a string", param="endpoint")
+        raise WrongField("endpoint", "must be a string")
     return message
