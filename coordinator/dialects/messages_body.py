@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field
 
-from ..errors import InvalidRequest
-from ..generate.bodies.fields import INT64, Body, invalid, schema, unknown_inside
+from ..errors import WrongField
+from ..generate.bodies.fields import INT64, Body, invalid, schema
 from ..generate.bodies.messages import MAX_MESSAGES
 from ..generate.bodies.tools import MAX_TOOLS
 
@@ -171,7 +171,7 @@ class CountTokensRequest(Body):
     output_config: OutputConfig | None = None
 
     def unknown_fields(self) -> list[str]:
-        return [path for path in unknown_inside(self) if path.rpartition(".")[2] not in IGNORED]
+        return [path for path in super().unknown_fields() if path.rpartition(".")[2] not in IGNORED]
 
     def for_chat(self) -> dict[str, Any]:
         """Return the body of the chat completion. Raises InvalidRequest."""
@@ -182,7 +182,7 @@ class CountTokensRequest(Body):
                 messages += message.for_chat()
             except ValueError as error:
                 path = f"messages[{i}].content"
-                raise InvalidRequest(f"{path}: {error}", param=path) from error
+                raise WrongField(path, error) from error
         chat: dict[str, Any] = {"model": self.model, "messages": messages}
         if self.messages[-1].role == "assistant":  # the answer begins with it
             chat |= {"continue_final_message": True, "add_generation_prompt": False}

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ...transport.messages.fields import MAX_TEMPERATURE
-from ..generate.bodies.fields import INT64, NULL, Body, invalid, schema, unknown_within
+from ..generate.bodies.fields import INT64, NULL, Body, invalid, schema
 from ..generate.bodies.messages import MAX_MESSAGES
+from ..generate.bodies.other_fields import OWN_SAMPLER, Refused, check_others
 from ..generate.bodies.sampling import STOP
 from ..generate.bodies.tools import MAX_TOOLS, Tool
 
 LATEST = ":latest"
-Neutral = tuple[Any, ...]
-_OWN_SAMPLER = "this sampler is not built"
 IGNORED_OPTIONS = {
     "num_ctx": "how much memory is set aside; the server's context holds, and a longer prompt is refused",
     "num_keep": "of a context that shifts; here an answer ends with the context",
@@ -28,14 +27,14 @@ IGNORED_OPTIONS = {
     "mirostat_tau": "of mirostat, which is refused", "mirostat_eta": "of mirostat, which is refused",
 }  # fmt: skip
 """By name: what it is about, which is why it cannot change an answer."""
-REFUSED_OPTIONS: dict[str, tuple[str, Neutral]] = {
+REFUSED_OPTIONS: Refused = {
     "repeat_last_n": ("`repeat_penalty` counts the whole sequence", (-1,)),
-    "tfs_z": (_OWN_SAMPLER, (1,)),
-    "typical_p": (_OWN_SAMPLER, (1,)),
-    "mirostat": (_OWN_SAMPLER, (0,)),
+    "tfs_z": (OWN_SAMPLER, (1,)),
+    "typical_p": (OWN_SAMPLER, (1,)),
+    "mirostat": (OWN_SAMPLER, (0,)),
     "penalize_newline": ("newlines are penalized as all tokens", (True,)),
 }
-REFUSED: dict[str, tuple[str, Neutral]] = {
+REFUSED: Refused = {
     "images": ("the server takes text alone", ([],)),
     "suffix": ("filling in is not built; send the model's own marks in `prompt` with `raw` true", ("",)),
     "template": ("the server renders with the model's own template", ("",)),
@@ -47,18 +46,8 @@ REFUSED: dict[str, tuple[str, Neutral]] = {
     "steps": ("the server makes no images", (0,)),
     "debug_render_only": ("use /tokenize", (False,)),
 }
-"""Fields and options that would change the answer: the reason in the error, and the values that change
-nothing."""
 CHAT_OPTIONS = {"repeat_penalty": "repetition_penalty"}
 """Options whose name in a chat is another."""
-
-
-def refuse(given: Mapping[str, Any] | None, refused: Mapping[str, tuple[str, Neutral]], path: str) -> None:
-    """Raise PydanticCustomError for a field that is not built and would change the answer."""
-    for name, value in (given or {}).items():
-        why, neutral = refused.get(name, ("", ()))
-        if why and value is not None and value not in neutral:
-            raise invalid(f"{path}{name}: is not supported here: {why}")
 
 
 def _format(value: Any) -> Any:
@@ -92,12 +81,15 @@ class Options(Body):
 
     @model_validator(mode="after")
     def _known(self) -> Self:
-        refuse(self.model_extra, REFUSED_OPTIONS, "options.")
+        check_others(self.model_extra, REFUSED_OPTIONS, "options.")
         known = {*IGNORED_OPTIONS, *REFUSED_OPTIONS}
         if unknown := sorted(set(self.model_extra or ()) - known):
             names = ", ".join(type(self).model_fields)
             raise invalid(f"options.{unknown[0][:64]}: is no option of this server, which has {names}")
         return self
+
+    def unknown_fields(self) -> list[str]:
+        return []  # each is refused, or known to change nothing
 
     def for_chat(self) -> dict[str, Any]:
         """Return the chat's fields beside ``num_predict``."""
@@ -143,7 +135,7 @@ class OllamaRequest(Body):
 
     @model_validator(mode="after")
     def _all_built(self) -> Self:
-        refuse(self.model_extra, REFUSED, "")
+        check_others(self.model_extra, REFUSED)
         return self
 
     def unknown_fields(self) -> list[str]:
@@ -183,11 +175,6 @@ class OllamaChatRequest(OllamaRequest):
 
     messages: Annotated[list[OllamaMessage], Field(max_length=MAX_MESSAGES)] = Field(default_factory=list)
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-
-    def unknown_fields(self) -> list[str]:
-        """See ``Body``."""
-        inner = [unknown_within(f"messages[{i}]", message) for i, message in enumerate(self.messages)]
-        return super().unknown_fields() + [name for names in inner for name in names]
 
     def for_chat(self) -> dict[str, Any]:
         """Return the body of the chat completion."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from ...transport.messages.fields import MAX_TEMPERATURE
-from ..generate.bodies.fields import INT64, STRING, Body, Metadata, invalid, schema, unknown_inside
+from ..generate.bodies.fields import INT64, STRING, Body, Metadata, invalid, schema
 from ..generate.bodies.messages import MAX_MESSAGES
 from ..generate.bodies.sampling import ServiceTier
 from ..generate.bodies.tools import MAX_TOOLS
@@ -113,7 +113,7 @@ class CountInputRequest(Body):
         return self
 
     def unknown_fields(self) -> list[str]:
-        found = [name for name in unknown_inside(self) if name not in IGNORED]
+        found = [name for name in super().unknown_fields() if name not in IGNORED]
         return found + unknown_of_tools(self.tools or ())
 
     @property

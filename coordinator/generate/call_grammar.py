@@ -5,23 +5,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import orjson
 
-from ..chat_output.call_formats import CALL_ID, MARK, CallFormat
+from ..chat_output.call_formats import CALL_ID, CallFormat
 from ..chat_output.harmony import CHANNEL, MESSAGE, NEXT_MESSAGE
 from ..chat_output.reasoning import ThoughtMarks
 from .bodies.tools import Tool, parameters_of
 from .json_schemas import guided
-from .parameter_grammar import parameter_rules
+from .parameter_grammar import Term, parameter_rules, quoted, terms
 
 WHITESPACE = r"[ \n\t]{0,20}"
 ANYTHING = "/(?s:.*)/"
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
-Term = Callable[[str], str]
-"""A mark as Lark writes it: a string in quotes or, where it is one, a special token's number."""
 
 
 def call_grammar(form: CallFormat, tools: Sequence[Tool], term: Term, *, parallel: bool) -> bytes:
@@ -120,7 +118,7 @@ def _calls(form: CallFormat, tools: Sequence[Tool], term: Term) -> list[str]:
 
 def _one(form: CallFormat, name: str, arguments: str, term: Term) -> str:
     values = {
-        "$name": _text(json.dumps(name) if form.body == "object" else name),
+        "$name": quoted(json.dumps(name) if form.body == "object" else name),
         "$arguments": arguments,
         "$parameters": arguments,
         "$index": "/[0-9]{1,4}/",
@@ -151,9 +149,9 @@ def _bare_at_will(form: CallFormat, tools: Sequence[Tool], term: Term, parallel:
     if form.body == "python":
         head, taken = rf"{space}\[{space}", rf"({any_name})\("
         heads = [rf"{head}{re.escape(name)}\(" for name in names]
-        more = f"({_text(form.between or '')} more)*" if parallel else ""
+        more = f"({quoted(form.between or '')} more)*" if parallel else ""
         tail, end = f'")" {more} "]"', ""
-        others = [f'more_{i}: {_text(name + "(")} args_{i} ")"' for i, name in enumerate(names)]
+        others = [f'more_{i}: {quoted(name + "(")} args_{i} ")"' for i, name in enumerate(names)]
         others.append("more: " + " | ".join(f"more_{i}" for i in range(len(names))))
     else:
         typed = f'("type"{colon}"function"{space},{space})?'
@@ -173,13 +171,3 @@ def _bare_at_will(form: CallFormat, tools: Sequence[Tool], term: Term, parallel:
         end,
         f"TEXT: {ANYTHING} & ~/(?s:{head}({taken}).*)/",
     ]
-
-
-def terms(text: str, term: Term) -> str:
-    """Return a text in Lark's terms: its marks, and what stands between them."""
-    parts = re.split(f"({MARK.pattern})", text)
-    return " ".join(term(part) if MARK.fullmatch(part) else _text(part) for part in parts if part)
-
-
-def _text(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

@@ -9,9 +9,11 @@ from typing import Any
 
 from ..chat_output.argument_types import kinds_of, resolved
 from ..chat_output.call_formats import MARK, CallFormat
-from ..errors import InvalidRequest
+from ..errors import WrongField
 from .json_schemas import JOINS, OPENS, guided, is_odd
 
+Term = Callable[[str], str]
+"""A mark as Lark writes it: a string in quotes or, where it is one, a special token's number."""
 ANYTHING = "(?s:.*)"
 ANY_TEXT = f"/{ANYTHING}/"
 FREE = {"type", "title", "description", "default", "examples", "anyOf"}
@@ -42,7 +44,7 @@ FORMATS = {
 
 
 def parameter_rules(
-    form: CallFormat, tool: int, schema: dict[str, Any], term: Callable[[str], str], *, lenient: bool
+    form: CallFormat, tool: int, schema: dict[str, Any], term: Term, *, lenient: bool
 ) -> Iterator[str]:
     """Yield the rules of ``args_<tool>``: the properties in their order, those not required may be missing.
 
@@ -78,9 +80,7 @@ def parameter_rules(
 class _Rules:
     """Writes the rules of single parameters."""
 
-    def __init__(
-        self, form: CallFormat, schema: dict[str, Any], term: Callable[[str], str], lenient: bool
-    ) -> None:
+    def __init__(self, form: CallFormat, schema: dict[str, Any], term: Term, lenient: bool) -> None:
         self._schema, self._term, self._lenient = schema, term, lenient
         self._is_python = form.body == "python"
         self._before, rest = form.parameter.split("$key")
@@ -174,16 +174,14 @@ class _Rules:
         return f"{name}[suffix={json.dumps(self._after)}]: {texts}"
 
     def _terms(self, text: str) -> str:
-        parts = re.split(f"({MARK.pattern})", text)
-        return " ".join(
-            self._term(p) if MARK.fullmatch(p) else json.dumps(p, ensure_ascii=False) for p in parts if p
-        )
+        return terms(text, self._term)
 
 
 def _check_held(schema: dict[str, Any], odd: set[str], lenient: bool) -> None:
     if not lenient and (found := schema.keys() & odd):
-        message = f"tools: this model's calls cannot hold a strict schema to `{min(found)}`; leave it out"
-        raise InvalidRequest(message, param="tools")
+        raise WrongField(
+            "tools", f"this model's calls cannot hold a strict schema to `{min(found)}`; leave it out"
+        )
 
 
 def _whole(pattern: str) -> str:
@@ -207,3 +205,14 @@ def _whole(pattern: str) -> str:
 def escaped(text: str) -> str:
     """Return a regular expression of the text."""
     return "".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
+
+
+def terms(text: str, term: Term) -> str:
+    """Return a text in Lark's terms: its marks, and what stands between them."""
+    parts = re.split(f"({MARK.pattern})", text)
+    return " ".join(term(part) if MARK.fullmatch(part) else quoted(part) for part in parts if part)
+
+
+def quoted(text: str) -> str:
+    """Return a text as Lark's string."""
+    return json.dumps(text, ensure_ascii=False)

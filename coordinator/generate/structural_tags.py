@@ -13,10 +13,10 @@ from typing import Any
 import orjson
 
 from ..chat_output.call_formats import FORMATS, MARK, ToolStyle
-from ..errors import InvalidRequest
+from ..errors import WrongField
 from .bodies.output_format import Kind, OutputFormat, grammar_of
-from .call_grammar import ANYTHING, Term, parts_of, terms
-from .parameter_grammar import escaped, parameter_rules
+from .call_grammar import ANYTHING, parts_of
+from .parameter_grammar import Term, escaped, parameter_rules, terms
 
 Follow = tuple[str, ...] | None
 """Empty strings: the format stands last. None: what follows does not end a free text."""
@@ -35,12 +35,12 @@ def structural_grammar(wanted: OutputFormat, term: Term) -> bytes:
             tree = {"type": "triggered_tags", "triggers": wanted.value["triggers"], "tags": tags}
         return _Rules(wanted.param, term).grammar(tree)
     except KeyError as error:
-        message = f"{wanted.param}: a structural tag lacks the field {error}"
+        fault = f"a structural tag lacks the field {error}"
     except (TypeError, ValueError, AttributeError) as error:
-        message = f"{wanted.param}: the structural tag cannot be read: {error}"
+        fault = f"the structural tag cannot be read: {error}"
     except RecursionError:
-        message = f"{wanted.param}: the structural tag is nested too deeply"
-    raise InvalidRequest(message, param=wanted.param)
+        fault = "the structural tag is nested too deeply"
+    raise WrongField(wanted.param, fault)
 
 
 def _of_structure(given: Format) -> Format:

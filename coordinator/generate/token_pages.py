@@ -7,12 +7,11 @@ from typing import Annotated, Any, Self
 
 import orjson
 from pydantic import Field, model_validator
-from pydantic_core import PydanticCustomError
 
-from ..errors import InvalidRequest
+from ..errors import WrongField
 from ..text.served_model import ServedModel
-from .bodies.fields import INT64, MAX_TOKENS, Body
-from .bodies.messages import MAX_MESSAGES, Message, TemplateFields, unknown_of_messages
+from .bodies.fields import INT64, MAX_TOKENS, Body, invalid
+from .bodies.messages import MAX_MESSAGES, Message, TemplateFields
 from .prompts import chat_prompt, encode
 
 
@@ -27,12 +26,8 @@ class TokenizeRequest(TemplateFields):
     @model_validator(mode="after")
     def _one_input(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise PydanticCustomError("invalid", "prompt: give either `prompt` or `messages`")
+            raise invalid("prompt: give either `prompt` or `messages`")
         return self
-
-    def unknown_fields(self) -> list[str]:
-        """See ``Body``."""
-        return super().unknown_fields() + unknown_of_messages(self.messages or ())
 
 
 class DetokenizeRequest(Body):
@@ -66,6 +61,5 @@ def detokenized(request: DetokenizeRequest, model: ServedModel) -> bytes:
     """Raises ApiError."""
     model.check_name(request.model)
     if request.tokens and (most := max(request.tokens)) >= model.vocab_size:
-        message = f"tokens: token id {most} is outside the vocabulary of {model.vocab_size} tokens"
-        raise InvalidRequest(message, param="tokens")
+        raise WrongField("tokens", f"token id {most} is outside the vocabulary of {model.vocab_size} tokens")
     return orjson.dumps({"prompt": model.tokenizer.decode(request.tokens)})

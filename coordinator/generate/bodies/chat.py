@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
-from pydantic_core import PydanticCustomError
 
-from .fields import INT64, invalid, only, scalars, unknown_within
-from .messages import MAX_MESSAGES, Message, TemplateFields, unknown_of_messages
+from .fields import INT64, invalid, only, scalars
+from .messages import MAX_MESSAGES, Message, TemplateFields
 from .sampling import SamplingFields
 from .tools import (
     FUNCTION_CALL,
@@ -47,19 +46,10 @@ class ChatCompletionRequest(SamplingFields, TemplateFields):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.top_logprobs and not self.logprobs:
-            raise PydanticCustomError("invalid", "top_logprobs: only allowed with `logprobs` true")
+            raise invalid("top_logprobs: only allowed with `logprobs` true")
         if self.functions is not None or self.function_call is not None:
             self._check_functions()
         return self if self.choice_of_tools is None and not self.all_tools else self._calls_are_possible()
-
-    def unknown_fields(self) -> list[str]:
-        """See ``Body``."""
-        found = super().unknown_fields() + unknown_of_messages(self.messages)
-        for i, tool in enumerate(self.tools or ()):
-            found += unknown_within(f"tools[{i}]", tool)
-        for i, function in enumerate(self.functions or ()):
-            found += unknown_within(f"functions[{i}]", function)
-        return found
 
     @property
     def num_logprobs(self) -> int | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
-from pydantic_core import PydanticCustomError
 
 from .fields import STRING, invalid, only, scalars, schema
 from .sampling import MAX_CHOICES, SamplingFields
@@ -91,7 +90,5 @@ class CompletionRequest(SamplingFields):
         if self.stream and self.num_candidates > n:
             raise invalid("best_of: cannot be streamed when more than `n`; which are best shows at the end")
         if self.max_tokens == 0 and not self.echo:
-            raise PydanticCustomError(
-                "invalid", "max_tokens: must be at least 1, or 0 with `echo` to score the prompt"
-            )
+            raise invalid("max_tokens: must be at least 1, or 0 with `echo` to score the prompt")
         return self

@@ -29,29 +29,20 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, hide_input_in_errors=True)
 
     def unknown_fields(self) -> list[str]:
-        """Return the paths of unknown fields that have a value."""
-        if self.model_extra:
-            return sorted(name for name, value in self.model_extra.items() if value is not None)
-        return []
-
-
-def unknown_within(path: str, inner: Body) -> list[str]:
-    """Return the unknown fields of an inner object, with its path before theirs."""
-    return [f"{path}.{name}" for name in inner.unknown_fields()]
-
-
-def unknown_inside(body: Body) -> list[str]:
-    """Return the unknown fields of a body, and of all that it holds."""
-    found = Body.unknown_fields(body)
-    for name in body.model_fields_set & set(type(body).model_fields):
-        value = getattr(body, name)
-        if isinstance(value, Body):
-            found += [f"{name}.{inner}" for inner in unknown_inside(value)]
-        elif isinstance(value, list):
-            for i, each in enumerate(value):
-                if isinstance(each, Body):
-                    found += [f"{name}[{i}].{inner}" for inner in unknown_inside(each)]
-    return found
+        """Return the paths of unknown fields that have a value, here and in all objects within."""
+        extra = self.model_extra
+        found = sorted(name for name in extra if extra[name] is not None) if extra else []
+        for name in sorted(self.model_fields_set):
+            value = getattr(self, name)
+            if isinstance(value, str):  # as most fields of a chat's messages are
+                continue
+            if isinstance(value, Body):
+                found += [f"{name}.{inner}" for inner in value.unknown_fields()]
+            elif isinstance(value, list) and value and isinstance(value[0], Body):
+                found += [
+                    f"{name}[{i}].{inner}" for i, each in enumerate(value) for inner in each.unknown_fields()
+                ]
+        return found
 
 
 def invalid(message: str) -> PydanticCustomError:

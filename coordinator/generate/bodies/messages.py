@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from ...text.chat_template import Arguments
-from .fields import NULL, Body, invalid, scalars, schema, unknown_within
+from .fields import NULL, Body, invalid, scalars, schema
 from .tools import MAX_TOOLS, Tool
 
 MAX_MESSAGES = 10_000
@@ -62,9 +61,6 @@ class ToolCall(Body):
     type: str | None = None
     function: CalledFunction
 
-    def unknown_fields(self) -> list[str]:
-        return super().unknown_fields() + unknown_within("function", self.function)
-
     def for_template(self) -> dict[str, Any]:
         """Return the call with its arguments parsed: OpenAI's clients send them as text, templates write them
         as JSON."""
@@ -109,12 +105,6 @@ class Message(Body):
             raise invalid(f"a message of role {self.role!r} needs `content`")
         return self
 
-    def unknown_fields(self) -> list[str]:
-        found = super().unknown_fields()
-        for i, call in enumerate(self.tool_calls or ()):
-            found += unknown_within(f"tool_calls[{i}]", call)
-        return found
-
     def for_template(self) -> dict[str, Any]:
         """Return the message as Hugging Face chat templates take it: older fields of OpenAI's become
         today's."""
@@ -135,12 +125,6 @@ class Message(Body):
         if (thought := self.reasoning_content or self.reasoning) is not None:
             fields["reasoning_content"] = thought
         return fields
-
-
-def unknown_of_messages(messages: Sequence[Message]) -> list[str]:
-    """Unknown fields of a body's ``messages``; mostly there are none, and this is asked for every request."""
-    odd = [(i, message) for i, message in enumerate(messages) if message.model_extra or message.tool_calls]
-    return [path for i, message in odd for path in unknown_within(f"messages[{i}]", message)]
 
 
 MAX_TEMPLATE_CHARS = 1 << 18

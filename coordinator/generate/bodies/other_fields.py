@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic_core import PydanticCustomError
+from .fields import invalid
 
+Refused = Mapping[str, tuple[str, tuple[Any, ...]]]
+"""Fields that are not built, by name: the reason in the error, and the values that change nothing."""
 IGNORED = {
     # OpenAI
     "store": "whether the service keeps the answer",
@@ -46,8 +48,8 @@ IGNORED = {
 }
 """By name: what it is about, which is why it cannot change an answer."""
 
-_OWN_SAMPLER = "this sampler is not built"
-REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
+OWN_SAMPLER = "this sampler is not built"
+REFUSED: Refused = {
     # OpenAI
     "audio": ("this model gives text alone", ()),
     "prediction": ("predicted outputs are not built", ()),
@@ -86,14 +88,14 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "n_probs": ("use `logprobs`", (0,)),
     "repeat_penalty": ("use `repetition_penalty`", (1,)),
     "repeat_last_n": ("penalties count the whole sequence", (-1,)),
-    "mirostat": (_OWN_SAMPLER, (0,)),
-    "typical_p": (_OWN_SAMPLER, (1,)),
-    "tfs_z": (_OWN_SAMPLER, (1,)),
-    "top_a": (_OWN_SAMPLER, (0,)),
-    "top_n_sigma": (_OWN_SAMPLER, (-1, 0)),
-    "xtc_probability": (_OWN_SAMPLER, (0,)),
-    "dry_multiplier": (_OWN_SAMPLER, (0,)),
-    "dynatemp_range": (_OWN_SAMPLER, (0,)),
+    "mirostat": (OWN_SAMPLER, (0,)),
+    "typical_p": (OWN_SAMPLER, (1,)),
+    "tfs_z": (OWN_SAMPLER, (1,)),
+    "top_a": (OWN_SAMPLER, (0,)),
+    "top_n_sigma": (OWN_SAMPLER, (-1, 0)),
+    "xtc_probability": (OWN_SAMPLER, (0,)),
+    "dry_multiplier": (OWN_SAMPLER, (0,)),
+    "dynatemp_range": (OWN_SAMPLER, (0,)),
     "samplers": ("the order of samplers is fixed", ([],)),
     "lora": ("the server has no adapters", ([],)),
     "thinking_forced_open": ("the chat template decides it", (False,)),
@@ -104,13 +106,11 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "watermark": ("answers are not marked", (False,)),
     "adapter_id": ("the server has no adapters", ()),
 }
-"""By name: the reason in the error, and the values that change nothing."""
 
 
-def check_others(given: Mapping[str, Any]) -> None:
+def check_others(given: Mapping[str, Any] | None, refused: Refused = REFUSED, path: str = "") -> None:
     """Raise PydanticCustomError for a field that would change the answer and is not built."""
-    for name, value in given.items():
-        why, neutral = REFUSED.get(name, ("", ()))
+    for name, value in (given or {}).items():
+        why, neutral = refused.get(name, ("", ()))
         if why and value is not None and value not in neutral:
-            message = f"{name}: is not supported here: {why}"
-            raise PydanticCustomError("invalid", "{message}", {"message": message})
+            raise invalid(f"{path}{name}: is not supported here: {why}")

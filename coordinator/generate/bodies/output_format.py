@@ -14,10 +14,10 @@ import orjson
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 from pydantic import WithJsonSchema
-from pydantic_core import PydanticCustomError
 
-from ...errors import InvalidRequest
+from ...errors import WrongField
 from ..json_schemas import guided, strict_fault
+from .fields import NULL, STRING, invalid
 
 MAX_CHOICES = 1000
 MAX_CHARS = 100_000
@@ -51,7 +51,7 @@ def grammar_of(wanted: OutputFormat) -> bytes:
     try:
         return _grammar_of(wanted).encode()
     except ValueError as error:
-        raise InvalidRequest(f"{wanted.param}: {error}", param=wanted.param) from error
+        raise WrongField(wanted.param, error) from error
 
 
 def _grammar_of(wanted: OutputFormat) -> str:
@@ -107,7 +107,7 @@ def check_response_format(value: Any) -> OutputFormat | None:
         case "structural_tag":
             return _structural_tag(given, param)
     known = "'text', 'json_object', 'json_schema' or 'structural_tag'"
-    raise _invalid(f"type {kind!r} is not known; use {known}")
+    raise invalid(f"type {kind!r} is not known; use {known}")
 
 
 def _structural_tag(given: Any, param: str) -> OutputFormat:
@@ -115,27 +115,27 @@ def _structural_tag(given: Any, param: str) -> OutputFormat:
         try:
             given = orjson.loads(given)
         except orjson.JSONDecodeError as error:
-            raise _invalid(f"the structural tag is not valid JSON: {error}") from error
+            raise invalid(f"the structural tag is not valid JSON: {error}") from error
     match given:
         case {"format": dict()} | {"structures": [_, *_], "triggers": [_, *_]}:
             _bounded(_dumped(given))
             names = ("type", "format") if "format" in given else ("type", "structures", "triggers")
             return OutputFormat("structural_tag", given, param, _unknown_within(given, names, param))
-    raise _invalid("a structural tag needs `format`, or `structures` and `triggers`")
+    raise invalid("a structural tag needs `format`, or `structures` and `triggers`")
 
 
 def _json_schema(given: dict[str, Any], unknown: tuple[str, ...]) -> OutputFormat:
     param, outer = "response_format", given.get("json_schema", given)
     bare = outer is not given and isinstance(outer, dict) and bool(BARE & outer.keys())
     if not isinstance(outer, dict) or ("schema" not in outer and not bare):
-        raise _invalid('type \'json_schema\' needs {"json_schema": {"name": "...", "schema": {...}}}')
+        raise invalid('type \'json_schema\' needs {"json_schema": {"name": "...", "schema": {...}}}')
     if "schema" not in outer or outer is given:
         return _json(outer.get("schema", outer), param)._replace(unknown=unknown, lenient=True)
     known = ("name", "description", "schema", "strict")
     unknown += _unknown_within(outer, known, f"{param}.json_schema")
     found = _json(outer["schema"], param)._replace(unknown=unknown, lenient=outer.get("strict") is not True)
     if not found.lenient and (fault := strict_fault(orjson.loads(found.value))):
-        raise _invalid(f"the schema cannot be strict: {fault}")
+        raise invalid(f"the schema cannot be strict: {fault}")
     return found
 
 
@@ -148,10 +148,10 @@ def check_structured_outputs(value: Any) -> OutputFormat | None:
     if value is None:
         return None
     if not isinstance(value, dict):
-        raise _invalid("must be an object")
+        raise invalid("must be an object")
     given = {key: inner for key, inner in value.items() if inner is not None and inner is not False}
     if len(given) != 1 or next(iter(given)) not in (*KINDS, "json_object"):
-        raise _invalid(f"must have exactly one of {', '.join(KINDS)} and json_object")
+        raise invalid(f"must have exactly one of {', '.join(KINDS)} and json_object")
     ((key, inner),) = given.items()
     if key == "json_object":
         return OutputFormat("json", '{"type":"object"}', "structured_outputs")
@@ -168,11 +168,11 @@ def _json(schema: Any, param: str) -> OutputFormat:
         try:
             schema = orjson.loads(schema)
         except orjson.JSONDecodeError as error:
-            raise _invalid(f"the schema is not valid JSON: {error}") from error
+            raise invalid(f"the schema is not valid JSON: {error}") from error
     if schema is True:
         schema = {}  # whatever is JSON; llguidance takes objects only
     if not isinstance(schema, dict):
-        raise _invalid("the schema allows nothing" if schema is False else "the schema must be an object")
+        raise invalid("the schema allows nothing" if schema is False else "the schema must be an object")
     return OutputFormat("json", _bounded(_dumped(schema)), param)
 
 
@@ -180,13 +180,13 @@ def _dumped(value: Any) -> str:
     try:
         return orjson.dumps(value).decode()
     except (orjson.JSONEncodeError, RecursionError) as error:
-        raise _invalid(f"it cannot be read: {error}") from error
+        raise invalid(f"it cannot be read: {error}") from error
 
 
 def _text(kind: Literal["regex", "grammar"]) -> Any:
     def check(value: Any, param: str) -> OutputFormat:
         if not isinstance(value, str) or not value:
-            raise _invalid("must be a string that is not empty")
+            raise invalid("must be a string that is not empty")
         return OutputFormat(kind, _bounded(value), param)
 
     return check
@@ -198,9 +198,9 @@ def _choice(value: Any, param: str) -> OutputFormat:
         or not value
         or not all(isinstance(choice, str) and choice for choice in value)
     ):
-        raise _invalid("must be a list of strings that are not empty")
+        raise invalid("must be a list of strings that are not empty")
     if len(value) > MAX_CHOICES:
-        raise _invalid(f"has {len(value)} entries; at most {MAX_CHOICES} are allowed")
+        raise invalid(f"has {len(value)} entries; at most {MAX_CHOICES} are allowed")
     _bounded("".join(value))
     return OutputFormat("choice", value, param)
 
@@ -216,18 +216,12 @@ _CHECKS: dict[str, Callable[[Any, str], OutputFormat]] = {
 
 def _bounded(text: str) -> str:
     if len(text.encode(errors="replace")) > MAX_CHARS:
-        raise _invalid(f"is longer than {MAX_CHARS} bytes")
+        raise invalid(f"is longer than {MAX_CHARS} bytes")
     return text
 
 
-def _invalid(message: str) -> PydanticCustomError:
-    return PydanticCustomError("invalid", "{message}", {"message": message})
-
-
 _OBJECT: dict[str, Any] = {"type": "object"}
-_STRING: dict[str, Any] = {"type": "string", "minLength": 1}
-_STRINGS: dict[str, Any] = {"type": "array", "items": _STRING, "minItems": 1, "maxItems": MAX_CHOICES}
-NULL: dict[str, Any] = {"type": "null"}
+_STRINGS: dict[str, Any] = {"type": "array", "items": STRING, "minItems": 1, "maxItems": MAX_CHOICES}
 
 
 def object_with(needed: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -246,10 +240,10 @@ _SCHEMA = _typed("json_schema", {"json_schema": _JSON_SCHEMA})
 RESPONSE_FORMAT = WithJsonSchema({"anyOf": [_typed("text"), _typed("json_object"), _SCHEMA, _TAGGED, NULL]})
 _ONE_OF = {
     "json": _OBJECT,
-    "regex": _STRING,
+    "regex": STRING,
     "choice": _STRINGS,
-    "grammar": _STRING,
-    "structural_tag": {"anyOf": [_OBJECT, _STRING]},
+    "grammar": STRING,
+    "structural_tag": {"anyOf": [_OBJECT, STRING]},
     "json_object": {"const": True},
 }
 NAMED = {key: WithJsonSchema({"anyOf": [kind, NULL]}) for key, kind in _ONE_OF.items()}

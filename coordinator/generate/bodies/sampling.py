@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from ....transport.messages.fields import MAX_TEMPERATURE
 from ..request_ids import CLIENT_ID
-from .fields import INT64, MAX_TOKENS, NULL, STRING, Body, Metadata, invalid, scalars, schema, unknown_within
+from .fields import INT64, MAX_TOKENS, NULL, STRING, Body, Metadata, invalid, scalars, schema
 from .other_fields import IGNORED, check_others
 from .output_format import (
     NAMED,
@@ -163,10 +162,9 @@ class SamplingFields(Body):
 
     @model_validator(mode="after")
     def _options_need_stream(self) -> Self:
-        if self.model_extra:
-            check_others(self.model_extra)
+        check_others(self.model_extra)
         if self.stream_options is not None and not self.stream:
-            raise PydanticCustomError("invalid", "stream_options: only allowed with `stream` true")
+            raise invalid("stream_options: only allowed with `stream` true")
         if self.prompt_logprobs is not None and self.stream:
             raise invalid("prompt_logprobs: not available with `stream` true")
         if self.allowed_token_ids and self.min_tokens:
@@ -190,8 +188,6 @@ class SamplingFields(Body):
 
     def unknown_fields(self) -> list[str]:
         found = [name for name in super().unknown_fields() if name not in IGNORED]
-        if self.stream_options is not None:
-            found += unknown_within("stream_options", self.stream_options)
         return found if self.response_format is None else [*found, *self.response_format.unknown]
 
     @property

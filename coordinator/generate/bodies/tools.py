@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from ..json_schemas import guided, strict_fault
-from .fields import Body, invalid, unknown_within
+from .fields import Body, invalid
 from .output_format import object_with
 
 MAX_TOOLS = 128
@@ -43,9 +43,6 @@ class Tool(Body):
 
     type: Literal["function"]
     function: Function
-
-    def unknown_fields(self) -> list[str]:
-        return super().unknown_fields() + unknown_within("function", self.function)
 
 
 class ToolChoice(NamedTuple):

@@ -149,7 +149,7 @@ async def test_unknown_fields_are_named_with_their_path(
         assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
         assert (await http.post("/tokenize", json={"messages": messages[:1]})).status_code == 200
     formats = ["response_format.indent", "response_format.json_schema.loose"]
-    paths = ["frobnicate", "stream_options.pace", *formats, *paths, "tools[0].free", "tools[0].function.cost"]
+    paths = ["frobnicate", *paths, "stream_options.pace", "tools[0].free", "tools[0].function.cost", *formats]
     lines = [record.getMessage().partition(": ")[2] for record in caplog.records]
     assert lines == [", ".join(map(repr, paths)), "'messages[0].mood'"]
 
