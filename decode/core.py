@@ -195,15 +195,14 @@ class DecodeCore(RoleCore[ReceiverAction | SenderAction, DecodeStep]):
             self._actions.append(action)
 
     def _join(self, join: Join, now: float) -> None:
-        spec = join.spec
+        spec = join.handoff.spec
         if (older := self.scheduler.by_request.get(spec.request_id)) is not None:
             self._drop(older.key)
         tokens = u32_array(spec.token_ids)
-        state = SamplingState(
-            spec.sampling, tokens[: spec.num_prompt_tokens], [*tokens[spec.num_prompt_tokens :], join.token]
-        )
+        output = [*tokens[spec.num_prompt_tokens :], join.handoff.token]
+        state = SamplingState(spec.sampling, tokens[: spec.num_prompt_tokens], output)
         last_hash = join.last_hash or root_hash(self._kv_name, spec.salt)
-        self._actions.append(ToCoordinator(join.message(len(state.output_token_ids) - 1)))
+        self._actions.append(ToCoordinator(join.message(len(output) - 1)))
         self.scheduler.join(
             join.key,
             spec.request_id,

@@ -103,12 +103,9 @@ class LeaseTable:
         self._actions.append(
             Join(
                 incoming.key,
-                handoff.spec,
+                handoff,
                 incoming.blocks,
-                handoff.token,
-                handoff.logprobs,
                 incoming.num_cached - behind,
-                handoff.num_cached_tokens,
                 handoff.since_s + now - incoming.handoff_at,
                 hashes[-1] if hashes else None,
             )

@@ -7,7 +7,7 @@ SENT      the prompt is complete and all its blocks have left: Handoff, repeated
 
 from __future__ import annotations
 
-from ..messages.messages import Grant, Nack, Offer, Release, RequestSpec, TokenLogprobs, from_u32
+from ..messages.messages import Grant, Handoff, Nack, Offer, Release, RequestSpec, TokenLogprobs, from_u32
 from .layer_slicing import UNSEEN_RATE, LayerSlicing
 from .meetings import Contact
 from .protocol import CancelPuts, HandoffTimes, Key, Put, SenderAction, SendHandoff, SendPlaced, ToPeer
@@ -86,18 +86,18 @@ class Outgoing:
             )
             self._actions.append(ToPeer(self.peer, offer))
         elif self.is_sent and self._first is not None:
-            self._actions.append(
-                SendHandoff(
-                    self.peer,
-                    spec,
-                    self.grant.lease,
-                    *self._first,
-                    self._blocks[self.grant.num_cached_blocks : self._num_blocks],
-                    self._num_cached_tokens,
-                    self._first_at,
-                    self._is_sent_again,
-                )
+            token, logprobs = self._first
+            handoff = Handoff(
+                spec=spec,
+                lease=self.grant.lease,
+                token=token,
+                logprobs=logprobs,
+                checksums=b"",
+                num_cached_tokens=self._num_cached_tokens,
+                again=self._is_sent_again,
             )
+            travelling = self._blocks[self.grant.num_cached_blocks : self._num_blocks]
+            self._actions.append(SendHandoff(self.peer, handoff.lease, handoff, travelling, self._first_at))
 
     def granted(self, grant: Grant, num_behind: int, now: float) -> bool:
         """Take the grant. Return False if it does not match the offer. ``num_behind``: leading blocks behind

@@ -32,17 +32,9 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from ..messages.messages import (
-    FailureKind,
-    Handoff,
-    Joined,
-    Message,
-    Met,
-    Peer,
-    PeerId,
-    RequestSpec,
-    TokenLogprobs,
-)
+from msgspec.structs import replace
+
+from ..messages.messages import FailureKind, Handoff, Joined, Message, Met, Peer, PeerId
 
 Key = tuple[int, int]
 """(coordinator incarnation, dispatch)"""
@@ -155,30 +147,18 @@ class SendPlaced(NamedTuple):
 
 
 class SendHandoff(NamedTuple):
-    """Send Handoff with the checksums of these own blocks, in this order."""
+    """Send Handoff with the checksums of these own blocks, in this order. ``first_at``: time of the first
+    token."""
 
     peer: PeerId
-    spec: RequestSpec
     lease: int
-    token: int
-    logprobs: TokenLogprobs | None
+    handoff: Handoff
     source_blocks: list[int]
-    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
-    first_at: float = 0.0  # time of the first token
-    again: bool = False  # corrupt blocks have been put again
+    first_at: float = 0.0
 
     def message(self, checksums: bytes, now: float) -> Handoff:
         """Return the message to send ``now``. ``checksums``: of the source blocks, as a column of uint64."""
-        return Handoff(
-            spec=self.spec,
-            lease=self.lease,
-            token=self.token,
-            logprobs=self.logprobs,
-            checksums=checksums,
-            num_cached_tokens=self.num_cached_tokens,
-            since_s=max(0.0, now - self.first_at),
-            again=self.again,
-        )
+        return replace(self.handoff, checksums=checksums, since_s=max(0.0, now - self.first_at))
 
 
 class Delivered(NamedTuple):
@@ -254,26 +234,23 @@ class Join(NamedTuple):
     """The handoff is complete: the blocks now belong to this sequence."""
 
     key: Key
-    spec: RequestSpec
+    handoff: Handoff
     blocks: list[int]
-    token: int
-    logprobs: TokenLogprobs | None
     num_cached_blocks: int
-    num_cached_tokens: int  # of the prompt, found in the prefill worker's prefix cache
     transfer_s: float
     last_hash: bytes | None  # of the last full block, if there is one
 
     def message(self, index: int) -> Joined:
         """Return the message for the coordinator. ``index``: position of the token in the output."""
         return Joined(
-            coordinator=self.spec.coordinator,
-            dispatch=self.spec.dispatch,
+            coordinator=self.key[0],
+            dispatch=self.key[1],
             index=index,
-            token=self.token,
-            logprobs=self.logprobs,
+            token=self.handoff.token,
+            logprobs=self.handoff.logprobs,
             transfer_s=self.transfer_s,
             num_cached_blocks=self.num_cached_blocks,
-            num_cached_tokens=self.num_cached_tokens,
+            num_cached_tokens=self.handoff.num_cached_tokens,
         )
 
 

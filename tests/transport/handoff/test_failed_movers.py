@@ -26,7 +26,7 @@ def test_a_mover_that_fails_is_replaced_by_zmq() -> None:
         DECODE, Met(worker_id="d", incarnation=2, mover="shm", num_blocks=16), pair.now
     )  # an echo of the first meeting
     whole(pair, spec(2, epoch=1))
-    assert [join.spec.dispatch for join in pair.joined] == [2]
+    assert [join.handoff.spec.dispatch for join in pair.joined] == [2]
     assert not pair.sender.mover_failed(DECODE, "the network is gone"), (
         "there is nothing else to fall back to"
     )
@@ -72,7 +72,7 @@ def test_a_forced_mover_that_fails_in_use_is_replaced_too_and_an_echo_does_not_b
     whole(pair, spec(2, epoch=1))
     pair.to_receiver.append(first)
     whole(pair, spec(3, epoch=2))
-    assert [join.spec.dispatch for join in pair.joined] == [2, 3]
+    assert [join.handoff.spec.dispatch for join in pair.joined] == [2, 3]
     assert pair.sender.num_fallbacks == 1
 
 
@@ -113,5 +113,5 @@ def test_a_communicator_is_made_anew_once_before_another_mover_takes_its_place(
     pair.deliver()
     assert pair.sender.mover_failed(DECODE, "broke again")
     whole(pair, spec(4))
-    assert [join.spec.dispatch for join in pair.joined] == [1, 2, 4]
+    assert [join.handoff.spec.dispatch for join in pair.joined] == [1, 2, 4]
     assert pair.sender.num_fallbacks == 1

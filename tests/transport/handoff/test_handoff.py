@@ -19,7 +19,7 @@ def test_a_handoff() -> None:
     pair = Pair()
     whole(pair, spec())
     (join,) = pair.joined
-    assert (join.token, len(join.blocks), join.num_cached_blocks) == (42, 3, 0)
+    assert (join.handoff.token, len(join.blocks), join.num_cached_blocks) == (42, 3, 0)
     assert pair.ended == [act.Delivered((7, 1))]
     assert pair.puts == [0, 1, 2]
     assert pair.receiver.leases.num_blocks == 0
@@ -38,7 +38,7 @@ def test_what_the_receiver_has_is_not_sent() -> None:
 def test_what_the_prefill_worker_had_cached_travels_with_the_handoff() -> None:
     pair = Pair()
     whole(pair, spec(), num_cached_tokens=8)
-    assert pair.joined[0].num_cached_tokens == 8
+    assert pair.joined[0].handoff.num_cached_tokens == 8
 
 
 @pytest.mark.parametrize(

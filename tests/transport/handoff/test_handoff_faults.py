@@ -87,7 +87,7 @@ def test_a_writer_of_another_host_that_stays_silent_is_shut_out_and_its_blocks_a
         "thawed, it finds out by its next put, and goes on by tcp"
     )
     whole(pair, spec(3))
-    assert [join.spec.dispatch for join in pair.joined] == [3]
+    assert [join.handoff.spec.dispatch for join in pair.joined] == [3]
 
 
 def test_shutting_a_writer_out_ends_its_running_leases_too() -> None:
@@ -296,4 +296,4 @@ def test_whatever_is_lost_every_handoff_ends_and_no_block_stays(
     ended = {e.key for e in pair.ended}
     assert ended | {(7, i) for i in cancelled} >= {(7, what.dispatch) for what in specs}
     for join in pair.joined:
-        assert len(join.blocks) == -(-len(from_u32(join.spec.token_ids)) // BLOCK)
+        assert len(join.blocks) == -(-len(from_u32(join.handoff.spec.token_ids)) // BLOCK)

@@ -62,7 +62,7 @@ def test_a_prompt_is_offered_once_the_mover_has_passed(pair: TestingPair) -> Non
     assert [type(action) for action in pair.actions] == [act.OpenMover, act.WriteTestBlock]
     pair.compute(prompt)
     pair.deliver()
-    assert [join.spec for join in pair.joined] == [prompt]
+    assert [join.handoff.spec for join in pair.joined] == [prompt]
     second = spec(dispatch=2, request_id="q")
     pair.offer(second)
     pair.deliver(note)
@@ -79,7 +79,7 @@ def test_a_mover_whose_copy_is_wrong_is_left_out_and_the_prompt_goes_by_the_next
     pair.tick(0.05)
     pair.deliver()
     assert pair.opened == ["shm", "tcp"]
-    assert [join.spec for join in pair.joined] == [prompt]
+    assert [join.handoff.spec for join in pair.joined] == [prompt]
     assert [type(ended) for ended in pair.ended] == [act.Delivered]
     second = [action for action in pair.actions if isinstance(action, act.OpenMover)][1]
     assert second.left_out == "the mover shm to d failed its self-test (1 KV blocks arrived corrupt twice)"

@@ -34,10 +34,11 @@ from splitserve.transport.movers.interface import Arrival
 def test_words_about_blocks_wait_for_their_lease_and_others_do_not(end: SendingEnd) -> None:
     mover = end._movers[PEER]
     assert isinstance(mover, SlowMover)
+    handoff = Handoff(spec=SPEC, lease=1, token=5, checksums=b"")
     end.carry_out(Put(PEER, 1, b"s" * 16, [(0, 1, 1), (1, 2, 2)]))
     end.carry_out(Put(PEER, 2, b"s" * 16, [(0, 3, 3)]))
     end.carry_out(SendPlaced(PEER, 1, 0, [1, 2]))
-    end.carry_out(SendHandoff(PEER, SPEC, 1, 5, None, [1, 2]))
+    end.carry_out(SendHandoff(PEER, 1, handoff, [1, 2]))
     end.carry_out(CancelPuts(PEER, 2))
     end.carry_out(ToPeer(PEER, Release(lease=2, coordinator=1, dispatch=2)))
     end.carry_out(ToPeer(PEER, Renew(leases=u64([1]))))
