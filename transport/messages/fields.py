@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import secrets
-import sys
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Annotated, Literal, TypeAlias
@@ -215,15 +214,15 @@ class Peer(Message, frozen=True, kw_only=True):
 
 
 def u32(values: Sequence[int] | np.ndarray) -> bytes:
-    """A column of uint32, little-endian."""
-    if isinstance(values, list | array) and sys.byteorder == "little":
+    """A column of uint32, little-endian: so are the machines that this runs on."""
+    if isinstance(values, list | array):
         return array("I", values).tobytes()  # some times quicker than by way of numpy
     return np.asarray(values, dtype="<u4").tobytes()
 
 
 def u64(values: list[int] | np.ndarray) -> bytes:
     """A column of uint64, little-endian."""
-    if isinstance(values, list) and sys.byteorder == "little":
+    if isinstance(values, list):
         return array("Q", values).tobytes()
     return np.asarray(values, dtype="<u8").tobytes()
 
@@ -235,18 +234,12 @@ def from_u32(column: bytes) -> list[int]:
 
 def u32_array(column: bytes) -> array[int]:
     """Return the numbers in a fraction of the time and of the memory, for callers that read few of them."""
-    numbers = array("I", column)
-    if sys.byteorder != "little":
-        numbers.byteswap()
-    return numbers
+    return array("I", column)
 
 
 def from_u64(column: bytes) -> list[int]:
     """The numbers of a uint64 column."""
-    if sys.byteorder == "little":
-        return array("Q", column).tolist()
-    result: list[int] = np.frombuffer(column, dtype="<u8").tolist()
-    return result
+    return array("Q", column).tolist()
 
 
 def from_hashes(column: bytes) -> list[bytes]:
