@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from ..generate.api import GenerationApi
-from ..generate.plan import parse
-from ..generate.prompts import prompts_of
 from ..http.answers import json_response
 from .messages_body import CountTokensRequest, MessagesRequest
 from .messages_events import MessageAnswer
@@ -39,6 +36,4 @@ class MessagesRoutes:
     async def _count_tokens(self, request: Request) -> Response:
         asked = await self._dialect.read(request, CountTokensRequest)
         self._model.check_name(asked.model)
-        chat = parse("/v1/chat/completions", orjson.dumps(asked.for_chat()))
-        (prompt,) = await self._model.tokenizer.aside(lambda: prompts_of(chat, self._model))
-        return json_response({"input_tokens": len(prompt.token_ids)})
+        return json_response({"input_tokens": len(await self._dialect.prompt_ids(asked.for_chat()))})

@@ -18,18 +18,15 @@ from starlette.routing import Route
 
 from ..generate.api import GenerationApi
 from ..generate.bodies.fields import Body
-from ..generate.plan import parse
-from ..generate.prompts import prompts_of
 from ..http.answers import json_response
 from ..http.body import check_is_own
 from ..http.call import Endpoint
 from .ollama_answer import OllamaAnswer
 from .ollama_body import LATEST, OllamaChatRequest, OllamaGenerateRequest, OllamaRequest
-from .routes import Dialect, Event, Framing
+from .routes import CHAT, Dialect, Event, Framing
 
 API_VERSION = "0.12.11"
 """The release of Ollama whose API this is: clients compare it to decide what they may send."""
-CHAT: Endpoint = "/v1/chat/completions"
 COMPLETIONS: Endpoint = "/v1/completions"
 NEVER = "9999-12-31T23:59:59Z"
 CHAT_PARAMS = {"max_completion_tokens": "options.num_predict", "response_format": "format"}
@@ -103,12 +100,9 @@ class OllamaRoutes:
     async def _raw(self, asked: OllamaGenerateRequest) -> dict[str, Any]:
         """Return a completion's body: up to the context's end where the client gives no bound."""
         body = asked.for_completion()
-        data = orjson.dumps(body)
-        (prompt,) = await self._model.tokenizer.aside(
-            lambda: prompts_of(parse(COMPLETIONS, data), self._model)
-        )
-        room = self._model.max_model_len - len(prompt.token_ids)
-        return {**body, "prompt": prompt.token_ids, "max_tokens": min(body["max_tokens"] or room, room)}
+        token_ids = await self._dialect.prompt_ids(body, COMPLETIONS)
+        room = self._model.max_model_len - len(token_ids)
+        return {**body, "prompt": token_ids, "max_tokens": min(body["max_tokens"] or room, room)}
 
     async def _show(self, request: Request) -> Response:
         asked = await self._dialect.read(request, ShowRequest)

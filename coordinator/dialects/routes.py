@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import orjson
@@ -12,6 +12,8 @@ from starlette.responses import Response, StreamingResponse
 from ..errors import ApiError, WrongField
 from ..generate.api import GenerationApi
 from ..generate.bodies.fields import Body, UnknownFields
+from ..generate.plan import parse
+from ..generate.prompts import prompts_of
 from ..generate.resumption import LAST_ID_HEADER
 from ..http.answers import account_of
 from ..http.body import check_is_json, held_body
@@ -22,6 +24,7 @@ from .chat_stream import ChatStream, while_connected
 
 Event = dict[str, Any]
 Asked = TypeVar("Asked", bound=Body)
+CHAT: Endpoint = "/v1/chat/completions"
 EVENT_STREAM = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -81,9 +84,7 @@ class Dialect:
         self._unknown.note(asked.unknown_fields())
         return asked
 
-    async def begin(
-        self, request: Request, chat: dict[str, Any], endpoint: Endpoint = "/v1/chat/completions"
-    ) -> ChatStream:
+    async def begin(self, request: Request, chat: dict[str, Any], endpoint: Endpoint = CHAT) -> ChatStream:
         """Ask for the completion; return once its first chunk is there. Raises ApiError or
         ClientGone."""
         headers = dict(request.scope["headers"])
@@ -96,6 +97,12 @@ class Dialect:
             stream.abandon()
             raise
         return stream
+
+    async def prompt_ids(self, body: dict[str, Any], endpoint: Endpoint = CHAT) -> Sequence[int]:
+        """Return the tokens of the one prompt of a completion's body. Raises InvalidRequest."""
+        data, model = orjson.dumps(body), self.generation.model
+        (prompt,) = await model.tokenizer.aside(lambda: prompts_of(parse(endpoint, data), model))
+        return prompt.token_ids
 
     def _renamed(self, error: ApiError) -> ApiError:
         """Name the field at fault as this API does."""

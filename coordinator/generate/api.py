@@ -35,9 +35,9 @@ from .bodies.fields import UnknownFields
 from .costly import CostlyPlanner
 from .exchange import HttpExchange
 from .plan import Planner, RequestPlan, parse
+from .prompts import GenerateRequest
 from .reader.body_reader import BodyReader
 from .request_ids import HEADER, RequestIds, client_id
-from .request_sampling import GenerateRequest
 from .resumption import IdempotencyKey
 
 SWEEP_EVERY_S = 1.0

@@ -12,8 +12,8 @@ from ..lifecycle.request import Dispatcher
 from ..tenants.buckets import Shortage
 from ..tenants.tenancy import Admission, Answer, Limiter, refusal_of
 from .plan import PLAN_HEADERS, Planner, RequestPlan
+from .prompts import GenerateRequest
 from .reader.body_reader import BodyReader
-from .request_sampling import GenerateRequest
 
 
 class CostlyPlanner:

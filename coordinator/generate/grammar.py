@@ -19,10 +19,9 @@ from ..errors import WrongField
 from ..text.served_model import ServedModel
 from ..text.tokenizer import Tokenizer
 from .bodies.chat import ChatCompletionRequest
-from .bodies.completion import CompletionRequest
 from .bodies.output_format import grammar_of
 from .call_grammar import after_thought, call_grammar, calls_at_will, either, in_final_channel
-from .prompts import Prompt
+from .prompts import GenerateRequest, Prompt
 from .structural_tags import structural_grammar
 
 _log = logging.getLogger(__name__)
@@ -36,9 +35,7 @@ MAX_DIVISORS = 20_000
 """Product of a grammar's different ones. No limit of the library's bounds them: 999,983 takes 35 s."""
 
 
-def grammar_for(
-    request: CompletionRequest | ChatCompletionRequest, model: ServedModel, prompt: Prompt
-) -> tuple[bytes, str]:
+def grammar_for(request: GenerateRequest, model: ServedModel, prompt: Prompt) -> tuple[bytes, str]:
     """Return the grammar that the output must follow (empty: none), and the field to blame if it does not
     compile."""
     wanted = request.output_format
@@ -61,9 +58,7 @@ def grammar_for(
     return grammar, param
 
 
-def with_rules(
-    request: CompletionRequest | ChatCompletionRequest, model: ServedModel, grammar: bytes
-) -> bytes:
+def with_rules(request: GenerateRequest, model: ServedModel, grammar: bytes) -> bytes:
     """Return the grammar with the request's rules about tokens. Raises InvalidRequest."""
     allowed, bad = request.allowed_token_ids or (), request.bad_words or ()
     if not allowed and not bad:

@@ -27,8 +27,8 @@ from .bodies.fields import MAX_UNKNOWN
 from .bodies.sampling import OnTimeout, ServiceTier
 from .chat_reading import ChatReading
 from .grammar import GrammarCheck, grammar_for, with_rules
-from .prompts import Prompt, is_long, num_choices, prompts_of
-from .request_sampling import GenerateRequest, sampling_of, seed_of
+from .prompts import GenerateRequest, Prompt, is_long, num_choices, prompts_of
+from .request_sampling import sampling_of, seed_of
 
 TIMEOUT_HEADER, ON_TIMEOUT_HEADER, SESSION_HEADER = b"x-request-timeout", b"x-on-timeout", b"x-session-id"
 PLAN_HEADERS = (TIMEOUT_HEADER, ON_TIMEOUT_HEADER, SESSION_HEADER)

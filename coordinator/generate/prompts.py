@@ -15,6 +15,7 @@ from .bodies.fields import MAX_TOKENS
 from .bodies.messages import Message, TemplateFields
 from .bodies.tools import Tool
 
+GenerateRequest = CompletionRequest | ChatCompletionRequest
 TAIL_CHARS = 96
 INLINE_CHARS = 400
 """Longer prompts are prepared on a thread: the event loop has streams to serve. Measured: 400 characters take
@@ -67,7 +68,7 @@ def _unpacked(token_ids: bytes, text: str) -> Prompt:
     return Prompt(array("I", token_ids), text)
 
 
-def is_long(request: CompletionRequest | ChatCompletionRequest) -> bool:
+def is_long(request: GenerateRequest) -> bool:
     """Whether ``prompts_of`` is better called on a thread."""
     if isinstance(request, ChatCompletionRequest):
         num_chars = CHARS_PER_MESSAGE * len(request.messages) + CHARS_PER_TOOL * len(request.offered_tools)
@@ -81,12 +82,12 @@ def is_long(request: CompletionRequest | ChatCompletionRequest) -> bool:
     return num_chars > INLINE_CHARS
 
 
-def num_choices(request: CompletionRequest | ChatCompletionRequest) -> int:
+def num_choices(request: GenerateRequest) -> int:
     """Return the number of sequences that it asks for."""
     return request.num_candidates * (len(request.prompt) if isinstance(request, CompletionRequest) else 1)
 
 
-def prompts_of(request: CompletionRequest | ChatCompletionRequest, model: ServedModel) -> list[Prompt]:
+def prompts_of(request: GenerateRequest, model: ServedModel) -> list[Prompt]:
     """Return the prompts: one for a chat, one or several for a completion. Raises InvalidRequest."""
     keep = None if request.truncate_prompt_tokens is None else _num_kept(request, model)
     if isinstance(request, ChatCompletionRequest):
@@ -103,7 +104,7 @@ def prompts_of(request: CompletionRequest | ChatCompletionRequest, model: Served
     return prompts
 
 
-def _num_kept(request: CompletionRequest | ChatCompletionRequest, model: ServedModel) -> int:
+def _num_kept(request: GenerateRequest, model: ServedModel) -> int:
     """Return the number of a prompt's tokens to keep, as asked or by the room beside the new ones: its last
     ones or, as a negative number, its first ones."""
     asked = request.truncate_prompt_tokens or -1

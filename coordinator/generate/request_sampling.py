@@ -12,9 +12,8 @@ from ...transport.messages.messages import SamplingParams
 from ..errors import ContextTooLong, WrongField
 from ..text.served_model import ServedModel
 from .bodies.chat import ChatCompletionRequest
-from .bodies.completion import CompletionRequest
+from .prompts import GenerateRequest
 
-GenerateRequest = CompletionRequest | ChatCompletionRequest
 COMPLETION_MAX_TOKENS = 16
 SMALLEST_TOP_P = 1e-6  # stands for 0: only the most likely token is left
 SMALLEST_TEMPERATURE = 1e-5  # less stands for 0, as in vLLM: logits divided by 1e-40 are infinite
