@@ -135,14 +135,9 @@ def parse_config(
     if config.get("use_bidirectional_attention") or config.get("is_causal") is False:
         raise ModelConfigError("config.json: attention to later tokens (of embedding models) is not built")
     num_heads = positive_int(config, "num_attention_heads")
-    num_kv_heads = positive_int(
-        {"num_key_value_heads": config.get("num_key_value_heads") or num_heads}, "num_key_value_heads"
-    )
+    num_kv_heads = positive_int(config, "num_key_value_heads", num_heads)
     hidden_size = positive_int(config, "hidden_size")
-    head_dim = positive_int(
-        {"head_dim": config.get("head_dim") or family.defaults.get("head_dim") or hidden_size // num_heads},
-        "head_dim",
-    )
+    head_dim = positive_int(config, "head_dim", family.defaults.get("head_dim") or hidden_size // num_heads)
     num_layers = positive_int(config, "num_hidden_layers")
     latent = latent_config(config) if family.latent else None
     if latent is not None:

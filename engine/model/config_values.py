@@ -35,9 +35,10 @@ LARGEST = {
 it out."""
 
 
-def positive_int(config: dict[str, Any], key: str) -> int:
-    """Raises ModelConfigError where the value is no whole number from 1 to ``LARGEST``."""
-    value = config.get(key)
+def positive_int(config: dict[str, Any], key: str, default: int | None = None) -> int:
+    """Raises ModelConfigError where the value is no whole number from 1 to ``LARGEST``. ``default``: where
+    there is none."""
+    value = config.get(key) if default is None else config.get(key) or default
     if type(value) is not int or value < 1:
         raise ModelConfigError(f"config.json: {key!r} must be a positive whole number, found {value!r:.100}")
     if value > LARGEST[key]:

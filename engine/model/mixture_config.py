@@ -82,7 +82,7 @@ def mixture_config(
             f"token needs one expert or more of those there are, and all layers at most {MOST_EXPERTS}"
         )
     size = "moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"
-    step = positive_int({"decoder_sparse_step": 1, **config}, "decoder_sparse_step")
+    step = positive_int(config, "decoder_sparse_step", 1)
     dense = {int(i) for i in config.get("mlp_only_layers") or range(config.get("first_k_dense_replace", 0))}
     method, score = config.get("topk_method", "greedy"), config.get("scoring_func") or SCORES[0]
     frequency = config.get("moe_layer_freq", 1)

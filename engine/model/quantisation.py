@@ -73,18 +73,9 @@ class TensorScheme:
             found = {"weight_packed": (rows, columns // a_word), self.scale: (rows, groups)}
             if not self.symmetric:
                 found["weight_zero_point"] = (rows // a_word, groups)
-        elif self.form == "gptq":
-            found = {
-                "qweight": (columns // a_word, rows),
-                "qzeros": (groups, rows // a_word),
-                "scales": (groups, rows),
-            }
-        elif self.form == "awq":
-            found = {
-                "qweight": (columns, rows // a_word),
-                "qzeros": (groups, rows // a_word),
-                "scales": (groups, rows),
-            }
+        elif self.form in ("gptq", "awq"):
+            words = (columns // a_word, rows) if self.form == "gptq" else (columns, rows // a_word)
+            found = {"qweight": words, "qzeros": (groups, rows // a_word), "scales": (groups, rows)}
         else:
             scales: Shape = () if self.whole else (rows, 1)
             if self.block is not None:
