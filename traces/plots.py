@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .statistics import Shapes, TraceStatistics
-from .tallies import BINS_PER_DOUBLING, WholeNumbers, bin_start
+from .tallies import BINS_PER_DOUBLING, bin_start
 
 
 def draw_traces(path: Path, traces: Sequence[tuple[TraceStatistics, Shapes]]) -> None:
@@ -86,7 +86,6 @@ def _draw_joint(axis: Any, shapes: Shapes) -> None:
     axis.set(title="both lengths", xlabel="prompt tokens", ylabel="output tokens", xscale="log", yscale="log")
 
 
-def _cumulative(lengths: WholeNumbers) -> tuple[list[int], Any]:
-    counts: Counter[int] = lengths.counts
+def _cumulative(counts: Counter[int]) -> tuple[list[int], Any]:
     values = sorted(counts)
     return values, np.cumsum([counts[value] for value in values]) / counts.total()

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
 from .request import Trace, TraceRequest
-from .tallies import CoMoments, FoldingBins, Moments, SlidingPeak, WholeNumbers, Windows, log_bin, percentiles
+from .tallies import CoMoments, FoldingBins, Moments, SlidingPeak, Windows, log_bin, percentiles
 
 WIDTHS_S = (1, 10, 60)
 SHOWN_PERCENTS = (50.0, 90.0, 99.0)
@@ -77,8 +77,8 @@ class Shapes:
 
     arrivals: FoldingBins = field(default_factory=FoldingBins)
     gaps: Counter[int] = field(default_factory=Counter)  # log_bin of seconds; zero gaps are not in it
-    prompt: WholeNumbers = field(default_factory=WholeNumbers)
-    output: WholeNumbers = field(default_factory=WholeNumbers)
+    prompt: Counter[int] = field(default_factory=Counter)  # of each length
+    output: Counter[int] = field(default_factory=Counter)
     joint: Counter[tuple[int, int]] = field(default_factory=Counter)  # log_bin of prompt and output tokens
 
 
@@ -132,8 +132,8 @@ class _Tally:
         self.shapes.arrivals.add(arrival_s)
 
     def _add_lengths(self, prompt: int, output: int) -> None:
-        self.shapes.prompt.add(prompt)
-        self.shapes.output.add(output)
+        self.shapes.prompt[prompt] += 1
+        self.shapes.output[output] += 1
         self.shapes.joint[log_bin(prompt), log_bin(output)] += 1
         self.lengths.add(prompt, output)
         self.log_lengths.add(math.log(prompt), math.log(output))
@@ -175,7 +175,7 @@ class _Tally:
         return BlockStatistics(self.trace.block_size, self.num_blocks, len(self.blocks), reuse)
 
 
-def _of_lengths(lengths: WholeNumbers, mean: float) -> LengthStatistics:
-    values = lengths.sorted()
+def _of_lengths(lengths: Counter[int], mean: float) -> LengthStatistics:
+    values = sorted(lengths.items())
     p50, p90, p99 = percentiles(values, SHOWN_PERCENTS)
     return LengthStatistics(mean, p50, p90, p99, values[0][0], values[-1][0])

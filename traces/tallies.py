@@ -7,7 +7,7 @@ they come.
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass, field
 
 BINS_PER_DOUBLING = 4
@@ -53,19 +53,6 @@ class CoMoments:
         """None where one of the two never varies."""
         scale = math.sqrt(self.x.squares * self.y.squares)
         return self.products / scale if scale else None
-
-
-@dataclass(slots=True)
-class WholeNumbers:
-    """Every distinct value with its count."""
-
-    counts: Counter[int] = field(default_factory=Counter)
-
-    def add(self, value: int) -> None:
-        self.counts[value] += 1
-
-    def sorted(self) -> list[tuple[int, int]]:
-        return sorted(self.counts.items())
 
 
 def percentiles(values: list[tuple[int, int]], percents: tuple[float, ...]) -> list[float]:

@@ -17,7 +17,6 @@ from support.traces import trace_of
 from splitserve.traces.errors import WorkloadError
 from splitserve.traces.request import TraceRequest
 from splitserve.traces.statistics import TraceStatistics, describe
-from splitserve.traces.tallies import WholeNumbers
 from splitserve.traces.workload.arrivals import Arrivals, OperationalClock, diurnal_profile, draw_arrivals
 from splitserve.traces.workload.fit import class_edges, fit
 from splitserve.traces.workload.lengths import JointLengths, MarginalLengths, draw_pairs, lengths_at
@@ -160,8 +159,7 @@ def test_a_system_prompt_that_fills_the_context_is_refused() -> None:
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=300))
 def test_classes_cover_every_length(lengths: list[int]) -> None:
-    counted = WholeNumbers(Counter(lengths))
-    edges = class_edges(counted)
+    edges = class_edges(Counter(lengths))
     assert edges[0] == min(lengths)
     assert edges[-1] == max(lengths) + 1
     assert list(edges) == sorted(set(edges))

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..errors import WorkloadError
 from ..request import Trace
-from ..tallies import FoldingBins, Moments, WholeNumbers
+from ..tallies import FoldingBins, Moments
 from .arrivals import Arrivals, OperationalClock
 from .lengths import JointLengths
 from .workload import Workload
@@ -31,14 +31,14 @@ def fit(trace: Trace, step_s: float = 10.0) -> Workload:
     """``step_s``: step of the rate profile; doubled until at most 2,048 steps cover the trace. Raises
     WorkloadError, TraceError."""
     bins = FoldingBins(step_s)
-    prompt, output = WholeNumbers(), WholeNumbers()
+    prompt, output = Counter[int](), Counter[int]()
     count, first_s, last_s = 0, 0.0, 0.0
     for request in trace:
         first_s = first_s if count else request.arrival_s
         last_s = request.arrival_s - first_s
         bins.add(last_s)
-        prompt.add(request.num_prompt_tokens)
-        output.add(request.num_output_tokens)
+        prompt[request.num_prompt_tokens] += 1
+        output[request.num_output_tokens] += 1
         count += 1
     if count < MIN_REQUESTS or not last_s:
         raise WorkloadError(
@@ -91,11 +91,10 @@ def _second_pass(
     return round(gaps.deviation / gaps.mean, 6), cells
 
 
-def class_edges(lengths: WholeNumbers) -> tuple[int, ...]:
+def class_edges(lengths: Counter[int]) -> tuple[int, ...]:
     """Edges of about NUM_CLASSES classes with as many requests each; a length that alone would fill one is a
     class of its own."""
-    values = lengths.sorted()
-    total = lengths.counts.total()
+    values, total = sorted(lengths.items()), lengths.total()
     wanted = iter(sorted([*(index / NUM_CLASSES for index in range(NUM_CLASSES)), *TAIL]))
     edges = {values[-1][0] + 1}
     seen, at = 0, next(wanted, None)
