@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from ...transport.errors import MoverError
-from ...transport.messages.messages import Met, PeerId
+from ...transport.messages.messages import Met
 from ...transport.movers.interface import Arrival, Item, MoverEndpoints, OneSidedTarget
 from ...transport.movers.targets import MoverTargets
 from .cluster import Pool
@@ -94,20 +94,10 @@ class LinkSource:
         return {lease for _, lease in self._puts}
 
 
-class LinkTarget(OneSidedTarget):
-    """The receiving side of the link."""
-
-    def address(self, peer: PeerId) -> bytes:
-        return b""
-
-    def shut_out(self, peer: PeerId) -> bool:
-        return False
-
-
 def targets_at(port: str) -> MoverTargets:
     """Return the movers into the pool of a worker that listens at this port."""
     endpoints = MoverEndpoints((MOVER,), HOST, shm_name=port)
-    return MoverTargets({MOVER: LinkTarget()}, endpoints, lambda _: None)
+    return MoverTargets({MOVER: OneSidedTarget()}, endpoints, lambda _: None)
 
 
 class KvBlocks:

@@ -36,10 +36,6 @@ class CudaIpcTarget(OneSidedTarget):
     def address(self, peer: PeerId) -> bytes:
         return self._address
 
-    def shut_out(self, peer: PeerId) -> bool:
-        """A process that has mapped the pool can write as long as it lives."""
-        return False
-
 
 class CudaIpcSource(BackgroundSource):
     """The sending side: the peer's pool, mapped."""

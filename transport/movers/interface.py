@@ -169,6 +169,13 @@ class OneSidedTarget:
     lingers = False
     fd: int | None = None
 
+    def address(self, peer: PeerId) -> bytes | None:
+        return b""
+
+    def shut_out(self, peer: PeerId) -> bool:
+        """Do nothing: a process that has mapped the pool can write as long as it lives."""
+        return False
+
     def open(self, lease: int, secret: bytes, targets: Mapping[int, int]) -> None:
         """Prepare nothing: the grant itself contains the writer's targets."""
 
