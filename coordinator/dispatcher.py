@@ -152,7 +152,7 @@ class LifecycleDispatcher:
         self._next_tick = self._timers.call_later(self._tick_s, self._tick)
         self.receive(self._socket.receive(TICK_LIMIT))  # after a stall, read all messages first
         now = self._timers.now()
-        if self._socket.lost_any(now):
+        if self._socket.lost_any():
             self._core.connection_lost()
         self._carry_out(self._core.tick(now))
         self._note_changes()

@@ -44,7 +44,7 @@ class ControlSocket(Protocol):
     def receive(self, limit: int) -> list[tuple[bytes, Message]]:
         """Return what has arrived, of up to ``limit`` calls of ``reach``, each with its sender's identity."""
 
-    def lost_any(self, now: float) -> bool:
+    def lost_any(self) -> bool:
         """Return whether a connection has ended since the last call. Whose shows in ``reach``."""
 
 

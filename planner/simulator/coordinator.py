@@ -133,7 +133,7 @@ class Coordinator:
                 worker.last_seen = worker.progressed = worker.held_at = now
         return []
 
-    def lost_any(self, now: float) -> bool:
+    def lost_any(self) -> bool:
         return False
 
     def watch(self, hello: Hello) -> None:

@@ -63,7 +63,7 @@ class Turned:
         arrived, self.arrived = self.arrived, []
         return arrived
 
-    def lost_any(self, now: float) -> bool:
+    def lost_any(self) -> bool:
         return False
 
     def turn(self) -> None:

@@ -122,7 +122,7 @@ def set_the_next_tick_after_the_work_of_this_one(patch: Patch) -> None:
     def broken(self: Any) -> None:
         self.receive(self._socket.receive(dispatcher.TICK_LIMIT))
         now = self._timers.now()
-        if self._socket.lost_any(now):
+        if self._socket.lost_any():
             self._core.connection_lost()
         self._carry_out(self._core.tick(now))
         self._note_changes()

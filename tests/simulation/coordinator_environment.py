@@ -118,7 +118,7 @@ class VirtualControlSocket(VirtualListener):
         messages, self.inbox = self.inbox[:limit], self.inbox[limit:]
         return messages
 
-    def lost_any(self, now: float) -> bool:
+    def lost_any(self) -> bool:
         lost, self._lost_any = self._lost_any, False
         return lost
 

@@ -86,7 +86,7 @@ HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 500, 2_000
 worker, and replace a connection that a network has lost: TCP by itself would stand still for about as long
 again."""
 BACKLOG = 1_024
-REJOIN_S = 2.0  # time for members to connect again after a change of keys that ends all connections
+REJOIN_S = 2.0  # time to connect again after a change of keys that ends all connections
 
 
 class RouterChannel(MessageSocket):
@@ -136,13 +136,13 @@ class RouterChannel(MessageSocket):
         return channel
 
     def change_key(self, key: ClusterKey) -> None:
-        """Accept peers that know one of the ``key``'s pairs, from now on. If a pair that was valid before is
-        not among them, all connections end, and members connect again at once."""
+        """Accept peers with one of the ``key``'s pairs. Without one that was valid before, all connections
+        end, and members connect again at once."""
         assert self._key is not None, "a channel without a key has none to change"
         before, self._key = self._key.pairs, key
+        self._rejoined_by = float("inf") if key.second else time.monotonic() + REJOIN_S
         if not set(before) <= set(key.pairs):
             self.socket.unbind(self.address)
-            self._rejoined_by = time.monotonic() + REJOIN_S
             before = ()
         for pair in key.pairs:
             if pair not in before:
@@ -153,10 +153,11 @@ class RouterChannel(MessageSocket):
         return self._send([peer], messages)
 
     def reach(self, peer: bytes, *messages: Message) -> bool:
-        """``send``; return whether ``peer`` is connected, also where its queue is full."""
+        """``send``; return whether ``peer`` is connected; also while there are two keys (a connection may
+        reach the other one's endpoint), and for REJOIN_S after a change that ended all connections."""
         unknown = self.counters.dropped_unknown
         self.send(peer, *messages)
-        return self.counters.dropped_unknown == unknown
+        return self.counters.dropped_unknown == unknown or time.monotonic() < self._rejoined_by
 
     def receive(self, limit: int) -> list[tuple[bytes, Message]]:
         """Return the messages of up to ``limit`` calls of ``send``, each with its sender's identity."""
@@ -171,10 +172,9 @@ class RouterChannel(MessageSocket):
         """Let ``lost_any`` see connections that end from now on."""
         self._lost = LostConnections(self.socket)
 
-    def lost_any(self, now: float) -> bool:
-        """Return whether a peer's connection has ended since the last call; call it regularly. (Sending to
-        the peer shows which.) Connections that end because keys were changed do not count."""
-        return self._lost is not None and self._lost.any_since_last_asked() and now >= self._rejoined_by
+    def lost_any(self) -> bool:
+        """Return whether a connection has ended since the last call; call it often. ``reach`` shows whose."""
+        return self._lost is not None and self._lost.any_since_last_asked()
 
     def close(self, linger_s: float = 0.0) -> None:
         if self._lost is not None:

@@ -43,8 +43,8 @@ class ClusterKey:
 
     @property
     def pairs(self) -> tuple[ClusterKey, ...]:
-        """This one, and the second if there is one."""
-        return (self,) if self.second is None else (self, self.second)
+        """This one, and the second if there is one; neither holds the other."""
+        return (self,) if self.second is None else (replace(self, second=None), self.second)
 
 
 def new_key() -> ClusterKey:
