@@ -86,6 +86,7 @@ for each in json.load(open(sys.argv[1]))["install"]:
     mkdir -p "$HERE/site" && touch "$HERE/site/.complete"
 fi
 export PYTHONPATH="$HERE/site:$HERE/tree/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONDONTWRITEBYTECODE=1
+export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$HERE/triton}"  # a second call finds what the first has compiled
 exec "$PYTHON" -m splitserve.bench.gpu_check --out "$OUT" "$@"
 END
     chmod +x "$1"

@@ -53,10 +53,10 @@ def compile_first(place: Place) -> Iterator[Line]:
     """What starts of the models that are measured compile, then kernels of each family and option, so that
     all later parts find them in Triton's cache."""
     from ..kernels.attention_variants import covering
-    from ..kernels.compile_kernels import OTHERS
+    from ..kernels.compile_kernels import MEASURED, OTHERS
     from ..kernels.start_kernels import STARTED
 
-    cases = [*STARTED, *map(str, covering()), *OTHERS]
+    cases = [*STARTED, *map(str, covering()), *MEASURED, *OTHERS]
     yield from _compiled(cases if place.big else cases[-3:])
 
 
@@ -76,6 +76,9 @@ def _compiled(cases: Sequence[str]) -> Iterator[Line]:
     workers = min(len(os.sched_getaffinity(0)), len(cases))
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         for case, future in [(case, pool.submit(compile_case, case)) for case in cases]:
+            if problem := future.exception():  # the others are compiled all the same
+                yield Line(f"compiled: {case}", good=False, note=f"{type(problem).__name__}: {problem}")
+                continue
             kernels = [kernel.as_json() for kernel in future.result()]
             faults = faults_of(case, kernels, FEW_BYTES)
             resources = (

@@ -31,6 +31,7 @@ from .kernel_calls import (
     exact_linear,
     latent,
     latent_rope,
+    measured_quantised,
     mixture,
     norm,
     quantised_experts,
@@ -39,6 +40,7 @@ from .kernel_calls import (
     sampling,
     step_inputs,
 )
+from .kernel_figures import LINEARS, QUANTISED_FORMS
 from .kernel_inputs import QUANTISED
 from .start_kernels import STARTED
 
@@ -103,7 +105,16 @@ OTHERS: dict[str, Callable[[], object]] = {
 }
 
 
-CASES = STARTED | OTHERS
+MEASURED: dict[str, Callable[[], object]] = {
+    **{
+        f"measured exact linear {n} x {k}, {rows} rows": partial(exact_linear, rows, k, out_features=n)
+        for _, n, k in LINEARS
+        for rows in (1, 256, 4096)
+    },
+    **{f"measured {form}": partial(measured_quantised, form) for form in QUANTISED_FORMS},
+}
+"""What gpu_check's part "linears" times, and would else spend its time on."""
+CASES = STARTED | OTHERS | MEASURED
 
 
 def compile_case(name: str) -> list[sm90.Compiled]:

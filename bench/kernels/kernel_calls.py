@@ -23,6 +23,7 @@ from ...kernels.interface import AttentionInputs, RopeInputs
 from ...kernels.mixture_shape import MixtureShape
 from . import sm90
 from .attention_variants import Attention
+from .kernel_figures import QUANTISED_FIGURE
 from .kernel_inputs import QUANTISED, quantised_weight
 
 BFLOAT16, FLOAT16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -107,6 +108,11 @@ def quantised_linear(form: str, num_tokens: int, dtype: torch.dtype = BFLOAT16) 
     QuantisedLinear(weight, empty(512, dtype=dtype), num_sms=sm90.NUM_SMS)(
         empty(num_tokens, 4096, dtype=dtype)
     )
+
+
+def measured_quantised(form: str) -> None:
+    rows, n, k = QUANTISED_FIGURE
+    QuantisedLinear(quantised_weight(n, k, **QUANTISED[form]), None)(empty(rows, k))
 
 
 def mixture(num_tokens: int, dtype: torch.dtype = BFLOAT16) -> None:

@@ -49,6 +49,8 @@ DECODES = (
     (128, 1024),
     (256, 1024),
 )  # batch, context
+LINEARS = (("qkv", 6144, 4096), ("gate and up", 28672, 4096), ("down", 4096, 14336))  # outputs, inputs
+QUANTISED_FORMS, QUANTISED_FIGURE = ("AWQ", "float8 in blocks", "int4"), (512, 14336, 4096)  # rows, the same
 PREFILLS = ((2048, 0), (8192, 0), (2048, 14336), (512, 7680))  # chunk, cached before it
 # others than the one in use, for decode of head dim 128: what to try when it is slower than it should be
 TILES = (
@@ -161,11 +163,7 @@ def linear_figures(device: str, ceilings: Ceilings, big: bool) -> Iterator[Figur
     }
     if big and torch.cuda.get_device_capability(device) >= (8, 9):
         kinds["float8"] = lambda w: Fp8Linear(w, None)
-    for name, n, k in (
-        (("qkv", 6144, 4096), ("gate and up", 28672, 4096), ("down", 4096, 14336))
-        if big
-        else (("tiny", 64, 64),)
-    ):
+    for name, n, k in LINEARS if big else (("tiny", 64, 64),):
         weights = [
             torch.randn((n, k), device=device).to(BFLOAT16)
             for _ in range(int(ROTATED_BYTES / (2 * n * k)) + 2 if big else 1)
@@ -180,9 +178,9 @@ def linear_figures(device: str, ceilings: Ceilings, big: bool) -> Iterator[Figur
                 yield Figure(
                     f"linear {name} {n} x {k}, {m} rows, {kind}", us, floor, 2 * m * n * k / us * 1e6, "FLOP"
                 )
-    n, k, m = (14336, 4096, 512) if big else (64, 64, 3)
+    m, n, k = QUANTISED_FIGURE if big else (3, 64, 64)
     x = torch.randn((m, k), device=device).to(BFLOAT16)
-    for form in ("AWQ", "float8 in blocks", "int4"):
+    for form in QUANTISED_FORMS:
         quantised = QuantisedLinear(quantised_weight(n, k, **QUANTISED[form], device=device), None)
         us = microseconds([partial(quantised, x)])
         yield flops_figure(f"linear {n} x {k}, {m} rows, {form}", us, 2 * m * n * k, ceilings)

@@ -13,13 +13,16 @@ import torch
 from ...engine.step.decode_graphs import BUCKETS
 from ...kernels.gpu.block_checksum import block_checksums
 from ...kernels.gpu.block_copy import pack_blocks, unpack_blocks
-from ...kernels.gpu.elementwise import embedding, gate_mul
+from ...kernels.gpu.elementwise import embedding, gate_fp8, gate_mul
+from ...kernels.gpu.fp8_rows import fp8_rows
+from ...kernels.gpu.norm import norm_fp8, rms_norm
 from ...kernels.gpu.token_masks import forbid
 from ..models import LLAMA_500M
 from .attention_variants import Attention
 from .engine_figures import MODELS
 from .kernel_calls import (
     BFLOAT16,
+    FP8,
     MANY_SEQS,
     NUM_SEQS,
     attention,
@@ -43,6 +46,7 @@ def start_of(shape: dict[str, Any]) -> dict[str, Callable[[], object]]:
     return {
         "embedding": lambda: embedding(empty(vocab_size, hidden), empty(8, dtype=torch.int32), BFLOAT16),
         "norm": lambda: norm(hidden),
+        "first norm": lambda: rms_norm(empty(8, hidden), empty(hidden), 1e-5),
         "rope": lambda: rope(head_dim, norm=norms, heads=heads, kv_heads=kv_heads),
         "gate": lambda: gate_mul(empty(8, 2 * shape["intermediate_size"]), "silu"),
         **{
@@ -98,10 +102,33 @@ def exact_start_of(shape: dict[str, Any]) -> dict[str, Callable[[], object]]:
     }
 
 
+def fp8_start_of(shape: dict[str, Any]) -> dict[str, Callable[[], object]]:
+    """What it compiles in place of the same parts where weights and cache are float8."""
+    hidden, ffn, heads, kv_heads = (
+        shape[name]
+        for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    )
+    head_dim = shape.get("head_dim", hidden // heads)
+    return {
+        "fp8 norm": lambda: norm_fp8(empty(8, hidden), empty(8, hidden), empty(hidden), 1e-5),
+        "fp8 first norm": lambda: norm_fp8(None, empty(8, hidden), empty(hidden), 1e-5),
+        "fp8 gate": lambda: gate_fp8(empty(8, 2 * ffn), "silu"),
+        "fp8 rows": lambda: fp8_rows(empty(8, heads * head_dim)),
+        "fp8 rope": lambda: rope(head_dim, FP8, norm=0, heads=heads, kv_heads=kv_heads),
+        **{
+            f"fp8 {family}, {num_seqs} sequences": partial(
+                attention, Attention(family, head_dim, "fp8", group=heads // kv_heads), kv_heads, num_seqs
+            )
+            for family, num_seqs in product(("decode", "prefill"), (NUM_SEQS, MANY_SEQS))
+        },
+    }
+
+
 STARTED: dict[str, Callable[[], object]] = {
     f"start of {name}: {part}": call
     for name, shape in (MODELS | {"0.5B": LLAMA_500M}).items()
     for part, call in start_of(shape).items()
 }
 STARTED |= {f"start of 0.5B: {part}": call for part, call in exact_start_of(LLAMA_500M).items()}
+STARTED |= {f"start of 0.5B: {part}": call for part, call in fp8_start_of(LLAMA_500M).items()}
 STARTED |= {f"start of any: {num_rows} rows": partial(step_inputs, num_rows) for num_rows in BUCKETS}

@@ -224,9 +224,10 @@ def test_ceilings_are_measured_once(place: Place) -> None:
 
 
 def test_kernels_are_compiled_in_other_processes(place: Place) -> None:
-    lines = list(machine._compiled(["silu_mul float16"]))
-    assert [line.good for line in lines] == [True]
-    assert "registers" in lines[0].note
+    missing, there = machine._compiled(["no such case", "silu_mul float16"])
+    assert (missing.good, there.good) == (False, True), "one that fails costs the others nothing"
+    assert missing.note == "KeyError: 'no such case'"
+    assert "registers" in there.note
 
 
 @pytest.mark.parametrize(
