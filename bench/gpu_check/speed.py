@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import groupby
 
 import torch
 
 from ...kernels.cuda import CudaKernels
 from ...kernels.gpu.provided_attention import FLASH_ATTENTION_3, usable
 from ...kernels.interface import AttentionShape
+from ..kernels import gate_up as candidate
 from ..kernels import kernel_figures
 from ..kernels.engine_figures import EXACT_SUFFIX, engine_figures
 from ..kernels.gpu_timing import Ceilings, Figure
 from ..kernels.transformers_peer import PeerFailed
-from .correctness import interpret
+from .correctness import interpret, results
 from .line import Line, Place, figure_line, left_out
 
 Figures = Callable[[str, Ceilings, bool], Iterator[Figure]]
@@ -79,6 +81,22 @@ def small_kernels(place: Place) -> Iterator[Line]:
 
 def linears(place: Place) -> Iterator[Line]:
     yield from lines_of(place, kernel_figures.linear_figures)
+
+
+def gate_up(place: Place) -> Iterator[Line]:
+    """The MLP's first half by one kernel: its values, and its times beside those of two."""
+    interpret(place)
+    yield from results(candidate.checks(place.big), place.device)
+    figures = candidate.gate_up_figures(place.device, place.ceilings(), place.big)
+    for size, ways in groupby(figures, lambda figure: figure.what.partition(" rows, ")[0]):
+        us: dict[str, float] = {}
+        for figure in ways:
+            yield figure_line(figure)
+            us[figure.what.removeprefix(f"{size} rows, ")] = figure.us
+        two = us.pop(candidate.TWO_KERNELS)
+        best = min(us, key=us.__getitem__)
+        what, note = f"{size} rows: one kernel's time beside two's", f"{us[best]:.1f} of {two:.1f} us, {best}"
+        yield Line(what, value=us[best] / two, unit="share", headline=True, note=note)
 
 
 def other_tiles(place: Place) -> Iterator[Line]:

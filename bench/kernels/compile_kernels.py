@@ -21,6 +21,7 @@ from ...kernels.gpu.norm import norm_fp8
 from ...kernels.gpu.token_masks import forbid
 from . import sm90
 from .attention_variants import VARIANTS
+from .gate_up import DISTINCT_TILES
 from .kernel_calls import (
     BFLOAT16,
     FLOAT16,
@@ -29,6 +30,7 @@ from .kernel_calls import (
     block_bytes,
     empty,
     exact_linear,
+    gate_and_up,
     latent,
     latent_rope,
     measured_quantised,
@@ -96,6 +98,7 @@ OTHERS: dict[str, Callable[[], object]] = {
         for form in ("int4", "GPTQ of 4 bits", "float8 in blocks", "W8A8", "MXFP4")
         for rows in (1, 64, 1024)
     },
+    **{f"gate and up, {tile}": partial(gate_and_up, tile) for tile in DISTINCT_TILES},
     "float8 rows": lambda: fp8_rows(empty(64, 14336)),
     "float8 rows float16": lambda: fp8_rows(empty(64, 4096, dtype=FLOAT16)),
     "float8 rows of a norm": lambda: norm_fp8(empty(8, 8192), empty(8, 8192), empty(8192), 1e-5),

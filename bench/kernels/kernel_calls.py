@@ -23,6 +23,7 @@ from ...kernels.interface import AttentionInputs, RopeInputs
 from ...kernels.mixture_shape import MixtureShape
 from . import sm90
 from .attention_variants import Attention
+from .gate_up import GateUpTile, gate_up
 from .kernel_figures import QUANTISED_FIGURE
 from .kernel_inputs import QUANTISED, quantised_weight
 
@@ -85,6 +86,10 @@ def exact_linear(
     ExactLinear(weight, empty(out_features, dtype=dtype) if bias else None)(
         empty(num_tokens, in_features, dtype=dtype)
     )
+
+
+def gate_and_up(tile: GateUpTile) -> None:
+    gate_up(empty(8, 4096), empty(2 * 1024, 4096), tile)
 
 
 def latent(num_tokens: int, dtype: torch.dtype = BFLOAT16, heads: int = 128) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from splitserve.bench.kernels.attention_variants import SINKED, SOFTCAPPED, Attention, covering, every
-from splitserve.bench.kernels.compile_bounds import FEW_BYTES, faults_of
+from splitserve.bench.kernels.compile_bounds import FEW_BYTES, WARP_GROUP_ROWS, faults_of
 from splitserve.bench.kernels.compile_kernels import OTHERS
+from splitserve.bench.kernels.gate_up import DISTINCT_TILES
 from splitserve.bench.kernels.sm90 import SHARED_MEMORY
 from splitserve.bench.kernels.start_kernels import STARTED
 
@@ -75,6 +76,12 @@ def test_exact_prefill_and_decode_multiply_with_the_same_instructions(compiled: 
     assert len(shapes) == 4
     for head_dim, families in shapes.items():
         assert families["prefill"] == families["decode"] != set(), head_dim
+
+
+def test_gate_and_up_multiplies_as_exact_mode_does_in_tiles_of_64_rows(compiled: dict[str, Kernels]) -> None:
+    for tile in DISTINCT_TILES:
+        (kernel,) = compiled[f"gate and up, {tile}"]
+        assert bool(kernel["wgmma"]) == (tile.rows >= WARP_GROUP_ROWS), tile
 
 
 def test_what_is_compiled_here_leaves_out_no_two_values_that_might_not_go_together() -> None:

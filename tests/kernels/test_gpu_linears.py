@@ -10,11 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from splitserve.bench.kernels import triton_interpreter
+from splitserve.bench.kernels.gate_up import DISTINCT_TILES, GateUpTile, gate_up
 from splitserve.bench.kernels.kernel_inputs import randn, relative_error
 from splitserve.kernels.cuda import CudaKernels
 from splitserve.kernels.gpu import fp8_linear
 from splitserve.kernels.gpu.elementwise import gate_fp8, gate_mul
-from splitserve.kernels.gpu.exact_linear import ExactLinear
+from splitserve.kernels.gpu.exact_linear import BLOCK_K, ExactLinear
 from splitserve.kernels.gpu.fp8_linear import Fp8Linear
 from splitserve.kernels.gpu.fp8_rows import fp8_rows
 from splitserve.kernels.gpu.norm import add_rms_norm, norm_fp8, rms_norm
@@ -61,6 +62,24 @@ def test_its_rows_do_not_depend_on_each_other() -> None:
     together = linear(x)
     for rows in (slice(0, 1), slice(7, 70), slice(100, 300)):
         assert torch.equal(linear(x[rows]), together[rows])
+
+
+@few
+@given(
+    m=st.sampled_from([1, 3, 64, 130]),
+    n=st.sampled_from([16, 40, 130]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    tile=st.sampled_from(DISTINCT_TILES),
+)
+def test_gate_and_up_by_one_kernel_round_as_by_two(
+    m: int, n: int, dtype: torch.dtype, tile: GateUpTile
+) -> None:
+    k = 2 * tile.inputs
+    x, weight = randn(m, k + 16, dtype=dtype)[:, :k], randn(2 * n, k, dtype=dtype, seed=1)
+    found, expected = gate_up(x, weight, tile), gate_mul(ExactLinear(weight, None)(x), "silu")
+    if tile.inputs == BLOCK_K:
+        assert torch.equal(found, expected)
+    assert relative_error(found, expected) < ALLOWED[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

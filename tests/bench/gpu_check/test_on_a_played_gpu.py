@@ -17,6 +17,7 @@ from splitserve.bench.kernels import (
     device_mover_checks,
     engine_figures,
     exact_check,
+    gate_up,
     gpu_timing,
     kernel_figures,
     triton_interpreter,
@@ -33,7 +34,8 @@ pytestmark = [
 FIGURES = (
     kernel_figures.decode_figures, kernel_figures.decode_tile_figures, kernel_figures.prefill_figures,
     kernel_figures.small_figures, kernel_figures.block_figures, kernel_figures.sampling_figures,
-    kernel_figures.linear_figures, engine_figures.engine_figures("Llama-3.1-8B", exact=False),
+    kernel_figures.linear_figures, gate_up.gate_up_figures,
+    engine_figures.engine_figures("Llama-3.1-8B", exact=False),
 )  # fmt: skip
 
 
@@ -43,7 +45,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedGpu]:
         calls[0]()
         return 1.0
 
-    for module in (kernel_figures, gpu_timing):
+    for module in (kernel_figures, gate_up, gpu_timing):
         monkeypatch.setattr(module, "microseconds", once)
     monkeypatch.setattr(engine_figures, "device_us", lambda run, repeats: once([run]))
     generator = torch.Generator
@@ -54,7 +56,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedGpu]:
         yield gpu
 
 
-@pytest.mark.parametrize("check", list(checks(big=False)), ids=lambda check: check.name)
+@pytest.mark.parametrize(
+    "check", [*checks(big=False), *gate_up.checks(big=False)], ids=lambda check: check.name
+)
 def test_a_check_compares_what_is_on_the_gpu(check: Check, gpu: PlayedGpu) -> None:
     assert check.run("cuda") <= check.allowed
     assert gpu.variants or "float8 linear" in check.name, "a kernel ran there"
