@@ -69,24 +69,30 @@ def compile_all(place: Place) -> Iterator[Line]:
 
 def _compiled(cases: Sequence[str]) -> Iterator[Line]:
     """For sm_90, in as many processes as there are cores."""
-    from ..kernels.compile_bounds import FEW_BYTES, faults_of
-    from ..kernels.compile_kernels import compile_case
-
     os.environ.pop("TRITON_INTERPRET", None)  # in the processes that compile
     workers = min(len(os.sched_getaffinity(0)), len(cases))
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        for case, future in [(case, pool.submit(compile_case, case)) for case in cases]:
-            if problem := future.exception():  # the others are compiled all the same
-                yield Line(f"compiled: {case}", good=False, note=f"{type(problem).__name__}: {problem}")
-                continue
-            kernels = [kernel.as_json() for kernel in future.result()]
-            faults = faults_of(case, kernels, FEW_BYTES)
-            resources = (
-                f"{k['name']}: {k['registers']} registers, {k['stack']} B stack, {k['shared']} B shared, "
-                f"{k['programs_per_sm']} a multiprocessor"
-                for k in kernels
-            )
-            yield Line(f"compiled: {case}", good=not faults, note="; ".join(faults or resources))
+        for case, found in zip(cases, pool.map(_compile, cases), strict=True):
+            yield Line(f"compiled: {case}", good=found[0], note=found[1])
+
+
+def _compile(case: str) -> tuple[bool, str]:
+    """Whether its kernels are within their bounds, and what became of them. An exception becomes words:
+    one that cannot go to another process would end all of them."""
+    from ..kernels.compile_bounds import FEW_BYTES, faults_of
+    from ..kernels.compile_kernels import compile_case
+
+    try:
+        kernels = [kernel.as_json() for kernel in compile_case(case)]
+    except Exception as problem:
+        return False, f"{type(problem).__name__}: {str(problem)[-200:]}"
+    faults = faults_of(case, kernels, FEW_BYTES)
+    resources = (
+        f"{k['name']}: {k['registers']} registers, {k['stack']} B stack, {k['shared']} B shared, "
+        f"{k['programs_per_sm']} a multiprocessor"
+        for k in kernels
+    )
+    return not faults, "; ".join(faults or resources)
 
 
 def models(place: Place) -> Iterator[Line]:
