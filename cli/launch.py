@@ -125,11 +125,10 @@ async def _ready(plan: Plan, launcher: Launcher, url: str, wanted: set[str], dea
 async def _roll(
     plan: Plan, launcher: Launcher, url: str, old: Sequence[Command], roles: Mapping[str, str]
 ) -> None:
-    """Start each process again once the one before is back: workers of each role in turn, since new ones may
-    fit no old ones, then the coordinator. Raises LaunchError where one does not come back."""
+    """Start each process again once the one before is back, the coordinator last. Raises LaunchError where
+    one does not come back."""
     known, serves = partial(incarnations, plan, url), partial(is_ready, url, plan.coordinator.tls_cert)
-    turns = {name: list(roles.values())[:i].count(role) for i, (name, role) in enumerate(roles.items())}
-    for i, each in enumerate(sorted(old, key=lambda each: turns.get(each.name, len(turns)))):
+    for i, each in enumerate([*old[1:], old[0]]):
         name, role = each.name, roles.get(each.name, "coordinator")
         before, deadline = await known(), time.monotonic() + plan.up.ready_timeout_s
         notify(f"{name} starts again ...")

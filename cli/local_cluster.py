@@ -141,20 +141,19 @@ def _work(plan: Plan) -> Callable[[], Awaitable[int]]:
 
 def commands(plan: Plan, fork: Start | None = None) -> list[Command]:
     """One command a process; each reads its settings from a file of its own in the run directory. ``fork``
-    starts the workers."""
-    result = [_command(plan.run_dir, "coordinator", "coordinator", plan.coordinator, threads=1)]
-    for worker in plan.workers:
-        result.append(
-            _command(
-                plan.run_dir,
-                worker.role,
-                worker.name,
-                worker,
-                threads=1 if worker.threads == "auto" else worker.threads,
-                fork=fork,
-            )
-        )
-    return result
+    starts the workers.
+
+    In the order in which they are rolled: both roles advance together, as a build may fit no older one."""
+    roles = [getattr(worker, "start_as", worker.role) for worker in plan.workers]
+    counts = [roles.count(role) for role in roles]
+    turns = [((roles[:i].count(role) + 1) / counts[i], counts[i], i) for i, role in enumerate(roles)]
+    return [
+        _command(plan.run_dir, "coordinator", "coordinator", plan.coordinator, threads=1),
+        *(
+            _command(plan.run_dir, w.role, w.name, w, 1 if w.threads == "auto" else w.threads, fork)
+            for w in (plan.workers[i] for *_, i in sorted(turns))
+        ),
+    ]
 
 
 def _command(

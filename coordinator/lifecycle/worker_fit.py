@@ -57,7 +57,7 @@ def sentence_for_worker(worker: WorkerRecord, other: WorkerRecord) -> str:
     sentence = (
         f"this {worker.role} worker gets no work: it fits no {other.role} worker, and its {name} is not "
         f"that of {other.hello.worker_id} ({ours} here, {theirs} there); "
-        "start all workers of a model with the same model and options"
+        "start all workers of a model with the same model, build and options"
     )
     return sentence[:MAX_MISFIT]
 

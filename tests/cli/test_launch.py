@@ -12,6 +12,7 @@ from splitserve.cli import launch as launching
 from splitserve.cli.config import ConfigError, Sources, Value
 from splitserve.cli.extras import EXTRAS
 from splitserve.cli.launch import launch
+from splitserve.cli.local_cluster import commands
 from splitserve.cli.up import Plan, plan
 from splitserve.deploy.errors import LaunchError
 
@@ -75,8 +76,8 @@ def test_everything_starts_the_coordinator_first(tmp_path: Path, monkeypatch: py
     calls = launched(monkeypatch, planned(tmp_path, decode=2), Launched())
     assert calls == [
         "start coordinator as coordinator",
-        "start prefill-0 as prefill",
         "start decode-0 as decode",
+        "start prefill-0 as prefill",
         "start decode-1 as decode",
     ]
 
@@ -117,7 +118,7 @@ def test_a_roll_waits_for_each_process_and_takes_the_coordinator_last(
     calls = launched(monkeypatch, planned(tmp_path, decode=2, roll=True), manager)
     assert calls == [
         "start decode-1 as decode",
-        *(f"restart {name} as {name.partition('-')[0]}" for name in ("prefill-0", "decode-0", "coordinator")),
+        *(f"restart {name} as {name.partition('-')[0]}" for name in ("decode-0", "prefill-0", "coordinator")),
     ], "what is new stays"
     manager.names.remove("prefill-0")
     monkeypatch.setattr(manager, "restart", lambda *_: manager.names.remove("decode-0"))
@@ -145,6 +146,21 @@ def test_a_roll_to_a_build_whose_kv_cache_has_another_name(
     )
     assert [call.split()[1] for call in calls[:2]] == ["prefill-0", "decode-0"]
     assert len(calls) == 2 * size + 1
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 2), (1, 4), (4, 1), (3, 2), (2, 6)])
+@pytest.mark.parametrize("flexible", [False, True])
+def test_while_any_worker_is_rolled_a_pair_of_one_build_serves(
+    tmp_path: Path, prefill: int, decode: int, flexible: bool
+) -> None:
+    """Workers of two builds may not fit each other. (While a lone worker is away, its role is.)"""
+    made = planned(tmp_path, prefill=prefill, decode=decode, flexible=flexible)
+    roles = {worker.name: getattr(worker, "start_as", worker.role) for worker in made.workers}
+    order = [roles[command.name] for command in commands(made) if command.name in roles]
+    assert sorted(order) == sorted(roles.values())
+    for place, away in enumerate(order):
+        new, old = set(order[:place]), set(order[place + 1 :])
+        assert order.count(away) == 1 or 2 in (len(new), len(old)), (order, place)
 
 
 def test_what_cannot_start_is_named_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
