@@ -143,15 +143,17 @@ async def serve(settings: CoordinatorSettings, place: Place, make_controller: Ma
 
 def _stop_events(place: Place) -> tuple[asyncio.Event, asyncio.Event]:
     """Return what SIGTERM or SIGINT sets, the first also the end of the parent of several processes; and
-    what a second signal sets."""
+    what a second signal sets, of several processes their parent's SIGUSR1: a terminal, systemd and Slurm
+    signal all of them, and the parent does, too."""
     stopping, at_once, loop = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
 
     def stop() -> None:
-        (at_once if stopping.is_set() else stopping).set()
+        (at_once if stopping.is_set() and not place.others else stopping).set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     if place.others and (parent := multiprocessing.parent_process()) is not None:
+        loop.add_signal_handler(signal.SIGUSR1, at_once.set)
         loop.add_reader(parent.sentinel, stopping.set)
     return stopping, at_once
 

@@ -72,7 +72,7 @@ def run_all(settings: CoordinatorSettings, serve: Serve, run_folder: Path | None
 
     def stop(number: int, _: object) -> None:
         if stopping:
-            pass_on(signal.SIGINT, None)  # two SIGTERM at once would be one
+            pass_on(signal.SIGUSR1, None)
         stopping.append(number)
 
     for number in (signal.SIGTERM, signal.SIGINT):

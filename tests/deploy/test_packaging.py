@@ -60,6 +60,7 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
 def test_a_unit_gives_more_time_than_a_drain_takes(unit: Path) -> None:
     [seconds] = re.findall(r"^TimeoutStopSec=(\d+)$", unit.read_text(), re.M)
     assert int(seconds) > 10
+    assert "\nKillMode=mixed\n" in unit.read_text(), "one process stops the others of its unit"
 
 
 class Health(BaseHTTPRequestHandler):

@@ -24,6 +24,7 @@ from e2e.cluster import (
     running,
     wait_for,
 )
+from psutil import Process
 from transformers import PreTrainedModel
 
 from splitserve.coordinator.run_folder import RunFolder
@@ -77,6 +78,28 @@ def test_a_second_ctrl_c_ends_open_streams_at_once_with_the_reason(
         assert "shutting down" in events[-2]
         assert cluster.process.wait(PATIENCE_S) == 0
     assert [path.name for path in tmp_path.rglob("run-*")] == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_each_of_several_coordinator_processes_is_one(
+    tiny: tuple[Path, PreTrainedModel], tmp_path: Path, number: signal.Signals
+) -> None:
+    """A terminal, systemd and Slurm signal each process. An open stream goes on."""
+    options = ("--kv-cache-gib", "0.1", "--shutdown-timeout-s", "60", "--processes", "2")
+    with (
+        running(tiny[0], tmp_path, *options, *NEVER_DEAD) as cluster,
+        HTTP.stream("POST", f"{cluster.url}/v1/completions", json=ENDLESS) as response,
+    ):
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        [coordinator] = [
+            child for child in Process(cluster.process.pid).children() if "coordinator" in child.cmdline()
+        ]
+        os.killpg(coordinator.pid, number)
+        events = [line for line in lines if line and not line.startswith(":")]
+        assert events[-1] == "data: [DONE]"
+        assert '"finish_reason":"length"' in events[-2]
+        wait_for("the next coordinator serves", cluster.ready)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
