@@ -225,8 +225,18 @@ def test_autoscaling_follows_a_figure_that_exists(tmp_path: Path) -> None:
 
 def test_alerts_and_dashboard_are_those_of_every_installation(tmp_path: Path) -> None:
     monitoring = CHART.parents[1] / "monitoring"
-    objects = {found["kind"]: found for found in manifests(EVERYTHING, tmp_path)}
-    assert objects["PrometheusRule"]["spec"] == yaml.safe_load((monitoring / "alerts.yml").read_text())
+    found = manifests(EVERYTHING, tmp_path)
+    objects = {each["kind"]: each for each in found}
+    monitored = objects["ServiceMonitor"]["spec"]["selector"]["matchLabels"].items()
+    [job] = [
+        each["metadata"]["name"]
+        for each in found
+        if each["kind"] == "Service" and monitored <= each["metadata"]["labels"].items()
+    ]
+    alerts = (monitoring / "alerts.yml").read_text()
+    assert 'up{job="splitserve"}' in alerts
+    in_the_chart = yaml.safe_load(alerts.replace('job="splitserve"', f'job="{job}"'))
+    assert objects["PrometheusRule"]["spec"] == in_the_chart, "Prometheus names targets after their Service"
     dashboard = json.loads(objects["ConfigMap"]["data"]["splitserve.json"])
     assert dashboard == json.loads((monitoring / "grafana.json").read_text())
 
