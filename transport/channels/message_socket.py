@@ -122,8 +122,8 @@ class MessageSocket:
         now = time.monotonic()
         if now - self._last_log >= LOG_EVERY_S:
             self._last_log = now
-            peer = frames[0][:64] if len(frames) > 1 else b"the router"
-            _log.warning(f"%r: {sentence}", peer, *values)
+            peer = frames[0].partition(b"\0")[0] if len(frames) > 1 else b"the router"  # its name
+            _log.warning(f"%r: {sentence}", peer[:64].decode(errors="replace"), *values)
 
     def close(self, linger_s: float = 0.0) -> None:
         """End all connections; queued messages that do not leave within ``linger_s`` seconds are lost."""
