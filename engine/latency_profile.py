@@ -188,6 +188,11 @@ class Power(_Part):
     prefill_w: Annotated[float, Field(ge=0)]
     decode_w: Annotated[float, Field(ge=0)]
 
+    def joules(self, seconds: float, prefill_s: float, decode_s: float) -> float:
+        """Energy of workers for ``seconds`` of all together, of which these in steps."""
+        idle_s = max(0.0, seconds - prefill_s - decode_s)
+        return prefill_s * self.prefill_w + decode_s * self.decode_w + idle_s * self.idle_w
+
 
 class Contention(_Part):
     """How many times as long a step takes while *one* other worker of the same host computes.

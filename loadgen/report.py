@@ -85,16 +85,20 @@ def summarize(samples: Sequence[Sample], duration_s: float, slo: str = "") -> Re
         requests_per_s=len(served) / duration_s,
         output_tokens_per_s=num_output / duration_s,
         total_tokens_per_s=(num_prompt + num_output) / duration_s,
-        latencies={
-            "ttft": _distribution([one.ttft for one in times]),
-            "tpot": _distribution([one.tpot for one in times if one.tpot is not None]),
-            "itl": _distribution([gap for one in times for gap in one.itl]),
-            "e2e": _distribution([one.e2e for one in times]),
-        },
+        latencies={name: _distribution(values) for name, values in _by_latency(times).items()},
         num_good=num_good,
         goodput_requests_per_s=None if num_good is None else num_good / duration_s,
         errors=errors,
     )
+
+
+def _by_latency(times: Sequence[Times]) -> dict[str, list[float]]:
+    return {
+        "ttft": [one.ttft for one in times],
+        "tpot": [one.tpot for one in times if one.tpot is not None],
+        "itl": [gap for one in times for gap in one.itl],
+        "e2e": [one.e2e for one in times],
+    }
 
 
 def _is_good(times: Times, objectives: dict[str, float]) -> bool:
@@ -165,13 +169,7 @@ def draw_plot(path: Path, report: Report, samples: Sequence[Sample]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    times = [times_of(sample) for sample in samples if not sample.error and sample.arrivals]
-    series = {
-        "TTFT": [one.ttft for one in times],
-        "TPOT": [one.tpot for one in times if one.tpot is not None],
-        "ITL": [gap for one in times for gap in one.itl],
-        "E2E": [one.e2e for one in times],
-    }
+    series = _by_latency([times_of(sample) for sample in samples if not sample.error and sample.arrivals])
     figure, axes = pyplot.subplots(
         1, len(series), figsize=(4 * len(series), 3.2), sharey=True, layout="constrained"
     )
@@ -179,7 +177,7 @@ def draw_plot(path: Path, report: Report, samples: Sequence[Sample]) -> None:
         axis.plot(
             np.sort(values) * 1e3, np.arange(1, len(values) + 1) / max(1, len(values)), drawstyle="steps-post"
         )
-        axis.set(title=name, xlabel="milliseconds", ylim=(0, 1.02))
+        axis.set(title=name.upper(), xlabel="milliseconds", ylim=(0, 1.02))
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("share of requests or gaps")
     figure.suptitle(

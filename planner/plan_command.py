@@ -10,11 +10,10 @@ from itertools import islice
 from pathlib import Path
 from statistics import mean
 
-import orjson
 from rich.console import Console
 
 from ..engine.latency_profile import Profile
-from ..traces.console import result_console
+from ..traces.console import result_console, write_json, writing
 from ..traces.readers import open_trace
 from ..traces.request import TraceRequest
 from .errors import SimulationError
@@ -70,11 +69,12 @@ def plan(settings: PlanSettings) -> Plan | None:
             console.print(line, highlight=False)
     console.print(f"Took {time.monotonic() - began:.0f} s.", highlight=False)
     if settings.json_file is not None:
-        settings.json_file.write_bytes(orjson.dumps(as_json(found), option=orjson.OPT_INDENT_2) + b"\n")
+        write_json(settings.json_file, as_json(found), SimulationError)
     if settings.plot_file is not None:
         from .search.plots import draw_plan
 
-        draw_plan(settings.plot_file, found)
+        with writing(settings.plot_file, SimulationError):
+            draw_plan(settings.plot_file, found)
     if settings.launch_file is not None and found.winner.goodput > 0:
         launch(settings.launch_file, found, console)
     return found

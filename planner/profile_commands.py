@@ -13,7 +13,7 @@ import psutil
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..engine.latency_profile import Contention, Memory, Numerics, Power, Profile, Residuals, StepModel
+from ..engine.latency_profile import Contention, Memory, Numerics, Power, Profile, Residuals
 from ..engine.settings import ComputeSettings, WorkerSettings
 from ..traces.console import figures_table, result_console
 from .profile.design import Bounds, experiments
@@ -45,9 +45,7 @@ def profile(settings: ProfileSettings) -> int:
         made = _measured(settings, settings.model, console)
     else:
         assert settings.published is not None, "one of the two is given"
-        made, words = published(settings, settings.published)
-        for line in words:
-            console.print(line, highlight=False)
+        made = published(settings, settings.published, console)
         if settings.name:
             made = made.model_copy(update={"name": settings.name})
     made.write(settings.output)
@@ -56,11 +54,14 @@ def profile(settings: ProfileSettings) -> int:
     return 0
 
 
-def published(settings: ProfileSettings, path: Path) -> tuple[Profile, list[str]]:
-    """Import a profile; return it and sentences about it. Raises PlannerError and EngineError."""
-    if settings.like is not None:
-        return imported(path, Profile.read(settings.like))
-    return import_published(path, settings.published_model, settings.hardware, settings.tensor_parallel), []
+def published(settings: ProfileSettings, path: Path, console: Console) -> Profile:
+    """Import a profile, and print sentences about it. Raises PlannerError and EngineError."""
+    if settings.like is None:
+        return import_published(path, settings.published_model, settings.hardware, settings.tensor_parallel)
+    made, sentences = imported(path, Profile.read(settings.like))
+    for line in sentences:
+        console.print(line, highlight=False)
+    return made
 
 
 def show(profile: Profile, console: Console) -> None:
@@ -154,13 +155,12 @@ def _measured(settings: ProfileSettings, folder: Path, console: Console) -> Prof
             bar.update(task, completed=num_known)
 
         found = measure(model.runner, block_size, designed, PRECISION, settings.budget_s, progress, SEED)
-    prefill, prefill_held_out = fitted(found, "prefill", bounds)
-    decode, decode_held_out = fitted(found, "decode", bounds)
-    for role, residuals in (("prefill", prefill_held_out), ("decode", decode_held_out)):
-        if residuals is not None:
+    prefill, decode = fitted(found, "prefill", bounds), fitted(found, "decode", bounds)
+    for role, model_of_role in (("prefill", prefill), ("decode", decode)):
+        if (off := model_of_role.held_out) is not None:
             console.print(
-                f"{role} steps that were not fitted to: off by {residuals.mean:.1%} on average, "
-                f"{residuals.worst:.1%} at worst"
+                f"{role} steps that were not fitted to: off by {off.mean:.1%} on average, "
+                f"{off.worst:.1%} at worst"
             )
     contention = _contention(settings, worker, model, bounds, console)
     loop_s = decode_loop_s(min(16, settings.max_num_seqs))
@@ -182,8 +182,8 @@ def _measured(settings: ProfileSettings, folder: Path, console: Console) -> Prof
             num_layers=model.num_layers,
             max_model_len=model.max_model_len,
         ),
-        prefill=_named(prefill, prefill_held_out),
-        decode=_named(decode, decode_held_out),
+        prefill=prefill,
+        decode=decode,
         prefill_loop_s=loop_s,
         decode_loop_s=loop_s,
         handoff=movers["shm"],
@@ -272,7 +272,3 @@ def _power(model: WorkerModel, found: Sequence[Repeats], block_size: int) -> Pow
         )
     finally:
         telemetry.stop()
-
-
-def _named(model: StepModel, held_out: Residuals | None) -> StepModel:
-    return model.model_copy(update={"held_out": held_out})

@@ -6,11 +6,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import orjson
 from rich.console import Console
 
 from ..engine.latency_profile import Profile
-from ..traces.console import result_console
+from ..traces.console import result_console, write_json, writing
 from ..traces.operators import cut, mean_rate, scaled
 from ..traces.readers import open_trace
 from ..traces.request import Trace
@@ -34,11 +33,7 @@ def simulate(settings: SimulateSettings) -> int:
     warn_of_no_effect(cluster, console, steers=settings.steer)
     result = (_sketch if settings.sketch else _simulate)(settings, trace, cluster, level, console)
     if settings.json_file is not None:
-        try:
-            settings.json_file.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2) + b"\n")
-        except OSError as error:
-            reason = error.strerror or error
-            raise SimulationError(f"cannot write {settings.json_file}: {reason}") from None
+        write_json(settings.json_file, result, SimulationError)
     return 0
 
 
@@ -70,11 +65,13 @@ def _simulate(
     if settings.plot_file is not None:
         from .simulator.plots import draw_timeline
 
-        draw_timeline(settings.plot_file, simulation.timeline)
+        with writing(settings.plot_file, SimulationError):
+            draw_timeline(settings.plot_file, simulation.timeline)
     if settings.html_file is not None:
         from .simulator.timeline import write_view
 
-        write_view(settings.html_file, simulation.timeline)
+        with writing(settings.html_file, SimulationError):
+            write_view(settings.html_file, simulation.timeline)
     return result
 
 

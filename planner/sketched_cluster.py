@@ -114,11 +114,7 @@ def _spread(values: list[float]) -> dict[str, float]:
     of = Distribution()
     for value in values:
         of.add(value)
-    return {
-        "mean": of.mean,
-        **{f"p{percent}": of.percentile(percent) for percent in (50, 90, 99)},
-        "max": of.largest,
-    }
+    return of.summary()
 
 
 def print_sketch(result: dict[str, Any], console: Console) -> None:

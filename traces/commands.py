@@ -7,10 +7,8 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-import orjson
-
-from .console import result_console
-from .errors import TraceFileError, WorkloadError
+from .console import result_console, write_json, writing
+from .errors import TraceError, TraceFileError, WorkloadError
 from .operators import cut, mean_rate, mixed, scaled, thinned
 from .own_format import write_trace
 from .readers import open_trace
@@ -39,7 +37,7 @@ def stats(settings: TraceStatsSettings, files: Sequence[Path]) -> int:
     described = [_described(trace, path) for trace, path in zip(_opened(settings, files), files, strict=True)]
     print_statistics([statistics for statistics, _ in described], result_console())
     if settings.json_file:
-        _write_json(settings.json_file, described)
+        write_json(settings.json_file, [one.as_json() for one, _ in described], TraceError)
     if settings.plot_file:
         _draw(settings.plot_file, described)
     return 0
@@ -122,24 +120,11 @@ def _write(path: Path, trace: Trace) -> int:
     return 0
 
 
-def _write_json(path: Path, described: Sequence[Described]) -> None:
-    content = orjson.dumps(
-        [statistics.as_json() for statistics, _ in described],
-        option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS,
-    )
-    try:
-        path.write_bytes(content + b"\n")
-    except OSError as error:
-        raise TraceFileError(path, f"cannot be written: {error.strerror or error}") from None
-
-
 def _draw(path: Path, described: Sequence[Described]) -> None:
     from .plots import draw_traces
 
-    try:
+    with writing(path, TraceError):
         draw_traces(path, described)
-    except OSError as error:
-        raise TraceFileError(path, f"cannot be written: {error.strerror or error}") from None
 
 
 def _workload(settings: TraceMakeSettings) -> Workload:

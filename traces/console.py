@@ -1,9 +1,13 @@
-"""The console and the tables of commands' results."""
+"""The console, the tables and the files of commands' results."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import orjson
 from rich import box
 from rich.console import Console
 from rich.table import Column, Table
@@ -16,6 +20,21 @@ def result_console() -> Console:
     """Return a console of the terminal's width; a pipe or a file gets lines of any length."""
     console = Console()
     return console if console.is_terminal else Console(width=UNBOUNDED)
+
+
+@contextmanager
+def writing(path: Path, kind: type[Exception]) -> Iterator[None]:
+    """Raise ``kind`` in place of an OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
+def write_json(path: Path, content: Any, kind: type[Exception]) -> None:
+    """Raises ``kind`` where the file cannot be written."""
+    with writing(path, kind):
+        path.write_bytes(orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS) + b"\n")
 
 
 def figures_table(*names: str, words: int = 1) -> Table:

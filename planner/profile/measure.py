@@ -15,7 +15,7 @@ import numpy as np
 from ...decode.rows import DecodeStep
 from ...decode.scheduler import DecodeScheduler
 from ...engine.cache.block_manager import BlockManager
-from ...engine.latency_profile import Residuals, StepModel, StepRole
+from ...engine.latency_profile import StepModel, StepRole
 from ...engine.step.batch import Batch, SamplingState, StepOutput
 from ...engine.step.step_thread import Runner, StepThread
 from ...transport.messages.messages import SamplingParams
@@ -129,14 +129,14 @@ def _wants_more(repeats: Repeats, precision: float, over: bool) -> bool:
     return not over and repeats.uncertainty > precision and len(repeats.times) < MAX_REPEATS
 
 
-def fitted(found: Sequence[Repeats], role: StepRole, bounds: Bounds) -> tuple[StepModel, Residuals | None]:
-    """The role's step model, and how well it meets the steps that it was not fitted to."""
+def fitted(found: Sequence[Repeats], role: StepRole, bounds: Bounds) -> StepModel:
+    """The role's step model, with how well it meets the steps that it was not fitted to."""
     of_role = [repeats for repeats in found if repeats.experiment.role == role]
     seen = [r.point() for r in of_role if not r.experiment.held_out]
     held_out = [r.point() for r in of_role if r.experiment.held_out]
     knots = prefill_knots(bounds) if role == "prefill" else decode_knots(bounds)
     model = fit_steps(seen, knots, ("read_s", "seq_s", "cached_s") if role == "prefill" else ("read_s",))
-    return model, residuals(model, held_out) if held_out else None
+    return model.model_copy(update={"held_out": residuals(model, held_out)}) if held_out else model
 
 
 def noise_cv(found: Sequence[Repeats]) -> float:

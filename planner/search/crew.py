@@ -8,28 +8,30 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing import active_children, get_context
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 from .goodput import Question
 
-Asked = TypeVar("Asked")
+Asked = TypeVarTuple("Asked")
 Result = TypeVar("Result")
 _question: Question | None = None
 
 
 class Crew:
-    """``ask``: a module's function of the question and one thing asked, over all of them, in order."""
+    """``ask``: a module's function of the question and what is asked, for each in order."""
 
     def __init__(self, question: Question, num_processes: int, pool: ProcessPoolExecutor | None) -> None:
         self._question, self._pool, self.num_processes = question, pool, num_processes
 
-    def ask(self, function: Callable[[Question, Asked], Result], asked: Iterable[Asked]) -> list[Result]:
-        return [one() for one in [self.begin(function, one) for one in asked]]
+    def ask(
+        self, function: Callable[[Question, *Asked], Result], asked: Iterable[tuple[*Asked]]
+    ) -> list[Result]:
+        return [one() for one in [self.begin(function, *one) for one in asked]]
 
-    def begin(self, function: Callable[[Question, Asked], Result], asked: Asked) -> Callable[[], Result]:
+    def begin(self, function: Callable[[Question, *Asked], Result], *asked: *Asked) -> Callable[[], Result]:
         """Start one call of ``ask`` beside others, and return a call that waits for its result."""
         if self._pool is None:
-            return partial(function, self._question, asked)
+            return partial(function, self._question, *asked)
         return self._pool.submit(_call, function, asked).result
 
 
@@ -53,6 +55,6 @@ def _remember(question: Question) -> None:
     _question = question
 
 
-def _call(function: Callable[[Question, Any], Result], asked: Any) -> Result:
+def _call(function: Callable[..., Result], asked: tuple[Any, ...]) -> Result:
     assert _question is not None, "the process was told"
-    return function(_question, asked)
+    return function(_question, *asked)

@@ -77,11 +77,7 @@ def energy_of(found: Sketched, hardware: Hardware, candidate: Candidate) -> floa
     for (group, kind), busy_s in zip(hardware.pools(candidate), found.busy_s, strict=True):
         if kind.power is None:
             return None
-        prefill_s, decode_s = busy_s
-        idle_s = max(0.0, group.count * found.elapsed_s - prefill_s - decode_s)
-        joules += (
-            prefill_s * kind.power.prefill_w + decode_s * kind.power.decode_w + idle_s * kind.power.idle_w
-        )
+        joules += kind.power.joules(group.count * found.elapsed_s, *busy_s)
     return joules / 3600 / max(1, found.num_ended)
 
 

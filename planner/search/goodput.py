@@ -18,7 +18,6 @@ from functools import partial
 from ...traces.request import Trace, TraceRequest
 from ..simulator.simulation import Simulation
 from ..simulator.slo import ServiceLevel
-from ..simulator.tallies import Tallies
 from .candidates import Candidate, Group, Hardware, with_mover
 from .demand import Demand, arrivals, bound
 from .sketch import Sketch, Sketched, SketchPool
@@ -191,17 +190,17 @@ def simulate(question: Question, candidate: Candidate, rate: float, give_up: boo
     requests have failed, or will have: see ``num_failed``."""
     cluster = question.hardware.cluster(candidate, max_queue=1 << 30)
     simulation = Simulation(cluster, question.seed, question.level.bounds)
-    allowed, look_at = question.allowed, 0.0
+    look_at = 0.0
 
-    def too_many_failed(_: Tallies) -> bool:
+    def too_many_failed() -> bool:
         nonlocal look_at
         now = simulation.queue.now
-        if now < look_at:
+        if now < look_at or not give_up:
             return False
         look_at = now + LOOK_S
-        return num_failed(simulation) > allowed
+        return num_failed(simulation) > question.allowed
 
-    simulation.run(question.load.at_rate(rate), give_up=too_many_failed if give_up else None)
+    simulation.run(question.load.at_rate(rate), too_many_failed)
     return simulation
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from ...traces.console import writing
 from ..errors import SimulationError
 from ..simulator.cluster import PoolRole
 from .candidates import Candidate, Group, Hardware, Kind
@@ -40,10 +41,8 @@ def write_launch(path: Path, hardware: Hardware, candidate: Candidate, comment: 
         pools.append(_Pool(group, kind, options, own))
     content = (_values if path.name.endswith("values.yaml") else _configuration)(pools, longest)
     comments = [f"# {line}\n" for line in (comment, *_remarks(pools)) if line]
-    try:
+    with writing(path, SimulationError):
         path.write_text("".join(comments) + yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
-    except OSError as error:
-        raise SimulationError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def _values(pools: list[_Pool], longest: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from ..simulator.report import outside, pools
 from ..simulator.tallies import Tallies
 from .candidates import Candidate
 from .goal import energy_of
-from .goodput import Answer, Question, answer, simulate, sketch, sketched_goodput
+from .goodput import Question, simulate, sketch, sketched_goodput
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +36,13 @@ class Glance:
     energy_wh: float | None
 
 
-def look(question: Question, asked: tuple[Candidate, float]) -> Look:
-    candidate, rate = asked
+def look(question: Question, candidate: Candidate, rate: float) -> Look:
     simulation = simulate(question, candidate, rate, give_up=False)
     busy = {row["role"]: row["busy"] for row in pools(simulation)}
     return Look(rate, simulation.tallies, busy, outside(simulation))
 
 
-def glance(question: Question, asked: tuple[Candidate, float]) -> Glance:
-    candidate, rate = asked
+def glance(question: Question, candidate: Candidate, rate: float) -> Glance:
     found = sketch(question, candidate, rate, give_up=False)
     busy_s, counts = defaultdict[str, float](float), Counter[str]()
     for group, seconds in zip(candidate.groups, found.busy_s, strict=True):
@@ -60,20 +58,9 @@ def _p90(values: Iterable[float]) -> float:
     return ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))] if ordered else 0.0
 
 
-def sketched(question: Question, asked: tuple[Candidate, float]) -> float:
-    return sketched_goodput(question, *asked)
-
-
-def answered(question: Question, asked: tuple[Candidate, float, float]) -> Answer:
-    """(candidate, at least, guess)"""
-    return answer(question, *asked)
-
-
-def by_chance(question: Question, asked: tuple[Candidate, float, int]) -> tuple[float, Look]:
-    """(candidate, its goodput, which): the goodput under the same load in another order, changed as much as
-    the sketch's, and the look at the same rate; under one half of the load where its requests are tied
-    together."""
-    candidate, goodput, which = asked
+def by_chance(question: Question, candidate: Candidate, goodput: float, which: int) -> tuple[float, Look]:
+    """The goodput under the same load in another order, changed as much as the sketch's, and the look at the
+    same rate; under one half of the load where its requests are tied together."""
     if question.load.is_tied:
         half = len(question.load.requests) // 2
         part = question.load.requests[:half] if which == 1 else question.load.requests[half:]
@@ -82,13 +69,12 @@ def by_chance(question: Question, asked: tuple[Candidate, float, int]) -> tuple[
         other = question.reordered(which)
     pace = other.load.rate / question.load.rate  # each half keeps its own
     ratio = _ratio(sketched_goodput(other, candidate) / pace, sketched_goodput(question, candidate))
-    return goodput * ratio, look(other, (candidate, goodput * pace))
+    return goodput * ratio, look(other, candidate, goodput * pace)
 
 
-def if_slower(question: Question, asked: tuple[Candidate, float]) -> float | None:
-    """(candidate, its goodput): the goodput where every step takes longer by as much as its profile's fit is
-    off on average, changed as much as the sketch's. None: no fit's error is known."""
-    candidate, goodput = asked
+def if_slower(question: Question, candidate: Candidate, goodput: float) -> float | None:
+    """The goodput where every step takes longer by as much as its profile's fit is off on average, changed as
+    much as the sketch's. None: no fit's error is known."""
     if question.hardware.fit_errors(candidate) == (None, None):
         return None
     slower = sketched_goodput(question.with_slower_steps(), candidate)

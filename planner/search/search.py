@@ -15,8 +15,8 @@ from .candidates import Candidate
 from .crew import Crew, crew
 from .curves import add_curves, add_sizes
 from .goal import Goal, energy_wh, joined, mixtures, settings_of, shapes
-from .goodput import Answer, Question, sketched_goodput
-from .looks import answered, by_chance, glance, if_slower, look, sketched
+from .goodput import Answer, Question, answer, sketched_goodput
+from .looks import by_chance, glance, if_slower, look
 from .plan import GROWTH, Growth, Means, Plan
 from .smallest import least_more, smallest, smallest_that_serve
 from .stopped import so_far
@@ -43,33 +43,26 @@ def search(
     """Search for the plan. ``report`` gets a sentence for each stage. Raises SimulationError if nothing can
     be built."""
     with crew(question, processes) as workers:
-        known, sketched = dict[Candidate, Answer](), dict[Candidate, tuple[float, Candidate]]()
+        begun = _Search(question, goal, workers, report)
         try:
-            return _Search(question, goal, workers, report, known, sketched).run(with_curves)
+            return begun.run(with_curves)
         except KeyboardInterrupt:
-            raise so_far(question, goal, known.values(), sketched.values()) from None
+            raise so_far(question, goal, begun.known.values(), begun.best_sketched.values()) from None
 
 
 def best_sketched(question: Question, goal: Goal, processes: int) -> float:
     """The highest goodput that the sketch finds."""
     with crew(question, processes) as workers:
-        return max(_Search(question, goal, workers, print, {}, {}).sketched().values(), default=0.0)
+        return max(_Search(question, goal, workers, print).sketched().values(), default=0.0)
 
 
 class _Search:
     """What the stages share."""
 
-    def __init__(
-        self,
-        question: Question,
-        goal: Goal,
-        workers: Crew,
-        report: Report,
-        known: dict[Candidate, Answer],
-        best_sketched: dict[Candidate, tuple[float, Candidate]],  # by shape
-    ) -> None:
+    def __init__(self, question: Question, goal: Goal, workers: Crew, report: Report) -> None:
         self._question, self._goal, self._crew, self._report = question, goal, workers, report
-        self._known, self._best_sketched = known, best_sketched
+        self.known: dict[Candidate, Answer] = {}
+        self.best_sketched: dict[Candidate, tuple[float, Candidate]] = {}  # by shape
 
     def run(self, with_curves: bool) -> Plan:
         self._report("sketching")
@@ -103,14 +96,14 @@ class _Search:
         relaxed_rate = 0.8 * rate if of_goodput else self._goal.rate
         of_means, expected = self._from_means(sketches)
         # these take the longest
-        others = [self._crew.begin(by_chance, (winner.candidate, rate, which)) for which in (1, 2)]
-        slower = self._crew.begin(if_slower, (winner.candidate, rate))
+        others = [self._crew.begin(by_chance, winner.candidate, rate, which) for which in (1, 2)]
+        slower = self._crew.begin(if_slower, winner.candidate, rate)
         looks = [
-            self._crew.begin(look, asked)
+            self._crew.begin(look, *asked)
             for asked in ((winner.candidate, rate), (winner.candidate, relaxed_rate), (of_means, expected))
         ]
         grown = least_more(self._question, self._crew, winner.candidate, grown_rate)
-        unchanged = glance(self._question, (winner.candidate, grown_rate))
+        unchanged = glance(self._question, winner.candidate, grown_rate)
         at_goodput, relaxed, means = (one() for one in looks)
         plan = Plan(
             self._question,
@@ -118,7 +111,7 @@ class _Search:
             split,
             best,
             colocated,
-            list(self._known.values()),
+            list(self.known.values()),
             [a for a in neighbours if a is not winner],
             sketches,
             at_goodput,
@@ -183,12 +176,11 @@ class _Search:
         while waiting:
             now, waiting = waiting[:at_once], waiting[at_once:]
             known = [best[c.shape][0] if c.shape in best else floor for c in now]
-            for one, goodput in zip(
-                now, self._crew.ask(sketched, list(zip(now, known, strict=True))), strict=True
-            ):
+            goodputs = self._crew.ask(sketched_goodput, zip(now, known, strict=True))
+            for one, goodput in zip(now, goodputs, strict=True):
                 shape = one.shape
                 if goodput > best.get(shape, (0.0, one))[0] or shape not in best:
-                    best[shape] = self._best_sketched[shape] = (goodput, one)
+                    best[shape] = self.best_sketched[shape] = (goodput, one)
         return {one: goodput for goodput, one in best.values()}
 
     def _families(self, sketches: dict[Candidate, float]) -> list[list[Candidate]]:
@@ -208,7 +200,7 @@ class _Search:
     def _best_ones(self) -> tuple[Answer, Answer, Answer, Answer]:
         """The best simulated ones: pure split, with disaggregation, colocated, of all."""
         split, partly, together = (
-            max((a for a in self._known.values() if kind(a.candidate)), key=self._value_of, default=NOTHING)
+            max((a for a in self.known.values() if kind(a.candidate)), key=self._value_of, default=NOTHING)
             for kind in KINDS
         )
         best = max((split, partly), key=self._value_of)
@@ -219,21 +211,21 @@ class _Search:
     def _answer(self, asked: list[tuple[Candidate, float, float]], fresh: bool = True) -> list[Answer]:
         """Unless ``fresh``, what is known already is not tried again, but of a rival that was pruned no
         goodput is known."""
-        new = [one for one in asked if fresh or one[0] not in self._known or self._known[one[0]].pruned]
-        for one in self._crew.ask(answered, new):
-            earlier = self._known.get(one.candidate)
+        new = [one for one in asked if fresh or one[0] not in self.known or self.known[one[0]].pruned]
+        for one in self._crew.ask(answer, new):
+            earlier = self.known.get(one.candidate)
             if earlier is not None:
                 one.tried = [*earlier.tried, *one.tried]
             if earlier is None or not one.pruned:
-                self._known[one.candidate] = one
-        return [self._known[candidate] for candidate, _, _ in asked]
+                self.known[one.candidate] = one
+        return [self.known[candidate] for candidate, _, _ in asked]
 
     def _simulate(self, families: list[list[Candidate]], sketches: dict[Candidate, float]) -> None:
         """Simulate the first of each family and its rivals. For a given rate: the first that serves it, by
         cost."""
         if self._goal.objective != "goodput":
             for family in families:
-                smallest(self._question, self._goal, family, self._crew, self._known)
+                smallest(self._question, self._goal, family, self._crew, self.known)
             return
         leads = self._answer([(family[0], 0.0, sketches[family[0]]) for family in families])
         rivals = [
@@ -250,7 +242,7 @@ class _Search:
         costs a hundredth of the simulations that a search without a guess begins with."""
         known = {c: sketches[c] for c in candidates if sketches.get(c)}
         lacking = [c for c in candidates if c not in known]
-        known |= zip(lacking, self._crew.ask(sketched, [(c, 0.0) for c in lacking]), strict=True)
+        known |= zip(lacking, self._crew.ask(sketched_goodput, [(c, 0.0) for c in lacking]), strict=True)
         return [known[c] for c in candidates]
 
     def _around(self, candidate: Candidate) -> list[Candidate]:

@@ -8,8 +8,8 @@ from dataclasses import replace
 from .candidates import Candidate, middle_first
 from .crew import Crew
 from .goal import Goal, settings_of
-from .goodput import Answer, Question, failures, passes_sketched, sketched_goodput
-from .looks import answered, glance, look
+from .goodput import Answer, Question, answer, failures, passes_sketched, sketched_goodput
+from .looks import glance, look
 
 MOST_SIMULATED = 12
 MOST_GROWN = 4
@@ -35,8 +35,7 @@ def _families(question: Question) -> Iterator[Candidate]:
                 yield Candidate(1, 1, 0, 1, 1, p, d)
 
 
-def _of_family(question: Question, asked: tuple[Goal, Candidate]) -> list[Candidate]:
-    goal, family = asked
+def _of_family(question: Question, goal: Goal, family: Candidate) -> list[Candidate]:
     if not family.prefill:
         n = _fewest(question, goal, [replace(family, colocated=n) for n in range(1, goal.limits.gpus + 1)])
         return [n] if n is not None else []
@@ -91,7 +90,7 @@ def smallest(
         one = waiting.pop(0)
         failed, _ = failures(question, one, goal.rate)
         if failed <= question.allowed:
-            (best,) = crew.ask(answered, [(one, 0.0, max(goal.rate * 1.02, sketched_goodput(question, one)))])
+            (best,) = crew.ask(answer, [(one, 0.0, max(goal.rate * 1.02, sketched_goodput(question, one)))])
             best.goodput = max(best.goodput, goal.rate)
             known[one] = best
             return
@@ -122,7 +121,7 @@ def _least_more(question: Question, candidate: Candidate, rate: float, at_least:
     for more in range(at_least, most + 1):
         divisions = range(more + 1) if candidate.prefill else [0]
         tried = [candidate.with_more(more - d, d) for d in divisions]
-        seen = [(c, glance(question, (c, rate))) for c in middle_first(tried) if question.bound(c) >= rate]
+        seen = [(c, glance(question, c, rate)) for c in middle_first(tried) if question.bound(c) >= rate]
         enough = [(c, s) for c, s in seen if s.attainment >= question.level.attainment]
         if enough:
             return max(enough, key=lambda pair: pair[1].attainment)[0]

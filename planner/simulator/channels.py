@@ -66,19 +66,38 @@ class Fabric:
             listener.close()
 
 
-class CoordinatorChannel:
-    """A role's channel to the coordinator."""
+class _Channel:
+    """The receiving half of a channel."""
 
     ever_connected = True
 
     def __init__(self, network: SimulatedNetwork, identity: bytes) -> None:
-        self._network, self.process, self._identity = network, network.owner, identity
+        self.network, self.process, self.identity = network, network.owner, identity
         self._inbox: list[Message] = []
-        self.process.fabric.channels[identity] = self
 
     @property
     def socket(self) -> object:
         return self
+
+    def receive(self, limit: int) -> list[Message]:
+        messages, self._inbox = self._inbox, []
+        self.network.readable.discard(self)
+        return messages
+
+    def deliver(self, messages: Sequence[Message]) -> None:
+        """Messages have arrived."""
+        if self.process.is_alive:
+            self._inbox += messages
+            self.network.readable.add(self)
+            self.process.turn()
+
+
+class CoordinatorChannel(_Channel):
+    """A role's channel to the coordinator."""
+
+    def __init__(self, network: SimulatedNetwork, identity: bytes) -> None:
+        super().__init__(network, identity)
+        self.process.fabric.channels[identity] = self
 
     def gone_since(self, now: float) -> float | None:
         return None
@@ -86,43 +105,25 @@ class CoordinatorChannel:
     def send(self, *messages: Message) -> bool:
         process = self.process
         if type(messages[0]) is Load:
-            self._network.reported_at = process.queue.now
+            self.network.reported_at = process.queue.now
         if not process.catching_up:
             receive = process.fabric.coordinator.receive_from
-            process.queue.after(process.message_s, receive, self._identity, messages)
+            process.queue.after(process.message_s, receive, self.identity, messages)
         return True
 
-    def receive(self, limit: int) -> list[Message]:
-        messages, self._inbox = self._inbox, []
-        self._network.readable.discard(self)
-        return messages
-
-    def deliver(self, messages: Sequence[Message]) -> None:
-        """Messages of the coordinator have arrived."""
-        if self.process.is_alive:
-            self._inbox += messages
-            self._network.readable.add(self)
-            self.process.turn()
-
     def close(self) -> None:
-        self.process.fabric.channels.pop(self._identity, None)
-        self._network.readable.discard(self)
+        self.process.fabric.channels.pop(self.identity, None)
+        self.network.readable.discard(self)
 
 
-class PeerChannel:
+class PeerChannel(_Channel):
     """A channel to a decode worker."""
-
-    ever_connected = True
 
     def __init__(self, network: SimulatedNetwork, identity: bytes, target: SimulatedListener | None) -> None:
         """``target``: None where nothing listens at the address."""
-        self.network, self.process, self.identity = network, network.owner, identity
-        self._target, self._inbox = target, list[Message]()
+        super().__init__(network, identity)
+        self._target = target
         self._gone_since: float | None = None
-
-    @property
-    def socket(self) -> object:
-        return self
 
     def gone_since(self, now: float) -> float | None:
         if self._gone_since is None and (self._target is None or not self._target.is_open):
@@ -134,18 +135,6 @@ class PeerChannel:
             for message in messages:
                 self._target.bring(self, message)
         return True
-
-    def receive(self, limit: int) -> list[Message]:
-        messages, self._inbox = self._inbox, []
-        self.network.readable.discard(self)
-        return messages
-
-    def deliver(self, messages: Sequence[Message]) -> None:
-        """Messages of the decode worker have arrived."""
-        if self.process.is_alive:
-            self._inbox += messages
-            self.network.readable.add(self)
-            self.process.turn()
 
     def close(self) -> None:
         if self._target is not None:

@@ -12,6 +12,7 @@ from typing import TextIO
 
 from ...coordinator.lifecycle.request import Ended
 from ...coordinator.lifecycle.time_ledger import Stages
+from ...traces.console import writing
 from ..errors import SimulationError
 
 COLUMNS = (
@@ -99,11 +100,7 @@ def record_file(path: Path | None) -> Iterator[Callable[[RequestRecord], None] |
     if path is None:
         yield None
         return
-    try:
-        opened = _opened(path)
-    except OSError as error:
-        raise SimulationError(f"cannot write {path}: {error.strerror or error}") from None
-    with opened as file:
+    with writing(path, SimulationError), _opened(path) as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
         yield lambda record: writer.writerow([_shown(value) for value in record.row()])

@@ -24,9 +24,8 @@ EXPLAINED = {
 
 
 def summary(simulation: Simulation) -> dict[str, Any]:
-    """JSON-ready; times in seconds. ``goodput_per_s``: good requests a second of the time in which requests
-    arrived, that is attainment times the offered rate (None where all came at once); throughputs are over the
-    whole run, which ends with the last answer."""
+    """JSON-ready; times in seconds. ``goodput_per_s`` is attainment times the offered rate; throughputs are
+    over the whole run, which ends with the last answer."""
     tallies, elapsed, arriving = simulation.tallies, simulation.elapsed_s, simulation.arrival_span_s
     return {
         "requests": dict(sorted(tallies.outcomes.items())),
@@ -39,7 +38,7 @@ def summary(simulation: Simulation) -> dict[str, Any]:
         "slo": tallies.slo.words(),
         "levels": levels(tallies),
         "attainment": tallies.attainment,
-        "goodput_per_s": tallies.num_good / arriving if arriving else None,
+        "goodput_per_s": simulation.goodput_per_s,
         "latency_s": tallies.percentiles(),
         "pools": pools(simulation),
         "redispatched": int(simulation.coordinator.core.counters()["redispatches"]),
@@ -58,37 +57,27 @@ def levels(tallies: Tallies) -> list[dict[str, Any]]:
 
 
 def pools(simulation: Simulation) -> list[dict[str, Any]]:
-    """How busy each pool was."""
+    """How busy each pool was, and its energy, where its profile knows the power."""
     rows = []
-    for pool, machines in (
-        (p, [m for m in simulation.machines if m.pool is p]) for p in simulation.cluster.pools
-    ):
-        elapsed = max(simulation.elapsed_s, 1e-9) * len(machines)
+    for pool in simulation.cluster.pools:
+        machines = [m for m in simulation.machines if m.pool is pool]
+        prefill_s = sum(m.device.prefill_s for m in machines)
+        decode_s = sum(m.device.decode_s for m in machines)
+        elapsed, power = max(simulation.elapsed_s, 1e-9) * len(machines), pool.profile.power
         rows.append(
             {
                 "role": pool.role,
                 "count": pool.count,
                 "profile": pool.profile.name,
                 "busy": sum(m.device.busy_seconds for m in machines) / elapsed,
-                "busy_prefill": sum(m.device.prefill_s for m in machines) / elapsed,
-                "busy_decode": sum(m.device.decode_s for m in machines) / elapsed,
+                "busy_prefill": prefill_s / elapsed,
+                "busy_decode": decode_s / elapsed,
                 "steps_per_s": sum(m.device.num_steps for m in machines) / elapsed,
                 "link_bytes_per_s": sum(m.num_bytes_out for m in machines) / elapsed,
-                "energy_wh": energy_wh(simulation, pool),
+                "energy_wh": power.joules(elapsed, prefill_s, decode_s) / 3600 if power else None,
             }
         )
     return rows
-
-
-def energy_wh(simulation: Simulation, pool: Any) -> float | None:
-    """Return the energy of all workers of a pool; None where the profile knows no power."""
-    power = pool.profile.power
-    if power is None:
-        return None
-    machines = [m for m in simulation.machines if m.pool is pool]
-    prefill, decode = sum(m.device.prefill_s for m in machines), sum(m.device.decode_s for m in machines)
-    idle = max(0.0, simulation.elapsed_s * len(machines) - prefill - decode)
-    return float(prefill * power.prefill_w + decode * power.decode_w + idle * power.idle_w) / 3600
 
 
 def outside(simulation: Simulation) -> dict[str, float]:

@@ -9,7 +9,7 @@ tallies.py (the results). The same cluster, trace and seed give the same results
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 
@@ -86,30 +86,29 @@ class Simulation:
 
     # --- running ---------------------------------------------------------------------------------
 
-    def run(
-        self, trace: Trace, until_s: float | None = None, give_up: Callable[[Tallies], bool] | None = None
-    ) -> Tallies:
-        """Run until every request has ended, until ``until_s`` seconds of the trace, or until ``give_up``
-        returns True (asked after each event). Raises SimulationError where nothing goes on any more."""
+    def run(self, trace: Trace, give_up: Callable[[], bool] = lambda: False) -> Tallies:
+        """Run until every request has ended, or until ``give_up`` returns True (asked after each event).
+        Raises SimulationError where nothing goes on any more."""
         requests = iter(trace)
         first = next(requests, None)
         if first is None:
             raise SimulationError(f"{trace.name} has no requests")
-        self._arrive_at(first, requests, trace.block_size or 1, first.arrival_s, 0)
+        self._coming, self._block_size, self._start_s = requests, trace.block_size or 1, first.arrival_s
+        self._await(first)
         if self.timeline.interval_s:
             self.queue.at(self.began_at, self._sample)
-        stop_at = None if until_s is None else self.began_at + until_s
 
         def going_on() -> bool:
-            if not self._arriving and not self.coordinator.open:
-                return False
-            return (stop_at is None or self.queue.now <= stop_at) and (
-                give_up is None or not give_up(self.tallies)
-            )
+            return bool(self._arriving or self.coordinator.open) and not give_up()
 
         with seldom_collected():
             self.queue.run_while(going_on)
         return self.tallies
+
+    @property
+    def goodput_per_s(self) -> float | None:
+        """Good requests a second of the time in which requests arrived; None where all came at once."""
+        return self.tallies.num_good / self.arrival_span_s if self.arrival_span_s else None
 
     @property
     def elapsed_s(self) -> float:
@@ -123,48 +122,25 @@ class Simulation:
         if self._on_record is not None:
             self._on_record(record)
 
-    def _arrive_at(
-        self,
-        request: TraceRequest,
-        rest: Iterator[TraceRequest],
-        block_size: int,
-        start_s: float,
-        number: int,
-    ) -> None:
-        self.queue.at(
-            self.began_at + request.arrival_s - start_s,
-            self._arrive,
-            request,
-            rest,
-            block_size,
-            start_s,
-            number,
-        )
+    def _await(self, request: TraceRequest) -> None:
+        self.queue.at(self.began_at + request.arrival_s - self._start_s, self._arrive, request)
 
-    def _arrive(
-        self,
-        request: TraceRequest,
-        rest: Iterator[TraceRequest],
-        block_size: int,
-        start_s: float,
-        number: int,
-    ) -> None:
-        now = self.queue.now
-        if self.num_arrived % COLLAPSE_EVERY == 0:
+    def _arrive(self, request: TraceRequest) -> None:
+        now, number = self.queue.now, self.num_arrived
+        if number % COLLAPSE_EVERY == 0:
             collapse_heap()
         self.num_arrived += 1
         self.arrival_span_s = now - self.began_at
-        record = RequestRecord(
-            number, request.arrival_s - start_s, now, request.num_prompt_tokens, request.num_output_tokens
-        )
-        made = generation_request(number, request, block_size, now, self.cluster.request_timeout_s)
+        arrival_s = request.arrival_s - self._start_s
+        record = RequestRecord(number, arrival_s, now, request.num_prompt_tokens, request.num_output_tokens)
+        made = generation_request(number, request, self._block_size, now, self.cluster.request_timeout_s)
         self.coordinator.open[made.request_id] = record
         self.queue.after(self.cluster.coordinator_s, self.coordinator.submit, made, record)
-        following = next(rest, None)
+        following = next(self._coming, None)
         if following is None:
             self._arriving = False
         else:
-            self._arrive_at(following, rest, block_size, start_s, number + 1)
+            self._await(following)
 
     # --- machines --------------------------------------------------------------------------------
 

@@ -66,7 +66,10 @@ def steering_summary(
         ],
         "flips": int(steered.coordinator.core.counters()["flips"]),
         "state": steering.controller.state,
-        "left_alone": {"attainment": left_alone.tallies.attainment, "goodput_per_s": _goodput(left_alone)},
+        "left_alone": {
+            "attainment": left_alone.tallies.attainment,
+            "goodput_per_s": left_alone.goodput_per_s,
+        },
     }
 
 
@@ -99,11 +102,6 @@ def _who(found: list[Decision]) -> str:
     return f"{', '.join(decision.worker for decision in flips)} to {flips[0].role}"
 
 
-def _goodput(simulation: Simulation) -> float | None:
-    arriving = simulation.arrival_span_s
-    return simulation.tallies.num_good / arriving if arriving else None
-
-
 def _rate(simulation: Simulation) -> str:
-    goodput = _goodput(simulation)
+    goodput = simulation.goodput_per_s
     return "" if goodput is None else f" ({goodput:.2f}/s)"

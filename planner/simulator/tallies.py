@@ -50,6 +50,10 @@ class Distribution:
             else min(math.exp((index + (0.5 if index >= 0 else -0.5)) / _SCALE), self.largest)
         )
 
+    def summary(self, percents: tuple[float, ...] = (50, 90, 99)) -> dict[str, float]:
+        points = {f"p{percent:g}": self.percentile(percent) for percent in percents}
+        return {"mean": self.mean, **points, "max": self.largest}
+
 
 class Tallies:
     """All that is known of the requests that have ended. ``tpot_all``: E2E after the first token over *all*
@@ -100,12 +104,4 @@ class Tallies:
 
     def percentiles(self, percents: tuple[float, ...] = (50, 90, 99)) -> Mapping[str, dict[str, float]]:
         """By quantity: mean, the percentiles, and the largest; in seconds."""
-        return {
-            name: {
-                "mean": d.mean,
-                **{f"p{percent:g}": d.percentile(percent) for percent in percents},
-                "max": d.largest,
-            }
-            for name, d in self.of.items()
-            if d.num
-        }
+        return {name: d.summary(percents) for name, d in self.of.items() if d.num}

@@ -40,7 +40,7 @@ def test_the_sketch_decides_as_the_simulation() -> None:
         (Candidate(1, 0, 2, 512, 16), 9.0),
     )
     for candidate, rate in (*split, local, (Candidate(0, 0, 2, 512, 16), 5.0)):
-        seen = glance(asked, (candidate, rate))
+        seen = glance(asked, candidate, rate)
         simulated = simulate(asked, candidate, rate, give_up=False).tallies
         latency = simulated.percentiles()
         assert seen.ttft_p90_s == pytest.approx(latency["ttft"]["p90"], rel=0.15)
@@ -48,7 +48,7 @@ def test_the_sketch_decides_as_the_simulation() -> None:
         assert seen.attainment == pytest.approx(simulated.attainment)
         num_missed = simulated.num_requests - simulated.num_good
         assert failures(asked, candidate, rate) == (pytest.approx(num_missed), 0)
-    assert glance(asked, (Candidate(1, 1, 0, 512, 16), 100.0)).attainment < 0.5
+    assert glance(asked, Candidate(1, 1, 0, 512, 16), 100.0).attainment < 0.5
 
 
 def test_where_the_sketch_may_decide_otherwise_a_candidate_is_simulated() -> None:

@@ -87,9 +87,9 @@ def test_what_is_measured_is_found_again_in_spite_of_outliers() -> None:
         clock=machine.clock,
     )
     for role, truth in (("prefill", TRUTH.prefill), ("decode", TRUTH.decode)):
-        model, held_out = fitted(found, role, BOUNDS)  # type: ignore[arg-type]
-        assert held_out is not None
-        assert held_out.mean < 0.05
+        model = fitted(found, role, BOUNDS)  # type: ignore[arg-type]
+        assert model.held_out is not None
+        assert model.held_out.mean < 0.05
         assert model.pieces[0].read_s == pytest.approx(truth.pieces[0].read_s, rel=0.4)
 
 

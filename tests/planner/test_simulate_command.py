@@ -74,6 +74,20 @@ def test_the_command_writes_what_it_was_asked_for(tmp_path: Path, capsys: pytest
     assert "good requests/s" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize("name", ["records", "json_file", "plot_file", "html_file"])
+def test_a_result_that_cannot_be_written_ends_in_a_sentence(tmp_path: Path, name: str) -> None:
+    profile().write(tmp_path / "p.json")
+    settings = SimulateSettings(
+        trace=write_trace(tmp_path / "t.jsonl"),
+        profile=tmp_path / "p.json",
+        prefill=1,
+        decode=1,
+        **{name: tmp_path / "none/file"},
+    )
+    with pytest.raises(SimulationError, match="none/file: cannot be written: No such file or directory"):
+        simulate(settings)
+
+
 def write_trace(path: Path) -> Path:
     rows = "".join(
         f'{{"arrival_s": {0.1 * i}, "num_prompt_tokens": 60, "num_output_tokens": 5}}\n' for i in range(30)

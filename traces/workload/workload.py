@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from ..console import writing
 from ..errors import WorkloadError
 from ..operators import cut
 from ..request import Trace, TraceRequest
@@ -76,7 +77,5 @@ def read_workload(path: Path) -> Workload:
 
 def write_workload(path: Path, workload: Workload) -> None:
     """As JSON. Raises WorkloadError."""
-    try:
+    with writing(path, WorkloadError):
         path.write_text(workload.model_dump_json(indent=1, exclude_none=True) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise WorkloadError(f"{path}: cannot be written: {error.strerror or error}") from None
