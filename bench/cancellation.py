@@ -24,6 +24,7 @@ import httpx
 
 from ..cli.settings import DEMO_MODEL_NAME
 from .environment import environment, option_parser, write_record
+from .http.raw_client import request_bytes
 from .live_cluster import live_cluster
 from .operator_auth import OperatorAuth
 
@@ -35,13 +36,8 @@ FREED_S = 30.0
 
 def hang_up_after(url: str, body: dict[str, Any], wait_s: float) -> float:
     """Request a stream, close the connection after ``wait_s`` seconds, and return the monotonic time."""
-    data = json.dumps(body).encode()
-    head = (
-        "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: "
-        f"application/json\r\ncontent-length: {len(data)}\r\n\r\n"
-    )
     with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), 5) as client:
-        client.sendall(head.encode() + data)
+        client.sendall(request_bytes("/v1/completions", body))
         time.sleep(wait_s)
     return time.monotonic()
 

@@ -9,16 +9,14 @@ counts them (flood).
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import statistics
 import time
-from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 
 import zmq
-from rich.console import Console
-from rich.table import Table
 
 from ..transport.channels.channels import DealerChannel, RouterChannel
 from ..transport.channels.keys import ClusterKey, new_key
@@ -33,23 +31,15 @@ STEP = StepTokens(
 ANSWER = Welcome(coordinator=1, heartbeat_s=0.5)
 
 
-@dataclass(frozen=True)
-class Figure:
-    channel: str
-    round_trip_us_p50: float
-    round_trip_us_p99: float
-    messages_per_s: float
-
-
 def main() -> None:
     parser = option_parser(__doc__, to_json=True)
     parser.add_argument("--seconds", type=float, default=2.0, help="length of each measurement")
     options = parser.parse_args()
     codec_us = measure_codec()
     figures = [measure("plain", None, options.seconds), measure("curve", new_key(), options.seconds)]
-    print_figures(figures, codec_us)
-    each = [asdict(figure) for figure in figures]
-    write_record(options.json, {"environment": environment(), "codec_us": codec_us, "figures": each})
+    found = {"codec_us": codec_us, "figures": figures}
+    print(json.dumps(found, indent=1))
+    write_record(options.json, {"environment": environment(), **found})
 
 
 def measure_codec() -> dict[str, float]:
@@ -67,7 +57,7 @@ def _seconds_each(way: object, count: int = 100) -> float:
     return (time.perf_counter() - start) / count
 
 
-def measure(name: str, key: ClusterKey | None, seconds: float) -> Figure:
+def measure(name: str, key: ClusterKey | None, seconds: float) -> dict[str, object]:
     cores = sorted(os.sched_getaffinity(0))
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     worker = multiprocessing.get_context("spawn").Process(target=work, args=(theirs, key, seconds, cores[-1]))
@@ -80,7 +70,12 @@ def measure(name: str, key: ClusterKey | None, seconds: float) -> Figure:
     worker.join()
     os.sched_setaffinity(0, cores)
     percentiles = statistics.quantiles(round_trips, n=100)
-    return Figure(name, percentiles[49] * 1e6, percentiles[98] * 1e6, rate)
+    return {
+        "channel": name,
+        "round_trip_us_p50": percentiles[49] * 1e6,
+        "round_trip_us_p99": percentiles[98] * 1e6,
+        "messages_per_s": rate,
+    }
 
 
 def _answer_until(channel: RouterChannel, connection: Connection) -> list[float]:
@@ -129,22 +124,6 @@ def _round_trip(channel: DealerChannel) -> float:
     while not channel.receive(1):
         channel.socket.poll(1000)
     return time.perf_counter() - start
-
-
-def print_figures(figures: list[Figure], codec_us: dict[str, float]) -> None:
-    table = Table(
-        "channel", "round trip p50 us", "p99 us", "messages/s", title="Steps of 64 rows between two processes"
-    )
-    for figure in figures:
-        row = (
-            f"{figure.round_trip_us_p50:.0f}",
-            f"{figure.round_trip_us_p99:.0f}",
-            f"{figure.messages_per_s:,.0f}",
-        )
-        table.add_row(figure.channel, *row)
-    console = Console()
-    console.print(table)
-    console.print(f"codec: encode {codec_us['encode']:.1f} us, decode {codec_us['decode']:.1f} us")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -46,7 +47,7 @@ def environment() -> dict[str, object]:
         "versions": {name: version for name in PACKAGES if (version := _version(name))},
         "commit": _commit(),
         "load_average": os.getloadavg(),  # before this began: above zero, the machine was shared
-        "command": " ".join(["python -m", _module(), *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", _module(), *sys.argv[1:]]),
     }
 
 

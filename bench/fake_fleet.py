@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
+import numpy as np
 import zmq
 
 from ..transport.channels.coordinator_link import identity_of
@@ -16,18 +17,12 @@ from ..transport.messages.messages import (
     FROM_COORDINATOR,
     BlockEvents,
     Cancel,
-    FirstToken,
-    Joined,
-    Load,
     Message,
     Prefill,
     Role,
-    StepTokens,
     Welcome,
-    from_u32,
-    u32,
 )
-from .fake_workers import MODEL, fake_hello
+from .fake_workers import MODEL, Rows, fake_hello, fake_load
 
 NUM_BLOCKS = 1 << 15
 SIZES = {"num_blocks": NUM_BLOCKS, "max_num_seqs": 256, "max_batch_tokens": 8192}
@@ -44,16 +39,14 @@ COUNTERS = (
 
 @dataclass(eq=False)
 class FakeWorker:
-    """One of them. ``rows``: of a decode worker, by dispatch each sequence's next index and its number of
-    tokens."""
+    """One of them."""
 
     name: str
     role: Role
     socket: zmq.Socket[bytes]
     coordinator: int = 0  # its incarnation, once it has answered
     num_cache_reports: int = 0
-    num_steps: int = 0
-    rows: dict[int, tuple[int, int]] = field(default_factory=dict)
+    rows: Rows = field(default_factory=Rows)
 
     def send(self, *messages: Message) -> int:
         """Return how many."""
@@ -66,7 +59,7 @@ class FakeFleet:
 
     def __init__(self, coordinator: str, key: ClusterKey, num_workers: int, token: int) -> None:
         """``token``: each output repeats it."""
-        self._token, self._context = token, zmq.Context()
+        self._tokens, self._context = np.array([token], dtype="<u4"), zmq.Context()
         self._context.max_sockets = num_workers + 1
         self._poller = zmq.Poller()
         self.num_sent = 0
@@ -91,6 +84,11 @@ class FakeFleet:
                 self._decodes[name] = worker
             self.num_sent += worker.send(fake_hello(name, role, 1, **SIZES))
 
+    @property
+    def num_steps(self) -> int:
+        """Steps of all decode workers."""
+        return sum(worker.rows.num_steps for worker in self.workers)
+
     def close(self) -> None:
         for worker in self.workers:
             worker.socket.close()
@@ -101,7 +99,9 @@ class FakeFleet:
     def beat(self) -> None:
         """Send a heartbeat of each worker."""
         for worker in self.workers:
-            self.num_sent += worker.send(self._load(worker))
+            counters = dict.fromkeys(COUNTERS, float(worker.rows.num_steps))
+            reports = {"num_cache_reports": worker.num_cache_reports, "counters": counters}
+            self.num_sent += worker.send(fake_load(worker.name, 1, worker.rows, NUM_BLOCKS, **reports))
 
     def store(self, hashes: bytes) -> None:
         """Add these blocks to the prefix cache of each worker."""
@@ -117,23 +117,9 @@ class FakeFleet:
         """One token of every sequence. Return how many."""
         count = 0
         for worker in self._decodes.values():
-            if not worker.rows:
-                continue
-            dispatches, places = list(worker.rows), list(worker.rows.values())
-            ended = [row for row, (index, limit) in enumerate(places) if index + 1 >= limit]
-            message = StepTokens(
-                coordinator=worker.coordinator,
-                dispatches=u32(dispatches),
-                indices=u32([index for index, _ in places]),
-                tokens=u32([self._token] * len(places)),
-                finished=dict.fromkeys(ended, "length"),
-            )
-            self.num_sent += worker.send(message)
-            worker.rows = {d: (index + 1, limit) for d, (index, limit) in worker.rows.items()}
-            for row in ended:
-                del worker.rows[dispatches[row]]
-            worker.num_steps += 1
-            count += len(places)
+            if len(worker.rows):
+                count += len(worker.rows)
+                self.num_sent += worker.send(worker.rows.step(worker.coordinator, self._tokens))
         return count
 
     # --- messages from the coordinator -------------------------------------------------------------------
@@ -156,23 +142,12 @@ class FakeFleet:
         elif isinstance(message, Prefill):
             self._answer(worker, message)
         elif isinstance(message, Cancel):
-            for dispatch in from_u32(message.dispatches):
-                worker.rows.pop(dispatch, None)
+            worker.rows.drop(message)
 
     def _answer(self, worker: FakeWorker, message: Prefill) -> None:
-        spec = message.spec
-        owner, only = spec.coordinator, spec.sampling.max_tokens == 1
-        first = FirstToken(
-            coordinator=owner,
-            dispatch=spec.dispatch,
-            index=0,
-            token=self._token,
-            finished="length" if only else None,
-        )
-        if not only:
-            decode = self._decodes[message.decode.worker_id]
-            decode.rows[spec.dispatch] = (1, spec.sampling.max_tokens)
-            joined = Joined(coordinator=owner, dispatch=spec.dispatch, index=0, token=self._token)
+        spec, decode = message.spec, self._decodes[message.decode.worker_id]
+        first, joined = decode.rows.begin(message, self._tokens)
+        if joined is not None:
             self.num_sent += decode.send(joined)
         self.num_sent += worker.send(first)
         self.last_prompt = b"".join(
@@ -185,23 +160,4 @@ class FakeFleet:
         worker.num_cache_reports += 1
         self.num_sent += worker.send(
             BlockEvents(worker_id=worker.name, incarnation=1, number=worker.num_cache_reports, stored=hashes)
-        )
-
-    def _load(self, worker: FakeWorker) -> Load:
-        return Load(
-            worker_id=worker.name,
-            incarnation=1,
-            blocks_free=NUM_BLOCKS,
-            blocks_cached=0,
-            blocks_used=0,
-            blocks_leased=0,
-            num_running=len(worker.rows),
-            num_waiting=0,
-            num_waiting_tokens=0,
-            steps=worker.num_steps,
-            busy=bool(worker.rows),
-            accepting=True,
-            dispatches=u32(list(worker.rows)),
-            num_cache_reports=worker.num_cache_reports,
-            counters=dict.fromkeys(COUNTERS, float(worker.num_steps)),
         )

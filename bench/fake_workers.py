@@ -34,6 +34,7 @@ from ..transport.messages.messages import (
 HEARTBEAT_S = 0.2
 NUM_BLOCKS = 1 << 23
 MODEL = ModelIdentity(kv_name="fake", dtype="none", block_size=16, cache_map=states(1, 1), block_bytes=1)
+Numbers = NDArray[np.uint32]
 
 
 def fake_hello(name: str, role: Role, incarnation: int, **sizes: int) -> Hello:
@@ -52,6 +53,85 @@ def fake_hello(name: str, role: Role, incarnation: int, **sizes: int) -> Hello:
     )
 
 
+class Rows:
+    """The sequences of a decode worker. ``num_steps``: those that it has made."""
+
+    def __init__(self) -> None:
+        self.dispatches: Numbers = np.zeros(0, dtype="<u4")
+        self._next: Numbers = np.zeros(0, dtype="<u4")  # index of each sequence's next token
+        self._limits: Numbers = np.zeros(0, dtype="<u4")
+        self.num_steps = 0
+
+    def __len__(self) -> int:
+        return len(self.dispatches)
+
+    def begin(self, message: Prefill, tokens: Numbers) -> tuple[FirstToken, Joined | None]:
+        """Answer a prompt: its first token and, if more follow, the message that its sequence is here."""
+        spec = message.spec
+        index, limit = spec.num_tokens - spec.num_prompt_tokens, spec.sampling.max_tokens
+        owner, token, only = spec.coordinator, int(tokens[index % len(tokens)]), index + 1 >= limit
+        first = FirstToken(
+            coordinator=owner,
+            dispatch=spec.dispatch,
+            index=index,
+            token=token,
+            finished="length" if only else None,
+        )
+        if only:
+            return first, None
+        self.dispatches = np.append(self.dispatches, np.uint32(spec.dispatch))
+        self._next = np.append(self._next, np.uint32(index + 1))
+        self._limits = np.append(self._limits, np.uint32(limit))
+        return first, Joined(coordinator=owner, dispatch=spec.dispatch, index=index, token=token)
+
+    def drop(self, message: Cancel) -> None:
+        self._keep(~np.isin(self.dispatches, from_u32(message.dispatches)))
+
+    def step(self, coordinator: int, tokens: Numbers) -> StepTokens:
+        """One token of every sequence."""
+        done = self._next + 1 >= self._limits
+        finished: dict[int, FinishReason] = dict.fromkeys(np.flatnonzero(done).tolist(), "length")
+        message = StepTokens(
+            coordinator=coordinator,
+            dispatches=self.dispatches.tobytes(),
+            indices=self._next.tobytes(),
+            tokens=tokens[self._next % len(tokens)].tobytes(),
+            finished=finished,
+        )
+        self.num_steps += 1
+        self._next += 1
+        if finished:
+            self._keep(~done)
+        return message
+
+    def _keep(self, rows: NDArray[np.bool_]) -> None:
+        self.dispatches, self._next, self._limits = (
+            self.dispatches[rows],
+            self._next[rows],
+            self._limits[rows],
+        )
+
+
+def fake_load(name: str, incarnation: int, rows: Rows, num_blocks: int, **more: object) -> Load:
+    """Return the heartbeat of a played worker, which may rest between two steps as long as it likes."""
+    return Load(
+        worker_id=name,
+        incarnation=incarnation,
+        blocks_free=num_blocks,
+        blocks_cached=0,
+        blocks_used=0,
+        blocks_leased=0,
+        num_running=len(rows),
+        num_waiting=0,
+        num_waiting_tokens=0,
+        steps=rows.num_steps,
+        busy=False,
+        accepting=True,
+        dispatches=rows.dispatches.tobytes(),
+        **more,  # type: ignore[arg-type]
+    )
+
+
 class FakeWorkers:
     """Both workers, driven by hand: ``poll`` takes requests in and gives first tokens, ``step`` is one decode
     step of all."""
@@ -65,46 +145,39 @@ class FakeWorkers:
             role: self._connect(coordinator, role) for role in ("prefill", "decode")
         }
         self._heartbeat_at = 0.0
-        self._steps = 0
-        self.dispatches: NDArray[np.uint32] = np.zeros(0, dtype="<u4")
-        self._next: NDArray[np.uint32] = np.zeros(0, dtype="<u4")  # index of each sequence's next token
-        self._limits: NDArray[np.uint32] = np.zeros(0, dtype="<u4")
+        self._rows: dict[Role, Rows] = {"prefill": Rows(), "decode": Rows()}
+
+    @property
+    def dispatches(self) -> Numbers:
+        """The sequences that generate."""
+        return self._rows["decode"].dispatches
 
     def poll(self) -> None:
         """Handle the coordinator's messages, and send heartbeats when they are due."""
+        rows = self._rows["decode"]
         for role, channel in self._channels.items():
             firsts: list[Message] = []
             for message in channel.receive(256):
                 if isinstance(message, Welcome):
                     self._coordinator = message.coordinator
                 elif isinstance(message, Prefill):
-                    firsts.append(self._prefill(message))
+                    first, joined = rows.begin(message, self._tokens)
+                    firsts.append(first)
+                    if joined is not None:
+                        self._channels["decode"].send(joined)
                 elif isinstance(message, Cancel) and role == "decode":
-                    self._keep(~np.isin(self.dispatches, from_u32(message.dispatches)))
+                    rows.drop(message)
             if firsts:
                 channel.send(*firsts)
         if time.monotonic() >= self._heartbeat_at:
             self._heartbeat_at = time.monotonic() + HEARTBEAT_S
             for role, channel in self._channels.items():
-                channel.send(self._load(role))
+                channel.send(fake_load(role, self._incarnation, self._rows[role], NUM_BLOCKS))
 
     def step(self) -> int:
         """One token of every sequence; returns how many."""
         count = len(self.dispatches)
-        done = self._next + 1 >= self._limits
-        finished: dict[int, FinishReason] = dict.fromkeys(np.flatnonzero(done).tolist(), "length")
-        message = StepTokens(
-            coordinator=self._coordinator,
-            dispatches=self.dispatches.tobytes(),
-            indices=self._next.tobytes(),
-            tokens=self._tokens[self._next % len(self._tokens)].tobytes(),
-            finished=finished,
-        )
-        self._channels["decode"].send(message)
-        self._steps += 1
-        self._next += 1
-        if finished:
-            self._keep(~done)
+        self._channels["decode"].send(self._rows["decode"].step(self._coordinator, self._tokens))
         return count
 
     def close(self) -> None:
@@ -118,47 +191,3 @@ class FakeWorkers:
         sizes = {"num_blocks": NUM_BLOCKS, "max_num_seqs": 1 << 16, "max_batch_tokens": 1 << 20}
         channel.send(fake_hello(role, role, self._incarnation, **sizes))
         return channel
-
-    def _load(self, role: Role) -> Load:
-        return Load(
-            worker_id=role,
-            incarnation=self._incarnation,
-            blocks_free=NUM_BLOCKS,
-            blocks_cached=0,
-            blocks_used=0,
-            blocks_leased=0,
-            num_running=len(self.dispatches) if role == "decode" else 0,
-            num_waiting=0,
-            num_waiting_tokens=0,
-            steps=self._steps,
-            busy=False,
-            accepting=True,
-            dispatches=self.dispatches.tobytes() if role == "decode" else b"",
-        )
-
-    def _prefill(self, message: Prefill) -> FirstToken:
-        spec = message.spec
-        index = spec.num_tokens - spec.num_prompt_tokens
-        token = int(self._tokens[index % len(self._tokens)])
-        only = index + 1 >= spec.sampling.max_tokens
-        first = FirstToken(
-            coordinator=spec.coordinator,
-            dispatch=spec.dispatch,
-            index=index,
-            token=token,
-            finished="length" if only else None,
-        )
-        if not only:
-            joined = Joined(coordinator=spec.coordinator, dispatch=spec.dispatch, index=index, token=token)
-            self._channels["decode"].send(joined)
-            self.dispatches = np.append(self.dispatches, np.uint32(spec.dispatch))
-            self._next = np.append(self._next, np.uint32(index + 1))
-            self._limits = np.append(self._limits, np.uint32(spec.sampling.max_tokens))
-        return first
-
-    def _keep(self, rows: NDArray[np.bool_]) -> None:
-        self.dispatches, self._next, self._limits = (
-            self.dispatches[rows],
-            self._next[rows],
-            self._limits[rows],
-        )

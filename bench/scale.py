@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -24,15 +23,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from ..transport.channels.keys import generate_key
 from .environment import environment, option_parser, write_record
 from .fake_fleet import HASH_BYTES, FakeFleet
 from .http.front_door_requests import OpenLoop
-from .http.raw_client import RawClient, request_bytes
-from .http.streaming import PATH
+from .http.raw_client import RawClient, allow_many_files, request_bytes
+from .http.streaming import PATH, await_events
 from .http.streaming_servers import TEXT, Server, coordinator, model_folder
+from .live_cluster import is_up
 from .scale_simulated import simulated
 
 STORED_BLOCKS = 4096  # that each worker reports as cached: the most that a reset report has
@@ -40,6 +38,9 @@ STREAMS_PER_WORKER = 28  # of a decode worker: 1,667 requests/s of 211 tokens at
 MAX_STREAMS = 2000
 STEPS_PER_S = 25
 TOKEN = 300
+PER_MINUTE, OUTPUT_TOKENS, NEW_BLOCKS = 100_000, 211, 72
+"""The load to add up: requests, tokens of each, and blocks of each that are cached anew on both workers."""
+SIMULATED_S = 30.0  # virtual
 CHAT = {"model": "bench", "messages": [{"role": "user", "content": 45 * TEXT}]}  # some 1,150 tokens
 
 
@@ -77,27 +78,20 @@ def main() -> None:
     parser.add_argument(
         "--heartbeat-s", type=float, default=0.25, help="of the workers; the default is theirs"
     )
-    parser.add_argument("--per-minute", type=float, default=100_000, help="requests of the load to add up")
-    parser.add_argument("--output-tokens", type=float, default=211, help="of each, in the mean")
-    parser.add_argument("--new-blocks", type=float, default=72, help="cached anew for each, on both workers")
-    parser.add_argument("--simulated-s", type=float, default=30.0, help="virtual seconds of the simulation")
     options = parser.parse_args()
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    allow_many_files()
     cores = sorted(os.sched_getaffinity(0))
     sizes: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         model = model_folder(Path(folder))
         for num_workers in options.workers:
             found = measured(model, Path(folder), cores, num_workers, options)
-            found["needed"] = needed(found, options)
+            found["needed"] = needed(found)
             sizes[str(num_workers)] = found
             print(num_workers, json.dumps(found, indent=1), flush=True)
-    record: dict[str, Any] = {"environment": environment(), "workers": sizes}
-    if options.simulated_s:
-        record["simulated"] = simulated(max(options.workers), options.per_minute / 60, options.simulated_s)
-        print(json.dumps(record["simulated"], indent=1))
-    write_record(options.json, record)
+    largest = simulated(max(options.workers), PER_MINUTE / 60, SIMULATED_S)
+    print(json.dumps(largest, indent=1))
+    write_record(options.json, {"environment": environment(), "workers": sizes, "simulated": largest})
 
 
 def measured(
@@ -182,11 +176,7 @@ def streams(
     before = server.rss_mb()
     client = RawClient(server.port, num_streams)
     client.send_all(request_bytes(PATH, {**CHAT, "stream": True, "max_tokens": 900_000}))
-    received, deadline = 0, time.monotonic() + 60
-    while received < 2 * num_streams:
-        assert time.monotonic() < deadline, f"{received} of {2 * num_streams} first events came"
-        received += client.count(0.01)[0]
-        meter.tend()
+    await_events(client, 2 * num_streams, meter.tend)
     open_mb = server.rss_mb()
     beats_cpu, beats_s, _ = meter.cpu_s(seconds / 2, lambda: None)
     beats_share = beats_cpu / beats_s  # of the same streams, whose numbers heartbeats carry
@@ -199,9 +189,9 @@ def streams(
             step_at = max(step_at + 1 / STEPS_PER_S, time.monotonic() - 1 / STEPS_PER_S)
             num_tokens += fleet.step()
 
-    steps = sum(worker.num_steps for worker in fleet.workers)
+    before_steps = fleet.num_steps
     cpu, took, _ = meter.cpu_s(seconds, work)
-    steps = sum(worker.num_steps for worker in fleet.workers) - steps
+    steps = fleet.num_steps - before_steps
     client.close()
     return {
         "streams": num_streams,
@@ -214,17 +204,17 @@ def streams(
     }
 
 
-def needed(found: dict[str, Any], options: argparse.Namespace) -> dict[str, float]:
+def needed(found: dict[str, Any]) -> dict[str, float]:
     """Processor time of all coordinators together, in cores, for the load. Heartbeats and reports of caches
     go to each coordinator; requests and their tokens to one."""
-    rate = options.per_minute / 60
+    rate = PER_MINUTE / 60
     each = {
         "heartbeats": found["heartbeats_share_of_a_core"],
-        "cache_reports": 2 * rate * options.new_blocks * found["cpu_us_per_block_reported"] / 1e6,
+        "cache_reports": 2 * rate * NEW_BLOCKS * found["cpu_us_per_block_reported"] / 1e6,
     }
     divided = {
         "requests": rate * found["cpu_us_per_request_cached_on_all"] / 1e6,
-        "tokens": rate * options.output_tokens * found["cpu_us_per_token"] / 1e6,
+        "tokens": rate * OUTPUT_TOKENS * found["cpu_us_per_token"] / 1e6,
     }
     left = 0.7 - sum(each.values())  # of a core that is busy for 70%
     return {
@@ -241,8 +231,7 @@ def cluster(
     """A coordinator with these workers."""
     key_file = folder / f"{num_workers}.key"
     key = generate_key(key_file)
-    beats = "--heartbeat-s", str(heartbeat_s), "--dead-after-s", "60"
-    with coordinator(model, cores, *beats, key_file=key_file) as server:
+    with coordinator(model, cores, key_file, heartbeat_s=heartbeat_s, dead_after_s=60) as server:
         fleet = FakeFleet(server.control, key, num_workers, TOKEN)
         try:
             yield server, fleet
@@ -255,7 +244,7 @@ def await_ready(server: Server, fleet: FakeFleet, meter: Meter) -> None:
     while True:
         meter.cpu_s(0.5, lambda: None)
         fleet.step()
-        if httpx.get(f"http://127.0.0.1:{server.port}/ready").status_code == 200:
+        if is_up(f"http://127.0.0.1:{server.port}/ready"):
             return
         assert time.monotonic() < deadline, "the coordinator did not become ready"
 

@@ -4,7 +4,6 @@ of ``splitserve up``."""
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from ...deploy.worker_forks import WorkerForks
 from ...transport.channels.keys import generate_key
 from ..handoff import packet_network
 from ..handoff.packet_network import PacketNetwork
+from ..live_cluster import PROGRAM, words
 from ..operator_auth import OperatorAuth, operator_headers
 from .chaos_clocks import Clocks
 
@@ -48,6 +48,7 @@ class ChaosCluster:
         self._clocks, self._options = clocks, options
         self.workers = [name for name in host_of if name != "coordinator"]
         generate_key(folder / "key")
+        self._common = {"model": DEMO_MODEL, "key_file": folder / "key"}
         ports = (HTTP_PORT, CONTROL_PORT) if network else (free_port("127.0.0.1"), free_port("127.0.0.1"))
         self.url = f"http://{self._address('coordinator')}:{ports[0]}"
         self._control = f"tcp://{self._address('coordinator')}:{ports[1]}"
@@ -117,56 +118,30 @@ class ChaosCluster:
     def _address(self, name: str) -> str:
         return packet_network.address(self.host_of[name]) if self._network else "127.0.0.1"
 
-    def _common(self) -> list[str]:
-        return ["--model", str(DEMO_MODEL), "--key-file", str(self._folder / "key")]
-
     def _coordinator(self) -> Command:
         prefix = self._network.prefix(self.host_of["coordinator"]) if self._network else []
-        argv = [
-            *prefix,
-            sys.executable,
-            "-m",
-            "splitserve.cli.main",
-            "coordinator",
-            *self._common(),
-            "--open-access",
-        ]
-        argv += [
-            "--host",
-            self._address("coordinator"),
-            "--port",
-            str(self._http_port),
-            "--control-address",
-            self._control,
-        ]
-        argv += ["--served-model-name", DEMO_MODEL_NAME, *self._options]
+        options = words(
+            **self._common,
+            open_access=True,
+            host=self._address("coordinator"),
+            port=self._http_port,
+            control_address=self._control,
+            served_model_name=DEMO_MODEL_NAME,
+        )
+        argv = [*prefix, *PROGRAM, "coordinator", *options, *self._options]
         return Command("coordinator", argv, self._environ | self._clock_of("coordinator"), start_anew)
 
     def _worker(self, name: str) -> Command:
         role, address = name.partition("-")[0], self._address(name)
-        argv = [
-            role,
-            *self._common(),
-            "--name",
-            name,
-            "--coordinator",
-            self._control,
-            "--dtype",
-            "float32",
-            "--kv-cache-gib",
-            "0.08",
-        ]
-        argv += ["--plaintext-kv", "--exact"]  # a changed byte is to reach the checksum, not the cipher
+        options = {"name": name, "coordinator": self._control, "dtype": "float32", "kv_cache_gib": 0.08}
+        options |= {
+            "plaintext_kv": True,
+            "exact": True,
+        }  # a changed byte is to reach the checksum, not the cipher
         if role == "decode":
-            argv += [
-                "--listen",
-                f"tcp://{address}:*",
-                "--data-listen",
-                f"tcp://{address}:*",
-                "--advertise-host",
-                address,
-            ]
-        return Command(name, argv, self._environ, self._fork)
+            listen = f"tcp://{address}:*"
+            options |= {"listen": listen, "data_listen": listen, "advertise_host": address}
+        return Command(name, [role, *words(**self._common, **options)], self._environ, self._fork)
 
     def _clock_of(self, name: str) -> dict[str, str]:
         return self._clocks.environ(name) if self._clocks is not None else {}

@@ -6,7 +6,6 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 import zmq
@@ -28,12 +27,7 @@ class TcpReceiver:
         self._streams = [self._listener.accept()[0] for _ in range(self._num_connections)]
 
     def receive_all(self) -> None:
-        _at_once(
-            [
-                partial(self._receive, *pair)
-                for pair in zip(self._streams, _parts(self._bytes, self._num_connections), strict=True)
-            ]
-        )
+        _at_once(self._receive, self._streams, self._bytes)
 
     def _receive(self, stream: socket.socket, part: memoryview) -> None:
         while len(part):
@@ -46,28 +40,23 @@ class TcpSender:
         self._streams = [socket.create_connection(("127.0.0.1", port)) for _ in range(num_connections)]
 
     def send_all(self) -> None:
-        _at_once(
-            [
-                partial(self._send, *pair)
-                for pair in zip(self._streams, _parts(self._bytes, len(self._streams)), strict=True)
-            ]
-        )
+        _at_once(self._send, self._streams, self._bytes)
 
     def _send(self, stream: socket.socket, part: memoryview) -> None:
         for start in range(0, len(part), PIECE_BYTES):
             stream.sendall(part[start : start + PIECE_BYTES])
 
 
-def _parts(whole: memoryview, count: int) -> list[memoryview]:
-    size = -(-len(whole) // count)
-    return [whole[start : start + size] for start in range(0, len(whole), size)]
-
-
-def _at_once(works: list[Callable[[], None]]) -> None:
-    threads = [threading.Thread(target=work) for work in works[1:]]
+def _at_once(
+    work: Callable[[socket.socket, memoryview], None], streams: list[socket.socket], whole: memoryview
+) -> None:
+    """An equal part by each stream, each on its own thread; the first on this one."""
+    size = -(-len(whole) // len(streams))
+    parts = [(stream, whole[i * size : (i + 1) * size]) for i, stream in enumerate(streams)]
+    threads = [threading.Thread(target=work, args=part) for part in parts[1:]]
     for thread in threads:
         thread.start()
-    works[0]()
+    work(*parts[0])
     for thread in threads:
         thread.join()
 

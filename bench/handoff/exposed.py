@@ -12,6 +12,7 @@ TTFT from 2,048 prompt tokens on.
 
 from __future__ import annotations
 
+import json
 import random
 import statistics
 import tempfile
@@ -21,7 +22,7 @@ from typing import Any
 import httpx
 
 from ..environment import environment, option_parser, write_record
-from ..live_cluster import live_cluster
+from ..live_cluster import live_cluster, words
 from ..models import make_random_llama
 
 MOVERS = ("shm", "tcp")
@@ -72,12 +73,11 @@ def main() -> None:
         model = Path(folder) / "llama-125m"
         make_random_llama(model, max_position_embeddings=MAX_MODEL_LEN)
         for mover in arguments.movers:
-            options = ["--model", str(model), "--served-model-name", "m", "--mover", mover]
-            options += ["--max-model-len", str(MAX_MODEL_LEN)]
+            options = words(model=model, served_model_name="m", mover=mover, max_model_len=MAX_MODEL_LEN)
             with live_cluster(options, Path(folder) / "log") as url:
                 figures = measure(url, {length: LENGTHS[length] for length in arguments.lengths})
             rows.append({"mover": mover, "by_prompt_tokens": figures})
-            _show(rows[-1])
+            print(json.dumps(rows[-1], indent=1), flush=True)
     record = {"environment": environment(), "goal_met": goal_met(rows), "rows": rows}
     write_record(arguments.json, record)
 
@@ -92,15 +92,6 @@ def goal_met(rows: list[dict[str, Any]]) -> dict[str, bool]:
         )
         for row in rows
     }
-
-
-def _show(row: dict[str, Any]) -> None:
-    for length, f in row["by_prompt_tokens"].items():
-        print(
-            f"{row['mover']:4} {length:>5} tokens: TTFT {f['ttft_ms']:8.1f} ms, "
-            f"exposed {f['exposed_ms']:7.2f} ms = {f['exposed_of_ttft']:.2%}",
-            flush=True,
-        )
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import httpx
 
 from ...cli.settings import DEMO_MODEL
 from ..environment import environment, option_parser, write_record
-from ..live_cluster import live_cluster
+from ..live_cluster import live_cluster, words
 from ..operator_auth import OperatorAuth
 
 PATIENCE_S = 240.0
@@ -45,10 +45,10 @@ def main() -> None:
 
 async def measure(model: Path, num_flips: int) -> dict[str, Any]:
     """Starts the cluster, flips, stops it."""
-    options = ["--model", str(model), "--flexible", "--prefill", "1", "--decode", "2"]
+    options = words(model=model, flexible=True, prefill=1, decode=2, kv_cache_gib=0.25)
     with (
         tempfile.TemporaryDirectory(prefix="splitserve-flip-") as folder,
-        live_cluster([*options, "--kv-cache-gib", "0.25"], Path(folder) / "log") as url,
+        live_cluster(options, Path(folder) / "log") as url,
     ):
         async with httpx.AsyncClient(
             base_url=url, timeout=PATIENCE_S, trust_env=False, auth=OperatorAuth()

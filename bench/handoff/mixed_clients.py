@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import aiohttp
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+STREAMED: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
 TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -116,9 +117,7 @@ class MixedClients:
 
     async def _streamed(self) -> Seen:
         path, body = self._body()
-        return await self._listen(
-            "streamed", path, {**body, "stream": True, "stream_options": {"include_usage": True}}
-        )
+        return await self._listen("streamed", path, {**body, **STREAMED})
 
     async def _several(self) -> Seen:
         path, body = self._body()
@@ -127,9 +126,7 @@ class MixedClients:
             return await self._ask("best of", path, {**body, "best_of": count})
         if path == TEXT and self._random.random() < 0.5:
             body["prompt"] = [body["prompt"]] * 2 + ["another"]
-        return await self._listen(
-            "several", path, {**body, "n": count, "stream": True, "stream_options": {"include_usage": True}}
-        )
+        return await self._listen("several", path, {**body, "n": count, **STREAMED})
 
     async def _held(self) -> Seen:
         path, body = self._body()
@@ -144,9 +141,7 @@ class MixedClients:
         _, body = self._body(CHAT)
         tool = {**TOOL, "function": {**TOOL["function"], "strict": self._random.random() < 0.5}}
         more = {"tools": [tool], "tool_choice": self._random.choice(("auto", "required")), "max_tokens": 40}
-        return await self._listen(
-            "tools", CHAT, {**body, **more, "stream": True, "stream_options": {"include_usage": True}}
-        )
+        return await self._listen("tools", CHAT, {**body, **more, **STREAMED})
 
     async def _scored(self) -> Seen:
         body = {"prompt": SHARED[:200], "echo": True, "logprobs": 1, "max_tokens": self._random.randrange(3)}

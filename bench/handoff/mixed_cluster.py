@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-import httpx
 import psutil
 
 from ...cli.settings import DEMO_MODEL_NAME
 from ...cli.up import free_port
 from ...coordinator.tenants.store import TenantStore
+from ..live_cluster import PROGRAM, started, stop, words
 
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "SPLITSERVE_COORDINATOR_DEAD_AFTER_S": "60",
-}  # a busy machine is no dead worker
+ENVIRONMENT = {"SPLITSERVE_COORDINATOR_DEAD_AFTER_S": "60"}  # a busy machine is no dead worker
 
 
 class Place(NamedTuple):
@@ -46,43 +39,10 @@ def cluster(folder: Path) -> Iterator[tuple[Place, list[psutil.Process], Path]]:
         keys[tenant] = store.create_key(tenant, limits={"tokens_per_minute": 1 << 40}).key
     store.close()
     port, log = free_port("127.0.0.1"), folder / "log"
-    command = [
-        sys.executable,
-        "-m",
-        "splitserve.cli",
-        "up",
-        "--port",
-        str(port),
-        "--log-level",
-        "warning",
-        "--kv-cache-gib",
-        "0.25",
-    ]
-    command += ["--tenants-file", str(folder / "tenants"), "--batch-file", str(folder / "batches")]
+    files = {"tenants_file": folder / "tenants", "batch_file": folder / "batches"}
+    options = words(port=port, log_level="warning", kv_cache_gib=0.25, **files)
     url = f"http://127.0.0.1:{port}"
-    with log.open("wb") as sink:
-        process = subprocess.Popen(
-            command, stdout=sink, stderr=subprocess.STDOUT, env={**os.environ, **ENVIRONMENT}
-        )
-    try:
-        deadline = time.monotonic() + 300
-        while not _ready(url):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the cluster did not start: {log.read_text()[-2000:]}")
-            time.sleep(0.2)
+    with started([*PROGRAM, "up", *options], f"{url}/ready", log, **ENVIRONMENT) as process:
         place = Place(url, [url], keys, DEMO_MODEL_NAME, f"sqlite:///{folder / 'tenants'}-usage")
         yield place, psutil.Process(process.pid).children(recursive=True), log
-        process.terminate()
-        if (status := process.wait(30)) != 0:
-            raise RuntimeError(f"the cluster ended with {status}: {log.read_text()[-2000:]}")
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-
-
-def _ready(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/ready", timeout=5).status_code == 200
-    except httpx.TransportError:
-        return False
+        stop(process, log)

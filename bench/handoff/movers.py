@@ -22,16 +22,14 @@ hits all alike.
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from ...transport.messages.messages import Met
 from ...transport.movers.block_memory import HostMemory
@@ -56,36 +54,17 @@ CASES = (
 )
 
 
-@dataclass(frozen=True)
-class Figure:
-    """GB/s (1e9 bytes) of wall time; processor seconds of both ends for a GB, which other load on the machine
-    changes little. Ratios are to memcpy and to the bare socket of the same case in the same round, median."""
-
-    what: str
-    block_bytes: int
-    order: str
-    gb_per_s: float
-    cpu_s_per_gb: float
-    of_memcpy: float
-    of_memcpy_min: float
-    of_memcpy_max: float
-    of_socket: float
-    of_socket_min: float
-    of_socket_max: float
-
-
 def main() -> None:
     parser = option_parser(__doc__, to_json=True)
     parser.add_argument("--gib", type=float, default=1.0, help="size of each pool")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     figures = [figure for case in CASES for figure in measure_case(*case, options.gib, options.rounds)]
-    print_figures(figures)
-    each = [asdict(figure) for figure in figures]
-    write_record(options.json, {"environment": environment(), "figures": each})
+    print(json.dumps(figures, indent=1))
+    write_record(options.json, {"environment": environment(), "figures": figures})
 
 
-def measure_case(block_bytes: int, order: str, gib: float, rounds: int) -> list[Figure]:
+def measure_case(block_bytes: int, order: str, gib: float, rounds: int) -> list[dict[str, object]]:
     """The figures of one block size and order, from a fresh pair of processes."""
     cores = sorted(os.sched_getaffinity(0))
     num_blocks = int(gib * 2**30) // block_bytes
@@ -167,37 +146,28 @@ def measure_case(block_bytes: int, order: str, gib: float, rounds: int) -> list[
 
 def _figure(
     what: str, block_bytes: int, order: str, num_bytes: int, seconds: dict[str, list[float]], cpu_s: float
-) -> Figure:
-    rate = num_bytes / statistics.median(seconds[what]) / 1e9
-    ratios = (*_ratio(seconds["memcpy"], seconds[what]), *_ratio(seconds["socket"], seconds[what]))
-    return Figure(what, block_bytes, order, rate, cpu_s / num_bytes * 1e9, *ratios)
+) -> dict[str, object]:
+    """GB/s (1e9 bytes) of wall time; processor seconds of both ends for a GB, which other load on the machine
+    changes little; ratios."""
+    ratios = {
+        f"of_{base}{suffix}": ratio
+        for base in ("memcpy", "socket")
+        for suffix, ratio in _ratio(seconds[base], seconds[what]).items()
+    }
+    return {
+        "what": what,
+        "block_bytes": block_bytes,
+        "order": order,
+        "gb_per_s": num_bytes / statistics.median(seconds[what]) / 1e9,
+        "cpu_s_per_gb": cpu_s / num_bytes * 1e9,
+        **ratios,
+    }
 
 
-def _ratio(base: list[float], ours: list[float]) -> tuple[float, float, float]:
-    """Median, least, most."""
+def _ratio(base: list[float], ours: list[float]) -> dict[str, float]:
+    """Ratios to ``base`` of the same rounds: the median without a suffix, and both extremes."""
     ratios = [theirs / mine for theirs, mine in zip(base, ours, strict=True)]
-    return statistics.median(ratios), min(ratios), max(ratios)
-
-
-def print_figures(figures: list[Figure]) -> None:
-    table = Table(
-        "what",
-        "block KiB",
-        "order",
-        "GB/s",
-        "CPU s/GB",
-        "of memcpy",
-        "of socket",
-        title="KV blocks between two processes",
-    )
-    for figure in figures:
-        of_memcpy = f"{figure.of_memcpy:.2f} ({figure.of_memcpy_min:.2f} - {figure.of_memcpy_max:.2f})"
-        of_socket = f"{figure.of_socket:.2f} ({figure.of_socket_min:.2f} - {figure.of_socket_max:.2f})"
-        rate, cpu = f"{figure.gb_per_s:.2f}", f"{figure.cpu_s_per_gb:.2f}"
-        table.add_row(
-            figure.what, str(figure.block_bytes >> 10), figure.order, rate, cpu, of_memcpy, of_socket
-        )
-    Console().print(table)
+    return {"": statistics.median(ratios), "_min": min(ratios), "_max": max(ratios)}
 
 
 if __name__ == "__main__":

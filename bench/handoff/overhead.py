@@ -20,13 +20,11 @@ import os
 import socket
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import httpx
 import zmq
 
 from ...cli.settings import DEMO_MODEL, DEMO_MODEL_NAME
@@ -36,7 +34,6 @@ from ...transport.messages.messages import (
     FROM_WORKER,
     FirstToken,
     Hello,
-    Load,
     Message,
     Peer,
     Prefill,
@@ -47,6 +44,8 @@ from ...transport.messages.messages import (
     u32,
 )
 from ..environment import environment, option_parser, write_record
+from ..http.raw_client import request_bytes
+from ..live_cluster import await_up, coordinator_command
 from ..null_workers import start_null_worker
 from .bare_exchange import PAUSE_S, echoing, exchange, round_trip
 
@@ -90,8 +89,6 @@ def _drive(channel: RouterChannel) -> dict[str, Any]:
                 rows = len(message.dispatches) // 4
                 begun = begun or (time.monotonic() if rows == BATCH else 0.0)
                 tokens += rows
-            elif isinstance(message, Load):
-                pass
         now = time.monotonic()
         if begun and now - begun >= WARM_S and now - mark >= WINDOW_S:
             if mark:
@@ -191,9 +188,7 @@ def _window(
 ) -> dict[str, float]:
     """Medians, in milliseconds."""
     answers = [exchange(connection, _request(i), b"0\r\n\r\n") for i in range(requests)]
-    floors = [
-        exchange(connection, HEALTH, b"}")[1] for _ in range(requests)
-    ]  # GET /health on the same connection
+    floors = [exchange(connection, HEALTH, b"}")[1] for _ in range(requests)]
     round_trips = [round_trip(dealer) for _ in range(requests)]
     alone = [worker.first_token() for _ in range(requests)]
     stages = [_stages(text) for _, _, text in answers]
@@ -218,12 +213,7 @@ def _window(
 
 def _request(number: int) -> bytes:
     fields = {"model": DEMO_MODEL_NAME, "prompt": [number % 60 + 1] * 256, "max_tokens": 4, "stream": True}
-    body = json.dumps({**fields, "stream_options": {"include_usage": True}}).encode()
-    head = (
-        "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: "
-        f"application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    )
-    return head.encode() + body
+    return request_bytes("/v1/completions", {**fields, "stream_options": {"include_usage": True}})
 
 
 def _stages(text: bytes) -> dict[str, float]:
@@ -233,45 +223,20 @@ def _stages(text: bytes) -> dict[str, float]:
 
 @contextmanager
 def _null_cluster() -> Iterator[int]:
-    port, control = free_port("127.0.0.1"), free_port("127.0.0.1")
-    command = [
-        sys.executable,
-        "-m",
-        "splitserve.cli.main",
-        "coordinator",
-        "--model",
-        str(DEMO_MODEL),
-        "--insecure",
+    port, control = free_port("127.0.0.1"), f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
+    command = coordinator_command(DEMO_MODEL, port, control, served_model_name=DEMO_MODEL_NAME)
+    coordinator = subprocess.Popen(command)
+    processes: list[Any] = [
+        coordinator,
+        start_null_worker("prefill", control, 0, 20_000, 2_000),
+        start_null_worker("decode", control, 1, 20_000, 2_000),
     ]
-    arguments = [
-        "--served-model-name",
-        DEMO_MODEL_NAME,
-        "--port",
-        str(port),
-        "--control-address",
-        f"tcp://127.0.0.1:{control}",
-    ]
-    processes: list[Any] = [subprocess.Popen([*command, *arguments, "--log-level", "warning"])]
-    processes.append(start_null_worker("prefill", f"tcp://127.0.0.1:{control}", 0, 20_000, 2_000))
-    processes.append(start_null_worker("decode", f"tcp://127.0.0.1:{control}", 1, 20_000, 2_000))
     try:
-        url = f"http://127.0.0.1:{port}"
-        deadline = time.monotonic() + 60
-        while not _ready(url):
-            if time.monotonic() > deadline:
-                raise TimeoutError("the cluster of null workers did not become ready")
-            time.sleep(0.1)
+        await_up(f"http://127.0.0.1:{port}/ready", coordinator)
         yield port
     finally:
         for process in processes:
             process.terminate()
-
-
-def _ready(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/ready", timeout=2).status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def main() -> None:

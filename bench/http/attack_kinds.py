@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from .raw_client import request_bytes
+
 BODY_BYTES = 15 << 20
 PATIENCE_S = 60.0  # of an attacker, for an answer
 
@@ -37,12 +39,8 @@ class Attack:
 def post(target: Target, path: str, body: bytes, *, unsent: int = 0) -> socket.socket:
     """A request on a connection of its own, without its last bytes."""
     connection = socket.create_connection(("127.0.0.1", target.port), timeout=PATIENCE_S)
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{target.port}\r\nContent-Type: "
-        f"application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    )
-    connection.sendall(head.encode())
-    connection.sendall(memoryview(body)[: len(body) - unsent])
+    request = request_bytes(path, body)
+    connection.sendall(memoryview(request)[: len(request) - unsent])
     return connection
 
 
@@ -95,37 +93,38 @@ def bombs(
     return run
 
 
-def unfinished_bodies(target: Target) -> Counter[str]:
-    body, held = b" " * BODY_BYTES, []
-    found: Counter[str] = Counter()
-    for _ in range(30 * target.times):
-        try:
-            held.append(post(target, "/v1/completions", body, unsent=1))
-        except OSError as error:
-            found[type(error).__name__] += 1
-    time.sleep(1)
-    return found + answers_of(held)
+def unfinished(begin: Callable[[Target], socket.socket]) -> Callable[[Target], Counter[str]]:
+    """Clients that begin a request, and stay."""
+
+    def run(target: Target) -> Counter[str]:
+        held: list[socket.socket] = []
+        found: Counter[str] = Counter()
+        for _ in range(30 * target.times):
+            try:
+                held.append(begin(target))
+            except OSError as error:
+                found[type(error).__name__] += 1
+        time.sleep(1)
+        return found + answers_of(held)
+
+    return run
 
 
-def unfinished_messages(target: Target) -> Counter[str]:
+def all_but_the_end(target: Target) -> socket.socket:
+    return post(target, "/v1/completions", b" " * BODY_BYTES, unsent=1)
+
+
+def frame_without_end(target: Target) -> socket.socket:
     handshake = (
         f"GET /v1/stream HTTP/1.1\r\nHost: 127.0.0.1:{target.port}\r\nUpgrade: websocket\r\nConnection: "
         "Upgrade\r\n"
         "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
     )
-    frame, held = b"\x81\xff" + BODY_BYTES.to_bytes(8) + bytes(4) + b" " * (BODY_BYTES - 1), []
-    found: Counter[str] = Counter()
-    for _ in range(30 * target.times):
-        try:
-            connection = socket.create_connection(("127.0.0.1", target.port), timeout=PATIENCE_S)
-            held.append(connection)
-            connection.sendall(handshake.encode())
-            connection.recv(4096)
-            connection.sendall(frame)
-        except OSError as error:
-            found[type(error).__name__] += 1
-    time.sleep(1)
-    return found + answers_of(held)
+    connection = socket.create_connection(("127.0.0.1", target.port), timeout=PATIENCE_S)
+    connection.sendall(handshake.encode())
+    connection.recv(4096)
+    connection.sendall(b"\x81\xff" + BODY_BYTES.to_bytes(8) + bytes(4) + b" " * (BODY_BYTES - 1))
+    return connection
 
 
 def idle_connections(target: Target) -> Counter[str]:
@@ -192,7 +191,7 @@ ATTACKS = [
     Attack("tools", bombs(CHAT, 2, tools)),
     Attack("message parts", bombs(CHAT, 2, parts)),
     Attack("choices", bombs(TEXT, 2, lambda: {"prompt": ["a"] * 32, "n": 128, "max_tokens": 1})),
-    Attack("unfinished bodies", unfinished_bodies),
-    Attack("unfinished messages", unfinished_messages),
+    Attack("unfinished bodies", unfinished(all_but_the_end)),
+    Attack("unfinished messages", unfinished(frame_without_end)),
     Attack("descriptors", idle_connections, max_files=256),
 ]

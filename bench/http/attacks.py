@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import shlex
 import sys
 import time
@@ -32,6 +31,7 @@ import psutil
 from ..environment import environment, option_parser, write_record
 from .attack_kinds import ATTACKS, PATIENCE_S, TEXT, Attack, Target
 from .bystander import EVERY_S, beside
+from .raw_client import allow_many_files
 from .watched_server import Watch, memory_mb, served
 
 QUIET_S = 10.0  # without an attack: the baseline
@@ -90,7 +90,7 @@ def attacked(attacks: list[Attack], options: argparse.Namespace) -> Iterator[Row
         with served(shlex.split(options.splitserve), max_files) as (port, process):
             with beside(port, STREAM_TOKENS) as bystander:
                 bystander.wait()
-                time.sleep(options.quiet_s)
+                time.sleep(QUIET_S)
                 quiet_gap_s = bystander.seen.longest_gap_s
             while left and left[0].max_files == max_files:
                 row = measure(left.pop(0), port, process, options, quiet_gap_s)
@@ -174,7 +174,6 @@ def main() -> int:
         "--times", type=int, default=10, help="how many times as many clients as first showed the defect"
     )
     parser.add_argument("--most-gb", type=float, default=4.0, help="a coordinator that takes more is killed")
-    parser.add_argument("--quiet-s", type=float, default=QUIET_S, help="seconds of the baseline")
     parser.add_argument(
         "--load-minutes", type=float, help="no attacks: ordinary load, and whether memory stays level"
     )
@@ -182,8 +181,7 @@ def main() -> int:
         "--json", type=Path, help="put the rows into this record, in place of those of the same label"
     )
     options = parser.parse_args()
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    allow_many_files()
     if options.load_minutes:
         result = load(options)
         print(json.dumps(result))

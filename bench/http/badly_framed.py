@@ -38,21 +38,17 @@ class BadlyFramed(RequestParts):
 
     def other_heads(self) -> Attempt:
         """Any host, origin, content type and forwarded headers, in any combination."""
-        lines = [f"host: {self._random.choice(HOSTS)}"] if self._random.random() < 0.7 else []
-        lines += [f"origin: {self._random.choice(ORIGINS)}"] if self._random.random() < 0.5 else []
-        lines += (
-            [f"content-type: {self._random.choice(CONTENT_TYPES)}"] if self._random.random() < 0.7 else []
-        )
-        lines += (
-            [f"access-control-request-method: {self._random.choice(('POST', '', 'x' * 999))}"]
-            if self._random.random() < 0.3
-            else []
-        )
-        lines += (
-            [f"x-forwarded-for: {self._random.choice(HOSTS)}", "forwarded: for=x;;=,"]
-            if self._random.random() < 0.3
-            else []
-        )
+        lines = []
+        for share, header, values in (
+            (0.7, "host", HOSTS),
+            (0.5, "origin", ORIGINS),
+            (0.7, "content-type", CONTENT_TYPES),
+            (0.3, "access-control-request-method", ("POST", "", "x" * 999)),
+        ):
+            if self._random.random() < share:
+                lines.append(f"{header}: {self._random.choice(values)}")
+        if self._random.random() < 0.3:
+            lines += [f"x-forwarded-for: {self._random.choice(HOSTS)}", "forwarded: for=x;;=,"]
         method = self._random.choice(("POST", "POST", "GET", "OPTIONS", "DELETE", "PUT", "CONNECT"))
         path, body = self.body()
         path = self._random.choice((path, path, *PATHS))

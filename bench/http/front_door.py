@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -32,35 +31,28 @@ from ..environment import environment, option_parser, write_record
 from .front_door_admission import admission
 from .front_door_requests import sustained
 from .front_door_streams import streamed, streams
+from .raw_client import allow_many_files
 from .streaming_servers import model_folder
 
 
 def main() -> None:
     parser = option_parser(__doc__, to_json=True)
     parser.add_argument("--seconds", type=float, default=60.0, help="length of the sustained load")
-    parser.add_argument("--rate", type=float, default=1700.0, help="its requests a second")
     parser.add_argument("--processes", type=int, default=2, help="coordinator processes under it")
-    parser.add_argument(
-        "--rounds", type=int, default=15, help="how often streamed cost is measured with and without"
-    )
-    parser.add_argument("--streams", type=int, default=10_000, help="streams open at a time")
     parser.add_argument(
         "--only", choices=["admission", "streams", "sustained", "streamed"], help="measure this alone"
     )
     options = parser.parse_args()
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    allow_many_files()
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder:
         model = model_folder(Path(folder))
         tenants, key = tenants_file(Path(folder))
         parts: dict[str, Callable[[], Any]] = {
             "admission": lambda: uvloop.run(admission(model, tenants, key)),
-            "streams": lambda: streams(model, tenants, key, cores, options.streams),
-            "sustained": lambda: sustained(
-                model, tenants, key, cores, options.processes, options.rate, options.seconds
-            ),
-            "streamed": lambda: streamed(model, tenants, key, cores, options.rounds),
+            "streams": lambda: streams(model, tenants, key, cores),
+            "sustained": lambda: sustained(model, tenants, key, cores, options.processes, options.seconds),
+            "streamed": lambda: streamed(model, tenants, key, cores),
         }
         results = {"environment": environment()} | {
             name: part() for name, part in parts.items() if options.only in (None, name)

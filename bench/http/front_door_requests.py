@@ -6,7 +6,6 @@ from __future__ import annotations
 import select
 import socket
 import statistics
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -14,16 +13,17 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 
 from ...cli.up import free_port, free_ports
 from ..fake_workers import FakeWorkers
+from ..live_cluster import await_up, coordinator_command
 from .raw_client import request_bytes
 from .streaming import CHAT, PATH
 from .streaming_servers import Server, pinned, workers_of
 
 NUM_CONNECTIONS = 256
+RATE = 1700.0  # requests a second
 
 
 class OpenLoop:
@@ -79,21 +79,21 @@ class OpenLoop:
 
 
 def sustained(
-    model: Path, tenants: Path, key: str, cores: list[int], processes: int, rate: float, seconds: float
+    model: Path, tenants: Path, key: str, cores: list[int], processes: int, seconds: float
 ) -> dict[str, Any]:
     """Whole chat requests of one token each, with keys, limits and metering on."""
     with several(model, cores, tenants, processes) as (server, workers):
         load = OpenLoop(server.port, request_bytes(PATH, {**CHAT, "max_tokens": 1}, key), NUM_CONNECTIONS)
-        _send_at(load, workers, rate, min(2.0, seconds))  # warm up
+        _send_at(load, workers, min(2.0, seconds))  # warm up
         load.seconds.clear()
         cpu, own, begin = _cpu_s(server), time.process_time(), time.monotonic()
-        late_s = _send_at(load, workers, rate, seconds)
+        late_s = _send_at(load, workers, seconds)
         took, used, own = time.monotonic() - begin, _cpu_s(server) - cpu, time.process_time() - own
         load.close()
     quantiles = [1e3 * q for q in statistics.quantiles(load.seconds, n=1000)]
     return {
         "processes": processes,
-        "asked_per_s": rate,
+        "asked_per_s": RATE,
         "requests": len(load.seconds),
         "errors": load.num_errors,
         "answered_per_s": round(len(load.seconds) / took, 1),
@@ -109,13 +109,13 @@ def sustained(
     }
 
 
-def _send_at(load: OpenLoop, workers: list[FakeWorkers], rate: float, seconds: float) -> float:
+def _send_at(load: OpenLoop, workers: list[FakeWorkers], seconds: float) -> float:
     """Until all are answered; returns by how much the client itself was ever late."""
     begin, sent, latest = time.monotonic(), 0, 0.0
     deadline = begin + seconds + 60
-    while sent < rate * seconds or load.num_open:
+    while sent < RATE * seconds or load.num_open:
         now = time.monotonic()
-        while sent < rate * seconds and (due := begin + sent / rate) <= now:
+        while sent < RATE * seconds and (due := begin + sent / RATE) <= now:
             load.send(due)
             sent, latest = sent + 1, max(latest, now - due)
         for pair in workers:
@@ -131,60 +131,20 @@ def several(
     model: Path, cores: list[int], tenants: Path, processes: int
 ) -> Iterator[tuple[Server, list[FakeWorkers]]]:
     """Coordinator processes on one port, each with a pair of fake workers."""
-    port, control, admin = (free_port("127.0.0.1"), free_ports(processes), free_ports(processes))
-    command = [
-        "coordinator",
-        "--model",
-        str(model),
-        "--served-model-name",
-        "bench",
-        "--port",
-        str(port),
-        "--insecure",
-    ]
-    options = [
-        "--processes",
-        str(processes),
-        "--control-address",
-        f"tcp://127.0.0.1:{control}",
-        "--admin-port",
-        str(admin),
-    ]
-    more = [
-        "--tenants-file",
-        str(tenants),
-        "--log-level",
-        "warning",
-        "--max-queue",
-        "100000",
-        "--dead-after-s",
-        "60",
-    ]
+    port, control, admin = free_port("127.0.0.1"), free_ports(processes), free_ports(processes)
+    options = {"processes": processes, "admin_port": admin, "tenants_file": tenants, "dead_after_s": 60}
+    command = coordinator_command(model, port, f"tcp://127.0.0.1:{control}", **options)
     with ExitStack() as stack:
-        whole = [sys.executable, "-m", "splitserve.cli.main", *command, *options, *more]
-        process = stack.enter_context(pinned(whole, cores, all_cores=processes > 1))
+        process = stack.enter_context(pinned(command, cores, all_cores=processes > 1))
         parent = psutil.Process(process.pid)
         servers = [
             Server(admin + number, f"tcp://127.0.0.1:{control + number}", parent)
             for number in range(processes)
         ]
         for server in servers:
-            _await_health(server.port)
+            await_up(f"http://127.0.0.1:{server.port}/health", process)
         workers = [stack.enter_context(workers_of(server, model)) for server in servers]
         yield Server(port, servers[0].control, servers[0].process), workers
-
-
-def _await_health(port: int) -> None:
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        if time.monotonic() > deadline:
-            raise TimeoutError("a coordinator process did not start")
-        time.sleep(0.1)
 
 
 def _cpu_s(server: Server) -> float:

@@ -12,24 +12,23 @@ from typing import Any
 
 from ..fake_workers import FakeWorkers
 from .raw_client import RawClient, request_bytes
-from .streaming import CHAT, PATH, POLL_S, open_streams
+from .streaming import CHAT, PATH, POLL_S, open_streams, stream_tokens
 from .streaming_servers import Server, coordinator, workers_of
 from .trace_sink import trace_sink
 
 OPEN_WITHIN_S = 300.0
+ROUNDS, WINDOW_S = 15, 1.0  # with everything on, and without
+PATIENCE_S = 60  # with workers: their thread is that of the clients, too, and may be busy
 
 
 def streams(
-    model: Path, tenants: Path, key: str, cores: list[int], num_streams: int, tokens_each: int = 10
+    model: Path, tenants: Path, key: str, cores: list[int], num_streams: int = 10_000, tokens_each: int = 10
 ) -> dict[str, Any]:
     """All open at the same time, each with its first token and some more. Any error ends the measurement."""
-    more = (
-        "--tenants-file",
-        str(tenants),
-        "--dead-after-s",
-        "60",
-    )  # the one thread of clients and workers may be busy
-    with coordinator(model, cores, *more) as server, workers_of(server, model) as workers:
+    with (
+        coordinator(model, cores, tenants_file=tenants, dead_after_s=PATIENCE_S) as server,
+        workers_of(server, model) as workers,
+    ):
         idle, cpu, begin = server.rss_mb(), server.cpu_s(), time.monotonic()
         client, request = (
             RawClient(server.port, 0),
@@ -44,14 +43,8 @@ def streams(
             if time.monotonic() > begin + OPEN_WITHIN_S:
                 raise TimeoutError(f"{opened} of {2 * num_streams} first events came")
         opened_s, open_mb = time.monotonic() - begin, server.rss_mb()
-        sent = received = 0
         begin = time.monotonic()
-        while received < tokens_each * num_streams:
-            if sent < tokens_each * num_streams and sent - received < 2 * num_streams:
-                sent += workers.step()
-            events, blanks = client.count(0.01)
-            received += blanks - events
-            workers.poll()
+        received = stream_tokens(client, workers, num_streams, tokens_each)
         result = {
             "streams": num_streams,
             "opened_in_s": round(opened_s, 2),
@@ -96,35 +89,25 @@ class Streams:
         self._client.close()
 
 
-def streamed(
-    model: Path, tenants: Path, key: str, cores: list[int], rounds: int, seconds: float = 1.0
-) -> dict[str, Any]:
+def streamed(model: Path, tenants: Path, key: str, cores: list[int]) -> dict[str, Any]:
     """Per second of the server's processor time, with and without: two servers on one core take turns, so
     that a round's ratio is of two neighbouring seconds; and the rounds' median."""
     with trace_sink() as endpoint:
-        everything = ("--tenants-file", str(tenants), "--otlp-endpoint", endpoint)
-        counts = ((64, 2), (512, 32))
+        everything = {"tenants_file": tenants, "otlp_endpoint": endpoint}
         return {
-            f"{count}_streams": _streamed(model, key, cores, everything, count, ahead, rounds, seconds)
-            for count, ahead in counts
+            f"{count}_streams": _streamed(model, key, cores, everything, count, ahead)
+            for count, ahead in ((64, 2), (512, 32))
         }
 
 
 def _streamed(
-    model: Path,
-    key: str,
-    cores: list[int],
-    everything: tuple[str, ...],
-    num_streams: int,
-    ahead: int,
-    rounds: int,
-    seconds: float,
+    model: Path, key: str, cores: list[int], everything: dict[str, Any], num_streams: int, ahead: int
 ) -> dict[str, Any]:
     rates: dict[str, list[float]] = {"without": [], "with": []}
     with ExitStack() as stack:
         both: dict[str, Streams] = {}
-        for name, more, used in (("without", (), ""), ("with", everything, key)):
-            server = stack.enter_context(coordinator(model, cores, "--dead-after-s", "60", *more))
+        for name, more, used in (("without", {}, ""), ("with", everything, key)):
+            server = stack.enter_context(coordinator(model, cores, dead_after_s=PATIENCE_S, **more))
             workers = stack.enter_context(workers_of(server, model))
             both[name] = Streams(server, workers, num_streams, ahead * num_streams, used)
             stack.callback(both[name].close)
@@ -133,9 +116,9 @@ def _streamed(
             for each in both.values():
                 each.workers.poll()
 
-        for number in range(rounds + 1):
+        for number in range(ROUNDS + 1):
             for name in sorted(both, reverse=bool(number % 2)):
-                rates[name].append(both[name].window(seconds, poll))
+                rates[name].append(both[name].window(WINDOW_S, poll))
     without, all_on = rates["without"][1:], rates["with"][1:]  # the first round warms up
     ratios = [w / wo for w, wo in zip(all_on, without, strict=True)]
     return {

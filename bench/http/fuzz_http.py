@@ -14,9 +14,7 @@ status 1. Each run is added to the record; its seed is the number of requests be
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,6 +32,7 @@ from ...cli.up import free_port
 from ...coordinator.tenants.store import TenantStore
 from ..environment import environment, option_parser, write_record
 from ..fake_workers import FakeWorkers
+from ..live_cluster import coordinator_command, started, stop
 from ..operator_auth import OperatorAuth
 from .bystander import beside
 from .hostile_client import HostileClient, Tally
@@ -43,7 +42,6 @@ from .streaming_servers import Server, model_folder, workers_of
 CONTEXT = 256  # tokens: what a request gets that sets no bound
 STEP_EVERY_S = 0.002
 SAMPLE_EVERY_S = 0.5
-START_S = 300.0  # also where others have the processor: a coordinator that has ended is seen at once
 MAX_GROWTH_MB = 64.0  # from the first quarter to the end
 
 
@@ -56,7 +54,6 @@ def main() -> int:
         default=float("inf"),
         help="send no more after so long, and record what there is",
     )
-    parser.add_argument("--connections", type=int, default=64)
     parser.add_argument("--seed", type=int, help="default: the number of requests in the record")
     parser.add_argument("--json", type=Path, help="add this run to the record here")
     options = parser.parse_args()
@@ -67,7 +64,6 @@ def main() -> int:
     run = fuzz(
         options.requests,
         record["requests"] if options.seed is None else options.seed,
-        options.connections,
         longest_s=60 * options.minutes,
     )
     print(json.dumps(run, indent=1))
@@ -196,43 +192,11 @@ def attacked(folder: Path) -> Iterator[tuple[Server, str, Path]]:
     key = store.create_key("fuzz", limits={"requests_per_minute": 1 << 49, "max_streams": 1 << 40}).key
     store.close()
     port, control = free_port("127.0.0.1"), f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
-    options: dict[str, Any] = {
-        "model": folder,
-        "served-model-name": "bench",
-        "port": port,
-        "control-address": control,
-        "dead-after-s": 60,
-    }
-    options |= {"tenants-file": folder / "tenants", "batch-file": folder / "batches"}
-    options |= {"log-level": "warning", "max-queue": 100_000}
-    command = [sys.executable, "-m", "splitserve.cli", "coordinator", "--insecure"]
-    command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    log = folder / "log"
-    with log.open("wb") as sink:
-        process = subprocess.Popen(
-            command, stdout=sink, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
-    try:
-        deadline = time.monotonic() + START_S
-        while not _answers(port):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the coordinator did not start: {log.read_text()[-2000:]}")
-            time.sleep(0.1)
+    files = {"tenants_file": folder / "tenants", "batch_file": folder / "batches"}
+    command, log = coordinator_command(folder, port, control, dead_after_s=60, **files), folder / "log"
+    with started(command, f"http://127.0.0.1:{port}/health", log) as process:
         yield Server(port, control, psutil.Process(process.pid)), key, log
-        process.terminate()
-        if (status := process.wait(30)) != 0:
-            raise RuntimeError(f"the coordinator ended with {status}: {log.read_text()[-2000:]}")
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-
-
-def _answers(port: int) -> bool:
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
-    except httpx.TransportError:
-        return False
+        stop(process, log)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Sends hostile requests over many connections in one thread, and holds the server to its promises.
 
 Each request that is well framed gets its answers, none of which is a 500; each connection that is broken is
-closed; nothing takes longer than ``deadline_s``, not counted while this process itself, in which the workers
+closed; nothing takes longer than ``DEADLINE_S``, not counted while this process itself, in which the workers
 are played, got no processor.
 """
 
@@ -23,6 +23,7 @@ from .hostile_requests import HostileRequests
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 READ_BYTES = 1 << 18
 PIECE_EVERY_S = 0.005
+DEADLINE_S = 90.0
 STOOD_STILL_S = 0.5
 """Turns take a few milliseconds: after a longer gap this process got no processor."""
 MAX_STALLED = 256
@@ -92,21 +93,9 @@ class _Connection:
 class HostileClient:
     """``turn`` until ``done``."""
 
-    def __init__(
-        self,
-        port: int,
-        source: HostileRequests,
-        num_requests: int,
-        num_connections: int = 64,
-        deadline_s: float = 90.0,
-    ) -> None:
+    def __init__(self, port: int, source: HostileRequests, num_requests: int, num_connections: int) -> None:
         self.tally = Tally()
-        self._port, self._source, self._num_requests, self._deadline_s = (
-            port,
-            source,
-            num_requests,
-            deadline_s,
-        )
+        self._port, self._source, self._num_requests = port, source, num_requests
         self._epoll = select.epoll()
         self._connections: dict[int, _Connection] = {}
         self._unfinished: set[_Connection] = set()  # have more to send
@@ -138,7 +127,7 @@ class HostileClient:
         if now >= self._looked_at + 1:
             self._looked_at = now
             for connection in list(self._connections.values()):
-                if now > connection.began + self._deadline_s:
+                if now > connection.began + DEADLINE_S:
                     self._over(connection, "no answer, and the connection is open")
 
     def _forgive_own_stall(self, now: float) -> None:

@@ -4,6 +4,7 @@ parsed."""
 from __future__ import annotations
 
 import json
+import resource
 import select
 import socket
 from typing import Any
@@ -11,9 +12,16 @@ from typing import Any
 EVENT = b"data: "
 
 
-def request_bytes(path: str, body: dict[str, Any], key: str = "") -> bytes:
+def allow_many_files() -> None:
+    """Open files of this process, and of those that it starts: as many as may be."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def request_bytes(path: str, body: dict[str, Any] | bytes, key: str = "") -> bytes:
     """A POST; ``key``: the API key, where one is asked for."""
-    content, authorization = json.dumps(body).encode(), f"authorization: Bearer {key}\r\n" if key else ""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    authorization = f"authorization: Bearer {key}\r\n" if key else ""
     to = "host: localhost\r\ncontent-type: application/json\r\n"
     return (
         f"POST {path} HTTP/1.1\r\n{to}{authorization}content-length: {len(content)}\r\n\r\n".encode()

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import statistics
 import tempfile
 import time
@@ -28,7 +27,7 @@ from ...transport.channels.channels import DealerChannel
 from ...transport.messages.messages import FROM_COORDINATOR, StepTokens, u32
 from ..environment import environment, option_parser, write_record
 from ..fake_workers import FakeWorkers
-from .raw_client import RawClient, request_bytes
+from .raw_client import RawClient, allow_many_files, request_bytes
 from .streaming_servers import Server, bare_server, coordinator, model_folder, workers_of
 
 AHEAD = {"paced": 2, "saturated": 32}
@@ -44,8 +43,7 @@ def main() -> None:
         "--seconds", type=float, default=3.0, help="length of a measurement's windows, all together"
     )
     options = parser.parse_args()
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    allow_many_files()
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder:
         model = model_folder(Path(folder))
@@ -84,11 +82,11 @@ def measure(model: Path, cores: list[int], seconds: float) -> dict[str, Any]:
 
 
 def streamed_tokens(
-    server: Server, workers: FakeWorkers, num_streams: int, ahead: int, seconds: float, key: str = ""
+    server: Server, workers: FakeWorkers, num_streams: int, ahead: int, seconds: float
 ) -> dict[str, Any]:
     """Tokens through all of the coordinator to ``num_streams`` chat streams."""
     client = RawClient(server.port, num_streams)
-    client.send_all(request_bytes(PATH, {**CHAT, "stream": True, "max_tokens": 900_000}, key))
+    client.send_all(request_bytes(PATH, {**CHAT, "stream": True, "max_tokens": 900_000}))
     open_streams(client, workers, num_streams)
     result = rate(server, client, ahead * num_streams, seconds, workers.step, workers.poll)
     client.close()
@@ -121,32 +119,24 @@ def rate(
     step: Callable[[], int],
     poll: Callable[[], None],
 ) -> dict[str, Any]:
-    """Medians over windows, after a second to warm up."""
+    """Tokens are sent as long as fewer than ``max_ahead`` have not come."""
     sent = received = 0
     polled = 0.0
-    walls: list[float] = []
-    cpus: list[float] = []
     client.num_reads = client.num_events = 0
-    mark, cpu, before, end = time.perf_counter(), server.cpu_s(), 0, time.perf_counter() + 1
-    while len(walls) < WINDOWS + 1:
+
+    def stream() -> int:
+        nonlocal sent, received, polled
         while sent - received < max_ahead:
             sent += step()
         events, blanks = client.count(0.01)
         received += blanks - events
-        now = time.perf_counter()
-        if now >= polled + POLL_S:
+        if (now := time.perf_counter()) >= polled + POLL_S:
             poll()
             polled = now
-        if now >= end:
-            used = server.cpu_s()
-            walls.append((received - before) / (now - mark))
-            cpus.append((received - before) / max(1e-9, used - cpu))
-            mark, cpu, before, end = now, used, received, now + seconds / WINDOWS
+        return blanks - events
+
     return {
-        "tokens_per_s": round(statistics.median(walls[1:])),
-        "min": round(min(walls[1:])),
-        "max": round(max(walls[1:])),
-        "tokens_per_cpu_s": round(statistics.median(cpus[1:])),
+        **windows("tokens", stream, server, seconds),
         "tokens_per_event": round(received / client.num_events, 2),
         "events_per_read": round(client.num_events / client.num_reads, 2),
     }
@@ -160,26 +150,35 @@ def answered_requests(
     client = RawClient(server.port, num_connections)
     request = request_bytes(PATH, {**CHAT, "max_tokens": 1})
     client.send_all(request)
+
+    def answer() -> int:
+        poll()
+        return client.answer_and_repeat(request, 0)
+
+    found = windows("requests", answer, server, seconds)
+    client.close()
+    return {"connections": num_connections, **found}
+
+
+def windows(name: str, work: Callable[[], int], server: Server, seconds: float) -> dict[str, int]:
+    """Do ``work``, which returns a number of tokens or requests, again and again. Return how many a second:
+    medians over windows, after a second to warm up."""
     walls: list[float] = []
     cpus: list[float] = []
-    answers = 0
-    mark, cpu, end = time.perf_counter(), server.cpu_s(), time.perf_counter() + 1
+    mark, cpu, done, end = time.perf_counter(), server.cpu_s(), 0, time.perf_counter() + 1
     while len(walls) < WINDOWS + 1:
-        poll()
-        answers += client.answer_and_repeat(request, 0)
+        done += work()
         now = time.perf_counter()
         if now >= end:
             used = server.cpu_s()
-            walls.append(answers / (now - mark))
-            cpus.append(answers / max(1e-9, used - cpu))
-            mark, cpu, answers, end = now, used, 0, now + seconds / WINDOWS
-    client.close()
+            walls.append(done / (now - mark))
+            cpus.append(done / max(1e-9, used - cpu))
+            mark, cpu, done, end = now, used, 0, now + seconds / WINDOWS
     return {
-        "connections": num_connections,
-        "requests_per_s": round(statistics.median(walls[1:])),
+        f"{name}_per_s": round(statistics.median(walls[1:])),
         "min": round(min(walls[1:])),
         "max": round(max(walls[1:])),
-        "requests_per_cpu_s": round(statistics.median(cpus[1:])),
+        f"{name}_per_cpu_s": round(statistics.median(cpus[1:])),
     }
 
 
@@ -191,13 +190,7 @@ def memory(
     client = RawClient(server.port, num_streams)
     client.send_all(request_bytes(PATH, {**CHAT, "stream": True, "max_tokens": 900_000}))
     open_streams(client, workers, num_streams)
-    sent = received = 0
-    while sent < 100 * num_streams or received < sent:  # a hundred tokens each
-        if sent < 100 * num_streams and sent - received < 2 * num_streams:
-            sent += workers.step()
-        events, blanks = client.count(0.01)
-        received += blanks - events
-        workers.poll()
+    stream_tokens(client, workers, num_streams, 100)
     open_mb = server.rss_mb()
     client.close()
     while len(workers.dispatches):
@@ -236,6 +229,18 @@ def open_streams(client: RawClient, workers: FakeWorkers, num_streams: int) -> N
     await_events(client, 2 * num_streams, workers.poll)
 
 
+def stream_tokens(client: RawClient, workers: FakeWorkers, num_streams: int, tokens_each: int) -> int:
+    """Returns how many came: all that were sent."""
+    sent = received = 0
+    while sent < tokens_each * num_streams or received < sent:
+        if sent < tokens_each * num_streams and sent - received < 2 * num_streams:
+            sent += workers.step()
+        events, blanks = client.count(0.01)
+        received += blanks - events
+        workers.poll()
+    return received
+
+
 def await_events(client: RawClient, num_events: int, poll: Callable[[], None]) -> None:
     received, deadline = 0, time.monotonic() + 60
     while received < num_events:
@@ -243,9 +248,6 @@ def await_events(client: RawClient, num_events: int, poll: Callable[[], None]) -
         received += client.count(0.01)[0]
         if time.monotonic() > deadline:
             raise TimeoutError(f"{received} of {num_events} first events came")
-
-
-# --- processes -----------------------------------------------------------------------------------
 
 
 if __name__ == "__main__":

@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import psutil
 
 from ...cli.settings import DEMO_MODEL
 from ...cli.up import free_port
 from ...coordinator.text.tokenizer import Tokenizer
 from ..fake_workers import FakeWorkers
+from ..live_cluster import await_up, coordinator_command, is_up
 
 TEXT = (
     "The quick brown fox explains what os.path.join does, and why list comprehensions are read from "
@@ -80,49 +80,20 @@ def _ready(server: Server, workers: FakeWorkers) -> bool:
         if len(workers.dispatches):
             workers.step()
         time.sleep(0.01)
-    return httpx.get(f"http://127.0.0.1:{server.port}/ready").status_code == 200
+    return is_up(f"http://127.0.0.1:{server.port}/ready")
 
 
 @contextmanager
-def coordinator(model: Path, cores: list[int], *more: str, key_file: Path | None = None) -> Iterator[Server]:
-    """The real one, by its command; ``more``: options; ``key_file``: the cluster's key, if it is to have
-    one."""
+def coordinator(
+    model: Path, cores: list[int], key_file: Path | None = None, **more: object
+) -> Iterator[Server]:
+    """The real one, by its command. ``key_file``: the cluster's key, if it is to have one; ``more``: other
+    options."""
     port, control = free_port("127.0.0.1"), f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
-    command = [
-        sys.executable,
-        "-m",
-        "splitserve.cli.main",
-        "coordinator",
-        "--model",
-        str(model),
-        "--served-model-name",
-        "bench",
-    ]
-    options = [
-        "--port",
-        str(port),
-        "--control-address",
-        control,
-        *(["--key-file", str(key_file)] if key_file else ["--insecure"]),
-        "--log-level",
-        "warning",
-        "--max-queue",
-        "100000",
-    ]
-    with pinned([*command, *options, *more], cores) as process:
-        deadline = time.monotonic() + 60
-        while not _answers(port):
-            if time.monotonic() > deadline:
-                raise TimeoutError("the coordinator did not start")
-            time.sleep(0.1)
+    keys = {"key_file": key_file, "insecure": key_file is None}
+    with pinned(coordinator_command(model, port, control, **keys, **more), cores) as process:
+        await_up(f"http://127.0.0.1:{port}/health", process)
         yield Server(port, control, psutil.Process(process.pid))
-
-
-def _answers(port: int) -> bool:
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 @contextmanager

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import subprocess
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import httpx
 import psutil
 
 from ...cli.settings import DEMO_MODEL
 from ...cli.up import free_port
+from ..live_cluster import started, words
 
-START_S = 180.0
 SAMPLE_S = 0.05
 
 
@@ -27,51 +23,11 @@ def served(command: list[str], max_files: int | None) -> Iterator[tuple[int, psu
     """The port, and the coordinator's process."""
     port = free_port("127.0.0.1")
     with tempfile.TemporaryDirectory() as folder:
-        arguments = [
-            *command,
-            "up",
-            "--model",
-            str(DEMO_MODEL),
-            "--port",
-            str(port),
-            "--run-dir",
-            str(Path(folder) / "run"),
-        ]
-        shell = (
-            f"ulimit -n {max_files}; exec {shlex.join(arguments)}"
-            if max_files
-            else f"exec {shlex.join(arguments)}"
-        )
-        with (Path(folder) / "log").open("wb") as log:
-            process = subprocess.Popen(
-                ["bash", "-c", shell],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
-        try:
-            deadline = time.monotonic() + START_S
-            while not ready(port):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(
-                        f"the server did not start: {(Path(folder) / 'log').read_text()[-2000:]}"
-                    )
-                time.sleep(0.2)
+        options = words(model=DEMO_MODEL, port=port, run_dir=Path(folder) / "run")
+        limit = f"ulimit -n {max_files}; " if max_files else ""
+        shell = ["bash", "-c", f"{limit}exec {shlex.join([*command, 'up', *options])}"]
+        with started(shell, f"http://127.0.0.1:{port}/ready", Path(folder) / "log") as process:
             yield port, coordinator_of(process.pid, port)
-        finally:
-            process.terminate()
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def ready(port: int) -> bool:
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}/ready", timeout=5).status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 def coordinator_of(pid: int, port: int) -> psutil.Process:

@@ -18,9 +18,8 @@ def test_what_a_coordinator_is_given_is_counted(tmp_path: Path) -> None:
     assert found["prompt_blocks"] > 50
     assert found["streams"] == 2 * STREAMS_PER_WORKER
     assert found["blocks_reported"] == 4 * 4096
-    load = Namespace(per_minute=600, output_tokens=10, new_blocks=1)
-    sums = needed({**found, "cpu_us_per_token": 100, "cpu_us_per_request_cached_on_all": 1000}, load)
-    assert (sums["tokens_cores"], sums["requests_cores"]) == (0.01, 0.01)
+    sums = needed({**found, "cpu_us_per_token": 0.6, "cpu_us_per_request_cached_on_all": 600})
+    assert (sums["tokens_cores"], sums["requests_cores"]) == (0.211, 1.0)
 
 
 def test_the_simulated_coordinator_is_given_the_same_kinds_of_messages() -> None:
