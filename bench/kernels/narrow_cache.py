@@ -8,13 +8,10 @@ Best of several rounds; ``ratio``: bfloat16's time over this one's.
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable
 from functools import partial
 from itertools import product
-from pathlib import Path
 
 import torch
 
@@ -22,7 +19,7 @@ from ...kernels.interface import INT8_SCALE_BYTES, AttentionInputs
 from ...kernels.measured_choice import KernelChoices
 from ...kernels.native_cpu import NativeCpuKernels
 from ...kernels.native_linear import measured_instruction_set
-from ..environment import environment
+from ..environment import environment, option_parser, write_record
 
 HEADS = ((12, 12, 64), (16, 4, 128))  # queries, keys, head_dim
 CACHES = ("bfloat16", "fp8", "int8")
@@ -65,11 +62,7 @@ def calls(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
-    options = parser.parse_args()
+    options = option_parser(__doc__, to_json=True).parse_args()
     kernels = NativeCpuKernels(1, measured_instruction_set(KernelChoices.of_this_machine()))
     rows = []
     for heads in HEADS:
@@ -85,8 +78,7 @@ def main() -> None:
                 {"heads": heads, "what": what, "cache": cache, "ms": seconds * 1e3, "ratio": round(ratio, 2)}
             )
             print(f"{heads!s:>14} {what:8} {cache:9} {seconds * 1e3:7.1f} ms {ratio:5.2f}")
-    if options.json:
-        options.json.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+    write_record(options.json, {"environment": environment(), "rows": rows})
 
 
 if __name__ == "__main__":

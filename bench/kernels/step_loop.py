@@ -64,34 +64,16 @@ def run(
 def compare(
     name: str, runner: Runner, batch: int, ahead_at_layer: int, seconds: float, rounds: int
 ) -> dict[str, object]:
-    rates: dict[bool, list[float]] = {False: [], True: []}
-    gaps: dict[bool, list[float]] = {False: [], True: []}
-    costs: dict[bool, list[float]] = {False: [], True: []}
+    taken: dict[str, list[tuple[float, float, float]]] = {"in_turn": [], "ahead": []}
     for _ in range(rounds):
-        for ahead in (False, True):
-            steps_per_s, gap_us, cpu_us = run(runner, batch, ahead_at_layer, ahead, seconds)
-            rates[ahead].append(steps_per_s)
-            gaps[ahead].append(gap_us)
-            costs[ahead].append(cpu_us)
-    rate = {ahead: statistics.median(values) for ahead, values in rates.items()}
-    gap = {ahead: statistics.median(values) for ahead, values in gaps.items()}
-    cost = {ahead: statistics.median(values) for ahead, values in costs.items()}
-    print(
-        f"{name}, batch {batch}: {rate[False]:.1f} steps/s in turn, {rate[True]:.1f} ahead "
-        f"({rate[True] / rate[False]:.3f} times); ",
-        end="",
-    )
-    print(
-        f"{gap[False]:.0f} us between two steps in turn, {gap[True]:.0f} ahead; {cost[False]:.0f} and "
-        f"{cost[True]:.0f} us of processor time"
-    )
-    return {
-        "model": name,
-        "batch": batch,
-        "steps_per_s": {"in_turn": rate[False], "ahead": rate[True], "ratio": rate[True] / rate[False]},
-        "gap_us": {"in_turn": gap[False], "ahead": gap[True]},
-        "cpu_us": {"in_turn": cost[False], "ahead": cost[True]},
-    }
+        for way, found in taken.items():
+            found.append(run(runner, batch, ahead_at_layer, way == "ahead", seconds))
+    medians = {way: map(statistics.median, zip(*found, strict=True)) for way, found in taken.items()}
+    rate, gap, cost = (dict(zip(medians, pair, strict=True)) for pair in zip(*medians.values(), strict=True))
+    rate["ratio"] = rate["ahead"] / rate["in_turn"]
+    row = {"model": name, "batch": batch, "steps_per_s": rate, "gap_us": gap, "cpu_us": cost}
+    print(row, flush=True)
+    return row
 
 
 def main() -> None:

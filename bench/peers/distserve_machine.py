@@ -13,12 +13,12 @@ physics.
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ...engine.latency_profile import Profile
+from ...planner.simulator.events import EventQueue
 from ...traces.request import TraceRequest
 
 STEP_S, PROMPT_STEP_S, CONTEXT_TOKEN_S = 2e-3, 3e-3, 1e-7
@@ -59,23 +59,16 @@ class DistServeCluster:
         self._profile = profile
         self._prefills = [_Worker() for _ in range(num_prefill)]
         self._decodes = [_Worker() for _ in range(num_decode)]
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
-        self._number, self._now = 0, 0.0
+        self._events = EventQueue()
         self._most_prompt_tokens = profile.memory.num_blocks * profile.memory.block_size
 
     def run(self, trace: Iterable[TraceRequest]) -> list[Asked]:
         """All requests, done."""
         asked = [Asked(r.arrival_s, r.num_prompt_tokens, r.num_output_tokens) for r in trace]
         for one in asked:
-            self._at(one.arrival, lambda one=one: self._arrive(one))  # type: ignore[misc]
-        while self._heap:
-            self._now, _, action = heapq.heappop(self._heap)
-            action()
+            self._events.at(one.arrival, self._arrive, one)
+        self._events.run_while(lambda: True)
         return asked
-
-    def _at(self, when: float, action: Callable[[], None]) -> None:
-        self._number += 1
-        heapq.heappush(self._heap, (when, self._number, action))
 
     def _arrive(self, one: Asked) -> None:
         worker = min(self._prefills, key=lambda w: w.in_step + len(w.line))
@@ -86,7 +79,7 @@ class DistServeCluster:
         """It begins when everything of this instant has happened."""
         if not worker.busy:
             worker.busy = True
-            self._at(self._now, lambda: step(worker))
+            self._events.at(self._events.now, step, worker)
 
     def _prefill(self, worker: _Worker) -> None:
         batch: list[Asked] = []
@@ -97,15 +90,13 @@ class DistServeCluster:
         lens = [one.num_prompt for one in batch]
         seconds = self._profile.prefill.seconds(sum(lens), sum(n * (n + 1) / 2 for n in lens), len(lens))
         worker.in_step = len(batch)
-        self._at(
-            self._now + seconds + PROMPT_STEP_S + CONTEXT_TOKEN_S * sum(lens),
-            lambda: self._computed(worker, batch),
-        )
+        ends_at = self._events.now + seconds + PROMPT_STEP_S + CONTEXT_TOKEN_S * sum(lens)
+        self._events.at(ends_at, self._computed, worker, batch)
 
     def _computed(self, worker: _Worker, batch: list[Asked]) -> None:
         worker.in_step, worker.busy = 0, False
         for one in batch:
-            one.ttft_s = self._now - one.arrival
+            one.ttft_s = self._events.now - one.arrival
             target = min(self._decodes, key=lambda w: len(w.line))
             target.line.append(one)
             self._wake(target, self._decode)
@@ -120,9 +111,8 @@ class DistServeCluster:
             batch.append(worker.line.popleft())
         context = sum(one.context for one in batch)
         seconds = self._profile.decode.seconds(len(batch), context + len(batch), len(batch))
-        self._at(
-            self._now + seconds + STEP_S + CONTEXT_TOKEN_S * context, lambda: self._generated(worker, batch)
-        )
+        ends_at = self._events.now + seconds + STEP_S + CONTEXT_TOKEN_S * context
+        self._events.at(ends_at, self._generated, worker, batch)
 
     def _generated(self, worker: _Worker, batch: list[Asked]) -> None:
         worker.busy = False
@@ -131,6 +121,6 @@ class DistServeCluster:
             if one.generated < one.num_output:
                 worker.line.append(one)
             else:
-                one.e2e_s = self._now - one.arrival
+                one.e2e_s = self._events.now - one.arrival
         if worker.line:
             self._wake(worker, self._decode)

@@ -10,13 +10,14 @@ GGUF, in which the two numbers that rope rotates lie side by side.
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
 import gguf
 import numpy as np
 from safetensors.torch import load_file
+
+from ..environment import option_parser
 
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -93,9 +94,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, model: Path, config: dict[str, int])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("model", type=Path, help="the folder of the checkpoint")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--type", default="BF16", choices=["F32", "BF16", "F16", "Q8_0", "Q4_0"])

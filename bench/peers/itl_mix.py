@@ -12,7 +12,6 @@ is the one that the others are compared with.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Sequence
 from itertools import pairwise
@@ -21,15 +20,14 @@ from typing import Any
 
 import numpy as np
 
-from ...loadgen.load import generate_load
-from ...loadgen.report import summarize
 from ...loadgen.sample import Sample
 from ...loadgen.settings import LoadSettings
 from ...loadgen.workload import FIRST_ID, LoadRequest
 from ..environment import environment, option_parser, write_record
+from .peer import VOCAB_SIZE, served
 
 SHORT, LONG, EVERY = 128, 2048, 6  # prompt tokens; every sixth prompt is a long one
-OUTPUT, OPEN, VOCAB_SIZE = 64, 8, 30_000
+OUTPUT, OPEN = 64, 8
 ABOVE_MS = (100, 300, 1000, 3000)
 
 
@@ -51,7 +49,6 @@ def gaps_of(samples: Sequence[Sample]) -> list[tuple[float, float]]:
 
 
 def measure(url: str, count: int, seed: int) -> dict[str, Any]:
-    """Raises SystemExit where a request fails."""
     settings = LoadSettings(
         url=url,
         vocab_size=VOCAB_SIZE,
@@ -61,10 +58,7 @@ def measure(url: str, count: int, seed: int) -> dict[str, Any]:
         prompt_len=str(SHORT),
         timeout_s=900,
     )
-    samples, duration_s = asyncio.run(generate_load(settings, requests=mixed_requests(count, seed)))
-    report = summarize(samples, duration_s)
-    if report.num_failed:
-        raise SystemExit(f"{report.num_failed} of {report.num_requests} requests failed: {report.errors}")
+    samples, report = served(settings, requests=mixed_requests(count, seed))
     gaps = gaps_of(samples)
     return {
         "load": {
@@ -76,7 +70,7 @@ def measure(url: str, count: int, seed: int) -> dict[str, Any]:
             "output": OUTPUT,
             "open": OPEN,
         },
-        "duration_s": duration_s,
+        "duration_s": report.duration_s,
         "output_tokens_per_s": report.output_tokens_per_s,
         "itl_ms": {name: value * 1e3 for name, value in report.latencies["itl"].items()},
         "gaps_above": {f"{limit} ms": sum(gap * 1e3 > limit for _, gap in gaps) for limit in ABOVE_MS}

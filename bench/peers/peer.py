@@ -23,6 +23,7 @@ from typing import Any
 
 from ...loadgen.load import generate_load
 from ...loadgen.report import Report, summarize
+from ...loadgen.sample import Sample
 from ...loadgen.settings import LoadSettings
 from ..environment import environment, option_parser, write_record
 
@@ -39,6 +40,7 @@ LOADS: dict[str, dict[str, Any]] = {
     },
 }
 TURNS = 12
+VOCAB_SIZE = 30_000
 
 
 def measure(
@@ -74,12 +76,17 @@ def by_turns(url: str, other: str) -> dict[str, float]:
 
 def _run(url: str, name: str, seed: int, num_requests: int | None, reuses_connections: bool) -> Report:
     load = {**LOADS[name], "requests": num_requests or LOADS[name]["requests"]}
-    settings = LoadSettings(url=url, vocab_size=30_000, seed=seed, timeout_s=900, **load)
-    samples, duration_s = asyncio.run(generate_load(settings, reuses_connections=reuses_connections))
+    settings = LoadSettings(url=url, vocab_size=VOCAB_SIZE, seed=seed, timeout_s=900, **load)
+    return served(settings, reuses_connections=reuses_connections)[1]
+
+
+def served(settings: LoadSettings, **given: Any) -> tuple[list[Sample], Report]:
+    """``given``: as ``generate_load`` takes it. Raises SystemExit where a request fails."""
+    samples, duration_s = asyncio.run(generate_load(settings, **given))
     report = summarize(samples, duration_s)
     if report.num_failed:
         raise SystemExit(f"{report.num_failed} of {report.num_requests} requests failed: {report.errors}")
-    return report
+    return samples, report
 
 
 def ratios(ours: dict[str, float], theirs: dict[str, float]) -> dict[str, float]:

@@ -23,7 +23,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -36,7 +35,11 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from ..environment import option_parser
+from ..live_cluster import await_up, words
+
 START_S = 600.0
+SIDE_CHANNEL_PORT = 5600  # of NIXL's handshakes; the second server takes the next
 REMOTE_DECODE = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -50,28 +53,16 @@ REMOTE_DECODE = {
 def command(arguments: argparse.Namespace, role: str, port: int) -> list[str]:
     """A server; ``role``: kv_producer or kv_consumer."""
     transfer = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
-    return [
-        *(
-            str(arguments.vllm),
-            "serve",
-            str(arguments.model),
-            "--served-model-name",
-            "m",
-            "--dtype",
-            arguments.dtype,
-            "--port",
-            str(port),
-        ),
-        *(
-            "--max-model-len",
-            "4096",
-            "--max-num-seqs",
-            "64",
-            "--no-enable-prefix-caching",
-            "--kv-transfer-config",
-            json.dumps(transfer),
-        ),
-    ]
+    options = words(
+        served_model_name="m",
+        dtype=arguments.dtype,
+        port=port,
+        max_model_len=4096,
+        max_num_seqs=64,
+        no_enable_prefix_caching=True,
+        kv_transfer_config=json.dumps(transfer),
+    )
+    return [str(arguments.vllm), "serve", str(arguments.model), *options]
 
 
 @contextlib.contextmanager
@@ -84,7 +75,7 @@ def servers(arguments: argparse.Namespace, ports: list[int]) -> Iterator[None]:
                 **os.environ,
                 "VLLM_CPU_OMP_THREADS_BIND": str(core),
                 "VLLM_CPU_KVCACHE_SPACE": "2",
-                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(arguments.side_channel_port + core),
+                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(SIDE_CHANNEL_PORT + core),
                 "VLLM_NO_USAGE_STATS": "1",
                 "HF_HUB_OFFLINE": "1",
             }
@@ -95,28 +86,13 @@ def servers(arguments: argparse.Namespace, ports: list[int]) -> Iterator[None]:
                 )
             )
         for process, port in zip(processes, ports, strict=True):
-            await_health(process, port)
+            await_up(f"http://127.0.0.1:{port}/health", process, within_s=START_S)
         yield
     finally:
         for process in processes:
             process.terminate()
         for process in processes:
             process.wait(60)
-
-
-def await_health(process: subprocess.Popen[bytes], port: int) -> None:
-    """Raises SystemExit where the server ends or takes too long."""
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise SystemExit(
-                f"the vLLM server on port {port} ended with {process.returncode}; its log is above"
-            )
-        with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"http://127.0.0.1:{port}/health", timeout=2).status_code == 200:
-                return
-        time.sleep(0.5)
-    raise SystemExit(f"the vLLM server on port {port} was not up after {START_S:.0f} s")
 
 
 class Proxy:
@@ -157,19 +133,11 @@ class Proxy:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("--vllm", type=Path, required=True, help="the vllm command of its environment")
     parser.add_argument("--model", type=Path, required=True, help="checkpoint folder")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--port", type=int, default=8805, help="of the proxy; the servers take the next two")
-    parser.add_argument(
-        "--side-channel-port",
-        type=int,
-        default=5600,
-        help="NIXL's handshakes; the second server takes the next",
-    )
     arguments = parser.parse_args()
     ports = [arguments.port + 1, arguments.port + 2]
     # uvicorn raises it again when it has shut down: the servers end too

@@ -25,18 +25,19 @@ import numpy as np
 
 from ...engine.latency_profile import Profile
 from ...planner.search.candidates import Candidate, Hardware, Kind
-from ...planner.search.crew import crew
 from ...planner.search.goal import Goal, Limits
 from ...planner.search.goodput import Load, Question
 from ...planner.search.looks import Look, look
 from ...planner.search.plan import Plan
 from ...planner.search.plan_json import as_json
-from ...planner.search.plots import draw_plan
 from ...planner.search.search import search
 from ...planner.simulator.slo import parse_slo
 from ...traces.readers import open_trace
 from ...traces.request import TraceRequest
 from ..environment import environment, option_parser, write_record
+
+NUM_REQUESTS = 10_000
+PROCESSES = 2
 
 
 def cv(requests: Sequence[TraceRequest]) -> float:
@@ -58,7 +59,7 @@ def poisson(requests: Sequence[TraceRequest], seed: int = 0) -> tuple[TraceReque
     return tuple(replace(r, arrival_s=at) for r, at in zip(requests, arrivals(), strict=False))
 
 
-def checks(plan: Plan, requests: tuple[TraceRequest, ...], processes: int) -> dict[str, Any]:
+def checks(plan: Plan, requests: tuple[TraceRequest, ...]) -> dict[str, Any]:
     """The whole trace on both clusters."""
     asked, load = plan.question, plan.question.load
     whole = Question.of(asked.hardware, Load(requests, load.block_size), asked.level)
@@ -74,8 +75,7 @@ def checks(plan: Plan, requests: tuple[TraceRequest, ...], processes: int) -> di
     ]
     found = {}
     for name, question, one in tried:
-        with crew(question, 1) as workers:
-            (seen,) = workers.ask(look, [one])
+        seen = look(question, *one)
         found[name] = {"cluster": asked.hardware.words(one[0]), **_figures(seen)}
         print(
             f"{name}: {found[name]['cluster']} at {seen.rate:.2f} requests/s: {seen.tallies.attainment:.1%} "
@@ -101,24 +101,13 @@ def main() -> int:
     parser.add_argument("--profile", type=Path, required=True)
     parser.add_argument("--gpus", type=int, default=8, help="workers of this profile")
     parser.add_argument("--slo", default="ttft=2@p90,tpot=0.1@p90")
-    parser.add_argument("--requests", type=int, default=10_000, help="of the trace's beginning: to plan on")
-    parser.add_argument("--whole", type=int, default=10_000, help="to check with")
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
     trace = open_trace(arguments.trace)
-    requests = tuple(islice(trace, max(arguments.whole, arguments.requests)))
+    requests = tuple(islice(trace, NUM_REQUESTS))
     hardware = Hardware((Kind.of(Profile.read(arguments.profile)),))
-    question = Question.of(
-        hardware, Load(requests[: arguments.requests], trace.block_size), parse_slo(arguments.slo)
-    )
+    question = Question.of(hardware, Load(requests, trace.block_size), parse_slo(arguments.slo))
     began = time.monotonic()
-    plan = search(
-        question,
-        Goal("goodput", Limits(arguments.gpus)),
-        arguments.processes,
-        with_curves=arguments.plot is not None,
-    )
+    plan = search(question, Goal("goodput", Limits(arguments.gpus)), PROCESSES)
     took = time.monotonic() - began
     planned = as_json(plan)
     print(
@@ -130,7 +119,7 @@ def main() -> int:
             ]
         )
     )
-    found = checks(plan, requests[: arguments.whole], arguments.processes)
+    found = checks(plan, requests)
     record = {
         "environment": environment(),
         "planned_in_s": took,
@@ -139,8 +128,6 @@ def main() -> int:
         "checks": found,
     }
     write_record(arguments.json, record)
-    if arguments.plot:
-        draw_plan(arguments.plot, plan)
     held = found["plan, whole trace, four fifths"]["attainment"] >= question.level.attainment
     return int(not held)
 

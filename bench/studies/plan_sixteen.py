@@ -29,7 +29,8 @@ from ...planner.simulator.slo import parse_slo
 from ...traces.readers import open_trace
 from ..environment import environment, option_parser, write_record
 
-NUM_WORKERS = 16
+PROFILE = Path("llama2-70b-h100x8")
+NUM_WORKERS, PROCESSES = 16, 2
 ALLOWED_S = 60.0
 SLO = "ttft=0.5@p90,tpot=0.05@p90"
 CASES = {  # number of requests
@@ -40,28 +41,25 @@ CASES = {  # number of requests
 LASTING = {"conversation-lasting"}
 
 
-def planned(path: Path, num_requests: int, profile: Profile, processes: int) -> tuple[Plan, float]:
+def planned(path: Path, num_requests: int) -> tuple[Plan, float]:
     """With everything that the plots need; and the seconds it took."""
     began = time.monotonic()
     trace = open_trace(path)
     load = Load(tuple(islice(trace, num_requests)), trace.block_size)
-    question = Question.of(Hardware((Kind.of(profile),)), load, parse_slo(SLO))
-    plan = search(question, Goal("goodput", Limits(NUM_WORKERS)), processes, with_curves=True)
+    hardware = Hardware((Kind.of(Profile.read(PROFILE)),))
+    question = Question.of(hardware, load, parse_slo(SLO))
+    plan = search(question, Goal("goodput", Limits(NUM_WORKERS)), PROCESSES, with_curves=True)
     return plan, time.monotonic() - began
 
 
 def main() -> int:
     parser = option_parser(__doc__, to_json=True)
     parser.add_argument("--data", type=Path, required=True, help="folder with the Azure traces of 2023")
-    parser.add_argument("--profile", type=Path, default=Path("llama2-70b-h100x8"))
-    parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--plots", type=Path, help="folder for plan-code.png and the like")
     arguments = parser.parse_args()
     machine, found, missed = environment(), {}, False
     for name, (file, num_requests) in CASES.items():
-        plan, took = planned(
-            arguments.data / file, num_requests, Profile.read(arguments.profile), arguments.processes
-        )
+        plan, took = planned(arguments.data / file, num_requests)
         missed |= plan.is_short(plan.winner) if name in LASTING else took > ALLOWED_S
         described: dict[str, Any] = as_json(plan)
         found[name] = {

@@ -15,6 +15,7 @@ compressed. Measured from the first arrival to the last end.
 
 from __future__ import annotations
 
+import json
 import resource
 import sys
 import time
@@ -75,9 +76,9 @@ def cluster_of(kind: str, num_workers: int) -> Cluster:
     return Cluster(pools=pools, max_queue=1 << 30)
 
 
-def measure(kind: str, num_workers: int, trace: Trace, jumps: bool = True) -> dict[str, Any]:
+def measure(kind: str, num_workers: int, trace: Trace) -> dict[str, Any]:
     """One cluster under one load."""
-    simulation = Simulation(cluster_of(kind, num_workers), jumps=jumps)
+    simulation = Simulation(cluster_of(kind, num_workers))
     began = time.process_time()
     tallies = simulation.run(trace)
     took = time.process_time() - began
@@ -130,10 +131,7 @@ def main() -> int:
     parser.add_argument("--loads", nargs="+", choices=sorted(LENGTHS), default=sorted(LENGTHS, reverse=True))
     parser.add_argument("--trace", type=Path, help="in place of the made-up loads")
     parser.add_argument(
-        "--sketch", choices=("too", "alone"), help="sketch each load; too: and tell how far off that is"
-    )
-    parser.add_argument(
-        "--stepped", action="store_true", help="simulate every layer and heartbeat, to compare with"
+        "--sketch", nargs="?", const="too", choices=("too", "alone"), help="sketch each load, too or alone"
     )
     arguments = parser.parse_args()
     kinds = ["conversation"] if arguments.trace else arguments.loads
@@ -143,35 +141,13 @@ def main() -> int:
             counts = num_workers, arguments.requests
             trace = compressed(arguments.trace, *counts) if arguments.trace else synthetic(kind, *counts)
             if arguments.sketch == "alone":
-                results[kind].append(seen := measure_sketch(kind, num_workers, trace, None))
-                print(
-                    f"{kind}, {num_workers} workers: {seen['requests_per_cpu_s']:,.0f} a second", flush=True
-                )
-                continue
-            found = measure(kind, num_workers, trace, not arguments.stepped)
+                found = measure_sketch(kind, num_workers, trace, None)
+            else:
+                found = measure(kind, num_workers, trace)
+                if arguments.sketch:
+                    found["sketched"] = measure_sketch(kind, num_workers, trace, found)
+            print(kind, json.dumps(found, indent=1), flush=True)
             results[kind].append(found)
-            rate, busy = found["requests_per_cpu_s"], ", ".join(f"{share:.0%}" for share in found["busy"])
-            unfinished = found["requests"] - found["finished"]
-            note = (
-                f"; {unfinished} not served, prompts too long for the workers among them"
-                if unfinished
-                else ""
-            )
-            print(
-                f"{kind}, {num_workers} workers: {rate:,.0f} requests/s of processor time (busy "
-                f"{busy}){note}",
-                flush=True,
-            )
-            if arguments.sketch:
-                found["sketched"] = seen = measure_sketch(kind, num_workers, trace, found)
-                off = "; ".join(
-                    f"{name} " + ", ".join(f"{one:+.1%}" for one in each.values())
-                    for name, each in seen["off"].items()
-                )
-                print(
-                    f"  sketched: {seen['requests_per_cpu_s']:,.0f} a second, off at p50, p90, p99 by {off}",
-                    flush=True,
-                )
     write_record(arguments.json, {"environment": environment(), "results": results})
     return 0
 

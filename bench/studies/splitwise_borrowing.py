@@ -26,10 +26,12 @@ from ...traces.operators import cut
 from ...traces.readers import open_trace
 from ...traces.request import Trace
 from ..environment import environment, option_parser, write_record
-from .splitwise_cluster import DESIGNS, Imitation, of_jobs, percentiles
+from .live_errors import percentiles
+from .splitwise_cluster import DESIGNS, Imitation, of_jobs
 from .splitwise_machine import Job
 from .splitwise_slo import NineSlos, splitwise_curves
 
+MODEL = "bloom-176b"
 MACHINES = {
     "Splitwise-HH": {"conv": (25, 15), "code": (35, 5)},
     "Splitwise-HA": {"conv": (25, 26), "code": (35, 8)},
@@ -51,18 +53,18 @@ PUBLISHED = {
 Workload = Literal["conv", "code"]
 
 
-def profile_of(perf_model: Path, model: str, hardware: str) -> Profile:
+def profile_of(perf_model: Path, hardware: str) -> Profile:
     """Return the imported profile with splitwise-sim's own reading of the step times in it."""
-    prefill, decode = splitwise_curves(perf_model, model, hardware, 8)
-    imported = import_published(perf_model, model, hardware, 8)
+    prefill, decode = splitwise_curves(perf_model, MODEL, hardware, 8)
+    imported = import_published(perf_model, MODEL, hardware, 8)
     return imported.model_copy(update={"prefill": prefill, "decode": decode})
 
 
 def simulated(
-    data: Path, model: str, design: str, workload: Workload, trace: Trace, borrow: bool
+    data: Path, design: str, workload: Workload, trace: Trace, borrow: bool
 ) -> tuple[list[Job], dict[str, float]]:
     """Return each request's times, and the coordinator's counters."""
-    prompt, token = (profile_of(data / "perf_model.csv", model, hardware) for hardware in DESIGNS[design])
+    prompt, token = (profile_of(data / "perf_model.csv", hardware) for hardware in DESIGNS[design])
     num_prompt, num_token = MACHINES[design][workload]
     batch: dict[str, Any] = {"max_batch_tokens": 2048, "max_num_seqs": 512}
     if design.startswith("Baseline"):
@@ -87,11 +89,11 @@ def simulated(
 
 def compare(arguments: argparse.Namespace, rate: int) -> dict[str, Any]:
     """Return percentiles, and which service levels are missed, of the imitation and of both simulations."""
-    data, model, design, workload = arguments.data, arguments.model, arguments.design, arguments.workload
+    data, design, workload = arguments.data, arguments.design, arguments.workload
     name = f"rr_{workload}_{rate}_2min"
     trace = cut(open_trace(data / "traces" / f"{name}.csv.gz"), 0.0, arguments.seconds)
-    num_requests, levels = sum(1 for _ in trace), NineSlos(data / "perf_model.csv", model)
-    imitation = Imitation(data / "perf_model.csv", model, design, *MACHINES[design][workload])
+    num_requests, levels = sum(1 for _ in trace), NineSlos(data / "perf_model.csv", MODEL)
+    imitation = Imitation(data / "perf_model.csv", MODEL, design, *MACHINES[design][workload])
     theirs = imitation.run(trace)
     found: dict[str, Any] = {
         "design": design,
@@ -103,7 +105,7 @@ def compare(arguments: argparse.Namespace, rate: int) -> dict[str, Any]:
     }
     for borrow in [0] if design.startswith("Baseline") else arguments.borrow:
         began, key = time.process_time(), "borrowing" if borrow else "fixed"
-        jobs, counters = simulated(data, model, design, workload, trace, bool(borrow))
+        jobs, counters = simulated(data, design, workload, trace, bool(borrow))
         ours = found[key] = percentiles(of_jobs(jobs))
         ratios = {
             f"{quantity}_{p}": ours[quantity][p] / seconds
@@ -128,7 +130,6 @@ def compare(arguments: argparse.Namespace, rate: int) -> dict[str, Any]:
 def main() -> int:
     parser = option_parser(__doc__, to_json=True)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--model", default="bloom-176b")
     parser.add_argument("--design", nargs="+", choices=list(MACHINES), default=list(MACHINES))
     parser.add_argument("--workload", nargs="+", choices=["conv", "code"], default=["conv", "code"])
     parser.add_argument("--rates", nargs="+", type=int, help="default: around the published highest one")

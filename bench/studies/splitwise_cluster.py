@@ -23,11 +23,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from ...traces.readers import open_trace
 from ...traces.request import Trace
 from ..environment import option_parser, write_record
+from .live_errors import percentiles
 from .splitwise_clock import Clock
 from .splitwise_machine import GIB, MACHINE_BYTES, Job, LlmShape, Machine, Work
 from .splitwise_slo import splitwise_curves
@@ -41,6 +40,7 @@ DESIGNS = {  # hardware of the prompt machines, and of the token machines
     "Splitwise-HA": ("h100-80gb", "a100-80gb"),
     "Splitwise-HHcap": ("h100-80gb", "h100-80gb-pcap"),
 }
+GPUS = 8  # of a machine
 LONG_QUEUE = 8192  # prompt tokens
 TRANSFER_BYTES_PER_S = 200 * GIB
 RETRY_S = 1.0
@@ -51,15 +51,7 @@ class Imitation:
     """The whole cluster: its scheduler (``token_jsq`` for the baselines, else ``mixed_pool``) over
     machines."""
 
-    def __init__(
-        self,
-        perf_model: Path,
-        model: str,
-        design: str,
-        num_prompt: int,
-        num_token: int,
-        tensor_parallel: int = 8,
-    ) -> None:
+    def __init__(self, perf_model: Path, model: str, design: str, num_prompt: int, num_token: int) -> None:
         self.clock, self.shape = Clock(), SHAPES[model]
         self.jobs: list[Job] = []
         self._num_retries = 0  # that are under way
@@ -70,7 +62,7 @@ class Imitation:
         )
         self._machines: dict[str, list[Machine]] = {"prompt": [], "token": [], "all": [], "mixed": []}
         for tag, hardware, count in kinds:
-            prompt_time, token_time = splitwise_curves(perf_model, model, hardware, tensor_parallel)
+            prompt_time, token_time = splitwise_curves(perf_model, model, hardware, GPUS)
             self._machines[tag] += [
                 Machine(self.clock, self.shape, prompt_time, token_time, tag, self._on_free)
                 for _ in range(count)
@@ -197,13 +189,6 @@ def of_jobs(jobs: Sequence[Job]) -> dict[str, list[float]]:
     }
 
 
-def percentiles(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    return {
-        name: {f"p{p}": float(np.percentile(values, p)) for p in (50, 90, 99)}
-        for name, values in times.items()
-    }
-
-
 def write_requests(path: Path, jobs: Sequence[Job]) -> None:
     """A row for each request that was done, in splitwise-sim's columns; gzip'ed if the name ends in .gz."""
     with gzip.open(path, "wt", newline="") if path.suffix == ".gz" else path.open("w", newline="") as file:
@@ -239,15 +224,12 @@ def main() -> int:
     parser.add_argument("--design", default="Splitwise-HH", choices=list(DESIGNS))
     parser.add_argument("--prompt-machines", type=int, required=True, help="of a baseline: all machines")
     parser.add_argument("--token-machines", type=int, default=0)
-    parser.add_argument("--tensor-parallel", type=int, default=8, help="which of the measurements")
     parser.add_argument("--requests", type=Path, help="write each request's times to this CSV file")
     arguments = parser.parse_args()
     if arguments.design.startswith("Baseline") == bool(arguments.token_machines):
         parser.error("a baseline has no --token-machines, and a Splitwise design needs some")
     counts = arguments.prompt_machines, arguments.token_machines
-    cluster = Imitation(
-        arguments.perf_model, arguments.model, arguments.design, *counts, arguments.tensor_parallel
-    )
+    cluster = Imitation(arguments.perf_model, arguments.model, arguments.design, *counts)
     trace = open_trace(arguments.trace)
     jobs = cluster.run(trace)
     found: dict[str, Any] = {

@@ -18,6 +18,7 @@ import argparse
 import re
 import sys
 import time
+from bisect import bisect_left
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
@@ -100,14 +101,8 @@ class Trials:
         rates = [r for r in self.rates if r > above]
         if not rates or (above and self.missed(num_prompt, num_token, rates[0])):
             return 0
-        low, high = 0, len(rates)
-        while low < high:
-            middle = (low + high) // 2
-            if self.missed(num_prompt, num_token, rates[middle]):
-                high = middle
-            else:
-                low = middle + 1
-        return rates[low - 1] if low else 0
+        num_held = bisect_left(rates, True, key=lambda rate: bool(self.missed(num_prompt, num_token, rate)))
+        return rates[num_held - 1] if num_held else 0
 
 
 def rates_of(data: Path, workload: str) -> list[int]:
@@ -162,11 +157,7 @@ def _for_rate(trials: Trials) -> list[Row]:
     hold the rate."""
     rate = int(trials.task.amount)
     if not trials.splits:
-        low, high = 1, 4 * rate
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (middle + 1, high) if trials.missed(middle, 0, rate) else (low, middle)
-        return [_row(trials, low, 0, float(rate), [])]
+        return [_row(trials, _fewest_prompt(trials, 0, rate), 0, float(rate), [])]
     stairs = list(_stairs(trials, rate))
     costs = {
         division: tuple(round(x, 6) for x in trials.task.machines.of(trials.task.design, *division))
@@ -179,17 +170,18 @@ def _for_rate(trials: Trials) -> list[Row]:
 
 def _stairs(trials: Trials, rate: int) -> Iterator[tuple[int, int]]:
     """For ever fewer prompt machines the fewest token machines."""
-    low, high = 1, 4 * rate
-    most_token = rate
-    while low < high:  # the fewest prompt machines with as many token machines as one could want
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if trials.missed(middle, most_token, rate) else (low, middle)
-    fewest_prompt = low
+    fewest_prompt = _fewest_prompt(trials, rate, rate)  # with as many token machines as one could want
     num_token = 1
     for num_prompt in range(fewest_prompt + 6, fewest_prompt - 1, -1):
         while trials.missed(num_prompt, num_token, rate):
             num_token += 1
         yield num_prompt, num_token
+
+
+def _fewest_prompt(trials: Trials, num_token: int, rate: int) -> int:
+    """That hold the rate with these token machines."""
+    most = 4 * rate
+    return 1 + bisect_left(range(1, most), True, key=lambda count: not trials.missed(count, num_token, rate))
 
 
 def _row(trials: Trials, num_prompt: int, num_token: int, rate: float, missed: list[str]) -> Row:

@@ -13,16 +13,13 @@ goodput, more than the best single ratio's, no oscillation under constant load.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 
-from rich.console import Console
-from rich.table import Table
-
 from ...engine.latency_profile import Profile
-from ...planner.simulator.cluster import Cluster, Pool, PoolRole
 from ...planner.simulator.records import RequestRecord
 from ...planner.simulator.simulation import Simulation
 from ...planner.simulator.slo import Slo
@@ -32,10 +29,11 @@ from ...steering.steering import Steering
 from ...traces.operators import cut
 from ..environment import environment, option_parser, write_record
 from .steer_verdict import missed_in_simulation, num_undone
-from .steer_workload import CHAT, CODE, NUM_WORKERS, TPOT_S, TTFT_S, Phase, load, worker
+from .steer_workload import CHAT, CODE, NUM_WORKERS, TPOT_S, TTFT_S, Phase, cluster, load, worker
 
 OPTIONS = SteeringOptions(TTFT_S, TPOT_S, mode="act")
 SLO = Slo(TTFT_S, TPOT_S)
+PROCESSES = 2
 
 
 @dataclass(slots=True)
@@ -78,42 +76,21 @@ def run(
         outcome.total[phase] += 1
         outcome.good[phase] += SLO.met_by(record)
 
-    counts: tuple[tuple[PoolRole, int], ...] = (
-        ("prefill", prefill),
-        ("decode", num_workers - prefill - mixed),
-        ("colocated", mixed),
-    )
-    pools = [
-        Pool(
-            role=role,
-            count=n,
-            profile=true,
-            max_batch_tokens=2048,
-            max_num_seqs=128,
-            flexible=role != "colocated",
-        )
-        for role, n in counts
-        if n
-    ]
     steering = Steering(OPTIONS, None if by_rules else believed or true) if steered else None
-    simulation = Simulation(
-        Cluster(pools=tuple(pools), max_queue=1 << 30), seed, SLO, count, steering=steering
-    )
-    simulation.run(trace)
+    workers = cluster(true, prefill, num_workers - prefill - mixed, mixed)
+    Simulation(workers, seed, SLO, count, steering=steering).run(trace)
     if steering is not None:
         outcome.flips = [d for d in steering.controller.decisions if d.kind == "flip"]
         outcome.state = steering.controller.state
     return outcome
 
 
-def study(
-    num_phases: int, phase_s: float, seed: int, ratios: Sequence[int], processes: int = 2
-) -> dict[str, object]:
+def study(num_phases: int, phase_s: float, seed: int) -> dict[str, object]:
     """All runs, and what follows from them."""
-    phases = [CODE if i % 2 == 0 else CHAT for i in range(num_phases)]
+    phases, ratios = [CODE if i % 2 == 0 else CHAT for i in range(num_phases)], range(1, NUM_WORKERS)
     middle = NUM_WORKERS // 2
     wrong = worker("three times too slow", 3.0)
-    with ProcessPoolExecutor(processes) as pool:
+    with ProcessPoolExecutor(PROCESSES) as pool:
         alone = [
             [pool.submit(run, phases, phase_s, p, seed, only=i) for p in ratios] for i in range(num_phases)
         ]
@@ -167,15 +144,12 @@ def main() -> int:
     parser.add_argument("--phases", type=int, default=4, help="of the shifting load")
     parser.add_argument("--phase-s", type=float, default=180.0, help="length of each, in simulated seconds")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="a study with each")
-    parser.add_argument("--processes", type=int, default=2, help="runs at a time")
     options = parser.parse_args()
     machine = environment()
-    found = [
-        study(options.phases, options.phase_s, seed, range(1, NUM_WORKERS), options.processes)
-        for seed in options.seeds
-    ]
+    found = [study(options.phases, options.phase_s, seed) for seed in options.seeds]
     for of_seed in found:
-        show(of_seed)
+        shown = {name: value for name, value in of_seed.items() if name != "flips"}
+        print(json.dumps(shown, indent=1))
     missed = [
         f"seed {of_seed['seed']}: {sentence}"
         for of_seed in found
@@ -184,23 +158,6 @@ def main() -> int:
     print("\n".join(f"missed: {sentence}" for sentence in missed) or "every goal was reached")
     write_record(options.json, {"environment": machine, "missed": missed, "studies": found})
     return 1 if missed else 0
-
-
-def show(found: dict[str, object]) -> None:
-    table = Table(
-        "",
-        "good requests/s",
-        title=f"A load that shifts, on {NUM_WORKERS} workers (simulated, seed {found['seed']})",
-    )
-    goodput = found["goodput"]
-    assert isinstance(goodput, dict)
-    for name, value in goodput.items():
-        table.add_row(name.replace("_", " "), f"{value:.2f}")
-    console = Console()
-    console.print(table)
-    figures = ("best_ratio_by_phase", "best_single_static", "of_oracle", "over_best_static")
-    for name in (*figures, "flips_under_constant_load", "undone_under_constant_load", "flips_misled"):
-        console.print(f"{name.replace('_', ' ')}: {found[name]}")
 
 
 if __name__ == "__main__":

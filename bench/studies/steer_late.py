@@ -11,7 +11,6 @@ in the sketch: with all that is left of the part before, and they change their r
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 from itertools import product
@@ -22,6 +21,7 @@ from ...planner.simulator.simulation import WARM_UP_S
 from ...steering.fleet import Decision
 from ...steering.steering import Steering, fleet_of
 from ...transport.messages.messages import Role
+from ..environment import option_parser
 from .random_loads import NUM_WORKERS, OPTIONS, RandomLoad, drawn
 from .steer_loads import RECORD, read, sketched, write
 
@@ -73,9 +73,7 @@ def late(load: RandomLoad, delay_s: float) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("--loads", type=int, nargs=2, required=True, help="from this number to before that")
     parser.add_argument("--delay", type=int, default=10, help="seconds after a change of mix")
     parser.add_argument("--missed", action="store_true", help="only loads that the controller misses")

@@ -23,18 +23,23 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import orjson
 
 from ...cli.settings import DEMO_MODEL
+from ...loadgen.load import generate_load
+from ...loadgen.report import times_of
+from ...loadgen.sample import Sample
+from ...loadgen.settings import LoadSettings
+from ...traces.own_format import write_trace
 from ...traces.request import TraceRequest
 from ..environment import environment, option_parser, write_record
-from ..live_cluster import live_cluster
+from ..live_cluster import live_cluster, words
 from ..operator_auth import OperatorAuth
 from .steer_verdict import missed_live
 from .steer_workload import CHAT, CODE, TPOT_S, TTFT_S, load, worker
 
 WINDOW_S, SHARE = 5.0, 0.9
 START_S, STREAM_S = 120.0, 300.0
+SEED = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,24 +60,27 @@ class Workers:
         return self.count + self.mixed
 
 
-@dataclass(slots=True)
-class Streamed:
-    """One stream as its client saw it; times in seconds, ``sent_s`` since the beginning of the load."""
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """One request of the load, and what its client saw."""
 
-    sent_s: float
-    asked: int
-    tokens: int = 0
-    ttft_s: float = float("inf")
-    tpot_s: float = 0.0
-    finish: str = ""
+    asked: TraceRequest
+    seen: Sample
+
+    @property
+    def sent_s(self) -> float:
+        return self.asked.arrival_s
 
     @property
     def whole(self) -> bool:
-        return self.finish == "length" and self.tokens == self.asked
+        return not self.seen.error and self.seen.num_output_tokens == self.asked.num_output_tokens
 
     @property
     def good(self) -> bool:
-        return self.whole and self.ttft_s <= TTFT_S and self.tpot_s <= TPOT_S
+        if not self.whole:
+            return False
+        times = times_of(self.seen)
+        return times.ttft <= TTFT_S and (times.tpot or 0.0) <= TPOT_S
 
 
 def main() -> int:
@@ -80,19 +88,13 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--mixed", type=int, default=0, help="of these, of both roles for good")
     parser.add_argument(
-        "--prefill", type=int, default=None, help="of the others, at the beginning; default: three of four"
-    )
-    parser.add_argument(
         "--phase-s", type=float, default=90.0, help="seconds of each of the two kinds of load"
     )
-    parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     machine = environment()
     others = options.workers - options.mixed
-    prefill = options.prefill if options.prefill is not None else min(others, max(1, others * 3 // 4))
-    found = asyncio.run(
-        measure(Workers(prefill, others - prefill, options.mixed), options.phase_s, options.seed)
-    )
+    prefill = min(others, max(1, others * 3 // 4))
+    found = asyncio.run(measure(Workers(prefill, others - prefill, options.mixed), options.phase_s))
     print(json.dumps({name: value for name, value in found.items() if name != "decisions"}, indent=1))
     missed = missed_live(found)
     print("\n".join(f"missed: {sentence}" for sentence in missed) or "every goal was reached")
@@ -100,18 +102,23 @@ def main() -> int:
     return 1 if missed else 0
 
 
-async def measure(workers: Workers, phase_s: float, seed: int) -> dict[str, Any]:
+async def measure(workers: Workers, phase_s: float) -> dict[str, Any]:
     """Starts the cluster, sends the load, stops it."""
-    many = httpx.Limits(max_connections=None)
     with tempfile.TemporaryDirectory(prefix="splitserve-steer-") as name:
         folder = Path(name)
         with live_cluster(options_of(folder, workers), folder / "log") as url:
+            trace = load([CODE, CHAT], phase_s, SEED, workers.count)
+            write_trace(folder / "load.jsonl", trace)
+            settings = LoadSettings(
+                url=url, trace=folder / "load.jsonl", warmup=0, vocab_size=250, timeout_s=STREAM_S
+            )
             async with httpx.AsyncClient(
-                base_url=url, timeout=STREAM_S, limits=many, trust_env=False, auth=OperatorAuth()
+                base_url=url, timeout=START_S, trust_env=False, auth=OperatorAuth()
             ) as http:
                 await _until_whole(http, workers.num_names)
-                streams = await send(http, list(load([CODE, CHAT], phase_s, seed, workers.count)))
+                samples, _ = await generate_load(settings)
                 state = (await http.get("/debug/state")).json()
+            streams = [Stream(*one) for one in zip(trace, samples, strict=True)]
     return {"workers": asdict(workers), **summary(streams, phase_s, state)}
 
 
@@ -127,12 +134,17 @@ def options_of(folder: Path, workers: Workers) -> list[str]:
     (model / "config.json").write_text(
         json.dumps({**config, "max_position_embeddings": worker().memory.max_model_len})
     )
-    options = ["--model", str(model), "--flexible", "--runner", f"paced:{profile}"]
-    for kind, count in asdict(workers).items():
-        options += [f"--{kind}", str(count)]
-    options += ["--prefill-max-batch-tokens", "2048", "--decode-max-num-seqs", "128"]
-    bounds = f"ttft={TTFT_S:g},tpot={TPOT_S:g}@p90"
-    return [*options, "--steer", "act", "--steer-slo", bounds, "--steer-profile", str(profile)]
+    return words(
+        **asdict(workers),
+        model=model,
+        flexible=True,
+        runner=f"paced:{profile}",
+        prefill_max_batch_tokens=2048,
+        decode_max_num_seqs=128,
+        steer="act",
+        steer_slo=f"ttft={TTFT_S:g},tpot={TPOT_S:g}@p90",
+        steer_profile=profile,
+    )
 
 
 async def _until_whole(http: httpx.AsyncClient, num_names: int) -> None:
@@ -143,57 +155,11 @@ async def _until_whole(http: httpx.AsyncClient, num_names: int) -> None:
         await asyncio.sleep(0.1)
 
 
-async def send(http: httpx.AsyncClient, requests: list[TraceRequest]) -> list[Streamed]:
-    """Each request at its time, whatever became of those before."""
-    began = time.monotonic()
-    tasks = []
-    for number, request in enumerate(requests):
-        await asyncio.sleep(max(0.0, began + request.arrival_s - time.monotonic()))
-        streamed = Streamed(request.arrival_s, request.num_output_tokens)
-        tasks.append(asyncio.create_task(stream(http, number, request, streamed)))
-    return list(await asyncio.gather(*tasks))
-
-
-async def stream(http: httpx.AsyncClient, number: int, request: TraceRequest, streamed: Streamed) -> Streamed:
-    """Fills ``streamed`` in until the stream is over; an error of HTTP is its ``finish``. ``number`` makes
-    the prompt."""
-    prompt = [number % 200 + 1] + [(number * 31 + i) % 200 + 1 for i in range(request.num_prompt_tokens - 1)]
-    body = {
-        "prompt": prompt,
-        "max_tokens": request.num_output_tokens,
-        "ignore_eos": True,
-        "stream": True,
-        "seed": number,
-        "stream_options": {"include_usage": True},
-    }
-    began = time.monotonic()
-    first = last = 0.0
-    try:
-        kind = {"content-type": "application/json"}
-        async with http.stream("POST", "/v1/completions", content=orjson.dumps(body), headers=kind) as answer:
-            async for line in answer.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                last = time.monotonic()
-                first = first or last
-                chunk = orjson.loads(line[6:])
-                for choice in chunk.get("choices", ()):
-                    streamed.finish = choice["finish_reason"] or streamed.finish
-                if chunk.get("usage"):
-                    streamed.tokens = chunk["usage"]["completion_tokens"]
-    except httpx.HTTPError as error:
-        streamed.finish = repr(error)
-        return streamed
-    streamed.ttft_s = first - began if first else float("inf")
-    streamed.tpot_s = (last - first) / max(1, streamed.tokens - 1)
-    return streamed
-
-
-def summary(streams: list[Streamed], phase_s: float, state: dict[str, Any]) -> dict[str, Any]:
+def summary(streams: list[Stream], phase_s: float, state: dict[str, Any]) -> dict[str, Any]:
     """What came of it; the shift was at ``phase_s``."""
     late = [s.sent_s for s in streams if s.sent_s >= phase_s]
     recovered = recovery(streams, phase_s, max(late, default=phase_s))
-    lost = [asdict(s) for s in streams if not s.whole]
+    lost = [asdict(s.seen) for s in streams if not s.whole]
     return {
         "num_streams": len(streams),
         "num_lost": len(lost),
@@ -214,7 +180,7 @@ def summary(streams: list[Streamed], phase_s: float, state: dict[str, Any]) -> d
     }
 
 
-def recovery(streams: list[Streamed], shift_s: float, end_s: float) -> float | None:
+def recovery(streams: list[Stream], shift_s: float, end_s: float) -> float | None:
     """Seconds after the shift from which on every window is good enough; None: not within the run."""
     after = [s for s in streams if s.sent_s >= shift_s]
     bad = [
@@ -229,7 +195,7 @@ def recovery(streams: list[Streamed], shift_s: float, end_s: float) -> float | N
     return round(since, 2) if since < end_s - shift_s - WINDOW_S else None
 
 
-def _share(streams: list[Streamed]) -> float:
+def _share(streams: list[Stream]) -> float:
     return sum(s.good for s in streams) / len(streams) if streams else 1.0
 
 

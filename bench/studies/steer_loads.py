@@ -17,7 +17,6 @@ where the best single ratio serves less than 98% well.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from functools import cache, partial
@@ -28,15 +27,15 @@ import numpy as np
 
 from ...planner.search.sketch import SketchPool
 from ...planner.search.step_times import StepTimes
-from ...planner.simulator.cluster import Cluster, Pool, PoolRole
 from ...planner.simulator.records import RequestRecord
 from ...planner.simulator.simulation import Simulation
 from ...planner.simulator.slo import Slo
 from ...steering.steering import Steering
 from ...traces.request import Trace, TraceRequest
+from ..environment import option_parser
 from .random_loads import NUM_WORKERS, OPTIONS, RandomLoad, drawn, small_worker
 from .steer_sketch import SteeredSketch, arrivals_of
-from .steer_workload import TPOT_S, TTFT_S
+from .steer_workload import TPOT_S, TTFT_S, cluster
 
 SLO = Slo(TTFT_S, TPOT_S)
 HARM = 0.01  # of all requests: no load may lose more
@@ -78,21 +77,8 @@ def simulated(
         nonlocal good
         good += SLO.met_by(record)
 
-    roles: tuple[tuple[PoolRole, int], ...] = (("prefill", prefill), ("decode", NUM_WORKERS - prefill))
-    worker = small_worker()
-    pools = tuple(
-        Pool(
-            role=role,
-            count=n,
-            profile=worker,
-            flexible=not borrow,
-            borrow=borrow,
-            max_batch_tokens=2048,
-            max_num_seqs=128,
-        )
-        for role, n in roles
-    )
-    simulation = Simulation(Cluster(pools=pools, max_queue=1 << 30), 0, SLO, count, steering=steering)
+    workers = cluster(small_worker(), prefill, NUM_WORKERS - prefill, borrow=borrow)
+    simulation = Simulation(workers, 0, SLO, count, steering=steering)
     simulation.run(Trace("load", lambda: iter(requests), None))
     return good
 
@@ -199,9 +185,7 @@ def write(record: Path, rows: dict[int, dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("--loads", type=int, nargs=2, default=(0, 0), help="from this number to before that")
     parser.add_argument("--data", type=Path, help="folder with azure, mooncake and servegen")
     parser.add_argument("--record", type=Path, default=RECORD, help="rows are added to it")

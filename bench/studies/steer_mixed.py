@@ -10,21 +10,19 @@ of which the best is known afterwards.
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ProcessPoolExecutor
 
-from rich.console import Console
-from rich.table import Table
-
 from ..environment import environment, option_parser, write_record
-from .steer import run
+from .steer import PROCESSES, run
 from .steer_workload import CHAT, CODE, NUM_WORKERS
 
 
-def study(mixed: int, num_phases: int, phase_s: float, seed: int, processes: int = 2) -> dict[str, object]:
+def study(mixed: int, num_phases: int, phase_s: float, seed: int) -> dict[str, object]:
     """All runs: how many requests met both objectives in each."""
     phases = [CODE if i % 2 == 0 else CHAT for i in range(num_phases)]
     others = NUM_WORKERS - mixed
-    with ProcessPoolExecutor(processes) as pool:
+    with ProcessPoolExecutor(PROCESSES) as pool:
         steered = pool.submit(run, phases, phase_s, NUM_WORKERS // 2, seed, steered=True)
         held = pool.submit(run, phases, phase_s, others // 2, seed, steered=True, mixed=mixed)
         static = {p: pool.submit(run, phases, phase_s, p, seed, mixed=mixed) for p in range(1, others)}
@@ -55,30 +53,11 @@ def main() -> None:
     parser.add_argument("--phases", type=int, default=4, help="of the shifting load")
     parser.add_argument("--phase-s", type=float, default=40.0, help="length of each, in simulated seconds")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--processes", type=int, default=2, help="runs at a time")
     options = parser.parse_args()
     machine = environment()
-    found = study(options.mixed, options.phases, options.phase_s, options.seed, options.processes)
-    show(found)
+    found = study(options.mixed, options.phases, options.phase_s, options.seed)
+    print(json.dumps(found, indent=1))
     write_record(options.json, {"environment": machine, **found})
-
-
-def show(found: dict[str, object]) -> None:
-    table = Table(
-        "",
-        "requests that met both objectives",
-        title=f"A load that shifts, {found['num_requests']} requests (simulated)",
-    )
-    good = found["good"]
-    assert isinstance(good, dict)
-    for name, value in good.items():
-        table.add_row(name, str(value))
-    console = Console()
-    console.print(table)
-    console.print(
-        f"flips beside mixed workers: {found['flips_beside_mixed']}; its state at the end: "
-        f"{found['state_at_the_end']}"
-    )
 
 
 if __name__ == "__main__":

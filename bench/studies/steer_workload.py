@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...engine.latency_profile import HandoffModel, Memory, Piece, Profile, StepModel
+from ...planner.simulator.cluster import Cluster, Pool, PoolRole
 from ...traces.request import Trace, TraceRequest
 
 NUM_WORKERS = 8
@@ -49,6 +50,25 @@ def worker(name: str = "round numbers", prefill_factor: float = 1.0) -> Profile:
         flip_s=0.1,
         noise_cv=0.03,
     )
+
+
+def cluster(profile: Profile, prefill: int, decode: int, mixed: int = 0, borrow: bool = False) -> Cluster:
+    """Prefill and decode workers may change their roles, or with ``borrow`` help each other instead."""
+    counts: dict[PoolRole, int] = {"prefill": prefill, "decode": decode, "colocated": mixed}
+    pools = tuple(
+        Pool(
+            role=role,
+            count=count,
+            profile=profile,
+            flexible=role != "colocated" and not borrow,
+            borrow=borrow,
+            max_batch_tokens=2048,
+            max_num_seqs=128,
+        )
+        for role, count in counts.items()
+        if count
+    )
+    return Cluster(pools=pools, max_queue=1 << 30)
 
 
 def load(phases: Sequence[Phase], phase_s: float, seed: int, num_workers: int = NUM_WORKERS) -> Trace:

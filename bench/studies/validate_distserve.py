@@ -24,11 +24,10 @@ from ...planner.profile.published import import_published
 from ...planner.search.candidates import Candidate, Hardware, Kind
 from ...planner.search.demand import Demand, bound
 from ...planner.simulator.cluster import Cluster, Pool
-from ...planner.simulator.records import RequestRecord
-from ...planner.simulator.simulation import Simulation
 from ...traces.readers import open_trace
 from ..environment import environment, option_parser, write_record
 from ..peers.distserve_machine import CONTEXT_TOKEN_S, PROMPT_STEP_S, STEP_S, DistServeCluster
+from .live_errors import simulated
 
 BOUNDS = {"attain_250_100": (0.25, 0.1), "attain_400_100": (0.4, 0.1)}
 AGREES = 0.02
@@ -80,9 +79,8 @@ def ours(data: Path, row: dict[str, Any]) -> dict[str, Any]:
         Pool(role="prefill", count=row["P"], profile=profile, max_batch_tokens=2048),
         Pool(role="decode", count=row["D"], profile=profile, max_num_seqs=1024),
     )
-    records: list[RequestRecord] = []
     cluster = Cluster(pools=pools, max_queue=1 << 30, coordinator_s=0.0, request_timeout_s=1e5)
-    Simulation(cluster, on_record=records.append).run(open_trace(data / f"{row['trace']}.gz"))
+    records = simulated(cluster, open_trace(data / f"{row['trace']}.gz"))
     done = [r for r in records if r.finished]
     tpot = [(r.e2e_s - r.ttft_s) / r.num_received for r in done]
     return figures([r.ttft_s for r in done], tpot, [r.e2e_s for r in done], len(records))
@@ -139,35 +137,22 @@ def main() -> int:
         required=True,
         help="folder with the profile, the traces and simdistserve_results.json",
     )
-    parser.add_argument("--only", default="", help="rows whose trace has this in it")
     parser.add_argument("--with-ours", action="store_true", help="our own simulator as well")
     arguments = parser.parse_args()
-    rows = [
-        row
-        for row in json.loads((arguments.data / "simdistserve_results.json").read_text())
-        if arguments.only in row["trace"]
-    ]
+    rows = json.loads((arguments.data / "simdistserve_results.json").read_text())
     results, wrong = [], 0
     for row in rows:
         found = imitated(arguments.data, row)
         error = worst_error(found, row)
         wrong += error > AGREES
         name = f"{row['model']} {row['P']}P{row['D']}D {row['trace'].split('_')[2]}"
-        parts = [
-            f"{'agrees' if error <= AGREES else 'DIFFERS':8}{name:20} worst {error:.2%}",
-            _words("theirs", row),
-        ]
+        print(f"{'agrees' if error <= AGREES else 'DIFFERS':8}{name:20} worst {error:.2%}", flush=True)
         result = {"cluster": name, "simdistserve": row, "imitated": found, "worst_error": error}
         if arguments.with_ours:
             result["ours"] = ours(arguments.data, row)
-            parts.append(_words("ours", result["ours"]))
-        print("; ".join(parts), flush=True)
         results.append(result)
     example = two_to_one()
-    print(
-        f"analytic case: {example['bound_per_s']}; best {example['best']}, {example['per_gpu']:.2f} a GPU "
-        "(DistServe: 2P1D, 3.3)"
-    )
+    print(f"analytic case (DistServe: 2P1D, 3.3): {example}")
     print(
         f"{len(rows) - wrong} of {len(rows)} runs agree (to {AGREES:.0%} of any percentile, and of any "
         "attainment)"
@@ -175,12 +160,6 @@ def main() -> int:
     record = {"environment": environment(), "runs": results, "two_to_one": example}
     write_record(arguments.json, record)
     return int(wrong > 0 or example["best"] != "2P:1D")
-
-
-def _words(whose: str, of: dict[str, Any]) -> str:
-    ttft, tpot = of["ttft_ms"], of["tpot_ms"]
-    latencies = f"TTFT {ttft['p50']:.0f}/{ttft['p90']:.0f}, TPOT {tpot['p50']:.0f}/{tpot['p90']:.0f} ms"
-    return f"{whose} {latencies}, {of['attain_250_100']:.1%} within 250/100"
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ from ...traces.readers import open_trace
 from ...traces.request import Trace, TraceRequest
 from ..environment import environment, option_parser, write_record
 from ..handoff.live_pace import LivePace, processor_times, read_step_logs, stolen_share
-from ..live_cluster import live_cluster
+from ..live_cluster import live_cluster, words
 from .live_errors import LATE_S, Replay, compared, medians, of_records, of_samples, show, simulated
 from .live_workloads import WORKLOADS, limited
 
@@ -182,23 +182,21 @@ def parsed() -> argparse.Namespace:
 
 def command_line(arguments: argparse.Namespace, profile: Profile, folder: Path) -> list[str]:
     """Options of ``splitserve up``."""
-    options: dict[str, object] = {
-        "--model": arguments.model,
-        "--prefill": arguments.prefill,
-        "--decode": arguments.decode,
-        "--mixed": arguments.mixed,
-        "--dtype": arguments.dtype,
-        "--max-model-len": profile.memory.max_model_len,
-        "--decode-max-num-seqs": arguments.max_num_seqs,
-        "--prefill-max-batch-tokens": arguments.max_batch_tokens,
-        "--num-blocks": profile.memory.num_blocks,
-    }
-    if arguments.runner == "model":
-        options["--step-log"] = folder / STEPS
-    if arguments.runner == "paced":
-        profile.write(folder / "paced.json")
-        options["--runner"] = f"paced:{folder / 'paced.json'}"
-    return [str(word) for option in options.items() for word in option]
+    profile.write(folder / "paced.json")
+    measured = arguments.runner == "model"
+    return words(
+        model=arguments.model,
+        prefill=arguments.prefill,
+        decode=arguments.decode,
+        mixed=arguments.mixed,
+        dtype=arguments.dtype,
+        max_model_len=profile.memory.max_model_len,
+        decode_max_num_seqs=arguments.max_num_seqs,
+        prefill_max_batch_tokens=arguments.max_batch_tokens,
+        num_blocks=profile.memory.num_blocks,
+        step_log=folder / STEPS if measured else None,
+        runner=None if measured else f"paced:{folder / 'paced.json'}",
+    )
 
 
 async def replayed(url: str, path: Path, seed: int) -> Replay:

@@ -20,12 +20,11 @@ from typing import Any
 
 from ...planner.profile.published import import_published
 from ...planner.simulator.cluster import Cluster, Pool
-from ...planner.simulator.records import RequestRecord
-from ...planner.simulator.simulation import Simulation
 from ...traces.readers import open_trace
 from ...traces.request import Trace
 from ..environment import environment, option_parser, write_record
-from .splitwise_cluster import DESIGNS, Imitation, of_jobs, percentiles
+from .live_errors import percentiles, simulated
+from .splitwise_cluster import DESIGNS, Imitation, of_jobs
 
 
 def published(path: Path) -> dict[int, dict[str, float]]:
@@ -90,11 +89,8 @@ def as_we_schedule(
         Pool(role="prefill", count=num_prompt, profile=prompt, max_batch_tokens=2048),
         Pool(role="decode", count=num_token, profile=token, max_num_seqs=512),
     )
-    records: list[RequestRecord] = []
-    Simulation(Cluster(pools=pools, max_queue=1 << 30, coordinator_s=0.0), on_record=records.append).run(
-        trace
-    )
-    done = [r for r in records if r.finished]
+    cluster = Cluster(pools=pools, max_queue=1 << 30, coordinator_s=0.0)
+    done = [r for r in simulated(cluster, trace) if r.finished]
     return {
         "ttft": [r.ttft_s for r in done],
         "tbt": [(r.e2e_s - r.ttft_s) / r.num_received for r in done],
@@ -107,15 +103,12 @@ def main() -> int:
     parser.add_argument(
         "--data", type=Path, required=True, help="folder with perf_model.csv, traces and results"
     )
-    parser.add_argument("--only", default="", help="runs whose name has this in it")
     parser.add_argument("--with-ours", action="store_true", help="our own simulator as well")
     arguments = parser.parse_args()
     results, wrong = {}, 0
-    paths = sorted(
-        (arguments.data / "results" / "requests").glob(f"*{arguments.only}*.csv.gz".replace("**", "*"))
-    )
+    paths = sorted((arguments.data / "results" / "requests").glob("*.csv.gz"))
     if not paths:
-        parser.error(f"{arguments.data} has no results with {arguments.only!r} in their names")
+        parser.error(f"{arguments.data} has no results")
     for path in paths:
         name = path.name.removesuffix(".csv.gz")
         found = results[name] = compare(arguments.data, path, arguments.with_ours)

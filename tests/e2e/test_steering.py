@@ -18,10 +18,11 @@ import pytest
 from e2e.cluster import NEVER_DEAD, PATIENCE_S, Cluster, free_port, running, wait_for
 
 from splitserve.bench.operator_auth import OperatorAuth
-from splitserve.bench.studies.steer_live import Streamed, stream
 from splitserve.cli.settings import DEMO_MODEL
 from splitserve.engine.latency_profile import Memory, Piece, Profile, StepModel
-from splitserve.traces.request import TraceRequest
+from splitserve.loadgen.load import generate_load
+from splitserve.loadgen.sample import Sample
+from splitserve.loadgen.settings import LoadSettings
 
 RATE = 12.0  # requests a second: half as many again as one prefill worker can take
 FLIPPED_WITHIN_S = 40.0
@@ -55,7 +56,7 @@ def test_a_worker_changes_its_role_where_the_load_calls_for_it_and_no_stream_is_
         streams = asyncio.run(load_until_flipped(cluster))
         cluster.wait_at_rest()
         state = cluster.state()
-    assert not [s for s in streams if not s.whole], "every stream ended by its length, with every token"
+    assert {(s.error, s.num_output_tokens) for s in streams} == {("", NUM_TOKENS)}, "no token is lost"
     decided = [d for d in state["steering"]["decisions"] if d["kind"] == "flip"]
     assert [(d["worker"], d["role"]) for d in decided] == [
         (flip["process"], "prefill") for flip in state["flips"]
@@ -103,14 +104,14 @@ def test_a_worker_is_started_for_a_queue_and_it_is_the_one_that_goes_again(tmp_p
     with running(model, tmp_path, *workers, *steering, *rules) as cluster:
         cluster.wait_whole(1, 1)
         before = {w["worker_id"]: w["pid"] for w in cluster.state()["workers"]}
-        streams = asyncio.run(burst(cluster, 60))
+        streams = asyncio.run(streamed(cluster, 60))
         wait_for(
             "a worker came and has gone",
             lambda: decided(cluster, "scale_down") and len(cluster.state()["workers"]) == 2,
         )
         assert {w["worker_id"]: w["pid"] for w in cluster.state()["workers"]} == before
         wait_for("the command was told", lambda: not list((tmp_path / "scaled").iterdir()))
-        assert not [s for s in streams if not s.whole]
+        assert {(s.error, s.num_output_tokens) for s in streams} == {("", NUM_TOKENS)}
         assert decided(cluster, "scale_down")[0].startswith("scaled-")
 
 
@@ -118,39 +119,36 @@ def decided(cluster: Cluster, kind: str) -> list[str]:
     return [d["worker"] for d in cluster.state()["steering"]["decisions"] if d["kind"] == kind]
 
 
-async def burst(cluster: Cluster, count: int) -> list[Streamed]:
-    """Open ``count`` streams at once."""
-    async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S, trust_env=False) as http:
-        request = TraceRequest(0.0, NUM_PROMPT_TOKENS, NUM_TOKENS)
-        return list(
-            await asyncio.gather(
-                *(stream(http, number, request, Streamed(0.0, NUM_TOKENS)) for number in range(count))
-            )
-        )
+async def streamed(cluster: Cluster, count: int, seed: int = 0) -> list[Sample]:
+    """What clients see of ``count`` streams that begin at once."""
+    settings = LoadSettings(
+        url=cluster.url,
+        requests=count,
+        concurrency=count,
+        warmup=0,
+        prompt_len=str(NUM_PROMPT_TOKENS),
+        output_len=str(NUM_TOKENS),
+        vocab_size=250,
+        seed=seed,
+        timeout_s=PATIENCE_S,
+    )
+    samples, _ = await generate_load(settings)
+    return samples
 
 
-async def load_until_flipped(cluster: Cluster) -> list[Streamed]:
+async def load_until_flipped(cluster: Cluster) -> list[Sample]:
     """Streams at ``RATE`` until a worker has worked in its new role: all of them, when all are over."""
-    tasks: list[asyncio.Task[Streamed]] = []
+    tasks: list[asyncio.Task[list[Sample]]] = []
     began = time.monotonic()
     async with httpx.AsyncClient(
-        base_url=cluster.url,
-        timeout=PATIENCE_S,
-        limits=httpx.Limits(max_connections=None),
-        trust_env=False,
-        auth=OperatorAuth(),
+        base_url=cluster.url, timeout=PATIENCE_S, trust_env=False, auth=OperatorAuth()
     ) as http:
         flipped = asyncio.create_task(has_flipped(http))
         while not flipped.done():
-            request = TraceRequest(len(tasks) / RATE, NUM_PROMPT_TOKENS, NUM_TOKENS)
-            tasks.append(
-                asyncio.create_task(
-                    stream(http, len(tasks), request, Streamed(request.arrival_s, NUM_TOKENS))
-                )
-            )
+            tasks.append(asyncio.create_task(streamed(cluster, 1, seed=len(tasks))))
             await asyncio.wait({flipped}, timeout=max(0.0, began + len(tasks) / RATE - time.monotonic()))
         await flipped
-        return list(await asyncio.gather(*tasks))
+        return [sample for samples in await asyncio.gather(*tasks) for sample in samples]
 
 
 async def has_flipped(http: httpx.AsyncClient) -> None:

@@ -151,7 +151,6 @@ def test_the_command_ends_with_1_where_a_seed_misses(monkeypatch: pytest.MonkeyP
         return {**REACHED, "seed": seed, "of_oracle": 0.95 if seed < 3 else 0.5}
 
     monkeypatch.setattr(steer, "study", study)
-    monkeypatch.setattr(steer, "show", lambda _: None)
     record = tmp_path / "steer.json"
     for seeds, status in (("1 2", 0), ("1 2 3", 1)):
         monkeypatch.setattr("sys.argv", ["steer", "--seeds", *seeds.split(), "--json", str(record)])
