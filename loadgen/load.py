@@ -63,10 +63,14 @@ def main(settings: LoadSettings, key: str = "", tls: ssl.SSLContext | None = Non
     samples.sort(key=lambda sample: sample.start)
     report: Report = summarize(samples, max(sample.end for sample in samples), settings.slo)
     print_report(report, settings, console)
-    if settings.json_file:
-        write_json(settings.json_file, report, settings, samples)
-    if settings.plot_file:
-        draw_plot(settings.plot_file, report, samples)
+    try:
+        if settings.json_file:
+            write_json(settings.json_file, report, settings, samples)
+        if settings.plot_file:
+            draw_plot(settings.plot_file, report, samples)
+    except OSError as error:
+        print(f"splitserve: {error.filename}: cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
     return status or (1 if report.num_failed else 0)
 
 
