@@ -8,7 +8,6 @@ gone with the last process that maps it, however that process ended. Peers of th
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import mmap
@@ -17,7 +16,7 @@ import os
 import numpy as np
 
 from ..errors import MoverError
-from .interface import Arrival, Items, OneSidedTarget, PeerProcess, Pool, layer_slice, runs
+from .interface import Arrival, Items, OneSidedTarget, PeerProcess, Pool, layer_slice
 
 _LARGEST_PID = (1 << 31) - 1
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -70,21 +69,35 @@ class ShmSource:
     def __init__(self, shm_name: str, num_blocks: int, pool: Pool):
         """Raises MoverError where the peer's pool cannot be mapped or does not hold ``num_blocks`` blocks
         like ours."""
-        self._pool, self._num_blocks = pool, num_blocks
-        self._process, self._mapping = _map(shm_name, num_blocks * pool[0].nbytes)
-        self._target = np.frombuffer(self._mapping, dtype=np.uint8).ctypes.data
+        self._pool = pool
+        num_bytes = num_blocks * pool[0].nbytes
+        self._process, self._mapping = _map(shm_name, num_bytes)
+        self._target: Pool = np.frombuffer(self._mapping, dtype=np.uint8)[:num_bytes].reshape(
+            num_blocks, *pool.shape[1:]
+        )
         self._done: list[Arrival] = []
 
     def put(
         self, lease: int, secret: bytes, items: Items, first_layer: int = 0, num_layers: int | None = None
     ) -> None:
-        pool = self._pool
-        layers = layer_slice(pool.shape, first_layer, num_layers)
-        found = runs(items, layers, pool.shape, self._num_blocks, pool.ctypes.data, self._target)
+        """One copy for each run of blocks that lie side by side in both pools; a memcpy where it is of all
+        layers."""
+        layers = layer_slice(self._pool.shape, first_layer, num_layers)
         self._process.check()
-        for run in found:
-            ctypes.memmove(run.target, run.source, run.num_bytes)
+        start = 0
+        for end in range(1, len(items) + 1):
+            if end == len(items) or items[end][1:] != (items[end - 1][1] + 1, items[end - 1][2] + 1):
+                self._copy(items[start][1], items[start][2], end - start, layers)
+                start = end
         self._done += [(lease, position) for position, _, _ in items]
+
+    def _copy(self, source: int, target: int, count: int, layers: slice) -> None:
+        if not (0 <= source <= len(self._pool) - count and 0 <= target <= len(self._target) - count):
+            raise MoverError(
+                f"put of block {source} into block {target}: pools of {len(self._pool)} and "
+                f"{len(self._target)} blocks"
+            )
+        np.copyto(self._target[target : target + count, layers], self._pool[source : source + count, layers])
 
     def poll(self) -> list[Arrival]:
         self._process.check()  # also when idle: the memory of a dead process stays as long as it is mapped
@@ -102,6 +115,7 @@ class ShmSource:
 
     def close(self) -> tuple[()]:
         """Unmaps the peer's pool."""
+        del self._target
         self._mapping.close()
         self._process.close()
         return ()
