@@ -119,6 +119,8 @@ class WorkerRecord:
         self.max_num_seqs, self.max_batch_tokens = max(1, hello.max_num_seqs), hello.max_batch_tokens
         self.num_blocks, self.blocks_reported = max(1, hello.num_blocks), hello.num_blocks
         self.max_model_len = hello.max_model_len
+        if hello.mixed:  # between its roles a prompt's last block moves, and is there twice
+            self.max_model_len = min(self.max_model_len, (self.num_blocks - 1) * self.block_size)
         self.is_mixed = hello.mixed and not hello.home
         self.is_reserve = hello.home not in ("", hello.role)
         self._update()

@@ -132,6 +132,16 @@ def test_a_prompt_leaves_blocks_to_those_that_generate() -> None:
     assert [join.key[1] for join in process.joined] == [2]
 
 
+@pytest.mark.parametrize("num_tokens", [4 * 7, 4 * 7 - 1, 4 * 6 + 1])
+def test_alone_a_prompt_may_take_all_blocks_but_one(num_tokens: int) -> None:
+    """A coordinator sends a process of both roles no longer one."""
+    process = Process(num_blocks=8)
+    process.ask(1, num_tokens)
+    while process.step():
+        pass
+    assert [join.key[1] for join in process.joined] == [1]
+
+
 def test_what_was_begun_is_given_back_when_the_process_leaves() -> None:
     """The decode worker that it is for leaves too."""
     process = Process()

@@ -75,7 +75,7 @@ class Wishes:
 
     @property
     def _most_tokens(self) -> int:
-        """Tokens of a sequence that any worker holds beside some others."""
+        """Tokens of the longest sequence. Between two roles of a process a block is there twice."""
         cluster = self.world.scenario.cluster
         room = min(MAX_MODEL_LEN, BLOCK_SIZE * min(cluster.prefill_blocks, cluster.decode_blocks))
-        return room - BLOCK_SIZE
+        return room - BLOCK_SIZE * bool(cluster.num_mixed or cluster.num_borrowing)

@@ -176,12 +176,9 @@ class Granting:
         needed = self._num_blocks(offer.num_tokens) - self._num_behind(offer.num_tokens)
         if offer.epoch < self._epochs.get(offer.request_id, -1):
             reason = "a newer epoch is known here"
-        elif needed >= self._pool.num_blocks:
+        elif needed > self._pool.num_blocks:
             final = True
-            reason = (
-                f"the prompt needs {needed} KV blocks and room to grow; {worker_id} has "
-                f"{self._pool.num_blocks} in all"
-            )
+            reason = f"the prompt needs {needed} KV blocks; {worker_id} has {self._pool.num_blocks} in all"
         elif len(from_hashes(offer.block_hashes)) != offer.num_tokens // self._block_size:
             reason = "hashes do not match the token count"
         if not reason:

@@ -33,6 +33,18 @@ def test_a_prompt_is_refused_that_some_worker_could_not_hold() -> None:
     assert "room for 19" in ended.message
 
 
+def test_a_mixed_worker_keeps_a_block_for_the_one_that_moves_between_its_roles() -> None:
+    """A prompt that takes every block would wait there for ever, and all others behind it."""
+    bench = Bench()
+    for role in ("prefill", "decode"):
+        bench.hello(f"m:{role}", role, process="m", mixed=True, num_blocks=6, max_model_len=24)
+    (ended,) = ends(bench.submit("r", **long_one(20, 4)))
+    assert ended.error == "refused"
+    assert "room for 19" in ended.message
+    (prefill,) = sent(bench.submit("s", **long_one(19, 1)), Prefill)
+    assert decoder_of(prefill) in ("m:decode", "d")
+
+
 def test_a_request_that_waits_while_a_shorter_worker_comes_goes_to_one_that_holds_it() -> None:
     bench = Bench(max_num_seqs=1)
     bench.submit("first")

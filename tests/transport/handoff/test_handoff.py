@@ -113,6 +113,14 @@ def test_an_offer_that_waits_for_a_row_costs_no_look_at_its_blocks(monkeypatch: 
     assert len(looks) == 2  # room was found, and then taken
 
 
+def test_a_prompt_may_take_every_block() -> None:
+    """No sequence is longer than the cache: what has come to its last block may have to go on elsewhere."""
+    pair = Pair(num_blocks=3)
+    whole(pair, spec())
+    (join,) = pair.joined
+    assert len(join.blocks) == pair.pool.num_blocks
+
+
 def test_what_can_never_fit_is_refused_for_good() -> None:
     pair = Pair(num_blocks=2)
     whole(pair, spec(num_tokens=40))
