@@ -170,6 +170,7 @@ def _encoded(sampling: SamplingParams) -> bytes:
     more field, or one less."""
     default = type(sampling)(max_tokens=sampling.max_tokens)
     values = {f: getattr(sampling, f) for f in sampling.__struct_fields__}
+    values["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}  # to be sorted
     named = {f: v for f, v in values.items() if f == "max_tokens" or v != getattr(default, f)}
     return msgpack.encode(named, order="sorted")
 

@@ -214,13 +214,23 @@ def test_a_key_is_its_tenants_own() -> None:
     assert len(digests) == 5
 
 
+def name(sampling: SamplingParams) -> bytes:
+    asked = SimpleNamespace(sampling=sampling, prompt_token_ids=[1], prompt_logprobs=None, salt=b"")
+    return IdempotencyKey(b"k", None).applied(cast(Request, asked), 0, 7).answer_id
+
+
+def test_biases_are_a_part_of_an_answers_name_in_whichever_order() -> None:
+    names = [
+        name(SamplingParams(max_tokens=9, logit_bias=bias))
+        for bias in ({5: 1.0, 40: 2.0}, {40: 2.0, 5: 1.0}, {5: 1.0, 40: 2.5}, {5: 1.0}, {})
+    ]
+    assert names[0] == names[1]
+    assert len(set(names)) == 4
+
+
 def test_a_neighbouring_build_gives_an_answer_the_same_name() -> None:
     class NextSamplingParams(SamplingParams, frozen=True, kw_only=True):
         of_tomorrow: int = 0
-
-    def name(sampling: SamplingParams) -> bytes:
-        asked = SimpleNamespace(sampling=sampling, prompt_token_ids=[1], prompt_logprobs=None, salt=b"")
-        return IdempotencyKey(b"k", None).applied(cast(Request, asked), 0, 7).answer_id
 
     same = name(SamplingParams(max_tokens=9, top_k=4, seed=7))
     assert name(NextSamplingParams(max_tokens=9, top_k=4, seed=7)) == same
