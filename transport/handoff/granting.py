@@ -172,12 +172,11 @@ class Granting:
         """Return the answer to an offer that cannot wait for room. ``worker_id``: this worker's."""
         if offer.is_test:
             return None
-        reason, final = "", False
         needed = self._num_blocks(offer.num_tokens) - self._num_behind(offer.num_tokens)
+        reason, final = "", needed > self._pool.num_blocks
         if offer.epoch < self._epochs.get(offer.request_id, -1):
-            reason = "a newer epoch is known here"
-        elif needed > self._pool.num_blocks:
-            final = True
+            reason, final = "a newer epoch is known here", False
+        elif final:
             reason = f"the prompt needs {needed} KV blocks; {worker_id} has {self._pool.num_blocks} in all"
         elif len(from_hashes(offer.block_hashes)) != offer.num_tokens // self._block_size:
             reason = "hashes do not match the token count"

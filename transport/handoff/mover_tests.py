@@ -36,10 +36,11 @@ class MoverTests:
         self.running: dict[Key, Outgoing] = {}
 
     def begin(self, contact: Contact, incarnation: int, now: float) -> bool:
-        """Test the contact's mover. Return False where it is used untested: no own block is free, which a
-        prompt that waits for this test might have to free. ``incarnation``: the sender's."""
-        if self._blocks is None or (own := self._blocks.allocate(1)) is None:
+        """Test the contact's mover. Return False where it is used untested: no two own blocks are free,
+        which a prompt that waits for this test might have to free. ``incarnation``: the sender's."""
+        if self._blocks is None or (own := self._blocks.allocate(2)) is None:
             return False
+        self._blocks.release([own.pop()])  # left to the peer, which may be of this process
         key = (incarnation, next(self._numbers))
         spec = RequestSpec(
             request_id=f"self-test {key[0]}-{key[1]}",

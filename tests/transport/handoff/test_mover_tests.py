@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.handoff_pair import DECODE, MODEL, PREFILL, TIMES, Pair, spec
+from support.handoff_pair import DECODE, MODEL, PREFILL, TIMES, Pair, spec, whole
 
 from splitserve.engine.cache.block_manager import BlockManager
 from splitserve.transport.handoff import protocol as act
@@ -175,3 +175,13 @@ def test_without_a_free_block_the_mover_is_used_untested() -> None:
     pair.deliver()
     assert len(pair.joined) == 1
     assert not any(isinstance(action, act.WriteTestBlock) for action in pair.actions)
+
+
+def test_a_process_that_hands_to_itself_keeps_its_last_block_for_the_prompt() -> None:
+    """Both ends of a test would need one, of the same pool."""
+    pair = TestingPair()
+    meet = Meet(worker_id="p", incarnation=1, host="h", pid=5, model=MODEL, movers=("shm", "tcp"))
+    pair.sender = HandoffSender(meet, TIMES, test_blocks=pair.pool)
+    assert pair.pool.allocate(pair.pool.num_blocks - 1) is not None
+    whole(pair, spec(num_tokens=3))
+    assert len(pair.joined) == 1
