@@ -50,7 +50,8 @@ class Communicator(threading.Thread):
         carry_next: Callable[[Communicator], bool],
         failed: Callable[[str], None],
     ) -> None:
-        super().__init__(name=f"kv-nccl-{rank}", daemon=True)
+        # Python aborts if it ends while Gloo calls back or returns. All of Gloo's calls end, NCCL's may hang.
+        super().__init__(name=f"kv-nccl-{rank}", daemon=device.type == "cuda")
         self._device, self._rank, self._carry_next, self._failed = device, rank, carry_next, failed
         self._store = _Entries(send_entry)
         self._deadline: float | None = time.monotonic() + LIMIT_S  # of the meeting or parcel under way

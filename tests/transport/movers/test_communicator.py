@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from datetime import timedelta
 from types import SimpleNamespace
@@ -67,3 +69,18 @@ def test_a_meeting_and_a_parcel_hang_once_their_time_is_over(monkeypatch: pytest
     ours._group.abort = ended.set
     ours.tear_down()
     assert ended.wait(60), "a call that waits for the peer ends with it"
+
+
+ALONE = """
+import torch
+from splitserve.transport.movers import communicator
+
+communicator.LIMIT_S = 0.5
+communicator.Communicator(torch.device("cpu"), 0, lambda *entry: None, lambda _: False, print)
+"""
+
+
+def test_a_process_that_ends_beside_a_meeting_is_not_aborted() -> None:
+    ended = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=200)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout == "the peer did not say how it is reached\n"
