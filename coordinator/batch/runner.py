@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 
 from ..background import Spawn, unwatched
-from ..errors import StorageFull
+from ..errors import StorageFull, Unavailable
 from ..full_disk import is_full
 from ..listeners import ListenerFailures
 from ..tenants.tenancy import Directory
@@ -84,7 +84,9 @@ class BatchRunner:
         self.failures = failures or ListenerFailures()
 
     async def call(self, work: Callable[[BatchStore], T]) -> T:
-        """Something done with the store, on its thread. Raises StorageFull."""
+        """Something done with the store, on its thread. Raises StorageFull, or Unavailable after ``stop``."""
+        if self.task is not None and self.task.done():
+            raise Unavailable("The server is shutting down.", retry_after_s=1)
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work, self._store)
         except sqlite3.Error as error:
@@ -198,9 +200,10 @@ class BatchRunner:
 
     async def _validate(self, batch: StoredBatch) -> None:
         """Read a batch's requests from its file, part by part, while other work goes on."""
+        content = partial(BatchStore.content, tenant=batch.tenant, id=batch.details["input_file_id"])
         reader, at, num_bytes, last = LineReader(batch.details["endpoint"]), 0, 0, False
         while not last and not reader.done:
-            part = await self.call(partial(_input, batch=batch, at=at))
+            part = await self.call(partial(content, at=at))
             if part is None:
                 reader.errors.append(LineError(None, "the input file was deleted", "invalid_file"))
                 break
@@ -231,10 +234,6 @@ class BatchRunner:
             failure = {"code": code, "line": None, "message": message, "param": None}
             details["errors"] = {"object": "list", "data": [failure]}
         await self.call(lambda store: store.end_batch(batch.id, status, details))
-
-
-def _input(store: BatchStore, batch: StoredBatch, at: int) -> bytes | None:
-    return store.content(batch.tenant, batch.details["input_file_id"], at)
 
 
 def _full(store: BatchStore, bounds: Mapping[str, int | None]) -> set[str]:

@@ -14,10 +14,15 @@ import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError
 from starlette.datastructures import UploadFile
 from support.batch_server import CHAT, add_file
+from support.http_fakes import FakeDispatcher
 
 from splitserve.coordinator.batch import routes
 from splitserve.coordinator.batch.lines import Line
+from splitserve.coordinator.batch.runner import BatchOptions
 from splitserve.coordinator.batch.store import BatchStore
+from splitserve.coordinator.http.limits import HttpLimits
+from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
+from splitserve.coordinator.text.served_model import ServedModel
 
 
 async def test_files_come_and_go(client: AsyncOpenAI) -> None:
@@ -161,3 +166,20 @@ async def test_an_upload_without_an_announced_length_ends_at_the_bound(
         )
     assert answer.status_code == 413
     assert kept < 2 << 20
+
+
+async def test_an_upload_is_refused_while_the_last_streams_end(
+    dispatcher: FakeDispatcher, model: ServedModel, tmp_path: Path
+) -> None:
+    batches = BatchOptions(tmp_path / "batches.db")
+    app = HttpApp(dispatcher, model, AppParts(HttpLimits(), dispatcher.system, batches=batches))
+    server = HttpServer(app)
+    await server.start()
+    assert app.batches is not None
+    await app.batches.stop()  # as a server that stops does first
+    url = f"http://127.0.0.1:{server.port}/v1/files"
+    async with httpx.AsyncClient(verify=False, timeout=60) as http:
+        answer = await http.post(url, files={"file": ("in.jsonl", b"x")}, data={"purpose": "batch"})
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert "shutting down" in answer.text
+    await server.stop(grace_s=0)
