@@ -168,7 +168,7 @@ async def test_a_record_that_cannot_be_written_is_a_sentence_after_the_report(
 ) -> None:
     path = tmp_path / "none" / "file"
     async with fake_openai() as server:
-        settings = LoadSettings(url=server.url, requests=1, warmup=0, **{option: path})  # type: ignore[arg-type]
+        settings = LoadSettings(url=server.url, requests=1, warmup=0).model_copy(update={option: path})
         assert await asyncio.to_thread(main, settings) == 1
     message = capsys.readouterr()
     assert message.out.startswith("1 requests")
