@@ -6,6 +6,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
+import signal
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -14,6 +15,8 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import HealthCheck, settings
 
 os.environ["TRITON_INTERPRET"] = "1"
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells have it for what runs in their background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # How long examples take, to run and to draw, depends on the machine's load; each test has its time limit. The
 # same ones each time: whether
 # a commit passes is no matter of luck. (To search for more: --hypothesis-profile search.)
