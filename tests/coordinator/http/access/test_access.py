@@ -22,7 +22,9 @@ from splitserve.coordinator.text.served_model import ServedModel
 
 BODY = {"model": "tiny", "prompt": "Hi", "max_tokens": 3, "temperature": 0}
 APP = "https://app.example"
-connect = partial(client.connect, proxy=None, open_timeout=60, close_timeout=60)
+connect = partial(
+    client.connect, proxy=None, open_timeout=60, close_timeout=60, max_queue=None
+)  # else it may not see that it was closed, behind messages that nobody has read
 
 
 @pytest.fixture

@@ -30,7 +30,9 @@ from splitserve.coordinator.text.served_model import ServedModel
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="nginx is not installed (deploy/setup.sh does)")
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "proxies.md"
 BODY = {"model": "tiny", "prompt": "Hi", "temperature": 0, "max_tokens": 1000}
-connect = partial(client.connect, proxy=None, open_timeout=60, close_timeout=60)
+connect = partial(
+    client.connect, proxy=None, open_timeout=60, close_timeout=60, max_queue=None
+)  # else it may not see that it was closed, behind messages that nobody has read
 
 
 @pytest.fixture

@@ -26,7 +26,9 @@ from splitserve.coordinator.text.served_model import ServedModel
 
 BODY = {"model": "tiny", "prompt": "Hi", "temperature": 0, "max_tokens": 1000}
 KEY = "0123456789abcdef"
-connect = partial(client.connect, proxy=None, open_timeout=60, close_timeout=60)
+connect = partial(
+    client.connect, proxy=None, open_timeout=60, close_timeout=60, max_queue=None
+)  # else it may not see that it was closed, behind messages that nobody has read
 
 
 @pytest.fixture
