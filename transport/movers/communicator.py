@@ -82,7 +82,7 @@ class Communicator(threading.Thread):
         """End the communicator. Returns at once, from any thread and whatever this one waits for."""
         self._store.is_over = True
         if self._group is not None:  # on a thread of its own, for it may wait for this one
-            threading.Thread(target=self._abort, daemon=True).start()
+            threading.Thread(target=self._abort, daemon=self.daemon).start()
 
     def run(self) -> None:
         try:

@@ -84,3 +84,26 @@ def test_a_process_that_ends_beside_a_meeting_is_not_aborted() -> None:
     ended = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=200)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout == "the peer did not say how it is reached\n"
+
+
+TORN_DOWN = """
+import threading, time, torch
+from types import SimpleNamespace
+from splitserve.transport.movers.communicator import Communicator
+
+def abort():
+    threading.main_thread().join()
+    time.sleep(0.2)  # in Gloo
+    print("aborted")
+
+ours = Communicator(torch.device("cpu"), 0, lambda *entry: None, lambda _: False, lambda reason: None)
+ours._group = SimpleNamespace(abort=abort)
+ours.tear_down()
+"""
+
+
+def test_a_process_that_ends_waits_for_the_end_of_its_communicators() -> None:
+    """Three of twelve were aborted whose last act was to close one."""
+    ended = subprocess.run([sys.executable, "-c", TORN_DOWN], capture_output=True, text=True, timeout=200)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout == 2 * "aborted\n"  # by its owner, and by its thread
