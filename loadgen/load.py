@@ -64,12 +64,12 @@ def main(settings: LoadSettings, key: str = "", tls: ssl.SSLContext | None = Non
     report: Report = summarize(samples, max(sample.end for sample in samples), settings.slo)
     print_report(report, settings, console)
     try:
-        if settings.json_file:
-            write_json(settings.json_file, report, settings, samples)
-        if settings.plot_file:
-            draw_plot(settings.plot_file, report, samples)
-    except OSError as error:
-        print(f"splitserve: {error.filename}: cannot be written: {error.strerror}", file=sys.stderr)
+        if path := settings.json_file:
+            write_json(path, report, settings, samples)
+        if path := settings.plot_file:
+            draw_plot(path, report, samples)
+    except OSError as error:  # a full disk's does not name the file
+        print(f"splitserve: {path}: cannot be written: {error.strerror or error}", file=sys.stderr)
         return 1
     return status or (1 if report.num_failed else 0)
 

@@ -38,7 +38,7 @@ from .steer_verdict import missed_live
 from .steer_workload import CHAT, CODE, TPOT_S, TTFT_S, load, worker
 
 WINDOW_S, SHARE = 5.0, 0.9
-START_S, STREAM_S = 120.0, 300.0
+START_S, STREAM_S = 120.0, 600.0
 SEED = 1
 
 

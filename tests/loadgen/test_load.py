@@ -162,17 +162,24 @@ async def test_ctrl_c_prints_what_was_measured_so_far(tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "b.json").read_bytes())["requests"]) == 10
 
 
-@pytest.mark.parametrize("option", ["json_file", "plot_file"])
+@pytest.mark.parametrize(
+    ("option", "name", "why"),
+    [
+        ("json_file", "none/file", "No such file or directory"),
+        ("plot_file", "none/file", "No such file or directory"),
+        ("json_file", "/dev/full", "No space left on device"),
+    ],
+)
 async def test_a_record_that_cannot_be_written_is_a_sentence_after_the_report(
-    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    option: str, name: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "none" / "file"
+    path = tmp_path / name
     async with fake_openai() as server:
         settings = LoadSettings(url=server.url, requests=1, warmup=0).model_copy(update={option: path})
         assert await asyncio.to_thread(main, settings) == 1
     message = capsys.readouterr()
     assert message.out.startswith("1 requests")
-    assert message.err == f"splitserve: {path}: cannot be written: No such file or directory\n"
+    assert message.err == f"splitserve: {path}: cannot be written: {why}\n"
 
 
 def test_no_server_is_one_sentence_among_the_errors(capsys: pytest.CaptureFixture[str]) -> None:
