@@ -189,7 +189,7 @@ class Power(_Part):
     decode_w: Annotated[float, Field(ge=0)]
 
     def joules(self, seconds: float, prefill_s: float, decode_s: float) -> float:
-        """Energy of workers for ``seconds`` of all together, of which these in steps."""
+        """Return the energy in ``seconds`` of all workers together, some of them in steps."""
         idle_s = max(0.0, seconds - prefill_s - decode_s)
         return prefill_s * self.prefill_w + decode_s * self.decode_w + idle_s * self.idle_w
 

@@ -72,8 +72,8 @@ HUGE_HEADER = 80 << 10
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One connection's next turn. ``pieces`` are written one after the other; they are ``num_requests``
-    requests, each of which is answered if the ending is ``keep``."""
+    """One connection's next turn. ``pieces`` are written one after the other. They hold ``num_requests``
+    requests. All are answered if the ending is ``keep``."""
 
     kind: str
     pieces: tuple[bytes, ...]

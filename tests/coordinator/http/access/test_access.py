@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from functools import partial
 
 import httpx
 import pytest
 from support.http_fakes import FakeDispatcher
-from websockets.asyncio import client
+from support.websocket_client import connect
 from websockets.exceptions import InvalidStatus
 from websockets.typing import Origin
 
@@ -22,9 +21,6 @@ from splitserve.coordinator.text.served_model import ServedModel
 
 BODY = {"model": "tiny", "prompt": "Hi", "max_tokens": 3, "temperature": 0}
 APP = "https://app.example"
-connect = partial(
-    client.connect, proxy=None, open_timeout=60, close_timeout=60, max_queue=None
-)  # else it may not see that it was closed, behind messages that nobody has read
 
 
 @pytest.fixture

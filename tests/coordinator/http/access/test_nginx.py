@@ -8,7 +8,6 @@ import json
 import random
 import re
 from collections.abc import AsyncIterator, Iterator
-from functools import partial
 from pathlib import Path
 
 import httpx
@@ -17,7 +16,7 @@ from e2e.cluster import free_port
 from support.certificates import write_certificate
 from support.http_fakes import ANSWER, FakeDispatcher
 from support.nginx import PROGRAM, nginx
-from websockets.asyncio import client
+from support.websocket_client import connect
 
 from splitserve.cli.tls_trust import pinned
 from splitserve.coordinator.front_door import FrontDoor
@@ -30,9 +29,6 @@ from splitserve.coordinator.text.served_model import ServedModel
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="nginx is not installed (deploy/setup.sh does)")
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "proxies.md"
 BODY = {"model": "tiny", "prompt": "Hi", "temperature": 0, "max_tokens": 1000}
-connect = partial(
-    client.connect, proxy=None, open_timeout=60, close_timeout=60, max_queue=None
-)  # else it may not see that it was closed, behind messages that nobody has read
 
 
 @pytest.fixture

@@ -7,14 +7,13 @@ import json
 import shutil
 import ssl
 from collections.abc import AsyncIterator
-from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
 from support.certificates import write_certificate
 from support.http_fakes import ANSWER, FakeDispatcher
-from websockets.asyncio import client
+from support.websocket_client import connect
 
 from splitserve.cli.config import ConfigError
 from splitserve.cli.tls_trust import pinned, trust
@@ -26,9 +25,6 @@ from splitserve.coordinator.text.served_model import ServedModel
 
 BODY = {"model": "tiny", "prompt": "Hi", "temperature": 0, "max_tokens": 1000}
 KEY = "0123456789abcdef"
-connect = partial(
-    client.connect, proxy=None, open_timeout=60, close_timeout=60, max_queue=None
-)  # else it may not see that it was closed, behind messages that nobody has read
 
 
 @pytest.fixture
