@@ -272,7 +272,8 @@ def _configured(context: Context, kind: int, address: str) -> zmq.Socket[bytes]:
     socket.maxmsgsize = MAX_MESSAGE_BYTES
     socket.backlog = BACKLOG
     socket.handshake_ivl = HANDSHAKE_TIMEOUT_MS
-    socket.heartbeat_ivl = HEARTBEAT_MS
+    if kind == zmq.DEALER:  # libzmq 4.3.5 aborts a router that sends heartbeats when a connection ends which
+        socket.heartbeat_ivl = HEARTBEAT_MS  # its peer has replaced
     socket.heartbeat_timeout = socket.heartbeat_ttl = HEARTBEAT_TIMEOUT_MS
     socket.tcp_keepalive = 1
     socket.tcp_keepalive_idle = 30

@@ -4,6 +4,8 @@ breaks nothing."""
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
 import warnings
 from contextlib import ExitStack
@@ -31,6 +33,37 @@ def test_members_talk_both_ways_in_order(stack: ExitStack, key: ClusterKey | Non
     assert received == [(b"p0\0a1", message) for message in sent]
     assert server.send(b"p0\0a1", WELCOME)
     assert until(lambda: worker.receive(10)) == [WELCOME]
+
+
+REPLACED = """
+import time
+from splitserve.transport.channels.channels import HEARTBEAT_MS, DealerChannel, RouterChannel
+from splitserve.transport.messages.messages import FROM_COORDINATOR, FROM_WORKER, Goodbye
+
+message = Goodbye(worker_id="p", incarnation=1)
+with RouterChannel.bind("tcp://127.0.0.1:*", None, FROM_WORKER) as router:
+    def connected():
+        dealer = DealerChannel.connect(router.address, b"p", None, FROM_COORDINATOR)
+        dealer.send(message)
+        while not router.receive(1):
+            time.sleep(0.01)
+        return dealer
+    old, new = connected(), connected()
+    old.send(message)
+    old.close(linger_s=1.0)
+    end = time.monotonic() + 5 * HEARTBEAT_MS / 1000
+    while time.monotonic() < end:
+        new.send(message)
+        router.receive(1)
+        time.sleep(0.01)
+    new.close()
+"""
+
+
+def test_a_replaced_connection_that_ends_with_a_message_unread_aborts_no_process() -> None:
+    """libzmq's assertion ended a coordinator whose host had stood still for seconds."""
+    ran = subprocess.run([sys.executable, "-c", REPLACED], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_each_takes_a_free_port_of_its_own(stack: ExitStack) -> None:
