@@ -186,7 +186,7 @@ def _debug_worker(worker: WorkerRecord, now: float) -> dict[str, object]:
         "incarnation": hello.incarnation,
         "wire_version": hello.wire_version,
         "model": {**msgspec.structs.asdict(hello.model), "cache_map": list(map(str, hello.model.cache_map))},
-        "silent_s": round(now - worker.last_seen, 3),
+        "silent_s": round(max(0.0, now - worker.last_seen), 3),
         "blocks": {
             "total": hello.num_blocks,
             "free": load.blocks_free,

@@ -22,6 +22,8 @@ from .open_workers import OpenWorkers
 from .worker import WorkerId, WorkerRecord
 
 MAX_REASONS = 64  # remembered of workers that are gone
+LONG_STALL_S = 1.5  # from which on ZeroMQ's heartbeats end connections
+REJOIN_S = 2.0  # ZeroMQ connects again after at most 1.05 s, with all workers at once
 
 
 def process_of(worker: WorkerRecord) -> tuple[str, int]:
@@ -222,7 +224,9 @@ class Pools:
         return [w for w in workers if now - w.last_seen > 1.2 * heartbeat_s or w.unreached_since is not None]
 
     def forgive(self, seconds: float) -> None:
-        """Count a stall of the coordinator itself as no worker's silence."""
+        """Count a stall of the coordinator itself as no worker's silence, and after a long one the time to
+        connect again, too."""
+        seconds += REJOIN_S if seconds >= LONG_STALL_S else 0.0
         for worker in self.workers.values():
             worker.last_seen += seconds
             worker.progressed += seconds
@@ -238,7 +242,8 @@ class Pools:
             stuck_s = worker.last_seen - worker.progressed  # silence shows nothing about progress
             if worker.ended:
                 continue
-            if worker.unreached_since is not None and now - worker.unreached_since > limits.unreachable_s:
+            gone_at = worker.unreached_since
+            if gone_at is not None and now - max(gone_at, worker.last_seen) > limits.unreachable_s:
                 found.append((worker, f"its connection is gone, and it has been silent for {silent_s:.1f} s"))
             elif silent_s > limits.dead_after_s:
                 found.append((worker, f"silent for {silent_s:.1f} s"))

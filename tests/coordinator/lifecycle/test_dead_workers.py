@@ -207,6 +207,24 @@ def test_the_coordinators_own_stall_is_nobodys_silence() -> None:
     assert len(bench.core.pools.workers) == 2
 
 
+@pytest.mark.parametrize(
+    ("stall_s", "away_s", "lives"), [(0.0, 0.4, False), (5.0, 1.9, True), (5.0, 2.4, False)]
+)
+def test_connections_that_a_stall_ended_have_time_to_come_back(
+    stall_s: float, away_s: float, lives: bool
+) -> None:
+    """A worker of another host connects again within 1.05 s; 0.25 s, as ever, would cost it its work."""
+    bench = Bench()
+    bench.core.tick(bench.now)
+    bench.now += stall_s
+    back = bench.now + away_s
+    while bench.now < back:
+        bench.core.tick(bench.now)
+        bench.core.pools.reached(("d", 1), False, bench.now)
+        bench.now += 0.05
+    assert (("d", 1) in bench.core.pools.workers) == lives
+
+
 @pytest.mark.parametrize("silent", ["p", "d"])
 def test_a_silent_worker_has_lost_nothing_until_it_is_dead(silent: str) -> None:
     """A worker that got no processor for some seconds, and was allowed to, used to be four "lost" attempts in
