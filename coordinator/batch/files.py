@@ -46,6 +46,7 @@ CREATE INDEX IF NOT EXISTS line_statuses ON lines (batch, status);
 BATCH_INDEXES = (
     "CREATE INDEX IF NOT EXISTS batches_of_tenant ON batches (tenant, created, id)",
     "CREATE INDEX IF NOT EXISTS batches_by_status ON batches (status, tenant, key_id, id)",
+    "CREATE INDEX IF NOT EXISTS batches_by_end ON batches (status, json_extract(details, '$.expires_at'))",
 )
 _log = logging.getLogger(__name__)
 

@@ -175,8 +175,7 @@ class BatchRunner:
             elif batch.key_id in gone:
                 ending = NO_KEY
             elif batch.tenant in full and batch.tenant not in self._working:
-                ending = NO_ROOM
-                full.remove(batch.tenant)  # one at a time: each that ends makes room
+                ending = NO_ROOM  # one at a time: each that ends makes room
             else:
                 continue
             details = {"ending": list(ending)}

@@ -144,11 +144,12 @@ class BatchStore(FileStore):
         return None
 
     def overdue(self, now: float, keys: Collection[int], tenants: Collection[str]) -> list[StoredBatch]:
-        """Return batches in progress, newest first, whose time is over or that are of these keys or
+        """Return batches in progress whose time is over, all of these keys, and the newest of each of these
         tenants."""
+        newest = """SELECT (SELECT id FROM batches WHERE status = 'in_progress' AND tenant = value
+            ORDER BY created DESC LIMIT 1) FROM json_each(?)"""
         query = f"""{_BATCH} AND status = 'in_progress' AND (json_extract(details, '$.expires_at') <= ?
-            OR key_id IN (SELECT value FROM json_each(?)) OR tenant IN (SELECT value FROM json_each(?)))
-            ORDER BY created DESC"""
+            OR key_id IN (SELECT value FROM json_each(?)) OR id IN ({newest}))"""
         values = (now, orjson.dumps(list(keys)).decode(), orjson.dumps(list(tenants)).decode())
         return [_batch(row) for row in self._db.execute(query, values)]
 
