@@ -80,9 +80,8 @@ class _Admission:
             return None
         ahead += self._queue.tokens_ahead(request.priority_class, request.tenant)
         wait_s = self._forecast.seconds(prefills, ahead, len(request.prompt_token_ids))
-        allowed_s = min(
-            request.deadline - now, self._limits.ttft_slo_s.get(request.priority_class, float("inf"))
-        )
+        slo_s = self._limits.ttft_slo_s.get(request.priority_class, float("inf"))
+        allowed_s = max(0.0, min(request.deadline - now, slo_s))
         if wait_s is None or wait_s <= allowed_s:
             return None
         self.num_refused_early += 1

@@ -35,6 +35,8 @@ def test_a_deadline_is_an_objective_too() -> None:
     (refused,) = ends(bench.submit("late", deadline=1.0))
     assert refused.error == "overloaded"
     assert not ends(bench.submit("later", deadline=5.0))
+    (over,) = ends(bench.submit("over", deadline=-0.1))
+    assert ", and 0 s are allowed" in over.message
 
 
 def test_nobody_is_refused_by_a_forecast_that_nobody_can_make() -> None:
