@@ -91,19 +91,16 @@ class LifecycleDispatcher:
         self._carry_out(self._core.cancel(request_id, self._timers.now()))
 
     def drain(self, worker_id: str, timeout_s: float | None) -> dict[str, object] | None:
-        """Have a worker leave. Return what it holds, JSON-ready; None: there is no such worker."""
-        worker, actions = self._core.drain(worker_id, timeout_s)
+        """Have a worker or a process of several roles leave. Return what it holds, JSON-ready; None: there is
+        no such worker."""
+        workers, actions = self._core.drain(worker_id, timeout_s)
         self._carry_out(actions)
-        if worker is None:
+        if not workers:
             return None
-        held = len(worker.dispatches)
-        self._log.info("%s worker %s is to leave; it holds %d requests", worker.role, worker_id, held)
-        return {
-            "worker_id": worker_id,
-            "role": worker.role,
-            "draining": True,
-            "requests": self._core.request_ids(worker),
-        }
+        roles = " and ".join(worker.role for worker in workers)
+        held = sorted({request_id for worker in workers for request_id in self._core.request_ids(worker)})
+        self._log.info("%s worker %s is to leave; it holds %d requests", roles, worker_id, len(held))
+        return {"worker_id": worker_id, "role": roles, "draining": True, "requests": held}
 
     def flip(self, worker_id: str, role: Role, timeout_s: float | None) -> dict[str, object] | str | None:
         """Have a worker change its role. Return a sentence where it cannot; None: there is no such worker."""

@@ -147,9 +147,9 @@ class Lifecycle:
 
     # --- operators -----------------------------------------------------------------------------------
 
-    def drain(self, worker_id: str, timeout_s: float | None) -> tuple[WorkerRecord | None, list[Action]]:
-        """Have a worker leave: it gets no new work from now on. Return None if there is no such worker."""
-        return self._members.drain(worker_id, timeout_s)
+    def drain(self, name: str, timeout_s: float | None) -> tuple[list[WorkerRecord], list[Action]]:
+        """Have a worker, or every role of a process, leave: they get no new work from now on. Return them."""
+        return self._members.drain(name, timeout_s)
 
     def flip(
         self, name: str, role: Role, timeout_s: float | None, now: float

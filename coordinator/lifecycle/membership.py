@@ -134,14 +134,14 @@ class Membership:
 
     # --- coming and going ------------------------------------------------------------------------------
 
-    def drain(self, worker_id: str, timeout_s: float | None) -> tuple[WorkerRecord | None, list[Action]]:
-        """Have a worker leave: it gets no new work from now on. Return None if there is no such worker."""
-        worker = next((w for w in self._pools.workers.values() if w.hello.worker_id == worker_id), None)
-        if worker is None:
-            return None, []
+    def drain(self, name: str, timeout_s: float | None) -> tuple[list[WorkerRecord], list[Action]]:
+        """Have a worker, or every role of a process, leave: they get no new work from now on. Return them."""
+        workers = self._pools.workers.values()
+        leaving = [w for w in workers if name and name in (w.hello.process, w.hello.worker_id)]
         order = Drain(coordinator=self._incarnation, timeout_s=timeout_s)
-        self._pools.close(worker, order)
-        return worker, [Send(worker.id, order)]
+        for worker in leaving:
+            self._pools.close(worker, order)
+        return leaving, [Send(worker.id, order) for worker in leaving]
 
     def check(self, now: float) -> list[Action]:
         """Give up dead workers, and send to silent ones: whether a worker can be reached shows in sending."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.lifecycle_bench import Bench, ends, sent, tokens
 
-from splitserve.coordinator.lifecycle.actions import Action
+from splitserve.coordinator.lifecycle.actions import Action, Send
 from splitserve.transport.messages.messages import (
     Cancel,
     Drain,
@@ -176,12 +176,23 @@ def test_without_another_worker_it_runs_on_and_what_is_given_back_waits_for_the_
 
 def test_an_admin_call_is_repeated_until_the_worker_has_heard() -> None:
     bench = running()
-    worker, actions = bench.core.drain("d", 4.0)
-    assert worker is not None
+    (worker,), actions = bench.core.drain("d", 4.0)
+    assert worker.id == ("d", 1)
     assert [d.timeout_s for d in sent(actions, Drain)] == [4.0]
     assert len(sent(bench.load("d", [1]), Drain)) == 1
     assert not sent(leaving(bench), Drain)
-    assert bench.core.drain("nobody", None) == (None, [])
+    assert bench.core.drain("nobody", None) == ([], [])
+    assert bench.core.drain("", None) == ([], []), "most workers' processes have no name"
+
+
+def test_a_mixed_process_drains_by_its_own_name() -> None:
+    bench = Bench()
+    for role in ("prefill", "decode"):
+        bench.hello(f"m:{role}", role, process="m", mixed=True)
+    leaving, actions = bench.core.drain("m", None)
+    assert [w.id for w in leaving] == [("m:prefill", 1), ("m:decode", 1)]
+    assert [a.worker[0] for a in actions if isinstance(a, Send)] == ["m:prefill", "m:decode"]
+    assert [w.id for w in bench.core.pools.workers.values() if not w.draining] == [("p", 1), ("d", 1)]
 
 
 def test_at_most_a_few_stand_still_at_once() -> None:
