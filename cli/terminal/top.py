@@ -61,12 +61,12 @@ class Feed:
             state: dict[str, Any] = response.json()
         except httpx.HTTPError as error:
             raise CommandError(
-                f"no answer from {self._client.base_url} ({error or type(error).__name__}); is "
-                "`splitserve up` running?"
+                f"no answer from {self._client.base_url} ({error or type(error).__name__}); does a "
+                "coordinator run there? --url names another one"
             ) from error
         except ValueError as error:
             raise CommandError(
-                f"{self._client.base_url} answers, but is no splitserve coordinator"
+                f"{self._client.base_url} answers, but is no splitserve coordinator: --url names another"
             ) from error
         if response.status_code != 200:
             raise CommandError(

@@ -19,13 +19,11 @@ class ClientGone(Exception):
 def check_headers(headers: Mapping[bytes, bytes], max_bytes: int) -> None:
     """Raises BodyTooLarge as soon as the size is announced, UnsupportedMediaType where the body is
     compressed."""
-    announced = headers.get(b"content-length")
-    if announced is not None and (not announced.isdigit() or int(announced) > max_bytes):
-        raise (
-            BodyTooLarge(max_bytes)
-            if announced.isdigit()
-            else InvalidRequest("Content-Length must be a number.")
-        )
+    announced = headers.get(b"content-length", b"0")
+    if not announced.isdigit():
+        raise InvalidRequest("Content-Length must be a number.")
+    if int(announced) > max_bytes:
+        raise BodyTooLarge(max_bytes)
     encoding = headers.get(b"content-encoding", b"identity")
     if encoding.lower() != b"identity":
         raise UnsupportedMediaType(
@@ -49,7 +47,7 @@ def check_is_own(headers: Mapping[bytes, bytes]) -> None:
     """Raises Forbidden where a browser states that another site's page sends this, and hides which. (The
     access gate checks an ``Origin``.)"""
     if b"origin" not in headers and headers.get(b"sec-fetch-site") in (b"cross-site", b"same-site"):
-        message = "Web pages of other origins may not use this server without an Origin header."
+        message = "Web pages of other origins need an Origin header here: fetch with mode 'cors'."
         raise Forbidden(message, code="origin_not_allowed")
 
 

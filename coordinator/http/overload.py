@@ -189,11 +189,8 @@ class Overload:
         connection = next(iter(self._sending))
         del self._sending[connection]
         self._count(what, "sending_ended")
-        connection.shed(
-            Unavailable(
-                "The server holds too many unfinished requests; this one was given up.", retry_after_s=1
-            )
-        )
+        error = "The server holds too many unfinished requests; send this one again."
+        connection.shed(Unavailable(error, retry_after_s=1))
         return True
 
     def _count(self, what: Resource, action: Action) -> None:

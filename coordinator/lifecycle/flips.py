@@ -55,7 +55,7 @@ class Flips:
         if not known:
             return None, []
         if worker is None:
-            return f"{name} leaves", []
+            return f"{name} drains and ends; once it is back it can change its role", []
         if reason := self._obstacle(worker, role):
             return reason, []
         process = worker.hello.process
@@ -82,7 +82,7 @@ class Flips:
         if worker.is_mixed:
             return f"{name} is a mixed worker: it is of both roles already"
         if worker.hello.home and not self._halves(worker):
-            return f"{name} comes or leaves"
+            return f"{name} starts or drains; try again once it is back"
         if not worker.hello.home and (
             name in self.under_way
             or any(w.hello.process == name and w is not worker for w in pools.workers.values())

@@ -133,13 +133,13 @@ class _Connection:
         if endpoint is None:
             raise WrongField("endpoint", f"must be one of {', '.join(ENDPOINTS)}")
         if id in self._calls:
-            raise WrongField("id", f"a request {id!r} is running")
+            raise WrongField("id", f"a request {id!r} is running; give each another id")
         if len(self._calls) >= MAX_RUNNING:
-            raise InvalidRequest(f"At most {MAX_RUNNING} requests may run on one connection.")
+            raise InvalidRequest(f"At most {MAX_RUNNING} requests may run on one connection; open another.")
         listener = _Listener(self, id)
         body = with_stream(message.get("body")) if body is None else body
         if (account := self._generation.directory.account_of_key(self._account.key_id)) is None:
-            raise Unauthorized("The API key of this connection does not open any more.")
+            raise Unauthorized("This connection's API key was revoked or has expired; connect with another.")
         call = InnerCall(self._generation, endpoint, body, account, listener, {})
         self._calls[id] = call
         call.begin()

@@ -147,14 +147,10 @@ class TenantStore:
     def set_tenant(self, name: str, *, tier: str | None = None, shared_cache: str | None = None) -> None:
         """Makes or changes a tenant. ``shared_cache``: the group whose tenants share one prefix cache on
         purpose; empty: none. Raises Unknown."""
-        if (
-            tier is not None
-            and not self._db.execute("SELECT 1 FROM tiers WHERE name = ?", (tier,)).fetchone()
-        ):
-            known = ", ".join(row["name"] for row in self.tiers())
-            raise Unknown(
-                f"there is no tier {tier!r}; there are {known}, and `splitserve keys tier` makes more", "tier"
-            )
+        known = [row["name"] for row in self.tiers()]
+        if tier is not None and tier not in known:
+            more = "`splitserve keys tier` makes more"
+            raise Unknown(f"there is no tier {tier!r}; there are {', '.join(known)}, and {more}", "tier")
         row = (name, tier or "standard", secrets.token_bytes(SALT_BYTES), time.time())
         self._db.execute("INSERT OR IGNORE INTO tenants (name, tier, salt, created) VALUES (?, ?, ?, ?)", row)
         if tier is not None:
@@ -184,7 +180,7 @@ class TenantStore:
         """Make a key of an existing tenant. ``expires``: unix seconds. Raises Unknown."""
         found = self._db.execute("SELECT id FROM tenants WHERE name = ?", (tenant,)).fetchone()
         if found is None:
-            raise Unknown(f"there is no tenant {tenant!r}", "tenant")
+            raise Unknown(f"there is no tenant {tenant!r}; `splitserve keys tenant` makes one", "tenant")
         key = new_key()
         row = (found["id"], name, digest_of(key.encode()), hint_of(key), time.time(), expires)
         query = "INSERT INTO keys (tenant_id, name, digest, hint, created, expires) VALUES (?, ?, ?, ?, ?, ?)"
@@ -225,10 +221,8 @@ class TenantStore:
         return {row["digest"]: _account(row) for row in self._db.execute(query, (now,))}
 
     def _key(self, key: str) -> sqlite3.Row:
-        query = (
-            "SELECT k.*, t.name AS tenant FROM keys k JOIN tenants t ON t.id = k.tenant_id WHERE "
-            "'key_' || k.id = ?"
-        )
+        query = """SELECT k.*, t.name AS tenant FROM keys k JOIN tenants t ON t.id = k.tenant_id
+            WHERE 'key_' || k.id = ?"""
         found: sqlite3.Row | None = self._db.execute(query, (key,)).fetchone()
         if found is None:
             raise Unknown(f"there is no key {key!r}; `splitserve keys list` shows them", "key")

@@ -63,10 +63,7 @@ class Access:
             return
         name = _readable(origin)
         raise Forbidden(
-            (
-                f"Web pages of the origin {name!r} may not use this server; `--allowed-origins {name}` "
-                "lets them."
-            ),
+            f"Web pages of origin {name!r} may not use this server; `--allowed-origins {name}` lets them.",
             code="origin_not_allowed",
         )
 

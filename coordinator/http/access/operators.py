@@ -38,10 +38,12 @@ SESSION_S = 7 * 86_400
 TOKEN_S = 3600
 MAX_BODY_BYTES = 4096
 HEADERS = {"cache-control": "no-store", "referrer-policy": "no-referrer"}
+WHERE = "It is in the coordinator's --admin-key-file, else in the file that its log or `splitserve up` names."
 MISSING = (
-    "This is for operators: send the admin key as `Authorization: Bearer KEY`. The key is in the file of "
-    "--admin-key-file; without that option, in the file that `splitserve up` or the coordinator's log names."
+    "This is for operators: send the admin key as `Authorization: Bearer KEY`, or give the command its file "
+    f"by --admin-key-file. {WHERE}"
 )
+WRONG = f"This is not the admin key. {WHERE}"
 
 
 class LoginBody(BaseModel):
@@ -80,7 +82,7 @@ class Operators:
         given = bearer(request.headers.get("authorization", "").encode("latin-1"))
         if given:
             if not hmac.compare_digest(given, self._key):
-                raise Unauthorized("This is not the admin key.")
+                raise Unauthorized(WRONG)
         elif not safe or not self._is_valid("session", request.cookies.get(self._cookie, "")):
             raise Unauthorized(MISSING)
 
@@ -96,7 +98,7 @@ class Operators:
         body = await read_body(dict(request.scope["headers"]), request.receive, MAX_BODY_BYTES)
         key = validated(LoginBody, body).key
         if not hmac.compare_digest(key.strip().encode(), self._key):
-            raise Unauthorized("This is not the admin key.")
+            raise Unauthorized(WRONG)
         return self._with_session(request, Response(status_code=204, headers=HEADERS))
 
     async def _by_token(self, request: Request) -> Response:

@@ -51,4 +51,4 @@ class TlsFiles:
 
 def _no_password() -> str:
     """Called for a key that is encrypted; else OpenSSL would ask on the terminal."""
-    raise ValueError("a private key that is encrypted cannot be used: nobody is there to type its password")
+    raise ValueError("an encrypted private key cannot be used: `openssl pkey -in KEY -out NEW` decrypts it")

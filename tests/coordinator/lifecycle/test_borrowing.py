@@ -237,4 +237,4 @@ def test_it_is_not_flipped_if_it_is_the_last_or_only_half_here(name: str, role: 
     assert isinstance(reason, str)
     assert "is the last" in reason
     bench.send(f"{name}:{role}", Goodbye(worker_id=f"{name}:{role}", incarnation=1))
-    assert bench.core.flip(name, role, None, 0.0)[0] == f"{name} comes or leaves"
+    assert bench.core.flip(name, role, None, 0.0)[0] == f"{name} starts or drains; try again once it is back"

@@ -78,7 +78,7 @@ def test_a_change_from_the_order_to_its_end() -> None:
     assert sent(bench.load("w1:decode", []), Flip) == [reported], "it is said until it is heeded"
     assert sent(bench.load("w1:decode", [], draining=True), Flip) == []
     again = order(bench, "w1", "prefill")
-    assert again == "w1 leaves"
+    assert again == "w1 drains and ends; once it is back it can change its role"
     bench.now = 0.1
     bench.hello("w1:prefill", "prefill", process="w1")
     assert order(bench, "w1", "decode") == "w1 is changing its role already"
