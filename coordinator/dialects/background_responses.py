@@ -23,7 +23,7 @@ from .chat_stream import ChatStream
 from .responses_events import FINAL, ResponseAnswer
 from .responses_items import Item
 from .routes import EVENT_STREAM, Dialect, Event, events_of
-from .stored_response import ResponseStore, Stored
+from .stored_response import RUNNING, ResponseStore, Stored
 
 WRITE_EVERY_S = 0.05
 LOOK_EVERY_S = 0.2
@@ -38,8 +38,7 @@ class BackgroundResponses:
 
     def __init__(self, dialect: Dialect, store: ResponseStore | None) -> None:
         self._dialect, self._store = dialect, store
-        self._running: dict[str, asyncio.Task[None]] = {}
-        self._written: dict[str, asyncio.Event] = {}  # set when events of a response were written
+        self._running: dict[str, tuple[asyncio.Task[None], _Run]] = {}
 
     async def begin(
         self,
@@ -61,9 +60,9 @@ class BackgroundResponses:
         first = json_response(answer.response)
         stored = Stored(id, dict(answer.response), list(items), None, True)
         answer.response["status"] = "in_progress"
-        self._written[id] = asyncio.Event()
-        run = _Run(self._store, account, answer, items, deadline, self._written[id])
-        self._running[id] = task = asyncio.create_task(run.run(self._dialect, headers, chat))
+        run = _Run(self._store, account, answer, items, deadline)
+        task = asyncio.create_task(run.run(self._dialect, headers, chat))
+        self._running[id] = task, run
         task.add_done_callback(lambda _: self._over(id))
         return self.resume(account.tenant, stored, -1) if streamed else first
 
@@ -76,23 +75,23 @@ class BackgroundResponses:
 
     def look(self, id: str) -> None:
         """Look at once whether a response was cancelled."""
-        if (task := self._running.get(id)) is not None:
-            task.cancel()
+        if (running := self._running.get(id)) is not None:
+            running[0].cancel()
 
     async def stop(self) -> None:
-        """End all that run here: they have failed."""
-        for task in list(self._running.values()):
-            task.cancel()
-        await asyncio.gather(*self._running.values(), return_exceptions=True)
+        """End all that run here: they have failed, except those whose end is being written."""
+        for task, run in self._running.values():
+            if run.answer.response["status"] in RUNNING:
+                task.cancel()
+        await asyncio.gather(*[task for task, _ in self._running.values()], return_exceptions=True)
 
     def _over(self, id: str) -> None:
-        self._running.pop(id, None)
-        self._written.pop(id).set()
+        self._running.pop(id)[1].written.set()
 
     async def _events(self, tenant: str, id: str, after: int) -> AsyncIterator[bytes]:
         assert self._store is not None
         while True:
-            written = self._written.get(id)
+            written = self._running[id][1].written if id in self._running else None
             if written is not None:
                 written.clear()
             running = (await self._store.found(tenant, id)).running
@@ -120,16 +119,15 @@ class _Run:
         answer: ResponseAnswer,
         items: Sequence[Item],
         deadline: float,
-        written: asyncio.Event,
     ) -> None:
-        self._store, self._account, self._answer, self._items = store, account, answer, items
-        self._deadline, self._written = deadline, written
+        self.answer, self.written = answer, asyncio.Event()  # set when events were written
+        self._store, self._account, self._items, self._deadline = store, account, items, deadline
         self._new: list[Event] = []
         self._write_at = 0.0
 
     async def run(self, dialect: Dialect, headers: Mapping[bytes, bytes], chat: dict[str, Any]) -> None:
         """Run it to its end, or until it is cancelled."""
-        id = self._answer.response["id"]
+        id = self.answer.response["id"]
         try:
             await self._generate(ChatStream(dialect.generation, self._account, headers, chat))
         except asyncio.CancelledError:
@@ -146,7 +144,7 @@ class _Run:
     async def _generate(self, stream: ChatStream) -> None:
         try:
             await stream.begin()
-            async for event in events_of(stream, self._answer):
+            async for event in events_of(stream, self.answer):
                 self._new.append(event)
                 if not await self._write(last=event["type"] in FINAL):
                     return
@@ -154,7 +152,7 @@ class _Run:
             stream.abandon()
 
     async def _fail(self, error: ApiError) -> None:
-        self._new += self._answer.fail(error)
+        self._new += self.answer.fail(error)
         await self._write(last=True)
 
     async def _write(self, *, last: bool) -> bool:
@@ -162,21 +160,20 @@ class _Run:
         if not last and time.monotonic() < self._write_at:
             return True
         self._write_at = time.monotonic() + WRITE_EVERY_S
-        new, self._new = self._new, []
         for tries_left in reversed(range(LAST_TRIES if last else 1)):
             try:
                 going_on = await self._store.save(
                     self._account.tenant,
-                    self._answer.response,
+                    self.answer.response,
                     self._items,
                     deadline=self._deadline,
-                    events=new,
+                    events=self._new,
                 )
-                self._written.set()
+                self._new = []  # not before: a write that fails or is cancelled is done once more
+                self.written.set()
                 return going_on
             except (StorageFull, Unavailable) as error:
-                _log.error("%s is not stored: %s", self._answer.response["id"], error)
-                self._new = new  # once more, with those to come
+                _log.error("%s is not stored: %s", self.answer.response["id"], error)
                 if tries_left:
                     await asyncio.sleep(TRY_AGAIN_S)
         return not last

@@ -51,6 +51,7 @@ INSERT = """INSERT INTO responses (response, status, deadline, id, tenant, creat
 UPDATE = """UPDATE responses SET response = ?1, status = ?2, deadline = ?3,
     bytes = bytes + length(?1) - length(response) WHERE id = ?4 AND status IN (?5, ?6)"""
 ADD_ITEM = "INSERT OR IGNORE INTO items VALUES (?, ?, ?)"
+ADD_EVENT = ADD_ITEM.replace("items", "events")
 DELETE_OLDEST = """DELETE FROM responses WHERE id IN
     (SELECT id FROM responses WHERE {} ORDER BY created LIMIT {})"""
 PRUNE_EVERY_S = 600.0
@@ -112,8 +113,7 @@ class SqliteResponses:
             elif not db.execute(UPDATE, (*row, response["id"], *RUNNING)).rowcount:
                 return False
             more = sum([len(row[2]) * db.execute(ADD_ITEM, row).rowcount for row in items])
-            db.executemany("INSERT INTO events VALUES (?, ?, ?)", kept)
-            more += sum([len(row[2]) for row in kept])
+            more += sum([len(row[2]) * db.execute(ADD_EVENT, row).rowcount for row in kept])
             db.execute("UPDATE responses SET bytes = bytes + ? WHERE id = ?", (more, response["id"]))
             if max_bytes is not None:
                 _make_room(db, tenant, response["id"], max_bytes)

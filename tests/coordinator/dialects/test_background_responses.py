@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import threading
 from typing import Any
 
+import pytest
 from openai import AsyncOpenAI
 from support.http_fakes import ANSWER, FakeDispatcher
 
 from splitserve.coordinator.dialects.responses_body import ResponsesRequest
-from splitserve.coordinator.dialects.responses_events import ResponseAnswer
+from splitserve.coordinator.dialects.responses_events import FINAL, Event, ResponseAnswer
+from splitserve.coordinator.dialects.responses_store import SqliteResponses
 from splitserve.coordinator.dialects.stored_response import ResponseStore
+from splitserve.coordinator.lifecycle.request import Ended
+from splitserve.coordinator.server import HttpServer
 
 ASKED: Any = {"model": "tiny", "input": "Hi!", "temperature": 0}
 
@@ -68,3 +74,47 @@ async def test_one_that_its_process_left_behind_has_failed(store: ResponseStore,
     await store.save("", left, [], deadline=1.0)
     response = await client.responses.retrieve("resp_left")
     assert (response.status, response.error is None) == ("failed", False)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    ("unwritten", "status"),
+    [
+        ("response.output_text.delta", "failed"),
+        ("response.completed", "completed"),
+        ("response.failed", "failed"),
+    ],
+)
+async def test_a_stop_loses_no_event_that_waits_to_be_written(
+    client: AsyncOpenAI,
+    server: HttpServer,
+    dispatcher: FakeDispatcher,
+    store: SqliteResponses,
+    monkeypatch: pytest.MonkeyPatch,
+    unwritten: str,
+    status: str,
+) -> None:
+    """The store is busy, as with many responses that run."""
+    dispatcher.step_s = 0.01  # many writes
+    if unwritten == "response.failed":
+        dispatcher.fail_after = (5, Ended(error="failed"))
+    disk, waiting, save = threading.Event(), asyncio.Event(), store.save
+
+    async def slow_save(*stored: Any, events: list[Event] = [], **more: Any) -> bool:  # noqa: B006
+        if not waiting.is_set() and any(event["type"] == unwritten for event in events):
+            store._thread.submit(disk.wait, 10)
+            waiting.set()
+        return await save(*stored, events=events, **more)
+
+    monkeypatch.setattr(store, "save", slow_save)
+    id = (await client.responses.create(background=True, **ASKED)).id
+    await waiting.wait()
+    stopping = asyncio.create_task(server.app.responses.background.stop())
+    await asyncio.sleep(0)  # it has begun
+    await asyncio.sleep(0)  # what it cancels knows
+    disk.set()
+    await stopping
+    assert (await store.found("", id)).response["status"] == status
+    events = [json.loads(event) for event in await store.events(id, -1)]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert [e["type"] for e in events if e["type"] in FINAL] == [events[-1]["type"]] == [f"response.{status}"]
