@@ -130,10 +130,10 @@ class LineRunner:
         return None
 
     async def _keep(self, work: Callable[[BatchStore], None]) -> None:
-        """An answer is computed and metered once: it waits here for space."""
+        """An answer is computed and metered once: it waits here for space, and is stored though this ends."""
         while True:
             try:
-                return await self._owner.call(work)
+                return await asyncio.shield(self._owner.call(work))
             except StorageFull as error:
                 self._owner.failures.note("running batches", error)
             await asyncio.sleep(STORE_AGAIN_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +13,10 @@ from typing import Any, TypeVar
 from support.batch_server import CHAT, add_file, serving
 from support.http_fakes import FakeDispatcher
 
-from splitserve.coordinator.batch.asking import Asking
+from splitserve.coordinator.batch.asking import Answer, Asking
 from splitserve.coordinator.batch.line_runner import LineRunner
 from splitserve.coordinator.batch.lines import Line
+from splitserve.coordinator.batch.runner import BatchOptions, BatchRunner
 from splitserve.coordinator.batch.store import BatchStore
 from splitserve.coordinator.listeners import ListenerFailures
 from splitserve.coordinator.server import HttpApp
@@ -79,3 +81,33 @@ async def test_one_whose_last_answer_an_earlier_version_stored_is_ended(
             while (await client.batches.retrieve(id)).status != "completed":
                 await asyncio.sleep(0.01)
     assert not dispatcher.requests
+
+
+async def test_an_answer_that_waits_to_be_stored_is_stored_though_the_server_stops(
+    dispatcher: FakeDispatcher, model: ServedModel, tmp_path: Path
+) -> None:
+    """It was computed and metered again."""
+    path, disk, waiting = tmp_path / "batches.db", threading.Event(), asyncio.Event()
+    store = BatchStore(path)
+    id = batch_of(store, 1)
+    store.close()
+
+    class OnABusyDisk(Asking):
+        async def ask(self, *asked: Any) -> Answer:
+            answer = await super().ask(*asked)
+            runner._thread.submit(disk.wait, 10)
+            asyncio.get_running_loop().call_soon(waiting.set)
+            return answer
+
+    asking = OnABusyDisk(HttpApp(dispatcher, model).generation, {})
+    runner = BatchRunner(BatchOptions(path), asking, Everyone())
+    runner.start()
+    await waiting.wait()
+    stopping = asyncio.create_task(runner.stop())
+    await asyncio.sleep(0)  # it has begun
+    await asyncio.sleep(0)  # what it cancels knows
+    disk.set()
+    await stopping
+    store = BatchStore(path)
+    assert store.counts(id).completed == 1
+    store.close()
