@@ -174,6 +174,7 @@ class HttpApp:
             await asyncio.sleep(POLL_S)
         for exchange in list(api.open.values()):
             exchange.fail(refusal, stopping=True)
+        await asyncio.sleep(0)  # WebSockets send their clients these errors
 
 
 def app_of(

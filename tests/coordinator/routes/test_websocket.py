@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from functools import partial
@@ -128,6 +129,24 @@ async def test_cancelled_and_gone(socket: ClientConnection, dispatcher: FakeDisp
     assert len(dispatcher.cancelled) == 1
     await socket.close()
     await dispatcher.until(lambda: len(dispatcher.cancelled) == 2)
+
+
+async def test_a_server_that_stops_ends_each_request_before_the_connection(
+    socket: ClientConnection, server: HttpServer, dispatcher: FakeDispatcher
+) -> None:
+    """It sent nothing but the Close."""
+    await send(socket, id="a", body=BODY)
+    await receive(socket)  # it has begun
+    dispatcher.hold = True
+    await send(socket, id="b", body={**BODY, "stream": False})
+    while len(dispatcher.requests) < 2:
+        await asyncio.sleep(0.01)
+    await server.stop(grace_s=0)
+    received = await until_done(socket, "a", "b")
+    assert [messages[-1].get("status") for messages in received.values()] == [None, 503]
+    assert received["a"][-1]["event"]["error"]["message"] == received["b"][-1]["error"]["message"]
+    with pytest.raises(ConnectionClosed):
+        await receive(socket)
 
 
 async def test_other_paths_are_no_websockets(server: HttpServer) -> None:
