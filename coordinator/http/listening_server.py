@@ -105,7 +105,8 @@ class ListeningServer(uvicorn.Server):
         self.servers[0].close()
         self._socket.close()
         for connection in tuple(self.server_state.connections):
-            connection.shutdown()
+            if not connection.transport.is_closing():  # uvicorn's WebSocket would raise
+                connection.shutdown()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GRACE_S):
                 while self.server_state.connections or self.server_state.tasks:

@@ -6,6 +6,8 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from functools import partial
+from socket import SO_RCVBUF, SO_SNDBUF, SOL_SOCKET
+from socket import socket as Socket
 from typing import Any
 
 import httpx
@@ -147,6 +149,35 @@ async def test_a_server_that_stops_ends_each_request_before_the_connection(
     assert received["a"][-1]["event"]["error"]["message"] == received["b"][-1]["error"]["message"]
     with pytest.raises(ConnectionClosed):
         await receive(socket)
+
+
+@pytest.mark.timeout(60)
+async def test_a_server_stops_while_a_client_that_does_not_read_closes(
+    dispatcher: FakeDispatcher, model: ServedModel
+) -> None:
+    """The stop broke off with InvalidState: other clients' answers had no end."""
+    server = HttpServer(HttpApp(dispatcher, model, AppParts(system=dispatcher.system)))
+    server._socket.setsockopt(SOL_SOCKET, SO_SNDBUF, 4096)
+    await server.start()
+    with Socket() as client:
+        client.setsockopt(SOL_SOCKET, SO_RCVBUF, 2048)
+        client.connect(("127.0.0.1", server.port))
+        head = "GET /v1/stream HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
+        more = "sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+        body = {**BODY, "n": 8, "max_tokens": 200, "ignore_eos": True}
+        text, unmasked = json.dumps({"id": "a", "body": body}).encode(), bytes(4)
+        client.sendall((head + more).encode())
+        assert (await asyncio.to_thread(client.recv, 12)).endswith(b"101")
+        client.sendall(b"\x81" + bytes([0x80 | 126, *len(text).to_bytes(2)]) + unmasked + text)
+        await dispatcher.until(lambda: bool(dispatcher.requests) and not dispatcher.running)
+        client.sendall(b"\x88\x80" + unmasked)
+        (connection,) = server._server.server_state.connections
+        async with asyncio.timeout(30):
+            while not connection.transport.is_closing():
+                await asyncio.sleep(0.01)
+        stopping = asyncio.create_task(server.stop(grace_s=0))
+        await asyncio.sleep(0.05)
+    await stopping
 
 
 async def test_other_paths_are_no_websockets(server: HttpServer) -> None:
