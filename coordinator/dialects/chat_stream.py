@@ -15,7 +15,7 @@ import orjson
 from starlette.requests import Request
 from starlette.types import Receive
 
-from ..errors import ApiError, DeadlineExceeded, Headers, Overloaded, Unavailable
+from ..errors import ApiError, DeadlineExceeded, Headers, InternalError, Overloaded, Unavailable
 from ..generate.api import GenerationApi
 from ..generate.plan import PLAN_HEADERS
 from ..generate.request_ids import HEADER
@@ -119,6 +119,7 @@ class ChatStream:
         self._ready.set()
         if self._num_waiting_bytes > self._most and not last:
             self._over = True
+            self._chunks.append(EVENT_DATA + InternalError("The answer was read too slowly: cut off.").body())
             asyncio.get_running_loop().call_soon(self.abandon)  # not from within a write
 
 
