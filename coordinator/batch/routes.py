@@ -147,18 +147,18 @@ class BatchRoutes:
 
     async def _content(self, request: Request) -> Response:
         file, tenant = await self._found_file(request), account_of(request).tenant
+        part = partial(BatchStore.content, tenant=tenant, id=file.id)
+        first = await self._runner.call(part)
 
         async def parts() -> AsyncIterator[bytes]:
-            """Yield the content as the client reads it."""
-            at = 0
-            while content := await self._runner.call(
-                partial(BatchStore.content, tenant=tenant, id=file.id, at=at)
-            ):
+            at, content = 0, first
+            while content:
                 at += len(content)
-                yield content
+                yield content  # as the client reads
+                content = await self._runner.call(partial(part, at=at)) if at < file.num_bytes else b""
 
-        headers = {"content-length": str(file.num_bytes)}
-        return StreamingResponse(parts(), 200, headers, "application/octet-stream")
+        length = str(file.num_bytes)
+        return StreamingResponse(parts(), 200, {"content-length": length}, "application/octet-stream")
 
     async def _delete_file(self, request: Request) -> Response:
         file, tenant = await self._found_file(request), account_of(request).tenant

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sqlite3
 from collections.abc import AsyncIterator
@@ -183,3 +184,32 @@ async def test_an_upload_is_refused_while_the_last_streams_end(
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
     assert "shutting down" in answer.text
     await server.stop(grace_s=0)
+
+
+async def test_a_file_of_one_part_is_sent_though_the_server_stops(
+    dispatcher: FakeDispatcher,
+    model: ServedModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its end was asked for once more, with a traceback in the log."""
+    batches = BatchOptions(tmp_path / "batches.db")
+    app = HttpApp(dispatcher, model, AppParts(HttpLimits(), dispatcher.system, batches=batches))
+    server = HttpServer(app)
+    await server.start()
+    assert app.batches is not None
+    stopped, content_of, loop = app.batches.stop, BatchStore.content, asyncio.get_running_loop()
+
+    def then_stop(store: BatchStore, tenant: str, id: str, at: int = 0) -> bytes | None:
+        if at == 0:
+            loop.call_soon_threadsafe(lambda: loop.create_task(stopped()))
+        return content_of(store, tenant, id, at)
+
+    monkeypatch.setattr(BatchStore, "content", then_stop)
+    url = f"http://127.0.0.1:{server.port}/v1/files"
+    async with httpx.AsyncClient(verify=False, timeout=60) as http:
+        file = await http.post(url, files={"file": ("in.jsonl", b"abc")}, data={"purpose": "batch"})
+        answer = await http.get(f"{url}/{file.json()['id']}/content")
+    await server.stop(grace_s=0)
+    assert (answer.status_code, answer.content, caplog.records) == (200, b"abc", [])
