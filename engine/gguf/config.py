@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from ..errors import ModelConfigError
 from ..model.families import FAMILIES, TensorNames
 from ..model.gguf_types import BLOCKS
+from ..model.rope_config import yarn_factor
 from .file import GgufFile
 
 
@@ -54,7 +55,7 @@ OPTIONAL = {
     "rope_local_base_freq": "rope.freq_base_swa", "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping", "attention_multiplier": "attention.scale",
     "embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale",
-    "logits_scaling": "logit_scale",
+    "logits_scaling": "logit_scale", "is_causal": "attention.causal",
 }  # fmt: skip
 ENDS = (
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>",
@@ -82,7 +83,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     config["tie_word_embeddings"] = "output.weight" not in tensors
     config["attention_bias"] = "blk.0.attn_q.bias" in tensors
     config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
-    config |= _rope(file, head_dim) | _gemma(file, config)
+    config |= _rope(file, head_dim) | _windows(file, config) | _gemma(file, config)
     if architecture.side_by_side:
         config["rope_interleave"] = True
     if types := _types(file, architecture.family):
@@ -119,7 +120,8 @@ def _name(name: str, names: TensorNames) -> str:
 def _architecture(file: GgufFile) -> Architecture:
     name = file.architecture
     if name in ARCHITECTURES and not file.own("expert_count"):
-        return ARCHITECTURES[name]
+        windows = name == "olmo2" and file.own("attention.sliding_window")  # the name is OLMo 3's, too
+        return Architecture("Olmo3ForCausalLM") if windows else ARCHITECTURES[name]
     experts = file.own("expert_count")
     missing = ": experts are not read from GGUF; take the model's safetensors" if experts else ""
     nearest = get_close_matches(name, ARCHITECTURES, n=1, cutoff=0.0)
@@ -143,26 +145,45 @@ def _single(file: GgufFile, key: str, value: Any) -> Any:
 def _rope(file: GgufFile, head_dim: int) -> dict[str, Any]:
     """Rotated numbers and scaling. Llama 3's factors are a tensor, which is read as LongRoPE's."""
     found: dict[str, Any] = {"partial_rotary_factor": file.own("rope.dimension_count", head_dim) / head_dim}
-    original = file.own("rope.scaling.original_context_length")
-    kind, scaling = file.own("rope.scaling.type", "none"), dict[str, Any]()
+    kind, scaling = file.own("rope.scaling.type", "linear"), dict[str, Any]()
+    factor = float(file.own("rope.scaling.factor", file.own("rope.scale_linear", 1.0)) or 1.0)
     attention = file.own("rope.scaling.attn_factor")
-    if FACTORS[0] in file.tensors:
-        factors = file.floats(FACTORS[0])
-        scaling = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
-        attention = 1.0
-    elif FACTORS[1] in file.tensors:
-        short, long = file.floats(FACTORS[1]), file.floats(FACTORS[2])
+    names = [name for name in FACTORS if name in file.tensors]
+    if kind not in ("none", "linear", "yarn", "longrope") or (names and factor != 1 and kind != "none"):
+        beside = " beside a tensor of factors" if names else ""
+        raise ModelConfigError(f"{file.path}: rope scaling {kind!r:.100}{beside} is not supported")
+    if names:
+        short, long = file.floats(names[0]), file.floats(names[-1])
         scaling = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
-    elif kind in ("linear", "yarn"):
-        scaling = {"rope_type": kind, "factor": file.own("rope.scaling.factor")}
+        attention = 1.0 if names[0] == FACTORS[0] else attention
+    elif kind == "yarn":
+        scaling = {"rope_type": kind, "factor": factor}
         for name in ("beta_fast", "beta_slow"):
             scaling[name] = file.own(f"rope.scaling.yarn_{name}")
-    elif kind != "none":
-        raise ModelConfigError(f"{file.path}: rope scaling {kind!r:.100} is not supported")
+        given = file.own("rope.scaling.yarn_attn_factor", 1.0)  # 1: often of a key that transformers ignores
+        attention = (attention or 1.0) * (yarn_factor(factor) if given == 1 else given)
+    elif kind == "linear" and factor != 1:
+        scaling = {"rope_type": kind, "factor": factor}
     if not scaling:
         return found
+    original = file.own("rope.scaling.original_context_length")
     scaling |= {"attention_factor": attention, "original_max_position_embeddings": original}
     return found | {"rope_scaling": {key: value for key, value in scaling.items() if value is not None}}
+
+
+def _windows(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    """Which layers have a window. OLMo 3 scales the other layers' frequencies only."""
+    found: dict[str, Any] = {}
+    pattern = file.own("attention.sliding_window_pattern")
+    if isinstance(pattern, int):
+        found["sliding_window_pattern"] = pattern
+    elif pattern is not None:
+        found["layer_types"] = ["sliding_attention" if local else "full_attention" for local in pattern]
+    if file.architecture == "gemma3" and not config.get("sliding_window"):
+        found["sliding_window_pattern"] = 1
+    if file.architecture == "olmo2" and "rope_theta" in config:
+        found["rope_local_base_freq"] = config.get("rope_local_base_freq", config["rope_theta"])
+    return found
 
 
 def _gemma(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
@@ -172,13 +193,7 @@ def _gemma(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     scale = config["head_dim"]
     if GEMMAS_OF_27B[file.architecture] == config["num_hidden_layers"]:
         scale = config["hidden_size"] // config["num_attention_heads"]
-    found = {"unit_norms": False, "query_pre_attn_scalar": scale}
-    pattern = file.own("attention.sliding_window_pattern")
-    if isinstance(pattern, int):
-        found["sliding_window_pattern"] = pattern
-    elif pattern is not None:
-        found["layer_types"] = ["sliding_attention" if local else "full_attention" for local in pattern]
-    return found
+    return {"unit_norms": False, "query_pre_attn_scalar": scale}
 
 
 def _types(file: GgufFile, family: str) -> dict[str, list[str]]:

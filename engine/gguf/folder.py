@@ -13,7 +13,7 @@ from .config import config_of, names_of
 from .file import GgufFile
 from .tokenizer import tokenizer_config_of, tokenizer_of
 
-FORMAT = 1
+FORMAT = 2
 """Increased whenever the folder's content changes."""
 BESIDE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 """Files that are taken in place of the metadata where they lie beside the GGUF file."""

@@ -46,6 +46,7 @@ GEMMA_3_KEYS = {
     "attention.sliding_window_pattern": [True, False, True],
     "rope.freq_base_swa": 1e3,
 }
+OLMO_3_KEYS = {"attention.sliding_window": 24, "attention.sliding_window_pattern": [True, True, True, False]}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama2": ("llama", {}, {}),
     "llama3": ("llama", {}, {}),
@@ -59,6 +60,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "glm4": ("glm4", {}, {}),
     "granite": ("granite", {}, GRANITE_KEYS),
     "olmo2": ("olmo2", {}, {}),
+    "olmo3": ("olmo2", {}, OLMO_3_KEYS),
     "phi3": ("phi3", {}, {"attention.sliding_window": 24}),
     "phi4_mini": ("phi3", {}, {}),
     "smollm3": ("smollm3", {}, {}),
@@ -219,6 +221,9 @@ def test_what_is_not_served_is_refused_by_name(tmp_path: Path) -> None:
     assert "values of another length than keys" in lengths
     scaling = refused(tmp_path / "scaling", "llama2", **{"rope.scaling.type": "ntk"})
     assert "rope scaling 'ntk' is not supported" in scaling
+    yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+    both = refused(tmp_path / "both", "llama3", **yarn)
+    assert "rope scaling 'yarn' beside a tensor of factors is not supported" in both
 
 
 def write_bare(path: Path, architecture: str, kind: str = "F32", **metadata: int) -> Path:
