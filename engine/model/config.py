@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ...kernels.mixture_shape import Activation
 from ..errors import ModelConfigError
-from .config_values import positive_int
+from .config_values import check_kinds, positive_int
 from .families import FAMILIES, TensorNames
 from .family_rules import Scales
 from .latent_config import LatentConfig, latent_config
@@ -128,6 +128,7 @@ def parse_config(
 ) -> ModelConfig:
     """``modelopt``: its hf_quant_config.json."""
     architecture = _architecture(config)
+    check_kinds(config)
     quantisation = parse_quantisation(config.get("quantization_config") or {}, modelopt or {})
     family = FAMILIES[architecture]
     config = family.config(config)
@@ -186,10 +187,6 @@ def parse_config(
         activation=activation,
         latent=latent,
         mixture=mixture,
-        scales=family.scales(config, head_dim),
-        attention_softcap=float(config.get("attn_logit_softcapping") or 0),
-        logits_softcap=float(config.get("final_logit_softcapping") or 0),
-        sliding_windows=windows,
         ropes=rope_configs(
             config,
             head_dim if latent is None else latent.rotated,
@@ -197,6 +194,10 @@ def parse_config(
             bool(config.get("rope_interleave", family.interleaved_rope)),
             family.windows_only_rope,
         ),
+        scales=family.scales(config, head_dim),
+        attention_softcap=float(config.get("attn_logit_softcapping") or 0),
+        logits_softcap=float(config.get("final_logit_softcapping") or 0),
+        sliding_windows=windows,
         eos_token_ids=_eos_token_ids(config, generation),
         bos_token_id=config.get("bos_token_id"),
         tensors=family.tensors,

@@ -1,4 +1,4 @@
-"""Numbers of a config.json, checked. Free of torch."""
+"""Values of a config.json, checked. Free of torch."""
 
 from __future__ import annotations
 
@@ -7,32 +7,53 @@ from typing import Any
 from ..errors import ModelConfigError
 
 LARGEST = {
-    "vocab_size": 1 << 24,
-    "hidden_size": 1 << 20,
-    "intermediate_size": 1 << 22,
-    "num_hidden_layers": 1024,
-    "num_attention_heads": 4096,
-    "num_key_value_heads": 4096,
-    "head_dim": 1024,
-    "max_position_embeddings": 1 << 24,
-    "sliding_window": 1 << 24,
-    "num_experts": 1 << 14,
-    "num_local_experts": 1 << 14,
-    "num_experts_per_tok": 1 << 10,
-    "n_routed_experts": 1 << 14,
-    "n_group": 1 << 14,
-    "topk_group": 1 << 14,
-    "moe_intermediate_size": 1 << 22,
-    "shared_expert_intermediate_size": 1 << 22,
-    "decoder_sparse_step": 1024,
-    "q_lora_rank": 1 << 17,
-    "kv_lora_rank": 1 << 13,
-    "qk_nope_head_dim": 1024,
-    "qk_rope_head_dim": 1024,
-    "v_head_dim": 1024,
-}
+    "vocab_size": 1 << 24, "hidden_size": 1 << 20, "intermediate_size": 1 << 22,
+    "num_hidden_layers": 1024, "num_attention_heads": 4096, "num_key_value_heads": 4096, "head_dim": 1024,
+    "max_position_embeddings": 1 << 24, "sliding_window": 1 << 24, "num_experts": 1 << 14,
+    "num_local_experts": 1 << 14, "num_experts_per_tok": 1 << 10, "n_routed_experts": 1 << 14,
+    "n_group": 1 << 14, "topk_group": 1 << 14, "moe_intermediate_size": 1 << 22,
+    "shared_expert_intermediate_size": 1 << 22, "decoder_sparse_step": 1024, "q_lora_rank": 1 << 17,
+    "kv_lora_rank": 1 << 13, "qk_nope_head_dim": 1024, "qk_rope_head_dim": 1024, "v_head_dim": 1024,
+}  # fmt: skip
 """Several times those of any model: what a config.json claims is believed no further, before its weights bear
 it out."""
+MOST = 1e12
+NEVER_NULL = (
+    "rms_norm_eps", "layer_norm_eps", "query_pre_attn_scalar", "attention_multiplier", "embedding_multiplier",
+    "residual_multiplier", "logits_scaling", "logit_scale", "routed_scaling_factor", "first_k_dense_replace",
+)  # fmt: skip
+NUMBERS = (
+    *NEVER_NULL, "attn_logit_softcapping", "final_logit_softcapping", "n_shared_experts", "max_window_layers",
+    "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "partial_rotary_factor",
+    "low_freq_factor", "high_freq_factor",
+)  # fmt: skip
+FLAGS = (
+    "tie_word_embeddings", "attention_bias", "mlp_bias", "qkv_bias", "use_qk_norm", "norm_topk_prob",
+    "rope_interleave", "use_sliding_window", "use_bidirectional_attention", "is_causal", "truncate",
+)  # fmt: skip
+LISTS = ("layer_types", "no_rope_layers", "mlp_only_layers", "short_factor", "long_factor")
+PARTS = ("text_config", "rope_parameters", "rope_scaling", "full_attention", "sliding_attention")
+KINDS: dict[str, tuple[str, type[Any]]] = {
+    **dict.fromkeys(NUMBERS, (f"a number from 0 to {MOST:g}", float)),
+    **dict.fromkeys(FLAGS, ("true or false", bool)),
+    **dict.fromkeys(LISTS, ("a list", list)),
+    **dict.fromkeys(PARTS, ("an object", dict)),
+}
+
+
+def check_kinds(config: dict[str, Any]) -> None:
+    """Raises ModelConfigError where a value is not of its key's kind; also within ``PARTS``."""
+    for key in config.keys() & KINDS.keys():
+        value, (kind, of) = config[key], KINDS[key]
+        fits = (
+            type(value) is of
+            or (of is float and type(value) is int)
+            or (value is None and key not in NEVER_NULL)
+        )
+        if not fits or (of is float and value is not None and not 0 <= value < MOST):
+            raise ModelConfigError(f"config.json: {key!r} must be {kind}, found {value!r:.100}")
+        if of is dict and value:
+            check_kinds(value)
 
 
 def positive_int(config: dict[str, Any], key: str, default: int | None = None) -> int:

@@ -102,6 +102,7 @@ COHERE = Family(
     tensors=TensorNames(post_norm=""), qk_norm="each",
     defaults={
         "tie_word_embeddings": True, "logit_scale": 0.0625, "layer_norm_eps": 1e-5, "use_qk_norm": False,
+        "rope_theta": 5e5,
     },
 )  # fmt: skip
 QWEN_MIXTURE = MixtureNames(
@@ -163,12 +164,16 @@ OLMO_2 = Family(
         input_norm="", attention_out_norm="post_attention_layernorm", post_norm="",
         mlp_out_norm="post_feedforward_layernorm",
     ),
+    defaults={"rms_norm_eps": 1e-5},
 )  # fmt: skip
 OLMO_3 = replace(
     OLMO_2,
     windows=windows_by_pattern,
-    defaults={"sliding_window": 4096, "sliding_window_pattern": 4, "rope_local_base_freq": 5e5},
-)
+    defaults={
+        **OLMO_2.defaults, "sliding_window": 4096, "sliding_window_pattern": 4, "rope_theta": 5e5,
+        "rope_local_base_freq": 5e5,
+    },
+)  # fmt: skip
 QWEN_MIXTURE_SHARED = replace(
     QWEN_MIXTURE,
     shared=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "mlp.shared_expert.down_proj"),
@@ -178,7 +183,9 @@ FAMILIES = {
     "CohereForCausalLM": COHERE,
     "Cohere2ForCausalLM": replace(
         COHERE, windows=windows_by_pattern, windows_only_rope=True,
-        defaults={**COHERE.defaults, "sliding_window": 4096, "sliding_window_pattern": 4},
+        defaults={
+            **COHERE.defaults, "sliding_window": 4096, "sliding_window_pattern": 4, "rope_theta": 1e4,
+        },
     ),
     "DeepseekV2ForCausalLM": DEEPSEEK_2,
     "DeepseekV3ForCausalLM": DEEPSEEK_3,
@@ -186,7 +193,11 @@ FAMILIES = {
     "Gemma3ForCausalLM": GEMMA_3,
     "Gemma3ForConditionalGeneration": GEMMA_3_IN_PARTS,
     "Glm4ForCausalLM": Family(
-        interleaved_rope=True, defaults={"head_dim": 128, "partial_rotary_factor": 0.5},
+        interleaved_rope=True,
+        defaults={
+            "head_dim": 128, "num_key_value_heads": 2, "attention_bias": True, "rms_norm_eps": 1.5625e-07,
+            "partial_rotary_factor": 0.5,
+        },
         tensors=TensorNames(
             attention_out_norm="post_self_attn_layernorm", mlp_out_norm="post_mlp_layernorm",
             gate="mlp.gate_up_proj", up="",
@@ -197,14 +208,14 @@ FAMILIES = {
         mixture=MixtureNames("mlp.router", "mlp.experts.gate_up_proj", "", "mlp.experts.down_proj"),
         defaults={
             "attention_bias": True, "head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2,
-            "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "rope_theta": 150000.0,
+            "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "rope_theta": 150000.0, "rms_norm_eps": 1e-5,
         },
     ),
     "GraniteForCausalLM": Family(o_bias="attention_bias", mlp_bias="mlp_bias", scales=granite_scales),
     "LlamaForCausalLM": Family(o_bias="attention_bias", mlp_bias="mlp_bias"),
     "MistralForCausalLM": Family(windows=same_window, defaults={"sliding_window": 4096}),
     "MixtralForCausalLM": Family(
-        windows=same_window, defaults={"rope_theta": 1e6},
+        windows=same_window, defaults={"rope_theta": 1e6, "rms_norm_eps": 1e-5},
         mixture=MixtureNames(
             "block_sparse_moe.gate", "block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3",
             "block_sparse_moe.experts.{}.w2",
@@ -213,20 +224,21 @@ FAMILIES = {
     "Olmo2ForCausalLM": OLMO_2,
     "Olmo3ForCausalLM": OLMO_3,
     "Phi3ForCausalLM": Family(
-        qkv_bias=False, windows=same_window,
+        qkv_bias=False, windows=same_window, defaults={"rms_norm_eps": 1e-5},
         tensors=TensorNames(q="self_attn.qkv_proj", k="", v="", gate="mlp.gate_up_proj", up=""),
     ),
-    "Qwen2ForCausalLM": Family(qkv_bias=True, windows=windows_by_layer),
+    "Qwen2ForCausalLM": Family(qkv_bias=True, windows=windows_by_layer, defaults={"sliding_window": 4096}),
     "Qwen2MoeForCausalLM": Family(
         qkv_bias="qkv_bias", windows=windows_by_layer, mixture=QWEN_MIXTURE_SHARED,
-        defaults={"norm_topk_prob": False, "qkv_bias": True},
+        defaults={"norm_topk_prob": False, "qkv_bias": True, "sliding_window": 4096},
     ),
     "Qwen3ForCausalLM": Family(
-        o_bias="attention_bias", qk_norm="head", windows=windows_by_layer, defaults={"head_dim": 128},
+        o_bias="attention_bias", qk_norm="head", windows=windows_by_layer,
+        defaults={"head_dim": 128, "sliding_window": 4096},
     ),
     "Qwen3MoeForCausalLM": Family(
         o_bias="attention_bias", qk_norm="head", windows=window_if_used, mixture=QWEN_MIXTURE,
-        defaults={"norm_topk_prob": False},
+        defaults={"norm_topk_prob": False, "sliding_window": 4096},
     ),
     "SmolLM3ForCausalLM": Family(
         o_bias="attention_bias", mlp_bias="mlp_bias", windows=windows_by_layer,

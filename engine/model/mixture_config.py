@@ -83,7 +83,7 @@ def mixture_config(
         )
     size = "moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"
     step = positive_int(config, "decoder_sparse_step", 1)
-    dense = {int(i) for i in config.get("mlp_only_layers") or range(config.get("first_k_dense_replace", 0))}
+    dense = config.get("mlp_only_layers") or range(int(config.get("first_k_dense_replace", 0)))
     method, score = config.get("topk_method", "greedy"), config.get("scoring_func") or SCORES[0]
     frequency = config.get("moe_layer_freq", 1)
     if method not in METHODS or score not in SCORES or frequency != 1:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import ModelConfigError
+from .config_values import MOST
 
-MOST = 1e12
 LONGEST = 1 << 24  # tokens
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 

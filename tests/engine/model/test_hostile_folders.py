@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from splitserve.cli.settings import DEMO_MODEL
 from splitserve.engine.errors import EngineError, ModelConfigError, WeightsError
+from splitserve.engine.model.config_values import KINDS
 from splitserve.engine.model.model_folder import check_model_folder
 from splitserve.engine.model.weight_headers import INDEX, stored_tensors
 
@@ -75,13 +76,13 @@ def test_a_good_folder_passes_also_through_links(folder: Path, tmp_path: Path) -
         ({"max_position_embeddings": 10**15}, "'max_position_embeddings' is"),
         ({"num_hidden_layers": True}, "must be a positive whole number, found True"),
         ({"num_hidden_layers": "5"}, "found '5'"),
-        ({"rms_norm_eps": "x"}, "a value of the wrong type"),
+        ({"hidden_act": [1]}, "a value of the wrong type"),
         ({"rope_theta": float("nan")}, "'rope_theta' of the rope parameters must be above 0"),
         (
             {"rope_scaling": {"rope_type": "linear", "factor": 0}},
             "'factor' of the rope parameters must be above 0",
         ),
-        ({"rope_scaling": [1]}, "a value of the wrong type"),
+        ({"rope_scaling": [1]}, "'rope_scaling' must be an object, found .1."),
         ({"eos_token_id": {}}, "a value of the wrong type"),
         ({"architectures": [{}]}, "architecture {} is not supported"),
         ({"architectures": {"a": 1}}, "is not supported"),
@@ -95,6 +96,18 @@ def test_config_json_is_held_against_the_weights(
 ) -> None:
     with pytest.raises(EngineError, match=expected):
         check_model_folder(with_config(folder, **changes))
+
+
+@pytest.mark.parametrize("key", KINDS)
+@pytest.mark.parametrize("part", ["", "rope_parameters"])
+def test_a_value_of_another_kind_is_refused_by_its_key(folder: Path, key: str, part: str) -> None:
+    """NaN made every answer of the model wrong; "false" counted as true."""
+    wrong: list[Any] = ["x", "false", -1, float("nan"), 10**30, True, [1], {"a": 1}]
+    for value in wrong:
+        if type(value) is not KINDS[key][1] or value != value:
+            changes = {part: {key: value}} if part else {key: value}
+            with pytest.raises(ModelConfigError, match=f"^config.json: '{key}' must be "):
+                check_model_folder(with_config(folder, **changes))
 
 
 def bomb(folder: Path, name: str, size: int) -> None:
