@@ -102,16 +102,22 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
-        """From ``chat_template.jinja`` or ``tokenizer_config.json``; None if the model has none."""
+        """From ``chat_template.jinja`` or ``tokenizer_config.json``; None if the model has none. Raises
+        ValueError."""
         path = folder / "chat_template.jinja"
-        source = (
-            path.read_text()
-            if path.is_file()
-            else read_json(folder / "tokenizer_config.json").get("chat_template")
-        )
-        if isinstance(source, list):  # several, by name
-            source = {entry["name"]: entry["template"] for entry in source}.get("default")
-        return cls(source, tokenizer.special_tokens()) if source else None
+        try:
+            source = (
+                path.read_text("utf-8")
+                if path.is_file()
+                else read_json(folder / "tokenizer_config.json").get("chat_template")
+            )
+            if isinstance(source, list):  # several, by name
+                source = {entry["name"]: entry["template"] for entry in source}.get("default")
+            return cls(source, tokenizer.special_tokens()) if source else None
+        except (TypeError, LookupError, ValueError) as error:
+            raise ValueError(
+                f"{folder}: its chat template cannot be read ({error}); copy it again"
+            ) from error
 
     def render(
         self,

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta, ValidationError, convert
 
 from ..chat_output.style import ChatStyle, ReasoningOption, ToolParserOption
 from ..errors import CannotStart, InvalidRequest, NotFound, WrongField
@@ -22,18 +24,20 @@ LONGEST = 1 << 24
 class SamplingDefaults:
     """The sampling of ``generation_config.json``, for fields that a request leaves out."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
+    top_p: Annotated[float, Meta(ge=0, le=1)] = 1.0
     top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    max_new_tokens: int | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
+    max_new_tokens: Annotated[int, Meta(ge=0)] | None = None
 
     @classmethod
     def of(cls, generation_config: dict[str, Any]) -> SamplingDefaults:
-        """Nulls and unknown keys are ignored."""
-        known = {name: generation_config.get(name) for name in cls.__dataclass_fields__}
-        return cls(**{name: value for name, value in known.items() if value is not None})
+        """Nulls and unknown keys are ignored. Raises ValueError."""
+        try:
+            return convert({k: v for k, v in generation_config.items() if v is not None}, cls)
+        except ValidationError as error:
+            raise ValueError(f"generation_config.json: {error}; correct it") from error
 
 
 @dataclass(frozen=True, slots=True)

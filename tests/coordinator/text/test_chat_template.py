@@ -133,6 +133,28 @@ def test_a_checkpoint_that_cannot_be_served_says_why(
         ServedModel.load(tmp_path, "x", max_model_len=20)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer_config.json", b'{"chat_template": 5}', "its chat template cannot be read"),
+        ("tokenizer_config.json", b'{"chat_template": [1]}', "its chat template cannot be read"),
+        ("chat_template.jinja", b"\xff", "its chat template cannot be read .*invalid start byte"),
+        ("generation_config.json", b'{"temperature": "x"}', r"generation_config.json: .*at `\$.temperature`"),
+        ("generation_config.json", b'{"repetition_penalty": -1}', r"generation_config.json: .*penalty`"),
+        ("generation_config.json", b'{"top_k": 1.5}', r"generation_config.json: .*at `\$.top_k`"),
+    ],
+)
+def test_files_beside_the_tokenizer_are_checked_at_the_start(
+    model_folder: Path, tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    """A temperature that is no number was an error 500 of every request."""
+    for file in ("config.json", "tokenizer.json"):
+        (tmp_path / file).write_bytes((model_folder / file).read_bytes())
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CannotStart, match=message):
+        ServedModel.load(tmp_path, "x")
+
+
 def test_workers_tell_the_context_that_the_config_of_a_model_for_images_leaves_out(
     model_folder: Path, tmp_path: Path
 ) -> None:
