@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from ..errors import ModelConfigError
 from ..model.gguf_types import TABLE, WEIGHTS
 from .config import config_of, names_of
 from .file import GgufFile
@@ -21,7 +22,16 @@ BESIDE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "gen
 
 def write_folder(path: Path, folder: Path) -> None:
     """``folder``: there, and empty. Raises ModelConfigError where the file cannot be served, or OSError."""
-    file = GgufFile(path)
+    try:
+        _fill(folder, GgufFile(path))
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        raise ModelConfigError(
+            f"{path}: its metadata has a value of the wrong type ({error!r:.200}); download it again"
+        ) from error
+
+
+def _fill(folder: Path, file: GgufFile) -> None:
+    path = file.path
     config = config_of(file)
     _write(folder / "config.json", config)
     names = names_of(file, config["architectures"][0])

@@ -55,6 +55,15 @@ def test_gemma_3_has_no_windows_without_the_key(tmp_path: Path) -> None:
     assert len(set(config.ropes)) == 1
 
 
+@pytest.mark.parametrize("key", ["embedding_length", "attention.head_count", "rope.scaling.factor"])
+@pytest.mark.parametrize("value", ["x", 0, [0, 1]])
+def test_a_value_of_the_wrong_type_is_refused_in_words(tmp_path: Path, key: str, value: Any) -> None:
+    if (key, value) == ("rope.scaling.factor", 0):
+        return  # as in llama.cpp: none
+    with pytest.raises(ModelConfigError):
+        config_of(tmp_path, **{key: value})
+
+
 def test_a_model_of_embeddings_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelConfigError, match="attention to later tokens"):
         config_of(tmp_path, **{"attention.causal": False})
