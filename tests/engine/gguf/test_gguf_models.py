@@ -46,7 +46,6 @@ GEMMA_3_KEYS = {
     "attention.sliding_window_pattern": [True, False, True],
     "rope.freq_base_swa": 1e3,
 }
-OLMO_3_KEYS = {"attention.sliding_window": 24, "attention.sliding_window_pattern": [True, True, True, False]}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama2": ("llama", {}, {}),
     "llama3": ("llama", {}, {}),
@@ -60,7 +59,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "glm4": ("glm4", {}, {}),
     "granite": ("granite", {}, GRANITE_KEYS),
     "olmo2": ("olmo2", {}, {}),
-    "olmo3": ("olmo2", {}, OLMO_3_KEYS),
+    "olmo3": ("olmo2", {}, {"attention.sliding_window": 24}),
     "phi3": ("phi3", {}, {"attention.sliding_window": 24}),
     "phi4_mini": ("phi3", {}, {}),
     "smollm3": ("smollm3", {}, {}),
