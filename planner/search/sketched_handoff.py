@@ -190,11 +190,12 @@ class Handoffs:
         self._await_layers(num_layers)
 
     def _settle_ahead(self, handoff: Handoff, following: int) -> bool:
-        """Its put has begun. If that ends before the next look can be, at this number of layers, and nothing
-        else waits for that end, its rate is taken now: return whether."""
+        """Its put has begun. If that ends before the next look at ``following`` layers or the step's end,
+        and nothing else waits for that end, its rate is taken now: return whether."""
         contact, now = handoff.contact, self._events.now
         if contact.since < now or handoff.held_back or now < self._ahead_until:
             return False
+        following = min(following, self._num_layers)
         if self._begun_at + self._seconds * following / self._num_layers <= contact.until:
             return False
         self._ahead, self._ahead_until = (handoff, contact.rate, contact.burst_bytes), contact.until

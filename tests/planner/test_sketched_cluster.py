@@ -139,6 +139,7 @@ CASES: dict[str, tuple[Cluster, str, float, int]] = {  # kind of load, its rate 
     "one prefill worker": (split(1, 3), "conversation", 3.2, 100),
     "few rows": (split(3, 5, rows=8), "conversation", 3.2, 100),
     "a slow link": (split(3, 5, link_bytes_per_s=5e9), "conversation", 3.2, 80),
+    "puts that outlast their step": (split(1, 5, rows=4, link_bytes_per_s=5.5e9), "code", 1.0, 60),
     "few blocks": (split(3, 5, num_blocks=100), "conversation", 3.2, 80),
     "few blocks for prompts": (
         of_pools(
