@@ -113,8 +113,9 @@ def the_load(settings: PlanSettings) -> Load:
     """The first requests of the trace: as many as are asked for, or all that may be needed."""
     trace = open_trace(settings.trace)
     requests = tuple(islice(trace, settings.requests or MOST_PLANNED))
-    if len(requests) < 20:
-        raise SimulationError(f"{settings.trace} has {len(requests)} requests: too few to plan on")
+    if len(requests) < 20 or requests[0].arrival_s == requests[-1].arrival_s:
+        few = "too few to plan on" if len(requests) < 20 else "all at one time, so that they have no rate"
+        raise SimulationError(f"{settings.trace} has {len(requests)} requests: {few}")
     return Load(requests, trace.block_size)
 
 

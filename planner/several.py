@@ -126,7 +126,7 @@ def _table(plans: list[tuple[str, Plan]]) -> Table:
         cells = [found.served, found.served / found.question.load.rate]
         cells += [1e3 * of[what]["p90"] if what in of else 0.0 for what in ("ttft", "tpot")]
         cells += [price, 1e6 * price / tokens] if priced and price is not None else []
-        table.add_row(name, *(f"{cell:.2f}" for cell in cells), f"{found.energy_wh or 0:.2f}")
+        table.add_row(name, *(f"{cell:.2f}" for cell in cells), f"{found.energy_wh or 0:.3g}")
     return table
 
 

@@ -112,9 +112,8 @@ def print_wanted(result: dict[str, Any], level: ServiceLevel, console: Console) 
 def the_trace(path: Path, duration_s: float | None, rate: float | None) -> Trace:
     """The trace of this file, its first ``duration_s`` seconds, compressed to ``rate`` requests a second."""
     trace = open_trace(path)
-    if duration_s is not None:
-        first = next(iter(trace)).arrival_s
-        trace = cut(trace, first, first + duration_s, None)
+    if duration_s is not None and (first := next(iter(trace), None)) is not None:
+        trace = cut(trace, first.arrival_s, first.arrival_s + duration_s, None)
     return scaled(trace, rate / mean_rate(trace)) if rate is not None else trace
 
 

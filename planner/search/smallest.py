@@ -68,8 +68,8 @@ def _needed(question: Question, goal: Goal, candidate: Candidate, role: str) -> 
 
 
 def _fewest(question: Question, goal: Goal, row: list[Candidate]) -> Candidate | None:
-    """The first in order of size that serves the rate, by bisection."""
-    row = [c for c in row if goal.limits.hold(c, question.hardware)]
+    """The first in order of size that serves the rate, and not only a short load, by bisection."""
+    row = [c for c in row if goal.limits.hold(c, question.hardware) and question.bound(c) >= goal.rate]
     low, high = 0, len(row)
     while low < high:
         middle = (low + high) // 2

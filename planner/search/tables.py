@@ -88,7 +88,7 @@ def pareto_table(plan: Plan) -> Table | None:
     table = figures_table(title, "GPUs", *costs, "TTFT p90 ms", "TPOT p90 ms", "Wh a request")
     for candidate, seen in rows:
         price = [f"{hardware.price_per_hour(candidate):.2f}"] if priced else []
-        energy = "" if seen.energy_wh is None else f"{seen.energy_wh:.2f}"
+        energy = "" if seen.energy_wh is None else f"{seen.energy_wh:.3g}"
         times = [f"{1e3 * seen.ttft_p90_s:.0f}", f"{1e3 * seen.tpot_p90_s:.1f}"]
         table.add_row(hardware.words(candidate), str(hardware.num_gpus(candidate)), *price, *times, energy)
     return table

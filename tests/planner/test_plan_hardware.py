@@ -23,6 +23,7 @@ from splitserve.planner.search.search import search
 from splitserve.planner.search.verdict import compared
 from splitserve.planner.settings import PlanSettings
 from splitserve.planner.several import names_of, plan_each
+from splitserve.planner.simulator.slo import ServiceLevel, Slo
 from splitserve.traces.own_format import write_trace
 from splitserve.traces.request import Trace
 
@@ -61,6 +62,13 @@ def test_the_cheapest_cluster_for_a_rate_takes_each_kind_for_what_it_is_good_at(
             or "lowest rate tried" in line
         )
         assert "lowest rate tried" not in line or neighbour.goodput == 0
+
+
+def test_a_rate_that_no_cluster_sustains_is_refused_though_a_short_load_is_good_at_any() -> None:
+    priced = Hardware((replace(Kind.of(profile()), price_per_hour=1.0),))
+    asked = Question.of(priced, question(40, 20, count=24).load, ServiceLevel(Slo(5.0, 0.5), 0.9))
+    with pytest.raises(SimulationError, match="nothing can be built that could serve the load"):
+        search(asked, Goal("cost", Limits(3), rate=1e5, chunks=(512,)), processes=1)
 
 
 def test_limits_of_price_and_power_hold(tmp_path: Path) -> None:

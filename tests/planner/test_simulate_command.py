@@ -88,6 +88,17 @@ def test_a_result_that_cannot_be_written_ends_in_a_sentence(tmp_path: Path, name
         simulate(settings)
 
 
+@pytest.mark.parametrize("duration_s", [None, 10.0])
+def test_a_trace_without_requests_ends_in_a_sentence(tmp_path: Path, duration_s: float | None) -> None:
+    profile().write(tmp_path / "p.json")
+    (tmp_path / "t.jsonl").write_text('{"format": "splitserve-trace", "version": 1}\n')
+    settings = SimulateSettings(
+        trace=tmp_path / "t.jsonl", profile=tmp_path / "p.json", colocated=1, duration_s=duration_s
+    )
+    with pytest.raises(SimulationError, match=r"t\.jsonl has no requests"):
+        simulate(settings)
+
+
 def write_trace(path: Path) -> Path:
     rows = "".join(
         f'{{"arrival_s": {0.1 * i}, "num_prompt_tokens": 60, "num_output_tokens": 5}}\n' for i in range(30)
