@@ -207,7 +207,8 @@ def simulate(question: Question, candidate: Candidate, rate: float, give_up: boo
 def failures(question: Question, candidate: Candidate, rate: float) -> tuple[float, int]:
     """Requests that fail, or more than are allowed to; and how many were simulated: none where the sketch
     decides as the simulator does (tests/planner/test_sketched_cluster.py)."""
-    if not question.load.is_tied and len(question.hardware.kinds) == 1:
+    (kind, *others), num = question.hardware.kinds, question.hardware.workers_per_host
+    if not (question.load.is_tied or others or kind.profile.noise_cv or num > 1):
         found = sketch(question, candidate, rate)
         if found.is_exact:
             return found.num_ended - found.num_good, 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from math import inf
 
 from ..simulator.slo import Seconds
 from .goodput import LOWEST
@@ -92,15 +91,14 @@ def _limit(plan: Plan) -> str:
         worst, missed = max(levels, key=lambda each: each[0].weight * each[1])
         name, which = worst.words(), f"met by {1 - missed / seen.tallies.num_requests:.1%}"
     else:
-        bounds = {name: getattr(level.bounds, f"{name}_s") or inf for name in Seconds._fields}
+        bounds = {name: bound for name in Seconds._fields if (bound := getattr(level.bounds, f"{name}_s"))}
         percent = 100 * level.attainment
-        found = seen.tallies.percentiles((percent,))
-        times = {name: of[f"p{percent:g}"] for name, of in found.items() if name in bounds}
+        found = seen.tallies.percentiles((percent,))  # no TPOT where all answers have one token
+        times = {name: found[name][f"p{percent:g}"] if name in found else 0.0 for name in bounds}
         name = max(times, key=lambda name: times[name] / bounds[name])
         which = f"p{percent:g} {1e3 * times[name]:,.0f} of {1e3 * bounds[name]:,.0f} ms"
-        name = name.upper()
     in_bursts = "; requests come in bursts" if max(seen.busy.values(), default=1.0) < BUSY else ""
-    return f"{name} ({which}); {workers}{in_bursts}"
+    return f"{name if level.bounds.levels else name.upper()} ({which}); {workers}{in_bursts}"
 
 
 def _costs(plan: Plan) -> str:
@@ -118,7 +116,7 @@ def _costs(plan: Plan) -> str:
             f"{price / (3.6 * served):.4f} a thousand good requests"
         )
     if watts is not None and plan.energy_wh is not None:
-        parts.append(f"up to {watts:,.0f} W, {plan.energy_wh:.2f} Wh a request at {plan.relaxed.rate:.2f}/s")
+        parts.append(f"up to {watts:,.0f} W, {plan.energy_wh:.3g} Wh a request at {plan.relaxed.rate:.2f}/s")
     return "; ".join(parts)
 
 

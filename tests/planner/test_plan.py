@@ -3,25 +3,42 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from support.planned_loads import HARDWARE, LEVEL, question
 from support.simulated import profile
 
-from splitserve.engine.latency_profile import Piece
-from splitserve.planner.plan_command import with_enough
+from splitserve.engine.latency_profile import Contention, Piece
+from splitserve.planner.errors import SimulationError
+from splitserve.planner.plan_command import the_load, with_enough
 from splitserve.planner.search.candidates import Candidate, Hardware, Kind
 from splitserve.planner.search.demand import Demand, bound, largest_batch
 from splitserve.planner.search.goal import Goal, Limits
-from splitserve.planner.search.goodput import Load, Question, answer, failures, num_failed, simulate, sketch
+from splitserve.planner.search.goodput import (
+    Load,
+    Question,
+    answer,
+    failures,
+    num_failed,
+    simulate,
+    sketch,
+    sketched_goodput,
+)
 from splitserve.planner.search.looks import glance
 from splitserve.planner.search.search import search
 from splitserve.planner.search.tables import _for_growth
+from splitserve.planner.search.verdict import compared
+from splitserve.planner.search.words import answer as told
 from splitserve.planner.search.words import sentences
+from splitserve.planner.settings import PlanSettings
 from splitserve.planner.simulator.cluster import Pool
 from splitserve.planner.simulator.events import EventQueue
 from splitserve.planner.simulator.link import Link, LinkSource
-from splitserve.traces.request import TraceRequest
+from splitserve.planner.simulator.slo import ServiceLevel, Slo
+from splitserve.traces.own_format import write_trace
+from splitserve.traces.request import Trace, TraceRequest
 
 
 def test_the_search_finds_what_trying_everything_finds() -> None:
@@ -189,6 +206,14 @@ def test_as_many_requests_are_planned_on_as_the_goodput_depends_on() -> None:
     assert len(with_enough(harder, goal).load.requests) > len(with_enough(asked, goal).load.requests)
 
 
+def test_requests_that_all_come_at_one_time_have_no_rate_to_plan_for(tmp_path: Path) -> None:
+    requests = [TraceRequest(3.0, 300, 3)] * 20
+    write_trace(tmp_path / "t.jsonl", Trace("t", lambda: iter(requests)))
+    settings = PlanSettings(trace=tmp_path / "t.jsonl", profile=Path("p.json"), gpus=3, slo="ttft=0.4")
+    with pytest.raises(SimulationError, match=r"t\.jsonl has 20 requests: all at one time"):
+        the_load(settings)
+
+
 def test_a_put_that_waits_for_a_busy_receiver_holds_no_other_put() -> None:
     pool = Pool(role="decode", count=3, profile=profile())
     first, second, busy, idle = (Link(pool) for _ in range(4))
@@ -211,3 +236,37 @@ def test_a_put_is_under_way_until_it_has_arrived_and_within_one_process_never() 
         queue.run_while(lambda: True)
         source.poll()
         assert not source.writing(7)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"noise_cv": 0.3}, {"contention": Contention(prefill_beside_decode=1.5)}]
+)
+def test_steps_that_the_sketch_does_not_time_are_simulated(changes: dict[str, Any]) -> None:
+    """The plan's rate is good in simulation: steps have noise, or workers of one host slow each other."""
+    hardware = Hardware((Kind.of(profile(**changes)),), workers_per_host=2 if "contention" in changes else 1)
+    asked = Question.of(hardware, question(600, 3, count=40).load, LEVEL)
+    candidate = Candidate(2, 1, 0, 512, 16)
+    sketched = sketched_goodput(asked, candidate)
+    assert simulate(asked, candidate, sketched, give_up=False).tallies.attainment < 0.9
+    found = answer(asked, candidate, guess=sketched)
+    assert 0 < found.goodput < sketched
+    assert simulate(asked, candidate, found.goodput, give_up=False).tallies.attainment >= 0.9
+
+
+def test_a_rate_at_which_the_search_ends_is_at_most_however_long_the_load() -> None:
+    asked = replace(question(400, 3, count=200), level=ServiceLevel(Slo(60.0, 5.0), 0.9))
+    found = search(asked, Goal("goodput", Limits(3), chunks=(512,)), processes=1)
+    assert found.sustained is None, "the load lasts"
+    assert found.winner.at_bound
+    assert compared(found, found.winner).startswith("at most ")
+    assert not told(found)[4].startswith("Disaggregat")
+
+
+def test_other_clusters_are_told_by_their_goodput_and_not_by_the_traces_own_rate() -> None:
+    goal = Goal("goodput", Limits(3), rate=1000.0, chunks=(512,))
+    found = search(question(400, 3, count=24), goal, processes=1)
+    (neighbour,) = found.neighbours
+    assert compared(found, neighbour).endswith(f"{neighbour.goodput / found.winner.goodput - 1:+.0%})")
+    for one in found.answers:
+        one.sketched = 0.0  # where the sketch finds none good enough
+    assert not any("the sketch had missed" in line for line in sentences(found))

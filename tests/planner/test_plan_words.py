@@ -214,6 +214,17 @@ def test_the_answer_comes_first_and_each_rate_is_named_by_what_it_is() -> None:
     assert rates["50% more load"][0] == f"{1.5 * goodput:.2f}"
 
 
+def test_a_bound_that_no_request_has_a_time_for_is_told_with_that_bound() -> None:
+    """Answers of one token have no time per token."""
+    asked = replace(question(400, 1, count=24), level=ServiceLevel(Slo(tpot_s=0.03), 0.9))
+    asked = Question.of(
+        HARDWARE, Load(tuple(replace(r, num_output_tokens=1) for r in asked.load.requests), None), asked.level
+    )
+    found = search(asked, Goal("goodput", Limits(3), chunks=(512,)), processes=1)
+    found.winner.bound *= 2  # as where the search ends at a bound on latency
+    assert told(found)[2].startswith("Limited by TPOT (p90 0 of 30 ms); ")
+
+
 def rows_of(table: Table) -> list[tuple[str, ...]]:
     return list(zip(*(map(str, column.cells) for column in table.columns), strict=True))
 
