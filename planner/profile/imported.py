@@ -49,9 +49,8 @@ def imported(path: Path, like: Profile) -> tuple[Profile, list[str]]:
             return _from_runs(path, runs, like)
         return _from_steps(path, [step for rows in tables for step in _steps(rows)], like)
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ProfilingError(
-            f"{path}: {error!r}; docs/planning.md lists the formats and their columns"
-        ) from None
+        what = f"{error} is missing" if isinstance(error, KeyError) else error
+        raise ProfilingError(f"{path}: {what}; docs/planning.md lists the formats and columns") from None
 
 
 # --- steps -------------------------------------------------------------------------------------------
