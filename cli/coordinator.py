@@ -18,8 +18,7 @@ from ..coordinator.tenants.errors import TenantsError
 from ..deploy.process_log import log_to_stderr
 from ..engine.errors import EngineError
 from ..engine.latency_profile import Profile
-from ..steering.hooks import Hooks
-from ..steering.shell import SteeringShell
+from ..steering.shell import Hooks, SteeringShell
 from ..steering.steering import Steering
 from ..transport.errors import TransportError
 from .checks import require_model, require_port

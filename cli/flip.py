@@ -9,9 +9,8 @@ import click
 import httpx
 
 from .config import CommandError
-from .operator_access import operator_access
+from .server_access import operator_access, trust
 from .settings import FlipSettings
-from .tls_trust import trust
 
 PATIENCE_S = 30.0
 POLL_S = 0.05

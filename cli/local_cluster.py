@@ -29,10 +29,10 @@ from ..deploy.worker_forks import WorkerForks
 from ..engine.settings import WorkerSettings
 from ..transport.process.private_files import private, write_private
 from .config import ENV_PREFIX, ConfigError, variable_of
-from .gpus import shared
+from .server_access import trust
 from .settings import ChatSettings
-from .tls_trust import trust
 from .up import Plan
+from .up_workers import shared
 
 SECRETS = {"redis_url", "responses_file", "usage_url", "steer_webhook", "otlp_endpoint"}
 """Settings that may hold passwords: given to processes by their environment, never by a file."""

@@ -14,7 +14,7 @@ from ..planner.settings import ProfileSettings
 from ..worker.settings import DecodeSettings, PrefillSettings
 from .checks import read_key, require_model
 from .model_source import with_folder
-from .tls_trust import trust
+from .server_access import trust
 
 TERMINATED = 128 + signal.SIGTERM
 _log = logging.getLogger(__name__)

@@ -17,11 +17,10 @@ from ..worker.settings import DecodeSettings, PrefillSettings
 from .checks import port_problem, read_key, require_device, require_model, require_port, require_runner
 from .config import ConfigError, Layer, Sources, Value, build
 from .extras import missing_for
-from .gpus import num_gpus
 from .model_source import with_folder
 from .options import options
 from .settings import DEMO_MODEL, DEMO_MODEL_NAME, ServerSettings, UpSettings
-from .up_workers import FIXED, on_each_device, only, pools_of, workers_of
+from .up_workers import FIXED, num_gpus, on_each_device, only, pools_of, workers_of
 
 TEXTS = {
     "model": "Hugging Face checkpoint folder (config.json, tokenizer and safetensors weights), a model of "

@@ -18,7 +18,7 @@ import uvloop
 
 from ..transport.channels.keys import KeyFile
 from ..transport.messages.fields import incarnations
-from ..transport.process.collector import settle_heap
+from ..transport.process.heap import settle_heap
 from .background import background, follow
 from .generate.reader.allocator import give_memory_back
 from .http.access.operators import make_admin_key

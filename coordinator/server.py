@@ -38,7 +38,7 @@ from .listeners import ListenerFailures, Listeners
 from .metrics.body_log import BodyLog
 from .metrics.metrics import Metrics
 from .metrics.objectives import Objectives
-from .metrics.request_log import log_request
+from .metrics.request_record import log_request
 from .metrics.request_trace import end_trace
 from .metrics.system_snapshot import SystemSnapshot
 from .routes.admin import AdminRoutes, Fleet

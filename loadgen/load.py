@@ -21,8 +21,7 @@ from rich.progress import Progress
 
 from ..traces.console import result_console
 from .refusal import error_sentence
-from .report import Report, draw_plot, print_report, summarize, write_json
-from .sample import Sample
+from .report import Report, Sample, draw_plot, print_report, summarize, write_json
 from .settings import LoadSettings
 from .workload import LoadRequest, draw_requests, planned_requests
 

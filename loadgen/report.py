@@ -12,15 +12,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 
 from ..traces.console import figures_table
-from .sample import Sample
 from .settings import LoadSettings
+
+
+@dataclass(slots=True)
+class Sample:
+    """Times are seconds since the start of the run; ``arrivals`` has one a streamed event."""
+
+    start: float
+    end: float = 0.0
+    arrivals: list[float] = field(default_factory=list)
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    error: str = ""
+
 
 PERCENTILES = (50, 90, 95, 99)
 

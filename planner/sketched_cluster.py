@@ -10,7 +10,7 @@ from rich.console import Console
 from ..engine.latency_profile import Profile
 from ..traces.console import figures_table
 from ..traces.request import Trace
-from ..transport.process.collector import seldom_collected
+from ..transport.process.heap import seldom_collected
 from .errors import SimulationError
 from .search.demand import arrivals
 from .search.sketch import Sketch, Sketched, SketchPool

@@ -29,8 +29,7 @@ from typing import Any, BinaryIO, cast
 import orjson
 
 from .errors import TraceFileError
-from .fields import BadField, keyed, number_of_tokens, seconds
-from .formats import check_num_blocks
+from .formats import BadField, check_num_blocks, keyed, number_of_tokens, seconds
 from .request import Trace, TraceRequest
 
 FORMAT_NAME = "splitserve-trace"

@@ -8,7 +8,7 @@ import sys
 from ..engine.load_model import load_model
 from ..transport.channels.keys import load_key
 from ..transport.movers.shm import SharedPool
-from ..transport.process.collector import settle_heap
+from ..transport.process.heap import settle_heap
 from ..transport.process.host import allow_many_files
 from .health import Health, HealthServer
 from .live_parts import live_parts

@@ -27,7 +27,7 @@ from ...coordinator.tenants.meter import Meter
 from ...coordinator.tenants.shared_limiter import SharedLimiter
 from ...coordinator.tenants.tenancy import Tenancy
 from ...coordinator.text.served_model import ServedModel
-from ...transport.process.collector import settle_heap
+from ...transport.process.heap import settle_heap
 from ...transport.process.otel import Tracing
 from .streaming import CHAT, PATH
 from .trace_sink import trace_sink

@@ -13,10 +13,9 @@ from functools import partial
 
 import torch
 
-from ...kernels.gpu.block_checksum import block_checksums
-from ...kernels.gpu.block_copy import pack_blocks
 from ...kernels.gpu.elementwise import embedding, gate_fp8, gate_mul
 from ...kernels.gpu.fp8_rows import fp8_rows
+from ...kernels.gpu.kv_blocks import block_checksums, pack_blocks
 from ...kernels.gpu.norm import norm_fp8
 from ...kernels.gpu.token_masks import forbid
 from . import sm90

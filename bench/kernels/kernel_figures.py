@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from ...kernels.gpu.attention_tiles import TileShape
-from ...kernels.gpu.block_checksum import block_checksums
-from ...kernels.gpu.block_copy import pack_blocks
 from ...kernels.gpu.decode_attention import (
     EXACT_PROGRAMS_PER_SM,
     decode_attention,
@@ -23,6 +21,7 @@ from ...kernels.gpu.decode_plan import plan_decode
 from ...kernels.gpu.elementwise import gate_mul
 from ...kernels.gpu.exact_linear import ExactLinear
 from ...kernels.gpu.fp8_linear import Fp8Linear
+from ...kernels.gpu.kv_blocks import block_checksums, pack_blocks
 from ...kernels.gpu.norm import add_rms_norm
 from ...kernels.gpu.prefill_attention import exact_tile, plan_prefill, prefill_attention, prefill_tile
 from ...kernels.gpu.provided_attention import ProvidedAttention

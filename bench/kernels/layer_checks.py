@@ -12,11 +12,10 @@ from ...engine.step.batch import SamplingState
 from ...engine.step.device_sampler import DeviceSampler
 from ...engine.step.sampler import SampledRows, Sampler
 from ...kernels.cuda import CudaKernels
-from ...kernels.gpu.block_checksum import block_checksums
-from ...kernels.gpu.block_copy import pack_blocks, unpack_blocks
 from ...kernels.gpu.elementwise import embedding, gate_mul
 from ...kernels.gpu.exact_linear import ExactLinear
 from ...kernels.gpu.fp8_linear import Fp8Linear
+from ...kernels.gpu.kv_blocks import block_checksums, pack_blocks, unpack_blocks
 from ...kernels.gpu.norm import add_rms_norm
 from ...kernels.gpu.quantised_linear import QuantisedLinear
 from ...kernels.gpu.rope_store import rope_and_store

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from ...engine.step.decode_graphs import BUCKETS
-from ...kernels.gpu.block_checksum import block_checksums
-from ...kernels.gpu.block_copy import pack_blocks, unpack_blocks
 from ...kernels.gpu.elementwise import embedding, gate_fp8, gate_mul
 from ...kernels.gpu.fp8_rows import fp8_rows
+from ...kernels.gpu.kv_blocks import block_checksums, pack_blocks, unpack_blocks
 from ...kernels.gpu.norm import norm_fp8, rms_norm
 from ...kernels.gpu.token_masks import forbid
 from ..models import LLAMA_500M

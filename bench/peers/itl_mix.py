@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ...loadgen.sample import Sample
+from ...loadgen.report import Sample
 from ...loadgen.settings import LoadSettings
 from ...loadgen.workload import FIRST_ID, LoadRequest
 from ..environment import environment, option_parser, write_record

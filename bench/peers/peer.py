@@ -22,8 +22,7 @@ from statistics import median
 from typing import Any
 
 from ...loadgen.load import generate_load
-from ...loadgen.report import Report, summarize
-from ...loadgen.sample import Sample
+from ...loadgen.report import Report, Sample, summarize
 from ...loadgen.settings import LoadSettings
 from ..environment import environment, option_parser, write_record
 

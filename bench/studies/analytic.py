@@ -26,9 +26,8 @@ from statistics import mean, median
 from typing import Any
 
 from ...engine.analytic.content import CURRENT
-from ...engine.analytic.gpus import GPUS, Gpu
 from ...engine.analytic.shapes import shape_of
-from ...engine.analytic.step_times import Machine, Software
+from ...engine.analytic.step_times import GPUS, Gpu, Machine, Software
 from ...engine.latency_profile import StepModel
 from ...planner.profile.closed_loop import REQUEST_S, Run, Server, closed_loop
 from ..environment import environment, option_parser, write_record

@@ -11,11 +11,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from ...engine.analytic.content import CURRENT, weight_bytes
-from ...engine.analytic.gpus import GPUS
-from ...engine.analytic.models import MODELS
+from ...engine.analytic.content import CURRENT, MODELS, weight_bytes
 from ...engine.analytic.shapes import shape_of
-from ...engine.analytic.step_times import Machine
+from ...engine.analytic.step_times import GPUS, Machine
 
 LLAMA2 = {"num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8}
 

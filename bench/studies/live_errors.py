@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...loadgen.report import times_of
-from ...loadgen.sample import Sample
+from ...loadgen.report import Sample, times_of
 from ...planner.simulator.cluster import Cluster
 from ...planner.simulator.records import RequestRecord
 from ...planner.simulator.simulation import Simulation

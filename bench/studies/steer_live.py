@@ -26,8 +26,7 @@ import httpx
 
 from ...cli.settings import DEMO_MODEL
 from ...loadgen.load import generate_load
-from ...loadgen.report import times_of
-from ...loadgen.sample import Sample
+from ...loadgen.report import Sample, times_of
 from ...loadgen.settings import LoadSettings
 from ...traces.own_format import write_trace
 from ...traces.request import TraceRequest

@@ -17,8 +17,8 @@ import orjson
 from ...loadgen.refusal import error_sentence
 from ..checks import read_key
 from ..config import CommandError
+from ..server_access import trust
 from ..settings import ChatSettings
-from ..tls_trust import trust
 from .chat_commands import KEYS, ChatCommands, show
 from .chat_screen import AnswerScreen, lines
 

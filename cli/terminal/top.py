@@ -17,9 +17,8 @@ from rich.live import Live
 from rich.text import Text
 
 from ..config import CommandError
-from ..operator_access import operator_access
+from ..server_access import operator_access, trust
 from ..settings import TopSettings
-from ..tls_trust import trust
 from .top_view import Picture, render, trouble
 
 MAX_POINTS = 450

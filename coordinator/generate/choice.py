@@ -10,9 +10,9 @@ from typing import Any, Literal, Protocol
 import orjson
 
 from ...transport.messages.messages import TokenLogprobs
+from ..chat_output.markers import StopStrings
 from ..lifecycle.request import Ended
 from ..metrics.metrics import BatchedHistogram
-from ..text.stop_strings import StopStrings
 from ..text.tokenizer import Tokenizer
 from .formats import ChoiceResult, CompletionFormat, ReportedReason, Usage
 from .logprobs import TokenEntry, first

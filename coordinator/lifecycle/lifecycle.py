@@ -15,8 +15,7 @@ workers has room.
     worker.py         one worker                      assignments.py the requests of each worker
     open_workers.py   the workers with room           cache_index.py the workers that have a block
     time_ledger.py    where a request's time goes     worker_fit.py  which workers fit together
-    outcomes.py       counts, readiness               name_hash.py   orders alike in each coordinator
-    actions.py        the actions for the shell
+    outcomes.py       counts, readiness               actions.py     the actions for the shell
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@ from itertools import chain
 from math import inf
 
 from .cache_index import Level
-from .name_hash import hash64, shuffled
-from .worker import WorkerRecord
+from .worker import WorkerRecord, hash64, shuffled
 
 MAX_COMPARED = 16
 FEW_HOLDERS = 64  # up to this number they are sorted; above, all workers are looked at by rank

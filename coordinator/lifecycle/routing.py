@@ -26,9 +26,8 @@ from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from typing import Literal, NamedTuple
 
-from .name_hash import hash64, shuffled
 from .request import Request
-from .worker import DELAY_WEIGHT, WorkerRecord
+from .worker import DELAY_WEIGHT, WorkerRecord, hash64, shuffled
 
 BORROWED_WEIGHT = 1 / 4
 """A sequence that waits for a borrowed prompt counts as this much of a prompt that waits."""

@@ -6,18 +6,19 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Protocol
 
 from ...transport.messages.blocks import num_behind
 from ...transport.messages.messages import Drain, Flip, Hello, Load, Peer, Role
 from ...transport.messages.prompt_order import UNLIMITED, max_prompt_tokens
-from .name_hash import hash64
 
 WorkerId = tuple[str, int]  # worker id, incarnation
 NO_ROOM = -1
 DELAY_WEIGHT = 1 / 16
 """A borrowed sequence counts as this much of a step's prompt tokens at the prefill worker that keeps it."""
 QUEUED_BATCHES = 2
+MAX_64 = (1 << 64) - 1
 WINDOW_S = 10.0
 MIN_SPACING_S = 0.5  # between two reports of a BusyWindow; workers report much more often
 
@@ -253,3 +254,13 @@ class WorkerRecord:
     def reported_without(self, dispatch: int, since: float) -> bool:
         """Whether it has reported since then without naming this dispatch."""
         return self.held_at >= since and dispatch not in self.held
+
+
+def hash64(name: str) -> int:
+    """Return 64 bits of a name, the same in each coordinator."""
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest())
+
+
+def shuffled(name_hash: int, number: int) -> int:
+    """Return a sort key that differs from number to number: multiplication by an odd number modulo 2^64."""
+    return name_hash * (2 * number + 1) & MAX_64

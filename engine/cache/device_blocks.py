@@ -16,8 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...kernels.gpu.block_checksum import block_checksums
-from ...kernels.gpu.block_copy import pack_blocks, unpack_blocks
+from ...kernels.gpu.kv_blocks import block_checksums, pack_blocks, unpack_blocks
 
 
 class DeviceBlocks:

@@ -251,7 +251,7 @@ def _modelopt(config: Mapping[str, Any]) -> Quantisation:
 
 
 def _gguf(config: Mapping[str, Any]) -> Quantisation:
-    """The form that engine/gguf/config.py writes."""
+    """The form that engine/gguf/folder.py writes."""
     schemes = {
         module: TensorScheme("gguf", 8, kind=kind)
         for kind in BLOCKS

@@ -25,7 +25,7 @@ from ...coordinator.lifecycle.worker import WorkerRecord
 from ...engine.cache.block_manager import has_spare
 from ...transport.messages.fields import PROCESS_BITS
 from ...transport.messages.messages import Alive, Hello, Load, Role
-from ...transport.process.huge_heap import collapse_heap
+from ...transport.process.heap import collapse_heap
 from ..simulator.coordinator import TICK_S
 from ..simulator.events import EventQueue
 from ..simulator.process import TICKS_BEGIN, identity_of

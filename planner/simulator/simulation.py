@@ -17,8 +17,7 @@ from ...coordinator.dispatcher import LAST_MESSAGES_S
 from ...engine.step_clock import StepClock
 from ...steering.steering import Steering
 from ...traces.request import Trace, TraceRequest
-from ...transport.process.collector import seldom_collected
-from ...transport.process.huge_heap import collapse_heap
+from ...transport.process.heap import collapse_heap, seldom_collected
 from ..errors import SimulationError
 from .channels import Fabric
 from .cluster import Cluster, Pool

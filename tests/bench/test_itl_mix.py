@@ -11,7 +11,7 @@ from support.fake_openai import fake_openai
 
 from splitserve.bench.peers import itl_mix
 from splitserve.loadgen.load import generate_load
-from splitserve.loadgen.sample import Sample
+from splitserve.loadgen.report import Sample
 from splitserve.loadgen.settings import LoadSettings
 
 PNG = b"\x89PNG"

@@ -12,7 +12,7 @@ import pytest
 
 from splitserve.bench.operator_auth import OperatorAuth
 from splitserve.cli.config import ConfigError
-from splitserve.cli.operator_access import operator_access
+from splitserve.cli.server_access import operator_access
 from splitserve.coordinator.run_folder import Door, RunFolder, announce
 
 URL, ADMIN_URL = "http://127.0.0.1:8000", "http://127.0.0.1:8001"

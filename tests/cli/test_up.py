@@ -13,12 +13,12 @@ from click.testing import CliRunner
 from support.certificates import write_certificate
 from support.planned import planned
 
-from splitserve.cli import gpus, model_source, up
+from splitserve.cli import model_source, up, up_workers
 from splitserve.cli.config import ConfigError, Sources, load
-from splitserve.cli.gpus import shared
 from splitserve.cli.local_cluster import commands, known_workers, prefixed_log
 from splitserve.cli.main import cli
 from splitserve.cli.settings import ServerSettings
+from splitserve.cli.up_workers import shared
 from splitserve.transport.process.private_files import write_private
 from splitserve.worker.settings import DecodeSettings, FlexibleSettings
 
@@ -121,9 +121,9 @@ def test_torch_is_asked_for_gpus_only_where_there_may_be_some(
     monkeypatch: pytest.MonkeyPatch, answer: str, devices: list[str], found: int
 ) -> None:
     reported = subprocess.CompletedProcess([], 0, stdout=f"{answer}\n")
-    monkeypatch.setattr(gpus, "DRIVER_FILES", ("/nowhere/nvidiactl",))
-    monkeypatch.setattr(gpus.subprocess, "run", lambda *_, **__: reported)
-    assert gpus.num_gpus(devices) == found
+    monkeypatch.setattr(up_workers, "DRIVER_FILES", ("/nowhere/nvidiactl",))
+    monkeypatch.setattr(up_workers.subprocess, "run", lambda *_, **__: reported)
+    assert up_workers.num_gpus(devices) == found
 
 
 def test_scaling_down_leaves_alone_what_would_be_started_again(model: Path, tmp_path: Path) -> None:

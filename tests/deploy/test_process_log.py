@@ -20,8 +20,7 @@ from support.spawned import signalled_at_once
 
 from splitserve.cli.local_cluster import json_log, prefixed_log
 from splitserve.coordinator.lifecycle.time_ledger import TimeLedger
-from splitserve.coordinator.metrics.request_log import log_request
-from splitserve.coordinator.metrics.request_record import RequestRecord
+from splitserve.coordinator.metrics.request_record import RequestRecord, log_request
 from splitserve.coordinator.processes import CoordinatorProcess
 from splitserve.coordinator.routes.admin import AdminRoutes
 from splitserve.coordinator.routes.routes import error_handlers

@@ -21,7 +21,7 @@ from splitserve.bench.operator_auth import OperatorAuth
 from splitserve.cli.settings import DEMO_MODEL
 from splitserve.engine.latency_profile import Memory, Piece, Profile, StepModel
 from splitserve.loadgen.load import generate_load
-from splitserve.loadgen.sample import Sample
+from splitserve.loadgen.report import Sample
 from splitserve.loadgen.settings import LoadSettings
 
 RATE = 12.0  # requests a second: half as many again as one prefill worker can take

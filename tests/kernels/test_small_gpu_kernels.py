@@ -12,9 +12,8 @@ from xxhash import xxh3_64_intdigest
 
 from splitserve.bench.kernels import triton_interpreter
 from splitserve.bench.kernels.kernel_inputs import randn, relative_error
-from splitserve.kernels.gpu.block_checksum import block_checksums
-from splitserve.kernels.gpu.block_copy import pack_blocks, unpack_blocks
 from splitserve.kernels.gpu.elementwise import embedding, gate_mul
+from splitserve.kernels.gpu.kv_blocks import block_checksums, pack_blocks, unpack_blocks
 from splitserve.kernels.gpu.norm import add_rms_norm, rms_norm
 from splitserve.kernels.gpu.rope_store import rope_and_store
 from splitserve.kernels.interface import RopeInputs

@@ -15,8 +15,7 @@ from rich.console import Console
 from support.fake_openai import fake_openai
 
 from splitserve.loadgen.load import LoadError, generate_load, main
-from splitserve.loadgen.report import draw_plot, print_report, summarize, times_of, write_json
-from splitserve.loadgen.sample import Sample
+from splitserve.loadgen.report import Sample, draw_plot, print_report, summarize, times_of, write_json
 from splitserve.loadgen.settings import LoadSettings
 from splitserve.loadgen.workload import draw_lengths, draw_requests
 

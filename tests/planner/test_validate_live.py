@@ -16,7 +16,7 @@ from splitserve.bench.studies.live_workloads import limited
 from splitserve.bench.studies.validate_live import BOUNDS, PACED, missed, parsed, simulated_cluster, validated
 from splitserve.engine.latency_profile import Contention
 from splitserve.engine.step_log import LoggedStep
-from splitserve.loadgen.sample import Sample
+from splitserve.loadgen.report import Sample
 from splitserve.loadgen.settings import LoadSettings
 from splitserve.loadgen.workload import planned_requests
 from splitserve.traces.readers import open_trace

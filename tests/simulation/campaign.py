@@ -16,7 +16,7 @@ from simulation.network import LATE_S
 from simulation.scenario import NAMED, draw_scenario
 from simulation.world import World
 
-from splitserve.transport.process.huge_heap import collapse_heap
+from splitserve.transport.process.heap import collapse_heap
 
 REQUESTS = 500
 """Requests a world."""

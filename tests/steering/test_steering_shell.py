@@ -20,9 +20,8 @@ from splitserve.coordinator.metrics.system_snapshot import SystemSnapshot
 from splitserve.planner.simulator.slo import parse_slo
 from splitserve.steering.capacity import Pressure
 from splitserve.steering.fleet import Decision
-from splitserve.steering.hooks import Hooks
 from splitserve.steering.options import SteeringOptions
-from splitserve.steering.shell import SteeringShell
+from splitserve.steering.shell import Hooks, SteeringShell
 from splitserve.steering.steering import Steering
 
 PATIENCE_S = 60.0
@@ -31,7 +30,7 @@ PATIENCE_S = 60.0
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is believed gone because the machine stood still."""
-    monkeypatch.setattr("splitserve.steering.hooks.WEBHOOK_S", PATIENCE_S)
+    monkeypatch.setattr("splitserve.steering.shell.WEBHOOK_S", PATIENCE_S)
 
 
 class Scripted(Steering):

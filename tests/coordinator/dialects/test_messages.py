@@ -12,8 +12,8 @@ import httpx2
 import pytest
 from support.http_fakes import ANSWER, CALL, FakeDispatcher
 
+from splitserve.coordinator.dialects.messages import MessageAnswer
 from splitserve.coordinator.dialects.messages_body import MessagesRequest
-from splitserve.coordinator.dialects.messages_events import MessageAnswer
 from splitserve.coordinator.lifecycle.request import Ended, Request
 from splitserve.coordinator.server import HttpServer
 from splitserve.coordinator.text.served_model import ServedModel

@@ -15,7 +15,7 @@ import pytest
 from pydantic import BaseModel
 from support.http_fakes import ANSWER, CALL, CHAT_TEMPLATE, CITY, MAX_MODEL_LEN, FakeDispatcher
 
-from splitserve.coordinator.dialects.ollama_answer import OllamaAnswer
+from splitserve.coordinator.dialects.ollama import OllamaAnswer
 from splitserve.coordinator.http.limits import LARGE_BODY_BYTES, HttpLimits
 from splitserve.coordinator.lifecycle.request import Ended, Request
 from splitserve.coordinator.server import AppParts, HttpApp, HttpServer

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from splitserve.coordinator.dialects.ollama_answer import OllamaAnswer
+from splitserve.coordinator.dialects.ollama import OllamaAnswer
 from splitserve.coordinator.dialects.ollama_body import OllamaChatRequest, OllamaGenerateRequest
 
 HELLO: Any = [{"role": "user", "content": "Hi!"}]

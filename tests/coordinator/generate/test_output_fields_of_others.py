@@ -11,9 +11,9 @@ from support.asked_fields import BOTH, CHAT, TEXT, Asked
 from support.http_fakes import ANSWER, FakeDispatcher, logprobs
 from support.tool_answers import Answering
 
+from splitserve.coordinator.chat_output.markers import StopStrings
 from splitserve.coordinator.generate import formats
 from splitserve.coordinator.text.served_model import ServedModel
-from splitserve.coordinator.text.stop_strings import StopStrings
 from splitserve.transport.messages.token_rules import TokenRules
 
 

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from support.http_fakes import byte_level_tokenizer, sentencepiece_tokenizer, wordpiece_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders
 
+from splitserve.coordinator.chat_output.markers import StopStrings
 from splitserve.coordinator.text.detokenizer import (
     MarkedDetokenizer,
     StreamDetokenizer,
     TableDetokenizer,
     make_detokenizer,
 )
-from splitserve.coordinator.text.stop_strings import StopStrings
 from splitserve.coordinator.text.token_table import TokenTable
 
 

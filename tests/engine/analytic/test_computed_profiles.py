@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 from support.families import FAMILIES, SMALL
 
-from splitserve.engine.analytic.content import CURRENT, ERROR
-from splitserve.engine.analytic.gpus import GPUS
-from splitserve.engine.analytic.models import MODELS
+from splitserve.engine.analytic.content import CURRENT, ERROR, MODELS
 from splitserve.engine.analytic.shapes import shape_of
-from splitserve.engine.analytic.step_times import Machine
+from splitserve.engine.analytic.step_times import GPUS, Machine
 from splitserve.engine.latency_profile import Profile, ProfileError, StepModel
 from splitserve.engine.model.config import parse_config
 from splitserve.engine.model.tensors import expected_tensors

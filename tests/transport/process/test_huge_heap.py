@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from splitserve.transport.process.huge_heap import collapse_heap
+from splitserve.transport.process.heap import collapse_heap
 
 COUNT = """
 import re
 from pathlib import Path
-from splitserve.transport.process.huge_heap import collapse_heap
+from splitserve.transport.process.heap import collapse_heap
 kept = [[i] for i in range(1_000_000)]
 def huge():
     rollup = Path("/proc/self/smaps_rollup").read_text()

@@ -18,7 +18,7 @@ from support.http_fakes import ANSWER, FakeDispatcher
 from support.nginx import PROGRAM, nginx
 from support.websocket_client import connect
 
-from splitserve.cli.tls_trust import pinned
+from splitserve.cli.server_access import pinned
 from splitserve.coordinator.front_door import FrontDoor
 from splitserve.coordinator.http.access.access import Access
 from splitserve.coordinator.http.access.forwarded import TrustedProxies

@@ -16,7 +16,7 @@ from support.http_fakes import ANSWER, FakeDispatcher
 from support.websocket_client import connect
 
 from splitserve.cli.config import ConfigError
-from splitserve.cli.tls_trust import pinned, trust
+from splitserve.cli.server_access import pinned, trust
 from splitserve.coordinator.front_door import FrontDoor
 from splitserve.coordinator.http.access.operators import Operators
 from splitserve.coordinator.http.access.tls import TlsFiles

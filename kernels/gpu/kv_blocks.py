@@ -1,8 +1,9 @@
-"""XXH3 (64 bits, seed 0) of KV blocks on the device: the very number that ``xxhash.xxh3_64`` gives for the
-same bytes on a CPU.
+"""What happens to KV blocks on the device before and behind a mover: their checksums, and copies.
 
-For inputs of more than 240 bytes XXH3 (Y. Collet; its specification is in the xxHash repository) is eight
-64-bit lanes over pages of 1024 bytes, each of 16 stripes of 8 words w[s][i], with S the words of its secret:
+The checksum is XXH3 (64 bits, seed 0): the very number that ``xxhash.xxh3_64`` gives for the same bytes on a
+CPU. For inputs of more than 240 bytes XXH3 (Y. Collet; its specification is in the xxHash repository) is
+eight 64-bit lanes over pages of 1024 bytes, each of 16 stripes of 8 words w[s][i], with S the words of its
+secret:
 
     a page:      lane[i] += sum over s of  w[s][i ^ 1] + low32(x) * high32(x),  x = w[s][i] ^ S[s + i]
     after it:    lane[i] = (lane[i] ^ lane[i] >> 47 ^ S[16 + i]) * 0x9E3779B1
@@ -11,6 +12,10 @@ All arithmetic is modulo 2^64. The sums are most of the work and independent: on
 memory's speed, 64 bytes for 1024. Only the second line is a chain: a second kernel walks it, one program a
 block, 8192 steps for a block of 8 MiB.
 Bytes: each byte of a block once. About 1.5 integer operations a byte.
+
+Copies are of blocks, or of the same slice of each, between a pool and a packed buffer: one launch for what a
+mover sends or has received. Bytes: each byte once in, once out. ``first_byte`` and the buffer's width choose
+the slice: whole blocks, or some layers.
 """
 
 from __future__ import annotations
@@ -32,6 +37,8 @@ SECRET = bytes.fromhex(
 )  # the default secret of the specification; its first 192 bytes are used
 STARTS = (0xC2B2AE3D, 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9,
           0x85EBCA77C2B2AE63, 0x85EBCA77, 0x27D4EB2F165667C5, 0x9E3779B1)  # fmt: skip
+WORD = 8  # bytes; sixteen a thread and load
+WORDS = 2048  # of one program of a copy
 
 
 def block_checksums(pool: Tensor, blocks: Tensor) -> Tensor:
@@ -137,3 +144,56 @@ def _chain_kernel(words, blocks, table, sums, checksums, BLOCK_WORDS: tl.constex
     mixed *= 0x165667919E3779F9
     mixed ^= mixed >> 32
     tl.store(checksums + i + tl.arange(0, 1), mixed.to(tl.int64, bitcast=True))
+
+
+def pack_blocks(pool: Tensor, blocks: Tensor, packed: Tensor, first_byte: int = 0) -> None:
+    """packed[i] = pool[blocks[i], first_byte : first_byte + width]; uint8 [num_blocks, block_bytes], int [n],
+    uint8 [n, width]."""
+    _launch(pool, blocks, packed, first_byte, unpack=False)
+
+
+def unpack_blocks(packed: Tensor, blocks: Tensor, pool: Tensor, first_byte: int = 0) -> None:
+    """pool[blocks[i], first_byte : first_byte + width] = packed[i]. No two of ``blocks`` may be the same."""
+    _launch(pool, blocks, packed, first_byte, unpack=True)
+
+
+def _launch(pool: Tensor, blocks: Tensor, packed: Tensor, first_byte: int, unpack: bool) -> None:
+    (n, width), block_bytes = packed.shape, pool.shape[1]
+    assert len(blocks) == n
+    assert first_byte + width <= block_bytes
+    assert first_byte % WORD == width % WORD == block_bytes % WORD == 0
+    assert pool.is_contiguous()
+    assert packed.is_contiguous()
+    # A GPU reads 16 bytes at a time where it knows that each slice begins at a multiple of them.
+    unit = (
+        2 * WORD if block_bytes % (2 * WORD) == first_byte % (2 * WORD) == width % (2 * WORD) == 0 else WORD
+    )
+    _copy_kernel[(n, triton.cdiv(width // WORD, WORDS))](
+        pool.view(torch.int64), blocks, packed.view(torch.int64), first_byte // unit, width // unit,
+        BLOCK_WORDS=block_bytes // WORD, UNIT=unit // WORD, WORDS=WORDS, UNPACK=unpack, num_warps=8,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["first", "width"])
+def _copy_kernel(
+    pool,
+    blocks,
+    packed,
+    first,
+    width,
+    BLOCK_WORDS: tl.constexpr,
+    UNIT: tl.constexpr,
+    WORDS: tl.constexpr,
+    UNPACK: tl.constexpr,
+):
+    """``first``, ``width``: of the slice, in units of UNIT words. They follow a mover's measured rate, so
+    that they must not be compiled in."""
+    i = tl.program_id(0).to(tl.int64)
+    words = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    inside = words < width * UNIT
+    in_pool = pool + tl.load(blocks + i).to(tl.int64) * BLOCK_WORDS + first.to(tl.int64) * UNIT + words
+    in_packed = packed + i * width * UNIT + words
+    if UNPACK:
+        tl.store(in_pool, tl.load(in_packed, mask=inside), mask=inside)
+    else:
+        tl.store(in_packed, tl.load(in_pool, mask=inside), mask=inside)

@@ -1,4 +1,5 @@
-"""Which certificates the commands trust when they talk to a server over TLS."""
+"""How a command reaches a server: the certificates that it trusts over TLS, and of a coordinator on this host
+the operators' pages and their admin key."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..coordinator.run_folder import find_door
+from .checks import read_key
 from .config import ConfigError
 
 
@@ -44,3 +46,16 @@ def pinned(certificate: Path) -> ssl.SSLContext:
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     context.load_verify_locations(cadata=f"{begin}{first}{end}\n")
     return context
+
+
+def operator_access(
+    url: str, key_file: Path | None, *, admin_port: bool = False
+) -> tuple[str, dict[str, str]]:
+    """The URL to ask and the headers to send. ``admin_port``: what is asked lies under /admin. Raises
+    ConfigError."""
+    door = find_door(url)
+    if door is not None:
+        url = door.admin_url if admin_port else door.url
+    if key_file is not None:
+        return url, {"authorization": f"Bearer {read_key('--admin-key-file', key_file)}"}
+    return url, door.headers() if door is not None else {}

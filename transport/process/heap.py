@@ -1,4 +1,6 @@
-"""Puts a process's heap of small objects into huge pages.
+"""A process's heap of small objects: how seldom Python's collector scans it, and its way into huge pages.
+
+A process that serves must neither scan objects that stay nor run the collector in mid-step for nothing.
 
 Simulations follow pointers through hundreds of megabytes of small objects. With pages of 4 KiB most of these
 steps miss the processor's table of addresses, and in a virtual machine each miss is looked up in two tables.
@@ -9,11 +11,32 @@ itself; from Linux 6.1 on it does when asked (madvise, MADV_COLLAPSE).
 from __future__ import annotations
 
 import ctypes
+import gc
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 
+THRESHOLD = 10_000  # objects: a burst of 64 requests makes that many, and leaves no cycle when it ends
 HUGE_PAGE_BYTES = 2 << 20
 _MADV_COLLAPSE = 25
+
+
+def settle_heap() -> None:
+    """Exempt all present objects from collection. Call it when all is loaded, before serving."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(THRESHOLD)
+
+
+@contextmanager
+def seldom_collected(threshold: int = THRESHOLD) -> Iterator[None]:
+    """Let the collector run as seldom as in a process that serves; at a threshold of 0, never."""
+    before = gc.get_threshold()
+    gc.set_threshold(threshold)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def collapse_heap() -> int:
