@@ -39,10 +39,6 @@ class Answers:
         self._reported: set[bytes] = set()
         self._alone: set[Key] = set()  # since the last tick
 
-    @property
-    def num_complete(self) -> int:
-        return len(self._complete)
-
     def outlives_coordinator(self, key: Key) -> bool:
         """Whether the sequence goes on without its coordinator; for ``kept_s`` from the next tick on."""
         sequence = self._scheduler.get(key)

@@ -161,11 +161,6 @@ class Hooks:
         """Whether there is a command for it."""
         return bool(self._command)
 
-    @property
-    def busy(self) -> bool:
-        """Whether a command runs, or something is being posted."""
-        return bool(self._tasks)
-
     async def close(self) -> None:
         """Cancel posts. Running commands go on by themselves."""
         for task in list(self._tasks):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...engine.step.batch import SamplingState
 from ...engine.step.device_sampler import DeviceSampler
-from ...engine.step.sampler import SampledRows, Sampler
+from ...engine.step.sampler import Sampler
 from ...kernels.cuda import CudaKernels
 from ...kernels.gpu.elementwise import embedding, gate_mul
 from ...kernels.gpu.exact_linear import ExactLinear
@@ -32,6 +32,7 @@ from .kernel_inputs import (
     randn,
     relative_error,
 )
+from .sampled_rows import booked, drawn
 
 BFLOAT16, REFERENCE = torch.bfloat16, TorchKernels()
 
@@ -184,8 +185,5 @@ def sampling_error(vocab_size: int, device: str) -> float:
         for i, params in enumerate(own * 4)
     ]
     logits = randn(len(states), vocab_size, device=device) * 3
-    expected, _ = Sampler(REFERENCE, (3,)).sample(logits.cpu().clone(), SampledRows.booked(states))
-    return float(
-        DeviceSampler((3,)).sample(logits, SampledRows.booked(states, device))[0].tolist()
-        != expected.tolist()
-    )
+    expected, _ = Sampler(REFERENCE, (3,)).sample(logits.cpu().clone(), booked(states))
+    return float(drawn(DeviceSampler((3,)), logits, booked(states, device))[0].tolist() != expected.tolist())

@@ -76,10 +76,6 @@ class Kubernetes:
         found = await self._find(self._path(*RESOURCES[kind]), params={"labelSelector": labels})
         return found["items"] if found else []
 
-    async def exists(self, kind: str, name: str) -> bool:
-        """Return whether there is an object of this name."""
-        return await self._find(self._path(*RESOURCES[kind], name)) is not None
-
     async def apply(self, found: Object) -> None:
         """Apply an object: the server merges it with the fields of others."""
         path = self._path(*RESOURCES[found["kind"]], found["metadata"]["name"])

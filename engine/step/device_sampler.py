@@ -30,19 +30,11 @@ class DeviceSampler:
         self._eos_token_ids = eos_token_ids
         self._last: _LastRows | None = None
 
-    def sample(
-        self, logits: Tensor, sampled: SampledRows
-    ) -> tuple[NDArray[np.int32], dict[int, TokenLogprobs]]:
-        """``logits`` float32 [num_rows, vocab_size] are overwritten. Token ids [num_rows] and, by row, the
-        logprobs asked for."""
-        chosen, read_logprobs = self.draw(logits, sampled)
-        return chosen.cpu().numpy(), read_logprobs()
-
     def draw(
         self, logits: Tensor, sampled: SampledRows
     ) -> tuple[Tensor, Callable[[], dict[int, TokenLogprobs]]]:
-        """As ``sample``, without waiting: token ids int32 on the device, and a call that waits for the
-        logprobs."""
+        """``logits`` float32 [num_rows, vocab_size] are overwritten. Token ids int32 [num_rows] on the
+        device, and a call that waits for the logprobs asked for, by row."""
         states, rows = sampled.states, self._rows(sampled, logits.shape[1])
         reporting = [row for row, state in enumerate(states) if state.params.logprobs is not None]
         constrained = sampled.constrained

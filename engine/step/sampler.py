@@ -59,14 +59,6 @@ class SampledRows:
             assert state.matcher is not None
             words[:] = state.matcher.mask(state.outputs_before(int(self.positions[row]), int(newest[row])))
 
-    @classmethod
-    def booked(cls, states: Sequence[SamplingState], device: torch.device | str = "cpu") -> SampledRows:
-        """Rows of sequences without a token under way."""
-        newest = [[*s.prompt_token_ids, *s.output_token_ids][-1] if s.position else 0 for s in states]
-        positions = np.array([s.position for s in states], np.int32)
-        on_host = np.array(newest, np.int32)
-        return cls(states, positions, torch.from_numpy(on_host).to(device), lambda: on_host)
-
 
 class StepLogits(NamedTuple):
     """What a step has computed for the n sequences that sample, on its device.

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from splitserve.bench.kernels import triton_interpreter
 from splitserve.bench.kernels.kernel_inputs import randn
+from splitserve.bench.kernels.sampled_rows import booked, drawn
 from splitserve.engine.step import device_sampler
 from splitserve.engine.step.batch import SamplingState
 from splitserve.engine.step.device_sampler import DeviceSampler, sampling_rows
@@ -71,13 +72,11 @@ def test_the_same_tokens_as_on_a_cpu(rows: list[SamplingState], seed: int, ties:
     logits = randn(len(rows), VOCAB, seed=seed) * 3
     if ties:
         logits = logits.round()
-    expected, expected_logprobs = Sampler(TorchKernels(), (EOS,)).sample(
-        logits.clone(), SampledRows.booked(rows)
-    )
-    sampled = SampledRows.booked(rows)
+    expected, expected_logprobs = Sampler(TorchKernels(), (EOS,)).sample(logits.clone(), booked(rows))
+    sampled = booked(rows)
     for state in rows[::2]:
         del state.output_token_ids[-1:]  # the newest need not be booked
-    found, logprobs = DeviceSampler((EOS,)).sample(logits, sampled)
+    found, logprobs = drawn(DeviceSampler((EOS,)), logits, sampled)
     assert found.tolist() == expected.tolist()
     assert logprobs.keys() == expected_logprobs.keys()
     for row, reported in expected_logprobs.items():
@@ -93,8 +92,8 @@ def test_a_vocabulary_of_several_slices() -> None:
         SamplingState(SamplingParams(max_tokens=9, seed=row, **own), [1], [])
         for row, own in enumerate(({}, {"top_p": 0.7, "top_k": 40}, {"temperature": 0.0, "logprobs": 0}))
     ]
-    expected, _ = Sampler(TorchKernels(), (EOS,)).sample(logits.clone(), SampledRows.booked(rows))
-    found, logprobs = DeviceSampler((EOS,)).sample(logits, SampledRows.booked(rows))
+    expected, _ = Sampler(TorchKernels(), (EOS,)).sample(logits.clone(), booked(rows))
+    found, logprobs = drawn(DeviceSampler((EOS,)), logits, booked(rows))
     assert found.tolist() == expected.tolist()
     assert logprobs[2].logprob == pytest.approx(float(logits[2].log_softmax(0).max()), abs=1e-5)
 
@@ -106,8 +105,8 @@ def test_where_the_noise_alone_decides_and_where_few_tokens_are_left() -> None:
     logits[2:4] = 0
     logits[4] = (logits[4] * 1e4).round()  # beside such sums the noise is rounded
     rows = [SamplingState(SamplingParams(max_tokens=9, seed=3), [1] * (row + 1), []) for row in range(6)]
-    expected, _ = Sampler(TorchKernels(), (EOS,)).sample(logits.clone(), SampledRows.booked(rows))
-    assert DeviceSampler((EOS,)).sample(logits, SampledRows.booked(rows))[0].tolist() == expected.tolist()
+    expected, _ = Sampler(TorchKernels(), (EOS,)).sample(logits.clone(), booked(rows))
+    assert drawn(DeviceSampler((EOS,)), logits, booked(rows))[0].tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("own", [{"top_k": 1}, {"top_p": 0.0}, {"top_p": 1e-10}, {"temperature": 0.0}])
@@ -117,9 +116,9 @@ def test_the_lowest_of_equal_tokens_where_only_the_likeliest_counts(own: dict[st
     logits[8] = 0.0  # all are equal
     rows = [SamplingState(SamplingParams(max_tokens=9, seed=seed, **own), [1], []) for seed in range(9)]
     rows[0] = SamplingState(SamplingParams(max_tokens=9, seed=0, logit_bias={7: 0.0}, **own), [1], [])
-    for sampler in (Sampler(TorchKernels(), (EOS,)), DeviceSampler((EOS,))):
-        chosen, _ = sampler.sample(logits.clone(), SampledRows.booked(rows))
-        assert chosen.tolist() == [7] * 8 + [0], sampler
+    on_host, _ = Sampler(TorchKernels(), (EOS,)).sample(logits.clone(), booked(rows))
+    on_device, _ = drawn(DeviceSampler((EOS,)), logits.clone(), booked(rows))
+    assert on_host.tolist() == on_device.tolist() == [7] * 8 + [0]
 
 
 class Allows:
@@ -147,10 +146,8 @@ def test_rows_that_follow_a_grammar() -> None:
         for row, own in enumerate(({}, {"temperature": 0.0, "logprobs": 3}, {"top_k": 2, "logprobs": 0}))
     ]
     rows.append(SamplingState(SamplingParams(max_tokens=9, temperature=0.0), [1], [2]))
-    expected, expected_logprobs = Sampler(TorchKernels(), (EOS,)).sample(
-        logits.clone(), SampledRows.booked(rows)
-    )
-    found, logprobs = DeviceSampler((EOS,)).sample(logits.clone(), SampledRows.booked(rows))
+    expected, expected_logprobs = Sampler(TorchKernels(), (EOS,)).sample(logits.clone(), booked(rows))
+    found, logprobs = drawn(DeviceSampler((EOS,)), logits.clone(), booked(rows))
     assert found.tolist() == expected.tolist()
     assert set(found[:3].tolist()) <= {7, 8, VOCAB - 1}
     assert found[3] == logits[3].argmax()
@@ -162,7 +159,7 @@ def test_rows_that_follow_a_grammar() -> None:
 def test_the_chosen_tokens_are_counted_on_the_device() -> None:
     """So that a next step needs no word from the host."""
     params = SamplingParams(max_tokens=9, temperature=0.0, frequency_penalty=1.0)
-    rows = sampling_rows(SampledRows.booked([SamplingState(params, [5], [7, 7])]), (EOS,), VOCAB)
+    rows = sampling_rows(booked([SamplingState(params, [5], [7, 7])]), (EOS,), VOCAB)
     logits = torch.zeros(1, VOCAB)
     logits[0, [7, 9]] = Tensor([4.5, 1.2])
     chosen = [int(sample(logits, rows)[0]) for _ in range(3)]
@@ -198,15 +195,13 @@ def test_as_long_as_the_same_sequences_run_what_they_ask_for_stays_on_the_device
     logits[:, EOS] = 9.0
     for step in range(5):
         for _ in range(2 if step == 3 else 1):  # the fourth is run again
-            found = kept.sample(logits.clone(), SampledRows.booked(rows))[0].tolist()
-        expected = (
-            Sampler(TorchKernels(), (EOS,)).sample(logits.clone(), SampledRows.booked(rows))[0].tolist()
-        )
+            found = drawn(kept, logits.clone(), booked(rows))[0].tolist()
+        expected = Sampler(TorchKernels(), (EOS,)).sample(logits.clone(), booked(rows))[0].tolist()
         assert found == expected, step
         for state, token in zip(rows, expected, strict=True):
             state.output_token_ids.append(token)
     assert made == [2, 2]
-    kept.sample(logits[:1].clone(), SampledRows.booked(rows[:1]))
+    drawn(kept, logits[:1].clone(), booked(rows[:1]))
     assert made == [2, 2, 1]
 
 

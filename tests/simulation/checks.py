@@ -83,7 +83,7 @@ class Checks:
                 yield f"{worker.name} leaves"
             elif worker.blocks.num_used:
                 yield f"{worker.name}: {worker.blocks.num_used} blocks are in use"
-            elif isinstance(worker.core, DecodeCore) and worker.core.answers.num_complete:
+            elif isinstance(worker.core, DecodeCore) and worker.core.answers._complete:
                 yield f"{worker.name} keeps answers"
             elif list(worker.core.waits()):
                 yield f"{worker.name}: waits for {next(iter(worker.core.waits()))}"

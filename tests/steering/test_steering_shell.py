@@ -102,7 +102,7 @@ async def carry_out(
             while not reported.exists() or reported.read_text().count("\n") < 2:
                 await asyncio.sleep(0.01)
     async with asyncio.timeout(PATIENCE_S):
-        while hooks.busy:
+        while hooks._tasks:
             await asyncio.sleep(0.01)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -173,7 +173,7 @@ async def test_a_command_sees_no_secret_of_the_coordinators_environment(
     hooks = Hooks("act", None, f"sh -c 'env >{seen}'")
     hooks.start_worker("decode")
     async with asyncio.timeout(PATIENCE_S):
-        while hooks.busy:
+        while hooks._tasks:
             await asyncio.sleep(0.01)
     assert f"PATH={os.environ['PATH']}" in seen.read_text()
     assert "secret" not in seen.read_text()

@@ -19,12 +19,13 @@ from support.families import EOS_TOKEN_ID, VOCAB_SIZE
 from support.models import write_byte_tokenizer
 from tokenizers import Tokenizer
 
+from splitserve.bench.kernels.sampled_rows import booked
 from splitserve.engine.errors import GrammarError
 from splitserve.engine.step import grammar
 from splitserve.engine.step.batch import SamplingState
 from splitserve.engine.step.constraint import CompileGrammar, TokenMatcher
 from splitserve.engine.step.grammar import GrammarCompiler, GrammarThread
-from splitserve.engine.step.sampler import SampledRows, Sampler, forbid_tokens
+from splitserve.engine.step.sampler import Sampler, forbid_tokens
 from splitserve.kernels.reference import TorchKernels
 from splitserve.transport.messages.messages import SamplingParams
 from splitserve.transport.messages.token_rules import TokenRules
@@ -131,7 +132,7 @@ def state(matcher: TokenMatcher | None, **params: object) -> SamplingState:
 def test_only_the_rows_with_a_grammar_are_touched() -> None:
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
     before = logits.clone()
-    forbid_tokens(logits, SampledRows.booked([state(None), state(OneRow(0, 31, 32, 49)), state(None)]))
+    forbid_tokens(logits, booked([state(None), state(OneRow(0, 31, 32, 49)), state(None)]))
     assert (logits[[0, 2]] == before[[0, 2]]).all()
     assert logits[1].isfinite().nonzero().flatten().tolist() == [0, 31, 32, 49]
     assert (logits[1, [0, 31, 32, 49]] == before[1, [0, 31, 32, 49]]).all()
@@ -141,7 +142,7 @@ def test_log_probabilities_are_those_of_the_model() -> None:
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(1))
     expected = logits.log_softmax(-1)
     tokens, reported = Sampler(TorchKernels(), (3,)).sample(
-        logits, SampledRows.booked([state(OneRow(7, 8), logprobs=2), state(None)])
+        logits, booked([state(OneRow(7, 8), logprobs=2), state(None)])
     )
     assert tokens[0] == (7 if expected[0, 7] > expected[0, 8] else 8)
     assert tokens[1] == expected[1].argmax()

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from splitserve.bench.kernels.sampled_rows import booked
 from splitserve.engine.step.batch import SamplingState
 from splitserve.engine.step.sampler import FilterParams, SampledRows, Sampler, keep_likely_tokens
 from splitserve.kernels.gumbel_noise import gumbel_noise, noise_bits, noise_key
@@ -40,7 +41,7 @@ def logits_of(seed: int, rows: int = 1, vocab: int = VOCAB) -> Tensor:
 def sample(
     sampler: Sampler, logits: Tensor, states: list[SamplingState]
 ) -> tuple[np.ndarray, dict[int, TokenLogprobs]]:
-    return sampler.sample(logits, SampledRows.booked(states))
+    return sampler.sample(logits, booked(states))
 
 
 def draw_many(sampler: Sampler, logits: Tensor, count: int, **params: Any) -> np.ndarray:
@@ -238,14 +239,14 @@ def test_whether_the_newest_token_is_booked_makes_no_difference(sampler: Sampler
         "frequency_penalty": 0.4,
     }
     for output in ([7], [7, 7], [7, 9, 8]):
-        booked = SampledRows.booked([state(prompt=[5, 6], output=output, **params)])
+        known = booked([state(prompt=[5, 6], output=output, **params)])
         behind = SampledRows(
             [state(prompt=[5, 6], output=output[:-1], **params)],
-            booked.positions,
-            booked.newest,
-            booked.read_newest,
+            known.positions,
+            known.newest,
+            known.read_newest,
         )
         logits = logits_of(seed=8)
         edited, edited_behind = logits.clone(), logits.clone()
-        assert sampler.sample(edited, booked)[0] == sampler.sample(edited_behind, behind)[0]
+        assert sampler.sample(edited, known)[0] == sampler.sample(edited_behind, behind)[0]
         assert torch.equal(edited, edited_behind)
