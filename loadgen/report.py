@@ -177,15 +177,11 @@ def write_json(path: Path, report: Report, settings: LoadSettings, samples: Sequ
 
 def draw_plot(path: Path, report: Report, samples: Sequence[Sample]) -> None:
     """Cumulative distributions of the latencies, as PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     series = _by_latency([times_of(sample) for sample in samples if not sample.error and sample.arrivals])
-    figure, axes = pyplot.subplots(
-        1, len(series), figsize=(4 * len(series), 3.2), sharey=True, layout="constrained"
-    )
+    figure = Figure((4 * len(series), 3.2), layout="constrained")
+    axes = figure.subplots(1, len(series), sharey=True)
     for axis, (name, values) in zip(axes, series.items(), strict=True):
         axis.plot(
             np.sort(values) * 1e3, np.arange(1, len(values) + 1) / max(1, len(values)), drawstyle="steps-post"
@@ -197,4 +193,3 @@ def draw_plot(path: Path, report: Report, samples: Sequence[Sample]) -> None:
         f"{report.requests_per_s:.2f} requests/s, {report.output_tokens_per_s:.1f} output tokens/s"
     )
     figure.savefig(path, format="png", dpi=120)
-    pyplot.close(figure)

@@ -16,21 +16,16 @@ from .tallies import BINS_PER_DOUBLING, bin_start
 def draw_traces(path: Path, traces: Sequence[tuple[TraceStatistics, Shapes]]) -> None:
     """Arrivals over time, how gaps compare with a Poisson process, distributions of lengths, and prompt
     against output lengths."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, rows = pyplot.subplots(
-        len(traces), 4, figsize=(17, 3.4 * len(traces)), squeeze=False, layout="constrained"
-    )
+    figure = Figure((17, 3.4 * len(traces)), layout="constrained")
+    rows = figure.subplots(len(traces), 4, squeeze=False)
     for axes, (statistics, shapes) in zip(rows, traces, strict=True):
         _draw_arrivals(axes[0], statistics, shapes)
         _draw_gaps(axes[1], statistics, shapes)
         _draw_lengths(axes[2], shapes)
         _draw_joint(axes[3], shapes)
     figure.savefig(path, format="png", dpi=110)
-    pyplot.close(figure)
 
 
 def _draw_arrivals(axis: Any, statistics: TraceStatistics, shapes: Shapes) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from ..metrics.load_window import Window
 from .queueing import SATURATED, ttft_with_one_more
@@ -21,15 +21,6 @@ class Finding(NamedTuple):
     remedy: str = ""
     basis: str = ""  # method of the expected gain
     share: float = 0.0  # of requests' time, for the order
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "level": self.level,
-            "what": self.what,
-            "remedy": self.remedy,
-            "basis": self.basis,
-        }
 
 
 def too_few(w: Window) -> Finding:

@@ -51,7 +51,7 @@ class LiveView:
         self._points: deque[dict[str, Any]] = deque(maxlen=NUM_POINTS)
         self._recent: deque[tuple[int, RequestRecord]] = deque(maxlen=NUM_RECENT)
         self._routes: deque[tuple[float, str, str]] = deque()
-        self._tenants: dict[str, dict[str, int]] = {}
+        self._tenants: dict[str, Counter[str]] = {}
         self._statuses: Counter[str] = Counter()  # when the last point was made
         self._load = LoadWindow(objectives)
         self._events = EventLog(wall - now)
@@ -75,13 +75,12 @@ class LiveView:
         if record.prefill_worker:
             self._routes.append((record.ledger.end, record.prefill_worker, record.decode_worker))
         if record.tenant and (record.tenant in self._tenants or len(self._tenants) < MAX_TENANTS):
-            usage = self._tenants.setdefault(
-                record.tenant, {"requests": 0, "prompt_tokens": 0, "cached_tokens": 0, "output_tokens": 0}
+            self._tenants.setdefault(record.tenant, Counter()).update(
+                requests=1,
+                prompt_tokens=record.num_prompt_tokens,
+                cached_tokens=record.num_cached_tokens,
+                output_tokens=record.num_output_tokens,
             )
-            usage["requests"] += 1
-            usage["prompt_tokens"] += record.num_prompt_tokens
-            usage["cached_tokens"] += record.num_cached_tokens
-            usage["output_tokens"] += record.num_output_tokens
 
     def sample(self, now: float, system: SystemSnapshot) -> None:
         """Add a point to the history."""
@@ -140,7 +139,7 @@ class LiveView:
             "uptime_s": round(now - self._began, 1),
             "num_requests": self._num_requests,
             "statuses": dict(self._by_status()),
-            "findings": [finding.as_json() for finding in diagnose(window)],
+            "findings": [finding._asdict() for finding in diagnose(window)],
             "window": _window(window),
             "events": self._events.newest(),
             "totals": dict(self._events.totals),

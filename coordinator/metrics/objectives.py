@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +28,4 @@ class Objectives:
 
     def as_json(self) -> dict[str, object] | None:
         """None without any bound."""
-        if not self:
-            return None
-        return {
-            "ttft_s": self.ttft_s,
-            "tpot_s": self.tpot_s,
-            "attainment": self.attainment,
-            "ttft_by_class": dict(self.ttft_by_class),
-        }
+        return asdict(self) if self else None

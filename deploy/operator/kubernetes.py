@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import kopf
@@ -61,14 +61,9 @@ class Kubernetes:
         body = {"metadata": {"resourceVersion": metadata["resourceVersion"]}, "status": status}
         await self._call("PATCH", f"{path}/status", body, "application/merge-patch+json")
 
-    async def config_map(self, name: str) -> dict[str, str]:
-        """Return a ConfigMap's data."""
-        found = await self._call("GET", self._path("v1", "configmaps", name))
-        return dict(found.get("data") or {})
-
-    async def secret(self, name: str) -> dict[str, str]:
-        """Return a Secret's data, in base64."""
-        found = await self._call("GET", self._path("v1", "secrets", name))
+    async def data(self, plural: Literal["configmaps", "secrets"], name: str) -> dict[str, str]:
+        """Return a ConfigMap's data, or a Secret's, which is in base64."""
+        found = await self._call("GET", self._path("v1", plural, name))
         return dict(found.get("data") or {})
 
     async def list(self, kind: str, labels: str) -> list[Object]:

@@ -87,7 +87,7 @@ class Reconciler:
         if not name:
             return {}
         try:
-            texts = (await self._kubernetes.config_map(name)).values()
+            texts = (await self._kubernetes.data("configmaps", name)).values()
         except ApiError as error:
             raise InvalidValues(f"planConfigMap: {error}") from None
         if len(texts) != 1:
@@ -135,7 +135,7 @@ class Reconciler:
             return None, f"the coordinator does not answer: {error}"
 
     async def _coordinator(self, name: str, manifests: Manifests) -> Coordinator:
-        secret = await self._kubernetes.secret(manifests.values["adminKeySecret"])
+        secret = await self._kubernetes.data("secrets", manifests.values["adminKeySecret"])
         key = base64.b64decode(secret["admin.key"]).decode().strip()
         return Coordinator(self._http, self._coordinator_url(name), key)
 

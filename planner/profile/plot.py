@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib as mpl
-
-mpl.use("Agg")
-import matplotlib.pyplot as plt
+from matplotlib import colormaps
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from ...engine.latency_profile import Profile, StepModel, StepRole
 from .measure import Repeats
@@ -17,7 +15,8 @@ from .measure import Repeats
 
 def draw_fit(path: Path, profile: Profile, found: Sequence[Repeats], notes: Sequence[str] = ()) -> None:
     """Above: the notes, time over size, one line a context; below: measured over modelled. Writes a PNG."""
-    figure, axes = plt.subplots(2, 2, figsize=(12, 9))
+    figure = Figure((12, 9))
+    axes = figure.subplots(2, 2)
     roles: tuple[tuple[StepRole, StepModel, str], ...] = (
         ("prefill", profile.prefill, "new tokens in the step"),
         ("decode", profile.decode, "sequences in the step"),
@@ -32,12 +31,11 @@ def draw_fit(path: Path, profile: Profile, found: Sequence[Repeats], notes: Sequ
     figure.suptitle("\n".join([profile.name, *notes]), fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def _times(axes: Axes, model: StepModel, found: Sequence[Repeats]) -> None:
     reads = sorted({r.experiment.reads / r.experiment.units for r in found})
-    shades = plt.get_cmap("viridis")
+    shades = colormaps["viridis"]
     for r in found:
         e = r.experiment
         shade = shades(reads.index(e.reads / e.units) / max(1, len(reads) - 1))

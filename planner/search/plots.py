@@ -7,11 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-
-mpl.use("Agg")
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from .candidates import Candidate
 from .plan import Plan
@@ -19,7 +16,8 @@ from .plan import Plan
 
 def draw_plan(path: Path, plan: Plan) -> None:
     """Lines are sketched, points are simulated. A PNG."""
-    figure, ((ratios, attainment), (front, busy)) = plt.subplots(2, 2, figsize=(13, 9.5))
+    figure = Figure((13, 9.5))
+    (ratios, attainment), (front, busy) = figure.subplots(2, 2)
     if plan.goal.objective == "goodput":
         _goodput_over_ratio(ratios, plan)
     else:
@@ -29,7 +27,6 @@ def draw_plan(path: Path, plan: Plan) -> None:
     _utilisation(busy, plan)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def _goodput_over_ratio(axes: Axes, plan: Plan) -> None:

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib as mpl
-
-mpl.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.figure import Figure
 
 from .timeline import Timeline
 
@@ -30,7 +27,8 @@ def rows_by_pool(names: Sequence[str]) -> dict[str, list[int]]:
 def draw_timeline(path: Path, timeline: Timeline) -> None:
     """Requests in the system, busy devices, KV caches, by pool; a PNG."""
     at = [s.at_s for s in timeline.samples]
-    figure, axes = plt.subplots(4, 1, figsize=(12, 11), sharex=True)
+    figure = Figure((12, 11))
+    axes = figure.subplots(4, 1, sharex=True)
     axes[0].plot(at, [s.open for s in timeline.samples], label="in the system")
     axes[0].plot(at, [s.queued for s in timeline.samples], label="waiting in the coordinator")
     axes[0].set(ylabel="requests")
@@ -48,4 +46,3 @@ def draw_timeline(path: Path, timeline: Timeline) -> None:
     axes[3].set(xlabel="seconds of the trace (line: mean of the pool; shade: least and most)")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
-    plt.close(figure)

@@ -128,7 +128,7 @@ class Incoming:
 
 
 class BlockPool(Protocol):
-    """A block manager, as the receiver uses it."""
+    """A block manager, as both sides use it."""
 
     @property
     def num_blocks(self) -> int: ...

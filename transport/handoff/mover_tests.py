@@ -9,27 +9,19 @@ that of any handoff: Release, Revoke, a deadline, or the peer's loss.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Protocol
 
 from ..messages.messages import PeerId, RequestSpec, SamplingParams, u32
+from .granting import BlockPool
 from .layer_slicing import WHOLE_BLOCKS
 from .meetings import Contact
 from .outgoing import Outgoing
 from .protocol import HandoffTimes, Key, SenderAction, WriteTestBlock
 
 
-class OwnBlocks(Protocol):
-    """A block manager, as tests use it."""
-
-    def allocate(self, count: int) -> list[int] | None: ...
-    def release(self, blocks: Sequence[int]) -> None: ...
-
-
 class MoverTests:
     """The tests that are under way. Adds to ``actions``. ``blocks``: None where no mover is tested."""
 
-    def __init__(self, blocks: OwnBlocks | None, times: HandoffTimes, actions: list[SenderAction]) -> None:
+    def __init__(self, blocks: BlockPool | None, times: HandoffTimes, actions: list[SenderAction]) -> None:
         self._blocks, self._times, self._actions = blocks, times, actions
         self._numbers = itertools.count(1)
         self._own: dict[Key, list[int]] = {}

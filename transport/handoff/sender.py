@@ -29,9 +29,10 @@ from ..messages.messages import (
     TokenLogprobs,
     u64,
 )
+from .granting import BlockPool
 from .layer_slicing import WHOLE_BLOCKS, LayerSlicing
 from .meetings import Contact, Meetings
-from .mover_tests import MoverTests, OwnBlocks
+from .mover_tests import MoverTests
 from .outgoing import Outgoing
 from .protocol import CloseMover, Delivered, HandoffTimes, Key, SenderAction, ToPeer, Undelivered, Wait
 
@@ -44,7 +45,7 @@ class HandoffSender:
         meet: Meet,
         times: HandoffTimes | None = None,
         slicing: LayerSlicing = WHOLE_BLOCKS,
-        test_blocks: OwnBlocks | None = None,
+        test_blocks: BlockPool | None = None,
     ) -> None:
         """``test_blocks``: where the block comes from by which each mover is tested; None: none is."""
         self._model, self._slicing = meet.model, slicing
