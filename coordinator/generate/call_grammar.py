@@ -15,7 +15,7 @@ from ..chat_output.harmony import CHANNEL, MESSAGE, NEXT_MESSAGE
 from ..chat_output.reasoning import ThoughtMarks
 from .bodies.tools import Tool, parameters_of
 from .json_schemas import guided
-from .parameter_grammar import Term, parameter_rules, quoted, terms
+from .parameter_grammar import Term, escaped, parameter_rules, quoted, terms
 
 WHITESPACE = r"[ \n\t]{0,20}"
 ANYTHING = "/(?s:.*)/"
@@ -42,11 +42,14 @@ def calls_at_will(form: CallFormat, tools: Sequence[Tool], term: Term, *, parall
         preamble = f'({channel} "commentary" {message} ANYTHING {more})?'
         start = f'start: {preamble} ({terms(first, term)} {several} | {channel} "final" {message} ANYTHING)'
         return "\n".join([start, f"ANYTHING: {ANYTHING}", *calls]).encode()
-    begin = term(first)
-    before = f"before[suffix={begin}]: {ANYTHING}" if begin.startswith('"') else f"before: ANYTHING {begin}"
+    begin, anything = term(first), ANYTHING
+    if begin.startswith('"'):
+        before = f"before[suffix={begin}]: {ANYTHING}"
+    else:  # spelled out it would read as a call, too
+        before, anything = f"before: ANYTHING {begin}", f"{ANYTHING} & ~/(?s:.*){escaped(first)}(?s:.*)/"
     again = "(before called)* ANYTHING" if parallel and not form.listed else "ANYTHING | before called"
     return "\n".join(
-        [f"start: {again}", f"called: {several}", before, f"ANYTHING: {ANYTHING}", *calls]
+        [f"start: {again}", f"called: {several}", before, f"ANYTHING: {anything}", *calls]
     ).encode()
 
 

@@ -55,7 +55,6 @@ def write_scripted_model(folder: Path) -> None:
     for name, arguments in SCRIPTS.items():
         named, rest = f'\n{{"name": "{name}", ', f'"arguments": {json.dumps(arguments)}}}\n'
         chains.append([f"<|call {name}|>", f"<tool_call>{named}", rest, "</tool_call>", "<|eos|>"])
-        chains.append(["<tool_call>", named, rest])  # under a grammar, which knows the name
     tokenizer = _tokenizer(chains)
     tokenizer.save(str(folder / "tokenizer.json"))
     save_file(_weights(tokenizer, chains), folder / "model.safetensors")

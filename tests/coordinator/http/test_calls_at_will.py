@@ -155,6 +155,17 @@ def test_marks_may_be_tokens_that_are_not_special(model: ServedModel) -> None:
         assert followers(grammar_of(served, **asked), calls, served) == calls
 
 
+def test_a_mark_that_is_a_token_cannot_be_spelled_out(model: ServedModel) -> None:
+    """It would be read as a call that no schema holds, whose closing token free text does not allow."""
+    served = with_marks(model, ChatStyle("hermes"), special=True)
+    spelled = served.tokenizer.fast.encode("<tool_call", add_special_tokens=False).ids
+    closing = model.tokenizer.fast.encode(">", add_special_tokens=False).ids
+    tokenizer = LLTokenizer(served.tokenizer.fast.to_str(), n_vocab=served.vocab_size, eos_token=[1])
+    matcher = LLMatcher(tokenizer, grammar_of(served).decode(), log_level=0)
+    assert matcher.try_consume_tokens(spelled) == len(spelled)
+    assert matcher.try_consume_tokens(closing) == 0
+
+
 @pytest.mark.parametrize(("special", "plain"), [(False, False), (True, False), (True, True)])
 def test_after_a_thought_too(model: ServedModel, special: bool, plain: bool) -> None:
     served = with_marks(model, ChatStyle("hermes", "think"), special, plain)
