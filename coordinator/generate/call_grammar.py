@@ -42,11 +42,10 @@ def calls_at_will(form: CallFormat, tools: Sequence[Tool], term: Term, *, parall
         preamble = f'({channel} "commentary" {message} ANYTHING {more})?'
         start = f'start: {preamble} ({terms(first, term)} {several} | {channel} "final" {message} ANYTHING)'
         return "\n".join([start, f"ANYTHING: {ANYTHING}", *calls]).encode()
-    begin, anything = term(first), ANYTHING
-    if begin.startswith('"'):
-        before = f"before[suffix={begin}]: {ANYTHING}"
-    else:  # spelled out it would read as a call, too
-        before, anything = f"before: ANYTHING {begin}", f"{ANYTHING} & ~/(?s:.*){escaped(first)}(?s:.*)/"
+    begin = term(first)
+    marks = "|".join(escaped(mark) for mark in sorted({first, *form.openers}) if mark[0] in "<[")
+    anything = f"{ANYTHING} & ~/(?s:.*)({marks})(?s:.*)/"  # spelled out a mark would read as a call, too
+    before = f"before[suffix={begin}]: {anything}" if begin.startswith('"') else f"before: ANYTHING {begin}"
     again = "(before called)* ANYTHING" if parallel and not form.listed else "ANYTHING | before called"
     return "\n".join(
         [f"start: {again}", f"called: {several}", before, f"ANYTHING: {anything}", *calls]

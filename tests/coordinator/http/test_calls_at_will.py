@@ -155,15 +155,31 @@ def test_marks_may_be_tokens_that_are_not_special(model: ServedModel) -> None:
         assert followers(grammar_of(served, **asked), calls, served) == calls
 
 
-def test_a_mark_that_is_a_token_cannot_be_spelled_out(model: ServedModel) -> None:
-    """It would be read as a call that no schema holds, whose closing token free text does not allow."""
-    served = with_marks(model, ChatStyle("hermes"), special=True)
-    spelled = served.tokenizer.fast.encode("<tool_call", add_special_tokens=False).ids
-    closing = model.tokenizer.fast.encode(">", add_special_tokens=False).ids
+@pytest.mark.parametrize(
+    ("style", "mark"),
+    [
+        ("hermes", "<tool_call>"),
+        ("qwen3_coder", "<function="),
+        ("granite", "<tool_call>"),
+        ("kimi_k2", "<|tool_calls_section_begin|>"),
+        ("kimi_k2", "<|tool_call_begin|>"),
+        ("deepseek_v31", "<｜tool▁call▁begin｜>"),
+        ("deepseek_v32", "<｜DSML｜invoke"),
+    ],
+)
+def test_a_mark_that_opens_a_call_cannot_be_spelled_out(
+    model: ServedModel, style: ToolStyle, mark: str
+) -> None:
+    """It would be read as a call that no schema holds, whose closing token free text does not allow. Calls
+    begin with the mark around them all, or with a token."""
+    served = with_marks(model, ChatStyle(style), special=True)
+    spelled, last = (
+        model.tokenizer.fast.encode(t, add_special_tokens=False).ids for t in (mark[:-1], mark[-1])
+    )
     tokenizer = LLTokenizer(served.tokenizer.fast.to_str(), n_vocab=served.vocab_size, eos_token=[1])
     matcher = LLMatcher(tokenizer, grammar_of(served).decode(), log_level=0)
     assert matcher.try_consume_tokens(spelled) == len(spelled)
-    assert matcher.try_consume_tokens(closing) == 0
+    assert matcher.try_consume_tokens(last) == 0
 
 
 @pytest.mark.parametrize(("special", "plain"), [(False, False), (True, False), (True, True)])
