@@ -113,12 +113,12 @@ class ChatStream:
         self._ready.set()
 
     def streamed(self, data: bytes, *, last: bool) -> None:
+        too_slow = self._num_waiting_bytes > self._most and not last  # a kept answer comes in one piece
         self._chunks.append(data)
         self._num_waiting_bytes += len(data)
-        self._over = last
+        self._over = last or too_slow
         self._ready.set()
-        if self._num_waiting_bytes > self._most and not last:
-            self._over = True
+        if too_slow:
             self._chunks.append(EVENT_DATA + InternalError("The answer was read too slowly: cut off.").body())
             asyncio.get_running_loop().call_soon(self.abandon)  # not from within a write
 

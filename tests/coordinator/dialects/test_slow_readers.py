@@ -8,6 +8,7 @@ import socket
 from http.client import HTTPResponse
 from typing import Any
 
+import httpx
 import pytest
 from support.http_fakes import FakeDispatcher
 
@@ -51,3 +52,21 @@ async def test_an_answer_that_is_cut_off_does_not_look_complete(
         end = (await asyncio.to_thread(response.read)).decode().strip().splitlines()[-1]
     assert "read too slowly" in end
     await server.stop(grace_s=0)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_an_answer_that_comes_in_one_piece_is_not_read_too_slowly(
+    model: ServedModel, dispatcher: FakeDispatcher, streamed: bool
+) -> None:
+    """A worker that kept the answer of an idempotency key sends all of it at once, each token an event."""
+    dispatcher.script, dispatcher.tokens_per_flush = lambda _: [300] * 900, 800
+    server = HttpServer(HttpApp(dispatcher, model, AppParts(HttpLimits(max_buffered_bytes=20_000))))
+    await server.start()
+    body = {"model": "tiny", "input": "Hi", "max_output_tokens": 1000, "stream": streamed}
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=30) as client:
+        answer = await client.post("/v1/responses", json=body, headers={"idempotency-key": "again"})
+    await server.stop(grace_s=0)
+    assert answer.status_code == 200
+    assert '"status":"completed"' in answer.text
+    assert "read too slowly" not in answer.text
