@@ -229,8 +229,8 @@ def _from_gguf(file: Path) -> Path:
 
     parts = [file.resolve(), *(beside for name in BESIDE if (beside := file.parent / name).is_file())]
     stats = [(str(part), part.stat().st_size, part.stat().st_mtime_ns) for part in parts]
-    digest = hashlib.sha256(repr((FORMAT, stats)).encode()).hexdigest()[:16]
-    folder = cache_folder("gguf") / f"{file.stem}-{digest}"
+    stem = f"{file.stem}-{FORMAT}-"  # an older build that runs keeps its folder
+    folder = cache_folder("gguf") / (stem + hashlib.sha256(repr(stats).encode()).hexdigest()[:16])
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _alone(folder):
@@ -238,7 +238,7 @@ def _from_gguf(file: Path) -> Path:
                 _log.info("reading the metadata of %s", file)
                 with _replacing(folder) as part:
                     write_folder(file, part)
-                for old in folder.parent.glob(f"{escape(file.stem)}-*/{WEIGHTS}"):
+                for old in folder.parent.glob(f"{escape(stem)}*/{WEIGHTS}"):
                     if old.parent != folder and old.readlink() == file.resolve():
                         shutil.rmtree(old.parent, ignore_errors=True)
     except ModelConfigError as error:

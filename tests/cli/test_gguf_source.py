@@ -15,6 +15,7 @@ from splitserve.cli.config import ConfigError
 from splitserve.cli.model_source import resolved, with_folder
 from splitserve.cli.settings import ServerSettings
 from splitserve.coordinator.text.served_model import ServedModel
+from splitserve.engine.gguf import folder as gguf_folder
 from splitserve.engine.gguf.folder import BESIDE
 from splitserve.engine.model.model_folder import check_model_folder
 
@@ -49,6 +50,15 @@ def test_a_file_is_read_once(file: Path, cache: Path) -> None:
     os.utime(file, ns=(1, 1))  # as of another download
     assert resolved(str(file)) != folder
     assert not folder.exists()
+
+
+def test_an_older_build_that_runs_keeps_its_folder(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its workers start from it again."""
+    older = resolved(str(file))
+    monkeypatch.setattr(gguf_folder, "FORMAT", gguf_folder.FORMAT + 1)
+    newer = resolved(str(file))
+    assert newer != older
+    assert check_model_folder(older) == check_model_folder(newer)
 
 
 def test_a_coordinator_has_its_name_tokenizer_and_template(file: Path) -> None:
