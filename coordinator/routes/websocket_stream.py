@@ -61,7 +61,8 @@ class WebSocketStreams:
 
 
 class _Connection:
-    """One client's. What it does not read in time waits here, up to a bound."""
+    """One client's. What it does not read in time waits here, up to a bound, beyond which
+    it must become less with each message."""
 
     def __init__(self, socket: WebSocket, generation: GenerationApi, account: Account) -> None:
         self._socket, self._generation, self._account = socket, generation, account
@@ -101,12 +102,12 @@ class _Connection:
                 await self._ready.wait()
                 self._ready.clear()
                 while self._outbox:
-                    if self._num_waiting_bytes > self._generation.limits.max_buffered_bytes:
-                        await self._socket.close(TOO_SLOW, "too slow a reader")
-                        return
-                    data = self._outbox.popleft()
+                    before, data = self._num_waiting_bytes, self._outbox.popleft()
                     self._num_waiting_bytes -= len(data)
                     await self._socket.send_text(data.decode())
+                    if self._generation.limits.max_buffered_bytes < self._num_waiting_bytes > before:
+                        await self._socket.close(TOO_SLOW, "too slow a reader")
+                        return
 
     async def _read(self) -> None:
         while (received := await self._socket.receive())["type"] != "websocket.disconnect":

@@ -19,6 +19,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.typing import Origin, Subprotocol
 
 from splitserve.coordinator.errors import Unauthorized
+from splitserve.coordinator.http.limits import HttpLimits
 from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
 from splitserve.coordinator.tenants.limits import Account
 from splitserve.coordinator.tenants.tenancy import Tenancy
@@ -178,6 +179,32 @@ async def test_a_server_stops_while_a_client_that_does_not_read_closes(
         stopping = asyncio.create_task(server.stop(grace_s=0))
         await asyncio.sleep(0.05)
     await stopping
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("reads", [True, False])
+async def test_what_waits_is_bounded_but_no_single_message(
+    dispatcher: FakeDispatcher, model: ServedModel, reads: bool
+) -> None:
+    """A whole answer above the bound closed the connection, however fast its client read."""
+    limits = HttpLimits(max_buffered_bytes=4096)
+    server = HttpServer(HttpApp(dispatcher, model, AppParts(system=dispatcher.system, limits=limits)))
+    server._socket.setsockopt(SOL_SOCKET, SO_SNDBUF, 4096)
+    await server.start()
+    body = {**BODY, "n": 8, "max_tokens": 200, "ignore_eos": True, "stream": not reads}
+    with Socket() as sock:
+        sock.setsockopt(SOL_SOCKET, SO_RCVBUF, 2048)
+        sock.connect(("127.0.0.1", server.port))
+        async with connect(f"ws://127.0.0.1:{server.port}/v1/stream", sock=sock, max_queue=1) as socket:
+            await send(socket, id="a", body=body)
+            if reads:
+                (message,) = (await until_done(socket, "a"))["a"]
+                assert len(json.dumps(message)) > limits.max_buffered_bytes
+            else:
+                await dispatcher.until(lambda: bool(dispatcher.requests) and not dispatcher.running)
+                with pytest.raises(ConnectionClosed, match="too slow a reader"):
+                    await until_done(socket, "a")
+    await server.stop()
 
 
 async def test_other_paths_are_no_websockets(server: HttpServer) -> None:
