@@ -76,7 +76,7 @@ def _max_tokens(request: GenerateRequest, model: ServedModel, num_prompt_tokens:
         return asked
     if room < 1:
         raise ContextTooLong(longest, num_prompt_tokens, None, param="messages" if chat else "prompt")
-    return min(room, model.defaults.max_new_tokens or (room if chat else COMPLETION_MAX_TOKENS))
+    return min(room, max(0, model.defaults.max_new_tokens) or (room if chat else COMPLETION_MAX_TOKENS))
 
 
 def _check_unusual(fields: dict[str, Any], vocab_size: int) -> None:

@@ -29,13 +29,13 @@ class SamplingDefaults:
     top_k: int = 0
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
-    max_new_tokens: Annotated[int, Meta(ge=0)] | None = None
+    max_new_tokens: Annotated[int, Meta(ge=-1)] = 0  # 0, -1: no bound
 
     @classmethod
     def of(cls, generation_config: dict[str, Any]) -> SamplingDefaults:
-        """Nulls and unknown keys are ignored. Raises ValueError."""
+        """Nulls and unknown keys are ignored; 50.0 is 50. Raises ValueError."""
         try:
-            return convert({k: v for k, v in generation_config.items() if v is not None}, cls)
+            return convert({k: v for k, v in generation_config.items() if v is not None}, cls, strict=False)
         except ValidationError as error:
             raise ValueError(f"generation_config.json: {error}; correct it") from error
 

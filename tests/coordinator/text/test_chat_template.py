@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from splitserve.coordinator.errors import CannotStart, InvalidRequest
 from splitserve.coordinator.generate.bodies.chat import ChatCompletionRequest
+from splitserve.coordinator.generate.request_sampling import sampling_of
 from splitserve.coordinator.text.chat_template import ChatTemplate
 from splitserve.coordinator.text.served_model import ServedModel
 
@@ -153,6 +154,19 @@ def test_files_beside_the_tokenizer_are_checked_at_the_start(
     (tmp_path / name).write_bytes(content)
     with pytest.raises(CannotStart, match=message):
         ServedModel.load(tmp_path, "x")
+
+
+def test_defaults_of_others_tools_are_taken_as_they_are_meant(model_folder: Path, tmp_path: Path) -> None:
+    for file in ("config.json", "tokenizer.json"):
+        (tmp_path / file).write_bytes((model_folder / file).read_bytes())
+    written = {"top_k": 50.0, "max_new_tokens": -1, "temperature": 1, "top_p": None, "do_sample": True}
+    (tmp_path / "generation_config.json").write_text(json.dumps(written))
+    model = ServedModel.load(tmp_path, "x")
+    request = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": "Hi"}]})
+    sampling = sampling_of(request, model, 20)
+    assert (sampling.top_k, type(sampling.top_k)) == (50, int)
+    assert sampling.max_tokens == model.max_model_len - 20
+    assert sampling.temperature == sampling.top_p == 1
 
 
 def test_workers_tell_the_context_that_the_config_of_a_model_for_images_leaves_out(
