@@ -138,7 +138,7 @@ async def test_the_pool_controller_decides_the_ratio_within_bounds() -> None:
         here.down = {f"demo-decode-{here.revision()}-0"}
         here.play_workers()
         here.coordinator.wanted = {"prefill": 1, "decode": 3}
-        await asyncio.sleep(0.3)  # several passes
+        await here.more_passes()
         assert here.replicas() == {"prefill": 1, "decode": 4}
 
 
@@ -188,7 +188,7 @@ async def test_a_revision_that_never_becomes_ready_costs_no_worker_and_can_be_ta
         here.broken = _AllBut(good)
         await here.api.put("splitserveclusters", cluster({"image": "broken"}))
         await here.until("it tries", lambda: here.replicas() == {"prefill": 3, "decode": 3})
-        await asyncio.sleep(0.3)  # several passes
+        await here.more_passes()
         assert here.replicas() == {"prefill": 3, "decode": 3}
         assert here.status()["phase"] == "Rolling"
         assert "decode 0/2, prefill 0/2" in here.status()["message"]

@@ -70,6 +70,17 @@ class FakeCoordinator:
         return web.json_response({})
 
 
+class CountedReconciler(Reconciler):
+    """``num_passes``: that are over, and raised nothing."""
+
+    num_passes = 0
+
+    async def run(self, name: str) -> bool:
+        found = await super().run(name)
+        self.num_passes += 1
+        return found
+
+
 class World:
     """The API server, StatefulSets' controllers whose pods start and end one at a time, and a coordinator."""
 
@@ -81,6 +92,7 @@ class World:
         self.must_serve = False
         """Whether every moment without a ready pair is an error."""
         self._random = random.Random(seed)
+        self._reconciler: CountedReconciler | None = None  # the newest operator's
 
     def sets(self) -> dict[str, dict[str, Any]]:
         return self.api.of_kind("statefulsets")
@@ -180,6 +192,14 @@ class World:
             ),
         )
 
+    async def more_passes(self) -> None:
+        """Wait until the operator has made three passes that began after this call."""
+        assert self._reconciler is not None, "an operator runs"
+        enough = self._reconciler.num_passes + 4  # one may have begun before
+        await self.until(
+            "more passes", lambda: self._reconciler is not None and self._reconciler.num_passes >= enough
+        )
+
     def generation(self) -> int:
         return int(self.api.objects["splitserveclusters", "demo"]["metadata"]["generation"])
 
@@ -187,9 +207,10 @@ class World:
     async def operator(self) -> AsyncIterator[None]:
         """Run the operator; stop it at the end, as a pod is stopped."""
         info = kopf.ConnectionInfo(server=self.api.url, default_namespace=NAMESPACE)
-        operator = Operator(
-            Reconciler(Kubernetes(lambda: info, NAMESPACE), lambda _: self.coordinator.url), self.every_s
+        self._reconciler = CountedReconciler(
+            Kubernetes(lambda: info, NAMESPACE), lambda _: self.coordinator.url
         )
+        operator = Operator(self._reconciler, self.every_s)
         registry, stop = operator.registry(), threading.Event()
         kopf.on.login(registry=registry)(lambda **_: info)
         options = {"registry": registry, "namespaces": [NAMESPACE], "standalone": True, "stop_flag": stop}
