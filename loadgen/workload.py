@@ -17,23 +17,9 @@ from .settings import LoadSettings
 
 FIRST_ID = 10  # below it are special tokens in many vocabularies
 WORDS = (
-    "time",
-    "year",
-    "way",
-    "day",
-    "thing",
-    "world",
-    "life",
-    "hand",
-    "part",
-    "child",
-    "eye",
-    "place",
-    "work",
-    "week",
-    "case",
-    "point",
-)
+    "time", "year", "way", "day", "thing", "world", "life", "hand", "part", "child", "eye", "place", "work",
+    "week", "case", "point",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,14 +37,9 @@ WINDOW_S = 24 * 3600
 PAGE, MAX_PAGE = 20, 100
 MAX_FILES_PAGE = 10_000
 TIMES = (
-    "in_progress_at",
-    "finalizing_at",
-    "completed_at",
-    "failed_at",
-    "expired_at",
-    "cancelling_at",
+    "in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at", "cancelling_at",
     "cancelled_at",
-)
+)  # fmt: skip
 
 
 class BatchRequest(Body):

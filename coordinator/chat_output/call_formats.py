@@ -50,9 +50,13 @@ class CallFormat:
     @property
     def marks(self) -> tuple[str, ...]:
         """All marks; any may be a token of its own."""
-        text = " ".join((*self.section, *self.openers, self.call, self.closes, self.parameter))
         ids = (CALL_ID,) if "$call_id" in self.call else ()
-        return (*dict.fromkeys(MARK.findall(text)), *ids)
+        return (*dict.fromkeys(MARK.findall(self.text)), *ids)
+
+    @property
+    def text(self) -> str:
+        """All that is written around names and arguments."""
+        return " ".join((*self.section, *self.openers, self.call, self.closes, self.parameter))
 
 
 OBJECT = '{"name": $name, "arguments": $arguments}'

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -81,6 +81,13 @@ class ChatStyle:
         thought = self.thought_marks
         thoughts = () if thought is None else (thought.opens, thought.closes, *thought.around)
         return (*(FORMATS[self.tools].marks if tools else ()), *thoughts)
+
+    def has_only(self, found: Collection[str], *, tools: bool) -> bool:
+        """Whether every ``<`` that the parsers look for begins one of these marks."""
+        text = " ".join([*self.marks(tools=tools), FORMATS[self.tools].text if tools else ""])
+        for mark in sorted(found, key=len, reverse=True):
+            text = text.replace(mark, "")
+        return "<" not in text
 
     def forced_format(self, *, has_args_mark: bool) -> CallFormat:
         """Return the format for calls that are forced. ``has_args_mark``: the tokenizer has ``[ARGS]``."""

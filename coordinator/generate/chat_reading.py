@@ -21,7 +21,8 @@ class ChatReading:
     style: ChatStyle
     # that may be called, with the schemas of their parameters where the style needs them
     tools: dict[str, Any]
-    marks: dict[int, str]  # special tokens that the parsers must see as text
+    marks: dict[int, str]  # tokens that the parsers must see as text
+    tokens_only: bool  # a mark that is spelled out is none
     max_calls: int  # further calls are left out
     as_function_call: bool  # the one call is reported in the form that OpenAI had before tools
 
@@ -30,10 +31,12 @@ class ChatReading:
         """Return how to read the answers to a request that offers tools, or of a model that thinks."""
         style = model.chat_style
         functions = [tool.function for tool in request.callable_tools]
+        marks = model.tokenizer.ids_apart(style.marks(tools=bool(functions)))
         return cls(
             style=style,
             tools={each.name: each.parameters if style.typed else None for each in functions},
-            marks=model.tokenizer.special_ids(style.marks(tools=bool(functions))),
+            marks=marks,
+            tokens_only=style.has_only(marks.values(), tools=bool(functions)),
             max_calls=1 if request.one_call else NO_BOUND,
             as_function_call=request.functions is not None,
         )

@@ -52,36 +52,11 @@ class Choice:
     """
 
     __slots__ = (
-        "_around",
-        "_checked",
-        "_detokenizer",
-        "_entries",
-        "_exchange",
-        "_form",
-        "_hidden",
-        "_itl",
-        "_logprob_sum",
-        "_num_chars",
-        "_num_shown",
-        "_of_prompt",
-        "_opened",
-        "_parts",
-        "_plain",
-        "_plan",
-        "_showed_prompt",
-        "_step",
-        "_stops",
-        "_token_ids",
-        "_write",
-        "ended",
-        "first_token_at",
-        "index",
-        "last_write",
-        "num_tokens",
-        "prompt",
-        "request_id",
-        "timed_out",
-    )
+        "_around", "_checked", "_detokenizer", "_entries", "_exchange", "_form", "_hidden", "_itl",
+        "_logprob_sum", "_num_chars", "_num_shown", "_of_prompt", "_opened", "_parts", "_plain", "_plan",
+        "_showed_prompt", "_step", "_stops", "_token_ids", "_write", "ended", "first_token_at", "index",
+        "last_write", "num_tokens", "prompt", "request_id", "timed_out",
+    )  # fmt: skip
 
     def __init__(self, exchange: Exchange, index: int, prompt: Prompt, request_id: str) -> None:
         plan = exchange.plan

@@ -10,18 +10,22 @@ from ..chat_output.events import CallArguments, CallStarted, Event, Reasoning, j
 from ..chat_output.markers import MarkFinder
 from ..chat_output.reasoning import SPACE, ThoughtMarks
 from ..text.detokenizer import Detokenizer, MarkedDetokenizer
+from .chat_reading import ChatReading
 from .choice import Choice, Exchange
 from .formats import ChoiceResult, ReportedReason
 from .prompts import Prompt
+
+SPELLED_OUT = "<\ud800"
+"""What the parsers read for a ``<`` that begins no token of a mark: no text has a lone surrogate."""
 
 
 class ThoughtCounter:
     """A detokenizer around another one. ``num_tokens``: of the thoughts so far, their marks included."""
 
-    def __init__(self, inner: Detokenizer, marks: ThoughtMarks, *, opened: bool) -> None:
+    def __init__(self, inner: Detokenizer, reading: ChatReading, marks: ThoughtMarks, opened: bool) -> None:
         """``opened``: the prompt ends with the opening mark already; see ``ReasoningParser``."""
         self.num_tokens = 0
-        self._inner, self._repeated = inner, marks.repeated
+        self._inner, self._reading, self._repeated = inner, reading, marks.repeated
         self._opens, self._closes = MarkFinder([marks.opens]), MarkFinder([marks.closes])
         self._within, self._over = opened, False
         self._num_held = 0  # tokens that may yet become the opening mark
@@ -30,7 +34,8 @@ class ThoughtCounter:
         """The inner one's text."""
         text = self._inner.step(token_id)
         if not self._over:
-            self._count(text)
+            is_spelled_out = self._reading.tokens_only and token_id not in self._reading.marks
+            self._count(text.replace("<", SPELLED_OUT) if is_spelled_out else text)
         return text
 
     def finish(self) -> str:
@@ -54,7 +59,7 @@ class ThoughtCounter:
 class ParsedChoice(Choice):
     """Reports calls as events with ids of its own; calls beyond the plan's bound are left out."""
 
-    __slots__ = ("_ids", "_parser", "_reading", "_thought")
+    __slots__ = ("_ids", "_parser", "_reading", "_starts", "_thought")
 
     def __init__(self, exchange: Exchange, index: int, prompt: Prompt, request_id: str) -> None:
         super().__init__(exchange, index, prompt, request_id)
@@ -63,11 +68,11 @@ class ParsedChoice(Choice):
         self._reading, self._parser = reading, reading.parser(prompt.text)
         self._ids: list[str] = []
         self._thought: ThoughtCounter | None = None
-        if reading.marks:
-            self._detokenizer = MarkedDetokenizer(self._detokenizer, reading.marks)
+        marked = self._detokenizer = MarkedDetokenizer(self._detokenizer, reading.marks, self._num_chars)
+        self._starts = marked.starts
         if (marks := reading.style.thought_marks) is not None:
             opened = reading.style.thinks_already(prompt.text)
-            self._thought = self._detokenizer = ThoughtCounter(self._detokenizer, marks, opened=opened)
+            self._thought = self._detokenizer = ThoughtCounter(marked, reading, marks, opened)
         self._step = self._detokenizer.step
 
     @property
@@ -118,13 +123,13 @@ class ParsedChoice(Choice):
         return self._event_chunks(self._read(text, last=False))
 
     def _read(self, text: str, *, last: bool) -> list[Event]:
+        events = self._parser.feed(self._readable(text))
         self._num_shown += len(text)
-        events = self._parser.feed(text)
         if last:
             events += self._parser.finish()
         events = [
-            e
-            for e in events
+            _as_written(e)
+            for e in joined(events)
             if not isinstance(e, CallStarted | CallArguments) or e.call < self._reading.max_calls
         ]
         for event in events:
@@ -133,6 +138,13 @@ class ParsedChoice(Choice):
                 made = secrets.token_hex(5)[:9] if short else f"call_{secrets.token_hex(12)}"
                 self._ids.append(event.id or made)
         return events
+
+    def _readable(self, text: str) -> str:
+        """Return the text in which the parsers find marks."""
+        if "<" not in text or not self._reading.tokens_only:
+            return text
+        chars = enumerate(text, self._num_shown)
+        return "".join(SPELLED_OUT if c == "<" and at not in self._starts else c for at, c in chars)
 
     def _event_chunks(self, events: Sequence[Event]) -> bytes:
         return b"".join([self._chunk(self._fields(event), None) for event in events])
@@ -164,3 +176,9 @@ class ParsedChoice(Choice):
         if not self._ids or reason != "stop":
             return reason
         return "function_call" if self._reading.as_function_call else "tool_calls"
+
+
+def _as_written(event: Event) -> Event:
+    """Return the event with the model's own text."""
+    texts: Any = {key: each for key, each in event._asdict().items() if isinstance(each, str)}
+    return event._replace(**{key: text.replace(SPELLED_OUT, "<") for key, text in texts.items()})

@@ -34,12 +34,6 @@ class UsageRecord(NamedTuple):
 
 FIELDS = UsageRecord._fields
 SUMS = (
-    "prompt_tokens",
-    "cached_tokens",
-    "completion_tokens",
-    "kv_byte_seconds",
-    "queue_s",
-    "prefill_s",
-    "handoff_s",
-    "decode_s",
-)
+    "prompt_tokens", "cached_tokens", "completion_tokens", "kv_byte_seconds", "queue_s", "prefill_s",
+    "handoff_s", "decode_s",
+)  # fmt: skip

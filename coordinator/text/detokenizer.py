@@ -102,14 +102,22 @@ def make_detokenizer(fast: FastTokenizer, table: TokenTable, prompt_ids: Sequenc
 
 
 class MarkedDetokenizer:
-    """A ``Detokenizer`` that writes out some special tokens, such as those that mark calls and thoughts."""
+    """A ``Detokenizer`` that writes out tokens that mark calls and thoughts. ``starts``: where they stand."""
 
-    def __init__(self, inner: Detokenizer, marks: Mapping[int, str]) -> None:
-        self._inner, self._marks = inner, marks
+    def __init__(self, inner: Detokenizer, marks: Mapping[int, str], num_chars: int = 0) -> None:
+        """``num_chars``: of the text before."""
+        self._inner, self._marks, self._num_chars = inner, marks, num_chars
+        self.starts = set(range(num_chars))  # that text is not looked at
 
     def step(self, token_id: int) -> str:
         mark = self._marks.get(token_id)
-        return self._inner.step(token_id) if mark is None else self._inner.finish() + mark
+        text = self._inner.step(token_id) if mark is None else self._inner.finish()
+        self._num_chars += len(text)
+        if mark is None:
+            return text
+        self.starts.add(self._num_chars)
+        self._num_chars += len(mark)
+        return text + mark
 
     def finish(self) -> str:
         return self._inner.finish()

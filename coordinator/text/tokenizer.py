@@ -72,14 +72,9 @@ class Tokenizer:
         }
         return {name: value for name, value in contents.items() if isinstance(value, str)}
 
-    def special_id(self, name: str) -> int | None:
-        """Return the id of a special token; None for an unknown name."""
-        token_id = self.fast.token_to_id(name)
-        return token_id if token_id in self.table.special else None
-
-    def special_ids(self, names: Sequence[str]) -> dict[int, str]:
-        """Return those of the names that are special tokens, by id."""
-        return {token_id: name for name in names if (token_id := self.special_id(name)) is not None}
+    def ids_apart(self, marks: Sequence[str]) -> dict[int, str]:
+        """Return the marks that are kept apart from text, by id."""
+        return {int(self.fast.token_to_id(mark) or 0): mark for mark in marks if self.is_apart(mark)}
 
     @cached_property
     def _added(self) -> frozenset[int]:

@@ -174,9 +174,13 @@ async def answering(model: ServedModel, limits: HttpLimits) -> AsyncIterator[Ans
     clients: list[AsyncOpenAI] = []
 
     async def start(
-        answer: str, style: ChatStyle | None = None, template: str | None = None, of: ServedModel = model
+        answer: str | list[int],
+        style: ChatStyle | None = None,
+        template: str | None = None,
+        of: ServedModel = model,
     ) -> tuple[AsyncOpenAI, FakeDispatcher]:
-        ids = of.tokenizer.fast.encode(answer, add_special_tokens=False).ids
+        written = isinstance(answer, str)
+        ids = of.tokenizer.fast.encode(answer, add_special_tokens=False).ids if written else answer
         dispatcher = FakeDispatcher(lambda request: ids)
         served = dataclasses.replace(of, chat_style=style or ChatStyle())
         if template is not None:

@@ -75,3 +75,41 @@ async def test_thoughts_and_calls_over_http(
     assert (thoughts, names, content) == (THOUGHT, ["note", "now"], "")
     assert arguments == [call.function.arguments for call in message.tool_calls]
     assert usage.completion_tokens_details.reasoning_tokens == thought
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize(
+    "tools", ["hermes", "glm45", "deepseek_v3", "deepseek_v31", "granite", "phi4", "kimi_k2", "gpt_oss"]
+)
+async def test_marks_that_are_tokens_are_text_where_the_model_spells_them_out(
+    answering: Answering, model: ServedModel, tools: ToolStyle, plain: bool
+) -> None:
+    """gpt-oss that explained its own format had its answer cut there, and a call made of the example."""
+    style = style_of(tools)
+    served = with_marks(model, style, special=True, plain=plain)
+    assert style.thought_marks is not None
+    opens, closes = style.thought_marks[:2]
+    if tools == "gpt_oss":
+        opens, closes = f"{opens}<|message|>", f"{closes}<|start|>assistant<|channel|>final<|message|>"
+    example = f"So {closes} then {WRITERS[tools](CALLS)} or 1 < 2 <"
+
+    def ids(text: str) -> list[int]:
+        return [int(i) for i in served.tokenizer.fast.encode(text, add_special_tokens=False).ids]
+
+    spelled = [token_id for char in example for token_id in ids(char)]
+    thought = [*ids(opens), *spelled]
+    client, _ = await answering([*thought, *ids(closes), *spelled], style, of=served)
+    whole = await client.chat.completions.create(**ASK, tools=[NOTE, NOW])
+    message = whole.choices[0].message
+    assert (message.content, message.model_extra["reasoning"], message.tool_calls) == (example, example, None)
+    assert len(thought) <= whole.usage.completion_tokens_details.reasoning_tokens <= len(thought) + 1
+
+    texts = {"content": "", "reasoning": ""}
+    async for chunk in await client.chat.completions.create(
+        **ASK, tools=[NOTE, NOW], stream=True, stop="<%%"
+    ):
+        delta = chunk.choices[0].delta
+        assert delta.tool_calls is None
+        texts["content"] += delta.content or ""
+        texts["reasoning"] += delta.model_extra.get("reasoning") or ""
+    assert texts == {"content": example, "reasoning": example}

@@ -143,7 +143,7 @@ def test_what_has_begun_as_a_call_goes_on_as_one(
     model: ServedModel, style: ToolStyle, special: bool, good: list[str], bad: list[str]
 ) -> None:
     served = with_marks(model, ChatStyle(style), special)
-    assert all(served.tokenizer.special_id(mark) is not None for mark in FORMATS[style].openers) == special
+    assert all(served.tokenizer.is_apart(mark) for mark in FORMATS[style].openers) == special
     assert followers(grammar_of(served), [*FREE, *good, *bad], served) == [*FREE, *good]
 
 
