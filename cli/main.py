@@ -60,9 +60,7 @@ def command(section: str, function: str, text: str, argument: click.Argument | N
 
     params = [*filter(None, [argument]), *options(SECTIONS[section]), config_option()]
     name = section.rpartition("_")[2]
-    return SettingsCommand(
-        name, params=params, callback=callback, help=text, epilog=EPILOG, no_args_is_help=False
-    )
+    return SettingsCommand(name, params=params, callback=callback, help=text, epilog=EPILOG)
 
 
 def files() -> click.Argument:
@@ -146,7 +144,8 @@ class Commands(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
-            commands = f"Commands are: {', '.join(self.commands)}."
+            vllm = "A model is served by `splitserve up --model MODEL`. " if args[0] == "serve" else ""
+            commands = f"{vllm}Commands are: {', '.join(self.commands)}."
             raise click.UsageError(f"{error.format_message()} {commands}", ctx) from None
 
 

@@ -71,6 +71,11 @@ class SettingsCommand(click.Command):
         except click.NoSuchOption as error:  # click would list near ones by the alphabet
             near = nearest(error.option_name, error.possibilities or ())
             raise click.UsageError(f"No such option {error.option_name!r}{near}", ctx) from None
+        except click.UsageError as error:
+            named = error.message.startswith("Got unexpected") and any(p.name == "model" for p in self.params)
+            raise click.UsageError(
+                f"{error.message}{'; give a model as --model MODEL' * named}", ctx
+            ) from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}

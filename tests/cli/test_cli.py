@@ -73,6 +73,11 @@ def test_every_command_has_help(command: str) -> None:
         (["up", "--decode-max-num-seq", "1"], "--decode-max-num-seqs"),
         (["up", "--porta", "1"], "No such option '--porta'; did you mean '--port'?"),  # as near: --admin-port
         (["up", "-x"], "No such option '-x'\n"),
+        (["up", "ORG/NAME"], "Got unexpected extra argument (ORG/NAME); give a model as --model MODEL"),
+        (
+            ["serve", "ORG/NAME"],
+            "No such command 'serve'. A model is served by `splitserve up --model MODEL`.",
+        ),
         (["coordinater"], "Did you mean 'coordinator'? Commands are: up,"),
         (["nothing-like-it"], "Commands are: up, coordinator, prefill,"),
         (["keys", "nothing-like-it"], "Commands are: create, list, rotate,"),
