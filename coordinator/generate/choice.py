@@ -107,10 +107,11 @@ class Choice:
             self._of_prompt = self._exchange.tokenizer.aside(lambda: written(ids, logprobs))
         if self._entries is None or not self._plan.echo:
             return
-        offset, most = 0, self._plan.num_logprobs or 0
+        offset, most, table = 0, self._plan.num_logprobs or 0, self._exchange.tokenizer.table
         lengths = self.prompt.lengths(self._exchange.tokenizer)
         for token_id, entry, length in zip(self.prompt.token_ids, (None, *logprobs), lengths, strict=True):
-            self._entries.append(TokenEntry(token_id, entry and first(entry, most), offset))
+            start = offset + table.num_before(token_id, length)
+            self._entries.append(TokenEntry(token_id, entry and first(entry, most), start))
             offset += length
 
     def flush(self) -> None:
@@ -179,10 +180,11 @@ class Choice:
             self._token_ids.append(token_id)
         if logprobs is not None:
             self._logprob_sum += logprobs.logprob
-        if self._entries is not None and logprobs is not None:
-            self._entries.append(TokenEntry(token_id, logprobs, self._num_chars))
         ends = token_id in self._hidden and self.num_tokens > self._plan.samplings[0].min_tokens
         text = "" if ends else self._step(token_id)
+        if self._entries is not None and logprobs is not None:
+            offset = self._num_chars + self._exchange.tokenizer.table.num_before(token_id, len(text))
+            self._entries.append(TokenEntry(token_id, logprobs, offset))
         self._num_chars += len(text)
         if stops is not None and self.num_tokens > self._plan.samplings[0].min_tokens:
             text = stops.feed(text)

@@ -7,6 +7,7 @@ table of each token's bytes from which text can be joined.
 from __future__ import annotations
 
 import re
+from codecs import utf_8_decode
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,11 @@ class TokenTable:
     def token_bytes(self, token_id: int) -> bytes:
         """Return the token's own bytes; a special token's are those of its name."""
         return self.pieces[token_id] if token_id < len(self.pieces) else b""
+
+    def num_before(self, token_id: int, num_chars: int) -> int:
+        """Return how many of the characters that came with a token stand for bytes of tokens before it, which
+        it has shown to be no text."""
+        return max(0, num_chars - len(utf_8_decode(self.token_bytes(token_id), "replace", False)[0]))
 
 
 def _text(piece: bytes) -> str | None:

@@ -209,3 +209,18 @@ async def test_a_grammar_that_cannot_be_read_is_refused(
     asked: Asked, path: str, body: dict[str, Any], text: str
 ) -> None:
     assert (await asked.refusal(path, body, ebnf=text))["param"] == "ebnf"
+
+
+async def test_offsets_beside_bytes_that_are_no_text(answering: Answering, model: ServedModel) -> None:
+    """A token after such bytes had the offset of their U+FFFD, and was shown though a stop string cut it."""
+    pieces = (b"A", b"\xe2", b"\x82", b"B", b"\xe2", b"\x82", b"\xac", b"C", b"\xff", b"D")
+    ids = [model.tokenizer.table.pieces.index(piece) for piece in pieces]
+    client, _ = await answering(ids, of=replace(model, eos_token_ids=frozenset()))
+    body: Any = {"model": "tiny", "prompt": ids, "logprobs": 0, "echo": True, "max_tokens": len(ids)}
+    (choice,) = (await client.completions.create(**body)).choices
+    assert choice.text == 2 * "A\ufffdB€C\ufffdD"
+    offsets = [0, 1, 1, 2, 3, 3, 3, 4, 5, 6]
+    assert choice.logprobs.text_offset == [*offsets, *(7 + offset for offset in offsets)]
+    (choice,) = (await client.completions.create(**body, stop="B")).choices
+    assert choice.text == "A\ufffdB€C\ufffdDA\ufffd"
+    assert len(choice.logprobs.tokens) == len(ids) + 3
