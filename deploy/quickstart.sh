@@ -4,7 +4,7 @@
 #     deploy/quickstart.sh                   chat in this terminal, with the HTTP server running beside it
 #     deploy/quickstart.sh --prompt "..."    print one answer and stop
 #     deploy/quickstart.sh --serve           serve until stopped
-#     deploy/quickstart.sh --model PATH      any of these, with another model (a Hugging Face checkpoint folder)
+#     deploy/quickstart.sh --model MODEL     any of these, with another model (a checkpoint folder, a .gguf file, ORG/NAME)
 #
 # It installs Python packages into .venv at the root of the clone, and nothing outside of it.
 #

@@ -55,6 +55,7 @@ REFUSED: Refused = {
     "prediction": ("predicted outputs are not built", ()),
     "moderation": ("answers are not moderated here", ()),
     "web_search_options": ("this server does not search the web", ()),
+    "extra_body": ("an argument of OpenAI's Python client; its fields stand in the body itself", ({},)),
     # vLLM
     "use_beam_search": ("beam search is not built; `n` with `best_of` samples several", (False,)),
     "prompt_embeds": ("prompts are text or token ids", ()),
