@@ -4,7 +4,8 @@ speaks its protocol and Lua).
 The script has the rules of ``buckets.py``: fill, look, take; it runs as one, so that two hosts cannot take
 the same tokens. Time is the server's. Open streams are counted for each process, under a sign of life that
 ends by itself: what a killed process held is free seconds later. While the server does not answer, requests
-are admitted and the log warns: a limit is no reason to stop serving.
+are admitted and the log warns: a limit is no reason to stop serving. Then the process counts its own anew,
+under another name: those that ended meanwhile would be held for good.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import contextlib
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
@@ -31,6 +33,7 @@ ALIVE_S = 10
 RENEW_S = 3.0
 TIMEOUT_S = 1.0
 LOG_EVERY_S = 5.0
+AWAY = (RedisError, OSError, RuntimeError)  # the last is uvloop's, for a connection that has just closed
 SCRIPT = """
 -- KEYS: one hash a holder. ARGV: change in tokens, change in streams, process, prefix of signs of life,
 -- month, now or '', then five limits a holder, 0 for none.
@@ -85,7 +88,7 @@ for i, key in ipairs(KEYS) do
     if streams > 0 and limits[1] > 0 then state[1] = state[1] - 1 end
     if limits[2] > 0 then state[2] = math.min(limits[2], state[2] - tokens) end
     state[5], state[7] = math.max(0, state[5] + tokens), math.max(0, state[7] + tokens)
-    if limits[3] > 0 and streams ~= 0 and redis.call('HINCRBY', key .. ':streams', process, streams) < 1 then
+    if limits[3] > 0 and streams ~= 0 and redis.call('HINCRBY', key .. ':streams', process, streams) == 0 then
       redis.call('HDEL', key .. ':streams', process)
     end
   end
@@ -117,6 +120,8 @@ class RedisLimiter:
             raise TenantsFileError(f"--redis-url: {error}") from None
         self._script = self._redis.register_script(SCRIPT)
         self._process = secrets.token_hex(8)
+        self._open: Counter[str] = Counter()  # streams, or requests for one, of holders with a bound of them
+        self._miscounts = True  # what Redis counts as this process's may be other streams than these
         self._tasks: set[asyncio.Task[None]] = set()
         self._alive: asyncio.Task[None] | None = None
         self._complained = float("-inf")
@@ -149,7 +154,7 @@ class RedisLimiter:
             await asyncio.wait(self._tasks, timeout=TIMEOUT_S)
         for task in (*self._tasks, *([self._alive] if self._alive is not None else [])):
             task.cancel()
-        with contextlib.suppress(RedisError, OSError):
+        with contextlib.suppress(*AWAY):
             await self._redis.delete(f"{PREFIX}alive:{self._process}")
         await self._redis.aclose()
 
@@ -173,34 +178,40 @@ class RedisLimiter:
     async def _admit(
         self, account: Account, holders: Sequence[tuple[str, Limits]], tokens: int, answer: Answer
     ) -> None:
+        process = self._process
+        self._count(holders, 1)
         try:
             taken, after = await self.take(holders, tokens, 1)
-        except (RedisError, OSError) as error:
+        except AWAY as error:
             self._complain(error)
             answer(Admission(account, tokens, Room()))
             return
+        if not taken:
+            self._count(holders, -1)
+            self._miscounts |= process != self._process  # it was counted under the new name
         answer(Admission(account, tokens, room(after)) if taken else _shortage(after, tokens))
 
     async def _correct(
         self, admission: Admission, holders: Sequence[tuple[str, Limits]], tokens: int, answer: Answer
     ) -> None:
         """Takes the tokens; where that makes a debt gives them back, and the stream."""
+        debt, left = None, Room()
         try:
             _, after = await self.take(holders, tokens - admission.tokens, 0)
             if (debt := _token_shortage(after, 0)) is not None:
+                self._count(holders, -1)
                 _, after = await self.take(holders, -tokens, -1)
-                answer(_token_shortage(after, tokens) or debt)
-                return
-        except (RedisError, OSError) as error:
+                debt = _token_shortage(after, tokens) or debt
+            left = room(after)
+        except AWAY as error:
             self._complain(error)
-            answer(Admission(admission.account, tokens, Room()))
-            return
-        answer(Admission(admission.account, tokens, room(after)))
+        answer(debt or Admission(admission.account, tokens, left))
 
     async def _settle(self, holders: Sequence[tuple[str, Limits]], change: int) -> None:
+        self._count(holders, -1)
         try:
             await self.take(holders, change, -1)
-        except (RedisError, OSError) as error:
+        except AWAY as error:
             self._complain(error)
 
     async def _stay_alive(self) -> None:
@@ -210,9 +221,21 @@ class RedisLimiter:
 
     async def _renew_alive(self) -> None:
         try:
-            await self._redis.set(f"{PREFIX}alive:{self._process}", 1, ex=ALIVE_S)
-        except (RedisError, OSError) as error:
+            # the sign is gone where Redis came back without its data
+            if not self._miscounts and await self._redis.expire(f"{PREFIX}alive:{self._process}", ALIVE_S):
+                return
+            process = secrets.token_hex(8)
+            await self._redis.set(f"{PREFIX}alive:{process}", 1, ex=ALIVE_S)
+            before, self._process, self._miscounts = self._process, process, False
+            self._open = +self._open
+            for key, num_streams in list(self._open.items()):
+                await self._redis.hincrby(f"{PREFIX}{key}:streams", process, num_streams)
+            await self._redis.delete(f"{PREFIX}alive:{before}")
+        except AWAY as error:
             self._complain(error)
+
+    def _count(self, holders: Sequence[tuple[str, Limits]], change: int) -> None:
+        self._open.update({key: change for key, limits in holders if limits.max_streams is not None})
 
     def _holders(self, account: Account) -> list[tuple[str, Limits]]:
         both = ((f"tenant:{account.tenant_id}", account.tenant_limits), (account.key, account.key_limits))
@@ -224,7 +247,7 @@ class RedisLimiter:
         task.add_done_callback(self._tasks.discard)
 
     def _complain(self, error: Exception) -> None:
-        now = time.monotonic()
+        self._miscounts, now = True, time.monotonic()
         if now - self._complained >= LOG_EVERY_S:
             self._complained = now
             _log.error("Redis does not answer, requests pass without a look at their limits: %s", error)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import redis.asyncio
 
 from splitserve.coordinator.tenants import redis_limiter
 from splitserve.coordinator.tenants.buckets import NUM_FIELDS, Holder, Room, Shortage, admit, settle
@@ -210,3 +211,41 @@ async def test_a_redis_that_is_gone_stops_nobody(tmp_path: Path, caplog: pytest.
     limiter.settle(admission, 3)
     await limiter.stop()
     assert "Redis does not answer" in caplog.text
+
+
+@pytest.mark.parametrize("keeps_data", [True, False])
+async def test_a_redis_that_was_away_counts_the_streams_that_are_open(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch, keeps_data: bool
+) -> None:
+    """Those that ended meanwhile are free, those that did not are held."""
+    monkeypatch.setattr(redis_limiter, "RENEW_S", 0.05)
+    account = Account(tenant_id=3, tenant_limits=Limits(max_streams=4))
+    limiter, server, socket = (
+        RedisLimiter(redis_url),
+        redis.asyncio.Redis.from_url(redis_url),
+        Path(redis_url[7:]),
+    )
+    await limiter.start()
+    admissions = [await asked(limiter, account) for _ in range(4)]
+    await server.ping()
+    away = socket.rename(socket.with_name("away"))
+    await server.client_kill_filter(_type="normal", skipme=True)
+    for admission in admissions[:3]:
+        assert isinstance(admission, Admission)
+        limiter.settle(admission, 10)
+    beyond = [await asked(limiter, account) for _ in range(2)]
+    assert all(isinstance(admission, Admission) for admission in beyond), (
+        "nothing is limited while it is away"
+    )
+    if not keeps_data:
+        await server.flushall()
+    away.rename(socket)
+    async with asyncio.timeout(60):
+        while b"3" not in await server.hvals("splitserve:limits:tenant:3:streams"):  # of one name or another
+            await asyncio.sleep(0.01)
+    assert isinstance(await asked(limiter, account), Admission)
+    full = await asked(limiter, account)
+    assert isinstance(full, Shortage)
+    assert full.what == "streams"
+    await limiter.stop()
+    await server.aclose()
