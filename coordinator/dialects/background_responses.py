@@ -16,7 +16,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from ..errors import ApiError, InternalError, InvalidRequest, StorageFull, Unavailable
+from ..errors import ApiError, InternalError, InvalidRequest, NotFound, StorageFull, Unavailable
 from ..http.answers import account_of, json_response
 from ..tenants.limits import Account
 from .chat_stream import ChatStream
@@ -28,8 +28,8 @@ from .stored_response import RUNNING, ResponseStore, Stored
 WRITE_EVERY_S = 0.05
 LOOK_EVERY_S = 0.2
 """For events that another process writes."""
-LAST_TRIES, TRY_AGAIN_S = 4, 1.0
-"""For the end of a response, while its store is full or does not answer."""
+TRY_AGAIN_S, STOP_S = 1.0, 4.0
+"""For the end of a response, while its store is full or does not answer; when this process stops."""
 _log = logging.getLogger(__name__)
 
 
@@ -80,22 +80,36 @@ class BackgroundResponses:
 
     async def stop(self) -> None:
         """End all that run here: they have failed, except those whose end is being written."""
+        tasks = [task for task, _ in self._running.values()]
         for task, run in self._running.values():
             if run.answer.response["status"] in RUNNING:
                 task.cancel()
-        await asyncio.gather(*[task for task, _ in self._running.values()], return_exceptions=True)
+        if tasks:
+            for task in (await asyncio.wait(tasks, timeout=STOP_S))[1]:
+                task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _over(self, id: str) -> None:
         self._running.pop(id)[1].written.set()
 
     async def _events(self, tenant: str, id: str, after: int) -> AsyncIterator[bytes]:
         assert self._store is not None
+        until = time.monotonic() + self._dialect.generation.limits.request_timeout_s
         while True:
             written = self._running[id][1].written if id in self._running else None
             if written is not None:
                 written.clear()
-            running = (await self._store.found(tenant, id)).running
-            for data in await self._store.events(id, after):
+            try:
+                running = (await self._store.found(tenant, id)).running
+                events = await self._store.events(id, after)
+            except Unavailable:
+                if time.monotonic() > until:
+                    return
+                await asyncio.sleep(TRY_AGAIN_S)
+                continue
+            except NotFound:  # deleted meanwhile
+                return
+            for data in events:
                 event = orjson.loads(data)
                 after = event["sequence_number"]
                 yield b"event: %b\ndata: %b\n\n" % (event["type"].encode(), data)
@@ -123,7 +137,7 @@ class _Run:
         self.answer, self.written = answer, asyncio.Event()  # set when events were written
         self._store, self._account, self._items, self._deadline = store, account, items, deadline
         self._new: list[Event] = []
-        self._write_at = 0.0
+        self._write_at, self._unwritten = 0.0, False
 
     async def run(self, dialect: Dialect, headers: Mapping[bytes, bytes], chat: dict[str, Any]) -> None:
         """Run it to its end, or until it is cancelled."""
@@ -132,7 +146,8 @@ class _Run:
             await self._generate(ChatStream(dialect.generation, self._account, headers, chat))
         except asyncio.CancelledError:
             with contextlib.suppress(ApiError):
-                if (await self._store.found(self._account.tenant, id)).running:  # this process stops
+                stops = self.answer.response["status"] in RUNNING  # this process, or the client's wish
+                if stops and (await self._store.found(self._account.tenant, id)).running:
                     await self._fail(Unavailable("The server is shutting down."))
             raise
         except ApiError as error:
@@ -160,7 +175,7 @@ class _Run:
         if not last and time.monotonic() < self._write_at:
             return True
         self._write_at = time.monotonic() + WRITE_EVERY_S
-        for tries_left in reversed(range(LAST_TRIES if last else 1)):
+        while True:
             try:
                 going_on = await self._store.save(
                     self._account.tenant,
@@ -170,10 +185,13 @@ class _Run:
                     events=self._new,
                 )
                 self._new = []  # not before: a write that fails or is cancelled is done once more
+                self._unwritten = False
                 self.written.set()
                 return going_on
             except (StorageFull, Unavailable) as error:
-                _log.error("%s is not stored: %s", self.answer.response["id"], error)
-                if tries_left:
-                    await asyncio.sleep(TRY_AGAIN_S)
-        return not last
+                if not self._unwritten:
+                    _log.error("%s is not stored: %s", self.answer.response["id"], error)
+                self._unwritten = True
+                if not last or time.time() > self._deadline:
+                    return not last
+            await asyncio.sleep(TRY_AGAIN_S)

@@ -18,9 +18,10 @@ from typing import Any
 
 import orjson
 import redis.asyncio
-from redis.exceptions import OutOfMemoryError, RedisError
+from redis.exceptions import OutOfMemoryError
 
 from ..errors import CannotStart, StorageFull, Unavailable
+from ..tenants.redis_limiter import AWAY
 from .responses_items import Item
 from .stored_response import (
     MAX_INPUT_BYTES,
@@ -40,13 +41,13 @@ FIELDS = ("tenant", "previous", "deadline", "status", "response", "input")
 SAVE = """
 -- KEYS: hash, events, ids of the tenant. ARGV: 1 to begin it, seconds to keep, now, id, number of the first
 -- event, how many, the events, number of items, key and JSON of each, fields of the hash and their values.
--- Done twice, because an answer was lost on its way, it leaves the same.
+-- Done twice, because an answer was lost on its way, it leaves the same. No event comes behind a lost one.
 local keep, first, num_events, at = tonumber(ARGV[2]), tonumber(ARGV[5]), tonumber(ARGV[6]), 7
 if ARGV[1] ~= '1' then
   local status = redis.call('HGET', KEYS[1], 'status')
   if status ~= 'queued' and status ~= 'in_progress' then return 0 end
 end
-if num_events > 0 then
+if num_events > 0 and first <= redis.call('LLEN', KEYS[2]) then
   if first > 0 then redis.call('LTRIM', KEYS[2], 0, first - 1) else redis.call('DEL', KEYS[2]) end
   for i = at, at + num_events - 1 do redis.call('RPUSH', KEYS[2], ARGV[i]) end
   redis.call('EXPIRE', KEYS[2], keep)
@@ -201,6 +202,6 @@ async def _answered(asked: Awaitable[Any]) -> Any:
         return await asked
     except OutOfMemoryError as error:
         raise StorageFull("stored responses in Redis") from error
-    except (RedisError, OSError) as error:
+    except AWAY as error:
         message = f"Redis, which keeps the stored responses, does not answer: {error}"
         raise Unavailable(message, retry_after_s=1) from error

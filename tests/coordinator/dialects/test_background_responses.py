@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections import Counter
 from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
 from support.http_fakes import ANSWER, FakeDispatcher
 
+from splitserve.coordinator.dialects import background_responses
 from splitserve.coordinator.dialects.responses_body import ResponsesRequest
 from splitserve.coordinator.dialects.responses_events import FINAL, Event, ResponseAnswer
 from splitserve.coordinator.dialects.responses_store import SqliteResponses
-from splitserve.coordinator.dialects.stored_response import ResponseStore
+from splitserve.coordinator.dialects.stored_response import ResponseStore, Stored
+from splitserve.coordinator.errors import Unavailable
 from splitserve.coordinator.lifecycle.request import Ended
 from splitserve.coordinator.server import HttpServer
 
@@ -74,6 +77,46 @@ async def test_one_that_its_process_left_behind_has_failed(store: ResponseStore,
     await store.save("", left, [], deadline=1.0)
     response = await client.responses.retrieve("resp_left")
     assert (response.status, response.error is None) == ("failed", False)
+
+
+@pytest.mark.timeout(30)
+async def test_a_store_that_is_away_for_a_while_loses_no_end_and_breaks_no_stream(
+    client: AsyncOpenAI, store: SqliteResponses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background_responses, "TRY_AGAIN_S", 0.01)
+    save, found, refused = store.save, store.found, Counter[str]()
+
+    def refuse(what: str) -> None:
+        if refused[what] < 20:
+            refused[what] += 1
+            raise Unavailable("It is away.", retry_after_s=1)
+
+    async def saved(*stored: Any, events: list[Event] = [], **more: Any) -> bool:  # noqa: B006
+        if any(event["type"] in FINAL for event in events):
+            refuse("the end")
+        return await save(*stored, events=events, **more)
+
+    async def looked_up(*asked: Any) -> Stored:
+        refuse("the stream")
+        return await found(*asked)
+
+    monkeypatch.setattr(store, "save", saved)
+    monkeypatch.setattr(store, "found", looked_up)
+    events = [event async for event in await client.responses.create(background=True, stream=True, **ASKED)]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[-1].type == "response.completed"
+    assert refused == {"the end": 20, "the stream": 20}
+
+
+@pytest.mark.timeout(30)
+async def test_a_stream_of_a_response_that_is_deleted_ends(
+    client: AsyncOpenAI, dispatcher: FakeDispatcher, caplog: pytest.LogCaptureFixture
+) -> None:
+    dispatcher.step_s = 0.01
+    async for event in await client.responses.create(background=True, stream=True, **ASKED):
+        if event.type == "response.created":
+            await client.responses.delete(event.response.id)
+    assert "Exception" not in caplog.text
 
 
 @pytest.mark.timeout(30)

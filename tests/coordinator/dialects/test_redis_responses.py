@@ -19,7 +19,7 @@ from splitserve.coordinator.dialects import redis_responses
 from splitserve.coordinator.dialects.redis_responses import PREFIX, RedisResponses
 from splitserve.coordinator.dialects.responses_body import ResponsesRequest
 from splitserve.coordinator.dialects.responses_events import ResponseAnswer
-from splitserve.coordinator.errors import CannotStart, NotFound
+from splitserve.coordinator.errors import CannotStart, NotFound, Unavailable
 from splitserve.coordinator.http.access.operators import Operators
 from splitserve.coordinator.http.limits import HttpLimits
 from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
@@ -149,6 +149,36 @@ async def test_events_that_are_written_again_are_there_once(redis_server: str) -
     assert len(await store.events("resp_1", 3)) == 1
     await store.delete("", "resp_1")
     assert not await store.save("", response, [], deadline=1e12, events=events[4:])
+    await store.close()
+
+
+async def test_events_behind_those_that_redis_has_lost_are_not_given(redis_server: str) -> None:
+    """It was killed, and came back with what was on its disk."""
+    store = RedisResponses(redis_server, KEEP_S)
+    asked = ResponsesRequest.model_validate({"input": "Hi!", "background": True})
+    response = ResponseAnswer("resp_1", asked, "tiny").response
+    await store.save("", {**response, "status": "queued"}, [], deadline=1e12)
+    events = [{"type": "x", "sequence_number": number} for number in range(9)]
+    await store.save("", response, [], deadline=1e12, events=events[:6])
+    async with Redis.from_url(redis_server) as server:
+        await server.ltrim(f"{PREFIX}events:resp_1", 0, 3)
+    assert await store.save("", {**response, "status": "completed"}, [], deadline=1e12, events=events[6:])
+    assert len(await store.events("resp_1", -1)) == 4
+    assert (await store.found("", "resp_1")).response["status"] == "completed"
+    await store.close()
+
+
+async def test_a_connection_that_closes_as_it_is_written_to_is_no_answer(
+    redis_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = RedisResponses(redis_server, KEEP_S)
+
+    async def closed(*_: object, **options: object) -> None:
+        raise RuntimeError("unable to perform operation on <TCPTransport>; the handler is closed")  # uvloop's
+
+    monkeypatch.setattr(store._redis, "execute_command", closed)
+    with pytest.raises(Unavailable):
+        await store.found("", "resp_1")
     await store.close()
 
 
