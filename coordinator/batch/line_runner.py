@@ -72,7 +72,7 @@ class LineRunner:
 
     async def fill(self, payers: Sequence[Payer]) -> None:
         """Start requests, up to the bound: tenants with fewer that run come first, then payers that wait
-        longest."""
+        longest. A payer that is refused meanwhile rests: else this would ask for it without end."""
         now = time.monotonic()
         self._resting = {payer: until for payer, until in self._resting.items() if until > now}
         self._turns = {payer: self._turns.get(payer, (0, "")) for payer in payers}
@@ -82,7 +82,7 @@ class LineRunner:
             payer = min(ready, key=lambda payer: (running[payer[0]], self._turns[payer][0]))
             after, taken = self._turns[payer][1], list(self._running)
             next_line = partial(BatchStore.next_line, payer=payer, after=after, running=taken)
-            if (found := await self._owner.call(next_line)) is None:
+            if payer in self._resting or (found := await self._owner.call(next_line)) is None:
                 ready.remove(payer)
                 continue
             batch_id, line = found

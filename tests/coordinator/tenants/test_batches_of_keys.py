@@ -54,15 +54,21 @@ def directory(store: TenantStore, key: NewKey, tmp_path: Path) -> KeyDirectory:
 
 
 @pytest.fixture
+def max_running() -> int:
+    return 4
+
+
+@pytest.fixture
 async def server(
     store: TenantStore,
     directory: KeyDirectory,
     dispatcher: FakeDispatcher,
     model: ServedModel,
     tmp_path: Path,
+    max_running: int,
 ) -> AsyncIterator[HttpServer]:
     limiter = SharedLimiter(tmp_path / "limits")
-    batches = BatchOptions(tmp_path / "batches", max_running=4)
+    batches = BatchOptions(tmp_path / "batches", max_running=max_running)
     server = HttpServer(
         HttpApp(dispatcher, model, AppParts(tenancy=Tenancy(directory, limiter), batches=batches))
     )
@@ -188,3 +194,23 @@ async def test_limits_that_change_hold_for_what_is_left(
     await until(lambda: server.app.metrics.counts.refusals["rate_limit_exceeded"] >= 1)
     assert len(dispatcher.requests) == 5, "four that ran, and one a minute"
     assert {request.priority_class for request in dispatcher.requests} == {"batch"}
+
+
+@pytest.mark.parametrize("max_running", [16])
+async def test_a_batch_that_waits_for_a_limit_holds_up_no_other(
+    http: httpx.AsyncClient, server: HttpServer, store: TenantStore, directory: KeyDirectory, key: NewKey
+) -> None:
+    """It is asked for once in a while, not again and again while others wait to be looked at."""
+    store.set_tier("premium", None, {"requests_per_minute": 1})
+    store.set_tenant("other", tier="standard")
+    other = store.create_key("other")
+    await until(lambda: directory.account_of_key(int(other.id.removeprefix("key_"))) is not None)
+    await submit(http, key)
+    refusals = server.app.metrics.counts.refusals
+    await until(lambda: refusals["rate_limit_exceeded"] >= 1)
+    http.headers.update(bearer(other.key))
+    batch = await submit(http, other)
+    async with asyncio.timeout(30):
+        while (await http.get(f"/v1/batches/{batch}")).json()["status"] != "completed":
+            await asyncio.sleep(0.02)
+    assert refusals["rate_limit_exceeded"] <= 32, "as many as may run at a time, once a second"
