@@ -170,6 +170,11 @@ class Memory(_Part):
     num_layers: Annotated[int, Field(ge=1, le=4096)]
     max_model_len: Annotated[int, Field(ge=2, le=1 << 20)]
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that fits: a worker lowers ``max_model_len`` to this."""
+        return min(self.max_model_len, self.num_blocks * self.block_size)
+
 
 class Numerics(_Part):
     """What the measured steps computed in, by the workers' options of these names; ``dtype`` as it was chosen
@@ -222,8 +227,7 @@ class Contention(_Part):
 
 
 class Profile(_Part):
-    """One kind of worker: a model on some hardware. ``loop_s`` passes between the end of a step and the
-    beginning of the next one."""
+    """One kind of worker: a model on some hardware. ``loop_s`` passes between two steps."""
 
     format: Literal["splitserve-profile"] = "splitserve-profile"
     version: Literal[1] = 1
@@ -238,8 +242,7 @@ class Profile(_Part):
     prefill_loop_s: Seconds = 0.0
     decode_loop_s: Seconds = 0.0
     handoff: HandoffModel = HandoffModel()
-    # by name, where several have been measured; ``handoff`` is the best of them
-    movers: dict[str, HandoffModel] = {}
+    movers: dict[str, HandoffModel] = {}  # by name, of several measured ones; ``handoff`` is the best
     start_s: Seconds = 0.0  # from the start of the process to being ready
     flip_s: Seconds | None = None  # None: not measured
     noise_cv: Annotated[float, Field(ge=0, le=10)] = 0.0  # of step times about the model
@@ -281,9 +284,7 @@ class Profile(_Part):
     def with_slower_steps(self) -> Profile:
         """Every step takes longer by as much as the fit is off on average, which is more than it will be for
         long, unless all errors go this way. Where a fit's error is not known it is taken as none."""
-        prefill, decode = (
-            model.times(1 + (model.mean_error or 0.0)) for model in (self.prefill, self.decode)
-        )
+        prefill, decode = (m.times(1 + (m.mean_error or 0.0)) for m in (self.prefill, self.decode))
         return self.model_copy(update={"prefill": prefill, "decode": decode})
 
     def write(self, path: Path) -> None:

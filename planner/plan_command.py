@@ -167,7 +167,7 @@ def require_reachable(question: Question, max_batch_tokens: int) -> None:
     ]
     share = max(0.0, 1 - bounds.failed(missed) / len(requests))
     if share < question.level.attainment:
-        longest = max(k.profile.memory.max_model_len for k in question.hardware.kinds)
+        longest = max(k.profile.memory.longest for k in question.hardware.kinds)
         raise SimulationError(
             f"only {share:.1%} of the requests could meet {bounds.words()} if each had the cluster to "
             f"itself (the longest prompt has {max(r.num_prompt_tokens for r in requests):,} tokens; the "

@@ -29,15 +29,12 @@ NOTE = (
 def sketched(cluster: Cluster, trace: Trace, bounds: Slo) -> Sketched:
     """Raises SimulationError where the trace is empty, or the cluster has what a sketch does not know."""
     _require_plain(cluster)
-    requests, slowest = (
-        tuple(trace),
-        min(pool.bytes_per_s for pool in cluster.pools if pool.role != "prefill"),
-    )
+    requests = tuple(trace)
     if not requests:
         raise SimulationError(f"{trace.name} has no requests")
     pools = [
         SketchPool(
-            StepTimes(_as_linked(pool, slowest), pool.max_batch_tokens, pool.max_num_seqs),
+            StepTimes(_as_linked(pool), pool.max_batch_tokens, pool.max_num_seqs),
             pool.count,
             computes=pool.role != "decode",
             generates=pool.role != "prefill",
@@ -62,15 +59,12 @@ def _require_plain(cluster: Cluster) -> None:
         )
 
 
-def _as_linked(pool: Pool, slowest: float) -> Profile:
-    """Its profile, with the pool's own memory and link; ``slowest``: bytes a second of the slowest link that
-    KV blocks arrive by."""
+def _as_linked(pool: Pool) -> Profile:
+    """Its profile, with the pool's own memory and link."""
     profile = pool.profile
-    link = {"bytes_per_s": min(pool.bytes_per_s, slowest), "message_s": pool.message_s}
+    link = {"bytes_per_s": pool.bytes_per_s, "message_s": pool.message_s}
     handoff = profile.handoff.model_copy(update=link)
-    return profile.model_copy(
-        update={"handoff": handoff, "memory": profile.memory.model_copy(update={"num_blocks": pool.blocks})}
-    )
+    return profile.model_copy(update={"handoff": handoff, "memory": pool.memory})
 
 
 def sketch_summary(found: Sketched, cluster: Cluster, trace: Trace, bounds: Slo) -> dict[str, Any]:

@@ -107,8 +107,8 @@ def good_alone(request: TraceRequest, hardware: Hardware, max_batch_tokens: int,
     """Whether some kind of worker would serve this request within its bounds if nothing took time but its own
     steps."""
     prompt, output = request.num_prompt_tokens, request.num_output_tokens
-    prefills = [k.profile for k in hardware.kinds if k.prefills and prompt < k.profile.memory.max_model_len]
-    decodes = [k.profile for k in hardware.kinds if k.decodes and prompt < k.profile.memory.max_model_len]
+    prefills = [k.profile for k in hardware.kinds if k.prefills and prompt < k.profile.memory.longest]
+    decodes = [k.profile for k in hardware.kinds if k.decodes and prompt < k.profile.memory.longest]
     if not prefills or not decodes:
         return False
     known = len(request.block_hashes) > 0  # some of it may be cached

@@ -32,7 +32,7 @@ def write_launch(path: Path, hardware: Hardware, candidate: Candidate, comment: 
     """Write the plan's cluster: workers of each role and kind, their steps and batches, their profile's
     memory and types, and on which GPUs they run. A name that ends in ``values.yaml`` gets the Helm chart's
     form. ``comment``: one line of comment for the reader. Raises SimulationError."""
-    longest = min(kind.profile.memory.max_model_len for _, kind in hardware.pools(candidate))
+    longest = min(kind.profile.memory.longest for _, kind in hardware.pools(candidate))
     pools = list[_Pool]()
     for group, kind in hardware.pools(candidate):
         options = {**_steps(group, candidate), **_numerics(kind), **_memory(kind), "max_model_len": longest}

@@ -38,6 +38,7 @@ from .sketched_worker import SketchWorker
 from .step_times import StepTimes
 
 COLLAPSE_EVERY = 8192  # requests
+GIVEN_UP_S = LifecycleLimits().queue_timeout_s
 COORDINATOR_S = 1e-3
 NOTHING = Alive(coordinator=1)
 
@@ -60,7 +61,7 @@ class Sketched:
     num_good: float = 0
     num_ended: int = 0
     num_refused: int = 0  # of them: too long for the workers
-    is_exact: bool = True  # no sequence lost its blocks: each request's times are the simulator's
+    is_exact: bool = True  # each request's times are the simulator's: see ``Coordinator``
     elapsed_s: float = 0.0
     busy_s: list[tuple[float, float]] = field(default_factory=list)
     ttft_s: list[float] = field(default_factory=list)
@@ -123,6 +124,7 @@ class Sketch:
         self._num_pools = len(pools)
         self._sent: dict[SketchWorker, list[Asked]] = {}  # prompts that are sent now, each worker's together
         self._sent_at = 0.0
+        self.is_exact = True
 
     @property
     def is_open(self) -> bool:
@@ -138,8 +140,7 @@ class Sketch:
     def open(self, worker: SketchWorker, role: Role, name: str, both: bool = False) -> None:
         """Have a worker take new work in this role; and in no other, unless it takes ``both``. Its name, by
         which ties are broken, is the simulator's."""
-        times = worker.times
-        incarnation = len(self.worker_of) + 1
+        times, incarnation = worker.times, len(self.worker_of) + 1
         hello = Hello(
             worker_id=name,
             incarnation=incarnation,
@@ -147,7 +148,7 @@ class Sketch:
             host="sketched",
             pid=worker.number + 1,
             model=identity_of(times.memory),
-            max_model_len=times.memory.max_model_len,
+            max_model_len=times.memory.longest,
             vocab_size=1 << 30,
             num_blocks=times.memory.num_blocks,
             max_num_seqs=times.max_num_seqs,
@@ -158,7 +159,7 @@ class Sketch:
         self.pools.add(hello, 0.0)
         record = self.pools.workers[name, incarnation]
         self.worker_of[record] = worker
-        self._reporting[worker] = [*(self._reporting.get(worker, ()) if both else ()), record]
+        self._reporting[worker] = [record, *(self._reporting.get(worker, ()) if both else ())]
         worker.heartbeat.begin(both or role == "decode")
 
     def run(self, arrivals: Sequence[Arrival]) -> Sketched:
@@ -167,9 +168,8 @@ class Sketch:
         events.now = began_at = WARM_UP_S
         events.at(self._arrives_at(0), self._arrive, 0)
         events.after(TICK_S, self._tick, began_at - TICK_S)
-        may_go_on = arrivals.__len__ if self._allowed == inf else self._may_go_on  # asked after each event
-        events.run_while(may_go_on)
-        known.elapsed_s = events.now - began_at
+        events.run_while(arrivals.__len__ if self._allowed == inf else self._may_go_on)
+        known.elapsed_s, known.is_exact = events.now - began_at, self.is_exact
         for pool in range(self._num_pools):
             of = [w for w in self.workers if w.pool == pool]
             known.busy_s.append((sum(w.prefill_s for w in of), sum(w.decode_s for w in of)))
@@ -194,7 +194,8 @@ class Sketch:
             self.known.num_refused += 1
             self._count([True] * len(self._missed))
             return
-        prompt, params = range(arrival.num_prompt), sampling(arrival.num_output)
+        most = self.pools.max_sequence_tokens - arrival.num_prompt
+        prompt, params = range(arrival.num_prompt), sampling(min(arrival.num_output, most))
         request = Asked(str(number), prompt, params, NO_SINK, now - self._coordinator_s, inf)
         request.number, request.asked, request.left, request.first = number, arrival, arrival.num_new, 0.0
         self._placement.place(request, now)
@@ -207,16 +208,14 @@ class Sketch:
         if self._sent_at < self.events.now:
             self._sent_at = self.events.now
             sent.clear()
-        if source in sent:
-            sent[source].append(request)
-        else:
-            sent[source] = [request]
-            self.events.after(source.times.message_s, source.receive, sent[source])
+        if source not in sent:
+            self.events.after(source.times.message_s, source.receive, sent.setdefault(source, []))
+        sent[source].append(request)
 
     def reported(self, worker: Place, num_free: int) -> None:
         for record in self._reporting[worker]:
-            record.report(_load(record, num_free))
-        self._place_waiting()
+            record.report(_load(record, num_free))  # of a worker of both roles, the one that generates first
+            self._place_waiting()
 
     def _tick(self, charged_at: float) -> None:
         """The coordinator's. It charges requests, all of one tenant, and tries those that wait anew."""
@@ -256,12 +255,13 @@ class Sketch:
         asked, known, num_output, now = request.asked, self.known, request.num_output, self.events.now
         ttft_s, rest_s, e2e_s = request.first - request.arrival, now - request.first, now - request.arrival
         tpot_s = rest_s / max(1, num_output - 1)
+        self.is_exact &= ttft_s < GIVEN_UP_S
         known.ttft_s.append(ttft_s)
         known.tpot_s.append(tpot_s)
         known.e2e_s.append(e2e_s)
         missed = []
         for part in self._bounds.parts:
-            m = part.most(asked.num_prompt, num_output)
+            m = part.most(asked.num_prompt, asked.num_output)
             late = ttft_s > m.ttft or tpot_s > m.tpot or rest_s > m.tpot_all * num_output or e2e_s > m.e2e
             missed.append(late)
         self._count(missed)
@@ -270,13 +270,14 @@ class Sketch:
         """Its decode worker had no block for it: what is not cached of it is computed anew."""
         size = request.place.times.memory.block_size
         request.left = request.num_tokens - request.asked.num_prompt // size * size
-        self.known.is_exact = False
+        self.is_exact = False
         self._machine.assignments.unassign(request)
         self._queue.add(request)
         self._place_waiting()
 
     def refused(self, request: Asked) -> None:
         """It never fits."""
+        self.is_exact = False
         self._machine.assignments.unassign(request)
         self.known.num_refused += 1
         self._count([True] * len(self._missed))

@@ -6,8 +6,11 @@ from dataclasses import dataclass, field
 from math import inf
 
 from ...transport.handoff.layer_slicing import SETTLED_BYTES, seen
+from ...transport.handoff.protocol import HandoffTimes
 from ..simulator.events import Event
 from .sketched_request import Asked, Place
+
+TIMES = HandoffTimes()
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +59,10 @@ class SketchLink:
         """One of the messages before the test has come, of which ``left`` follow."""
         if left in (3, 1):
             contact.place.test(left == 1)
+        if left == 2:
+            self._worker.blocks.num_free -= 1  # is written for the test
+            if self._worker.free_blocks(self._events.now) < 1:
+                self._worker.coordinator.is_exact = False
         if left:
             self._events.after(self._times.message_s, self._meet, contact, left - 1)
         else:
@@ -69,19 +76,23 @@ class SketchLink:
 
     def _tested(self, contact: Contact) -> None:
         contact.is_tested = True
+        self._worker.blocks.num_free += 1
         for request in contact.waiting:
             self.offer(request)
         contact.waiting.clear()
 
     def transfer(self, place: Place, num_bytes: int, num_slices: int) -> float:
         """Put blocks, of which this number is of some layers only. Return when they have arrived."""
-        begin = self._events.now
-        seconds = self._times.put_s + num_slices * self._times.slice_s + num_bytes / self._times.bytes_per_s
+        begin, times = self._events.now, self._times
+        bytes_per_s = min(times.bytes_per_s, place.times.bytes_per_s)
+        seconds = times.put_s + num_slices * times.slice_s + num_bytes / bytes_per_s
         if begin < self._free_at:
             begin = self._free_at
         self._free_at = begin + seconds
         received_at = place.received_at
         place.received_at = received_at = (begin if begin > received_at else received_at) + seconds
+        if received_at > self._events.now + TIMES.test:
+            self._worker.coordinator.is_exact = False
         return received_at
 
     def check(self, place: Place, num_blocks: int, then: Event, *args: object) -> None:
@@ -127,6 +138,8 @@ class Grants:
             ):
                 return
             request = offers.pop(0)
+            if self._events.now > request.since + TIMES.grant:
+                worker.coordinator.is_exact = False
             request.num_kept = worker.blocks.num_for(request.num_tokens) - num_travelling
             self.num_granted += 1
             worker.blocks.num_free -= num_travelling

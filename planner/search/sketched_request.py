@@ -26,6 +26,8 @@ class Arrival:
 class Coordinator(Protocol):
     """Its methods are called when the message has come."""
 
+    is_exact: bool  # False: something has come that only the simulator knows, such as a timeout
+
     def first(self, request: Asked) -> None: ...
     def joined(self, request: Asked) -> None: ...
     def over(self, requests: Sequence[Asked]) -> None: ...
@@ -87,7 +89,7 @@ class Asked(Request):
 
     @property
     def num_output(self) -> int:
-        return min(self.asked.num_output, self.place.times.memory.max_model_len - self.asked.num_prompt)
+        return self.sampling.max_tokens
 
     @property
     def goes_on(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 
@@ -11,10 +12,11 @@ from .sketched_blocks import SketchBlocks
 from .sketched_handoff import Handoffs
 from .sketched_heartbeat import Heartbeat
 from .sketched_link import Grants
-from .sketched_request import Asked, Coordinator
+from .sketched_request import Asked, Coordinator, Place
 from .step_times import StepTimes
 
 MAX_PROMPTS = 64  # in a step
+STARVING_S = 2.0  # after which a prompt that waits for blocks keeps others from them
 
 
 class SketchWorker:
@@ -160,7 +162,7 @@ class SketchWorker:
         self.activate()
         for request in requests:
             request.since = self.events.now
-            if self.blocks.num_for(request.num_tokens) < min(
+            if self.blocks.num_for(request.num_tokens) <= min(
                 self.blocks.num_blocks, request.place.blocks.num_blocks
             ):
                 self._queue_prompt(request)
@@ -181,11 +183,14 @@ class SketchWorker:
         """Return whether there is room for any."""
         num_seqs, times = len(self.running), self.times
         budget = most = max(times.max_batch_tokens - num_seqs, times.least_prompt_tokens)
-        reads, cached, later = 0, 0, []
+        reads, cached, later, is_starved = 0, 0, list[tuple[tuple[bool, float], int, Asked]](), False
+        crowding = _crowding(self)
         while self.prompts and budget and len(self.chunks) < MAX_PROMPTS:
             one = heappop(self.prompts)
             request = one[2]
-            if not request.begun and not self._begin(request):
+            if not request.begun and (is_starved or request.place in crowding or not self._begin(request)):
+                waited_s = self.events.now - request.since
+                is_starved = is_starved or (request.place not in crowding and waited_s > STARVING_S)
                 later.append(one)
                 continue
             left = request.left
@@ -258,3 +263,13 @@ class SketchWorker:
         self._num_begun -= 1
         if self.prompts and not self._busy:
             self._next()
+
+
+def _crowding(worker: SketchWorker) -> set[Place]:
+    """Return the places whose computed prompts fill half of the blocks while prompts for others wait."""
+    half, waiting, kept = worker.blocks.num_blocks // 2, set[Place](), Counter[Place]()
+    if worker.prompts and worker.blocks.num_blocks - worker.blocks.num_free >= half:
+        waiting = {request.place for *_, request in worker.prompts if not request.begun}
+    for handoff in worker.handoffs.open.values() if len(waiting) > 1 else ():
+        kept[handoff.contact.place] += handoff.num_blocks if handoff.is_computed else 0
+    return {place for place, num_blocks in kept.items() if num_blocks >= half}

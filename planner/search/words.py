@@ -54,7 +54,7 @@ def _workers(plan: Plan) -> str:
 
 def _refused(plan: Plan) -> list[str]:
     """The requests that no cluster serves, which come first."""
-    longest = max(kind.profile.memory.max_model_len for kind in plan.question.hardware.kinds)
+    longest = max(kind.profile.memory.longest for kind in plan.question.hardware.kinds)
     requests = plan.question.load.requests
     num = sum(r.num_prompt_tokens >= longest for r in requests)
     if not num:

@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ...coordinator.lifecycle.routing import Policy
-from ...engine.latency_profile import Profile
+from ...engine.latency_profile import Memory, Profile
 from ..errors import SimulationError
 
 PoolRole = Literal["prefill", "decode", "colocated"]
@@ -43,8 +43,9 @@ class Pool(_Part):
         return self
 
     @property
-    def blocks(self) -> int:
-        return self.num_blocks or self.profile.memory.num_blocks
+    def memory(self) -> Memory:
+        memory = self.profile.memory
+        return memory.model_copy(update={"num_blocks": self.num_blocks or memory.num_blocks})
 
     @property
     def bytes_per_s(self) -> float:

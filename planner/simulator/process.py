@@ -175,12 +175,12 @@ class SimulatedProcess:
         return DecodeSettings.model_construct(**common, max_num_seqs=pool.max_num_seqs)
 
     def _parts(self) -> WorkerParts:
-        memory = self.pool.profile.memory
+        memory = self.pool.memory
         progress = partial(LayerProgress, _nothing)
         return WorkerParts(
             self.clock,
-            ModelFacts(identity_of(memory), frozenset(), memory.max_model_len, 1 << 30, memory.num_layers),
-            BlockManager(self.pool.blocks),
+            ModelFacts(identity_of(memory), frozenset(), memory.longest, 1 << 30, memory.num_layers),
+            BlockManager(memory.num_blocks),
             self.pid,
             incarnations(self.simulation.draw.getrandbits),
             lambda: bytes(SECRET_BYTES),

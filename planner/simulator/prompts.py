@@ -15,14 +15,14 @@ NO_SINK = ClosedSink()
 
 
 def generation_request(
-    number: int, request: TraceRequest, block_size: int, arrival: float, timeout_s: float
+    number: int, request: TraceRequest, block_size: int, arrival: float, timeout_s: float, longest: int
 ) -> Request:
     """``block_size``: tokens that one of the trace's hashes stands for; ``arrival``: seconds of the virtual
-    clock."""
+    clock; ``longest``: tokens at which an answer ends early."""
     return Request(
         request_id=f"r{number}",
         prompt_token_ids=prompt_tokens(number, request, block_size),
-        sampling=sampling(request.num_output_tokens),
+        sampling=sampling(max(1, min(request.num_output_tokens, longest - request.num_prompt_tokens))),
         sink=NO_SINK,
         arrival=arrival,
         deadline=arrival + timeout_s,

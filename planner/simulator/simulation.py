@@ -132,7 +132,8 @@ class Simulation:
         self.arrival_span_s = now - self.began_at
         arrival_s = request.arrival_s - self._start_s
         record = RequestRecord(number, arrival_s, now, request.num_prompt_tokens, request.num_output_tokens)
-        made = generation_request(number, request, self._block_size, now, self.cluster.request_timeout_s)
+        timeout_s, longest = self.cluster.request_timeout_s, self.coordinator.core.pools.max_sequence_tokens
+        made = generation_request(number, request, self._block_size, now, timeout_s, longest)
         self.coordinator.open[made.request_id] = record
         self.queue.after(self.cluster.coordinator_s, self.coordinator.submit, made, record)
         following = next(self._coming, None)

@@ -16,7 +16,7 @@ from splitserve.bench.studies.simulator_speed import LENGTHS, PROFILE, cluster_o
 from splitserve.planner.errors import SimulationError
 from splitserve.planner.settings import SimulateSettings
 from splitserve.planner.simulate_command import simulate
-from splitserve.planner.simulator.cluster import Cluster, Failure, Pool
+from splitserve.planner.simulator.cluster import Cluster, Failure, Pool, PoolRole
 from splitserve.planner.simulator.records import RequestRecord
 from splitserve.planner.simulator.simulation import Simulation
 from splitserve.planner.simulator.slo import Slo
@@ -194,3 +194,60 @@ def test_a_sequence_without_a_block_is_computed_anew() -> None:
     assert any(record.num_dispatches > 1 for record in records)
     assert len(found.e2e_s) == len(requests) == sum(record.finished for record in records)
     assert max(found.e2e_s) == pytest.approx(max(record.e2e_s for record in records), rel=0.2)
+
+
+def tight(
+    role: PoolRole, count: int, num_blocks: int, rows: int = 64, budget: int = 2048, link: float = 2e11
+) -> Pool:
+    return Pool(
+        role=role, count=count, profile=PROFILE, num_blocks=num_blocks, max_num_seqs=rows,
+        max_batch_tokens=budget, link_bytes_per_s=link,
+    )  # fmt: skip
+
+
+TIGHT = {  # pools, kind of load, its rate a worker, seed, requests
+    "a prompt starves for blocks": (
+        [tight("prefill", 1, 150, 16, 256, 1e9), tight("decode", 3, 150, 16, 256, 1e9)], "code", 6.0, 0, 80,
+    ),
+    "one place crowds out others": (
+        [tight("prefill", 1, 100, link=3e9), tight("decode", 4, 2000, 16, link=3e9)],
+        "conversation", 5.0, 0, 80,
+    ),
+    "both roles of a worker report": (
+        [tight("prefill", 1, 100, 4, 256), tight("colocated", 3, 100, 4, 256)], "code", 6.0, 3, 40,
+    ),
+    "a mover is tested with a block": (
+        [tight("prefill", 2, 150), tight("decode", 4, 150, 4, link=1e9)], "code", 3.0, 105, 40,
+    ),
+    "an answer that would outgrow its worker": (
+        [tight("colocated", 2, 150, 4)], "conversation", 0.3, 95, 120,
+    ),
+    "links differ": (
+        [tight("prefill", 1, 400), tight("decode", 4, 300, 16, link=3e9), tight("colocated", 1, 400)],
+        "conversation", 0.3, 18, 80,
+    ),
+    "a prompt as large as its worker": (
+        [tight("prefill", 4, 100, 64), tight("decode", 1, 100, 64)], "code", 3.0, 12, 80,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TIGHT)
+def test_where_blocks_are_few_the_times_are_the_simulators_too(name: str) -> None:
+    pools, kind, rate, seed, count = TIGHT[name]
+    arrivals = Arrivals(rate=rate * sum(pool.count for pool in pools))
+    workload = Workload(arrivals=arrivals, lengths=LENGTHS[kind], sessions=None)
+    requests, records = workload.trace(seed, max_requests=count), list[RequestRecord]()
+    Simulation(of_pools(*pools), on_record=records.append).run(requests)
+    found = sketched(of_pools(*pools), requests, Slo())
+    assert found.is_exact
+    finished = [record for record in records if record.finished]
+    assert sorted(found.e2e_s) == pytest.approx(sorted(r.e2e_s for r in finished), abs=1e-6)
+    assert sorted(found.ttft_s) == pytest.approx(sorted(r.ttft_s for r in finished), abs=1e-6)
+
+
+def test_a_sketch_says_that_a_transfer_took_too_long_for_it() -> None:
+    """The live workers give such a handoff up."""
+    pools = tight("prefill", 1, 400), tight("decode", 2, 400, link=1e7)
+    found = sketched(of_pools(*pools), trace(TraceRequest(5.0 * i, 300, 20) for i in range(8)), Slo())
+    assert not found.is_exact
