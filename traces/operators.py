@@ -85,10 +85,7 @@ def mean_rate(trace: Trace) -> float:
         last_s = request.arrival_s
         count += 1
     if last_s <= first_s:
-        raise TraceError(
-            f"{trace.name}: {count} requests at one time have no rate that could be changed; use "
-            "--scale on a longer trace"
-        )
+        raise TraceError(f"{trace.name}: {count} requests at one time have no rate; leave out --rate")
     return count / (last_s - first_s)
 
 

@@ -25,10 +25,11 @@ def add_curves(plan: Plan, crew: Crew, rate: float) -> None:
 
 
 def add_sizes(plan: Plan, crew: Crew, rate: float) -> None:
-    """Add what clusters of other sizes would give at four fifths of the rate."""
+    """Add what splits and colocated clusters of other sizes give at four fifths of the rate."""
     split = plan.split.candidate
     most = 1.0 if plan.goal.objective == "goodput" else 2.0
-    sizes = [*_other_sizes(split, most), *_other_colocated(plan.colocated.candidate, most)]
+    others = *_other_sizes(split, most), *_other_colocated(plan.colocated.candidate, most)
+    sizes = dict.fromkeys((*others, plan.winner.candidate))
     plan.sizes = dict(zip(sizes, crew.ask(glance, [(c, 0.8 * rate) for c in sizes]), strict=True))
 
 

@@ -84,7 +84,7 @@ def pareto_table(plan: Plan) -> Table | None:
         return None
     priced = all(kind.price_per_hour is not None for kind in hardware.kinds)
     costs = ["an hour"] if priced else []
-    title = f"Not beaten at {rows[0][1].rate:.2f}/s"
+    title = f"Not beaten by splits or colocated at {rows[0][1].rate:.2f}/s"
     table = figures_table(title, "GPUs", *costs, "TTFT p90 ms", "TPOT p90 ms", "Wh a request")
     for candidate, seen in rows:
         price = [f"{hardware.price_per_hour(candidate):.2f}"] if priced else []

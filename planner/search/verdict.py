@@ -47,4 +47,5 @@ def compared(plan: Plan, one: Answer) -> str:
     ours, theirs = abs(plan.value(plan.winner)), abs(plan.value(one))
     at_most = "at most " if plan.is_at_most(one) else ""
     unit = {"goodput": "requests/s", "cost": "an hour", "energy": "Wh a request"}[plan.goal.objective]
-    return f"{at_most}{theirs:.2f} {unit} ({theirs / ours - 1:+.0%})"
+    value = f"{theirs:.3g}" if plan.goal.objective == "energy" else f"{theirs:.2f}"
+    return f"{at_most}{value} {unit} ({theirs / ours - 1:+.0%})"

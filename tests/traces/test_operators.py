@@ -114,7 +114,7 @@ def test_blocks_of_two_sizes_do_not_mix() -> None:
 
 def test_mean_rate() -> None:
     assert mean_rate(trace_of(TraceRequest(5 + at / 4, 1, 1) for at in range(9))) == 4.5
-    with pytest.raises(TraceError, match="1 requests at one time have no rate"):
+    with pytest.raises(TraceError, match="1 requests at one time have no rate; leave out --rate"):
         mean_rate(trace_of([TraceRequest(5.0, 1, 1)]))
 
 
