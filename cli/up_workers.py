@@ -21,7 +21,7 @@ FIXED = ("name", "coordinator", "listen", "data_listen", "advertise_host", "memo
 """Settings of the roles that ``up`` decides."""
 
 ELSEWHERE = {"listen": "tcp://0.0.0.0:*", "data_listen": "tcp://0.0.0.0:*"}
-"""Decode workers listen for other hosts."""
+"""Workers listen for other hosts."""
 
 DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg")  # dxg: Windows' subsystem for Linux
 ANY_GPU = ("auto", "cuda")
@@ -52,7 +52,7 @@ def workers_of(
             for name in names
         ]
     if up.on != "here":
-        return [each[0].model_copy(update=ELSEWHERE if each[0].role != "prefill" else {}) for each in wanted]
+        return [each[0].model_copy(update=ELSEWHERE) for each in wanted]
     return _sharing(_on_devices(wanted, gpus))
 
 

@@ -83,6 +83,13 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
     queue_timeout_s: float = Field(
         default=300, gt=0, le=86_400, description="Longest wait for a worker with room, each time; then 504."
     )
+    min_pull_tokens: int = Field(
+        default=128,
+        ge=0,
+        le=1 << 20,
+        description="A prefill worker gets the KV blocks of this many prompt tokens or more from another "
+        "worker that has them cached; fewer are computed. 0: it computes all.",
+    )
     prefill_timeout_s: float = Field(
         default=300, gt=0, le=86_400, description="Longest time to compute a prompt; then 504."
     )
@@ -188,6 +195,7 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
             queue_timeout_s=self.queue_timeout_s,
             prefill_timeout_s=self.prefill_timeout_s,
             ttft_slo_s=self.ttft_slo_s,
+            min_pull_tokens=self.min_pull_tokens,
             siblings=siblings,
         )
 

@@ -32,6 +32,7 @@ from ..transport.messages.messages import (
     Offer,
     PeerId,
     Resume,
+    SendPrefix,
     from_u32,
     u32_array,
 )
@@ -62,7 +63,7 @@ class DecodeCore(RoleCore[ReceiverAction | SenderAction, DecodeStep]):
         self.scheduler, self.receiver = scheduler, receiver
         self._kv_name = meet.model.kv_name
         self.moving = Moving(meet, scheduler, tests_movers)
-        self.sender = self.moving.sender
+        self.sender, self.prefixes = self.moving.sender, self.moving.prefixes
         self.answers = Answers(scheduler, kept_s)
         self._heartbeat = Heartbeat(scheduler, receiver, self.moving, self.answers)
         self._next_deadline = float("inf")  # of any sequence here; or earlier
@@ -73,13 +74,15 @@ class DecodeCore(RoleCore[ReceiverAction | SenderAction, DecodeStep]):
         return bool(self._actions) or self.receiver.has_actions or self.moving.has_actions
 
     def from_coordinator(self, message: Message, now: float) -> None:
-        """Cancel, Move, Resume or Drain. (Welcome and Fenced are the shell's: see ``drop_others`` and
-        ``rename``.)"""
+        """Cancel, Move, SendPrefix, Resume or Drain. (Welcome and Fenced are the shell's: see
+        ``drop_others`` and ``rename``.)"""
         if isinstance(message, Cancel):
             for dispatch in from_u32(message.dispatches):
                 self._drop((message.coordinator, dispatch))
         elif isinstance(message, Move):
             self.moving.begin(message)
+        elif isinstance(message, SendPrefix):
+            self.prefixes.begin(message, now)
         elif isinstance(message, Resume):
             self._resume(message, now)
         elif isinstance(message, Drain):
@@ -177,6 +180,7 @@ class DecodeCore(RoleCore[ReceiverAction | SenderAction, DecodeStep]):
         yield from self.scheduler.block_tables()
         yield from self.receiver.leases.block_tables()
         yield from self.sender.tests.block_tables()
+        yield from self.prefixes.block_tables()
 
     def room(self) -> tuple[int, int]:
         """For the receiver: (rows free, blocks to leave for the sequences that run)."""
@@ -240,5 +244,6 @@ class DecodeCore(RoleCore[ReceiverAction | SenderAction, DecodeStep]):
 
     def _drop(self, key: Key) -> None:
         self.moving.cancel(key)
+        self.prefixes.cancel(key)
         self.receiver.cancel(key)
         self.scheduler.drop(key)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from ..engine.role_core import failed
+from ..transport.handoff.prefixes import PrefixSender
 from ..transport.handoff.protocol import (
     Delivered,
     HandoffTimes,
@@ -45,6 +46,7 @@ class Moving:
 
     def __init__(self, meet: Meet, scheduler: DecodeScheduler, tests_movers: bool) -> None:
         self.sender = HandoffSender(meet, TIMES, test_blocks=scheduler.blocks if tests_movers else None)
+        self.prefixes = PrefixSender(self.sender, scheduler.blocks, scheduler.block_size)
         self._scheduler, self._kv_name = scheduler, meet.model.kv_name
         self._leaving: dict[Key, _Leaving] = {}  # by the dispatch it will have there
         self.num_moved = 0
@@ -94,12 +96,15 @@ class Moving:
     def rename(self, meet: Meet) -> None:
         """A new incarnation: all moves of the old one are over."""
         self._leaving.clear()
+        self.prefixes.cancel_all()
         self.sender.rename(meet)
 
     def take(self) -> list[ToCoordinator | SenderAction]:
         """What is to be done since the last call, in order."""
         actions: list[ToCoordinator | SenderAction] = []
         for action in self.sender.take():
+            if isinstance(action, Delivered | Undelivered) and self.prefixes.end(action.key):
+                continue
             if isinstance(action, Delivered):
                 self._arrived(action.key)
             elif isinstance(action, Undelivered):

@@ -34,6 +34,7 @@ class PrefillSequence:
     started: float = 0.0
     cancelled: bool = False  # cancelled while a step that writes its blocks is running
     alone: bool = False  # its step raised: its next ones have no other prompt
+    prefix_by: float = 0.0  # it waits until then for blocks of another worker; 0: for none
 
     @property
     def request_id(self) -> str:

@@ -1,7 +1,8 @@
 """What a prefill worker does with every message and every finished step. Pure.
 
-It joins the chunk scheduler and the sending side of the handoff (``HandoffFeed``). ``RoleCore`` has what both
-roles do alike. The shell, worker/live_roles.py, carries out what ``take`` returns.
+It joins the chunk scheduler and both sides of the handoff: ``HandoffFeed`` sends, and other workers' cached
+blocks come by the receiver (``SendPrefix``). ``RoleCore`` has what both roles do alike. The shell,
+worker/live_roles.py, carries out what ``take`` returns.
 """
 
 from __future__ import annotations
@@ -12,25 +13,43 @@ from collections.abc import Callable, Iterator
 from ..engine.role_core import RoleCore
 from ..engine.step.batch import StepOutput
 from ..transport.handoff.layer_slicing import WHOLE_BLOCKS, LayerSlicing
+from ..transport.handoff.prefixes import PrefixSender
 from ..transport.handoff.protocol import (
     Delivered,
     HandoffTimes,
     Key,
+    PrefixOver,
+    ReceiverAction,
     SenderAction,
     ToCoordinator,
+    ToPeer,
     Undelivered,
     Wait,
     remember,
 )
+from ..transport.handoff.receiver import HandoffReceiver
 from ..transport.handoff.sender import HandoffSender
-from ..transport.messages.messages import Cancel, Drain, Meet, Message, Prefill, TokenLogprobs, from_u32
+from ..transport.messages.messages import (
+    Cancel,
+    Drain,
+    Meet,
+    Message,
+    Offer,
+    PeerId,
+    Prefill,
+    Refuse,
+    SendPrefix,
+    TokenLogprobs,
+    from_u32,
+)
 from .chunks import PrefillSequence, PrefillStep
 from .handoff_feed import HandoffFeed
+from .prefix_waits import PrefixWaits
 from .reports import FirstTokens, Heartbeat
 from .scheduler import PrefillScheduler
 
 
-class PrefillCore(RoleCore[SenderAction, PrefillStep]):
+class PrefillCore(RoleCore[SenderAction | ReceiverAction, PrefillStep]):
     """One prefill worker's decisions."""
 
     scheduler: PrefillScheduler
@@ -40,6 +59,7 @@ class PrefillCore(RoleCore[SenderAction, PrefillStep]):
         self,
         meet: Meet,
         scheduler: PrefillScheduler,
+        receiver: HandoffReceiver,
         eos_token_ids: frozenset[int],
         max_model_len: int,
         times: HandoffTimes | None = None,
@@ -52,26 +72,35 @@ class PrefillCore(RoleCore[SenderAction, PrefillStep]):
         blocks. ``tests_movers``: at the first meeting with a decode worker."""
         super().__init__(meet, drain_timeout_s)
         self._leaving = f"prefill worker {meet.worker_id} leaves"
-        self.scheduler = scheduler
+        self.scheduler, self.receiver = scheduler, receiver
         self.sender = HandoffSender(meet, times, slicing, scheduler.blocks if tests_movers else None)
         self.feed = HandoffFeed(self.sender, scheduler.block_size, is_local)
+        self.prefixes = PrefixSender(self.sender, scheduler.blocks, scheduler.block_size)
         self._first_tokens = FirstTokens(eos_token_ids, max_model_len)
-        self._heartbeat = Heartbeat(scheduler, self.sender)
+        self._prefix_waits = PrefixWaits()
+        self._heartbeat = Heartbeat(scheduler, self.sender, receiver, self._prefix_waits)
         self._given_back = False  # what was left when the drain's time was over
         self._past: OrderedDict[Key, None] = OrderedDict()  # dispatches that have come, or were cancelled
 
     @property
     def has_actions(self) -> bool:
         """Whether there is anything to ``take``."""
-        return bool(self._actions) or self.sender.has_actions
+        return bool(self._actions) or self.sender.has_actions or self.receiver.has_actions
 
     def _settle(self, now: float) -> None:
         for action in self.sender.take():
+            if isinstance(action, Delivered | Undelivered) and self.prefixes.end(action.key):
+                continue
             if isinstance(action, Delivered):
                 self.scheduler.unpin(action.key)
             elif isinstance(action, Undelivered):
                 self._fail(action.key, action.kind, action.message)
             self._actions.append(action)
+        for received in self.receiver.take():
+            if isinstance(received, PrefixOver) and (sequence := self.scheduler.waiting.get(received.key)):
+                sequence.prefix_by = 0.0
+                self._prefix_waits.came()
+            self._actions.append(received)
 
     def take_reports(self) -> list[Message]:
         """Return the messages to the coordinator, in order, to be sent before the other actions of ``take``:
@@ -82,10 +111,12 @@ class PrefillCore(RoleCore[SenderAction, PrefillStep]):
         return reports
 
     def from_coordinator(self, message: Message, now: float) -> None:
-        """Prefill, Cancel or Drain. (Welcome and Fenced are the shell's: see ``drop_others`` and
+        """Prefill, SendPrefix, Cancel or Drain. (Welcome and Fenced are the shell's: see ``drop_others`` and
         ``rename``.)"""
         if isinstance(message, Prefill):
             self._add(message, now)
+        elif isinstance(message, SendPrefix):
+            self.prefixes.begin(message, now)
         elif isinstance(message, Cancel):
             for dispatch in from_u32(message.dispatches):
                 key = (message.coordinator, dispatch)
@@ -93,6 +124,17 @@ class PrefillCore(RoleCore[SenderAction, PrefillStep]):
                 self._drop(key)
         elif isinstance(message, Drain):
             self.drain(now, message.timeout_s)
+
+    def from_peer(self, peer: PeerId, message: Message, now: float) -> None:
+        """Any message of a worker that sends cached blocks. A prompt that has begun takes none."""
+        if isinstance(message, Offer) and message.is_prefix:
+            key = (message.coordinator, message.dispatch)
+            if key in self._past and key not in self.scheduler.waiting:
+                why = "the prompt has begun"
+                refusal = Refuse(coordinator=key[0], dispatch=key[1], reason=why, final=False)
+                self._actions.append(ToPeer(peer, refusal))
+                return
+        self.receiver.receive(peer, message, now)
 
     def drain(self, now: float, timeout_s: float | None = None) -> None:
         """Give back prompts that have not begun, too, and finish the rest."""
@@ -109,13 +151,17 @@ class PrefillCore(RoleCore[SenderAction, PrefillStep]):
 
     @property
     def at_rest(self) -> bool:
-        return not self.held and not self.sender.outgoing
+        return not self.held and not self.sender.outgoing and not any(self.receiver.leases.block_tables())
 
     def schedule(self, now: float, num_decode_rows: int = 0) -> PrefillStep | None:
         """The next step, which may follow one that still runs; prompts that start with it are offered to
         their decode workers. ``num_decode_rows``: sequences that generate in the same step."""
         step = self.scheduler.schedule(now, num_decode_rows)
         for sequence in self.scheduler.started:
+            if sequence.prefix_by:
+                sequence.prefix_by = 0.0
+                self._prefix_waits.late(now)
+                self.receiver.cancel(sequence.key)
             if self._first_tokens.may_be_followed(sequence):
                 self.feed.begin(sequence, now)
         self.scheduler.started.clear()
@@ -144,6 +190,7 @@ class PrefillCore(RoleCore[SenderAction, PrefillStep]):
     def tick(self, now: float) -> None:
         """At least ten times a second: deadlines."""
         self.sender.tick(now)
+        self.receiver.tick(now)
         if now >= self._leave_by and not self._given_back:
             self._given_back = True
             for key in self.held:
@@ -156,8 +203,10 @@ class PrefillCore(RoleCore[SenderAction, PrefillStep]):
         """A new incarnation: all work of the old one is dropped; the prefix cache stays."""
         for key in self.held:
             self._drop(key)
+        self.prefixes.cancel_all()
         super().rename(meet)
         self.sender.rename(meet)
+        self.receiver.rename(self.worker)
 
     def waits(self) -> Iterator[Wait]:
         """Everything that waits here, each until some time."""
@@ -167,11 +216,19 @@ class PrefillCore(RoleCore[SenderAction, PrefillStep]):
                 what = "its handoff" if sequence.key in pinned else "its turn"
                 yield Wait(sequence.key, what, sequence.deadline)
         yield from self.sender.waits()
+        yield from self.receiver.waits()
 
     def block_tables(self) -> Iterator[list[int]]:
         """The blocks that are referenced, owner by owner."""
         yield from self.scheduler.block_tables()
         yield from self.sender.tests.block_tables()
+        yield from self.receiver.leases.block_tables()
+        yield from self.prefixes.block_tables()
+
+    def room(self) -> tuple[int, int]:
+        """For the receiver: (prefixes that may come, blocks to leave to this process's decode worker)."""
+        for_decode = self.scheduler.for_decode
+        return int(not self.drains), for_decode() if for_decode else 0
 
     def _add(self, message: Prefill, now: float) -> None:
         spec = message.spec
@@ -191,7 +248,12 @@ class PrefillCore(RoleCore[SenderAction, PrefillStep]):
             )
             self._report_failed(key, "refused", reason)
         else:
-            self._compile_grammar(key, self.scheduler.add(spec, message.decode, now).state)
+            sequence = self.scheduler.add(spec, message.decode, now)
+            if key not in self.receiver.leases.joined:  # else its prefix is here already
+                num_tokens = message.num_prefix_blocks * self.scheduler.block_size
+                wait_s = self._prefix_waits.seconds(num_tokens, self._heartbeat.tokens_per_s, now)
+                sequence.prefix_by = now + wait_s if wait_s else 0.0
+            self._compile_grammar(key, sequence.state)
 
     def _first_token(
         self, sequence: PrefillSequence, token: int, logprobs: TokenLogprobs | None, now: float
@@ -210,5 +272,6 @@ class PrefillCore(RoleCore[SenderAction, PrefillStep]):
 
     def _drop(self, key: Key) -> None:
         self.sender.abandon(key)
+        self.receiver.cancel(key)
         self._first_tokens.forget(key)
         self.scheduler.drop(key)

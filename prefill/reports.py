@@ -8,19 +8,27 @@ from collections.abc import Sequence
 from ..engine.cache.block_manager import has_spare
 from ..engine.step.batch import finish_reason, last_output_index, stop_set
 from ..transport.handoff.protocol import Key
+from ..transport.handoff.receiver import HandoffReceiver
 from ..transport.handoff.sender import HandoffSender
 from ..transport.messages.blocks import held as held_blocks
 from ..transport.messages.messages import FinishReason, FirstToken, Load, PeerId, TokenLogprobs, u32
 from ..transport.process.reports import CacheReporter
 from .chunks import PrefillSequence, PrefillStep
+from .prefix_waits import PrefixWaits
 from .scheduler import PrefillScheduler
 
 
 class Heartbeat:
     """Counts steps; reads everything else from the scheduler and the handoff."""
 
-    def __init__(self, scheduler: PrefillScheduler, sender: HandoffSender) -> None:
-        self._scheduler, self._sender = scheduler, sender
+    def __init__(
+        self,
+        scheduler: PrefillScheduler,
+        sender: HandoffSender,
+        receiver: HandoffReceiver,
+        waits: PrefixWaits,
+    ) -> None:
+        self._scheduler, self._sender, self._receiver, self._waits = scheduler, sender, receiver, waits
         self.cache = CacheReporter(scheduler.blocks)
         self._num_steps = 0
         self._num_step_sequences = 0
@@ -39,6 +47,11 @@ class Heartbeat:
         if step.is_full:
             self._num_full_step_tokens += step.batch.num_tokens
             self._full_step_s += seconds
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Prompt tokens a second of full steps; None: there was none."""
+        return self._num_full_step_tokens / self._full_step_s if self._full_step_s else None
 
     def count_first_token(self) -> None:
         """One more prompt has yielded its first token."""
@@ -60,7 +73,9 @@ class Heartbeat:
             num_waiting=len(s.waiting),
             num_waiting_tokens=s.num_waiting_tokens(),
             steps=self._num_steps,
-            busy=any(not x.state.lacks_matcher for x in (*s.waiting.values(), *s.running.values())),
+            busy=any(
+                not (x.state.lacks_matcher or x.prefix_by) for x in (*s.waiting.values(), *s.running.values())
+            ),
             accepting=has_spare(b.num_available, b.num_blocks),
             draining=draining,
             dispatches=u32(own),
@@ -74,6 +89,9 @@ class Heartbeat:
                 "output_tokens": self._num_first_tokens,
                 "step_sequences": self._num_step_sequences,
                 "cached_tokens": s.num_cached_tokens,
+                "pulled_tokens": self._receiver.leases.num_prefix_blocks * s.block_size,
+                "late_pulls": self._waits.num_late,
+                "corrupt_blocks": self._receiver.num_corrupt_blocks,
                 "mover_fallbacks": self._sender.num_fallbacks,
                 "full_step_tokens": self._num_full_step_tokens,
                 "full_step_seconds": self._full_step_s,

@@ -55,7 +55,7 @@ class PrefillScheduler:
         takes every prompt that is computed here; None: there is none. ``window``: the model's widest, in
         tokens; 0: none."""
         self.blocks, self.block_size, self._window = blocks, block_size, window
-        self._for_decode, self._kv_name = for_decode, kv_name
+        self.for_decode, self._kv_name = for_decode, kv_name
         self._max_batch_tokens, self._max_num_seqs = max_batch_tokens, max_num_seqs
         self._budget = SizeLimit(max_batch_tokens, STEPS_AT_BUDGET, lambda tokens: 2 * tokens)
         self._aging, self.starving_s = float(max_batch_tokens) if aging is None else aging, starving_s
@@ -232,7 +232,7 @@ class PrefillScheduler:
 
         Beside a decode worker some are left to it: those that its sequences may grow into, and a last,
         partial block for each prompt from here, which moves."""
-        left = self._for_decode() + len(self.running) + len(self.pinned) + 1 if self._for_decode else 0
+        left = self.for_decode() + len(self.running) + len(self.pinned) + 1 if self.for_decode else 0
         usable = sequence.usable_hashes(self.block_size)
         hits = self.blocks.match_prefix(usable)
         behind = num_behind(hits * self.block_size, self._window, self.block_size)
@@ -271,9 +271,10 @@ class _QueuePass:
         self._starved = False  # a prompt that has waited too long gets the next blocks
 
     def starts(self, sequence: PrefillSequence) -> bool:
-        """Start this prompt, unless it has to wait for blocks, for its decode worker, or for another prompt
-        that computes its next block."""
-        if self._starved or sequence.peer_id in self._crowding or self._being_computed(sequence):
+        """Start this prompt, unless it has to wait for blocks, its decode worker, cached blocks of another
+        worker, or another prompt that computes its next block."""
+        waits = self._starved or sequence.peer_id in self._crowding or self._now < sequence.prefix_by
+        if waits or self._being_computed(sequence):
             return False
         if not self._scheduler.start(sequence, self._now):
             self._starved = self._now - sequence.arrival > self._scheduler.starving_s

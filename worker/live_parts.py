@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from dataclasses import replace
 from functools import partial
 
 import zmq
@@ -116,13 +115,10 @@ def _open(
         for end in (grammars.stop, *([tracing.close] if tracing is not None else [])):
             threading.Thread(target=end, name="role-end").start()  # in seconds: the other role goes on
 
-    parts = RoleParts(environment, movers, grammars, stop, trace, gpu=gpu_of(model.pool))
-    if role != "decode":
-        return parts
-    assert isinstance(settings, DecodeSettings)
     host = advertised_host(settings.listen, settings.advertise_host, settings.coordinator.split(",")[0])
     targets = open_targets(movers, model.pool, shared, settings.data_listen, host, plaintext)
     watched += targets.fds
     for fd in watched:
         poller.register(fd, zmq.POLLIN)
-    return replace(parts, movers=targets.endpoints.movers, targets=targets, advertised_host=host)
+    by = movers if role == "prefill" else targets.endpoints.movers
+    return RoleParts(environment, by, grammars, stop, targets, host, trace, gpu=gpu_of(model.pool))

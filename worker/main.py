@@ -42,7 +42,7 @@ def run(settings: PrefillSettings | DecodeSettings | FlexibleSettings) -> None:
     decodes = isinstance(settings, DecodeSettings)
     model = load_model(
         settings,
-        allocate if decodes and settings.mover in ("auto", "shm") else None,
+        allocate if settings.mover in ("auto", "shm") else None,
         settings.max_num_seqs if decodes else 0,
         settings.chunk_budget if isinstance(settings, PrefillSettings) else None,
         2 * settings.max_num_seqs,  # decode rows, and prompts beside them

@@ -39,9 +39,9 @@ class RoleParts:
     movers: tuple[str, ...]  # by which blocks leave, the best first
     grammars: Grammars
     stop: Callable[[], None]
+    targets: MoverTargets  # by which blocks arrive
+    advertised_host: str  # where others find what listens here
     trace: WorkerTrace | None = None
-    targets: MoverTargets | None = None  # by which blocks arrive; of a decode role
-    advertised_host: str = ""  # where others find what listens here; of a decode role
     gpu: str = ""  # UUID of the one with the KV cache; empty: host memory
 
 
@@ -89,4 +89,4 @@ class WorkerParts:
     discover: Callable[[], Sequence[str]] = tuple  # returns coordinators that are found by name
     times: WorkerTimes = field(default_factory=WorkerTimes)
     slicing: SlicingMode = "auto"
-    check_bytes: int = CHECK_BYTES  # of KV blocks, verified in one turn of a decode role
+    check_bytes: int = CHECK_BYTES  # of KV blocks, verified in one turn of a role, or sent of a prefix

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ..decode.core import DecodeCore
 from ..engine.step.constraint import CompileGrammar
@@ -14,10 +14,11 @@ from ..prefill.core import PrefillCore
 from ..transport.channels.coordinator_links import CoordinatorLinks
 from ..transport.environment import Clock
 from ..transport.handoff.layer_slicing import TransferClock
-from ..transport.handoff.protocol import ToCoordinator
-from ..transport.handoff.receiving_end import ReceivingEnd
+from ..transport.handoff.protocol import Join, PrefixOver, Supersede, ToCoordinator, ToPeer
+from ..transport.handoff.receiver import HandoffReceiver
+from ..transport.handoff.receiving_end import RECEIVING, ReceivingEnd
 from ..transport.handoff.sending_end import SendingEnd
-from ..transport.messages.messages import Flip, Goodbye, Hello, Load, Meet, Message, Role
+from ..transport.messages.messages import FROM_DECODE, Flip, Goodbye, Hello, Load, Meet, Message, Role
 from ..transport.process.reports import Telemetry, with_telemetry
 from ..transport.process.worker_trace import WorkerTrace
 from .parts import WorkerParts
@@ -97,7 +98,9 @@ class PlayedRole(ABC):
         self._settings, self._process, self._host = settings, process, host
         self._parts = parts = process.open(settings, self.role)
         self._clock, self._tick_s, self._ticked = process.clock, process.times.tick, 0.0
-        self._receiving = self._open_receiving()
+        self._receiving = ReceivingEnd(
+            parts.environment, parts.targets, settings.listen, parts.advertised_host, process.check_bytes
+        )
         self.links = CoordinatorLinks(
             settings.coordinators,
             parts.environment.network,
@@ -121,28 +124,27 @@ class PlayedRole(ABC):
 
     # --- what differs by role --------------------------------------------------------------------
 
-    def _open_receiving(self) -> ReceivingEnd | None:
-        """Return the end where other workers hand over to this one, of a role that has one."""
-        return None
-
     @abstractmethod
     def _make_core(self) -> None:
         """Set ``core`` and ``max_batch_tokens``."""
 
-    def _report(self, now: float) -> None:
-        """Send the heartbeat, once there is a coordinator."""
-        if self.links.coordinators:
-            self._reports.send_heartbeat(now)
-
-    def _do(self, action: Any) -> None:
-        """Carry out an action of a handoff."""
-        self.sending.carry_out(action)
+    def _receiver(self) -> HandoffReceiver:
+        process = self._process
+        return HandoffReceiver(
+            (self._settings.worker_id, self.links.incarnation),
+            process.model.identity,
+            process.blocks,
+            self._receiving.endpoints,
+            lambda: self.core.room(),
+            process.secret,
+            process.times.handoff,
+        )
 
     # --- the loop's verbs ------------------------------------------------------------------------
 
     def patience(self, most_s: float) -> float:
         """Return how many seconds the loop may wait for a socket, at most ``most_s``."""
-        if self._receiving is not None and self._receiving.has_checks:
+        if self._receiving.has_checks or self.core.prefixes.pending:
             return 0.0
         return min(most_s, 0.001) if self.sending.pending or self.steps.pending else most_s
 
@@ -158,10 +160,9 @@ class PlayedRole(ABC):
                 self.departure.flip(message.role, message.timeout_s, now)
             else:
                 self.core.from_coordinator(message, now)
-        if self._receiving is not None:
-            assert isinstance(self.core, DecodeCore), "only decode workers are handed over to"
-            self._receiving.receive(ready, self.core, now, self._reports.received)
+        self._receiving.receive(ready, self.core, now, self._reports.received)
         self.sending.receive(ready, now)
+        self.core.prefixes.advance(self._receiving.blocks_a_turn, now)
         self._parts.grammars.report(self.core)
         if self.departure.ordered:
             self.core.drain(now)
@@ -171,20 +172,32 @@ class PlayedRole(ABC):
             self.links.tick(now)
 
     def carry_out(self, now: float) -> None:
-        """Do what the core wants done."""
+        """Do what the core wants done, and verify some of the blocks that have come."""
+        self._carry_out(now)
+        if self._receiving.has_checks:
+            self._receiving.check(self.core, now)
+            self._carry_out(now)
+
+    def _carry_out(self, now: float) -> None:
         while actions := self.core.take(now):  # carrying out one may bring new ones
             for action in actions:
                 if isinstance(action, ToCoordinator):
                     self._reports.send(action.message)
                 elif isinstance(action, CompileGrammar):
                     self._parts.grammars.submit(action)
-                else:
-                    self._do(action)
+                elif isinstance(action, RECEIVING) or (
+                    isinstance(action, ToPeer) and isinstance(action.message, FROM_DECODE)
+                ):
+                    self._receiving.carry_out(action)
+                elif not isinstance(action, Join | Supersede | PrefixOver):  # the core's own
+                    self.sending.carry_out(action)
 
     def report(self, now: float) -> None:
-        """Send the heartbeat when it is due."""
+        """Send the heartbeat when it is due, once there is a coordinator."""
         if self._reports.heartbeat_is_due(now):
-            self._report(now)
+            self._receiving.release_dead_writers(self.core, now)
+            if self.links.coordinators:
+                self._reports.send_heartbeat(now)
 
     def has_ended(self, now: float) -> bool:
         """Return whether the role has drained; then its coordinators get Goodbye. Raise EngineError if every
@@ -199,8 +212,7 @@ class PlayedRole(ABC):
         """Release all but the model and the sending end."""
         self.steps.remove(self.core)
         self._parts.stop()
-        if self._receiving is not None:
-            self._receiving.close()
+        self._receiving.close()
         self.links.close(LINGER_S)
 
     def close(self) -> None:
@@ -229,7 +241,7 @@ class PlayedRole(ABC):
             process=host.process if host else "",
             mixed=host.mixed if host else False,
             home=host.home if host else "",
-            peer_address=self._receiving.address if self._receiving is not None else "",
+            peer_address=self._receiving.address,
         )
 
     def _meet(self) -> Meet:

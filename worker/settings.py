@@ -14,7 +14,36 @@ from .roles import worker_name
 DEFAULT_BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
 
 
-class PrefillSettings(WorkerSettings):
+def two_ports_up(address: str) -> str:
+    """Return tcp://HOST:PORT with a port that is higher by two; * stays."""
+    host, _, port = address.rpartition(":")
+    return address if port == "*" else f"{host}:{int(port) + 2}"
+
+
+class PeerSettings(WorkerSettings):
+    """Receives KV blocks of other workers."""
+
+    listen: str = Field(
+        default="tcp://127.0.0.1:*",
+        pattern=r"^tcp://([^\s:]+|\[[0-9a-fA-F:.]+\]):(\d+|\*)$",
+        description="Where other workers reach this one: it listens here. tcp://HOST:PORT; port * lets "
+        "the system choose.",
+    )
+    data_listen: str = Field(
+        default="tcp://127.0.0.1:*",
+        pattern=r"^tcp://([^\s:]+|\[[0-9a-fA-F:.]+\]):(\d+|\*)$",
+        description="Where KV blocks arrive with the tcp mover. tcp://HOST:PORT; port * lets the system "
+        "choose.",
+    )
+    advertise_host: str = Field(
+        default="",
+        pattern=r"^([0-9A-Za-z_.-]{0,255}|[0-9a-fA-F]*:[0-9a-fA-F:.]*:[0-9a-fA-F.]*(%[0-9A-Za-z]+)?)$",
+        description="Host name or address that other workers connect to. Default: that of listen; if it is "
+        "0.0.0.0, the one by which the coordinator sees this host.",
+    )
+
+
+class PrefillSettings(PeerSettings):
     """Computes prompts in chunks and hands their KV blocks to decode workers."""
 
     role: ClassVar[str] = "prefill"
@@ -38,30 +67,12 @@ class PrefillSettings(WorkerSettings):
         return self.max_batch_tokens or DEFAULT_BATCH_TOKENS[device_type]
 
 
-class DecodeSettings(WorkerSettings):
+class DecodeSettings(PeerSettings):
     """Generates tokens in a continuous batch, from KV blocks that prefill workers put into its cache."""
 
     role: ClassVar[str] = "decode"
 
     max_num_seqs: int = Field(default=64, ge=1, le=65_536, description="Most sequences in the batch.")
-    listen: str = Field(
-        default="tcp://127.0.0.1:*",
-        pattern=r"^tcp://([^\s:]+|\[[0-9a-fA-F:.]+\]):(\d+|\*)$",
-        description="Where prefill workers reach this worker: it listens here. tcp://HOST:PORT; port * lets "
-        "the system choose.",
-    )
-    data_listen: str = Field(
-        default="tcp://127.0.0.1:*",
-        pattern=r"^tcp://([^\s:]+|\[[0-9a-fA-F:.]+\]):(\d+|\*)$",
-        description="Where KV blocks arrive with the tcp mover. tcp://HOST:PORT; port * lets the system "
-        "choose.",
-    )
-    advertise_host: str = Field(
-        default="",
-        pattern=r"^([0-9A-Za-z_.-]{0,255}|[0-9a-fA-F]*:[0-9a-fA-F:.]*:[0-9a-fA-F.]*(%[0-9A-Za-z]+)?)$",
-        description="Host name or address that prefill workers connect to. Default: that of listen; if it is "
-        "0.0.0.0, the one by which the coordinator sees this host.",
-    )
 
     @property
     def begins_as(self) -> tuple[Role, ...]:
@@ -71,7 +82,8 @@ class DecodeSettings(WorkerSettings):
 
 class FlexibleSettings(DecodeSettings, PrefillSettings):
     """Runs as a prefill or a decode worker, and changes from one to the other on demand: weights, KV
-    blocks and prefix cache stay. Or it is both, and stays so."""
+    blocks and prefix cache stay. Or it is both, and stays so. As a prefill worker it listens two ports
+    higher."""
 
     role: ClassVar[str] = "worker"
 
@@ -100,5 +112,7 @@ class FlexibleSettings(DecodeSettings, PrefillSettings):
         return self.start_as if self.borrow and self.start_as != "mixed" else ""
 
     def in_role(self, role: str) -> Self:
-        """Return the settings under the name that the process has in this role."""
-        return self.model_copy(update={"name": worker_name(self.worker_id, role)})
+        """Return the settings of this role: its name, and a prefill worker's ports."""
+        ports = ("listen", "data_listen") if role == "prefill" else ()
+        own = {name: two_ports_up(getattr(self, name)) for name in ports}
+        return self.model_copy(update={"name": worker_name(self.worker_id, role), **own})

@@ -105,7 +105,7 @@ class Lifecycle:
         self.outcomes = self._machine.outcomes
         forecast = Forecast()
         self._admission = _Admission(limits, self.pools, self.queue, forecast)
-        self._placement = Placement(policy, self.queue, self.pools, self._machine)
+        self._placement = Placement(policy, self.queue, self.pools, self._machine, limits.min_pull_tokens)
         self._progress = Progress(self._machine)
         self._members = Membership(incarnation, limits, self.pools, self._machine, self.flips, forecast)
         self._evacuation = Evacuation(incarnation, limits, policy, self.pools, self._machine)
@@ -175,6 +175,7 @@ class Lifecycle:
             "flips": self.flips.count,
             "moves_given_up": outcomes.num_moves_given_up,
             "answers_resumed": outcomes.num_resumed,
+            "prefix_pulls": outcomes.num_pulls,
             "borrowed_prompts": outcomes.num_borrowed_prompts,
             "borrowed_sequences": outcomes.num_borrowed_sequences,
             **{f"deadlines_{stage}": count for stage, count in outcomes.num_deadlines.items()},

@@ -33,6 +33,7 @@ class LifecycleLimits:
     queue_timeout_s: float = 300.0
     prefill_timeout_s: float = 300.0
     handoff_timeout_s: float = 120.0
+    min_pull_tokens: int = 128  # that another worker has cached: fewer are computed; 0: none is pulled
     siblings: tuple[str, ...] = ()  # addresses of this host's other coordinator processes
     ttft_slo_s: Mapping[str, float] = field(default_factory=dict)  # by priority class; bound of the forecast
     token_timeout_s: float = 120.0  # between two tokens of one sequence, whatever happens in between

@@ -71,6 +71,7 @@ class Outcomes:
         self.num_moved = 0  # sequences, between decode workers
         self.num_moves_given_up = 0
         self.num_resumed = 0  # answers that a worker had kept
+        self.num_pulls = 0  # of cached blocks, ordered
         self.num_borrowed_prompts = 0  # computed by decode workers
         self.num_borrowed_sequences = 0  # kept by prefill workers
         self.num_deadlines: dict[str, int] = dict.fromkeys(("queue", "prefill", "handoff", "decode"), 0)

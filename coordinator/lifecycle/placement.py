@@ -18,6 +18,8 @@ from .request_queue import RequestQueue
 from .routing import (
     Need,
     Policy,
+    PrefixSource,
+    can_send_prefix,
     choose_borrower,
     choose_decode,
     choose_pair,
@@ -62,8 +64,15 @@ class Placement:
     """Dispatches requests from the head of the queue."""
 
     def __init__(
-        self, policy: Policy, queue: RequestQueue, pools: Pools, machine: RequestStateMachine
+        self,
+        policy: Policy,
+        queue: RequestQueue,
+        pools: Pools,
+        machine: RequestStateMachine,
+        min_pull_tokens: int,
     ) -> None:
+        """``min_pull_tokens``: see ``LifecycleLimits``."""
+        self._min_pull_tokens = min_pull_tokens
         self._policy, self._queue, self._pools, self._machine = policy, queue, pools, machine
         self._assignments, self._suspicion = machine.assignments, machine.suspicion
         self._blocked: Blocked | None = None
@@ -90,9 +99,9 @@ class Placement:
             self._blocked = blocked._replace(queue_version=self._queue.version)
             return []
         self._begin_pass()
-        if (action := self._dispatch(request, now)) is not None:
+        if actions := self._dispatch(request, now):
             self._queue.charge_unqueued(request)
-            return [action]
+            return actions
         self._queue.add(request)
         if not self._inconclusive:
             self._blocked = self._proof(None)
@@ -109,9 +118,9 @@ class Placement:
         actions: list[Action] = []
 
         def place(request: Request) -> bool:
-            if (action := self._dispatch(request, now)) is not None:
-                actions.append(action)
-            return action is not None
+            begun = self._dispatch(request, now)
+            actions.extend(begun)
+            return bool(begun)
 
         self._begin_pass()
         version = queue.version
@@ -140,17 +149,37 @@ class Placement:
 
     # --- one request ---------------------------------------------------------------------------------
 
-    def _dispatch(self, request: Request, now: float) -> Action | None:
-        """Begin an attempt. None: the request has to wait, for room or for the report of an answer."""
+    def _dispatch(self, request: Request, now: float) -> list[Action]:
+        """Begin an attempt. No actions: the request has to wait, for room or for the report of an answer."""
         if request.answer_id and not request.num_attempts:
             if (keeper := self._pools.keeping(request.answer_id)) is not None:
-                return self._machine.resume(request, keeper, now)
+                return [self._machine.resume(request, keeper, now)]
             reported = all(w.num_cache_reports or w.draining for w in self._pools.of_role("decode"))
             if now < self._pools.all_here or not reported:
                 self._inconclusive = True
+                return []
+        if (pair := self._choose_pair(request)) is None:
+            return []
+        return self._machine.dispatch(request, *pair, now, self._prefix_source(request, pair[0]))
+
+    def _prefix_source(self, request: Request, prefill: WorkerRecord) -> PrefixSource | None:
+        """Return a worker that has enough more of the prompt cached than the one that computes it."""
+        least, size = self._min_pull_tokens, prefill.block_size
+        if not least or request.num_tokens <= least or prefill.window or request.needs_prompt_logprobs:
+            return None
+        if request.first_hash(prefill) not in self._pools.cache:
+            return None
+        hashes = request.hashes(prefill)[: (request.num_tokens - 1) // size]  # the last token is computed
+        for block_hash, holders in self._pools.cache.levels(hashes):
+            if block_hash in prefill.cached:
                 return None
-        pair = self._choose_pair(request)
-        return None if pair is None else self._machine.dispatch(request, *pair, now)
+            turn = self._assignments.next_dispatch % len(holders)
+            in_turn = chain(holders[turn:], holders[:turn])
+            if (source := next((w for w in in_turn if can_send_prefix(w, prefill)), None)) is not None:
+                num_blocks = source.match_prefix(hashes)
+                enough = (num_blocks - prefill.match_prefix(hashes)) * size >= least
+                return PrefixSource(source, hashes[:num_blocks]) if enough else None
+        return None
 
     def _choose_pair(self, request: Request) -> Pair | None:
         """Return the workers for a request; None: none has room."""

@@ -12,6 +12,8 @@ For decode workers the hybrid policy takes the one with the most room left after
 count as room. Where more than sixteen could be the best, sixteen are compared, in turn (open_workers.py), and
 sixteen of those that have the prompt cached up to each of at most sixteen blocks (cache_index.py).
 
+Where another worker has more of the prompt cached than the one that computes it, its blocks are pulled.
+
 A mixed worker generates for what it computes itself. Where all are mixed, the hybrid policy takes the one
 with the most room, less what waits: prompts, and sequences for this one. Where some are, the decode worker is
 chosen first; then it computes the prompt, or a prefill worker does, whichever costs less.
@@ -29,6 +31,9 @@ from typing import Literal, NamedTuple
 from .request import Request
 from .worker import DELAY_WEIGHT, WorkerRecord, hash64, shuffled
 
+LOOPBACK = ("tcp://127.", "tcp://localhost:", "tcp://[::1]:")
+SENDS_PREFIXES = 5
+"""The first wire version with SendPrefix."""
 BORROWED_WEIGHT = 1 / 4
 """A sequence that waits for a borrowed prompt counts as this much of a prompt that waits."""
 
@@ -54,6 +59,27 @@ class Need(NamedTuple):
             request.session,
             turn,
         )
+
+
+class PrefixSource(NamedTuple):
+    """A worker that has cached blocks which another one is to compute a prompt with."""
+
+    worker: WorkerRecord
+    hashes: list[bytes]  # of the blocks, from the prompt's first one on
+
+
+def can_send_prefix(source: WorkerRecord, prefill: WorkerRecord) -> bool:
+    """Return whether this worker can send cached blocks to that one, of another process."""
+    theirs, ours = prefill.hello, source.hello
+    return (
+        source.kind == prefill.kind
+        and not (source.draining or source.ended or source.unreached_since)
+        and source is not prefill
+        and not (ours.process and ours.process == theirs.process)
+        and ours.wire_version >= SENDS_PREFIXES
+        and theirs.wire_version >= SENDS_PREFIXES
+        and (ours.host == theirs.host or not theirs.peer_address.startswith(LOOPBACK))
+    )
 
 
 def choose_prefill(policy: Policy, workers: Sequence[WorkerRecord], need: Need) -> WorkerRecord:

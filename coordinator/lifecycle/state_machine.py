@@ -3,7 +3,8 @@
     state     event                                    next state  actions
     --------  ---------------------------------------  ----------  ---------------------------------------
     queue     a pair of workers has room               prefill     Send Prefill, under a new epoch and
-                                                                   dispatch number
+                                                                   dispatch number; SendPrefix to one that
+                                                                   has more of the prompt cached
     queue     it is new, and a worker keeps its        handoff     Send Resume, under a dispatch number
               answer
     prefill   FirstToken                               handoff     Push
@@ -41,7 +42,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ...transport.messages.messages import Cancel, FinishReason, Message, Prefill, Resume, u32
+from ...transport.messages.messages import Cancel, FinishReason, Message, Prefill, Resume, SendPrefix, u32
 from .actions import Action, End, Send
 from .assignments import Assignments
 from .limits import LifecycleLimits, is_lost, min_timeout, no_deadline_before, passed_deadline
@@ -49,6 +50,7 @@ from .outcomes import Outcomes, Recovery
 from .pools import Pools
 from .request import Ended, ErrorKind, Request
 from .request_queue import RequestQueue
+from .routing import PrefixSource
 from .suspicion import Suspicion
 from .time_ledger import MIN_STALL_S, AttemptTimes, OwnStalls
 from .worker import WorkerRecord
@@ -84,8 +86,15 @@ class RequestStateMachine:
         self.assignments.requests[request.request_id] = request
         self._next_deadline = min(self._next_deadline, request.deadline, now + self._min_timeout_s)
 
-    def dispatch(self, request: Request, prefill: WorkerRecord, decode: WorkerRecord, now: float) -> Action:
-        """queue -> prefill: begin an attempt on these workers."""
+    def dispatch(
+        self,
+        request: Request,
+        prefill: WorkerRecord,
+        decode: WorkerRecord,
+        now: float,
+        source: PrefixSource | None,
+    ) -> list[Action]:
+        """queue -> prefill: begin an attempt on these workers, with the cached blocks of another one."""
         self.assignments.assign(request, prefill, decode)
         self.outcomes.num_borrowed_prompts += prefill.is_reserve
         self.outcomes.num_borrowed_sequences += decode.is_reserve
@@ -96,7 +105,20 @@ class RequestStateMachine:
         self.stalls.book(request.ledger, request.state, now)
         request.enter("prefill", now)
         request.times = AttemptTimes(request.ledger)
-        return Send(prefill.id, Prefill(spec=request.spec(self._incarnation, now), decode=decode.peer))
+        spec, hashes = request.spec(self._incarnation, now), source.hashes if source else []
+        actions: list[Action] = [
+            Send(prefill.id, Prefill(spec=spec, decode=decode.peer, num_prefix_blocks=len(hashes)))
+        ]
+        if source is not None:
+            self.outcomes.num_pulls += 1
+            order = SendPrefix(
+                coordinator=self._incarnation,
+                dispatch=request.dispatch,
+                block_hashes=b"".join(hashes),
+                prefill=prefill.peer,
+            )
+            actions.append(Send(source.worker.id, order))
+        return actions
 
     def resume(self, request: Request, worker: WorkerRecord, now: float) -> Action:
         """queue -> handoff: have a worker send the answer that it keeps, and go on with it."""

@@ -13,6 +13,7 @@ from .system_snapshot import SystemSnapshot, WorkerSnapshot
 
 LIFECYCLE_COUNTERS = {
     "flips": "Changes of workers' roles that were ordered.",
+    "prefix_pulls": "Prompts whose prefill worker was to get cached blocks from another worker.",
     "borrowed_prompts": "Prompts that decode workers computed, because no prefill worker had room.",
     "borrowed_sequences": "Sequences that prefill workers kept, because no decode worker had room.",
     "redispatches": "Attempts at requests that failed or were preempted and were followed by another.",
@@ -37,6 +38,8 @@ WORKER_COUNTERS = {
     "output_tokens": "Output tokens of a worker.",
     "prompt_tokens": "Prompt tokens of a prefill worker, cached ones included.",
     "cached_tokens": "Of these, tokens found in its prefix cache.",
+    "pulled_tokens": "Prompt tokens whose cached blocks a prefill worker got from other workers.",
+    "late_pulls": "Prompts whose cached blocks did not come from other workers in time.",
     "preemptions": "Sequences that had to leave a decode worker's batch for lack of KV blocks.",
     "corrupt_blocks": "KV blocks that arrived corrupt.",
     "handed_over": "Sequences that a decode worker handed over when it left.",

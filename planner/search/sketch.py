@@ -78,11 +78,13 @@ class _Machine(RequestStateMachine):
 
     dispatched: Callable[[Asked, WorkerRecord, WorkerRecord], None]
 
-    def dispatch(self, request: Request, prefill: WorkerRecord, decode: WorkerRecord, now: float) -> Action:
+    def dispatch(
+        self, request: Request, prefill: WorkerRecord, decode: WorkerRecord, now: float, source: object
+    ) -> list[Action]:
         assert isinstance(request, Asked), "all requests are"
         self.assignments.assign(request, prefill, decode)
         self.dispatched(request, prefill, decode)
-        return Send(prefill.id, NOTHING)
+        return [Send(prefill.id, NOTHING)]
 
 
 class Sketch:
@@ -98,13 +100,12 @@ class Sketch:
         seed: int = 0,
     ) -> None:
         self._bounds, self._allowed, self._coordinator_s = bounds, allowed, coordinator_s
-        self.workers: list[SketchWorker] = []
-        self.events = EventQueue()
+        self.workers, self.events = list[SketchWorker](), EventQueue()
         limits = LifecycleLimits()
         self.pools, self._queue = Pools(limits), RequestQueue(limits.starving_s)
         self._machine = _Machine(1, limits, self.pools, self._queue)
         self._machine.dispatched = self._dispatched
-        self._placement = Placement("hybrid", self._queue, self.pools, self._machine)
+        self._placement = Placement("hybrid", self._queue, self.pools, self._machine, 0)
         self.worker_of: dict[WorkerRecord, SketchWorker] = {}
         self._reporting: dict[Place, list[WorkerRecord]] = {}
         draw, opening = Random(seed), list[tuple[float, int, SketchWorker, SketchPool, int]]()
@@ -121,9 +122,8 @@ class Sketch:
                 self.open(worker, "prefill", f"colocated-{name}:prefill" if both else f"prefill-{name}", both)
             if pool.generates:
                 self.open(worker, "decode", f"colocated-{name}:decode" if both else f"decode-{name}", both)
-        self._num_pools = len(pools)
         self._sent: dict[SketchWorker, list[Asked]] = {}  # prompts that are sent now, each worker's together
-        self._sent_at = 0.0
+        self._num_pools, self._sent_at = len(pools), 0.0
         self.is_exact = True
 
     @property

@@ -204,8 +204,9 @@ class SimulatedNetwork:
 
     host = HOST
 
-    def __init__(self, owner: Process, readable: set[object]) -> None:
-        self.owner, self.readable = owner, readable
+    def __init__(self, owner: Process, readable: set[object], port: int = 0) -> None:
+        """``port``: at which it may listen; no other network has it."""
+        self.owner, self.readable, self.port = owner, readable, str(port)
         self.reported_at = -1.0  # when the coordinator was last sent the load
 
     def connect(self, address: str, identity: bytes, allowed: Collection[type[Message]]) -> Channel:
@@ -214,7 +215,7 @@ class SimulatedNetwork:
         return PeerChannel(self, identity, self.owner.fabric.listeners.get(port_of(address)))
 
     def listen(self, address: str, allowed: Collection[type[Message]]) -> SimulatedListener:
-        return SimulatedListener(self, address)
+        return SimulatedListener(self, f"tcp://*:{self.port}")
 
     def ready(self) -> set[object]:
         return set(self.readable)

@@ -18,7 +18,7 @@ from ...worker.loop import Worker
 from ...worker.parts import ModelFacts, RoleParts, WorkerParts, WorkerTimes
 from ...worker.settings import DecodeSettings, FlexibleSettings, PrefillSettings
 from ...worker.steps import Steps
-from .channels import COORDINATOR, Fabric, SimulatedNetwork, port_of
+from .channels import COORDINATOR, Fabric, SimulatedNetwork
 from .cluster import Pool
 from .device import Device
 from .events import EventQueue
@@ -47,7 +47,7 @@ class SimulatedRole:
 
     def __init__(self, process: SimulatedProcess, name: str, role: Role) -> None:
         self.process, self.name, self.role = process, name, role
-        self.network = SimulatedNetwork(process, process.readable)
+        self.network = SimulatedNetwork(process, process.readable, process.simulation.next_number())
         process.roles[role] = process.simulation.workers[name] = self
 
     @property
@@ -160,7 +160,8 @@ class SimulatedProcess:
             "name": name,
             "coordinator": COORDINATOR,
             "orphaned_after_s": float("inf"),  # its heartbeat is not simulated
-            "listen": f"tcp://*:{self.simulation.next_number()}",
+            "listen": "tcp://*:*",
+            "data_listen": "tcp://*:*",
         }
         if pool.role == "colocated" or pool.flexible or pool.borrow:
             return FlexibleSettings.model_construct(
@@ -203,13 +204,12 @@ class SimulatedProcess:
         """A role begins; it takes part in the next turn, which is made at once."""
         self.queue.after(0.0, self.turn)
         opened = SimulatedRole(self, settings.worker_id, role)
-        targets = targets_at(port_of(settings.listen)) if isinstance(settings, DecodeSettings) else None
         return RoleParts(
             self._environment(opened.network),
             (MOVER,),
             NoGrammars(),
             opened.stop,
-            targets=targets,
+            targets=targets_at(opened.network.port),
             advertised_host=HOST,
         )
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
+from support.receivers import receiver
 
 from splitserve.decode.core import DecodeCore
 from splitserve.decode.scheduler import DecodeScheduler
@@ -16,7 +17,6 @@ from splitserve.engine.step.batch import Batch, StepOutput
 from splitserve.prefill.core import PrefillCore
 from splitserve.prefill.scheduler import PrefillScheduler
 from splitserve.transport.handoff import protocol as act
-from splitserve.transport.handoff.receiver import HandoffReceiver
 from splitserve.transport.messages.cache_map import states
 from splitserve.transport.messages.messages import (
     FROM_DECODE,
@@ -31,7 +31,7 @@ from splitserve.transport.messages.messages import (
     u32,
     u64,
 )
-from splitserve.transport.movers.interface import ONE_SIDED_MOVERS, MoverEndpoints
+from splitserve.transport.movers.interface import ONE_SIDED_MOVERS
 
 BLOCK, TURN_S, WITHIN_S, PROMPT = 4, 0.005, 0.1, 21
 MODEL = ModelIdentity(kv_name="m", dtype="float32", block_size=BLOCK, cache_map=states(1, 64), block_bytes=64)
@@ -76,13 +76,12 @@ class System:
         self.one_sided = mover in ONE_SIDED_MOVERS
         self.prefill_blocks, self.decode_blocks = BlockManager(16), BlockManager(16)
         meet = Meet(worker_id="p", incarnation=1, host="h", pid=1, model=MODEL, movers=(mover,))
-        prefill = PrefillCore(meet, PrefillScheduler(self.prefill_blocks, BLOCK, "m", 8, 4), frozenset(), 64)
+        prompts = PrefillScheduler(self.prefill_blocks, BLOCK, "m", 8, 4)
+        prefill = PrefillCore(meet, prompts, receiver(meet, self.prefill_blocks), frozenset(), 64)
         scheduler = DecodeScheduler(self.decode_blocks, BLOCK, 4, 64, frozenset())
-        endpoints = MoverEndpoints((mover,), "h", "shm", "data")
-        receiver = HandoffReceiver(
-            ("d", 1), MODEL, self.decode_blocks, endpoints, lambda: decode.room(), lambda: b"s" * 16
-        )
-        decode = DecodeCore(replace(meet, worker_id="d"), scheduler, receiver)
+        meet = replace(meet, worker_id="d")
+        arrivals = receiver(meet, self.decode_blocks, lambda: decode.room(), (mover,))
+        decode = DecodeCore(meet, scheduler, arrivals)
         self.p, self.d = Side(prefill), Side(decode)
         self.others = self.decode_blocks.allocate(14) if full else None
 

@@ -6,7 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 from support.lifecycle_bench import MODEL, Bench, sent
+from support.receivers import receiver
 
 from splitserve.coordinator.lifecycle.actions import Action
 from splitserve.engine.cache.block_manager import BlockManager
@@ -14,9 +16,7 @@ from splitserve.engine.step.batch import StepOutput
 from splitserve.prefill.core import PrefillCore
 from splitserve.prefill.scheduler import PrefillScheduler
 from splitserve.transport.handoff import protocol as act
-from splitserve.transport.handoff.receiver import HandoffReceiver
 from splitserve.transport.messages.messages import Meet, Message, Placed, Prefill, u64
-from splitserve.transport.movers.interface import MoverEndpoints
 
 BLOCK, NUM_BLOCKS = MODEL.block_size, 32
 PROMPT_TOKENS = 4 * BLOCK
@@ -32,13 +32,9 @@ class Rig:
         self.bench = Bench(max_num_seqs=64)
         self.bench.load("d", [], blocks_free=1000)
         meet = Meet(worker_id="p", incarnation=1, host="h", pid=1, model=MODEL, movers=("tcp",))
-        self.prefill = PrefillCore(
-            meet, PrefillScheduler(BlockManager(NUM_BLOCKS), BLOCK, "m", 16, 4), frozenset(), 100
-        )
-        endpoints = MoverEndpoints(("tcp",), "h")
-        self.decode = HandoffReceiver(
-            ("d", 1), MODEL, BlockManager(1000), endpoints, lambda: (64, 0), lambda: b"s" * 16
-        )
+        scheduler = PrefillScheduler(BlockManager(NUM_BLOCKS), BLOCK, "m", 16, 4)
+        self.prefill = PrefillCore(meet, scheduler, receiver(meet, scheduler.blocks), frozenset(), 100)
+        self.decode = receiver(replace(meet, worker_id="d"), BlockManager(1000), lambda: (64, 0))
         self.unheard: list[act.SenderAction] = []  # messages and blocks on their way to the decode worker
         self.num_dispatched = 0
 

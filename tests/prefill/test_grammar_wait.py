@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from support.receivers import receiver
 
 from splitserve.engine.cache.block_manager import BlockManager
 from splitserve.engine.step.batch import StepOutput
@@ -44,7 +45,8 @@ class Matcher:
 
 
 def asked() -> PrefillCore:
-    core = PrefillCore(MEET, PrefillScheduler(BlockManager(16), 4, "m", 8, 4), frozenset(), 64)
+    scheduler = PrefillScheduler(BlockManager(16), 4, "m", 8, 4)
+    core = PrefillCore(MEET, scheduler, receiver(MEET, scheduler.blocks), frozenset(), 64)
     spec = RequestSpec(
         request_id="r",
         epoch=0,

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
+from support.receivers import receiver
 
 from splitserve.engine.cache.block_manager import BlockManager
 from splitserve.engine.step.batch import StepOutput
 from splitserve.prefill.core import PrefillCore
 from splitserve.prefill.scheduler import PrefillScheduler
 from splitserve.transport.handoff import protocol as act
-from splitserve.transport.handoff.receiver import HandoffReceiver
 from splitserve.transport.messages.cache_map import states
 from splitserve.transport.messages.messages import (
     Meet,
@@ -26,7 +27,6 @@ from splitserve.transport.messages.messages import (
     u32,
     u64,
 )
-from splitserve.transport.movers.interface import MoverEndpoints
 
 BLOCK = 4
 MODEL = ModelIdentity(kv_name="m", dtype="float32", block_size=BLOCK, cache_map=states(1, 64), block_bytes=64)
@@ -41,11 +41,15 @@ class Process:
     def __init__(self, num_blocks: int = 16, for_decode: int = 0) -> None:
         self.blocks = BlockManager(num_blocks)
         scheduler = PrefillScheduler(self.blocks, BLOCK, "m", 8, 4, for_decode=lambda: for_decode)
-        self.prefill = PrefillCore(MEET, scheduler, frozenset(), 64, is_local=lambda name: name == "w:decode")
-        endpoints = MoverEndpoints(("tcp",), "h")
-        self.decode = HandoffReceiver(
-            DECODE, MODEL, self.blocks, endpoints, lambda: (8, 0), lambda: b"s" * 16
+        self.prefill = PrefillCore(
+            MEET,
+            scheduler,
+            receiver(MEET, self.blocks),
+            frozenset(),
+            64,
+            is_local=lambda name: name == "w:decode",
         )
+        self.decode = receiver(replace(MEET, worker_id=DECODE[0], incarnation=DECODE[1]), self.blocks)
         self.offers: list[Offer] = []
         self.puts: list[int] = []  # positions
         self.joined: list[act.Join] = []

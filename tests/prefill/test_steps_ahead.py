@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from support.models import make_checkpoint
+from support.receivers import receiver
 
 from splitserve.engine.cache.block_manager import BlockManager
 from splitserve.engine.device import mark_stream, passed
@@ -54,12 +55,8 @@ IDENTITY = ModelIdentity(
 
 def make_core(num_blocks: int = 64, budget: int = 8) -> PrefillCore:
     meet = Meet(worker_id="p", incarnation=1, host="h", pid=1, model=IDENTITY, movers=("tcp",))
-    return PrefillCore(
-        meet,
-        PrefillScheduler(BlockManager(num_blocks), BLOCK, "model", budget, max_num_seqs=4),
-        frozenset(),
-        512,
-    )
+    scheduler = PrefillScheduler(BlockManager(num_blocks), BLOCK, "model", budget, max_num_seqs=4)
+    return PrefillCore(meet, scheduler, receiver(meet, scheduler.blocks), frozenset(), 512)
 
 
 def prompt(dispatch: int, length: int) -> Prefill:

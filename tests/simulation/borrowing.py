@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from splitserve.coordinator.lifecycle.actions import Action
 from splitserve.coordinator.lifecycle.request import Request
@@ -18,12 +18,12 @@ def watch_borrowing(coordinator: CoordinatorProcess) -> None:
     machine, pools = core._machine, core.pools
     dispatch = machine.dispatch
 
-    def watch(request: Request, prefill: WorkerRecord, decode: WorkerRecord, now: float) -> Action:
+    def watch(request: Request, prefill: WorkerRecord, decode: WorkerRecord, *more: Any) -> list[Action]:
         if prefill.is_reserve or decode.is_reserve:
             world.counts["prompts borrowed" if prefill.is_reserve else "sequences borrowed"] += 1
             for wrong in _wrong(request, prefill, decode):
                 world.violated(f"{coordinator.name}: {request.request_id} is borrowed, {wrong}")
-        return dispatch(request, prefill, decode, now)
+        return dispatch(request, prefill, decode, *more)
 
     def _wrong(request: Request, prefill: WorkerRecord, decode: WorkerRecord) -> list[str]:
         wrong, num_tokens = [], request.num_tokens

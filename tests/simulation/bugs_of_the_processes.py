@@ -56,8 +56,8 @@ def give_a_block_that_is_there_already(patch: Patch) -> None:
 def wait_for_ever_for_a_grant(patch: Patch) -> None:
     offer = HandoffSender.offer
 
-    def broken(self: Any, peer: Any, spec: Any, *args: Any) -> None:
-        offer(self, peer, spec, *args)
+    def broken(self: Any, peer: Any, spec: Any, *args: Any, **named: Any) -> None:
+        offer(self, peer, spec, *args, **named)
         self.outgoing[(spec.coordinator, spec.dispatch)].deadline = inf
 
     patch.setattr(HandoffSender, "offer", broken)

@@ -62,7 +62,8 @@ class VirtualNetwork:
         return channel
 
     def listen(self, address: str, allowed: Collection[type[Message]]) -> VirtualListener:
-        listener = self.world.listeners[name_at(address)] = VirtualListener(self, address, frozenset(allowed))
+        address = f"tcp://*:{self.name.replace(':', '/')}"
+        listener = self.world.listeners[self.name] = VirtualListener(self, address, frozenset(allowed))
         return listener
 
     def ready(self) -> set[object]:

@@ -51,7 +51,8 @@ class CoordinatorProcess(Process):
     def __init__(self, world: World, name: str) -> None:
         super().__init__(world, name)
         siblings = tuple(other for other in world.coordinator_names if other != name)
-        limits = replace(PRODUCT_LIMITS if world.scenario.product_limits else LIMITS, siblings=siblings)
+        limits = PRODUCT_LIMITS if world.scenario.product_limits else LIMITS
+        limits = replace(limits, siblings=siblings, min_pull_tokens=1)
         self.number = world.next_number()  # of this process, among those of its name
         self.build = world.builds.drawn(name, self.number)
         self.core = Lifecycle(world.hosts[HOST].incarnations()(), world.scenario.cluster.policy, limits)

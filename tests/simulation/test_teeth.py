@@ -19,6 +19,7 @@ from collections.abc import Callable
 import pytest
 from simulation import (
     bugs_of_borrowing,
+    bugs_of_pulls,
     bugs_of_resumption,
     bugs_of_the_dispatcher,
     bugs_of_the_handoff,
@@ -38,6 +39,7 @@ OF_THE_PATCH = ("AttributeError", "NameError", "TypeError")
 """What a bug raises that no longer fits the code it was made for."""
 FILES = (
     bugs_of_borrowing,
+    bugs_of_pulls,
     bugs_of_the_handoff,
     bugs_of_the_processes,
     bugs_of_the_shells,

@@ -217,7 +217,7 @@ class WorkerProcess(Process):
             borrow=bool(self.home),
             max_num_seqs=cluster.max_num_seqs,
             max_batch_tokens=cluster.max_batch_tokens,
-            listen=f"tcp://*:{self.name}{'/decode' * self.flexible}",
+            listen="tcp://*:*",
             drain_timeout_s=DRAIN_S,
             orphaned_after_s=ORPHANED_S,
         )

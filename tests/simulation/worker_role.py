@@ -93,7 +93,7 @@ class WorkerRole:
             self._movers(),
             VirtualGrammars(self),
             self.stop,
-            targets=self._targets() if self.role == "decode" else None,
+            targets=self._targets(),
             advertised_host=self.host,
         )
 

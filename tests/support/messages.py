@@ -50,6 +50,8 @@ EXAMPLES: list[m.Message] = [
     m.OtherVersion(wire_version=7),
     m.Fenced(coordinator=1, reason="late"),
     m.Prefill(spec=SPEC, decode=m.Peer(worker_id="d0", incarnation=4, address="tcp://127.0.0.1:1")),
+    m.SendPrefix(coordinator=1, dispatch=2, block_hashes=b"h" * 32,
+                 prefill=m.Peer(worker_id="p0", incarnation=4, address="tcp://127.0.0.1:1")),
     m.Cancel(coordinator=1, dispatches=m.u32([1, 2])),
     m.Goodbye(worker_id="d0", incarnation=1),
     m.Alive(coordinator=1),

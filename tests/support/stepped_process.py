@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
+from support.receivers import receiver
 
 from splitserve.decode.core import DecodeCore
 from splitserve.decode.scheduler import DecodeScheduler
@@ -19,7 +20,6 @@ from splitserve.engine.step.step_thread import Finished, OnLayer
 from splitserve.prefill.core import PrefillCore
 from splitserve.prefill.scheduler import PrefillScheduler
 from splitserve.transport.handoff.protocol import ToCoordinator
-from splitserve.transport.handoff.receiver import HandoffReceiver
 from splitserve.transport.messages.cache_map import states
 from splitserve.transport.messages.messages import (
     Cancel,
@@ -36,7 +36,6 @@ from splitserve.transport.messages.messages import (
     from_u32,
     u32,
 )
-from splitserve.transport.movers.interface import MoverEndpoints
 from splitserve.worker.steps import RunningStep, Steps
 
 BLOCK, BUDGET, NUM_LAYERS = 4, 12, 4
@@ -148,17 +147,10 @@ class SteppedProcess:
     ) -> None:
         self.blocks, self.chance = BlockManager(400), random.Random(seed)
         prompts = PrefillScheduler(self.blocks, BLOCK, "m", budget, 4)
-        self.prefill = PrefillCore(MEET, prompts, frozenset(), 256)
+        self.prefill = PrefillCore(MEET, prompts, receiver(MEET, self.blocks), frozenset(), 256)
         self.scheduler = DecodeScheduler(self.blocks, BLOCK, max_num_seqs, 256, frozenset())
-        receiver = HandoffReceiver(
-            ("w:decode", 1),
-            MODEL,
-            self.blocks,
-            MoverEndpoints(("tcp",), "h"),
-            lambda: (8, 0),
-            lambda: b"s" * 16,
-        )
-        self.decode = DecodeCore(replace(MEET, worker_id="w:decode"), self.scheduler, receiver)
+        meet = replace(MEET, worker_id="w:decode")
+        self.decode = DecodeCore(meet, self.scheduler, receiver(meet, self.blocks))
         self.device = Device(self.chance)
 
         def progress(every: int) -> LayerProgress:

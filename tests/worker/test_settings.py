@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from splitserve.worker.settings import DecodeSettings, PrefillSettings
+from splitserve.worker.settings import DecodeSettings, FlexibleSettings, PrefillSettings
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,12 @@ def test_a_host_that_can_be_connected_to_is_advertised(host: str) -> None:
 def test_what_is_no_host_is_not_advertised(host: str) -> None:
     with pytest.raises(ValidationError, match="advertise_host"):
         DecodeSettings.model_validate({"model": ".", "insecure": True, "advertise_host": host})
+
+
+def test_a_worker_of_both_roles_has_two_ports_for_each() -> None:
+    asked = {"listen": "tcp://[::1]:7710", "data_listen": "tcp://0.0.0.0:*"}
+    settings = FlexibleSettings.model_validate({"model": ".", "insecure": True, "name": "w", **asked})
+    decode, prefill = settings.in_role("decode"), settings.in_role("prefill")
+    assert (decode.worker_id, decode.listen) == ("w:decode", "tcp://[::1]:7710")
+    assert (prefill.worker_id, prefill.listen) == ("w:prefill", "tcp://[::1]:7712")
+    assert prefill.data_listen == "tcp://0.0.0.0:*"

@@ -36,6 +36,7 @@ class Incoming:
     offered_at: float  # when Offer last came
     num_behind: int = 0
     is_test: bool = False  # of its writer's mover: it joins nothing
+    is_prefix: bool = False  # it joins the cache, and no sequence
     lease: int = 0
     mover: str = ""  # by which its writer puts
     grant: Grant | None = None
@@ -191,7 +192,16 @@ class Granting:
             remember(self._epochs, offer.request_id, offer.epoch)
         hashes, behind = from_hashes(offer.block_hashes), self._num_behind(offer.num_tokens)
         self.waiting[key] = Incoming(
-            key, peer, offer.request_id, offer.epoch, offer.num_tokens, hashes, now, behind, offer.is_test
+            key,
+            peer,
+            offer.request_id,
+            offer.epoch,
+            offer.num_tokens,
+            hashes,
+            now,
+            behind,
+            offer.is_test,
+            offer.is_prefix,
         )
         if offer.is_test:
             self.waiting.move_to_end(key, last=False)

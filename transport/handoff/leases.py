@@ -1,6 +1,7 @@
 """The decode worker's leases: the life of each from its grant until its blocks are free or joined. Pure.
 
 granted -- join -------------------> joined       the blocks are the sequence's
+granted -- keep -------------------> cached       a prefix, for prompts that begin with it
 granted -- release ----------------> free         the writer has stopped
 granted -- end, two-sided mover ---> free         expired, cancelled, or corrupt twice
 granted -- end, one-sided mover ---> quarantine   its writer may still write
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 
 from ..messages.messages import Ack, PeerId, Revoke
 from .granting import BlockPool, Incoming
-from .protocol import CloseLease, Join, Key, OpenLease, ReceiverAction, ToPeer, remember
+from .protocol import CloseLease, Join, Key, OpenLease, PrefixOver, ReceiverAction, ToPeer, remember
 
 
 @dataclass(slots=True)
@@ -66,6 +67,7 @@ class LeaseTable:
         self.by_lease: dict[int, Incoming] = {}
         self.joined: OrderedDict[Key, int] = OrderedDict()  # the lease of each, for late echoes
         self.quarantine = Quarantine()
+        self.num_prefix_blocks = 0  # that have come
 
     @property
     def num_blocks(self) -> int:
@@ -111,10 +113,13 @@ class LeaseTable:
             )
         )
 
-    def pass_test(self, incoming: Incoming) -> None:
-        """End the lease of a self-test, all of which has been verified: its block is free."""
+    def keep(self, incoming: Incoming) -> None:
+        """End the lease of a prefix, all of which has been verified: its blocks are cached. That of a
+        self-test is free."""
         self._close(incoming)
         remember(self.joined, incoming.key, incoming.lease)
+        self.num_prefix_blocks += incoming.num_travelling if incoming.is_prefix else 0
+        self._pool.commit_all(incoming.blocks[: len(incoming.hashes)], incoming.hashes, None)
         self._pool.release(incoming.held)
         self.acknowledge(incoming.key, incoming.lease, incoming.peer)
 
@@ -165,3 +170,5 @@ class LeaseTable:
         self.granted.pop(incoming.key, None)
         self.by_lease.pop(incoming.lease, None)
         self._actions.append(CloseLease(incoming.lease))
+        if incoming.is_prefix:
+            self._actions.append(PrefixOver(incoming.key))

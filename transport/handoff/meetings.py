@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from ..messages.fields import same_process
-from ..messages.messages import Meet, Met, OtherVersion, Peer, PeerId, Retire
+from ..messages.messages import Meet, Met, OtherVersion, Peer, PeerId, Release, Retire
 from ..movers.interface import FALLBACK_MOVER, MADE_ANEW, ONE_SIDED_MOVERS
 from .layer_slicing import seen
-from .protocol import Connect, OpenMover, SenderAction, ToPeer
+from .protocol import Connect, Key, OpenMover, SenderAction, ToPeer
 
 
 @dataclass(slots=True)
@@ -140,6 +140,12 @@ class Meetings:
             self._actions.append(Connect(peer))
         return contact
 
+    def decline(self, peer: Peer, key: Key) -> None:
+        """Inform a prefill worker that has been met that no prefix comes for this dispatch."""
+        if self.meet(peer).met is not None:
+            release = Release(lease=0, coordinator=key[0], dispatch=key[1])
+            self._actions.append(ToPeer((peer.worker_id, peer.incarnation), release))
+
     def greet(self, every_s: float, now: float) -> list[tuple[PeerId, float]]:
         """Send Meet again where it was not answered. Return each of these peers, and for how many seconds it
         has not answered."""
@@ -155,13 +161,13 @@ class Meetings:
         """Take an answer to Meet. Return the contact if it is met now, the reason if the peer is lost, None
         for an echo of an earlier meeting."""
         if isinstance(met, OtherVersion):
-            return f"decode worker {peer[0]}: {met.sentence}" if peer in self._unanswered else None
+            return f"worker {peer[0]}: {met.sentence}" if peer in self._unanswered else None
         if peer not in self._unanswered or met.mover in self._failed_movers.get(peer, ()):
             return None
         if met.refused:
-            return f"decode worker {peer[0]} refused: {met.refused}"
+            return f"worker {peer[0]} refused: {met.refused}"
         if (met.worker_id, met.incarnation) != peer:
-            return f"decode worker {peer[0]} has restarted"
+            return f"worker {peer[0]} has restarted"
         if not met.mover:  # it answers an echo of a Meet to an earlier incarnation; ours is still on its way
             return None
         contact = self._unanswered.pop(peer)

@@ -27,15 +27,16 @@ class Outgoing:
         actions: list[SenderAction],
         now: float,
         is_test: bool = False,
+        is_prefix: bool = False,
     ) -> None:
-        """``is_test``: of the contact's mover, before any prompt."""
-        self.is_test = is_test
+        """``is_test``: of the contact's mover, before any prompt. ``is_prefix``: cached blocks."""
+        self.is_test, self.is_prefix = is_test, is_prefix
         self.key: Key = (spec.coordinator, spec.dispatch)
         self.peer = (contact.peer.worker_id, contact.peer.incarnation)
         self.contact, self.spec, self._num_blocks, self._hashes = contact, spec, num_blocks, hashes
         self._slicing, self._times, self._actions = slicing, times, actions
         self.sent_at = now  # when Offer or Handoff was last sent
-        self.deadline = now + times.grant
+        self.deadline = now + (times.prefix if is_prefix else times.grant)
         self.grant: Grant | None = None
         self.is_sent = False
         self._is_sent_again = False
@@ -83,6 +84,7 @@ class Outgoing:
                 block_hashes=b"".join(self._hashes),
                 grammar=spec.sampling.grammar,
                 is_test=self.is_test,
+                is_prefix=self.is_prefix,
             )
             self._actions.append(ToPeer(self.peer, offer))
         elif self.is_sent and self._first is not None:

@@ -54,6 +54,7 @@ class HandoffTimes:
 
     resend: float = 1.0  # an unanswered Meet, Offer or Handoff is sent again
     grant: float = 60.0  # the sender gives up waiting for room
+    prefix: float = 2.0  # the same of cached blocks for a prefill worker, which computes them then
     ack: float = 10.0  # from the last put to the verified join
     test: float = 5.0  # from the grant of a mover's self-test to its end; longer: the mover has failed
     lease: float = 10.0  # renewed every third of it; longer than a stall of a loaded host
@@ -260,4 +261,10 @@ class Supersede(NamedTuple):
     key: Key
 
 
-ReceiverAction = ToPeer | OpenLease | ExpectAgain | CloseLease | Verify | Join | Supersede
+class PrefixOver(NamedTuple):
+    """The cached blocks that were to come for this dispatch are here, or do not come."""
+
+    key: Key
+
+
+ReceiverAction = ToPeer | OpenLease | ExpectAgain | CloseLease | Verify | Join | Supersede | PrefixOver

@@ -44,7 +44,7 @@ from ..messages.messages import (
 from ..movers.interface import MoverEndpoints
 from .granting import BlockPool, Granting, Incoming
 from .leases import LeaseTable
-from .protocol import ExpectAgain, HandoffTimes, Key, ReceiverAction, Supersede, ToPeer, Wait
+from .protocol import ExpectAgain, HandoffTimes, Key, PrefixOver, ReceiverAction, Supersede, ToPeer, Wait
 from .writers import Writers
 
 
@@ -87,9 +87,9 @@ class HandoffReceiver:
         return dict(self._writers.pids)
 
     def keys(self) -> list[Key]:
-        """Return every dispatch that waits for room or has a lease; a mover's self-test is none."""
+        """Return every dispatch that waits for room or has a lease; a self-test or a prefix is none."""
         held = (*self.granting.waiting.values(), *self.leases.granted.values())
-        return [incoming.key for incoming in held if not incoming.is_test]
+        return [incoming.key for incoming in held if not (incoming.is_test or incoming.is_prefix)]
 
     def waits(self) -> Iterator[Wait]:
         """Yield every handoff here that time ends. (A lease in quarantine waits for its writer's Release or
@@ -138,6 +138,8 @@ class HandoffReceiver:
             if waiting is not None and waiting.peer == peer:
                 del self.granting.waiting[waiting.key]
             self.leases.release(message.lease, peer)
+            if not message.lease:
+                self._actions.append(PrefixOver((message.coordinator, message.dispatch)))
         elif isinstance(message, Retire):
             for ended in self._writers.retire(peer, message.incarnation):
                 self.writer_gone(ended)
@@ -244,8 +246,8 @@ class HandoffReceiver:
     def _conclude(self, incoming: Incoming, now: float) -> None:
         """Join the handoff, ask for its corrupt blocks again, or give it up, once the writer has put
         everything and no check is under way."""
-        if incoming.verified and incoming.is_test:
-            self.leases.pass_test(incoming)
+        if incoming.verified and (incoming.is_test or incoming.is_prefix):
+            self.leases.keep(incoming)
         elif incoming.verified:
             self.leases.join(incoming, now)
             self.num_joining += 1

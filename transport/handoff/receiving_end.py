@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class ReceivingCore(Protocol):
-    """The core of a decode worker, as far as its peers go."""
+    """The core of a worker, as far as its peers go."""
 
     @property
     def receiver(self) -> HandoffReceiver: ...
@@ -38,7 +38,8 @@ class ReceivingCore(Protocol):
 
 
 class ReceivingEnd:
-    """Carries out the actions of a ``HandoffReceiver``, and passes events to the core."""
+    """Carries out the actions of a ``HandoffReceiver``, and passes events to the core. ``blocks_a_turn`` are
+    verified in one turn of the loop."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class ReceivingEnd:
         self.endpoints = movers.endpoints
         if self._device.sums_on_gpu:
             check_bytes = DEVICE_CHECK_BYTES
-        self._blocks_a_check = max(1, check_bytes // self._device.block_bytes)
+        self.blocks_a_turn = max(1, check_bytes // self._device.block_bytes)
         self._identities: dict[PeerId, bytes] = {}  # the channel to answer each writer on
         self._processes: dict[PeerId, LocalProcess | None] = {}  # writers on this host
         self._checks: deque[Verify] = deque()
@@ -98,7 +99,7 @@ class ReceivingEnd:
     def check(self, core: ReceivingCore, now: float) -> None:
         """Verify some of the arrived blocks: a few in each turn, so that a long prompt's blocks delay no
         other sequence's tokens. Blocks that the GPU sums are checked in one call."""
-        room = self._blocks_a_check
+        room = self.blocks_a_turn
         while self._checks and room > 0:
             check = self._checks.popleft()
             if len(check.positions) > room:

@@ -97,11 +97,29 @@ class HandoffSender:
         self._actions.clear()
         return actions
 
-    def offer(self, peer: Peer, spec: RequestSpec, num_blocks: int, hashes: list[bytes], now: float) -> None:
+    def offer(
+        self,
+        peer: Peer,
+        spec: RequestSpec,
+        num_blocks: int,
+        hashes: list[bytes],
+        now: float,
+        is_prefix: bool = False,
+    ) -> None:
         """Ask for room: a prompt's first chunk is about to run. (The message is made only in ``take``, when
-        the step has begun.)"""
+        the step has begun.) ``is_prefix``: cached blocks for a prefill worker."""
         contact = self.meetings.meet(peer)
-        out = Outgoing(contact, spec, num_blocks, hashes, self._slicing, self._times, self._actions, now)
+        out = Outgoing(
+            contact,
+            spec,
+            num_blocks,
+            hashes,
+            self._slicing,
+            self._times,
+            self._actions,
+            now,
+            is_prefix=is_prefix,
+        )
         self.outgoing[out.key] = out
         if contact.met is None:
             self._greet(now)
@@ -198,9 +216,7 @@ class HandoffSender:
             if out.key not in self.outgoing and out.key not in self.tests.running:
                 continue  # it has ended with another one of this peer
             if now >= out.deadline:
-                self._fail(
-                    out, "handoff_failed", f"decode worker {out.peer[0]} did not {out.missing} in time"
-                )
+                self._fail(out, "handoff_failed", f"worker {out.peer[0]} did not {out.missing} in time")
             elif now - out.sent_at >= self._times.resend:
                 out.send(now)
         self._greet(now)
@@ -210,7 +226,7 @@ class HandoffSender:
     def _greet(self, now: float) -> None:
         for peer, waited_s in self.meetings.greet(self._times.resend, now):
             if waited_s > self._times.grant:
-                self.peer_lost(peer, f"decode worker {peer[0]} did not answer in time")
+                self.peer_lost(peer, f"worker {peer[0]} did not answer in time")
 
     def _on_answer(self, out: Outgoing, message: Grant | Refuse | Ack | Nack | Revoke, now: float) -> None:
         if isinstance(message, Grant):

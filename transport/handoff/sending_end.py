@@ -130,7 +130,7 @@ class SendingEnd:
             verdict = self._reachability.judge(peer, gone_since, channel.ever_connected, now)
             if verdict == "forgotten" or (verdict == "lost" and self.sender.outgoing):
                 self._close_mover(peer)
-                lost = f"decode worker {peer[0]} cannot be reached from here"
+                lost = f"worker {peer[0]} cannot be reached from here"
                 if any(out.peer == peer for out in self.sender.outgoing.values()):
                     _log.warning("%s: check the network, and its --listen and --advertise-host", lost)
                 self.sender.peer_lost(peer, lost)
@@ -163,7 +163,7 @@ class SendingEnd:
             try:
                 self._channels[peer] = self._network.connect(action.peer.address, identity, FROM_DECODE)
             except AddressError as error:  # its --advertise-host
-                self.sender.peer_lost(peer, f"decode worker {peer[0]}: {error}")
+                self.sender.peer_lost(peer, f"worker {peer[0]}: {error}")
                 return
         self._reachability.wanted(peer, self._clock.now())
 
@@ -231,7 +231,7 @@ class SendingEnd:
                 use()
         except PeerEnded as error:
             self._close_mover(peer)
-            self.sender.peer_lost(peer, f"decode worker {peer[0]}: {error}")
+            self.sender.peer_lost(peer, f"worker {peer[0]}: {error}")
         except (TransportError, KeyError) as error:
             self._close_mover(peer)
             if self.sender.meetings.is_testing(peer):

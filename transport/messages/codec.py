@@ -60,6 +60,7 @@ WIRE: dict[int, tuple[type[Message], Bounds]] = {
     23: (messages.Flip, Bounds()),
     24: (messages.OtherVersion, Bounds()),
     25: (messages.Resume, Bounds()),
+    26: (messages.SendPrefix, Bounds(max_bytes=17 * MIB)),
     32: (messages.Meet, Bounds(meets=True)),
     33: (messages.Offer, Bounds(max_bytes=17 * MIB)),
     34: (messages.Renew, Bounds(max_bytes=MIB)),

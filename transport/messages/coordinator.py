@@ -54,7 +54,7 @@ class Hello(Message, frozen=True, kw_only=True):
     num_blocks: Count
     max_num_seqs: Count
     max_batch_tokens: Count
-    peer_address: Address = ""  # where prefill workers reach this decode worker
+    peer_address: Address = ""  # where other workers hand KV blocks over to this one
     device: Annotated[str, Meta(max_length=64)] = ""  # its GPU's UUID
     process: Annotated[str, Meta(max_length=256)] = ""  # if it can change its role; it is this worker now
     mixed: bool = False  # its process is a worker of the other role too, for good, over the same blocks
@@ -209,6 +209,17 @@ class Prefill(Message, frozen=True, kw_only=True):
 
     spec: RequestSpec
     decode: Peer
+    num_prefix_blocks: Count = 0  # leading ones that another worker sends, by SendPrefix
+
+
+class SendPrefix(Message, frozen=True, kw_only=True):
+    """Send the blocks of these hashes, as many leading ones as are cached here, to the prefill worker that
+    computes this dispatch. Only workers of wire version 5 or later are sent this."""
+
+    coordinator: Incarnation
+    dispatch: Dispatch
+    block_hashes: HashColumn  # from the prompt's first block on
+    prefill: Peer
 
 
 class Move(Message, frozen=True, kw_only=True):

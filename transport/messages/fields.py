@@ -21,7 +21,7 @@ from .cache_map import CacheMap, map_difference, num_bytes
 
 PeerId: TypeAlias = tuple[str, int]
 """(worker id, incarnation)"""
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 """Processes work together if their versions are equal or neighbours. Every change of the messages raises it:
 by one if an older process can skip what is new (optional fields; messages and values that it is never sent),
 else by two."""

@@ -63,6 +63,7 @@ class Offer(Message, frozen=True, kw_only=True):
     block_hashes: HashColumn
     grammar: Grammar = b""  # to be compiled meanwhile
     is_test: bool = False  # of the mover: one block, which is verified and joins nothing
+    is_prefix: bool = False  # cached blocks for a prefill worker: they join its cache, and no sequence
 
 
 class Renew(Message, frozen=True, kw_only=True):

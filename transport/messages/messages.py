@@ -36,6 +36,7 @@ from .coordinator import (
     Prefill,
     RequestFailed,
     Resume,
+    SendPrefix,
     StepTokens,
     Welcome,
 )
@@ -83,7 +84,19 @@ from .handoff import (
 )
 
 FROM_WORKER = (Hello, Load, BlockEvents, FirstToken, Joined, StepTokens, RequestFailed, Goodbye)
-FROM_COORDINATOR = (Welcome, OtherVersion, Alive, Fenced, Prefill, Move, Resume, Cancel, Drain, Flip)
+FROM_COORDINATOR = (
+    Welcome,
+    OtherVersion,
+    Alive,
+    Fenced,
+    Prefill,
+    SendPrefix,
+    Move,
+    Resume,
+    Cancel,
+    Drain,
+    Flip,
+)
 FROM_PREFILL = (
     Meet,
     Offer,
@@ -152,6 +165,7 @@ __all__ = [
     "Revoke",
     "Role",
     "SamplingParams",
+    "SendPrefix",
     "SessionOver",
     "StepTokens",
     "TokenLogprobs",

@@ -84,7 +84,7 @@ def test_a_decode_worker_of_another_wire_version_ends_the_handoff_with_a_sentenc
     pair.deliver()
     (ended,) = pair.ended
     assert isinstance(ended, act.Undelivered)
-    assert f"decode worker d: wire version {WIRE_VERSION} there" in ended.message
+    assert f"worker d: wire version {WIRE_VERSION} there" in ended.message
     pair.sender.receive(DECODE, OtherVersion(), pair.now)  # an echo
     assert not pair.sender.take()
 

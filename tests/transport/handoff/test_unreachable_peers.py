@@ -96,7 +96,7 @@ def test_handoffs_to_who_has_gone_beyond_reach_are_given_back(caplog: pytest.Log
     reached.end.receive(set(), time.monotonic() + ReachTimes().beyond_reach + 61)
     ((key, kind, message),) = reached.act()
     assert (key, kind) == ((SPEC.coordinator, SPEC.dispatch), "peer_lost")
-    assert message == "decode worker d0 cannot be reached from here"
+    assert message == "worker d0 cannot be reached from here"
     reached.end.receive(set(), time.monotonic() + ReachTimes().beyond_reach + 62)
     assert caplog.text.count("d0 cannot be reached from here: check the network") == 1
     reached.end.close()

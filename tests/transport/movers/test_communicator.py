@@ -94,7 +94,7 @@ from splitserve.transport.movers.communicator import Communicator
 def abort():
     threading.main_thread().join()
     time.sleep(0.2)  # in Gloo
-    print("aborted")
+    print("aborted\\n", end="")
 
 ours = Communicator(torch.device("cpu"), 0, lambda *entry: None, lambda _: False, lambda reason: None)
 ours._group = SimpleNamespace(abort=abort)

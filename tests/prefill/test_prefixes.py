@@ -1,0 +1,281 @@
+"""Cached blocks of another worker: a prompt waits for them no longer than it would compute them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+from support.receivers import receiver
+
+from splitserve.engine.cache.block_manager import BlockManager
+from splitserve.engine.step.batch import StepOutput
+from splitserve.prefill.core import PrefillCore
+from splitserve.prefill.prefix_waits import MAX_LATE, PAUSE_S, UNSEEN_S
+from splitserve.prefill.scheduler import PrefillScheduler
+from splitserve.transport.handoff import protocol as act
+from splitserve.transport.messages.blocks import chain, root_hash
+from splitserve.transport.messages.cache_map import states
+from splitserve.transport.messages.messages import (
+    FROM_DECODE,
+    Cancel,
+    Meet,
+    ModelIdentity,
+    Offer,
+    Peer,
+    Placed,
+    Prefill,
+    Release,
+    RequestSpec,
+    SamplingParams,
+    SendPrefix,
+    u32,
+    u64,
+)
+
+BLOCK, CACHED, TOKENS = 4, 5, u32(range(30))
+MODEL = ModelIdentity(kv_name="m", dtype="f", block_size=BLOCK, cache_map=states(1, 64), block_bytes=64)
+HASHES = chain(root_hash("m"), TOKENS, BLOCK)[:CACHED]
+KEY = (7, 1)
+SPEC = RequestSpec(
+    request_id="r", epoch=0, dispatch=1, coordinator=7, token_ids=TOKENS, num_prompt_tokens=30,
+    sampling=SamplingParams(max_tokens=9), deadline_s=60.0,
+)  # fmt: skip
+PROMPT = Prefill(
+    spec=SPEC, decode=Peer(worker_id="d", incarnation=1, address="tcp://d"), num_prefix_blocks=CACHED
+)
+ORDER = SendPrefix(
+    coordinator=7,
+    dispatch=1,
+    block_hashes=b"".join(HASHES),
+    prefill=Peer(worker_id="p", incarnation=1, address="tcp://p"),
+)
+
+
+def core(name: str) -> PrefillCore:
+    meet = Meet(worker_id=name, incarnation=1, host="h", pid=1, model=MODEL, movers=("tcp",))
+    scheduler = PrefillScheduler(BlockManager(20), BLOCK, "m", 64, 4)
+    arrivals = receiver(meet, scheduler.blocks, lambda: made.room())
+    made = PrefillCore(meet, scheduler, arrivals, frozenset(), 100)
+    return made
+
+
+class Rig:
+    """``source`` has the first blocks of a prompt cached; ``prefill`` is to compute it."""
+
+    def __init__(self, num_cached: int = CACHED) -> None:
+        self.now, self.source, self.prefill = 0.0, core("q"), core("p")
+        blocks = self.source.blocks.allocate(num_cached) or []
+        self.source.blocks.commit_all(blocks, HASHES[:num_cached], None)
+        self.source.blocks.release(blocks)
+        self.num_put, self.loses, self.corrupt = 0, (), False
+
+    def settle(self) -> None:
+        """Carry messages and blocks between both until nothing is under way."""
+        while self._carry(self.source, self.prefill) + self._carry(self.prefill, self.source):
+            pass
+
+    def _carry(self, here: PrefillCore, there: PrefillCore) -> int:
+        here.prefixes.advance(2, self.now)
+        actions = here.take(self.now)
+        for action in actions:
+            if isinstance(action, act.Put):
+                for position, _, _ in action.items:
+                    self.num_put += 1
+                    there.receiver.arrived(action.lease, position)
+            elif isinstance(action, act.SendPlaced):
+                sums = u64(action.source_blocks)
+                self._send(here, there, Placed(lease=action.lease, first=action.first, checksums=sums))
+            elif isinstance(action, act.SendHandoff):
+                self._send(here, there, action.message(u64(action.source_blocks), self.now))
+            elif isinstance(action, act.Verify):
+                wrong = action.positions if self.corrupt else []
+                here.receiver.verified(action.lease, action.positions, wrong, self.now)
+            elif isinstance(action, act.ToPeer) and action.peer[0] in "pq":
+                self._send(here, there, action.message)
+        return len(actions)
+
+    def _send(self, here: PrefillCore, there: PrefillCore, message: object) -> None:
+        if isinstance(message, self.loses):
+            return
+        if isinstance(message, FROM_DECODE):
+            there.sender.receive(here.worker, message, self.now)
+        else:
+            there.from_peer(here.worker, message, self.now)  # type: ignore[arg-type]
+
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+        for one in (self.source, self.prefill):
+            one.tick(self.now)
+        self.settle()
+
+    def num_computed(self) -> int:
+        """Tokens of the prompt's first step; 0: it waits."""
+        step = self.prefill.schedule(self.now)
+        if step is None:
+            return 0
+        self.prefill.complete(step, StepOutput(np.full(step.batch.num_seqs, 5, np.int32)), self.now)
+        return step.batch.num_tokens
+
+    def holds_nothing(self) -> bool:
+        """Whether the source has released what it sent."""
+        return not list(self.source.prefixes.block_tables()) and self.source.blocks.num_used == 0
+
+
+def test_a_prompt_waits_for_its_prefix_and_computes_the_rest() -> None:
+    rig = Rig()
+    rig.prefill.from_coordinator(PROMPT, 0.0)
+    rig.source.from_coordinator(ORDER, 0.0)
+    assert rig.num_computed() == 0, "it waits"
+    rig.tick(0.0)
+    assert rig.num_put == CACHED
+    assert rig.num_computed() == 30 - CACHED * BLOCK
+    assert rig.prefill.load().counters["pulled_tokens"] == CACHED * BLOCK
+    assert rig.holds_nothing()
+
+
+def test_a_prefix_that_comes_before_its_prompt_is_used() -> None:
+    rig = Rig()
+    rig.source.from_coordinator(ORDER, 0.0)
+    rig.tick(0.0)
+    rig.prefill.from_coordinator(PROMPT, 0.0)
+    assert rig.num_computed() == 30 - CACHED * BLOCK
+
+
+def test_only_what_is_still_cached_comes() -> None:
+    rig = Rig(num_cached=2)
+    rig.prefill.from_coordinator(PROMPT, 0.0)
+    rig.source.from_coordinator(ORDER, 0.0)
+    rig.tick(0.0)
+    assert (rig.num_put, rig.num_computed()) == (2, 30 - 2 * BLOCK)
+
+
+def test_what_is_cached_here_does_not_travel() -> None:
+    rig = Rig()
+    blocks = rig.prefill.blocks.allocate(3) or []
+    rig.prefill.blocks.commit_all(blocks, HASHES[:3], None)
+    rig.prefill.blocks.release(blocks)
+    rig.prefill.from_coordinator(PROMPT, 0.0)
+    rig.source.from_coordinator(ORDER, 0.0)
+    rig.tick(0.0)
+    assert (rig.num_put, rig.num_computed()) == (CACHED - 3, 30 - CACHED * BLOCK)
+
+
+def test_a_source_that_has_nothing_says_so_once_they_have_met() -> None:
+    rig = Rig()
+    rig.source.from_coordinator(ORDER, 0.0)
+    rig.tick(0.0)
+    rig.source.blocks.allocate(20)  # evicts all
+    another = replace(PROMPT, spec=replace(SPEC, dispatch=2, request_id="s"))
+    rig.prefill.from_coordinator(another, 0.0)
+    assert rig.prefill.scheduler.get((7, 2)).prefix_by > 0.0  # type: ignore[union-attr]
+    rig.source.from_coordinator(replace(ORDER, dispatch=2), 0.0)
+    rig.tick(0.0)
+    assert rig.prefill.scheduler.get((7, 2)).prefix_by == 0.0  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("lost", [Offer, Placed, Release], ids=lambda kind: str(kind.__name__))
+def test_a_prefix_that_does_not_come_is_computed(lost: type) -> None:
+    rig = Rig(num_cached=0 if lost is Release else CACHED)
+    rig.loses = (lost,) if lost is not Placed else (act.Handoff,)
+    rig.prefill.from_coordinator(PROMPT, 0.0)
+    rig.source.from_coordinator(ORDER, 0.0)
+    rig.tick(0.0)
+    assert rig.num_computed() == 0
+    rig.now = UNSEEN_S
+    assert rig.num_computed() == 30
+    rig.settle()
+    assert rig.holds_nothing() or lost is Offer
+    assert rig.prefill.blocks.num_used == 8, "the prompt's own blocks"
+    rig.tick(30.0)
+    assert rig.holds_nothing()
+
+
+def test_corrupt_blocks_are_computed() -> None:
+    rig = Rig()
+    rig.corrupt = True
+    rig.prefill.from_coordinator(PROMPT, 0.0)
+    rig.source.from_coordinator(ORDER, 0.0)
+    rig.tick(0.0)
+    assert rig.num_put == 2 * CACHED, "each is sent again, once"
+    assert rig.num_computed() == 30
+    assert rig.prefill.load().counters["corrupt_blocks"] == 2 * CACHED
+
+
+def test_the_wait_is_as_long_as_full_steps_would_take() -> None:
+    rig = Rig()
+    rig.prefill.from_coordinator(
+        Prefill(
+            spec=replace(SPEC, token_ids=u32(range(100, 164)), num_prompt_tokens=64), decode=PROMPT.decode
+        ),
+        0.0,
+    )
+    step = rig.prefill.schedule(0.0)
+    assert step is not None
+    assert step.is_full
+    rig.prefill.complete(step, StepOutput(np.full(1, 5, np.int32)), 6.4)  # a tenth of a second a token
+    rig.prefill.from_coordinator(replace(PROMPT, spec=replace(SPEC, dispatch=2, request_id="s")), 10.0)
+    waits_until = rig.prefill.scheduler.get((7, 2)).prefix_by  # type: ignore[union-attr]
+    assert waits_until == 10.0 + 0.1 * CACHED * BLOCK
+
+
+def test_a_slow_way_is_waited_for_no_longer() -> None:
+    rig = Rig()
+    rig.loses = (act.Handoff,)
+    waits = []
+    for dispatch in range(1, MAX_LATE + 2):
+        spec = replace(SPEC, dispatch=dispatch, request_id=f"r{dispatch}", salt=bytes([dispatch]))
+        rig.prefill.from_coordinator(replace(PROMPT, spec=spec), rig.now)
+        rig.source.from_coordinator(replace(ORDER, dispatch=dispatch), rig.now)
+        rig.tick(0.0)
+        waits.append(not rig.num_computed())
+        rig.now += 10.0
+        rig.num_computed()
+        rig.prefill.from_coordinator(Cancel(coordinator=7, dispatches=u32([dispatch])), rig.now)
+        rig.settle()
+    assert waits == [True] * MAX_LATE + [False]
+    assert rig.prefill.load().counters["late_pulls"] == MAX_LATE
+    rig.now += PAUSE_S
+    again = replace(SPEC, dispatch=99, request_id="again", salt=b"x")
+    rig.prefill.from_coordinator(replace(PROMPT, spec=again), rig.now)
+    assert rig.num_computed() == 0, "one tries again"
+
+
+def test_a_prompt_that_has_begun_takes_no_blocks() -> None:
+    rig = Rig()
+    rig.prefill.from_coordinator(replace(PROMPT, num_prefix_blocks=0), 0.0)
+    assert rig.num_computed() == 30
+    rig.source.from_coordinator(ORDER, 0.0)
+    rig.tick(0.0)
+    assert rig.num_put == 0
+    assert rig.holds_nothing()
+
+
+def test_a_cancelled_prompt_frees_both_ends() -> None:
+    rig = Rig()
+    rig.loses = (act.Handoff,)
+    rig.prefill.from_coordinator(PROMPT, 0.0)
+    rig.source.from_coordinator(ORDER, 0.0)
+    rig.tick(0.0)
+    assert not rig.holds_nothing()
+    rig.prefill.from_coordinator(Cancel(coordinator=7, dispatches=u32([1])), 0.0)
+    rig.settle()
+    assert rig.holds_nothing()
+    assert rig.prefill.blocks.num_used == 0
+
+
+def test_an_order_is_carried_out_once() -> None:
+    rig = Rig()
+    for _ in range(2):
+        rig.source.from_coordinator(ORDER, 0.0)
+        rig.tick(0.0)
+    assert rig.num_put == CACHED
+
+
+def test_a_worker_that_drains_gets_no_prefix() -> None:
+    rig = Rig()
+    rig.prefill.drain(0.0)
+    rig.source.from_coordinator(ORDER, 0.0)
+    rig.tick(0.0)
+    assert rig.num_put == 0
+    rig.tick(3.0)
+    assert rig.holds_nothing()
