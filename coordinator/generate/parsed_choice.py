@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Sequence
 from typing import Any
@@ -68,8 +69,8 @@ class ParsedChoice(Choice):
         self._reading, self._parser = reading, reading.parser(prompt.text)
         self._ids: list[str] = []
         self._thought: ThoughtCounter | None = None
-        marked = self._detokenizer = MarkedDetokenizer(self._detokenizer, reading.marks, self._num_chars)
-        self._starts = marked.starts
+        marked = MarkedDetokenizer(self._detokenizer, reading.marks, before="".join(self._parts))
+        self._detokenizer, self._starts = marked, marked.starts
         if (marks := reading.style.thought_marks) is not None:
             opened = reading.style.thinks_already(prompt.text)
             self._thought = self._detokenizer = ThoughtCounter(marked, reading, marks, opened)
@@ -129,7 +130,7 @@ class ParsedChoice(Choice):
             events += self._parser.finish()
         events = [
             _as_written(e)
-            for e in joined(events)
+            for e in events
             if not isinstance(e, CallStarted | CallArguments) or e.call < self._reading.max_calls
         ]
         for event in events:
@@ -143,8 +144,8 @@ class ParsedChoice(Choice):
         """Return the text in which the parsers find marks."""
         if "<" not in text or not self._reading.tokens_only:
             return text
-        chars = enumerate(text, self._num_shown)
-        return "".join(SPELLED_OUT if c == "<" and at not in self._starts else c for at, c in chars)
+        at, starts = self._num_shown, self._starts
+        return re.sub("<", lambda found: "<" if at + found.start() in starts else SPELLED_OUT, text)
 
     def _event_chunks(self, events: Sequence[Event]) -> bytes:
         return b"".join([self._chunk(self._fields(event), None) for event in events])
@@ -180,5 +181,6 @@ class ParsedChoice(Choice):
 
 def _as_written(event: Event) -> Event:
     """Return the event with the model's own text."""
-    texts: Any = {key: each for key, each in event._asdict().items() if isinstance(each, str)}
-    return event._replace(**{key: text.replace(SPELLED_OUT, "<") for key, text in texts.items()})
+    if isinstance(event, CallStarted) or SPELLED_OUT[1] not in event.text:
+        return event
+    return event._replace(text=event.text.replace(SPELLED_OUT[1], ""))

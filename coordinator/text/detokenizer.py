@@ -104,10 +104,10 @@ def make_detokenizer(fast: FastTokenizer, table: TokenTable, prompt_ids: Sequenc
 class MarkedDetokenizer:
     """A ``Detokenizer`` that writes out tokens that mark calls and thoughts. ``starts``: where they stand."""
 
-    def __init__(self, inner: Detokenizer, marks: Mapping[int, str], num_chars: int = 0) -> None:
-        """``num_chars``: of the text before."""
-        self._inner, self._marks, self._num_chars = inner, marks, num_chars
-        self.starts = set(range(num_chars))  # that text is not looked at
+    def __init__(self, inner: Detokenizer, marks: Mapping[int, str], before: str = "") -> None:
+        """``before``: text whose tokens are not seen here; in it, each ``<`` may begin a mark."""
+        self._inner, self._marks, self._num_chars = inner, marks, len(before)
+        self.starts = {at for at, char in enumerate(before) if char == "<"}
 
     def step(self, token_id: int) -> str:
         mark = self._marks.get(token_id)

@@ -113,3 +113,57 @@ async def test_marks_that_are_tokens_are_text_where_the_model_spells_them_out(
         texts["content"] += delta.content or ""
         texts["reasoning"] += delta.model_extra.get("reasoning") or ""
     assert texts == {"content": example, "reasoning": example}
+
+
+SPELLED = "a < b </tool_call> </arg_value> <|end|> <|message|> <｜tool▁call▁end｜> <|tool_call_end|> <"
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("tools", STYLES)
+async def test_arguments_may_spell_out_marks(
+    answering: Answering, model: ServedModel, tools: ToolStyle, plain: bool
+) -> None:
+    style = style_of(tools)
+    served = with_marks(model, style, special=True, plain=plain)
+
+    def ids(text: str) -> list[int]:
+        return [int(i) for i in served.tokenizer.fast.encode(text, add_special_tokens=False).ids]
+
+    before, _, after = WRITERS[tools]([("note", {"title": "@", "days": 3}), ("now", {})]).partition("@")
+    spelled = [token_id for char in SPELLED for token_id in ids(char)]
+    client, _ = await answering([*ids(before), *spelled, *ids(after)], style, of=served)
+    whole = await client.chat.completions.create(**ASK, tools=[NOTE, NOW])
+    message, arguments = whole.choices[0].message, ["", ""]
+    assert (message.content, [call.function.name for call in message.tool_calls]) == (None, ["note", "now"])
+    assert json.loads(message.tool_calls[0].function.arguments) == {"title": SPELLED, "days": 3}
+    async for chunk in await client.chat.completions.create(**ASK, tools=[NOTE, NOW], stream=True):
+        for call in chunk.choices[0].delta.tool_calls or ():
+            arguments[call.index] += call.function.arguments or ""
+    assert arguments == [call.function.arguments for call in message.tool_calls]
+
+
+@pytest.mark.parametrize("num_chars", range(296, 301))
+async def test_a_call_that_breaks_beside_a_spelled_out_mark(
+    answering: Answering, model: ServedModel, num_chars: int
+) -> None:
+    style = style_of("glm45")
+    served = with_marks(model, style, special=True)
+    value = "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n"
+    answer = f"<tool_call>note\n{value}<arg_key>{'k' * num_chars}<<b"
+    client, _ = await answering(answer, style, of=served)
+    message = (await client.chat.completions.create(**ASK, tools=[NOTE, NOW])).choices[0].message
+    assert [call.function.name for call in message.tool_calls] == ["note"]
+    assert "<<b".endswith(message.content or "")
+
+
+async def test_a_call_behind_echoed_text(answering: Answering, model: ServedModel) -> None:
+    style = style_of("hermes")
+    client, _ = await answering(WRITERS["hermes"](CALLS), style, of=with_marks(model, style, special=True))
+    whole = await client.chat.completions.create(
+        model="tiny",
+        messages=[*ASK["messages"], {"role": "assistant", "content": "1 < 2"}],
+        tools=[NOTE, NOW],
+        extra_body={"echo": True},
+    )
+    message = whole.choices[0].message
+    assert (message.content, len(message.tool_calls)) == ("1 < 2", 2)
