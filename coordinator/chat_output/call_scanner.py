@@ -164,9 +164,9 @@ class CallScanner:
 
 
 def _decoded(text: str) -> str:
-    """A JSON string's value; empty if it is none."""
+    """A JSON string's value; empty if it is none, or none that can be sent on: half a surrogate pair."""
     try:
         value = json.loads(text, strict=False)
+        return value if isinstance(value, str) and value.encode() else ""
     except ValueError:
         return ""
-    return value if isinstance(value, str) else ""

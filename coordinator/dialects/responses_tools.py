@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..generate.bodies.fields import invalid
+from .chat_stream import object_of
 
 Tool = dict[str, Any]
 HOSTED = ("web_search", "web_search_preview", "web_search_2025_08_26")
@@ -96,11 +97,7 @@ def arguments_of(text: str) -> str:
 
 def input_of(arguments: str) -> str:
     """Return the input of a custom tool; the arguments as they are where a limit of tokens has cut them."""
-    try:
-        found = json.loads(arguments)
-    except ValueError:
-        return arguments
-    text = found.get(INPUT) if isinstance(found, dict) else None
+    text = object_of(arguments).get(INPUT)
     return text if isinstance(text, str) else arguments
 
 

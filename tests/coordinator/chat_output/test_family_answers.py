@@ -142,6 +142,15 @@ async def test_arguments_may_spell_out_marks(
     assert arguments == [call.function.arguments for call in message.tool_calls]
 
 
+@pytest.mark.parametrize("name", ["a\\ud83d", "\\udc00"])
+async def test_a_call_whose_name_is_no_text_is_content(answering: Answering, name: str) -> None:
+    """Half a surrogate pair in JSON: it cannot be sent on, and the whole answer was lost."""
+    answer = f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>'
+    client, _ = await answering(answer)
+    message = (await client.chat.completions.create(**ASK, tools=[NOTE, NOW])).choices[0].message
+    assert (message.content, message.tool_calls) == (answer, None)
+
+
 @pytest.mark.parametrize("num_chars", range(296, 301))
 async def test_a_call_that_breaks_beside_a_spelled_out_mark(
     answering: Answering, model: ServedModel, num_chars: int

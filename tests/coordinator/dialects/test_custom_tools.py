@@ -46,6 +46,18 @@ async def test_a_custom_tool_is_called_with_text(
     }  # fmt: skip
 
 
+async def test_input_that_is_no_text_stays_json(
+    client: AsyncOpenAI, dispatcher: FakeDispatcher, model: ServedModel
+) -> None:
+    """Half a surrogate pair: the whole answer was lost."""
+    answer = '<tool_call>\n{"name": "sh", "arguments": {"input": "\\ud83d"}}\n</tool_call>'
+    ids = model.tokenizer.fast.encode(answer, add_special_tokens=False).ids
+    dispatcher.script = lambda request: ids
+    tools: Any = [{"type": "custom", "name": "sh"}]
+    (item,) = (await client.responses.create(tools=tools, **ASKED)).output
+    assert (item.type, item.input) == ("custom_tool_call", '{"input": "\\ud83d"}')
+
+
 def follows(dispatcher: FakeDispatcher, model: ServedModel, *texts: str) -> list[bool]:
     """Whether each text is a whole output under the last request's grammar."""
     tokenizer = LLTokenizer(model.tokenizer.fast.to_str(), n_vocab=model.vocab_size, eos_token=[1])
