@@ -64,7 +64,8 @@ class TokenTable:
     def num_before(self, token_id: int, num_chars: int) -> int:
         """Return how many of the characters that came with a token stand for bytes of tokens before it, which
         it has shown to be no text."""
-        return max(0, num_chars - len(utf_8_decode(self.token_bytes(token_id), "replace", False)[0]))
+        own = utf_8_decode(self.token_bytes(token_id), "replace", False)[0]
+        return max(0, num_chars - len(own)) if self.tabular else 0  # others' text depends on their neighbours
 
 
 def _text(piece: bytes) -> str | None:

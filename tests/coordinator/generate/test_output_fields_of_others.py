@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 from support.asked_fields import BOTH, CHAT, TEXT, Asked
-from support.http_fakes import ANSWER, FakeDispatcher, logprobs
+from support.http_fakes import ANSWER, FakeDispatcher, logprobs, wordpiece_tokenizer
 from support.tool_answers import Answering
 
 from splitserve.coordinator.chat_output.markers import StopStrings
 from splitserve.coordinator.generate import formats
 from splitserve.coordinator.text.served_model import ServedModel
+from splitserve.coordinator.text.tokenizer import Tokenizer
 from splitserve.transport.messages.token_rules import TokenRules
 
 
@@ -224,3 +225,13 @@ async def test_offsets_beside_bytes_that_are_no_text(answering: Answering, model
     (choice,) = (await client.completions.create(**body, stop="B")).choices
     assert choice.text == "A\ufffdB€C\ufffdDA\ufffd"
     assert len(choice.logprobs.tokens) == len(ids) + 3
+
+
+async def test_offsets_of_words_that_join_with_a_space(answering: Answering, model: ServedModel) -> None:
+    """The space belongs to the token that it comes with, though the token alone has none."""
+    words = Tokenizer(wordpiece_tokenizer())
+    client, _ = await answering([1, 2, 3], of=replace(model, tokenizer=words, eos_token_ids=frozenset()))
+    body: Any = {"model": "tiny", "prompt": "play", "logprobs": 0, "max_tokens": 3}
+    (choice,) = (await client.completions.create(**body)).choices
+    assert choice.text == " hello worlds"
+    assert choice.logprobs.text_offset == [0, 6, 12]
