@@ -32,11 +32,13 @@ class ChatReading:
         style = model.chat_style
         functions = [tool.function for tool in request.callable_tools]
         marks = model.tokenizer.ids_apart(style.marks(tools=bool(functions)))
+        (ids,) = model.tokenizer.encode([f"a{'a'.join(marks.values())}a"], add_special_tokens=False)
+        whole = [mark for token_id, mark in marks.items() if token_id in ids]  # others are pieces within text
         return cls(
             style=style,
             tools={each.name: each.parameters if style.typed else None for each in functions},
             marks=marks,
-            tokens_only=style.has_only(marks.values(), tools=bool(functions)),
+            tokens_only=style.has_only(whole, tools=bool(functions)),
             max_calls=1 if request.one_call else NO_BOUND,
             as_function_call=request.functions is not None,
         )

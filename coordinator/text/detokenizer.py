@@ -110,13 +110,11 @@ class MarkedDetokenizer:
         self.starts = {at for at, char in enumerate(before) if char == "<"}
 
     def step(self, token_id: int) -> str:
-        mark = self._marks.get(token_id)
-        text = self._inner.step(token_id) if mark is None else self._inner.finish()
-        self._num_chars += len(text)
-        if mark is None:
-            return text
-        self.starts.add(self._num_chars)
-        self._num_chars += len(mark)
+        mark = self._marks.get(token_id, "")
+        text = self._inner.finish() if mark else self._inner.step(token_id)
+        if mark:
+            self.starts.add(self._num_chars + len(text))
+        self._num_chars += len(text) + len(mark)
         return text + mark
 
     def finish(self) -> str:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
 import pytest
 from coordinator.chat_output.families import STYLES, WRITERS, Call
 from coordinator.http.test_calls_at_will import with_marks
+from support.http_fakes import sentencepiece_tokenizer
 from support.tool_answers import ASK, NOW, Answering
+from tokenizers import AddedToken
 
 from splitserve.coordinator.chat_output.call_formats import ToolStyle
 from splitserve.coordinator.chat_output.style import ChatStyle
 from splitserve.coordinator.text.served_model import ServedModel
+from splitserve.coordinator.text.tokenizer import Tokenizer
 
 NOTE: Any = {
     "type": "function",
@@ -176,3 +180,18 @@ async def test_a_call_behind_echoed_text(answering: Answering, model: ServedMode
     )
     message = whole.choices[0].message
     assert (message.content, len(message.tool_calls)) == ("1 < 2", 2)
+
+
+@pytest.mark.parametrize("special", [False, True])
+async def test_marks_that_the_tokenizer_itself_spells_out_within_text(
+    answering: Answering, model: ServedModel, special: bool
+) -> None:
+    """SentencePiece's with marks that were added as transformers does by default: found behind a space alone,
+    so that the model has learned to write them in pieces."""
+    fast, style = sentencepiece_tokenizer(), style_of("hermes")
+    fast.add_tokens([AddedToken(m, normalized=True, special=special) for m in style.marks(tools=True)])
+    answer = f"<think>Hm</think>{WRITERS['hermes'](CALLS)}"
+    assert "</think>" not in fast.encode(answer).tokens
+    client, _ = await answering(answer, style, of=dataclasses.replace(model, tokenizer=Tokenizer(fast)))
+    message = (await client.chat.completions.create(**ASK, tools=[NOTE, NOW])).choices[0].message
+    assert (message.content, message.model_extra["reasoning"], len(message.tool_calls)) == (None, "Hm", 2)
