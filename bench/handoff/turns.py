@@ -1,6 +1,6 @@
 """What it saves to pull the KV blocks of earlier answers: time to the first token of a conversation's turns.
 
-    python -m splitserve.bench.handoff.turns --json bench/results/turns.json # 6 minutes
+    python -m splitserve.bench.handoff.turns --json bench/results/turns.json # 9 minutes
 
 Two clusters in turn, each with one prefill and one decode worker and a random 125M model: one pulls, one
 computes (``--min-pull-tokens 0``). A turn adds 60 tokens to all that was before; the answer has 300. A user
