@@ -70,7 +70,8 @@ class Incoming:
     @property
     def verifying(self) -> bool:
         """Whether the writer has done its part, and the lease waits for this worker's own check."""
-        return self.handoff is not None and bool(self.checking)
+        unchecked = self.num_travelling - len(self.right) - len(self.wrong)
+        return self.handoff is not None and 0 < unchecked == len(self.checking)
 
     @property
     def verified(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from splitserve.transport.handoff.granting import Incoming
+from splitserve.transport.messages.messages import Handoff, RequestSpec, SamplingParams
 
 NUM_BLOCKS = 12
 
@@ -19,6 +20,24 @@ def test_what_is_due_is_what_has_arrived_with_a_checksum_and_is_not_checked() ->
             assert incoming.due == {position for position in unchecked if position in incoming.checksums}
             seen += bool(incoming.due)
     assert seen > 100
+
+
+def test_a_lease_waits_for_its_check_only_once_all_blocks_are_here() -> None:
+    incoming = _granted()
+    spec = RequestSpec(
+        request_id="r", epoch=0, dispatch=1, coordinator=7, token_ids=b"", num_prompt_tokens=0,
+        sampling=SamplingParams(max_tokens=9), deadline_s=60.0,
+    )  # fmt: skip
+    incoming.handoff = Handoff(spec=spec, lease=1, token=5, checksums=b"")
+    incoming.add_checksums(0, [5] * NUM_BLOCKS)
+    incoming.arrive(range(NUM_BLOCKS - 1))
+    incoming.checks()
+    assert not incoming.verifying, "its writer has to bring the last one, or to renew the lease"
+    incoming.arrive([NUM_BLOCKS - 1])
+    incoming.checks()
+    assert incoming.verifying
+    incoming.checked(list(range(NUM_BLOCKS)), [])
+    assert not incoming.verifying
 
 
 def _granted() -> Incoming:
