@@ -161,7 +161,7 @@ class PrefillCore(RoleCore[SenderAction | ReceiverAction, PrefillStep]):
             if sequence.prefix_by:
                 sequence.prefix_by = 0.0
                 self._prefix_waits.late(now)
-                self.receiver.cancel(sequence.key)
+            self.receiver.cancel(sequence.key)  # also what it has not waited for
             if self._first_tokens.may_be_followed(sequence):
                 self.feed.begin(sequence, now)
         self.scheduler.started.clear()

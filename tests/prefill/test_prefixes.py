@@ -240,6 +240,21 @@ def test_a_slow_way_is_waited_for_no_longer() -> None:
     assert rig.num_computed() == 0, "one tries again"
 
 
+def test_what_a_prompt_has_not_waited_for_ends_when_it_begins() -> None:
+    rig = Rig()
+    rig.loses = (act.Handoff,)
+    rig.source.from_coordinator(ORDER, 0.0)
+    rig.tick(0.0)
+    assert rig.prefill.blocks.num_used == CACHED, "blocks are on their way"
+    for _ in range(MAX_LATE):
+        rig.prefill._prefix_waits.late(0.0)
+    rig.prefill.from_coordinator(PROMPT, 0.0)
+    assert rig.num_computed() == 30
+    rig.settle()
+    assert rig.prefill.blocks.num_used == 8, "the prompt's own blocks"
+    assert rig.holds_nothing()
+
+
 def test_a_prompt_that_has_begun_takes_no_blocks() -> None:
     rig = Rig()
     rig.prefill.from_coordinator(replace(PROMPT, num_prefix_blocks=0), 0.0)
