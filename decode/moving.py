@@ -46,7 +46,9 @@ class Moving:
 
     def __init__(self, meet: Meet, scheduler: DecodeScheduler, tests_movers: bool) -> None:
         self.sender = HandoffSender(meet, TIMES, test_blocks=scheduler.blocks if tests_movers else None)
-        self.prefixes = PrefixSender(self.sender, scheduler.blocks, scheduler.block_size)
+        self.prefixes = PrefixSender(
+            self.sender, scheduler.blocks, scheduler.block_size, lambda: scheduler.num_running
+        )
         self._scheduler, self._kv_name = scheduler, meet.model.kv_name
         self._leaving: dict[Key, _Leaving] = {}  # by the dispatch it will have there
         self.num_moved = 0

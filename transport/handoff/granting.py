@@ -193,17 +193,9 @@ class Granting:
             remember(self._epochs, offer.request_id, offer.epoch)
         hashes, behind = from_hashes(offer.block_hashes), self._num_behind(offer.num_tokens)
         self.waiting[key] = Incoming(
-            key,
-            peer,
-            offer.request_id,
-            offer.epoch,
-            offer.num_tokens,
-            hashes,
-            now,
-            behind,
-            offer.is_test,
-            offer.is_prefix,
+            key, peer, offer.request_id, offer.epoch, offer.num_tokens, hashes, now, behind, offer.is_test
         )
+        self.waiting[key].is_prefix = offer.is_prefix
         if offer.is_test:
             self.waiting.move_to_end(key, last=False)
 

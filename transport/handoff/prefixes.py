@@ -8,7 +8,7 @@ A few leave in each turn of the loop, so that a long prefix delays no other sequ
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ..messages.messages import RequestSpec, SamplingParams, SendPrefix, from_hashes
 from .granting import BlockPool
@@ -18,22 +18,24 @@ from .sender import HandoffSender
 
 
 class PrefixSender:
-    """The prefixes that this worker sends, by ``sender``, out of ``blocks``."""
+    """The prefixes that this worker sends, by ``sender``, out of ``blocks``. ``left`` returns how many blocks
+    to leave to sequences that run here."""
 
-    def __init__(self, sender: HandoffSender, blocks: BlockPool, block_size: int) -> None:
-        self._sender, self._blocks, self._block_size = sender, blocks, block_size
+    def __init__(self, sender: HandoffSender, blocks: BlockPool, block_size: int, left: Callable[[], int]):
+        self._sender, self._blocks, self._block_size, self._left = sender, blocks, block_size, left
         self._held: dict[Key, list[int]] = {}
         self._num_left: dict[Key, int] = {}  # leading blocks that have left, of those that are not complete
         self._past: OrderedDict[Key, None] = OrderedDict()  # that have come, or were cancelled
 
     def begin(self, order: SendPrefix, now: float) -> None:
-        """Offer what is cached here of the prefix, or inform its receiver that nothing is."""
+        """Offer what is cached here of the prefix, or inform its receiver that nothing comes."""
         key = (order.coordinator, order.dispatch)
         hashes = from_hashes(order.block_hashes)
         if key in self._past:
             return  # an echo: messages of the first could echo too, and be taken for the second's
         remember(self._past, key, None)
-        if not (blocks := self._blocks.acquire_prefix(hashes)):
+        spare = self._blocks.num_available - self._blocks.num_idle_among(hashes) - self._left()
+        if not (blocks := self._blocks.acquire_prefix(hashes) if spare >= 0 else []):
             self._sender.meetings.decline(order.prefill, key)
             return
         self._held[key], self._num_left[key] = blocks, 0
